@@ -24,18 +24,13 @@ import torch
 from torch import Tensor
 
 from kept import kept_json
-from metricopt_ext.classification.build import (
-    batch_metric,
-    build_metric,
-    classification_loss,
-    cross_entropy,
-    load_splits,
-    model_metric,
-    stratified_parts,
-    try_metric,
-    untrained,
-)
+from metricopt_ext.classification.classifier import untrained
 from metricopt_ext.classification.config import ClassificationConfig
+from metricopt_ext.classification.data import stratified_parts
+from metricopt_ext.classification.losses import classification_loss, cross_entropy
+from metricopt_ext.classification.named_metric import build_metric, try_metric
+from metricopt_ext.classification.split_metric import batch_metric, model_metric
+from metricopt_ext.classification.splits import load_splits
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.cli import RUNS_CODE, errors_in_one_line
 from metricopt_ext.evidence.correlation import CorrelationReport, correlation_report

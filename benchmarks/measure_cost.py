@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias
-from metricopt_ext.classification.build import classification_loss
+from metricopt_ext.classification.losses import classification_loss
 from metricopt_ext.classification.models import build_model
 from metricopt_ext.evidence.cli import errors_in_one_line
 from metricopt_ext.evidence.report import versions

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from metricopt_ext.data.arrays import array_names, holds_several, read_array, read_shape
+from metricopt_ext.data.arrays import TABLES, array_names, holds_several, read_array, read_shape
 from metricopt_ext.data.labelled import MAX_BYTES, Labelled, Table, check_bytes
 from metricopt_ext.data.reading import Reading
 from metricopt_ext.errors import DataError
@@ -51,6 +51,8 @@ def read_arrays(
     """
     read, left = [], max_bytes
     for path, part in zip(paths, parts or [""] * len(paths), strict=True):
+        if path.suffix.lower() in TABLES:
+            raise DataError(f"{path} is a table of text; data.name=csv reads it, with data.target=COLUMN")
         if not holds_several(path):
             raise DataError(f"{path} must be a .npz, .pt, .h5, .safetensors or .parquet file with x and y")
         names = array_names(path)

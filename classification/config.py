@@ -15,7 +15,15 @@ from metricopt_ext.data.own_parts import given_parts
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.method import METHODS, siblings_of
 from metricopt_ext.evidence.method_config import brought_by, either
-from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, ShiftConfig, TrainingConfig, check_at_least
+from metricopt_ext.evidence.run_config import (
+    MEMORY_GIB,
+    AdapterConfig,
+    RunConfig,
+    ShiftConfig,
+    TrainingConfig,
+    check_at_least,
+    memory_of,
+)
 from metricopt_ext.evidence.siblings import SiblingsConfig
 from metricopt_ext.methods.recipe_settings import checked_setting
 from metricopt_ext.search.optimizer import LOSS_WEIGHT, METRIC_STEP
@@ -104,6 +112,19 @@ class ImageFolderConfig(PartsConfig):
 
 
 @dataclass
+class LabelledImagesConfig(ImageFolderConfig):
+    """The same with what images with several labels each, ``data.kind=multilabel``, take.
+
+    The root, or each part, is a CSV of images' names and labels, COCO's JSON, or the folder that holds it.
+    """
+
+    images: str = ""  # the folder of the images; empty: the one beside the file that has its name, or the file's own
+    # CSV: a column of 0 and 1 for each label, or the one that lists them; empty: all but that of the images' names
+    targets: list[str] = field(default_factory=list)
+    separator: str = ""  # between the labels of a list; empty: a comma, semicolon or bar, or else spaces
+
+
+@dataclass
 class TableConfig(PartsConfig):
     """The same with what a table, ``data.name=csv``, needs."""
 
@@ -154,13 +175,24 @@ class TableConfig(PartsConfig):
                 raise ConfigError(f"data.encoding={self.encoding!r}: {error}") from error
 
 
+@dataclass
+class MasksConfig(DataConfig):
+    """The same with what folders of images and label maps, ``data.name=segmentation``, take."""
+
+    # How many classes there are, as a network that you give has them; 0: as many as the largest number in a map says
+    classes: int = 0
+
+
 # The settings that each data.name has, if they are not those of `DataConfig`
 DATA: dict[str, type[DataConfig]] = {
     "arrays": PartsConfig,
     TABLE: TableConfig,
     "image_folder": ImageFolderConfig,
     "libsvm": PartsConfig,
+    "segmentation": MasksConfig,
 }
+# and those that it has with a data.kind
+KINDS_OF_DATA: dict[tuple[str, str], type[DataConfig]] = {("image_folder", "multilabel"): LabelledImagesConfig}
 
 
 @dataclass
@@ -285,6 +317,7 @@ class ClassificationConfig(RunConfig):
     transfer: TransferConfig | None = field(default=None, metadata=brought_by("transfer"))
     second_round: SecondRoundConfig | None = field(default=None, metadata=brought_by("second_round"))
     batch_size: int = 100  # of the loss while finetuning
+    memory: float = MEMORY_GIB  # GiB that the activations of a population may take which is chosen (population=null)
     balanced: bool = True  # of these batches too every class gets an equal share; model.balanced is for training
 
     @classmethod
@@ -292,7 +325,8 @@ class ClassificationConfig(RunConfig):
         """Return the defaults where these choices are made; see `config.Choosing`."""
         made, name = super().chosen(choices), choices.get("data.name")
         if isinstance(name, str):
-            made.data = DATA.get(name, DataConfig)(name)  # type: ignore[attr-defined]
+            kind = KINDS_OF_DATA.get((name, str(choices.get("data.kind"))), DATA.get(name, DataConfig))
+            made.data = kind(name)  # type: ignore[attr-defined]
         if choices.get("data.kind") in ("multilabel", "ordinal"):
             made.starts.append("thresholds")
         return made
@@ -301,6 +335,11 @@ class ClassificationConfig(RunConfig):
         """Return which choice would bring a key that this run lacks; see `config.Choosing`."""
         section, _, rest = key.partition(".")
         bringing = [name for name, kind in DATA.items() if section == "data" and rest in known_keys(kind)]
+        if not bringing and section == "data" and rest in known_keys(LabelledImagesConfig):
+            return (
+                f"{key} is a key of data.name=image_folder with data.kind=multilabel; this run has"
+                f" data.name={self.data.name} and data.kind={self.data.kind}"
+            )
         if bringing:
             return f"{key} is a key of data.name={' or '.join(bringing)}; this run has data.name={self.data.name}"
         return super().why_absent(key)
@@ -317,9 +356,10 @@ class ClassificationConfig(RunConfig):
             raise ConfigError(f"data.kind={data.kind!r} must be {either(KINDS)}")
         if data.order and data.kind != "ordinal":
             raise ConfigError(f"data.order={data.order} is for data.kind=ordinal; this run has {data.kind}")
-        if data.kind == "multilabel" and not isinstance(data, TableConfig):
+        if data.kind == "multilabel" and not isinstance(data, TableConfig | LabelledImagesConfig):
             raise ConfigError(
-                f"data.kind=multilabel needs data.name={TABLE} with data.targets; {data.name} has one label"
+                f"data.kind=multilabel needs data.name={TABLE} with data.targets, or data.name=image_folder with a file"
+                f" of labels; {data.name} has one label"
             )
         quantities = data.kind == "regression" or data.name == "diabetes"
         if quantities and (data.kind != "regression" or data.name not in (TABLE, "libsvm", "diabetes")):
@@ -328,7 +368,8 @@ class ClassificationConfig(RunConfig):
             )
         if (data.kind == "segmentation") != (data.name == "segmentation"):
             raise ConfigError(f"data.name={data.name} and data.kind={data.kind}: both must be segmentation, or neither")
-        if data.kind == "segmentation":
+        if isinstance(data, MasksConfig):
+            check_at_least(0, {"data.classes": data.classes})
             if self.adapter.acts_on_logits or self.adapter.keep_before:
                 raise ConfigError(
                     "adapter.outputs, adapter.kind=outputs and adapter.keep_before are not for segmentation"
@@ -371,7 +412,8 @@ class ClassificationConfig(RunConfig):
     def data_files(self) -> list[Path]:
         """Return the file or folder of the data, or of each part of it, or nothing."""
         parts = self.data.parts.values() if isinstance(self.data, PartsConfig) else ()
-        return [Path(each) for each in (self.data.root, *parts) if each]
+        images = self.data.images if isinstance(self.data, LabelledImagesConfig) else ""
+        return [Path(each) for each in (self.data.root, *parts, images) if each]
 
     def check(self) -> None:
         """Reject what would only fail after work has been done (see `RunConfig.check`).
@@ -381,6 +423,7 @@ class ClassificationConfig(RunConfig):
             ValueFunctionError: It was fitted for another dimension.
         """
         check_at_least(1, {"batch_size": self.batch_size, "model.batch_size": self.model.batch_size})
+        memory_of(self, self.memory)
         self._check_kind()
         if isinstance(self.data, TableConfig | ImageFolderConfig):
             self.data.check()

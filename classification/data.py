@@ -18,6 +18,7 @@ from metricopt_ext.data.splits import PARTS, Splits, check_fractions
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.checks import check_at_least
 from metricopt_ext.utils.files import existing
+from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import brief
 
 StrPath = str | os.PathLike[str]
@@ -114,6 +115,25 @@ def hold_out(data: Split, size: int | float, seed: int = 0) -> tuple[Split, Spli
     except ValueError as error:
         raise DataError(f"cannot set aside {count} of {len(data)} examples by class: {error}") from error
     return data.take(torch.from_numpy(rest)), data.take(torch.from_numpy(held))
+
+
+def stratified_parts(y: Tensor, size: int, seed: int) -> list[Tensor]:
+    """Divide examples at random into parts with about the same share of each class.
+
+    Args:
+        y: Labels, ``n``.
+        size: Examples in a part, about; parts are larger where a class would be missing from some otherwise.
+        seed: Seed of the division.
+
+    Returns:
+        The indices of each part.
+    """
+    order = torch.randperm(len(y), generator=generator(seed, "parts")).to(y.device)
+    if y.dim() > 1 or y.is_floating_point():  # no classes
+        return list(order.chunk(max(1, len(y) // size)))
+    order = order[y[order].argsort(stable=True)]  # class by class, in random order within each
+    parts = max(1, min(len(y) // size, int(y.unique(return_counts=True)[1].min())))
+    return [order[i::parts] for i in range(parts)]
 
 
 def imputed(splits: Splits, how: str) -> Splits:

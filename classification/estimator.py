@@ -8,7 +8,6 @@ import numpy as np
 import scipy.sparse
 import torch
 from sklearn.base import ClassifierMixin
-from sklearn.model_selection import train_test_split
 from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets
@@ -16,20 +15,13 @@ from sklearn.utils.validation import validate_data
 from torch import Tensor
 
 from metricopt_ext.classification.targets import Target
-from metricopt_ext.classification.tuned_network import Standardised, TunedNetwork
+from metricopt_ext.classification.tuned_network import CANNOT_PASS, Standardised, TunedNetwork
 from metricopt_ext.data.halves import Halves, stratified_halves
 from metricopt_ext.data.label_parts import label_halves, label_parts
 from metricopt_ext.data.rare import rare_groups
 from metricopt_ext.utils.words import brief
 
 __all__ = ["CANNOT_PASS", "MetricClassifier", "Standardised"]
-
-# Those of scikit-learn's checks that an estimator which draws its rows can't pass, with the reason; for
-# ``check_estimator(..., expected_failed_checks=CANNOT_PASS)``.
-CANNOT_PASS = {
-    "check_sample_weight_equivalence_on_dense_data": "rows are drawn for the scorer and for each batch, and a row that"
-    " is there twice may be drawn for both, where one of weight 2 is drawn once",
-}
 
 
 class MetricClassifier(ClassifierMixin, TunedNetwork):  # type: ignore[misc]
@@ -196,7 +188,6 @@ class MetricClassifier(ClassifierMixin, TunedNetwork):  # type: ignore[misc]
         return self._kind, torch.from_numpy(codes)
 
     def _split(self, y: Tensor, groups: Any, seed: int) -> tuple[Any, Any]:
-        rows = np.arange(len(y))
         if self._kind.kind == "multilabel":
             train, held_out = self._split_labels(y, seed)
         else:
@@ -204,25 +195,16 @@ class MetricClassifier(ClassifierMixin, TunedNetwork):  # type: ignore[misc]
             kinds = codes if groups is None else _within(codes, groups)
             stratify = next((each for each in (kinds, codes) if np.bincount(each).min() > 1), None)
             try:
-                train, held_out = self._held_out(rows, stratify, seed)
-            except ValueError as error:
+                train, held_out = self._held_out(len(y), stratify, seed)
+            except ValueError:
                 if stratify is codes or stratify is None:
-                    raise ValueError(f"n_samples = {len(y)} can't be split for the scorer: {error}") from error
-                train, held_out = self._held_out(rows, codes, seed)  # too few rows for each group of each class
+                    raise
+                train, held_out = self._held_out(len(y), codes, seed)  # too few rows for each group of each class
         self._warn_of_rare(y, train, held_out)
         return train, held_out
 
-    def _held_out(self, rows: Any, stratify: Any, seed: int) -> tuple[Any, Any]:
-        train, held_out = train_test_split(
-            rows, test_size=self.validation_fraction, stratify=stratify, random_state=seed
-        )
-        return train, held_out
-
     def _split_labels(self, y: Tensor, seed: int) -> tuple[Any, Any]:
-        try:  # by its rules for sizes
-            sizes = [len(part) for part in self._held_out(np.arange(len(y)), None, seed)]
-        except ValueError as error:
-            raise ValueError(f"n_samples = {len(y)} can't be split for the scorer: {error}") from error
+        sizes = [len(part) for part in self._held_out(len(y), None, seed)]  # by its rules for sizes
         train, held_out = (part.numpy() for part in label_parts(y, sizes, seed))
         return train, held_out
 

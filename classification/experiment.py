@@ -10,35 +10,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
+from metricopt_ext.classification.adapter import attach, tuned_part
 from metricopt_ext.classification.besides import besides
-from metricopt_ext.classification.build import (
-    attach,
-    batch_metric,
-    build_metric,
-    check_part,
-    classifier,
-    cross_entropy,
-    load_splits,
-    loss_of,
-    model_metric,
-    predict,
-    scores_at,
-    stratified_parts,
-    target_in,
-    train,
-    try_metric,
-    tuned_part,
-    untrained,
-    value_of,
-)
+from metricopt_ext.classification.classifier import classifier, train, untrained
 from metricopt_ext.classification.config import ClassificationConfig, TransferConfig
+from metricopt_ext.classification.data import stratified_parts
 from metricopt_ext.classification.groups import groups_of, metric_halves, strata
 from metricopt_ext.classification.kept_features import Rest
+from metricopt_ext.classification.losses import cross_entropy, loss_of
 from metricopt_ext.classification.metrics import MetricSpec
+from metricopt_ext.classification.named_metric import build_metric, try_metric
 from metricopt_ext.classification.nelder_mead import tune_cut_points, tune_line
 from metricopt_ext.classification.offsets import (
     adjust_logits,
+    line_offsets,
     prior_offsets,
     threshold_of,
     tune_adjustment,
@@ -46,6 +33,9 @@ from metricopt_ext.classification.offsets import (
     tune_threshold,
 )
 from metricopt_ext.classification.pictures import plot_examples
+from metricopt_ext.classification.predictions import predict, scores_at
+from metricopt_ext.classification.split_metric import batch_metric, check_part, model_metric, value_of
+from metricopt_ext.classification.splits import load_splits, target_in
 from metricopt_ext.classification.targets import Target, matching_offsets
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.parts import large_parts
@@ -57,6 +47,7 @@ from metricopt_ext.evidence.correlation import CorrelationReport, correlation_re
 from metricopt_ext.evidence.experiment import Experiment, State, Subject
 from metricopt_ext.evidence.method import Contender, Earlier, End, Method, Planned
 from metricopt_ext.evidence.rivals import metricopt_result, planned
+from metricopt_ext.evidence.run_config import memory_of
 from metricopt_ext.evidence.siblings import SiblingsConfig, learned_losses, plot_histories, training
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.second_round import run_second_round
@@ -77,7 +68,12 @@ from metricopt_ext.value.value_function import ValueFunction
 
 PRIORS = {"prior": 1.0, "prior_twice": 2.0}  # strengths of logit adjustment that a search may begin from
 UNGROUPED = ("regression", "segmentation")  # whose examples are of no class
-RIVALS = {"multilabel": "label_thresholds", "ordinal": "cut_points", "regression": "recalibration"}
+RIVALS = {
+    "multilabel": "label_thresholds",
+    "ordinal": "cut_points",
+    "regression": "recalibration",
+    "segmentation": "class_offsets",
+}
 MOST_PARTS = 20  # batches of test data on which losses are correlated with the metric
 MOST_STRENGTHS = 101  # candidates for the strength of logit adjustment
 
@@ -129,8 +125,12 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         model = tuned_part(classifier(config, splits, seed, self.folder, self.watcher), config)
         if isinstance(model, Rest):
             self.splits = splits = model.features(splits)
+        adapter = attach(model, config, seed, splits.train.x, target.scale)
+        adjustment = self._adjustment(adapter, 1.0)
+        along = None if adjustment is None else line_offsets(adjustment)
         task = FinetuneTask(
-            attach(model, config, seed, splits.train.x, target.scale),
+            adapter,
+            line=None if along is None else self._moved_by(adapter, along),
             loss=loss_of(target),
             batches=self._batches(splits.train),
             metric=model_metric(
@@ -141,6 +141,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
                 subject_to=subject_to,
             ),
             population=config.population,
+            memory=memory_of(config, config.memory),
         )
         for name in config.trained_methods:
             self._siblings.build(name).check(self._training(task))
@@ -237,30 +238,43 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
                 "label_thresholds": label_thresholds,
                 "cut_points": cut_points,
                 "recalibration": recalibration,
+                **({"class_offsets": class_offsets} if kind == "segmentation" else {}),
             }
         contenders = {name: at_each_budget(run, least=lambda dim: 2) for name, run in more.items()}
         return {**super().contenders(config, subject), **contenders}
 
     def start(self, name: str) -> Start | None:
         """Return one of `run_config.STARTS`, or None if it does not apply; see `Experiment.start`."""
-        adapter, strength = self.task.adapter, PRIORS.get(name)
+        strength = PRIORS.get(name)
         if strength is None and name != "thresholds":
             return super().start(name)
+        adapter = self.task.adapter
+        offsets = self._adjustment(adapter, strength)
+        return None if offsets is None else Start(self._moved_by(adapter, offsets))
+
+    def _adjustment(self, adapter: Adapter, strength: float | None) -> Tensor | None:
+        """Return what adjusts the outputs by the priors, ``c``; None if phi has no offsets, or there are no priors.
+
+        Args:
+            adapter: Has the offsets.
+            strength: Of the adjustment; None for thresholds that predict as many as there are.
+        """
         if adapter.outputs is None:
             return None
-        phi = self.task.origin()
         if self.target.kind != "classes" or strength is None:
-            offsets = self._label_offsets(strength)
-            if offsets is None:
-                return None
-            phi[adapter.offsets] = offsets.to(phi) / adapter.outputs.scale
-            return Start(phi)
+            return self._label_offsets(strength)
         counts = self.splits.train.y.bincount(minlength=self.splits.num_classes)
         if not counts.min() > 0:
             return None  # a class without examples has no prior
-        size = len(phi[adapter.offsets])
-        phi[adapter.offsets] = strength * prior_offsets(counts, one_logit=size == 1).to(phi) / adapter.outputs.scale
-        return Start(phi)
+        size = len(adapter.phi[adapter.offsets])
+        return strength * prior_offsets(counts, one_logit=size == 1)
+
+    def _moved_by(self, adapter: Adapter, offsets: Tensor) -> Tensor:
+        """Return the phi, ``d``, that adds offsets to the outputs, ``c``, and nothing else."""
+        assert adapter.outputs is not None
+        phi = torch.zeros_like(adapter.phi.detach())
+        phi[adapter.offsets] = offsets.to(phi) / adapter.outputs.scale
+        return phi
 
     def _label_offsets(self, strength: float | None) -> Tensor | None:
         """Return offsets of the logits of labels or ranks, ``c``, by their shares in train; None for other targets.

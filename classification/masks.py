@@ -22,6 +22,7 @@ IMAGES, MASKS = ("images", "JPEGImages"), ("masks", "SegmentationClass")  # name
 def load_masks(
     root: str | os.PathLike[str],
     image_size: int | None = None,
+    classes: int = 0,
     *,
     max_bytes: int = MAX_BYTES,
     max_pixels: int = MAX_PIXELS,
@@ -31,6 +32,7 @@ def load_masks(
     Args:
         root: The folder of both.
         image_size: Height and width to resize to, label maps without mixing; None if all have the same size.
+        classes: How many classes there are, at least as many as the largest number says; 0 for so many.
         max_bytes: Most bytes of all images in memory, and of all label maps.
         max_pixels: Most pixels of an image as it is stored.
 
@@ -40,7 +42,8 @@ def load_masks(
 
     Raises:
         DataError: For a missing folder, label maps without an image, a map in colours or of another size than its
-            image, unequal sizes without ``image_size``, fewer than two classes, or more bytes or pixels than allowed.
+            image, unequal sizes without ``image_size``, fewer than two classes or more than ``classes``, or more bytes
+            or pixels than allowed.
     """
     path = existing(root)
     folders = [_folder(path, names) for names in (IMAGES, MASKS)]
@@ -66,7 +69,10 @@ def load_masks(
     found = y[y != IGNORED].unique()
     if len(found) < 2:
         raise DataError(f"{folders[1]}: label maps must hold two classes, got {found.tolist()}")
-    return Labelled(x, y, tuple(map(str, range(int(found.max()) + 1))))
+    count = int(found.max()) + 1
+    if classes and count > classes:
+        raise DataError(f"{folders[1]}: label maps have class {count - 1}, but data.classes={classes} ends before it")
+    return Labelled(x, y, tuple(map(str, range(classes or count))))
 
 
 def _folder(path: Path, names: Iterable[str]) -> Path:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.classification.build import predict
 from metricopt_ext.classification.offsets import Remembered, WithOffsets, merged
+from metricopt_ext.classification.predictions import predict
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
 

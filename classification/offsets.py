@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.classification.build import predict
+from metricopt_ext.classification.predictions import output_of, predict
+from metricopt_ext.data.labelled import MAX_BYTES
 from metricopt_ext.errors import DataError
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -18,12 +19,19 @@ from metricopt_ext.utils.checks import check_integer
 REACH = 4.0  # logits, to each side, of the first round
 STRONGEST = 2.0  # strength of logit adjustment
 
+# The least offset of a line of thresholds: whatever the priors, one logit and more moves what lies near the boundary.
+LEAST_THRESHOLD = 1.0
+
+# Several logits are not adjusted along a line if none moves by this much: classes are then as frequent within a fifth.
+LEAST_OFFSET = 0.2
+
 
 class WithOffsets(nn.Module):
     """A classifier with a constant added to each logit; a threshold t of a single logit is the offset -t.
 
     Args:
-        model: Maps inputs, ``n x ...``, to logits, ``n x C`` or ``n``.
+        model: Maps inputs, ``n x ...``, to logits, ``n x C`` or ``n``, or ``n x C x h x w`` of pixels, which
+            torchvision's networks return as ``"out"`` of several.
         offsets: ``C``, or ``1`` for a single logit.
     """
 
@@ -34,17 +42,19 @@ class WithOffsets(nn.Module):
         self.model = model
         self.register_buffer("offsets", offsets)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map inputs, ``n x ...``, to logits of the model's shape."""
-        logits: Tensor = self.model(x)
-        return logits + self.offsets.to(logits)
+    def forward(self, x: Tensor) -> Any:
+        """Map inputs, ``n x ...``, to what the model makes of them, with other logits."""
+        found = self.model(x)
+        logits = output_of(found)
+        moved = logits + self.offsets.to(logits).view(-1, *[1] * (logits.dim() - 2))
+        return {**found, "out": moved} if isinstance(found, dict) else moved
 
 
 class Remembered(nn.Module):
     """A model that keeps its outputs, so that it runs once on each tensor in memory; its weights must not change.
 
     Args:
-        model: Maps a tensor to a tensor.
+        model: Maps a tensor to a tensor, or to logits with others beside them (`output_of`), which are not kept.
 
     Attributes:
         keeps: Whether the outputs for further tensors are kept too. One pass over the data sees all that are worth it:
@@ -63,7 +73,7 @@ class Remembered(nn.Module):
         key = streamed or (x.data_ptr(), x.shape, x.stride(), x.dtype, x.device, x._version)
         if key in self.kept:
             return self.kept[key][1]
-        output: Tensor = self.model(x)
+        output = output_of(self.model(x))
         if self.keeps:
             self.kept[key] = x if streamed is None else x[:0].clone(), output
         return output
@@ -126,7 +136,7 @@ def tune_offsets(
     In each round each class's offset in turn takes the best of evenly spaced values around its own, up to 4 logits away
     in the first round and half as far in each further one. Each value tried is one query, the model as it is the first;
     an offset's own value, the middle one if ``points`` is odd, is not tried again. The metric sees scores that are
-    kept: the model runs once on data in memory.
+    kept: the model runs once on data in memory, unless the scores of ``x`` take more than `MAX_BYTES`, as of pixels.
 
     Args:
         task: Its model, at phi = 0, is judged by its metric.
@@ -142,17 +152,20 @@ def tune_offsets(
     check_integer(1, rounds=rounds, budget=1 if budget is None else budget)
     check_integer(2, points=points)
     original = merged(task, start)
-    logits, model = original(x[:1]), Remembered(original)
+    logits = output_of(original(x[:1]))
     if logits.dim() == 1:
         return None
+    small = logits.nbytes * len(x) <= MAX_BYTES  # maps of many classes may not be
+    model = Remembered(original) if small else original
     steps = [REACH * (2 * i / (points - 1) - 1) for i in range(points) if 2 * i != points - 1]
 
     def cost(offsets: Tensor) -> float:
         return task.metric.cost(WithOffsets(model, offsets), "offsets")
 
-    kept = torch.zeros_like(logits[0])
+    kept = logits.new_zeros(logits.shape[1])
     lowest, left = cost(kept), math.inf if budget is None else budget - 1
-    model.keeps = False
+    if isinstance(model, Remembered):
+        model.keeps = False
     for round, label in product(range(rounds), range(len(kept))):
         before = kept
         for step in steps:
@@ -186,6 +199,21 @@ def prior_offsets(counts: Tensor, *, one_logit: bool = False) -> Tensor:
         raise ValueError(f"one logit is for 2 classes, got counts of {len(counts)}")
     offsets = -counts.double().log()
     return offsets[1:] - offsets[:1] if one_logit else offsets - offsets.mean()
+
+
+def line_offsets(adjustment: Tensor) -> Tensor | None:
+    """Return the offsets along which a search looks first, ``C`` or ``1``: those of an adjustment by the priors.
+
+    A single logit's move by `LEAST_THRESHOLD` at least, in their direction: its threshold matters though both classes
+    are as frequent. None for several logits if none of their offsets reaches `LEAST_OFFSET`.
+
+    Args:
+        adjustment: Offsets of strength 1 (`prior_offsets`), ``C`` or ``1``.
+    """
+    if len(adjustment) == 1:
+        least = torch.full_like(adjustment, LEAST_THRESHOLD)
+        return torch.where(adjustment.abs() < least, torch.where(adjustment < 0, -least, least), adjustment)
+    return adjustment if float(adjustment.abs().max()) >= LEAST_OFFSET else None
 
 
 @torch.no_grad()

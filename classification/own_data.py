@@ -7,10 +7,27 @@ from pathlib import Path
 import torch
 
 from metricopt_ext.classification.arrays import parts_in, read_arrays
-from metricopt_ext.classification.config import DataConfig, ImageFolderConfig, PartsConfig, TableConfig
+from metricopt_ext.classification.config import (
+    DataConfig,
+    ImageFolderConfig,
+    LabelledImagesConfig,
+    PartsConfig,
+    TableConfig,
+)
 from metricopt_ext.classification.data import hold_out
-from metricopt_ext.classification.tables import read_csv, read_libsvm
-from metricopt_ext.data.images import SUFFIXES, ImageSize, Limits, load_image_folder
+from metricopt_ext.classification.labelled_images import (
+    WHOLE,
+    Labels,
+    check_same_columns,
+    labels_files,
+    load_labelled,
+    read_labels,
+    reading_of,
+    warn_of_unlabelled,
+)
+from metricopt_ext.classification.libsvm import read_libsvm
+from metricopt_ext.classification.tables import read_csv
+from metricopt_ext.data.images import ImageSize, Limits, load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split, Table, Unscaled
 from metricopt_ext.data.own_parts import (
     digests_of_files,
@@ -23,7 +40,6 @@ from metricopt_ext.data.own_parts import (
 from metricopt_ext.data.reading import Reading
 from metricopt_ext.data.splits import Splits, check_fractions
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.files import walked
 from metricopt_ext.utils.words import counted
 
 
@@ -51,12 +67,17 @@ def own_parts(
     without_classes: list[Path] = []
     if not paths and data.root and data.name == "arrays" and "train" in parts_in(Path(data.root)):
         paths = dict.fromkeys(parts_in(Path(data.root)), Path(data.root))
-    if not paths and data.root and isinstance(data, ImageFolderConfig):
+    if not paths and data.root and isinstance(data, LabelledImagesConfig):
+        files = labels_files(Path(data.root))
+        paths = {} if WHOLE in files else files
+    elif not paths and data.root and isinstance(data, ImageFolderConfig):
         paths, without_classes = folders_of_parts(Path(data.root))
     if not paths:
         return None
     if data.name == "arrays":
         parts, names, found = array_parts(paths, limits)
+    elif isinstance(data, LabelledImagesConfig):
+        parts, names, found = labelled_image_parts(data, paths, limits, size)
     elif isinstance(data, ImageFolderConfig):
         parts, names, found = image_parts(paths, limits, size, data.stream)
     else:
@@ -80,13 +101,57 @@ def image_parts(
         digests: dict[str, str] = {}
         loaded[name] = load_image_folder(path, size, contents=digests, stream=stream, **limits)
         contents[name] = {str(path / file): digest for file, digest in digests.items()}
-    if stream:  # which has read none
-        contents = digests_of_files({name: _below(path) for name, path in paths.items()})
     classes = same_classes({name: part.class_names for name, part in loaded.items()})
     warn_of_copies(contents)
     parts = {name: Split(part.x, renumbered(part.y, part.class_names, classes)) for name, part in loaded.items()}
     said = ", ".join(f"{name}: {counted(len(part), 'image')} in {paths[name]}" for name, part in parts.items())
     return parts, classes, Reading(f"folders of images for each part ({said})")
+
+
+def labelled_image_parts(
+    data: LabelledImagesConfig, paths: Mapping[str, Path], limits: Limits, size: ImageSize | None
+) -> tuple[dict[str, Split], tuple[str, ...], Reading]:
+    """Read a file of labels and its images for each part; the labels are compared by name.
+
+    Returns:
+        The parts, the labels' names, and what was read.
+    """
+    read = {name: read_one(data, path, limits) for name, path in paths.items()}
+    check_same_columns(read)
+    labels = same_classes({name: each.labels for name, each in read.items()})
+    contents: dict[str, dict[str, str]] = {}
+    parts: dict[str, Split] = {}
+    for name, each in read.items():
+        digests: dict[str, str] = {}
+        parts[name] = load_labelled(each, labels, limits, size, stream=data.stream, contents=digests)
+        contents[name] = {str(each.folder / file): digest for file, digest in digests.items()}
+    if data.stream:  # which has read none
+        files = {name: [each.folder / file for file in each.images] for name, each in read.items()}
+        contents = digests_of_files(files)
+    warn_of_copies(contents)
+    warn_of_unlabelled([*read.values()])
+    return parts, labels, reading_of(read, labels)
+
+
+def labelled_images(data: LabelledImagesConfig, limits: Limits, size: ImageSize | None) -> tuple[Labelled, Reading]:
+    """Read the file of labels that ``data.root`` is or holds, and its images, which are yet to be divided."""
+    found = read_one(data, Path(data.root), limits)
+    whole = load_labelled(found, found.labels, limits, size, stream=data.stream)
+    warn_of_unlabelled([found])
+    return whole, reading_of({WHOLE: found}, found.labels)
+
+
+def read_one(data: LabelledImagesConfig, path: Path, limits: Limits) -> Labels:
+    """Read the one file of labels that a path is or holds.
+
+    Raises:
+        DataError: It holds those of several parts; and as from `read_labels`.
+    """
+    files = labels_files(path)
+    if WHOLE not in files:
+        shown = " and ".join(map(str, files.values()))
+        raise DataError(f"{path} has a file of labels for each part, {shown}; name the one that is meant")
+    return read_labels(files[WHOLE], limits, images=data.images, targets=data.targets, separator=data.separator)
 
 
 def array_parts(paths: Mapping[str, Path], limits: Limits) -> tuple[dict[str, Split], tuple[str, ...], Reading]:
@@ -157,10 +222,6 @@ def read_table(data: DataConfig, paths: Sequence[str], limits: Limits, columns: 
         max_categories=data.max_categories,
         max_bytes=limits["max_bytes"],
     )
-
-
-def _below(folder: Path) -> list[Path]:
-    return [folder / name for name in walked(folder)[0] if name.lower().endswith(SUFFIXES)]
 
 
 def size_of(data: DataConfig) -> ImageSize | None:

@@ -1,26 +1,18 @@
 """A scikit-learn regressor for tables: a neural network, trained by its loss and then tuned for a scorer."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from sklearn.base import RegressorMixin
-from sklearn.model_selection import train_test_split
 from sklearn.utils.validation import validate_data
 from torch import Tensor
 
 from metricopt_ext.classification.targets import Target
-from metricopt_ext.classification.tuned_network import TunedNetwork
+from metricopt_ext.classification.tuned_network import CANNOT_PASS, TunedNetwork
 from metricopt_ext.data.halves import Halves, random_halves, stratified_halves
 
 __all__ = ["CANNOT_PASS", "MetricRegressor"]
-
-# As in `estimator`.
-CANNOT_PASS = {
-    "check_sample_weight_equivalence_on_dense_data": "rows are drawn for the scorer and for each batch, and a row that"
-    " is there twice may be drawn for both, where one of weight 2 is drawn once",
-}
 
 
 class MetricRegressor(RegressorMixin, TunedNetwork):  # type: ignore[misc]
@@ -63,31 +55,6 @@ class MetricRegressor(RegressorMixin, TunedNetwork):  # type: ignore[misc]
 
     _default_scoring = "neg_mean_absolute_error"
 
-    def __init__(
-        self,
-        scoring: str | Callable[..., float] | None = None,
-        *,
-        queries: int = 100,
-        dim: int = 16,
-        hidden: Sequence[int] = (64, 32),
-        epochs: int = 30,
-        lr: float = 3e-3,
-        batch_size: int = 64,
-        validation_fraction: float = 0.3,
-        random_state: Any = None,
-    ) -> None:
-        super().__init__(
-            scoring,
-            queries=queries,
-            dim=dim,
-            hidden=hidden,
-            epochs=epochs,
-            lr=lr,
-            batch_size=batch_size,
-            validation_fraction=validation_fraction,
-            random_state=random_state,
-        )
-
     def fit(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None) -> "MetricRegressor":
         """Train the network on rows ``n x features``, then tune it; returns itself.
 
@@ -122,13 +89,7 @@ class MetricRegressor(RegressorMixin, TunedNetwork):  # type: ignore[misc]
 
     def _split(self, y: Tensor, groups: Any, seed: int) -> tuple[Any, Any]:
         stratify = groups if groups is not None and np.bincount(groups).min() > 1 else None
-        try:
-            train, held_out = train_test_split(
-                np.arange(len(y)), test_size=self.validation_fraction, stratify=stratify, random_state=seed
-            )
-        except ValueError as error:
-            raise ValueError(f"n_samples = {len(y)} can't be split for the scorer: {error}") from error
-        return train, held_out
+        return self._held_out(len(y), stratify, seed)
 
     def _halves(self, y: Tensor, groups: Any, seed: int) -> Halves:
         halves = random_halves(len(y), seed) if groups is None else stratified_halves(torch.from_numpy(groups), seed)

@@ -1,188 +1,28 @@
-"""Tables of text: CSV and LIBSVM files as labelled examples."""
+"""Tables of text: CSV and Parquet files as labelled examples."""
 
-import bz2
-import codecs
-import csv
 import difflib
-import gzip
-import io
 import os
-import re
-import reprlib
-import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from decimal import Decimal
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from metricopt_ext.classification.columns import Columns, class_labels, too_many
 from metricopt_ext.data.labelled import MAX_BYTES, Labelled, Table, check_bytes
+from metricopt_ext.data.numerals import plain_number
 from metricopt_ext.data.parquet import PARQUET, parquet_cells
-from metricopt_ext.data.precision import check_told_apart
-from metricopt_ext.data.reading import METRICS, Column, Reading
+from metricopt_ext.data.precision import in_single_precision
+from metricopt_ext.data.reading import Column, Reading
+from metricopt_ext.data.text_files import TEXT_SHARE, content_of, decoded, rows_of_cells
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.files import existing, open_regular, read_at_most
+from metricopt_ext.utils.files import existing
 from metricopt_ext.utils.words import brief, counted
 
 StrPath = str | os.PathLike[str]
 Array = npt.NDArray[Any]
-
-# Text may have max_bytes divided by this: while it is parsed, it takes up to 30 times its size.
-TEXT_SHARE = 32
-# A column is one of numbers if so large a share of its cells are numbers, of those that do not mark a missing one.
-NUMERIC = 0.9
-
-DELIMITERS = (",", ";", "\t", "|")  # looked for without a delimiter
-_BLANK = {"", "?"}  # how tables mark a missing value
-# and a missing number, in lower case
-_MISSING = {*_BLANK, "-", "--", ".", "#n/a", "#na", "<na>", "n.a.", "n/a", "na", "nan", "none", "null"}
-QUERY = "qid"  # the query's id in a row of a LIBSVM file
-# how a column says whether a row has a label, in lower case
-_PRESENT = {"1": 1, "1.0": 1, "true": 1, "yes": 1, "y": 1, "0": 0, "0.0": 0, "false": 0, "no": 0, "n": 0}
-_SHOWN = 3  # bad cells of a column that are named
-_TELLING = 10  # rows from which on values of their own are worth a look
-_CLASSES = 100  # of numbers that are not whole so many may be classes
-_SINGLE = "set data.standardise=true, or leave it out (data.drop=[{}])"
-
-
-def load_libsvm(
-    paths: StrPath | Sequence[StrPath], num_features: int | None = None, *, max_bytes: int = MAX_BYTES
-) -> Labelled:
-    """Read files in LIBSVM (SVMlight) format, gzipped if named ``.gz``, and stack them.
-
-    Args:
-        paths: One file or several.
-        num_features: Number of features d; by default the largest index found.
-        max_bytes: Most bytes of the inputs in memory; of the text, unzipped, a 32nd part of it.
-
-    Returns:
-        Inputs ``n x d`` float32, and classes numbered in ascending order of their labels in the file (-1 before +1).
-
-    Raises:
-        DataError: For a file that is missing or malformed, or has more than d features, or more bytes than allowed; for
-            numbers that float32 can't tell apart, or labels that float64 can't, or that are no classes
-            but a quantity.
-    """
-    return _labelled(read_libsvm(paths, num_features, max_bytes=max_bytes))
-
-
-def read_libsvm(
-    paths: StrPath | Sequence[StrPath],
-    num_features: int | None = None,
-    *,
-    columns: Sequence[str] = (),
-    quantity: bool = False,
-    max_bytes: int = MAX_BYTES,
-) -> Table:
-    """Read files as `load_libsvm` does, with all digits of their numbers.
-
-    Args:
-        paths: As in `load_libsvm`.
-        num_features: As in `load_libsvm`.
-        columns: What else is kept of each row (`Split.columns`): such files have ``qid`` alone, the query's id.
-        quantity: Whether the labels are numbers to predict, and no classes; y is then ``n`` float64.
-        max_bytes: As in `load_libsvm`.
-
-    Raises:
-        DataError: As from `load_libsvm`, and for another column, or a row without its ``qid``.
-    """
-    from sklearn.datasets import load_svmlight_files
-
-    if unknown := [name for name in columns if name != QUERY]:
-        raise DataError(f"LIBSVM data has no column {unknown[0]!r} for metric.columns; it may have {QUERY} alone")
-    files = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    named, left = ", ".join(map(str, files)), max_bytes // TEXT_SHARE
-    texts = []
-    for file in files:
-        texts.append(_text(existing(file), left))
-        left -= len(texts[-1])
-    try:
-        loaded = load_svmlight_files(
-            list(map(io.BytesIO, texts)), dtype=np.float64, zero_based=True, query_id=bool(columns)
-        )
-    except Exception as error:  # it indexes and converts whatever it reads, with errors of many types
-        raise DataError(f"cannot read {named} as LIBSVM data{_bad_row(files, texts)}: {brief(error)}") from error
-    queries = any(re.search(rb"^[^#\n]*\sqid:", text, re.MULTILINE) for text in texts)
-    del texts
-    each = 3 if columns else 2
-    parts, numbers = loaded[::each], np.concatenate(loaded[1::each])
-    ids = {name: _query_ids(named, loaded[2::3], parts) for name in columns}
-    if len(numbers) == 0:
-        raise DataError(f"{named} holds no examples")
-
-    # Indices are from 1, as LIBSVM has them, unless one of them is 0.
-    first = int(all(part.indices.min() > 0 for part in parts if part.nnz))
-    rows, found = len(numbers), max(part.shape[1] for part in parts) - first
-    features = max(found, 1) if num_features is None else num_features
-    if found > features:
-        raise DataError(f"{named} must have at most {counted(features, 'feature')}, got index {found - 1 + first}")
-    entries = np.concatenate([part.data for part in parts])
-    with np.errstate(over="ignore"):
-        rounded = entries.astype(np.float32)
-    if not np.isfinite(rounded).all():
-        at = entries[~np.isfinite(rounded)][0]
-        raise DataError(f"{named}: feature values must be finite and below 3.4e38, got {at:g}")
-    # float32, at half the memory, where it holds all numbers
-    kind: Any = np.float32 if np.array_equal(rounded, entries) else np.float64
-    size = np.dtype(kind).itemsize * rows * features
-    check_bytes(f"{named}, of {rows} rows and {features} features,", size, max_bytes)
-    x, above = np.zeros((rows, features), kind), 0
-    for part in parts:
-        placed = part.tocoo()
-        x[above + placed.row, placed.col - first] = placed.data
-        above += part.shape[0]
-
-    wrong = numbers[~(np.abs(numbers) < 2.0**53)]
-    if len(wrong):
-        raise DataError(
-            f"{named}: labels must be numbers below 2^53, beyond which float64 can't tell them apart, got"
-            f" {wrong[0]:.17g}"
-        )
-    labels, y = (numbers[:0], numbers) if quantity else np.unique(numbers, return_inverse=True)
-    if len(labels) > _CLASSES and (parted := labels[labels % 1 != 0]).size:
-        raise DataError(
-            f"{named}: labels must be classes, but seem to be a quantity: {len(labels)} different ones, such as"
-            f" {parted[0]:g}; number the classes by whole numbers, or set data.kind=regression to predict them"
-        )
-    said = f"LIBSVM data, {counted(rows, 'example')} of {counted(features, 'feature')}, indices from {first}"
-    if queries and not columns:
-        said += "; query ids (qid) are left out"
-    names = tuple(np.format_float_positional(label, trim="-") for label in labels)  # with all their digits
-    sizes = [part.shape[0] for part in parts]
-    numbered = zip(files, sizes, strict=True)
-    rows_by_file = tuple(tuple(f"{i + 1} of {file}" for i in range(size)) for file, size in numbered)
-    return Table(torch.from_numpy(x), torch.from_numpy(y), names, Reading(said), rows_by_file, columns=ids)
-
-
-def _query_ids(named: str, ids: Sequence[Array], parts: Sequence[Any]) -> Array:
-    """The query's id of each row; scikit-learn returns those that are there."""
-    for found, part in zip(ids, parts, strict=True):
-        if len(found) != part.shape[0]:
-            raise DataError(
-                f"{named}: metric.columns has {QUERY}, which {len(found)} of {part.shape[0]} rows give; each must have"
-                " one, as in 1 qid:7 1:0.5"
-            )
-    joined: Array = np.concatenate(ids)
-    return joined
-
-
-def load_a9a(root: StrPath, *, max_bytes: int = MAX_BYTES) -> Labelled:
-    """Read the two files of a9a (Adult), 48,842 rows of 123 features; class 1 earns more than 50,000.
-
-    Args:
-        root: Folder of ``a9a`` and ``a9a.t``, each gzipped (``.gz``) or not.
-        max_bytes: As in `load_libsvm`.
-
-    Raises:
-        DataError: For a missing or malformed file.
-    """
-    files = [existing(Path(root, name), Path(root, f"{name}.gz")) for name in ("a9a", "a9a.t")]
-    return load_libsvm(files, 123, max_bytes=max_bytes)
 
 
 def load_csv(path: StrPath, target: str, **options: Any) -> Labelled:
@@ -199,7 +39,7 @@ def load_csv(path: StrPath, target: str, **options: Any) -> Labelled:
     Raises:
         DataError: As from `read_csv`, and for a column whose numbers float32 can't tell apart.
     """
-    return _labelled(read_csv(path, target, **options))
+    return in_single_precision(read_csv(path, target, **options))
 
 
 def read_csv(
@@ -267,8 +107,10 @@ def read_csv(
     labels: dict[str, Column] = {}
     names_of_classes: list[str] = []
     if not quantity and len(targets) == 1:
-        labels[target], names_of_classes = _labels(path, target, named[target], lines, header, target in categories)
-    read = _Columns(path, lines, decimal, missing, max_categories, max_bytes)
+        labels[target], names_of_classes = class_labels(
+            path, target, named[target], lines, header, target in categories
+        )
+    read = Columns(path, lines, decimal, missing, max_categories, max_bytes)
     y = np.zeros(0)
     if quantity:
         y, labels[target] = read.quantity(target, named[target])
@@ -294,7 +136,7 @@ def read_csv(
         raise DataError(f"{path} must have a feature column besides the target {target!r}, got {header}")
     if len(names_of_classes) > max_categories:
         raise DataError(
-            f"{path}: {_too_many('target', target, names_of_classes, max_categories)}; it must hold classes, not a"
+            f"{path}: {too_many('target', target, names_of_classes, max_categories)}; it must hold classes, not a"
             " quantity (or raise data.max_categories, or set data.kind=regression to predict it)"
         )
     if not quantity and len(targets) == 1:
@@ -350,9 +192,9 @@ def _one_file(path: StrPath, target: str, delimiter: str, encoding: str, most: i
         if len(rows) < 2:
             raise DataError(f"{path} must hold at least one row, got none")
         return (*rows, "Parquet", sum(len(cell) for _, row in rows for cell in row))
-    content = _text(existing(path), most)
-    text, encoding = _decoded(path, content, encoding)
-    lines, delimiter = _rows(path, text, delimiter, target)
+    content = content_of(existing(path), most)
+    text, encoding = decoded(path, content, encoding)
+    lines, delimiter = rows_of_cells(path, text, delimiter, target)
     return (*lines, f"{encoding}, cells parted by {delimiter!r}", len(content))
 
 
@@ -360,133 +202,6 @@ def _divided(rows: Sequence[Any], sizes: Sequence[int]) -> list[Sequence[Any]]:
     """So many rows for each size, one after the other."""
     ends = np.cumsum(sizes)
     return [rows[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-
-
-def _labelled(table: Table) -> Labelled:
-    """The table as float32 inputs."""
-    x = table.x.float()
-    check_told_apart(table.x, x, table.reading.inputs, "standardise it in float64, or leave it out")
-    return Labelled(x, table.y, table.class_names)
-
-
-def _text(path: Path, most: int) -> bytes:
-    """A file's content, unzipped if it is named ``.gz`` or ``.bz2``: at most so many bytes."""
-    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open}
-    try:
-        with open_regular(path) as packed, openers.get(path.suffix, nullcontext)(packed) as file:
-            text = read_at_most(file, most)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"cannot read {path}: {brief(error)}") from error
-    if text is None:
-        raise DataError(
-            f"{path} has more than {most} bytes of text; all text may have max_bytes / {TEXT_SHARE}, so raise max_bytes"
-            " if that is right"
-        )
-    return text
-
-
-def _bad_row(files: Sequence[StrPath], texts: Sequence[bytes]) -> str:
-    """Say which row of which file scikit-learn can't read; empty if that can't be told."""
-    from sklearn.datasets import load_svmlight_file
-
-    def readable(lines: Sequence[bytes]) -> bool:
-        try:
-            load_svmlight_file(io.BytesIO(b"".join(lines)), zero_based=True)
-        except Exception:
-            return False
-        return True
-
-    for file, text in zip(files, texts, strict=True):
-        lines = text.splitlines(keepends=True)
-        low, high = 0, len(lines)  # the first so many lines can be read; the first so many can't
-        if readable(lines):
-            continue
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if readable(lines[low:middle]) else (low, middle)
-        return f" (row {high} of {file})"
-    return ""
-
-
-def _decoded(path: StrPath, content: bytes, encoding: str) -> tuple[str, str]:
-    """A file's text, and its encoding: the one that is given, or UTF-8, or UTF-16 by its mark."""
-    found = encoding or "utf-8"
-    if not encoding and content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        found = "utf-32" if content.startswith(codecs.BOM_UTF32_LE) else "utf-16"
-    remedy = "save it as UTF-8, or set data.encoding to what it is, such as latin-1, cp1252 or utf-16"
-    if found == "utf-32" and not encoding:
-        raise DataError(f"{path}: row 1 begins with the mark of UTF-32; save it as UTF-8, or set data.encoding=utf-32")
-    try:
-        text = content.decode(found)
-    except UnicodeDecodeError as error:
-        row = _row_of(content[: error.start].decode(found, "replace"))
-        raise DataError(
-            f"{path}: row {row} is not {found.upper()} (byte 0x{content[error.start]:02x}); {remedy}"
-        ) from error
-    except (LookupError, UnicodeError, ValueError) as error:
-        raise DataError(f"{path}: data.encoding={encoding!r} can't be used: {brief(error)}") from error
-    if "\0" in text:
-        raise DataError(
-            f"{path}: row {_row_of(text[: text.index(chr(0))])} has a NUL character, as has UTF-16 without its mark;"
-            " save it as UTF-8, or set data.encoding, such as utf-16-le"
-        )
-    if content.startswith(codecs.BOM_UTF8) and not codecs.lookup(found).name.startswith("utf-8"):
-        raise DataError(
-            f"{path} begins with the mark of UTF-8, so data.encoding={encoding!r} would misread it; leave the key out"
-        )
-    if text.startswith("\ufeff"):
-        text, found = text[1:], f"{found} with its mark"
-    return text, found
-
-
-def _row_of(before: str) -> int:
-    """The number of the row that goes on after so much of a text."""
-    return sum(1 for _ in csv.reader(io.StringIO(before + "x", newline="")))
-
-
-def _rows(path: StrPath, text: str, delimiter: str, target: str) -> tuple[list[tuple[int, list[str]]], str]:
-    """The rows that are not blank, header first, each with its number and its cells stripped; and the delimiter."""
-    delimiter = "\t" if delimiter == r"\t" else delimiter  # as it is typed in a shell
-    if len(delimiter) > 1 or delimiter in ('"', "\r", "\n"):
-        raise DataError(f"data.delimiter={delimiter!r} must be one character, or \\t for a tab")
-    found = [delimiter] if delimiter else [each for each in DELIMITERS if _divides(text, each, target)]
-    if len(found) > 1:
-        raise DataError(
-            f"{path}: its cells may be parted by {' or '.join(map(repr, found))}; say which by data.delimiter"
-        )
-    delimiter = found[0] if found else ","
-    read: list[list[str]] = []
-    try:
-        read.extend(_reader(text, delimiter))
-    except csv.Error as error:
-        raise DataError(
-            f"cannot read row {len(read) + 1} of {path} as CSV: {brief(error)}; its cells were parted at {delimiter!r}."
-            " Quotes around a cell must enclose all of it, and those inside must be doubled"
-        ) from error
-    stripped = ((number, [cell.strip() for cell in row]) for number, row in enumerate(read, start=1))
-    rows = [(number, row) for number, row in stripped if row not in ([], [""])]
-    if len(rows) < 2:
-        raise DataError(f"{path} must hold a header and at least one row, got {counted(len(rows), 'row')}")
-    width = len(rows[0][1])
-    for number, row in rows:
-        if len(row) != width:
-            raise DataError(
-                f"{path}: row {number} must have {width} cells like the header, got {len(row)}, parted by {delimiter!r}"
-            )
-    return rows, delimiter
-
-
-def _reader(text: str, delimiter: str) -> Any:
-    return csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True)
-
-
-def _divides(text: str, delimiter: str, target: str) -> bool:
-    """Whether a character gives the header several cells, one of them the target."""
-    try:
-        header: list[str] = next((row for row in _reader(text, delimiter) if row), [])
-    except csv.Error:
-        return False
-    return len(header) > 1 and target in [cell.strip() for cell in header]
 
 
 def _check_header(path: StrPath, header: list[str], target: str, named: Sequence[str]) -> None:
@@ -501,7 +216,7 @@ def _check_header(path: StrPath, header: list[str], target: str, named: Sequence
             why += "; take away its first row, which is for Excel"
         elif len(header) == 1:
             why += "; is data.delimiter the character between its cells?"
-        elif sum(_plain(cell) is not None for cell in header) > len(header) / 2:
+        elif sum(plain_number(cell) is not None for cell in header) > len(header) / 2:
             why += "; its first row must name the columns"
         raise DataError(why)
     if "" in header and "" not in named:
@@ -509,337 +224,3 @@ def _check_header(path: StrPath, header: list[str], target: str, named: Sequence
             f"{path}: column {header.index('') + 1} of {len(header)} has no name, like one of row numbers; name it, or"
             """ leave it out ("data.drop=['']")"""
         )
-
-
-def _check_names(path: StrPath, header: Sequence[str], target: str, labels: Sequence[str]) -> None:
-    """Reject a header that is an example: nothing but numbers beside the target, which is a label or not in order."""
-    numbers = [_plain(cell) for cell in header if cell != target]
-    if None in numbers:
-        return
-    order = np.diff([number for number in numbers if number is not None])
-    if target in labels or not ((order > 0).all() or (order < 0).all()):
-        raise DataError(
-            f"{path}: its first row must name the columns, but seems to be an example: {brief(list(header))}"
-        )
-
-
-def _labels(
-    path: StrPath,
-    target: str,
-    column: Sequence[str],
-    lines: Sequence[int | str],
-    header: Sequence[str],
-    as_they_are: bool,
-) -> tuple[Column, list[str]]:
-    """How the target was read, and the classes in numeric or else alphabetical order."""
-    classes = sorted(set(column))
-    rows: dict[str, int | str] = {}
-    for line, label in zip(lines, column, strict=True):
-        rows.setdefault(label, line)
-    numbers = {label: value for label in classes if (value := _plain(label)) is not None}
-    words = [label for label in classes if label.lower() in _MISSING]
-    # Among numbers a word like NA is a missing one; among words it may be a class like none.
-    numeric = bool(numbers) and len(numbers) + len(words) == len(classes) and not as_they_are
-    for label in sorted(words, key=column.index):
-        if label in _BLANK or numeric:
-            raise DataError(
-                f"{path}: {target!r} must be given in each row, but is {label!r} in row {rows[label]}; fill it in, or"
-                " leave out the row"
-                + ("" if label in _BLANK else f" (data.categories=[{target}] if it is the name of a class)")
-            )
-    alike: dict[Decimal, str] = {}
-    for label in numbers if not as_they_are else ():
-        if (other := alike.setdefault(Decimal(label), label)) != label:
-            raise DataError(
-                f"{path}: {target!r} must have one way to write a label, got {other!r} in row {rows[other]} and"
-                f" {label!r} in row {rows[label]}"
-            )
-    _check_names(path, header, target, classes)
-    if len(numbers) + len(words) == len(classes) and numbers:
-        classes.sort(key=lambda label: numbers.get(label, np.inf))  # stable: words stay in order
-    notes = [f"one is {words[0]!r}, as in row {rows[words[0]]}, like a missing one"] if words else []
-    return Column(target, "class", values=len(classes), note="; ".join([*notes, *_near(classes)])), classes
-
-
-def _near(values: Iterable[str]) -> list[str]:
-    """Say which values differ in nothing but case or spaces; nothing if none do."""
-    seen: dict[str, str] = {}
-    for value in values:
-        other = seen.setdefault(" ".join(value.casefold().split()), value)
-        if other != value:
-            return [f"{brief(other)} and {brief(value)} are two of them, write them alike if they are one"]
-    return []
-
-
-class _Cell(NamedTuple):
-    """A number as a table has it.
-
-    Attributes:
-        value: The number.
-        sign: That of a percentage or a currency beside it; empty for none.
-        other: Whether it is written in another notation than the table's.
-    """
-
-    value: float
-    sign: str = ""
-    other: bool = False
-
-
-_SIGNS = "%$€£¥"
-_SIGNED = re.compile(rf"(?P<minus>[+-]?)\s*(?P<before>[{_SIGNS}]?)\s*(?P<bare>.*?)\s*(?P<after>[{_SIGNS}]?)")
-_SPACES = "' \u2019\u00a0\u202f"  # that part thousands, whatever the decimal sign is
-
-
-def _forms(point: str, parts: str) -> list[re.Pattern[str]]:
-    """What a plain number and one with thousands parted look like, for a decimal sign and a sign between thousands."""
-    point = re.escape(point)
-    return [
-        re.compile(rf"[+-]?(?:[0-9]+{point}?[0-9]*|{point}[0-9]+)(?:[eE][+-]?[0-9]+)?"),
-        re.compile(
-            rf"[+-]?[0-9]{{1,3}}(?P<mark>[{parts}{_SPACES}])[0-9]{{3}}(?:(?P=mark)[0-9]{{3}})*(?:{point}[0-9]*)?"
-        ),
-    ]
-
-
-_WITH_POINT, _WITH_COMMA = _forms(".", ","), _forms(",", ".")
-_NOTATIONS = {"": _WITH_POINT[:1], ".": _WITH_POINT, ",": _WITH_COMMA}  # by the decimal sign that is given
-_WHOLE = re.compile(r"[+-]?[0-9]+")
-_INFINITE = re.compile(r"[+-]?inf(?:inity)?", re.IGNORECASE)
-
-
-def _in_one_go(column: Sequence[str]) -> Array | None:
-    """A column of nothing but plain numbers; None for any other."""
-    if not set("".join(column)) <= set("0123456789.+-"):
-        return None
-    try:
-        return np.array(column, dtype=np.float64)
-    except ValueError:
-        return None
-
-
-def _plain(cell: str) -> float | None:
-    """The number that a cell is without a sign, a decimal comma or parted thousands; None if it is none."""
-    return float(cell) if _NOTATIONS[""][0].fullmatch(cell) else None
-
-
-def _cell(text: str, decimal: str) -> _Cell | None:
-    """What a cell holds as a number; None if it holds none."""
-    text = text.replace("\u2212", "-")  # the minus of typesetting
-    if _INFINITE.fullmatch(text):
-        return _Cell(float(text))
-    if text[:1] == "(" and text[-1:] == ")" and text[1:2] not in ("(", "-", "+"):
-        inner = _cell(text[1:-1].strip(), decimal)
-        return None if inner is None else inner._replace(value=0 - inner.value)
-    signed = _SIGNED.fullmatch(text)
-    if signed is None or (signed["before"] and signed["after"]):
-        return None
-    bare, sign = signed["minus"] + signed["bare"], signed["before"] or signed["after"]
-    if any(form.fullmatch(bare) for form in _NOTATIONS[decimal]):
-        point = decimal or "."
-        return _Cell(
-            float("".join(each for each in bare if each in f"0123456789eE+-{point}").replace(point, ".")), sign
-        )
-    if any(form.fullmatch(bare) for form in (*_WITH_POINT, *_WITH_COMMA)):
-        return _Cell(np.nan, sign, other=True)
-    return None
-
-
-class _Columns:
-    """Reads the columns of a table: as numbers, or as categories."""
-
-    def __init__(
-        self, path: StrPath, lines: Sequence[int | str], decimal: str, missing: bool, most: int, max_bytes: int
-    ) -> None:
-        self._path, self._lines, self._decimal, self._missing, self._most = path, lines, decimal, missing, most
-        self._max_bytes = max_bytes
-        self.width = 0  # inputs so far
-
-    def column(self, name: str, column: Sequence[str], as_they_are: bool) -> tuple[Array, Column]:
-        """Return a column's inputs, ``n x inputs`` float64 or bool, and how it was read."""
-        if as_they_are:
-            return self._categories(name, column, "")
-        if self._decimal != "," and (plain := _in_one_go(column)) is not None:
-            return self._numbers(name, column, plain, "", [])
-        cells = {cell: _cell(cell, self._decimal) for cell in set(column) if cell.lower() not in _MISSING}
-        given = [cell for cell in column if cell in cells]
-        found = [cell for cell in given if cells[cell] is not None]
-        if given and len(found) < NUMERIC * len(given):
-            return self._categories(name, column, self._mixed(column, given, found))
-        if not given and set(column) - _BLANK:  # nothing but words such as none
-            return self._categories(name, column, "")
-        self._check_notation(name, column, cells)
-        signs = {number.sign for number in cells.values() if number is not None}
-        numbers = {cell: number.value for cell, number in cells.items() if number is not None}
-        bad = [i for i, cell in enumerate(column) if cell not in numbers]
-        values = np.array([numbers.get(cell, np.nan) for cell in column])
-        return self._numbers(name, column, values, "".join(signs), bad)
-
-    def of_rows(self, name: str, column: Sequence[str], as_they_are: bool) -> tuple[Array, Column]:
-        """Return what a column says of each row for a metric, ``n``, which is no input, and how it was read.
-
-        It is one of numbers by the rule for inputs, int64 if all are whole, and else one of texts, which may be empty.
-        """
-        cells = {} if as_they_are else {cell: _cell(cell, self._decimal) for cell in set(column) - _BLANK}
-        given = [cell for cell in column if cell in cells and cell.lower() not in _MISSING]
-        if not given or sum(cells[cell] is not None for cell in given) < NUMERIC * len(given):
-            empty = [i for i, cell in enumerate(column) if not cell]
-            how = Column(name, METRICS, 0, len(set(column)), len(empty), [self._at(column, i) for i in empty[:_SHOWN]])
-            return np.array(column, dtype=object), how
-        self._check_notation(name, column, {cell: cells[cell] for cell in given})
-        numbers = {cell: found.value for cell, found in cells.items() if found is not None}
-        for i, cell in enumerate(column):
-            if not np.isfinite(numbers.get(cell, np.nan)):
-                raise DataError(
-                    f"{self._path}: column {name!r} of metric.columns must be a finite number in each row, got"
-                    f" {self._at(column, i)}; fill it in, or leave out the row, or take all its cells as texts"
-                    f" (data.categories=[{name}])"
-                )
-        if all(_WHOLE.fullmatch(cell) for cell in numbers):
-            whole = np.array([int(cell) for cell in column])  # all digits, as ids may have many
-            values = whole if whole.dtype == np.int64 else np.array(column, dtype=object)
-        else:
-            values = np.array([numbers[cell] for cell in column])
-        return values, Column(name, METRICS, 0, len(np.unique(values)))
-
-    def quantity(self, name: str, column: Sequence[str]) -> tuple[Array, Column]:
-        """Return a target's numbers, ``n`` float64, and how it was read; all must be there."""
-        cells = {cell: None if cell.lower() in _MISSING else _cell(cell, self._decimal) for cell in set(column)}
-        self._check_notation(name, column, cells)
-        numbers = {cell: found.value for cell, found in cells.items() if found is not None}
-        for i, cell in enumerate(column):
-            if not np.isfinite(numbers.get(cell, np.nan)):
-                raise DataError(
-                    f"{self._path}: the target {name!r} must be a finite number in each row, got {self._at(column, i)};"
-                    " leave out the row, or data.kind=classes is for words"
-                )
-        values = np.array([numbers[cell] for cell in column])
-        return values, Column(name, "quantity", 0, len(np.unique(values)))
-
-    def present(self, name: str, column: Sequence[str]) -> Array:
-        """Return in which rows a label is, ``n`` int64 of 0 and 1."""
-        for i, cell in enumerate(column):
-            if cell.casefold() not in _PRESENT:
-                raise DataError(
-                    f"{self._path}: {name!r} of data.targets must be 1 or 0 in each row, yes or no, true or false,"
-                    f" got {self._at(column, i)}; give each label a column of its own"
-                )
-        return np.array([_PRESENT[cell.casefold()] for cell in column])
-
-    def _numbers(
-        self, name: str, column: Sequence[str], values: Array, sign: str, bad: Sequence[int]
-    ) -> tuple[Array, Column]:
-        which = [self._at(column, i) for i in bad[:_SHOWN]]
-        infinite = np.flatnonzero(np.isinf(values))
-        if len(infinite) or (bad and not self._missing):
-            at = self._at(column, int(infinite[0]) if len(infinite) else bad[0])
-            filled = "" if len(infinite) else ", or set data.missing to mean, median or indicator"
-            also = f"; {len(values) - len(bad)} of its {len(values)} cells are numbers" if bad else ""
-            raise DataError(
-                f"{self._path}: column {name!r} must be a finite number in each row, got {at}; fill it in, or"
-                f" leave out the row or the column (data.drop=[{name}]){filled}, or take all its cells as categories"
-                f" (data.categories=[{name}]){also}"
-            )
-        different = len(np.unique(values[~np.isnan(values)]))
-        self._check_digits(name, column, values)
-        notes = [f"all with {sign!r}"] if sign else []
-        if any(cell.startswith("(") and value < 0 for cell, value in zip(column, values, strict=True)):
-            notes.append("those in parentheses are negative")
-        zero = next((i for i, cell in enumerate(column) if re.fullmatch(r"[+-]?0[0-9]+", cell)), None)
-        if zero is not None:
-            notes.append(
-                f"some begin with 0 ({self._at(column, zero)}); if they are codes, data.categories=[{name}] takes them"
-                " as they are"
-            )
-        if different < 2 and not bad:
-            notes.append("the same in each row")
-        self._widen(1)
-        return values[:, None], Column(name, "number", 1, different, len(bad), which, "; ".join(notes))
-
-    def _categories(self, name: str, column: Sequence[str], note: str) -> tuple[Array, Column]:
-        values, codes = _coded(column)
-        if len(values) > self._most:
-            raise DataError(
-                f"{self._path}: {_too_many('text column', name, values, self._most)}; leave it out"
-                f" (data.drop=[{name}]) or raise data.max_categories" + (f" ({note})" if note else "")
-            )
-        self._widen(len(values))
-        empty = [i for i, cell in enumerate(column) if cell.lower() in _MISSING]
-        notes = [note] if note else []
-        single = sum(count == 1 for count in Counter(column).values())
-        if single > len(column) / 2 and len(column) >= _TELLING:
-            notes.append(f"{single} of {len(column)} rows have a value that no other row has, which teaches nothing")
-        notes += _near(values)
-        how = Column(
-            name,
-            "category",
-            len(values),
-            len(values),
-            len(empty),
-            [self._at(column, i) for i in empty[:_SHOWN]],
-            "; ".join([*(["these are categories too"] if empty else []), *notes]),
-        )
-        return codes[:, None] == np.arange(len(values)), how
-
-    def _widen(self, inputs: int) -> None:
-        """Count further inputs, before they are made."""
-        self.width += inputs
-        rows = len(self._lines)
-        what = f"{self._path}, of {rows} rows and at least {self.width} features,"
-        check_bytes(what, 4 * self.width * rows, self._max_bytes)
-
-    def _check_notation(self, name: str, column: Sequence[str], cells: dict[str, _Cell | None]) -> None:
-        """Reject numbers of another notation than the table's, and of several signs: nothing fills these in."""
-        number = {cell: found for cell, found in cells.items() if found is not None}
-        for i, cell in enumerate(column):
-            if cell in number and number[cell].other:
-                wanted = "comma" if self._decimal == "," else "point"
-                raise DataError(
-                    f"{self._path}: numbers must have a decimal {wanted}, got {cell!r} in column {name!r}, row"
-                    f" {self._lines[i]}; set data.decimal=',' for decimal commas, or data.decimal=. for decimal points"
-                    " with thousands parted"
-                )
-        signs = [number[cell].sign if cell in number else None for cell in column]
-        several = [each for each in dict.fromkeys(signs) if each is not None]
-        if len(several) > 1:
-            rare = min(several, key=signs.count)
-            at = self._at(column, signs.index(rare))
-            raise DataError(
-                f"{self._path}: numbers of column {name!r} must all have the same sign, got {at}, and others"
-                f" {'without one' if '' in several and rare else 'with ' + repr(next(s for s in several if s != rare))}"
-                f"; write them alike, or data.categories=[{name}] takes all its cells as categories"
-            )
-
-    def _check_digits(self, name: str, column: Sequence[str], values: Array) -> None:
-        """Reject numbers, such as ids, that float64 does not tell apart."""
-        point = self._decimal or "."
-        long = [i for i, cell in enumerate(column) if len(cell) > 15 and not np.isnan(values[i])]
-        exact = {Decimal(re.sub(rf"[^0-9eE+\-{point}]", "", column[i]).replace(point, ".")) for i in long}
-        if len(set(map(float, exact))) < NUMERIC * len(exact):
-            at = long[0]
-            raise DataError(
-                f"{self._path}: column {name!r} has numbers of more digits than float64 tells apart, got"
-                f" {self._at(column, at)}; leave it out (data.drop=[{name}]) or shorten them"
-            )
-
-    def _mixed(self, column: Sequence[str], given: Sequence[str], found: Sequence[str]) -> str:
-        """Say that a column of categories has numbers too."""
-        if not found:
-            return ""
-        numbers = set(found)
-        text = next(i for i, cell in enumerate(column) if cell not in numbers)
-        return f"{len(found)} of {len(given)} cells are numbers, others not ({self._at(column, text)})"
-
-    def _at(self, column: Sequence[str], place: int) -> str:
-        return f"{brief(column[place])} in row {self._lines[place]}"
-
-
-def _coded(column: Sequence[str]) -> tuple[list[str], Array]:
-    """The distinct values in alphabetical order, and the place of each cell's. NumPy would make all as long as one."""
-    values = sorted(set(column))
-    places = {value: place for place, value in enumerate(values)}
-    return values, np.array([places[cell] for cell in column])
-
-
-def _too_many(what: str, name: str, values: Sequence[str], limit: int) -> str:
-    shown = reprlib.repr(values[:3])
-    return f"{what} {name!r} must have at most {limit} distinct values, got {len(values)} such as {shown}"

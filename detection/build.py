@@ -1,6 +1,7 @@
 """Turns a detection config into the things it describes: toolkit, detector, adapter, metric."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from torch import nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.data.named_model import settings_of
 from metricopt_ext.data.pretrained import pretrained
 from metricopt_ext.detection.ap50 import DEFINITIONS, METRICS
 from metricopt_ext.detection.coco_outputs import for_classes
@@ -21,9 +23,10 @@ from metricopt_ext.detection.metric import (
     MeanAveragePrecision,
     OwnDetectionMetric,
 )
+from metricopt_ext.detection.own_detector import OwnToolkit
 from metricopt_ext.detection.task import ExampleBatches
 from metricopt_ext.detection.toolkit import Toolkit
-from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
+from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit, has_proposals
 from metricopt_ext.detection.train import train_detector
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.tasks.besides import NO_BOUNDS, class_number, of_class, own_function
@@ -42,6 +45,8 @@ SETTINGS = {
     ),
     "transformers": ("model.name",),
 }
+# Those of torchvision's and our own detectors, which one of the user's own takes in its own way.
+OF_STOCK = ("model.min_size", "model.max_size", "model.proposals", "model.coco_weights")
 
 
 def build_toolkit(config: DetectionConfig) -> Toolkit:
@@ -56,6 +61,8 @@ def build_toolkit(config: DetectionConfig) -> Toolkit:
     _refuse_settings_of_others(config)
     # Otherwise the detector is trained further, or all of its weights are read from model.weights.
     strict_weights = not model.steps and not model.weights
+    if ":" in model.name:
+        return _own(config)
     if config.toolkit == "torchvision":
         return TorchvisionToolkit(
             name=model.name,
@@ -84,6 +91,31 @@ def build_toolkit(config: DetectionConfig) -> Toolkit:
     device = ["MODEL.DEVICE", str(choose_device(config.device))]
     cfg = read_config(model.config_file, [*model.opts, *device])
     return Detectron2Toolkit(cfg, config.classification_loss, strict_weights=strict_weights)
+
+
+def _own(config: DetectionConfig) -> Toolkit:
+    """The toolkit of a detector that a function of the user's own builds.
+
+    Raises:
+        ConfigError: Another toolkit is set, or what only the tool's own detectors take.
+    """
+    model, default = config.model, DetectionConfig()
+    if config.toolkit != "torchvision":
+        raise ConfigError(
+            f"model.name={model.name} builds a detector with torchvision's interface, for toolkit=torchvision, not"
+            f" toolkit={config.toolkit}"
+        )
+    for key in OF_STOCK:
+        if (value := attrgetter(key)(config)) != attrgetter(key)(default):
+            instead = "model.weights" if key == "model.coco_weights" else f"model.kwargs.{key.rpartition('.')[2]}"
+            raise ConfigError(
+                f"{key}={value!r} is for the tool's own detectors; model.name={model.name} can be given {instead}"
+            )
+    return OwnToolkit(
+        name=model.name,
+        classification_loss=config.classification_loss,  # type: ignore[arg-type]
+        **settings_of(model),
+    )
 
 
 def _transformers(folder: str) -> Toolkit:
@@ -115,6 +147,8 @@ def with_outputs_of(
     """
     if config.toolkit == "transformers":
         return toolkit.for_classes(classes)  # type: ignore[attr-defined, no-any-return]
+    if isinstance(toolkit, OwnToolkit):
+        return replace(toolkit, classes=len(classes))
     weights = weights or ("" if config.model.steps else config.model.coco_weights)
     if not weights or not isinstance(toolkit, TorchvisionToolkit):
         return toolkit
@@ -224,7 +258,7 @@ def attach(toolkit: Toolkit, model: nn.Module, config: DetectorAdapterConfig, se
 
 def remembering(toolkit: Toolkit, adapter: Adapter, config: DetectorAdapterConfig) -> Toolkit:
     """Return a toolkit that computes features and proposals once, if phi can't change them and settings allow it."""
-    in_box_head = all(layer.startswith(BOX_HEAD) for layer in adapter.layers)
+    in_box_head = has_proposals(adapter.model) and all(layer.startswith(BOX_HEAD) for layer in adapter.layers)
     if isinstance(toolkit, TorchvisionToolkit) and config.keep_features and in_box_head:
         return FrozenFeatures(toolkit, adapter, config.keep_gib)
     return toolkit

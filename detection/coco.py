@@ -80,6 +80,8 @@ def read_coco(
     """
     content = _load(Path(annotations), max_bytes)
     wrong = [key for key in ("images", "annotations", "categories") if not isinstance(_get(content, key), list)]
+    if wrong == ["categories"] and any(_get(each, "caption") is not None for each in content["annotations"]):
+        raise DataError(f"{annotations} has captions, and no boxes; COCO's boxes are in instances_*.json")
     if wrong:
         raise DataError(f"{annotations} has no list {wrong[0]!r}; COCO's format needs images, annotations, categories")
     if not content["images"]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from metricopt_ext.data.named_model import NamedModelConfig
 from metricopt_ext.data.own_parts import given_parts
 from metricopt_ext.detection.layouts import part_at
 from metricopt_ext.detection.scenes import SceneShift, write_scenes
@@ -78,7 +79,8 @@ class ModelConfig:
     # transformers: the folder of a detector and its image processor (save_pretrained). torchvision:
     # small_fpn, resnet18_fpn, or torchvision's own name of a detector, e.g. fasterrcnn_resnet50_fpn,
     # fasterrcnn_mobilenet_v3_large_320_fpn, maskrcnn_resnet50_fpn_v2, keypointrcnn_resnet50_fpn,
-    # retinanet_resnet50_fpn, fcos_resnet50_fpn, ssd300_vgg16, ssdlite320_mobilenet_v3_large
+    # retinanet_resnet50_fpn, fcos_resnet50_fpn, ssd300_vgg16, ssdlite320_mobilenet_v3_large; or MODULE:FUNCTION, which
+    # is imported and run, for a detector of your own with torchvision's interface
     name: str = TorchvisionToolkit.name
     # torchvision: shorter side in pixels to which the network scales images, unless the longer one would then exceed
     # the second number; SSDs have a size of their own
@@ -96,6 +98,18 @@ class ModelConfig:
     steps: int = 700  # 0 takes the weights as the toolkit gives them (detectron2: MODEL.WEIGHTS among opts)
     batch_size: int = 8
     lr: float = 0.05  # peak rate of SGD with momentum
+
+
+@dataclass
+class NamedDetectorConfig(NamedModelConfig, ModelConfig):
+    """The same with what ``model.name=MODULE:FUNCTION`` takes."""
+
+    NAMES = "MODULE:FUNCTION"
+
+    @classmethod
+    def are_of(cls, name: str) -> bool:
+        """Whether a model of this name has these settings; a folder of transformers' has none."""
+        return ":" in name
 
 
 @dataclass
@@ -128,6 +142,7 @@ class DetectionConfig(RunConfig):
     """A whole run of `tools/finetune_detector.py`."""
 
     OWN_METRIC = OwnDetectorMetricConfig
+    NAMED_MODEL = NamedDetectorConfig
 
     toolkit: str = "torchvision"  # or detectron2, or transformers
     data: DataConfig = field(default_factory=DataConfig)

@@ -69,7 +69,9 @@ def load_splits(config: DetectionConfig, seed: int, folder: Path) -> DetectionSp
     if not any(_learned_from(image).any() for image in drawn[0].images):
         raise DataError(f"none of the {len(drawn[0])} images for train has a box with area in its image")
     if config.data.name != "scenes":
-        warn_of_copies(digests_of_files({name: _files(part) for name, part in zip(PARTS, drawn, strict=True)}), "image")
+        warn_of_copies(
+            digests_of_files({name: files_of(part) for name, part in zip(PARTS, drawn, strict=True)}), "image"
+        )
     size, stream = config.data.size or None, config.data.stream
     train, validation, test = (load_examples(part, size, stream=stream, **config.limits) for part in drawn)
     numbers = category_ids_of(read["train"]) if read["train"].classes == tuple(classes) else ()
@@ -89,8 +91,8 @@ def with_classes(data: DetectionSet, classes: Sequence[str]) -> DetectionSet:
     return DetectionSet(tuple(classes), images)
 
 
-def _files(part: DetectionSet) -> list[Path]:
-    """The files of the images that are not in a zip file."""
+def files_of(part: DetectionSet) -> list[Path]:
+    """Return the files of the images that are not in a zip file."""
     return [image.path for image in part.images if image.archive is None]
 
 

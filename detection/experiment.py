@@ -57,9 +57,10 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         metric = build_metric(config.metric)
         besides(config.metric)  # refuses what is no metric
         build_toolkit(config)
-        model = Path(config.model.config_file if config.toolkit == "detectron2" else config.model.name).stem
+        model = Path(config.model.config_file).stem if config.toolkit == "detectron2" else config.model.name
+        model = model if ":" in model else Path(model).stem
         data = config.data.name if config.shift.is_none else f"shifted {config.data.name}"
-        title = f"{config.toolkit}'s {model} on {data}"
+        title = f"{model} on {data}" if ":" in model else f"{config.toolkit}'s {model} on {data}"
         return Subject(f"detection/{config.data.name}", title, metric.name, metric.maximize, metric.description)
 
     def prepare(self) -> tuple[FinetuneTask, Metric]:

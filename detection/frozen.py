@@ -16,6 +16,7 @@ from metricopt_ext.detection.records import Detections
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.torchvision_toolkit import (
     TorchvisionToolkit,
+    has_proposals,
     images_of,
     targets_of,
     to_detections,
@@ -145,7 +146,7 @@ class FrozenFeatures:
             logits, deltas = heads.box_predictor(heads.box_head(torch.cat([each.pooled for each in proposals])))
             found = zip(*heads.postprocess_detections(logits, deltas, boxes, sizes), strict=True)
             scaled = [dict(zip(("boxes", "scores", "labels"), each, strict=True)) for each in found]
-            in_pixels = detector.transform.postprocess(scaled, sizes, [example.image.shape[1:] for example in batch])
+            in_pixels = detector.transform.postprocess(scaled, sizes, [example.size for example in batch])
         return [to_detections(each, self.toolkit.labels) for each in in_pixels]
 
     def propose(self, model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
@@ -201,7 +202,7 @@ def served(model: nn.Module) -> bool:
         layers = Adapter(model).layers
     except AdapterError:
         return False
-    in_box_head = all(layer.startswith(BOX_HEAD) for layer in layers)
+    in_box_head = has_proposals(model) and all(layer.startswith(BOX_HEAD) for layer in layers)
     return in_box_head and not any(tensor.requires_grad for tensor in before_head(model))
 
 

@@ -5,7 +5,7 @@ import math
 import warnings
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -59,18 +59,19 @@ class Annotated:
     crowd: Tensor
     archive: Path | None = None
 
-    def load(self, max_pixels: int = MAX_PIXELS) -> Tensor:
+    def load(self, max_pixels: int = MAX_PIXELS, unzip: Callable[[str], bytes] | None = None) -> Tensor:
         """Return the image, ``3 x height x width``, uint8 RGB, rotated as its EXIF orientation says (`decoded`).
 
         Args:
             max_pixels: Most pixels that it may have.
+            unzip: Reads a file of the ``archive`` by its name; None to open the zip file for this image alone.
 
         Raises:
             DataError: The file is missing, truncated, not an image, of values without a known white, of more pixels,
                 or, once rotated, of a different size from its annotation.
         """
         try:
-            with opened(self._read(), max_pixels) as image:
+            with opened(self._read(unzip), max_pixels) as image:
                 pixels = np.array(decoded(image, "RGB"))
         except (DataError, OSError, ValueError) as error:
             raise DataError(f"{self.path} can't be read as an image: {brief(error)}") from error
@@ -100,9 +101,11 @@ class Annotated:
             raise DataError(f"{self.path} can't be read as an image: {brief(error)}") from error
         return replace(self, width=width, height=height)
 
-    def _read(self) -> bytes:
+    def _read(self, unzip: Callable[[str], bytes] | None = None) -> bytes:
         if self.archive is None:
             return read_bounded(self.path, MEMBER_BYTES)
+        if unzip is not None:
+            return unzip(self.path.as_posix())
         with open_zip(self.archive) as archive:
             return archive.read(self.path.as_posix())
 

@@ -9,8 +9,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from metricopt_ext.data.archives import ZipReader
 from metricopt_ext.data.images import MAX_PIXELS
 from metricopt_ext.data.labelled import MAX_BYTES, check_bytes
+from metricopt_ext.data.streamed import Begun, threads
 from metricopt_ext.detection.records import Annotated, DetectionSet
 from metricopt_ext.detection.toolkit import Example, Toolkit
 from metricopt_ext.errors import ConfigError
@@ -21,31 +23,59 @@ from metricopt_ext.utils.words import counted
 KEPT = 16  # images on disk that are kept once read: a batch's are looked at several times
 
 
-class ExampleOnDisk(Example):
-    """An image that is read whenever it is asked for, with its ground truth; the last few of a set are kept.
+class ImagesOnDisk:
+    """Images that are read whenever they are asked for; the last `KEPT` are kept.
 
     Args:
-        found: The image with its ground truth, of known size.
-        size: As in `load_examples`.
-        max_pixels: As in `load_examples`.
-        kept: The images of its set that were read last.
+        read: Returns an image by its place; called in any thread.
     """
 
-    def __init__(self, found: Annotated, size: int | None, max_pixels: int, kept: "OrderedDict[int, Tensor]") -> None:
-        self.__dict__.update(truth=_scaled_truth(found, size), found=found, size=size, most=max_pixels, kept=kept)
+    def __init__(self, read: Callable[[int], Tensor]) -> None:
+        self._begun = Begun(read)
+        self._kept: OrderedDict[int, Tensor] = OrderedDict()
+
+    def begin(self, place: int) -> None:
+        """Begin to read an image in another thread, where the machine has the processors."""
+        if threads() > 1 and place not in self._kept:
+            self._begun.begin([place])
+
+    def __getitem__(self, place: int) -> Tensor:
+        """Return an image, read now unless it is kept or was begun."""
+        if place not in self._kept:
+            pixels = self._begun.result(place)
+            while len(self._kept) >= KEPT:
+                self._kept.popitem(last=False)
+            self._kept[place] = pixels
+        self._kept.move_to_end(place)
+        return self._kept[place]
+
+
+class ExampleOnDisk(Example):
+    """An image that is read whenever it is asked for, with its ground truth.
+
+    Args:
+        images: The images of its set.
+        place: Its place there.
+        truth: Its ground truth, in pixels of the image as it is returned.
+    """
+
+    def __init__(self, images: ImagesOnDisk, place: int, truth: Annotated) -> None:
+        self.__dict__.update(truth=truth, images=images, place=place)
 
     @property
     def image(self) -> Tensor:
         """``3 x h x w``, uint8 RGB."""
-        kept: OrderedDict[int, Tensor] = self.__dict__["kept"]
-        if id(self) not in kept:
-            found: Annotated = self.__dict__["found"]
-            pixels = _within(Example(found.load(self.__dict__["most"]), found), self.__dict__["size"]).image
-            while len(kept) >= KEPT:
-                kept.popitem(last=False)
-            kept[id(self)] = pixels
-        kept.move_to_end(id(self))
-        return kept[id(self)]
+        pixels: Tensor = self.__dict__["images"][self.__dict__["place"]]
+        return pixels
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of the image, which is not read."""
+        return self.truth.height, self.truth.width
+
+    def begin(self) -> None:
+        """Begin to read the image."""
+        self.__dict__["images"].begin(self.__dict__["place"])
 
 
 class InputsOnDisk(Sequence[Any]):
@@ -94,8 +124,15 @@ def load_examples(
         raise ConfigError(f"images can't be scaled to size={size}; it must be at least 1 pixel")
     images = [truth.with_size(max_pixels) for truth in dataset.images]
     if stream:
-        kept: OrderedDict[int, Tensor] = OrderedDict()
-        return [ExampleOnDisk(truth, size, max_pixels, kept) for truth in images]
+        zipped = {truth.archive: ZipReader(truth.archive) for truth in images if truth.archive is not None}
+
+        def read(place: int) -> Tensor:
+            truth = images[place]
+            unzip = zipped[truth.archive] if truth.archive is not None else None
+            return _within(Example(truth.load(max_pixels, unzip), truth), size).image
+
+        on_disk = ImagesOnDisk(read)
+        return [ExampleOnDisk(on_disk, place, _scaled_truth(truth, size)) for place, truth in enumerate(images)]
     pixels = sum(math.prod(_scaled(truth, size)) for truth in images)
     check_bytes(f"the set of {counted(len(images), 'image')}", 3 * pixels, max_bytes)
     return [_within(Example(truth.load(max_pixels), truth), size) for truth in images]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.detection.records import Annotated, Detections
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.utils.words import shortened
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +24,22 @@ class Example:
 
     image: Tensor
     truth: Annotated
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of the image."""
+        height, width = self.image.shape[1:]
+        return height, width
+
+    def begin(self) -> None:
+        """Begin to read the image, if it is not in memory."""
+
+
+def images_in(batch: Sequence[Example]) -> list[Tensor]:
+    """Return the images of a batch, ``3 x h x w`` each; those on disk are read at once, by several threads."""
+    for each in batch:
+        each.begin()
+    return [each.image for each in batch]
 
 
 class Toolkit(Protocol):
@@ -55,9 +72,13 @@ class Toolkit(Protocol):
 
 def patterns_in(model: nn.Module, patterns: Iterable[str]) -> list[str]:
     """Return the patterns that match the name of a layer with a weight and a bias."""
-    modules = model.named_modules()
-    names = [name for name, each in modules if all(getattr(each, k, None) is not None for k in ("weight", "bias"))]
+    names = _layers(model)
     return [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
+
+
+def _layers(model: nn.Module) -> list[str]:
+    modules = model.named_modules()
+    return [name for name, each in modules if all(getattr(each, k, None) is not None for k in ("weight", "bias"))]
 
 
 def layers_at(model: nn.Module, placements: Sequence[str], known: Mapping[str, Iterable[str]]) -> list[str]:
@@ -73,6 +94,11 @@ def layers_at(model: nn.Module, placements: Sequence[str], known: Mapping[str, I
     """
     present = {name: found for name, patterns in known.items() if (found := patterns_in(model, patterns))}
     for name in placements:
+        if not present:
+            raise ConfigError(
+                f"placement={name!r}: {type(model).__name__} has no layers of the placements' names; set adapter.layers"
+                f" to patterns of its own, {shortened(_layers(model))}"
+            )
         if name not in present:
             choices = ", ".join(present)
             raise ConfigError(f"placement={name!r} is none of {type(model).__name__}'s; choose from {choices}")

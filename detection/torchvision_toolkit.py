@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.detection.ap_loss import ClassificationLoss, ap_loss
 from metricopt_ext.detection.records import Detections, inside
-from metricopt_ext.detection.toolkit import Example, layers_at
+from metricopt_ext.detection.toolkit import Example, images_in, layers_at
 from metricopt_ext.detection.torchvision_models import ONE_STAGE, SMALL, STANDARD, build_small, build_standard
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.utils.files import write_atomically
@@ -21,7 +21,8 @@ from metricopt_ext.utils.modes import evaluating, in_mode
 from metricopt_ext.utils.seeding import generator, seeded_streams
 
 try:
-    from torchvision.models.detection.roi_heads import fastrcnn_loss
+    from torchvision.models.detection.generalized_rcnn import GeneralizedRCNN
+    from torchvision.models.detection.roi_heads import RoIHeads, fastrcnn_loss
     from torchvision.models.detection.transform import resize_boxes
 except ImportError as error:
     raise ImportError("torchvision's detectors need torchvision: pip install 'metricopt-ext[detection]'") from error
@@ -224,8 +225,12 @@ class TorchvisionToolkit:
 
 
 def has_proposals(model: nn.Module) -> bool:
-    """Whether a detector has two stages: it detects in proposals, by a box head."""
-    return hasattr(model, "roi_heads")
+    """Whether a detector has torchvision's two stages: it detects in proposals, by a box head.
+
+    One whose own code does so in another way is computed as a whole.
+    """
+    parts = ((model, GeneralizedRCNN), (getattr(model, "roi_heads", None), RoIHeads))
+    return all(isinstance(part, kind) and type(part).forward is kind.forward for part, kind in parts)
 
 
 def total(losses: dict[str, Tensor]) -> Tensor:
@@ -262,14 +267,14 @@ def to_detections(found: dict[str, Tensor], labels: Sequence[int] = ()) -> Detec
 
 def to_pixels(boxes: Tensor, size: tuple[int, int], example: Example) -> Tensor:
     """Return boxes, ``n x 4``, of an image scaled to some height and width, in pixels of the example's image."""
-    resized: Tensor = resize_boxes(boxes, size, example.image.shape[1:])
+    resized: Tensor = resize_boxes(boxes, size, example.size)
     return resized.cpu()
 
 
 def images_of(model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
     """Return the images as torchvision takes them, each ``3 x h x w``, floats in [0, 1] like the model's."""
     like = next(model.parameters())
-    return [example.image.to(like) / 255 for example in batch]
+    return [image.to(like) / 255 for image in images_in(batch)]
 
 
 def targets_of(model: nn.Module, batch: Sequence[Example], own: Sequence[int] = ()) -> list[dict[str, Tensor]]:
@@ -283,7 +288,7 @@ def targets_of(model: nn.Module, batch: Sequence[Example], own: Sequence[int] = 
     like = next(model.parameters())
     targets = []
     for example in batch:
-        height, width = example.image.shape[1:]
+        height, width = example.size
         clipped, within = inside(example.truth.boxes.to(like.dtype), width, height)
         kept = within & ~(example.truth.difficult | example.truth.crowd)
         boxes, classes = clipped[kept], example.truth.labels[kept].long()

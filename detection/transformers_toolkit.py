@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.data.named_model import class_names_of, folder_weights, has_weights
 from metricopt_ext.detection.records import Detections, inside
-from metricopt_ext.detection.toolkit import Example, layers_at
+from metricopt_ext.detection.toolkit import Example, images_in, layers_at
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.utils.files import write_atomically
 from metricopt_ext.utils.modes import evaluating, in_mode
@@ -131,7 +131,7 @@ class TransformersToolkit:
 
     def detect(self, model: nn.Module, batch: Sequence[Example]) -> list[Detections]:
         """Return what the detector finds in each image, best first, in pixels of that image, without gradients."""
-        sizes = [(int(example.image.shape[1]), int(example.image.shape[2])) for example in batch]
+        sizes = [example.size for example in batch]
         with evaluating(model), torch.no_grad():
             outputs = model(**self._inputs(model, batch))
         processor = self._processor()
@@ -179,7 +179,7 @@ class TransformersToolkit:
 
     def _inputs(self, model: nn.Module, batch: Sequence[Example]) -> dict[str, Tensor]:
         """Return the images, and where they are padded, as the folder's processor makes them, by name."""
-        like, images = next(model.parameters()), [example.image.cpu() for example in batch]
+        like, images = next(model.parameters()), [image.cpu() for image in images_in(batch)]
         prepared = self._processor()(images=images, return_tensors="pt")
         inputs = {"pixel_values": prepared["pixel_values"].to(like)}
         if "pixel_mask" in prepared:
@@ -193,7 +193,7 @@ class TransformersToolkit:
         found as shares of the image itself.
         """
         like = next(model.parameters())
-        height, width = example.image.shape[1:]
+        height, width = example.size
         clipped, within = inside(example.truth.boxes.double(), width, height)
         kept = within & ~(example.truth.difficult | example.truth.crowd)
         shares = clipped[kept] / clipped.new_tensor([width, height] * 2)

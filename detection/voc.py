@@ -44,6 +44,7 @@ XML = ".xml"
 # What the folders of a set are called, in lower case: VOC's own names first, then others' (Kaggle's, Label Studio's)
 ANNOTATIONS = ("annotations", "annotation", "xmls", "xml")
 IMAGES = ("jpegimages", "images", "image", "imgs", "img", "pngimages", "jpgimages")
+MASKS = ("segmentationclass", "segmentationobject")  # folders of masks, in lower case
 LISTS = (("imagesets", "main"), ("imagesets",))
 LONGEST_NAME, LISTED = 80, 10  # characters of a name in a message, and names
 
@@ -66,18 +67,21 @@ class VocTree:
         annotations: The folder of the XML files.
         images: Folders that images are looked for in, one after the other.
         lists: The folder of the lists of images; None for a set without lists.
+        unread: Folders of masks, and of lists for other tasks, such as ``SegmentationClass``.
     """
 
     folder: Folder
     annotations: Folder
     images: tuple[Folder, ...]
     lists: Folder | None
+    unread: tuple[Folder, ...] = ()
 
     def __str__(self) -> str:
-        """Say where what was found."""
+        """Say where what was found, and what is not read."""
         lists = f"lists in {self.lists}" if self.lists is not None else "no lists"
         images = " and ".join(map(str, self.images)) or "no folder"
-        return f"VOC's format: XML in {self.annotations}, images in {images}, {lists}"
+        unread = f" (not read: {', '.join(map(str, self.unread))})" if self.unread else ""
+        return f"VOC's format: XML in {self.annotations}, images in {images}, {lists}{unread}"
 
 
 @dataclass(frozen=True)
@@ -298,6 +302,8 @@ def find_tree(root: Folder) -> VocTree:
             root = root.resolve() if inside_link else root
             return _tree(root.parent, root)
         level = [inner for folder in level for inner in folder.iterdir() if inner.is_dir()]
+    if masks := masks_in(root):
+        raise DataError(masks)
     raise DataError(
         f"{root} holds no folder Annotations, neither directly nor in the two levels of folders below, and no XML files"
         " beside their images"
@@ -311,7 +317,30 @@ def _tree(folder: Folder, annotations: Folder) -> VocTree:
     beside = [each for name in IMAGES for each in _children(folder, name)]
     images = [*beside, *(each for each in dict.fromkeys((annotations, folder)) if _holds(each, SUFFIXES))]
     lists = next((found for names in LISTS for found in _below(folder, names) if _holds(found, (".txt",))), None)
-    return VocTree(folder, annotations, tuple(images), lists)
+    other = [each for sets in _below(folder, ("imagesets",)) for each in sets.iterdir() if each.is_dir()]
+    other = [each for each in other if lists is not None and str(each) != str(lists) and _holds(each, (".txt",))]
+    return VocTree(folder, annotations, tuple(images), lists, tuple(sorted([*_masks(folder), *other], key=str)))
+
+
+def masks_in(root: Folder) -> str:
+    """Return in words that a folder, or one in it or a level deeper, holds masks and no boxes; empty without masks.
+
+    Args:
+        root: A folder without annotations in VOC's format, or the top of a zip file.
+    """
+    level: list[Folder] = [root]
+    for _ in range(3):
+        if found := [each for folder in level for each in _masks(folder)]:
+            return (
+                f"{root} has masks ({', '.join(map(str, found))}) and no XML files with boxes, which detection needs;"
+                " finetune_classifier reads folders of masks, by data.name=segmentation"
+            )
+        level = [inner for folder in level for inner in folder.iterdir() if inner.is_dir()]
+    return ""
+
+
+def _masks(folder: Folder) -> list[Folder]:
+    return [found for name in MASKS for found in _children(folder, name)]
 
 
 def _annotations_in(folder: Folder) -> Folder | None:

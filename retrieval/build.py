@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from metricopt_ext.data.reading import Reading
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.data.training import train_supervised
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.retrieval.cameras import CAMERA
 from metricopt_ext.retrieval.config import DataConfig, LossConfig, MetricConfig, ModelConfig, RetrievalConfig
 from metricopt_ext.retrieval.data import (
     hold_out_classes,
@@ -29,12 +30,12 @@ from metricopt_ext.retrieval.data import (
     split_classes,
 )
 from metricopt_ext.retrieval.layouts import load_class_folders
-from metricopt_ext.retrieval.metrics import EmbeddingMetric, besides, embedding_metric
+from metricopt_ext.retrieval.metrics import Draws, EmbeddingMetric, besides, embedding_metric
 from metricopt_ext.retrieval.models import Embedder, build_model
 from metricopt_ext.retrieval.own_data import own_parts
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.batches import ClassBatches
-from metricopt_ext.tasks.metric import Metric, with_halves
+from metricopt_ext.tasks.metric import Halved, Metric, with_halves
 from metricopt_ext.tasks.task import Loss
 from metricopt_ext.utils.config import config_section
 from metricopt_ext.utils.progress import Watcher
@@ -48,7 +49,7 @@ LOADERS: dict[str, Callable[[DataConfig, Limits], Labelled]] = {  # by the setti
 }
 
 
-WITH_PARTS = ("in_shop", "stanford_online_products")  # sets with train and test parts of their own
+WITH_PARTS = ("in_shop", "market1501", "stanford_online_products")  # sets with train and test parts of their own
 
 
 def embed(model: nn.Module, x: Tensor) -> Tensor:
@@ -66,8 +67,9 @@ def embed_with(adapter: Adapter, phi: Tensor, x: Tensor) -> Tensor:
 def build_metric(
     config: MetricConfig,
     part: Split,
-    halves: Sequence[Tensor] | str = (),
+    halves: Sequence[Tensor] | Sequence[tuple[Tensor, Tensor]] | str = (),
     queries: Tensor | None = None,
+    new_classes: bool = False,
     *,
     constrained: bool = True,
 ) -> Metric:
@@ -76,28 +78,38 @@ def build_metric(
     Args:
         config: The settings.
         part: Images and labels.
-        halves: Indices of two halves of them, for a metric that also reports its value within each, or why there
-            are none; empty for one that does not.
+        halves: Indices of two halves of them by class, or several such pairs, for a metric that also reports its value
+            within each, or why there are none; empty for one that does not.
         queries: Which of the images are queries, ``n`` booleans, and the others their gallery; None if each searches
             all others.
+        new_classes: Whether the model will be judged on other classes, and the halves are of different ones.
         constrained: Whether it is subject to what the settings say, told at every query, by the same embeddings.
 
     Raises:
         ConfigError: The metric's settings are impossible.
     """
-    metric, also = embedding_metric(config), besides(config)
+    metric, also, cameras = embedding_metric(config), besides(config), part.columns.get(CAMERA)
     for each in (metric, *also.values()):
-        if queries is not None and each.against is None:
-            each.judge(torch.zeros(0, 1), part.y[:0], queries[:0])  # refuses
+        each.check(queries is not None, cameras is not None)
     bounded = {name: each for name, each in also.items() if name in config.subject_to and constrained}
+    several = not isinstance(halves, str) and len(halves) > 0 and not isinstance(halves[0], Tensor)
+    draws = cast(Draws, halves) if several and queries is None and cameras is None else []
 
     def value_of(each: EmbeddingMetric, embeddings: Tensor, half: Tensor | None = None) -> float:
         rows = slice(None) if half is None else half.cpu()
-        return each.judge(embeddings[rows], part.y.cpu()[rows], None if queries is None else queries.cpu()[rows])
+        return each.judge(
+            embeddings[rows],
+            part.y.cpu()[rows],
+            None if queries is None else queries.cpu()[rows],
+            None if cameras is None else cameras[rows],
+        )
 
     def function(model: nn.Module) -> Any:
         embeddings = embed(model, part.x).cpu()
-        value = with_halves(lambda half: value_of(metric, embeddings, half), halves)
+        if metric.on_halves is not None and draws:
+            value = Halved(*metric.on_halves(embeddings, part.y.cpu(), draws))
+        else:
+            value = with_halves(lambda half: value_of(metric, embeddings, half), halves)
         others = {name: value_of(each, embeddings) for name, each in bounded.items()}
         return {metric.name: value, **others} if others else value
 
@@ -109,6 +121,7 @@ def build_metric(
         maximize=metric.maximize,
         bounds=metric.bounds,
         name=metric.name,
+        new_classes=new_classes,
         also={name: alone(each) for name, each in also.items() if name not in bounded},
         subject_to=config.subject_to if constrained else None,
     )

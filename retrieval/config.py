@@ -9,7 +9,15 @@ from metricopt_ext.data.own_parts import given_parts
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.method import siblings_of
 from metricopt_ext.evidence.method_config import brought_by
-from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, ShiftConfig, TrainingConfig, check_at_least
+from metricopt_ext.evidence.run_config import (
+    MEMORY_GIB,
+    AdapterConfig,
+    RunConfig,
+    ShiftConfig,
+    TrainingConfig,
+    check_at_least,
+    memory_of,
+)
 from metricopt_ext.evidence.siblings import EmbedderSiblingsConfig
 from metricopt_ext.tasks.besides import BesidesConfig
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
@@ -20,8 +28,8 @@ from metricopt_ext.utils.config import MISSING
 class DataConfig:
     """Where images come from and how their classes are divided."""
 
-    # class_folders (Cars196 and CUB-200-2011 as distributed too), digits (scikit-learn's), in_shop, omniglot or
-    # stanford_online_products
+    # class_folders (Cars196 and CUB-200-2011 as distributed too), digits (scikit-learn's), in_shop, market1501
+    # (DukeMTMC-reID too), omniglot or stanford_online_products
     name: str = MISSING
     root: str = ""  # the folder or zip file that holds the set; not needed for digits
     # class_folders, in place of root: the folder of each part, which share no class; test may hold query and gallery.
@@ -30,14 +38,17 @@ class DataConfig:
     val: str = ""
     test: str = ""
     image_size: int = 0  # pixels per side; 0 if all images have the same size
-    # class_folders, in_shop: read images from disk whenever they are asked for: less memory, and each query decodes all
+    # class_folders, in_shop, market1501: read images from disk whenever they are asked for: less memory, and each query
+    # decodes all
     stream: bool = False
     # shares of the classes for train, validation and test; stanford_online_products has its own test part
     fractions: list[float] = field(default_factory=lambda: [0.5, 0.25, 0.25])
     # names of the classes that are the test part whatever the seed; the others are divided by the first two fractions
     test_classes: list[str] = field(default_factory=list)
     last_test: bool = False  # whether the last classes by name are the test part, as is usual for CUB and Cars
-    validation_share: float = 0.1  # in_shop, stanford_online_products, parts of one's own: of the train classes
+    validation_share: float = (
+        0.1  # in_shop, market1501, stanford_online_products, parts of one's own: of the train classes
+    )
 
     @property
     def parts(self) -> dict[str, str]:
@@ -110,6 +121,7 @@ class RetrievalConfig(RunConfig):
     shift: ShiftConfig = field(default_factory=ShiftConfig)
     siblings: EmbedderSiblingsConfig | None = field(default=None, metadata=brought_by(*siblings_of("embedders")))
     population: int | None = 1  # tasks whose images are embedded together; on a CPU 1 is fastest for convolutions
+    memory: float = MEMORY_GIB  # GiB that the activations of a population may take which is chosen (population=null)
 
     def data_files(self) -> list[Path]:
         """Return the file or folder of the data, or nothing."""
@@ -117,19 +129,20 @@ class RetrievalConfig(RunConfig):
 
     def check(self) -> None:
         """Reject what would only fail after work has been done (see `RunConfig.check`)."""
-        own_test = self.data.last_test or self.data.name in ("in_shop", "stanford_online_products")
+        own_test = self.data.last_test or self.data.name in ("in_shop", "market1501", "stanford_online_products")
         if self.data.test_classes and (own_test or self.data.parts):
             raise ConfigError(
                 "data.test_classes chooses the test part, as data.last_test or the set's own lists do; leave it empty"
             )
         if self.data.parts and self.data.name != "class_folders":
             raise ConfigError("data.train, data.val and data.test are for data.name=class_folders")
-        if self.data.stream and self.data.name not in ("class_folders", "in_shop"):
-            raise ConfigError("data.stream=true is for data.name=class_folders and in_shop")
+        if self.data.stream and self.data.name not in ("class_folders", "in_shop", "market1501"):
+            raise ConfigError("data.stream=true is for data.name=class_folders, in_shop and market1501")
         if self.data.parts and self.data.last_test:
             raise ConfigError("data.last_test=true is for data.root; data.test is the test part, or half of data.val")
         if isinstance(self.metric, OwnMetricConfig):
             self.metric.check()
+        memory_of(self, self.memory)
         self.model.check()
         check_at_least(1, {"model.embedding": self.model.embedding, "model.width": self.model.width})
         check_at_least(2, {"loss.classes": self.loss.classes, "loss.samples": self.loss.samples})

@@ -109,7 +109,8 @@ def hold_out_classes(train: Labelled, test: Labelled, share: float, seed: int = 
     n = len(train.class_names)
     order = torch.randperm(n, generator=generator(seed, "classes"))
     rest, held = (_of_classes(train, classes) for classes in order.tensor_split([n - round(share * n)]))
-    return disjoint(Splits(rest, held, Split(test.x, test.y + n), train.class_names + test.class_names))
+    later = Split(test.x, test.y + n, columns=test.columns)
+    return disjoint(Splits(rest, held, later, train.class_names + test.class_names))
 
 
 def disjoint(splits: Splits) -> Splits:

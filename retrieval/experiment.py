@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from metricopt_ext.data.halves import class_halves
+from metricopt_ext.data.halves import class_draws
 from metricopt_ext.data.parts import large_parts
 from metricopt_ext.data.rare import Rare, rare_groups
 from metricopt_ext.data.splits import PARTS, Splits
@@ -16,6 +16,7 @@ from metricopt_ext.evidence.bootstrap import error_of, jackknife_error, of_group
 from metricopt_ext.evidence.experiment import Experiment, State, Subject
 from metricopt_ext.evidence.method import Method
 from metricopt_ext.evidence.rivals import planned
+from metricopt_ext.evidence.run_config import memory_of
 from metricopt_ext.evidence.siblings import EmbedderSiblingsConfig, plot_histories, training
 from metricopt_ext.methods.siblings.training import TrainingTask
 from metricopt_ext.retrieval.build import (
@@ -29,8 +30,10 @@ from metricopt_ext.retrieval.build import (
     load_splits,
     untrained,
 )
+from metricopt_ext.retrieval.cameras import CAMERA, Cameras, Seen, hits_across_cameras
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.data import queries_of
+from metricopt_ext.retrieval.few_classes import FewClasses
 from metricopt_ext.retrieval.metrics import besides, check_ks, embedding_metric, try_metric
 from metricopt_ext.retrieval.pictures import plot_neighbours, plot_recalls, save_recalls
 from metricopt_ext.retrieval.recall import hits_at_k
@@ -42,6 +45,7 @@ from metricopt_ext.utils.files import write_json
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.words import counted
 
 STATISTICS_BATCH = 256  # images that BatchNorm's statistics are taken of at once
 LEFT_OUT = 20  # groups of test classes that are left out in turn
@@ -90,11 +94,17 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
             attach(embedder(config, self.splits, seed, self.folder, self.watcher), config, seed),
             loss=loss,
             batches=batches,
-            metric=build_metric(config.metric, validation, class_halves(validation.y, seed)),
+            metric=build_metric(config.metric, validation, class_draws(validation.y, seed), new_classes=True),
             population=config.population,
+            memory=memory_of(config, config.memory),
         )
         for name in config.trained_methods:
             self._siblings.build(name).check(self._training(task))
+        classes = self.splits.classes_of("validation")
+        if seed == config.seed:
+            self.watcher.say(f"validation has {counted(len(classes), 'class')}; test has others")
+        told = FewClasses(task.metric, lambda: len(classes), self.watcher.say, config.guard.confidence)
+        task.metric.observers.append(told)
         return task, test
 
     def rare(self) -> Rare | None:
@@ -129,9 +139,9 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
             with evaluating(task.adapter.model):
                 embedded.append(embed_with(task.adapter, phi, self.splits.test.x))
         if self.config.metric.name == "recall":
-            return recall_error(
-                embedded[0], embedded[1], labels, check_ks(self.config.metric), rng, queries_of(self.splits)
-            )
+            cameras = self.splits.test.columns.get(CAMERA)
+            ks, queries = check_ks(self.config.metric), queries_of(self.splits)
+            return recall_error(embedded[0], embedded[1], labels, ks, rng, queries, cameras)
         queries = queries_of(self.splits)
         metric, classes = embedding_metric(self.config.metric), labels.unique()
         if len(classes) < FEWEST:
@@ -155,7 +165,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         after = embed_with(adapter, adapter.phi.detach(), test.x)
         queries, found = queries_of(self.splits), {"pretrained": before, "metricopt": after}
         plot_neighbours(test, before, after, self.folder / "neighbours.png", self.seed, queries)
-        save_recalls(test.y, found, self.folder / "recalls.json", queries)
+        save_recalls(test.y, found, self.folder / "recalls.json", queries, test.columns.get(CAMERA))
 
     @property
     def _siblings(self) -> EmbedderSiblingsConfig:
@@ -183,6 +193,7 @@ def recall_error(
     ks: Sequence[int],
     rng: torch.Generator,
     queries: Tensor | None = None,
+    cameras: Cameras | None = None,
 ) -> float | None:
     """Return the standard error of mean Recall@k's difference, by resampled classes of queries; None for one class.
 
@@ -195,10 +206,15 @@ def recall_error(
         ks: Numbers of neighbours.
         rng: Source of the draws.
         queries: Which of the images are queries, ``n`` booleans; None if each searches all others.
+        cameras: The camera of each, ``n``, as `hits_across_cameras` takes them; None without that rule.
     """
     found, gallery = [], None
     own_labels = labels if queries is None else labels[queries]
     for embeddings in (before, after):
+        if cameras is not None:
+            rows, hits = hits_across_cameras(*Seen(embeddings, labels, cameras).parted(queries), ks)
+            found.append(torch.from_numpy(hits).double().mean(1))
+            continue
         if queries is not None:
             gallery = embeddings[~queries], labels[~queries]
         rows, hits = hits_at_k(embeddings if queries is None else embeddings[queries], own_labels, ks, gallery=gallery)

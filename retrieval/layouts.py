@@ -1,16 +1,30 @@
-"""Sets for retrieval as they are distributed: In-Shop's partition, Cars196's .mat, folders of queries and a gallery."""
+"""Sets for retrieval as they are distributed: In-Shop, Cars196, Market-1501, folders of queries and a gallery."""
 
 import posixpath
+import re
+import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
 import torch
 
-from metricopt_ext.data.images import ImageSize, Limits, load_image_folder, noting, read_images, reader, stream_images
+from metricopt_ext.data.images import (
+    SUFFIXES,
+    ImageSize,
+    Limits,
+    load_image_folder,
+    noting,
+    read_images,
+    reader,
+    stream_images,
+)
 from metricopt_ext.data.labelled import Labelled
 from metricopt_ext.data.streamed import as_inputs, stacked
 from metricopt_ext.errors import DataError
+from metricopt_ext.retrieval.cameras import CAMERA
 from metricopt_ext.utils.files import read_bounded
 from metricopt_ext.utils.words import brief, counted
 
@@ -20,6 +34,11 @@ PARTITION = ("train", "query", "gallery")
 COLUMNS = ["image_name", "item_id", "evaluation_status"]
 LIST_BYTES = 1 << 27  # of In-Shop's list, whose own has 5 MB
 MAT_BYTES = 1 << 27  # of Cars196's annotations, whose own have 1 MB
+
+# Market-1501's folders, by part, and what its files' names say: the identity and the camera, as 0002_c1s1_000451_03.jpg
+MARKET = {"train": "bounding_box_train", "query": "query", "gallery": "bounding_box_test"}
+SEEN = re.compile(r"(?P<identity>-1|[0-9]+)_c(?P<camera>[0-9]+)(?![0-9]).*")
+JUNK, DISTRACTOR = -1, 0  # in place of an identity: parts of bodies, which are no images of a set; and of nobody asked
 
 # What folders of queries and of what they search are called, in lower case.
 QUERIES, GALLERIES = ("query", "queries"), ("gallery", "index", "database")
@@ -81,6 +100,63 @@ def load_cars196(
     return _listed(root, named, [f"{number:0{width}d}" for number in numbers], size, limits, contents, stream)
 
 
+def load_market(root: Path, size: ImageSize | None, limits: Limits, stream: bool = False) -> dict[str, Labelled]:
+    """Read Market-1501, or DukeMTMC-reID, by the names of its files: train, query and gallery.
+
+    Junk images (identity -1) are left out, as by the set's own evaluation; distractors (identity 0) stay in the
+    gallery. Each image has its camera as a column (`CAMERA`); see `cameras` for what that rules out.
+
+    Args:
+        root: The folder of ``bounding_box_train``, ``query`` and ``bounding_box_test``, or one around it.
+        size: As ``image_size`` of `load_image_folder`.
+        limits: What the files may take, of each part.
+        stream: Whether the images stay on disk (`StreamedImages`).
+
+    Returns:
+        The three parts by their names; a class is an identity, named by its number.
+
+    Raises:
+        DataError: A folder is missing or empty, a file's name does not say identity and camera, or a query is of none.
+    """
+    places = [root, *sorted(each for each in root.iterdir() if each.is_dir())] if root.is_dir() else [root]
+    base = next((each for each in places if is_market(each)), None)
+    if base is None:
+        raise DataError(
+            f"{root} must hold {', '.join(MARKET.values())}, or a folder with them, for data.name=market1501"
+        )
+    return {name: _seen(base / folder, name, size, limits, stream) for name, folder in MARKET.items()}
+
+
+def is_market(root: Path) -> bool:
+    """Whether a folder holds Market-1501's folders."""
+    return all((root / name).is_dir() for name in MARKET.values())
+
+
+def _seen(folder: Path, part: str, size: ImageSize | None, limits: Limits, stream: bool) -> Labelled:
+    """One of Market-1501's folders."""
+    files = sorted(each.name for each in folder.iterdir() if each.name.lower().endswith(SUFFIXES))
+    files = [name for name in files if not name.startswith(".")]
+    matches = {name: SEEN.fullmatch(PurePosixPath(name).stem) for name in files}
+    if wrong := [name for name, match in matches.items() if match is None]:
+        raise DataError(
+            f"{folder}: a file's name must be IDENTITY_cCAMERA..., as 0002_c1s1_000451_03.jpg, got {brief(wrong[0])}"
+            + (f" and {len(wrong) - 1} more" if len(wrong) > 1 else "")
+        )
+    said = {name: (int(match["identity"]), int(match["camera"])) for name, match in matches.items() if match}
+    kept = [name for name, (identity, _) in said.items() if identity != JUNK]
+    if not kept:
+        raise DataError(f"{folder} has no image of a person")
+    nobody = next((name for name in kept if said[name][0] == DISTRACTOR), None)
+    if nobody is not None and part != "gallery":
+        raise DataError(f"{folder}: {nobody} is of identity 0, a distractor; only bounding_box_test has these")
+    if left := len(files) - len(kept):
+        warnings.warn(f"{folder}: {counted(left, 'junk image')} (identity -1) left out", stacklevel=3)
+    names = sorted({f"{said[name][0]:04d}" for name in kept})
+    rows = [(name, f"{said[name][0]:04d}") for name in kept]
+    found = _listed(folder, rows, names, size, limits, stream=stream)
+    return replace(found, columns={CAMERA: np.array([said[name][1] for name in kept])})
+
+
 def is_cars196(root: Path) -> bool:
     """Whether a folder holds Cars196's annotations."""
     return root.is_dir() and bool(_cars_files(root))
@@ -114,7 +190,11 @@ def joined(parts: Mapping[str, Labelled]) -> Labelled:
     if len({*shapes.values()}) > 1:
         raise DataError(f"images must all have one size, got {brief(shapes)}; set data.image_size")
     y = [torch.tensor([places[name] for name in part.class_names])[part.y] for part in parts.values()]
-    return Labelled(stacked([part.x for part in parts.values()]), torch.cat(y), tuple(names))
+    columns = {
+        name: np.concatenate([part.columns[name] for part in parts.values()])
+        for name in next(iter(parts.values())).columns
+    }
+    return Labelled(stacked([part.x for part in parts.values()]), torch.cat(y), tuple(names), columns=columns)
 
 
 def load_class_folders(
@@ -195,7 +275,8 @@ def _listed(
     places = {name: place for place, name in enumerate(classes)}
     paths = [path for path, _ in rows]
     if stream:
-        x = as_inputs(stream_images(base, paths, reader(base), size, max_pixels=limits["max_pixels"]))
+        images = stream_images(base, paths, reader(base), size, max_pixels=limits["max_pixels"], contents=contents)
+        x = as_inputs(images)
     else:
         x = read_images(base, paths, noting(reader(base), contents), size, **limits)
     return Labelled(x, torch.tensor([places[name] for _, name in rows]), tuple(classes))

@@ -1,18 +1,23 @@
 """What an embedding can be judged by: mean Recall@k, two of pytorch-metric-learning's metrics, one's own functions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from metricopt_ext.errors import ConfigError, MetricOptError
+from metricopt_ext.retrieval.cameras import Cameras, Seen, recall_across_cameras
 from metricopt_ext.retrieval.config import MetricConfig
 from metricopt_ext.retrieval.neighbours import Array
-from metricopt_ext.retrieval.recall import check_items, check_options, recall_at_k
+from metricopt_ext.retrieval.recall import check_items, check_options, recall_at_k, recalls_on_halves
 from metricopt_ext.tasks.besides import NO_BOUNDS, own_function
+from metricopt_ext.tasks.metric import Pairs
 from metricopt_ext.tasks.own_metric import number_within, own_metric
 from metricopt_ext.utils.seeding import generator
+
+# Pairs of halves, by the indices of each.
+Draws = Sequence[tuple[Tensor, Tensor]]
 
 CALCULATED = {  # by pytorch-metric-learning; R is the number of a query's class besides itself
     "mean_average_precision_at_r": "average precision of the R nearest, mean over queries (Musgrave et al., 2020)",
@@ -26,12 +31,16 @@ class EmbeddingMetric:
 
     Attributes:
         function: Called with embeddings, ``n x d``, and labels, ``n``, both on the CPU; returns the value.
+        across: The same of queries and a gallery, but for those of a query's identity by its camera; None for a metric
+            that can't leave these out.
         against: The same of queries and a gallery: embeddings and labels of the former, then of the latter; None for a
             metric that has no gallery.
         name: Name in tables.
         maximize: Whether higher is better.
         bounds: Lowest and highest value.
         description: What it is, in a line; empty if its name says it.
+        on_halves: Called with embeddings, labels and pairs of halves by class; returns the value, and those on each
+            half, from one search of all. None for a metric that is called for each half.
     """
 
     function: Callable[[Tensor, Tensor], float]
@@ -40,26 +49,52 @@ class EmbeddingMetric:
     bounds: tuple[float, float] = (0.0, 1.0)
     description: str = ""
     against: Callable[[Tensor, Tensor, Tensor, Tensor], float] | None = None
+    across: Callable[[Seen, Seen], float] | None = None
+    on_halves: Callable[[Tensor, Tensor, Draws], tuple[float, Pairs]] | None = None
 
-    def judge(self, embeddings: Tensor, labels: Tensor, queries: Tensor | None = None) -> float:
+    def check(self, gallery: bool, cameras: bool) -> None:
+        """Reject what the metric can't judge.
+
+        Args:
+            gallery: Whether there are queries and a gallery.
+            cameras: Whether images have cameras, and those by a query's own camera of its identity are to be ignored.
+
+        Raises:
+            ConfigError: The metric has no gallery, or no cameras.
+        """
+        if cameras and self.across is None:
+            raise ConfigError(
+                f"metric.name={self.name} can't ignore what a query's own camera shows of its identity, as the rule of"
+                " data.name=market1501 is; take recall"
+            )
+        if gallery and not cameras and self.against is None:
+            raise ConfigError(
+                f"metric.name={self.name} is of embeddings that search each other, but the test images are queries and"
+                f" a gallery; take recall, {' or '.join(CALCULATED)}"
+            )
+
+    def judge(
+        self, embeddings: Tensor, labels: Tensor, queries: Tensor | None = None, cameras: Cameras | None = None
+    ) -> float:
         """Return the value for embeddings, ``n x d``, of which each searches all others, or queries a gallery.
 
         Args:
             embeddings: The embeddings, on the CPU.
             labels: ``n``.
             queries: Which of them are queries, ``n`` booleans; None if each searches all others.
+            cameras: The camera of each, ``n``; those of a query's identity by its camera are ignored then.
 
         Raises:
-            ConfigError: There is a gallery, but the metric has none.
+            ConfigError: As from `check`.
         """
+        self.check(queries is not None, cameras is not None)
+        queries = None if queries is None else queries.cpu()
+        if cameras is not None:
+            assert self.across is not None
+            return self.across(*Seen(embeddings, labels, cameras).parted(queries))
         if queries is None:
             return self.function(embeddings, labels)
-        if self.against is None:
-            raise ConfigError(
-                f"metric.name={self.name} is of embeddings that search each other, but the test images are queries and"
-                f" a gallery; take recall, {' or '.join(CALCULATED)}"
-            )
-        queries = queries.cpu()
+        assert self.against is not None
         return self.against(embeddings[queries], labels[queries], embeddings[~queries], labels[~queries])
 
 
@@ -82,6 +117,8 @@ def embedding_metric(config: MetricConfig) -> EmbeddingMetric:
             lambda x, y: recall_at_k(x, y, ks, query_subset=subset).mean,
             title,
             against=lambda x, y, *gallery: recall_at_k(x, y, ks, query_subset=subset, gallery=gallery).mean,
+            across=lambda queries, gallery: recall_across_cameras(queries, gallery, ks, query_subset=subset or 0),
+            on_halves=None if subset else lambda x, y, pairs: recalls_on_halves(x, y, ks, pairs),
         )
     if name in CALCULATED:
         return EmbeddingMetric(

@@ -235,6 +235,42 @@ class Search:
             result[i] = self._in_order(rows[i], np.flatnonzero(items <= farthest))[:k]
         return result
 
+    def ahead_of_match(
+        self, rows: Integers, labels: Integers, item_labels: Integers, k: int
+    ) -> tuple[Integers, Flags, Flags]:
+        """Find what is nearer than the nearest item with each query's label.
+
+        Args:
+            rows: Which queries search, ``b``.
+            labels: Their labels.
+            item_labels: Labels of the items, ``m``.
+            k: How many neighbours are looked at, at least; at most the search's.
+
+        Returns:
+            Items, ``b x c``; which of them are ahead of the first with the label, all items if it is one of the k
+            nearest, and else those of the k nearest; and whether it is, ``b``.
+        """
+        keys, found, last = self._found(rows)
+        hits = item_labels[found] == labels[:, None]
+        hit, places = hits.any(axis=1), hits.argmax(axis=1)
+        key = np.where(hit, keys[np.arange(len(rows)), places], last)
+        low, high = self._range(key, last, _lengths(self.queries.single[rows]), SINGLE)
+        ahead = keys < low[:, None]
+        near = ~ahead & (keys <= high[:, None])
+        matched = hit & ((high < last) | (np.isfinite(high) & self.all_found))
+        for i in np.flatnonzero(matched & (near.sum(axis=1) > 1)):
+            columns = np.flatnonzero(near[i])
+            items = found[i, columns]
+            exact = keys[i, columns] if low[i] == high[i] else self._exact_keys(rows[i], items)
+            order = np.lexsort((items, exact))
+            ahead[i, columns[order[: int(hits[i, columns[order]].argmax())]]] = True
+        if len(slow := np.flatnonzero(~matched)):
+            found[slow, :k] = nearest = self.nearest(rows[slow], k)
+            same = item_labels[nearest] == labels[slow, None]
+            ahead[slow], matched[slow] = False, same.any(axis=1)
+            ahead[slow, :k] = ~np.logical_or.accumulate(same, axis=1)
+        return found, ahead, matched
+
     def _found(self, rows: Integers) -> tuple[Singles, Integers, Doubles]:
         """FAISS' keys, ascending, and rows, ``b x c``, without the query itself; and the key that no other is below."""
         keys, found = self._search(self.queries.single[rows])

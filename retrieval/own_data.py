@@ -7,17 +7,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from metricopt_ext.data.images import SUFFIXES, Limits
+from metricopt_ext.data.images import Limits
 from metricopt_ext.data.labelled import Labelled, Split
-from metricopt_ext.data.own_parts import digests_of_files, folders_of_parts, warn_of_copies
+from metricopt_ext.data.own_parts import folders_of_parts, warn_of_copies
 from metricopt_ext.data.reading import Reading
 from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.data.streamed import taken
 from metricopt_ext.errors import DataError
 from metricopt_ext.retrieval.config import DataConfig
 from metricopt_ext.retrieval.data import Searched, disjoint, hold_out_classes
-from metricopt_ext.retrieval.layouts import joined, load_class_folders, load_in_shop, queries_and_gallery
-from metricopt_ext.utils.files import walked
+from metricopt_ext.retrieval.layouts import (
+    is_market,
+    joined,
+    load_class_folders,
+    load_in_shop,
+    load_market,
+    queries_and_gallery,
+)
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import brief, counted
 
@@ -44,6 +50,12 @@ def own_parts(data: DataConfig, limits: Limits, seed: int) -> Splits | None:
         counts = ", ".join(f"{name}: {counted(len(part), 'image')}" for name, part in parts.items())
         test = {"query": parts["query"], "gallery": parts["gallery"]}
         return completed({"train": {"train": parts["train"]}, TEST: test}, data, seed, f"In-Shop's partition, {counts}")
+    if data.name == "market1501":
+        parts = load_market(Path(data.root), data.image_size or None, limits, data.stream)
+        counts = ", ".join(f"{name}: {counted(len(part), 'image')}" for name, part in parts.items())
+        test = {"query": parts["query"], "gallery": parts["gallery"]}
+        found = f"Market-1501's folders, {counts}; images by a query's own camera of its identity are ignored"
+        return completed({"train": {"train": parts["train"]}, TEST: test}, data, seed, found)
     paths, left = {name: Path(path) for name, path in data.parts.items()}, list[Path]()
     if not paths and data.name == "class_folders" and data.root:
         paths, left = _folders_of(Path(data.root))
@@ -51,8 +63,6 @@ def own_parts(data: DataConfig, limits: Limits, seed: int) -> Splits | None:
         return None
     contents: dict[str, dict[str, str]] = {}
     read = {name: _part(path, data, limits, contents.setdefault(name, {})) for name, path in paths.items()}
-    if data.stream:  # which has read none
-        contents = digests_of_files({name: _images_of(path) for name, path in paths.items()})
     warn_of_copies(contents)
     told = {
         name: " and ".join(f"{counted(len(each), 'image')} of {paths[name] / own}" for own, each in part.items())
@@ -136,14 +146,12 @@ def _part(path: Path, data: DataConfig, limits: Limits, contents: dict[str, str]
     return read
 
 
-def _images_of(path: Path) -> list[Path]:
-    """The files of a part's images."""
-    folders = queries_and_gallery(path) or (path,)
-    return [each / name for each in folders for name in walked(each)[0] if name.lower().endswith(SUFFIXES)]
-
-
 def _folders_of(root: Path) -> tuple[dict[str, Path], list[Path]]:
     """The folder of each part in a root: train, and val, test, or queries and a gallery beside it."""
+    if root.is_dir() and is_market(root):
+        raise DataError(
+            f"{root} has the folders of Market-1501, whose files' names say who is shown; set data.name=market1501"
+        )
     if queries_and_gallery(root) is None:
         return folders_of_parts(root)
     train = [each for each in root.iterdir() if each.is_dir() and each.name.lower() in ("train", "training")]

@@ -10,15 +10,18 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.data.halves import class_halves
+from metricopt_ext.data.halves import class_draws
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
+from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
+from metricopt_ext.retrieval.few_classes import FewClasses
 from metricopt_ext.retrieval.task import refuse_memory
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.modes import evaluating
+from metricopt_ext.utils.progress import watched
 from metricopt_ext.utils.seeding import generator, seeded_streams
 from metricopt_ext.utils.words import counted
 
@@ -78,7 +81,7 @@ def search_with_trainer(
         >>> run = search_with_trainer(trainer, tester, adapter, {"val": val_dataset}, queries=150)  # doctest: +SKIP
         >>> print(run)  # doctest: +SKIP
     """
-    task = trainer_task(
+    task, classes = _task_and_classes(
         trainer,
         tester,
         adapter,
@@ -92,8 +95,12 @@ def search_with_trainer(
         seed=seed,
     )
     models = KeptModules(*trainer.models.values())  # the loss and the metric are of all of them
+    confidence = options.get("guard_confidence", CONFIDENCE)
     try:
-        run: Result = optimize_metric(task, queries=queries, seed=seed, **options)
+        with watched(options.pop("watcher", None), task.metric.name, queries) as shown:
+            told = FewClasses(task.metric, lambda: len(classes), shown.say, confidence)
+            task.metric.observers.append(told)
+            run: Result = optimize_metric(task, queries=queries, seed=seed, watcher=shown, **options)
         return run
     except BaseException:
         models.put_back()
@@ -163,6 +170,37 @@ def trainer_task(
     Args and errors are those of `search_with_trainer`; the metric reports halves, of the classes, if there are enough
     of them at each label level.
     """
+    return _task_and_classes(
+        trainer,
+        tester,
+        adapter,
+        dataset_dict,
+        split=split,
+        metric=metric,
+        maximize=maximize,
+        bounds=bounds,
+        splits_to_eval=splits_to_eval,
+        test_collate_fn=test_collate_fn,
+        seed=seed,
+    )[0]
+
+
+def _task_and_classes(
+    trainer: Any,
+    tester: Any,
+    adapter: Adapter,
+    dataset_dict: Mapping[str, Any],
+    *,
+    split: str,
+    metric: str,
+    maximize: bool,
+    bounds: tuple[float, float] | None,
+    splits_to_eval: Evaluated | None,
+    test_collate_fn: Any,
+    seed: int,
+) -> tuple[FinetuneTask, set[int]]:
+    """Return the task, and the classes of the first label level, which are known once the metric was asked."""
+    classes = set[int]()
     part = next((name for name, model in trainer.models.items() if model is adapter.model), None)
     if part is None:
         raise AdapterError(
@@ -186,24 +224,26 @@ def trainer_task(
         own = copy.copy(tester)
         own.accuracy_calculator, own.reference_split_names = copy.copy(tester.accuracy_calculator), {}
         own.visualizer = None
-        own.end_of_testing_hook = lambda tested: verdict.append(_verdict(tested, split, metric, seed))
+        own.end_of_testing_hook = lambda tested: verdict.append(_verdict(tested, split, metric, seed, classes))
         with evaluating(nn.ModuleList(models.values())), seeded_streams(0, CPU):
             own.test(dict(dataset_dict), 0, models["trunk"], models["embedder"], splits, test_collate_fn)
         return verdict[0]
 
-    return FinetuneTask(
+    task = FinetuneTask(
         adapter,
         loss=TrainerLoss(trainer, part),
         batches=TrainerBatches(trainer),
-        metric=Metric(judge, maximize=maximize, bounds=bounds, name=f"{split}/{metric}"),
+        metric=Metric(judge, maximize=maximize, bounds=bounds, name=f"{split}/{metric}", new_classes=True),
         population=1,  # a trainer's loss can be any code
     )
+    return task, classes
 
 
-def _verdict(tested: Any, split: str, metric: str, seed: int) -> Any:
+def _verdict(tested: Any, split: str, metric: str, seed: int, classes: set[int]) -> Any:
     """Return a metric and, if there are enough classes, its halves, while a tester still has the embeddings."""
     embeddings, labels = tested.embeddings_and_labels[split]
     levels = tested.label_levels
+    classes.update(labels[:, levels[0]].unique().tolist())
     name = tested.accuracies_keyname(metric, label_hierarchy_level=levels[0], average=len(levels) > 1)
 
     def value_on(rows: Tensor | None) -> float:
@@ -214,7 +254,7 @@ def _verdict(tested: Any, split: str, metric: str, seed: int) -> Any:
         tested.do_knn_and_accuracies(accuracies, half, split, tested.reference_split_names[split])
         return accuracies[name]
 
-    return with_halves(value_on, class_halves(labels[:, list(levels)], seed))
+    return with_halves(value_on, class_draws(labels[:, list(levels)], seed))
 
 
 class TrainerLoss:

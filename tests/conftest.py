@@ -1,10 +1,14 @@
 """A task of closed form, a record keeper in memory, a tiny Detectron2, and its catalog of sets as it was."""
 
 import io
+import multiprocessing
 import os
+import runpy
+import socket
 import sqlite3
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -260,6 +264,58 @@ def torchrun(tmp_path: Path) -> Iterator[Launched]:
         if process.poll() is None:
             process.terminate()  # it ends its children
             process.communicate(timeout=300)
+
+
+# What a rank has to be before its script.
+RANK = """
+import os, sys
+os.environ |= {told!r}
+sys.argv = {command!r}
+sys.stdout = sys.stderr = open({printed!r}, "w", buffering=1)
+"""
+
+
+@pytest.fixture
+def forked(tmp_path: Path) -> Callable[..., str]:
+    """Run a script as so many ranks of torchrun, by processes that begin with imports; returns what they print.
+
+    They are forked from a server: this process may have threads of autograd, after which a fork can't use it.
+    """
+
+    def launch(script: str, world: int, *arguments: str) -> str:
+        context, processes, printed = multiprocessing.get_context("forkserver"), list[Any](), list[Path]()
+        context.set_forkserver_preload(
+            ["torch._dynamo", "torchvision", "sklearn.metrics", "metricopt_ext.methods.search"]
+        )
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        told = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        for rank in range(world):
+            own = told | {"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_RUN_ID": "none"}
+            path, output = tmp_path / f"script-{rank}.py", tmp_path / f"printed-{world}-{rank}.txt"
+            begins = RANK.format(
+                told={name: str(each) for name, each in own.items()},
+                command=[str(path), *arguments],
+                printed=str(output),
+            )
+            path.write_text(begins + script)
+            processes.append(context.Process(target=runpy.run_path, args=(str(path), None, "__main__")))
+            printed.append(output)
+        try:
+            for process in processes:
+                process.start()
+            until = time.monotonic() + 300
+            for process in processes:
+                process.join(timeout=max(0, until - time.monotonic()))
+        finally:
+            for process in processes:
+                process.kill()
+        said = "".join(each.read_text() for each in printed if each.exists())
+        assert [process.exitcode for process in processes] == [0] * world, said
+        return said
+
+    return launch
 
 
 @pytest.fixture

@@ -34,7 +34,9 @@ from metricopt_ext.adapters.attach import attach_film, attach_outputs, load_adap
 from metricopt_ext.adapters.skeleton import attach_checkpoint, chosen, moved_tensors
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.classification.config import ClassificationConfig
-from metricopt_ext.classification.tables import load_csv, load_libsvm
+from metricopt_ext.classification.labelled_images import read_labels
+from metricopt_ext.classification.libsvm import load_libsvm
+from metricopt_ext.classification.tables import load_csv
 from metricopt_ext.data.arrays import read_array
 from metricopt_ext.data.images import MAX_PIXELS, Limits, load_image_folder
 from metricopt_ext.data.parquet import parquet_cells
@@ -386,6 +388,22 @@ def write_yolo(folder: Path) -> Path:
 
 
 LIMITS = Limits(max_bytes=10**8, max_pixels=10**6)
+LABELS = {
+    "images": [{"id": 1, "file_name": "a.png"}, {"id": 2, "file_name": "b.png"}],
+    "annotations": [{"image_id": 1, "category_id": 3}, {"image_id": 2, "category_id": 4}],
+    "categories": [{"id": 3, "name": "cat"}, {"id": 4, "name": "dog"}],
+}
+
+
+def with_images(name: str, content: str) -> Callable[[Path], Path]:
+    """Return what writes a file of labels beside the two images that it names."""
+
+    def write(folder: Path) -> Path:
+        for image in "ab":
+            text(f"{image}.png", SMALL)(folder)
+        return text(name, content)(folder)
+
+    return write
 
 
 def write_list(folder: Path) -> Path:
@@ -527,6 +545,15 @@ LOADERS: dict[str, Loader] = {
     "libsvm": Loader(text("x.txt", "1 1:0.5 3:2\n-1 2:1\n"), load_libsvm),
     "libsvm gz": Loader(text("x.gz", gzip.compress(b"1 1:0.5 3:2\n-1 2:1\n", mtime=0)), load_libsvm),
     "csv": Loader(text("x.csv", "a,b,y\n1,x,0\n2,z,1\n"), lambda path: load_csv(path, "y")),
+    "labels": Loader(
+        with_images("_classes.csv", "filename, cat, dog\na.png, 1, 0\nb.png, 0, 1\n"),
+        lambda path: read_labels(path, LIMITS),
+    ),
+    "lists of labels": Loader(
+        with_images("tags.csv", "image_name,tags\na,cat dog\nb,dog\n"), lambda path: read_labels(path, LIMITS)
+    ),
+    "coco's labels": Loader(with_images("x.json", json.dumps(LABELS)), lambda path: read_labels(path, LIMITS)),
+    "csv of embeddings": Loader(text("x.csv", "f0,f1,label\n0.5,1,cat\n2,-3e1,dog\n"), read_both),
     "npz": Loader(write_npz, read_both),
     "pt": Loader(write_pt, read_both),
     "h5": Loader(write_h5, read_both),

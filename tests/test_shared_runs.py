@@ -1,6 +1,5 @@
 """Runs that several ranks share are bit for bit what one process returns; tests/test_faults.py kills such ranks."""
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +87,6 @@ with errors_in_one_line(keeps=out), ranks.joined():
 """
 
 
-def finished(folder: Path, process: "subprocess.Popen[str]", world: int) -> list[dict[str, Any]]:
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
-
-
 def assert_same(a: Any, b: Any, where: str = "") -> None:
     if isinstance(a, dict):
         assert a.keys() == b.keys(), where
@@ -104,11 +97,12 @@ def assert_same(a: Any, b: Any, where: str = "") -> None:
 
 
 @pytest.mark.slow
-def test_the_result_does_not_depend_on_the_number_of_ranks(torchrun: Any, tmp_path: Path) -> None:
+def test_the_result_does_not_depend_on_the_number_of_ranks(forked: Any, tmp_path: Path) -> None:
     def results(world: int) -> tuple[list[Any], dict[str, bytes]]:
         folder = tmp_path / str(world)
         folder.mkdir()
-        ends = finished(folder, torchrun(SCRIPT, world, str(folder)), world)
+        forked(SCRIPT, world, str(folder))
+        ends = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
         files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.safetensors")}
         return ends, files
 

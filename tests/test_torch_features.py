@@ -85,7 +85,7 @@ def test_gradients_of_parts_add_up_to_those_of_the_batch() -> None:
 
 
 @pytest.mark.slow
-def test_processes_follow_as_one_does(torchrun: Any, tmp_path: Path) -> None:
+def test_processes_follow_as_one_does(forked: Any, tmp_path: Path) -> None:
     script = f"""{SETTING}
 import sys
 import torch.distributed as dist
@@ -104,9 +104,7 @@ dist.init_process_group("gloo")
 main()
 """
     for world in (1, 2):
-        process = torchrun(script, world, str(tmp_path))
-        output, _ = process.communicate(timeout=240)
-        assert process.returncode == 0, output
+        forked(script, world, str(tmp_path))
         phis, outputs = zip(*(torch.load(tmp_path / f"{rank}.pt") for rank in range(world)), strict=True)
         for phi in phis:
             torch.testing.assert_close(phi, followed(), rtol=1e-10, atol=1e-12)

@@ -186,6 +186,7 @@ def detect(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any]:
     config.model.entry = arguments.entry or config.model.entry
     weights = config.model.weights = str(arguments.weights or config.model.weights)
     own = config.toolkit == "transformers" and has_weights(config.model.name)
+    own = own or (":" in config.model.name and not config.model.steps)  # a function may load them itself
     if not (weights or own) and (config.model.steps or not config.model.coco_weights):
         raise DataError(
             "--config-file needs --weights, the state dict of the detector that it describes, or in it"

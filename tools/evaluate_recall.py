@@ -12,8 +12,8 @@ A run is the output folder of tools/finetune_retrieval.py: the models of each se
 evaluated on its test classes (or --part validation), which seed-N/classes.json lists and data.test_classes can choose.
 Images are <class>/<file> in a folder or zip file, embedded by a model that the config file of
 tools/finetune_retrieval.py describes, with its weights, and with a finetuned adapter if one is given.
-Files are .npy, or have "embeddings" and "labels": .npz, .safetensors, .pt, .h5 or .parquet; --labels (--gallery-labels)
-is then omitted. Labels are integers, or names, which all files must then have.
+Files are .npy, or have "embeddings" and "labels": .npz, .safetensors, .pt, .h5, .parquet or .csv; --labels
+(--gallery-labels) is then omitted. Labels are integers, or names, which all files must then have.
 Without a gallery, or with a gallery that is the queries (the same file, or a copy), the queries search each other. Any
 other gallery should not contain the queries, which would find themselves: a note counts them. Embeddings are
 compared as they are; pytorch-metric-learning's testers scale them to length 1 first, as --distance cosine does. Prints
@@ -278,6 +278,7 @@ def embed_run(folder: Path, part: str) -> Iterator[Search]:
     """
     from metricopt_ext.methods.run_folder import FORMAT
     from metricopt_ext.retrieval.build import built, embed, load_splits
+    from metricopt_ext.retrieval.cameras import CAMERA
     from metricopt_ext.retrieval.config import RetrievalConfig
     from metricopt_ext.retrieval.data import queries_of
     from metricopt_ext.utils.config import load_config
@@ -302,6 +303,11 @@ def embed_run(folder: Path, part: str) -> Iterator[Search]:
     for seed in seeds:
         splits = load_splits(config, seed)
         data, queries = getattr(splits, part), queries_of(splits, part)
+        if CAMERA in data.columns:
+            raise DataError(
+                f"{folder} is of data.name={config.data.name}, where images by a query's own camera of its identity are"
+                " ignored; --run-dir can't ignore them: the run's seed-N/recalls.json has Recall@k of its test part"
+            )
         for name in ("model", "tuned"):
             model = built(config.model, data.x.shape[1:])
             load_checkpoint(model, folder / f"seed-{seed}" / f"{name}.safetensors")

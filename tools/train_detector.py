@@ -11,7 +11,8 @@
         DATASETS.TEST "('voc07_test',)" OUTPUT_DIR out/test                                  # 4: judge on test
 
 FILE is one of configs/detection/detectron2. The options are those of train_net.py; --num-gpus 0 computes on the CPU;
-overrides are KEY VALUE pairs at the end; docs/detection.md lists those under METRICOPT. Each item above is one
+overrides are KEY VALUE pairs at the end; docs/detection.md lists those under METRICOPT. data.train=PATH, data.val=PATH
+and data.test=PATH among them name parts of your own, as in tools/finetune_detector.py. Each item above is one
 command. With METRICOPT.ENABLED False, training is Detectron2's own. Learning f takes METRICOPT.META.ROUNDS * TASKS
 runs, each of which evaluates AP50 on METRICOPT.METRIC.SET METRIC.EVALS times, and keeps them in
 OUTPUT_DIR/trajectories; --resume continues what a killed run left there. A search evaluates AP50
@@ -48,7 +49,7 @@ with naming_extras():
     from detectron2.utils import comm
 
     from metricopt_ext.detection.detectron2.config import metricopt_settings, read_config, show_config
-    from metricopt_ext.detection.detectron2.datasets import check_sets, register_entries, write_example
+    from metricopt_ext.detection.detectron2.datasets import check_sets, register_entries, register_parts, write_example
     from metricopt_ext.detection.detectron2.meta_train import meta_train
     from metricopt_ext.detection.detectron2.search import search
     from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer
@@ -67,6 +68,9 @@ def run(arguments: argparse.Namespace) -> Any:
         cfg.MODEL.DEVICE = "cpu"
     if arguments.eval_only:
         cfg.METRICOPT.FINETUNE.START_STD = 0.0  # phi is what the checkpoint holds, or 0
+    for line in register_parts(cfg):
+        if comm.is_main_process():
+            print(plain(line))
     cfg.freeze()
     settings = metricopt_settings(cfg)
     check(cfg, arguments)

@@ -24,6 +24,9 @@ from metricopt_ext.utils.shown_config import in_yaml
 from metricopt_ext.utils.words import nearest
 
 Node = TypeVar("Node")
+PART = re.compile(r"data\.(?P<name>train|val|test)=(?P<path>.+)", re.DOTALL)
+# What a part of one's own takes the place of.
+OF_PARTS = {"train": "DATASETS.TRAIN", "val": "METRICOPT.METRIC.SET", "test": "DATASETS.TEST"}
 
 
 def _check_least(least: int, node: str = "", **values: float) -> None:
@@ -65,12 +68,18 @@ class DatasetsNode:
         register: ``NAME=FOLDER:SPLIT`` and the like, see `datasets.register_entries`; empty registers none.
         root: Where relative folders are.
         classes: Names of the classes of VOC folders; empty for all that a folder's annotations name.
+        train: A part of one's own in place of DATASETS.TRAIN, see `datasets.register_parts`; empty for none.
+        val: The same in place of METRIC.SET.
+        test: The same in place of DATASETS.TEST.
         scenes: The node SCENES.
     """
 
     register: tuple[str, ...] = ()
     root: str = "datasets"
     classes: tuple[str, ...] = ()
+    train: str = ""
+    val: str = ""
+    test: str = ""
     scenes: ScenesNode = ScenesNode()
 
 
@@ -310,11 +319,14 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> CfgNode:
     Args:
         path: A YAML file of Detectron2, or the name of one that comes with the package; its METRICOPT node may be
             missing.
-        overrides: ``[KEY, VALUE, KEY, VALUE, ...]``.
+        overrides: ``[KEY, VALUE, KEY, VALUE, ...]``; in place of a pair, ``data.train=PATH``, ``data.val=PATH`` or
+            ``data.test=PATH``, as in our other tools, for METRICOPT.DATASETS.TRAIN and its kin.
 
     Raises:
-        ConfigError: The file can't be read, or a key or value in it is unknown or of another type.
+        ConfigError: The file can't be read, or a key or value in it is unknown or of another type, or two overrides
+            name the same part.
     """
+    overrides = _in_pairs(overrides)
     cfg = get_cfg()
     add_metricopt_config(cfg)
     try:
@@ -328,6 +340,24 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> CfgNode:
     except (OSError, AssertionError, yaml.YAMLError, *MISFITS) as error:
         raise ConfigError(f"{path}: {error}{_nearest(str(error))}") from error
     return cfg
+
+
+def _in_pairs(overrides: Sequence[str]) -> list[str]:
+    """Return overrides as keys and values, parts of one's own too."""
+    pairs: list[str] = []
+    left = list(overrides)
+    while left:
+        key = left.pop(0)
+        if part := PART.fullmatch(str(key)):
+            pairs += [f"METRICOPT.DATASETS.{part['name'].upper()}", repr(part["path"])]
+        else:
+            pairs += [key, *left[:1]]
+            left = left[1:]
+    for name, other in OF_PARTS.items():
+        own = f"METRICOPT.DATASETS.{name.upper()}"
+        if {own, other} <= set(pairs[::2]):
+            raise ConfigError(f"{own} (data.{name}) and {other} both name the {name} part; leave one of them out")
+    return pairs
 
 
 def _nearest(said: str) -> str:
@@ -344,6 +374,7 @@ def show_config(path: str | Path, overrides: Sequence[str] = ()) -> str:
     Raises:
         ConfigError: As from `read_config`.
     """
+    overrides = _in_pairs(overrides)
     cfg = read_config(path, overrides)
     content = CfgNode.load_yaml_with_base(str(find_config(path) or path), allow_unsafe=False)
     origins = dict.fromkeys(_leaves(CfgNode(content), ""), FILE) | dict.fromkeys(overrides[::2], COMMAND_LINE)

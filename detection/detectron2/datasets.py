@@ -16,17 +16,20 @@ from detectron2.utils import comm
 from detectron2.utils.file_io import PathHandler, PathManager
 
 from metricopt_ext.data.archives import open_zip
+from metricopt_ext.data.own_parts import digests_of_files, same_classes, warn_of_copies
 from metricopt_ext.detection.box_kinds import check_annotated
 from metricopt_ext.detection.coco import read_coco
-from metricopt_ext.detection.detectron2.config import DatasetsNode
-from metricopt_ext.detection.layouts import images_of
+from metricopt_ext.detection.data import files_of, with_classes
+from metricopt_ext.detection.detectron2.config import DatasetsNode, metricopt_settings
+from metricopt_ext.detection.layouts import images_of, part_at
 from metricopt_ext.detection.records import UNREADABLE, Annotated, DetectionSet, warn_of_boxes
 from metricopt_ext.detection.scenes import write_scenes
 from metricopt_ext.detection.voc import read_voc
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.utils.seeding import generator
-from metricopt_ext.utils.words import brief
+from metricopt_ext.utils.words import brief, counted
 
+KEPT_NAMES = {"train": "train", "val": "validation", "test": "test"}  # what `own_parts` calls the parts
 ENTRY = re.compile(
     r"(?P<name>[^=]+)=(?P<folder>.+):(?P<split>[^:\[\]]+)(\[((?P<first>\d+)%)?:((?P<last>\d+)%)?\])?", re.ASCII
 )
@@ -309,6 +312,44 @@ def register_entries(entries: Sequence[str], root: str | Path, classes: Sequence
             data = read_voc(folder, split, classes=classes or None)
         register(name, _part(data, int(match["first"] or 0), int(match["last"] or 100)))
         MetadataCatalog.get(name).set(boxes_told=True)  # of those outside their images, by the reader
+
+
+def register_parts(cfg: CfgNode) -> tuple[str, ...]:
+    """Register the parts of one's own that METRICOPT.DATASETS names, and have a config take them for its sets.
+
+    They are read as in our other tools (`layouts.part_at`): COCO's files and Roboflow's folders, VOC's lists, folders
+    and zip files, folders in YOLO's format. Classes are compared by name, and train's numbers count. Images in two
+    parts, by content, are counted in a warning.
+
+    Args:
+        cfg: The config. ``own_train``, ``own_val`` and ``own_test`` take the place of DATASETS.TRAIN,
+            METRICOPT.METRIC.SET and DATASETS.TEST, each if the part is given.
+
+    Returns:
+        How each part was found, in words.
+
+    Raises:
+        DataError: A part can't be read, or lacks a class of train, or has another.
+    """
+    datasets = metricopt_settings(cfg).datasets
+    parts = {"train": datasets.train, "val": datasets.val, "test": datasets.test}
+    given = {name: path for name, path in parts.items() if path}
+    found = {KEPT_NAMES[name]: part_at(Path(path)) for name, path in given.items()}
+    read = {name: part.read(datasets.classes or None) for name, part in found.items()}
+    if "train" in read:
+        classes = same_classes({name: part.classes for name, part in read.items()})
+        read = {name: with_classes(part, classes) for name, part in read.items()}
+    warn_of_copies(digests_of_files({name: files_of(part) for name, part in read.items()}), "image")
+    for name, data in zip(given, read.values(), strict=True):
+        register(f"own_{name}", data)
+        MetadataCatalog.get(f"own_{name}").set(boxes_told=True)  # by the reader
+    if "train" in given:
+        cfg.DATASETS.TRAIN = ("own_train",)
+    if "val" in given:
+        cfg.METRICOPT.METRIC.SET = "own_val"
+    if "test" in given:
+        cfg.DATASETS.TEST = ("own_test",)
+    return tuple(f"{name}: {part.found}; {counted(len(read[name]), 'image')}" for name, part in found.items())
 
 
 def _part(data: DetectionSet, first: int, last: int) -> DetectionSet:

@@ -74,6 +74,8 @@ class Detectron2Toolkit:
 
     def inputs(self, model: nn.Module, batch: Sequence[Example]) -> list[dict[str, Any]]:
         """Return what the model's ``forward`` takes in evaluation mode."""
+        for example in batch:
+            example.begin()
         return [self._input(example) for example in batch]
 
     def export(self, model: nn.Module, path: str | Path) -> None:
@@ -90,7 +92,10 @@ class Detectron2Toolkit:
         """
         if self.cfg.MODEL.MASK_ON:
             raise ConfigError("MODEL.MASK_ON is True, but the images have boxes alone, no masks; set it to False")
-        inputs = [{**self._input(example), "instances": self._targets(example)} for example in batch]
+        inputs = [
+            {**known, "instances": self._targets(example)}
+            for known, example in zip(self.inputs(model, batch), batch, strict=True)
+        ]
         # The R-CNN heads count their samples in an event storage and fail without one.
         with in_mode(model, training=True), EventStorage():
             losses: dict[str, Tensor] = model(inputs)
@@ -117,7 +122,7 @@ class Detectron2Toolkit:
             proposals, _ = model.proposal_generator(images, model.backbone(images.tensor), None)
         scaled = []
         for example, found in zip(batch, proposals, strict=True):
-            (height, width), (inner_height, inner_width) = example.image.shape[1:], found.image_size
+            (height, width), (inner_height, inner_width) = example.size, found.image_size
             factor = torch.tensor([width / inner_width, height / inner_height] * 2)
             order = found.objectness_logits.argsort(descending=True)
             scaled.append(found.proposal_boxes.tensor[order].cpu() * factor)
@@ -129,11 +134,11 @@ class Detectron2Toolkit:
             pixels = pixels[:, :, ::-1]
         resized = self._resize.get_transform(pixels).apply_image(np.ascontiguousarray(pixels))
         image = torch.from_numpy(np.ascontiguousarray(resized.transpose(2, 0, 1)))
-        height, width = example.image.shape[1:]
+        height, width = example.size
         return {"image": image, "height": height, "width": width}
 
     def _targets(self, example: Example) -> Instances:
-        height, width = example.image.shape[1:]
+        height, width = example.size
         transform = self._resize.get_transform(np.empty((height, width, 3), np.uint8))
         clipped, within = inside(example.truth.boxes, width, height)
         kept = within & ~example.truth.crowd

@@ -17,6 +17,7 @@ from metricopt_ext.utils.weights import held_weights, put_back_different, same_b
 from metricopt_ext.utils.words import and_more, shortened
 
 MOST_TRIED = 16  # coordinates without a gradient that are moved one by one
+DETACHED = "None of the inputs have requires_grad=True"  # begins what torch says of a checkpoint that keeps no gradient
 MOVES = (1.0, -1.0, 1e2, -1e2, 1e4, -1e4)  # how far: a saturated output has no gradient, but moves
 
 
@@ -36,7 +37,8 @@ def check_effect(adapter: Adapter, loss: Callable[[nn.Module, Any], Tensor], dra
     Raises:
         WeightsError: The loss changed the model's weights.
         AdapterError: A coordinate moves no output; or the layer of the offsets was taken by definition, and its output
-            is not what the model returns. The message names both layers.
+            is not what the model returns. The message names both layers. Or phi has no gradient in a part of the
+            model, by gradient checkpointing with ``use_reentrant=True``.
     """
     model, before = adapter.model, KeptModules(adapter.model)
     with held_weights(model) as contents:
@@ -71,11 +73,18 @@ def _check(
 
     def watched(probing: bool) -> tuple[Calls, Tensor] | None:
         """Run with gradients; None of a loss that fails, which the search says in its own words."""
-        with recorded(model, layers, probing=probing) as calls, torch.enable_grad():
+        with recorded(model, layers, probing=probing) as calls, torch.enable_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("error", DETACHED)
             try:
                 return calls, run(phi)
-            except Exception:
+            except Exception as error:
                 before.put_back()
+                if isinstance(error, UserWarning) and str(error).startswith(DETACHED):
+                    raise AdapterError(
+                        f"{type(model).__name__} uses gradient checkpointing with use_reentrant=True, in which phi"
+                        " would have no gradient; set use_reentrant=False, as by"
+                        " gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
+                    ) from error
                 return None
 
     plain = watched(probing=False)

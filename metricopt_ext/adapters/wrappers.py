@@ -4,6 +4,8 @@ import warnings
 
 from torch import nn
 
+from metricopt_ext.errors import AdapterError
+
 COMPILED = "OptimizedModule"  # what torch.compile returns; named, because its class takes long to import
 PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
@@ -20,7 +22,15 @@ def unwrapped(model: nn.Module, *, searched: bool = False) -> nn.Module:
     Args:
         model: The model.
         searched: Whether phi is searched for, and never trained by gradients, so that there is nothing to warn of.
+
+    Raises:
+        AdapterError: Each process holds only a part of the model's weights.
     """
+    if (by := sharded_by(model)) is not None:
+        raise AdapterError(
+            f"{type(model).__name__}'s weights are sharded by {by}, and a layer's shard is not its weight: save the"
+            " trained weights as one full state dict, load them into a model that is not sharded, and tune that"
+        )
     while True:
         if isinstance(model, PARALLEL):
             if isinstance(model, nn.parallel.DistributedDataParallel) and not searched:
@@ -36,6 +46,20 @@ def unwrapped(model: nn.Module, *, searched: bool = False) -> nn.Module:
             model = inner
         else:
             return model
+
+
+def sharded_by(model: nn.Module) -> str | None:
+    """Return what has left each process only a part of a model's parameters: FSDP, DTensor or DeepSpeed; else None.
+
+    They are known by their marks, as importing them takes long.
+    """
+    kinds = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+    if kinds & {"FullyShardedDataParallel", "FSDPModule"}:
+        return "FSDP"
+    if any(hasattr(each, "ds_id") for each in model.parameters()):
+        return "DeepSpeed's ZeRO stage 3"
+    kinds = {type(each).__name__ for each in (*model.parameters(), *(p.data for p in model.parameters()))}
+    return "torch.distributed, as a DTensor" if "DTensor" in kinds else None
 
 
 def bare_name(name: str) -> str:

@@ -1,5 +1,9 @@
 """Zip files of data, read without unpacking them, within bounds that their own headers can't lift."""
 
+import os
+import sys
+import threading
+import weakref
 import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -58,6 +62,46 @@ class Archive:
             return self.file.read(name)
         except Exception as error:  # a decompressor's own errors are of many types
             raise DataError(f"{where} ({brief(error)})") from error
+
+
+class ZipReader:
+    """Reads files of a zip file by their names, again and again; each thread has a handle of its own.
+
+    Each file has at most `MEMBER_BYTES`; how many bytes are read in all has no bound.
+
+    Args:
+        path: The zip file.
+
+    Raises:
+        DataError: As `open_zip`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._own, self._opened = threading.local(), ExitStack()
+        weakref.finalize(self, self._opened.close)
+        self._lock = threading.Lock()
+        self._archive()
+
+    def names(self) -> list[str]:
+        """Return the names of its files and folders, as `Archive.names`."""
+        return self._archive().names()
+
+    def __call__(self, name: str) -> bytes:
+        """Return the content of a file.
+
+        Raises:
+            DataError: As `Archive.read`.
+        """
+        return self._archive().read(name)
+
+    def _archive(self) -> Archive:
+        if getattr(self._own, "process", None) != os.getpid():  # a fork shares the place in a file with its parent
+            with self._lock:
+                self._own.archive = self._opened.enter_context(open_zip(self.path, sys.maxsize))
+            self._own.process = os.getpid()
+        archive: Archive = self._own.archive
+        return archive
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Arrays from files: .npy, and those of a name from .npz, .safetensors, .pt, .h5 and .parquet."""
+"""Arrays from files: .npy, and those of a name from .npz, .safetensors, .pt, .h5, .parquet and .csv."""
 
 import re
 import zipfile
@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.data.labelled import MAX_BYTES
+from metricopt_ext.data.numerals import WHOLE, plain_number
 from metricopt_ext.data.parquet import PARQUET, parquet_table
+from metricopt_ext.data.text_files import DELIMITERS, TEXT_SHARE, content_of, decoded, rows_of_cells
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import check_header, check_uncompressed, open_regular
 from metricopt_ext.utils.words import brief, shortened
 
 NPZ, TORCH, HDF5 = (".npz",), (".pt", ".pth"), (".h5", ".hdf5")
-SUFFIXES = (".npy", *NPZ, ".safetensors", *TORCH, *HDF5, *PARQUET)
+TABLES = (".csv", ".tsv")
+SUFFIXES = (".npy", *NPZ, ".safetensors", *TORCH, *HDF5, *PARQUET, *TABLES)
 
 # What people call them, besides "embeddings" and "labels".
 OTHER_NAMES = {
@@ -42,7 +45,8 @@ def read_array(path: Path, name: str, *, shape: bool = False) -> Any:
 
     A .npy file has one. In the others it is the one of this name, or of another that means the same (`OTHER_NAMES`), if
     the file has one such. A .pt file may also hold a pair, embeddings and labels; a .parquet file may have a column of
-    lists, or one for each dimension, such as ``f0``, ``f1``, ... In all of them labels may be text.
+    lists, or one for each dimension, such as ``f0``, ``f1``, ...; a .csv file has the latter, named in its first row.
+    In all of them labels may be text.
 
     Args:
         path: The file.
@@ -65,6 +69,7 @@ def read_array(path: Path, name: str, *, shape: bool = False) -> Any:
         **dict.fromkeys(TORCH, _torch),
         **dict.fromkeys(HDF5, _hdf5),
         **dict.fromkeys(PARQUET, _parquet),
+        **dict.fromkeys(TABLES, _csv),
     }
     if suffix not in readers:
         raise DataError(f"{path} must be a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file")
@@ -255,6 +260,51 @@ def _parquet(path: Path, name: str, shape: bool) -> Any:
     else:
         found = _column(path, table, _named(path, name, names, "column"))
     return tuple(found.shape) if shape else found
+
+
+def _csv(path: Path, name: str, shape: bool) -> Any:
+    most = MAX_BYTES // TEXT_SHARE
+    if path.stat().st_size > most:
+        raise DataError(f"{path} has more than {most} bytes of text; save what it holds as .npy, .npz or .parquet")
+    text, _ = decoded(path, content_of(path, most), "")
+    delimiter = (
+        "\t" if path.suffix.lower() == ".tsv" else next((d for d in DELIMITERS if d in text.split("\n", 1)[0]), ",")
+    )
+    (_, header), *rows = rows_of_cells(path, text, delimiter, "")[0]
+    if repeated := [each for each in header if header.count(each) > 1]:
+        raise DataError(f"{path} has {brief(repeated[0])} twice in its first row, which must name each column")
+    columns = dict(zip(header, zip(*(row for _, row in rows), strict=True), strict=True))
+    lines = [line for line, _ in rows]
+    dimensions = _numbered_columns(header) if name == "embeddings" else []
+    if name == "embeddings" and not dimensions:
+        raise DataError(
+            f"{path} must name a column for each dimension by its number in the first row, f0, f1, ..., got"
+            f" {brief(header)}; or save the embeddings as .npy"
+        )
+    if dimensions:
+        found = np.column_stack([_numbers_in(path, each, columns[each], lines) for each in dimensions])
+    else:
+        found = _labels_in(columns[_named(path, name, header, "column")])
+    return tuple(found.shape) if shape else found
+
+
+def _numbers_in(path: Path, name: str, cells: Sequence[str], lines: Sequence[int]) -> Any:
+    """A column of numbers, ``n`` float64."""
+    for cell, line in zip(cells, lines, strict=True):
+        if plain_number(cell) is None:
+            raise DataError(
+                f"{path}: column {name!r} must be of numbers, as a dimension of the embeddings, got"
+                f" {brief(cell)} in row {line}"
+            )
+    return np.array(cells, dtype=np.float64)
+
+
+def _labels_in(cells: Sequence[str]) -> Any:
+    """A column of whole numbers, ``n`` int64, of numbers, or else of text."""
+    if all(WHOLE.fullmatch(cell) and len(cell) < 19 for cell in cells):
+        return np.array(cells).astype(np.int64)
+    numbers = [plain_number(cell) for cell in cells]
+    return np.array(cells) if None in numbers else np.array(numbers, dtype=np.float64)
 
 
 def _column(path: Path, table: Any, name: str) -> Any:

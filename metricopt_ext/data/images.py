@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metricopt_ext.data.archives import MEMBER_BYTES, open_zip
+from metricopt_ext.data.archives import MEMBER_BYTES, ZipReader, open_zip
 from metricopt_ext.data.labelled import MAX_BYTES, Labelled, check_bytes
 from metricopt_ext.data.streamed import StreamedImages, as_inputs
 from metricopt_ext.errors import DataError, MetricOptError
@@ -100,8 +100,8 @@ def load_image_folder(
         max_bytes: Most bytes of all images in memory, and of all files that are read from a zip file.
         max_pixels: Most pixels of an image as it is stored.
         contents: Receives a digest of each file that is read, by its name there.
-        stream: Whether the images stay on disk, in a folder, and are read whenever they are asked for
-            (`StreamedImages`); they are then no files of ``contents``, and ``max_bytes`` is not for them.
+        stream: Whether the images stay on disk and are read whenever they are asked for (`StreamedImages`);
+            ``max_bytes`` is not for them.
 
     Returns:
         Inputs ``n x 3 x h x w`` uint8 (``n x 1 x h x w`` in grey), ordered by class and
@@ -125,13 +125,18 @@ def load_image_folder(
             )
         chosen, y, class_names = _chosen(path, entries, limit_per_class, depth)
         if stream:
-            images = stream_images(path, chosen, reader(path), image_size, mode, max_pixels=max_pixels)
+            images = stream_images(
+                path, chosen, reader(path), image_size, mode, max_pixels=max_pixels, contents=contents
+            )
             return Labelled(as_inputs(images), y, class_names)
         read = noting(reader(path), contents)
         x = read_images(path, chosen, read, image_size, mode, max_bytes=max_bytes, max_pixels=max_pixels)
         return Labelled(x, y, class_names)
     if stream:
-        raise DataError(f"{path} is a zip file, from which single images are read too slowly; unpack it to stream them")
+        unzip = ZipReader(path)
+        chosen, y, class_names = _chosen(path, unzip.names(), limit_per_class, depth)
+        images = stream_images(path, chosen, unzip, image_size, mode, max_pixels=max_pixels, contents=contents)
+        return Labelled(as_inputs(images), y, class_names)
     with open_zip(path, max_bytes) as archive:
         chosen, y, class_names = _chosen(path, archive.names(), limit_per_class, depth)
         read = noting(archive.read, contents)
@@ -189,6 +194,7 @@ def stream_images(
     mode: Mode = "RGB",
     *,
     max_pixels: int = MAX_PIXELS,
+    contents: dict[str, str] | None = None,
 ) -> StreamedImages:
     """Return images that are read whenever they are asked for, as `read_images` reads them all.
 
@@ -196,43 +202,48 @@ def stream_images(
     that all have one size. What is lost of an image is warned of as it is read, once for each kind of loss.
 
     Args:
-        path: The folder that holds them, for messages.
+        path: The folder or zip file that holds them, for messages.
         names: Their names there, at least one.
-        read: Returns the content of a file by its name there.
+        read: Returns the content of a file by its name there; called in any thread.
         image_size: As in `load_image_folder`.
         mode: As in `load_image_folder`.
         max_pixels: As in `load_image_folder`.
+        contents: As in `load_image_folder`.
 
     Raises:
         DataError: For an image that can't be opened, unequal sizes without ``image_size``, or more pixels than allowed.
     """
     size = (image_size, image_size) if isinstance(image_size, int) else image_size
-    noted = defaultdict[str, list[str]](list)
+    lost: dict[int, list[str]] = {}  # of images that were read, until it is told
     told = set[str]()
-    first = _pixels(path, names[0], read, size, mode, max_pixels, noted).shape
-    noted.clear()  # which is told as the image is read
+    checked = noting(read, contents)
+    first = _pixels(path, names[0], checked, size, mode, max_pixels, defaultdict(list)).shape
 
     def pixels(row: int) -> Tensor:
+        noted = defaultdict[str, list[str]](list)
         found = np.array(_pixels(path, names[row], read, size, mode, max_pixels, noted))
         if found.shape != first:
             raise DataError(
                 f"{path}: images must all have one size, got {found.shape[1]} x {found.shape[2]} ({names[row]}) and"
                 f" {first[1]} x {first[2]} ({names[0]}); set image_size"
             )
-        for what in noted.keys() - told:
-            warnings.warn(f"{path}: of some images {what}: first {brief(names[row])}", stacklevel=2)
-            told.add(what)
-        noted.clear()
+        if noted:
+            lost[row] = list(noted)
         return torch.from_numpy(found)
 
+    def tell(row: int) -> None:
+        for what in [each for each in lost.pop(row, []) if each not in told]:
+            warnings.warn(f"{path}: of some images {what}: first {brief(names[row])}", stacklevel=2)
+            told.add(what)
+
     for name in names[1:]:
-        height, width = _height_and_width(path, name, read, max_pixels)
+        height, width = _height_and_width(path, name, checked, max_pixels)
         if size is None and (height, width) != first[1:]:
             raise DataError(
                 f"{path}: images must all have one size, got {height} x {width} ({name}) and"
                 f" {first[1]} x {first[2]} ({names[0]}); set image_size"
             )
-    return StreamedImages(pixels, range(len(names)), first)
+    return StreamedImages.of(pixels, len(names), first, tell)
 
 
 def _height_and_width(path: Path, name: str, read: Callable[[str], bytes], max_pixels: int) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,16 @@ SCRIPTED = (
 class NamedModelConfig:
     """The settings of a model that is named as ``MODULE:FUNCTION``, ``timm/NAME`` or a folder, which alone has them."""
 
+    NAMES: ClassVar[str] = "MODULE:FUNCTION, timm/NAME or a folder"  # of the models that have them
+
     folder: str = ""  # MODULE:FUNCTION: where the module is, if it is not installed
     # further arguments of what builds the model, e.g. {depth: 3}; model.kwargs.depth=3 on the command line
     kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def are_of(cls, name: str) -> bool:
+        """Whether a model of this name has these settings."""
+        return ":" in name or "/" in name
 
 
 class Preprocessing(NamedTuple):
@@ -37,11 +44,6 @@ class Preprocessing(NamedTuple):
 
     mean: list[float]
     std: list[float]
-
-
-def has_settings(name: str) -> bool:
-    """Whether a model of this name is one of `NamedModelConfig`."""
-    return ":" in name or "/" in name
 
 
 def settings_of(config: Any) -> dict[str, Any]:
@@ -81,6 +83,39 @@ def named_model(
     model = _builder(name, others, embeds, folder)(outputs, tuple(input_shape), dict(kwargs or {}))
     _try(model, name, tuple(input_shape), outputs, embeds)
     return model.train()
+
+
+def own_model(name: str, *arguments: Any, folder: str = "", kwargs: Mapping[str, Any] | None = None) -> nn.Module:
+    """Return what a function builds; importing its module runs it.
+
+    Args:
+        name: ``MODULE:FUNCTION``.
+        arguments: What it is called with ...
+        folder: Where the module is, if it is not installed (`import_named`).
+        kwargs: ... and its further arguments, by name.
+
+    Raises:
+        ConfigError: There is no such function, it fails, or it returns no `torch.nn.Module`.
+    """
+    more = dict(kwargs or {})
+    try:
+        function = import_named(name, folder, "model.folder")
+        model = function(*arguments, **more)
+    except ConfigError as error:
+        raise ConfigError(f"model.name={name}: {error}") from error
+    except ModuleNotFoundError as error:
+        places = "modules are imported from the installed packages and model.folder alone"
+        raise ConfigError(f"model.name={name}: {error}; {places}") from error
+    except Exception as error:
+        shown = ", ".join([*map(str, arguments), *(["**model.kwargs"] if more else [])])
+        raise ConfigError(
+            f"model.name={name} fails as FUNCTION({shown}): {type(error).__name__}: {brief(error)}"
+        ) from error
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ConfigError(f"what model.name={name} returns {SCRIPTED}")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model.name={name} returned {brief(model)}; it must return a torch.nn.Module")
+    return model
 
 
 def tensor_of(model: nn.Module, inputs: Any, output: Any) -> Any:
@@ -162,7 +197,7 @@ def _builder(name: str, others: str, embeds: bool, folder: str) -> Builder:
     import torchvision
 
     if ":" in name:
-        return partial(_own, name, folder)
+        return lambda outputs, shape, kwargs: own_model(name, outputs, shape, folder=folder, kwargs=kwargs)
     if is_folder(name):
         return partial(_huggingface, name, embeds)
     if Path(name).is_file():
@@ -190,27 +225,6 @@ def _builder(name: str, others: str, embeds: bool, folder: str) -> Builder:
 
 def _none_of(others: str) -> str:
     return f"neither {others} nor a torchvision classifier"
-
-
-def _own(name: str, folder: str, outputs: int, shape: tuple[int, ...], kwargs: dict[str, Any]) -> nn.Module:
-    try:
-        function = import_named(name, folder, "model.folder")
-        model = function(outputs, shape, **kwargs)
-    except ConfigError as error:
-        raise ConfigError(f"model.name={name}: {error}") from error
-    except ModuleNotFoundError as error:
-        places = "modules are imported from the installed packages and model.folder alone"
-        raise ConfigError(f"model.name={name}: {error}; {places}") from error
-    except Exception as error:
-        raise ConfigError(
-            f"model.name={name} fails as FUNCTION({outputs}, {shape}{', **model.kwargs' if kwargs else ''}):"
-            f" {type(error).__name__}: {brief(error)}"
-        ) from error
-    if isinstance(model, torch.jit.ScriptModule):
-        raise ConfigError(f"what model.name={name} returns {SCRIPTED}")
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model.name={name} returned {brief(model)}; it must return a torch.nn.Module")
-    return model
 
 
 def _timm(name: str, outputs: int, shape: tuple[int, ...], kwargs: dict[str, Any]) -> nn.Module:

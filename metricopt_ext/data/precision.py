@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from metricopt_ext.data.labelled import Labelled, Table
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.words import brief
 
@@ -47,3 +48,14 @@ def check_told_apart(
                 f"float32 can't tell the values of {named(column)} apart: of {before} different ones, from"
                 f" {low[column]:.10g} to {high[column]:.10g}, {after} are left; {remedy}"
             )
+
+
+def in_single_precision(table: Table) -> Labelled:
+    """Return a table with float32 inputs.
+
+    Raises:
+        DataError: As from `check_told_apart`.
+    """
+    x = table.x.float()
+    check_told_apart(table.x, x, table.reading.inputs, "standardise it in float64, or leave it out")
+    return Labelled(x, table.y, table.class_names)

@@ -1,15 +1,19 @@
 """A fixed shift of images, as between the images a model was trained on and those it meets in use."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.functional import affine_grid, grid_sample
+from torch.nn.functional import grid_sample
 
 from metricopt_ext.errors import DataError
+
+Array = npt.NDArray[Any]
 
 _CHUNK = 1024  # images processed at a time, to bound memory
 
@@ -25,11 +29,14 @@ def rotate(x: Tensor, degrees: Tensor) -> Tensor:
         The rotated images, shaped as ``x``.
     """
     height, width = x.shape[-2:]
-    radians = torch.deg2rad(degrees.to(x))
-    cos, sin, zero = radians.cos(), radians.sin(), torch.zeros_like(radians)
-    rows = [cos, -sin * height / width, zero, sin * width / height, cos, zero]  # coordinates span -1..1 on each axis
-    grid = affine_grid(torch.stack(rows, 1).view(-1, 2, 3), list(x.shape), align_corners=False)
-    return grid_sample(x, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+    radians = torch.deg2rad(degrees.to(x))[:, None, None]
+    cos, sin = radians.cos(), radians.sin()
+    # Coordinates of the pixels' centres, which span -1..1 on each axis. Number by number: a product of matrices, as in
+    # affine_grid, may round an image's in another way in a batch of another size.
+    across, down = ((2 * torch.arange(size).to(x) + 1) / size - 1 for size in (width, height))
+    across, down = across[None, None, :], down[None, :, None]
+    grid = [cos * across - sin * (height / width) * down, sin * (width / height) * across + cos * down]
+    return grid_sample(x, torch.stack(grid, -1), mode="bilinear", padding_mode="zeros", align_corners=False)
 
 
 @dataclass(frozen=True)
@@ -81,28 +88,95 @@ class ImageShift:
         Raises:
             DataError: For another shape, type or range.
         """
+        self.check(x)
+        if x.numel() == 0:
+            return x.clone()
+        return torch.cat(list(self._chunks(x, self.seed if seed is None else seed)))
+
+    def check(self, x: Tensor) -> None:
+        """Reject what are no images to be shifted, ``n x c x h x w`` floats in [0, 1].
+
+        Raises:
+            DataError: For another shape, type or range.
+        """
         if x.ndim != 4 or not x.is_floating_point():
             raise DataError(f"images must be n x c x h x w floats, got {x.dtype} of shape {tuple(x.shape)}")
         if x.numel() == 0:
-            return x.clone()
+            return
         low, high = (float(bound) for bound in x.aminmax())
         if not (low >= 0 and high <= 1):
             raise DataError(f"images must have values in [0, 1], got {low:g} to {high:g}")
-        return torch.cat(list(self._chunks(x, self.seed if seed is None else seed)))
 
     def _chunks(self, x: Tensor, seed: int) -> Iterator[Tensor]:
         # Each generator is read in image order, so neither chunking nor the size of the set matters.
-        angles, noise = (np.random.default_rng((seed, stream)) for stream in range(2))
+        angles, noise = _generators(seed)
         for images in torch.split(x, _CHUNK):
-            out = images
-            if self.rotation_degrees:
-                turn = angles.uniform(-self.rotation_degrees, self.rotation_degrees, len(out))
-                out = rotate(out, torch.from_numpy(turn))
-            if self.contrast != 1:
-                mean = out.mean((2, 3), keepdim=True)
-                out = mean + (out - mean) * self.contrast
-            out = out + self.brightness
-            if self.noise_std:
-                drawn = noise.standard_normal(tuple(out.shape), dtype=np.float32)
-                out = out + self.noise_std * torch.from_numpy(drawn).to(out)
-            yield out.clamp(0, 1)
+            turn = angles.uniform(-self.rotation_degrees, self.rotation_degrees, len(images))
+            drawn = noise.standard_normal(tuple(images.shape), dtype=np.float32) if self.noise_std else None
+            yield self._shifted(images, turn, drawn)
+
+    def _shifted(self, x: Tensor, angles: Array, noise: Array | None) -> Tensor:
+        out = x
+        if self.rotation_degrees:
+            out = rotate(out, torch.from_numpy(angles))
+        if self.contrast != 1:
+            # The mean of a single channel alone could be summed by several threads, which rounds in another way.
+            mean = torch.cat([out, out[:1]]).mean((2, 3), keepdim=True)[: len(out)]
+            out = mean + (out - mean) * self.contrast
+        out = out + self.brightness
+        if noise is not None:
+            out = out + self.noise_std * torch.from_numpy(noise).to(out)
+        return out.clamp(0, 1)
+
+
+class ShiftByPlace:
+    """A shift of images that are met in any order: each comes out as `ImageShift` shifts it among all of its set.
+
+    An image's noise begins where that of the image before it ends. Where that is is kept once it was met.
+
+    Args:
+        shift: The shift.
+        seed: Seed of its draws.
+    """
+
+    def __init__(self, shift: ImageShift, seed: int) -> None:
+        self._shift, self._seed = shift, seed
+        self._noise = _generators(seed)[1]
+        self._begins = [self._place()]  # of each image's noise, and of the next one's
+
+    def __call__(self, x: Tensor, places: Sequence[int]) -> Tensor:
+        """Shift some images, ``b x c x h x w`` floats in [0, 1], of the set.
+
+        Args:
+            x: The images.
+            places: Their places in the set, ``b``, from 0.
+
+        Raises:
+            DataError: For another type or range.
+        """
+        if not len(places):
+            return x.clone()
+        self._shift.check(x)
+        most = self._shift.rotation_degrees
+        angles = _generators(self._seed)[0].uniform(-most, most, max(places) + 1)[list(places)]
+        shape = tuple(x.shape[1:])
+        noise = np.stack([self._noise_at(place, shape) for place in places]) if self._shift.noise_std else None
+        return self._shift._shifted(x, angles, noise)
+
+    def _noise_at(self, place: int, shape: tuple[int, ...]) -> Array:
+        for first in range(min(place, len(self._begins) - 1), place + 1):
+            self._noise.bit_generator.state = self._begins[first]
+            drawn = self._noise.standard_normal(shape, dtype=np.float32)
+            if first == len(self._begins) - 1:
+                self._begins.append(self._place())
+        return drawn
+
+    def _place(self) -> dict[str, Any]:
+        place: dict[str, Any] = dict(self._noise.bit_generator.state)
+        return place
+
+
+def _generators(seed: int) -> tuple[np.random.Generator, np.random.Generator]:
+    """Those of the angles and of the noise."""
+    angles, noise = (np.random.default_rng((seed, stream)) for stream in range(2))
+    return angles, noise

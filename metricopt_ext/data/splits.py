@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.reading import Reading
-from metricopt_ext.data.shift import ImageShift
-from metricopt_ext.data.streamed import is_streamed
+from metricopt_ext.data.shift import ImageShift, ShiftByPlace
+from metricopt_ext.data.streamed import StreamedImages, as_inputs, changed
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.seeding import generator
 
@@ -87,21 +88,15 @@ class Splits:
         Args:
             shift: The shift of images, ``n x c x h x w``, uint8 or floats in [0, 1].
             seed: Seed of its draws, which differ between the two parts.
-
-        Raises:
-            DataError: The images are read from disk.
         """
-        if is_streamed(self.train.x):
-            raise DataError(
-                "a shift of images draws for all of them at once, but they are read from disk one by one; set"
-                " shift.kind=none or data.stream=false"
-            )
         drawn = {name: generator(seed, "shift", i).initial_seed() for i, name in enumerate(PARTS[1:])}
 
         def change(part: Split, name: str) -> Split:
             if name not in drawn:
                 return part
-            x = part.x.float() / 255 if part.x.dtype == torch.uint8 else part.x
+            x = changed(part.x, lambda x: x.float() / 255) if part.x.dtype == torch.uint8 else part.x
+            if isinstance(images := cast(Any, x), StreamedImages):
+                return replace(part, x=as_inputs(images.changed_by_place(ShiftByPlace(shift, drawn[name]))))
             return replace(part, x=shift(x, seed=drawn[name]))
 
         return self.map(change)

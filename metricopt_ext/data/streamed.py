@@ -1,39 +1,83 @@
 """Images that stay on disk, in the place of a tensor in memory: they are read whenever they are asked for."""
 
+import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
-from typing import Any, cast
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache, reduce
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+
+MOST_THREADS = 16  # that decode images at once: libraries release Python's lock while they do
+AHEAD = 4  # images that are read before they are asked for, for each thread ...
+AHEAD_BYTES = 1 << 26  # ... which take at most this many bytes
+
+_KEYS = itertools.count()
+
+
+class Source(Protocol):
+    """What reads rows: images that are always the same for the same row.
+
+    Attributes:
+        key: Tells it from others.
+    """
+
+    key: int
+
+    def read(self, rows: Sequence[int]) -> Tensor:
+        """Return the images of some rows, ``b x c x h x w``."""
+
+    def prepare(self, rows: Sequence[int]) -> None:
+        """Begin to read rows that will be asked for next."""
 
 
 class StreamedImages:
     """Images on disk, in place of a tensor ``n x c x h x w``.
 
     An index, a slice or a tensor of indices reads these images and returns them as a tensor; `split` and `tensor_split`
-    read one part after the other, as each is asked for. Nothing is kept.
+    read one part after the other, as each is asked for, and a few images ahead. Nothing else is kept. Several threads
+    read and decode, where the machine has the processors; what comes out does not depend on how many.
 
     Args:
-        read: Returns the image of a row, ``c x h x w`` uint8; always the same for the same row.
-        rows: Which images these are, ``n`` of them.
+        source: Reads them.
+        rows: Which of its rows these are, ``n`` of them.
         shape: ``c x h x w``.
-        changes: What becomes of a batch, ``b x c x h x w``, image by image.
-        dtype: What the changes make of uint8.
-        device: Where batches are put, before the changes.
+        dtype: Of what is read.
+        device: Where that is.
     """
 
     def __init__(
         self,
-        read: Callable[[int], Tensor],
+        source: Source,
         rows: Sequence[int],
         shape: Sequence[int],
-        changes: Sequence[Callable[[Tensor], Tensor]] = (),
         dtype: torch.dtype = torch.uint8,
         device: torch.device = torch.device("cpu"),  # noqa: B008
     ) -> None:
-        self._read, self._rows, self._image, self._changes = read, list(rows), torch.Size(shape), tuple(changes)
+        self._source, self._rows, self._image = source, list(rows), torch.Size(shape)
         self.dtype, self.device = dtype, device
+
+    @classmethod
+    def of(
+        cls,
+        read: Callable[[int], Tensor],
+        count: int,
+        shape: Sequence[int],
+        tell: Callable[[int], None] = lambda row: None,
+    ) -> "StreamedImages":
+        """Return images that are read one by one.
+
+        Args:
+            read: Returns the image of a row, ``c x h x w`` uint8; called in any thread.
+            count: The number of rows, ``n``.
+            shape: ``c x h x w``.
+            tell: Called with each row once it was read, in the order in which images are asked for, by the caller's
+                thread; warns of what was noticed.
+        """
+        return cls(_Decoder(read, torch.Size(shape), tell), range(count), shape)
 
     @property
     def shape(self) -> torch.Size:
@@ -58,23 +102,24 @@ class StreamedImages:
         if isinstance(index, int):
             return self[[index]][0]
         rows = self._chosen(index)
-        batch = torch.empty((len(rows), *self._image), dtype=torch.uint8)
-        for place, row in enumerate(rows):
-            batch[place] = self._read(row)
-        batch = batch.to(self.device)
-        for change in self._changes:
-            batch = change(batch)
+        batch = self._source.read(rows)
         # By which what is computed from a batch can be remembered: its memory is another one each time.
-        batch.streamed_rows = (id(self._read), *rows)  # type: ignore[attr-defined]
+        batch.streamed_rows = (self._source.key, *rows)  # type: ignore[attr-defined]
         return batch
+
+    def prepare(self, index: Any) -> None:
+        """Begin to read images that will be asked for next: by a slice, indices or booleans."""
+        self._source.prepare(self._chosen(index))
 
     def take(self, index: Any) -> "StreamedImages":
         """Return some of the images without reading them: by a slice, indices or booleans."""
-        return StreamedImages(self._read, self._chosen(index), self._image, self._changes, self.dtype, self.device)
+        return StreamedImages(self._source, self._chosen(index), self._image, self.dtype, self.device)
 
     def split(self, size: int) -> Iterator[Tensor]:
         """Read the images, ``size`` at once."""
+        ahead = max(0, min(AHEAD * threads(), AHEAD_BYTES // max(1, self._image.numel())))
         for start in range(0, len(self), size):
+            self.prepare(slice(start, start + size + ahead))
             yield self[start : start + size]
 
     def tensor_split(self, parts: int) -> "LazyParts":
@@ -83,7 +128,8 @@ class StreamedImages:
 
     def to(self, device: torch.device) -> "StreamedImages":
         """Return the same images, put on a device as they are read."""
-        return StreamedImages(self._read, self._rows, self._image, self._changes, self.dtype, device)
+        moved = _Changed(self._source, lambda batch: batch.to(device))
+        return StreamedImages(moved, self._rows, self._image, self.dtype, device)
 
     def changed(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32) -> "StreamedImages":
         """Return the same images with a further change of each, such as a normalisation.
@@ -93,17 +139,23 @@ class StreamedImages:
                 keeps its shape.
             dtype: Of what it returns.
         """
-        return StreamedImages(self._read, self._rows, self._image, (*self._changes, change), dtype, self.device)
+        return StreamedImages(_Changed(self._source, change), self._rows, self._image, dtype, self.device)
+
+    def changed_by_place(
+        self, change: Callable[[Tensor, Sequence[int]], Tensor], dtype: torch.dtype = torch.float32
+    ) -> "StreamedImages":
+        """Return the same images with a change that depends on an image's place among them, as of now.
+
+        Args:
+            change: Called with a batch, ``b x c x h x w``, and the place of each of its images, from 0.
+            dtype: Of what it returns.
+        """
+        return StreamedImages(_Placed(self, change), range(len(self)), self._image, dtype, self.device)
 
     def followed_by(self, other: "StreamedImages") -> "StreamedImages":
-        """Return these images and then those of another, neither of them changed yet."""
-        first, second, count = self, other, len(self)
-
-        def read(row: int) -> Tensor:
-            part, place = (first, row) if row < count else (second, row - count)
-            return part._read(part._rows[place])
-
-        return StreamedImages(read, range(count + len(other)), self._image)
+        """Return these images and then those of another."""
+        count = len(self) + len(other)
+        return StreamedImages(_Joined(self, other), range(count), self._image, self.dtype, self.device)
 
     def _chosen(self, index: Any) -> list[int]:
         if isinstance(index, slice):
@@ -111,6 +163,142 @@ class StreamedImages:
         places = torch.as_tensor(index)
         places = places.nonzero().flatten() if places.dtype == torch.bool else places
         return [self._rows[place] for place in places.tolist()]
+
+
+@dataclass
+class _Decoder:
+    """Reads rows one by one, several at once where there are threads for it."""
+
+    one: Callable[[int], Tensor]
+    shape: torch.Size
+    tell: Callable[[int], None]
+    key: int = field(default_factory=lambda: next(_KEYS))
+
+    def __post_init__(self) -> None:
+        self.begun = Begun(self.one)
+
+    def read(self, rows: Sequence[int]) -> Tensor:
+        batch = torch.empty((len(rows), *self.shape), dtype=torch.uint8)
+        if threads() == 1:
+            for place, row in enumerate(rows):
+                batch[place] = self.one(row)
+                self.tell(row)
+            return batch
+        self.begun.begin(rows)
+        found = {row: self.begun.result(row) for row in dict.fromkeys(rows)}
+        for place, row in enumerate(rows):
+            batch[place] = found[row]
+            self.tell(row)
+        return batch
+
+    def prepare(self, rows: Sequence[int]) -> None:
+        if threads() > 1:
+            self.begun.keep(rows)
+            self.begun.begin(rows)
+
+
+@dataclass
+class _Changed:
+    """The batches of a source, changed."""
+
+    source: Source
+    change: Callable[[Tensor], Tensor]
+    key: int = field(default_factory=lambda: next(_KEYS))
+
+    def read(self, rows: Sequence[int]) -> Tensor:
+        return self.change(self.source.read(rows))
+
+    def prepare(self, rows: Sequence[int]) -> None:
+        self.source.prepare(rows)
+
+
+@dataclass
+class _Placed:
+    """Images changed by their places, which are the rows."""
+
+    images: StreamedImages
+    change: Callable[[Tensor, Sequence[int]], Tensor]
+    key: int = field(default_factory=lambda: next(_KEYS))
+
+    def read(self, rows: Sequence[int]) -> Tensor:
+        return self.change(self.images[list(rows)], rows)
+
+    def prepare(self, rows: Sequence[int]) -> None:
+        self.images.prepare(list(rows))
+
+
+@dataclass
+class _Joined:
+    """Images, and then others."""
+
+    first: StreamedImages
+    second: StreamedImages
+    key: int = field(default_factory=lambda: next(_KEYS))
+
+    def read(self, rows: Sequence[int]) -> Tensor:
+        ours, theirs = self._divided(rows)
+        batch = torch.empty((len(rows), *self.first.shape[1:]), dtype=self.first.dtype, device=self.first.device)
+        is_first = torch.tensor([row < len(self.first) for row in rows], dtype=torch.bool)
+        batch[is_first], batch[~is_first] = self.first[ours], self.second[theirs]
+        return batch
+
+    def prepare(self, rows: Sequence[int]) -> None:
+        ours, theirs = self._divided(rows)
+        self.first.prepare(ours)
+        self.second.prepare(theirs)
+
+    def _divided(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
+        count = len(self.first)
+        return [row for row in rows if row < count], [row - count for row in rows if row >= count]
+
+
+def threads() -> int:
+    """Return how many threads read images: as many as this process has processors, up to `MOST_THREADS`."""
+    return min(MOST_THREADS, _processors())
+
+
+class Begun:
+    """Images that threads were told to read, by their rows; a fork of the process, which has no threads, has none.
+
+    Args:
+        read: Returns the image of a row; called in any thread.
+    """
+
+    def __init__(self, read: Callable[[int], Tensor]) -> None:
+        self._read = read
+        self._process, self._futures = os.getpid(), dict[int, Future[Tensor]]()
+
+    def begin(self, rows: Sequence[int]) -> None:
+        """Begin to read rows that were not begun."""
+        for row in rows:
+            if row not in self._mine():
+                self._futures[row] = _pool(os.getpid()).submit(self._read, row)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop rows that were begun and are not among these."""
+        for row in self._mine().keys() - set(rows):
+            self._futures.pop(row).cancel()
+
+    def result(self, row: int) -> Tensor:
+        """Return an image that was begun, once it is read, or read it now."""
+        future = self._mine().pop(row, None)
+        return self._read(row) if future is None else future.result()
+
+    def _mine(self) -> dict[int, "Future[Tensor]"]:
+        if self._process != os.getpid():
+            self._process, self._futures = os.getpid(), {}
+        return self._futures
+
+
+@cache
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@cache
+def _pool(process: int) -> ThreadPoolExecutor:
+    """The threads of a process; a fork of it has others, as threads do not survive one."""
+    return ThreadPoolExecutor(threads(), thread_name_prefix="images")
 
 
 class LazyParts(Sequence[Tensor]):

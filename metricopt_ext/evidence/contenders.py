@@ -19,6 +19,7 @@ from metricopt_ext.evidence.method import METHODS, Begun, Contender, End, Meter,
 from metricopt_ext.evidence.method_config import FinetuneConfig
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.guard import CONFIDENCE
+from metricopt_ext.methods.new_classes import held_back
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.searched import search_results
@@ -82,7 +83,8 @@ def ours(search: GuidedTrustRegion | None = None, confidence: float = CONFIDENCE
     def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
         starts = {name: start for name, start in begun.starts.items() if name != "start"}
         numbers = [begun.spent + queries for queries in budgets]
-        limited = with_budget(task, max(numbers) + len(numbers) - 1)
+        ends = 1 + held_back(engine, task.metric)  # what each smaller budget asks for itself alone
+        limited = with_budget(task, max(numbers) + (len(numbers) - 1) * ends)
         known, meter, elsewhere = on_file(begun, limited), Meter(limited), 0
         for result in search_results(
             limited, numbers, engine, starts=starts, confidence=confidence, seed=seed, kept=known

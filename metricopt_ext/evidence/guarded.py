@@ -32,10 +32,10 @@ def record_of(
 
     Returns:
         Plain data: ``kept``, the name of what was kept; ``gain`` and the other terms of the guard's `Verdict` on the
-        end, in the metric's units; of the search's step, from its start to its end, whether it was ``accepted``, and
-        its ``change`` on test with its ``error``; and ``whole``, of the whole run from the model as it was trained:
-        whether anything else was ``accepted``, the ``change`` on test of what was kept with its ``error``, and that of
-        the ``best`` by the metric of start and end, kept or not.
+        end, in the metric's units; of the search's step, from its start to its end, whether it, or a part of it, was
+        ``accepted``, and its ``change`` on test with its ``error``; and ``whole``, of the whole run from the model as
+        it was trained: whether anything else was ``accepted``, the ``change`` on test of what was kept with its
+        ``error``, and that of the ``best`` by the metric of start and end, kept or not.
     """
     verdict, begun = result.verdict, result.begun_at
     searched = with_start(task, result.candidates[begun])
@@ -49,11 +49,12 @@ def record_of(
     def between(before: str, after: str) -> Change:
         return change(state(before), state(after))
 
-    best = begun if result.best == result.starts[begun] else "search"
+    better = max if task.metric.maximize else min
+    best = better((begun, "search"), key=lambda name: result.values[name])
     step, run, possible = between(begun, "search"), between("start", result.chosen), between("start", best)
     return {
         "kept": TRAINED if result.chosen == "start" else result.chosen,
-        "accepted": result.chosen == "search",
+        "accepted": result.chosen in ("search", "part"),
         "gain": scale * verdict.gain,
         "chance": None if verdict.chance is None else scale * verdict.chance,
         "optimism": scale * verdict.optimism,

@@ -20,6 +20,8 @@ from metricopt_ext.methods.siblings.surrogate_learning import SurrogateLearning
 from metricopt_ext.methods.starts import with_start
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.ngopt import NGOpt
+from metricopt_ext.search.noisy_ei import NoisyEI
+from metricopt_ext.search.optuna_sampler import OptunaSampler
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
@@ -79,6 +81,9 @@ METHODS: dict[str, Entry] = {
     "random_search": Entry("random search", "#b7b7b7", "queries", factory=lambda config: RandomSearch()),
     "ngopt": Entry("NGOpt on the metric", "#3b8f6b", "queries", factory=lambda config: NGOpt()),
     "turbo": Entry("TuRBO on the metric", "#8fbf8f", "queries", factory=lambda config: TuRBO()),
+    "noisy_ei": Entry("BoTorch, noisy EI", "#5a9a8a", "queries", factory=lambda config: NoisyEI()),
+    "optuna_tpe": Entry("Optuna, TPE", "#b08fbf", "queries", factory=lambda config: OptunaSampler("tpe")),
+    "optuna_gp": Entry("Optuna, GP", "#8a6f9a", "queries", factory=lambda config: OptunaSampler("gp")),
     "best_start": Entry("best free start", "#555555", "queries"),
     "ours": Entry("MetricOpt, guided search", "#d7191c", "queries", factory=lambda config: GuidedTrustRegion()),
     "transferred": Entry("f of another run", "#7f9c3c", "free", "another f"),

@@ -119,7 +119,7 @@ class SearchConfig(MethodConfig):
     name: str = "search"
     design: int = GuidedTrustRegion.design  # largest number of points of the first design
     batch: int = GuidedTrustRegion.batch  # queries between two fits
-    radius: float = GuidedTrustRegion.radius  # first radius of the region
+    radius: float = GuidedTrustRegion.radius  # largest first radius of the region
     least_radius: float = GuidedTrustRegion.least_radius
     largest_radius: float = GuidedTrustRegion.largest_radius
     grow: float = GuidedTrustRegion.grow  # factor on it after success

@@ -1,5 +1,6 @@
 """The settings that the tools of all tasks share; each key is a field here and nowhere else."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any, ClassVar
 
 from metricopt_ext.data.images import MAX_PIXELS, Limits
 from metricopt_ext.data.labelled import MAX_BYTES
-from metricopt_ext.data.named_model import NamedModelConfig, has_settings
+from metricopt_ext.data.named_model import NamedModelConfig
 from metricopt_ext.data.shift import ImageShift
 from metricopt_ext.data.training import OPTIMIZERS
 from metricopt_ext.errors import ConfigError
@@ -32,10 +33,12 @@ from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.besides import BesidesConfig
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
+from metricopt_ext.tasks.population import MEMORY
 from metricopt_ext.utils.checks import check_above, check_finite, check_integer
 from metricopt_ext.utils.config import as_plain, config_section, known_keys
 
 STARTS = ("loss_finetune", "batchnorm", "prior", "prior_twice", "thresholds")
+MEMORY_GIB = MEMORY / 2**30
 VARIANTS = ("metricopt_paper", "metricopt_learned")  # the paper's own forms, run beside MetricOpt
 LEARNERS = (*VARIANTS, "refined", "second_round")  # those of ``methods`` that respect no constraints
 
@@ -119,7 +122,7 @@ class RunConfig:
     """
 
     CHOICES: ClassVar[tuple[str, ...]] = ("method.name", "methods", "metric.name", "model.name")
-    NAMED_MODEL: ClassVar[type[NamedModelConfig] | None] = None  # the section model, if `has_settings` of model.name
+    NAMED_MODEL: ClassVar[type[NamedModelConfig] | None] = None  # the section model, if they `are_of` model.name
     OWN_METRIC: ClassVar[type[OwnMetricConfig] | None] = None  # the section metric, if metric.name is MODULE:FUNCTION
 
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
@@ -135,7 +138,7 @@ class RunConfig:
     # outputs in phi: those at which as many train examples are predicted as there are; on where data.kind has them).
     starts: list[str] = field(default_factory=lambda: [each for each in STARTS if each != "thresholds"])
     queries: int = 600  # MetricOpt's metric queries in total
-    population: int | None = None  # tasks computed together; null: as many of 1, 4, 16, 32 as fit 1 GiB, if it can be
+    population: int | None = None  # tasks computed together; null: as many of 1, 4, 16, 32 as fit, if it can be
     best_evals: int = 51  # queries of the rival "loss finetune + best"
     # Of each direct search, Guided ES and CMA-ES, from the same start; same: as many as MetricOpt spent; 0: none.
     search_queries: int | str = 0
@@ -169,7 +172,7 @@ class RunConfig:
         methods = choices.get("methods")
         named = [each for each in methods if isinstance(each, str)] if isinstance(methods, list) else []
         made = cls(method=method_named(choices.get("method.name", SearchConfig.name)), methods=named)
-        if cls.NAMED_MODEL and has_settings(str(choices.get("model.name", ""))):
+        if cls.NAMED_MODEL and cls.NAMED_MODEL.are_of(str(choices.get("model.name", ""))):
             made.model = cls.NAMED_MODEL()  # type: ignore[attr-defined]
         if cls.OWN_METRIC and ":" in str(choices.get("metric.name", "")):
             made.metric = cls.OWN_METRIC()  # type: ignore[attr-defined]
@@ -181,7 +184,7 @@ class RunConfig:
         if self.OWN_METRIC and section == "metric" and rest.partition(".")[0] in known_keys(self.OWN_METRIC):
             return f"{key} is a key of metric.name=MODULE:FUNCTION, a metric of your own; this run has one of the tool"
         if self.NAMED_MODEL and section == "model" and rest.partition(".")[0] in known_keys(self.NAMED_MODEL):
-            return f"{key} is a key of model.name=MODULE:FUNCTION, timm/NAME or a folder; this run has another model"
+            return f"{key} is a key of model.name={self.NAMED_MODEL.NAMES}; this run has another model"
         found = [*choice_of(self, key)]
         return f"{key} is a key of {found[0]}; this run has {found[1]}" if found else ""
 
@@ -295,6 +298,26 @@ class RunConfig:
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as plain data."""
         return as_plain(self)
+
+
+def memory_of(config: "RunConfig", gib: float) -> float:
+    """Return a key ``memory`` in bytes.
+
+    Args:
+        config: The settings that have it.
+        gib: Its value.
+
+    Raises:
+        ConfigError: It is no number above 0, or the population is given, which it does not bound.
+    """
+    if config.population is not None and gib != MEMORY_GIB:
+        raise ConfigError(
+            f"memory={gib} bounds a population that is chosen; this run has population={config.population}: leave out"
+            " memory, or set population=null"
+        )
+    if not 0 < gib < math.inf:
+        raise ConfigError(f"memory={gib}: it must be a number of GiB above 0")
+    return gib * 2**30
 
 
 def check_at_least(least: int, values: Mapping[str, float | None]) -> None:

@@ -35,7 +35,8 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.kept_modules import KeptModules
 
 PREFIX = "eval_"  # of the names by which a Trainer reports its metrics
-WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "adapter_model*", "*.index.json", "config.json")
+WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "adapter_model*", "*.index.json")  # files, or shards' index
+CONFIG = "*config.json"
 UNTUNED = "untuned"  # the folder in a checkpoint that keeps what the tuned weights replaced
 
 
@@ -48,6 +49,7 @@ def tune_trainer(
     maximize: bool | None = None,
     bounds: tuple[float, float] | None = (0.0, 1.0),
     attach: Callable[[nn.Module], Adapter] = FILM,
+    population: int | None = None,
     checkpoints: bool = True,
     seed: int = 0,
     **options: Any,
@@ -56,7 +58,9 @@ def tune_trainer(
 
     Call it after ``trainer.train()``: what the script saves, evaluates or predicts next is the tuned model, and so is
     what is reloaded from the checkpoints of the training that had the same model: the last one, and with
-    ``load_best_model_at_end`` the best. The weights that were in them are kept in their folder ``untuned``.
+    ``load_best_model_at_end`` the best. The weights that were in them are kept in their folder ``untuned``. DeepSpeed's
+    own shards beside them stay as they are, which a warning says; a model of which each process has a part, as by FSDP
+    or DeepSpeed's stage 3, is refused.
 
     The loss is ``trainer.compute_loss`` on batches of the training data. A query is one pass over the evaluation data,
     without callbacks and logs; ``compute_metrics`` is also asked on two halves of what was predicted, for the guard.
@@ -72,6 +76,8 @@ def tune_trainer(
             else whether it is no loss.
         bounds: Lowest and highest possible value; None for a metric without known bounds, as a loss always is.
         attach: Attaches the adapter to the model; by default FiLM on every normalisation layer, with 32 numbers.
+        population: How many phi are computed in one forward pass; by default chosen on the first batch, as in
+            `FinetuneTask`. A loss that keeps tensors for later needs 1.
         checkpoints: Whether checkpoints get the tuned weights.
         seed: Seed of all draws, that of the halves among them.
         options: Further arguments of `optimize_metric`, e.g. ``output_dir``.
@@ -84,6 +90,7 @@ def tune_trainer(
             several processes and an ``output_dir``, which they can't share.
         DataError: The training data can't be drawn in batches.
         MetricError: The evaluation does not report the metric.
+        AdapterError: Each process has only a part of the model.
         Others: As from ``attach``, `FinetuneTask` and `optimize_metric`; the model has no adapter then.
 
     Example:
@@ -112,7 +119,7 @@ def tune_trainer(
                 bounds=None if name == "loss" else bounds,
                 name=name,
             ),
-            population=1,  # a trainer's loss can be any code
+            population=population,  # 1 with BERT's mask, whose values transformers' code branches on
         )
         run: Result = optimize_metric(task, queries=queries, seed=seed, **options)
         adapter.set_phi(of_first(adapter.phi.detach()))
@@ -266,9 +273,24 @@ def _rows(prediction: Any, rows: Tensor) -> EvalPrediction:
 def _save_in_checkpoints(trainer: Any) -> None:
     """Write the tuned model into the checkpoints that have what was tuned; name those that have another."""
     for folder in _checkpoints_of(trainer):
-        if trainer.args.should_save:
-            _keep_untuned(folder)
-        trainer.save_model(str(folder))
+        aside = _set_aside(folder) if trainer.args.should_save else []
+        try:
+            trainer.save_model(str(folder))
+        except BaseException:
+            _put_back(aside, folder)
+            raise
+        if aside and not _weights_in(folder):
+            _put_back(aside, folder)
+            warnings.warn(
+                f"{folder} stays without phi, as trainer.save_model wrote no weights there: save the model itself",
+                stacklevel=3,
+            )
+        if shards := sorted(folder.glob("global_step*")):
+            warnings.warn(
+                f"{shards[-1]} has DeepSpeed's weights from before the search, from which resume_from_checkpoint goes"
+                f" on: to train the tuned model further, load it by from_pretrained({str(folder)!r})",
+                stacklevel=3,
+            )
 
 
 def _checkpoints_of(trainer: Any) -> list[Path]:
@@ -292,10 +314,25 @@ def _checkpoints_of(trainer: Any) -> list[Path]:
     return list(found.values())
 
 
-def _keep_untuned(folder: Path) -> None:
-    """Copy a checkpoint's weights into its folder for what was not tuned."""
+def _weights_in(folder: Path) -> list[Path]:
+    return [file for pattern in WEIGHTS for file in folder.glob(pattern)]
+
+
+def _set_aside(folder: Path) -> list[Path]:
+    """Move a checkpoint's weights into its folder for what was not tuned, so that no shard of them is left in place.
+
+    Returns:
+        Where they are.
+    """
     kept = folder / UNTUNED
     kept.mkdir(exist_ok=True)
-    for pattern in WEIGHTS:
-        for file in folder.glob(pattern):
-            shutil.copy2(file, kept / file.name)
+    for file in _weights_in(kept):  # of a search before this one
+        file.unlink()
+    for file in folder.glob(CONFIG):
+        shutil.copy2(file, kept / file.name)
+    return [file.replace(kept / file.name) for file in _weights_in(folder)]
+
+
+def _put_back(aside: list[Path], folder: Path) -> None:
+    for file in aside:
+        file.replace(folder / file.name)

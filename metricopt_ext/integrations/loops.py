@@ -39,6 +39,7 @@ def tune_model(
     name: str | None = None,
     training: bool = False,
     attach: Callable[[nn.Module], Adapter] = FILM,
+    population: int | None = None,
     **options: Any,
 ) -> Result:
     """Tune a trained model for a metric, by what a training script has at hand, and merge phi into its weights.
@@ -64,6 +65,8 @@ def tune_model(
         training: Whether the loss is computed in training mode, as detectors return their losses only there; BatchNorm
             and dropout layers still compute as in evaluation.
         attach: Attaches the adapter to the model; by default FiLM on every normalisation layer, with 32 numbers.
+        population: How many phi are computed in one forward pass; by default chosen on the first batch, as in
+            `FinetuneTask`. A loss that keeps tensors for later needs 1.
         options: Further arguments of `optimize_metric`, e.g. ``seed`` and ``output_dir``.
 
     Returns:
@@ -102,7 +105,7 @@ def tune_model(
             loss=ReplayedLoss(loss, training),
             batches=lambda *place: on_device(drawn(*place), device),
             metric=judged,
-            population=1,  # a script's loss can be any code
+            population=population,
         )
         run: Result = optimize_metric(task, queries=queries, **options)
         adapter.set_phi(of_first(adapter.phi.detach()))

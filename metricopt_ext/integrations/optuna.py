@@ -244,7 +244,7 @@ class _BoxSearch:
         metric = Metric(_told_by_the_study, maximize=False, bounds=None)
         task = FinetuneTask(attach_input_bias(stand_in, dim=len(start)), metric=metric)
         state = self._strategy.begin(task, start, self._queries, known=known, seed=self._seed)
-        state.unprobed = False  # the ranges say how far to go
+        state.narrows = False  # the ranges say how far to go
         return state
 
     def _take_batch(self, state: GuidedState) -> None:

@@ -37,7 +37,10 @@ class Constrained:
         """
         if limits is None:
             return None
-        violated = {name: limits.violated(each) for name, each in candidates.items()}
+        violated = {  # what was not asked, as f's mean stands in, is not known to satisfy any
+            name: limits.constraints if each.also is None else limits.violated(each)
+            for name, each in candidates.items()
+        }
         return cls(limits, violated, sum(map(limits.hold, asked)), len(asked))
 
     def allows(self, name: str) -> bool:

@@ -3,12 +3,16 @@
 How large chance is shows in three ways: two halves of the metric's data, repeats of an evaluation, or data held out
 from the search. Of a metric that is a plain number nothing is known, and every gain is believed. Halves that can't be
 of two halves of data count for none (`fault_of_halves`).
+
+Where a model will be judged on other classes than the metric's (`Metric.new_classes`), chance is not all: a search also
+climbs what is its classes' own. Of an end that is kept, a share of the way is kept then, or nothing
+(`new_classes.kept_share`). With few classes, 30 say, that mends it only in part.
 """
 
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Literal, NamedTuple
 
@@ -16,7 +20,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.tasks.metric import Evaluation, Metric, noise_of, stacked_halves
-from metricopt_ext.tasks.split_half import TELLING, chance_of_gain, fault_of_halves
+from metricopt_ext.tasks.split_half import TELLING, chance_of_gain, fault_of_halves, reliability_of
 from metricopt_ext.utils import ranks
 
 # What tells a gain from chance.
@@ -27,6 +31,12 @@ CONFIDENCE = 0.93
 
 # How sure it must be of a start that a search begins from. It is one of few, and was made without asking the metric.
 START_CONFIDENCE = 0.6
+
+# How sure it must be of the best along a line, which is the luckiest of about six points, and moves one number alone.
+LINE_CONFIDENCE = 0.85
+
+# The name among the candidates of the best along a line.
+LINE = "line"
 
 # As likely as not: the gain that is expected is above 0.
 EXPECTED = 0.5
@@ -59,6 +69,7 @@ class Verdict:
         needed: What a gain must exceed besides the optimism; None if chance is unknown.
         predicted: The gain as f sees it, all points considered; infinite if there is no f to ask.
         guard: What tells chance.
+        by_f: Whether f's gain alone decides, unless the queries show a loss beyond chance.
     """
 
     gain: float
@@ -69,11 +80,14 @@ class Verdict:
     needed: float | None
     predicted: float = math.inf
     guard: Guard = "halves"
+    by_f: bool = False
 
     @property
     def accepted(self) -> bool:
-        """Whether the gain is to be believed."""
-        return min(self.gain, self.predicted) - self.optimism > (self.needed or 0.0)
+        """Whether the gain is to be believed; f's is a posterior mean, and so shrunk already."""
+        if self.by_f:
+            return self.predicted > 0 and self.gain > -(self.chance or 0.0)
+        return min(self.gain - self.optimism, self.predicted) > (self.needed or 0.0)
 
 
 @dataclass(frozen=True)
@@ -84,10 +98,12 @@ class Decision:
         kept: Its name among the candidates.
         verdict: What the guard thinks of the best end: over the model as it was trained if that is what it was
             refused for, or if no start was kept; and else over the start.
+        otherwise: What is kept where the end is not, for other reasons (`kept_share`).
     """
 
     kept: str
     verdict: Verdict
+    otherwise: str = "start"
 
 
 def decide(
@@ -95,31 +111,51 @@ def decide(
     visited: Sequence[Evaluation],
     confidence: float = CONFIDENCE,
     predicted: Callable[[str], float] = lambda kept: math.inf,
+    climbed: float = 0.0,
 ) -> Decision:
-    """Keep the model as it was trained, the start that a search began from, or the search's end.
+    """Keep the model as it was trained, the start that a search began from, the best along a line, or the search's end.
 
     What has to be made sure of is that the model is not worse than it was. So the end is held against the model as it
-    was trained. Start or end is then a choice between two changes: the one that is expected to be better is made.
+    was trained. What else to keep is then a choice between changes: the one that is expected to be better is made.
+    Between start and end, or start and line, f knows best, which has smoothed all that was asked; without an f, the
+    gain less its optimism counts. The line's best had few directions to be lucky in: the end must gain on it by both.
 
     Args:
         candidates: Evaluations by name: of the model as it was trained, of the start that the search began from unless
-            it is the same, and of its end.
+            it is the same, of the best along a line, named `LINE`, if there is one, and of the search's end.
         visited: Those of the points that the end was chosen from.
         confidence: How sure to be that the end gains on the model as it was trained, at least 0.5 and below 1; of a
-            start at most `START_CONFIDENCE` is asked.
+            start at most `START_CONFIDENCE` is asked, of a line's best at most `LINE_CONFIDENCE`.
         predicted: The gain of the search's end over another candidate as f sees it, by that one's name, in units of the
-            cost; infinite if there is no f to ask. No f is asked about the other candidates.
+            cost; infinite if there is no f to ask, as about a start with other tensors.
+        climbed: What the search would have gained in chance alone (`SearchResult.climbed`): of the end's gain on the
+            model as it was trained, so much at least is optimism.
     """
     candidates, visited = _telling(candidates, visited)
-    trained, *starts, end = candidates
+    trained, *others, end = candidates
     kept = trained
-    for name in starts:
-        sure = min(confidence, START_CONFIDENCE)
-        kept = name if judge(candidates[trained], candidates[name], visited, sure).accepted else kept
-    verdict = judge(candidates[trained], candidates[end], visited, confidence, predicted(trained))
-    if verdict.accepted and kept != trained:
-        verdict = judge(candidates[kept], candidates[end], visited, EXPECTED, predicted(kept))
-    return Decision(end if verdict.accepted else kept, verdict)
+    for name in others:
+        sure = min(confidence, LINE_CONFIDENCE if name == LINE else START_CONFIDENCE)
+        if not judge(candidates[trained], candidates[name], visited, sure).accepted:
+            continue
+        by_f = predicted(kept) - predicted(name) if kept != trained else math.inf
+        if kept == trained or _between(candidates[kept], candidates[name], visited, by_f).accepted:
+            kept = name
+    verdict = judge(candidates[trained], candidates[end], visited, confidence, predicted(trained), climbed)
+    if verdict.accepted and kept == LINE:
+        verdict = judge(candidates[LINE], candidates[end], visited, EXPECTED, predicted(LINE))
+    elif verdict.accepted and kept != trained:
+        verdict = _between(candidates[kept], candidates[end], visited, predicted(kept))
+    return Decision(end if verdict.accepted else kept, verdict, kept)
+
+
+def _between(before: Evaluation, after: Evaluation, visited: Sequence[Evaluation], by_f: float) -> Verdict:
+    """Judge which of two changes is expected to be better, by f's gain where there is an f.
+
+    Only what the queries show to be worse by more than a deviation of chance is not better, whatever f says: f may be
+    off by more than what a metric without chance tells.
+    """
+    return replace(judge(before, after, visited, EXPECTED, by_f), by_f=math.isfinite(by_f))
 
 
 def decide_among(
@@ -162,8 +198,8 @@ def _telling(
             " values on two random halves of its data",
             stacklevel=4,
         )
-    without = {name: each._replace(halves=None) for name, each in candidates.items()}
-    return without, [each._replace(halves=None) for each in visited]
+    without = {name: each.without_halves() for name, each in candidates.items()}
+    return without, [each.without_halves() for each in visited]
 
 
 def judge(
@@ -177,7 +213,7 @@ def judge(
     """Judge the gain of an end over a start, from what halves of the metric's data or repeats say.
 
     The start may have been unlucky, or chosen as the luckiest of several, and so may the end. Where there is an f, it
-    has smoothed both over their neighbours: the smaller of the observed and of f's gain counts.
+    has smoothed both over their neighbours: the smaller of the observed gain, less its optimism, and of f's counts.
 
     Among some points, part of the variance is chance, and a share, their reliability, is not. The end was chosen for
     its cost, so what sets it apart from their mean counts only by that share (Kelley's regression to the mean); the
@@ -280,18 +316,6 @@ def _chance_by_size(start: Evaluation, costs: Tensor, halves: Tensor, gain: floa
     variance = (gains[:, 0] - gains[:, 1]).square().sum() / 4  # summed over the points, as is their size
     size = (start.cost - costs).abs().sum()
     return math.sqrt(float(variance / size) * abs(gain)) if size > 0 else 0.0
-
-
-def reliability_of(halves: Tensor) -> float:
-    """Return the share of the variance of costs on all data that is not chance, from their halves, ``n x 2``.
-
-    It is the correlation r of the halves, stepped up to all data as 2r / (1 + r) (Spearman-Brown); 0 for fewer than
-    `TELLING` points.
-    """
-    if len(halves) < TELLING or (halves.std(0) == 0).any():
-        return 0.0
-    r = float(torch.corrcoef(halves.T)[0, 1])
-    return max(0.0, 2 * r / (1 + r)) if r > -1 else 0.0
 
 
 def _by_repeats(start: Evaluation, end: Evaluation, ranked: Sequence[Evaluation]) -> _Chance | None:

@@ -36,7 +36,9 @@ class SearchPhi(L.Callback):
     query is one pass of ``validation_step`` over the trainer's validation data, by a trainer without loggers and
     callbacks, on one device. It begins from the best checkpoint, if the trainer keeps one, and ends with phi merged:
     the module is an ordinary one again, and the checkpoints that Lightning reloads, ``"best"`` and ``"last"``, have the
-    tuned weights. What was in them is beside them, in files that end in ``.untuned``. Settings, adapter and data are
+    tuned weights. What was in them is beside them, in files that end in ``.untuned``. Checkpoints that are folders of
+    shards stay as they are, and a warning names them; a module that FSDP or DeepSpeed's stage 3 shards is refused
+    before training. Settings, adapter and data are
     checked before the first training step, what the validation logs after the sanity check or the first validation.
 
     Args:

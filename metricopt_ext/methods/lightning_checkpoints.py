@@ -9,12 +9,13 @@ import lightning as L
 from torch.optim.swa_utils import AveragedModel
 
 UNTUNED = ".untuned"  # ends the name of the file that keeps what tuned weights replaced
+REMEMBERED = ("best_model_path", "last_model_path")  # attributes of a checkpoint callback
 
 
 def load_best(trainer: L.Trainer, module: L.LightningModule) -> Callable[[], None]:
     """Load the weights of the best checkpoint of a fit, those that Lightning reloads, if it has one.
 
-    A checkpoint that can't be read is named by a warning, and the module keeps its weights.
+    A checkpoint that is no file here, or can't be read, is named by a warning, and the module keeps its weights.
 
     Returns:
         A function that puts back the weights that were there before.
@@ -26,6 +27,8 @@ def load_best(trainer: L.Trainer, module: L.LightningModule) -> Callable[[], Non
 
     path = best_of(trainer)
     if path is None:
+        if named := getattr(trainer.checkpoint_callback, "best_model_path", ""):
+            warnings.warn(f"{named} is no file here, so the search begins from the last weights", stacklevel=3)
         return put_back
     try:
         checkpoint = trainer.strategy.load_checkpoint(path)
@@ -75,13 +78,22 @@ def warn_of_older_weights(trainer: L.Trainer, written: bool) -> None:
         trainer: The trainer.
         written: Whether those that it reloads have been given the tuned weights.
     """
-    files = [path for each in trainer.checkpoint_callbacks if (path := getattr(each, "best_model_path", ""))]
     tuned = reloaded(trainer) if written else []
-    if files := [path for path in files if Path(path).resolve() not in tuned]:
+    named = [getattr(each, name, "") for name in REMEMBERED for each in trainer.checkpoint_callbacks]
+    paths = {Path(each).resolve(): each for each in named if each and Path(each).resolve() not in tuned}
+    folders = [each for path, each in paths.items() if path.is_dir()]
+    if files := [each for path, each in paths.items() if not path.is_dir()]:
         first = "call" if written else "call adapter.merge(), then"
         warnings.warn(
             f"{', '.join(files)} was saved before the search and lacks phi: {first} trainer.save_checkpoint(FILE), and"
             " load that in place of it",
+            stacklevel=3,
+        )
+    if folders:
+        first = "call" if written else "call adapter.merge(), then"
+        warnings.warn(
+            f"{', '.join(folders)} is a folder of shards, as DeepSpeed writes it, which was saved before the search and"
+            f" stays without phi: {first} torch.save(module.state_dict(), FILE), and load that in place of it",
             stacklevel=3,
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from metricopt_ext.methods.result import Own, Result
 from metricopt_ext.methods.run_folder import KEPT_ASIDE, RunFolder, identity_of, settled
 from metricopt_ext.methods.searched import runner_of
 from metricopt_ext.methods.starts import all_starts
-from metricopt_ext.methods.strategy import Context, LearningStrategy, check_constraints
+from metricopt_ext.methods.strategy import Context, LearningStrategy, check_constraints, sized
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.population import Population
@@ -202,7 +202,7 @@ def check_plan(
         asked = counted(queries, "query")
         raise BudgetError(f"{asked} requested, {metric.ledger.left} left in the metric's own budget")
     try:
-        return runner.size(queries // metric.repeats, adapter.dim, 1 + len(starts or ()))
+        return sized(runner, queries // metric.repeats, adapter.dim, 1 + len(starts or ()), runner.held_back(metric))
     except BudgetError as error:
         if metric.repeats == 1:
             raise

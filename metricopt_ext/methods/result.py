@@ -12,6 +12,7 @@ from typing_extensions import TypeVar
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.methods.constrained import Constrained
 from metricopt_ext.methods.guard import Decision, Guard, Verdict, check_guarded
+from metricopt_ext.methods.new_classes import KeptShare
 from metricopt_ext.methods.recipe_settings import Setting
 from metricopt_ext.search.update_rule import UpdateRule
 from metricopt_ext.tasks.metric import Evaluation, Metric
@@ -27,6 +28,8 @@ KEPT = {
     "adapted": "MetricOpt with f adapted",
     "refined": "MetricOpt, refined on the metric",
     "search": "the end of the search",
+    "part": "a part of the way to the end of the search",
+    "line": "the best along the line of starts",
     "learned": "the learned optimizer's end",
     "batchnorm": "BatchNorm re-estimated",
     "prior": "logits adjusted by the priors",
@@ -141,6 +144,7 @@ class Result(Generic[Own]):
         queries: Queries spent, by purpose.
         queries_per_start: Queries that another start would cost.
         ends: End point phi, ``d``, of each candidate.
+        values: Metric of each candidate that the guard chose from.
         starts: Metric of each candidate that the run could begin from, ``"start"`` (phi = 0) among them.
         begun_at: The candidate that it began from, the best of them.
         candidates: What the run could begin from.
@@ -154,6 +158,8 @@ class Result(Generic[Own]):
         needed: What a gain must exceed, besides the optimism, for the guard to believe it; None of an unguarded run.
         guard: What told a gain from chance: ``"halves"`` of the metric's data, ``"repeats"`` of each evaluation,
             ``"held-out"`` data, or ``"none"``: the run is unguarded, and any gain was kept.
+        kept_share: How far to go towards the end of a search whose gain was believed, where the model will be judged on
+            other classes than the metric's (`Metric.new_classes`), in the metric's units; None anywhere else.
         aside: Metric on data kept aside, by candidate, what the guard would have kept last; empty without such data.
         elsewhere: Other quantities than the metric (`Metric`: ``also``, ``subject_to``, a dict), by candidate and name,
             each in its own units, as far as they are known.
@@ -170,6 +176,7 @@ class Result(Generic[Own]):
     queries: dict[str, int]
     queries_per_start: int
     ends: dict[str, Tensor]
+    values: dict[str, float]
     starts: dict[str, float]
     begun_at: str
     candidates: Mapping[str, Start]
@@ -182,6 +189,7 @@ class Result(Generic[Own]):
     details: Own
     needed: float | None = field(kw_only=True)
     guard: Guard = field(kw_only=True)
+    kept_share: KeptShare | None = field(kw_only=True, default=None)
     aside: dict[str, float] = field(kw_only=True, default_factory=dict)
     elsewhere: dict[str, dict[str, float]] = field(kw_only=True, default_factory=dict)
     constrained: Constrained | None = field(kw_only=True, default=None)
@@ -195,7 +203,7 @@ class Result(Generic[Own]):
         spent = ", ".join(f"{purpose} {n}" for purpose, n in self.queries.items())
         unguarded = ", unguarded" if self.guard == "none" else ""
         changed = f"{self.before:.4f} -> {self.after:.4f}{self.details.beside()}{unguarded}"
-        lines = [f"{self.metric}: {changed}; kept {kept(self.chosen)}"]
+        lines = [f"{self.metric}: {changed}; kept {self.what_was_kept()}"]
         if self.also:
             lines.append(f"besides: {', '.join(map(self._besides, self.also))}")
         lines += [] if self.constrained is None else self.constrained.lines(self.chosen)
@@ -242,10 +250,19 @@ class Result(Generic[Own]):
         """Whether data kept aside prefer another candidate than the guard."""
         return bool(self.aside) and self.chosen != list(self.aside)[-1]
 
+    def what_was_kept(self) -> str:
+        """Say what was kept, and what share of the way if it is one."""
+        if self.chosen != "part" or self.kept_share is None:
+            return kept(self.chosen)
+        unasked = "" if self.kept_share.asked else " (what f takes its metric for, as it was not asked there)"
+        return f"{self.kept_share.share:.0%} of the way to the end of the search{unasked}"
+
     def doubt(self) -> str:
         """Say why the best candidate was not kept."""
         if self.overruled:
             return "the data kept aside do not confirm it"
+        if self.kept_share is not None:
+            return self.kept_share.doubt()
         if self.verdict.gain - self.verdict.optimism > (self.verdict.needed or 0):
             return "f, which knows all points that were asked, does not expect it to be that much better"
         return (
@@ -280,6 +297,7 @@ def outcome(
         "optimism": verdict.optimism * metric.scale,
         "needed": None if verdict.needed is None else verdict.needed * metric.scale,
         "ends": ends,
+        "values": {name: metric.to_value(each.cost) for name, each in candidates.items()},
         "guard": verdict.guard,
         "verdict": verdict,
         "elsewhere": {name: dict(each.also) for name, each in candidates.items() if each.also},

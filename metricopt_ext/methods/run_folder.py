@@ -297,12 +297,14 @@ def identity_of_task(task: FinetuneTask, seed: int) -> dict[str, Any]:
         **({} if isinstance(task.population, Population) else {"population": task.at_once}),  # or see `settled`
         "metric": [metric.name, metric.maximize, metric.bounds],  # stored costs depend on the last two
         "repeats": metric.repeats,
+        **({"classes are new": True} if metric.new_classes else {}),
         "code of the metric": fingerprint_of_code(metric.function),
         "adapter": task.adapter.signature.to_json(),
         "weights": fingerprint(task.adapter.base_state_dict()),
         "loss of the first batch": first_loss,
         **({} if not metric.subject_to else {"subject to": bounded(metric)}),
         **({} if task.gradients is None else {"gradients": fingerprint({"gradients": task.gradients})}),
+        **({} if task.line is None else {"line": fingerprint({"line": task.line})}),
     }
 
 

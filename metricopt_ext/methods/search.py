@@ -11,10 +11,11 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, MetricError
 from metricopt_ext.methods.guard import CONFIDENCE, deviates
+from metricopt_ext.methods.new_classes import held_back
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run_folder import RunFolder, identity_of, settled
 from metricopt_ext.methods.starts import all_starts
-from metricopt_ext.methods.strategy import check_strategy
+from metricopt_ext.methods.strategy import check_strategy, sized
 from metricopt_ext.methods.trials import Trials
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
@@ -47,6 +48,8 @@ class Search(Trials):
         subject_to: Of an adapter alone: constraints on other quantities, which `tell` has as ``also`` (`Metric`).
         gradients: Of an adapter alone: gradients of a loss in phi, ``m x d``, if some were computed elsewhere; their
             directions shape f's kernel and the first design.
+        new_classes: Of an adapter alone: whether the model will be judged on other classes than the metric's; see
+            `Metric`. A result before the budget is spent has f's mean in place of the value of what is kept.
 
     Raises:
         ValueError: A number is out of range, or the strategy has no ask and tell, or arguments do not go together.
@@ -80,8 +83,9 @@ class Search(Trials):
         name: str | None = None,
         subject_to: Mapping[str, str] | None = None,
         gradients: Tensor | None = None,
+        new_classes: bool | None = None,
     ) -> None:
-        task = _task_of(task, maximize, bounds, name, subject_to, gradients)
+        task = _task_of(task, maximize, bounds, name, subject_to, gradients, new_classes)
         strategy = strategy or GuidedTrustRegion()
         check_search(strategy)
         check_integer(0, queries=queries, seed=seed)
@@ -90,7 +94,7 @@ class Search(Trials):
             left = task.metric.ledger.left
             raise BudgetError(f"{counted(queries, 'query')} requested, {left} left in the metric's own budget")
         candidates, evaluations = all_starts(task, starts or {}), queries // task.metric.repeats
-        size = strategy.size(evaluations, task.dim, len(candidates))
+        size = sized(strategy, evaluations, task.dim, len(candidates), held_back(strategy, task.metric))
         with task.adapter.applied(Start(task.origin())):
             strategy.check(task)
             task.check_loss(seed, 2)
@@ -155,6 +159,7 @@ def _task_of(
     name: str | None,
     subject_to: Mapping[str, str] | None,
     gradients: Tensor | None,
+    new_classes: bool | None,
 ) -> FinetuneTask:
     given = {
         "maximize": maximize,
@@ -162,6 +167,7 @@ def _task_of(
         "name": name,
         "subject_to": subject_to,
         "gradients": gradients,
+        "new_classes": new_classes,
     }
     if isinstance(task, FinetuneTask):
         if several := [key for key, value in given.items() if value is not None]:
@@ -171,7 +177,14 @@ def _task_of(
         raise ValueError(f"task is {brief(task)}; it must be a FinetuneTask, or the Adapter that attach_film returns")
     if maximize is None:
         raise ValueError("maximize is missing: say whether higher values are better, maximize=True or maximize=False")
-    metric = Metric(_told_from_outside, maximize=maximize, bounds=bounds, name=name or "metric", subject_to=subject_to)
+    metric = Metric(
+        _told_from_outside,
+        maximize=maximize,
+        bounds=bounds,
+        name=name or "metric",
+        subject_to=subject_to,
+        new_classes=bool(new_classes),
+    )
     return FinetuneTask(task, metric=metric, gradients=gradients)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.methods.guard import CONFIDENCE
+from metricopt_ext.methods.new_classes import held_back
 from metricopt_ext.methods.result import Own, Result, SearchDetails
 from metricopt_ext.methods.starts import all_starts, with_start
 from metricopt_ext.methods.strategy import Context, LearningStrategy, check_strategy
@@ -17,7 +18,7 @@ from metricopt_ext.methods.trials import Trials
 from metricopt_ext.search.strategy import SearchStrategy, check_checkpoints
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.kept_evaluations import KeptEvaluation, KeptEvaluations
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.telling import telling
 from metricopt_ext.utils import ranks
@@ -40,6 +41,10 @@ class SearchLoop(LearningStrategy[SearchDetails]):
     def size(self, evaluations: int, dim: int, starts: int = 1) -> dict[str, int]:
         """Return the search's (see `LearningStrategy`)."""
         return self.search.size(evaluations, dim, starts)
+
+    def held_back(self, metric: Metric) -> int:
+        """Return the search's (see `LearningStrategy`)."""
+        return held_back(self.search, metric)
 
     def identity(self) -> dict[str, Any]:
         """Return the search's (see `LearningStrategy`)."""
@@ -88,7 +93,8 @@ def search_results(
 ) -> Iterator[Result]:
     """Run a search once, and yield the guarded result that each number of queries would have had.
 
-    Each checkpoint before the last costs a guided search a query more, that of its own end. The model is left
+    Each checkpoint before the last costs a guided search a query more, that of its own end, and another where classes
+    are new (`kept_share`). The model is left
     unchanged. Of ranks that share the work the first alone goes on with the search; all evaluate.
 
     Args:
@@ -108,7 +114,7 @@ def search_results(
     search, watcher = search or GuidedTrustRegion(), watcher or Watcher()
     candidates = all_starts(task, starts or {})
     numbers = [queries // task.metric.repeats for queries in checkpoints]
-    check_checkpoints(search, task, numbers, starts=len(candidates))
+    check_checkpoints(search, task, numbers, starts=len(candidates), held_back=held_back(search, task.metric))
     search.check(task)
     task.check_loss(seed, 2)
     tasks = {name: with_start(task, start) for name, start in candidates.items()}

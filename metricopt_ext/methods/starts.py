@@ -11,6 +11,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.modulation import CONTEXT_NAME
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError
+from metricopt_ext.methods.guard import LINE
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.weights import same_bits
@@ -25,7 +26,7 @@ def all_starts(task: FinetuneTask, starts: Mapping[str, Start]) -> dict[str, Sta
         AdapterError: A start does not fit the model (see `Adapter.check`); or the metric does not take the model, so
             that it can't judge one in which a start replaces buffers or parameters.
     """
-    for name in ("start", "search"):
+    for name in ("start", LINE, "search", "part"):
         if name in starts:
             raise ValueError(f"a start is named {name!r}, which is an end of every search; give it another name")
     return {"start": Start(task.origin()), **{name: _checked(task, name, start) for name, start in starts.items()}}

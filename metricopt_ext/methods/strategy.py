@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic
 
 from metricopt_ext.adapters.start import Start
+from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.result import Own, Result
 from metricopt_ext.methods.run_folder import RunFolder
@@ -74,6 +75,10 @@ class LearningStrategy(ABC, Generic[Own]):
             BudgetError: It is too small; the message says how many are needed.
         """
 
+    def held_back(self, metric: Metric) -> int:
+        """Return how many evaluations are for what is kept alone (`new_classes.held_back`)."""
+        return 0
+
     @abstractmethod
     def identity(self) -> dict[str, Any]:
         """Return what a run depends on, as JSON, to tell it from others."""
@@ -101,6 +106,29 @@ def check_constraints(metric: Metric, who: str) -> None:
 
 
 Strategy = SearchStrategy | LearningStrategy[Any]
+
+
+def sized(strategy: Strategy, evaluations: int, dim: int, starts: int, held_back: int) -> dict[str, int]:
+    """Return what follows from a number of evaluations, of which some are held back.
+
+    Args:
+        strategy: The strategy.
+        evaluations: How many may be made.
+        dim: phi's dimension.
+        starts: Number of starts, phi = 0 among them.
+        held_back: How many of them are for what is kept alone.
+
+    Raises:
+        BudgetError: The others are too few; the message says how many are needed.
+    """
+    size = strategy.size(evaluations, dim, starts)
+    try:
+        strategy.size(evaluations - held_back, dim, starts)
+    except BudgetError as error:
+        raise BudgetError(
+            f"{error}; of {evaluations}, one is held back for the value of what is kept, as classes are new"
+        ) from error
+    return size
 
 
 def check_strategy(strategy: Any) -> None:

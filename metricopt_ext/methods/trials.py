@@ -13,13 +13,14 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
 from metricopt_ext.methods.constrained import Constrained, decide_within
-from metricopt_ext.methods.guard import CONFIDENCE, START_CONFIDENCE, decide
+from metricopt_ext.methods.guard import CONFIDENCE, LINE, LINE_CONFIDENCE, START_CONFIDENCE, Decision, decide
+from metricopt_ext.methods.new_classes import KeptShare, held_back, kept_share
 from metricopt_ext.methods.result import Result, SearchDetails, outcome
 from metricopt_ext.methods.starts import with_start
 from metricopt_ext.search.strategy import SearchResult, SearchState, SearchStrategy
 from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.kept_evaluations import SAME, KeptEvaluation, KeptEvaluations, KeptPoint, digest_of
-from metricopt_ext.tasks.metric import Evaluation, Metric, stacked_halves
+from metricopt_ext.tasks.metric import Evaluation, Metric, pairs_of, stacked_halves
 from metricopt_ext.tasks.split_half import correlation_of_halves
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
@@ -120,6 +121,9 @@ class Trials:
         self._begun = "start"
         self._moved = self._replayed = 0
         self._settled = True  # whether the search knows all answers to the batch
+        self._held_back = 0  # of the evaluations, for what is kept
+        self._shared = False  # whether this budget's share of the way was looked for
+        self._part: Trial | None = None  # where the metric is asked for what is kept
 
     # --- Asking --------------------------------------------------------------------------------------------------
 
@@ -158,8 +162,9 @@ class Trials:
     def extend(self, queries: int) -> None:
         """Go on with a larger budget, in evaluations."""
         more, self.queries = queries - self.queries, queries
-        if self._state is not None:
+        if self._state is not None and more:
             self._state.queries += more
+            self._shared, self._part = False, None
 
     def quality(self) -> tuple[int, float] | None:
         """Return how many points f knows, and the Spearman correlation of what it predicted with what was found.
@@ -192,7 +197,7 @@ class Trials:
         self,
         id: int,
         value: float,
-        halves: tuple[float, float] | None = None,
+        halves: tuple[float, float] | Sequence[tuple[float, float]] | None = None,
         noise: float | None = None,
         also: Mapping[str, float] | None = None,
     ) -> None:
@@ -201,31 +206,40 @@ class Trials:
         Args:
             id: The trial's.
             value: The metric's value, in its own units.
-            halves: Its values on two random halves of the data, by which the guard tells a gain from chance.
+            halves: Its values on two random halves of the data, by which the guard tells a gain from chance; or on
+                several pairs of halves, as many at each trial.
             noise: Standard error of the value, if it is the mean of several evaluations.
             also: Other quantities, by name: those that the metric is subject to, and any that are to be shown.
 
         Raises:
             ValueError: There is no such trial, it has another answer already, or a number is not finite, outside the
-                metric's bounds, or missing although the metric is subject to it. Nothing has changed then.
+                metric's bounds, or missing although the metric is subject to it, or another trial was told another
+                number of pairs. Nothing has changed then.
         """
-        metric, split = self.task.metric, None
+        metric, pairs = self.task.metric, None
         try:
             cost = metric.checked_cost(float(value))
             if halves is not None:
-                first, second = (metric.checked_cost(float(each), " on a half of its data") for each in halves)
-                split = first, second
+                pairs = metric.costs_of(pairs_of(halves))
             error = None if noise is None else float(noise) / metric.scale
         except (TypeError, ValueError) as wrong:
             told = f"{brief(value)}, halves {brief(halves)}, noise {brief(noise)}"
             raise ValueError(
-                f"{told}: tell a number, two for halves or None, and a number for noise or None"
+                f"{told}: tell a number, two for halves or None (or several pairs of two), and a number for"
+                " noise or None"
             ) from wrong
         except MetricError as wrong:
             raise ValueError(str(wrong)) from wrong
         if error is not None and not 0 <= error < math.inf:
             raise ValueError(f"noise is {noise!r}; it must be a standard error, at least 0 and finite, or None")
-        self.tell_evaluation(id, Evaluation(cost, split, error, also=told_besides(also, metric)))
+        before = {len(each.pairs) or 1 for each in self._kept.told.values() if each.halves is not None}
+        if pairs is not None and before and len(pairs) not in before:
+            raise ValueError(
+                f"trial {id} is told {counted(len(pairs), 'pair')} of halves, but others {before.pop()}; divide the"
+                " data in the same ways for all"
+            )
+        besides = told_besides(also, metric)
+        self.tell_evaluation(id, Evaluation.of(cost, pairs, error)._replace(also=besides))
 
     def tell_evaluation(self, id: int, evaluation: Evaluation) -> None:
         """Tell the metric's evaluation at a trial, as a cost; see `tell`, as for the errors."""
@@ -315,9 +329,22 @@ class Trials:
         assert self._state is not None
         with self._base():
             points = self._state.ask()
-        self._batch = _Batch(first, [self._made(first + i, self._begun, point) for i, point in enumerate(points)])
         self._settled = not len(points)
+        if self._settled and self._held_back and not self._shared:
+            self._shared, points = True, self._part_of_the_way()
+        self._batch = _Batch(first, [self._made(first + i, self._begun, point) for i, point in enumerate(points)])
+        if self._settled and self._batch.trials:
+            (self._part,) = self._batch.trials
         return len(points) > 0
+
+    def _part_of_the_way(self) -> Tensor:
+        """Return what the guard keeps of the way to the search's end, ``1 x d``; ``0 x d`` for nothing or all."""
+        assert self._state is not None
+        end, start = self._state.end(), self._starts[self._begun].phi
+        _, share = decided(self.task, self._starts, self._asked, self._begun, end, self._confidence, self._limits)
+        if share is None or not 0 < share.share < 1:
+            return start[None][:0]
+        return share.point(start, end.phi)[None]
 
     def _settle(self) -> None:
         """Tell the search what became of the batch, unless it knows."""
@@ -355,11 +382,13 @@ class Trials:
         at = self._starts[self._begun]
         known = [name for name in self._starts if self._starts[name].replaces_the_same(at)]
         elsewhere = len(self._starts) - len(known)
+        told = self._asked[self._begun].halves is not None  # without halves, there is no share to keep
+        self._held_back = held_back(self.strategy, self.task.metric) if told else 0
         with self._base():
             self._state = self.strategy.begin(
                 with_start(self.task, at),
                 at.phi,
-                self.queries - elsewhere,
+                self.queries - elsewhere - self._held_back,
                 known=[(self._starts[name].phi, self._asked[name]) for name in known],
                 seed=self._seed,
             )
@@ -418,7 +447,52 @@ class Trials:
         if not self._settled:  # what is told of an open batch counts too
             self._tell_state()
         end = self._state.end()
-        return guarded(self.task, self._starts, self._asked, self._begun, end, self._confidence, self._limits)
+        part = None if self._part is None else self._kept.told.get(self._part.id)
+        if part is None or part.given_up or self._part is None:
+            known = None
+        else:
+            known = self._part.phi, part.evaluation or self._worst()
+        return guarded(self.task, self._starts, self._asked, self._begun, end, self._confidence, known, self._limits)
+
+
+def decided(
+    task: FinetuneTask,
+    starts: Mapping[str, Start],
+    asked: Mapping[str, Evaluation],
+    begun: str,
+    end: SearchResult,
+    confidence: float,
+    limits: Limits | None = None,
+) -> tuple[Decision, KeptShare | None]:
+    """Return what the guard decides and, if that is the end and classes are new, how far to go towards it.
+
+    Args are those of `guarded`.
+    """
+    candidates, ends = found(starts, asked, begun, end)
+
+    def gain_by_f(kept: str) -> float:
+        known = kept == LINE or starts[kept].replaces_the_same(starts[begun])  # f is of the model with its tensors
+        return end.gain_over(ends[kept]) if known else math.inf
+
+    sure = min(confidence, START_CONFIDENCE if end.line is None else LINE_CONFIDENCE)
+    decision = decide_within(
+        limits,
+        candidates,
+        lambda those: decide(those, end.evaluations, confidence, gain_by_f, end.climbed),
+        lambda those: decide(those, end.evaluations, sure),
+    )
+    new = task.metric.new_classes and decision.kept == "search" and decision.verdict.guard == "halves"
+    return decision, kept_share(end, starts[begun].phi) if new else None
+
+
+def found(
+    starts: Mapping[str, Start], asked: Mapping[str, Evaluation], begun: str, end: SearchResult
+) -> tuple[dict[str, Evaluation], dict[str, Tensor]]:
+    """Return the evaluations of what the guard chooses from, and the phi, ``d``, of these and all starts, by name."""
+    candidates, ends = {"start": asked["start"], begun: asked[begun]}, {name: each.phi for name, each in starts.items()}
+    if end.line is not None:
+        ends[LINE], candidates[LINE] = end.line
+    return {**candidates, "search": end.evaluation}, {**ends, "search": end.phi}
 
 
 def guarded(
@@ -428,39 +502,40 @@ def guarded(
     begun: str,
     end: SearchResult,
     confidence: float,
+    part: tuple[Tensor, Evaluation] | None = None,
     limits: Limits | None = None,
 ) -> Result:
-    """Keep the start that the search began from if it gains on phi = 0, and the end if it gains on what was kept.
+    """Keep the start that the search began from, or the line's best, if it gains on phi = 0; or the end (`decide`).
 
     Args:
-        task: Its metric's units.
+        task: Its metric's units, and whether its classes are new: then a share of the way to the end may be kept.
         starts: What the search could begin from, by name.
         asked: The metric's evaluations of them.
         begun: The one that it began from.
         end: Where it stands.
         confidence: How sure the guard must be, at least 0.5 and below 1.
+        part: The point of that share, ``d``, and its evaluation, if it was asked for; else f's mean stands in.
         limits: The metric's constraints; what violates one is not kept.
     """
-
-    def gain_by_f(kept: str) -> float:
-        known = starts[kept].replaces_the_same(starts[begun])  # f is of the model with its tensors
-        return end.gain_over(starts[kept].phi) if known else math.inf
-
-    candidates = {"start": asked["start"], begun: asked[begun], "search": end.evaluation}
-    decision = decide_within(
-        limits,
-        candidates,
-        lambda those: decide(those, end.evaluations, confidence, gain_by_f),
-        lambda those: decide(those, end.evaluations, min(confidence, START_CONFIDENCE)),
-    )
+    start, value, repeats = starts[begun].phi, task.metric.to_value, task.metric.repeats
+    decision, share = decided(task, starts, asked, begun, end, confidence, limits)
+    candidates, ends = found(starts, asked, begun, end)
+    path = path_of(start, end)
+    if share is not None and share.share < 1:
+        kept = decision.otherwise
+        if share.share > 0:
+            share = replace(share, asked=part is not None)
+            ends["part"], candidates["part"] = part or _by_f(task.metric, end, share.point(start, end.phi))
+            holds = limits is None or (part is not None and limits.hold(candidates["part"]))
+            kept = "part" if holds and candidates["part"].cost < candidates[kept].cost else kept
+        decision = replace(decision, kept=kept)
+        path = torch.cat([path, ends[kept][None]]) if kept == "part" else path
     others = [each for name, each in asked.items() if not starts[name].replaces_the_same(starts[begun])]
     last = [end.evaluation] if end.queries > len(end.evaluations) else []  # a guided search's own
     constrained = Constrained.of(limits, candidates, [*others, *end.evaluations, *last])
     candidates = {name: each for name, each in candidates.items() if constrained is None or constrained.allows(name)}
-    value, repeats = task.metric.to_value, task.metric.repeats
     elsewhere = sum(not start.replaces_the_same(starts[begun]) for start in starts.values())
-    evaluations = elsewhere + end.queries
-    ends = {**{name: start.phi for name, start in starts.items()}, "search": end.phi}
+    evaluations = elsewhere + end.queries + (part is not None)
     fit = None if end.f is None else Fit(end.f, {}, end.predicted[:, 0], end.predicted[:, 1])
     return Result(
         **outcome(task.metric, candidates, decision, ends),
@@ -472,11 +547,12 @@ def guarded(
         points=end.points,
         split_half=correlation_of_halves(stacked_halves(end.evaluations)),
         costs=tuple(each.cost for each in end.evaluations),
-        path=path_of(starts[begun].phi, end),
+        path=path,
         candidates=starts,
         details=SearchDetails(
             learns=end.learns, plain=task.loss is None and task.gradients is None, widened=end.widened
         ),
+        kept_share=None if share is None else share.scaled(task.metric.scale),
         constrained=constrained,
     )
 
@@ -504,6 +580,13 @@ def told_besides(also: Mapping[str, float] | None, metric: Metric) -> dict[str, 
             f"the metric is subject to {missing[0]!r}, and {known} besides; tell(..., also={{{missing[0]!r}: VALUE}})"
         )
     return told or None
+
+
+def _by_f(metric: Metric, end: SearchResult, point: Tensor) -> tuple[Tensor, Evaluation]:
+    """Return a point, ``d``, and what f takes its cost for, within the metric's bounds."""
+    assert end.f is not None
+    cost = float(end.f(point[None])[0])
+    return point, Evaluation(cost if metric.bounds is None else min(1.0, max(0.0, cost)))
 
 
 def path_of(start: Tensor, end: SearchResult) -> Tensor:

@@ -101,6 +101,14 @@ class ConstrainedAim(Aim):
         return at[order[violates[order].long().argsort(stable=True)]]
 
 
+def seen_within(limits: Limits | None, visited: Visited) -> int:
+    """Return the index of the point with the least cost of those that satisfy the constraints, or of all if none do."""
+    if limits is None:
+        return visited.seen()
+    holding = [at for at, each in enumerate(visited.evaluations) if limits.hold(each)]
+    return min(holding, key=lambda at: visited.evaluations[at].cost) if holding else visited.seen()
+
+
 def log_below_zero(excess: GPValueFunction, phi: Tensor) -> Tensor:
     """Return the log-probability that what is observed at phi, ``m x d``, is at most 0, ``m``; differentiable."""
     cross = torch.linalg.solve_triangular(excess.root(), excess.kernel(phi).T, upper=False)

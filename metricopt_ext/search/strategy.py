@@ -24,6 +24,13 @@ from metricopt_ext.utils.words import counted
 from metricopt_ext.value.gp import GPValueFunction
 
 
+class Found(NamedTuple):
+    """A point, ``d``, and the metric's evaluation of it."""
+
+    point: Tensor
+    evaluation: Evaluation
+
+
 @dataclass(frozen=True)
 class SearchResult:
     """Where a search stands.
@@ -40,7 +47,12 @@ class SearchResult:
         learns: Whether the search learns an f.
         f: The value function, with its domain and quality; None without one, also if the metric never varied.
         predicted: What f predicted before it was queried, and what was found, ``m x 2``.
-        widened: How many times wider than probed the design had to be for the metric to react; 1 if not at all.
+        widened: How many times wider than probed the design had to be for the metric to react, or, below 1, for it not
+            to be ruined; 1 if neither.
+        known: Which of the visited points f was fitted to, ascending indices; None for all of them, or without an f.
+        climbed: What a search would have gained in chance alone, as far from the line's best, or the start, as its end
+            is, as a cost (`climb_of_chance`); 0 without an f, or if the metric's halves don't tell.
+        line: The best along the task's line, by a Gaussian process on it; None without a line, or if it is the start.
     """
 
     phi: Tensor
@@ -53,6 +65,9 @@ class SearchResult:
     f: GPValueFunction | None = None
     predicted: Tensor = field(default_factory=lambda: torch.zeros(0, 2, dtype=torch.float64))
     widened: float = 1.0
+    known: Tensor | None = None
+    climbed: float = 0.0
+    line: Found | None = None
 
     @property
     def cost(self) -> float:
@@ -312,9 +327,11 @@ class SearchStrategy(ABC):
 
     Attributes:
         anytime: Whether its queries are the same whatever the budget, so that one run serves all budgets.
+        keeps_shares: Whether its result has an f by which a part of the way to its end may be kept (`kept_share`).
     """
 
     anytime: ClassVar[bool] = False
+    keeps_shares: ClassVar[bool] = False
 
     @abstractmethod
     def least_queries(self, dim: int, starts: int = 1) -> int:
@@ -407,7 +424,12 @@ def check_budget(task: FinetuneTask, queries: int, least: int) -> None:
 
 
 def check_checkpoints(
-    search: SearchStrategy, task: FinetuneTask, checkpoints: Sequence[int], known: int = 0, starts: int = 1
+    search: SearchStrategy,
+    task: FinetuneTask,
+    checkpoints: Sequence[int],
+    known: int = 0,
+    starts: int = 1,
+    held_back: int = 0,
 ) -> None:
     """Refuse numbers of evaluations at which a search can't be looked at.
 
@@ -417,6 +439,7 @@ def check_checkpoints(
         checkpoints: The numbers.
         known: How many points are known already.
         starts: How many starts are asked for first.
+        held_back: How many of each number's evaluations the search does not get.
 
     Raises:
         ValueError: They don't ascend, or one is below the least.
@@ -424,12 +447,12 @@ def check_checkpoints(
     """
     if list(checkpoints) != sorted(set(checkpoints)) or not checkpoints:
         raise ValueError(f"checkpoints are {list(checkpoints)}; they must be one or more numbers that ascend")
-    least = search.least_queries(task.dim, max(starts, known))
+    least = search.least_queries(task.dim, max(starts, known)) + held_back
     for queries in checkpoints:
         check_integer(0, queries=queries)
         if queries < least:
             raise ValueError(f"queries is {queries}; this search in {task.dim} dimensions needs at least {least}")
-    needed = (checkpoints[-1] - known + len(checkpoints) - 1) * task.metric.repeats
+    needed = (checkpoints[-1] - known + (len(checkpoints) - 1) * (1 + held_back)) * task.metric.repeats
     if needed > task.metric.ledger.left:
         left = task.metric.ledger.left
         raise BudgetError(f"{counted(needed, 'query')} requested, {left} left in the metric's budget")

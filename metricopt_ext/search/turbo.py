@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from metricopt_ext.search.strategy import Answers, Batches, DirectState, SearchStrategy
+from metricopt_ext.search.box import Box, check_package, drawn, sobol
+from metricopt_ext.search.strategy import Batches, DirectState, SearchStrategy
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above, check_integer
@@ -80,29 +81,19 @@ class TuRBO(SearchStrategy):
         Raises:
             ImportError: The package botorch is missing.
         """
-        _check_botorch()
+        check_package("botorch", "TuRBO")
         return DirectState(start, queries, partial(self._batches, seed), known)
 
     def _batches(self, seed: int, state: DirectState) -> Batches:
-        dim, centre = len(state.start), state.start.double().cpu()
-        seeds = generator(seed, "turbo")
-
-        def asked(unit: Tensor) -> Generator[Tensor, Answers, tuple[Tensor, Tensor]]:
-            """Ask for points of the unit box; return those that were answered, and their costs."""
-            points = centre + (2 * unit - 1) * self.half_width
-            told = yield points.to(state.start)
-            moved = (told.points_as(points) - centre) / (2 * self.half_width) + 0.5
-            same = (told.points == points.to(state.start)).all(1, keepdim=True).cpu()
-            return torch.where(same, unit, moved)[told.known], told.costs[told.known]
-
-        x, y = torch.full((1, dim), 0.5, dtype=torch.float64), torch.tensor([state.start_cost], dtype=torch.float64)
+        box, seeds = Box(state.start, self.half_width), generator(seed, "turbo")
+        x, y = box.middle, torch.tensor([state.start_cost], dtype=torch.float64)
         while state.left:  # one region after another
-            new, costs = yield from asked(_sobol(dim, min(self.initial - len(x), state.left), _drawn(seeds)))
-            x, y, region = torch.cat([x, new]), torch.cat([y, costs]), Region(math.ceil(dim / self.batch))
+            new, costs = yield from box.asked(sobol(box.dim, min(self.initial - len(x), state.left), drawn(seeds)))
+            x, y, region = torch.cat([x, new]), torch.cat([y, costs]), Region(math.ceil(box.dim / self.batch))
             while state.left and len(x) > 1 and region.length >= SHORTEST:
-                new = self._propose(x, y, region.length, _drawn(seeds))[: state.left]
+                new = self._propose(x, y, region.length, drawn(seeds))[: state.left]
                 before = float(y.min())
-                new, costs = yield from asked(new)
+                new, costs = yield from box.asked(new)
                 x, y = torch.cat([x, new]), torch.cat([y, costs])
                 region = region.after(float(y.min()) < before - IMPROVEMENT * abs(before))
             x, y = x[:0], y[:0]
@@ -120,7 +111,7 @@ class TuRBO(SearchStrategy):
             sides = length * scales / scales.log().mean().exp()  # a volume of length^d
             low, high = (best - sides / 2).clamp(0, 1), (best + sides / 2).clamp(0, 1)
             count = max(self.batch, min(100 * dim, self.candidates))
-            spread = low + (high - low) * _sobol(dim, count, seed)
+            spread = low + (high - low) * sobol(dim, count, seed)
             moved = torch.rand(count, dim) < min(1.0, MOVED / dim)
             moved[torch.arange(count), torch.randint(dim, (count,))] |= ~moved.any(1)
             points = torch.where(moved, spread, best)
@@ -172,22 +163,3 @@ def _fitted(x: Tensor, y: Tensor, iterations: int) -> Any:
     objective = ExactMarginalLogLikelihood(model.likelihood, model)
     fit_gpytorch_mll_scipy(objective, options={"maxiter": iterations})
     return model.eval()
-
-
-def _sobol(dim: int, count: int, seed: int) -> Tensor:
-    """Return scrambled Sobol points in the unit box, ``count x d``."""
-    drawn: Tensor = torch.quasirandom.SobolEngine(dim, scramble=True, seed=seed).draw(count, dtype=torch.float64)
-    return drawn
-
-
-def _drawn(seeds: torch.Generator) -> int:
-    return int(torch.randint(2**31, (1,), generator=seeds))
-
-
-def _check_botorch() -> None:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import botorch  # noqa: F401
-    except ImportError as error:
-        raise ImportError("TuRBO needs the package botorch: pip install 'metricopt-ext[compare]'") from error

@@ -1,12 +1,16 @@
 """What a guided search has queried, and the value functions fitted to it."""
 
 import copy
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from metricopt_ext.tasks.metric import Evaluation, noise_of
+from metricopt_ext.search.climb import climb_of_chance
+from metricopt_ext.tasks.metric import Evaluation, noise_of, stacked_halves
+from metricopt_ext.tasks.split_half import chance_of_gain, fault_of_halves
 from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.value.fitting import measure_ahead
 from metricopt_ext.value.gp import GPLearner, GPValueFunction, Hyperparameters
@@ -20,6 +24,9 @@ REFIT = 1.25
 MOST_JUDGED, MOST_POINTS = 500, 1500
 FIRST_SHARE, BEST_SHARE = 1 / 50, 1 / 5
 
+# Evaluations, at least, that tell how large chance is near the best; fewer have too few differences.
+LEAST_TELLING = 8
+
 # The metric reacts to phi if this share of the points have another cost than most.
 REACTING = 0.25
 
@@ -29,7 +36,7 @@ class Visited:
 
     Args:
         start: phi_0, ``d``.
-        learner: Fits f.
+        learner: Fits f; its scale is the one that was probed.
 
     Attributes:
         points: The visited phi, ``d`` each.
@@ -115,14 +122,35 @@ class Visited:
             last: Forget this choice: a search that goes on must not depend on where it was looked at.
         """
         phi, cost = self.phi, self.cost
-        chosen = self.chosen
+        chosen, learner = self.chosen, replace(self.learner, scale=self.widened * self.learner.scale)
         if chosen is None or len(cost) >= REFIT * chosen[0]:
             at = self.selected(MOST_JUDGED)
-            chosen = len(cost), self.learner.most_likely(phi[at], cost[at], noise_of(self.evaluations))
+            chosen = len(cost), learner.most_likely(phi[at], cost[at], noise_of(self.evaluations))
         if not last:
             self.chosen = chosen
         at = self.fitted()
-        return self.learner(phi[at], cost[at], chosen[1])
+        return learner(phi[at], cost[at], chosen[1])
+
+    def seen(self) -> int:
+        """Return the index of the point with the least cost, the first of equals."""
+        return int(self.cost.argmin())
+
+    def chance(self, evaluation: Evaluation, among: Sequence[Evaluation]) -> float:
+        """Return the standard deviation of what is chance in the difference of an evaluation from others.
+
+        It is what the metric's halves or repeats show (`chance_of_gain`), and infinite where nothing tells.
+        """
+        if evaluation.halves is not None and not fault_of_halves(self.evaluations):
+            halves = stacked_halves([each for each in among if each.halves is not None])
+            if halves is not None and len(halves):
+                return chance_of_gain(evaluation, halves)
+        noise = noise_of([evaluation, *among]) if evaluation.noise is not None else math.inf
+        return math.sqrt(2) * noise
+
+    def best_quarter(self) -> list[Evaluation]:
+        """Return the evaluations of the best quarter of the points, of eight at least, the best first."""
+        ranked = sorted(self.evaluations, key=lambda each: each.cost)
+        return ranked[: max(LEAST_TELLING, math.ceil(len(ranked) / 4))]
 
     def best(self, f: GPValueFunction) -> int:
         """Return the index of the point with the least f, of those that f is fitted to."""
@@ -133,6 +161,16 @@ class Visited:
         """Return the indices of the points that f is fitted to, the best by f first."""
         at = self.fitted()
         return at[f.mean(self.phi[at]).argsort()]
+
+    def climbed(self, f: GPValueFunction, began: Tensor, end: Tensor) -> float:
+        """Return the gain over where a search began, ``d``, that chance alone would have given at its end, ``d``.
+
+        See `climb_of_chance`; 0 if the metric has no halves that tell at a point that f is fitted to.
+        """
+        halves = stacked_halves([self.evaluations[at] for at in self.fitted().tolist()])
+        if halves is None or fault_of_halves(self.evaluations):
+            return 0.0
+        return climb_of_chance(f, halves, began, end)
 
     def predict(self, f: GPValueFunction, batch: Tensor) -> None:
         """Note what is predicted of a batch, ``m x d``, that is about to be queried."""

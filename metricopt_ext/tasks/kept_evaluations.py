@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.tasks.metric import CostScale, Evaluation
+from metricopt_ext.tasks.metric import CostScale, Evaluation, Pairs
 from metricopt_ext.utils.described import from_json
 from metricopt_ext.utils.files import read_json, to_json, write_atomically
 from metricopt_ext.utils.identity import fingerprint
@@ -63,6 +64,7 @@ class KeptEvaluation(KeptPoint):
         failed: Whether the evaluation failed: the worst cost of the run stands in for it.
         given_up: Whether nobody waits for it any more; it costs no query.
         asked: How often the metric was called.
+        pairs: Its costs on several pairs of halves, ``halves`` the first; empty, and not in the file, without several.
         also: Other quantities that it told, by name; None, and not in the file, without any.
     """
 
@@ -72,15 +74,18 @@ class KeptEvaluation(KeptPoint):
     failed: bool
     given_up: bool
     asked: int
+    pairs: Pairs = ()
     also: dict[str, float] | None = None
 
     @classmethod
     def told(cls, point: KeptPoint, evaluation: Evaluation, asked: int) -> "KeptEvaluation":
         """Make one of an evaluation; of a stand-in only the failure is kept."""
         failed = evaluation.failed
-        cost, halves, noise = (None, None, None) if failed else evaluation[:3]
-        also = None if failed else evaluation.also
-        return cls(point.id, point.phi, point.replaced, cost, halves, noise, failed, False, asked, also)
+        if failed:
+            return cls(point.id, point.phi, point.replaced, None, None, None, True, False, asked)
+        cost, halves, noise = evaluation[:3]
+        pairs, also = evaluation.pairs, evaluation.also
+        return cls(point.id, point.phi, point.replaced, cost, halves, noise, False, False, asked, pairs, also)
 
     @classmethod
     def without(cls, point: KeptPoint) -> "KeptEvaluation":
@@ -90,12 +95,15 @@ class KeptEvaluation(KeptPoint):
     @property
     def evaluation(self) -> Evaluation | None:
         """What the metric said; None if it failed or was given up."""
-        return None if self.cost is None else Evaluation(self.cost, self.halves, self.noise, also=self.also)
+        if self.cost is None:
+            return None
+        return Evaluation(self.cost, self.halves, self.noise, pairs=self.pairs, also=self.also)
 
     @property
     def line(self) -> str:
         """What the file holds of it."""
-        return to_json({name: value for name, value in asdict(self).items() if name != "also" or value is not None})
+        fields = asdict(self)
+        return to_json({name: value for name, value in fields.items() if name not in ("pairs", "also") or value})
 
 
 class KeptEvaluations:
@@ -185,7 +193,9 @@ def _read(path: Path, scale: CostScale) -> _File:
         for each in kept.evaluations:
             if each.noise is not None and not 0 <= each.noise < math.inf:
                 raise ValueError(f"{each.noise} is no standard error")
-            for cost in (*(() if each.cost is None else (each.cost,)), *(each.halves or ())):
+            if each.pairs and each.halves != each.pairs[0]:
+                raise ValueError(f"evaluation {each.id} has other halves than the first of its pairs")
+            for cost in (*(() if each.cost is None else (each.cost,)), *(each.halves or ()), *chain(*each.pairs)):
                 if not math.isfinite(cost) or (scale.bounds is not None and not 0 <= cost <= 1):
                     raise ValueError(f"{cost} is no cost of a metric with bounds {scale.bounds}")
             for name, value in (each.also or {}).items():

@@ -7,8 +7,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from statistics import mean, stdev
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,9 @@ from metricopt_ext.utils.weights import kept_weights
 from metricopt_ext.utils.words import and_more, brief, counted
 
 Item = TypeVar("Item")
+
+# On two halves of the data each, by several divisions of them.
+Pairs = tuple[tuple[float, float], ...]
 
 CHANCE = 1e-6  # how unlikely a difference of noisy values must be to be one of data
 
@@ -87,6 +91,7 @@ class Evaluation(NamedTuple):
         halves: Its costs on two halves of its data, None from a metric that does not report them.
         noise: Standard error of the cost, from repeats of the evaluation; None without repeats.
         failed: Whether the metric failed, and the worst evaluation so far stands in for it.
+        pairs: Its costs on several pairs of halves, ``halves`` the first; empty where one pair at most is reported.
         also: Other quantities that it told of the model, by name and in their own units; None without any.
     """
 
@@ -94,7 +99,18 @@ class Evaluation(NamedTuple):
     halves: tuple[float, float] | None = None
     noise: float | None = None
     failed: bool = False
+    pairs: Pairs = ()
     also: dict[str, float] | None = None
+
+    @classmethod
+    def of(cls, cost: float, pairs: Sequence[Sequence[float]] | None, noise: float | None = None) -> "Evaluation":
+        """Make one of a cost and those on pairs of halves, of which one alone is not kept twice."""
+        costs = tuple((first, second) for first, second in pairs or ())
+        return cls(cost, costs[0] if costs else None, noise, pairs=costs if len(costs) > 1 else ())
+
+    def without_halves(self) -> "Evaluation":
+        """Return the same as of a metric that reports no halves."""
+        return self._replace(halves=None, pairs=())
 
 
 class Query(NamedTuple):
@@ -163,6 +179,11 @@ class CostScale:
             )
         return self.to_cost(value)
 
+    def costs_of(self, pairs: Pairs) -> Pairs:
+        """Turn values on pairs of halves into costs; see `checked_cost`."""
+        where = " on a half of its data"
+        return tuple((self.checked_cost(a, where), self.checked_cost(b, where)) for a, b in pairs)
+
     def to_cost(self, value: float) -> float:
         """Turn the metric's value into a cost: in [0, 1] if bounds are known, lower is better."""
         if self.bounds is None:
@@ -191,6 +212,8 @@ class Metric(CostScale):
             is called in evaluation mode and without gradients, once per phi. It may return ``(value, (half, half))``
             instead, its value on all of its data and on two random halves of them: they show how much of a
             gain is due to chance (`split_half`). This is still one query, as it takes one pass over the data.
+            ``(value, ((half, half), (half, half), ...))`` tells its value on several pairs of halves, by as many
+            divisions of the data each time; the first pair counts wherever one is meant.
             ``(value, None)`` is the value alone, as are ``(value, "why there are no halves")`` and a half that is
             NaN, where the metric is not defined: a warning says so once. A dict gives several quantities from one pass:
             what it has under ``name`` is the metric, in any of these forms, and the others are numbers.
@@ -207,6 +230,8 @@ class Metric(CostScale):
             is no value, the worst cost so far is taken in its place, with a warning, and the queries count.
         require_guard: Refuse to be asked where nothing could tell a gain from chance: without repeats, by a function
             that reports no halves. A run with data held out from it does without (`optimize_metric`).
+        new_classes: Whether the model will be judged on other classes than the metric's, as in retrieval, and the
+            halves are of different classes. A guided search then keeps a part of the way to its end (`kept_share`).
         also: Functions of the model, or of nothing, for other quantities, by name: what a gain costs elsewhere. They
             are called for the model as it was trained and for what is kept, cost no query, and decide nothing, unless
             ``subject_to`` names them.
@@ -239,6 +264,7 @@ class Metric(CostScale):
         repeats: int = 1,
         failures: int = 0,
         require_guard: bool = False,
+        new_classes: bool = False,
         also: Mapping[str, Callable[..., Any]] | None = None,
         subject_to: Mapping[str, str] | None = None,
     ) -> None:
@@ -250,7 +276,7 @@ class Metric(CostScale):
         name = name or getattr(function, "__name__", "metric").strip("<>")
         super().__init__(maximize=maximize, bounds=bounds, name=name, ledger=ledger)
         self.function, self.timeout, self.repeats, self.failures = function, timeout, repeats, failures
-        self.require_guard = require_guard
+        self.require_guard, self.new_classes = require_guard, new_classes
         self.also, self.subject_to = _checked_functions(also, name), dict(subject_to or {})
         self.constraints = parse_constraints(subject_to, name)
         asked = [function, *(self.also[each] for each in self.subject_to if each in self.also)]
@@ -259,12 +285,13 @@ class Metric(CostScale):
         self.failed = 0
         self._worst: Evaluation | None = None
         self._reported = self._halved = self._lacked = False
+        self._pairs = 0  # how many it reports, once known
         self._compared = 0  # the session of `ranks` in which all were seen to find the same value
 
     @property
     def settings(self) -> dict[str, Any]:
         """What it was made with besides the function and the ledger."""
-        names = ("maximize", "bounds", "name", "timeout", "repeats", "failures", "require_guard")
+        names = ("maximize", "bounds", "name", "timeout", "repeats", "failures", "require_guard", "new_classes")
         return {name: getattr(self, name) for name in (*names, "also", "subject_to")}
 
     def with_new_ledger(self) -> "Metric":
@@ -420,7 +447,7 @@ class Metric(CostScale):
             return math.isclose(self.to_value(cost), self.to_value(other), rel_tol=ROUNDING, abs_tol=smallest)
 
         if self.repeats == 1:
-            values, others = ((each.cost, *(each.halves or ())) for each in (a, b))
+            values, others = ((each.cost, *(each.halves or ()), *chain(*each.pairs)) for each in (a, b))
             same = len(values) == len(others) and all(map(close, values, others))
             return same and _agree_besides(a.also or {}, b.also or {})
         spread = math.hypot(a.noise or 0.0, b.noise or 0.0)
@@ -487,13 +514,12 @@ class Metric(CostScale):
         calls = [self._call(model) for _ in range(self.repeats)]
         if len(calls) == 1:
             return calls[0]
-        halves = stacked_halves(calls)
-        return Evaluation(
-            mean(each.cost for each in calls),
-            None if halves is None else (float(halves[:, 0].mean()), float(halves[:, 1].mean())),
-            stdev(each.cost for each in calls) / math.sqrt(len(calls)),
-            also=_mean_besides([each.also or {} for each in calls]),
+        pairs = stacked_pairs(calls)
+        error = stdev(each.cost for each in calls) / math.sqrt(len(calls))
+        found = Evaluation.of(
+            mean(each.cost for each in calls), None if pairs is None else pairs.mean(0).tolist(), error
         )
+        return found._replace(also=_mean_besides([each.also or {} for each in calls]))
 
     def look(self, model: nn.Module) -> dict[str, float]:
         """Return what ``also`` has of the model as it is, by name, but for what each query tells; it costs no query.
@@ -570,21 +596,25 @@ class Metric(CostScale):
             value, why = float(value), halves if isinstance(halves, str) else ""
             if isinstance(halves, Mapping | Set | bytes) or hasattr(halves, "columns"):  # what is in it has no order
                 raise TypeError(f"halves in a {type(halves).__name__}")
-            halves = None if halves is None or why else [float(half) for half in halves]
-            if halves is not None and len(halves) != 2:
-                raise ValueError(f"{len(halves)} halves")
+            pairs = None if halves is None or why else pairs_of(halves)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise MetricError(
-                f"metric {self.name!r} returned {brief(returned)}; it must be a number, or (number, (half, half))"
+                f"metric {self.name!r} returned {brief(returned)}; it must be a number, or (number, (half, half)),"
+                " or (number, ((half, half), ...)) with several pairs of halves"
             ) from error
         cost = self.checked_cost(value)
-        if halves is not None and any(math.isnan(half) for half in halves):
-            halves, why = None, "it is nan on a half of its data"
-        if halves is None:
+        if pairs is not None and any(map(math.isnan, chain(*pairs))):
+            pairs, why = None, "it is nan on a half of its data"
+        if pairs is None:
             self._without_halves(why)
             return Evaluation(cost)
-        first, second = (self.checked_cost(half, " on a half of its data") for half in halves)
-        return Evaluation(cost, (first, second))
+        if len(pairs) != (before := self._pairs or len(pairs)):
+            raise MetricError(
+                f"metric {self.name!r} returned {counted(len(pairs), 'pair')} of halves, but {before} before; divide"
+                " the data in the same ways at each call"
+            )
+        self._pairs = len(pairs)
+        return Evaluation.of(cost, self.costs_of(pairs))
 
     def _without_halves(self, why: str) -> None:
         """Refuse them where a guard is required, or say once why there are none, if a reason is given.
@@ -629,38 +659,64 @@ class Halved(float):
 
     Args:
         value: The value on all of the data.
-        halves: The values on both halves, or why there are none; None where nothing is to be said of them.
+        halves: The values on both halves, or on several pairs of halves, or why there are none; None where nothing is
+            to be said of them.
     """
 
-    halves: tuple[float, float] | str | None
+    halves: tuple[float, float] | Pairs | str | None
 
-    def __new__(cls, value: float, halves: tuple[float, float] | str | None) -> "Halved":
+    def __new__(cls, value: float, halves: tuple[float, float] | Pairs | str | None) -> "Halved":
         """Make the number."""
         made = super().__new__(cls, value)
         made.halves = halves
         return made
 
 
-def with_halves(value_on: Callable[[Tensor | None], float], halves: Sequence[Tensor] | str) -> Halved:
+def with_halves(
+    value_on: Callable[[Tensor | None], float],
+    halves: Sequence[Tensor] | Sequence[tuple[Tensor, Tensor]] | str,
+) -> Halved:
     """Return a metric's value with its values on two halves of the data, if there are halves.
 
     Args:
         value_on: Returns the value on the examples at some indices, ``m``, or on all of them for None. Where it refuses
             a half, as one on which the metric is not defined, there are none.
-        halves: Indices of two halves of the data, or why there are none, or nothing.
+        halves: Indices of two halves of the data, or several such pairs, by as many divisions of them; or why there are
+            none, or nothing.
 
     Raises:
-        ValueError: The halves share examples.
+        ValueError: The halves of a pair share examples.
     """
-    if isinstance(halves, str) or not halves:
+    if isinstance(halves, str) or not len(halves):
         return Halved(value_on(None), (halves or None) if isinstance(halves, str) else None)
-    if shared := int(torch.isin(*halves).sum()):
-        raise ValueError(f"halves share {shared} of {len(halves[0])} examples; divide the data, each into one half")
+    alone = isinstance(halves[0], Tensor)
+    pairs = cast(Sequence[tuple[Tensor, Tensor]], [halves] if alone else halves)
+    for first, second in pairs:
+        if shared := int(torch.isin(first, second).sum()):
+            raise ValueError(f"halves share {shared} of {len(first)} examples; divide the data, each into one half")
     value = value_on(None)
     try:
-        return Halved(value, (value_on(halves[0]), value_on(halves[1])))
+        values = tuple((value_on(first), value_on(second)) for first, second in pairs)
     except (ArithmeticError, MetricError, ValueError) as error:
         return Halved(value, f"on a half of its data it raised {type(error).__name__}: {brief(error)}")
+    return Halved(value, values[0] if alone else values)
+
+
+def pairs_of(halves: Any) -> Pairs:
+    """Return the pairs that are meant by two numbers, or by a sequence of pairs of numbers.
+
+    Raises:
+        TypeError, ValueError: It is neither; or there is no pair, or one of another number of halves.
+    """
+    parts = list(halves)
+    several = [isinstance(part, tuple | list) or (getattr(part, "ndim", 0) > 0 and len(part) > 1) for part in parts]
+    if any(several) and not all(several):
+        raise ValueError("numbers among pairs of halves")
+    pairs = [list(part) for part in parts] if any(several) else [parts]
+    for pair in pairs:
+        if len(pair) != 2:
+            raise ValueError(f"{len(pair)} halves")
+    return tuple((float(first), float(second)) for first, second in pairs)
 
 
 def _checked_functions(also: Mapping[str, Callable[..., Any]] | None, metric: str) -> dict[str, Callable[..., Any]]:
@@ -740,6 +796,13 @@ def stacked_halves(evaluations: Sequence[Evaluation]) -> Tensor | None:
     """Return the costs on two halves of the data, ``n x 2``, or None if an evaluation lacks them."""
     halves = [each.halves for each in evaluations]
     return None if None in halves else torch.tensor(halves, dtype=torch.float64)
+
+
+def stacked_pairs(evaluations: Sequence[Evaluation]) -> Tensor | None:
+    """Return the costs on p pairs of halves, ``n x p x 2``, or None if an evaluation lacks them; p may be 1."""
+    if any(each.halves is None for each in evaluations):
+        return None
+    return torch.tensor([each.pairs or (each.halves,) for each in evaluations], dtype=torch.float64)
 
 
 def noise_of(evaluations: Sequence[Evaluation]) -> float:

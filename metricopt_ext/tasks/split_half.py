@@ -113,6 +113,25 @@ def chance_of_gain(start: Evaluation, elsewhere: Tensor | None) -> float:
     return float((gains[:, 0] - gains[:, 1]).square().mean().sqrt() / 2)
 
 
+def reliability_of(halves: Tensor, lowered: float = 0.0) -> float:
+    """Return the share of the variance of costs on all data that is not chance, from their halves, ``n x 2``.
+
+    It is the correlation r of the halves, stepped up to all data as 2r / (1 + r) (Spearman-Brown); 0 for fewer than
+    `TELLING` points.
+
+    Args:
+        halves: The costs.
+        lowered: By how many of its standard errors, ``1 / sqrt(n - 3)``, r is lowered as Fisher's z.
+    """
+    if len(halves) < TELLING or (halves.std(0) == 0).any():
+        return 0.0
+    r = float(torch.corrcoef(halves.T)[0, 1])
+    if lowered:
+        bounded = min(max(r, -1 + RESOLUTION), 1 - RESOLUTION)  # z is infinite at 1
+        r = math.tanh(math.atanh(bounded) - lowered / math.sqrt(max(1, len(halves) - 3)))
+    return max(0.0, 2 * r / (1 + r)) if r > -1 else 0.0
+
+
 def evaluations_where_used(trajectories: Sequence[Trajectory]) -> tuple[Evaluation, ...]:
     """Return the evaluations, ``m``, that were made where finetuning goes.
 

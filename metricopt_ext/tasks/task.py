@@ -1,8 +1,9 @@
 """The finetuning task: one frozen model with its loss, its batches and its metric (paper, section 3.1)."""
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +27,8 @@ from metricopt_ext.utils.modes import kept_modes
 from metricopt_ext.utils.seeding import generator, seeded_streams
 from metricopt_ext.utils.weights import held_weights, put_back_different
 from metricopt_ext.utils.words import and_more, brief
+
+LOGGER = logging.getLogger(__name__)
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -103,6 +106,8 @@ class FinetuneTask:
             (`TensorBatches`, `DatasetBatches`).
         gradients: Of a task without a loss: gradients of one in phi that were computed elsewhere, ``m x d``; their
             directions shape f's kernel and the first design.
+        line: A direction of phi to look along first, ``d``, as long as a whole step, e.g. what adjusts a classifier's
+            logits by its classes' priors: a guided search asks a few t of start + t line, each in [-2.5, 2.5].
         population: Maximum number of phi in one forward pass, at least 1; results can depend on it in the last bits.
             None has it chosen on the first batch: 1 if ``vmap`` can't compute two phi as one by one, as where control
             flow depends on data; else the largest of 1, 4, 16 and 32 whose activations fit ``memory``. What was chosen
@@ -117,6 +122,7 @@ class FinetuneTask:
     loss: Loss | None = None
     batches: Batches | None = None
     gradients: Tensor | None = None
+    line: Tensor | None = None
     population: int | None = None
     memory: float = MEMORY
 
@@ -125,7 +131,8 @@ class FinetuneTask:
 
         Raises:
             ValueError: ``population`` is below 1, ``memory`` no number above 0, one of ``loss`` and ``batches`` is
-                given without the other, or ``gradients`` beside them, or of another shape, or not finite.
+                given without the other, or ``gradients`` beside them; or these or ``line`` are of another shape, not
+                finite, or 0.
             TypeError: ``batches`` can't be replayed.
             AdapterError: The offsets act on a layer that does not give what the model returns, or a coordinate of phi
                 moves no output on the first batch.
@@ -141,6 +148,8 @@ class FinetuneTask:
             raise ValueError(f"{given} is given without {other}; give both, or neither for a search without a loss")
         if self.gradients is not None:
             self._check_gradients(self.gradients)
+        if self.line is not None:
+            self._check_line(self.line)
         if self.loss is None or self.batches is None:
             self._settle()
             return
@@ -192,6 +201,12 @@ class FinetuneTask:
         if not gradients.isfinite().all() or not gradients.any():
             raise ValueError("gradients must be finite, and not all 0; give those of the loss that it was trained by")
 
+    def _check_line(self, line: Tensor) -> None:
+        if line.shape != (self.dim,):
+            raise ValueError(f"line is {tuple(line.shape)}; it must be a direction of phi, {self.dim} numbers")
+        if not line.isfinite().all() or not line.any():
+            raise ValueError("line must be finite, and not all 0; leave it out if there is no direction to look along")
+
     def judged_by(self, metric: Metric) -> "FinetuneTask":
         """Return the same task with another metric."""
         return self._with("metric", metric)
@@ -231,11 +246,11 @@ class FinetuneTask:
             indices: The n task indices.
             step: The step t.
             differentiable: Whether both can be differentiated further, with respect to whatever phi was computed from;
-                the loss must then be twice differentiable.
+                the loss must then be twice differentiable, and the model without gradient checkpointing.
 
         Raises:
             AdapterError: The loss is no scalar, has no gradient in phi, or can't be computed for several phi at once;
-                or there is none.
+                or there is none; or ``differentiable`` meets gradient checkpointing.
             FloatingPointError: A loss or a gradient is not finite, as with an empty batch.
         """
         if self.batches is None:
@@ -256,7 +271,7 @@ class FinetuneTask:
             raise FloatingPointError(f"the loss or its gradient of task {worst} is not finite at step {step}; {advice}")
         return loss, gradient
 
-    def check_loss(self, seed: int, tasks: int) -> None:
+    def check_loss(self, seed: int, tasks: int, *, differentiable: bool = False) -> None:
         """Compute losses and gradients at phi = 0 in the way that a search will, so that what fails costs no query.
 
         Without a loss there is nothing to check.
@@ -264,12 +279,14 @@ class FinetuneTask:
         Args:
             seed: Seed of the batches.
             tasks: How many are computed, together unless ``population`` is 1; two show whether several can be.
+            differentiable: As of `loss_and_gradient`.
 
         Raises:
             AdapterError, FloatingPointError: As from `loss_and_gradient`.
         """
         if self.loss is not None:
-            self.loss_and_gradient(self.origin().expand(tasks, -1), seed, range(tasks), 0)
+            phi = self.origin().expand(tasks, -1)
+            self.loss_and_gradient(phi, seed, range(tasks), 0, differentiable=differentiable)
 
     def first_loss(self, seed: int) -> float | None:
         """Return the loss at phi = 0 on the first batch of the first task, by which runs on other data are noticed.
@@ -371,14 +388,21 @@ class FinetuneTask:
         return torch.tensor(costs, dtype=torch.float64)
 
     def _losses_and_gradients(self, phi: Tensor, batches: Sequence[Any], differentiable: bool) -> tuple[Tensor, Tensor]:
-        """Compute a population, or say why that can't be done: of what fails for one phi alone, its own error."""
+        """Compute a population; if it fails, one by one where it was chosen, or say why a given one can't be done.
+
+        Of what fails for one phi alone, its own error is raised.
+        """
         try:
             return self._computed(phi, batches, differentiable)
         except Exception as error:
             if len(phi) == 1 or self.at_once == 1:
                 raise
-            for row in range(len(phi)):
-                self._computed(phi[row : row + 1], batches[row : row + 1], differentiable)
+            alone = [slice(row, row + 1) for row in range(len(phi))]
+            rows = [self._computed(phi[row], batches[row], differentiable) for row in alone]
+            if isinstance(self.population, Population):
+                LOGGER.debug("torch.func.vmap, of %d phi: %s: %s", len(phi), type(error).__name__, brief(error))
+                loss, gradient = (torch.cat(each) for each in zip(*rows, strict=True))
+                return loss, gradient
             raise AdapterError(
                 f"loss(model, batch) can be computed for one phi, but not for {len(phi)} at once by torch.func.vmap"
                 f" ({type(error).__name__}: {brief(error)}); make the task with population=1"
@@ -389,7 +413,8 @@ class FinetuneTask:
             phi = phi.detach().requires_grad_(True)
         if differentiable or not self._one_by_one(batches):
             losses = self._losses(phi, batches)
-            gradient = _gradient_of(losses, phi, differentiable)
+            with self._not_run_again() if differentiable else nullcontext():
+                gradient = _gradient_of(losses, phi, differentiable)
             return losses if differentiable else losses.detach(), gradient
         rows = [self._alone(*each) for each in zip(phi.detach(), batches, strict=True)]
         loss, gradient = (torch.stack(each) for each in zip(*rows, strict=True))
@@ -401,6 +426,28 @@ class FinetuneTask:
         with self.adapter.using(phi):
             loss = self._loss(phi, batch)
             return loss.detach(), _gradient_of(loss, phi, differentiable=False)
+
+    @contextmanager
+    def _not_run_again(self) -> Iterator[None]:
+        """Refuse a backward pass that runs modulated layers again, when phi, and those of later passes, are gone.
+
+        Raises:
+            AdapterError: It does, as under gradient checkpointing.
+        """
+
+        def refuse(layer: nn.Module, inputs: Any) -> None:
+            raise AdapterError(
+                f"{type(self.adapter.model).__name__} uses gradient checkpointing, which runs layers again in a"
+                " backward pass: gradients that are differentiated further would be of another phi; turn it off, as by"
+                " model.gradient_checkpointing_disable()"
+            )
+
+        handles = [layer.register_forward_pre_hook(refuse) for layer, _ in self.adapter.modulations()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _losses(self, phi: Tensor, batches: Sequence[Any]) -> Tensor:
         if self._one_by_one(batches):

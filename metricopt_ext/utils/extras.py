@@ -17,10 +17,11 @@ EXTRAS = {
         *("pycocotools", "sklearn", "tensorboard", "torchvision", "yaml"),
     ),
     "files": ("h5py", "pyarrow"),
-    "compare": ("botorch", "nevergrad"),
     "optuna": ("optuna",),
+    "compare": ("botorch", "nevergrad", "optuna"),
     "siblings": ("diffsort",),
 }
+TASKS = ("classification", "retrieval", "detection")  # all of which the extra `all` brings
 DETECTRON2 = ("detectron2", "fvcore", "iopath")
 DETECTRON2_SOURCE = "git+https://github.com/facebookresearch/detectron2"
 
@@ -62,4 +63,5 @@ def needed(error: ImportError) -> str | None:
     if not extras:
         return None
     in_use = [extra for extra in extras if f"metricopt_ext.{extra}" in sys.modules] or extras
-    return f"this needs {module}: pip install 'metricopt-ext[{in_use[0] if len(in_use) == 1 else 'all'}]'"
+    chosen = "all" if len(in_use) > 1 and in_use[0] in TASKS else in_use[0]
+    return f"this needs {module}: pip install 'metricopt-ext[{chosen}]'"

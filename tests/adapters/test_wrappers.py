@@ -1,16 +1,20 @@
 """What wraps a model, or a part of one, does not hide its layers."""
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torchvision
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 from metricopt_ext.adapters.attach import attach_film, attach_outputs
 from metricopt_ext.adapters.signature import Outputs
-from metricopt_ext.adapters.wrappers import bare_name, unwrapped
+from metricopt_ext.adapters.wrappers import bare_name, sharded_by, unwrapped
 from metricopt_ext.errors import AdapterError
 
 
@@ -55,6 +59,26 @@ def test_a_distributed_model_says_what_it_does_not_average(monkeypatch: pytest.M
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert unwrapped(wrapped, searched=True) is net
+
+
+def test_a_model_of_which_each_process_has_a_part_is_refused(tmp_path: Path) -> None:
+    distributed.init_process_group(
+        "gloo", store=distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    try:
+        sharded = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))
+        for model in (sharded, fully_shard(Net()), nn.Sequential(fully_shard(Net()))):
+            with pytest.raises(AdapterError, match=r"weights are sharded by FSDP.* as one full state dict, load"):
+                attach_film(model, dim=2)
+        split = Net()
+        split.norm.weight = nn.Parameter(distribute_tensor(split.norm.weight, init_device_mesh("cpu", (1,))))
+        assert sharded_by(split) == "torch.distributed, as a DTensor"
+    finally:
+        distributed.destroy_process_group()
+    partitioned = Net()
+    partitioned.norm.weight.ds_id = 3  # as ZeRO's third stage marks them
+    assert sharded_by(partitioned) == "DeepSpeed's ZeRO stage 3"
+    assert sharded_by(Net()) is None
 
 
 def test_layers_of_wrapped_parts_are_found_by_their_own_names() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from metricopt_ext.classification.build import untrained
+from metricopt_ext.classification.classifier import untrained
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.methods.siblings.relational_loss import load_relational_loss
 from metricopt_ext.utils.config import load_config

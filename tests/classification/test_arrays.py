@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("torchvision")
 
 from metricopt_ext.classification.arrays import parts_in, read_arrays
-from metricopt_ext.classification.build import load_splits
 from metricopt_ext.classification.config import ClassificationConfig
+from metricopt_ext.classification.splits import load_splits
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.config import load_config

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.classification.besides import besides, check_besides
-from metricopt_ext.classification.build import model_metric
 from metricopt_ext.classification.config import ClassificationConfig, MetricConfig
 from metricopt_ext.classification.metrics import METRICS
+from metricopt_ext.classification.split_metric import model_metric
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.utils.config import load_config

@@ -24,6 +24,7 @@ from metricopt_ext.classification.data import (
     single_precision,
     split,
     standardise,
+    stratified_parts,
     with_positive,
 )
 from metricopt_ext.classification.shift import shift_class_ratio
@@ -363,3 +364,15 @@ def test_quantities_are_divided_at_random() -> None:
     diabetes = load_sklearn("diabetes")
     assert diabetes.y.dtype == torch.float64
     assert (diabetes.x.shape, diabetes.class_names) == ((442, 10), ())
+
+
+@pytest.mark.parametrize(("counts", "size", "sizes"), [((9, 6), 5, [5, 5, 5]), ((9, 2), 3, [6, 5]), ((3, 1), 9, [4])])
+def test_parts_have_every_class(counts: tuple[int, int], size: int, sizes: list[int]) -> None:
+    y = torch.arange(2).repeat_interleave(torch.tensor(counts))
+    parts = stratified_parts(y, size, 0)
+    assert [len(part) for part in parts] == sizes
+    assert sorted(torch.cat(parts).tolist()) == list(range(len(y)))
+    for label, count in enumerate(counts):
+        shares = [int((y[part] == label).sum()) for part in parts]
+        assert max(shares) - min(shares) <= 1
+        assert min(shares) >= count // len(parts) >= 1

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from metricopt_ext.classification.build import load_splits, model_metric, predict, value_of
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.classification.groups import MOST, groups_of, metric_halves, strata
 from metricopt_ext.classification.metrics import MetricSpec, from_callable
+from metricopt_ext.classification.predictions import predict
+from metricopt_ext.classification.split_metric import model_metric, value_of
+from metricopt_ext.classification.splits import load_splits
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.evidence.cli import run_and_report

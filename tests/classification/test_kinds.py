@@ -10,10 +10,11 @@ import pytest
 import sklearn.metrics as skm
 import torch
 
-from metricopt_ext.classification.build import built, in_units_of, last_linear, load_splits, predict, scores_at
+from metricopt_ext.classification.classifier import built
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
-from metricopt_ext.classification.models import SmallCNN, TabularMLP
+from metricopt_ext.classification.predictions import predict, scores_at
+from metricopt_ext.classification.splits import load_splits
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.evidence.cli import run_and_report
 from metricopt_ext.utils.config import load_config
@@ -116,9 +117,10 @@ def test_thresholds_and_priors_are_starts(tmp_path: Path, kind: str) -> None:
     plain = scores_at(adapter, experiment.task.origin(), train.x)
     moved = scores_at(adapter, starts["prior"].phi, train.x) - plain
     torch.testing.assert_close(moved.double(), (-shares.logit()).expand(200, -1), atol=1e-4, rtol=1e-4)
-    assert (
-        "thresholds" not in ClassificationExperiment(config_of(tmp_path, "regression"), tmp_path / "other", 0).starts()
-    )
+    assert torch.equal(experiment.task.line, starts["prior"].phi)
+    other = ClassificationExperiment(config_of(tmp_path, "regression"), tmp_path / "other", 0)
+    assert "thresholds" not in other.starts()
+    assert other.task.line is None
 
 
 @pytest.mark.parametrize(
@@ -184,7 +186,11 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path, kind: str, more: l
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
-        ("digits", "multilabel", "data.kind=multilabel needs data.name=csv with data.targets; digits has one label"),
+        (
+            "digits",
+            "multilabel",
+            "data.kind=multilabel needs data.name=csv with data.targets, or data.name=image_folder",
+        ),
         ("digits", "regression", "data.name=digits and data.kind=regression: csv, libsvm and diabetes have quantities"),
         ("diabetes", "classes", "data.name=diabetes and data.kind=classes: csv, libsvm and diabetes have quantities"),
     ],
@@ -193,16 +199,6 @@ def test_data_of_another_kind_are_refused(name: str, kind: str, message: str) ->
     config = load_config(ClassificationConfig, None, [f"data.name={name}", f"data.kind={kind}", "model.name=small_cnn"])
     with pytest.raises(ConfigError, match=re.escape(message)):
         config.check()
-
-
-def test_a_layer_is_put_into_the_units_of_the_target() -> None:
-    model = TabularMLP(3, 1).eval()
-    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
-    before = model(x)
-    in_units_of(last_linear(model), 1e4, 250.0)
-    torch.testing.assert_close(model(x), before * 250 + 1e4)
-    with pytest.raises(ConfigError, match="needs a model whose last layer is linear, with a bias and one output"):
-        last_linear(SmallCNN(1, 3))
 
 
 def test_the_same_target_everywhere_is_refused(tmp_path: Path) -> None:

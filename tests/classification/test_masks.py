@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +10,26 @@ import numpy as np
 import pytest
 import sklearn.metrics as skm
 import torch
+import torchvision
 from PIL import Image
+from torch import nn
 
-from metricopt_ext.classification.build import built, load_splits, predict, train_subset
+from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.classification.classifier import built, classifier
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.classification.masks import load_masks
+from metricopt_ext.classification.offsets import tune_offsets
+from metricopt_ext.classification.predictions import predict
 from metricopt_ext.classification.segmentation import boundary_f, boundary_f_metric, mean_iou_metric
+from metricopt_ext.classification.split_metric import model_metric
+from metricopt_ext.classification.splits import load_splits, train_subset
 from metricopt_ext.classification.target_metrics import target_metric
 from metricopt_ext.classification.targets import Target
+from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.evidence.cli import run_and_report
+from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.state_dict import load_checkpoint
 
@@ -119,6 +129,7 @@ def test_the_report_has_what_the_written_networks_do(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "run" / "report.json").read_text())
     splits = load_splits(config, 0)
     assert [len(part) for part in (splits.train, splits.validation, splits.test)] == [10, 5, 5]
+    assert content["methods"]["class_offsets"]["queries_total"] == 14
     for name, file in (("pretrained", "model"), ("metricopt", "tuned")):
         model = built(config, splits)
         load_checkpoint(model, tmp_path / "run" / "seed-0" / f"{file}.safetensors")
@@ -146,3 +157,85 @@ def test_the_report_has_what_the_written_networks_do(tmp_path: Path) -> None:
 def test_what_segmentation_has_not_is_refused(tmp_path: Path, more: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         run_and_report(ClassificationExperiment, config_of(tmp_path, *more), tmp_path / "run", resume=False)
+
+
+@pytest.mark.parametrize("auxiliary", [True, False])
+@pytest.mark.parametrize("name", ["fcn_resnet50", "deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large"])
+def test_state_dicts_are_read_as_torchvision_publishes_them(tmp_path: Path, name: str, auxiliary: bool) -> None:
+    if name.startswith("lraspp") and auxiliary:
+        pytest.skip("LR-ASPP has no auxiliary classifier")
+    torch.manual_seed(0)
+    options = {} if name.startswith("lraspp") else {"aux_loss": auxiliary}
+    theirs = torchvision.models.get_model(name, weights=None, weights_backbone=None, num_classes=21, **options)
+    torch.save({"model": theirs.state_dict(), "epoch": 1}, tmp_path / "published.pth")  # as its references save it
+    given = [f"model.name={name}", f"model.weights={tmp_path / 'published.pth'}"]
+    folder = write(tmp_path / "set", 12)
+    config = config_of(folder, *given, "data.classes=21")
+    splits = load_splits(config, 0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = classifier(config, splits, 0, tmp_path / "run")
+    said = [str(each.message) for each in caught if "auxiliary classifier" in str(each.message)]
+    assert len(said) == auxiliary
+    with torch.no_grad():
+        x = splits.test.x[:1]
+        torch.testing.assert_close(model.eval()(x)["out"], theirs.eval()(x)["out"], rtol=0, atol=0)
+    fewer = config_of(folder, *given)
+    with pytest.raises(DataError, match=r"for 21 classes, but the data has 3; .* set data\.classes=21, or train its"):
+        classifier(fewer, load_splits(fewer, 0), 0, tmp_path / "other")
+    with pytest.raises(DataError, match=r"label maps have class 2, but data\.classes=2 ends before it"):
+        load_splits(config_of(folder, "data.classes=2"), 0)
+
+
+def test_a_network_of_fewer_classes_is_refused(tmp_path: Path) -> None:
+    small = torchvision.models.get_model("lraspp_mobilenet_v3_large", weights_backbone=None, num_classes=2)
+    torch.save(small.state_dict(), tmp_path / "small.pth")
+    config = config_of(write(tmp_path / "set", 12), f"model.weights={tmp_path / 'small.pth'}")
+    with pytest.raises(DataError, match="for 2 classes, but the data has 3; number the maps' classes as its are"):
+        classifier(config, load_splits(config, 0), 0, tmp_path / "run")
+
+
+class Biased(nn.Module):
+    """A network that knows the class of each pixel, but prefers class 0 by far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"out": self.norm(x) + torch.tensor([2.0, 0.0, 0.0]).view(3, 1, 1), "aux": x}
+
+
+def test_offsets_of_classes_are_found_for_pixels() -> None:
+    labels = torch.randint(0, 3, (6, 5, 7), generator=torch.Generator().manual_seed(0))
+    x = torch.nn.functional.one_hot(labels, 3).movedim(-1, 1).float()
+    calls = []
+
+    class Counted(Biased):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            calls.append(len(x))
+            return super().forward(x)
+
+    task = FinetuneTask(
+        attach_film(Counted().eval(), dim=2),
+        metric=model_metric(target_metric("mean_iou", "segmentation"), Split(x, labels)),
+    )
+    tuned = tune_offsets(task, x, budget=60)
+    assert tuned is not None
+    with torch.no_grad():
+        assert torch.equal(predict(tuned, x).argmax(1), labels)
+        assert tuned(x)["aux"].shape == x.shape  # in the network's own form
+        assert (predict(task.adapter.model, x).argmax(1) == 0).all()
+    assert 1 < task.metric.ledger.spent <= 60
+    assert len(calls) < 6  # the network's outputs are kept
+
+
+def test_the_report_has_the_rival_of_pixels(tmp_path: Path) -> None:
+    config = config_of(write(tmp_path / "set"))
+    contenders = ClassificationExperiment.contenders(config)
+    assert "class_offsets" in contenders
+    assert "class_offsets" not in ClassificationExperiment.contenders(
+        load_config(
+            ClassificationConfig, None, ["data.name=diabetes", "data.kind=regression", "model.name=tabular_mlp"]
+        )
+    )

@@ -7,19 +7,21 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_input_bias, attach_outputs
-from metricopt_ext.classification.build import classification_loss, model_metric
+from metricopt_ext.classification.losses import classification_loss
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost
 from metricopt_ext.classification.models import TabularMLP
 from metricopt_ext.classification.offsets import (
     Remembered,
     WithOffsets,
     adjust_logits,
+    line_offsets,
     prior_offsets,
     threshold_of,
     tune_adjustment,
     tune_offsets,
     tune_threshold,
 )
+from metricopt_ext.classification.split_metric import model_metric
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import DataError
 from metricopt_ext.evidence.compare import compare
@@ -253,6 +255,19 @@ def test_priors_that_can_not_be() -> None:
 
 
 COUNTS = torch.tensor([80, 10, 5])
+
+
+def test_a_line_of_offsets_is_the_adjustment_unless_it_moves_little() -> None:
+    several = prior_offsets(torch.tensor([100, 30, 10]))
+    assert line_offsets(several) is several
+    assert line_offsets(prior_offsets(torch.tensor([100, 99, 98]))) is None
+    rare = prior_offsets(torch.tensor([90, 10]), one_logit=True)
+    assert line_offsets(rare) is not None
+    assert line_offsets(rare).tolist() == rare.tolist() == pytest.approx([math.log(9)])  # type: ignore[union-attr]
+    for counts, least in (((60, 40), 1.0), ((40, 60), -1.0), ((50, 50), 1.0)):
+        found = line_offsets(prior_offsets(torch.tensor(counts), one_logit=True))
+        assert found is not None
+        assert found.tolist() == [least]
 
 
 def test_adjusting_costs_no_query() -> None:

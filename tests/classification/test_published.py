@@ -11,9 +11,10 @@ from PIL import Image
 from torch import nn
 from torchvision.models import ResNet18_Weights, SqueezeNet1_1_Weights
 
-from metricopt_ext.classification.build import classifier, load_splits
+from metricopt_ext.classification.classifier import classifier
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.published import load_published, published
+from metricopt_ext.classification.splits import load_splits
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.errors import ConfigError, DataError
 

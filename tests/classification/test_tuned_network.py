@@ -49,6 +49,8 @@ def test_a_rows_prediction_is_its_own() -> None:
     classifier = MetricClassifier(queries=0, **SMALL).fit(X, y)
     whole = classifier.decision_function(X)
     assert len(X) > CHUNK
+    for rows in (1, 2, 17, 255):  # the kernels see as many, whatever comes after them
+        np.testing.assert_array_equal(classifier.decision_function(X[:rows]), whole[:rows])
     one_by_one = np.concatenate([classifier.decision_function(row[None]) for row in X])
     np.testing.assert_allclose(one_by_one, whole, rtol=0, atol=1e-5)  # sums in another order, in single precision
     np.testing.assert_allclose(classifier.model_(torch.from_numpy(X)).detach().numpy(), whole, rtol=0, atol=1e-5)

@@ -1,11 +1,12 @@
 """Zip files: members come through within the bounds, and what is corrupt, too large or oddly named is refused."""
 
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from metricopt_ext.data.archives import NAME_CHARACTERS, open_zip
+from metricopt_ext.data.archives import NAME_CHARACTERS, ZipReader, open_zip
 from metricopt_ext.errors import DataError
 
 
@@ -22,6 +23,20 @@ def test_files_are_read_by_their_names(tmp_path: Path) -> None:
         assert [archive.read(name) for name in archive.names()] == [b"1", b"23"]
         with pytest.raises(DataError, match=r"x.zip/d can't be read: the zip file has no such file"):
             archive.read("d")
+
+
+def test_a_reader_reads_again_and_again_from_any_thread(tmp_path: Path) -> None:
+    files = {f"{i}": bytes([i]) * 1000 for i in range(20)}
+    path = zipped(tmp_path / "x.zip", files)
+    read = ZipReader(path)
+    assert read.names() == list(files)
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            assert dict(zip(files, pool.map(read, files), strict=True)) == files
+    with pytest.raises(DataError, match=r"x.zip/d can't be read: the zip file has no such file"):
+        read("d")
+    with pytest.raises(DataError, match="is neither a folder nor a complete zip file"):
+        ZipReader(zipped(tmp_path / "x.zip", {}).parent)
 
 
 def test_all_files_together_have_a_bound(tmp_path: Path) -> None:

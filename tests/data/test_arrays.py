@@ -31,9 +31,9 @@ def test_npy_and_safetensors_hold_what_was_written(tmp_path: Path) -> None:
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"x\.npy does not exist"):
         read_array(tmp_path / "x.npy", "embeddings")
-    (tmp_path / "x.csv").write_text("1,2")
-    with pytest.raises(DataError, match=r"x\.csv must be a \.npy"):
-        read_array(tmp_path / "x.csv", "embeddings")
+    (tmp_path / "x.txt").write_text("1,2")
+    with pytest.raises(DataError, match=r"x\.txt must be a \.npy"):
+        read_array(tmp_path / "x.txt", "embeddings")
 
 
 NAMES = np.array(["bee", "ant", "zebra", "ant"])
@@ -172,3 +172,44 @@ def test_a_file_that_declares_more_than_it_has_is_not_read(tmp_path: Path) -> No
         archive.writestr("embeddings.npy", content.replace(b"(4, 3)", b"(9, 9)"))
     with pytest.raises(DataError, match="says that it has 324 bytes"):
         read_array(tmp_path / "a.npz", "embeddings")
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv"])
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [(["7", "-1", "7"], [7, -1, 7]), (["a", "b c", "a"], ["a", "b c", "a"]), (["1.0", "2", "3"], [1, 2, 3])],
+)
+def test_tables_of_embeddings(tmp_path: Path, suffix: str, labels: list[str], expected: list[Any]) -> None:
+    numbers = np.random.default_rng(0).normal(size=(3, 12))
+    order = [*range(3, 12), 0, 1, 2]  # columns may be in any order, and others beside them
+    rows = [["file", *(f"f{j}" for j in order), "label"]]
+    rows += [[f"{i}.jpg", *(repr(float(numbers[i, j])) for j in order), labels[i]] for i in range(3)]
+    between = "," if suffix == "csv" else "\t"
+    (tmp_path / f"e.{suffix}").write_text("\n".join(map(between.join, rows)) + "\n")
+    path = tmp_path / f"e.{suffix}"
+    assert read_shape(path, "embeddings") == (3, 12)
+    np.testing.assert_array_equal(read_array(path, "embeddings"), numbers)
+    assert read_array(path, "labels").tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0.5,0.25,a\n0.1,0.2,b\n", r"a column for each dimension by its number in the first row, f0, f1, \.\.\., got"),
+        ("f0,f1,label\n1,x,a\n", "column 'f1' must be of numbers, .* got 'x' in row 2"),
+        ("f0,f1,label\n1,1_0,a\n", "column 'f1' must be of numbers, .* got '1_0' in row 2"),
+        ("f0,f2,label\n1,2,a\n", "a column for each dimension by its number"),
+        ("f0,f0,label\n1,2,a\n", "has 'f0' twice in its first row"),
+        ("f0,f1\n1,2,3\n", "row 2 must have 2 cells"),
+    ],
+)
+def test_tables_that_may_mean_another_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "e.csv").write_text(text)
+    with pytest.raises(DataError, match=message):
+        read_array(tmp_path / "e.csv", "embeddings")
+
+
+def test_a_table_without_labels_is_named(tmp_path: Path) -> None:
+    (tmp_path / "e.csv").write_text("f0,f1\n1,2\n")
+    with pytest.raises(DataError, match="has no column 'labels', only 'f0', 'f1'"):
+        read_array(tmp_path / "e.csv", "labels")

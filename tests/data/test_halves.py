@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from metricopt_ext.data.halves import class_halves, random_halves, stratified_halves
+from metricopt_ext.data.halves import class_draws, class_halves, random_halves, stratified_halves
 
 
 def test_random_halves_divide_all() -> None:
@@ -60,6 +60,35 @@ def test_levels_without_two_classes_for_each_half_have_no_halves() -> None:
     assert isinstance(few, str)
     for above in (torch.zeros(24, dtype=torch.long), y.clamp(max=1)):  # one class above, or one of a single class
         assert class_halves(torch.stack([y, above], 1), seed=0) == few
+
+
+@pytest.mark.parametrize(("classes", "pairs"), [(20, 8), (4, 3)])
+def test_classes_are_divided_several_times_each_time_otherwise(classes: int, pairs: int) -> None:
+    """Four classes have three divisions, which 32 draws miss by chance once in 100,000 seeds."""
+    y = torch.arange(classes).repeat(5)
+    draws = class_draws(y, seed=1)
+    assert isinstance(draws, list)
+    assert len(draws) == pairs
+    assert all(torch.equal(a, b) for a, b in zip(draws[0], class_halves(y, seed=1), strict=True))
+    assert len({frozenset((tuple(a.tolist()), tuple(b.tolist()))) for a, b in draws}) == pairs
+    for a, b in draws:
+        assert sorted([*a.tolist(), *b.tolist()]) == list(range(len(y)))
+        assert not {*y[a].tolist()} & {*y[b].tolist()}
+    again, other = class_draws(y, seed=1), class_draws(y, seed=2)
+    assert all(torch.equal(a, b) for x, z in zip(draws, again, strict=True) for a, b in zip(x, z, strict=True))
+    assert classes == 4 or not torch.equal(draws[0][0], other[0][0])  # type: ignore[arg-type]
+    assert len(class_draws(torch.arange(20).repeat(5), seed=1, draws=3)) == 3
+
+
+def test_a_further_division_with_too_few_classes_is_left_out() -> None:
+    """Of 4 classes with two examples and 2 with one, some divisions leave one half without two pairs."""
+    y = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3, 4, 5])
+    found = [class_draws(y, seed) for seed in range(20)]
+    assert any(isinstance(each, str) for each in found)
+    for draws in found:
+        if isinstance(draws, list):
+            for half in (half for pair in draws for half in pair):
+                assert int((y[half].unique(return_counts=True)[1] > 1).sum()) >= 2
 
 
 def test_halves_have_the_same_make_up() -> None:

@@ -6,7 +6,7 @@ import scipy.ndimage
 import torch
 from torch import Tensor
 
-from metricopt_ext.data.shift import ImageShift, rotate
+from metricopt_ext.data.shift import ImageShift, ShiftByPlace, rotate
 from metricopt_ext.errors import DataError
 
 
@@ -34,11 +34,23 @@ def test_shift_depends_on_the_seed_only(images: Tensor) -> None:
 
 def test_shift_does_not_depend_on_the_batch(images: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     once = SHIFT(images)
-    assert torch.allclose(SHIFT(images[:7]), once[:7], atol=1e-6)
+    assert torch.equal(SHIFT(images[:7]), once[:7])
     monkeypatch.setattr("metricopt_ext.data.shift._CHUNK", 3)
-    assert torch.allclose(SHIFT(images), once, atol=1e-6)
+    assert torch.equal(SHIFT(images), once)
     same = SHIFT(images[:1].expand(2, -1, -1, -1))
     assert not torch.allclose(same[0], same[1], atol=1e-2)  # each image its own draw
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("orders", [[range(40)], [[7], [3], [39], [7, 0, 7], range(40)]])
+def test_an_image_is_shifted_alike_whenever_it_is_met(images: Tensor, channels: int, orders: list[list[int]]) -> None:
+    images = images[:, :channels]
+    once, shift = SHIFT(images, seed=4), ShiftByPlace(SHIFT, 4)
+    for places in orders:
+        assert torch.equal(shift(images[list(places)], list(places)), once[list(places)])
+    assert len(shift(images[:0], [])) == 0
+    with pytest.raises(DataError, match=r"must have values in \[0, 1\]"):
+        shift(images[:1] + 1, [0])
 
 
 def test_contrast_and_brightness(images: Tensor) -> None:

@@ -1,6 +1,8 @@
 """Images on disk in the place of a tensor: the same values, read only when they are asked for."""
 
+import os
 import warnings
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +11,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from metricopt_ext.data import streamed
 from metricopt_ext.data.images import load_image_folder
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.parts import large_parts
+from metricopt_ext.data.shift import ImageShift
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.data.streamed import StreamedImages, as_inputs, changed, is_streamed, stacked, taken
 from metricopt_ext.errors import DataError
@@ -29,7 +33,15 @@ class Disk:
         return self.images[row]
 
     def streamed(self) -> StreamedImages:
-        return StreamedImages(self, range(len(self.images)), (3, 2, 2))
+        return StreamedImages.of(self, len(self.images), (3, 2, 2))
+
+
+@pytest.fixture(autouse=True, params=[1, 4])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """As on a machine with one processor, and on one with four."""
+    monkeypatch.setattr(streamed, "_processors", lambda: request.param)
+    streamed._pool.cache_clear()
+    return int(request.param)
 
 
 INDICES = [
@@ -56,12 +68,14 @@ def test_an_index_gives_what_a_tensor_gives(index: object) -> None:
         assert torch.equal(some.take(slice(1, None))[:], disk.images[index][1:])
 
 
-def test_parts_are_read_one_after_the_other() -> None:
+def test_parts_are_read_one_after_the_other(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamed, "AHEAD_BYTES", 2 * 12)  # two images
     disk = Disk(10)
     images, seen = disk.streamed(), []
     for part in images.split(4):
         seen.append(part)
-        assert len(disk.read) == sum(map(len, seen))  # no more than what was asked for
+        asked = sum(map(len, seen))
+        assert asked <= len(disk.read) <= (asked if threads == 1 else asked + 2)  # and no more
     assert [len(part) for part in seen] == [4, 4, 2]
     assert torch.equal(torch.cat(seen), disk.images)
     disk.read.clear()
@@ -87,6 +101,8 @@ def test_images_of_several_folders_are_one() -> None:
     images = stacked([as_inputs(first.streamed()), as_inputs(second.streamed().take([4, 1]))])
     assert is_streamed(images)
     assert torch.equal(images[:], torch.cat([first.images, second.images[[4, 1]]]))
+    assert torch.equal(torch.cat(list(images.split(2))), images[:])  # type: ignore[call-overload]
+    assert torch.equal(images[[4, 0, 3]], torch.cat([second.images[[1]], first.images[[0]], second.images[[4]]]))
     assert torch.equal(stacked([first.images, second.images]), torch.cat([first.images, second.images]))
 
 
@@ -98,8 +114,52 @@ def test_splits_keep_images_on_disk() -> None:
     assert disk.read == []
     assert torch.equal(moved.validation.x[:], disk.images[6:9].float())
     assert torch.equal(moved.test.x[:], disk.images[1::2].float())
-    with pytest.raises(DataError, match=r"shift\.kind=none or data\.stream=false"):
-        splits.shifted(lambda x, seed: x, 0)  # type: ignore[arg-type]
+
+
+def test_a_shift_is_that_of_images_in_memory() -> None:
+    disk, y = Disk(12), torch.arange(12) % 2
+    parts = (torch.arange(3), torch.arange(3, 8), torch.tensor([9, 8, 11, 10]))
+    shift = ImageShift(contrast=0.5, noise_std=0.1, rotation_degrees=30)
+    memory, shifted = (
+        Splits(*(Split(x, y).take(rows) for rows in parts), ("a", "b")).shifted(shift, 1)
+        for x in (disk.images, as_inputs(disk.streamed()))
+    )
+    assert disk.read == []
+    assert torch.equal(shifted.train.x[:], memory.train.x)
+    for name in ("test", "validation"):
+        part, expected = getattr(shifted, name).x, getattr(memory, name).x
+        assert torch.equal(part[[3, 1]], expected[[3, 1]])
+        assert torch.equal(torch.cat(list(part.split(2))), expected)
+        assert torch.equal(taken(part, torch.tensor([2, 0]))[:], expected[[2, 0]])
+        normalised = changed(part, lambda x: (x - 0.5) / 0.2)
+        assert torch.equal(normalised[[1]], (expected[[1]] - 0.5) / 0.2)
+
+
+def test_a_forked_process_reads_what_its_parent_had_begun_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(8)
+    images = disk.streamed()
+    images.prepare(slice(None))
+    first, process = images[:2], os.getpid()
+    for future in list(images._source.begun._futures.values()):  # type: ignore[attr-defined]
+        future.cancel()  # as in a fork, where no thread is left to read it
+    monkeypatch.setattr(os, "getpid", lambda: process + 1)
+    assert torch.equal(torch.cat([first, images[2:]]), disk.images)
+
+
+def test_an_error_is_that_of_the_image_that_was_asked_for() -> None:
+    def read(row: int) -> Tensor:
+        if row > 3:
+            raise DataError(f"image {row} is broken")
+        return torch.zeros(3, 2, 2, dtype=torch.uint8)
+
+    images = StreamedImages.of(read, 8, (3, 2, 2))
+    assert images[:4].shape == (4, 3, 2, 2)
+    with pytest.raises(DataError, match="image 4 is broken"):
+        images[2:8]
+    parts = images.split(2)
+    assert [len(next(parts)) for _ in range(2)] == [2, 2]  # though later ones are read ahead
+    with pytest.raises(DataError, match="image 4 is broken"):
+        next(parts)
 
 
 # --- Folders ---------------------------------------------------------------------------------------------------
@@ -135,8 +195,28 @@ def test_what_is_wrong_with_a_folder_is_said_before_anything_is_trained(folder: 
     with pytest.raises(DataError, match=r"cannot read dog/3\.jpg as an image"):
         load_image_folder(folder, 7, stream=True)
     (folder / "packed.zip").write_bytes(b"PK")
-    with pytest.raises(DataError, match="unpack it to stream them"):
+    with pytest.raises(DataError, match="is neither a folder nor a complete zip file"):
         load_image_folder(folder / "packed.zip", 7, stream=True)
+
+
+def test_a_zip_file_gives_the_same_from_disk_as_its_folder(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    file = tmp_path_factory.mktemp("zip") / "set.zip"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for each in sorted(folder.rglob("*.jpg")):
+            archive.write(each, each.relative_to(folder))
+    seen: list[dict[str, str]] = [{}, {}, {}]
+    memory = load_image_folder(folder, 7, contents=seen[0])
+    disk, zipped = (
+        load_image_folder(path, 7, stream=True, contents=own)
+        for path, own in zip((folder, file), seen[1:], strict=True)
+    )
+    assert seen[0] == seen[1] == seen[2]
+    assert torch.equal(zipped.y, memory.y)
+    for _ in range(2):
+        assert torch.equal(torch.cat(list(zipped.x.split(3))), memory.x)
+    assert torch.equal(zipped.x[[6, 1]], disk.x[[6, 1]])
 
 
 def test_what_is_lost_of_images_is_said_once(folder: Path) -> None:

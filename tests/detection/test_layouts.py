@@ -1,6 +1,7 @@
 """How people lay out sets for detectors: each part is found with its own images, and what is missing is named."""
 
 import json
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from metricopt_ext.detection.config import DataConfig, DetectionConfig
 from metricopt_ext.detection.data import DetectionSplits, load_splits
 from metricopt_ext.detection.layouts import as_usual, images_of, part_at, part_in, part_of
 from metricopt_ext.detection.toolkit import Example
+from metricopt_ext.detection.voc import find_tree, read_voc
 from metricopt_ext.errors import ConfigError, DataError
 
 CLASSES = ("cat", "dog")
@@ -212,6 +214,59 @@ def test_each_part_has_its_own_images_and_objects(layout: Layout, tmp_path: Path
     for name, part in (("train", splits.train), ("val", splits.validation), ("test", splits.test)):
         assert numbers_of(part) == [*NUMBERS[name]], name
     assert [line.partition(":")[0] for line in splits.found] == ["train", "validation", "test"]
+
+
+def test_what_coco_has_for_other_tasks_is_said_not_to_be_read(tmp_path: Path) -> None:
+    data = coco_as_distributed(tmp_path)
+    for name in ("person_keypoints_val2017", "captions_val2014", "stuff_test2017"):
+        (tmp_path / f"annotations/{name}.json").write_text("{}")
+    found = splits_of(tmp_path, **data).found
+    assert found[0].endswith("train2017 (not read: captions_train2017.json); 4 images")
+    assert found[1].endswith("val2017 (not read: captions_val2017.json, person_keypoints_val2017.json); 3 images")
+    assert found[2].endswith("test2017 (not read: captions_test2017.json, stuff_test2017.json); 2 images")
+    write_coco(tmp_path / "one/mine.json", tmp_path / "one", range(1, 3))
+    (tmp_path / "one/about.json").write_text('{"licence": "CC0"}')
+    assert part_at(tmp_path / "one").found.endswith("(not read: about.json)")
+
+
+def test_captions_alone_are_refused(tmp_path: Path) -> None:
+    coco_as_distributed(tmp_path)
+    captions = tmp_path / "annotations/captions_val2017.json"
+    captions.write_text(json.dumps({"images": [{"id": 1}], "annotations": [{"image_id": 1, "caption": "a cat"}]}))
+    with pytest.raises(DataError, match=r"captions_val2017\.json has captions, and no boxes; COCO's boxes are in inst"):
+        part_at(captions).read()
+    (tmp_path / "annotations/instances_val2017.json").unlink()
+    for find in (lambda: part_of(tmp_path, "val", "coco"), lambda: part_in(tmp_path, "val")):
+        with pytest.raises(
+            DataError, match=r"has only \['captions_val2017\.json'\] for 'val'; COCO's boxes are in inst"
+        ):
+            find()
+
+
+def test_voc_s_masks_and_lists_for_other_tasks_are_said_not_to_be_read(tmp_path: Path) -> None:
+    voc_tree(tmp_path / "VOC", "Annotations", "JPEGImages", "ImageSets/Main")
+    (tmp_path / "VOC/ImageSets/Action").mkdir()
+    (tmp_path / "VOC/ImageSets/Segmentation").mkdir()
+    (tmp_path / "VOC/ImageSets/Segmentation/train.txt").write_text("1\n")
+    write_image(tmp_path / "VOC/SegmentationClass/1.png", 1)
+    unread = f"VOC/ImageSets/Segmentation, {tmp_path}/VOC/SegmentationClass"
+    found = splits_of(tmp_path, name="voc", root=str(tmp_path)).found
+    assert found[0].endswith(f"lists in {tmp_path}/VOC/ImageSets/Main (not read: {tmp_path}/{unread}); 4 images")
+    with zipfile.ZipFile(tmp_path / "VOC.zip", "w") as file:
+        for each in sorted((tmp_path / "VOC").rglob("*")):
+            file.write(each, each.relative_to(tmp_path))
+    with zipfile.ZipFile(tmp_path / "VOC.zip") as file:
+        names = [each.name for each in find_tree(zipfile.Path(file)).unread]
+    assert names == ["Segmentation", "SegmentationClass"]
+
+
+def test_masks_alone_are_refused(tmp_path: Path) -> None:
+    write_image(tmp_path / "VOC/SegmentationClass/1.png", 1)
+    write_image(tmp_path / "VOC/JPEGImages/1.png", 1)
+    said = r"VOC has masks \(.*SegmentationClass\) and no XML files with boxes, .* by data\.name=segmentation$"
+    for find in (part_at, find_tree, read_voc, lambda root: part_of(root, "train", "voc")):
+        with pytest.raises(DataError, match=said):
+            find(tmp_path / "VOC")
 
 
 @pytest.mark.parametrize("folders", [("annotations", "images"), ("Annotations", "JPEGImages"), ("", "")])

@@ -2,7 +2,9 @@
 
 import itertools
 import math
+import zipfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,11 @@ from torch import Tensor, nn
 pytest.importorskip("torchvision")
 
 from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.data import training_state
+from metricopt_ext.data import streamed, training_state
+from metricopt_ext.detection import records
 from metricopt_ext.detection.records import Annotated, DetectionSet
 from metricopt_ext.detection.task import ExampleBatches, detection_loss, load_examples
-from metricopt_ext.detection.toolkit import Example
+from metricopt_ext.detection.toolkit import Example, images_in
 from metricopt_ext.detection.torchvision_toolkit import PLACEMENTS, TorchvisionToolkit
 from metricopt_ext.detection.train import train_detector
 from metricopt_ext.errors import ConfigError, DataError, FileFormatError
@@ -245,13 +248,16 @@ def test_the_rate_rises_and_then_falls_to_0_and_long_gradients_are_clipped() -> 
 
 
 @pytest.mark.parametrize("size", [None, 40])
+@pytest.mark.parametrize("processors", [1, 3])
 def test_images_on_disk_are_those_in_memory_and_few_are_kept(
-    squares: Callable[..., DetectionSet], size: int | None, monkeypatch: pytest.MonkeyPatch
+    squares: Callable[..., DetectionSet], size: int | None, processors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(streamed, "_processors", lambda: processors)
+    streamed._pool.cache_clear()
     data, read = squares(24, width=70), []
     load = Annotated.load
     memory = load_examples(data, size)
-    monkeypatch.setattr(Annotated, "load", lambda self, most: read.append(self.image_id) or load(self, most))
+    monkeypatch.setattr(Annotated, "load", lambda self, *limits: read.append(self.image_id) or load(self, *limits))
     disk = load_examples(data, size, stream=True)
     assert read == []
     assert [torch.equal(one.truth.boxes, other.truth.boxes) for one, other in zip(disk, memory, strict=True)] == [
@@ -265,3 +271,25 @@ def test_images_on_disk_are_those_in_memory_and_few_are_kept(
     assert len(read) == 24
     assert torch.equal(disk[0].image, memory[0].image)  # which is no longer there
     assert len(read) == 25
+    assert [each.size for each in disk] == [tuple(each.image.shape[1:]) for each in memory]
+    assert len(read) == 25
+    for one, other in zip(images_in(disk[:20]), images_in(memory[:20]), strict=True):  # more than are kept
+        assert torch.equal(one, other)
+    assert len(read) == 44  # all but the one that was there
+
+
+def test_images_in_a_zip_file_are_read_from_one_handle(
+    squares: Callable[..., DetectionSet], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = squares(12)
+    memory = load_examples(data)
+    with zipfile.ZipFile(tmp_path / "set.zip", "w") as archive:
+        for each in data.images:
+            archive.write(each.path, f"images/{each.path.name}")
+    zipped = [replace(each, path=Path("images", each.path.name), archive=tmp_path / "set.zip") for each in data.images]
+    disk = load_examples(DetectionSet(data.classes, zipped), stream=True)
+    opened, open_zip = [], records.open_zip
+    monkeypatch.setattr(records, "open_zip", lambda path: opened.append(path) or open_zip(path))
+    for one, other in zip(images_in(disk), memory, strict=True):
+        assert torch.equal(one, other.image)
+    assert opened == []

@@ -1,7 +1,7 @@
 """Contenders on a quadratic: where each stood at each budget, and that no query goes uncounted."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -96,6 +96,29 @@ def test_ours_is_what_optimize_metric_does(quadratic: Callable[..., Any], accept
     assert task.queries - asked == BUDGETS[-1] - 3 + 2  # the ends of the smaller budgets are elsewhere
 
 
+def test_a_share_of_the_way_is_kept_at_each_budget_where_classes_are_new(quadratic: Callable[..., Any]) -> None:
+    """As `optimize_metric` does; what a smaller budget asks for itself alone is not counted for a larger one."""
+
+    def made() -> Any:
+        task = quadratic()
+        goals = task.goal + 1.5 * torch.randn(12, task.dim, generator=torch.Generator().manual_seed(3)).double()
+
+        def metric(model: Any) -> Any:
+            costs = (model.metricopt.phi.detach() - goals).square().sum(1)
+            return float(costs.mean()), (float(costs[::2].mean()), float(costs[1::2].mean()))
+
+        return replace(task, metric=Metric(metric, maximize=False, bounds=None, name="distance", new_classes=True))
+
+    task = made()
+    begun = begun_at(task)
+    for each, budget in zip(ours().run(task, begun, [each - 1 for each in BUDGETS], 3), BUDGETS, strict=True):
+        alone = optimize_metric(made(), queries=budget, seed=3, watcher=Watcher())
+        assert each.result.chosen == alone.chosen == "part"
+        assert each.result.kept_share == alone.kept_share
+        assert torch.equal(each.end, alone.ends["part"])
+        assert each.after_choice(1).queries == budget
+
+
 def test_passes_are_those_of_the_queries_and_of_the_losses(quadratic: Callable[..., Any]) -> None:
     """The metric runs the model; a check of the loss takes 2 batches or 1, the probe 64, Guided ES one a step."""
     config = RunConfig()
@@ -156,7 +179,9 @@ def test_best_step_of_the_loss_is_tried_at_no_more_points_than_queries(quadratic
 def test_contenders_are_in_the_methods_table_and_say_what_they_need() -> None:
     contenders = usual_contenders(RunConfig())
     assert set(contenders) <= set(METHODS)
-    assert {name for name, each in contenders.items() if each.anytime} == {"random_search", "turbo", "ours"}
+    assert {name for name, each in contenders.items() if each.anytime} == {
+        *("random_search", "turbo", "noisy_ei", "optuna_tpe", "optuna_gp", "ours")
+    }
     assert {name: each.least(32) for name, each in contenders.items()} == {
         "loss_finetune_best": 2,
         "guided_es": 14,
@@ -164,7 +189,10 @@ def test_contenders_are_in_the_methods_table_and_say_what_they_need() -> None:
         "random_search": 2,
         "ngopt": 2,
         "turbo": 17,
-        "ours": 15,
+        "noisy_ei": 9,
+        "optuna_tpe": 2,
+        "optuna_gp": 2,
+        "ours": 9,
     }
 
 

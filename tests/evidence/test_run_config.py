@@ -55,7 +55,7 @@ def test_too_few_queries_are_refused_before_any_work() -> None:
         RunConfig(queries=enough - 1, method=RecipeConfig()).check()
 
 
-@pytest.mark.parametrize(("starts", "least"), [([], 11), (["batchnorm"], 12), (["loss_finetune", "prior"], 13)])
+@pytest.mark.parametrize(("starts", "least"), [([], 9), (["batchnorm"], 10), (["loss_finetune", "prior"], 11)])
 def test_a_search_needs_its_starts_a_design_and_an_end(starts: list[str], least: int) -> None:
     RunConfig(queries=least, starts=starts).check()
     with pytest.raises(BudgetError, match=rf"^{least - 1} queries are too few: .* needs at least {least}$"):

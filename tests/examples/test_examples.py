@@ -1,10 +1,8 @@
 """Each script of `examples`, run as it is on little training, and the counts of its marked lines."""
 
 import ast
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -152,7 +150,7 @@ def plain(state: dict[str, Any]) -> bool:
 
 @pytest.mark.slow
 def test_the_imagenet_trainer_resumes_the_tuned_model(ran: Any) -> None:
-    tuned = ran("imagenet_trainer", "--epochs", "4")
+    tuned = ran("imagenet_trainer", "--epochs", "2")
     again = ran("imagenet_trainer", "--evaluate", "--resume", "model_best.pth.tar")
     assert again.value("mean recall: ") == tuned.value("-> ")
     assert plain(torch.load("model_best.pth.tar")["state_dict"])
@@ -179,16 +177,12 @@ def test_the_trainers_best_checkpoint_is_the_tuned_model(ran: Any) -> None:
 
 
 @pytest.mark.slow
-def test_processes_judge_their_shards_of_the_data(ran: Any, tmp_path: Path) -> None:
+def test_processes_judge_their_shards_of_the_data(ran: Any, forked: Any, tmp_path: Path) -> None:
     one = ran("accelerate_loop", "--epochs", "3")
     assert plain(torch.load("accelerate_loop.pth"))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    two = subprocess.run(
-        [*launch, "accelerate_loop.py", "--epochs", "3"],
-        cwd=tmp_path, env=environment, check=True, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    for printed in (one.printed, two.stdout):
+    Path("accelerate_loop.pth").unlink()
+    two = forked((tmp_path / "accelerate_loop.py").read_text(), 2, "--epochs", "3")
+    for printed in (one.printed, two):
         assert len(re.findall(r"macro recall on test, after: \d\.\d{4}", printed)) == 1
         assert len(re.findall(r"-> \d\.\d{4}; kept ", printed)) == 1
     assert plain(torch.load("accelerate_loop.pth"))

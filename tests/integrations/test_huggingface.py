@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 
 import metricopt_ext as mo
-from metricopt_ext.errors import ConfigError, DataError, MetricError
+from metricopt_ext.errors import AdapterError, ConfigError, DataError, MetricError
 from metricopt_ext.integrations import huggingface
 from metricopt_ext.integrations.huggingface import tune_trainer
 from metricopt_ext.utils.progress import Watcher
@@ -113,6 +113,22 @@ def test_what_the_trainer_reloads_is_what_was_judged(tmp_path: Path) -> None:
     assert all(torch.equal(each, weights[name]) for name, each in resumed.model.state_dict().items())
 
 
+@pytest.mark.parametrize(("masked", "population"), [(False, 32), (True, 1)])
+def test_the_population_is_what_the_model_can_do(masked: bool, population: int, tmp_path: Path) -> None:
+    """BERT's code looks into a mask, which ``vmap`` can't."""
+
+    def collated(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        of_one_length = [row | {"input_ids": (row["input_ids"] * 6)[:6]} for row in rows]
+        return {name: each for name, each in collate(of_one_length).items() if masked or name != "attention_mask"}
+
+    host, said = trainer(tmp_path, num_train_epochs=1), list[str]()
+    host.data_collator = collated
+    shown = type("Shown", (Watcher,), {"say": lambda self, line: said.append(line)})()
+    run = tuned(host, "likelihood", watcher=shown)
+    assert said[0].startswith(f"population {population}: ")
+    assert host.evaluate()["eval_likelihood"] == pytest.approx(run.after, abs=1e-6)
+
+
 def test_what_the_guard_did_not_change_leaves_the_files_alone(tmp_path: Path) -> None:
     host = trainer(tmp_path, num_train_epochs=1, compute_metrics=lambda prediction: {"f1": 0.5})
     host.train()
@@ -136,6 +152,83 @@ def test_checkpoints_of_other_weights_are_named(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="checkpoint-999 is of another training"):
         assert huggingface._checkpoints_of(host) == []
     assert huggingface._checkpoints_of(trainer(tmp_path / "none")) == []
+
+
+def in_shards(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has a trainer's model saved in several files with an index, as a large one is."""
+    whole = host.model.save_pretrained
+    monkeypatch.setattr(
+        host.model, "save_pretrained", lambda *args, **kwargs: whole(*args, max_shard_size="8KB", **kwargs)
+    )
+
+
+@pytest.mark.parametrize(("before", "after"), [("shards", "shards"), ("shards", "whole"), ("whole", "shards")])
+def test_sharded_weights_are_replaced_as_a_whole(
+    before: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = trainer(tmp_path, num_train_epochs=1)
+    with monkeypatch.context() as patched:
+        if before == "shards":
+            in_shards(host, patched)
+        host.train()
+    untuned = copy.deepcopy(host.model.state_dict())
+    (folder,) = tmp_path.glob("checkpoint-*")
+    if after == "shards":
+        in_shards(host, monkeypatch)
+    assert tuned(host, "likelihood").after > 0
+    weights = host.model.state_dict()
+    for where, form, expected in ((folder, after, weights), (folder / "untuned", before, untuned)):
+        files = [each.name for each in where.glob("model*")]
+        assert len(files) > 2 if form == "shards" else files == ["model.safetensors"]
+        state = {name: each for file in where.glob("*.safetensors") for name, each in load_file(file).items()}
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(each, expected[name]) for name, each in state.items())
+        loaded = transformers.AutoModelForSequenceClassification.from_pretrained(where).state_dict()
+        assert all(torch.equal(each, expected[name]) for name, each in loaded.items())
+    assert not torch.equal(weights["classifier.bias"], untuned["classifier.bias"])
+
+
+def test_deepspeed_s_own_weights_are_named(tmp_path: Path) -> None:
+    host = trainer(tmp_path, num_train_epochs=1)
+    host.train()
+    (folder,) = tmp_path.glob("checkpoint-*")
+    (folder / "global_step2").mkdir()
+    with pytest.warns(
+        UserWarning, match=r"global_step2 has DeepSpeed's weights from before .* from_pretrained\("
+    ) as said:
+        tuned(host, "likelihood")
+    assert len([each for each in said if "global_step2" in str(each.message)]) == 1
+    state = load_file(folder / "model.safetensors")
+    assert all(torch.equal(each, host.model.state_dict()[name]) for name, each in state.items())
+
+
+def test_a_model_in_parts_is_refused(tmp_path: Path) -> None:
+    host = trainer(tmp_path)
+    next(host.model.parameters()).ds_id = 0  # as DeepSpeed's third stage marks what it has partitioned
+    with pytest.raises(AdapterError, match=r"sharded by DeepSpeed's ZeRO stage 3.* one full state dict"):
+        tuned(host, "likelihood")
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_weights_that_are_not_written_are_put_back(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = trainer(tmp_path, num_train_epochs=1)
+    host.train()
+    (file,) = tmp_path.glob("checkpoint-*/model.safetensors")
+    before = file.read_bytes()
+
+    def elsewhere(folder: str) -> None:
+        if fails:
+            raise OSError("the disk is full")
+
+    monkeypatch.setattr(host, "save_model", elsewhere)
+    expected: Any = (
+        pytest.raises(OSError, match="the disk is full") if fails else pytest.warns(match="wrote no weights")
+    )
+    with expected:
+        tuned(host, "likelihood")
+    assert file.read_bytes() == before
 
 
 def test_files_can_be_left_alone(tmp_path: Path) -> None:

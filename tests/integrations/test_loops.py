@@ -1,8 +1,5 @@
 """One call of a training script that tunes its model: what it leaves, what it refuses, several processes."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +56,15 @@ def test_the_model_is_an_ordinary_one_again_and_the_one_that_was_judged_best(wra
     assert likelihood(model.eval())[0] == pytest.approx(run.after, abs=1e-9)
 
 
+def test_how_many_phi_are_computed_at_once_is_chosen_unless_it_is_given() -> None:
+    seen: list[str] = []
+    for population in (None, 1):
+        shown = type("Shown", (Watcher,), {"say": lambda self, line: seen.append(line)})()
+        tuned(network(), likelihood, population=population, watcher=shown)
+    assert [line for line in seen if line.startswith("population")] == [next(iter(seen))]
+    assert seen[0].startswith("population 32: the activations of 32 batches take ")
+
+
 def test_the_search_is_the_one_of_the_parts() -> None:
     ours, other = network(), network()
     run = tuned(ours, likelihood)
@@ -67,7 +73,6 @@ def test_the_search_is_the_one_of_the_parts() -> None:
         loss=loss,
         batches=mo.DatasetBatches(LOADER.dataset, 20),
         metric=mo.Metric(likelihood, maximize=True),
-        population=1,
     )
     assert mo.optimize_metric(task, queries=20, watcher=Watcher()).after == run.after
     adapter.merge()
@@ -214,12 +219,9 @@ distributed.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_processes_judge_their_shards_together(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SHARDED)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+def test_processes_judge_their_shards_together(forked: Any, tmp_path: Path) -> None:
     for world in (1, 2):
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-        subprocess.run([*launch, str(tmp_path / "script.py"), str(tmp_path)], env=environment, check=True, timeout=120)
+        forked(SHARDED, world, str(tmp_path))
     (before, after, one), *two = (torch.load(tmp_path / name) for name in ("1-0.pt", "2-0.pt", "2-1.pt"))
     assert after > before
     for shared_before, shared_after, state in two:

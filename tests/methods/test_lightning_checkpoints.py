@@ -50,10 +50,11 @@ class Classifier(L.LightningModule):
 
 def fitted(callback: SearchPhi, folder: Path, **options: Any) -> tuple[Any, Classifier]:
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    strategy = options.pop("strategy", "auto")
     kept = ModelCheckpoint(
         folder, **{"monitor": "early", "mode": "max", "filename": "best", "save_last": True, **options}
     )
-    host = L.Trainer(accelerator="cpu", max_epochs=3, callbacks=[callback, kept], **quiet)
+    host = L.Trainer(accelerator="cpu", max_epochs=3, callbacks=[callback, kept], strategy=strategy, **quiet)
     module = Classifier()
     host.fit(module, BATCHES, WHOLE)
     return host, module
@@ -173,3 +174,33 @@ def test_a_file_that_can_not_be_read_is_named(tmp_path: Path, monkeypatch: pytes
     said = [str(each.message) for each in caught]
     assert any("best.ckpt can't be read, so the search begins from the last weights: the disk" in each for each in said)
     assert any("best.ckpt lacks phi, as it can't be read" in each for each in said)
+
+
+class Sharding(L.pytorch.strategies.SingleDeviceStrategy):
+    """Writes each checkpoint as a folder, as strategies for many devices do."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        Path(filepath).mkdir(parents=True, exist_ok=True)
+        torch.save(checkpoint, Path(filepath) / "shard.pt")
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        Path(filepath, "shard.pt").unlink()
+        Path(filepath).rmdir()
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_folders_of_shards_are_named_once_with_the_remedy(
+    merge: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    callback = search(merge=merge)
+    fitted(callback, tmp_path, strategy=Sharding(device="cpu"))
+    assert callback.run.after > callback.run.before + 0.01
+    said = [str(each.message) for each in recwarn]
+    (folders,) = [each for each in said if "lacks phi" in each or "without phi" in each]
+    assert folders.startswith(f"{tmp_path / 'best.ckpt'}, {tmp_path / 'last.ckpt'} is a folder of shards")
+    assert ("call adapter.merge(), then torch.save(module.state_dict(), FILE)" in folders) is not merge
+    assert [each for each in said if "so the search begins from the last weights" in each] == (
+        [f"{tmp_path / 'best.ckpt'} is no file here, so the search begins from the last weights"] if merge else []
+    )
+    for which in ("best", "last"):
+        assert [each.name for each in (tmp_path / f"{which}.ckpt").iterdir()] == ["shard.pt"]

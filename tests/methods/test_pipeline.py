@@ -477,7 +477,7 @@ def test_f_is_measured_after_each_round_and_after_each_batch_that_it_proposed(qu
     task = quadratic()
     go(task, recipe=GuidedTrustRegion(), queries=40, watcher=search)
     first = 1 + GuidedTrustRegion().design_size(task.dim)
-    assert [queries for queries, _ in search.qualities] == [*range(first + 8, 40, 8), 39]  # the last query is the end's
+    assert [queries for queries, _ in search.qualities] == [*range(first + 4, 40, 4), 39]  # the last query is the end's
 
 
 # --- The steps of the algorithm --------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ def searched(**change: Any) -> Result:
         "queries": {"search": 100},
         "queries_per_start": 100,
         "ends": {"search": torch.zeros(2)},
+        "values": {"start": 0.5, "search": 0.75},
         "guard": "halves",
         "starts": {"start": 0.5},
         "begun_at": "start",

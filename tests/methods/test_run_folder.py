@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,17 @@ def test_identity_does_not_depend_on_where_code_is(quadratic: Callable[..., Any]
     text = str(identity_of(strategy, quadratic(), {}, seed=0, size={}))
     assert "metricopt_ext." not in text
     assert "0x" not in text
+
+
+def test_another_line_is_another_run(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    lines = [None, torch.tensor([1.0, 0, 0, 0]), torch.tensor([2.0, 0, 0, 0])]
+    tasks = [replace(quadratic(), line=line) for line in lines]
+    found = [str(identity_of(GuidedTrustRegion(), task, {}, seed=0, size={})) for task in tasks]
+    assert len(set(found)) == 3
+    optimize_metric(tasks[1], queries=20, output_dir=tmp_path, watcher=Watcher())
+    with pytest.raises(FileFormatError, match="holds another run: line was"):
+        optimize_metric(tasks[2], queries=20, output_dir=tmp_path, resume=True, watcher=Watcher())
+    assert tasks[2].queries == 0
 
 
 def test_a_finished_run_is_loaded_and_an_unfinished_one_says_what_it_lacks(

@@ -20,7 +20,8 @@ from metricopt_ext.methods.search import Search
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.tasks.metric import Ledger, Metric
+from metricopt_ext.tasks.kept_evaluations import KeptEvaluations
+from metricopt_ext.tasks.metric import Evaluation, Ledger, Metric
 from metricopt_ext.utils.files import UNFINISHED
 from metricopt_ext.utils.progress import Watcher
 
@@ -94,7 +95,7 @@ def test_a_batch_closes_once_all_of_it_is_answered(quadratic: Make) -> None:
         search.tell(trial.id, 2.0 + trial.id)
         assert search.ask(1) == []
     search.fail(3, "out of memory")
-    assert [trial.id for trial in search.ask(99)] == list(range(5, 13))
+    assert [trial.id for trial in search.ask(99)] == list(range(5, 9))
     assert (search.spent, search.failed) == (5, 1)
 
 
@@ -259,6 +260,25 @@ def test_a_start_with_other_tensors_is_applied_and_kept(tmp_path: Path) -> None:
 
 
 # --- What is refused ---------------------------------------------------------------------------------------------
+
+
+def test_several_pairs_of_halves_are_told_and_kept_and_their_number_must_stay(quadratic: Make, tmp_path: Path) -> None:
+    task = quadratic()
+    task = task.judged_by(Metric(task.distance, maximize=True, bounds=(0.0, 2.0), name="distance"))
+    search = Search(task, 40, output_dir=tmp_path)
+    (start,) = search.ask()
+    for wrong in (((1.0, 0.5), (0.5,)), ((1.0, 0.5), 0.5)):
+        with pytest.raises(ValueError, match="or several pairs of two"):
+            search.tell(start.id, 1.0, halves=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="on a half of its data, outside"):
+        search.tell(start.id, 1.0, halves=((1.0, 0.5), (0.5, 3.0)))
+    search.tell(start.id, 1.0, halves=((1.0, 0.5), (0.5, 2.0)))
+    kept = KeptEvaluations(tmp_path / "evaluations.json", task.metric).told[0].evaluation
+    assert kept == Evaluation(0.5, (0.5, 0.75), pairs=((0.5, 0.75), (0.75, 0.0)))
+    (trial,) = search.ask()
+    with pytest.raises(ValueError, match="trial 1 is told 1 pair of halves, but others 2; divide the data"):
+        search.tell(trial.id, 1.0, halves=(1.0, 0.5))
+    search.tell(trial.id, 1.0)  # the metric may be undefined on a half here
 
 
 def test_what_can_be_no_answer_changes_nothing(quadratic: Make, tmp_path: Path) -> None:

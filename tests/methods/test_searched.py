@@ -141,6 +141,30 @@ def test_a_search_that_finds_nothing_keeps_the_start_that_gained(quadratic: Call
     assert "kept the start 'goal'" in str(result)
 
 
+@pytest.mark.parametrize("queries", [1, 3, 4, 6, 12])
+def test_a_run_with_a_line_goes_on_where_it_was_cut_short(
+    quadratic: Callable[..., Any], tmp_path: Path, queries: int
+) -> None:
+    def lined() -> Any:
+        task = quadratic()
+        return replace(task, line=0.7 * task.goal)
+
+    whole, cut, resumed = lined(), lined(), lined()
+    expected = guided(whole, output_dir=tmp_path / "whole")
+    assert {"start", "line", "search"} == set(expected.ends)
+    assert torch.equal(expected.start_of("line").phi, expected.ends["line"])
+    assert whole.true_cost(expected.ends["line"]) < 0.1 * expected.before  # the optimum is on it
+    cut.problem.fail_after = queries
+    with pytest.raises(MetricError):
+        guided(cut, output_dir=tmp_path / "cut")
+    result = guided(resumed, output_dir=tmp_path / "cut", resume=True)
+    assert resumed.queries == whole.queries - queries
+    assert_same_search(result, expected)
+    assert torch.equal(result.ends["line"], expected.ends["line"])
+    for name in ("evaluations.json", "adapter.safetensors"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
 @pytest.mark.parametrize("gain", [True, False])
 def test_batchnorm_statistics_stay_only_if_they_gain(gain: bool, tmp_path: Path) -> None:
     host = Normed()

@@ -4,6 +4,7 @@ import math
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +12,16 @@ import torch
 pytest.importorskip("faiss")
 pytest.importorskip("pytorch_metric_learning")
 
+from metricopt_ext.data.halves import class_draws
 from metricopt_ext.data.labelled import Split
+from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.experiment import State
 from metricopt_ext.retrieval.build import embed_with
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.experiment import RetrievalExperiment
-from metricopt_ext.retrieval.recall import hits_at_k
+from metricopt_ext.retrieval.recall import hits_at_k, recall_at_k
 from metricopt_ext.utils.config import load_config
+from metricopt_ext.utils.progress import Watcher
 
 DIGITS = Path(__file__).parents[2] / "configs" / "retrieval" / "digits.yaml"
 TINY = ["model.epochs=1", "model.width=4", "model.embedding=6", "adapter.dim=3", "device=cpu", "metric.ks=[1]"]
@@ -41,6 +45,45 @@ def test_the_error_of_a_recalls_difference_is_that_of_whole_classes(tmp_path: Pa
     labels = torch.tensor([0] * 8 + [1])  # the single image of a class is no query
     experiment.splits = replace(experiment.splits, test=Split(part.x[some], labels))
     assert experiment.test_error(before, after) is None
+
+
+def test_a_population_is_chosen_by_the_memory_that_is_given(tmp_path: Path) -> None:
+    def population(*overrides: str) -> Any:
+        config = load_config(RetrievalConfig, DIGITS, [*TINY, *overrides])
+        config.check()
+        return RetrievalExperiment(config, tmp_path, 3).task.population
+
+    assert population() == 1
+    assert population("population=null", "memory=1e-6") == 1
+    assert population("population=null", "memory=1000") == 32
+    with pytest.raises(ConfigError, match=r"memory=2\.0 bounds a population that is chosen; this run has population=1"):
+        population("memory=2")
+
+
+def test_it_says_how_many_classes_there_are_before_the_first_query_and_what_they_can_tell_at_it(tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    class Saying(Watcher):
+        def say(self, line: str) -> None:
+            lines.append(line)
+
+    config = load_config(RetrievalConfig, DIGITS, [*TINY, "data.fractions=[0.3,0.4,0.3]", "seed=3"])
+    experiment = RetrievalExperiment(config, tmp_path, 3, Saying())
+    task = experiment.task
+    assert task.metric.new_classes
+    assert not experiment.test_metric.new_classes
+    assert "validation has 4 classes; test has others" in lines
+    assert task.metric.ledger.spent == 0
+    said = len(lines)
+    start = task.evaluate(task.origin(), "test")
+    assert len(start.pairs) == 3  # of four classes there are no more
+    part, z = experiment.splits.validation, embed_with(task.adapter, task.origin(), experiment.splits.validation.x)
+    for costs, halves in zip(start.pairs, class_draws(part.y, 3), strict=True):
+        assert costs == tuple(1 - recall_at_k(z[half], part.y[half], (1,)).mean for half in halves)  # type: ignore[index]
+    task.evaluate(task.origin(), "test")
+    (line,) = lines[said:]
+    assert line.startswith(f"Recall@1 is {1 - start.cost:.4f} at first, with a standard error of ")
+    assert " over 4 classes: " in line
 
 
 def test_the_error_of_another_metric_is_that_of_classes_left_out(tmp_path: Path) -> None:

@@ -176,6 +176,7 @@ def test_the_metric_and_the_batches_are_the_same_from_disk(write: Write, tmp_pat
     for folder, own in (("train", range(6)), ("query", range(6, 9)), ("gallery", range(6, 10))):
         write(f"set/{folder}", own)
     settings = [f"data.root={tmp_path / 'set'}", "data.validation_share=0.4", "data.image_size=8"]
+    settings += ["shift.kind=image", "shift.contrast=0.6", "shift.noise_std=0.05", "shift.rotation_degrees=9"]
     memory, disk = (splits_of(*settings, f"data.stream={each}") for each in ("false", "true"))
     assert is_streamed(disk.test.x)
     assert is_streamed(disk.train.x)

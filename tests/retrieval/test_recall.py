@@ -26,11 +26,11 @@ from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from pytorch_metric_learning.utils.inference import CustomKNN, FaissKNN
 from pytorch_metric_learning.utils.logging_presets import HookContainer
 
-from metricopt_ext.data.halves import class_halves
+from metricopt_ext.data.halves import class_draws, class_halves
 from metricopt_ext.errors import DataError, MetricError
 from metricopt_ext.retrieval import accuracy, neighbours, recall
 from metricopt_ext.retrieval.accuracy import RecallCalculator
-from metricopt_ext.retrieval.recall import Recall, hits_at_k, recall_at_k, recall_metric
+from metricopt_ext.retrieval.recall import Recall, hits_at_k, recall_at_k, recall_metric, recalls_on_halves
 from metricopt_ext.tasks.metric import Ledger
 
 BIG = 2**24
@@ -529,6 +529,61 @@ def test_the_metric_tells_halves_by_class(separate: bool, subset: int | None) ->
     backwards = recall_metric(list(reversed(batches)), (1, 3), gallery=gallery if separate else None, seed=5)
     if subset is None:  # the division depends on the classes alone
         assert backwards.evaluate(model, "test").halves == pytest.approx(told, abs=1e-12)
+
+
+@pytest.mark.parametrize("distance", ["l2", "ip", "cosine"])
+@pytest.mark.parametrize(("classes", "ks"), [(12, (1,)), (12, (1, 3, 20)), (4, (2, 500)), (60, (1, 2, 4))])
+@pytest.mark.parametrize("ties", [False, True])
+def test_halves_have_the_recall_of_a_search_of_their_own(
+    distance: Any, classes: int, ks: tuple[int, ...], ties: bool
+) -> None:
+    """From one search of all, also where neighbours are tied, or of one class alone, and where none is of the half."""
+    g = torch.Generator().manual_seed(classes)
+    y = torch.cat([torch.arange(240) % classes, torch.tensor([900, 901])])  # two classes of a single member
+    x = torch.randn(classes, 3, generator=g)[y % classes] + 0.7 * torch.randn(242, 3, generator=g)
+    x[y % classes < classes // 2] += 40  # groups so far apart that the nearest may all be of the other half
+    if ties:
+        x = x.round() + 0.0
+        x[(x == 0).all(1)] = 1.0  # the cosine needs a length
+    draws = class_draws(y, 3)
+    assert not isinstance(draws, str)
+    whole, halves = recalls_on_halves(x, y, ks, draws, distance=distance)
+    assert whole == recall_at_k(x, y, ks, distance=distance).mean
+    for found, pair in zip(halves, draws, strict=True):
+        assert found == tuple(recall_at_k(x[half], y[half], ks, distance=distance).mean for half in pair)
+
+
+def test_queries_whose_neighbours_are_of_the_other_half_are_searched_in_their_own() -> None:
+    """Two classes lie within a crowd of the other half's: not one of their nearest is of their half."""
+    g = torch.Generator().manual_seed(0)
+    y = torch.cat([torch.arange(4).repeat_interleave(100), torch.tensor([4, 4, 5, 5, 6, 6, 7, 7])])
+    x = 0.1 * torch.randn(408, 4, generator=g)
+    x[400:] *= torch.tensor([1.0, 40, 1, 40, 1, 40, 1, 40])[:, None]
+    first = torch.arange(400)
+    draws = [(first, torch.arange(400, 408))]
+    whole, halves = recalls_on_halves(x, y, (1, 2), draws)
+    assert whole == recall_at_k(x, y, (1, 2)).mean
+    assert list(halves) == [tuple(recall_at_k(x[half], y[half], (1, 2)).mean for half in draws[0])]
+
+
+def test_halves_with_a_part_of_a_class_are_refused() -> None:
+    x, y = torch.randn(12, 3), torch.arange(12) % 4
+    with pytest.raises(DataError, match="a half has some items of class 2 alone; give each class to one half"):
+        recalls_on_halves(x, y, (1,), [(torch.arange(6), torch.arange(6, 12))])
+    with pytest.raises(DataError, match="at least two classes"):
+        recalls_on_halves(x, y, (1,), [((y == 0).nonzero().flatten(), (y > 0).nonzero().flatten())])
+
+
+def test_the_metric_divides_its_classes_several_times_and_says_that_others_are_meant() -> None:
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(120, 5, generator=g), torch.arange(120) % 12
+    metric = recall_metric([(x, y)], ks=(1, 3), seed=2)
+    assert metric.new_classes
+    assert not recall_metric([(x, y)], new_classes=False).new_classes
+    found, draws = metric.evaluate(nn.Identity(), "test"), class_draws(y, 2)
+    assert len(draws) == 8
+    for costs, halves in zip(found.pairs, draws, strict=True):
+        assert costs == tuple(1 - recall_at_k(x[half], y[half], (1, 3)).mean for half in halves)  # type: ignore[index]
 
 
 def test_a_metric_of_few_classes_says_that_it_has_no_halves() -> None:

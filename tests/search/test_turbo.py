@@ -1,7 +1,7 @@
 """TuRBO: its trust region's rules, its box, and what it reaches beside its authors' own code."""
 
-import builtins
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import mean
@@ -119,13 +119,7 @@ def test_impossible_settings_are_refused(name: str, value: float) -> None:
 
 
 def test_a_missing_package_says_what_to_install(quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "botorch":
-            raise ModuleNotFoundError("No module named 'botorch'")
-        return imported(name, *args, **kwargs)
-
-    imported = builtins.__import__
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "botorch", None)
     task = quadratic()
     with pytest.raises(ImportError, match=r"pip install 'metricopt-ext\[compare\]'"):
         TuRBO()(task, task.origin(), 50)

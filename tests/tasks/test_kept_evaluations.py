@@ -51,6 +51,17 @@ def test_points_and_answers_come_back_bit_for_bit(tmp_path: Path, dtype: torch.d
     assert path.read_bytes() == path.read_bytes()
 
 
+def test_pairs_of_halves_come_back_bit_for_bit_and_a_file_without_any_is_as_before(tmp_path: Path) -> None:
+    kept = KeptEvaluations(tmp_path / "kept.json", UNBOUNDED)
+    one, several = Evaluation(0.1, (1 / 3, 2 / 3)), Evaluation.of(0.1, [(1 / 3, 2 / 3), (0.1 + 0.2, 1e-17)], 0.5)
+    kept.tell(KeptEvaluation.told(KeptPoint.of(0, phi(torch.float32), ""), one, 1))
+    assert "pairs" not in (tmp_path / "kept.json").read_text()
+    kept.tell(KeptEvaluation.told(KeptPoint.of(1, phi(torch.float32), ""), several, 1))
+    again = KeptEvaluations(tmp_path / "kept.json", UNBOUNDED)
+    assert again.told == kept.told
+    assert [again.told[id].evaluation for id in (0, 1)] == [one, several]
+
+
 def test_a_refused_write_changes_nothing(tmp_path: Path) -> None:
     def refuse() -> None:
         raise FileFormatError("gone")

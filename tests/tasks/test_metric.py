@@ -3,6 +3,7 @@
 import functools
 import inspect
 import math
+import re
 import time
 import warnings
 from collections.abc import Callable
@@ -16,7 +17,16 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 from metricopt_ext.errors import BudgetError, DataError, MetricError, UnguardedError, WeightsError
-from metricopt_ext.tasks.metric import Evaluation, Halved, Ledger, Metric, Query, noise_of, with_halves
+from metricopt_ext.tasks.metric import (
+    Evaluation,
+    Halved,
+    Ledger,
+    Metric,
+    Query,
+    noise_of,
+    stacked_pairs,
+    with_halves,
+)
 from metricopt_ext.utils import ranks
 
 
@@ -320,6 +330,69 @@ def test_halves_are_turned_into_costs_for_one_query(maximize: bool, cost: float,
 def test_wrong_halves_are_refused(answer: Any, message: str) -> None:
     with pytest.raises(MetricError, match=message):
         Metric(lambda model: answer, maximize=True).evaluate(nn.Identity(), "x")
+
+
+@pytest.mark.parametrize("pairs", [[(0.5, 1.0), (0.25, 0.75)], torch.tensor([[0.5, 1.0], [0.25, 0.75]]).numpy()])
+def test_several_pairs_of_halves_are_one_query_and_the_first_counts_where_one_is_meant(pairs: Any) -> None:
+    metric = Metric(lambda: (0.75, pairs), maximize=True)
+    found = metric.evaluate(nn.Identity(), "x")
+    assert found == Evaluation(0.25, (0.5, 0.0), pairs=((0.5, 0.0), (0.75, 0.25)))
+    assert metric.ledger.spent == 1
+    assert found.without_halves() == Evaluation(0.25)
+    one = Metric(lambda: (0.75, pairs[:1]), maximize=True).evaluate(nn.Identity(), "x")
+    assert one == Evaluation(0.25, (0.5, 0.0))
+    stacked = stacked_pairs([found, found])
+    assert stacked is not None
+    assert stacked.tolist() == [[[0.5, 0.0], [0.75, 0.25]]] * 2
+    assert stacked_pairs([found, Evaluation(0.5)]) is None
+    alone = stacked_pairs([one])
+    assert alone is not None
+    assert alone.tolist() == [[[0.5, 0.0]]]
+
+
+def test_repeats_have_the_means_of_their_pairs() -> None:
+    answers = iter([(0.5, ((0.25, 0.75), (0.5, 0.5))), (0.75, ((0.75, 0.75), (0.5, 1.0)))])
+    found = Metric(lambda: next(answers), maximize=False, repeats=2).evaluate(nn.Identity(), "x")
+    assert found == Evaluation(0.625, (0.5, 0.75), 0.125, pairs=((0.5, 0.75), (0.5, 0.75)))
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((0.5, ((0.5, 0.5), (0.5,))), "((half, half), ...)) with several pairs of halves"),
+        ((0.5, ((0.5, 0.5), 0.5)), "with several pairs of halves"),
+        ((0.5, ((0.5, 0.5), (0.5, 0.5, 0.5))), "with several pairs of halves"),
+        ((0.5, ((0.5, 0.5), {0.4, 0.6})), "with several pairs of halves"),
+        ((0.5, ((0.5, 0.5), (0.5, "x"))), "with several pairs of halves"),
+        ((0.5, ((0.5, 0.5), (0.5, math.inf))), "returned inf on a half of its data; it must be a finite number"),
+        ((0.5, ((0.5, 0.5), (0.5, 1.5))), "returned 1.5 on a half of its data, outside its bounds"),
+    ],
+)
+def test_wrong_pairs_of_halves_are_refused(answer: Any, message: str) -> None:
+    with pytest.raises(MetricError, match=re.escape(message)):
+        Metric(lambda model: answer, maximize=True).evaluate(nn.Identity(), "x")
+
+
+def test_another_number_of_pairs_than_before_is_refused() -> None:
+    answers = iter([(0.5, ((0.5, 0.5), (0.5, 0.5))), (0.5, (0.5, 0.5))])
+    metric = Metric(lambda: next(answers), maximize=True, name="recall")
+    metric.evaluate(nn.Identity(), "x")
+    with pytest.raises(MetricError, match="'recall' returned 1 pair of halves, but 2 before; divide the data in the"):
+        metric.evaluate(nn.Identity(), "x")
+
+
+def test_several_divisions_of_the_data_tell_a_value_for_each_half() -> None:
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    pairs = [(torch.tensor([0, 1]), torch.tensor([2, 3])), (torch.tensor([0, 2]), torch.tensor([1, 3]))]
+
+    def mean(half: torch.Tensor | None) -> float:
+        return float((x if half is None else x[half]).mean())
+
+    found = with_halves(mean, pairs)
+    assert (float(found), found.halves) == (2.5, ((1.5, 3.5), (2.0, 3.0)))
+    assert with_halves(mean, pairs[0]).halves == (1.5, 3.5)
+    with pytest.raises(ValueError, match="halves share 1 of 2 examples"):
+        with_halves(mean, [pairs[0], (torch.tensor([0, 1]), torch.tensor([1, 2]))])
 
 
 @pytest.mark.parametrize(

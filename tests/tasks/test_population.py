@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from metricopt_ext.adapters.attach import attach_film, attach_outputs
+from metricopt_ext.errors import AdapterError
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.population import Population, activations, alike, amount
 from metricopt_ext.tasks.task import FinetuneTask
@@ -43,12 +44,13 @@ class Branching(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, use_reentrant: bool = False) -> None:
         super().__init__()
-        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 3)
+        self.norm, self.head, self.last = nn.LayerNorm(6), nn.Linear(6, 3), nn.LayerNorm(3)
+        self.use_reentrant = use_reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(checkpoint(self.norm, x, use_reentrant=False))
+        return self.last(self.head(checkpoint(self.norm, x, use_reentrant=self.use_reentrant)))
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -166,10 +168,30 @@ def test_gradient_checkpointing_gives_its_gradients() -> None:
         own = phi[row].clone().requires_grad_(True)
         x, y = numbers(0, row, 0)
         with task.adapter.using(own):
-            expected = F.cross_entropy(model.head(model.norm(x)), y)
+            expected = F.cross_entropy(model.last(model.head(model.norm(x))), y)
         (slope,) = torch.autograd.grad(expected, own)
         torch.testing.assert_close(loss[row], expected.detach(), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(gradient[row], slope, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("indices", [[0], [0, 1]])
+def test_gradients_of_gradients_are_refused_under_checkpointing(indices: list[int]) -> None:
+    """Their backward pass comes when another phi is in place: half of each gradient would be of that."""
+    torch.manual_seed(0)
+    task, phi = made(Checkpointed()), torch.full((len(indices), 4), 0.3)
+    with pytest.raises(AdapterError, match=r"^Checkpointed uses gradient checkpointing.*gradient_checkpointing_dis"):
+        task.loss_and_gradient(phi, 0, indices, 0, differentiable=True)
+    again = task.loss_and_gradient(phi, 0, indices, 0)
+    assert all(each.isfinite().all() for each in again)
+    behind = made(Checkpointed(), attach=lambda model: attach_film(model, "last", dim=4))
+    _, slope = behind.loss_and_gradient(phi, 0, indices, 0, differentiable=True)
+    assert torch.equal(slope.detach(), behind.loss_and_gradient(phi, 0, indices, 0)[1])
+
+
+def test_a_checkpoint_that_keeps_no_gradient_is_refused() -> None:
+    """Of phi in the first norm there would be none, and of that in the last one there would."""
+    with pytest.raises(AdapterError, match=r"use_reentrant=True, in which phi would have no gradient; set use_reentr"):
+        made(Checkpointed(use_reentrant=True))
 
 
 def test_a_loss_that_is_another_for_two_phi_at_once_is_computed_one_by_one() -> None:
@@ -182,6 +204,26 @@ def test_a_loss_that_is_another_for_two_phi_at_once_is_computed_one_by_one() -> 
     task = made(mlp(), loss=loss)
     assert task.population == 1
     assert task.population.why == "two phi at once have other losses or gradients than one by one"
+
+
+def test_what_vmap_can_not_take_later_is_computed_one_by_one() -> None:
+    late: list[bool] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        value = cross_entropy(model, batch)
+        return value * 2 if late and float(value.detach()) > 0 else value
+
+    task = made(mlp(), loss=loss)
+    assert task.population == 32
+    late.append(True)
+    phi = 0.1 * torch.randn(5, task.dim)
+    for differentiable in (False, True):
+        loss_of, slope = task.loss_and_gradient(phi, 0, range(5), 0, differentiable=differentiable)
+        alone = replace(task, population=1).loss_and_gradient(phi, 0, range(5), 0)
+        assert torch.equal(loss_of.detach(), alone[0])
+        assert torch.equal(slope.detach(), alone[1])
+    with pytest.raises(AdapterError, match="population=1"):
+        replace(task, population=5).loss_and_gradient(phi, 0, range(5), 0)
 
 
 def test_batches_of_other_sizes_are_computed_one_by_one() -> None:

@@ -432,7 +432,7 @@ def test_bad_input_ends_with_one_line(folder: Path, arguments: tuple[str, ...], 
     assert not (folder / "out").exists()
 
 
-@pytest.mark.parametrize("kind", ["npz", "pt", "h5", "parquet"])
+@pytest.mark.parametrize("kind", ["npz", "pt", "h5", "parquet", "csv"])
 def test_names_of_queries_and_galleries_are_one(folder: Path, kind: str) -> None:
     """The recall is that of numbers, whatever file the embeddings and the names are in."""
     for name in ("q", "a"):
@@ -445,6 +445,10 @@ def test_names_of_queries_and_galleries_are_one(folder: Path, kind: str) -> None
         elif kind == "h5":
             with pytest.importorskip("h5py").File(folder / f"{name}.h5", "w") as file:
                 file["embeddings"], file["labels"] = x, names
+        elif kind == "csv":
+            rows = [[*(repr(float(each)) for each in row), own] for row, own in zip(x, names, strict=True)]
+            header = [*(f"f{i}" for i in range(x.shape[1])), "label"]
+            (folder / f"{name}.csv").write_text("\n".join(map(",".join, [header, *rows])))
         else:
             arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
             parquet.write_table(arrow.table({"x": list(x), "y": names}), folder / f"{name}.parquet")

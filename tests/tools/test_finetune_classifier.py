@@ -11,7 +11,6 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,25 +23,26 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import load_adapter
-from metricopt_ext.adapters.signature import Outputs
-from metricopt_ext.classification import build
+from metricopt_ext.classification import classifier as making
 from metricopt_ext.classification import experiment as classification_experiment
-from metricopt_ext.classification.build import attach, classifier, load_splits, model_metric, predict
-from metricopt_ext.classification.config import ClassificationConfig, ClassifierAdapterConfig
+from metricopt_ext.classification.classifier import classifier
+from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.classification.metrics import METRICS
 from metricopt_ext.classification.models import build_model
+from metricopt_ext.classification.predictions import predict
 from metricopt_ext.classification.probe import output_scale
+from metricopt_ext.classification.split_metric import model_metric
+from metricopt_ext.classification.splits import load_splits
 from metricopt_ext.data.halves import stratified_halves
 from metricopt_ext.data.labelled import Split
-from metricopt_ext.errors import AdapterError, ConfigError, DataError
-from metricopt_ext.evidence.method import SIBLINGS
+from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.evidence.method import SIBLINGS, Reached
 from metricopt_ext.methods.siblings.ala import AdaptiveLossAlignment
 from metricopt_ext.methods.siblings.loss_policy import load_loss_policy
 from metricopt_ext.methods.siblings.relational_loss import load_relational_loss
 from metricopt_ext.methods.siblings.set_loss import SetLoss, load_set_loss
 from metricopt_ext.tasks.batches import TensorBatches
-from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.state_dict import load_checkpoint
@@ -53,9 +53,6 @@ SCRIPT = ROOT / "tools" / "finetune_classifier.py"
 DIGITS, A9A, A9A_SHIFTED = (
     ROOT / "configs" / "classification" / f"{name}.yaml" for name in ("digits", "a9a", "a9a_shifted")
 )
-
-LONGTAIL = ROOT / "configs" / "classification" / "digits_longtail.yaml"
-
 # One round of four tasks with two observations, three queries to choose and three for the guard.
 SIZES = [
     *("finetune.steps=3", "queries=16"),
@@ -132,9 +129,6 @@ def answers(config: ClassificationConfig, folder: Path, seed: int, tuned: bool) 
         return splits.test.y, model(splits.test.x)
 
 
-# --- A run and its interruptions -------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run two seeds of tiny settings, once for all tests that only look at what is left."""
@@ -202,7 +196,7 @@ def test_a_finished_run_resumes_without_any_training(
     finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = json.loads((finished / "report.json").read_text())
-    monkeypatch.setattr(build, "train", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr(making, "train", lambda *_: pytest.fail("trained"))
     monkeypatch.setattr(FinetuneTask, "loss_and_gradient", lambda *_: pytest.fail("finetuned"))
     monkeypatch.setattr(FinetuneTask, "cost", lambda *_: pytest.fail("asked"))
     (finished / "report.json").unlink()
@@ -231,9 +225,6 @@ def test_a_deterministic_run_does_not_depend_on_the_shell(tmp_path: Path) -> Non
 def test_a_deterministic_run_within_another_program_is_refused(tmp_path: Path) -> None:
     message = refused("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, "deterministic=true")
     assert message.startswith("deterministic takes effect only before torch is loaded: start the program under ATEN_")
-
-
-# --- What else it takes ----------------------------------------------------------------------------------------
 
 
 def test_methods_on_request(finished: Path, tmp_path: Path) -> None:
@@ -347,18 +338,6 @@ def test_reloss_on_request_and_losses_beside_the_metric(tmp_path: Path) -> None:
         picture.verify()
 
 
-@pytest.mark.parametrize(("counts", "size", "sizes"), [((9, 6), 5, [5, 5, 5]), ((9, 2), 3, [6, 5]), ((3, 1), 9, [4])])
-def test_parts_have_every_class(counts: tuple[int, int], size: int, sizes: list[int]) -> None:
-    y = torch.arange(2).repeat_interleave(torch.tensor(counts))
-    parts = build.stratified_parts(y, size, 0)
-    assert [len(part) for part in parts] == sizes
-    assert sorted(torch.cat(parts).tolist()) == list(range(len(y)))
-    for label, count in enumerate(counts):
-        shares = [int((y[part] == label).sum()) for part in parts]
-        assert max(shares) - min(shares) <= 1
-        assert min(shares) >= count // len(parts) >= 1
-
-
 def test_a_sibling_method_on_ten_classes(tmp_path: Path) -> None:
     tool.run(config_of("methods=[sl_s]", *SL), tmp_path / "run", resume=False)
     content = json.loads((tmp_path / "run" / "report.json").read_text())["methods"]["sl_s"]
@@ -392,18 +371,6 @@ def test_a_class_of_a_single_example_leaves_no_halves_and_is_said(name: str) -> 
         assert model_metric(METRICS[name], part, unlucky).evaluate(nn.Linear(5, 2), "test").halves is None
 
 
-def test_metrics_tell_their_values_on_halves() -> None:
-    y = torch.tensor([0] * 7 + [1] * 4 + [2] * 2)[torch.randperm(13, generator=torch.Generator().manual_seed(0))]
-    a, b = stratified_halves(y, seed=3)
-    part = Split(torch.randn(13, 5), y)
-    model = nn.Linear(5, 3)
-    told = model_metric(METRICS["accuracy"], part, (a, b)).evaluate(model, "test")
-    assert told.halves is not None
-    for half, cost in zip((a, b), told.halves, strict=True):
-        assert cost == model_metric(METRICS["accuracy"], Split(part.x[half], y[half])).cost(model, "test")
-    assert model_metric(METRICS["accuracy"], part).evaluate(model, "test") == Evaluation(told.cost)
-
-
 def test_the_tuned_model_is_a_plain_one(finished: Path) -> None:
     for seed in (0, 1):
         _, expected = answers(config_of(), finished, seed, tuned=True)
@@ -413,41 +380,7 @@ def test_the_tuned_model_is_a_plain_one(finished: Path) -> None:
             torch.testing.assert_close(plain(load_splits(config_of(), seed).test.x), expected, rtol=1e-4, atol=1e-4)
 
 
-WINE = ["data.name=wine", "data.fractions=[0.5,0.2,0.3]", "data.standardise=true", "shift.kind=none"]
 MLP = ["model.name=tabular_mlp", "adapter.kind=input_bias", "adapter.layers=[]"]
-
-
-@pytest.mark.parametrize(
-    ("metric", "reference"),
-    [
-        (
-            ["metric.name=sklearn.metrics:f1_score", "metric.kwargs.average=macro"],
-            lambda y, logits: sklearn.metrics.f1_score(y, logits.argmax(1), average="macro"),
-        ),
-        (
-            ["metric.name=torchmetrics.classification:MulticlassF1Score", "metric.kwargs={num_classes: 3}"],
-            lambda y, logits: sklearn.metrics.f1_score(y, logits.argmax(1), average="macro"),
-        ),
-        (
-            [
-                "metric.name=sklearn.metrics:roc_auc_score",
-                "metric.scores=probabilities",
-                "metric.kwargs.multi_class=ovr",
-            ],
-            lambda y, logits: sklearn.metrics.roc_auc_score(y, logits.double().softmax(1), multi_class="ovr"),
-        ),
-        (["metric.name=f1"], lambda y, logits: sklearn.metrics.f1_score(y, logits.argmax(1), average="macro")),
-    ],
-)
-def test_arguments_of_metrics(metric: list[str], reference: Any) -> None:
-    config = config_of(*WINE, *MLP, *metric)
-    part = load_splits(config, 0).validation
-    build.try_metric(config.metric, part, 3)
-    torch.manual_seed(0)
-    model = build_model("tabular_mlp", torch.Size((13,)), 3).eval()
-    found = model_metric(build.build_metric(config.metric), part).cost(model, "test")
-    with torch.no_grad():
-        assert 1 - found == pytest.approx(reference(part.y, model(part.x)))
 
 
 def test_a_run_says_what_its_metric_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -696,9 +629,6 @@ def test_offsets_of_the_logits_are_tuned_and_kept(tmp_path: Path, kind: str) -> 
     assert outputs.scale == (output_scale(adapter, x) if kind == "film" else 1.0)
 
 
-# --- What it refuses -------------------------------------------------------------------------------------------
-
-
 def table(folder: Path, positives: int) -> list[str]:
     path = folder / "table.csv"
     rows = [f"{i / 60},{i % 7},{'yes' if i < positives else 'no'}" for i in range(60)]
@@ -730,6 +660,8 @@ def table(folder: Path, positives: int) -> list[str]:
         (["queries=15"], r"15 queries are too few .* give at least 16"),
         (["method.evals=9"], r"method: evals is 9; a task of 3 steps has 4 points"),
         (["population=0"], r"population=0: it must be at least 1"),
+        (["memory=2"], r"memory=2\.0 bounds a population that is chosen; this run has population=4: leave out memory"),
+        (["population=null", "memory=0"], r"memory=0\.0: it must be a number of GiB above 0"),
         (["search_queries=5", "adapter.dim=16"], r"search_queries=5: it must be at least 14 for adapter.dim=16, or 0"),
         (["methods=[refined]", "refined.queries=5", "adapter.dim=4"], r"=5: it must be at least 10 for adapter.dim=4"),
         (
@@ -813,7 +745,7 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
 def test_bad_settings_end_in_one_line_before_any_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str
 ) -> None:
-    monkeypatch.setattr(build, "train", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr(making, "train", lambda *_: pytest.fail("trained"))
     assert re.search(message, refused("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, *overrides))
     assert not (tmp_path / "run" / "seed-0").exists()
 
@@ -918,180 +850,6 @@ def test_the_process_fails_without_a_traceback(tmp_path: Path) -> None:
     assert done.stderr == "error: unknown key 'metric.nmae'; did you mean 'metric.name'?\n"
 
 
-# --- The parts -------------------------------------------------------------------------------------------------
-
-
-def test_only_validation_and_test_are_shifted_and_always_in_the_same_way() -> None:
-    clean, shifted, again = (load_splits(config_of(*more), 5) for more in (["shift.kind=none"], [], []))
-    assert torch.equal(clean.train.x, shifted.train.x)
-    for name in ("validation", "test"):
-        a, b, c = (getattr(splits, name) for splits in (clean, shifted, again))
-        assert torch.equal(a.y, b.y)
-        assert torch.equal(b.x, c.x)
-        assert ((a.x - b.x).abs().flatten(1).amax(1) > 0.05).all()
-    other = load_splits(config_of(), 6)
-    assert not torch.equal(other.train.y, shifted.train.y)
-    sizes = [len(getattr(shifted, name)) for name in ("train", "validation", "test")]
-    assert sizes == [1797 - 359 - 629, 359, 629]
-
-
-@pytest.mark.parametrize("name", ["digits", "wine"])
-def test_another_class_ratio_leaves_out_validation_and_test_examples_alone(name: str) -> None:
-    ratio = [0.55] + [0.05] * 9 if name == "digits" else [0.2, 0.3, 0.5]
-    data = [f"data.name={name}", "data.fractions=[0.5,0.2,0.3]", "data.standardise=" + str(name == "wine").lower()]
-    shift = ["shift.kind=class_ratio", f"shift.ratio={ratio}"]
-    clean, shifted, other = (
-        load_splits(config_of(*data, *more), 5)
-        for more in (["shift.kind=none"], shift, [*shift, "metric.name=expected_cost"])
-    )
-    assert torch.equal(clean.train.x, shifted.train.x)
-    for part in ("validation", "test"):
-        a, b, c = (getattr(splits, part) for splits in (clean, shifted, other))
-        assert torch.equal(b.x, c.x)
-        assert len(b) < len(a)
-        rows = {tuple(x.flatten().tolist()): int(y) for x, y in zip(a.x, a.y, strict=True)}
-        assert all(rows[tuple(x.flatten().tolist())] == int(y) for x, y in zip(b.x, b.y, strict=True))
-        torch.testing.assert_close(b.y.bincount() / len(b), torch.tensor(ratio), atol=0.05, rtol=0)
-
-
-def test_the_long_tailed_digits() -> None:
-    config, natural = (load_config(ClassificationConfig, file) for file in (LONGTAIL, DIGITS))
-    splits, whole = load_splits(config, 3), load_splits(natural, 3)
-    assert torch.bincount(splits.train.y).tolist() == [60, 44, 33, 24, 18, 13, 10, 7, 5, 4]
-    for name in ("validation", "test"):
-        assert torch.equal(getattr(splits, name).y, getattr(whole, name).y)
-    torch.testing.assert_close(splits.validation.x, load_splits(config_of("shift.kind=none"), 3).validation.x)
-    adapter = attach(build_model("small_cnn", torch.Size((1, 8, 8)), 10), config, 3)
-    assert (adapter.dim, adapter.offsets) == (42, slice(32, 42))
-
-
-def test_a_long_tail_is_standardised_by_what_is_left() -> None:
-    settings = ["data.name=wine", "data.standardise=true", "shift.kind=none", "data.imbalance=4"]
-    splits = load_splits(config_of(*settings), 1)
-    counts = torch.bincount(splits.train.y).tolist()
-    assert counts[0] == pytest.approx(4 * counts[2], abs=3)
-    torch.testing.assert_close(splits.train.x.mean(0), torch.zeros(13), atol=1e-5, rtol=0)
-
-
-def test_a_shift_does_what_its_settings_say() -> None:
-    plain = ["shift.noise_std=0", "shift.rotation_degrees=0", "shift.contrast=0.5", "shift.brightness=0.1"]
-    clean, shifted = (load_splits(config_of(*more), 5) for more in (["shift.kind=none"], plain))
-    for name in ("validation", "test"):
-        x = getattr(clean, name).x
-        mean = x.mean((2, 3), keepdim=True)
-        expected = (mean + 0.5 * (x - mean) + 0.1).clamp(0, 1)
-        torch.testing.assert_close(getattr(shifted, name).x, expected)
-    with pytest.raises(ConfigError, match=r"shift\.kind=image needs images"):
-        load_splits(config_of("data.name=iris"), 0)
-
-
-def test_tables_are_standardised_by_train_and_pixels_come_in_unit_range(tmp_path: Path) -> None:
-    splits = load_splits(config_of("data.name=wine", "data.standardise=true", "shift.kind=none"), 1)
-    torch.testing.assert_close(splits.train.x.mean(0), torch.zeros(13), atol=1e-5, rtol=0)
-    torch.testing.assert_close(splits.train.x.std(0, correction=0), torch.ones(13))
-    pictures = ["data.name=image_folder", f"data.root={images(tmp_path, per_class=6)}", "shift.kind=none"]
-    x = load_splits(config_of(*pictures, "data.fractions=[0.4,0.3,0.3]"), 1).train.x
-    assert x.dtype == torch.float32
-    assert 0 <= x.min() < 0.1
-    assert 0.9 < x.max() <= 1
-
-
-@pytest.mark.parametrize(
-    ("kind", "layers", "model", "expected"),
-    [
-        ("film", ["norm*"], "small_cnn", ["norm1", "norm2", "norm3"]),
-        ("film", [], "small_cnn", ["norm1", "norm2", "norm3"]),
-        ("film", ["norm2", "head"], "small_cnn", ["norm2", "head"]),
-        ("input_bias", [], "tabular_mlp", ["body.0"]),
-        ("input_bias", ["body.4"], "tabular_mlp", ["body.4"]),
-    ],
-)
-def test_adapters(kind: str, layers: list[str], model: str, expected: list[str]) -> None:
-    shape = torch.Size((1, 8, 8) if model == "small_cnn" else (5,))
-    config = config_of()
-    config.adapter = ClassifierAdapterConfig(layers, 7, kind)
-    first, same, other = (attach(build_model(model, shape, 3), config, seed) for seed in (1, 1, 2))
-    assert first.context.kind == kind
-    assert (first.layers, first.dim) == (expected, 7)
-    for a, b, c in zip(*([m for _, m in adapter.modulations()] for adapter in (first, same, other)), strict=True):
-        for (_, x), (_, y), (_, z) in zip(a.named_buffers(), b.named_buffers(), c.named_buffers(), strict=True):
-            assert torch.equal(x, y)
-            assert not torch.equal(x, z)
-
-
-@pytest.mark.parametrize(
-    ("kind", "model", "temperature", "expected", "dim"),
-    [
-        ("film", "small_cnn", False, ["norm1", "norm2", "norm3", "head"], 7 + 3),
-        ("film", "small_cnn", True, ["norm1", "norm2", "norm3", "head"], 7 + 3 + 1),
-        ("input_bias", "tabular_mlp", False, ["body.0", "head"], 7 + 1),
-        ("outputs", "small_cnn", False, ["head"], 3),
-        ("outputs", "tabular_mlp", True, ["head"], 1 + 1),
-    ],
-)
-def test_adapters_of_the_logits(kind: str, model: str, temperature: bool, expected: list[str], dim: int) -> None:
-    torch.manual_seed(0)
-    shape = torch.Size((1, 8, 8) if model == "small_cnn" else (5,))
-    net = build_model(model, shape, 3 if model == "small_cnn" else 2).eval()
-    config, x = config_of(), torch.rand(40, *shape)
-    config.adapter = ClassifierAdapterConfig([], 7, kind, kind != "outputs", temperature)
-    before = {key: value.clone() for key, value in net.state_dict().items()}
-    with torch.no_grad():
-        plain = net(x)
-        adapter = attach(net, config, 1, x)
-        assert torch.equal(net(x), plain)
-    assert (adapter.layers, adapter.dim) == (expected, dim)
-    outputs = adapter.outputs
-    assert outputs is not None
-    assert outputs.temperature == temperature
-    assert outputs.scale == (1.0 if kind == "outputs" else output_scale(adapter, x))
-    assert all(torch.equal(value, before[key]) for key, value in adapter.base_state_dict().items())
-    again = Outputs(scale=1.0, temperature=temperature, layer=expected[-1])
-    assert attach(adapter.remove(), config, 1).outputs == again  # without inputs
-
-
-def test_adapters_that_cannot_be() -> None:
-    config = config_of()
-    config.adapter = ClassifierAdapterConfig(["body.0", "body.4"], 7, "input_bias")
-    with pytest.raises(ConfigError, match="an input bias acts on one linear layer"):
-        attach(build_model("tabular_mlp", torch.Size((5,)), 3), config, 0)
-    config.adapter = ClassifierAdapterConfig(["body.1"], 7, "input_bias")
-    with pytest.raises(AdapterError, match=r"no linear layer with a bias is named 'body\.1'"):
-        attach(build_model("tabular_mlp", torch.Size((5,)), 3), config, 0)
-
-
-def test_training_depends_on_the_seed_alone_and_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of("shift.kind=none", "model.epochs=4")
-    splits = load_splits(config, 0)
-    torch.manual_seed(123)
-    state = torch.get_rng_state()
-    first = classifier(config, splits, 0, tmp_path / "a")
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.manual_seed(456)
-    second = classifier(config, splits, 0, tmp_path / "b")
-    other = classifier(config, splits, 1, tmp_path / "c")
-    for key, value in first.state_dict().items():
-        assert torch.equal(value, second.state_dict()[key])
-    assert not torch.equal(first.conv1.weight, other.conv1.weight)
-    assert not first.training
-
-    monkeypatch.setattr(build, "train", lambda *_: pytest.fail("trained"))
-    kept = classifier(config, splits, 0, tmp_path / "a")
-    torch.save(first.state_dict(), tmp_path / "weights.pt")
-    config.model.weights = str(tmp_path / "weights.pt")
-    given = classifier(config, splits, 9, tmp_path / "d")
-    for key, value in first.state_dict().items():
-        assert torch.equal(value, kept.state_dict()[key])
-        assert torch.equal(value, given.state_dict()[key])
-    assert (tmp_path / "d" / "model.safetensors").exists()
-    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "weights.pt")
-    resumed = classifier(config, splits, 9, tmp_path / "d")  # the run has a copy of what its file was
-    assert torch.equal(resumed.conv1.weight, first.conv1.weight)
-    with pytest.raises(DataError, match=r"weights\.pt holds no weights for SmallCNN: it lacks ") as caught:
-        classifier(config, splits, 0, tmp_path / "e")
-    assert len(str(caught.value).splitlines()) == 1
-
-
 @pytest.mark.outcome
 @pytest.mark.parametrize("balanced", [True, False])
 def test_training_and_finetuning_have_their_own_balance(
@@ -1099,53 +857,22 @@ def test_training_and_finetuning_have_their_own_balance(
 ) -> None:
     """A second round is training too."""
     seen: list[TensorBatches] = []
-    monkeypatch.setattr(build, "train_supervised", lambda model, loss, batches, **kwargs: seen.append(batches))
+    monkeypatch.setattr(making, "train_supervised", lambda model, loss, batches, **kwargs: seen.append(batches))
     settings = [f"model.balanced={balanced}", f"balanced={not balanced}", "methods=[second_round]"]
     config = config_of(*settings, "data.name=breast_cancer", *MLP, "shift.kind=none")
     experiment = ClassificationExperiment(config, tmp_path, 0)
-    result = SimpleNamespace(
-        ends=experiment.task.origin()[None], chosen=0, fit=object(), details=SimpleNamespace(setting=None)
-    )
+    origin = experiment.task.origin()
+    result: Any = SimpleNamespace(ends=origin[None], chosen=0, fit=object(), details=SimpleNamespace(setting=None))
 
     def trained(task: FinetuneTask, fit: Any, train_theta: Callable[[nn.Module], None], **kwargs: Any) -> None:
         train_theta(task.adapter.model)
 
     monkeypatch.setattr(classification_experiment, "run_second_round", trained)
-    experiment._second_round(experiment.task, result)  # type: ignore[arg-type]
+    experiment._second_round({"metricopt": (Reached(origin, 0, 0, 0.0, result=result),)}).run(experiment.task)
     assert len(seen) == 2
     for batches, equal in ((seen[0], balanced), (seen[1], balanced), (experiment.task.batches, not balanced)):
         counts = sum(torch.bincount(batches(0, task, 0)[1], minlength=2) for task in range(20))
         assert (int(counts[0]) == int(counts[1])) is equal  # of 357 and 212 examples
-
-
-def test_training_has_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(build, "train_supervised", lambda model, loss, batches, **kwargs: seen.append(kwargs))
-    config = config_of(
-        "model.optimizer=sgd", "model.lr=0.02", "model.weight_decay=0.1", "model.bfloat16=true", "model.augment=true"
-    )
-    classifier(config, load_splits(config, 0), 0, tmp_path)
-    wanted = {"optimizer": "sgd", "lr": 0.02, "weight_decay": 0.1, "bfloat16": True, "augment": True}
-    assert {key: seen[0][key] for key in wanted} == wanted
-
-
-def test_training_tells_the_digits_apart(tmp_path: Path) -> None:
-    config, right = config_of("shift.kind=none", "model.epochs=4"), []
-    for seed in range(2):
-        splits = load_splits(config, seed)
-        logits = predict(classifier(config, splits, seed, tmp_path / str(seed)), splits.test.x)
-        right.append(sklearn.metrics.accuracy_score(splits.test.y, logits.argmax(1)))
-    assert mean(right) > 0.5  # at worst 0.97 ± 0.01; a tenth is chance
-
-
-def test_large_sets_are_predicted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, sizes = build_model("tabular_mlp", torch.Size((5,)), 3).eval(), []
-    model.register_forward_hook(lambda module, args, output: sizes.append(len(output)))
-    x = torch.randn(10, 5)
-    whole = predict(model, x)
-    monkeypatch.setattr("metricopt_ext.data.parts.CPU_BYTES", 4 * 5 * 4)  # of four examples of five floats
-    torch.testing.assert_close(predict(model, x), whole)
-    assert sizes == [10, 4, 4, 2]
 
 
 @pytest.mark.parametrize("name", ["small_cnn", "resnet18"])
@@ -1163,27 +890,6 @@ def test_a_classifier_under_each_strategy(tmp_path: Path, strategy: str, check_s
     call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *SIZES, *METHODS[strategy], "queries=20")
     check_strategy(tmp_path / "run", strategy)
     assert len(list((tmp_path / "run").glob("seed-*/tuned.safetensors"))) == 1
-
-
-def test_the_metric_may_be_evaluated_on_train_examples() -> None:
-    config = load_config(ClassificationConfig, DIGITS, ["shift.kind=none"])
-    usual, on_train = load_splits(config, 3), None
-    config.data.metric_on = "train"
-    config.check()
-    on_train = load_splits(config, 3)
-    assert torch.equal(on_train.train.x, usual.train.x)
-    assert torch.equal(on_train.test.x, usual.test.x)
-    seen = on_train.validation
-    assert len(seen) == len(usual.validation)
-    known = {row.numpy().tobytes() for row in usual.train.x}
-    assert all(row.numpy().tobytes() in known for row in seen.x)
-    shares, whole = (part.y.bincount(minlength=10) / len(part) for part in (seen, usual.train))
-    assert (shares - whole).abs().max() <= 1 / len(seen)
-    assert torch.equal(seen.x, load_splits(config, 3).validation.x)
-    assert not torch.equal(seen.x, load_splits(config, 4).validation.x)
-    config.data.metric_on = "test"
-    with pytest.raises(ConfigError, match="metric_on='test' must be validation or train"):
-        config.check()
 
 
 def test_a_learned_optimizer_is_run_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -606,6 +606,55 @@ def test_a_detector_under_each_strategy(tmp_path: Path, strategy: str, check_str
     assert len(list((tmp_path / "run").glob("seed-*/tuned.pth"))) == 1
 
 
+OWN = """
+from torchvision.models.detection import FasterRCNN
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.backbone_utils import BackboneWithFPN
+from metricopt_ext.detection.torchvision_models import SmallBackbone
+
+def detector(num_classes, size, score=0.0):  # num_classes counts the background
+    backbone = BackboneWithFPN(SmallBackbone(8), {"layer2": "0", "layer3": "1", "layer4": "2"}, [16, 32, 64], 16)
+    anchors = AnchorGenerator(tuple((size / 2**i,) for i in (3, 2, 1, 0)), ((1.0,),) * 4)
+    numbers = {"rpn_post_nms_top_n_test": 100, "rpn_pre_nms_top_n_test": 200, "box_score_thresh": score}
+    sizes = {"min_size": size, "max_size": size}
+    return FasterRCNN(backbone, num_classes, rpn_anchor_generator=anchors, **sizes, **numbers).double()
+"""
+
+
+def test_a_detector_of_ones_own_is_tuned_and_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    (tmp_path / "our_detectors.py").write_text(OWN)
+    own = ["model.name=our_detectors:detector", f"model.folder={tmp_path}", "model.kwargs.size=48"]
+    sizes = {"model.min_size", "model.max_size", "model.proposals"}
+    plain, base = tmp_path / "plain.yaml", [each for each in TINY if each.partition("=")[0] not in sizes]
+    plain.write_text("data: {name: scenes}\n")
+    call("--config-file", plain, "--output-dir", tmp_path / "run", *base, *own, "metric.definition=coco")
+    report, seed = content_of(tmp_path / "run"), tmp_path / "run" / "seed-0"
+    assert "our_detectors:detector on scenes" in capsys.readouterr().out
+    fresh = sys.modules["our_detectors"].detector(2, 48)  # as a script of one's own would load it
+    fresh.load_state_dict(torch.load(seed / "tuned.pth", weights_only=True))
+    expected = pycocotools_ap50(fresh, read_voc(seed / "scenes", "test"))
+    assert report["methods"]["metricopt"]["test"] == [pytest.approx(expected, abs=1e-9)]
+
+    (tmp_path / "mine.yaml").write_text(json.dumps({"data": {"name": "voc"}, "model": {
+        "name": "our_detectors:detector", "folder": str(tmp_path), "kwargs": {"size": 48}, "steps": 0}}))  # fmt: skip
+    judged = ["--annotations", seed / "scenes", "--split", "test", "--output-dir", tmp_path / "ap50"]
+    options = ["--weights", seed / "tuned.pth", "--definition", "coco"]
+    call("--config-file", tmp_path / "mine.yaml", *judged, *options, script=load_tool("evaluate_ap50"))
+    assert content_of(tmp_path / "ap50")["ap50"]["coco"]["mean"] == pytest.approx(expected, abs=1e-9)
+
+    refusal = refused("--config-file", plain, "--output-dir", tmp_path / "r", *base, *own, "model.min_size=48")
+    assert re.search(
+        r"model\.min_size=48 is for the tool's own detectors; model\.name=.* model\.kwargs\.min_size", refusal
+    )
+    refusal = refused("--config-file", plain, "--output-dir", tmp_path / "r", *base, *own, "toolkit=transformers")
+    assert refusal.startswith("model.name=our_detectors:detector builds a detector with torchvision's interface, for")
+    refusal = refused("--config-file", plain, "--output-dir", tmp_path / "r", *base, "model.folder=.")
+    assert refusal.startswith("model.folder is a key of model.name=MODULE:FUNCTION; this run has another model")
+
+
 def test_hugging_faces_detectors_are_tuned_and_judged(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

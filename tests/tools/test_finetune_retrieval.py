@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import load_adapter
 from metricopt_ext.data import training_state
-from metricopt_ext.data.halves import class_halves
+from metricopt_ext.data.halves import class_draws, class_halves
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.errors import ConfigError, DataError, MetricError
@@ -472,6 +472,11 @@ def test_the_metric_and_its_halves_against_the_definition() -> None:
     assert answer.cost == pytest.approx(cost(torch.arange(30)))
     assert answer.halves == (pytest.approx(cost(halves[0])), pytest.approx(cost(halves[1])))
     assert build_metric(MetricConfig(ks=[1, 3]), part).evaluate(model, "test") == Evaluation(answer.cost)
+    draws = class_draws(y, seed=1)
+    found = build_metric(MetricConfig(ks=[1, 3]), part, draws, new_classes=True).evaluate(model, "test")
+    assert (found.cost, found.halves) == (answer.cost, answer.halves)
+    for costs, pair in zip(found.pairs, draws, strict=True):
+        assert costs == (pytest.approx(cost(pair[0])), pytest.approx(cost(pair[1])))  # type: ignore[arg-type]
 
 
 def test_embeddings_that_do_not_match_their_labels_are_refused() -> None:

@@ -61,7 +61,7 @@ def kept(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_ranks_write_what_one_process_does(torchrun: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_write_what_one_process_does(forked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They share one seed, and take several in turn; each of them finds a metric of the user's own in its folder."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "own_score.py").write_text("def score(y, predicted):\n    return (y == predicted).mean()\n")
@@ -71,21 +71,20 @@ def test_ranks_write_what_one_process_does(torchrun: Any, tmp_path: Path, monkey
     runs["in turn"] = ("finetune_classifier", in_turn)
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # what torchrun gives each of several
-    commands = [
-        [str(ROOT / "tools" / f"{tool}.py"), *arguments(tool, tmp_path / "ranks" / name, *settings)]
-        for name, (tool, settings) in runs.items()
-    ]
-    process = torchrun(RANKS, 2, json.dumps(commands))
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, output
-    assert output.count("1 seed of 20 queries") == len(TOOLS)
-    assert output.count("2 seeds of 20 queries") == 1
-    assert output.count("wrote\n") == len(runs)
-
     for name, (tool, settings) in runs.items():
         script = str(ROOT / "tools" / f"{tool}.py")
         monkeypatch.setattr(sys, "argv", [script, *arguments(tool, tmp_path / "own" / name, *settings)])
         runpy.run_path(script, run_name="__main__")
+    commands = [
+        [str(ROOT / "tools" / f"{tool}.py"), *arguments(tool, tmp_path / "ranks" / name, *settings)]
+        for name, (tool, settings) in runs.items()
+    ]
+    output = forked(RANKS, 2, json.dumps(commands))
+    assert output.count("1 seed of 20 queries") == len(TOOLS)
+    assert output.count("2 seeds of 20 queries") == 1
+    assert output.count("wrote\n") == len(runs)
+
+    for name in runs:
         assert kept(tmp_path / "own" / name) == kept(tmp_path / "ranks" / name) != {}
     assert len(list((tmp_path / "ranks" / "in turn").glob("seed-*/record.json"))) == 2
     report = json.loads((tmp_path / "ranks" / "in turn" / "report.json").read_text())

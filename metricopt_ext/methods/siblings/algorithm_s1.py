@@ -266,9 +266,13 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
         Raises:
             ValueError: ``iterations`` is not an integer of at least 1.
             FloatingPointError: The loss is not finite somewhere.
+            AdapterError: The loss can't be differentiated twice, as under gradient checkpointing; ``estimator="score"``
+                does without.
             BudgetError, MetricError: As from the metric; finished trajectories are in the store.
         """
         check_integer(1, iterations=iterations)
+        if self.estimator != "score":  # before a query is spent
+            task.check_loss(seed, 2, differentiable=True)
         training = _Training(self, task, iterations, seed, TrajectoryStore() if store is None else store)
         if checkpoint is not None:
             training.load(checkpoint)

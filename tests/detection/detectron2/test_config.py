@@ -128,3 +128,17 @@ def test_all_keys_are_shown_with_their_origins(tmp_path: Path) -> None:
     (tmp_path / "shown.yaml").write_text(text)
     again = read_config(tmp_path / "shown.yaml")
     assert again.METRICOPT == read_config(file, ["METRICOPT.SEARCH.QUERIES", "30"]).METRICOPT
+
+
+def test_parts_of_ones_own_are_named_as_in_our_other_tools() -> None:
+    file = ROOT / "configs" / "detection" / "detectron2" / "scenes.yaml"
+    given = ["MODEL.DEVICE", "cpu", "data.train=a b/12", "SEED", "3", "data.test=7"]
+    cfg = read_config(file, given)
+    node = cfg.METRICOPT.DATASETS
+    assert (node.TRAIN, node.VAL, node.TEST, cfg.SEED, cfg.MODEL.DEVICE) == ("a b/12", "", "7", 3, "cpu")
+    assert "    TRAIN: a b/12  # command line" in show_config(file, given).splitlines()
+    message = r"METRICOPT\.DATASETS\.TRAIN \(data\.train\) and DATASETS\.TRAIN both name the train part; leave one"
+    with pytest.raises(ConfigError, match=message):
+        read_config(file, [*given, "DATASETS.TRAIN", "('x',)"])
+    with pytest.raises(ConfigError, match=r"data\.root=x"):
+        read_config(file, ["data.root=x", "1"])

@@ -209,6 +209,13 @@ def test_tool_searches(tool: Callable[..., Any], tiny_config: Any, folder: Path,
     with pytest.raises(SystemExit, match="already holds a search: add --resume to continue it"):
         tool(*options)
     tool("--resume", *options)
+    parts = (
+        f"data.train={folder / 'ImageSets' / 'Main' / 'train.txt'}",
+        f"data.val={folder / 'ImageSets/Main/val.txt'}",
+    )
+    tool(*options, *parts, "OUTPUT_DIR", tmp_path / "parts", "DATASETS.TEST", ())
+    again = torch.load(tmp_path / "parts" / "model_merged.pth", weights_only=True)["model"]
+    assert all(torch.equal(merged[name], again[name]) for name in merged)  # the same sets by other names
     with pytest.raises(SystemExit, match=r"model_merged\.pth, which would be overwritten; give another"):
         tool("--config-file", file, "--num-gpus", 0, "--search", "MODEL.WEIGHTS", out / "model_merged.pth")
     with pytest.raises(SystemExit, match="2"):

@@ -4,7 +4,8 @@ import json
 import re
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from detectron2.evaluation import inference_on_dataset
 from detectron2.structures import Boxes, BoxMode, Instances, RotatedBoxes
 
 from metricopt_ext.detection.ap50 import average_precision
+from metricopt_ext.detection.coco import write_coco
 from metricopt_ext.detection.detectron2.datasets import (
     Mapper,
     as_records,
@@ -30,6 +32,7 @@ from metricopt_ext.detection.detectron2.datasets import (
     records_of,
     register,
     register_entries,
+    register_parts,
     registered_truth,
 )
 from metricopt_ext.detection.detectron2.evaluator import AP50Evaluator
@@ -308,6 +311,62 @@ def test_config_entries_in_coco_s_format(squares: Callable[..., DetectionSet], t
 
 
 @pytest.mark.parametrize("definition", ["voc", "voc_11_point", "coco"])
+def coco_file(data: DetectionSet, file: Path, names: Sequence[str]) -> Path:
+    """Write a set in COCO's format, its categories in another order, which the file's numbers follow."""
+    write_coco(file, data)
+    content = json.loads(file.read_text())
+    numbers = {each["id"]: names.index(each["name"]) + 5 for each in content["categories"]}
+    content["categories"] = [{"id": at + 5, "name": name} for at, name in enumerate(names)]
+    for each in content["annotations"]:
+        each["category_id"] = numbers[each["category_id"]]
+    file.write_text(json.dumps(content))
+    return file
+
+
+def test_parts_of_ones_own_take_the_place_of_the_sets(
+    tiny_config: Any, squares: Callable[..., DetectionSet], tmp_path: Path
+) -> None:
+    cfg, sets = tiny_config(), [squares(count, seed=count) for count in (3, 4, 2)]
+    node = cfg.METRICOPT.DATASETS
+    node.TRAIN = str(coco_file(sets[0], tmp_path / "train.json", ["green", "red"]))
+    node.VAL = str(coco_file(sets[1], tmp_path / "val.json", ["red", "green"]))
+    write_voc(tmp_path / "VOC", sets[2])
+    node.TEST = str(tmp_path / "VOC")
+    with data_names():
+        found = register_parts(cfg)
+        assert [each.partition(":")[0] for each in found] == ["train", "validation", "test"]
+        assert found[0].endswith("images in " + str(tmp_path) + "; 3 images")
+        assert (cfg.DATASETS.TRAIN, cfg.METRICOPT.METRIC.SET, cfg.DATASETS.TEST) == (
+            ("own_train",), "own_val", ("own_test",)
+        )  # fmt: skip
+        for name, data in zip(("own_train", "own_val", "own_test"), sets, strict=True):
+            truth = registered_truth(name)
+            assert truth.classes == ("green", "red")  # train's, in each
+            for image, other in zip(truth.images, data.images, strict=True):
+                assert torch.equal(image.boxes.round().float(), other.boxes)
+                assert torch.equal(image.labels, 1 - other.labels)  # those of squares are red, green
+    node.TRAIN = node.TEST = ""
+    cfg.DATASETS.TRAIN = ("mine",)
+    with data_names():
+        register_parts(cfg)
+        assert (cfg.DATASETS.TRAIN, cfg.METRICOPT.METRIC.SET) == (("mine",), "own_val")
+    node.TEST = str(tmp_path / "nowhere")
+    with pytest.raises(DataError, match="nowhere does not exist"):
+        register_parts(cfg)
+    node.TRAIN, node.TEST = node.VAL, ""
+    with data_names(), pytest.warns(UserWarning, match=r"4 images in two parts, by content"):
+        register_parts(cfg)
+
+
+@contextmanager
+def data_names() -> Iterator[None]:
+    before = set(DatasetCatalog.list())
+    yield
+    for name in set(DatasetCatalog.list()) - before:
+        DatasetCatalog.remove(name)
+        MetadataCatalog.remove(name)
+
+
 def test_evaluator_agrees_with_ap50_on_what_the_model_put_out(
     definition: Any, tiny_config: Any, squares: Callable[..., DetectionSet]
 ) -> None:

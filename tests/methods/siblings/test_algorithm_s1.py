@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
+from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.errors import AdapterError, BudgetError, FileFormatError, MetricError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.siblings.algorithm_s1 import UNROLLED, AlgorithmS1, LearnedDetails
 from metricopt_ext.methods.tuning import FRESH
@@ -19,7 +22,10 @@ from metricopt_ext.search.learned_optimizer import LearnedOptimizer
 from metricopt_ext.search.unrolled import unroll
 from metricopt_ext.search.update_rule import load_update_rule
 from metricopt_ext.search.variational import combine
+from metricopt_ext.tasks.batches import TensorBatches
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.rollout import observation_steps
+from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import TrajectoryStore
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
@@ -290,6 +296,30 @@ def test_every_query_is_counted(quadratic: Callable[..., Any], sees_metric: bool
     f = load_value_function(tmp_path / "value_function.safetensors")
     assert torch.equal(f(result.path), result.details.learned.f(result.path))
     assert "value function (neural)" in str(result)
+
+
+def test_gradient_checkpointing_is_refused_before_any_query_or_does_no_harm() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(checkpoint(self.norm, x, use_reentrant=False))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    batches = TensorBatches(torch.randn(12, 6), torch.arange(12) % 3, 6)
+    metric = Metric(lambda: asked.append(None) or len(asked) / 1000, maximize=True)
+    asked: list[None] = []
+    task = FinetuneTask(attach_film(Net(), dim=3), loss=loss, batches=batches, metric=metric)
+    with pytest.raises(AdapterError, match=r"uses gradient checkpointing.*turn it off"):
+        QUICK.meta_train(task, iterations=1)
+    assert not asked
+    assert replace(QUICK, estimator="score").meta_train(task, iterations=1).f is not None
+    assert asked
 
 
 def test_too_few_queries_are_refused_before_any(quadratic: Callable[..., Any]) -> None:

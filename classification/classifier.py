@@ -1,0 +1,160 @@
+"""The classifier that a config describes: loaded, resumed or trained."""
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from metricopt_ext.classification.adapter import attach, check_adapter, tuned_part
+from metricopt_ext.classification.cifar_files import from_published
+from metricopt_ext.classification.config import ClassificationConfig, ModelConfig, SecondRoundConfig
+from metricopt_ext.classification.losses import classification_loss, loss_of
+from metricopt_ext.classification.models import CifarResNet, build_model, torchvision_segmenters
+from metricopt_ext.classification.published import load_published, of_segmentation, published
+from metricopt_ext.classification.splits import target_in
+from metricopt_ext.classification.targets import Target
+from metricopt_ext.data.labelled import Split
+from metricopt_ext.data.named_model import class_names_of, folder_weights, has_weights, settings_of
+from metricopt_ext.data.pretrained import pretrained
+from metricopt_ext.data.splits import Splits
+from metricopt_ext.data.training import train_supervised
+from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.tasks.batches import TensorBatches
+from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.state_dict import load_state, read_state_dict
+from metricopt_ext.utils.words import shortened
+
+
+def classifier(
+    config: ClassificationConfig, splits: Splits, seed: int, folder: Path, watcher: Watcher | None = None
+) -> nn.Module:
+    """Return the classifier: loaded, resumed from ``folder``, or trained and kept there as ``model.safetensors``.
+
+    Raises:
+        DataError: The weights don't fit the model.
+    """
+    settings = config.model
+    own: dict[str, Any] = {name: getattr(settings, name) for name in ("optimizer", "weight_decay", "bfloat16")}
+    own["watcher"] = watcher
+    target = target_in(config, splits)
+
+    def trained(model: nn.Module, file: Path) -> None:
+        if target.kind != "regression":
+            balanced = settings.balanced and target.kind != "segmentation"
+            train(model, splits.train, settings, balanced, seed, target, checkpoint=file, **own)
+            return
+        last, mean = last_linear(model), float(splits.train.y.mean())
+        part = replace(splits.train, y=(splits.train.y - mean) / target.scale)
+        train(model, part, settings, False, seed, Target("regression", 1), checkpoint=file, **own)
+        in_units_of(last, mean, target.scale)
+
+    return pretrained(
+        lambda: built(config, splits),
+        trained,
+        check=lambda model: check_adapter(attach(tuned_part(model, config), config, seed), config),
+        weights=settings.weights or _own_weights(config, splits),
+        folder=folder,
+        seed=seed,
+        device=splits.train.x.device,
+        entry=settings.entry,
+        load=lambda model, weights, entry: _load(model, settings.name, weights, entry),
+    )
+
+
+def built(config: ClassificationConfig, splits: Splits) -> nn.Module:
+    """Return the classifier with weights drawn from torch's global stream, an output for each logit."""
+    target, settings = target_in(config, splits), config.model
+    own, shape = target.kind == "classes", splits.train.x.shape[1:]
+    return build_model(settings.name, shape, target.outputs, one_logit=own, **settings_of(settings))
+
+
+def last_linear(model: nn.Module) -> nn.Linear:
+    """Return the layer of a model that gives its one number.
+
+    Raises:
+        ConfigError: Its last linear layer gives several, or it has none.
+    """
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    if not linear or linear[-1].out_features != 1 or linear[-1].bias is None:
+        raise ConfigError("data.kind=regression needs a model whose last layer is linear, with a bias and one output")
+    return linear[-1]
+
+
+@torch.no_grad()
+def in_units_of(layer: nn.Linear, mean: float, spread: float) -> None:
+    """Have a layer that gives ``(y - mean) / spread`` give y."""
+    layer.weight.mul_(spread)
+    layer.bias.mul_(spread).add_(mean)
+
+
+def _own_weights(config: ClassificationConfig, splits: Splits) -> str:
+    """Return the model's name if it is a folder that has weights of its own, for the data's classes.
+
+    Raises:
+        DataError: They are for the same classes in another order.
+    """
+    name = config.model.name
+    if not has_weights(name):
+        return ""
+    theirs, ours = class_names_of(name), list(splits.class_names)
+    if theirs != ours and sorted(theirs) == sorted(ours):
+        raise DataError(
+            f"model.name={name} has the data's classes in another order, {shortened(theirs)}, and the data"
+            f" {shortened(ours)}; change id2label, and the rows of its last layer, in the folder"
+        )
+    if theirs and theirs != ours:
+        warnings.warn(
+            f"model.name={name} names its classes {shortened(theirs)}, the data {shortened(ours)}; they are taken for"
+            " the same, in this order",
+            stacklevel=2,
+        )
+    return name
+
+
+def _load(model: nn.Module, name: str, weights: str, entry: str) -> None:
+    """Load published weights, those of the model's own folder, or a file's."""
+    known = published(name, weights)
+    if weights == name:
+        model.load_state_dict(folder_weights(name, model))
+    elif known is None:
+        path = Path(weights)
+        state = read_state_dict(path, entry, what=f"weights for {type(model).__name__}")
+        if isinstance(model, CifarResNet):
+            state = from_published(model, state) or state
+        elif name in torchvision_segmenters():
+            state = of_segmentation(state, model, path)
+        load_state(model, state, path)
+    else:
+        load_published(model, known)
+
+
+def untrained(config: ClassificationConfig, splits: Splits, seed: int) -> nn.Module:
+    """Return the classifier with random weights of a seed, all of them trainable."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator(seed, "untrained").initial_seed())
+        model = built(config, splits)
+    return model.to(splits.train.x.device)
+
+
+def train(
+    model: nn.Module,
+    part: Split,
+    config: ModelConfig | SecondRoundConfig,
+    balanced: bool,
+    seed: int,
+    target: Target | None = None,
+    **options: Any,
+) -> None:
+    """Train a model's trainable parameters by the target's loss, cross-entropy by default, on balanced batches or not.
+
+    Further options are those of `train_supervised`.
+    """
+    batches = TensorBatches(part.x, part.y, config.batch_size, balanced=balanced)
+    steps = max(1, config.epochs * len(part) // config.batch_size)
+    options |= {"steps": steps, "lr": config.lr, "seed": seed, "augment": config.augment}
+    loss = classification_loss if target is None else loss_of(target)
+    train_supervised(model, loss, batches, **options)

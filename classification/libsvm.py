@@ -1,0 +1,184 @@
+"""LIBSVM files as labelled examples."""
+
+import io
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from metricopt_ext.data.labelled import MAX_BYTES, Labelled, Table, check_bytes
+from metricopt_ext.data.precision import in_single_precision
+from metricopt_ext.data.reading import Reading
+from metricopt_ext.data.text_files import TEXT_SHARE, content_of
+from metricopt_ext.errors import DataError
+from metricopt_ext.utils.files import existing
+from metricopt_ext.utils.words import brief, counted
+
+StrPath = str | os.PathLike[str]
+Array = npt.NDArray[Any]
+
+QUERY = "qid"  # the query's id in a row of a LIBSVM file
+_CLASSES = 100  # of numbers that are not whole so many may be classes
+
+
+def load_libsvm(
+    paths: StrPath | Sequence[StrPath], num_features: int | None = None, *, max_bytes: int = MAX_BYTES
+) -> Labelled:
+    """Read files in LIBSVM (SVMlight) format, gzipped if named ``.gz``, and stack them.
+
+    Args:
+        paths: One file or several.
+        num_features: Number of features d; by default the largest index found.
+        max_bytes: Most bytes of the inputs in memory; of the text, unzipped, a 32nd part of it.
+
+    Returns:
+        Inputs ``n x d`` float32, and classes numbered in ascending order of their labels in the file (-1 before +1).
+
+    Raises:
+        DataError: For a file that is missing or malformed, or has more than d features, or more bytes than allowed; for
+            numbers that float32 can't tell apart, or labels that float64 can't, or that are no classes
+            but a quantity.
+    """
+    return in_single_precision(read_libsvm(paths, num_features, max_bytes=max_bytes))
+
+
+def read_libsvm(
+    paths: StrPath | Sequence[StrPath],
+    num_features: int | None = None,
+    *,
+    columns: Sequence[str] = (),
+    quantity: bool = False,
+    max_bytes: int = MAX_BYTES,
+) -> Table:
+    """Read files as `load_libsvm` does, with all digits of their numbers.
+
+    Args:
+        paths: As in `load_libsvm`.
+        num_features: As in `load_libsvm`.
+        columns: What else is kept of each row (`Split.columns`): such files have ``qid`` alone, the query's id.
+        quantity: Whether the labels are numbers to predict, and no classes; y is then ``n`` float64.
+        max_bytes: As in `load_libsvm`.
+
+    Raises:
+        DataError: As from `load_libsvm`, and for another column, or a row without its ``qid``.
+    """
+    from sklearn.datasets import load_svmlight_files
+
+    if unknown := [name for name in columns if name != QUERY]:
+        raise DataError(f"LIBSVM data has no column {unknown[0]!r} for metric.columns; it may have {QUERY} alone")
+    files = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    named, left = ", ".join(map(str, files)), max_bytes // TEXT_SHARE
+    texts = []
+    for file in files:
+        texts.append(content_of(existing(file), left))
+        left -= len(texts[-1])
+    try:
+        loaded = load_svmlight_files(
+            list(map(io.BytesIO, texts)), dtype=np.float64, zero_based=True, query_id=bool(columns)
+        )
+    except Exception as error:  # it indexes and converts whatever it reads, with errors of many types
+        raise DataError(f"cannot read {named} as LIBSVM data{_bad_row(files, texts)}: {brief(error)}") from error
+    queries = any(re.search(rb"^[^#\n]*\sqid:", text, re.MULTILINE) for text in texts)
+    del texts
+    each = 3 if columns else 2
+    parts, numbers = loaded[::each], np.concatenate(loaded[1::each])
+    ids = {name: _query_ids(named, loaded[2::3], parts) for name in columns}
+    if len(numbers) == 0:
+        raise DataError(f"{named} holds no examples")
+
+    # Indices are from 1, as LIBSVM has them, unless one of them is 0.
+    first = int(all(part.indices.min() > 0 for part in parts if part.nnz))
+    rows, found = len(numbers), max(part.shape[1] for part in parts) - first
+    features = max(found, 1) if num_features is None else num_features
+    if found > features:
+        raise DataError(f"{named} must have at most {counted(features, 'feature')}, got index {found - 1 + first}")
+    entries = np.concatenate([part.data for part in parts])
+    with np.errstate(over="ignore"):
+        rounded = entries.astype(np.float32)
+    if not np.isfinite(rounded).all():
+        at = entries[~np.isfinite(rounded)][0]
+        raise DataError(f"{named}: feature values must be finite and below 3.4e38, got {at:g}")
+    # float32, at half the memory, where it holds all numbers
+    kind: Any = np.float32 if np.array_equal(rounded, entries) else np.float64
+    size = np.dtype(kind).itemsize * rows * features
+    check_bytes(f"{named}, of {rows} rows and {features} features,", size, max_bytes)
+    x, above = np.zeros((rows, features), kind), 0
+    for part in parts:
+        placed = part.tocoo()
+        x[above + placed.row, placed.col - first] = placed.data
+        above += part.shape[0]
+
+    wrong = numbers[~(np.abs(numbers) < 2.0**53)]
+    if len(wrong):
+        raise DataError(
+            f"{named}: labels must be numbers below 2^53, beyond which float64 can't tell them apart, got"
+            f" {wrong[0]:.17g}"
+        )
+    labels, y = (numbers[:0], numbers) if quantity else np.unique(numbers, return_inverse=True)
+    if len(labels) > _CLASSES and (parted := labels[labels % 1 != 0]).size:
+        raise DataError(
+            f"{named}: labels must be classes, but seem to be a quantity: {len(labels)} different ones, such as"
+            f" {parted[0]:g}; number the classes by whole numbers, or set data.kind=regression to predict them"
+        )
+    said = f"LIBSVM data, {counted(rows, 'example')} of {counted(features, 'feature')}, indices from {first}"
+    if queries and not columns:
+        said += "; query ids (qid) are left out"
+    names = tuple(np.format_float_positional(label, trim="-") for label in labels)  # with all their digits
+    sizes = [part.shape[0] for part in parts]
+    numbered = zip(files, sizes, strict=True)
+    rows_by_file = tuple(tuple(f"{i + 1} of {file}" for i in range(size)) for file, size in numbered)
+    return Table(torch.from_numpy(x), torch.from_numpy(y), names, Reading(said), rows_by_file, columns=ids)
+
+
+def _query_ids(named: str, ids: Sequence[Array], parts: Sequence[Any]) -> Array:
+    """The query's id of each row; scikit-learn returns those that are there."""
+    for found, part in zip(ids, parts, strict=True):
+        if len(found) != part.shape[0]:
+            raise DataError(
+                f"{named}: metric.columns has {QUERY}, which {len(found)} of {part.shape[0]} rows give; each must have"
+                " one, as in 1 qid:7 1:0.5"
+            )
+    joined: Array = np.concatenate(ids)
+    return joined
+
+
+def load_a9a(root: StrPath, *, max_bytes: int = MAX_BYTES) -> Labelled:
+    """Read the two files of a9a (Adult), 48,842 rows of 123 features; class 1 earns more than 50,000.
+
+    Args:
+        root: Folder of ``a9a`` and ``a9a.t``, each gzipped (``.gz``) or not.
+        max_bytes: As in `load_libsvm`.
+
+    Raises:
+        DataError: For a missing or malformed file.
+    """
+    files = [existing(Path(root, name), Path(root, f"{name}.gz")) for name in ("a9a", "a9a.t")]
+    return load_libsvm(files, 123, max_bytes=max_bytes)
+
+
+def _bad_row(files: Sequence[StrPath], texts: Sequence[bytes]) -> str:
+    """Say which row of which file scikit-learn can't read; empty if that can't be told."""
+    from sklearn.datasets import load_svmlight_file
+
+    def readable(lines: Sequence[bytes]) -> bool:
+        try:
+            load_svmlight_file(io.BytesIO(b"".join(lines)), zero_based=True)
+        except Exception:
+            return False
+        return True
+
+    for file, text in zip(files, texts, strict=True):
+        lines = text.splitlines(keepends=True)
+        low, high = 0, len(lines)  # the first so many lines can be read; the first so many can't
+        if readable(lines):
+            continue
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if readable(lines[low:middle]) else (low, middle)
+        return f" (row {high} of {file})"
+    return ""

@@ -1,0 +1,111 @@
+"""The metric that a config names, tried before work is done for it."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from metricopt_ext.classification.besides import check_besides
+from metricopt_ext.classification.config import MetricConfig
+from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost, from_callable
+from metricopt_ext.classification.split_metric import value_of
+from metricopt_ext.classification.target_metrics import prepared_by, target_metric
+from metricopt_ext.classification.targets import IGNORED, Target, beyond
+from metricopt_ext.data.labelled import Split
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.tasks.own_metric import own_metric
+
+
+def build_metric(config: MetricConfig, kind: str = "classes") -> MetricSpec:
+    """Return the metric that the settings name; a module that they name is imported, which runs it.
+
+    Args:
+        config: The metric's settings.
+        kind: What is predicted (`targets.KINDS`).
+
+    Raises:
+        ConfigError: There is no such metric, or its settings are incomplete.
+    """
+    own = own_metric(config.name, config)
+    if own is None and kind != "classes":
+        return target_metric(config.name, kind)
+    if config.name in METRICS:
+        return METRICS[config.name]
+    try:
+        if config.name == "expected_cost":
+            return expected_cost(config.costs, config.prior or None)
+        if own is None:
+            raise ConfigError(
+                f"metric.name={config.name!r} is none of {', '.join([*METRICS, 'expected_cost'])}; name your own"
+                " function as MODULE:FUNCTION, e.g. sklearn.metrics:matthews_corrcoef"
+            )
+        return from_callable(
+            own.function,
+            maximize=own.maximize,
+            bounds=own.bounds,
+            name=own.name,
+            scores=getattr(config, "scores", "labels"),
+            columns=getattr(config, "columns", ()),
+            prepared=None if kind == "classes" else prepared_by(kind, getattr(config, "scores", "labels")),
+        )
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"metric.name={config.name!r}: {error}") from error
+
+
+def try_metric(
+    config: MetricConfig,
+    part: Split,
+    num_classes: int,
+    target: Target | None = None,
+    others: Mapping[str, MetricSpec] | None = None,
+) -> None:
+    """Evaluate the metric on made-up predictions, every second of them right, before work is done for it.
+
+    Args:
+        config: The metric's settings.
+        part: Has true labels, ``n`` in 0..num_classes-1, and the columns that the metric is given.
+        num_classes: Number of classes.
+        target: What is predicted, if not classes.
+        others: What counts besides the metric, by name.
+
+    Raises:
+        ConfigError: The metric fails; the message says why.
+    """
+    target = target or Target("classes", num_classes)
+    metric, outputs = build_metric(config, target.kind), _made_up(part.y, target)
+    check_besides(others or {}, outputs, part.y)
+    try:
+        value_of(metric, outputs, part)
+    except Exception as error:
+        keys = (
+            "; see metric.kwargs (its arguments), metric.scores and metric.columns (what it is given) and metric.bounds"
+            " (its range)"
+        )
+        raise ConfigError(
+            f"metric.name={config.name} fails on made-up predictions of {_what(target)}: {str(error).rstrip('.')}"
+            f"{keys if ':' in config.name else ''}"
+        ) from error
+
+
+def _what(target: Target) -> str:
+    named = {"classes": "classes", "multilabel": "labels each", "ordinal": "ranks", "segmentation": "classes"}
+    return f"{target.count} {named[target.kind]}" if target.kind in named else "quantities"
+
+
+def _made_up(labels: Tensor, target: Target) -> Tensor:
+    """Outputs of which every second is right."""
+    wrong = torch.arange(len(labels), device=labels.device) % 2
+    if target.kind == "regression":
+        return (labels + target.scale * wrong).float()
+    if target.kind == "multilabel":
+        return 2 * (labels ^ wrong[:, None]).float() - 1
+    if target.kind == "segmentation":
+        predicted = (labels.where(labels != IGNORED, 0) + wrong[:, None, None]) % target.count
+        return F.one_hot(predicted, target.count).movedim(-1, 1).float()
+    predicted = (labels + wrong) % target.count
+    if target.kind == "ordinal":
+        return 2 * beyond(predicted, target.count).float() - 1
+    return F.one_hot(predicted, target.count).float()

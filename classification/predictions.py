@@ -1,0 +1,36 @@
+"""What a classifier predicts: the logits of inputs, in parts."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.data.parts import part_size
+from metricopt_ext.utils.modes import evaluating
+
+
+def predict(model: nn.Module, x: Tensor) -> Tensor:
+    """Return the logits of inputs ``n x ...``, in batches; the caller sets evaluation mode and disables gradients."""
+    return torch.cat([output_of(model(part)) for part in x.split(part_size(x))])
+
+
+def output_of(found: Any) -> Tensor:
+    """Return a model's logits; torchvision's segmentation networks have them as ``"out"`` of several."""
+    logits: Tensor = found["out"] if isinstance(found, dict) else found
+    return logits
+
+
+@torch.no_grad()
+def scores_at(adapter: Adapter, phi: Tensor, x: Tensor) -> Tensor:
+    """Return the logits of the model with phi, ``d``, for inputs ``n x ...``."""
+    with adapter.using(phi) as model, evaluating(model):
+        return predict(model, x)
+
+
+@torch.no_grad()
+def predict_classes(adapter: Adapter, phi: Tensor, x: Tensor) -> Tensor:
+    """Return the classes, ``n``, that the model with phi, ``d``, predicts for inputs ``n x ...``."""
+    with adapter.using(phi) as model:
+        logits = predict(model, x)
+    return (logits > 0).long() if logits.dim() == 1 else logits.argmax(1)

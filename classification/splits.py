@@ -1,0 +1,199 @@
+"""The data that a config describes: loaded, divided, thinned out, shifted, normalised."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.classification.arrays import read_arrays
+from metricopt_ext.classification.config import (
+    ClassificationConfig,
+    DataConfig,
+    LabelledImagesConfig,
+    MasksConfig,
+    PartsConfig,
+    TableConfig,
+)
+from metricopt_ext.classification.data import (
+    divided,
+    hold_out,
+    imputed,
+    load_cifar10,
+    load_sklearn,
+    ordered,
+    single_precision,
+    split,
+    standardise,
+    with_positive,
+)
+from metricopt_ext.classification.libsvm import load_a9a
+from metricopt_ext.classification.masks import load_masks
+from metricopt_ext.classification.own_data import labelled_images, own_parts, read_table, size_of, streams
+from metricopt_ext.classification.published import cropped, mean_and_std, published
+from metricopt_ext.classification.shift import long_tail, shift_class_ratio
+from metricopt_ext.classification.targets import Target
+from metricopt_ext.data.images import Limits, load_image_folder
+from metricopt_ext.data.labelled import Labelled, Split, Table, Unscaled
+from metricopt_ext.data.named_model import preprocessing_of
+from metricopt_ext.data.precision import check_told_apart
+from metricopt_ext.data.splits import PARTS, Splits
+from metricopt_ext.data.streamed import changed
+from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.utils.config import config_section
+from metricopt_ext.utils.seeding import generator
+
+SKLEARN_SETS = ("breast_cancer", "diabetes", "digits", "iris", "wine")
+# by the settings, the bounds and the columns that the metric is given
+LOADERS: dict[str, Callable[[DataConfig, Limits, Sequence[str]], Labelled | Table]] = {
+    "a9a": lambda data, limits, _: load_a9a(data.root, max_bytes=limits["max_bytes"]),
+    "arrays": lambda data, limits, _: read_arrays([Path(data.root)], max_bytes=limits["max_bytes"])[0],
+    "csv": lambda data, limits, columns: read_table(data, [data.root], limits, columns),
+    "image_folder": lambda data, limits, _: load_image_folder(data.root, size_of(data), stream=streams(data), **limits),
+    "segmentation": lambda data, limits, _: load_masks(
+        data.root, data.image_size or None, data.classes if isinstance(data, MasksConfig) else 0, **limits
+    ),
+    "libsvm": lambda data, limits, columns: read_table(data, [data.root], limits, columns),
+    **{name: lambda data, limits, _, name=name: load_sklearn(name) for name in SKLEARN_SETS},  # type: ignore[misc]
+}
+
+
+def target_in(config: ClassificationConfig, splits: Splits) -> Target:
+    """Return what is predicted; of quantities the error counts in standard deviations of train's."""
+    if config.data.kind != "regression":
+        return Target(config.data.kind, splits.num_classes)
+    spread = float(splits.train.y.std(correction=0))
+    if spread == 0:
+        raise DataError(f"the target is {float(splits.train.y[0]):g} in each row of train; there is nothing to predict")
+    check_told_apart(
+        splits.train.y[:, None],
+        splits.train.y[:, None].float(),
+        ["the target"],
+        "subtract what all values have in common",
+    )
+    return Target("regression", 1, spread)
+
+
+def load_splits(config: ClassificationConfig, seed: int) -> Splits:
+    """Load the data, divide it by the seed, and thin out train or shift validation and test if the settings say so.
+
+    Raises:
+        ConfigError: A setting is unknown.
+        DataError: The data are missing or unusable.
+    """
+    with config_section("data"):
+        splits = _divided(config, seed)
+    _check_columns(splits, config)
+    if config.data.kind == "ordinal":
+        splits = ordered(splits, config.data.order)
+    if config.data.positive:
+        splits = with_positive(splits, config.data.positive)
+    if config.data.imbalance != 1 or config.data.largest_class:
+        with config_section("data"):
+            splits = long_tail(splits, config.data.imbalance, config.data.largest_class, seed)
+    if isinstance(config.data, TableConfig) and config.data.missing:
+        splits = imputed(splits, config.data.missing)
+    if config.data.standardise:
+        splits = standardise(splits)
+    elif isinstance(splits.train, Unscaled):
+        splits = single_precision(splits)
+    if splits.train.x.dtype == torch.uint8:
+        splits = splits.map(lambda part, name: replace(part, x=changed(part.x, lambda x: x.float() / 255)))
+    with config_section("shift"):
+        splits = _shifted(splits, config, seed)
+    splits = _normalised(splits, config)
+    if config.data.metric_on == "train":
+        return replace(splits, validation=train_subset(splits, seed))
+    return splits
+
+
+def _check_columns(splits: Splits, config: ClassificationConfig) -> None:
+    """Reject parts that lack a column which the metric is to be given."""
+    for name in PARTS:
+        having = getattr(splits, name).columns
+        for column in config.metric_columns:
+            if column not in having:
+                found = ", ".join(having) or "none"
+                raise ConfigError(
+                    f"metric.columns={config.metric_columns}: the {name} part of data.name={config.data.name} has no"
+                    f" column {column!r}; its columns are: {found}"
+                )
+
+
+def _normalised(splits: Splits, config: ClassificationConfig) -> Splits:
+    """Normalise images as published weights or the model's folder need it, or as the settings say."""
+    weights = published(config.model.name, config.model.weights)
+    mean, std = (config.data.mean, config.data.std) if weights is None else mean_and_std(weights)
+    if not mean and (known := preprocessing_of(config.model.name)):
+        mean, std = known
+    if not mean:
+        return splits
+    shape = splits.train.x.shape[1:]
+    if len(shape) != 3 or len(mean) != shape[0]:
+        raise ConfigError(f"data.mean={mean} normalises images of {len(mean)} channels, but the data is {tuple(shape)}")
+
+    def normalise(x: Tensor) -> Tensor:
+        centre, spread = (x.new_tensor(values).view(-1, 1, 1) for values in (mean, std))
+        return (x - centre) / spread
+
+    return splits.map(lambda part, name: replace(part, x=changed(part.x, normalise)))
+
+
+def train_subset(splits: Splits, seed: int) -> Split:
+    """Return train examples drawn at random: as many as validation has, or all if there are no more (paper, Fig. S4).
+
+    Every class keeps its share of train, give or take one.
+    """
+    y = splits.train.y
+    order = torch.randperm(len(y), generator=generator(seed, "train subset")).to(y.device)
+    if y.dim() == 1:  # several labels, or pixels, have no order
+        order = order[y[order].argsort(stable=True)]  # class by class, in random order within each
+    places = torch.linspace(0, len(y) - 1, min(len(splits.validation), len(y))).round().long().to(y.device)
+    return splits.train.take(order[places].sort().values)
+
+
+def _divided(config: ClassificationConfig, seed: int) -> Splits:
+    data, limits, weights = config.data, config.limits, published(config.model.name, config.model.weights)
+    if data.name != "cifar10" and data.name not in LOADERS:
+        raise ConfigError(f"data.name={data.name!r} is none of cifar10, {', '.join(LOADERS)}")
+    size = cropped(weights) if weights else size_of(data)
+    if (own := own_parts(data, limits, seed, size, config.metric_columns)) is not None:
+        return own
+    if data.name not in SKLEARN_SETS and not data.root:
+        raise ConfigError(
+            f"data.name={data.name} needs data.root=PATH, the file or folder that holds it"
+            + (", or data.train=PATH and data.val or data.test" if isinstance(data, PartsConfig) else "")
+        )
+    if data.name == "cifar10":
+        train, test = load_cifar10(data.root, **limits)
+        rest, validation = hold_out(train, data.validation_size, seed)
+        return Splits(rest, validation, test, train.class_names)
+    if isinstance(data, LabelledImagesConfig):
+        images, reading = labelled_images(data, limits, size)
+        parts = split(images.x, images.y, data.fractions, seed, class_names=images.class_names)
+        return replace(parts, reading=reading)
+    if weights is None:
+        whole = LOADERS[data.name](data, limits, config.metric_columns)
+        if isinstance(whole, Table):
+            rows = Unscaled(whole.x, whole.y, columns=whole.columns)
+            parts = divided(rows, whole.class_names, data.fractions, seed)
+            return replace(parts, reading=whole.reading)
+    else:
+        whole = load_image_folder(data.root, cropped(weights), stream=streams(data), **limits)
+    return split(whole.x, whole.y, data.fractions, seed, class_names=whole.class_names)
+
+
+def _shifted(splits: Splits, config: ClassificationConfig, seed: int) -> Splits:
+    settings = config.shift
+    if settings.kind == "none":
+        return splits
+    if settings.kind == "class_ratio":
+        return shift_class_ratio(splits, settings.ratio, seed)
+    if settings.kind != "image":
+        raise ConfigError(f"shift.kind={settings.kind!r} must be none, image or class_ratio")
+    if splits.train.x.dim() != 4:
+        raise ConfigError(
+            f"shift.kind=image needs images, {config.data.name} has shape {tuple(splits.train.x.shape[1:])}"
+        )
+    return splits.shifted(settings.image_shift(), seed)

@@ -1,0 +1,188 @@
+"""Detectors that a function of the user's own builds: what is called with what, and which are refused."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("torchvision")
+
+from torchvision.models.detection import FasterRCNN
+
+from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.detection.frozen import served
+from metricopt_ext.detection.own_detector import OwnToolkit
+from metricopt_ext.detection.task import load_examples
+from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit, has_proposals
+from metricopt_ext.errors import ConfigError, DataError
+
+GRID = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Grid(nn.Module):
+    # Finds in each of 4 x 4 cells the class of the box that covers its centre, and that box as a share of the image.
+    def __init__(self, outputs, width):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.AdaptiveAvgPool2d(4))
+        self.head = nn.Conv2d(width, outputs + 4, 1)
+
+    def forward(self, images, targets=None):
+        answers = [self.head(self.body(image[None]))[0].flatten(1).T for image in images]
+        logits, shares = [a[:, :-4] for a in answers], [a[:, -4:].sigmoid() for a in answers]
+        sizes = [image.new_tensor([image.shape[2], image.shape[1]] * 2) for image in images]
+        if self.training:
+            return self.losses(logits, shares, sizes, targets)
+        scores = [each.softmax(1)[:, 1:].max(1) for each in logits]
+        return [{"boxes": torch.cat([torch.minimum(b[:, :2], b[:, 2:]), torch.maximum(b[:, :2], b[:, 2:])], 1) * s,
+                 "scores": found.values, "labels": found.indices + 1} for b, s, found in zip(shares, sizes, scores)]
+
+    def losses(self, logits, shares, sizes, targets):
+        classes, boxes = [], []
+        for each, share, size, target in zip(logits, shares, sizes, targets):
+            centres = (torch.stack(torch.meshgrid(*[torch.arange(4)] * 2, indexing="xy"), -1).reshape(-1, 2) + 0.5) / 4
+            wanted = torch.zeros(16, dtype=torch.int64)
+            for box, label in zip(target["boxes"] / size, target["labels"]):
+                inside = ((centres > box[:2]) & (centres < box[2:])).all(1)
+                wanted[inside] = label
+                boxes.append(((share[inside] - box) ** 2).sum())
+            classes.append(F.cross_entropy(each, wanted))
+        return {"classes": torch.stack(classes).mean(), "boxes": torch.stack(boxes).sum() if boxes else each.sum() * 0}
+
+def grid(num_classes, width=4):
+    return Grid(num_classes, width)
+"""
+
+
+class Plain(nn.Module):
+    """Returns what it is told to, in either mode."""
+
+    def __init__(self, found: Any, losses: Any = None) -> None:
+        super().__init__()
+        self.found, self.losses = found, losses
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, images: Any, targets: Any = None) -> Any:
+        return self.losses if self.training else self.found
+
+
+def found_of(*labels: int) -> dict[str, Tensor]:
+    count = len(labels)
+    return {"boxes": torch.zeros(count, 4), "scores": torch.rand(count), "labels": torch.tensor(labels).long()}
+
+
+GOOD = [found_of(1, 2)] * 2
+
+
+def toolkit_of(folder: Path, monkeypatch: pytest.MonkeyPatch, model: Any = None, **settings: Any) -> OwnToolkit:
+    """Return the toolkit of a function that returns a copy of a model, or that of `GRID`."""
+    if model is None:
+        monkeypatch.delitem(sys.modules, "own_grid", raising=False)
+        monkeypatch.setattr(sys, "path", sys.path[:])
+        (folder / "own_grid.py").write_text(GRID)
+        return OwnToolkit(name="own_grid:grid", folder=str(folder), **settings)
+    monkeypatch.setattr("metricopt_ext.detection.own_detector.own_model", lambda *_, **__: model)
+    return OwnToolkit(name="mine:net", **settings)
+
+
+def test_the_function_gets_the_number_of_classes_with_the_background_and_its_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toolkit: Any = toolkit_of(tmp_path, monkeypatch, kwargs={"width": 6})
+    model: Any = toolkit.build(3, seed=0)
+    assert model.head.out_channels == 3 + 1 + 4
+    assert model.body[0].out_channels == 6
+    assert int(model.body[1].num_batches_tracked) == 0  # a copy was tried
+    again, other = toolkit.build(3, seed=0), toolkit.build(3, seed=1)
+    assert torch.equal(model.head.weight, again.head.weight)
+    assert not torch.equal(model.head.weight, other.head.weight)
+
+
+def test_its_loss_and_its_boxes_are_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squares: Callable[..., Any]
+) -> None:
+    toolkit, examples = toolkit_of(tmp_path, monkeypatch), load_examples(squares(3))
+    model: Any = toolkit.build(2, seed=0)
+    images = [each.image / 255 for each in examples]
+    targets = [{"boxes": each.truth.boxes, "labels": each.truth.labels + 1} for each in examples]
+    losses = model.train()(images, targets)
+    torch.testing.assert_close(toolkit.loss(model, examples), losses["classes"] + losses["boxes"])
+    with torch.no_grad():
+        outputs = model.eval()(images)
+    for found, output in zip(toolkit.detect(model, examples), outputs, strict=True):
+        assert torch.equal(found.boxes, output["boxes"])
+        assert torch.equal(found.labels, output["labels"] - 1)
+    assert toolkit.propose(model, examples) == []
+    adapter = attach_film(model, ["body.*"], dim=3)
+    toolkit.loss(model, examples).backward()
+    assert adapter.phi.grad is not None
+    assert adapter.phi.grad.norm() > 0
+
+
+def test_torchvisions_two_stages_are_taken_apart_and_others_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squares: Callable[..., Any]
+) -> None:
+    stock = TorchvisionToolkit(min_size=64, max_size=64, width=16, head=32)
+    model: Any = stock.build(2, seed=0)
+    assert has_proposals(model)
+    examples = load_examples(squares(2))
+
+    class Doubled(FasterRCNN):
+        def forward(self, images: Any, targets: Any = None) -> Any:
+            result = super().forward(images, targets)
+            return {name: 2 * value for name, value in result.items()} if self.training else result
+
+    toolkit = toolkit_of(tmp_path, monkeypatch, model)
+    torch.manual_seed(1)
+    expected = stock.loss(model, examples)
+    torch.manual_seed(1)
+    assert torch.equal(toolkit.loss(model, examples), expected)
+    model.__class__ = Doubled
+    assert not has_proposals(model)
+    torch.manual_seed(1)
+    torch.testing.assert_close(toolkit.loss(model, examples), 2 * expected)
+    attach_film(model, ["roi_heads.box_head.*"], dim=3)
+    assert not served(model)  # whose features are computed as torchvision's are
+    with pytest.raises(ConfigError, match=r"'ap' is for the box head of torchvision's GeneralizedRCNN; model\.name="):
+        toolkit_of(tmp_path, monkeypatch, Plain(GOOD), classification_loss="ap").build(2, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("found", "losses", "message"),
+    [
+        (torch.zeros(2, 4), {}, r"mine:net returns a Tensor for 2 images in evaluation mode; it must return a list"),
+        ([found_of(1)], {}, r"returns 1 output for 2 images in evaluation mode; it must return a list"),
+        ([{"boxes": torch.zeros(0, 4)}] * 2, {}, r"finds \['boxes'\] in an image; it must be a dict of tensors boxes"),
+        ([{**found_of(1), "boxes": torch.zeros(4)}] * 2, {}, r"of shapes \(4,\), \(1,\), \(1,\); they must be n x 4"),
+        ([{**found_of(1), "labels": torch.zeros(1)}] * 2, {}, r"labels of torch\.float32; they must be integers"),
+        (GOOD, torch.zeros(()), r"returns a Tensor in training mode; it must return a dict of losses"),
+        (GOOD, {"box": torch.zeros(2)}, r"returns the loss 'box', which is no scalar"),
+    ],
+)
+def test_another_interface_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: Any, losses: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        toolkit_of(tmp_path, monkeypatch, Plain(found, losses)).build(2, seed=0)
+
+
+def test_a_classifier_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"model\.name=mine:net does not take a list of images.*: TypeError: conv2d"):
+        toolkit_of(tmp_path, monkeypatch, nn.Conv2d(3, 2, 1)).build(2, seed=0)
+
+
+def test_labels_of_no_class_are_refused_and_the_background_is_left_out_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squares: Callable[..., Any]
+) -> None:
+    examples = load_examples(squares(1))
+    toolkit = toolkit_of(tmp_path, monkeypatch, Plain([]), classes=2)
+    with pytest.warns(UserWarning, match=r"finds with label 0, the background of torchvision's interface, is left out"):
+        (found,) = toolkit.detect(Plain([found_of(0, 2)]), examples)
+    assert found.labels.tolist() == [1]
+    with pytest.raises(DataError, match=r"mine:net finds the label 3; those of the data's 2 classes are 1 to 2"):
+        toolkit.detect(Plain([found_of(1, 3)]), examples)

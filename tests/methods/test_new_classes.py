@@ -1,0 +1,346 @@
+"""How far to go towards a search's end on classes that the metric does not see: closed forms, and whole runs."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from metricopt_ext.errors import BudgetError
+from metricopt_ext.methods.new_classes import (
+    STRENGTH,
+    KeptShare,
+    cross_gains,
+    held_back,
+    kept_share,
+    optimism_of,
+    share_of,
+)
+from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.result import Result
+from metricopt_ext.methods.search import Search
+from metricopt_ext.methods.searched import search_results
+from metricopt_ext.search.direct import CMAES
+from metricopt_ext.search.strategy import SearchResult
+from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.metric import Evaluation, Ledger, Metric
+from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.value.gp import GPValueFunction
+
+Make = Callable[..., Any]
+
+C = 6
+CURVATURE = torch.tensor([[2.0, 0.6], [0.6, 1.0]], dtype=torch.float64)
+# Every division of the classes into two halves, each once: their mean is an expectation in closed form.
+DIVISIONS = [(first, tuple(set(range(C)) - set(first))) for first in combinations(range(C), C // 2) if 0 in first]
+
+
+def gradients(spread: float) -> Tensor:
+    """b of each class, ``C x 2``: the class costs ``x H x / 2 - b x``."""
+    drawn = torch.randn(C, 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    return torch.tensor([0.5, 0.4], dtype=torch.float64) + spread * (drawn - drawn.mean(0))
+
+
+def searched(b: Tensor) -> SearchResult:
+    """A search that knows a grid of points, and ends where the mean over the classes is least."""
+    axis = torch.linspace(-1, 1, 9, dtype=torch.float64)
+    points = torch.cartesian_prod(axis, axis)
+    end = torch.linalg.solve(CURVATURE, b.mean(0))
+    everywhere = torch.cat([points, end[None]])
+    costs = (everywhere @ CURVATURE * everywhere).sum(1)[:, None] / 2 - everywhere @ b.T  # n x C
+
+    def evaluation(of: Tensor) -> Evaluation:
+        pairs = [[float(of[list(half)].mean()) for half in division] for division in DIVISIONS]
+        return Evaluation.of(float(of.mean()), pairs)
+
+    evaluations = tuple(evaluation(of) for of in costs)
+    scale = torch.eye(2, dtype=torch.float64) / 6  # so long that the process is nearly a quadratic's
+    f = GPValueFunction.conditioned(points, costs[:-1].mean(1), scale, 1e-11)
+    return SearchResult(end, evaluations[-1], evaluations[:-1], (), points, len(points), learns=True, f=f)
+
+
+def test_what_is_lost_is_takeuchis_criterion() -> None:
+    """Over all divisions, the mean of O is tr(H^-1 J) / C, with J the covariance of the classes' gradients."""
+    b = gradients(spread=0.1)
+    share = kept_share(searched(b), torch.zeros(2, dtype=torch.float64))
+    assert share is not None
+    expected = float(torch.linalg.solve(CURVATURE, torch.cov(b.T)).trace()) / C
+    gain = float(b.mean(0) @ torch.linalg.solve(CURVATURE, b.mean(0))) / 2
+    assert share.optimism == pytest.approx(expected, rel=5e-3)  # the process is no quadratic: 1e-3
+    assert share.gain == pytest.approx(gain, rel=1e-4)
+    assert share.share == pytest.approx(1 - 1.5 * expected / (2 * gain), rel=1e-3)
+    assert share.share < 0.999
+
+
+def test_gains_of_half_the_classes_on_both_halves_have_closed_forms() -> None:
+    b = gradients(spread=0.1)
+    end = searched(b)
+    halves = torch.tensor([each.pairs for each in end.evaluations], dtype=torch.float64)
+    assert end.f is not None
+    start = torch.zeros(2, dtype=torch.float64)
+    own, other = cross_gains(end.f, end.points, halves, start, end.phi)
+    means = torch.stack([b[list(half)].mean(0) for division in DIVISIONS for half in division])
+    steps = torch.linalg.solve(CURVATURE, means.T).T
+    swapped = means[torch.arange(len(means)) ^ 1]
+    assert own.tolist() == pytest.approx(((means * steps).sum(1) / 2).tolist(), rel=1e-3)
+    assert other.tolist() == pytest.approx(((swapped - means / 2) * steps).sum(1).tolist(), rel=1e-2)
+
+
+def test_without_differences_between_classes_all_of_the_way_is_kept() -> None:
+    share = kept_share(searched(gradients(spread=0.0)), torch.zeros(2, dtype=torch.float64))
+    assert share is not None
+    assert share.optimism == pytest.approx(0, abs=1e-6)
+    assert share.share == pytest.approx(1, abs=1e-4)
+
+
+def test_what_one_half_of_the_classes_does_not_gain_by_the_other_is_not_kept() -> None:
+    """t would be above 0, as the whole gains much more than a half's end exceeds the other's by."""
+    end = searched(gradients(spread=0.1))
+
+    def opposed(point: Tensor, evaluation: Evaluation) -> Evaluation:
+        tilt = 0.01 * float(point[0])  # what is good for one half is bad for the other
+        return Evaluation(evaluation.cost, (tilt, -tilt))
+
+    evaluations = tuple(opposed(*each) for each in zip(end.points, end.evaluations, strict=True))
+    moved = replace(end, evaluations=evaluations, evaluation=opposed(end.phi, end.evaluation))
+    share = kept_share(moved, torch.zeros(2, dtype=torch.float64))
+    assert share is not None
+    assert share.crossed < 0 < share.gain
+    assert share_of(share.optimism, share.gain) > 0.5
+    assert share.share == 0
+
+
+@pytest.mark.parametrize(
+    ("optimism", "gain", "share"),
+    [
+        (0.0, 0.1, 1.0),
+        (-0.2, 0.1, 1.0),
+        (0.1, 0.3, 0.75),
+        (0.2, 0.3, 0.5),
+        (0.4, 0.3, 0.0),
+        (0.9, 0.3, 0.0),
+        (0.0, 0.0, 0.0),
+        (0.0, -0.1, 0.0),
+    ],
+)
+def test_the_share_follows_from_optimism_and_gain(optimism: float, gain: float, share: float) -> None:
+    assert STRENGTH == 1.5
+    assert share_of(optimism, gain) == pytest.approx(share, abs=1e-12)
+
+
+def test_optimism_is_half_of_what_own_gains_exceed_those_on_the_other_half_by() -> None:
+    assert optimism_of(torch.tensor([0.5, 0.3]), torch.tensor([0.1, 0.2])) == pytest.approx(0.125)
+
+
+def test_nothing_tells_without_f_or_halves() -> None:
+    end, start = searched(gradients(spread=0.1)), torch.zeros(2, dtype=torch.float64)
+    assert kept_share(replace(end, f=None), start) is None
+    bare = tuple(each.without_halves() for each in end.evaluations)
+    assert kept_share(replace(end, evaluations=bare, evaluation=end.evaluation.without_halves()), start) is None
+
+
+def test_points_where_the_metric_is_not_defined_on_a_half_are_left_out() -> None:
+    end, start = searched(gradients(spread=0.1)), torch.zeros(2, dtype=torch.float64)
+    some = tuple(each.without_halves() if at % 7 == 0 else each for at, each in enumerate(end.evaluations))
+    whole, part = kept_share(end, start), kept_share(replace(end, evaluations=some), start)
+    assert whole is not None
+    assert part is not None
+    assert part.optimism == pytest.approx(whole.optimism, rel=0.01)
+
+
+# --- Whole runs ----------------------------------------------------------------------------------------------------
+
+
+def of_classes(task: Any, spread: float, *, new: bool = True, classes: int = 12, queries: int | None = None) -> Any:
+    """Let a task's metric be the mean over classes whose goals differ, with 8 divisions into halves."""
+    rng = torch.Generator().manual_seed(3)
+    goals = task.goal + spread * torch.randn(classes, task.dim, generator=rng, dtype=torch.float64)
+    orders = [torch.randperm(classes, generator=rng) for _ in range(8)]
+
+    def metric(model: Any) -> Any:
+        costs = (model.metricopt.phi.detach() - goals).square().sum(1)
+        pairs = [(float(costs[order[::2]].mean()), float(costs[order[1::2]].mean())) for order in orders]
+        return float(costs.mean()), pairs
+
+    judged = Metric(metric, maximize=False, bounds=None, name="distance", ledger=Ledger(queries), new_classes=new)
+    return replace(task, metric=judged)
+
+
+def run_of(task: Any, queries: int = 30, **options: Any) -> Result:
+    return optimize_metric(task, queries=queries, watcher=Watcher(), **options)
+
+
+def test_a_part_of_the_way_is_kept_known_and_paid_for_within_the_budget(quadratic: Make) -> None:
+    """The metric is asked 30 times in all, the last time at what is kept."""
+    asked: list[Tensor] = []
+    task = of_classes(quadratic(), 1.5, queries=30)
+    task.metric.observers.append(lambda query: asked.append(query.item))
+    result = run_of(task)
+    share = result.kept_share
+    assert share is not None
+    assert result.chosen == "part"
+    assert 0 < share.share < 1
+    assert share.asked
+    assert share.share == pytest.approx(1 - 1.5 * share.optimism / (2 * share.gain))
+    start, end, kept = (result.ends[name] for name in ("start", "search", "part"))
+    assert torch.allclose(kept, start + share.share * (end - start))
+    assert torch.equal(task.adapter.phi.detach(), kept)
+    assert torch.equal(result.path[-1], kept)
+    assert (len(asked), task.metric.ledger.spent, sum(result.queries.values())) == (30, 30, 30)
+    assert torch.equal(asked[-1], kept)
+    assert result.after == task.metric.judge(task.adapter.model).cost
+    assert result.before > result.after > result.best
+    first, second, *_ = result.lines()
+    assert first.endswith(f"kept {share.share:.0%} of the way to the end of the search")
+    assert second.endswith(
+        f"{share.optimism:.4f} of its gain are expected to be lost on other classes than the metric's"
+    )
+
+
+def test_where_classes_are_the_same_nothing_changes(quadratic: Make) -> None:
+    """A metric that reports one pair, and one that reports several, end at the same point after the same queries."""
+
+    def one_pair(task: Any) -> Any:
+        whole = task.metric.function
+
+        def metric(model: Any) -> Any:
+            value, pairs = whole(model)
+            return value, pairs[0]
+
+        return replace(task, metric=Metric(metric, maximize=False, bounds=None, name="distance"))
+
+    several, one = of_classes(quadratic(), 1.5, new=False), one_pair(of_classes(quadratic(), 1.5, new=False))
+    results = [run_of(several), run_of(one)]
+    assert str(results[0]) == str(results[1])
+    assert torch.equal(results[0].points, results[1].points)
+    assert results[0].chosen == results[1].chosen == "search"
+    assert results[0].kept_share is None
+    assert torch.equal(several.adapter.phi, one.adapter.phi)
+
+
+def test_a_search_without_f_keeps_its_end(quadratic: Make) -> None:
+    task = of_classes(quadratic(), 1.5)
+    result = run_of(task, strategy=CMAES())
+    assert result.chosen == "search"
+    assert result.kept_share is None
+    assert sum(result.queries.values()) == 30
+    assert held_back(CMAES(), task.metric) == 0
+    assert held_back(GuidedTrustRegion(), task.metric) == 1
+
+
+def test_a_budget_that_is_too_small_by_what_is_held_back_is_refused(quadratic: Make) -> None:
+    least = GuidedTrustRegion().least_queries(4)
+    with pytest.raises(BudgetError, match=f"of {least}, one is held back for the value of what is kept, as classes"):
+        run_of(of_classes(quadratic(), 1.5), queries=least)
+    run_of(of_classes(quadratic(), 1.5), queries=least + 1)
+    with pytest.raises(BudgetError, match="one is held back"):
+        Search(of_classes(quadratic(), 1.5), least)
+    with pytest.raises(ValueError, match=f"needs at least {least + 1}"):
+        next(search_results(of_classes(quadratic(), 1.5), [least, 40]))
+
+
+@pytest.mark.parametrize("queries", [30, 29, 28, 12])
+def test_a_run_that_is_cut_short_goes_on_bit_for_bit(quadratic: Make, tmp_path: Path, queries: int) -> None:
+    whole = run_of(of_classes(quadratic(), 1.5), output_dir=tmp_path / "whole")
+    task = of_classes(quadratic(), 1.5)
+    made, left = task.metric.function, [queries - 1]
+
+    def failing(model: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError("the disk is full")
+        return made(model)
+
+    task.metric.function = failing
+    with pytest.raises(Exception, match="the disk is full"):
+        run_of(task, output_dir=tmp_path / "cut")
+    # The function's own code is part of a run's identity.
+    identity = (tmp_path / "whole" / "identity.json").read_text()
+    (tmp_path / "cut" / "identity.json").write_text(identity)
+    again = run_of(of_classes(quadratic(), 1.5), output_dir=tmp_path / "cut", resume=True)
+    assert str(again) == str(whole)
+    for name in ("evaluations.json", "adapter.safetensors"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_an_earlier_run_that_knew_of_no_new_classes_is_not_gone_on_with(quadratic: Make, tmp_path: Path) -> None:
+    run_of(of_classes(quadratic(), 1.5, new=False), output_dir=tmp_path)
+    with pytest.raises(Exception, match="classes are new was None, now True"):
+        run_of(of_classes(quadratic(), 1.5), output_dir=tmp_path, resume=True)
+
+
+def test_budgets_that_are_looked_at_on_the_way_have_shares_of_their_own(quadratic: Make) -> None:
+    """One run looked at after 20 and after 30 queries ends as two runs do."""
+    task = of_classes(quadratic(), 1.5)
+    seen = list(search_results(task, [20, 30], seed=1))
+    alone = [next(search_results(of_classes(quadratic(), 1.5), [queries], seed=1)) for queries in (20, 30)]
+    for result, expected in zip(seen, alone, strict=True):
+        assert str(result) == str(expected)
+        assert result.kept_share == expected.kept_share
+        assert torch.equal(result.ends["part"], expected.ends["part"])
+    assert task.metric.ledger.spent == 30 + 2  # the first end, and what is kept of it
+
+
+def test_ask_and_tell_ends_as_the_run_does_and_has_fs_mean_before(quadratic: Make) -> None:
+    expected = run_of(of_classes(quadratic(), 1.5))
+    task = of_classes(quadratic(), 1.5)
+    early: Result | None = None
+    with Search(task, 30) as search:
+        while trials := search.ask(3):
+            for trial in trials:
+                with trial.applied() as model:
+                    search.tell(trial.id, *task.metric.function(model))
+            if search.spent == 29:
+                early = search.result()
+        result = search.result()
+    assert str(result) == str(expected)
+    assert torch.equal(result.ends["part"], expected.ends["part"])
+    assert early is not None
+    assert early.kept_share is not None
+    assert not early.kept_share.asked
+    assert "(what f takes its metric for, as it was not asked there)" in str(early)
+    assert early.after == pytest.approx(result.after, rel=0.05)
+
+
+def test_an_adapter_alone_can_say_that_classes_are_new(quadratic: Make) -> None:
+    made = of_classes(quadratic(), 1.5)
+    with Search(made.adapter, 30, maximize=False, new_classes=True) as search:
+        while trials := search.ask(3):
+            for trial in trials:
+                with trial.applied() as model:
+                    search.tell(trial.id, *made.metric.function(model))
+        assert search.result().chosen == "part"
+
+
+def test_a_failure_at_what_would_be_kept_keeps_the_start(quadratic: Make) -> None:
+    task = of_classes(quadratic(), 1.5)
+    with Search(task, 30) as search:
+        while trials := search.ask(3):
+            for trial in trials:
+                with trial.applied() as model:
+                    if trial.id < 29:
+                        search.tell(trial.id, *task.metric.function(model))
+                    else:
+                        search.fail(trial.id, "the scorer crashed")
+        result = search.result()
+    assert result.chosen == "start"
+    assert result.kept_share is not None
+
+
+def test_shares_are_said_why() -> None:
+    told: Sequence[tuple[KeptShare, str]] = [
+        (
+            KeptShare(0.0, 0.1, 0.2, -0.1),
+            "what is gained by one half of the metric's classes is not gained by the other",
+        ),
+        (KeptShare(0.0, 0.3, 0.2, 0.1), "all of its gain may be lost on other classes than the metric's"),
+        (KeptShare(0.5, 0.1, 0.2, 0.1), "0.1000 of its gain are expected to be lost on other classes"),
+    ]
+    for share, words in told:
+        assert words in share.doubt()
+    assert math.isclose(told[2][0].scaled(100.0).optimism, 10.0)
