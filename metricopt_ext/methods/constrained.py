@@ -8,6 +8,13 @@ from metricopt_ext.tasks.constraints import Constraint, Limits
 from metricopt_ext.tasks.metric import Evaluation
 
 
+NAMED = {
+    "search": "the end of the search",
+    "part": "the part of the way to the end of the search",
+    "line": "the best along the line",
+}
+
+
 @dataclass(frozen=True)
 class Constrained:
     """How a run stands to its constraints.
@@ -64,8 +71,7 @@ class Constrained:
             said = " and ".join(map(str, self.limits.constraints))
             return [f"none of {self.asked} points that were asked satisfies {said}: the model stays as it was"]
         lines = [
-            f"{'the end of the search' if name == 'search' else f'the start {name!r}'} violates"
-            f" {' and '.join(map(str, each))}, so it can't be kept"
+            f"{NAMED.get(name, f'the start {name!r}')} violates {' and '.join(map(str, each))}, so it can't be kept"
             for name, each in self.violated.items()
             if each and name != "start"
         ]

@@ -240,6 +240,39 @@ def test_halves_tell_chance_as_without_constraints(toy: Toy) -> None:
     assert toy.share_left(run.after) < 0.3
 
 
+def test_a_part_of_the_way_is_kept_only_if_it_is_known_to_satisfy_them(toy: Toy) -> None:
+    """Classes are new: halves pull to both sides of the goal, and what is kept is between start and end, or either."""
+    goal = toy.task.problem.goal
+    side = torch.nn.functional.normalize(torch.randn(8, generator=torch.Generator().manual_seed(5)).double(), dim=0)
+
+    def halved(model: Any) -> dict[str, Any]:
+        phi = model.metricopt.phi.detach()
+        value = toy.task.distance(model)
+        off = 2 * float((phi - goal) @ side)
+        return {"along": toy.along(phi), "distance": (value, (value + off, value - off))}
+
+    run = go(toy.judged(halved, new_classes=True), 40)
+    assert run.kept_share is not None
+    assert 0 < run.kept_share.share < 1
+    assert run.kept_share.asked
+    assert run.chosen == "part"
+    assert run.also["along"][1] == pytest.approx(toy.along(run.ends["part"]))
+    assert run.also["along"][1] <= toy.limit
+    calls = []
+
+    def last_is_far(model: Any) -> dict[str, Any]:  # what is kept of the way is asked last
+        calls.append(1)
+        return {**halved(model), "near": float(len(calls) < 40)}
+
+    bounds = {"along": f"<= {toy.limit!r}", "near": ">= 1"}
+    again = go(toy.judged(last_is_far, bounds, new_classes=True), 40)
+    assert len(calls) == 40
+    assert again.constrained is not None
+    assert [each.name for each in again.constrained.violated["part"]] == ["near"]
+    assert again.chosen == "start"
+    assert "the part of the way to the end of the search violates near >= 1, so it can't be kept" in again.lines()
+
+
 def test_data_kept_aside_do_not_bring_back_a_start_that_violates(toy: Toy) -> None:
     aside = Metric(lambda model: -toy.along(model.metricopt.phi.detach()), maximize=False, bounds=None, name="aside")
     starts = {"bad": Start(0.5 * toy.task.problem.goal)}
