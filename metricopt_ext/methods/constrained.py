@@ -7,7 +7,6 @@ from metricopt_ext.methods.guard import Decision
 from metricopt_ext.tasks.constraints import Constraint, Limits
 from metricopt_ext.tasks.metric import Evaluation
 
-
 NAMED = {
     "search": "the end of the search",
     "part": "the part of the way to the end of the search",
