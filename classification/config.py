@@ -27,6 +27,7 @@ from metricopt_ext.evidence.run_config import (
 from metricopt_ext.evidence.siblings import SiblingsConfig
 from metricopt_ext.methods.recipe_settings import checked_setting
 from metricopt_ext.search.optimizer import LOSS_WEIGHT, METRIC_STEP
+from metricopt_ext.tasks.besides import BesidesConfig
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.config import MISSING, config_section, default_of, known_keys
@@ -235,7 +236,7 @@ class ClassifierAdapterConfig(AdapterConfig):
 
 
 @dataclass
-class MetricConfig:
+class MetricConfig(BesidesConfig):
     """What the classifier is judged by.
 
     f1, jaccard, aucpr, auc and eer are the positive class's if there are two classes, and macro (the mean over classes)

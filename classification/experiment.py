@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.classification.adapter import attach, tuned_part
+from metricopt_ext.classification.besides import besides
 from metricopt_ext.classification.classifier import classifier, train, untrained
 from metricopt_ext.classification.config import ClassificationConfig, TransferConfig
 from metricopt_ext.classification.data import stratified_parts
@@ -95,6 +96,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
     def describe(cls, config: ClassificationConfig) -> Subject:
         """Return what a run is about."""
         metric, data = build_metric(config.metric, config.data.kind), config.data.name
+        besides(config.metric, config.data.kind)  # refuses what is no metric
         shown = data if config.data.imbalance == 1 else f"long-tailed {data}"
         shown = shown if config.shift.kind == "none" else f"shifted {shown}"
         arguments = ", ".join(f"{name}={value}" for name, value in getattr(config.metric, "kwargs", {}).items())
@@ -113,8 +115,9 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         self.target = target = target_in(config, splits)
         for name in PARTS:
             check_part(getattr(splits, name), target, name)
+        also, subject_to = besides(config.metric, target.kind, splits.class_names), config.metric.subject_to
         for part in (splits.validation, splits.test):
-            try_metric(config.metric, part, splits.num_classes, target)
+            try_metric(config.metric, part, splits.num_classes, target, also)
         self._batches(splits.train)  # refuses a size before anything is trained, as do the siblings'
         if config.trained_methods:
             self._sibling_batches()
@@ -130,13 +133,19 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             line=None if along is None else self._moved_by(adapter, along),
             loss=loss_of(target),
             batches=self._batches(splits.train),
-            metric=model_metric(metric, splits.validation, metric_halves(splits.validation, metric, seed)),
+            metric=model_metric(
+                metric,
+                splits.validation,
+                metric_halves(splits.validation, metric, seed),
+                also=also,
+                subject_to=subject_to,
+            ),
             population=config.population,
             memory=memory_of(config, config.memory),
         )
         for name in config.trained_methods:
             self._siblings.build(name).check(self._training(task))
-        return task, model_metric(metric, splits.test)
+        return task, model_metric(metric, splits.test, also=also)
 
     @classmethod
     def plot_seeds(cls, folder: Path, seeds: Sequence[int]) -> list[Path]:

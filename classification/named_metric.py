@@ -1,9 +1,12 @@
 """The metric that a config names, tried before work is done for it."""
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from metricopt_ext.classification.besides import check_besides
 from metricopt_ext.classification.config import MetricConfig
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost, from_callable
 from metricopt_ext.classification.split_metric import value_of
@@ -52,7 +55,13 @@ def build_metric(config: MetricConfig, kind: str = "classes") -> MetricSpec:
         raise ConfigError(f"metric.name={config.name!r}: {error}") from error
 
 
-def try_metric(config: MetricConfig, part: Split, num_classes: int, target: Target | None = None) -> None:
+def try_metric(
+    config: MetricConfig,
+    part: Split,
+    num_classes: int,
+    target: Target | None = None,
+    others: Mapping[str, MetricSpec] | None = None,
+) -> None:
     """Evaluate the metric on made-up predictions, every second of them right, before work is done for it.
 
     Args:
@@ -60,14 +69,16 @@ def try_metric(config: MetricConfig, part: Split, num_classes: int, target: Targ
         part: Has true labels, ``n`` in 0..num_classes-1, and the columns that the metric is given.
         num_classes: Number of classes.
         target: What is predicted, if not classes.
+        others: What counts besides the metric, by name.
 
     Raises:
         ConfigError: The metric fails; the message says why.
     """
     target = target or Target("classes", num_classes)
-    metric = build_metric(config, target.kind)
+    metric, outputs = build_metric(config, target.kind), _made_up(part.y, target)
+    check_besides(others or {}, outputs, part.y)
     try:
-        value_of(metric, _made_up(part.y, target), part)
+        value_of(metric, outputs, part)
     except Exception as error:
         keys = (
             "; see metric.kwargs (its arguments), metric.scores and metric.columns (what it is given) and metric.bounds"

@@ -1,6 +1,6 @@
 """A metric on a part of the data, as the black box of a model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -49,7 +49,14 @@ def value_of(spec: MetricSpec, logits: Tensor, part: Split, rows: Tensor | None 
     return spec.function(logits[rows], part.y[rows], *(column[places] for column in columns))
 
 
-def model_metric(spec: MetricSpec, part: Split, halves: Sequence[Tensor] | str = ()) -> Metric:
+def model_metric(
+    spec: MetricSpec,
+    part: Split,
+    halves: Sequence[Tensor] | str = (),
+    *,
+    also: Mapping[str, MetricSpec] | None = None,
+    subject_to: Mapping[str, str] | None = None,
+) -> Metric:
     """Make the black box: a classifier's metric on one part of the data.
 
     Args:
@@ -57,18 +64,28 @@ def model_metric(spec: MetricSpec, part: Split, halves: Sequence[Tensor] | str =
         part: Inputs and labels.
         halves: Indices of two halves of them, for a metric that also reports its value on each, or why there are
             none; empty for one that does not.
+        also: What counts besides, by name (`Metric`).
+        subject_to: Constraints on it, which are told at every query, by the same logits.
     """
+    also, subject_to = also or {}, subject_to or {}
+    bounded = {name: each for name, each in also.items() if name in subject_to}
 
     def function(model: nn.Module) -> Any:
         logits = predict(model, part.x)
+        value = with_halves(lambda half: value_of(spec, logits, part, half), halves)
+        others = {name: value_of(each, logits, part) for name, each in bounded.items()}
+        return {spec.name: value, **others} if others else value
 
-        return with_halves(lambda half: value_of(spec, logits, part, half), halves)
+    def alone(other: MetricSpec) -> Callable[[nn.Module], float]:
+        return lambda model: value_of(other, predict(model, part.x), part)
 
     return Metric(
         function,
         maximize=spec.maximize,
         bounds=spec.bounds,
         name=spec.name,
+        also={name: alone(each) for name, each in also.items() if name not in bounded},
+        subject_to=subject_to,
     )
 
 

@@ -17,13 +17,19 @@ from metricopt_ext.detection.coco_outputs import for_classes
 from metricopt_ext.detection.config import DetectionConfig, DetectorAdapterConfig, MetricConfig
 from metricopt_ext.detection.data import DetectionSplits
 from metricopt_ext.detection.frozen import BOX_HEAD, FrozenFeatures
-from metricopt_ext.detection.metric import DetectionMetric, MeanAveragePrecision, OwnDetectionMetric
+from metricopt_ext.detection.metric import (
+    ClassAveragePrecision,
+    DetectionMetric,
+    MeanAveragePrecision,
+    OwnDetectionMetric,
+)
 from metricopt_ext.detection.own_detector import OwnToolkit
 from metricopt_ext.detection.task import ExampleBatches
 from metricopt_ext.detection.toolkit import Toolkit
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit, has_proposals
 from metricopt_ext.detection.train import train_detector
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.tasks.besides import NO_BOUNDS, class_number, of_class, own_function
 from metricopt_ext.tasks.own_metric import own_metric
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.extras import require
@@ -176,6 +182,34 @@ def build_metric(config: MetricConfig) -> DetectionMetric:
     if definition not in DEFINITIONS:
         raise ConfigError(f"metric.definition={definition!r} is none of {', '.join(DEFINITIONS)}")
     return MeanAveragePrecision(name, definition)
+
+
+def besides(config: MetricConfig, classes: Sequence[str] | None = None) -> dict[str, DetectionMetric]:
+    """Return what counts besides the metric by name; a module that is named is imported, which runs it.
+
+    Args:
+        config: The metric's settings: AP50, AP, or AP50[CLASS] and AP[CLASS] in any case, are by its definition.
+        classes: The names of the classes; None where they are not known yet.
+
+    Raises:
+        ConfigError: There is no such metric, or class.
+    """
+    return {name: _besides(name, key, config, classes) for name, key in config.besides.items()}
+
+
+def _besides(name: str, key: str, config: MetricConfig, classes: Sequence[str] | None) -> DetectionMetric:
+    if function := own_function(name, config, key):
+        return OwnDetectionMetric(function, name, True, NO_BOUNDS, f"{name} of objects and detections")
+    metric, label = of_class(name) or (name, "")
+    known = {each.casefold(): each for each in METRICS}
+    if metric.casefold() not in known:
+        choices = ", ".join([*METRICS, *(f"{each}[CLASS]" for each in METRICS)])
+        raise ConfigError(f"{key}: {name!r} is none of {choices}; name your own function as MODULE:FUNCTION")
+    mean = MeanAveragePrecision(known[metric.casefold()], config.definition)  # type: ignore[arg-type]
+    if not label or classes is None:
+        return mean
+    number = class_number(label, tuple(classes), key)
+    return ClassAveragePrecision(mean.name, mean.definition, classes[number])
 
 
 def detector(

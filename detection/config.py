@@ -10,6 +10,7 @@ from metricopt_ext.detection.scenes import SceneShift, write_scenes
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, check_at_least
+from metricopt_ext.tasks.besides import BesidesConfig
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.utils.config import MISSING, default_of
 
@@ -122,7 +123,7 @@ class DetectorAdapterConfig(AdapterConfig):
 
 
 @dataclass
-class MetricConfig:
+class MetricConfig(BesidesConfig):
     """What the detector's boxes are judged by."""
 
     # AP50; AP, the mean over the IoUs 0.5, 0.55, ..., 0.95, with definition=coco COCO's AP; or MODULE:FUNCTION,

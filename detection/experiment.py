@@ -1,6 +1,7 @@
 """One seed of a detection run: train a detector, finetune it for its metric, and run the rivals."""
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,15 @@ from torch import Tensor
 from metricopt_ext.data.halves import random_halves
 from metricopt_ext.data.rare import Rare
 from metricopt_ext.data.reading import Reading
-from metricopt_ext.detection.build import attach, build_metric, build_toolkit, detector, remembering, with_outputs_of
+from metricopt_ext.detection.build import (
+    attach,
+    besides,
+    build_metric,
+    build_toolkit,
+    detector,
+    remembering,
+    with_outputs_of,
+)
 from metricopt_ext.detection.config import DetectionConfig
 from metricopt_ext.detection.data import DetectionSplits, load_splits
 from metricopt_ext.detection.metric import ValueOn, detect_all, detector_metric, in_batches, rare_images, truth_of
@@ -46,6 +55,7 @@ class DetectionExperiment(Experiment[DetectionConfig]):
     def describe(cls, config: DetectionConfig) -> Subject:
         """Return what a run is about."""
         metric = build_metric(config.metric)
+        besides(config.metric)  # refuses what is no metric
         build_toolkit(config)
         model = Path(config.model.config_file).stem if config.toolkit == "detectron2" else config.model.name
         model = model if ":" in model else Path(model).stem
@@ -66,6 +76,9 @@ class DetectionExperiment(Experiment[DetectionConfig]):
             for line in self.reading.lines() if seed == config.seed else ():
                 self.watcher.say(line)
         metric.try_on(truth_of(splits.validation, splits.classes))
+        also = besides(config.metric, splits.classes)
+        for each, part in product(also.values(), (splits.validation, splits.test)):
+            each.try_on(truth_of(part, splits.classes))
         model = detector(config, self.toolkit, splits, seed, folder, self.watcher)
         adapter = attach(self.toolkit, model, config.adapter, seed)
         self.used, classes = remembering(self.toolkit, adapter, config.adapter), splits.classes
@@ -74,10 +87,18 @@ class DetectionExperiment(Experiment[DetectionConfig]):
             adapter,
             loss=detection_loss(self.used),
             batches=ExampleBatches(splits.train, config.batch_size),
-            metric=detector_metric(metric, self.used, splits.validation, classes, halves),
+            metric=detector_metric(
+                metric,
+                self.used,
+                splits.validation,
+                classes,
+                halves,
+                also=also,
+                subject_to=config.metric.subject_to,
+            ),
             population=1,
         )
-        return task, detector_metric(metric, self.used, splits.test, classes, ())
+        return task, detector_metric(metric, self.used, splits.test, classes, (), also=also)
 
     def rare(self) -> Rare | None:
         """Return the types of images, by what is in them, of which validation has few."""

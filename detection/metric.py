@@ -2,7 +2,7 @@
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,39 @@ class MeanAveragePrecision(DetectionMetric):
 
 
 @dataclass(frozen=True)
+class ClassAveragePrecision(MeanAveragePrecision):
+    """AP50 or AP of one class.
+
+    Attributes:
+        label: The class's name, as the set has it.
+    """
+
+    label: str
+
+    def judge(self, found: Sequence[Detections], truth: DetectionSet) -> ValueOn:
+        """Return the average precision of the class as a function of images; one must have such an object."""
+        matches = match_for(self.name, found, truth, self.definition)
+
+        def value_on(images: Sequence[int] | None) -> float:
+            of_classes = [each.average_precision(images).per_class for each in matches]
+            if self.label not in of_classes[0]:
+                raise DataError(
+                    f"no image has an object of class {self.label!r} that counts; its {self.name} needs one"
+                )
+            return float(np.mean([each[self.label] for each in of_classes]))
+
+        return value_on
+
+    def try_on(self, truth: DetectionSet) -> None:
+        """Refuse images without an object of the class."""
+        nothing = Detections(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.int64))
+        try:
+            self.judge([nothing] * len(truth), truth)(None)
+        except DataError as error:
+            raise ConfigError(f"metric.also or metric.subject_to: {error}") from error
+
+
+@dataclass(frozen=True)
 class OwnDetectionMetric(DetectionMetric):
     """A function of the user's own.
 
@@ -163,6 +196,9 @@ def detector_metric(
     examples: Sequence[Example],
     classes: Sequence[str],
     halves: Sequence[Tensor] | str | None = None,
+    *,
+    also: Mapping[str, DetectionMetric] | None = None,
+    subject_to: Mapping[str, str] | None = None,
 ) -> Metric:
     """Return the black box: a metric of what a detector finds in images.
 
@@ -173,12 +209,16 @@ def detector_metric(
         classes: Names of the classes.
         halves: Positions of two halves of the images, on each of which the metric also reports its value, or why there
             are none; by default random ones, if each has an object that counts. Empty for a metric without.
+        also: What counts besides, by name (`Metric`).
+        subject_to: Constraints on it, which are told at every query, of the same detections.
 
     One warning says how many detections were not counted for their number, when it first happens.
     """
     truth = truth_of(examples, classes)
     told = halves_of_images(halves, metric.with_objects(truth))
     cuts: list[str] = []
+    also, subject_to = also or {}, subject_to or {}
+    bounded = {name: each for name, each in also.items() if name in subject_to}
 
     def function(model: nn.Module) -> Any:
         found = detect_all(toolkit, model, examples)
@@ -186,9 +226,21 @@ def detector_metric(
         if not cuts and (cut := metric.cut(found)):
             cuts.append(cut)
             warnings.warn(cut, stacklevel=1)
-        return with_halves(lambda half: value_on(None if half is None else half.tolist()), told)
+        value = with_halves(lambda half: value_on(None if half is None else half.tolist()), told)
+        others = {name: each.judge(found, truth)(None) for name, each in bounded.items()}
+        return {metric.name: value, **others} if others else value
 
-    return Metric(function, maximize=metric.maximize, bounds=metric.bounds, name=metric.name)
+    def alone(other: DetectionMetric) -> Callable[[nn.Module], float]:
+        return lambda model: other.judge(detect_all(toolkit, model, examples), truth)(None)
+
+    return Metric(
+        function,
+        maximize=metric.maximize,
+        bounds=metric.bounds,
+        name=metric.name,
+        also={name: alone(each) for name, each in also.items() if name not in bounded},
+        subject_to=subject_to,
+    )
 
 
 def halves_of_images(

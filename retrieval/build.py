@@ -30,7 +30,7 @@ from metricopt_ext.retrieval.data import (
     split_classes,
 )
 from metricopt_ext.retrieval.layouts import load_class_folders
-from metricopt_ext.retrieval.metrics import Draws, embedding_metric
+from metricopt_ext.retrieval.metrics import Draws, EmbeddingMetric, besides, embedding_metric
 from metricopt_ext.retrieval.models import Embedder, build_model
 from metricopt_ext.retrieval.own_data import own_parts
 from metricopt_ext.tasks.batch_metric import BatchMetric
@@ -70,6 +70,8 @@ def build_metric(
     halves: Sequence[Tensor] | Sequence[tuple[Tensor, Tensor]] | str = (),
     queries: Tensor | None = None,
     new_classes: bool = False,
+    *,
+    constrained: bool = True,
 ) -> Metric:
     """Make the black box: the metric of a part's embeddings, by default mean Recall@k.
 
@@ -81,32 +83,48 @@ def build_metric(
         queries: Which of the images are queries, ``n`` booleans, and the others their gallery; None if each searches
             all others.
         new_classes: Whether the model will be judged on other classes, and the halves are of different ones.
+        constrained: Whether it is subject to what the settings say, told at every query, by the same embeddings.
 
     Raises:
         ConfigError: The metric's settings are impossible.
     """
-    metric, cameras = embedding_metric(config), part.columns.get(CAMERA)
-    metric.check(queries is not None, cameras is not None)
+    metric, also, cameras = embedding_metric(config), besides(config), part.columns.get(CAMERA)
+    for each in (metric, *also.values()):
+        each.check(queries is not None, cameras is not None)
+    bounded = {name: each for name, each in also.items() if name in config.subject_to and constrained}
     several = not isinstance(halves, str) and len(halves) > 0 and not isinstance(halves[0], Tensor)
     draws = cast(Draws, halves) if several and queries is None and cameras is None else []
 
+    def value_of(each: EmbeddingMetric, embeddings: Tensor, half: Tensor | None = None) -> float:
+        rows = slice(None) if half is None else half.cpu()
+        return each.judge(
+            embeddings[rows],
+            part.y.cpu()[rows],
+            None if queries is None else queries.cpu()[rows],
+            None if cameras is None else cameras[rows],
+        )
+
     def function(model: nn.Module) -> Any:
-        embeddings, labels = embed(model, part.x).cpu(), part.y.cpu()
+        embeddings = embed(model, part.x).cpu()
         if metric.on_halves is not None and draws:
-            return Halved(*metric.on_halves(embeddings, labels, draws))
+            value = Halved(*metric.on_halves(embeddings, part.y.cpu(), draws))
+        else:
+            value = with_halves(lambda half: value_of(metric, embeddings, half), halves)
+        others = {name: value_of(each, embeddings) for name, each in bounded.items()}
+        return {metric.name: value, **others} if others else value
 
-        def value_on(half: Tensor | None) -> float:
-            rows = slice(None) if half is None else half.cpu()
-            return metric.judge(
-                embeddings[rows],
-                labels[rows],
-                None if queries is None else queries.cpu()[rows],
-                None if cameras is None else cameras[rows],
-            )
+    def alone(other: EmbeddingMetric) -> Callable[[nn.Module], float]:
+        return lambda model: value_of(other, embed(model, part.x).cpu())
 
-        return with_halves(value_on, halves)
-
-    return Metric(function, maximize=metric.maximize, bounds=metric.bounds, name=metric.name, new_classes=new_classes)
+    return Metric(
+        function,
+        maximize=metric.maximize,
+        bounds=metric.bounds,
+        name=metric.name,
+        new_classes=new_classes,
+        also={name: alone(each) for name, each in also.items() if name not in bounded},
+        subject_to=config.subject_to if constrained else None,
+    )
 
 
 def build_loss(config: LossConfig) -> Loss:

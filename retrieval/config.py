@@ -19,6 +19,7 @@ from metricopt_ext.evidence.run_config import (
     memory_of,
 )
 from metricopt_ext.evidence.siblings import EmbedderSiblingsConfig
+from metricopt_ext.tasks.besides import BesidesConfig
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.utils.config import MISSING
 
@@ -90,7 +91,7 @@ class LossConfig:
 
 
 @dataclass
-class MetricConfig:
+class MetricConfig(BesidesConfig):
     """What the embedding is judged by."""
 
     # recall (the mean over ks), mean_average_precision_at_r, r_precision, or MODULE:FUNCTION, which is imported and run

@@ -34,7 +34,7 @@ from metricopt_ext.retrieval.cameras import CAMERA, Cameras, Seen, hits_across_c
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.data import queries_of
 from metricopt_ext.retrieval.few_classes import FewClasses
-from metricopt_ext.retrieval.metrics import check_ks, embedding_metric, try_metric
+from metricopt_ext.retrieval.metrics import besides, check_ks, embedding_metric, try_metric
 from metricopt_ext.retrieval.pictures import plot_neighbours, plot_recalls, save_recalls
 from metricopt_ext.retrieval.recall import hits_at_k
 from metricopt_ext.tasks.batches import Batches
@@ -63,6 +63,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
     def describe(cls, config: RetrievalConfig) -> Subject:
         """Return what a run is about."""
         metric = embedding_metric(config.metric)
+        besides(config.metric)  # refuses what is no metric
         build_loss(config.loss)
         data = config.data.name
         shown = data if config.shift.kind == "none" else f"shifted {data}"
@@ -87,7 +88,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         self.validation()  # too few pairs for a batch are found here rather than after training
         try_metric(config.metric, self.splits.validation.y, config.model.embedding)
         whole = replace(config.metric, query_subset=0)
-        test = build_metric(whole, self.splits.test, queries=queries_of(self.splits))
+        test = build_metric(whole, self.splits.test, queries=queries_of(self.splits), constrained=False)
         validation, batches = self.splits.validation, class_batches(self.splits.train, config.loss)
         task = FinetuneTask(
             attach(embedder(config, self.splits, seed, self.folder, self.watcher), config, seed),

@@ -11,6 +11,7 @@ from metricopt_ext.retrieval.cameras import Cameras, Seen, recall_across_cameras
 from metricopt_ext.retrieval.config import MetricConfig
 from metricopt_ext.retrieval.neighbours import Array
 from metricopt_ext.retrieval.recall import check_items, check_options, recall_at_k, recalls_on_halves
+from metricopt_ext.tasks.besides import NO_BOUNDS, own_function
 from metricopt_ext.tasks.metric import Pairs
 from metricopt_ext.tasks.own_metric import number_within, own_metric
 from metricopt_ext.utils.seeding import generator
@@ -128,6 +129,27 @@ def embedding_metric(config: MetricConfig) -> EmbeddingMetric:
         )
     known = ", ".join(["recall", *CALCULATED])
     raise ConfigError(f"metric.name={name!r} is none of {known}; name your own function as MODULE:FUNCTION")
+
+
+def besides(config: MetricConfig) -> dict[str, EmbeddingMetric]:
+    """Return what counts besides the metric by name; a module that is named is imported, which runs it.
+
+    Args:
+        config: The metric's settings; recall is over its ks.
+
+    Raises:
+        ConfigError: There is no such metric.
+    """
+    return {name: _besides(name, key, config) for name, key in config.besides.items()}
+
+
+def _besides(name: str, key: str, config: MetricConfig) -> EmbeddingMetric:
+    if function := own_function(name, config, key):
+        return EmbeddingMetric(_checked(function, NO_BOUNDS, name), name, True, NO_BOUNDS)
+    if name not in ("recall", *CALCULATED):
+        known = ", ".join(["recall", *CALCULATED])
+        raise ConfigError(f"{key}: {name!r} is none of {known}; name your own function as MODULE:FUNCTION")
+    return embedding_metric(MetricConfig(name=name, ks=config.ks))
 
 
 def check_ks(config: MetricConfig) -> tuple[int, ...]:

@@ -197,6 +197,11 @@ def compare(config: CompareConfig, subject: Any, folder: Path) -> dict[str, Any]
     for name in OF_THE_COMPARISON:
         setattr(subject, name, getattr(config, name))
     subject.check()
+    if subject.metric.besides:
+        raise ConfigError(
+            f"{next(iter(subject.metric.besides.values()))} is for the tools that finetune: a comparison judges by the"
+            " metric alone, and not all of its methods respect constraints; leave it out"
+        )
     experiment, plan = experiment_of(config.task), config.plan
     about = experiment.describe(subject)
     contenders = experiment.contenders(subject)

@@ -23,6 +23,7 @@ from metricopt_ext.evidence.method import Contender, End, Method
 from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.evidence.rivals import metricopt_result, usual_methods
 from metricopt_ext.evidence.run_config import RunConfig
+from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.starts import batchnorm_start
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
@@ -235,6 +236,21 @@ def run_seed(
     return record
 
 
+def _besides(experiment: Experiment[Any], result: Result[Any]) -> dict[str, dict[str, tuple[float, float]]]:
+    """Return what counts besides the metric, before and after; the adapter has what was kept."""
+    adapter, test = experiment.task.adapter, experiment.test_metric
+    if not result.also:
+        return {}
+    after = test.look(adapter.model)
+    with adapter.applied(Start(experiment.task.origin())):
+        before = test.look(adapter.model)
+    return {
+        name: {"validation": pair, "test": (before[name], after[name])}
+        for name, pair in result.also.items()
+        if name in after
+    }
+
+
 def _recorded(experiment: Experiment[Any], comparison: Comparison) -> SeedRecord:
     """Set MetricOpt's end, and write the record, the first seed's pictures and the tuned model."""
     config, folder, seed, task = experiment.config, experiment.folder, experiment.seed, experiment.task
@@ -264,6 +280,8 @@ def _recorded(experiment: Experiment[Any], comparison: Comparison) -> SeedRecord
         queries=result.queries,
         rare=experiment.rare(),
         reading=experiment.reading,
+        also=_besides(experiment, result),
+        holding=None if result.constrained is None else result.constrained.holding,
     )
     if config.pictures and seed == config.seed:
         from metricopt_ext.evidence.value_plots import draw_value_function

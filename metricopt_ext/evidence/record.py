@@ -66,6 +66,9 @@ class SeedRecord:
         queries: MetricOpt's metric queries by what they were for.
         rare: Groups of which the metric saw few examples.
         reading: How the file of the data was read; None where there is nothing to say.
+        also: Other quantities than the metric, by name and by ``"validation"`` and ``"test"``: of the pretrained model,
+            and of what was kept.
+        holding: How many of the points that were asked satisfy the constraints; None without any.
     """
 
     seed: int
@@ -86,6 +89,8 @@ class SeedRecord:
     queries: dict[str, int] = field(default_factory=dict)
     rare: Rare | None = None
     reading: Reading | None = None
+    also: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
+    holding: int | None = None
 
     def save(self, path: Path) -> None:
         """Write the record as JSON."""
@@ -112,6 +117,11 @@ class SeedRecord:
         check_integer(0, **self.queries)
         if len(self.true) != len(self.predicted):
             raise ValueError(f"it has {len(self.true)} true values and {len(self.predicted)} predicted ones")
+        for name, parts in self.also.items():
+            if set(parts) != {"validation", "test"}:
+                raise ValueError(f"it has {brief(name)} on {brief(sorted(parts))}; it must be on validation and test")
+            for pair in parts.values():
+                _check_values(name, pair)
         for name, values in {**self.curves, "true": self.true, "searched": self.searched}.items():
             _check_values(name, values)
 

@@ -38,6 +38,8 @@ class Interval(NamedTuple):
 
 
 GAINS = "MetricOpt's gains on test, paired by seed; positive is better"
+ELSEWHERE = "What it cost elsewhere: of the pretrained model, and of what the guard kept"
+QUANTITIES = ["quantity", "validation", "test", "subject to"]
 OVER = ["over", "gain", "95% interval", "shown"]
 # What the terminal does not show.
 MORE_NOTES = (
@@ -160,6 +162,8 @@ class Report:
             "correlations": [record.correlations for record in self.records],
             "split_half": [record.split_half for record in self.records],
             "guard": self.guard,
+            "also": self.also(),
+            "holding": [record.holding for record in self.records],
             "rare": [None if record.rare is None else vars(record.rare) for record in self.records],
             "chance": [record.chance for record in self.records],
             "kept": [record.kept for record in self.records],
@@ -175,6 +179,50 @@ class Report:
     def reading(self) -> Reading | None:
         """How the file of the data was read, as the first seed has it; None where there is nothing to say."""
         return self.records[0].reading
+
+    def also(self) -> dict[str, dict[str, dict[str, list[float | None]]]]:
+        """Return other quantities than the metric: by name, part, and before and after, a number for each seed."""
+        names = dict.fromkeys(name for record in self.records for name in record.also)
+
+        def by_seed(name: str, part: str, place: int) -> list[float | None]:
+            return [record.also[name][part][place] if name in record.also else None for record in self.records]
+
+        return {
+            name: {
+                part: {"before": by_seed(name, part, 0), "after": by_seed(name, part, 1)}
+                for part in ("validation", "test")
+            }
+            for name in names
+        }
+
+    def elsewhere(self) -> list[list[str]]:
+        """Return a row for each other quantity under `QUANTITIES`; none if there are no others."""
+
+        def change(parts: dict[str, list[float | None]]) -> str:
+            before, after = ([value for value in parts[when] if value is not None] for when in ("before", "after"))
+            return f"{spread(before)} → {spread(after)}"
+
+        bounds = self.config.get("metric", {}).get("subject_to", {})
+        return [
+            [name, change(parts["validation"]), change(parts["test"]), bounds.get(name, "")]
+            for name, parts in self.also().items()
+        ]
+
+    def on_constraints(self) -> list[str]:
+        """Say whether the constraints could be satisfied; nothing without any."""
+        known = [record.holding for record in self.records if record.holding is not None]
+        if not known:
+            return []
+        bounds = self.config.get("metric", {}).get("subject_to", {})
+        said = " and ".join(f"{name} {text}" for name, text in bounds.items())
+        nowhere = sum(not holding for holding in known)
+        stayed = (
+            f"; in {counted(nowhere, 'seed')} nothing that was asked satisfies that, and the model stayed as it was"
+        )
+        return [
+            f"Subject to {said} on validation{stayed if nowhere else ''}. MetricOpt and the searches on the metric"
+            " respect that; no other method does"
+        ]
 
     def read(self) -> tuple[str, list[list[str]]]:
         """Return how the data were read: a sentence, and the columns' rows under `reading.HEADER`; empty if nothing."""
@@ -213,6 +261,7 @@ class Report:
             "",
             *(f"- {in_markdown(line)}" for line in self.on_gains()),
             "",
+            *self._elsewhere_in_markdown(),
             f"{GUARD_AND_F}:",
             "",
             *(f"- {in_markdown(line)}" for line in (*self.on_guard(), *self.on_f())),
@@ -232,6 +281,13 @@ class Report:
         if losses := self.losses():
             lines += [f"{RANKED}:", "", *markdown_table(LOSSES, losses), ""]
         return "\n".join([*lines, UNITS, ""])
+
+    def _elsewhere_in_markdown(self) -> list[str]:
+        rows = self.elsewhere()
+        said = [f"- {in_markdown(line)}" for line in self.on_constraints()]
+        return (
+            [f"{ELSEWHERE}:", "", *markdown_table(QUANTITIES, rows), "", *said, *([""] if said else [])] if rows else []
+        )
 
     @property
     def heading(self) -> str:
@@ -323,7 +379,7 @@ class Report:
 
     def findings(self) -> list[str]:
         """Say in words what the numbers show, both gains and failures."""
-        return [*self.on_gains(), *self.on_guard(), *self.on_f(), *self.on_data()]
+        return [*self.on_gains(), *self.on_constraints(), *self.on_guard(), *self.on_f(), *self.on_data()]
 
     def on_gains(self) -> list[str]:
         """Say how MetricOpt compares with each other method."""
@@ -408,7 +464,10 @@ class Report:
             print()
         print_table(OVER, self.gains(), title=GAINS)
         print()
-        print_points([*self.on_guard(), *self.on_f()])
+        if elsewhere := self.elsewhere():
+            print_table(QUANTITIES, elsewhere, title=ELSEWHERE)
+            print()
+        print_points([*self.on_constraints(), *self.on_guard(), *self.on_f()])
 
     def write(self, folder: str | Path) -> list[Path]:
         """Write report.json and report.md; returns their paths."""

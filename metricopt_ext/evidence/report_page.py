@@ -6,6 +6,7 @@ from pathlib import Path
 from metricopt_ext.data.reading import HEADER as COLUMNS
 from metricopt_ext.evidence.page import Code, Figure, Folded, Page, Part, Points, Section, Table, Text
 from metricopt_ext.evidence.report import (
+    ELSEWHERE,
     GAINS,
     IN_USE,
     LOSSES,
@@ -13,6 +14,7 @@ from metricopt_ext.evidence.report import (
     OVER,
     PREDICTED,
     PREDICTORS,
+    QUANTITIES,
     RANKED,
     SPENT,
     UNITS,
@@ -90,6 +92,7 @@ def report_page(report: Report, folder: Path, pictures: Sequence[Path], tuned: s
         [
             Section("Methods", [Text(TERMS), methods, Points([*report.notes(), *MORE_NOTES])]),
             Section("Gains", [gains, Points(report.on_guard())]),
+            *_elsewhere(report),
             Section(
                 "Plots",
                 [
@@ -113,6 +116,18 @@ COMPARED = ("validation", "test")
 def _figure(path: Path, metric: str, whose: str = "") -> Figure:
     caption = CAPTIONS.get(path.stem, f"{path.stem.replace('_', ' ').capitalize()}.") + whose
     return Figure(path, f"Plot, {metric}: {caption}", caption)
+
+
+def _elsewhere(report: Report) -> list[Section]:
+    """Return the section on other quantities than the metric, if there are any."""
+    rows, said = report.elsewhere(), report.on_constraints()
+    if not rows:
+        return []
+    return [
+        Section(
+            "Elsewhere", [Table(f"{ELSEWHERE}.", QUANTITIES, rows, words={0, 3}), *([Points(said)] if said else [])]
+        )
+    ]
 
 
 def _data(report: Report) -> list[Section]:

@@ -31,6 +31,7 @@ from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.besides import BesidesConfig
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.tasks.population import MEMORY
 from metricopt_ext.utils.checks import check_above, check_finite, check_integer
@@ -39,6 +40,7 @@ from metricopt_ext.utils.config import as_plain, config_section, known_keys
 STARTS = ("loss_finetune", "batchnorm", "prior", "prior_twice", "thresholds")
 MEMORY_GIB = MEMORY / 2**30
 VARIANTS = ("metricopt_paper", "metricopt_learned")  # the paper's own forms, run beside MetricOpt
+LEARNERS = (*VARIANTS, "refined", "second_round")  # those of ``methods`` that respect no constraints
 
 
 @dataclass
@@ -212,6 +214,7 @@ class RunConfig:
         if unknown:
             raise ConfigError(f"starts={self.starts}: {unknown[0]!r} is none of {', '.join(STARTS)}")
         self._check_methods()
+        self._check_besides()
         self.needs_recipe("refined")
         self.check_queries(self.least_dim())
 
@@ -220,6 +223,19 @@ class RunConfig:
         unknown = [name for name in self.methods if name not in known]
         if unknown:
             raise ConfigError(f"methods={self.methods}: {unknown[0]!r} is none of {', '.join(known)} in this tool")
+
+    def _check_besides(self) -> None:
+        metric = getattr(self, "metric", None)
+        if not isinstance(metric, BesidesConfig):
+            return
+        metric.check_besides(str(getattr(metric, "name", "")))
+        learning = [] if self.method.name == "search" else [f"method.name={self.method.name}"]
+        learning += [f"methods={self.methods}: {name}" for name in self.methods if name in LEARNERS]
+        if metric.subject_to and learning:
+            raise ConfigError(
+                f"metric.subject_to={metric.subject_to}: {learning[0]} can't respect constraints; set"
+                " method.name=search and leave learners out, or move the names to metric.also"
+            )
 
     def needs_recipe(self, name: str) -> None:
         """Reject one of ``methods`` that continues from a recipe where MetricOpt is none.

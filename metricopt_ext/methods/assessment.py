@@ -19,11 +19,10 @@ from metricopt_ext.methods.guard import (
     Guard,
     Verdict,
     judge,
-    reliability_of,
     reliability_under,
 )
 from metricopt_ext.tasks.metric import Evaluation, Metric, noise_of, stacked_halves
-from metricopt_ext.tasks.split_half import TELLING, fault_of_halves
+from metricopt_ext.tasks.split_half import TELLING, fault_of_halves, reliability_of
 from metricopt_ext.utils.words import counted
 
 # How many queries tell: those of the starts, and of a first design or the better part of it.

@@ -62,7 +62,8 @@ def confirmed(result: Result[Own], task: FinetuneTask, confidence: float) -> Res
 
 def values_of_candidates(result: Result[Any]) -> dict[str, float]:
     """Return what data kept aside choose from, by name, with its value on the data that the search sees."""
-    return {"start": result.before, result.begun_at: result.starts[result.begun_at], result.chosen: result.after}
+    found = {"start": result.before, result.begun_at: result.starts[result.begun_at], result.chosen: result.after}
+    return {name: each for name, each in found.items() if result.constrained is None or result.constrained.allows(name)}
 
 
 def preferred(result: Result[Own], aside: Mapping[str, float], metric: CostScale, confidence: float) -> Result[Own]:

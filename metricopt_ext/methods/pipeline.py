@@ -1,20 +1,22 @@
 """The whole job under one query budget: find a better phi, and keep the change only if the metric agrees."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.errors import BudgetError
+from metricopt_ext.errors import BudgetError, MetricError
 from metricopt_ext.methods.guard import CONFIDENCE, deviates
 from metricopt_ext.methods.kept_aside import check_kept_aside, confirmed
 from metricopt_ext.methods.result import Own, Result
 from metricopt_ext.methods.run_folder import KEPT_ASIDE, RunFolder, identity_of, settled
 from metricopt_ext.methods.searched import runner_of
 from metricopt_ext.methods.starts import all_starts
-from metricopt_ext.methods.strategy import Context, LearningStrategy, sized
+from metricopt_ext.methods.strategy import Context, LearningStrategy, check_constraints, sized
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.population import Population
@@ -79,7 +81,8 @@ def optimize_metric(
 
     Raises:
         ValueError: A number is out of range, or ``strategy`` is a class, or has no use for ``starts``, or a start has a
-            name that is taken, or ``kept_aside`` is no metric of other data.
+            name that is taken, or ``kept_aside`` is no metric of other data, or ``strategy`` can't respect what the
+            metric is subject to.
         AdapterError: The loss is no scalar, or has no gradient in phi; or a start does not fit the model.
         BudgetError: ``queries`` is too small to plan with.
         MetricError: The metric failed; finished work is in ``output_dir``.
@@ -115,11 +118,12 @@ def optimize_metric(
         base = run.enter_context(ExitStack())
         base.enter_context(task.adapter.applied(Start(task.origin())))
         base.enter_context(task.keeping_weights())
+        looked = ranks.on_first(lambda: task.metric.look(task.adapter.model))  # first, so that what fails costs nothing
         result = runner.run(Context(task, queries, folder, shown, size, guard_confidence, seed, starts))
         if kept_aside is not None:
             shown.stage("data kept aside")
             result = confirmed(result, task.judged_by(folder.cached(kept_aside, KEPT_ASIDE)), guard_confidence)
-        result = ranks.on_first(lambda: result)
+        result = ranks.on_first(lambda: looked_at(result, task, looked))
         base.close()
         task.adapter.apply(result.start_of(result.chosen))
         folder.keep(task, result.products())
@@ -159,6 +163,32 @@ def taken(
         yield task, folder, shown
 
 
+def looked_at(result: Result[Own], task: FinetuneTask, before: dict[str, float]) -> Result[Own]:
+    """Return a result with what the metric's ``also`` has of the model as it was trained and of what was kept.
+
+    Functions that fail at the end leave out what they would have told, with a warning: the run is done by then.
+
+    Args:
+        result: The run's.
+        task: Has the adapter and the metric; its ledger is not charged.
+        before: What they have of the model as it was trained.
+    """
+    if not before:
+        return result
+    after = before
+    if result.chosen != "start":
+        try:
+            with task.adapter.applied(result.start_of(result.chosen)):
+                after = task.metric.look(task.adapter.model)
+        except MetricError as error:
+            warnings.warn(f"{error}; so it is not known of the model as it is now", stacklevel=2)
+            after = {}
+    elsewhere = {name: dict(each) for name, each in result.elsewhere.items()}
+    for name, values in {"start": before, result.chosen: after}.items():
+        elsewhere[name] = {**elsewhere.get(name, {}), **values}
+    return replace(result, elsewhere=elsewhere)
+
+
 def check_plan(
     adapter: Adapter,
     metric: Metric,
@@ -191,6 +221,8 @@ def check_plan(
     runner = runner_of(strategy)
     if starts and not runner.takes_starts:
         raise ValueError(f"starts are {list(starts)}; only a search begins from the best of several")
+    if not runner.takes_constraints:
+        check_constraints(metric, type(runner).__name__)
     if queries > metric.ledger.left:
         asked = counted(queries, "query")
         raise BudgetError(f"{asked} requested, {metric.ledger.left} left in the metric's own budget")

@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from metricopt_ext.adapters.start import Start
+from metricopt_ext.methods.constrained import Constrained
 from metricopt_ext.methods.guard import Decision, Guard, Verdict, check_guarded
 from metricopt_ext.methods.new_classes import KeptShare
 from metricopt_ext.methods.recipe_settings import Setting
@@ -160,6 +161,9 @@ class Result(Generic[Own]):
         kept_share: How far to go towards the end of a search whose gain was believed, where the model will be judged on
             other classes than the metric's (`Metric.new_classes`), in the metric's units; None anywhere else.
         aside: Metric on data kept aside, by candidate, what the guard would have kept last; empty without such data.
+        elsewhere: Other quantities than the metric (`Metric`: ``also``, ``subject_to``, a dict), by candidate and name,
+            each in its own units, as far as they are known.
+        constrained: How the run stands to its constraints; None without any.
     """
 
     metric: str
@@ -187,6 +191,8 @@ class Result(Generic[Own]):
     guard: Guard = field(kw_only=True)
     kept_share: KeptShare | None = field(kw_only=True, default=None)
     aside: dict[str, float] = field(kw_only=True, default_factory=dict)
+    elsewhere: dict[str, dict[str, float]] = field(kw_only=True, default_factory=dict)
+    constrained: Constrained | None = field(kw_only=True, default=None)
 
     def __str__(self) -> str:
         """State the outcome, its cost and whether f was to be trusted, in a few lines."""
@@ -198,6 +204,9 @@ class Result(Generic[Own]):
         unguarded = ", unguarded" if self.guard == "none" else ""
         changed = f"{self.before:.4f} -> {self.after:.4f}{self.details.beside()}{unguarded}"
         lines = [f"{self.metric}: {changed}; kept {self.what_was_kept()}"]
+        if self.also:
+            lines.append(f"besides: {', '.join(map(self._besides, self.also))}")
+        lines += [] if self.constrained is None else self.constrained.lines(self.chosen)
         if self.best != self.after:
             lines.append(f"the best candidate has {self.best:.4f}, but {self.doubt()}")
         if self.aside:
@@ -215,6 +224,17 @@ class Result(Generic[Own]):
             shown = ", ".join(f"{name} {value:.4f}" for name, value in self.starts.items())
             lines.append(f"the search began from {kept(self.begun_at)}, the best of the starts ({shown})")
         return lines + self.details.lines(self)
+
+    @property
+    def also(self) -> dict[str, tuple[float, float]]:
+        """Other quantities than the metric, by name: of the model as it was, and of the model as it is now."""
+        before, after = (self.elsewhere.get(name, {}) for name in ("start", self.chosen))
+        return {name: (value, after[name]) for name, value in before.items() if name in after}
+
+    def _besides(self, name: str) -> str:
+        before, after = self.also[name]
+        bound = "" if self.constrained is None else self.constrained.bound(name)
+        return f"{name} {before:.4f} -> {after:.4f}" + (f" ({bound})" if bound else "")
 
     def start_of(self, name: str) -> Start:
         """Return one of ``ends`` as a start for `Adapter.apply`, with what its own start replaces."""
@@ -280,6 +300,7 @@ def outcome(
         "values": {name: metric.to_value(each.cost) for name, each in candidates.items()},
         "guard": verdict.guard,
         "verdict": verdict,
+        "elsewhere": {name: dict(each.also) for name, each in candidates.items() if each.also},
     }
 
 

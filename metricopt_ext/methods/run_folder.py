@@ -304,8 +304,17 @@ def identity_of_task(task: FinetuneTask, seed: int) -> dict[str, Any]:
         "adapter": task.adapter.signature.to_json(),
         "weights": fingerprint(task.adapter.base_state_dict()),
         "loss of the first batch": first_loss,
+        **({} if not metric.subject_to else {"subject to": bounded(metric)}),
         **({} if task.gradients is None else {"gradients": fingerprint({"gradients": task.gradients})}),
         **({} if task.line is None else {"line": fingerprint({"line": task.line})}),
+    }
+
+
+def bounded(metric: Metric) -> dict[str, list[str]]:
+    """Return what a metric is subject to by name, each with the digest of the function that tells it, if one does."""
+    return {
+        name: [text, *([fingerprint_of_code(metric.also[name])] if name in metric.also else [])]
+        for name, text in metric.subject_to.items()
     }
 
 

@@ -45,6 +45,7 @@ class Search(Trials):
         maximize: Of an adapter alone: whether higher is better.
         bounds: Of an adapter alone: lowest and highest possible value; None if they are not known.
         name: Of an adapter alone: the metric's name.
+        subject_to: Of an adapter alone: constraints on other quantities, which `tell` has as ``also`` (`Metric`).
         gradients: Of an adapter alone: gradients of a loss in phi, ``m x d``, if some were computed elsewhere; their
             directions shape f's kernel and the first design.
         new_classes: Of an adapter alone: whether the model will be judged on other classes than the metric's; see
@@ -80,10 +81,11 @@ class Search(Trials):
         maximize: bool | None = None,
         bounds: tuple[float, float] | None = None,
         name: str | None = None,
+        subject_to: Mapping[str, str] | None = None,
         gradients: Tensor | None = None,
         new_classes: bool | None = None,
     ) -> None:
-        task = _task_of(task, maximize, bounds, name, gradients, new_classes)
+        task = _task_of(task, maximize, bounds, name, subject_to, gradients, new_classes)
         strategy = strategy or GuidedTrustRegion()
         check_search(strategy)
         check_integer(0, queries=queries, seed=seed)
@@ -155,6 +157,7 @@ def _task_of(
     maximize: bool | None,
     bounds: tuple[float, float] | None,
     name: str | None,
+    subject_to: Mapping[str, str] | None,
     gradients: Tensor | None,
     new_classes: bool | None,
 ) -> FinetuneTask:
@@ -162,6 +165,7 @@ def _task_of(
         "maximize": maximize,
         "bounds": bounds,
         "name": name,
+        "subject_to": subject_to,
         "gradients": gradients,
         "new_classes": new_classes,
     }
@@ -174,7 +178,12 @@ def _task_of(
     if maximize is None:
         raise ValueError("maximize is missing: say whether higher values are better, maximize=True or maximize=False")
     metric = Metric(
-        _told_from_outside, maximize=maximize, bounds=bounds, name=name or "metric", new_classes=bool(new_classes)
+        _told_from_outside,
+        maximize=maximize,
+        bounds=bounds,
+        name=name or "metric",
+        subject_to=subject_to,
+        new_classes=bool(new_classes),
     )
     return FinetuneTask(task, metric=metric, gradients=gradients)
 

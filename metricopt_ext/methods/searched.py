@@ -39,6 +39,7 @@ class SearchLoop(LearningStrategy[SearchDetails]):
     """
 
     takes_starts: ClassVar[bool] = True
+    takes_constraints: ClassVar[bool] = True
 
     def __init__(self, search: SearchStrategy) -> None:
         self.search = search

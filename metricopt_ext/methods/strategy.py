@@ -61,9 +61,11 @@ class LearningStrategy(ABC, Generic[Own]):
 
     Attributes:
         takes_starts: Whether a run may begin from the best of several starts.
+        takes_constraints: Whether it respects what the metric is subject to.
     """
 
     takes_starts: ClassVar[bool] = False
+    takes_constraints: ClassVar[bool] = False
 
     @abstractmethod
     def size(self, evaluations: int, dim: int, starts: int = 1) -> dict[str, int]:
@@ -84,6 +86,23 @@ class LearningStrategy(ABC, Generic[Own]):
     @abstractmethod
     def run(self, context: Context) -> Result[Own]:
         """Learn, follow what was learned, and let the guard decide; the model is left unchanged."""
+
+
+def check_constraints(metric: Metric, who: str) -> None:
+    """Refuse constraints where nothing respects them.
+
+    Args:
+        metric: The metric.
+        who: What does not, for the message.
+
+    Raises:
+        ValueError: It has some.
+    """
+    if metric.subject_to:
+        raise ValueError(
+            f"metric {metric.name!r} is subject to {', '.join(map(str, metric.constraints))}, which {who} can't"
+            " respect; search by GuidedTrustRegion() or CMAES(), or give these quantities as also= alone"
+        )
 
 
 Strategy = SearchStrategy | LearningStrategy[Any]

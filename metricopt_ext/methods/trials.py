@@ -13,11 +13,13 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
 from metricopt_ext.methods.assessment import Assessment, assessed, first_told
-from metricopt_ext.methods.guard import CONFIDENCE, LINE, Decision, decide
+from metricopt_ext.methods.constrained import Constrained, decide_within
+from metricopt_ext.methods.guard import CONFIDENCE, LINE, LINE_CONFIDENCE, START_CONFIDENCE, Decision, decide
 from metricopt_ext.methods.new_classes import KeptShare, held_back, kept_share
 from metricopt_ext.methods.result import Result, SearchDetails, outcome
 from metricopt_ext.methods.starts import with_start
 from metricopt_ext.search.strategy import SearchResult, SearchState, SearchStrategy
+from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.kept_evaluations import SAME, KeptEvaluation, KeptEvaluations, KeptPoint, digest_of
 from metricopt_ext.tasks.metric import Evaluation, Metric, pairs_of, stacked_halves
 from metricopt_ext.tasks.split_half import correlation_of_halves
@@ -113,6 +115,7 @@ class Trials:
         self._starts, self._kept, self._seed, self._confidence = starts, kept, seed, confidence
         self._least = strategy.least_queries(task.dim, len(starts))
         self._state: SearchState | None = None
+        self._limits: Limits | None = None  # known with the start
         self._batch = _Batch(0, ())
         self._handed: set[int] = set()
         self._asked: dict[str, Evaluation] = {}  # of the starts
@@ -218,6 +221,7 @@ class Trials:
         value: float,
         halves: tuple[float, float] | Sequence[tuple[float, float]] | None = None,
         noise: float | None = None,
+        also: Mapping[str, float] | None = None,
     ) -> None:
         """Tell what the metric is at a trial; it is on disk when this returns.
 
@@ -227,10 +231,12 @@ class Trials:
             halves: Its values on two random halves of the data, by which the guard tells a gain from chance; or on
                 several pairs of halves, as many at each trial.
             noise: Standard error of the value, if it is the mean of several evaluations.
+            also: Other quantities, by name: those that the metric is subject to, and any that are to be shown.
 
         Raises:
-            ValueError: There is no such trial, it has another answer already, or a number is not finite or outside the
-                metric's bounds, or another trial was told another number of pairs. Nothing has changed then.
+            ValueError: There is no such trial, it has another answer already, or a number is not finite, outside the
+                metric's bounds, or missing although the metric is subject to it, or another trial was told another
+                number of pairs. Nothing has changed then.
         """
         metric, pairs = self.task.metric, None
         try:
@@ -254,7 +260,8 @@ class Trials:
                 f"trial {id} is told {counted(len(pairs), 'pair')} of halves, but others {before.pop()}; divide the"
                 " data in the same ways for all"
             )
-        self.tell_evaluation(id, Evaluation.of(cost, pairs, error))
+        besides = told_besides(also, metric)
+        self.tell_evaluation(id, Evaluation.of(cost, pairs, error)._replace(also=besides))
 
     def tell_evaluation(self, id: int, evaluation: Evaluation) -> None:
         """Tell the metric's evaluation at a trial, as a cost; see `tell`, as for the errors."""
@@ -356,7 +363,7 @@ class Trials:
         """Return what the guard keeps of the way to the search's end, ``1 x d``; ``0 x d`` for nothing or all."""
         assert self._state is not None
         end, start = self._state.end(), self._starts[self._begun].phi
-        _, share = decided(self.task, self._starts, self._asked, self._begun, end, self._confidence)
+        _, share = decided(self.task, self._starts, self._asked, self._begun, end, self._confidence, self._limits)
         if share is None or not 0 < share.share < 1:
             return start[None][:0]
         return share.point(start, end.phi)[None]
@@ -391,7 +398,9 @@ class Trials:
         """Begin the search at the best of the starts, of which it knows those with the same tensors."""
         worst = self._worst()
         self._asked = {trial.start: self._kept.told[trial.id].evaluation or worst for trial in self._batch.trials}
-        self._begun = min(self._asked, key=lambda name: self._asked[name].cost)
+        self._limits = limits = Limits.of(self.task.metric.constraints, self._asked["start"])
+        violates = {name: limits is not None and not limits.hold(each) for name, each in self._asked.items()}
+        self._begun = min(self._asked, key=lambda name: (violates[name], self._asked[name].cost))
         at = self._starts[self._begun]
         known = [name for name in self._starts if self._starts[name].replaces_the_same(at)]
         elsewhere = len(self._starts) - len(known)
@@ -405,6 +414,7 @@ class Trials:
                 known=[(self._starts[name].phi, self._asked[name]) for name in known],
                 seed=self._seed,
             )
+        self._state.limits = limits
 
     def _tell_state(self) -> None:
         """Tell the search what is known of the batch; the worst value so far stands in for those that failed."""
@@ -464,7 +474,7 @@ class Trials:
             known = None
         else:
             known = self._part.phi, part.evaluation or self._worst()
-        return guarded(self.task, self._starts, self._asked, self._begun, end, self._confidence, known)
+        return guarded(self.task, self._starts, self._asked, self._begun, end, self._confidence, known, self._limits)
 
 
 def decided(
@@ -474,6 +484,7 @@ def decided(
     begun: str,
     end: SearchResult,
     confidence: float,
+    limits: Limits | None = None,
 ) -> tuple[Decision, KeptShare | None]:
     """Return what the guard decides and, if that is the end and classes are new, how far to go towards it.
 
@@ -485,7 +496,13 @@ def decided(
         known = kept == LINE or starts[kept].replaces_the_same(starts[begun])  # f is of the model with its tensors
         return end.gain_over(ends[kept]) if known else math.inf
 
-    decision = decide(candidates, end.evaluations, confidence, gain_by_f, end.climbed)
+    sure = min(confidence, START_CONFIDENCE if end.line is None else LINE_CONFIDENCE)
+    decision = decide_within(
+        limits,
+        candidates,
+        lambda those: decide(those, end.evaluations, confidence, gain_by_f, end.climbed),
+        lambda those: decide(those, end.evaluations, sure),
+    )
     new = task.metric.new_classes and decision.kept == "search" and decision.verdict.guard == "halves"
     return decision, kept_share(end, starts[begun].phi) if new else None
 
@@ -508,6 +525,7 @@ def guarded(
     end: SearchResult,
     confidence: float,
     part: tuple[Tensor, Evaluation] | None = None,
+    limits: Limits | None = None,
 ) -> Result:
     """Keep the start that the search began from, or the line's best, if it gains on phi = 0; or the end (`decide`).
 
@@ -519,9 +537,10 @@ def guarded(
         end: Where it stands.
         confidence: How sure the guard must be, at least 0.5 and below 1.
         part: The point of that share, ``d``, and its evaluation, if it was asked for; else f's mean stands in.
+        limits: The metric's constraints; what violates one is not kept.
     """
     start, value, repeats = starts[begun].phi, task.metric.to_value, task.metric.repeats
-    decision, share = decided(task, starts, asked, begun, end, confidence)
+    decision, share = decided(task, starts, asked, begun, end, confidence, limits)
     candidates, ends = found(starts, asked, begun, end)
     path = path_of(start, end)
     if share is not None and share.share < 1:
@@ -529,9 +548,14 @@ def guarded(
         if share.share > 0:
             share = replace(share, asked=part is not None)
             ends["part"], candidates["part"] = part or _by_f(task.metric, end, share.point(start, end.phi))
-            kept = "part" if candidates["part"].cost < candidates[kept].cost else kept
+            holds = limits is None or (part is not None and limits.hold(candidates["part"]))
+            kept = "part" if holds and candidates["part"].cost < candidates[kept].cost else kept
         decision = replace(decision, kept=kept)
         path = torch.cat([path, ends[kept][None]]) if kept == "part" else path
+    others = [each for name, each in asked.items() if not starts[name].replaces_the_same(starts[begun])]
+    last = [end.evaluation] if end.queries > len(end.evaluations) else []  # a guided search's own
+    constrained = Constrained.of(limits, candidates, [*others, *end.evaluations, *last])
+    candidates = {name: each for name, each in candidates.items() if constrained is None or constrained.allows(name)}
     elsewhere = sum(not start.replaces_the_same(starts[begun]) for start in starts.values())
     evaluations = elsewhere + end.queries + (part is not None)
     fit = None if end.f is None else Fit(end.f, {}, end.predicted[:, 0], end.predicted[:, 1])
@@ -551,7 +575,33 @@ def guarded(
             learns=end.learns, plain=task.loss is None and task.gradients is None, widened=end.widened
         ),
         kept_share=None if share is None else share.scaled(task.metric.scale),
+        constrained=constrained,
     )
+
+
+def told_besides(also: Mapping[str, float] | None, metric: Metric) -> dict[str, float] | None:
+    """Return what was told besides the metric; None if it is nothing.
+
+    Raises:
+        ValueError: It is no mapping of names to finite numbers, or lacks what the metric is subject to.
+    """
+    if also is not None and not isinstance(also, Mapping):
+        raise ValueError(f"also is {brief(also)}; it must map names to numbers, e.g. {{'accuracy': 0.9}}")
+    told = dict[str, float]()
+    for name, value in (also or {}).items():
+        try:
+            told[name] = float(value)
+        except (TypeError, ValueError) as wrong:
+            raise ValueError(f"also has {brief(name)}: {brief(value)}; it must be a number") from wrong
+        if not isinstance(name, str) or not math.isfinite(told[name]):
+            raise ValueError(f"also has {brief(name)}: {brief(value)}; it must be a finite number with a name")
+    missing = [name for name in metric.subject_to if name not in told]
+    if missing:
+        known = f"told are {', '.join(map(repr, told))}" if told else "nothing was told"
+        raise ValueError(
+            f"the metric is subject to {missing[0]!r}, and {known} besides; tell(..., also={{{missing[0]!r}: VALUE}})"
+        )
+    return told or None
 
 
 def _by_f(metric: Metric, end: SearchResult, point: Tensor) -> tuple[Tensor, Evaluation]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from metricopt_ext.methods.guard import CONFIDENCE, Verdict, check_guarded, decide_among
 from metricopt_ext.methods.recipe_settings import RecipeSettings, Setting, checked_setting
+from metricopt_ext.methods.strategy import check_constraints
 from metricopt_ext.search.optimizer import LossStep, MetricOptStep
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.rollout import Policy, rollout
@@ -86,9 +87,10 @@ def tune_start(
 
     Raises:
         ValueFunctionError: f was fitted for another adapter.
-        ValueError: ``setting``, ``index`` or ``seed`` is out of range.
+        ValueError: ``setting``, ``index`` or ``seed`` is out of range, or the metric is subject to constraints.
         UnguardedError: The metric requires a guard (`Metric`), and nothing could tell a gain from chance.
     """
+    check_constraints(task.metric, "tune_start")
     fit.f.check_fits(task.adapter.signature)
     recipe, watcher = recipe or RecipeSettings(), watcher or Watcher()
     start = task.origin() if start is None else start

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.errors import BudgetError
+from metricopt_ext.tasks.constraints import Constraint, Limits
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils import ranks
@@ -145,7 +146,10 @@ class SearchState(ABC):
         queries: See above.
         points: The points that were evaluated, ``d`` each, in the order in which they were asked.
         evaluations: The metric's evaluations of them.
+        limits: The metric's constraints, which the end respects if any point does; None without any (`Limits`).
     """
+
+    limits: Limits | None = None
 
     def __init__(self, start: Tensor, queries: int, known: Sequence[tuple[Tensor, Evaluation]] = ()) -> None:
         check_known(start, known)
@@ -157,6 +161,12 @@ class SearchState(ABC):
         self._answers: dict[int, Answer] = {}
         self._closed: Answers | None = Answers()  # what the search has not been sent yet
         self._begun = self._broken = False  # whether it was asked before, and whether that ended by an error
+
+    def subject_to(self, constraints: Sequence[Constraint]) -> None:
+        """Respect constraints once the start is known, which is what they are relative to."""
+        if constraints and self.limits is None and self.evaluations:
+            at = next(at for at, point in enumerate(self.points) if torch.equal(point, self.start))
+            self.limits = Limits.of(constraints, self.evaluations[at])
 
     @abstractmethod
     def batches(self) -> Batches:
@@ -276,12 +286,14 @@ class DirectState(SearchState):
             yield torch.stack([torch.lerp(last, mean, share) for share in shares])
 
     def end(self) -> SearchResult:
-        """Return the best point that was evaluated, the first of equals."""
+        """Return the best evaluated point, the first of equals, of those that satisfy the constraints if any do."""
         points, evaluations = list(self.points), list(self.evaluations)
         for point, evaluation in self.answered():
             points.append(point)
             evaluations.append(evaluation)
-        best = min(range(len(points)), key=lambda at: evaluations[at].cost)
+        limits = self.limits
+        violates = [limits is not None and not limits.hold(each) for each in evaluations]
+        best = min(range(len(points)), key=lambda at: (violates[at], evaluations[at].cost))
         curve = falls([each.cost for each in evaluations])
         return SearchResult(
             points[best], evaluations[best], tuple(evaluations), curve, torch.stack(points), len(points)
@@ -456,6 +468,7 @@ def evaluate(task: FinetuneTask, state: SearchState) -> None:
         state: The search.
     """
     while True:
+        state.subject_to(task.metric.constraints)
         before, points = ranks.on_first(lambda: (len(state.points), state.ask()))
         if not len(points):
             return

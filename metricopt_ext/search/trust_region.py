@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from metricopt_ext.search.descent import descend
+from metricopt_ext.search.feasibility import Aim, Feasibility, seen_within
 from metricopt_ext.search.lines import best_known, first_times, next_time
 from metricopt_ext.search.probe import check_dim, probe
 from metricopt_ext.search.strategy import (
@@ -222,6 +223,7 @@ class GuidedState(SearchState):
             self.note(point, evaluation)
         self.line = None if task.line is None else task.line.to(start.device, torch.float64)
         self.narrows, self._bounded = True, task.metric.bounds is not None
+        self.feasibility = Feasibility()
         self._ending: _Ending | None = None
 
     @property
@@ -243,7 +245,7 @@ class GuidedState(SearchState):
                 batch, proposed = proposed[:left], proposed[left:]
                 yield batch
             if self.visited.varies():
-                self._ending = _Ending(f := self.visited.fit(last=True), self._mean_of_best(f))
+                self._ending = _Ending(f := self.visited.fit(last=True), self._mean_of_best(self._aim(f, last=True)))
                 yield self._ending.mean[None]
             while self.queries == queries:
                 yield self.start[None][:0]
@@ -280,12 +282,13 @@ class GuidedState(SearchState):
         radius, centre, began = self._first_radius(design), -1, 0
         while True:
             f, latest = visited.fit(), centre
-            centre = visited.best(f)
+            aim = self._aim(f)
+            centre = aim.best()
             if latest >= 0:
                 success = centre != latest and centre >= began
                 radius *= search.grow if success else search.shrink
                 radius = min(max(radius, search.least_radius), search.largest_radius)
-            began, batch = len(visited.points), self._batch(f, visited.phi[centre], radius * unit)
+            began, batch = len(visited.points), self._batch(aim, visited.phi[centre], radius * unit)
             visited.predict(f, batch)
             yield batch
 
@@ -309,7 +312,7 @@ class GuidedState(SearchState):
         drawn = torch.randn(points // 2, len(root), generator=self.rng, dtype=torch.float64).to(root)
         of_pairs = torch.tensor([scales[pair % len(scales)] for pair in range(points // 2)]).to(root)
         offsets = self.visited.widened * self.probe.scale * of_pairs[:, None] * drawn @ root.T
-        best = self.visited.seen()
+        best = seen_within(self.limits, self.visited)
         drawn_at = self.visited.points[best] + torch.cat([offsets, -offsets])
         return _Design(drawn_at, of_pairs.repeat(2), best, len(self.visited.points))
 
@@ -333,11 +336,16 @@ class GuidedState(SearchState):
         """Return the first radius, from the last design: around it if that was as wide as the metric reacts."""
         if self.visited.widened > 1:
             return self.search.radius
-        scale = design.asked(self.visited).get(self.visited.seen(), SCALES[-1])
+        scale = design.asked(self.visited).get(seen_within(self.limits, self.visited), SCALES[-1])
         return min(self.search.radius, max(self.search.least_radius, FIRST_RADIUS * scale))
 
+    def _aim(self, f: GPValueFunction, visited: Visited | None = None, *, last: bool = False) -> Aim:
+        """Return what the search goes for: f's least, where the constraints hold if there are any."""
+        visited = visited or self.visited
+        return Aim(f, visited) if self.limits is None else self.feasibility.aim(f, visited, self.limits, last=last)
+
     @num_threads(1)  # the tensors are small
-    def _batch(self, f: GPValueFunction, centre: Tensor, radius: float) -> Tensor:
+    def _batch(self, f: Aim, centre: Tensor, radius: float) -> Tensor:
         """Return the next points, ``batch x d``: minima, in the region, of f plus tau times a sample's deviation."""
         batch = self.search.batch
         own = torch.arange(batch).repeat_interleave(STARTS)
@@ -355,9 +363,9 @@ class GuidedState(SearchState):
         best = values.view(batch, STARTS).argmin(1) + STARTS * torch.arange(batch, device=values.device)
         return ends[best]
 
-    def _mean_of_best(self, f: GPValueFunction) -> Tensor:
-        """Return the mean of the best visited points by f, ``d``."""
-        order = self.visited.order(f)
+    def _mean_of_best(self, aim: Aim) -> Tensor:
+        """Return the mean of the best visited points by f, ``d``, of those that satisfy the constraints."""
+        order = aim.order()
         share = int(END_SHARE * len(order))
         return self.visited.phi[order[: min(max(share, LEAST_END), MOST_END)]].mean(0).to(self.start)
 
@@ -368,12 +376,13 @@ class GuidedState(SearchState):
             f, (point, evaluation) = None, visited.begun
         else:
             f = self._ending.f if self._ending is not None else visited.fit(last=True)
-            best, seen = visited.best(f), visited.seen()
+            aim = self._aim(f, visited, last=True)
+            best, seen = aim.best(), seen_within(self.limits, visited)
             point, evaluation = visited.points[best], visited.evaluations[best]
             chance = visited.chance(evaluation, visited.best_quarter())
             slack = min(f.noise_std, chance)
             asked = None if self._ending is None else self._ending.asked
-            if self._ending is not None and asked is not None and asked.cost <= evaluation.cost + slack:
+            if self._ending is not None and asked is not None and aim.prefers(asked, evaluation, slack):
                 point, evaluation = self._ending.mean, asked
             if visited.evaluations[seen].cost < evaluation.cost - chance:  # never where nothing tells chance
                 point, evaluation = visited.points[seen], visited.evaluations[seen]

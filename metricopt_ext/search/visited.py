@@ -67,6 +67,12 @@ class Visited:
             more.add(point, evaluation)
         return more
 
+    def of_costs(self, costs: Sequence[float]) -> "Visited":
+        """Return the same points with other costs, as of another quantity, and no choice of hyper-parameters yet."""
+        other = copy.copy(self)
+        other.evaluations, other.chosen = [Evaluation(cost) for cost in costs], None
+        return other
+
     @property
     def begun(self) -> tuple[Tensor, Evaluation]:
         """The start and its evaluation."""

@@ -65,6 +65,7 @@ class KeptEvaluation(KeptPoint):
         given_up: Whether nobody waits for it any more; it costs no query.
         asked: How often the metric was called.
         pairs: Its costs on several pairs of halves, ``halves`` the first; empty, and not in the file, without several.
+        also: Other quantities that it told, by name; None, and not in the file, without any.
     """
 
     cost: float | None
@@ -74,6 +75,7 @@ class KeptEvaluation(KeptPoint):
     given_up: bool
     asked: int
     pairs: Pairs = ()
+    also: dict[str, float] | None = None
 
     @classmethod
     def told(cls, point: KeptPoint, evaluation: Evaluation, asked: int) -> "KeptEvaluation":
@@ -82,7 +84,8 @@ class KeptEvaluation(KeptPoint):
         if failed:
             return cls(point.id, point.phi, point.replaced, None, None, None, True, False, asked)
         cost, halves, noise = evaluation[:3]
-        return cls(point.id, point.phi, point.replaced, cost, halves, noise, False, False, asked, evaluation.pairs)
+        pairs, also = evaluation.pairs, evaluation.also
+        return cls(point.id, point.phi, point.replaced, cost, halves, noise, False, False, asked, pairs, also)
 
     @classmethod
     def without(cls, point: KeptPoint) -> "KeptEvaluation":
@@ -92,13 +95,15 @@ class KeptEvaluation(KeptPoint):
     @property
     def evaluation(self) -> Evaluation | None:
         """What the metric said; None if it failed or was given up."""
-        return None if self.cost is None else Evaluation(self.cost, self.halves, self.noise, pairs=self.pairs)
+        if self.cost is None:
+            return None
+        return Evaluation(self.cost, self.halves, self.noise, pairs=self.pairs, also=self.also)
 
     @property
     def line(self) -> str:
         """What the file holds of it."""
         fields = asdict(self)
-        return to_json({name: value for name, value in fields.items() if name != "pairs" or value})
+        return to_json({name: value for name, value in fields.items() if name not in ("pairs", "also") or value})
 
 
 class KeptEvaluations:
@@ -193,6 +198,9 @@ def _read(path: Path, scale: CostScale) -> _File:
             for cost in (*(() if each.cost is None else (each.cost,)), *(each.halves or ()), *chain(*each.pairs)):
                 if not math.isfinite(cost) or (scale.bounds is not None and not 0 <= cost <= 1):
                     raise ValueError(f"{cost} is no cost of a metric with bounds {scale.bounds}")
+            for name, value in (each.also or {}).items():
+                if not math.isfinite(value) or each.cost is None:
+                    raise ValueError(f"evaluation {each.id} has {brief(name)} = {value}, which no evaluation has")
             if (each.cost is None) != (each.failed or each.given_up):
                 raise ValueError(f"evaluation {each.id} has a cost although it failed or was given up, or has none")
     except (ValueError, FileFormatError) as error:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, MetricError, RankError, UnguardedError, WeightsError
+from metricopt_ext.tasks.constraints import parse_constraints
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.identity import ROUNDING
@@ -91,6 +92,7 @@ class Evaluation(NamedTuple):
         noise: Standard error of the cost, from repeats of the evaluation; None without repeats.
         failed: Whether the metric failed, and the worst evaluation so far stands in for it.
         pairs: Its costs on several pairs of halves, ``halves`` the first; empty where one pair at most is reported.
+        also: Other quantities that it told of the model, by name and in their own units; None without any.
     """
 
     cost: float
@@ -98,6 +100,7 @@ class Evaluation(NamedTuple):
     noise: float | None = None
     failed: bool = False
     pairs: Pairs = ()
+    also: dict[str, float] | None = None
 
     @classmethod
     def of(cls, cost: float, pairs: Sequence[Sequence[float]] | None, noise: float | None = None) -> "Evaluation":
@@ -212,7 +215,8 @@ class Metric(CostScale):
             ``(value, ((half, half), (half, half), ...))`` tells its value on several pairs of halves, by as many
             divisions of the data each time; the first pair counts wherever one is meant.
             ``(value, None)`` is the value alone, as are ``(value, "why there are no halves")`` and a half that is
-            NaN, where the metric is not defined: a warning says so once.
+            NaN, where the metric is not defined: a warning says so once. A dict gives several quantities from one pass:
+            what it has under ``name`` is the metric, in any of these forms, and the others are numbers.
         maximize: Whether higher is better.
         bounds: Lowest and highest possible value; mapped to the cost's [0, 1]. None for a metric without known
             bounds: its cost is the value itself, negated if higher is better.
@@ -228,9 +232,16 @@ class Metric(CostScale):
             that reports no halves. A run with data held out from it does without (`optimize_metric`).
         new_classes: Whether the model will be judged on other classes than the metric's, as in retrieval, and the
             halves are of different classes. A guided search then keeps a part of the way to its end (`kept_share`).
+        also: Functions of the model, or of nothing, for other quantities, by name: what a gain costs elsewhere. They
+            are called for the model as it was trained and for what is kept, cost no query, and decide nothing, unless
+            ``subject_to`` names them.
+        subject_to: Constraints on other quantities, by name: ``">= 0.9"``, or relative to the model as it was trained,
+            ``">= start - 0.005"``. A search respects them, and the guard keeps no end that violates one. Each query
+            tells their values: the dict that ``function`` returns, or else what ``also`` has under their names.
 
     Attributes:
-        takes_model: Whether ``function`` takes the model, and so can judge a copy of it.
+        constraints: What ``subject_to`` says.
+        takes_model: Whether all that is evaluated at a query takes the model, and so can judge a copy of it.
         observers: Each is told of every `Query`, once whoever asked has the answer, and has kept what it keeps.
             Metrics that are made of this one begin with the same.
         failed: How many evaluations have failed.
@@ -254,6 +265,8 @@ class Metric(CostScale):
         failures: int = 0,
         require_guard: bool = False,
         new_classes: bool = False,
+        also: Mapping[str, Callable[..., Any]] | None = None,
+        subject_to: Mapping[str, str] | None = None,
     ) -> None:
         check_above(0, timeout=timeout)
         check_integer(1, repeats=repeats)
@@ -264,7 +277,10 @@ class Metric(CostScale):
         super().__init__(maximize=maximize, bounds=bounds, name=name, ledger=ledger)
         self.function, self.timeout, self.repeats, self.failures = function, timeout, repeats, failures
         self.require_guard, self.new_classes = require_guard, new_classes
-        self.takes_model = _takes_model(function)
+        self.also, self.subject_to = _checked_functions(also, name), dict(subject_to or {})
+        self.constraints = parse_constraints(subject_to, name)
+        asked = [function, *(self.also[each] for each in self.subject_to if each in self.also)]
+        self.takes_model = all(map(_takes_model, asked))
         self.observers: list[Observer] = []
         self.failed = 0
         self._worst: Evaluation | None = None
@@ -276,7 +292,7 @@ class Metric(CostScale):
     def settings(self) -> dict[str, Any]:
         """What it was made with besides the function and the ledger."""
         names = ("maximize", "bounds", "name", "timeout", "repeats", "failures", "require_guard", "new_classes")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in (*names, "also", "subject_to")}
 
     def with_new_ledger(self) -> "Metric":
         """Return the same metric with an empty ledger and no budget."""
@@ -432,7 +448,8 @@ class Metric(CostScale):
 
         if self.repeats == 1:
             values, others = ((each.cost, *(each.halves or ()), *chain(*each.pairs)) for each in (a, b))
-            return len(values) == len(others) and all(map(close, values, others))
+            same = len(values) == len(others) and all(map(close, values, others))
+            return same and _agree_besides(a.also or {}, b.also or {})
         spread = math.hypot(a.noise or 0.0, b.noise or 0.0)
         if close(a.cost, b.cost) or not spread:
             return close(a.cost, b.cost)
@@ -499,29 +516,80 @@ class Metric(CostScale):
             return calls[0]
         pairs = stacked_pairs(calls)
         error = stdev(each.cost for each in calls) / math.sqrt(len(calls))
-        return Evaluation.of(
+        found = Evaluation.of(
             mean(each.cost for each in calls), None if pairs is None else pairs.mean(0).tolist(), error
         )
+        return found._replace(also=_mean_besides([each.also or {} for each in calls]))
+
+    def look(self, model: nn.Module) -> dict[str, float]:
+        """Return what ``also`` has of the model as it is, by name, but for what each query tells; it costs no query.
+
+        Raises:
+            MetricError, WeightsError: As from `judge`.
+        """
+        return {name: self._besides(name, model) for name in self.also if name not in self.subject_to}
+
+    def _besides(self, name: str, model: nn.Module) -> float:
+        """Return one quantity besides the metric, by its own function; of one with halves, the value alone."""
+        returned = self._returned(self.also[name], model, f"{self.name!r}: also[{name!r}]")
+        return _number_besides(returned[0] if isinstance(returned, tuple) else returned, name, self.name)
 
     def _call(self, model: nn.Module) -> Evaluation:
-        weights, unnoticed, arguments = kept_weights(model), list[str](), [model] if self.takes_model else []
+        """Call the function, and those of ``also`` for what is bounded and missing from what it returned."""
+        returned, also = self._taken_apart(self._returned(self.function, model, repr(self.name)))
+        evaluation = self._read(returned)
+        for name in self.subject_to:
+            if name in self.also:
+                also[name] = self._besides(name, model)
+            elif name not in also:
+                told = f"told {', '.join(map(brief, also))} besides" if also else "tells nothing besides"
+                raise MetricError(
+                    f"subject_to names {brief(name)}, but metric {self.name!r} {told}; let it return a dict,"
+                    f" {{{self.name!r}: value, {name!r}: value}}, or give also={{{name!r}: function}}"
+                )
+        return evaluation._replace(also=also) if also else evaluation
+
+    def _taken_apart(self, returned: Any) -> tuple[Any, dict[str, float]]:
+        """Return what a function returned for the metric itself, and the other quantities by name."""
+        if not isinstance(returned, Mapping):
+            return returned, {}
+        if self.name not in returned:
+            raise MetricError(
+                f"metric {self.name!r} returned a dict without its own name, {brief(dict(returned))}; give the metric"
+                " the name that its value has there, Metric(..., name=NAME)"
+            )
+        if doubled := [name for name in returned if name in self.also]:
+            raise MetricError(
+                f"metric {self.name!r} returned {brief(doubled[0])}, which also= has too; leave one of them out"
+            )
+        others = {name: each for name, each in returned.items() if name != self.name}
+        return returned[self.name], {name: _number_besides(each, name, self.name) for name, each in others.items()}
+
+    def _returned(self, function: Callable[..., Any], model: nn.Module, who: str) -> Any:
+        """Call a function on the model, which is left as it was."""
+        weights, unnoticed = kept_weights(model), list[str]()
+        arguments = [model] if _takes_model(function) else []
         modules = KeptModules(model)
         with evaluating(model), torch.no_grad():
             began = time.perf_counter()
             try:
-                returned = call_within(self.timeout, partial(self.function, *arguments))
+                returned = call_within(self.timeout, partial(function, *arguments))
             except Exception as error:
-                raise MetricError(f"metric {self.name!r} raised {type(error).__name__}: {error}") from error
+                raise MetricError(f"metric {who} raised {type(error).__name__}: {error}") from error
             finally:
                 took = time.perf_counter() - began
                 self._report(modules.put_back_changed() + weights.restore(model))
                 unnoticed += weights.unnoticed(model, took)
         if unnoticed:
-            who = f"metric {self.name!r} or the loss" if weights.held else f"metric {self.name!r}"
+            whose = f"metric {who} or the loss" if weights.held else f"metric {who}"
             raise WeightsError(
-                f"{who} changed the model's {and_more(unnoticed)} in a way that leaves no trace, as through .data or"
+                f"{whose} changed the model's {and_more(unnoticed)} in a way that leaves no trace, as through .data or"
                 " NumPy; all was put back, but earlier values may be of another model. Evaluate a copy of the model"
             )
+        return returned
+
+    def _read(self, returned: Any) -> Evaluation:
+        """Read a number, or a number and two halves."""
         try:
             given = (returned, returned.halves) if isinstance(returned, Halved) else returned
             value, halves = given if isinstance(given, tuple) else (given, None)
@@ -649,6 +717,50 @@ def pairs_of(halves: Any) -> Pairs:
         if len(pair) != 2:
             raise ValueError(f"{len(pair)} halves")
     return tuple((float(first), float(second)) for first, second in pairs)
+
+
+def _checked_functions(also: Mapping[str, Callable[..., Any]] | None, metric: str) -> dict[str, Callable[..., Any]]:
+    """Return the functions of other quantities than the metric by name.
+
+    Raises:
+        TypeError: They are no functions.
+        ValueError: One has the metric's own name, or none.
+    """
+    if also is not None and not isinstance(also, Mapping):
+        raise TypeError(f"also is {brief(also)}; it must map names to functions of the model")
+    for name, function in (also or {}).items():
+        if not isinstance(name, str) or not name or name == metric:
+            raise ValueError(f"also has the name {brief(name)}; it must be a text other than the metric's own name")
+        if not callable(function):
+            remedy = "give its function, metric.function" if isinstance(function, Metric) else "give a function"
+            raise TypeError(f"also[{name!r}] is {brief(function)}; {remedy} that returns a number for a model")
+    return dict(also or {})
+
+
+def _number_besides(returned: Any, name: Any, metric: str) -> float:
+    """Return what was found of a quantity besides the metric.
+
+    Raises:
+        MetricError: It is no finite number, or its name is no text.
+    """
+    try:
+        value = float(returned)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise MetricError(f"metric {metric!r}: {brief(name)} is {brief(returned)}; it must be a number") from error
+    if not isinstance(name, str) or not math.isfinite(value):
+        raise MetricError(f"metric {metric!r}: {brief(name)} is {value}; it must be a finite number with a name")
+    return value
+
+
+def _mean_besides(told: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
+    """Return the means of what all of several calls told besides the metric."""
+    names = [name for name in told[0] if all(name in each for each in told)]
+    return {name: mean(each[name] for each in told) for name in names} or None
+
+
+def _agree_besides(a: Mapping[str, float], b: Mapping[str, float]) -> bool:
+    """Whether the same was told besides the metric but for rounding."""
+    return a.keys() == b.keys() and all(math.isclose(a[n], b[n], rel_tol=ROUNDING, abs_tol=1e-9) for n in a)
 
 
 def _in_order(low: float, high: float) -> tuple[bool, bool]:

@@ -121,9 +121,19 @@ def load_with_origins(
                 where = ""
                 if not equals:
                     raise ConfigError(f"override {override!r} is not of the form key=value")
-                if key not in known and get_origin(known.get(key.rpartition(".")[0])) is not dict:
+                texts = next(
+                    (each for each in known if known[each] == dict[str, str] and key.startswith(f"{each}.")), ""
+                )
+                if key not in known and not texts and get_origin(known.get(key.rpartition(".")[0])) is not dict:
                     raise ConfigError(_unknown(key, known, defaults))
                 where = f"{override}: "
+                if texts:  # the name may have dots and brackets, and the text what YAML reads otherwise
+                    entry: dict[str, Any] = {key.removeprefix(f"{texts}."): literal(text)}
+                    for section in reversed(texts.split(".")):
+                        entry = {section: entry}
+                    config = OmegaConf.merge(config, entry)
+                    origins[texts] = origin
+                    continue
                 # YAML would make other text of yes or 007.
                 if known.get(key) is str and not re.fullmatch(r"""'.*'|".*\"""", text):
                     OmegaConf.update(config, key, literal(text))

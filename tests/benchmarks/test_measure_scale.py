@@ -52,10 +52,10 @@ def test_what_two_ranks_exchange_is_counted(torchrun: Callable[..., Any], tmp_pa
     assert 0.001 < figures["megabytes sent by the first rank"] < 1
 
 
-@pytest.mark.parametrize(("world", "waves"), [(1, 45), (2, 24), (4, 13), (8, 8), (64, 7)])
+@pytest.mark.parametrize(("world", "waves"), [(1, 45), (2, 24), (4, 14), (8, 13), (64, 13)])
 def test_waves_of_a_search(world: int, waves: int) -> None:
-    # The start, a design of 12, three batches of 8 and one of 7, and the end.
-    assert waves == 1 + ceil(12 / world) + 3 * ceil(8 / world) + ceil(7 / world) + 1
+    # The start, a design of 6, nine batches of 4 and one of 1, and the end.
+    assert waves == 1 + ceil(6 / world) + 9 * ceil(4 / world) + 1 + 1
     assert tool.search_waves(45, world) == waves
 
 

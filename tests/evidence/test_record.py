@@ -37,6 +37,8 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
         true=[0.5],
         predicted=[0.25],
         machine=Machine("A processor", "AVX2", 1, "cpu"),
+        also={"recall[a]": {"validation": (0.1 + 0.2, 1 / 3), "test": (0.0, 1.0)}},
+        holding=7,
     )
     record.save(tmp_path / "record.json")
     assert SeedRecord.load(tmp_path / "record.json") == record
@@ -88,6 +90,10 @@ def having(whole: dict[str, Any], **outcomes: Any) -> str:
         lambda whole: json.dumps({**whole, "predicted": [0.5, 0.5]}),
         lambda whole: json.dumps({**whole, "queries": {"search": -3}}),
         lambda whole: json.dumps({**whole, "queries": {"search": 3.5}}),
+        lambda whole: json.dumps({**whole, "also": {"a": {"validation": [0.1, 0.2]}}}),
+        lambda whole: json.dumps({**whole, "also": {"a": {"validation": [0.1, 0.2], "test": [0.1]}}}),
+        lambda whole: json.dumps({**whole, "also": {"a": {"validation": [0.1, math.nan], "test": [0.1, 0.2]}}}),
+        lambda whole: json.dumps({**whole, "holding": "all"}),
     ],
 )
 def test_a_damaged_record_is_refused(tmp_path: Path, damage: Any) -> None:

@@ -264,3 +264,56 @@ def test_batch_queries_have_a_column_if_there_are_any(report: Callable[..., Repo
     assert header.index("batch queries") == header.index("seconds") - 1
     assert (asked["SL, surrogate from scratch"], asked["MetricOpt"]) == ("4321", "0")
     assert "- batch queries: besides, evaluations of the metric on batches of scores and labels." in made.markdown()
+
+
+# --- What it cost elsewhere ----------------------------------------------------------------------------------------
+
+
+def elsewhere(made: Report, holding: list[int | None]) -> Report:
+    """Give each record another quantity, and the number of points that satisfy the constraints."""
+    records = [
+        replace(
+            record,
+            also={"recall[a]": {"validation": (0.5, 0.6 + row / 10), "test": (0.4, 0.3)}, "ece": ECE},
+            holding=holding[row],
+        )
+        for row, record in enumerate(made.records)
+    ]
+    bounds = {} if holding[0] is None else {"recall[a]": ">= start"}
+    return replace(made, records=records, config={**made.config, "metric": {"subject_to": bounds}})
+
+
+ECE = {"validation": (0.02, 0.04), "test": (0.03, 0.05)}
+
+
+def test_other_quantities_stand_beside_the_gain(
+    report: Callable[..., Report], capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = elsewhere(report(), [None, None, None])
+    content = made.to_json()
+    assert content["also"]["recall[a]"] == {
+        "validation": {"before": [0.5] * 3, "after": [0.6, 0.7, 0.8]},
+        "test": {"before": [0.4] * 3, "after": [0.3] * 3},
+    }
+    assert content["holding"] == [None] * 3
+    row = ["recall[a]", "0.5000 ±0.0000 → 0.7000 ±0.1000", "0.4000 ±0.0000 → 0.3000 ±0.0000", ""]
+    assert made.elsewhere()[0] == row
+    assert "| recall\\[a\\] |" in made.markdown() or "| recall[a] |" in made.markdown()
+    assert "What it cost elsewhere" in made.markdown()
+    made.print()
+    assert "What it cost elsewhere" in capsys.readouterr().out
+    assert made.on_constraints() == []
+
+
+def test_without_other_quantities_nothing_is_said(report: Callable[..., Report]) -> None:
+    made = report()
+    assert made.to_json()["also"] == {}
+    assert "elsewhere" not in made.markdown()
+
+
+def test_constraints_are_said_with_where_nothing_satisfied_them(report: Callable[..., Report]) -> None:
+    (line,) = elsewhere(report(), [3, 40, 1]).on_constraints()
+    assert line.startswith("Subject to recall[a] >= start on validation. MetricOpt and the searches on the metric")
+    (line,) = elsewhere(report(), [3, 0, 0]).on_constraints()
+    assert "on validation; in 2 seeds nothing that was asked satisfies that, and the model stayed as it was." in line
+    assert line in elsewhere(report(), [3, 0, 0]).findings()

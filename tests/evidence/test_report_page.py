@@ -186,3 +186,16 @@ def test_a_run_without_f_has_a_page(report: Callable[..., Report], page: Any, ht
     seen = html(page(made).html())
     assert "There is no f: the metric never varied." in seen.texts("p")
     assert "value function in use" not in made.markdown()
+
+
+def test_what_it_cost_elsewhere_has_a_section(report: Callable[..., Report], page: Any, html: Any) -> None:
+    made = report()
+    assert "Elsewhere" not in html(page(made).html()).texts("h2")
+    also = {"recall[a]": {"validation": (0.5, 0.25), "test": (0.4, 0.125)}}
+    made = replace(made, records=[replace(record, also=also, holding=2) for record in made.records])
+    seen = html(page(made).html())
+    seen.check()
+    assert "Elsewhere" in seen.texts("h2")
+    (table,) = [each for each in seen.tables if each[0] == ["quantity", "validation", "test", "subject to"]]
+    assert table == [["quantity", "validation", "test", "subject to"], *made.elsewhere()]
+    assert made.on_constraints()[0] in seen.texts("li")

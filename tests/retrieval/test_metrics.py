@@ -12,9 +12,11 @@ from torch import Tensor
 pytest.importorskip("faiss")
 pytest.importorskip("pytorch_metric_learning")
 
+from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import ConfigError, DataError, MetricError
+from metricopt_ext.retrieval.build import build_metric
 from metricopt_ext.retrieval.config import MetricConfig, OwnEmbedderMetricConfig
-from metricopt_ext.retrieval.metrics import embedding_metric, try_metric
+from metricopt_ext.retrieval.metrics import besides, embedding_metric, try_metric
 
 X = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0] * 9 + [1] * 6 + [2] * 5 + [3] * 3 + [4])  # the last class has no pair
@@ -119,3 +121,30 @@ def test_what_are_no_embeddings_of_these_labels_is_refused(name: str) -> None:
 def test_a_value_that_is_none_is_refused() -> None:
     with pytest.raises(MetricError, match="'r_precision' must be within its bounds"):
         embedding_metric(MetricConfig("r_precision")).function(X[:3], torch.arange(3))  # no class has a pair
+
+
+def test_what_counts_besides_is_told_by_the_same_embeddings() -> None:
+    passes = []
+
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            passes.append(len(x))
+            return x
+
+    config = MetricConfig(ks=[1, 2], also=["mean_average_precision_at_r", OWN], subject_to={"r_precision": ">= start"})
+    part = Split(X, Y)
+    metric = build_metric(config, part)
+    found = metric.evaluate(Model(), "x")
+    assert passes == [24]
+    assert found.also == {"r_precision": embedding_metric(MetricConfig("r_precision")).function(X, Y)}
+    looked = metric.look(Model())
+    assert looked[OWN] == pytest.approx(silhouette_score(X.numpy(), Y.numpy()))
+    average = embedding_metric(MetricConfig("mean_average_precision_at_r")).function(X, Y)
+    assert looked["mean_average_precision_at_r"] == average
+    test = build_metric(config, part, constrained=False)
+    assert test.evaluate(Model(), "x").also is None
+    assert set(test.look(Model())) == {OWN, "mean_average_precision_at_r", "r_precision"}
+    with pytest.raises(ConfigError, match=r"metric\.also: 'recal' is none of recall, mean_average_precision_at_r, "):
+        besides(MetricConfig(also=["recal"]))
+    with pytest.raises(ConfigError, match=r"metric\.name=sklearn.*is of embeddings that search each other"):
+        build_metric(config, part, queries=Y > 1, constrained=False)

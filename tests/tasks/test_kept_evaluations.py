@@ -162,3 +162,32 @@ def test_digests_tell_what_is_replaced() -> None:
     ones, twos = (digest_of(Start(zero, {"mean": torch.full((2,), value)})) for value in (1.0, 2.0))
     assert ones
     assert ones != twos
+
+
+def test_other_quantities_come_back_bit_for_bit_and_are_not_there_without_any(tmp_path: Path) -> None:
+    path, points = tmp_path / "kept.json", [KeptPoint.of(id, phi(torch.float32), "") for id in range(3)]
+    kept = KeptEvaluations(path, UNBOUNDED)
+    also = {"recall[person]": 0.1 + 0.2, "ece": 5e-324, "big": -1.7976931348623157e308, "\u00e9 \n": 1 / 3}
+    evaluation = Evaluation(0.3, (1 / 3, 2 / 3), also=also)
+    kept.tell(KeptEvaluation.told(points[0], evaluation, 1))
+    kept.tell(KeptEvaluation.told(points[1], Evaluation(0.5), 1))
+    kept.tell(KeptEvaluation.told(points[2], Evaluation(9.0, failed=True, also=also), 1))
+    again = KeptEvaluations(path, UNBOUNDED)
+    assert again.told == kept.told
+    assert again.told[0].evaluation == evaluation
+    assert again.told[2].also is None, "a stand-in's are another evaluation's"
+    assert path.read_text().count('"also"') == 1
+    before = path.read_bytes()
+    again.tell(again.told[1])
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("also", ['{"a": NaN}', '{"a": Infinity}', '{"a": "1"}', "[1.0]", '{"a": true}', '{"a": null}'])
+def test_other_quantities_that_are_no_numbers_are_refused(tmp_path: Path, also: str) -> None:
+    point = KeptPoint.of(0, phi(torch.float32), "")
+    line = KeptEvaluation.told(point, Evaluation(0.5, also={"a": 0.25}), 1).line.replace('{"a": 0.25}', also)
+    content = _content([], f"[{line}]")
+    path = tmp_path / "kept.json"
+    path.write_text(f'{{"checksum": "{_checksum(content)}", {content}}}')
+    with pytest.raises(FileFormatError, match="holds no evaluations of the metric"):
+        KeptEvaluations(path, UNBOUNDED)

@@ -860,3 +860,128 @@ def test_queries_that_are_asked_at_once_are_told_one_by_one(monkeypatch: pytest.
     with metric.observed_by(told.append):
         list(metric.each(metric.judge, [nn.Identity()] * 3, "search"))
     assert [query.spent for query in told] == [1, 2, 3]
+
+
+# --- Other quantities ----------------------------------------------------------------------------------------------
+
+
+def several(value: Any, **settings: Any) -> Metric:
+    return Metric(constant(value), maximize=True, name="f1", **settings)
+
+
+@pytest.mark.parametrize(
+    ("value", "evaluation"),
+    [
+        ({"f1": 0.75}, Evaluation(0.25)),
+        ({"accuracy": 0.9, "f1": 0.75}, Evaluation(0.25, also={"accuracy": 0.9})),
+        ({"f1": (0.75, (0.5, 1)), "n": torch.tensor(3)}, Evaluation(0.25, (0.5, 0.0), also={"n": 3.0})),
+        ({"f1": Halved(0.75, (0.5, 1.0)), "b": Halved(0.5, (0.0, 1.0))}, Evaluation(0.25, (0.5, 0.0), also={"b": 0.5})),
+    ],
+)
+def test_a_dict_gives_several_values_from_one_call(value: Any, evaluation: Evaluation) -> None:
+    metric = several(value)
+    assert metric.evaluate(nn.Identity(), "x") == evaluation
+    assert metric.ledger.spent == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({}, r"returned a dict without its own name, \{\}; give the metric the name that its value has there"),
+        ({"f2": 0.5, "accuracy": 0.5}, "without its own name, {'accuracy': 0.5, 'f2': 0.5}"),
+        ({"f1": 0.5, "accuracy": math.nan}, "'accuracy' is nan; it must be a finite number with a name"),
+        ({"f1": 0.5, "accuracy": -math.inf}, "'accuracy' is -inf"),
+        ({"f1": 0.5, "accuracy": "high"}, "'accuracy' is 'high'; it must be a number"),
+        ({"f1": 0.5, "accuracy": (0.5, (0.5, 0.5))}, r"'accuracy' is \(0.5, \(0.5, 0.5\)\); it must be a number"),
+        ({"f1": 0.5, 3: 0.5}, "3 is 0.5; it must be a finite number with a name"),
+        ({"f1": 1.5, "accuracy": 0.5}, "returned 1.5, outside its bounds"),
+        ({"f1": {"value": 0.5}}, "it must be a number, or"),
+        ({"f1": 0.5, "ece": 0.5}, "returned 'ece', which also= has too; leave one of them out"),
+    ],
+)
+def test_a_dict_that_tells_no_values_is_a_failure(value: Any, message: str) -> None:
+    metric = several(value, also={"ece": constant(0.1)})
+    with pytest.raises(MetricError, match=message):
+        metric.evaluate(nn.Identity(), "x")
+
+
+@pytest.mark.parametrize(
+    ("also", "error", "message"),
+    [
+        (["accuracy"], TypeError, "must map names to functions"),
+        ({"accuracy": 0.5}, TypeError, r"also\['accuracy'\] is 0.5; give a function"),
+        ({"accuracy": Metric(constant(1), maximize=True)}, TypeError, "give its function, metric.function"),
+        ({"f1": constant(1)}, ValueError, "'f1'; it must be a text other than the metric's own name"),
+        ({"": constant(1)}, ValueError, "must be a text"),
+        ({3: constant(1)}, ValueError, "must be a text"),
+    ],
+)
+def test_also_is_functions_by_name(also: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        several(0.5, also=also)
+
+
+def test_functions_besides_are_asked_when_looked_at_alone_and_cost_nothing() -> None:
+    calls: list[str] = []
+
+    def named(name: str, value: Any) -> Callable[..., Any]:
+        def function(model: nn.Module) -> Any:
+            assert not model.training
+            assert not torch.is_grad_enabled()
+            calls.append(name)
+            return value
+
+        return function
+
+    also = {"a": named("a", 0.5), "b": named("b", (0.25, (0, 1))), "bound": named("bound", 3)}
+    metric = several(0.75, also=also, subject_to={"bound": ">= 1"}, repeats=2)
+    model = nn.Linear(1, 1).train()
+    assert metric.evaluate(model, "x") == Evaluation(0.25, noise=0.0, also={"bound": 3.0})
+    assert calls == ["bound", "bound"]
+    assert metric.look(model) == {"a": 0.5, "b": 0.25}
+    assert calls[2:] == ["a", "b"]
+    assert model.training
+    assert metric.ledger.spent == 2
+    assert metric.takes_model is False, "the metric's own function knows its model"
+    assert Metric(lambda model: 0.5, maximize=True, also={"a": constant(1)}).takes_model
+    bound = Metric(lambda model: 0.5, maximize=True, name="m", also={"a": constant(1)}, subject_to={"a": ">= 0"})
+    assert not bound.takes_model
+
+
+def test_a_function_besides_leaves_the_model_as_it_was() -> None:
+    def breaks(model: nn.Module) -> float:
+        with torch.no_grad():
+            model.weight.fill_(7)  # type: ignore[operator]
+        return 1.0
+
+    model = nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    with pytest.warns(UserWarning, match="changed the model's weight; all was put back"):
+        assert several(0.5, also={"a": breaks}).look(model) == {"a": 1.0}
+    assert torch.equal(model.weight, before)
+
+
+def test_what_a_metric_was_made_with_goes_with_it() -> None:
+    also, subject_to = {"a": constant(1.0)}, {"a": ">= start", "b": "<= 2"}
+    metric = several({"f1": 0.5, "b": 1.0}, also=also, subject_to=subject_to)
+    for other in (metric, metric.with_new_ledger(), metric.with_settings(failures=1), metric.with_observers()):
+        assert (other.also, other.subject_to) == (also, subject_to)
+        assert [str(each) for each in other.constraints] == ["a >= start", "b <= 2"]
+    assert metric.evaluate(nn.Identity(), "x").also == {"a": 1.0, "b": 1.0}
+    with pytest.raises(ValueError, match="subject_to has 'a': '> 1', which is no constraint"):
+        metric.with_settings(subject_to={"a": "> 1"})
+
+
+def test_repeats_tell_the_mean_of_what_all_have() -> None:
+    told = iter([{"f1": 0.5, "a": 1.0, "b": 1.0}, {"f1": 0.7, "a": 2.0}])
+    evaluation = Metric(lambda: next(told), maximize=True, name="f1", repeats=2).evaluate(nn.Identity(), "x")
+    assert evaluation.cost == pytest.approx(0.4)
+    assert evaluation.also == {"a": 1.5}
+
+
+def test_ranks_must_find_the_same_besides() -> None:
+    metric = several(0.5)
+    one, other = Evaluation(0.5, also={"a": 0.1}), Evaluation(0.5, also={"a": 0.1 + 1e-12})
+    assert metric._agree(one, other)
+    assert not metric._agree(one, one._replace(also={"a": 0.2}))
+    assert not metric._agree(one, one._replace(also=None))

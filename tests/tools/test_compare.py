@@ -152,6 +152,8 @@ def test_a_failing_method_marks_its_cells_and_is_tried_again(
         (["seeds=0"], "seeds=0: it must be at least 1"),
         (["--seeds", "9-3"], "must be FIRST-LAST"),
         (["--seeds", "3"], "must be FIRST-LAST"),
+        (["metric.subject_to.mcc=>= 0"], "metric.subject_to is for the tools that finetune"),
+        (["metric.also=[mcc]"], "metric.also is for the tools that finetune"),
         (["overrides=[seed=3]"], "seed=3 is a key of the comparison itself"),
     ],
 )

@@ -403,6 +403,47 @@ def test_any_metric_of_scikit_learn(tmp_path: Path) -> None:
         assert content["methods"][name]["test"] == [pytest.approx(expected)]
 
 
+def test_constraints_are_respected_and_what_a_gain_costs_is_shown(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a YAML file; what is written agrees with the kept model's own outputs, and a run that is resumed with it."""
+    own = '{also: [mcc], subject_to: {"recall[3]": ">= start", macro_f1: ">= start - 0.02"}, '
+    config, text = tmp_path / "digits.yaml", DIGITS.read_text()
+    assert text.count("metric: {") == 1
+    config.write_text(text.replace("metric: {", f"metric: {own}"))
+    weights = f"model.weights={finished / 'seed-0' / 'model.safetensors'}"
+    settings = [*SIZES, "queries=24", "adapter.dim=8", "starts=[]", weights, "pictures=false"]
+    call("--config-file", config, "--output-dir", tmp_path / "run", *settings)
+    assert "What it cost elsewhere" in capsys.readouterr().out
+    content = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert list(content["also"]) == ["recall[3]", "macro_f1", "mcc"]
+    (holding,), (kept,) = content["holding"], content["kept"]
+    assert 0 < holding <= 24
+    read = load_config(ClassificationConfig, config, settings)
+    for when, tuned in (("before", False), ("after", True)):
+        labels, logits = answers(read, tmp_path / "run", 0, tuned)
+        predicted = logits.argmax(1)
+        expected = {
+            "recall[3]": sklearn.metrics.recall_score(labels, predicted, labels=[3], average=None)[0],
+            "macro_f1": METRICS["macro_f1"].function(logits, labels),
+            "mcc": sklearn.metrics.matthews_corrcoef(labels, predicted),
+        }
+        for name, value in expected.items():
+            assert content["also"][name]["test"][when] == [pytest.approx(value, abs=1e-9)]
+    bounded = {name: content["also"][name]["validation"] for name in ("recall[3]", "macro_f1")}
+    assert bounded["recall[3]"]["after"][0] >= bounded["recall[3]"]["before"][0]
+    assert bounded["macro_f1"]["after"][0] >= bounded["macro_f1"]["before"][0] - 0.02
+    assert kept in ("start", "search")
+    told = json.loads((tmp_path / "run" / "seed-0" / "evaluations.json").read_text())["evaluations"]
+    assert all(set(each["also"]) == {"recall[3]", "macro_f1"} for each in told)
+    assert "Subject to recall" in (tmp_path / "run" / "report.md").read_text()
+    before = numbers(tmp_path / "run")
+    for name in ("record.json", "adapter.safetensors"):
+        (tmp_path / "run" / "seed-0" / name).unlink()
+    call("--config-file", config, "--output-dir", tmp_path / "run", "--resume", *settings)
+    assert numbers(tmp_path / "run") == before
+
+
 def test_a_metric_beside_the_config_is_not_imported(tmp_path: Path) -> None:
     (tmp_path / "own_score.py").write_text("raise SystemExit('was run')\n")
     command = [sys.executable, SCRIPT, "--config-file", DIGITS, "--output-dir", "run", "metric.name=own_score:score"]

@@ -18,6 +18,7 @@ class Inner:
     names: list[str] = field(default_factory=list)
     pairs: list[list[float]] = field(default_factory=list)
     free: dict[str, Any] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -97,8 +98,18 @@ def test_a_mapping_s_own_keys_can_be_set_one_by_one(tmp_path: Path) -> None:
     assert error_of(None, "inner.free=3").startswith("inner.free=3: ")
 
 
+def test_a_mapping_of_texts_takes_any_name_and_text(tmp_path: Path) -> None:
+    file = written(tmp_path, "inner: {texts: {a: '>= 1', 'b[c]': x}}\n")
+    given = ["inner.texts.b[c]=>= start - 0.5", "inner.texts.d.e:f=[1", "inner.texts.g=007", "inner.texts.h=a=b${i}"]
+    config, origins = load_with_origins(Schema, file, {"command line": given})
+    expected = {"a": ">= 1", "b[c]": ">= start - 0.5", "d.e:f": "[1", "g": "007", "h": "a=b${i}"}
+    assert config.inner.texts == expected
+    assert origins["inner.texts"] == "command line"
+    assert load_config(Schema, file).inner.texts == {"a": ">= 1", "b[c]": "x"}
+
+
 def test_known_keys() -> None:
-    keys = ["inner", "inner.rate", "inner.names", "inner.pairs", "inner.free", "count", "title", "loud"]
+    keys = ["inner", "inner.rate", "inner.names", "inner.pairs", "inner.free", "inner.texts", "count", "title", "loud"]
     assert list(known_keys(Schema)) == keys
     assert (known_keys(Schema)["inner.rate"], known_keys(Schema)["inner"]) == (float, Inner)
 

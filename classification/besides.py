@@ -1,0 +1,89 @@
+"""The metrics that ``metric.also`` and ``metric.subject_to`` name, those of one class among them."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from metricopt_ext.classification.metrics import METRICS, MetricSpec, _counts, from_callable
+from metricopt_ext.classification.target_metrics import prepared_by, target_metric
+from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.tasks.besides import NO_BOUNDS, BesidesConfig, class_number, of_class, own_function
+
+OF_ONE_CLASS = ("recall", "precision", "f1")
+
+
+def besides(config: BesidesConfig, kind: str, classes: tuple[str, ...] | None = None) -> dict[str, MetricSpec]:
+    """Return what counts besides the metric by name; a module that is named is imported, which runs it.
+
+    Args:
+        config: The metric's settings.
+        kind: What is predicted (`targets.KINDS`).
+        classes: The names of the classes; None where they are not known yet.
+
+    Raises:
+        ConfigError: There is no such metric, or class.
+    """
+    return {name: _named(name, key, config, kind, classes) for name, key in config.besides.items()}
+
+
+def check_besides(found: Mapping[str, MetricSpec], outputs: Tensor, labels: Tensor) -> None:
+    """Evaluate what counts besides the metric on made-up outputs, before work is done for it.
+
+    Args:
+        found: By name.
+        outputs: The outputs of a model, as `targets` has them.
+        labels: The labels.
+
+    Raises:
+        ConfigError: One fails; the message says why.
+    """
+    for name, spec in found.items():
+        try:
+            spec.function(outputs, labels)
+        except Exception as error:
+            raise ConfigError(f"metric.also or metric.subject_to: {name} fails: {str(error).rstrip('.')}") from error
+
+
+def _named(name: str, key: str, config: BesidesConfig, kind: str, classes: tuple[str, ...] | None) -> MetricSpec:
+    if function := own_function(name, config, key):
+        prepared = None if kind == "classes" else prepared_by(kind, "labels")
+        return from_callable(function, maximize=True, bounds=NO_BOUNDS, name=name, prepared=prepared)
+    metric, label = of_class(name) or ("", "")
+    if kind == "classes" and metric in OF_ONE_CLASS:
+        number = 0 if classes is None else class_number(label, classes, key)
+        return MetricSpec(name, True, (0.0, 1.0), _OfOneClass(metric, number, label), f"{metric} of one class")
+    if kind == "classes" and name in METRICS:
+        return METRICS[name]
+    if kind == "classes":
+        known = ", ".join([*METRICS, *(f"{each}[CLASS]" for each in OF_ONE_CLASS)])
+        raise ConfigError(f"{key}: {name!r} is none of {known}; name your own function as MODULE:FUNCTION")
+    try:
+        return target_metric(name, kind)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("metric.name=", f"{key}: ", 1)) from error
+
+
+class _OfOneClass:
+    """Recall, precision or F-measure of one class against the rest; precision is 0 where nothing is predicted so.
+
+    Args:
+        metric: One of `OF_ONE_CLASS`.
+        number: The class.
+        label: Its name, for messages.
+    """
+
+    def __init__(self, metric: str, number: int, label: str) -> None:
+        self.metric, self.number, self.label = metric, number, label
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> float:
+        """Return the value for logits, ``n x c`` or ``n``, and labels, ``n``.
+
+        Raises:
+            DataError: No example is of the class.
+        """
+        hits, guessed, actual = (float(counts[self.number]) for counts in _counts(logits, labels))
+        if not actual:
+            raise DataError(f"no example is of class {self.label!r}, of which {self.metric} is asked")
+        if self.metric == "recall":
+            return hits / actual
+        return hits / max(1.0, guessed) if self.metric == "precision" else 2 * hits / (guessed + actual)

@@ -1,0 +1,105 @@
+"""What constraints on other quantities mean for the guard: what violates one is not kept, and it is said."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from metricopt_ext.methods.guard import Decision
+from metricopt_ext.tasks.constraints import Constraint, Limits
+from metricopt_ext.tasks.metric import Evaluation
+
+NAMED = {
+    "search": "the end of the search",
+    "part": "the part of the way to the end of the search",
+    "line": "the best along the line",
+}
+
+
+@dataclass(frozen=True)
+class Constrained:
+    """How a run stands to its constraints.
+
+    Attributes:
+        limits: The constraints, with their bounds in the quantities' own units.
+        violated: What each candidate violates, by name; what was refused for it among them.
+        holding: Number of points that were asked and satisfy all.
+        asked: Number of points that were asked.
+    """
+
+    limits: Limits
+    violated: Mapping[str, tuple[Constraint, ...]]
+    holding: int
+    asked: int
+
+    @classmethod
+    def of(
+        cls, limits: Limits | None, candidates: Mapping[str, Evaluation], asked: Sequence[Evaluation]
+    ) -> "Constrained | None":
+        """Return how a run stands, None without constraints.
+
+        Args:
+            limits: The constraints.
+            candidates: What the guard chose from, by name.
+            asked: All that was evaluated.
+        """
+        if limits is None:
+            return None
+        violated = {  # what was not asked, as f's mean stands in, is not known to satisfy any
+            name: limits.constraints if each.also is None else limits.violated(each)
+            for name, each in candidates.items()
+        }
+        return cls(limits, violated, sum(map(limits.hold, asked)), len(asked))
+
+    def allows(self, name: str) -> bool:
+        """Whether a candidate may be kept: the model as it was trained, or what satisfies all."""
+        return name == "start" or not self.violated[name]
+
+    def bound(self, name: str) -> str:
+        """Return the bound on a quantity with its number, e.g. ``">= 0.845"``; empty if it has none."""
+        for each, number in zip(self.limits.constraints, self.limits.numbers, strict=True):
+            if each.name == name:
+                return f"{'>=' if each.at_least else '<='} {number:.4f}"
+        return ""
+
+    def lines(self, chosen: str) -> list[str]:
+        """Say what the constraints decided; nothing if all candidates satisfy them.
+
+        Args:
+            chosen: What was kept, by name.
+        """
+        if not self.holding:
+            said = " and ".join(map(str, self.limits.constraints))
+            return [f"none of {self.asked} points that were asked satisfies {said}: the model stays as it was"]
+        lines = [
+            f"{NAMED.get(name, f'the start {name!r}')} violates {' and '.join(map(str, each))}, so it can't be kept"
+            for name, each in self.violated.items()
+            if each and name != "start"
+        ]
+        if self.violated["start"] and chosen == "start":
+            said = " and ".join(map(str, self.violated["start"]))
+            lines.append(f"the model as it was violates {said}, but nothing that satisfies it gains enough to be kept")
+        return lines
+
+
+def decide_within(
+    limits: Limits | None,
+    candidates: Mapping[str, Evaluation],
+    on_end: Callable[[Mapping[str, Evaluation]], Decision],
+    on_starts: Callable[[Mapping[str, Evaluation]], Decision],
+) -> Decision:
+    """Decide among the candidates that satisfy the constraints and the model as it was trained.
+
+    Args:
+        limits: The constraints; None without any. What was observed counts.
+        candidates: Evaluations by name: of the model as it was trained first, and of the search's end last.
+        on_end: Decides among candidates of which the last is the search's end, as `decide` does.
+        on_starts: Decides among candidates without it.
+    """
+    trained, *_, end = candidates
+    allowed = {
+        name: each for name, each in candidates.items() if name == trained or limits is None or limits.hold(each)
+    }
+    if end in allowed and end != trained:
+        return on_end(allowed)
+    if len(allowed) > 1:  # a start that the search began from
+        return on_starts(allowed)
+    return Decision(trained, on_end(candidates).verdict)

@@ -1,0 +1,89 @@
+"""What counts besides a detector's metric: AP50 of one class, against the definition, and what is refused by name."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("torchvision")
+
+from metricopt_ext.detection.ap50 import average_precision, match_for
+from metricopt_ext.detection.build import besides
+from metricopt_ext.detection.config import MetricConfig
+from metricopt_ext.detection.metric import MeanAveragePrecision, detector_metric, truth_of
+from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
+from metricopt_ext.detection.toolkit import Example
+from metricopt_ext.errors import ConfigError, DataError
+
+CLASSES = ("RBC", "Platelets", "rbc")
+
+
+def annotated(number: int) -> Annotated:
+    """One object of each of the first two classes, side by side."""
+    boxes = torch.tensor([[0.0, 0.0, 10.0, 10.0], [20.0, 20.0, 30.0, 30.0]])
+    nothing = torch.zeros(2, dtype=torch.bool)
+    return Annotated(number, None, 40, 40, boxes, torch.tensor([0, 1]), nothing, nothing)  # type: ignore[arg-type]
+
+
+TRUTH = DetectionSet(CLASSES, [annotated(number) for number in range(4)])
+# All red cells, and every second platelet.
+FOUND = [
+    Detections(each.boxes[: 1 + number % 2], torch.tensor([0.9, 0.8])[: 1 + number % 2], each.labels[: 1 + number % 2])
+    for number, each in enumerate(TRUTH.images)
+]
+
+
+def test_the_average_precision_of_a_class_is_its_share_of_the_mean() -> None:
+    for definition in ("voc_11_point", "voc", "coco"):
+        config = MetricConfig(definition=definition, also=["ap50[platelets]", "AP50[RBC]", "AP[Platelets]", "ap"])
+        values = {name: each.judge(FOUND, TRUTH)(None) for name, each in besides(config, CLASSES).items()}
+        each = average_precision(FOUND, TRUTH, definition).per_class
+        assert values["ap50[platelets]"] == each["Platelets"]
+        assert values["AP50[RBC]"] == each["RBC"] == 1
+        assert 0.4 < each["Platelets"] < 0.6
+        assert values["AP[Platelets]"] == pytest.approx(each["Platelets"]), "each hit is exact"
+        assert values["ap"] == pytest.approx((1 + each["Platelets"]) / 2)
+        assert len(match_for("AP", FOUND, TRUTH, definition)) == 10
+
+
+def test_names_that_there_are_not_are_refused() -> None:
+    for name, message in (
+        ("AP75", r"metric\.also: 'AP75' is none of AP50, AP, AP50\[CLASS\], AP\[CLASS\]; name your own"),
+        ("AP75[RBC]", r"metric\.also: 'AP75\[RBC\]' is none of"),
+        ("AP50[WBC]", r"metric\.also: there is no class 'WBC'; did you mean"),
+        ("AP50[Rbc]", r"metric\.also: there is no class 'Rbc'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            besides(MetricConfig(also=[name]), CLASSES)
+    assert besides(MetricConfig(also=["AP50[Rbc]"]))["AP50[Rbc]"], "classes are not known yet"
+    none = besides(MetricConfig(subject_to={"AP50[rbc]": ">= 0"}), CLASSES)["AP50[rbc]"]
+    with pytest.raises(ConfigError, match=r"no image has an object of class 'rbc' that counts; its AP50 needs one"):
+        none.try_on(TRUTH)
+    with pytest.raises(DataError, match="class 'rbc'"):
+        none.judge(FOUND, TRUTH)(None)
+
+
+def test_what_is_constrained_is_told_by_the_same_detections() -> None:
+    calls = []
+
+    class Toolkit:
+        def detect(self, model: nn.Module, batch: Any) -> list[Detections]:
+            calls.append(len(batch))
+            return [FOUND[int(example.truth.image_id)] for example in batch]
+
+    examples = [Example(torch.zeros(3, 40, 40, dtype=torch.uint8), each) for each in TRUTH.images]
+    assert truth_of(examples, CLASSES).classes == CLASSES
+    subject_to = {"ap50[platelets]": ">= start"}
+    also = besides(MetricConfig(definition="voc", also=["AP"], subject_to=subject_to), CLASSES)
+    mean = MeanAveragePrecision("AP50", "voc")
+    metric = detector_metric(mean, Toolkit(), examples, CLASSES, also=also, subject_to=subject_to)  # type: ignore[arg-type]
+    evaluation = metric.evaluate(nn.Identity(), "x")
+    per_class = average_precision(FOUND, TRUTH, "voc").per_class
+    assert calls == [4]
+    assert evaluation.also == {"ap50[platelets]": per_class["Platelets"]}
+    assert evaluation.cost == pytest.approx(1 - (1 + per_class["Platelets"]) / 2)
+    assert evaluation.halves is not None
+    assert metric.look(nn.Identity()) == {"AP": pytest.approx((1 + per_class["Platelets"]) / 2)}
+    test = detector_metric(mean, Toolkit(), examples, CLASSES, (), also=also)  # type: ignore[arg-type]
+    assert set(test.look(nn.Identity())) == {"AP", "ap50[platelets]"}

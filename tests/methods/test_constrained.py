@@ -1,0 +1,449 @@
+"""Constraints through a whole run: a quadratic with a linear constraint, whose constrained optimum is known."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from metricopt_ext.adapters.attach import attach_input_bias
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
+from metricopt_ext.methods.constrained import Constrained, decide_within
+from metricopt_ext.methods.guard import CONFIDENCE, Decision, decide
+from metricopt_ext.methods.paper import Algorithm1
+from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.result import Result
+from metricopt_ext.methods.search import Search
+from metricopt_ext.methods.siblings.algorithm_s1 import AlgorithmS1
+from metricopt_ext.search.direct import CMAES, GuidedES
+from metricopt_ext.search.random_search import RandomSearch
+from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.constraints import Limits, parse_constraints
+from metricopt_ext.tasks.metric import Evaluation, Metric
+from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.value.learners import RidgeLearner
+
+Make = Callable[..., Any]
+
+
+class Toy:
+    """distance = |phi - goal|^2 is to be least where along = normal . phi is at most half of what it is at the goal."""
+
+    def __init__(self, make: Make, dim: int = 8) -> None:
+        self.task = make(dim)
+        goal: Tensor = self.task.problem.goal
+        aside = torch.randn(dim, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        self.normal = 0.8 * goal / goal.norm() + 0.6 * aside / aside.norm()
+        self.normal /= self.normal.norm()
+        self.beyond = 0.5 * float(self.normal @ goal)  # by how much the goal is
+        self.limit = float(self.normal @ goal) - self.beyond
+        self.least = self.beyond**2  # of the constrained optimum, goal - beyond * normal
+        assert self.beyond > 1, "the unconstrained optimum is infeasible"
+
+    def along(self, phi: Tensor) -> float:
+        return float(self.normal @ phi)
+
+    def both(self, model: Any) -> dict[str, float]:
+        phi = model.metricopt.phi.detach()
+        return {"distance": self.task.distance(model), "along": self.along(phi)}
+
+    def judged(self, function: Any = None, subject_to: Any = None, **settings: Any) -> Any:
+        """The task with a metric of both quantities, constrained by the limit unless told otherwise."""
+        bounds = {"along": f"<= {self.limit!r}"} if subject_to is None else subject_to
+        metric = Metric(
+            function or self.both, maximize=False, bounds=None, name="distance", subject_to=bounds, **settings
+        )
+        return replace(self.task, metric=metric)
+
+    def share_left(self, distance: float) -> float:
+        """Of the way from the start to the constrained optimum, the share that is left."""
+        start = self.task.true_cost(torch.zeros_like(self.normal))
+        return (distance - self.least) / (start - self.least)
+
+
+@pytest.fixture
+def toy(quadratic: Make) -> Toy:
+    return Toy(quadratic)
+
+
+def go(task: Any, queries: int = 40, **arguments: Any) -> Result:
+    return optimize_metric(task, queries=queries, **{"watcher": Watcher(), **arguments})
+
+
+# --- What it achieves --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.outcome
+def test_the_end_is_feasible_and_near_the_constrained_optimum(quadratic: Make) -> None:
+    """Of the way to it about 3% are left, over four seeds at most 5%; without the constraint the end violates it."""
+    left = []
+    for seed in range(4):
+        toy = Toy(quadratic)
+        run = go(toy.judged(), seed=seed)
+        assert run.chosen == "search"
+        assert toy.along(run.ends["search"]) <= toy.limit + 1e-9
+        assert run.also["along"] == (0.0, pytest.approx(toy.along(run.ends["search"])))
+        left.append(toy.share_left(run.after))
+    assert mean(left) < 0.15
+    free = go(Toy(quadratic).judged(subject_to={}), seed=0)
+    assert toy.along(free.ends["search"]) > toy.limit + 0.3
+    assert toy.share_left(free.after) < -0.1
+
+
+def test_a_constraint_that_binds_nowhere_changes_nothing(quadratic: Make) -> None:
+    """The same points are asked, to the last digit but those that a probability of 1 takes."""
+    plain, bound = (go(Toy(quadratic).judged(subject_to=each), 24) for each in ({}, {"along": "<= 1e9"}))
+    assert torch.allclose(plain.points, bound.points, atol=1e-9)
+    assert bound.constrained is not None
+    assert bound.constrained.holding == bound.constrained.asked == 24
+
+
+def test_without_any_a_run_asks_the_very_points_of_a_number_alone(quadratic: Make, tmp_path: Path) -> None:
+    alone = Toy(quadratic)
+    expected = go(alone.judged(alone.task.distance, {}), 24, output_dir=tmp_path / "alone")
+    run = go(Toy(quadratic).judged(subject_to={}), 24, output_dir=tmp_path / "several")
+    assert torch.equal(run.points, expected.points)
+    assert run.also
+    assert not expected.also
+    assert "also" not in (tmp_path / "alone" / "evaluations.json").read_text()
+    assert "subject to" not in (tmp_path / "several" / "identity.json").read_text()
+    assert [line for line in run.lines() if not line.startswith("besides")] == expected.lines()
+
+
+@pytest.mark.parametrize("strategy", [CMAES(), GuidedES(), RandomSearch()], ids=["cma", "guided_es", "random"])
+def test_a_direct_search_ends_at_the_best_that_satisfies_them(toy: Toy, strategy: Any) -> None:
+    told = []
+    task = toy.judged(subject_to={"along": "<= start + 0.02"})
+    with task.metric.observed_by(lambda query: told.append(query.evaluation)):
+        run = go(task, 40, strategy=strategy)
+    holding = [each.cost for each in told if (each.also or {})["along"] <= 0.02]
+    assert min(each.cost for each in told) < min(holding)
+    assert run.verdict.gain == pytest.approx(told[0].cost - min(holding))
+    assert run.after == min(holding)
+
+
+def test_a_search_by_itself_respects_them_too(toy: Toy) -> None:
+    task = toy.judged(subject_to={"along": "<= start + 0.3"})
+    for search in (GuidedTrustRegion(), RandomSearch()):
+        end = search(task, task.origin(), 30)
+        assert toy.along(end.phi) <= 0.3
+        assert end.cost < toy.task.true_cost(task.origin())
+
+
+# --- Nothing feasible, and starts --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", [GuidedTrustRegion(), CMAES()], ids=["guided", "cma"])
+def test_where_nothing_satisfies_them_the_model_stays_and_it_is_said_once(toy: Toy, strategy: Any) -> None:
+    task = toy.judged(subject_to={"along": ">= 1000", "far": "<= 1"}, also={"far": lambda: 0.5})
+    run = go(task, strategy=strategy)
+    assert run.chosen == "start"
+    assert run.after == run.before == run.best
+    assert not task.adapter.phi.any()
+    said = [line for line in run.lines() if "along >= 1000" in line]
+    assert len(said) == 1
+    assert "none of 40 points that were asked satisfies along >= 1000 and far <= 1: the model stays as it was" in said
+
+
+def test_a_search_looks_for_where_they_hold(toy: Toy) -> None:
+    """The start violates the constraint; what satisfies it is found, and kept as it gains."""
+    run = go(toy.judged(subject_to={"along": ">= 0.8"}), 40)
+    assert run.constrained is not None
+    assert [each.name for each in run.constrained.violated["start"]] == ["along"]
+    assert run.chosen == "search"
+    assert run.also["along"][1] >= 0.8
+
+
+def test_what_satisfies_them_but_does_not_gain_is_not_kept(toy: Toy) -> None:
+    run = go(toy.judged(subject_to={"along": "<= -1"}), 40)
+    assert run.constrained is not None
+    assert run.constrained.holding > 0
+    assert run.chosen == "start"
+    assert any("the model as it was violates along <= -1, but nothing" in line for line in run.lines())
+
+
+def test_the_search_begins_from_the_best_start_that_satisfies_them(toy: Toy) -> None:
+    goal, normal = toy.task.problem.goal, toy.normal
+    starts = {"beyond": Start(goal.clone()), "within": Start(0.2 * (goal - (normal @ goal) * normal))}
+    run = go(toy.judged(subject_to={"along": "<= start + 0.1"}), 30, starts=starts)
+    assert run.begun_at == "within"
+    assert run.also["along"][1] <= 0.1
+    plain = go(toy.judged(subject_to={}), 30, starts=starts)
+    assert plain.begun_at == "beyond"
+
+
+# --- The guard ---------------------------------------------------------------------------------------------------
+
+LIMITS = Limits.of(parse_constraints({"a": ">= 0.5"}, "m"), Evaluation(0.9, also={"a": 0.6}))
+
+
+def at(cost: float, a: float) -> Evaluation:
+    return Evaluation(cost, also={"a": a})
+
+
+def test_the_guard_decides_among_what_is_allowed() -> None:
+    def decided(candidates: Mapping[str, Evaluation]) -> Decision:
+        return decide(candidates, [*candidates.values()], CONFIDENCE)
+
+    def kept(**candidates: Evaluation) -> str:
+        return decide_within(LIMITS, candidates, decided, decided).kept
+
+    assert kept(start=at(0.9, 0.6), search=at(0.1, 0.6)) == "search"
+    assert kept(start=at(0.9, 0.6), search=at(0.1, 0.4)) == "start"
+    assert kept(start=at(0.9, 0.6), prior=at(0.5, 0.6), search=at(0.1, 0.4)) == "prior"
+    assert kept(start=at(0.9, 0.6), prior=at(0.5, 0.4), search=at(0.6, 0.6)) == "search"
+    assert kept(start=at(0.9, 0.6), prior=at(0.5, 0.4), search=at(0.1, 0.4)) == "start"
+    assert kept(start=at(0.9, 0.4), search=at(0.1, 0.6)) == "search"
+    assert kept(start=at(0.9, 0.4), search=at(0.95, 0.6)) == "start"
+    assert kept(start=at(0.9, 0.6), search=at(0.1, 0.6)._replace(failed=True)) == "start"
+    candidates = {"start": at(0.9, 0.6), "prior": at(0.5, 0.4), "search": at(0.1, 0.4)}
+    assert decide_within(None, candidates, decided, decided) == decided(candidates)
+
+
+def test_what_was_refused_is_said() -> None:
+    candidates = {"start": at(0.9, 0.6), "prior": at(0.5, 0.4), "search": at(0.1, 0.4)}
+    constrained = Constrained.of(LIMITS, candidates, [*candidates.values()])
+    assert constrained is not None
+    assert (constrained.holding, constrained.asked) == (1, 3)
+    assert [constrained.allows(name) for name in candidates] == [True, False, False]
+    assert constrained.bound("a") == ">= 0.5000"
+    assert constrained.bound("b") == ""
+    assert constrained.lines("start") == [
+        "the start 'prior' violates a >= 0.5, so it can't be kept",
+        "the end of the search violates a >= 0.5, so it can't be kept",
+    ]
+    assert Constrained.of(None, candidates, []) is None
+
+
+def test_halves_tell_chance_as_without_constraints(toy: Toy) -> None:
+    """The dict's metric has halves; with halves that differ by chance alone, the guard keeps what gains more."""
+
+    def halved(model: Any) -> dict[str, Any]:
+        phi = model.metricopt.phi.detach()
+        value = toy.task.distance(model)
+        off = 0.05 * math.sin(1e3 * float(phi.sum()))
+        return {"along": toy.along(phi), "distance": (value, (value + off, value - off))}
+
+    run = go(toy.judged(halved), 40)
+    assert run.guard == "halves"
+    assert run.chosen == "search"
+    assert run.also["along"][1] <= toy.limit
+    assert toy.share_left(run.after) < 0.3
+
+
+def test_a_part_of_the_way_is_kept_only_if_it_is_known_to_satisfy_them(toy: Toy) -> None:
+    """Classes are new: halves pull to both sides of the goal, and what is kept is between start and end, or either."""
+    goal = toy.task.problem.goal
+    side = torch.nn.functional.normalize(torch.randn(8, generator=torch.Generator().manual_seed(5)).double(), dim=0)
+
+    def halved(model: Any) -> dict[str, Any]:
+        phi = model.metricopt.phi.detach()
+        value = toy.task.distance(model)
+        off = 2 * float((phi - goal) @ side)
+        return {"along": toy.along(phi), "distance": (value, (value + off, value - off))}
+
+    run = go(toy.judged(halved, new_classes=True), 40)
+    assert run.kept_share is not None
+    assert 0 < run.kept_share.share < 1
+    assert run.kept_share.asked
+    assert run.chosen == "part"
+    assert run.also["along"][1] == pytest.approx(toy.along(run.ends["part"]))
+    assert run.also["along"][1] <= toy.limit
+    calls = []
+
+    def last_is_far(model: Any) -> dict[str, Any]:  # what is kept of the way is asked last
+        calls.append(1)
+        return {**halved(model), "near": float(len(calls) < 40)}
+
+    bounds = {"along": f"<= {toy.limit!r}", "near": ">= 1"}
+    again = go(toy.judged(last_is_far, bounds, new_classes=True), 40)
+    assert len(calls) == 40
+    assert again.constrained is not None
+    assert [each.name for each in again.constrained.violated["part"]] == ["near"]
+    assert again.chosen == "start"
+    assert "the part of the way to the end of the search violates near >= 1, so it can't be kept" in again.lines()
+
+
+def test_data_kept_aside_do_not_bring_back_a_start_that_violates(toy: Toy) -> None:
+    aside = Metric(lambda model: -toy.along(model.metricopt.phi.detach()), maximize=False, bounds=None, name="aside")
+    starts = {"bad": Start(0.5 * toy.task.problem.goal)}
+    run = go(toy.judged(subject_to={"along": "<= -0.2"}), 40, starts=starts, kept_aside=aside)
+    assert "bad" not in run.aside
+
+
+# --- Several values, from one function or several ------------------------------------------------------------------
+
+
+def test_functions_of_their_own_are_asked_at_every_query_if_bounded(quadratic: Make) -> None:
+    """The run is that of one function that tells both."""
+    toy, other, calls = Toy(quadratic), Toy(quadratic), []
+
+    def along(model: Any) -> float:
+        calls.append(1)
+        return other.along(model.metricopt.phi.detach())
+
+    expected = go(toy.judged(), 24)
+    run = go(other.judged(other.task.distance, also={"along": along}), 24)
+    assert torch.equal(run.points, expected.points)
+    assert str(run) == str(expected)
+    assert len(calls) == 24
+
+
+def test_other_quantities_cost_no_query_and_are_asked_at_start_and_end_alone(toy: Toy) -> None:
+    calls = []
+
+    def norm(model: Any) -> tuple[float, tuple[float, float]]:
+        calls.append(model.metricopt.phi.detach().clone())
+        return float(calls[-1].norm()), (0.0, 0.0)
+
+    task = toy.judged(toy.task.distance, {}, also={"norm": norm, "constant": lambda: 3})
+    run = go(task, 24)
+    assert task.metric.ledger.spent == toy.task.problem.queries == 24
+    assert len(calls) == 2
+    assert torch.equal(calls[0], task.origin())
+    assert torch.equal(calls[1], run.ends[run.chosen])
+    assert run.also == {"norm": (0.0, float(calls[1].norm())), "constant": (3.0, 3.0)}
+    assert f"besides: norm 0.0000 -> {calls[1].norm():.4f}, constant 3.0000 -> 3.0000" in str(run)
+    plain = go(Toy(lambda dim: replace(toy.task)).judged(toy.task.distance, {}), 24)
+    assert torch.equal(plain.points, run.points)
+
+
+def test_learners_show_other_quantities_and_refuse_constraints(toy: Toy) -> None:
+    recipe = Recipe(steps=4, lr=0.1, evals=2, rounds=1, folds=2, trials=0, learners=(RidgeLearner(),))
+    run = go(toy.judged(subject_to={}, also={"two": lambda: 2.0}), 40, strategy=recipe)
+    assert run.also["two"] == (2.0, 2.0)
+    assert run.also["along"][0] == 0.0
+    for strategy in (recipe, Algorithm1(), AlgorithmS1()):
+        task = toy.judged()
+        with pytest.raises(ValueError, match=f"along <= .*, which {type(strategy).__name__} can't respect; search by"):
+            go(task, 500, strategy=strategy)
+        assert task.metric.ledger.spent == 0
+
+
+def test_what_fails_at_the_start_costs_no_query_and_at_the_end_no_run(toy: Toy) -> None:
+    def fails(model: Any) -> float:
+        if bool(model.metricopt.phi.any()) or strict:
+            raise OSError("no such server")
+        return 1.0
+
+    strict = True
+    task = toy.judged(subject_to={}, also={"far": fails})
+    with pytest.raises(MetricError, match=re.escape("'distance': also['far'] raised OSError: no such server")):
+        go(task, 24)
+    assert task.metric.ledger.spent == 0
+    strict = False
+    with pytest.warns(UserWarning, match="no such server; so it is not known of the model as it is now"):
+        run = go(task, 24)
+    assert run.chosen == "search"
+    assert "far" not in run.also
+    assert bool(task.adapter.phi.any())
+
+
+def test_a_quantity_that_nobody_tells_is_refused_by_name(toy: Toy) -> None:
+    with pytest.raises(MetricError, match=r"subject_to names 'recall', but metric 'distance' told 'along' besides"):
+        go(toy.judged(subject_to={"recall": ">= 0.5"}), 24)
+    with pytest.raises(MetricError, match=r"'along', but metric 'distance' tells nothing besides; let it return"):
+        go(toy.judged(toy.task.distance), 24)
+
+
+def test_a_value_that_is_not_finite_is_a_failure(toy: Toy) -> None:
+    """The first ends the run; later ones count as failures do, and are never the end."""
+    number = 0
+
+    def sometimes(model: Any) -> dict[str, float]:
+        nonlocal number
+        number += 1
+        told = toy.both(model)
+        return {**told, "along": math.nan} if number in bad else told
+
+    bad = {1}
+    with pytest.raises(MetricError, match="'along' is nan; it must be a finite number"):
+        go(toy.judged(sometimes, failures=5), 24)
+    number, bad = 0, {5, 9}
+    with pytest.warns(UserWarning, match=r"'along' is nan.*failure 1 of 5"):
+        run = go(toy.judged(sometimes, failures=5), 24)
+    assert run.also["along"][1] <= toy.limit
+
+
+# --- Ask and tell, and resuming ------------------------------------------------------------------------------------
+
+
+def tell_all(search: Search, toy: Toy, stop: int = 1000) -> None:
+    while search.spent < stop and (trials := search.ask(3) or search.open()):
+        for trial in reversed(trials):
+            with trial.applied() as model:
+                told = toy.both(model)
+            search.tell(trial.id, told.pop("distance"), also=told)
+
+
+def test_ask_and_tell_is_optimize_metric(quadratic: Make, tmp_path: Path) -> None:
+    toy, other = Toy(quadratic), Toy(quadratic)
+    expected = go(toy.judged(), 30, seed=2, output_dir=tmp_path / "whole")
+    task = other.judged()
+    with Search(task, 30, seed=2, output_dir=tmp_path / "asked") as first:
+        tell_all(first, other, stop=14)
+    with Search(other.judged(), 30, seed=2, output_dir=tmp_path / "asked", resume=True) as second:
+        tell_all(second, other)
+        run = second.result()
+    assert str(run) == str(expected)
+    assert run.also == expected.also
+    assert run.constrained == expected.constrained
+    kept = [json.loads((tmp_path / name / "evaluations.json").read_text()) for name in ("whole", "asked")]
+    assert kept[0] == kept[1]
+    assert all(set(each["also"]) == {"along"} for each in kept[0]["evaluations"])
+
+
+def test_an_adapter_alone_may_be_subject_to_something(toy: Toy) -> None:
+    adapter = attach_input_bias(torch.nn.Linear(2, 3).double(), dim=8)
+    search = Search(adapter, 24, maximize=False, subject_to={"along": "<= start + 0.2"})
+    (start,) = search.ask()
+    with pytest.raises(ValueError, match=r"subject to 'along', and nothing was told besides; tell\(\.\.\., also="):
+        search.tell(start.id, 1.0)
+    with pytest.raises(ValueError, match="and told are 'longa' besides"):
+        search.tell(start.id, 1.0, also={"longa": 1.0})
+    for also in ({"along": math.inf}, {"along": "much"}, {3: 1.0}, [0.5]):
+        with pytest.raises(ValueError, match="also"):
+            search.tell(start.id, 1.0, also=also)  # type: ignore[arg-type]
+    assert search.spent == 0
+    search.tell(start.id, 9.0, also={"along": 0.0, "more": 7.0})
+    while trials := search.ask(8):
+        for trial in trials:
+            cost = float((trial.phi - toy.task.problem.goal).square().sum())
+            search.tell(trial.id, cost, also={"along": toy.along(trial.phi)})
+    run = search.result()
+    assert run.also["along"][1] <= 0.2
+    assert "more" not in run.also, "it was told of the start alone"
+    with pytest.raises(ValueError, match="subject_to is given beside a task"):
+        Search(toy.task, 24, subject_to={"along": ">= 0"})
+
+
+def test_a_run_that_broke_goes_on_bit_for_bit(quadratic: Make, tmp_path: Path) -> None:
+    whole, broken = Toy(quadratic), Toy(quadratic)
+    expected = go(whole.judged(), 30, output_dir=tmp_path / "whole")
+    broken.task.problem.fail_after = 17
+    with pytest.raises(MetricError, match="the evaluation server is down"):
+        go(broken.judged(), 30, output_dir=tmp_path / "run")
+    broken.task.problem.fail_after = None
+    with pytest.raises(FileFormatError, match="subject to"):
+        go(broken.judged(subject_to={"along": "<= 0.5"}), 30, output_dir=tmp_path / "run", resume=True)
+    run = go(broken.judged(), 30, output_dir=tmp_path / "run", resume=True)
+    assert str(run) == str(expected)
+    assert torch.equal(run.points, expected.points)
+    assert run.also == expected.also
+    for name in ("evaluations.json", "adapter.safetensors", "value_function.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert broken.task.problem.queries == 31, "the call that failed was made again"
+
+
+def test_too_few_queries_are_refused_as_ever(toy: Toy) -> None:
+    with pytest.raises(BudgetError, match="too few"):
+        go(toy.judged(), 5)

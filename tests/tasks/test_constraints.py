@@ -1,0 +1,106 @@
+"""The language of constraints, and what they come to: against their definition."""
+
+import math
+from typing import Any
+
+import pytest
+
+from metricopt_ext.errors import MetricError
+from metricopt_ext.tasks.constraints import Constraint, Limits, parse_constraints
+from metricopt_ext.tasks.metric import Evaluation
+
+
+def told(failed: bool = False, **also: float) -> Evaluation:
+    return Evaluation(0.5, failed=failed, also=also)
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "shown"),
+    [
+        (">= 0.9", 0.9, "a >= 0.9"),
+        ("<=1", 1.0, "a <= 1"),
+        (" >=  -2.5e-3 ", -0.0025, "a >= -0.0025"),
+        (">= +.5", 0.5, "a >= 0.5"),
+        (">= start", 0.8, "a >= start"),
+        (">= start - 0.005", 0.8 - 0.005, "a >= start - 0.005"),
+        ("<= start+1", 1.8, "a <= start + 1"),
+        ("<=start-1E1", 0.8 - 10, "a <= start - 10"),
+    ],
+)
+def test_a_constraint_is_a_bound_or_relative_to_the_start(text: str, limit: float, shown: str) -> None:
+    constraint = Constraint.parse("a", text)
+    limits = Limits.of([constraint], told(a=0.8))
+    assert limits is not None
+    assert limits.numbers == (limit,)
+    assert str(constraint) == shown
+    assert Constraint.parse("a", shown.removeprefix("a ")) == constraint
+    inside, outside = (limit + 0.1, limit - 0.1) if constraint.at_least else (limit - 0.1, limit + 0.1)
+    assert limits.hold(told(a=inside))
+    assert not limits.hold(told(a=outside))
+    assert limits.violated(told(a=outside)) == (constraint,)
+    assert limits.excesses(told(a=outside)) == pytest.approx((0.1,))
+    assert limits.hold(told(a=limit))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "",
+            "0.9",
+            "> 0.9",
+            "== 1",
+            "= 1",
+            ">= ",
+            ">= nan",
+            ">= inf",
+            "=> 1",
+            ">= 0,9",
+            ">= 1_0",
+            ">= \u0661",
+            ">= 0x1",
+        ),
+        *("start", ">= stop", ">= start * 0.9", ">= start - ", ">= start -0.1 - 0.1", ">= start - -0.1", ">= 0.9%"),
+        *(">= 0.9 # why", ">= 1e999", ">= start + 1e999", ">= 0.9 <= 1", "<= start 0.1", ">= 0.1 + start"),
+        *(0.9, None, [">= 0.9"], True),
+    ],
+)
+def test_anything_else_is_refused_with_the_remedy(text: Any) -> None:
+    with pytest.raises(ValueError, match=r"subject_to has 'accuracy'.* write '>= 0.9', '<= 0.1', '>= start'"):
+        Constraint.parse("accuracy", text)
+
+
+def test_names_are_texts_and_not_the_metrics_own() -> None:
+    assert parse_constraints(None, "f1") == ()
+    assert [each.name for each in parse_constraints({"b": ">= 1", "a": "<= 2"}, "f1")] == ["b", "a"]
+    with pytest.raises(ValueError, match="bounds 'f1', which is the metric itself"):
+        parse_constraints({"f1": ">= 0.5"}, "f1")
+    with pytest.raises(ValueError, match="it must map names to constraints"):
+        parse_constraints([">= 0.5"], "f1")  # type: ignore[arg-type]
+    for name in ("", 3):
+        with pytest.raises(ValueError, match="subject_to has"):
+            parse_constraints({name: ">= 0.5"}, "f1")  # type: ignore[dict-item]
+
+
+def test_several_hold_if_each_does() -> None:
+    limits = Limits.of(parse_constraints({"a": ">= start", "b": "<= start + 1"}, "m"), told(a=1.0, b=2.0, c=math.pi))
+    assert limits is not None
+    assert limits.numbers == (1.0, 3.0)
+    assert limits.hold(told(a=1.0, b=3.0))
+    assert [each.name for each in limits.violated(told(a=0.5, b=3.5))] == ["a", "b"]
+    assert [each.name for each in limits.violated(told(a=0.5, b=2.5))] == ["a"]
+    assert not limits.hold(told(failed=True, a=1.0, b=3.0)), "its values are another evaluation's"
+    with pytest.raises(MetricError, match="an evaluation has no 'b', which subject_to names"):
+        limits.hold(told(a=1.0))
+    with pytest.raises(MetricError, match="an evaluation has no 'a'"):
+        limits.hold(Evaluation(0.5))
+    assert Limits.of((), told()) is None
+
+
+def test_a_difference_of_decimals_is_no_violation() -> None:
+    """0.855 - 0.005 is 0.85 and a rounding more."""
+    limits = Limits.of([Constraint.parse("a", ">= start - 0.005")], told(a=0.855))
+    assert limits is not None
+    assert limits.numbers[0] > 0.85 or limits.numbers[0] == 0.85
+    assert limits.hold(told(a=0.85))
+    assert not limits.hold(told(a=0.85 - 1e-9))
