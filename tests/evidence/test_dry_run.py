@@ -94,7 +94,7 @@ def test_it_evaluates_the_metric_twice_charges_nothing_and_writes_nothing(
                 "seeds 2 (3 to 4), 2 at a time",
                 "starts 5 at most, a query each",
                 "design 4 queries",
-                "batches about 7 of 8 queries",  # 60 - 5 starts - 4 - the end = 50
+                "batches about 13 of 4 queries",  # 60 - 5 starts - 4 - the end = 50
                 "queries of MetricOpt 60 of 60 at most",
                 "queries of loss finetune, best step 4 at most",
             ],
