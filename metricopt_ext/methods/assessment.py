@@ -309,7 +309,7 @@ def _telling(told: Sequence[Told]) -> list[Told]:
 
 def _distinct(points: Sequence[Evaluation]) -> list[Evaluation]:
     """Return each evaluation once: a start that changes no prediction has the same, and no news."""
-    return list(dict.fromkeys(points))
+    return list(dict.fromkeys(each._replace(also=None) for each in points))
 
 
 def _reliability(points: Sequence[Evaluation], guard: Guard) -> float:

@@ -18,6 +18,7 @@ MODULES = {"faiss-cpu": "faiss", "faiss-gpu-cu12": "faiss", "pillow": "PIL", "sc
 # What each tool or benchmark is called with, what it then needs first, and the extra that it names.
 CALLS = {
     "benchmarks/ablate_recipe": ("--output-dir out", "omegaconf", "classification"),
+    "tools/assess": ("configs/compare/a9a_f1.yaml", "omegaconf", "classification"),
     "tools/compare": ("--config-file configs/compare/a9a_f1.yaml --output-dir out", "omegaconf", "all"),
     "benchmarks/compare_starts": (
         "--config-file configs/classification/a9a.yaml --output-dir out",
