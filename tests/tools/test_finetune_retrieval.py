@@ -387,7 +387,7 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
     [
         (
             ["data.name=cub"],
-            r"data\.name='cub' is none of class_folders, digits, omniglot, in_shop, market1501, stanford_online_products",
+            r"data\.name='cub' is none of class_folders, digits, omniglot, in_shop, market1501, stanford_online",
         ),
         (["data.name=omniglot"], r"data\.name=omniglot needs data\.root=PATH"),
         (["data.name=omniglot", "data.root=nowhere"], r"nowhere not found; set data\.root=DIR"),
