@@ -129,7 +129,8 @@ def decide(
         predicted: The gain of the search's end over another candidate as f sees it, by that one's name, in units of the
             cost; infinite if there is no f to ask, as about a start with other tensors.
         climbed: What the search would have gained in chance alone (`SearchResult.climbed`): of the end's gain on the
-            model as it was trained, so much at least is optimism.
+            model as it was trained, so much at least is optimism. It does not count where what is kept otherwise gains
+            by the end's own confidence: then the model is better than it was, and the end is a choice by expectation.
     """
     candidates, visited = _telling(candidates, visited)
     trained, *others, end = candidates
@@ -141,6 +142,8 @@ def decide(
         by_f = predicted(kept) - predicted(name) if kept != trained else math.inf
         if kept == trained or _between(candidates[kept], candidates[name], visited, by_f).accepted:
             kept = name
+    if kept != trained and judge(candidates[trained], candidates[kept], visited, confidence).accepted:
+        climbed = 0.0
     verdict = judge(candidates[trained], candidates[end], visited, confidence, predicted(trained), climbed)
     if verdict.accepted and kept == LINE:
         verdict = judge(candidates[LINE], candidates[end], visited, EXPECTED, predicted(LINE))

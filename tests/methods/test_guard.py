@@ -384,13 +384,26 @@ def test_a_line_and_a_start_are_a_choice_of_f(of_start: float, of_line: float, k
 
 def test_what_is_climbed_in_chance_is_optimism_over_the_model_as_it_was_trained() -> None:
     visited = evaluations([(10 * i + 1, 10 * i - 1) for i in range(11)])
-    candidates = dict(zip(("trained", "prior", "search"), evaluations([(100, 100), (50, 50), (40, 40)]), strict=True))
+    unsure = 99.0  # gains enough for a start, not for an end
+    candidates = dict(
+        zip(("trained", "prior", "search"), evaluations([(100, 100), (unsure, unsure), (40, 40)]), strict=True)
+    )
     predicted = {"trained": 60.0, "prior": 1.0}.__getitem__
     needed = judge(candidates["trained"], candidates["search"], visited, CONFIDENCE).needed
     assert needed is not None
     for climbed, kept in ((0.0, "search"), (60 - needed - 1e-6, "search"), (60 - needed + 1e-6, "prior")):
         assert decide(candidates, visited, CONFIDENCE, predicted, climbed).kept == kept
     assert decide(candidates, visited, CONFIDENCE, predicted, 59.0).verdict.optimism == 59.0
+
+
+def test_what_is_climbed_does_not_count_where_a_start_surely_gains() -> None:
+    visited = evaluations([(10 * i + 1, 10 * i - 1) for i in range(11)])
+    candidates = dict(zip(("trained", "prior", "search"), evaluations([(100, 100), (50, 50), (40, 40)]), strict=True))
+    for gain, kept in ((1.0, "search"), (-20.0, "prior")):  # f decides between start and end
+        predicted = {"trained": 60.0, "prior": gain}.__getitem__
+        assert decide(candidates, visited, CONFIDENCE, predicted, 1000.0).kept == kept
+    alone = {name: candidates[name] for name in ("trained", "search")}
+    assert decide(alone, visited, CONFIDENCE, lambda name: 60.0, 1000.0).kept == "trained"
 
 
 def test_less_is_asked_of_a_start_than_of_an_end() -> None:
