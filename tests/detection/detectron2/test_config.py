@@ -124,7 +124,7 @@ def test_all_keys_are_shown_with_their_origins(tmp_path: Path) -> None:
     text = show_config(file, ["METRICOPT.SEARCH.QUERIES", "30"])
     lines = text.splitlines()
     assert len([line for line in lines if "  # " in line]) == len([*keys(read_config(file))])
-    assert {"    QUERIES: 30  # command line", "    DESIGN: 12  # default", "    DIM: 32  # config file"} <= set(lines)
+    assert {"    QUERIES: 30  # command line", "    DESIGN: 6  # default", "    DIM: 32  # config file"} <= set(lines)
     (tmp_path / "shown.yaml").write_text(text)
     again = read_config(tmp_path / "shown.yaml")
     assert again.METRICOPT == read_config(file, ["METRICOPT.SEARCH.QUERIES", "30"]).METRICOPT

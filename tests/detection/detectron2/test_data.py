@@ -310,7 +310,6 @@ def test_config_entries_in_coco_s_format(squares: Callable[..., DetectionSet], t
     assert [image.crowd.tolist() for image in truth.images] == [[False], [True], [False]]
 
 
-@pytest.mark.parametrize("definition", ["voc", "voc_11_point", "coco"])
 def coco_file(data: DetectionSet, file: Path, names: Sequence[str]) -> Path:
     """Write a set in COCO's format, its categories in another order, which the file's numbers follow."""
     write_coco(file, data)
@@ -367,6 +366,7 @@ def data_names() -> Iterator[None]:
         MetadataCatalog.remove(name)
 
 
+@pytest.mark.parametrize("definition", ["voc", "voc_11_point", "coco"])
 def test_evaluator_agrees_with_ap50_on_what_the_model_put_out(
     definition: Any, tiny_config: Any, squares: Callable[..., DetectionSet]
 ) -> None:
