@@ -62,6 +62,16 @@ class Entry:
     factory: Callable[[FinetuneConfig], SearchStrategy | Sibling] | None = None
 
 
+def _sibling(
+    title: str,
+    colour: str,
+    method: Sibling,
+    needs: Needs = "batch metric",
+    trains: Literal["classifiers", "embedders"] = "classifiers",
+) -> Entry:
+    return Entry(title, colour, "queries", needs, trains=trains, factory=lambda config: method)
+
+
 # Every method that a comparison can run, by name, in the order of tables.
 METHODS: dict[str, Entry] = {
     "pretrained": Entry("pretrained", "#9a9a9a", "free"),
@@ -93,70 +103,16 @@ METHODS: dict[str, Entry] = {
     "metricopt_learned": Entry("MetricOpt, learned", "#8e1b8e", "queries", shared=True),
     "refined": Entry("MetricOpt, then CMA-ES", "#e0607a", "queries", after="metricopt"),
     "second_round": Entry("MetricOpt, second round", "#7a1f3d", "queries", after="metricopt"),
-    "sl_u": Entry(
-        "SL, universal surrogate",
-        "#c9b458",
-        "queries",
-        "batch metric",
-        trains="classifiers",
-        factory=lambda config: SurrogateLearning("universal"),
+    "sl_u": _sibling("SL, universal surrogate", "#c9b458", SurrogateLearning("universal")),
+    "sl_s": _sibling("SL, surrogate from scratch", "#a88f2a", SurrogateLearning("scratch")),
+    "sl_r": _sibling("SL, refined surrogate", "#7d6608", SurrogateLearning("refined")),
+    "reloss": _sibling("ReLoss and cross-entropy", "#1b7f79", ReLoss()),
+    "reloss_only": _sibling("ReLoss alone", "#6fb7b0", ReLoss(cross_entropy=False)),
+    "ala": _sibling("ALA, class correlations", "#3a7d44", AdaptiveLossAlignment("classes"), "labels"),
+    "ala_mixture": _sibling(
+        "ALA, distance mixture", "#5fa36a", AdaptiveLossAlignment("mixture"), "labels", "embedders"
     ),
-    "sl_s": Entry(
-        "SL, surrogate from scratch",
-        "#a88f2a",
-        "queries",
-        "batch metric",
-        trains="classifiers",
-        factory=lambda config: SurrogateLearning("scratch"),
-    ),
-    "sl_r": Entry(
-        "SL, refined surrogate",
-        "#7d6608",
-        "queries",
-        "batch metric",
-        trains="classifiers",
-        factory=lambda config: SurrogateLearning("refined"),
-    ),
-    "reloss": Entry(
-        "ReLoss and cross-entropy",
-        "#1b7f79",
-        "queries",
-        "batch metric",
-        trains="classifiers",
-        factory=lambda config: ReLoss(),
-    ),
-    "reloss_only": Entry(
-        "ReLoss alone",
-        "#6fb7b0",
-        "queries",
-        "batch metric",
-        trains="classifiers",
-        factory=lambda config: ReLoss(cross_entropy=False),
-    ),
-    "ala": Entry(
-        "ALA, class correlations",
-        "#3a7d44",
-        "queries",
-        "labels",
-        trains="classifiers",
-        factory=lambda config: AdaptiveLossAlignment("classes"),
-    ),
-    "ala_mixture": Entry(
-        "ALA, distance mixture",
-        "#5fa36a",
-        "queries",
-        "labels",
-        trains="embedders",
-        factory=lambda config: AdaptiveLossAlignment("mixture"),
-    ),
-    "ala_focal": Entry(
-        "ALA, focal weighting",
-        "#93c49b",
-        "queries",
-        "labels",
-        trains="embedders",
-        factory=lambda config: AdaptiveLossAlignment("focal"),
-    ),
+    "ala_focal": _sibling("ALA, focal weighting", "#93c49b", AdaptiveLossAlignment("focal"), "labels", "embedders"),
 }
 
 # The sibling methods by name, with their papers' settings.
