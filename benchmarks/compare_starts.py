@@ -35,7 +35,7 @@ from metricopt_ext.evidence.method import METHODS, Begun, Contender
 from metricopt_ext.evidence.report import spread
 from metricopt_ext.evidence.style import direction, markdown_table, new_figure, save_figure
 from metricopt_ext.methods.pipeline import optimize_metric
-from metricopt_ext.methods.recipe_settings import Setting
+from metricopt_ext.methods.recipe_settings import StepWeights
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.tuning import FRESH, tune_start
 from metricopt_ext.plain import in_markdown
@@ -159,7 +159,7 @@ def run_seed(
 
 
 def runs_of(
-    ready: Experiment[Any], fit: Fit, setting: Setting, budgets: Sequence[int]
+    ready: Experiment[Any], fit: Fit, setting: StepWeights, budgets: Sequence[int]
 ) -> dict[str, tuple[Contender, Sequence[int]]]:
     """Return every method with its numbers of queries per start; the n-th start is run with the seed + n."""
     config, recipe, refine = ready.config, ready.config.build_strategy(), CMAES()

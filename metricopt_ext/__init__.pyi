@@ -15,7 +15,7 @@ from .methods.assessment import Assessment as Assessment
 from .methods.paper import Algorithm1 as Algorithm1
 from .methods.pipeline import optimize_metric as optimize_metric
 from .methods.recipe import Recipe as Recipe
-from .methods.recipe_settings import Setting as Setting
+from .methods.recipe_settings import StepWeights as StepWeights
 from .methods.result import RecipeDetails as RecipeDetails
 from .methods.result import Result as Result
 from .methods.result import SearchDetails as SearchDetails

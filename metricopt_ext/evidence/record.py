@@ -9,7 +9,7 @@ from metricopt_ext.data.reading import Reading
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.methods.guard import Guard
-from metricopt_ext.methods.recipe_settings import Setting
+from metricopt_ext.methods.recipe_settings import StepWeights
 from metricopt_ext.utils.checks import check_at_least, check_integer
 from metricopt_ext.utils.described import LARGEST, from_json
 from metricopt_ext.utils.files import read_json, write_json
@@ -76,7 +76,7 @@ class SeedRecord:
     quality: Quality | None
     candidates: dict[str, Quality]
     kept: str
-    setting: Setting | None
+    setting: StepWeights | None
     split_half: float | None
     chance: float | None
     guard: Guard

@@ -15,7 +15,7 @@ from torch import Tensor
 from metricopt_ext.errors import BudgetError, ValueFunctionError
 from metricopt_ext.methods.guard import decide_among
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.recipe_settings import LEAST_TASKS, Setting
+from metricopt_ext.methods.recipe_settings import LEAST_TASKS, StepWeights
 from metricopt_ext.methods.result import RecipeDetails, Result, of_learner, outcome
 from metricopt_ext.methods.strategy import Context, LearningStrategy
 from metricopt_ext.methods.tuning import FRESH, evaluate_ends, finetune
@@ -187,7 +187,7 @@ class Algorithm1(LearningStrategy[RecipeDetails]):
             fit=Fit(f),
             path=path,
             details=RecipeDetails(
-                task.metric.to_value(asked["loss_finetune"].cost), Setting(0.0, self.metric_rate), tuple(store)
+                task.metric.to_value(asked["loss_finetune"].cost), StepWeights(0.0, self.metric_rate), tuple(store)
             ),
         )
 

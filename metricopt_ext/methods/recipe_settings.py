@@ -19,7 +19,7 @@ from metricopt_ext.value.learners import Learner, NeuralLearner, RidgeLearner
 from metricopt_ext.value.observations import Labeller, Observations
 
 
-class Setting(NamedTuple):
+class StepWeights(NamedTuple):
     """How boldly f is followed.
 
     Attributes:
@@ -31,15 +31,15 @@ class Setting(NamedTuple):
     metric_step: float
 
 
-def checked_setting(pair: Sequence[float]) -> Setting:
-    """Return a pair of numbers as a `Setting`.
+def checked_weights(pair: Sequence[float]) -> StepWeights:
+    """Return a pair of numbers as a `StepWeights`.
 
     Raises:
         ValueError: It is no pair, or a number in it is not finite or below 0.
     """
     if not isinstance(pair, Sized) or len(pair) != 2:
         raise ValueError(f"settings has {pair!r}; each must be a pair (loss weight, metric step)")
-    setting = Setting(*pair)
+    setting = StepWeights(*pair)
     check_at_least(0, **setting._asdict())
     return setting
 
@@ -60,7 +60,7 @@ class RecipeSettings:
         start_std: Standard deviation of the tasks' starts phi_0.
         explored_step: Centre of the metric step in on-policy rounds, drawn log-uniformly within a factor of 3; the
             loss weight is drawn from [0, 1].
-        settings: Candidate `Setting` s for finetuning, or pairs of numbers; a few queries choose among them.
+        settings: Candidate `StepWeights` for finetuning, or pairs of numbers; a few queries choose among them.
         trials: Random starts, besides phi = 0, on which each setting is tried, one query each.
         folds: Parts of the trajectories; each is held out from some members of f's ensemble, to measure f. Early
             rounds with fewer than two trajectories per part use fewer parts.
@@ -79,7 +79,7 @@ class RecipeSettings:
     rounds: int = 6
     start_std: float = 0.2
     explored_step: float = 0.15
-    settings: tuple[Setting, ...] = (Setting(0.0, 0.15), Setting(0.3, 0.15), Setting(0.3, 0.3))
+    settings: tuple[StepWeights, ...] = (StepWeights(0.0, 0.15), StepWeights(0.3, 0.15), StepWeights(0.3, 0.3))
     trials: int = 3
     folds: int = 4
     labels: Labeller = Observations.of
@@ -113,7 +113,7 @@ class RecipeSettings:
             )
         if not self.settings:
             raise ValueError("settings is empty; give at least one pair (loss weight, metric step)")
-        object.__setattr__(self, "settings", tuple(map(checked_setting, self.settings)))
+        object.__setattr__(self, "settings", tuple(map(checked_weights, self.settings)))
         if not self.learners:
             raise ValueError("learners is empty; give at least one kind of value function to fit")
         for learner in self.learners:

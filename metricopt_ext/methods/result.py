@@ -13,7 +13,7 @@ from metricopt_ext.adapters.start import Start
 from metricopt_ext.methods.constrained import Constrained
 from metricopt_ext.methods.guard import Decision, Guard, Verdict, check_guarded
 from metricopt_ext.methods.new_classes import KeptShare
-from metricopt_ext.methods.recipe_settings import Setting
+from metricopt_ext.methods.recipe_settings import StepWeights
 from metricopt_ext.search.update_rule import UpdateRule
 from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.tasks.split_half import split_half_correlation
@@ -110,7 +110,7 @@ class RecipeDetails(Details):
     finetunes: ClassVar[bool] = True
 
     loss_finetune: float
-    setting: Setting
+    setting: StepWeights
     trajectories: tuple[Trajectory, ...]
 
     def lines(self, result: "Result[Any]") -> list[str]:

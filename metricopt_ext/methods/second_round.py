@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.recipe_settings import Setting
+from metricopt_ext.methods.recipe_settings import StepWeights
 from metricopt_ext.methods.tuning import finetune, metric_policy
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.value.fitting import Fit
@@ -40,7 +40,7 @@ def run_second_round(
     train_theta: Callable[[nn.Module], None],
     *,
     recipe: Recipe,
-    setting: Setting,
+    setting: StepWeights,
     seed: int = 0,
 ) -> SecondRound:
     """Finetune theta by the user's own training, then phi again under the first round's f; three queries.

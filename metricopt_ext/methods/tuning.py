@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.methods.guard import CONFIDENCE, Verdict, check_guarded, decide_among
-from metricopt_ext.methods.recipe_settings import RecipeSettings, Setting, checked_setting
+from metricopt_ext.methods.recipe_settings import RecipeSettings, StepWeights, checked_weights
 from metricopt_ext.methods.strategy import check_constraints
 from metricopt_ext.search.optimizer import LossStep, MetricOptStep
 from metricopt_ext.tasks.metric import Evaluation
@@ -59,7 +59,7 @@ def tune_start(
     fit: Fit,
     *,
     recipe: RecipeSettings | None = None,
-    setting: Setting | None = None,
+    setting: StepWeights | None = None,
     start: Tensor | None = None,
     index: int = FRESH,
     guard_confidence: float = CONFIDENCE,
@@ -94,7 +94,7 @@ def tune_start(
     fit.f.check_fits(task.adapter.signature)
     recipe, watcher = recipe or RecipeSettings(), watcher or Watcher()
     start = task.origin() if start is None else start
-    setting = recipe.settings[0] if setting is None else checked_setting(setting)
+    setting = recipe.settings[0] if setting is None else checked_weights(setting)
     check_integer(0, index=index, seed=seed)
 
     with telling(task, watcher):
@@ -105,7 +105,7 @@ def _tuned(
     task: FinetuneTask,
     fit: Fit,
     recipe: RecipeSettings,
-    setting: Setting,
+    setting: StepWeights,
     start: Tensor,
     index: int,
     guard_confidence: float,
@@ -161,7 +161,7 @@ def evaluate_ends(task: FinetuneTask, ends: Mapping[str, Tensor]) -> dict[str, E
     return {name: evaluate(task, phi, "guard", f"end guard, {name}") for name, phi in ends.items()}
 
 
-def choose_setting(task: FinetuneTask, fit: Fit, recipe: RecipeSettings, seed: int) -> Setting:
+def choose_setting(task: FinetuneTask, fit: Fit, recipe: RecipeSettings, seed: int) -> StepWeights:
     """Try each setting from phi = 0 and a few random starts; the lowest mean cost wins."""
     if len(recipe.settings) == 1 or not fit.f.trusted:
         return recipe.settings[0]
@@ -190,7 +190,7 @@ def finetune(
     return points[0]
 
 
-def metric_policy(f: ValueFunction, recipe: RecipeSettings, setting: Setting) -> MetricOptStep:
+def metric_policy(f: ValueFunction, recipe: RecipeSettings, setting: StepWeights) -> MetricOptStep:
     """Return the step rule of finetuning under a setting."""
     loss_weight, metric_step = setting
     return MetricOptStep(f, recipe.lr, metric_step, loss_weight, recipe.steps)

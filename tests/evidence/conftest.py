@@ -11,7 +11,7 @@ import pytest
 from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.record import Outcome, SeedRecord
 from metricopt_ext.evidence.report import Report
-from metricopt_ext.methods.recipe_settings import Setting
+from metricopt_ext.methods.recipe_settings import StepWeights
 from metricopt_ext.utils.machine import Machine
 from metricopt_ext.value.value_function import Quality
 
@@ -41,7 +41,7 @@ def _report(tests: dict[str, list[float]] | None = None, *, seeds: int = 3, maxi
                 quality=GOOD if row else POOR,
                 candidates={"neural": POOR, "ridge": GOOD if row else POOR},
                 kept="metricopt" if row else "start",
-                setting=Setting(0.3, 0.15),
+                setting=StepWeights(0.3, 0.15),
                 split_half=0.75,
                 chance=0.01,
                 guard="halves",

@@ -12,7 +12,7 @@ import pytest
 
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.evidence.record import Outcome, SeedRecord, check_alike
-from metricopt_ext.methods.recipe_settings import Setting
+from metricopt_ext.methods.recipe_settings import StepWeights
 from metricopt_ext.utils.machine import Machine
 from metricopt_ext.value.value_function import Quality
 
@@ -29,7 +29,7 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
         quality=quality,
         candidates={"ridge": quality},
         kept="metricopt",
-        setting=Setting(0.0, 0.15),
+        setting=StepWeights(0.0, 0.15),
         split_half=0.5,
         chance=0.01,
         guard="halves",

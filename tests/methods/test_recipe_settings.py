@@ -12,7 +12,7 @@ import torch
 
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.recipe_settings import LEAST_TASKS, Setting
+from metricopt_ext.methods.recipe_settings import LEAST_TASKS, StepWeights
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.value.labels import LinearLabels
 from metricopt_ext.value.learners import RidgeLearner
@@ -69,8 +69,8 @@ def test_queries_without_a_use_and_uses_without_queries_are_refused(change: dict
 
 
 def test_settings_may_be_given_as_pairs() -> None:
-    recipe = replace(RECIPE, settings=[(0.5, 0.1), Setting(0.0, 0.2)])
-    assert recipe.settings == (Setting(0.5, 0.1), Setting(0.0, 0.2))
+    recipe = replace(RECIPE, settings=[(0.5, 0.1), StepWeights(0.0, 0.2)])
+    assert recipe.settings == (StepWeights(0.5, 0.1), StepWeights(0.0, 0.2))
     assert [setting.metric_step for setting in recipe.settings] == [0.1, 0.2]
     assert recipe == replace(RECIPE, settings=((0.5, 0.1), (0.0, 0.2)))
 

@@ -9,7 +9,7 @@ import torch
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.methods.guard import Verdict
-from metricopt_ext.methods.recipe_settings import Setting
+from metricopt_ext.methods.recipe_settings import StepWeights
 from metricopt_ext.methods.result import KEPT, RecipeDetails, Result, SearchDetails
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.value_function import Quality, RidgeValueFunction
@@ -50,7 +50,7 @@ def learned(quality: Quality | None = None, **change: Any) -> Result[RecipeDetai
         spearman=0.9, mae=0.01, constant_mae=0.1, points=100, trajectories=40, near_mae=0.01, headroom=0.1
     )
     plain = {**vars(searched()), "chosen": "metricopt", "queries": {"collect": 36, "choose": 6, "guard": 3}}
-    details = RecipeDetails(0.625, Setting(0.3, 0.15), ())
+    details = RecipeDetails(0.625, StepWeights(0.3, 0.15), ())
     return Result(**{**plain, "queries_per_start": 3, "fit": Fit(f), "details": details, **change})
 
 
