@@ -43,6 +43,8 @@ from .tasks.batches import TensorBatches as TensorBatches
 from .tasks.metric import Evaluation as Evaluation
 from .tasks.metric import Ledger as Ledger
 from .tasks.metric import Metric as Metric
+from .tasks.settings import Setting as Setting
+from .tasks.settings import Settings as Settings
 from .tasks.task import FinetuneTask as FinetuneTask
 from .tasks.task import OutputLoss as OutputLoss
 from .tasks.trajectory import Trajectory as Trajectory

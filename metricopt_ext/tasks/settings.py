@@ -1,0 +1,296 @@
+"""Settings of inference: numbers and choices that the model's user sets, and no gradient reaches.
+
+A score threshold, a test image's size, the power of a whitening: they change what a model gives without changing a
+weight. A host (a toolkit, a program, your own code) says which there are (`Setting`) and how they are put to use
+(`Settings`).
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal
+
+from metricopt_ext.utils.checks import check_above, check_finite
+from metricopt_ext.utils.words import brief, nearest
+
+Scale = Literal["linear", "log", "logit"]
+SCALES: tuple[Scale, ...] = ("linear", "log", "logit")
+
+# What a setting may be: what plain text can hold, so that any host can be told of it.
+Value = bool | int | float | str
+
+# A factor on inference time that is this close to 1 costs nothing.
+FREE = 1e-9
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One thing that inference can be tuned for: a number in an interval, or one of several values.
+
+    Attributes:
+        name: What the host calls it.
+        low: The least number; None of one with ``values``.
+        high: The largest. Between two integers and with an integer as default, it is an integer.
+        scale: In what the interval is even: the number itself, its logarithm, or its log-odds.
+        values: What it may be, instead of an interval. Numbers are tried from the default outwards in their order,
+            others one by one.
+        default: What it is as the model is used now; in the interval, or among the values.
+        inference: The factor on the model's inference time, above 0: a number, of every value but the default, whose
+            factor is 1; or a function of the value.
+
+    Raises:
+        ValueError: A number is out of range, or the default is none of what the setting may be.
+        TypeError: A value is neither a number nor text.
+
+    Example:
+        >>> Setting("score_thresh", 0.01, 0.95, scale="logit", default=0.05).at(0.5)
+        0.3...
+        >>> Setting("flip", values=(False, True), default=False, inference=2.0).factor(True)
+        2.0
+    """
+
+    name: str
+    low: float | None = None
+    high: float | None = None
+    _: KW_ONLY
+    scale: Scale = "linear"
+    values: Sequence[Value] | None = None
+    default: Value
+    inference: float | Callable[[Value], float] = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        if not isinstance(self.name, str) or not self.name.strip():
+            raise ValueError(f"a setting's name is {brief(self.name)}; it must be text")
+        if self.scale not in SCALES:
+            raise ValueError(f"{self.name}: scale is {brief(self.scale)}; it must be linear, log or logit")
+        if self.values is not None:
+            self._check_values()
+        else:
+            self._check_interval()
+        if not callable(self.inference):
+            check_above(0, **{f"{self.name}: inference": self.inference})
+        if not self.holds(self.default):
+            raise ValueError(f"{self.name}: the default is {brief(self.default)}; it must be {self.said}")
+
+    def _check_values(self) -> None:
+        values = self.values
+        if self.low is not None or self.high is not None:
+            raise ValueError(f"{self.name} has values and an interval; give one of the two")
+        if isinstance(values, str) or not isinstance(values, Sequence) or len(values) < 2:
+            raise ValueError(f"{self.name}: values are {brief(values)}; they must be two at least")
+        if strange := [each for each in values if not isinstance(each, bool | int | float | str)]:
+            raise TypeError(f"{self.name}: values have {brief(strange[0])}; each must be a number, True, False or text")
+        if any(isinstance(each, float) and not math.isfinite(each) for each in values):
+            raise ValueError(f"{self.name}: values are {brief(values)}; numbers must be finite")
+        if len({(type(each) is bool, each) for each in values}) < len(values):
+            raise ValueError(f"{self.name}: values are {brief(values)}; one is there twice")
+        object.__setattr__(self, "values", tuple(values))
+
+    def _check_interval(self) -> None:
+        low, high = self.low, self.high
+        if low is None or high is None:
+            raise ValueError(f"{self.name} has neither values nor both ends of an interval")
+        check_finite(**{f"{self.name}: low": low, f"{self.name}: high": high})
+        if not low < high:
+            raise ValueError(f"{self.name}: low is {low} and high {high}; the lower must be below the upper")
+        if self.scale == "log" and low <= 0:
+            raise ValueError(f"{self.name}: low is {low}; on a log scale it must be above 0")
+        if self.scale == "logit" and not 0 < low < high < 1:
+            raise ValueError(f"{self.name} is from {low} to {high}; on a logit scale both must be between 0 and 1")
+
+    @property
+    def said(self) -> str:
+        """What it may be, in words."""
+        if self.values is not None:
+            return " or ".join(map(repr, self.values))
+        return f"{'an integer' if self.whole else 'a number'} from {self.low:g} to {self.high:g}"
+
+    @property
+    def ordered(self) -> bool:
+        """Whether its values are numbers in order."""
+        return self.values is not None and all(_is_number(each) for each in self.values)
+
+    def holds(self, value: Any) -> bool:
+        """Whether it may be a value."""
+        if self.values is not None:
+            return any(_same(value, each) for each in self.values)
+        fits = isinstance(value, int) if self.whole else True
+        return fits and _is_number(value) and self.low <= value <= self.high
+
+    def check(self, value: Any) -> None:
+        """Refuse what it can't be.
+
+        Raises:
+            ValueError: It is out of the interval, or none of the values.
+        """
+        if not self.holds(value):
+            raise ValueError(f"{self.name} is {brief(value)}; it must be {self.said}")
+
+    def factor(self, value: Value) -> float:
+        """Return the factor on inference time at a value."""
+        if callable(self.inference):
+            return float(self.inference(value))
+        return 1.0 if _same(value, self.default) else float(self.inference)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is an interval of integers: both ends and the default are integers."""
+        return all(isinstance(each, int) for each in (self.low, self.high, self.default))
+
+    def at(self, t: float) -> float:
+        """Return the number at a share t of the interval, in [0, 1], on the setting's scale; rounded if it is whole."""
+        assert self.low is not None
+        assert self.high is not None
+        low, high = self._coordinate(self.low), self._coordinate(self.high)
+        number = self.low if t <= 0 else self.high if t >= 1 else self._number(low + t * (high - low))
+        return round(number) if self.whole else min(max(float(number), self.low), self.high)
+
+    def share(self, number: float) -> float:
+        """Return the share of the interval at which a number lies, in [0, 1], on the setting's scale."""
+        low, high = self._coordinate(self.low), self._coordinate(self.high)
+        return min(1.0, max(0.0, (self._coordinate(number) - low) / (high - low)))
+
+    def _coordinate(self, number: Any) -> float:
+        number = float(number)
+        if self.scale == "log":
+            return math.log(number)
+        return math.log(number / (1 - number)) if self.scale == "logit" else number
+
+    def _number(self, coordinate: float) -> float:
+        if self.scale == "log":
+            return math.exp(coordinate)
+        return 1 / (1 + math.exp(-coordinate)) if self.scale == "logit" else coordinate
+
+
+# Values by their settings' names.
+Values = Mapping[str, Value]
+
+
+class Settings:
+    """The settings of a host, and how they are put to use.
+
+    Args:
+        settings: The settings, those that are worth most first: in this order they are tried.
+        apply: ``apply(values)`` is a context manager in which the model and its post-processing act so; afterwards
+            everything is as it was. It gets a value for every setting.
+        free: Values that cost nothing at inference and can't lower the metric by its kind: they are put to use before
+            anything is asked, at no query.
+        presets: Candidates by name, each a few values that work together, tried after each setting alone. A function
+            of the values that were best so far may stand for one, such as sizes around the best size.
+
+    Attributes:
+        names: Of the settings, in order.
+        defaults: The values as the model is used now.
+
+    Raises:
+        ValueError: Two settings have one name, there are none, or ``free`` or a preset has a setting or value that
+            there is not.
+
+    Example:
+        >>> from contextlib import nullcontext
+        >>> settings = Settings([Setting("k", 0.0, 2.0, default=1.0)], apply=lambda values: nullcontext())
+        >>> with settings.applied({"k": 0.5}) as values:
+        ...     values
+        {'k': 0.5}
+    """
+
+    def __init__(
+        self,
+        settings: Sequence[Setting],
+        apply: Callable[[dict[str, Value]], AbstractContextManager[Any]],
+        *,
+        free: Values | None = None,
+        presets: Mapping[str, Values | Callable[[dict[str, Value]], Values]] | None = None,
+    ) -> None:
+        self._settings = {each.name: each for each in settings}
+        if not settings:
+            raise ValueError("there are no settings; give one at least")
+        if len(self._settings) < len(settings):
+            names = [each.name for each in settings]
+            raise ValueError(f"settings are {', '.join(names)}; two have one name")
+        if not callable(apply):
+            raise ValueError(f"apply is {brief(apply)}; it must be a function of the values, a context manager")
+        self._apply, self.free, self._presets = apply, dict(free or {}), dict(presets or {})
+        for values in (self.free, *(each for each in self._presets.values() if not callable(each))):
+            self.check(values)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The settings' names, in order."""
+        return tuple(self._settings)
+
+    @property
+    def presets(self) -> tuple[str, ...]:
+        """The presets' names, in order."""
+        return tuple(self._presets)
+
+    @property
+    def defaults(self) -> dict[str, Value]:
+        """The values as the model is used now."""
+        return {name: each.default for name, each in self._settings.items()}
+
+    def __getitem__(self, name: str) -> Setting:
+        """Return a setting by its name."""
+        return self._settings[name]
+
+    def check(self, values: Values) -> None:
+        """Refuse values of settings that there are not, or that these can't be.
+
+        Raises:
+            ValueError: There is one.
+        """
+        if unknown := [name for name in values if name not in self._settings]:
+            raise ValueError(f"there is no setting {brief(unknown[0])}{nearest(str(unknown[0]), list(self.names))}")
+        for name, value in values.items():
+            self._settings[name].check(value)
+
+    def complete(self, values: Values) -> dict[str, Value]:
+        """Return a value for every setting: the given ones, and else the defaults.
+
+        Raises:
+            ValueError: As from `check`.
+        """
+        self.check(values)
+        return {name: values.get(name, each.default) for name, each in self._settings.items()}
+
+    def preset(self, name: str, values: Values) -> dict[str, Value]:
+        """Return the values of a preset, put on others that were best so far.
+
+        Raises:
+            ValueError: A function that stands for it gave what a setting can't be.
+        """
+        preset, values = self._presets[name], self.complete(values)
+        return self.complete({**values, **(preset(dict(values)) if callable(preset) else preset)})
+
+    def factor(self, values: Values) -> float:
+        """Return the factor on inference time of values beside the defaults', the product of the settings' own."""
+        complete = self.complete(values)
+        return math.prod(
+            each.factor(complete[name]) / each.factor(each.default) for name, each in self._settings.items()
+        )
+
+    def changed(self, values: Values) -> dict[str, Value]:
+        """Return the values that are not the defaults."""
+        return {name: each for name, each in self.complete(values).items() if not _same(each, self[name].default)}
+
+    @contextmanager
+    def applied(self, values: Values) -> Iterator[dict[str, Value]]:
+        """Have the model and its post-processing act by values inside the ``with`` block; yields one for every setting.
+
+        Raises:
+            ValueError: As from `check`.
+        """
+        complete = self.complete(values)
+        with self._apply(dict(complete)):
+            yield complete
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are the same; True is not 1."""
+    return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)

@@ -1,0 +1,164 @@
+"""Settings of inference: what they may be, on which scale, and how they are put to use."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from metricopt_ext.tasks.settings import Setting, Settings
+
+SIZE = Setting("size", values=(320, 400, 480), default=400, inference=lambda size: (float(size) / 400) ** 2)
+FLIP = Setting("flip", values=(False, True), default=False, inference=2.0)
+THRESHOLD = Setting("threshold", 0.01, 0.95, scale="logit", default=0.05)
+
+
+def noting(seen: list[Any]) -> Any:
+    """An `apply` that keeps what it is told, and when it ends."""
+
+    @contextmanager
+    def apply(values: dict[str, Any]) -> Iterator[None]:
+        seen.append(values)
+        try:
+            yield
+        finally:
+            seen.append("back")
+
+    return apply
+
+
+# --- One setting ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scale", "low", "high", "middle"),
+    [("linear", -1.0, 3.0, 1.0), ("log", 0.01, 100.0, 1.0), ("logit", 0.1, 0.9, 0.5), ("logit", 0.2, 0.5, 1 / 3)],
+)
+def test_an_interval_is_even_on_its_scale(scale: Any, low: float, high: float, middle: float) -> None:
+    setting = Setting("k", low, high, scale=scale, default=low)
+    assert (setting.at(0.0), setting.at(1.0)) == (low, high)
+    assert setting.at(0.5) == pytest.approx(middle, abs=1e-12)
+    for t in (0.0, 0.17, 0.5, 1.0):
+        assert setting.share(setting.at(t)) == pytest.approx(t, abs=1e-12)
+        assert setting.holds(setting.at(t))
+
+
+def test_between_integers_it_is_an_integer() -> None:
+    k = Setting("k", 1, 100, scale="log", default=10)
+    found = [k.at(t) for t in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    assert found == [1, 3, 10, 32, 100]
+    assert all(isinstance(each, int) for each in found)
+    assert not k.holds(10.0)
+    assert k.said == "an integer from 1 to 100"
+    assert Setting("k", 1, 100, default=10.0).at(0.5) == 50.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"low": 1.0, "high": 0.0}, "k: low is 1.0 and high 0.0; the lower must be below the upper"),
+        ({"low": 0.0}, "k has neither values nor both ends of an interval"),
+        ({"low": 0.0, "high": math.inf}, "k: high is inf; it must be a finite number"),
+        ({"low": 0.0, "high": 1.0, "scale": "log"}, "k: low is 0.0; on a log scale it must be above 0"),
+        ({"low": 0.5, "high": 1.0, "scale": "logit"}, "k is from 0.5 to 1.0; on a logit scale both must be between 0"),
+        ({"low": 0.0, "high": 1.0, "scale": "cubic"}, "k: scale is 'cubic'; it must be linear, log or logit"),
+        ({"low": 0.0, "high": 0.4}, "k: the default is 0.5; it must be a number from 0 to 0.4"),
+        ({"low": 0.0, "high": 1.0, "values": (0.5, 1.0)}, "k has values and an interval; give one of the two"),
+        ({"values": (0.5,)}, "k: values are .*; they must be two at least"),
+        ({"values": "ab", "default": "a"}, "k: values are 'ab'; they must be two at least"),
+        ({"values": (0.5, 0.5)}, "k: values are .*; one is there twice"),
+        ({"values": (0.5, math.nan)}, "k: values are .*; numbers must be finite"),
+        ({"values": (1, 2)}, "k: the default is 0.5; it must be 1 or 2"),
+        ({"values": (True, False), "default": 1}, "k: the default is 1; it must be True or False"),
+        ({"low": 0.0, "high": 1.0, "default": True}, "k: the default is True; it must be a number from 0 to 1"),
+        ({"low": 0.0, "high": 1.0, "inference": 0.0}, "k: inference is 0.0; it must be above 0"),
+    ],
+)
+def test_what_is_no_setting_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Setting("k", **{"default": 0.5, **arguments})
+
+
+def test_a_value_is_text_or_a_number() -> None:
+    with pytest.raises(TypeError, match=r"k: values have \[\]; each must be a number, True, False or text"):
+        Setting("k", values=[0, []], default=0)  # type: ignore[list-item]
+
+
+def test_values_in_order_are_told_from_choices() -> None:
+    assert SIZE.ordered
+    assert not FLIP.ordered
+    assert not Setting("distance", values=("cosine", "euclidean"), default="cosine").ordered
+    assert not THRESHOLD.ordered
+
+
+def test_factors_are_beside_the_defaults() -> None:
+    assert (FLIP.factor(True), FLIP.factor(False)) == (2.0, 1.0)
+    assert SIZE.factor(480) == pytest.approx(1.44)
+
+
+# --- Several -------------------------------------------------------------------------------------------------------
+
+
+def test_settings_are_applied_with_a_value_for_each_and_taken_back() -> None:
+    seen: list[Any] = []
+    settings = Settings([SIZE, FLIP], noting(seen))
+    with settings.applied({"flip": True}) as values:
+        assert values == {"size": 400, "flip": True}
+        assert seen == [values]
+    assert seen == [values, "back"]
+    with pytest.raises(KeyError), settings.applied({}):
+        raise KeyError
+    assert seen[2:] == [{"size": 400, "flip": False}, "back"]
+    assert settings.defaults == {"size": 400, "flip": False}
+    assert settings.changed({"size": 400, "flip": True}) == {"flip": True}
+
+
+def test_the_factor_is_the_product_of_the_settings_own() -> None:
+    settings = Settings([SIZE, FLIP, THRESHOLD], noting([]))
+    assert settings.factor({}) == 1.0
+    assert settings.factor({"size": 480, "flip": True, "threshold": 0.5}) == pytest.approx(2.88)
+
+
+def test_a_factor_is_relative_to_the_defaults() -> None:
+    sized = Setting("size", values=(320, 400, 480), default=480, inference=lambda size: (float(size) / 400) ** 2)
+    assert Settings([sized], noting([])).factor({"size": 480}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"sise": 400}, r"there is no setting 'sise'; did you mean \['size'\]\?"),
+        ({"size": 401}, "size is 401; it must be 320 or 400 or 480"),
+        ({"flip": 1}, "flip is 1; it must be False or True"),
+        ({"threshold": 0.0}, "threshold is 0.0; it must be a number from 0.01 to 0.95"),
+        ({"threshold": "high"}, "threshold is 'high'; it must be a number from 0.01 to 0.95"),
+    ],
+)
+def test_values_that_can_not_be_are_refused(values: dict[str, Any], message: str) -> None:
+    settings, seen = Settings([SIZE, FLIP, THRESHOLD], noting([])), []
+    with pytest.raises(ValueError, match=message), settings.applied(values):
+        seen.append(values)
+    assert not seen
+    with pytest.raises(ValueError, match=message):
+        Settings([SIZE, FLIP, THRESHOLD], noting([]), free=values)
+    with pytest.raises(ValueError, match=message):
+        Settings([SIZE, FLIP, THRESHOLD], noting([]), presets={"mine": values})
+
+
+def test_presets_are_put_on_the_best_so_far() -> None:
+    presets = {"flip": {"flip": True}, "smaller": lambda best: {"size": 320 if best["size"] == 400 else 400}}
+    settings = Settings([SIZE, FLIP], noting([]), presets=presets)
+    assert settings.presets == ("flip", "smaller")
+    assert settings.preset("flip", {"size": 480}) == {"size": 480, "flip": True}
+    assert settings.preset("smaller", {}) == {"size": 320, "flip": False}
+    assert settings.preset("smaller", {"size": 480}) == {"size": 400, "flip": False}
+
+
+def test_two_of_one_name_and_none_at_all_are_refused() -> None:
+    with pytest.raises(ValueError, match="settings are size, size; two have one name"):
+        Settings([SIZE, SIZE], noting([]))
+    with pytest.raises(ValueError, match="there are no settings; give one at least"):
+        Settings([], noting([]))
+    with pytest.raises(ValueError, match="apply is None; it must be a function of the values"):
+        Settings([SIZE], None)  # type: ignore[arg-type]
