@@ -5,6 +5,7 @@ weight. A host (a toolkit, a program, your own code) says which there are (`Sett
 (`Settings`).
 """
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -230,6 +231,25 @@ class Settings:
         self._takes_model = takes(apply, "model")
         for values in (self.free, *(each for each in self._presets.values() if not callable(each))):
             self.check(values)
+
+    def limited(self, *, inference: float | None = None, queries: int | None = None, free: bool = True) -> "Settings":
+        """Return the same settings within other limits.
+
+        Args:
+            inference: The largest factor on inference time, at least 1; None for what it was.
+            queries: Metric queries for lines and presets together, at least 0; None for what it was.
+            free: Whether what is free is put to use.
+
+        Raises:
+            ValueError: A number is out of range.
+        """
+        check_at_least(1, inference=inference)
+        check_at_least(0, queries=queries)
+        other = copy.copy(self)
+        other.inference = self.inference if inference is None else inference
+        other.queries = self.queries if queries is None else queries
+        other.free = self.free if free else {}
+        return other
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -334,6 +334,11 @@ class FinetuneTask:
         """Evaluate the metric at one phi, ``d``, and return the cost alone; see `evaluate`."""
         return self.evaluate(phi, purpose).cost
 
+    def cost_of(self, model: nn.Module, purpose: str) -> float:
+        """Evaluate the metric on another model, with the settings of inference in force, and return the cost."""
+        (evaluation,) = self.metric.each(self._judged, [model], purpose)
+        return evaluation.cost
+
     def evaluate_at(self, phi: Tensor, purpose: str, where: str = "") -> list[Evaluation]:
         """Evaluate the metric at ``n x d`` points; n queries.
 
@@ -399,7 +404,7 @@ class FinetuneTask:
         before, put_back_modes = self.adapter.phi.detach().clone(), kept_modes(self.adapter.model)
         try:
             self.adapter.set_phi(phi)
-            evaluation = self._judged()
+            evaluation = self._judged(self.adapter.model)
             self.adapter.set_phi(before)
             return evaluation
         except BaseException:  # also one that cuts the line before short
@@ -407,9 +412,9 @@ class FinetuneTask:
             put_back_modes()
             raise
 
-    def _judged(self) -> Evaluation:
-        """Judge the model as it is, with the settings of inference in force."""
-        model, values = self.adapter.model, self.values
+    def _judged(self, model: nn.Module) -> Evaluation:
+        """Judge a model as it is, with the settings of inference in force."""
+        values = self.values
         if self.settings is None or values is None:
             return self.metric.judge(model)
         with self.settings.applied(values, model):
