@@ -1,4 +1,4 @@
-"""What is done to embeddings before they are searched: PCA whitening, lengths of 1, and mixing with their neighbours."""
+"""What is done to embeddings before they are searched: PCA whitening, lengths of 1, mixing with their neighbours."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
