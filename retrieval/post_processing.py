@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from metricopt_ext.errors import DataError
-from metricopt_ext.retrieval.neighbours import NUMBERS, Search, Vectors, chunk_sizes, chunks
+from metricopt_ext.retrieval.neighbours import DISTANCES, NUMBERS, chunks
 from metricopt_ext.utils.checks import check_at_least, check_integer
 
 
@@ -229,11 +228,14 @@ def neighbours(vectors: Tensor, items: Tensor, k: int, own: bool) -> Tensor:
         return torch.empty(len(vectors), 0, dtype=torch.long)
     if not all(bool(each.any(1).all()) for each in (vectors, items)):
         raise DataError("embeddings must not be 0 to be mixed with their neighbours by cosine, got one that is")
-    found = Vectors(items, unit=True)
-    search = Search(found if own else Vectors(vectors, unit=True), found, "cosine", k, own)
-    rows = np.arange(len(vectors))
-    parts = chunks(len(rows), *chunk_sizes(search.count, items.shape[1]))
-    return torch.from_numpy(np.concatenate([search.nearest(rows[part], k) for part in parts]))
+    unit = F.normalize(items.double())
+    found = torch.empty(len(vectors), k, dtype=torch.long)
+    for part in chunks(len(vectors), max(1, DISTANCES // len(items))):
+        similarity = F.normalize(vectors[part].double()) @ unit.T
+        if own:
+            similarity.diagonal(part.start).fill_(-torch.inf)
+        found[part] = similarity.topk(k).indices
+    return found
 
 
 def unit_if(condition: bool, vectors: Tensor) -> Tensor:
