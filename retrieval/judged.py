@@ -72,11 +72,12 @@ class JudgedEmbeddings(Generic[Raw]):
 
     def judged(self, model: nn.Module, value: Callable[[Raw, Processing], Any]) -> Any:
         """Return another value of the same embeddings, post-processed alike."""
-        digest = digest_of(*self._models(model)) if self._kept is not None else ""
-        raw, whitening = self._raw(model, digest), None
-        if self._post.projects:
-            whitening = self._whitening(model, digest)
-        return value(raw, Processing(self._post, whitening))
+        digest = self._digest(model)
+        return value(self._raw(model, digest), self._processing(model, digest))
+
+    def processing(self, model: nn.Module) -> Processing:
+        """Return what is done to a model's embeddings now, with their principal components if it needs them."""
+        return self._processing(model, self._digest(model))
 
     @contextmanager
     def processed(self, post: PostProcessing, whiten_on: Any, kept: KeptByModel) -> Iterator[None]:
@@ -94,6 +95,12 @@ class JudgedEmbeddings(Generic[Raw]):
             yield
         finally:
             self._post, self._whiten_on, self._kept = before
+
+    def _digest(self, model: nn.Module) -> str:
+        return "" if self._kept is None else digest_of(*self._models(model))
+
+    def _processing(self, model: nn.Module, digest: str) -> Processing:
+        return Processing(self._post, self._whitening(model, digest) if self._post.projects else None)
 
     def _raw(self, model: nn.Module, digest: str) -> Raw:
         if self._kept is None:

@@ -4,11 +4,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from metricopt_ext.retrieval.judged import JudgedEmbeddings, judged_by
+import torch
+from torch import nn
+
+from metricopt_ext.retrieval.judged import JudgedEmbeddings, Processing, judged_by
 from metricopt_ext.retrieval.post_processing import PostProcessing
 from metricopt_ext.tasks.kept_by_model import LIMIT, KeptByModel
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.settings import Setting, Settings, Value
+from metricopt_ext.tasks.settings import Setting, Settings, Value, Values
+from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.words import brief, nearest
 
 POWERS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -20,20 +24,28 @@ SEARCHES = 2.0
 
 
 class RetrievalSettings(Settings):
-    """The settings of retrieval metrics, as `retrieval_settings` returns them.
+    """The settings of retrieval metrics, as `retrieval_settings` returns them."""
 
-    Attributes:
-        kept: The embeddings of the last few models.
-    """
-
-    def __init__(self, *arguments: Any, kept: KeptByModel, **options: Any) -> None:
+    def __init__(self, *arguments: Any, kept: KeptByModel, judge: JudgedEmbeddings[Any], **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.kept = kept
+        self._kept, self._judge = kept, judge
 
     @property
     def passes(self) -> int:
         """Forward passes over some data so far, while settings were applied; a change of settings alone makes none."""
-        return self.kept.passes
+        return self._kept.passes
+
+    @torch.no_grad()
+    def processing(self, model: nn.Module, values: Values) -> Processing:
+        """Return what values do to a model's embeddings: ``processing.of(embeddings)``, for an index of your own.
+
+        ``merge_whitening(model, processing.whitening, processing.post, example)`` has the model do what it can of it.
+
+        Raises:
+            ValueError: As from `check`.
+        """
+        with self.applied(values), evaluating(model):
+            return self._judge.processing(model)
 
 
 def retrieval_settings(
@@ -115,7 +127,7 @@ def retrieval_settings(
             yield
 
     presets = {} if "augmentation" in cannot else {f"augmentation_{k}": {"augmentation": k} for k in AUGMENTED if k}
-    return RetrievalSettings(chosen, apply, presets=presets, kept=kept)
+    return RetrievalSettings(chosen, apply, presets=presets, kept=kept, judge=judges[0])
 
 
 def _judge(metric: Any) -> JudgedEmbeddings[Any]:

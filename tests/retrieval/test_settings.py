@@ -22,6 +22,7 @@ from metricopt_ext.retrieval.accuracy import RecallCalculator
 from metricopt_ext.retrieval.build import build_metric
 from metricopt_ext.retrieval.cameras import CAMERA
 from metricopt_ext.retrieval.config import MetricConfig
+from metricopt_ext.retrieval.merge_whitening import merge_whitening
 from metricopt_ext.retrieval.post_processing import PostProcessing, Whitening, augmented, post_processed
 from metricopt_ext.retrieval.recall import recall_at_k, recall_metric, recalls_left_out, recalls_on_halves
 from metricopt_ext.retrieval.search import trainer_task
@@ -256,6 +257,28 @@ def test_settings_alone_run_no_model_and_give_the_same_to_the_last_digit() -> No
     assert (settings.passes, model.runs) == (4, 12)
     metric.evaluate(model, "test")
     assert model.runs == 15  # nothing is kept where no settings are tuned
+
+
+def test_what_values_do_goes_to_an_index_and_into_the_model() -> None:
+    model, metric = Embedder().double(), task_metric()
+    x = examples(0)[0].double()
+    metric = recall_metric([(x, examples(0)[1])], ks=KS)
+    settings = retrieval_settings(metric, whiten_on=examples(1)[0].double())
+    plain = settings.processing(model, {})
+    assert (plain.post, plain.whitening) == (PostProcessing(), None)
+    assert settings.passes == 0
+    processing = settings.processing(model.train(), {"whitening": 0.75})
+    assert model.training
+    with settings.applied({"whitening": 0.75}):
+        tuned = metric.evaluate(model, "test")
+    assert settings.passes == 2  # the first was over the whitening's inputs
+    with torch.no_grad():
+        own = processing.of(model.eval()(x))
+    assert recall_at_k(own, examples(0)[1], KS).mean == pytest.approx(1 - tuned.cost, abs=1e-12)
+    assert processing.whitening is not None
+    assert len(merge_whitening(model, processing.whitening, processing.post, x)) == 1  # lengths
+    found = recall_metric([(x, examples(0)[1])], ks=KS, distance="cosine").evaluate(model, "test")
+    assert found == tuned
 
 
 def test_phi_and_starts_are_told_apart() -> None:
