@@ -118,6 +118,7 @@ class JudgedEmbeddings(Generic[Raw]):
         if own is None:
             found = kept.of((digest, id(self._whiten_on), "inputs"), given)
         else:
+            digest = digest_of(*own._models(model))
             found = own._embeddings_of(kept.of((digest, id(own), "embeddings"), lambda: own._embed(model)))
         key = digest, id(self._whiten_on), "whitening", scaled
         return kept.of(key, lambda: Whitening.of(unit_if(scaled, found)), passes=0)

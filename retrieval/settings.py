@@ -58,7 +58,8 @@ def retrieval_settings(
     """Return the settings of retrieval: the power of a PCA whitening, database augmentation, and others by name.
 
     While they are applied, the metrics judge post-processed embeddings, and a model's embeddings are kept: a query
-    that changes settings alone runs no model. The metrics' data, and ``whiten_on``, must be the same each time.
+    that changes settings alone runs no model. The metrics' data, ``whiten_on``, and what ``embed`` uses besides the
+    model must be the same each time.
 
     Args:
         metrics: What judges, on validation and test data, say: made by `recall_metric`, by `trainer_task`, or by the
