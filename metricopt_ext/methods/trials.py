@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -58,13 +58,8 @@ class Trial:
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:
         """Yield the model at this trial, in evaluation mode, its settings in force; afterwards it is as it was."""
-        adapter, settings = self._task.adapter, self._task.settings
-        with ExitStack() as held:
-            held.enter_context(adapter.applied(self._state))
-            held.enter_context(evaluating(adapter.model))
-            if settings is not None:
-                held.enter_context(settings.applied(self.settings, adapter.model))
-            yield adapter.model
+        with self._task.standing_at(self._state) as model, evaluating(model):
+            yield model
 
     def checkpoint(self, path: str | Path) -> None:
         """Write the model at this trial as an ordinary state dict, phi merged into the weights.

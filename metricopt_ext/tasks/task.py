@@ -3,7 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.effect import check_effect
 from metricopt_ext.adapters.modulation import CONTEXT_NAME
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, MetricError, WeightsError
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Evaluation, Metric
@@ -231,6 +232,20 @@ class FinetuneTask:
                 raise ValueError(f"settings are {brief(dict(values))}, but the task has none; give it settings=")
             return self
         return self._with("_values", self.settings.complete({**self.settings.first, **values}))
+
+    @contextmanager
+    def standing_at(self, start: Start) -> Iterator[nn.Module]:
+        """Have the model be what a start says for a while, its settings of inference in force, and yield it.
+
+        Raises:
+            AdapterError, ValueError: The start does not fit the model, or has other settings than the task.
+        """
+        with ExitStack() as held:
+            model = held.enter_context(self.adapter.applied(start))
+            values = self.with_values(start.settings).values
+            if self.settings is not None and values is not None:
+                held.enter_context(self.settings.applied(values, model))
+            yield model
 
     def judged_by(self, metric: Metric) -> "FinetuneTask":
         """Return the same task with another metric."""
