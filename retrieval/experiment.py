@@ -16,7 +16,7 @@ from metricopt_ext.evidence.bootstrap import error_of, jackknife_error, of_group
 from metricopt_ext.evidence.experiment import Experiment, State, Subject
 from metricopt_ext.evidence.method import Method
 from metricopt_ext.evidence.rivals import planned
-from metricopt_ext.evidence.run_config import memory_of
+from metricopt_ext.evidence.run_config import USUAL, memory_of
 from metricopt_ext.evidence.siblings import EmbedderSiblingsConfig, plot_histories, training
 from metricopt_ext.methods.siblings.training import TrainingTask
 from metricopt_ext.retrieval.build import (
@@ -37,9 +37,12 @@ from metricopt_ext.retrieval.few_classes import FewClasses
 from metricopt_ext.retrieval.metrics import besides, check_ks, embedding_metric, try_metric
 from metricopt_ext.retrieval.pictures import plot_neighbours, plot_recalls, save_recalls
 from metricopt_ext.retrieval.recall import hits_at_k
+from metricopt_ext.retrieval.settings import FURTHER, retrieval_settings
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.settings import Settings
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.config import config_section
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.files import write_json
 from metricopt_ext.utils.modes import evaluating
@@ -106,6 +109,14 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         told = FewClasses(task.metric, lambda: len(classes), self.watcher.say, config.guard.confidence)
         task.metric.observers.append(told)
         return task, test
+
+    def own_settings(self) -> Settings:
+        """Return retrieval's settings; a whitening is fitted on the validation images, as BatchNorm's statistics are."""
+        names = [] if self.config.settings.names in ([], [USUAL]) else list(self.config.settings.names)
+        with config_section("settings.names"):
+            return retrieval_settings(
+                self.task.metric, self.test_metric, whiten_on=self.task.metric, also=[n for n in names if n in FURTHER]
+            ).only(names)
 
     def rare(self) -> Rare | None:
         """Return the groups of queries, the classes, of which validation has few examples."""

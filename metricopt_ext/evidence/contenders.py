@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.errors import MetricError
+from metricopt_ext.errors import ConfigError, MetricError
 from metricopt_ext.evidence.method import METHODS, Begun, Contender, End, Meter, Reached, end_of, now
 from metricopt_ext.evidence.method_config import FinetuneConfig
 from metricopt_ext.evidence.run_config import RunConfig
@@ -24,23 +24,37 @@ from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.searched import search_results
 from metricopt_ext.methods.strategy import LearningStrategy
+from metricopt_ext.methods.tuned_settings import accepted
 from metricopt_ext.methods.tuning import finetune
 from metricopt_ext.search.optimizer import LossStep
+from metricopt_ext.search.settings_stage import SettingsState
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.kept_evaluations import KeptEvaluation, KeptEvaluations, KeptPoint
 from metricopt_ext.tasks.metric import Ledger, Query
+from metricopt_ext.tasks.settings import Settings
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.progress import Watcher, Within
 
 
-def usual_contenders(config: RunConfig) -> dict[str, Contender]:
+def without() -> Settings:
+    """Say that a task has no settings of inference.
+
+    Raises:
+        ConfigError: Always.
+    """
+    raise ConfigError("this task has no settings of inference")
+
+
+def usual_contenders(config: RunConfig, settings: Callable[[], Settings] = without) -> dict[str, Contender]:
     """Return what every task's comparison can run, by name.
 
     Args:
         config: The task's settings.
+        settings: Returns the settings of inference of its model.
     """
     search = config.build_strategy()
+    own = ours(search if isinstance(search, GuidedTrustRegion) else None, config.guard.confidence)
 
     def best_step(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> Tensor:
         return best_of_loss_finetune(task, loss_path(task, config.finetune, seed, start), queries)
@@ -49,7 +63,24 @@ def usual_contenders(config: RunConfig) -> dict[str, Contender]:
     return {
         "loss_finetune_best": at_each_budget(best_step, least=lambda dim: 2),
         **{name: searching(each) for name, each in made.items() if isinstance(each, SearchStrategy)},
-        "ours": ours(search if isinstance(search, GuidedTrustRegion) else None, config.guard.confidence),
+        "ours": own,
+        **_with_settings(own, settings, config.guard.confidence),
+    }
+
+
+def _with_settings(own: Contender, settings: Callable[[], Settings], confidence: float) -> dict[str, Contender]:
+    """Return what tunes settings of inference, by name: what is free, each alone, presets too, and then phi."""
+
+    def free(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+        meter, found = Meter(task), settings()
+        start = replace(begun.starts[begun.chosen], settings=found.first)
+        yield from (meter.reached(start) for _ in budgets)
+
+    return {
+        "settings_free": Contender(free),
+        "settings_lines": tuning_settings(lambda: settings().without_presets(), confidence),
+        "settings": tuning_settings(settings, confidence),
+        "settings+phi": with_settings_of(own, settings),
     }
 
 
@@ -98,6 +129,44 @@ def ours(search: GuidedTrustRegion | None = None, confidence: float = CONFIDENCE
             meter.forget_since(reached)  # what was reached is judged meanwhile
 
     return Contender(run, engine.least_queries, anytime=True)
+
+
+def tuning_settings(settings: Callable[[], Settings], confidence: float = CONFIDENCE) -> Contender:
+    """Make a contender of the stage over settings of inference alone, at the chosen start.
+
+    Args:
+        settings: Returns the settings; what they say of queries bounds it, whatever the budget.
+        confidence: The guard's.
+    """
+
+    def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+        for queries in budgets:
+            tuned = settings()
+            limited, start = begun.of(with_budget(task.with_settings(tuned), queries))
+            meter, first = Meter(limited), begun.asked.get(begun.chosen)
+            if first is None or tuned.changed(tuned.first):
+                first, queries = limited.evaluate(start, "settings"), queries - 1
+            state = SettingsState(tuned, first, queries)
+            while batch := state.ask():
+                for index, values in enumerate(batch):
+                    state.tell(index, limited.with_values(values).evaluate(start, "settings"))
+            end = state.end()
+            kept = end.values if accepted(end, confidence) else tuned.first
+            yield meter.reached(replace(begun.starts[begun.chosen], settings=kept))
+
+    return Contender(run)
+
+
+def with_settings_of(contender: Contender, settings: Callable[[], Settings]) -> Contender:
+    """Return a contender whose task has settings of inference, at the best of the same starts."""
+
+    def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+        found = settings()
+        if found.changed(found.first):  # the starts were asked without
+            begun = replace(begun, asked={})
+        return contender.run(task.with_settings(found), begun, budgets, seed)
+
+    return replace(contender, run=run)
 
 
 def on_file(begun: Begun, task: FinetuneTask) -> KeptEvaluations:

@@ -15,7 +15,7 @@ from metricopt_ext.evidence.contenders import Spent
 from metricopt_ext.evidence.contest_file import STARTS, read_row
 from metricopt_ext.evidence.experiment import Experiment, State
 from metricopt_ext.evidence.guarded import TRAINED, Change, record_of
-from metricopt_ext.evidence.method import METHODS, Begun, Contender, End, Reached, now
+from metricopt_ext.evidence.method import METHODS, TUNES_SETTINGS, Begun, Contender, End, Reached, now
 from metricopt_ext.evidence.passes import CountedTask, Passes, counting, noticing, passes_of
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.result import Result
@@ -138,7 +138,10 @@ def run_seed(
         for name in missing:
             watcher.stage(METHODS[name].title)
             row = _Row(experiment, opening, spent)
-            write_json(folder / f"{name}.json", {"method": name, **row.run(contenders[name], plan.budgets_of(name))})
+            write_json(
+                folder / f"{name}.json",
+                {"method": name, **row.run(contenders[name], plan.budgets_of(name), name in TUNES_SETTINGS)},
+            )
     watcher.done()
 
 
@@ -190,10 +193,20 @@ class _Row:
     def __init__(self, experiment: Experiment[Any], opening: Opening, spent: Spent) -> None:
         self.experiment, self.opening, self.spent = experiment, opening, spent
         self.task, self.begun = experiment.task, opening.begun
+        # Where a method tunes settings of inference, its end has them; of other methods' ends nothing changes.
+        self.judging = self.task
         self.validation_metric = self.task.metric.with_new_ledger()
 
-    def run(self, contender: Contender, budgets: Sequence[int]) -> dict[str, Any]:
-        """Run a contender at all budgets and return its row; an error marks its budget and those that depend on it."""
+    def run(self, contender: Contender, budgets: Sequence[int], tunes_settings: bool = False) -> dict[str, Any]:
+        """Run a contender at all budgets and return its row; an error marks its budget and those that depend on it.
+
+        Args:
+            contender: The contender.
+            budgets: The budgets.
+            tunes_settings: Whether its ends have settings of inference.
+        """
+        if tunes_settings:
+            self.judging = self.task.with_settings(self.experiment.settings.limited(free=False))
         seed, least = self.experiment.seed, contender.least(self.task.dim) + self.begun.spent
         possible = [budget for budget in budgets if budget >= least]
         cells: dict[str, Any] = {}
@@ -221,8 +234,8 @@ class _Row:
             raise BudgetError(f"{reached.queries} queries were spent of a budget of {budget}")
         return {
             "queries": reached.queries,
-            "validation": judge(self.task.judged_by(self.validation_metric), reached.end),
-            "test": self.tested(self.task, reached.end),
+            "validation": judge(self.judging.judged_by(self.validation_metric), reached.end),
+            "test": self.tested(self.judging, reached.end),
             "seconds": reached.seconds + self.opening.seconds,
             "passes": None if reached.passes is None else asdict(reached.passes + self.opening.passes),
             "guard": None if reached.result is None else self.guard(reached.result),
@@ -230,7 +243,7 @@ class _Row:
 
     def guard(self, result: Result) -> dict[str, Any]:
         """Return a record of what the guard decided, and of what that came to on test."""
-        return record_of(result, self.task, scale=self.task.metric.scale, change=self.change)
+        return record_of(result, self.judging, scale=self.task.metric.scale, change=self.change)
 
     def change(self, before: State, after: State) -> Change:
         """Return what going from one state to another changes on test, positive being better."""

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -15,8 +16,9 @@ from torch import Tensor
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.data.rare import Rare
 from metricopt_ext.data.reading import Reading
+from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.compare import Comparison, compare
-from metricopt_ext.evidence.contenders import along_path, loss_path, usual_contenders
+from metricopt_ext.evidence.contenders import along_path, loss_path, usual_contenders, without
 from metricopt_ext.evidence.correlation import CorrelationReport
 from metricopt_ext.evidence.events import query_events
 from metricopt_ext.evidence.method import Contender, End, Method
@@ -27,6 +29,7 @@ from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.starts import batchnorm_start
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.settings import Settings
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.files import save_checkpoint
@@ -96,6 +99,8 @@ class Experiment(ABC, Generic[Config]):
         self.task = task.judged_by(
             task.metric.with_settings(**vars(config.evaluation), require_guard=config.guard.required)
         )
+        if config.settings.names:
+            self.task = self.task.with_settings(self.settings)
 
     @classmethod
     @abstractmethod
@@ -118,6 +123,20 @@ class Experiment(ABC, Generic[Config]):
     def rare(self) -> Rare | None:
         """Return of which groups the metric sees few examples; None where all have enough, or a task has no groups."""
         return None
+
+    @cached_property
+    def settings(self) -> Settings:
+        """The settings of inference that the configuration names, or the usual ones, within its limits.
+
+        Raises:
+            ConfigError: The task has none, or not that one.
+        """
+        return self.config.settings.limit(self.own_settings())
+
+    def own_settings(self) -> Settings:
+        """Return the settings of inference that the configuration names, or the usual ones; see `settings`."""
+        title = self.describe(self.config).title
+        raise ConfigError(f"settings.names={self.config.settings.names}: {title} has no settings of inference")
 
     @abstractmethod
     def validation(self) -> tuple[Sequence[Any], Batches]:
@@ -166,7 +185,10 @@ class Experiment(ABC, Generic[Config]):
             _, batches = subject.validation()
             return loss_path(replace(task, batches=batches), config.finetune, seed, start)
 
-        return {**usual_contenders(config), "loss_finetune_validation": along_path(on_labels)}
+        def settings() -> Settings:
+            return without() if subject is None else subject.settings
+
+        return {**usual_contenders(config, settings), "loss_finetune_validation": along_path(on_labels)}
 
     def test_error(self, before: State, after: State) -> float | None:
         """Return the standard error of the test metric's difference between two states, None if it is unknown."""
@@ -238,12 +260,12 @@ def run_seed(
 
 def _besides(experiment: Experiment[Any], result: Result[Any]) -> dict[str, dict[str, tuple[float, float]]]:
     """Return what counts besides the metric, before and after; the adapter has what was kept."""
-    adapter, test = experiment.task.adapter, experiment.test_metric
     if not result.also:
         return {}
-    after = test.look(adapter.model)
-    with adapter.applied(Start(experiment.task.origin())):
-        before = test.look(adapter.model)
+    test = experiment.task.judged_by(experiment.test_metric)
+    after = test.with_values(result.start_of(result.chosen).settings).look()
+    with test.adapter.applied(Start(test.origin())):
+        before = test.look()
     return {
         name: {"validation": pair, "test": (before[name], after[name])}
         for name, pair in result.also.items()
@@ -281,6 +303,7 @@ def _recorded(experiment: Experiment[Any], comparison: Comparison) -> SeedRecord
         rare=experiment.rare(),
         reading=experiment.reading,
         also=_besides(experiment, result),
+        settings={} if result.settings is None else dict(result.settings.changes),
         holding=None if result.constrained is None else result.constrained.holding,
     )
     if config.pictures and seed == config.seed:

@@ -96,6 +96,10 @@ METHODS: dict[str, Entry] = {
     "optuna_gp": Entry("Optuna, GP", "#8a6f9a", "queries", factory=lambda config: OptunaSampler("gp")),
     "best_start": Entry("best free start", "#555555", "queries"),
     "ours": Entry("MetricOpt, guided search", "#d7191c", "queries", factory=lambda config: GuidedTrustRegion()),
+    "settings_free": Entry("free settings", "#d9c9a3", "free"),
+    "settings_lines": Entry("settings, one by one", "#c2a878", "queries"),
+    "settings": Entry("settings", "#a5854e", "queries"),
+    "settings+phi": Entry("settings, then MetricOpt", "#8c1515", "queries"),
     "transferred": Entry("f of another run", "#7f9c3c", "free", "another f"),
     "placebo": Entry("the same f, turned", "#b9c58f", "free", "another f"),
     "metricopt": Entry("MetricOpt", "#c02942", "queries", shared=True),
@@ -114,6 +118,9 @@ METHODS: dict[str, Entry] = {
     ),
     "ala_focal": _sibling("ALA, focal weighting", "#93c49b", AdaptiveLossAlignment("focal"), "labels", "embedders"),
 }
+
+# The methods whose ends have settings of inference.
+TUNES_SETTINGS = tuple(name for name in METHODS if name.startswith("settings"))
 
 # The sibling methods by name, with their papers' settings.
 SIBLINGS: dict[str, Sibling] = {

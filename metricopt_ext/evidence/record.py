@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from metricopt_ext.data.rare import Rare
 from metricopt_ext.data.reading import Reading
@@ -69,6 +70,7 @@ class SeedRecord:
         also: Other quantities than the metric, by name and by ``"validation"`` and ``"test"``: of the pretrained model,
             and of what was kept.
         holding: How many of the points that were asked satisfy the constraints; None without any.
+        settings: Settings of inference that were changed, by name: before and after.
     """
 
     seed: int
@@ -91,6 +93,7 @@ class SeedRecord:
     reading: Reading | None = None
     also: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
     holding: int | None = None
+    settings: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Write the record as JSON."""

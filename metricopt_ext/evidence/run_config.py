@@ -34,12 +34,14 @@ from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.besides import BesidesConfig
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.tasks.population import MEMORY
+from metricopt_ext.tasks.settings import Settings
 from metricopt_ext.utils.checks import check_above, check_finite, check_integer
 from metricopt_ext.utils.config import as_plain, config_section, known_keys
 
 STARTS = ("loss_finetune", "batchnorm", "prior", "prior_twice", "thresholds")
 MEMORY_GIB = MEMORY / 2**30
 VARIANTS = ("metricopt_paper", "metricopt_learned")  # the paper's own forms, run beside MetricOpt
+USUAL = "usual"  # settings that are worth it, in place of their names
 LEARNERS = (*VARIANTS, "refined", "second_round")  # those of ``methods`` that respect no constraints
 
 
@@ -115,6 +117,33 @@ class GuardConfig:
 
 
 @dataclass
+class SettingsConfig:
+    """Settings of inference that the search tunes before phi; see `tasks.settings.Settings`."""
+
+    names: list[str] = field(default_factory=list)  # which, best first; usual: those that are worth it; empty: none
+    inference: float = 1.0  # factor on inference time that they may take, at least 1
+    queries: int = 10  # of MetricOpt's queries, so many at most are for them
+    free: bool = True  # whether what costs nothing and can't lower the metric is changed at once, for the metric alone
+
+    def limit(self, settings: Settings) -> Settings:
+        """Return settings within these limits."""
+        return settings.limited(inference=self.inference, queries=self.queries, free=self.free)
+
+    def check(self) -> None:
+        """Reject values that are out of range.
+
+        Raises:
+            ConfigError: One is.
+        """
+        with config_section("settings"):
+            check_integer(0, queries=self.queries)
+            check_finite(inference=self.inference)
+        check_at_least(1, {"settings.inference": self.inference})
+        if USUAL in self.names and len(self.names) > 1:
+            raise ConfigError(f"settings.names={self.names}: {USUAL} stands alone, or name each")
+
+
+@dataclass
 class RunConfig:
     """The settings that every task's tool shares; a task adds its data, model and metric.
 
@@ -130,6 +159,7 @@ class RunConfig:
         default_factory=SearchConfig
     )  # how MetricOpt works; method.name: search, recipe, paper
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
+    settings: SettingsConfig = field(default_factory=SettingsConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     # What the search may begin from besides the model as it is, where it applies; each costs a query. loss_finetune,
@@ -213,6 +243,12 @@ class RunConfig:
         unknown = [name for name in self.starts if name not in STARTS]
         if unknown:
             raise ConfigError(f"starts={self.starts}: {unknown[0]!r} is none of {', '.join(STARTS)}")
+        self.settings.check()
+        if self.settings.names and self.method.name != "search":
+            raise ConfigError(
+                f"settings.names={self.settings.names}: method.name={self.method.name} tunes no settings; set"
+                " method.name=search"
+            )
         self._check_methods()
         self._check_besides()
         self.needs_recipe("refined")

@@ -226,7 +226,7 @@ class FirstLines:
 
     def __init__(self, trials: Trials | None, watcher: Watcher) -> None:
         self._trials, self._watcher = trials, watcher
-        self._said, self._spent, self._new = trials is None, 0.0, 0
+        self._said, self._spent, self._new, self._told = trials is None, 0.0, 0, 0
 
     @property
     def seconds(self) -> float:
@@ -246,8 +246,9 @@ class FirstLines:
             yield found
 
     def told(self, asked: Asked) -> None:
-        """Say it once enough trials have been told."""
-        if not self._said and asked.id + 1 >= min(QUERIES, self._trials.queries):  # type: ignore[union-attr]
+        """Say it once enough trials of phi have been told."""
+        self._told += asked.stage != "settings"
+        if not self._said and self._told >= min(QUERIES, self._trials.queries):  # type: ignore[union-attr]
             self._said = True
             for line in self._trials.assessment(asked.id + 1, self.seconds).brief():  # type: ignore[union-attr]
                 self._watcher.say(line)

@@ -47,6 +47,12 @@ class TunedSettings:
         pairs = {name: (self.free.get(name, self.before[name]), value) for name, value in self.after.items()}
         return {name: (before, after) for name, (before, after) in pairs.items() if before != after}
 
+    @property
+    def changes(self) -> dict[str, tuple[Value, Value]]:
+        """All that was changed, what was free too, by name: before and after."""
+        pairs = {name: (before, self.after[name]) for name, before in self.before.items()}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
     def lines(self) -> list[str]:
         """Return what ``str`` of a result says."""
         lines = []

@@ -8,7 +8,7 @@ weight. A host (a toolkit, a program, your own code) says which there are (`Sett
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
@@ -251,6 +251,34 @@ class Settings:
         other.free = self.free if free else {}
         return other
 
+    def only(self, names: Sequence[str]) -> "Settings":
+        """Return some of the settings, in another order; the others keep their defaults. All if no name is given.
+
+        Presets that need another setting are left out.
+
+        Raises:
+            ValueError: There is no such setting.
+        """
+        if not names:
+            return self
+        self._check_names(names)
+        other, apply, left_out = copy.copy(self), self._apply, {**self.defaults}
+        other._settings = {name: self._settings[name] for name in names}
+        other._presets = {
+            name: each
+            for name, each in self._presets.items()
+            if set(names) >= set(each(self.defaults) if callable(each) else each)
+        }
+        other.free = {name: value for name, value in self.free.items() if name in names}
+        other._apply = lambda values, **more: apply({**left_out, **values}, **more)
+        return other
+
+    def without_presets(self) -> "Settings":
+        """Return the same settings without presets: each is tuned alone."""
+        other = copy.copy(self)
+        other._presets = {}
+        return other
+
     @property
     def names(self) -> tuple[str, ...]:
         """The settings' names, in order."""
@@ -276,10 +304,13 @@ class Settings:
         Raises:
             ValueError: There is one.
         """
-        if unknown := [name for name in values if name not in self._settings]:
-            raise ValueError(f"there is no setting {brief(unknown[0])}{nearest(str(unknown[0]), list(self.names))}")
+        self._check_names(values)
         for name, value in values.items():
             self._settings[name].check(value)
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        if unknown := [name for name in names if name not in self._settings]:
+            raise ValueError(f"there is no setting {brief(unknown[0])}{nearest(str(unknown[0]), list(self.names))}")
 
     def complete(self, values: Values) -> dict[str, Value]:
         """Return a value for every setting: the given ones, and else the defaults.

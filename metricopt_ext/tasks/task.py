@@ -216,6 +216,10 @@ class FinetuneTask:
         if not line.isfinite().all() or not line.any():
             raise ValueError("line must be finite, and not all 0; leave it out if there is no direction to look along")
 
+    def with_settings(self, settings: Settings | None) -> "FinetuneTask":
+        """Return the same task with other settings of inference, or without any."""
+        return self._with("settings", settings).with_values({})
+
     @property
     def values(self) -> dict[str, Value] | None:
         """The settings that are in force where the metric judges the model; None of a task without any."""
