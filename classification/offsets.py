@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.classification.predictions import output_of, predict
+from metricopt_ext.classification.targets import Target
 from metricopt_ext.data.labelled import MAX_BYTES
 from metricopt_ext.errors import DataError
 from metricopt_ext.tasks.metric import Metric
@@ -199,6 +200,50 @@ def prior_offsets(counts: Tensor, *, one_logit: bool = False) -> Tensor:
         raise ValueError(f"one logit is for 2 classes, got counts of {len(counts)}")
     offsets = -counts.double().log()
     return offsets[1:] - offsets[:1] if one_logit else offsets - offsets.mean()
+
+
+def prior_adjustment(adapter: Adapter, target: Target, labels: Tensor) -> Tensor | None:
+    """Return what adjusts the outputs by the priors, ``c``; None if phi has no offsets, or there are no priors.
+
+    Of labels and ranks it is minus the log-odds of each logit's share.
+
+    Args:
+        adapter: Has the offsets.
+        target: What is predicted.
+        labels: The train examples', as `targets` has them.
+    """
+    if adapter.outputs is None:
+        return None
+    if target.kind == "classes":
+        counts = labels.bincount(minlength=target.count)
+        if not counts.min() > 0:
+            return None  # a class without examples has no prior
+        return prior_offsets(counts, one_logit=len(adapter.phi[adapter.offsets]) == 1)
+    shares = target.shares(labels)
+    return None if not len(shares) or bool(((shares == 0) | (shares == 1)).any()) else -shares.logit()
+
+
+def moved_by(adapter: Adapter, offsets: Tensor) -> Tensor:
+    """Return the phi, ``d``, that adds offsets to the outputs, ``c``, and nothing else."""
+    assert adapter.outputs is not None
+    phi = torch.zeros_like(adapter.phi.detach())
+    phi[adapter.offsets] = offsets.to(phi) / adapter.outputs.scale
+    return phi
+
+
+def prior_line(adapter: Adapter, target: Target, labels: Tensor) -> Tensor | None:
+    """Return the direction of phi, ``d``, that a search looks along first: `line_offsets` of an adjustment by priors.
+
+    None if there is none, or it moves little.
+
+    Args:
+        adapter: See `prior_adjustment`, as for the others.
+        target: What is predicted.
+        labels: The train examples'.
+    """
+    adjustment = prior_adjustment(adapter, target, labels)
+    along = None if adjustment is None else line_offsets(adjustment)
+    return None if along is None else moved_by(adapter, along)
 
 
 def line_offsets(adjustment: Tensor) -> Tensor | None:
