@@ -23,7 +23,8 @@ STRONGEST = 2.0  # strength of logit adjustment
 # The least offset of a line of thresholds: whatever the priors, one logit and more moves what lies near the boundary.
 LEAST_THRESHOLD = 1.0
 
-# Several logits are not adjusted along a line if none moves by this much: classes are then as frequent within a fifth.
+# Several logits, unless of two classes, are not adjusted along a line if none moves by this much: classes are then as
+# frequent within a fifth.
 LEAST_OFFSET = 0.2
 
 
@@ -242,23 +243,35 @@ def prior_line(adapter: Adapter, target: Target, labels: Tensor) -> Tensor | Non
         labels: The train examples'.
     """
     adjustment = prior_adjustment(adapter, target, labels)
-    along = None if adjustment is None else line_offsets(adjustment)
+    two = target.kind == "classes" and target.count == 2
+    along = None if adjustment is None else line_offsets(adjustment, two_classes=two)
     return None if along is None else moved_by(adapter, along)
 
 
-def line_offsets(adjustment: Tensor) -> Tensor | None:
+def line_offsets(adjustment: Tensor, *, two_classes: bool = False) -> Tensor | None:
     """Return the offsets along which a search looks first, ``C`` or ``1``: those of an adjustment by the priors.
 
     A single logit's move by `LEAST_THRESHOLD` at least, in their direction: its threshold matters though both classes
-    are as frequent. None for several logits if none of their offsets reaches `LEAST_OFFSET`.
+    are as frequent. So does the difference of two classes' logits. None for several logits if none of their offsets
+    reaches `LEAST_OFFSET`.
 
     Args:
         adjustment: Offsets of strength 1 (`prior_offsets`), ``C`` or ``1``.
+        two_classes: Whether they are of two classes, of one logit or two; logits of labels or ranks are not.
     """
+    if two_classes and len(adjustment) == 2:
+        apart = adjustment[1:] - adjustment[:1]
+        moved = _least_threshold(apart)
+        return adjustment if torch.equal(moved, apart) else torch.cat([-moved, moved]) / 2
     if len(adjustment) == 1:
-        least = torch.full_like(adjustment, LEAST_THRESHOLD)
-        return torch.where(adjustment.abs() < least, torch.where(adjustment < 0, -least, least), adjustment)
+        return _least_threshold(adjustment)
     return adjustment if float(adjustment.abs().max()) >= LEAST_OFFSET else None
+
+
+def _least_threshold(offset: Tensor) -> Tensor:
+    """Return an offset, ``1``, or one of `LEAST_THRESHOLD` in its direction if it is smaller."""
+    least = torch.full_like(offset, LEAST_THRESHOLD)
+    return torch.where(offset.abs() < least, torch.where(offset < 0, -least, least), offset)
 
 
 @torch.no_grad()
