@@ -35,6 +35,10 @@ class MetricClassifier(ClassifierMixin, TunedNetwork):  # type: ignore[misc]
     cut point. The search then also tries, as a start that costs one query, the thresholds at which as many are
     predicted as there are.
 
+    The search looks first, by four queries, along the offsets that adjust the logits by the classes' shares of the
+    training rows, of two classes along a threshold. There is no such line if three or more are about as frequent, or
+    one is in no training row.
+
     Args:
         scoring: What to tune: a scorer's name (``sklearn.metrics.get_scorer_names()``), or
             ``scorer(estimator, X, y) -> float``, where higher is better, which may take ``sample_weight`` and

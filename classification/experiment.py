@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.classification.adapter import attach, tuned_part
 from metricopt_ext.classification.besides import besides
@@ -25,8 +24,9 @@ from metricopt_ext.classification.named_metric import build_metric, try_metric
 from metricopt_ext.classification.nelder_mead import tune_cut_points, tune_line
 from metricopt_ext.classification.offsets import (
     adjust_logits,
-    line_offsets,
-    prior_offsets,
+    moved_by,
+    prior_adjustment,
+    prior_line,
     threshold_of,
     tune_adjustment,
     tune_offsets,
@@ -126,11 +126,9 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         if isinstance(model, Rest):
             self.splits = splits = model.features(splits)
         adapter = attach(model, config, seed, splits.train.x, target.scale)
-        adjustment = self._adjustment(adapter, 1.0)
-        along = None if adjustment is None else line_offsets(adjustment)
         task = FinetuneTask(
             adapter,
-            line=None if along is None else self._moved_by(adapter, along),
+            line=prior_line(adapter, target, splits.train.y),
             loss=loss_of(target),
             batches=self._batches(splits.train),
             metric=model_metric(
@@ -245,50 +243,17 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
 
     def start(self, name: str) -> Start | None:
         """Return one of `run_config.STARTS`, or None if it does not apply; see `Experiment.start`."""
-        strength = PRIORS.get(name)
-        if strength is None and name != "thresholds":
+        adapter, train = self.task.adapter, self.splits.train
+        if name in PRIORS:
+            adjustment = prior_adjustment(adapter, self.target, train.y)
+            return None if adjustment is None else Start(moved_by(adapter, PRIORS[name] * adjustment))
+        if name != "thresholds":
             return super().start(name)
-        adapter = self.task.adapter
-        offsets = self._adjustment(adapter, strength)
-        return None if offsets is None else Start(self._moved_by(adapter, offsets))
-
-    def _adjustment(self, adapter: Adapter, strength: float | None) -> Tensor | None:
-        """Return what adjusts the outputs by the priors, ``c``; None if phi has no offsets, or there are no priors.
-
-        Args:
-            adapter: Has the offsets.
-            strength: Of the adjustment; None for thresholds that predict as many as there are.
-        """
-        if adapter.outputs is None:
-            return None
-        if self.target.kind != "classes" or strength is None:
-            return self._label_offsets(strength)
-        counts = self.splits.train.y.bincount(minlength=self.splits.num_classes)
-        if not counts.min() > 0:
-            return None  # a class without examples has no prior
-        size = len(adapter.phi[adapter.offsets])
-        return strength * prior_offsets(counts, one_logit=size == 1)
-
-    def _moved_by(self, adapter: Adapter, offsets: Tensor) -> Tensor:
-        """Return the phi, ``d``, that adds offsets to the outputs, ``c``, and nothing else."""
-        assert adapter.outputs is not None
-        phi = torch.zeros_like(adapter.phi.detach())
-        phi[adapter.offsets] = offsets.to(phi) / adapter.outputs.scale
-        return phi
-
-    def _label_offsets(self, strength: float | None) -> Tensor | None:
-        """Return offsets of the logits of labels or ranks, ``c``, by their shares in train; None for other targets.
-
-        Args:
-            strength: Of minus the log-odds; None for thresholds that predict as many as there are.
-        """
-        train = self.splits.train
         shares = self.target.shares(train.y)
-        if not len(shares):
+        if adapter.outputs is None or not len(shares):
             return None
-        if strength is None:
-            return matching_offsets(scores_at(self.task.adapter, self.task.origin(), train.x), shares)
-        return None if bool(((shares == 0) | (shares == 1)).any()) else -strength * shares.logit()
+        offsets = matching_offsets(scores_at(adapter, self.task.origin(), train.x), shares)
+        return Start(moved_by(adapter, offsets))
 
     @property
     def _metric(self) -> MetricSpec:

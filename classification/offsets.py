@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.classification.predictions import output_of, predict
+from metricopt_ext.classification.targets import Target
 from metricopt_ext.data.labelled import MAX_BYTES
 from metricopt_ext.errors import DataError
 from metricopt_ext.tasks.metric import Metric
@@ -22,7 +23,8 @@ STRONGEST = 2.0  # strength of logit adjustment
 # The least offset of a line of thresholds: whatever the priors, one logit and more moves what lies near the boundary.
 LEAST_THRESHOLD = 1.0
 
-# Several logits are not adjusted along a line if none moves by this much: classes are then as frequent within a fifth.
+# Several logits, unless of two classes, are not adjusted along a line if none moves by this much: classes are then as
+# frequent within a fifth.
 LEAST_OFFSET = 0.2
 
 
@@ -201,19 +203,75 @@ def prior_offsets(counts: Tensor, *, one_logit: bool = False) -> Tensor:
     return offsets[1:] - offsets[:1] if one_logit else offsets - offsets.mean()
 
 
-def line_offsets(adjustment: Tensor) -> Tensor | None:
+def prior_adjustment(adapter: Adapter, target: Target, labels: Tensor) -> Tensor | None:
+    """Return what adjusts the outputs by the priors, ``c``; None if phi has no offsets, or there are no priors.
+
+    Of labels and ranks it is minus the log-odds of each logit's share.
+
+    Args:
+        adapter: Has the offsets.
+        target: What is predicted.
+        labels: The train examples', as `targets` has them.
+    """
+    if adapter.outputs is None:
+        return None
+    if target.kind == "classes":
+        counts = labels.bincount(minlength=target.count)
+        if not counts.min() > 0:
+            return None  # a class without examples has no prior
+        return prior_offsets(counts, one_logit=len(adapter.phi[adapter.offsets]) == 1)
+    shares = target.shares(labels)
+    return None if not len(shares) or bool(((shares == 0) | (shares == 1)).any()) else -shares.logit()
+
+
+def moved_by(adapter: Adapter, offsets: Tensor) -> Tensor:
+    """Return the phi, ``d``, that adds offsets to the outputs, ``c``, and nothing else."""
+    assert adapter.outputs is not None
+    phi = torch.zeros_like(adapter.phi.detach())
+    phi[adapter.offsets] = offsets.to(phi) / adapter.outputs.scale
+    return phi
+
+
+def prior_line(adapter: Adapter, target: Target, labels: Tensor) -> Tensor | None:
+    """Return the direction of phi, ``d``, that a search looks along first: `line_offsets` of an adjustment by priors.
+
+    None if there is none, or it moves little.
+
+    Args:
+        adapter: See `prior_adjustment`, as for the others.
+        target: What is predicted.
+        labels: The train examples'.
+    """
+    adjustment = prior_adjustment(adapter, target, labels)
+    two = target.kind == "classes" and target.count == 2
+    along = None if adjustment is None else line_offsets(adjustment, two_classes=two)
+    return None if along is None else moved_by(adapter, along)
+
+
+def line_offsets(adjustment: Tensor, *, two_classes: bool = False) -> Tensor | None:
     """Return the offsets along which a search looks first, ``C`` or ``1``: those of an adjustment by the priors.
 
     A single logit's move by `LEAST_THRESHOLD` at least, in their direction: its threshold matters though both classes
-    are as frequent. None for several logits if none of their offsets reaches `LEAST_OFFSET`.
+    are as frequent. So does the difference of two classes' logits. None for several logits if none of their offsets
+    reaches `LEAST_OFFSET`.
 
     Args:
         adjustment: Offsets of strength 1 (`prior_offsets`), ``C`` or ``1``.
+        two_classes: Whether they are of two classes, of one logit or two; logits of labels or ranks are not.
     """
+    if two_classes and len(adjustment) == 2:
+        apart = adjustment[1:] - adjustment[:1]
+        moved = _least_threshold(apart)
+        return adjustment if torch.equal(moved, apart) else torch.cat([-moved, moved]) / 2
     if len(adjustment) == 1:
-        least = torch.full_like(adjustment, LEAST_THRESHOLD)
-        return torch.where(adjustment.abs() < least, torch.where(adjustment < 0, -least, least), adjustment)
+        return _least_threshold(adjustment)
     return adjustment if float(adjustment.abs().max()) >= LEAST_OFFSET else None
+
+
+def _least_threshold(offset: Tensor) -> Tensor:
+    """Return an offset, ``1``, or one of `LEAST_THRESHOLD` in its direction if it is smaller."""
+    least = torch.full_like(offset, LEAST_THRESHOLD)
+    return torch.where(offset.abs() < least, torch.where(offset < 0, -least, least), offset)
 
 
 @torch.no_grad()

@@ -99,7 +99,7 @@ def load_splits(config: ClassificationConfig, seed: int) -> Splits:
     elif isinstance(splits.train, Unscaled):
         splits = single_precision(splits)
     if splits.train.x.dtype == torch.uint8:
-        splits = splits.map(lambda part, name: replace(part, x=changed(part.x, lambda x: x.float() / 255)))
+        splits = splits.map(lambda part, name: replace(part, x=changed(part.x, lambda x: x.float().div_(255))))
     with config_section("shift"):
         splits = _shifted(splits, config, seed)
     splits = _normalised(splits, config)
@@ -135,7 +135,7 @@ def _normalised(splits: Splits, config: ClassificationConfig) -> Splits:
 
     def normalise(x: Tensor) -> Tensor:
         centre, spread = (x.new_tensor(values).view(-1, 1, 1) for values in (mean, std))
-        return (x - centre) / spread
+        return (x - centre).div_(spread)
 
     return splits.map(lambda part, name: replace(part, x=changed(part.x, normalise)))
 

@@ -28,6 +28,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.adapters.start import Start
+from metricopt_ext.classification.offsets import moved_by, prior_line
 from metricopt_ext.classification.targets import Target, matching_offsets
 from metricopt_ext.data.halves import Halves
 from metricopt_ext.data.precision import check_told_apart
@@ -352,16 +353,12 @@ class TunedNetwork(BaseEstimator):  # type: ignore[misc]
         starts = {}
         adapter = self._attached(seed)
         if _has_thresholds(target):
-            phi, scale = (
-                torch.zeros_like(adapter.phi.detach()),
-                1.0 if adapter.outputs is None else adapter.outputs.scale,
-            )
             with torch.no_grad():
                 offsets = matching_offsets(self.model_(x), target.shares(y))
-            phi[adapter.offsets] = (offsets / scale).to(phi)
-            starts[THRESHOLDS] = Start(phi)
+            starts[THRESHOLDS] = Start(moved_by(adapter, offsets))
         task = FinetuneTask(
             adapter,
+            line=prior_line(adapter, target, y),
             loss=lambda model, batch: (batch[2] * target.losses(model(batch[0]), batch[1])).mean(),
             batches=TensorBatches(x, y, self.batch_size, more=[w]),
             metric=Metric(lambda: with_halves(judged, halves), maximize=True, bounds=None, name=self._name()),

@@ -94,7 +94,7 @@ class Splits:
         def change(part: Split, name: str) -> Split:
             if name not in drawn:
                 return part
-            x = changed(part.x, lambda x: x.float() / 255) if part.x.dtype == torch.uint8 else part.x
+            x = changed(part.x, lambda x: x.float().div_(255)) if part.x.dtype == torch.uint8 else part.x
             if isinstance(images := cast(Any, x), StreamedImages):
                 return replace(part, x=as_inputs(images.changed_by_place(ShiftByPlace(shift, drawn[name]))))
             return replace(part, x=shift(x, seed=drawn[name]))

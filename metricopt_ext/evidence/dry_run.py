@@ -19,7 +19,7 @@ from metricopt_ext.methods.paper import END_QUERIES, Algorithm1
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.plain import plain
 from metricopt_ext.search.probe import GRADIENTS
-from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.search.trust_region import LINE_QUERIES, GuidedTrustRegion
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.machine import deterministic
@@ -100,7 +100,7 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at
         check_known(methods)
         found = sorted(path.name for path in Path(own).iterdir())
         strategy = config.build_strategy()
-        plan, work = planned(strategy, config, task.dim, task.at_once)
+        plan, work = planned(strategy, config, task.dim, task.at_once, line=task.line is not None)
         one, wide, query = _probe(task, work.width, config.seed)
     subject = experiment.describe(config)
     rivals = known_queries(config, methods)
@@ -150,7 +150,12 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at
 
 
 def planned(
-    strategy: GuidedTrustRegion | Recipe | Algorithm1, config: RunConfig, dim: int, population: int
+    strategy: GuidedTrustRegion | Recipe | Algorithm1,
+    config: RunConfig,
+    dim: int,
+    population: int,
+    *,
+    line: bool = False,
 ) -> tuple[list[tuple[str, str]], Work]:
     """Return what MetricOpt does on a seed, as rows of a table, and its work.
 
@@ -159,6 +164,7 @@ def planned(
         config: The settings.
         dim: Dimension of phi.
         population: Tasks computed together.
+        line: Whether the task has a direction of phi that a search looks along first.
     """
 
     def waves(tasks: int) -> int:
@@ -184,11 +190,15 @@ def planned(
         ]
         asked, wide = tasks * strategy.evals + END_QUERIES, waves(tasks) * strategy.steps
         return rows, Work(asked, 2 * strategy.steps, wide, min(tasks, population))
-    design, starts = strategy.design_size(dim), len(config.starts) + 1
-    batches = math.ceil((config.queries - starts - design - 1) / strategy.batch)
+    starts = len(config.starts) + 1
+    left = config.queries - starts - 1  # the end is a query of its own
+    along = min(LINE_QUERIES if line else 0, left)
+    design = min(strategy.design_size(dim), left - along)
+    batches = math.ceil((left - along - design) / strategy.batch)
     rows = [
         ("starts", f"{starts} at most, a query each"),
-        ("design", counted(design, "query")),
+        *([("line", f"{counted(along, 'query')} along the task's line, through the best start")] if line else []),
+        ("design", f"{counted(design, 'query')} around the best of these"),
         ("batches", f"about {batches} of {strategy.batch} queries, and a query for the end"),
     ]
     steps = config.finetune.steps if "loss_finetune" in config.starts else 0

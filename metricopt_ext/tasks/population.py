@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from metricopt_ext.adapters.calls import eager
 from metricopt_ext.utils.kept_modules import KeptModules
@@ -208,6 +208,52 @@ def _precision(origin: Tensor, rounding: float) -> float:
     """Return the relative error of single operations, which is larger where a GPU's matrix units round their inputs."""
     cuda = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
     return max(rounding, 2.0**-10) if origin.device.type == "cuda" and cuda else rounding
+
+
+class Together(list[Any]):
+    """Batches of several tasks that are held once: their tensors are rows of those in ``stacked``.
+
+    Args:
+        rows: The batches.
+        stacked: The same tree, with the tensors of all, ``n x ...``, in the place of each one's.
+    """
+
+    def __init__(self, rows: Sequence[Any], stacked: Any) -> None:
+        super().__init__(rows)
+        self.stacked = stacked
+
+
+def together(batch_of: Callable[[int], Any], indices: Sequence[int]) -> list[Any]:
+    """Return the batches of some tasks, each copied into its rows as it comes; a plain list if they can't be stacked.
+
+    So they take their own bytes and those of one batch more; stacked at the end, they would take twice their own.
+
+    Args:
+        batch_of: Returns the batch of a task.
+        indices: The tasks, one at least.
+    """
+    rows: list[Any] = []
+    stacked: Any = None
+    for row, index in enumerate(indices):
+        batch = batch_of(index)
+        if row == 0 and len(indices) > 1 and all(map(_can_be_copied, tree_leaves(batch))):
+            stacked = tree_map(lambda leaf: leaf.new_empty((len(indices), *leaf.shape)), batch)
+        if row > 0 and not alike([rows[0], batch]):
+            stacked = None
+        rows.append(batch if stacked is None else _copied(batch, stacked, row))
+        del batch  # before the next is made
+    return rows if stacked is None else Together(rows, stacked)
+
+
+def _copied(batch: Any, stacked: Any, row: int) -> Any:
+    """Copy a batch into a row of tensors, ``n x ...`` each, and return that row."""
+    return tree_map(lambda whole, leaf: whole[row].copy_(leaf), stacked, batch)
+
+
+def _can_be_copied(leaf: Any) -> bool:
+    """Whether a copy of a leaf is as good as itself: it is a plain tensor, without a history or other strides."""
+    plain = type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_quantized
+    return plain and leaf.is_contiguous() and not leaf.requires_grad
 
 
 def alike(batches: Sequence[Any]) -> bool:

@@ -21,7 +21,7 @@ from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, MetricError, WeightsError
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Evaluation, Metric
-from metricopt_ext.tasks.population import MEMORY, Population, alike, choose
+from metricopt_ext.tasks.population import MEMORY, Population, Together, alike, choose, together
 from metricopt_ext.tasks.settings import Settings, Value, Values
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_above, check_integer
@@ -305,8 +305,7 @@ class FinetuneTask:
         parts = []
         for at in range(0, len(indices), self.at_once):  # one population's batches and activations are held at once
             some = slice(at, at + self.at_once)
-            batches = [self.batches(seed, index, step) for index in indices[some]]
-            parts.append(self._losses_and_gradients(phi[some], batches, differentiable))
+            parts.append(self._part(phi[some], seed, indices[some], step, differentiable))
         loss, gradient = (torch.cat(each) for each in zip(*parts, strict=True))
         finite = loss.isfinite() & gradient.isfinite().all(dim=1)
         if not finite.all():
@@ -452,6 +451,16 @@ class FinetuneTask:
         costs = [each.cost for each in self.evaluate_at(phi, purpose, where)]
         return torch.tensor(costs, dtype=torch.float64)
 
+    def _part(
+        self, phi: Tensor, seed: int, indices: Sequence[int], step: int, differentiable: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Compute a population; its batches are gone when this returns."""
+        assert self.batches is not None
+        batches = self.batches
+        return self._losses_and_gradients(
+            phi, together(lambda index: batches(seed, index, step), indices), differentiable
+        )
+
     def _losses_and_gradients(self, phi: Tensor, batches: Sequence[Any], differentiable: bool) -> tuple[Tensor, Tensor]:
         """Compute a population; if it fails, one by one where it was chosen, or say why a given one can't be done.
 
@@ -517,7 +526,10 @@ class FinetuneTask:
     def _losses(self, phi: Tensor, batches: Sequence[Any]) -> Tensor:
         if self._one_by_one(batches):
             return torch.stack([self._loss(p, batch) for p, batch in zip(phi, batches, strict=True)])
-        stacked = tree_map(lambda *leaves: torch.stack(leaves), *batches)
+        if isinstance(batches, Together):
+            stacked = batches.stacked
+        else:
+            stacked = tree_map(lambda *leaves: torch.stack(leaves), *batches)
         with FoldedBatchNorm():
             if not isinstance(self.loss, OutputLoss):
                 losses: Tensor = torch.func.vmap(self._loss)(phi, stacked)

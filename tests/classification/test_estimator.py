@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from scipy.sparse import csr_matrix
 from sklearn import config_context
 from sklearn.base import clone
@@ -15,8 +16,12 @@ from sklearn.model_selection import GridSearchCV, cross_val_predict, cross_valid
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
+from torch import Tensor
 
+from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.classification.estimator import CANNOT_PASS, MetricClassifier
+from metricopt_ext.classification.offsets import prior_offsets
+from metricopt_ext.data.label_parts import label_parts
 from metricopt_ext.errors import AdapterError, BudgetError, MetricError
 
 SMALL: dict[str, Any] = {"dim": 2, "hidden": (8,), "epochs": 30, "batch_size": 16, "lr": 0.02, "random_state": 0}
@@ -97,7 +102,10 @@ def test_few_positives_are_in_both_halves_or_there_are_none(scoring: str, positi
     told = [str(each.message) for each in said if "reports no halves" in str(each.message)]
     assert len(told) == (guard == "none")
     assert all("as 1 of 2 classes has a single example, and both need one" in each for each in told)
-    assert classifier.run_.guard == guard
+    # At the line's end all rows are predicted to be positive: on either half f1 then moves as on the other.
+    alike = any("always move alike" in str(each.message) for each in said)
+    assert alike == (scoring == "f1" and guard == "halves")
+    assert classifier.run_.guard == ("none" if alike else guard)
 
 
 def test_halves_hold_the_same_share_of_each_class() -> None:
@@ -377,6 +385,78 @@ def test_thresholds_are_a_start_that_predicts_as_many_as_there_are() -> None:
 def test_several_labels_that_are_none_are_refused(y: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MetricClassifier(queries=0, **settings, **SMALL).fit(np.zeros((40, 1)), y)
+
+
+def asked_of(X: Any, y: Any, **settings: Any) -> list[Tensor]:
+    """Return each phi that a classifier's search asks of its scorer."""
+    asked: list[Tensor] = []
+
+    def scorer(estimator: Any, X_val: Any, y_val: Any) -> float:
+        asked.append(Adapter(estimator.model_).phi.detach().clone())
+        return float(f1_score(y_val, estimator.predict(X_val), average="macro"))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* (fewer than 10 examples|can't learn)")
+        classifier = MetricClassifier(scorer, queries=12, **{**SMALL, **settings}).fit(X, y)
+    per_query, rest = divmod(len(asked), sum(classifier.run_.queries.values()))  # of all rows, and of halves
+    assert rest == 0
+    return asked[::per_query]
+
+
+def trained_on(y: Any, stratify: bool = True) -> Any:
+    """Return the targets of the rows that a classifier of `SMALL` is trained on."""
+    seed = int(np.random.RandomState(0).randint(2**31))
+    return y[train_test_split(np.arange(len(y)), test_size=0.3, stratify=y if stratify else None, random_state=seed)[0]]
+
+
+def in_phi(offsets: Any) -> Tensor:
+    """Return the phi of `SMALL` that adds these offsets to the logits."""
+    return torch.cat([torch.zeros(SMALL["dim"]), torch.as_tensor(offsets, dtype=torch.float32)])
+
+
+def test_the_line_of_the_priors_is_looked_along_first() -> None:
+    """Half an adjustment by the shares of the training rows, half of its opposite, and two further strengths."""
+    X, y = table()
+    line = in_phi(prior_offsets(torch.tensor(np.unique(trained_on(y), return_counts=True)[1])))
+    asked = asked_of(X, y)
+    torch.testing.assert_close(torch.stack(asked[:3]), torch.tensor([[0.0], [0.5], [-0.5]]) * line, rtol=1e-6, atol=0)
+    for phi in asked[3:5]:
+        strength = phi @ line / (line @ line)
+        torch.testing.assert_close(phi, strength * line, rtol=1e-5, atol=1e-6)
+        assert abs(float(strength)) <= 2.5
+    assert all(phi[: SMALL["dim"]].abs().min() > 0 for phi in asked[5:11])  # the design is of all coordinates
+
+
+def test_the_threshold_of_two_classes_is_looked_along_though_both_are_as_frequent() -> None:
+    X, _ = table()
+    asked = asked_of(X, (X[:, 0] > np.median(X[:, 0])).astype(int))
+    for phi, threshold in zip(asked[:3], (0, 0.5, -0.5), strict=True):
+        assert phi.tolist() == [0, 0, -threshold / 2, threshold / 2]
+
+
+@pytest.mark.parametrize("kind", ["multilabel", "ordinal"])
+def test_thresholds_are_looked_along_from_the_better_start(kind: str) -> None:
+    X, y = several()
+    y = y if kind == "multilabel" else y[:, 1] + (y[:, 1] & y[:, 0])
+    train = trained_on(y, stratify=kind == "ordinal")
+    if kind == "multilabel":
+        (seed,) = np.random.RandomState(0).randint(2**31, size=1)
+        train = y[label_parts(torch.from_numpy(y), [280, 120], int(seed))[0]]
+    shares = torch.from_numpy(
+        train.mean(0) if kind == "multilabel" else np.array([(train > 0).mean(), (train > 1).mean()])
+    )
+    line, asked = in_phi(-shares.logit()), asked_of(X, y, ordinal=kind == "ordinal")
+    starts, sides = asked[:2], asked[2:4]
+    began = min(starts, key=lambda start: float((sum(sides) / 2 - start).norm()))
+    torch.testing.assert_close(sides[0], began + line / 2, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(sides[1], began - line / 2, rtol=1e-5, atol=1e-6)
+
+
+def test_classes_that_are_as_frequent_have_no_line() -> None:
+    X, _ = table()
+    asked = asked_of(X, np.arange(300) % 3)
+    assert asked[0].tolist() == [0] * 5
+    assert all(phi[: SMALL["dim"]].abs().min() > 0 for phi in asked[1:11])  # a design at once
 
 
 def test_ranks_are_tuned_by_their_cut_points() -> None:

@@ -1,5 +1,6 @@
 """Constants added to the logits: thresholds, offsets class by class, and adjustment by the priors."""
 
+import copy
 import math
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_input_bias, attach_outputs
+from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.classification.losses import classification_loss
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost
 from metricopt_ext.classification.models import TabularMLP
@@ -15,6 +17,7 @@ from metricopt_ext.classification.offsets import (
     WithOffsets,
     adjust_logits,
     line_offsets,
+    prior_line,
     prior_offsets,
     threshold_of,
     tune_adjustment,
@@ -22,6 +25,7 @@ from metricopt_ext.classification.offsets import (
     tune_threshold,
 )
 from metricopt_ext.classification.split_metric import model_metric
+from metricopt_ext.classification.targets import Target
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import DataError
 from metricopt_ext.evidence.compare import compare
@@ -268,6 +272,47 @@ def test_a_line_of_offsets_is_the_adjustment_unless_it_moves_little() -> None:
         found = line_offsets(prior_offsets(torch.tensor(counts), one_logit=True))
         assert found is not None
         assert found.tolist() == [least]
+
+
+def test_the_logits_of_two_classes_have_a_threshold_as_one_has() -> None:
+    rare = prior_offsets(torch.tensor([90, 10]))
+    assert line_offsets(rare, two_classes=True) is rare
+    for counts, least in (((60, 40), 0.5), ((40, 60), -0.5), ((50, 50), 0.5)):
+        found = line_offsets(prior_offsets(torch.tensor(counts)), two_classes=True)
+        assert found is not None
+        assert found.tolist() == [-least, least]
+    assert line_offsets(prior_offsets(torch.tensor([50, 50]))) is None  # of two labels
+
+
+LABELS = torch.tensor([[1, 0], [0, 0], [1, 1], [1, 0]])  # shares of 3/4 and 1/4
+
+
+@pytest.mark.parametrize(
+    ("target", "labels", "expected"),
+    [
+        (Target("classes", 2), torch.tensor([0, 0, 0, 1]), [-math.log(3) / 2, math.log(3) / 2]),
+        (Target("classes", 2), torch.tensor([0, 0, 1, 1]), [-0.5, 0.5]),
+        (Target("multilabel", 2), LABELS, [-math.log(3), math.log(3)]),
+        (Target("ordinal", 3), LABELS.sum(1), [-math.log(3), math.log(3)]),
+        (Target("classes", 2), torch.tensor([0, 0, 0, 0]), None),  # no prior
+        (Target("multilabel", 2), LABELS[:1], None),
+        (Target("multilabel", 2), torch.tensor([[1, 0], [0, 1]]), None),  # moves little
+        (Target("regression", 1), torch.rand(4), None),
+    ],
+)
+def test_the_direction_of_a_line_is_that_of_the_offsets(
+    target: Target, labels: Tensor, expected: list[float] | None
+) -> None:
+    """The offsets are in units of the adapter's scale; no other coordinate moves."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    assert prior_line(attach_input_bias(copy.deepcopy(model), dim=3), target, labels) is None
+    adapter = attach_input_bias(model, dim=3, outputs=Outputs(scale=4.0))
+    line = prior_line(adapter, target, labels)
+    if expected is None:
+        assert line is None
+        return
+    assert line is not None
+    assert line.tolist() == pytest.approx([0, 0, 0, *(each / 4 for each in expected)], rel=1e-12)
 
 
 def test_adjusting_costs_no_query() -> None:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -122,6 +123,48 @@ def test_the_table_has_the_planned_numbers(
     said = shown(toy, settings(**change), tmp_path, capsys)
     for row in rows:
         assert row in said
+
+
+def test_the_table_says_what_a_tasks_line_takes(toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Along(toy):  # type: ignore[misc]
+        def prepare(self) -> Any:
+            task, metric = super().prepare()
+            return replace(task, line=torch.ones(4)), metric
+
+    said = shown(Along, settings(), tmp_path, capsys)
+    assert "line 4 queries along the task's line, through the best start" in said
+    assert "design 4 queries around the best of these" in said
+    assert "batches about 12 of 4 queries" in said  # 60 - 5 starts - 4 - 4 - the end = 46
+    assert "line" not in shown(toy, settings(), tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    ("queries", "design", "batches"),
+    [(30, 4, 5), (9, 3, 0)],  # a small budget has fewer of the design
+)
+def test_the_plan_of_a_line_is_what_a_search_asks(
+    queries: int, design: int, batches: int, quadratic: Callable[..., Any]
+) -> None:
+    """The start, points of the line, pairs on opposite sides of the best of these, and what f proposes."""
+    line = torch.tensor([1.0, -2.0, 0.5, 0.0]).double()
+    task, config = replace(quadratic(4), line=line), settings(queries=queries, starts=[])
+    strategy = config.build_strategy()
+    rows, work = planned(strategy, config, 4, 1, line=True)
+    assert [what for name, what in rows if name != "batches"] == [
+        "1 at most, a query each",
+        "4 queries along the task's line, through the best start",
+        f"{design} queries around the best of these",
+    ]
+    assert dict(rows)["batches"].startswith(f"about {batches} of 4 queries")
+    assert work.queries == queries
+    result = strategy(task, task.origin(), queries)
+    points, costs = result.points.double(), [each.cost for each in result.evaluations]
+    off = (points - torch.outer(points @ line / (line @ line), line)).norm(dim=1)
+    assert (off < 1e-9).tolist() == [True] * 5 + [False] * (len(points) - 5)
+    best = points[min(range(5), key=lambda at: costs[at])]
+    for pair in range(design // 4 * 2):
+        torch.testing.assert_close((points[5 + pair] + points[7 + pair]) / 2, best)
+    assert len(points) == queries - 1  # the end is a query of its own
 
 
 def test_the_time_is_the_probes_times_the_plan() -> None:

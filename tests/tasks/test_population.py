@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from metricopt_ext.adapters.attach import attach_film, attach_outputs
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.population import Population, activations, alike, amount
+from metricopt_ext.tasks.population import Population, Together, activations, alike, amount, together
 from metricopt_ext.tasks.task import FinetuneTask
 
 METRIC = Metric(lambda: 0.0, maximize=True)
@@ -311,6 +311,58 @@ def test_alike() -> None:
     assert not alike([(a, a), [a, a]])
     assert not alike([a, a.double()])
     assert not alike([(a, a), (a, 1)])
+
+
+def test_batches_that_can_be_stacked_are_rows_of_the_stack() -> None:
+    each = [
+        {"x": torch.rand(4, 3).double(), "more": (torch.tensor(float(i)), torch.arange(i, i + 2))} for i in range(3)
+    ]
+    found = together(lambda index: each[index], [2, 0, 1])
+    assert isinstance(found, Together)
+    for place in (lambda batch: batch["x"], lambda batch: batch["more"][0], lambda batch: batch["more"][1]):
+        whole = torch.stack([place(each[index]) for index in (2, 0, 1)])
+        assert torch.equal(place(found.stacked), whole)
+        for row, batch in enumerate(found):
+            assert torch.equal(place(batch), whole[row])
+            assert place(batch).data_ptr() == place(found.stacked)[row].data_ptr()
+            assert place(batch).dtype == whole.dtype
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        torch.rand(2, 4),  # another shape
+        torch.rand(2, 3).double(),
+        (torch.rand(2, 3),),
+        1,
+    ],
+)
+def test_batches_that_can_not_be_stacked_are_as_they_came(last: Any) -> None:
+    first, second = torch.rand(2, 3), torch.rand(2, 3)
+    found = together(lambda index: [first, second, last][index], range(3))
+    assert type(found) is list
+    assert torch.equal(found[0], first)
+    assert torch.equal(found[1], second)
+    assert found[2] is last
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        3.0,
+        torch.rand(2, 3).requires_grad_(),
+        torch.rand(3, 2).T,
+        torch.rand(2, 3).to_sparse(),
+        nn.Parameter(torch.rand(2, 3)),
+    ],
+)
+def test_batches_of_other_than_plain_tensors_are_not_copied(batch: Any) -> None:
+    found = together(lambda index: batch, range(2))
+    assert type(found) is list
+    assert all(each is batch for each in found)
+    alone = together(lambda index: batch, [7])
+    assert type(alone) is list
+    assert alone[0] is batch
 
 
 def test_amount() -> None:

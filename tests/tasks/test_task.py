@@ -1,6 +1,7 @@
 """Finetuning tasks: populations and gradients against hand-written references."""
 
 import copy
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -123,6 +124,28 @@ def test_one_population_s_batches_are_held_at_once(quadratic: Callable[..., Any]
     found = watched.loss_and_gradient(phi, 0, range(5), 0)
     assert events == ["batch", "batch", "loss"] * 2 + ["batch", "loss"]
     torch.testing.assert_close(found, task.loss_and_gradient(phi, 0, range(5), 0))
+
+
+@pytest.mark.parametrize("population", [1, 2, 3])
+def test_a_batch_is_held_once_and_no_longer_than_its_population(population: int, quadratic: Callable[..., Any]) -> None:
+    """Batches that are stacked are gone as they were made; so a population takes as much memory as is counted."""
+    task, alive, seen = quadratic(3, population=population), weakref.WeakSet[Tensor](), list[tuple[str, int]]()
+
+    def batches(*place: int) -> Tensor:
+        seen.append(("batch", len(alive)))
+        alive.add(made := task.problem.batch(*place).clone())
+        return made
+
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        seen.append(("loss", len(alive)))
+        return task.problem.loss(model, batch)
+
+    watched = replace(task, batches=batches, loss=loss)
+    seen.clear()
+    phi = rand(6, 3)
+    found = watched.loss_and_gradient(phi, 0, range(6), 0)
+    assert seen == ([("batch", 0)] * population + [("loss", int(population == 1))]) * (6 // population)
+    torch.testing.assert_close(found, task.loss_and_gradient(phi, 0, range(6), 0), rtol=0, atol=0)
 
 
 @each_model
