@@ -34,6 +34,7 @@ from metricopt_ext.classification.offsets import (
 )
 from metricopt_ext.classification.pictures import plot_examples
 from metricopt_ext.classification.predictions import predict, scores_at
+from metricopt_ext.classification.settings import classification_settings
 from metricopt_ext.classification.split_metric import batch_metric, check_part, model_metric, value_of
 from metricopt_ext.classification.splits import load_splits, target_in
 from metricopt_ext.classification.targets import Target, matching_offsets
@@ -47,7 +48,7 @@ from metricopt_ext.evidence.correlation import CorrelationReport, correlation_re
 from metricopt_ext.evidence.experiment import Experiment, State, Subject
 from metricopt_ext.evidence.method import Contender, Earlier, End, Method, Planned
 from metricopt_ext.evidence.rivals import metricopt_result, planned
-from metricopt_ext.evidence.run_config import memory_of
+from metricopt_ext.evidence.run_config import USUAL, memory_of
 from metricopt_ext.evidence.siblings import SiblingsConfig, learned_losses, plot_histories, training
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.second_round import run_second_round
@@ -56,6 +57,7 @@ from metricopt_ext.methods.tuning import finetune
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.tasks.batches import Batches, BlockBatches, TensorBatches
 from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.settings import Settings
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import config_section, default_of
 from metricopt_ext.utils.device import choose_device
@@ -276,6 +278,16 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             return value_of(spec, second, part, rows) - value_of(spec, first, part, rows)
 
         return error_of(difference, within_groups(alike, generator(self.seed, "test_error")))
+
+    def own_settings(self) -> Settings:
+        """Return the classifier's settings: views of its images, and a temperature if it is named."""
+        names = [] if self.config.settings.names in ([], [USUAL]) else list(self.config.settings.names)
+        with config_section("settings.names"):
+            return classification_settings(
+                self.task.adapter.model,
+                images=self.splits.validation.x.dim() == 4,
+                temperature="temperature" in names,
+            ).only(names)
 
     def correlations(self, ends: Sequence[End]) -> CorrelationReport | None:
         """Correlate the loss, and what the sibling methods learned, with the metric on test batches; not of label maps.

@@ -43,7 +43,7 @@ def classification_settings(
     """Return the settings of a classifier's inference: a flip and crops of its images, and a temperature.
 
     While they are applied, the model returns the mean of its logits over the views, whoever calls it in evaluation mode
-    and without gradients; so does a copy that is made meanwhile, not one that was made before. A loss sees the model as
+    and without gradients; so does a copy that is made meanwhile, or that they are applied to by name. A loss sees the model as
     it is. The softmax of that mean is the normalised geometric mean of the views' probabilities. The logits of each
     view are kept: a query that changes the temperature alone, or comes back to views that were seen, does not run the
     model.
@@ -95,7 +95,7 @@ def classification_settings(
     viewed = Viewed(limit)
 
     @contextmanager
-    def apply(values: dict[str, Value]) -> Iterator[None]:
+    def apply(values: dict[str, Value], model: nn.Module = model) -> Iterator[None]:
         before = type(model)
         state = viewed.of(**values)  # type: ignore[arg-type]
         model.__class__ = _calling(before, state)

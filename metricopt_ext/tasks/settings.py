@@ -362,7 +362,7 @@ class Settings:
             ValueError: As from `check`.
         """
         complete = self.complete(values)
-        more = {"model": model} if self._takes_model else {}
+        more = {"model": model} if self._takes_model and model is not None else {}
         with self._apply(dict(complete), **more):
             yield complete
 

@@ -32,7 +32,8 @@ def phi(dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_points_and_answers_come_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
-    path, points = tmp_path / "kept.json", [KeptPoint.of(id, phi(dtype) * id, START if id else REPLACING) for id in range(4)]
+    path = tmp_path / "kept.json"
+    points = [KeptPoint.of(id, phi(dtype) * id, START if id else REPLACING) for id in range(4)]
     kept = KeptEvaluations(path, UNBOUNDED)
     kept.ask(points)
     evaluation = Evaluation(0.1 + 0.2, (1 / 3, 2 / 3), 1e-17)

@@ -162,3 +162,47 @@ def test_two_of_one_name_and_none_at_all_are_refused() -> None:
         Settings([], noting([]))
     with pytest.raises(ValueError, match="apply is None; it must be a function of the values"):
         Settings([SIZE], None)  # type: ignore[arg-type]
+
+
+# --- Some of them, within limits -----------------------------------------------------------------------------------
+
+
+def test_limits_are_another_objects() -> None:
+    settings = Settings([SIZE, FLIP], noting([]), free={"size": 480})
+    other = settings.limited(inference=2.0, queries=4, free=False)
+    assert (other.inference, other.queries, other.free) == (2.0, 4, {})
+    assert (settings.inference, settings.queries, settings.free) == (1.0, 10, {"size": 480})
+    assert other.affords({"flip": True})
+    assert not settings.affords({"flip": True})
+    assert settings.limited().free == {"size": 480}
+    with pytest.raises(ValueError, match=r"inference is 0\.5; it must be at least 1"):
+        settings.limited(inference=0.5)
+
+
+def test_some_alone_leave_the_others_as_they_are() -> None:
+    seen: list[Any] = []
+    presets = {"both": {"size": 480, "flip": True}, "one": {"flip": True}, "made": lambda best: {"size": 320}}
+    settings = Settings([SIZE, FLIP, THRESHOLD], noting(seen), presets=presets, free={"threshold": 0.5})
+    alone = settings.only(["flip"])
+    assert (alone.names, alone.presets, alone.free) == (("flip",), ("one",), {})
+    with alone.applied({"flip": True}) as values:
+        assert values == {"flip": True}
+    assert seen == [{"size": 400, "flip": True, "threshold": 0.05}, "back"]
+    assert settings.only(["flip", "size"]).names == ("flip", "size")
+    assert settings.only([]) is settings
+    assert settings.without_presets().presets == ()
+    with pytest.raises(ValueError, match=r"there is no setting 'flop'; did you mean \['flip'\]"):
+        settings.only(["flop"])
+
+
+def test_an_apply_that_takes_the_model_gets_the_one_that_is_judged() -> None:
+    seen: list[Any] = []
+
+    @contextmanager
+    def apply(values: dict[str, Any], model: Any = "mine") -> Iterator[None]:
+        seen.append(model)
+        yield
+
+    settings, model = Settings([FLIP], apply), object()
+    with settings.applied({}), settings.applied({}, model):  # type: ignore[arg-type]
+        assert seen == ["mine", model]
