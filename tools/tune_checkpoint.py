@@ -96,7 +96,7 @@ def main() -> None:
     except ConfigError as error:
         parser.error(str(error))
     with errors_in_one_line(keeps=arguments.output_dir, resume="--resume"):
-        from metricopt_ext.evidence.checkpoint_run import TrialError
+        from metricopt_ext.evidence.program_trials import TrialError
 
         try:
             run(arguments, *scores)

@@ -1,9 +1,7 @@
 """Tunes a checkpoint for a score that a program prints: trial files, programs side by side, guard, tuned file."""
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +10,14 @@ from torch import Tensor
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.skeleton import Moved, attach_checkpoint, gradients_in_phi, moved_tensors
-from metricopt_ext.errors import BudgetError, ConfigError, FileFormatError, MetricError
+from metricopt_ext.errors import BudgetError, ConfigError, FileFormatError
+from metricopt_ext.evidence.program_trials import TrialError, ending, side_by_side
 from metricopt_ext.methods.assessment import QUERIES as FIRST
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.kept_aside import preferred, values_of_candidates
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.search import Search
+from metricopt_ext.methods.trials import Trial
 from metricopt_ext.tasks.metric import CostScale
 from metricopt_ext.tasks.program_score import Failed, ProgramScore, Score
 from metricopt_ext.utils.checkpoint_file import CheckpointFile
@@ -32,19 +32,6 @@ UNCHANGED = "0"  # the name of the trial that is the file as it was
 HELD_OUT = "holdout"  # begins the names of trials on data held out
 FORMAT = 1  # of what is kept: a folder of another format is not resumed
 NAME = "score"
-
-
-class TrialError(MetricError):
-    """More trials failed than may.
-
-    Args:
-        message: What happened.
-        log: What the program of the last one wrote.
-    """
-
-    def __init__(self, message: str, log: Path) -> None:
-        super().__init__(message)
-        self.log = log
 
 
 @dataclass(frozen=True)
@@ -116,7 +103,7 @@ class CheckpointRun:
             ConfigError: It can't be started.
             OSError: The file can't be written.
         """
-        with _ending() as programs:
+        with ending() as programs:
             found = self._scored(programs, self.score, UNCHANGED, self.adapter.phi.detach() * 0)
         if isinstance(found, Failed):
             raise TrialError(f"the unchanged checkpoint can't be scored: {found.reason}", self.log(UNCHANGED))
@@ -222,9 +209,9 @@ class CheckpointRun:
         """Score all that the search asks for, several at once, and tell it each score when it is there."""
         said = search.spent >= FIRST  # whether it is worth it, when it was run before
 
-        def tell(trial: int, found: Score | Failed) -> None:
+        def tell(trial: Trial, found: Score | Failed) -> None:
             if isinstance(found, Score):
-                search.tell(trial, found.value, halves=found.halves, noise=found.noise)
+                search.tell(trial.id, found.value, halves=found.halves, noise=found.noise)
                 watcher.query(search.spent * self.score.repeats, found.value)
                 nonlocal said
                 if search.spent >= FIRST and not said:
@@ -232,33 +219,26 @@ class CheckpointRun:
                     for line in search.assessment(FIRST).brief():
                         watcher.say(line)
                 return
-            log = self.log(str(trial))
+            log = self.log(str(trial.id))
             if search.failed >= failures:  # it stays open, so that --resume tries it again
                 allowed = f"{counted(failures, 'trial')} may fail (--failures {failures})"
-                raise TrialError(f"trial {trial} failed: {found.reason}; {allowed}", log)
-            search.fail(trial, found.reason)
-            watcher.say(f"trial {trial} failed: {found.reason}; its output is in {log}")
+                raise TrialError(f"trial {trial.id} failed: {found.reason}; {allowed}", log)
+            search.fail(trial.id, found.reason)
+            watcher.say(f"trial {trial.id} failed: {found.reason}; its output is in {log}")
 
-        running: dict[Future[Score | Failed], int] = {}
-        with ThreadPoolExecutor(jobs) as pool, _ending() as programs:
-            while True:
-                trials = search.ask(jobs - len(running)) if len(running) < jobs else []
-                if not trials and not running:
-                    return
-                for trial in trials:
-                    if str(trial.id) == UNCHANGED and unchanged is not None:
-                        tell(trial.id, unchanged)
-                    else:
-                        future = pool.submit(self._scored, programs, self.score, str(trial.id), trial.phi.clone())
-                        running[future] = trial.id
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    tell(running.pop(future), future.result())
+        side_by_side(
+            search.ask,
+            lambda programs, trial: self._scored(programs, self.score, str(trial.id), trial.phi.clone()),
+            tell,
+            jobs,
+            lambda trial: unchanged if str(trial.id) == UNCHANGED else None,
+        )
 
     def _held_out(self, holdout: ProgramScore, result: Result) -> dict[str, float]:
         """Return the scores of the guard's candidates on the data held out; each is asked for once, and kept."""
         path, found = self.folder / f"{HELD_OUT}.json", dict[str, float]()
         kept = read_json(path) if path.exists() else {}
-        with _ending() as programs:
+        with ending() as programs:
             for name in values_of_candidates(result):
                 trial, phi = f"{HELD_OUT}-{name}", result.ends[name]
                 point = fingerprint({"phi": phi})
@@ -299,13 +279,3 @@ class CheckpointRun:
 
 def _scale(maximize: bool) -> CostScale:
     return CostScale(maximize=maximize, bounds=None, name=NAME)
-
-
-@contextmanager
-def _ending() -> Iterator[Programs]:
-    """Yield what runs programs, all of which end with the block."""
-    programs = Programs()
-    try:
-        yield programs
-    finally:
-        programs.stop()
