@@ -18,6 +18,7 @@ from metricopt_ext.methods.kept_aside import preferred, values_of_candidates
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.search import Search
 from metricopt_ext.methods.trials import Trial
+from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import CostScale
 from metricopt_ext.tasks.program_score import Failed, ProgramScore, Score
 from metricopt_ext.utils.checkpoint_file import CheckpointFile
@@ -95,6 +96,11 @@ class CheckpointRun:
                 raise ConfigError(f"the function of gradients returned {brief(found)}; it must be a dict by key")
             self.gradients = gradients_in_phi(self.adapter, moved, found)
 
+    @property
+    def least_queries(self) -> int:
+        """The fewest runs of the program that the search can do with."""
+        return GuidedTrustRegion().least_queries(len(self.adapter.phi)) * self.score.repeats
+
     def score_unchanged(self) -> Score:
         """Score the file as it was, but written by us.
 
@@ -152,6 +158,7 @@ class CheckpointRun:
         failures: int = 0,
         resume: bool = False,
         watcher: Watcher | None = None,
+        before: int = 0,
     ) -> Tuned:
         """Search, have the guard decide, and ask the data held out if there are any.
 
@@ -162,6 +169,7 @@ class CheckpointRun:
             failures: How many trials may fail.
             resume: Continue what an interrupted run left in the folder.
             watcher: Notified of progress.
+            before: Runs of the program that it was told of already.
 
         Raises:
             TrialError: More trials failed.
@@ -173,8 +181,8 @@ class CheckpointRun:
         with self._searching(queries, resume) as search:
             watcher.stage("search")
             if search.spent:
-                watcher.on_file(search.spent)
-            self._ask_and_tell(search, unchanged, jobs, failures, watcher)
+                watcher.on_file(before + search.spent * self.score.repeats)
+            self._ask_and_tell(search, unchanged, jobs, failures, watcher, before)
             result: Result = search.result()
             failed = search.failed
             spent = {NAME: search.spent * self.score.repeats}
@@ -204,7 +212,7 @@ class CheckpointRun:
             raise ConfigError(f"--queries {queries} with --repeats {self.score.repeats}: {error}") from error
 
     def _ask_and_tell(
-        self, search: Search, unchanged: Score | None, jobs: int, failures: int, watcher: Watcher
+        self, search: Search, unchanged: Score | None, jobs: int, failures: int, watcher: Watcher, before: int
     ) -> None:
         """Score all that the search asks for, several at once, and tell it each score when it is there."""
         said = search.spent >= FIRST  # whether it is worth it, when it was run before
@@ -212,7 +220,7 @@ class CheckpointRun:
         def tell(trial: Trial, found: Score | Failed) -> None:
             if isinstance(found, Score):
                 search.tell(trial.id, found.value, halves=found.halves, noise=found.noise)
-                watcher.query(search.spent * self.score.repeats, found.value)
+                watcher.query(before + search.spent * self.score.repeats, found.value)
                 nonlocal said
                 if search.spent >= FIRST and not said:
                     said = True

@@ -152,18 +152,23 @@ class ProgramSettings(Settings):
         """Return the number that the program was told, or the word."""
         return float(self._text(name, value)) if isinstance(value, float) else value
 
-    def check_command(self, words: Sequence[str], switch: str) -> None:
+    def check_command(self, words: Sequence[str], switch: str, others: Sequence[str] = (TRIAL,)) -> None:
         """Refuse a command in which a setting's name is missing, or a name in braces that nothing takes the place of.
 
         Args:
             words: The program and its arguments.
             switch: How messages call it.
+            others: Further names that something takes the place of.
 
         Raises:
             ConfigError: There is one.
         """
         found = [name for word in words for name in PLACEHOLDER.findall(word)]
-        if unknown := [name for name in found if name not in (*self.names, CHECKPOINT, TRIAL)]:
+        if unknown := [name for name in found if name not in (*self.names, *others)]:
+            if unknown[0] == CHECKPOINT:
+                raise ConfigError(
+                    f"{switch} has {{{CHECKPOINT}}}, but there is none; metricopt tune-checkpoint takes one"
+                )
             raise ConfigError(
                 f"{switch} has {{{unknown[0]}}}, which nothing takes the place of; add --setting {unknown[0]}=..., or"
                 f" write {{ {unknown[0]} }} if the program needs the braces"

@@ -99,7 +99,10 @@ def test_what_is_misread_is_refused(specs: list[str], defaults: list[str], messa
 
 def test_names_in_braces_are_all_filled_and_all_there() -> None:
     settings = ProgramSettings(["nms=0.3:0.9", "size=1,2"])
-    settings.check_command(["run", "--nms={nms}", "{size}x{size}", "{checkpoint}", "{trial}", "{ own }"], "--score")
+    words = ["run", "--nms={nms}", "{size}x{size}", "{checkpoint}", "{trial}", "{ own }"]
+    settings.check_command(words, "--score", ["checkpoint", "trial"])
+    with pytest.raises(ConfigError, match=r"--score has \{checkpoint\}, but there is none; metricopt tune-checkpoint"):
+        settings.check_command(words, "--score")
     settings.check_command(["sh", "-c", "run ${HOME} '{\"a\": 1}' {nms} {size}"], "--score")
     with pytest.raises(
         ConfigError, match=r"--score has \{iou\}, which nothing .* add --setting iou=\.\.\., or write \{ iou \}"
