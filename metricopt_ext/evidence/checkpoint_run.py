@@ -10,8 +10,8 @@ from torch import Tensor
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.skeleton import Moved, attach_checkpoint, gradients_in_phi, moved_tensors
-from metricopt_ext.errors import BudgetError, ConfigError, FileFormatError
-from metricopt_ext.evidence.program_trials import TrialError, ending, side_by_side
+from metricopt_ext.errors import BudgetError, ConfigError
+from metricopt_ext.evidence.program_trials import HELD_OUT, NAME, TRIALS, ProgramRun, TrialError, ending, side_by_side
 from metricopt_ext.methods.assessment import QUERIES as FIRST
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.kept_aside import preferred, values_of_candidates
@@ -23,16 +23,13 @@ from metricopt_ext.tasks.metric import CostScale
 from metricopt_ext.tasks.program_score import Failed, ProgramScore, Score
 from metricopt_ext.utils.checkpoint_file import CheckpointFile
 from metricopt_ext.utils.files import open_regular, opened_atomically, read_json, remove_unfinished, write_json
-from metricopt_ext.utils.identity import claim, fingerprint, fingerprint_of_files
+from metricopt_ext.utils.identity import fingerprint, fingerprint_of_files
 from metricopt_ext.utils.program import Programs
 from metricopt_ext.utils.progress import Watcher
-from metricopt_ext.utils.words import brief, counted
+from metricopt_ext.utils.words import brief
 
-IDENTITY, SEARCH, TRIALS = "run.json", "search", "trials"
+SEARCH = "search"
 UNCHANGED = "0"  # the name of the trial that is the file as it was
-HELD_OUT = "holdout"  # begins the names of trials on data held out
-FORMAT = 1  # of what is kept: a folder of another format is not resumed
-NAME = "score"
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ class Tuned:
         return bool(self.phi.any())
 
 
-class CheckpointRun:
+class CheckpointRun(ProgramRun):
     """One run on one checkpoint.
 
     Args:
@@ -86,8 +83,9 @@ class CheckpointRun:
         seed: int = 0,
         gradients: Callable[[str, list[str]], Mapping[str, Tensor]] | None = None,
     ) -> None:
+        super().__init__(folder)
         self.file, self.moved, self.score, self.holdout = file, list(moved), score, holdout
-        self.folder, self.maximize, self.seed = folder, maximize, seed
+        self.maximize, self.seed = maximize, seed
         self.adapter: Adapter = attach_checkpoint(file, moved, dim=dim, seed=seed)
         self.gradients: Tensor | None = None
         if gradients is not None:
@@ -115,14 +113,6 @@ class CheckpointRun:
             raise TrialError(f"the unchanged checkpoint can't be scored: {found.reason}", self.log(UNCHANGED))
         return found
 
-    def log(self, trial: str) -> Path:
-        """Return where a trial's output is."""
-        return self.folder / TRIALS / f"{trial}.log"
-
-    def begun(self) -> bool:
-        """Whether the folder holds a run."""
-        return (self.folder / IDENTITY).exists()
-
     def claim(self, described: dict[str, Any], resume: bool) -> None:
         """Take the folder for this run, or go on with the same one.
 
@@ -133,17 +123,11 @@ class CheckpointRun:
         Raises:
             FileFormatError: The folder holds a run, and ``resume`` is False or it is another.
         """
-        if self.begun() and not resume:
-            raise FileFormatError(
-                f"{self.folder} holds an earlier run: add --resume to continue it, or use another folder"
-            )
         identity = {
-            "format": FORMAT,
             "content of the checkpoint": fingerprint_of_files([self.file.path]),
             "moved": [key for each in self.moved for key in each.keys],
-            **described,
         }
-        claim(self.folder / IDENTITY, identity)
+        super().claim({**identity, **described}, resume)
         for name in ("[0-9]*", f"{HELD_OUT}-*"):
             for leftover in (self.folder / TRIALS).glob(name + self.file.path.suffix):
                 leftover.unlink()
@@ -227,12 +211,9 @@ class CheckpointRun:
                     for line in search.assessment(FIRST).brief():
                         watcher.say(line)
                 return
-            log = self.log(str(trial.id))
-            if search.failed >= failures:  # it stays open, so that --resume tries it again
-                allowed = f"{counted(failures, 'trial')} may fail (--failures {failures})"
-                raise TrialError(f"trial {trial.id} failed: {found.reason}; {allowed}", log)
+            # One too many stays open, so that --resume tries it again.
+            self.allow(trial.id, found, search.failed, failures, watcher)
             search.fail(trial.id, found.reason)
-            watcher.say(f"trial {trial.id} failed: {found.reason}; its output is in {log}")
 
         side_by_side(
             search.ask,

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from metricopt_ext.errors import ConfigError, FileFormatError
-from metricopt_ext.evidence.program_trials import TrialError, ending, side_by_side
+from metricopt_ext.evidence.program_trials import HELD_OUT, NAME, ProgramRun, TrialError, ending, side_by_side
 from metricopt_ext.methods.guard import CONFIDENCE, Guard, Verdict, decide_among
 from metricopt_ext.methods.kept_aside import best_aside
 from metricopt_ext.methods.result import with_so_little_data
@@ -16,16 +15,12 @@ from metricopt_ext.tasks.program_score import Failed, ProgramScore, Score
 from metricopt_ext.tasks.program_settings import ProgramSettings
 from metricopt_ext.tasks.settings import Value, Values
 from metricopt_ext.utils.described import Finite, from_json
-from metricopt_ext.utils.files import read_json, remove_unfinished, write_json
-from metricopt_ext.utils.identity import claim
+from metricopt_ext.utils.files import read_json, write_json
 from metricopt_ext.utils.program import Programs
 from metricopt_ext.utils.progress import Watcher
-from metricopt_ext.utils.words import brief, counted
+from metricopt_ext.utils.words import brief
 
-IDENTITY, EVALUATIONS, TRIALS = "run.json", "settings.json", "trials"
-HELD_OUT = "holdout"  # begins the names of trials on data held out
-FORMAT = 1  # of what is kept: a folder of another format is not resumed
-NAME = "score"
+EVALUATIONS = "settings.json"
 BEFORE, AFTER = "start", "settings"  # the guard's candidates: the defaults, and the search's end
 
 
@@ -188,7 +183,7 @@ class TunedSettings:
         return with_so_little_data((self.verdict.needed or 0) + self.verdict.optimism)
 
 
-class SettingsRun:
+class SettingsRun(ProgramRun):
     """One run on a program's settings.
 
     Args:
@@ -212,8 +207,8 @@ class SettingsRun:
         checkpoint: Path | None = None,
         prefix: str = "",
     ) -> None:
-        self.settings, self.score, self.holdout = settings, score, holdout
-        self.folder, self.maximize, self.prefix = folder, maximize, prefix
+        super().__init__(folder, prefix)
+        self.settings, self.score, self.holdout, self.maximize = settings, score, holdout, maximize
         self.checkpoint = None if checkpoint is None else checkpoint.absolute()
         self._scale = CostScale(maximize=maximize, bounds=None, name=NAME)
 
@@ -230,31 +225,6 @@ class SettingsRun:
         if isinstance(found, Failed):
             raise TrialError(f"the defaults can't be scored: {found.reason}", self.log(0))
         return found
-
-    def log(self, trial: int | str) -> Path:
-        """Return where a trial's output is."""
-        return self.folder / TRIALS / f"{self.prefix}{trial}.log"
-
-    def begun(self) -> bool:
-        """Whether the folder holds a run."""
-        return (self.folder / IDENTITY).exists()
-
-    def claim(self, described: dict[str, Any], resume: bool) -> None:
-        """Take the folder for this run, or go on with the same one.
-
-        Args:
-            described: What the run depends on.
-            resume: Continue what an interrupted run left there.
-
-        Raises:
-            FileFormatError: The folder holds a run, and ``resume`` is False or it is another.
-        """
-        if self.begun() and not resume:
-            raise FileFormatError(
-                f"{self.folder} holds an earlier run: add --resume to continue it, or use another folder"
-            )
-        claim(self.folder / IDENTITY, {"format": FORMAT, **described})
-        remove_unfinished(self.folder)
 
     def check(self, queries: int) -> None:
         """Refuse a budget that is too small.
@@ -343,11 +313,8 @@ class SettingsRun:
         def tell(trial: tuple[int, Values], found: Score | Failed) -> None:
             number, values = trial
             if isinstance(found, Failed):
-                log = self.log(number)
-                if ledger.failed >= failures:  # it is not on file, so that --resume tries it again
-                    allowed = f"{counted(failures, 'trial')} may fail (--failures {failures})"
-                    raise TrialError(f"trial {self.prefix}{number} failed: {found.reason}; {allowed}", log)
-                watcher.say(f"trial {self.prefix}{number} failed: {found.reason}; its output is in {log}")
+                # One too many is not on file, so that --resume tries it again.
+                self.allow(number, found, ledger.failed, failures, watcher)
             ledger.keep(self.settings.texts(values), found)
             if isinstance(found, Score):
                 watcher.query(ledger.spent * self.score.repeats, found.value)
