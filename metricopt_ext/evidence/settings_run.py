@@ -1,5 +1,6 @@
 """Tunes the settings of a program for a score that it prints: its trials side by side, kept on file, and the guard."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -301,9 +302,9 @@ class SettingsRun(ProgramRun):
         failures: int,
         watcher: Watcher,
     ) -> None:
-        """Score what is not on file of a batch, several at once, and keep it."""
-        known = [ledger.found(self.settings.texts(values)) is not None for values in batch]
-        left = [(first + index, values) for index, values in enumerate(batch) if not known[index]]
+        """Score what is not on file of a batch, several at once, and keep it; what is in it twice is scored once."""
+        new = {json.dumps(self.settings.texts(values)): (first + index, values) for index, values in enumerate(batch)}
+        left = [trial for trial in new.values() if ledger.found(self.settings.texts(trial[1])) is None]
 
         def ask(count: int) -> list[tuple[int, Values]]:
             asked = left[:count]

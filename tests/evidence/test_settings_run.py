@@ -129,6 +129,16 @@ def test_the_worst_stands_in_for_failures_whatever_their_order(folder: Path) -> 
     assert len(ran()) == 6
 
 
+def test_what_is_asked_twice_is_scored_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    again = [[{"a": 0.6}, {"a": 0.6 + 1e-13}, {"a": 0.9}], [{"a": 0.5}, {"a": 0.9, "mode": "up"}]]
+    monkeypatch.setattr(Scripted, "batches", again)
+    tuned = made().tune(8, jobs=3)
+    assert [line.split()[1] for line in ran()] == ["0.5", "0.6", "0.9"]
+    assert tuned.queries == {"score": 3}
+    costs = [evaluation.cost for _, evaluation in Scripted.last.told]  # type: ignore[attr-defined]
+    assert costs == [-0.5, -0.6, -0.6, -0.9, -0.5, -0.9]
+
+
 def test_an_end_that_failed_is_none(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     (folder / "mended").unlink()
     monkeypatch.setattr(Scripted, "end", lambda self: SimpleNamespace(values={"a": 0.75}, evaluation=None))
