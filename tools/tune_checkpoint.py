@@ -332,7 +332,7 @@ def report(
         print(plain(f"nothing was kept: {arguments.output} is {arguments.checkpoint}, byte for byte"))
     if first is not None:
         print(plain(f"with the settings: {first.before.value:.4f} -> {result.after:.4f}; to use both:"))
-        print(plain(command))
+        print(plain(command, lines=True))
     return content
 
 

@@ -143,7 +143,7 @@ def report(arguments: argparse.Namespace, scores: Scores, tuned: TunedSettings, 
         print(plain(f"tuned: {tuned.before.value:.4f} -> {tuned.after.value:.4f}; to use it:"))
     else:
         print("nothing was kept: the defaults stay")
-    print(plain(command))
+    print(plain(command, lines=True))
     return content
 
 

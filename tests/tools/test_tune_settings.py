@@ -189,6 +189,16 @@ def test_less_is_better_where_it_is(folder: Path) -> None:
     assert report()["after"] < report()["before"]
 
 
+def test_a_command_of_several_lines_can_be_pasted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = "a = {a}\nprint('AP', 1 - (a - 3) ** 2)"
+    command = f"{shlex.quote(sys.executable)} -S -c {shlex.quote(code)}"
+    tune("--score", command, "--setting", "a=0,1,3", *PARSE, "--queries", "3", "--output-dir", "out")
+    assert report()["settings"]["a"] == {"before": "0", "best": "3", "after": "3"}
+    pasted = capsys.readouterr().out.partition("to use it:\n")[2]
+    own = subprocess.run(["sh", "-c", pasted], capture_output=True, text=True, check=True)
+    assert own.stdout == "AP 1\n"
+
+
 def test_without_a_guard_it_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tune(*words(program(SCORE), *PARSE))
     assert report()["guard"]["by"] == "none"
