@@ -46,9 +46,7 @@ from metricopt_ext.evidence.program_trials import TrialError
 from metricopt_ext.plain import plain
 from metricopt_ext.tasks.program_score import CHECKPOINT, TRIAL
 from metricopt_ext.tasks.program_settings import INFERENCE
-
-# So many queries at most are spent on settings, beside that of the defaults, which phi's search needs too.
-ON_SETTINGS = 10
+from metricopt_ext.tasks.settings import QUERIES
 
 
 def main() -> None:
@@ -211,7 +209,7 @@ def settings_budget(arguments: argparse.Namespace, least: int) -> int:
             f"--queries {arguments.queries} with --repeats {repeats}: at least {least + repeats} are needed, {least} of"
             " them for the checkpoint; metricopt tune-settings tunes settings alone with fewer"
         )
-    return min((1 + ON_SETTINGS) * repeats, left)
+    return min((1 + QUERIES) * repeats, left)
 
 
 def check_writable(path: Path) -> None:

@@ -37,7 +37,7 @@ from metricopt_ext.evidence.program_switches import (
 )
 from metricopt_ext.evidence.program_trials import TrialError
 from metricopt_ext.evidence.report import versions
-from metricopt_ext.evidence.settings_run import SettingsRun, TunedSettings
+from metricopt_ext.evidence.settings_run import SettingsOutcome, SettingsRun
 from metricopt_ext.evidence.style import print_table, print_written
 from metricopt_ext.plain import plain
 from metricopt_ext.tasks.program_score import TRIAL, Score
@@ -117,7 +117,7 @@ def show_plan(arguments: argparse.Namespace, settings: ProgramSettings, defaults
     print(f"{counted(arguments.queries, 'query')} would take up to about {duration(seconds)}")
 
 
-def report(arguments: argparse.Namespace, scores: Scores, tuned: TunedSettings, seconds: float) -> dict[str, Any]:
+def report(arguments: argparse.Namespace, scores: Scores, tuned: SettingsOutcome, seconds: float) -> dict[str, Any]:
     """Write and print what was found; returns the report."""
     settings = scores.settings
     assert settings is not None  # --setting is required

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.evidence.settings_run import TunedSettings
+from metricopt_ext.evidence.settings_run import SettingsOutcome
 from metricopt_ext.evidence.style import print_table
 from metricopt_ext.plain import plain
 from metricopt_ext.tasks.program_score import TRIAL, Printed, ProgramScore, Written
@@ -125,7 +125,9 @@ def read_scores(
     halves = [Printed(each, "--halves") for each in arguments.halves or ()]
     if arguments.default and not arguments.setting:
         raise ConfigError(f"--default {arguments.default[0]}: there is no --setting; add one, or leave it out")
-    settings = ProgramSettings(arguments.setting, arguments.default) if arguments.setting else None
+    settings = None
+    if arguments.setting:
+        settings = ProgramSettings(arguments.setting, arguments.default, arguments.queries)
 
     def score(command: str, switch: str) -> ProgramScore:
         words = command_words(command, switch, needed=needed)
@@ -154,7 +156,7 @@ def print_settings(settings: ProgramSettings, values: Values | None = None) -> N
     print_table(["setting", "may be", "before", "after"], rows, left=2, bold=changed)
 
 
-def told_of_settings(settings: ProgramSettings, tuned: TunedSettings) -> dict[str, Any]:
+def told_of_settings(settings: ProgramSettings, tuned: SettingsOutcome) -> dict[str, Any]:
     """Return what a report says of a run on settings."""
     defaults, best, kept = (settings.texts(each) for each in ({}, tuned.best_values, tuned.values))
     return {

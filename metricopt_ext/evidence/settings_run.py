@@ -7,7 +7,7 @@ from pathlib import Path
 
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.evidence.program_trials import HELD_OUT, NAME, ProgramRun, TrialError, ending, side_by_side
-from metricopt_ext.methods.guard import CONFIDENCE, Guard, Verdict, decide_among
+from metricopt_ext.methods.guard import CONFIDENCE, START_CONFIDENCE, Guard, Verdict, decide_among
 from metricopt_ext.methods.kept_aside import best_aside
 from metricopt_ext.methods.result import with_so_little_data
 from metricopt_ext.search.settings_stage import SettingsState
@@ -22,6 +22,9 @@ from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.words import brief
 
 EVALUATIONS = "settings.json"
+# How sure the guard must be: the settings are the best of few named candidates, as a start is.
+SETTINGS_CONFIDENCE = START_CONFIDENCE
+
 BEFORE, AFTER = "start", "settings"  # the guard's candidates: the defaults, and the search's end
 
 
@@ -119,7 +122,7 @@ class _Ledger:
 
 
 @dataclass(frozen=True)
-class TunedSettings:
+class SettingsOutcome:
     """What a run found, in the score's own units.
 
     Attributes:
@@ -247,7 +250,7 @@ class SettingsRun(ProgramRun):
         jobs: int = 1,
         failures: int = 0,
         watcher: Watcher | None = None,
-    ) -> TunedSettings:
+    ) -> SettingsOutcome:
         """Search, have the guard decide, and ask the data held out if there are any.
 
         What an interrupted run left in the folder is not asked again.
@@ -276,18 +279,17 @@ class SettingsRun(ProgramRun):
             ledger.keep(first, defaults or self.score_defaults())
             watcher.query(ledger.spent * repeats, self._at(ledger, self.settings.defaults).value)
         before = self._at(ledger, self.settings.defaults)
-        visited = [(self.settings.defaults, self._evaluation(before))]
-        state = SettingsState(self.settings, queries // repeats, visited)
+        visited = [self._evaluation(before)]
+        state = SettingsState(self.settings, visited[0], queries // repeats - 1)
         while batch := state.ask():
             self._score_batch(ledger, len(visited), batch, jobs, failures, watcher)
             found = [ledger.found(self.settings.texts(values)) for values in batch]
-            known = [*(each for _, each in visited), *(self._evaluation(e) for e in found if isinstance(e, Score))]
+            known = [*visited, *(self._evaluation(each) for each in found if isinstance(each, Score))]
             worst = max(known, key=lambda each: each.cost)._replace(failed=True)
-            for index, (values, each) in enumerate(zip(batch, found, strict=True)):
-                evaluation = self._evaluation(each) if isinstance(each, Score) else worst
-                visited.append((self.settings.complete(values), evaluation))
-                state.tell(index, evaluation)
-        tuned = self._decided(ledger, before, state.end().values, [each for _, each in visited[1:]])
+            for index, each in enumerate(found):
+                visited.append(self._evaluation(each) if isinstance(each, Score) else worst)
+                state.tell(index, visited[-1])
+        tuned = self._decided(ledger, before, state.end().values, visited)
         if self.holdout is not None and tuned.changed:
             watcher.stage("data held out")
             tuned = self._confirmed(ledger, tuned)
@@ -322,15 +324,17 @@ class SettingsRun(ProgramRun):
 
         side_by_side(ask, lambda programs, trial: self._scored(programs, self.score, *trial), tell, jobs)
 
-    def _decided(self, ledger: _Ledger, before: Score, end: Values, visited: Sequence[Evaluation]) -> TunedSettings:
+    def _decided(self, ledger: _Ledger, before: Score, end: Values, visited: Sequence[Evaluation]) -> SettingsOutcome:
         """Return what the guard makes of the search's end; one that failed is none."""
         failed = not isinstance(ledger.found(self.settings.texts(end)), Score)
         best_values = self.settings.complete({} if failed else end)
         best = self._at(ledger, best_values)
         ends = {BEFORE: self._evaluation(before), AFTER: self._evaluation(best)}
-        decision = decide_among(ends, visited, CONFIDENCE)
+        others = list(visited)
+        others.remove(ends[AFTER])  # which is among what was chosen from anyway
+        decision = decide_among(ends, others, SETTINGS_CONFIDENCE)
         kept = decision.kept == AFTER
-        return TunedSettings(
+        return SettingsOutcome(
             best_values if kept else self.settings.defaults,
             best_values,
             before,
@@ -342,7 +346,7 @@ class SettingsRun(ProgramRun):
             ledger.failed,
         )
 
-    def _confirmed(self, ledger: _Ledger, tuned: TunedSettings) -> TunedSettings:
+    def _confirmed(self, ledger: _Ledger, tuned: SettingsOutcome) -> SettingsOutcome:
         """Return what data held out prefer; each candidate is asked for once, and kept."""
         assert self.holdout is not None
         aside = dict[str, float]()

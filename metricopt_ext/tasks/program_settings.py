@@ -9,7 +9,7 @@ from typing import cast
 
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.tasks.program_score import CHECKPOINT, TRIAL
-from metricopt_ext.tasks.settings import SCALES, Scale, Setting, Settings, Value, Values
+from metricopt_ext.tasks.settings import QUERIES, SCALES, Scale, Setting, Settings, Value, Values
 from metricopt_ext.utils.files import write_atomically
 from metricopt_ext.utils.words import brief, nearest
 
@@ -36,6 +36,7 @@ class ProgramSettings(Settings):
             numbers if all of them are, else words.
         defaults: Each ``NAME=VALUE``: what the program is used with now. Of others it is the middle of the interval on
             its scale, or the first of the values.
+        queries: Queries that they may take together, at least 0.
 
     Attributes:
         assumed: Names of the settings whose default nobody gave.
@@ -49,7 +50,7 @@ class ProgramSettings(Settings):
         {'nms': '0.5', 'size': '640'}
     """
 
-    def __init__(self, specs: Sequence[str], defaults: Sequence[str] = ()) -> None:
+    def __init__(self, specs: Sequence[str], defaults: Sequence[str] = (), queries: int = QUERIES) -> None:
         known = dict(_named(each, "--default", "VALUE") for each in defaults)
         if len(known) < len(defaults):
             raise ConfigError(f"--default {' '.join(defaults)}: a setting is there twice; give one default for each")
@@ -60,7 +61,7 @@ class ProgramSettings(Settings):
             near = nearest(unknown[0], names)
             raise ConfigError(f"--default {unknown[0]}={known[unknown[0]]}: no --setting has this name{near}")
         try:
-            super().__init__(settings, lambda values: nullcontext())
+            super().__init__(settings, lambda values: nullcontext(), queries=queries)
         except ValueError as error:
             raise ConfigError(f"--setting: {error}") from error
         self.assumed = tuple(name for name in names if name not in known)

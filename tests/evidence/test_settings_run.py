@@ -12,7 +12,7 @@ import pytest
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.evidence import settings_run
 from metricopt_ext.evidence.program_trials import TrialError
-from metricopt_ext.evidence.settings_run import SettingsRun, TunedSettings
+from metricopt_ext.evidence.settings_run import SettingsOutcome, SettingsRun
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.program_score import Printed, ProgramScore, Score
 from metricopt_ext.tasks.program_settings import ProgramSettings
@@ -37,8 +37,8 @@ class Scripted:
 
     batches: Sequence[Sequence[dict[str, Any]]] = ()
 
-    def __init__(self, settings: ProgramSettings, queries: int, known: Sequence[tuple[Any, Evaluation]]) -> None:
-        self.queries, self.told = queries, list(known)
+    def __init__(self, settings: ProgramSettings, first: Evaluation, queries: int) -> None:
+        self.queries, self.told = queries, [(settings.defaults, first)]
         self.left = [list(batch) for batch in self.batches]
         self.answers: dict[int, Evaluation] = {}
         type(self).last = self  # type: ignore[attr-defined]
@@ -94,7 +94,7 @@ def test_each_is_asked_once_side_by_side_and_then_on_file() -> None:
     assert tuned.guard == "halves"
     assert tuned.queries == {"score": 5}
     assert sorted(path.name for path in Path("out/trials").iterdir()) == [f"{n}.log" for n in range(5)]
-    assert Scripted.last.queries == 8  # type: ignore[attr-defined]
+    assert Scripted.last.queries == 7  # type: ignore[attr-defined]
     again = made(halves=HALVES).tune(8, jobs=1)
     assert again == tuned
     assert len(ran()) == 5
@@ -155,7 +155,7 @@ def test_repeats_are_counted(folder: Path) -> None:
         one.tune(3)
     assert not Path("ran").exists()
     tuned = one.tune(11)
-    assert Scripted.last.queries == 5  # type: ignore[attr-defined]
+    assert Scripted.last.queries == 4  # type: ignore[attr-defined]
     assert tuned.queries == {"score": 10}
     assert tuned.before.noise == pytest.approx(0.0005)
     assert tuned.guard == "repeats"
@@ -246,7 +246,7 @@ def test_a_damaged_file_is_refused(key: str, value: Any, message: str) -> None:
 
 
 def test_what_is_said_of_a_gain() -> None:
-    tuned: TunedSettings = made(halves=HALVES).tune(8)
+    tuned: SettingsOutcome = made(halves=HALVES).tune(8)
     (line,) = tuned.lines(made().settings)
     assert line.startswith("a trial took ")
     assert tuned.row() == ["0.5000", "0.9000", "0.9000", "halves", "5", "0"]

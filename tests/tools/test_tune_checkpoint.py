@@ -325,6 +325,7 @@ def test_a_run_with_settings_goes_on_wherever_it_was_killed(folder: Path) -> Non
         arguments = run("--jobs", "2", out=out)
         process = started(*arguments)
         until((folder / out / "trials" / log).exists, process)
+        time.sleep(0.03)  # a program that is not yet started would still hold the folder's lock
         process.send_signal(signal.SIGKILL)
         process.communicate()
         assert not (folder / f"{out}.safetensors").exists()
