@@ -25,7 +25,7 @@ from metricopt_ext.evidence.run_config import (
     memory_of,
 )
 from metricopt_ext.evidence.siblings import SiblingsConfig
-from metricopt_ext.methods.recipe_settings import checked_setting
+from metricopt_ext.methods.recipe_settings import checked_weights
 from metricopt_ext.search.optimizer import LOSS_WEIGHT, METRIC_STEP
 from metricopt_ext.tasks.besides import BesidesConfig
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
@@ -455,7 +455,7 @@ class ClassificationConfig(RunConfig):
             raise ConfigError("adapter.temperature=true needs adapter.outputs=true, or adapter.kind=outputs")
         if self.transfer:
             with config_section("transfer"):
-                checked_setting((self.transfer.loss_weight, self.transfer.metric_step))
+                checked_weights((self.transfer.loss_weight, self.transfer.metric_step))
             if not self.transfer.value_function:
                 raise ConfigError("methods=[transfer] needs transfer.value_function=FILE, of another run")
         if self.second_round:
