@@ -100,15 +100,10 @@ class CountedTask(FinetuneTask):
 
 
 def counting(task: FinetuneTask) -> CountedTask:
-    """Return the same task, which counts the batches of its loss from now on."""
-    return CountedTask(
-        task.adapter,
-        loss=task.loss,
-        batches=task.batches,
-        metric=task.metric,
-        population=task.population,
-        memory=task.memory,
-    )
+    """Return the same task, with all that it has, which counts the batches of its loss from now on."""
+    counted = object.__new__(CountedTask)
+    vars(counted).update({**vars(task), "losses": Counter()})  # its first batch was tried before
+    return counted
 
 
 def noticing(task: FinetuneTask) -> CountedTask:

@@ -41,9 +41,9 @@ LINE = "line"
 # As likely as not: the gain that is expected is above 0.
 EXPECTED = 0.5
 
-# Of what a search in chance alone would have gained, the share that counts as optimism. Where something is true, less of
-# it is lost on other data: 0.4 to 0.8 on six tasks. The whole refuses twice as many gains; without any, every other
-# search in chance alone is believed.
+# Of what a search in chance alone would have gained, the share that counts as optimism. Where something is true, less
+# of it is lost on other data: 0.4 to 0.8 on four tasks. The whole refuses more of what gains, a third more on six
+# tasks; without any, every other search in chance alone is believed.
 CLIMBED = 3 / 4
 
 # The candidates that the end is compared with: the best of the visited points, this share of them and at least so many.
@@ -134,8 +134,9 @@ def decide(
         predicted: The gain of the search's end over another candidate as f sees it, by that one's name, in units of the
             cost; infinite if there is no f to ask, as about a start with other tensors.
         climbed: What the search would have gained in chance alone (`SearchResult.climbed`): of the end's gain on the
-            model as it was trained, at least the share `CLIMBED` of it is optimism. It does not count where what is kept otherwise gains
-            by the end's own confidence: then the model is better than it was, and the end is a choice by expectation.
+            model as it was trained, at least the share `CLIMBED` of it is optimism. It does not count where what is
+            kept otherwise gains by the end's own confidence: then the model is better than it was, and the end is a
+            choice by expectation.
     """
     candidates, visited = _telling(candidates, visited)
     trained, *others, end = candidates

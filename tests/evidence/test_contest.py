@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -227,7 +228,8 @@ def test_a_comparison_runs_what_optimize_metric_does(
 
     def observed(self: Any) -> Any:
         task, test = prepare(self)
-        return task.judged_by(task.metric.with_observers(told.append)), test
+        line = torch.ones(task.dim, dtype=torch.float64)  # what a classifier's task has
+        return replace(task, metric=task.metric.with_observers(told.append), line=line), test
 
     monkeypatch.setattr(experiment, "prepare", observed)
     experiment.contenders_now["ours"] = ours()
@@ -235,8 +237,9 @@ def test_a_comparison_runs_what_optimize_metric_does(
     asked = [query.item for query in told if query.purpose in ("starts", "search") and not query.on_file]
     alone: list[Any] = []
     task = quadratic()
-    with task.metric.observed_by(alone.append):
-        optimize_metric(task, queries=60, starts={"half": Start(task.goal / 2)}, seed=5, watcher=Watcher())
+    lined = replace(task, line=torch.ones(task.dim, dtype=torch.float64))
+    with lined.metric.observed_by(alone.append):
+        optimize_metric(lined, queries=60, starts={"half": Start(task.goal / 2)}, seed=5, watcher=Watcher())
     assert torch.equal(torch.stack(asked), torch.stack([query.item for query in alone]))
     assert len(asked) == 60
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,6 +40,15 @@ def test_a_query_is_a_pass_if_the_model_runs(running: FinetuneTask, quadratic: C
     still.costs_at(points, "search")
     assert still.metric.ledger.spent == 3
     assert passes_of(still) == queries_cost(still, 2) == Passes()
+
+
+def test_a_task_that_counts_has_all_that_the_task_has(quadratic: Callable[..., Any]) -> None:
+    """A line above all, which the search looks along first."""
+    task = replace(quadratic(), line=torch.ones(4, dtype=torch.float64), memory=2.0**20)
+    for counted in (counting(task), noticing(task)):
+        own, others = vars(task), vars(counted)
+        assert own.keys() == others.keys() - {"losses"}
+        assert all(others[name] is own[name] for name in own.keys() - {"metric"})
 
 
 def test_it_does_not_matter_which_model_runs(running: FinetuneTask) -> None:
