@@ -337,6 +337,9 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
     def _scores(self, end: End, x: Tensor) -> Tensor:
         if isinstance(end, Tensor):
             return scores_at(self.task.adapter, end, x)
+        if isinstance(end, Start):
+            with self.task.standing_at(end) as model, evaluating(model):
+                return predict(model, x)
         with evaluating(end):
             return predict(end, x)
 

@@ -29,6 +29,7 @@ from metricopt_ext.retrieval.data import (
     load_stanford_online_products,
     split_classes,
 )
+from metricopt_ext.retrieval.judged import JudgedEmbeddings, Processing
 from metricopt_ext.retrieval.layouts import load_class_folders
 from metricopt_ext.retrieval.metrics import Draws, EmbeddingMetric, besides, embedding_metric
 from metricopt_ext.retrieval.models import Embedder, build_model
@@ -95,29 +96,52 @@ def build_metric(
     several = not isinstance(halves, str) and len(halves) > 0 and not isinstance(halves[0], Tensor)
     draws = cast(Draws, halves) if several and queries is None and cameras is None else []
 
-    def value_of(each: EmbeddingMetric, embeddings: Tensor, half: Tensor | None = None) -> float:
+    own_queries = None if queries is None else queries.cpu()
+
+    def judged(each: EmbeddingMetric, embeddings: Tensor, half: Tensor | None = None) -> float:
         rows = slice(None) if half is None else half.cpu()
         return each.judge(
             embeddings[rows],
             part.y.cpu()[rows],
-            None if queries is None else queries.cpu()[rows],
+            None if own_queries is None else own_queries[rows],
             None if cameras is None else cameras[rows],
         )
 
-    def function(model: nn.Module) -> Any:
-        embeddings = embed(model, part.x).cpu()
-        if metric.on_halves is not None and draws:
-            value = Halved(*metric.on_halves(embeddings, part.y.cpu(), draws))
+    def value_of(each: EmbeddingMetric, raw: Tensor, processing: Processing, pairs: Any = ()) -> Any:
+        if processing.post.mixes and own_queries is None:
+            assert each.left_out is not None  # see `cannot`
+            return each.left_out(processing.alone(raw), part.y.cpu(), pairs, processing.post)
+        return judged(each, processing.of(raw, own_queries))
+
+    def value(raw: Tensor, processing: Processing) -> Any:
+        found: Any
+        if processing.post.mixes and own_queries is None:
+            pairs = halves if isinstance(halves, str) or several or not len(halves) else [halves]
+            found = value_of(metric, raw, processing, pairs)
+        elif metric.on_halves is not None and draws:
+            found = Halved(*metric.on_halves(processing.of(raw), part.y.cpu(), draws))
         else:
-            value = with_halves(lambda half: value_of(metric, embeddings, half), halves)
-        others = {name: value_of(each, embeddings) for name, each in bounded.items()}
-        return {metric.name: value, **others} if others else value
+            embeddings = processing.of(raw, own_queries)
+            found = with_halves(lambda half: judged(metric, embeddings, half), halves)
+        others = {name: value_of(each, raw, processing) for name, each in bounded.items()}
+        return {metric.name: found, **others} if others else found
 
     def alone(other: EmbeddingMetric) -> Callable[[nn.Module], float]:
-        return lambda model: value_of(other, embed(model, part.x).cpu())
+        def of_model(model: nn.Module) -> float:
+            found: float = judging.judged(model, lambda raw, processing: value_of(other, raw, processing))
+            return found
 
+        return of_model
+
+    judging: JudgedEmbeddings[Tensor] = JudgedEmbeddings(
+        lambda model: embed(model, part.x).cpu(),
+        value,
+        embeddings_of=lambda raw: raw,
+        embed_inputs=lambda model, x: embed(model, x).cpu(),
+        cannot=_not_mixed((metric, *also.values()), queries is not None, cameras is not None),
+    )
     return Metric(
-        function,
+        judging,
         maximize=metric.maximize,
         bounds=metric.bounds,
         name=metric.name,
@@ -125,6 +149,17 @@ def build_metric(
         also={name: alone(each) for name, each in also.items() if name not in bounded},
         subject_to=config.subject_to if constrained else None,
     )
+
+
+def _not_mixed(metrics: Sequence[EmbeddingMetric], gallery: bool, cameras: bool) -> dict[str, str]:
+    """Return why embeddings are not mixed with their neighbours, if they are not; see `JudgedEmbeddings`."""
+    if cameras and not gallery:
+        why = "images by a query's own camera are ignored for each query, but not when embeddings are mixed"
+    elif not gallery and (names := [each.name for each in metrics if each.left_out is None]):
+        why = f"{names[0]} is of embeddings that search each other, and each would know the queries it was mixed with"
+    else:
+        return {}
+    return dict.fromkeys(("augmentation", "expansion"), why)
 
 
 def build_loss(config: LossConfig) -> Loss:

@@ -10,9 +10,16 @@ from metricopt_ext.errors import ConfigError, MetricOptError
 from metricopt_ext.retrieval.cameras import Cameras, Seen, recall_across_cameras
 from metricopt_ext.retrieval.config import MetricConfig
 from metricopt_ext.retrieval.neighbours import Array
-from metricopt_ext.retrieval.recall import check_items, check_options, recall_at_k, recalls_on_halves
+from metricopt_ext.retrieval.post_processing import PostProcessing
+from metricopt_ext.retrieval.recall import (
+    check_items,
+    check_options,
+    recall_at_k,
+    recalls_left_out,
+    recalls_on_halves,
+)
 from metricopt_ext.tasks.besides import NO_BOUNDS, own_function
-from metricopt_ext.tasks.metric import Pairs
+from metricopt_ext.tasks.metric import Halved, Pairs
 from metricopt_ext.tasks.own_metric import number_within, own_metric
 from metricopt_ext.utils.seeding import generator
 
@@ -41,6 +48,8 @@ class EmbeddingMetric:
         description: What it is, in a line; empty if its name says it.
         on_halves: Called with embeddings, labels and pairs of halves by class; returns the value, and those on each
             half, from one search of all. None for a metric that is called for each half.
+        left_out: Called with embeddings, labels, pairs of halves by class, or none, and how embeddings are mixed with
+            their neighbours; returns the value of each found as if it were new. None for a metric that can't tell it.
     """
 
     function: Callable[[Tensor, Tensor], float]
@@ -51,6 +60,7 @@ class EmbeddingMetric:
     against: Callable[[Tensor, Tensor, Tensor, Tensor], float] | None = None
     across: Callable[[Seen, Seen], float] | None = None
     on_halves: Callable[[Tensor, Tensor, Draws], tuple[float, Pairs]] | None = None
+    left_out: Callable[[Tensor, Tensor, Draws, PostProcessing], Halved] | None = None
 
     def check(self, gallery: bool, cameras: bool) -> None:
         """Reject what the metric can't judge.
@@ -119,6 +129,7 @@ def embedding_metric(config: MetricConfig) -> EmbeddingMetric:
             against=lambda x, y, *gallery: recall_at_k(x, y, ks, query_subset=subset, gallery=gallery).mean,
             across=lambda queries, gallery: recall_across_cameras(queries, gallery, ks, query_subset=subset or 0),
             on_halves=None if subset else lambda x, y, pairs: recalls_on_halves(x, y, ks, pairs),
+            left_out=lambda x, y, pairs, post: recalls_left_out(x, y, ks, pairs, post, "l2", subset),
         )
     if name in CALCULATED:
         return EmbeddingMetric(

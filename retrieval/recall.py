@@ -11,7 +11,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from metricopt_ext.data.halves import class_draws
 from metricopt_ext.errors import DataError
+from metricopt_ext.retrieval.judged import JudgedEmbeddings, Processing
+from metricopt_ext.retrieval.left_out import LeftOut, ahead_of_first
 from metricopt_ext.retrieval.neighbours import (
     SAMPLE,
     Array,
@@ -31,6 +33,7 @@ from metricopt_ext.retrieval.neighbours import (
     fingerprints,
     ranks_of_first,
 )
+from metricopt_ext.retrieval.post_processing import PostProcessing
 from metricopt_ext.tasks.metric import Halved, Ledger, Metric, Pairs, with_halves
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import brief
@@ -134,10 +137,7 @@ def recall_at_k(
     includes_queries = gallery is None or gallery_starts_with_queries
 
     matched = _with_match(labels, item_labels, includes_queries)
-    chosen = matched
-    if query_subset is not None:
-        order = torch.randperm(len(matched), generator=generator(seed, "recall queries")).numpy()
-        chosen = np.sort(matched[order[:query_subset]])
+    chosen = _subset(matched, query_subset, seed)
 
     copies, said = (0, "") if includes_queries else _copies(queries, labels, items, item_labels, chosen)
     if said:
@@ -239,6 +239,51 @@ def recalls_on_halves(
     return mean(np.where(matched, before[0], items.size)), values
 
 
+def recalls_left_out(
+    embeddings: Tensor,
+    labels: Array,
+    ks: Sequence[int],
+    pairs: Sequence[tuple[Tensor, Tensor]] | str,
+    post: PostProcessing,
+    distance: Distance,
+    query_subset: int | None = None,
+    seed: int = 0,
+) -> Halved:
+    """Return mean Recall@k of embeddings that are mixed with their neighbours, each query being new (`LeftOut`).
+
+    Those on halves are of what comes before within the half, as it was mixed with its neighbours among all.
+
+    Args:
+        embeddings: ``n x d`` on the CPU, as `each_alone` returns them.
+        labels: ``n`` integers.
+        ks: Numbers of neighbours, each at least 1.
+        pairs: Indices of halves, of different classes each (`class_draws`); or why there are none.
+        post: How they are mixed.
+        distance: What is compared, as in `recall_at_k`; the cosine if ``post`` says so.
+        query_subset: As in `recall_at_k`.
+        seed: As in `recall_at_k`.
+
+    Raises:
+        DataError: As from `recalls_on_halves`.
+    """
+    _, own = _check(embeddings, labels, "", "cosine")
+    rows = _subset(_with_match(own, own, includes_queries=True), query_subset, seed)
+    halves = [] if isinstance(pairs, str) else [half for pair in pairs for half in _members(own, pair)]
+    of_half = np.stack([np.ones(len(own), dtype=np.bool_), *halves], 1).astype(np.float32)
+    before = np.empty((len(rows), of_half.shape[1]))
+    for part, keys in LeftOut(embeddings, post, post.distance or distance).keys(rows):
+        matches = own[rows[part], None] == own
+        matches[np.arange(len(matches)), rows[part]] = False
+        before[part] = ahead_of_first(keys, matches).astype(np.float32) @ of_half
+
+    def mean(number: int) -> float:
+        places = before[of_half[rows, number] > 0, number]
+        return statistics.fmean(float(np.mean(places < k)) for k in ks) if len(places) else math.nan
+
+    values = tuple((mean(1 + number), mean(2 + number)) for number in range(0, len(halves), 2))
+    return Halved(mean(0), pairs if isinstance(pairs, str) else values or None)
+
+
 def _members(labels: npt.NDArray[np.int64], pair: tuple[Tensor, Tensor]) -> list[npt.NDArray[np.bool_]]:
     """Return which items each half has, ``n`` each.
 
@@ -323,22 +368,68 @@ def recall_metric(
     ks = check_options(ks, distance, query_subset, seed)
     embed = embed or _call
 
-    def mean_recall(model: nn.Module) -> Any:
-        queries, labels = _embed_all(model, batches, embed)
-        items = None if gallery is None else _embed_all(model, gallery, embed)
-        draws = class_draws(labels, seed)
+    def embedded(model: nn.Module) -> Embedded:
+        queries = _embed_all(model, batches, embed)
+        return Embedded(queries, None if gallery is None else _embed_all(model, gallery, embed))
+
+    def mean_recall(found: Embedded, processing: Processing) -> Any:
+        post, labels = processing.post, found.labels
+        draws, compared = class_draws(labels, seed), "l2" if post.distance == "l2" else distance
+        if post.mixes and found.gallery is None:
+            alone = processing.alone(found.queries[0])
+            return recalls_left_out(alone, labels, ks, draws, post, compared, query_subset, seed)
+        queries, items = found.queries[0], found.gallery
+        if items is None:
+            queries = processing.of(queries)
+        elif post.acts:
+            whole = processing.of(found.all, torch.arange(len(queries) + len(items[0])) < len(queries))
+            queries, items = whole[: len(queries)], (whole[len(queries) :], items[1])
         if items is None and query_subset is None and not isinstance(draws, str):
-            return Halved(*recalls_on_halves(queries, labels, ks, draws, distance=distance))
+            return Halved(*recalls_on_halves(queries, labels, ks, draws, distance=compared))
 
         def value_on(half: Tensor | None) -> float:
             rows = slice(None) if half is None else half
-            options: dict[str, Any] = {"distance": distance, "query_subset": query_subset, "seed": seed}
+            options: dict[str, Any] = {"distance": compared, "query_subset": query_subset, "seed": seed}
             return recall_at_k(queries[rows], labels[rows], ks, gallery=items, **options).mean
 
         return with_halves(value_on, draws)
 
+    function = JudgedEmbeddings(
+        embedded, mean_recall, embeddings_of=lambda found: found.all, embed_inputs=lambda model, x: embed(model, x)
+    )
     name = ("mean " if len(ks) > 1 else "") + "Recall@" + ",".join(map(str, ks))
-    return Metric(mean_recall, maximize=True, name=name, ledger=ledger, new_classes=new_classes)
+    return Metric(function, maximize=True, name=name, ledger=ledger, new_classes=new_classes)
+
+
+class Embedded(NamedTuple):
+    """Embeddings and labels of a metric's data, on the CPU.
+
+    Attributes:
+        queries: ``n x d`` and ``n``.
+        gallery: ``m x d`` and ``m``; None if the queries search each other.
+    """
+
+    queries: tuple[Tensor, Tensor]
+    gallery: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def labels(self) -> Tensor:
+        """The queries' labels, ``n``."""
+        return self.queries[1]
+
+    @property
+    def all(self) -> Tensor:
+        """All embeddings, the gallery's last.
+
+        Raises:
+            DataError: The gallery's have another dimension than the queries'.
+        """
+        if self.gallery is None:
+            return self.queries[0]
+        dimension, other = self.queries[0].shape[1:], self.gallery[0].shape[1:]
+        if dimension != other:
+            raise DataError(f"queries and gallery must have embeddings of one dimension, got {dimension} and {other}")
+        return torch.cat([self.queries[0], self.gallery[0]])
 
 
 def _call(model: nn.Module, inputs: Any) -> Tensor:
@@ -386,6 +477,14 @@ def _with_match(
             f"none of the {len(labels)} queries shares its label with another item of the gallery; at least one must"
         )
     return rows
+
+
+def _subset(rows: npt.NDArray[np.int64], size: int | None, seed: int) -> npt.NDArray[np.int64]:
+    """Draw so many rows, ascending; all for None, or if there are no more."""
+    if size is None:
+        return rows
+    order = torch.randperm(len(rows), generator=generator(seed, "recall queries")).numpy()
+    return np.sort(rows[order[:size]])
 
 
 def check_options(ks: Sequence[int], distance: str, query_subset: int | None, seed: int) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.retrieval.few_classes import FewClasses
+from metricopt_ext.retrieval.judged import JudgedEmbeddings, Processing
 from metricopt_ext.retrieval.task import refuse_memory
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.tasks.task import FinetuneTask
@@ -27,6 +28,9 @@ from metricopt_ext.utils.words import counted
 
 CPU = torch.device("cpu")
 FILM = partial(attach_film, dim=32)  # numbers that suit 60 to 300 queries
+
+# A tester's embeddings and labels by split.
+Embedded = dict[str, tuple[Tensor, Tensor]]
 
 # A tester's queried split and the splits that its items are searched in.
 Evaluated = Sequence[tuple[str, Sequence[str]]]
@@ -218,22 +222,56 @@ def _task_and_classes(
     if metric not in known:
         raise ConfigError(f"metric={metric!r} is not calculated by the tester; its metrics are {', '.join(known)}")
 
-    def judge(model: nn.Module) -> Any:
-        models, splits = {**trainer.models, part: model}, [(query, list(refs)) for query, refs in evaluated]
-        verdict: list[Any] = []
+    def models_with(model: nn.Module) -> dict[str, nn.Module]:
+        return {**trainer.models, part: model}
+
+    def tested_by(model: nn.Module) -> tuple[Any, dict[str, nn.Module], list[tuple[str, list[str]]]]:
         own = copy.copy(tester)
         own.accuracy_calculator, own.reference_split_names = copy.copy(tester.accuracy_calculator), {}
         own.visualizer = None
+        return own, models_with(model), [(query, list(references)) for query, references in evaluated]
+
+    def embedded(model: nn.Module) -> Embedded:
+        own, models, splits = tested_by(model)
+        with evaluating(nn.ModuleList(models.values())), seeded_streams(0, CPU):
+            names = own.get_splits_to_compute_embeddings(dict(dataset_dict), splits)[1]
+            found: Embedded = own.get_all_embeddings_for_all_splits(
+                dict(dataset_dict), models["trunk"], models["embedder"], names, test_collate_fn
+            )
+        return found
+
+    def judge(found: Embedded, processing: Processing) -> Any:
+        verdict: list[Any] = []
+        own, models, splits = tested_by(adapter.model)
+        own.get_all_embeddings_for_all_splits = lambda *_: {
+            name: (processing.of(embeddings), labels) for name, (embeddings, labels) in found.items()
+        }
         own.end_of_testing_hook = lambda tested: verdict.append(_verdict(tested, split, metric, seed, classes))
         with evaluating(nn.ModuleList(models.values())), seeded_streams(0, CPU):
             own.test(dict(dataset_dict), 0, models["trunk"], models["embedder"], splits, test_collate_fn)
         return verdict[0]
 
+    def further(model: nn.Module, dataset: Any) -> Tensor:
+        own, models, _ = tested_by(model)
+        with evaluating(nn.ModuleList(models.values())), seeded_streams(0, CPU):
+            found: Tensor = own.get_all_embeddings(dataset, models["trunk"], models["embedder"], test_collate_fn)[0]
+        return found
+
+    why = "a tester's calculator has one gallery for all queries, and its own distance"
+    judged = JudgedEmbeddings(
+        embedded,
+        judge,
+        embeddings_of=lambda found: found[split][0].cpu(),
+        embed_inputs=further,
+        cannot=dict.fromkeys(("augmentation", "expansion", "alpha", "distance"), why),
+        models=lambda model: models_with(model).values(),
+        whole_inputs=True,
+    )
     task = FinetuneTask(
         adapter,
         loss=TrainerLoss(trainer, part),
         batches=TrainerBatches(trainer),
-        metric=Metric(judge, maximize=maximize, bounds=bounds, name=f"{split}/{metric}", new_classes=True),
+        metric=Metric(judged, maximize=maximize, bounds=bounds, name=f"{split}/{metric}", new_classes=True),
         population=1,  # a trainer's loss can be any code
     )
     return task, classes

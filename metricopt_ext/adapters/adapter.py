@@ -212,7 +212,7 @@ class Adapter:
         for kind, own in self._own().items():
             unique = {id(tensor): name for name, tensor in reversed(own.items()) if name in originals}
             replaced[kind] = {name: own[name].detach().clone() for name in reversed(unique.values())}
-        return Start(self.phi.detach().clone(), **replaced)
+        return Start(self.phi.detach().clone(), replaced["buffers"], replaced["parameters"])
 
     def _own(self) -> dict[str, dict[str, Tensor]]:
         """Return the tensors that the bare model's state dict names, by kind; a tied one under each of its names."""
@@ -402,7 +402,7 @@ class Adapter:
                 raise AdapterError(f"{path}: {key} is {brief(theirs)}, but the attached adapter's is {brief(mine)}")
         own = self._kept_tensors()
         check_tensors(path, tensors, {name: value.shape for name, value in own.items()})
-        start = Start(tensors["phi"], **replaced)
+        start = Start(tensors["phi"], replaced["buffers"], replaced["parameters"])
         try:
             self.check(start)
         except AdapterError as error:

@@ -6,9 +6,11 @@ from functools import partial
 
 from torch import nn
 
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.method import METHODS, End, Method, Reached, check_known
 from metricopt_ext.evidence.record import Outcome
+from metricopt_ext.methods.starts import with_start
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils import ranks
@@ -77,6 +79,11 @@ def _judged(task: FinetuneTask, test_metric: Metric, results: dict[str, tuple[Re
 
 
 def judge(task: FinetuneTask, end: End) -> float:
-    """Return the task's metric, in its own units, of a phi of its model or of another model; one query."""
-    cost = task.metric.cost(end, "judge") if isinstance(end, nn.Module) else task.cost(end, "judge")
+    """Return the task's metric, in its own units, of a phi of its model, another model, or a start; one query."""
+    if isinstance(end, nn.Module):
+        cost = task.cost_of(end, "judge")
+    elif isinstance(end, Start):
+        cost = with_start(task, end).cost(end.phi, "judge")
+    else:
+        cost = task.cost(end, "judge")
     return task.metric.to_value(cost)

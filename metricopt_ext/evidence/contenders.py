@@ -28,7 +28,7 @@ from metricopt_ext.methods.tuning import finetune
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.tasks.kept_evaluations import KeptEvaluation, KeptEvaluations, KeptPoint, digest_of
+from metricopt_ext.tasks.kept_evaluations import KeptEvaluation, KeptEvaluations, KeptPoint
 from metricopt_ext.tasks.metric import Ledger, Query
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.progress import Watcher, Within
@@ -107,7 +107,7 @@ def on_file(begun: Begun, task: FinetuneTask) -> KeptEvaluations:
     for id, name in enumerate(names):
         if name in begun.asked:
             start = begun.starts[name]
-            point = KeptPoint.of(id, start.phi, digest_of(start))
+            point = KeptPoint.of(id, start.phi, start)
             kept.tell(KeptEvaluation.told(point, begun.asked[name], task.metric.repeats))
     return kept
 

@@ -42,7 +42,7 @@ def record_of(
 
     def state(name: str) -> State:
         start = result.start_of(name)
-        same = start.replaces_the_same(result.candidates[begun])
+        same = start.of_the_same(result.candidates[begun])
         return State(searched if same else with_start(task, start), start.phi)
 
     @cache

@@ -31,7 +31,7 @@ from metricopt_ext.tasks.task import FinetuneTask
 
 Kind = Literal["free", "queries"]
 Needs = Literal["scores", "inputs", "labels", "another f", "batch metric"]
-End = Tensor | nn.Module
+End = Tensor | nn.Module | Start
 
 
 @dataclass(frozen=True)
@@ -156,12 +156,17 @@ class Begun:
         return with_start(task, start), start.phi
 
     def standing(self, task: FinetuneTask, end: End) -> End:
-        """Return an end, a phi of the chosen start's model or a model, as the task itself can judge it."""
-        return end if isinstance(end, nn.Module) else end_of(task, replace(self.starts[self.chosen], phi=end))
+        """Return an end, a phi of the chosen start's model or else as it is, as the task itself can judge it."""
+        return end_of(task, replace(self.starts[self.chosen], phi=end)) if isinstance(end, Tensor) else end
 
 
 def end_of(task: FinetuneTask, start: Start) -> End:
-    """Return a start's phi, ``d``, or a copy of the model to which it is applied if it replaces tensors of that."""
+    """Return what can be judged of a start: itself if it has settings of inference, else its phi, ``d``, or a model.
+
+    That is a copy of the task's, if the start replaces tensors, to which it is applied.
+    """
+    if start.settings:
+        return start
     return with_start(task, start).adapter.model if start.replaced else start.phi
 
 
@@ -170,7 +175,8 @@ class Reached:
     """Where a method stood after a number of metric queries.
 
     Attributes:
-        end: phi, ``d``, of the task's model; or its own model, whose weights it may have trained.
+        end: phi, ``d``, of the task's model; or its own model, whose weights it may have trained; or a start, with
+            settings of inference.
         queries: Metric queries spent by then.
         queries_per_start: How many of these each further start costs again.
         seconds: Wall-clock seconds spent by then.

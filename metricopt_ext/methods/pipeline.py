@@ -118,7 +118,7 @@ def optimize_metric(
         base = run.enter_context(ExitStack())
         base.enter_context(task.adapter.applied(Start(task.origin())))
         base.enter_context(task.keeping_weights())
-        looked = ranks.on_first(lambda: task.metric.look(task.adapter.model))  # first, so that what fails costs nothing
+        looked = ranks.on_first(task.look)  # first, so that what fails costs nothing
         result = runner.run(Context(task, queries, folder, shown, size, guard_confidence, seed, starts))
         if kept_aside is not None:
             shown.stage("data kept aside")
@@ -179,7 +179,7 @@ def looked_at(result: Result[Own], task: FinetuneTask, before: dict[str, float])
     if result.chosen != "start":
         try:
             with task.adapter.applied(result.start_of(result.chosen)):
-                after = task.metric.look(task.adapter.model)
+                after = task.with_values(result.start_of(result.chosen).settings).look()
         except MetricError as error:
             warnings.warn(f"{error}; so it is not known of the model as it is now", stacklevel=2)
             after = {}

@@ -14,6 +14,7 @@ from metricopt_ext.methods.constrained import Constrained
 from metricopt_ext.methods.guard import Decision, Guard, Verdict, check_guarded
 from metricopt_ext.methods.new_classes import KeptShare
 from metricopt_ext.methods.recipe_settings import StepWeights
+from metricopt_ext.methods.tuned_settings import TunedSettings
 from metricopt_ext.search.update_rule import UpdateRule
 from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.tasks.split_half import split_half_correlation
@@ -30,6 +31,7 @@ KEPT = {
     "search": "the end of the search",
     "part": "a part of the way to the end of the search",
     "line": "the best along the line of starts",
+    "settings": "the tuned settings of inference, with phi as it was",
     "learned": "the learned optimizer's end",
     "batchnorm": "BatchNorm re-estimated",
     "prior": "logits adjusted by the priors",
@@ -164,6 +166,7 @@ class Result(Generic[Own]):
         elsewhere: Other quantities than the metric (`Metric`: ``also``, ``subject_to``, a dict), by candidate and name,
             each in its own units, as far as they are known.
         constrained: How the run stands to its constraints; None without any.
+        settings: What became of the settings of inference; None of a task without any.
     """
 
     metric: str
@@ -193,6 +196,7 @@ class Result(Generic[Own]):
     aside: dict[str, float] = field(kw_only=True, default_factory=dict)
     elsewhere: dict[str, dict[str, float]] = field(kw_only=True, default_factory=dict)
     constrained: Constrained | None = field(kw_only=True, default=None)
+    settings: TunedSettings | None = field(kw_only=True, default=None)
 
     def __str__(self) -> str:
         """State the outcome, its cost and whether f was to be trusted, in a few lines."""
@@ -206,6 +210,7 @@ class Result(Generic[Own]):
         lines = [f"{self.metric}: {changed}; kept {self.what_was_kept()}"]
         if self.also:
             lines.append(f"besides: {', '.join(map(self._besides, self.also))}")
+        lines += [] if self.settings is None else self.settings.lines()
         lines += [] if self.constrained is None else self.constrained.lines(self.chosen)
         if self.best != self.after:
             lines.append(f"the best candidate has {self.best:.4f}, but {self.doubt()}")

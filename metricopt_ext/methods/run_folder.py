@@ -280,7 +280,12 @@ def identity_of(
     """
     settings = strategy.identity()
     if starts:
-        settings["starts"] = {name: fingerprint({"phi": s.phi, **s.replaced}) for name, s in starts.items()}
+        settings["starts"] = {
+            name: [fingerprint({"phi": s.phi, **s.replaced}), dict(s.settings)]
+            if s.settings
+            else fingerprint({"phi": s.phi, **s.replaced})
+            for name, s in starts.items()
+        }
     return {**settings, **size, **identity_of_task(task, seed)}
 
 
@@ -307,6 +312,7 @@ def identity_of_task(task: FinetuneTask, seed: int) -> dict[str, Any]:
         **({} if not metric.subject_to else {"subject to": bounded(metric)}),
         **({} if task.gradients is None else {"gradients": fingerprint({"gradients": task.gradients})}),
         **({} if task.line is None else {"line": fingerprint({"line": task.line})}),
+        **({} if task.settings is None else {"settings of inference": task.settings.identity()}),
     }
 
 

@@ -22,6 +22,7 @@ from metricopt_ext.search.strategy import SearchStrategy, check_checkpoints
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.kept_evaluations import KeptEvaluation, KeptEvaluations
 from metricopt_ext.tasks.metric import Evaluation, Metric
+from metricopt_ext.tasks.settings import Value
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.telling import telling
 from metricopt_ext.utils import ranks
@@ -83,12 +84,16 @@ class Asked(NamedTuple):
         start: Name of its start.
         phi: ``d``.
         kept: What is on file of it.
+        stage: What it is for.
+        settings: The settings of inference to be judged with, by name.
     """
 
     id: int
     start: str
     phi: Tensor
     kept: KeptEvaluation | None
+    stage: str
+    settings: dict[str, Value]
 
 
 def runner_of(strategy: SearchStrategy | LearningStrategy[Own] | None) -> LearningStrategy[Own]:
@@ -255,14 +260,19 @@ def _evaluated(
 
     def next_batch() -> list[Asked]:
         batch = [] if trials is None else trials.next_batch(most)
-        return [Asked(trial.id, trial.start, trial.phi, kept) for trial, kept in batch]
+        if trials is None:
+            return []
+        return [
+            Asked(trial.id, trial.start, trial.phi, kept, trials.stage_of(trial.id), trial.settings)
+            for trial, kept in batch
+        ]
 
     metric, stage, of_queries = tasks["start"].metric, "", 0
     while batch := ranks.on_first(next_batch):
-        for name, group in groupby(batch, lambda asked: asked.start):
+        for (name, settings), group in groupby(batch, lambda asked: (asked.start, asked.settings)):
             same = list(group)
-            starting = same[0].id < len(tasks)
-            if stage != (stage := "starts" if starting else "search"):
+            starting = same[0].stage == "starts"
+            if stage != (stage := same[0].stage):
                 watcher.stage(stage)
             for asked in same:
                 if asked.kept is not None and not asked.kept.given_up:
@@ -275,7 +285,8 @@ def _evaluated(
 
             if new:
                 points = torch.stack([asked.phi for asked in new])
-                yield from zip(new, tasks[name].evaluate_each(points, stage, where), strict=True)
+                task = tasks[name].with_values(settings)
+                yield from zip(new, task.evaluate_each(points, stage, where), strict=True)
         if trials is not None and (quality := trials.quality()) is not None and quality[0] > of_queries:
             of_queries = quality[0]
             watcher.quality(metric.ledger.spent, quality[1])

@@ -12,6 +12,7 @@ from metricopt_ext.adapters.modulation import CONTEXT_NAME
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.methods.guard import LINE
+from metricopt_ext.methods.tuned_settings import SETTINGS
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.weights import same_bits
@@ -22,11 +23,11 @@ def all_starts(task: FinetuneTask, starts: Mapping[str, Start]) -> dict[str, Sta
     """Return phi = 0, named ``"start"``, and the starts given: copies, as the model's own phi may be among them.
 
     Raises:
-        ValueError: A name is taken by a result's other ends.
+        ValueError: A name is taken by a result's other ends, or a start has settings that the task has not.
         AdapterError: A start does not fit the model (see `Adapter.check`); or the metric does not take the model, so
             that it can't judge one in which a start replaces buffers or parameters.
     """
-    for name in ("start", LINE, "search", "part"):
+    for name in ("start", LINE, SETTINGS, "search", "part"):
         if name in starts:
             raise ValueError(f"a start is named {name!r}, which is an end of every search; give it another name")
     return {"start": Start(task.origin()), **{name: _checked(task, name, start) for name, start in starts.items()}}
@@ -45,15 +46,19 @@ def _checked(task: FinetuneTask, name: str, start: Start) -> Start:
     buffers, parameters = (
         {key: value.detach().clone() for key, value in each.items()} for each in (start.buffers, start.parameters)
     )
-    return Start(start.phi.detach().to(task.origin(), copy=True), buffers, parameters)
+    task.with_values(start.settings)  # refuses what it can't be
+    return Start(start.phi.detach().to(task.origin(), copy=True), buffers, parameters, dict(start.settings))
 
 
 def with_start(task: FinetuneTask, start: Start) -> FinetuneTask:
     """Return the task of a start: on a copy of the model to which it is applied, or the same one if only phi differs.
 
+    Its settings of inference are in force where the metric judges.
+
     Raises:
         AdapterError: The start does not fit the model (see `Adapter.check`).
     """
+    task = task.with_values(start.settings)
     if start.replaces_the_same(task.adapter.as_start()):
         return task
     copied = task.copied()

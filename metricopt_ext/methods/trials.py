@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
 from metricopt_ext.methods.assessment import Assessment, assessed, first_told
@@ -18,10 +17,13 @@ from metricopt_ext.methods.guard import CONFIDENCE, LINE, LINE_CONFIDENCE, START
 from metricopt_ext.methods.new_classes import KeptShare, held_back, kept_share
 from metricopt_ext.methods.result import Result, SearchDetails, outcome
 from metricopt_ext.methods.starts import with_start
+from metricopt_ext.methods.tuned_settings import SETTINGS, TunedSettings, accepted
+from metricopt_ext.search.settings_stage import SettingsEnd, SettingsState
 from metricopt_ext.search.strategy import SearchResult, SearchState, SearchStrategy
 from metricopt_ext.tasks.constraints import Limits
-from metricopt_ext.tasks.kept_evaluations import SAME, KeptEvaluation, KeptEvaluations, KeptPoint, digest_of
+from metricopt_ext.tasks.kept_evaluations import SAME, KeptEvaluation, KeptEvaluations, KeptPoint
 from metricopt_ext.tasks.metric import Evaluation, Metric, pairs_of, stacked_halves
+from metricopt_ext.tasks.settings import Value
 from metricopt_ext.tasks.split_half import correlation_of_halves
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
@@ -39,22 +41,30 @@ class Trial:
         id: Its number, from 0.
         phi: ``d``.
         start: Name of the start whose model it is a point of: ``"start"`` for the model as it was trained.
+        settings: The settings of inference to be judged with, by name; empty of a task without any.
     """
 
     id: int
     phi: Tensor
     start: str
-    _adapter: Adapter = field(repr=False)
+    _task: FinetuneTask = field(repr=False)
     _state: Start = field(repr=False)
+
+    @property
+    def settings(self) -> dict[str, Value]:
+        """The settings of inference; see above."""
+        return self._task.with_values(self._state.settings).values or {}
 
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:
-        """Yield the model at this trial, in evaluation mode; afterwards it is as it was."""
-        with self._adapter.applied(self._state), evaluating(self._adapter.model):
-            yield self._adapter.model
+        """Yield the model at this trial, in evaluation mode, its settings in force; afterwards it is as it was."""
+        with self._task.standing_at(self._state) as model, evaluating(model):
+            yield model
 
     def checkpoint(self, path: str | Path) -> None:
         """Write the model at this trial as an ordinary state dict, phi merged into the weights.
+
+        Settings of inference are no part of it (`settings`).
 
         Args:
             path: The file; safetensors if its name ends so, otherwise by ``torch.save``.
@@ -63,8 +73,9 @@ class Trial:
             AdapterError: phi can't be merged (`Adapter.merge`).
             OSError: The file can't be written.
         """
-        with self._adapter.applied(self._state):
-            state = {key: value.detach().cpu().contiguous() for key, value in self._adapter.merged_state_dict().items()}
+        adapter = self._task.adapter
+        with adapter.applied(self._state):
+            state = {key: value.detach().cpu().contiguous() for key, value in adapter.merged_state_dict().items()}
         if Path(path).suffix == ".safetensors":
             save_checkpoint(path, state)
         else:
@@ -87,9 +98,9 @@ class _Batch:
 class Trials:
     """A search through its trials, in one process; what is on file is told as it is.
 
-    It first asks for the starts, then searches from the best of them. Trials come in batches; only once all of a batch
-    are told, failed or given up does the search go on. So the result depends neither on the order nor on the time of
-    telling.
+    It first asks for the starts, then, at the best of them, for settings of inference if the task has any, and then
+    searches from there. Trials come in batches; only once all of a batch are told, failed or given up does the search
+    go on. So the result depends neither on the order nor on the time of telling.
 
     Args:
         task: Model, and loss and batches where it has them; of its metric direction, bounds and repeats count.
@@ -112,14 +123,16 @@ class Trials:
         confidence: float = CONFIDENCE,
     ) -> None:
         self.task, self.strategy, self.queries = task, strategy, queries
-        self._starts, self._kept, self._seed, self._confidence = starts, kept, seed, confidence
+        self._starts, self._kept, self._seed, self._confidence = dict(starts), kept, seed, confidence
+        self._initial = len(starts)  # settings that are tuned are another start, later
         self._least = strategy.least_queries(task.dim, len(starts))
+        self._stage: SettingsState | None = None
         self._state: SearchState | None = None
         self._limits: Limits | None = None  # known with the start
         self._batch = _Batch(0, ())
         self._handed: set[int] = set()
         self._asked: dict[str, Evaluation] = {}  # of the starts
-        self._begun = "start"
+        self._begun = self._model = "start"  # where the search begins, and the given start whose model that is
         self._moved = self._replayed = 0
         self._settled = True  # whether the search knows all answers to the batch
         self._held_back = 0  # of the evaluations, for what is kept
@@ -195,13 +208,23 @@ class Trials:
             most: How many trials.
             seconds: Seconds that a query took.
         """
-        kept = [each for id, each in sorted(self._kept.told.items()) if id < most and not each.given_up]
+        told = [each for id, each in sorted(self._kept.told.items()) if id < most and not each.given_up]
+        kept = [each for each in told if self.task.settings is None or self.stage_of(each.id) != "settings"]
         worst, origin = self._worst(), self.task.origin()
         answers = [(each.at(origin), each.evaluation or worst) for each in kept]
-        told = first_told(self.task.adapter, self._starts, self._begun, answers)
+        first = first_told(self.task.adapter, self._starts, self._begun, answers)
         return assessed(
-            self.task.metric, told, len(origin), confidence=self._confidence, least=self._least, seconds=seconds
+            self.task.metric, first, len(origin), confidence=self._confidence, least=self._least, seconds=seconds
         )
+
+    def stage_of(self, id: int) -> str:
+        """Return what a trial that was asked for is for: ``"starts"``, ``"settings"`` or ``"search"``."""
+        if id < self._initial:
+            return "starts"
+        if self._stage is None:
+            return "search"
+        tried = self._initial + len(self._stage.end().tried) - 1
+        return "settings" if id < tried or self._state is None else "search"
 
     @property
     def spent(self) -> int:
@@ -299,7 +322,7 @@ class Trials:
         if self._repeated(id, None):
             return
         trial = self._trial(id)
-        if id < len(self._starts):
+        if id < self._initial:
             raise ValueError(f"trial {id} is a start, whose value is needed; tell it, or leave that start out")
         self._kept.tell(KeptEvaluation.without(self._kept_point(trial)))
 
@@ -325,7 +348,7 @@ class Trials:
         return self._batch.trials[at]
 
     def _kept_point(self, trial: Trial) -> KeptPoint:
-        return KeptPoint.of(trial.id, trial.phi, digest_of(self._starts[trial.start]))
+        return KeptPoint.of(trial.id, trial.phi, trial._state)
 
     # --- Going on ------------------------------------------------------------------------------------------------
 
@@ -342,11 +365,18 @@ class Trials:
         """Take the next batch; returns whether there is one."""
         if not self._batch.trials and self._state is None:
             starts = enumerate(self._starts.items())
-            self._batch = _Batch(0, [self._made(id, name, start.phi) for id, (name, start) in starts])
+            self._batch = _Batch(0, [self._made(id, name, start) for id, (name, start) in starts])
             return True
         self._settle()
         first = self._end
         if self._state is None:
+            if not self._asked:
+                self._choose()
+            if values := [] if self._stage is None else self._stage.ask():
+                at, self._settled = self._starts[self._begun], False
+                asked = enumerate((replace(at, settings=each) for each in values), first)
+                self._batch = _Batch(first, [self._made(id, self._model, each) for id, each in asked])
+                return True
             self._begin()
         assert self._state is not None
         with self._base():
@@ -354,7 +384,8 @@ class Trials:
         self._settled = not len(points)
         if self._settled and self._held_back and not self._shared:
             self._shared, points = True, self._part_of_the_way()
-        self._batch = _Batch(first, [self._made(first + i, self._begun, point) for i, point in enumerate(points)])
+        found = (replace(self._starts[self._begun], phi=point) for point in points)
+        self._batch = _Batch(first, [self._made(id, self._model, each) for id, each in enumerate(found, first)])
         if self._settled and self._batch.trials:
             (self._part,) = self._batch.trials
         return len(points) > 0
@@ -369,43 +400,91 @@ class Trials:
         return share.point(start, end.phi)[None]
 
     def _settle(self) -> None:
-        """Tell the search what became of the batch, unless it knows."""
-        if self._state is not None and not self._settled:
+        """Tell the search, or the stage before it, what became of the batch, unless it knows."""
+        if self._settled:
+            return
+        if self._state is not None:
             self._tell_state()
-            self._settled = True
+        elif self._stage is not None:
+            worst = self._worst()
+            for index, trial in enumerate(self._batch.trials):
+                kept = self._kept.told[trial.id]
+                self._stage.tell(index, None if kept.given_up else kept.evaluation or worst, trial.settings)
+        self._settled = True
 
-    def _made(self, id: int, start: str, phi: Tensor) -> Trial:
-        """Make a trial: at the point that is on file under its number, if there is one."""
+    def _made(self, id: int, name: str, at: Start) -> Trial:
+        """Make a trial: at the point, and with the settings, that are on file under its number, if there are any.
+
+        Args:
+            id: Its number.
+            name: The start whose model it is a point of.
+            at: What would be asked for today.
+        """
         kept = self._kept.told.get(id) or self._kept.open.get(id)
-        point = phi
+        point = phi = at.phi
         if kept is not None:
-            if kept.replaced != digest_of(self._starts[start]):
+            if moved := self._has_other_settings(kept, at):
+                at = replace(at, settings=kept.settings or {})
+            if not kept.is_of(at):
                 raise FileFormatError(
-                    f"{self._kept.path} has trial {id} of a model with other tensors than those of the start {start!r};"
-                    " use another output folder"
+                    f"{self._kept.path} has trial {id} of a model with other tensors than those of the start {name!r},"
+                    " or with other settings; use another output folder"
                 )
             try:
                 point = kept.at(phi)
             except ValueError as error:
                 raise FileFormatError(f"{self._kept.path} holds {error}; use another output folder") from error
             self._replayed += 1
-            origin = self._starts[start].phi
+            origin = self._starts[name].phi
             radius = max(float((phi - origin).norm()), float((point - origin).norm()))
-            self._moved += bool((point - phi).norm() > SAME * radius)
-        return Trial(id, point, start, self.task.adapter, replace(self._starts[start], phi=point))
+            self._moved += moved or bool((point - phi).norm() > SAME * radius)
+        return Trial(id, point, name, self.task, replace(at, phi=point))
 
-    def _begin(self) -> None:
-        """Begin the search at the best of the starts, of which it knows those with the same tensors."""
+    def _has_other_settings(self, kept: KeptPoint, at: Start) -> bool:
+        """Whether a trial of settings is on file with others than those that would be asked for today.
+
+        Raises:
+            FileFormatError: These are none that can be.
+        """
+        if self._stage is None or self._state is not None or kept.settings == dict(at.settings):
+            return False
+        try:
+            self._stage.settings.check(kept.settings or {})
+        except ValueError as error:
+            raise FileFormatError(f"{self._kept.path}: {error}; use another output folder") from error
+        return True
+
+    def _choose(self) -> None:
+        """Choose the best of the starts, and begin to tune settings there if the task has any."""
         worst = self._worst()
         self._asked = {trial.start: self._kept.told[trial.id].evaluation or worst for trial in self._batch.trials}
         self._limits = limits = Limits.of(self.task.metric.constraints, self._asked["start"])
-        violates = {name: limits is not None and not limits.hold(each) for name, each in self._asked.items()}
-        self._begun = min(self._asked, key=lambda name: (violates[name], self._asked[name].cost))
-        at = self._starts[self._begun]
-        known = [name for name in self._starts if self._starts[name].replaces_the_same(at)]
-        elsewhere = len(self._starts) - len(known)
-        told = self._asked[self._begun].halves is not None  # without halves, there is no share to keep
-        self._held_back = held_back(self.strategy, self.task.metric) if told else 0
+        self._begun = self._model = best_of(self._asked, limits)
+        if self.task.settings is not None:
+            left = self.queries - self._for_what_is_kept()
+            most = max(0, min((left - self._initial) // 2, left - self._least))
+            first = self._asked[self._begun]
+            self._stage = SettingsState(self.task.settings, first, most, lambda each: ranked(each, limits))
+
+    def _for_what_is_kept(self) -> int:
+        """Return how many evaluations are held back; without halves, there is no share to keep."""
+        told = self._asked[self._begun].halves is not None
+        return held_back(self.strategy, self.task.metric) if told else 0
+
+    def _begin(self) -> None:
+        """Begin the search at the best of the starts, of which it knows those that differ in phi alone.
+
+        Settings that surely gain are a start of their own.
+        """
+        elsewhere = 0 if self._stage is None else self._stage.asked
+        if self._stage is not None and accepted(end := self._stage.end(), self._confidence):
+            self._starts[SETTINGS] = replace(self._starts[self._begun], settings=end.values)
+            self._asked[SETTINGS], self._begun = end.evaluation, SETTINGS
+            elsewhere -= 1  # the search knows it
+        limits, at = self._limits, self._starts[self._begun]
+        known = [name for name in self._starts if self._starts[name].of_the_same(at)]
+        elsewhere += len(self._starts) - len(known)
+        self._held_back = self._for_what_is_kept()
         with self._base():
             self._state = self.strategy.begin(
                 with_start(self.task, at),
@@ -459,11 +538,12 @@ class Trials:
         """Return what `result` does, and leave the model and the folder as they are."""
         self._advance()
         over = self._state is not None and not self._batch.trials  # one query early if the metric never varied
-        if self._kept.answered < self._least and not over:
-            missing = self._least - self._kept.answered
+        least = self._least + (0 if self._stage is None else self._stage.asked)
+        if self._kept.answered < least and not over:
+            missing = least - self._kept.answered
             raise BudgetError(
                 f"{counted(missing, 'more trial')} must be told before there is a result:"
-                f" {self._kept.answered} of at least {self._least} were"
+                f" {self._kept.answered} of at least {least} were"
             )
         assert self._state is not None
         if not self._settled:  # what is told of an open batch counts too
@@ -474,7 +554,9 @@ class Trials:
             known = None
         else:
             known = self._part.phi, part.evaluation or self._worst()
-        return guarded(self.task, self._starts, self._asked, self._begun, end, self._confidence, known, self._limits)
+        stage = None if self._stage is None else self._stage.end()
+        run = self._starts, self._asked, self._begun, end
+        return guarded(self.task, *run, self._confidence, known, self._limits, stage)
 
 
 def decided(
@@ -490,10 +572,10 @@ def decided(
 
     Args are those of `guarded`.
     """
-    candidates, ends = found(starts, asked, begun, end)
+    candidates, ends = found(starts, asked, begun, end, limits)
 
     def gain_by_f(kept: str) -> float:
-        known = kept == LINE or starts[kept].replaces_the_same(starts[begun])  # f is of the model with its tensors
+        known = kept == LINE or starts[kept].of_the_same(starts[begun])  # f is of the model with its tensors
         return end.gain_over(ends[kept]) if known else math.inf
 
     sure = min(confidence, START_CONFIDENCE if end.line is None else LINE_CONFIDENCE)
@@ -507,11 +589,29 @@ def decided(
     return decision, kept_share(end, starts[begun].phi) if new else None
 
 
+def ranked(evaluation: Evaluation, limits: Limits | None) -> tuple[bool, float]:
+    """Return what is least of the best evaluation: one that violates a constraint is behind all that violate none."""
+    return limits is not None and not limits.hold(evaluation), evaluation.cost
+
+
+def best_of(asked: Mapping[str, Evaluation], limits: Limits | None) -> str:
+    """Return the name of the best evaluation, the first of equals."""
+    return min(asked, key=lambda name: ranked(asked[name], limits))
+
+
 def found(
-    starts: Mapping[str, Start], asked: Mapping[str, Evaluation], begun: str, end: SearchResult
+    starts: Mapping[str, Start],
+    asked: Mapping[str, Evaluation],
+    begun: str,
+    end: SearchResult,
+    limits: Limits | None = None,
 ) -> tuple[dict[str, Evaluation], dict[str, Tensor]]:
     """Return the evaluations of what the guard chooses from, and the phi, ``d``, of these and all starts, by name."""
-    candidates, ends = {"start": asked["start"], begun: asked[begun]}, {name: each.phi for name, each in starts.items()}
+    candidates = {"start": asked["start"]}
+    if begun == SETTINGS:  # and where they were tuned
+        before = best_of({name: each for name, each in asked.items() if name != SETTINGS}, limits)
+        candidates[before] = asked[before]
+    candidates[begun], ends = asked[begun], {name: each.phi for name, each in starts.items()}
     if end.line is not None:
         ends[LINE], candidates[LINE] = end.line
     return {**candidates, "search": end.evaluation}, {**ends, "search": end.phi}
@@ -526,6 +626,7 @@ def guarded(
     confidence: float,
     part: tuple[Tensor, Evaluation] | None = None,
     limits: Limits | None = None,
+    stage: SettingsEnd | None = None,
 ) -> Result:
     """Keep the start that the search began from, or the line's best, if it gains on phi = 0; or the end (`decide`).
 
@@ -538,10 +639,11 @@ def guarded(
         confidence: How sure the guard must be, at least 0.5 and below 1.
         part: The point of that share, ``d``, and its evaluation, if it was asked for; else f's mean stands in.
         limits: The metric's constraints; what violates one is not kept.
+        stage: Where the stage over settings of inference ended; None without any.
     """
     start, value, repeats = starts[begun].phi, task.metric.to_value, task.metric.repeats
     decision, share = decided(task, starts, asked, begun, end, confidence, limits)
-    candidates, ends = found(starts, asked, begun, end)
+    candidates, ends = found(starts, asked, begun, end, limits)
     path = path_of(start, end)
     if share is not None and share.share < 1:
         kept = decision.otherwise
@@ -552,16 +654,21 @@ def guarded(
             kept = "part" if holds and candidates["part"].cost < candidates[kept].cost else kept
         decision = replace(decision, kept=kept)
         path = torch.cat([path, ends[kept][None]]) if kept == "part" else path
-    others = [each for name, each in asked.items() if not starts[name].replaces_the_same(starts[begun])]
+    others = [each for name, each in asked.items() if not starts[name].of_the_same(starts[begun])]
+    tried = [] if stage is None else [each.evaluation for each in stage.tried[1:] if each.evaluation is not None]
+    others += [each for each in tried if begun != SETTINGS or each is not asked[begun]]
     last = [end.evaluation] if end.queries > len(end.evaluations) else []  # a guided search's own
     constrained = Constrained.of(limits, candidates, [*others, *end.evaluations, *last])
     candidates = {name: each for name, each in candidates.items() if constrained is None or constrained.allows(name)}
-    elsewhere = sum(not start.replaces_the_same(starts[begun]) for start in starts.values())
+    given = [each for name, each in starts.items() if name != SETTINGS]
+    elsewhere = sum(not each.of_the_same(starts[begun]) for each in given) + len(tried) - (begun == SETTINGS)
     evaluations = elsewhere + end.queries + (part is not None)
+    queries = {"starts": len(given), "settings": len(tried), "search": evaluations - len(given) - len(tried)}
+    queries = {name: number for name, number in queries.items() if name != "settings" or task.settings is not None}
     fit = None if end.f is None else Fit(end.f, {}, end.predicted[:, 0], end.predicted[:, 1])
     return Result(
         **outcome(task.metric, candidates, decision, ends),
-        queries={"starts": len(starts) * repeats, "search": (evaluations - len(starts)) * repeats},
+        queries={name: number * repeats for name, number in queries.items()},
         queries_per_start=evaluations * repeats,
         starts={name: value(each.cost) for name, each in asked.items()},
         begun_at=begun,
@@ -576,7 +683,15 @@ def guarded(
         ),
         kept_share=None if share is None else share.scaled(task.metric.scale),
         constrained=constrained,
+        settings=settings_of(task, starts[decision.kept if decision.kept in starts else begun], stage),
     )
+
+
+def settings_of(task: FinetuneTask, kept: Start, stage: SettingsEnd | None) -> TunedSettings | None:
+    """Return what became of a task's settings of inference; None of a task without any."""
+    if task.settings is None:
+        return None
+    return TunedSettings.of(task.settings, task.with_values(kept.settings).values or {}, stage, task.metric)
 
 
 def told_besides(also: Mapping[str, float] | None, metric: Metric) -> dict[str, float] | None:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError
-from metricopt_ext.tasks.kept_evaluations import KeptEvaluation, KeptEvaluations, KeptPoint, digest_of, same_point
+from metricopt_ext.tasks.kept_evaluations import KeptEvaluation, KeptEvaluations, KeptPoint, same_point
 from metricopt_ext.tasks.metric import Evaluation, Item, Metric
+from metricopt_ext.tasks.settings import Values
 from metricopt_ext.utils import ranks
 
 
@@ -43,12 +44,12 @@ class CachedMetric(Metric):
             return [self._kept.told[id] for id in sorted(self._kept.told)]
 
         self._unused = ranks.on_first(read)
-        self._replaced, self._next = "", len(self._unused)
+        self._start, self._next = Start(torch.zeros(0)), len(self._unused)
         self.on_file = len(self._unused)
 
     def of(self, start: Start) -> "CachedMetric":
         """Judge models to which a start is applied from now on; returns itself."""
-        self._replaced = digest_of(start)
+        self._start = start
         return self
 
     def each(self, judged: Callable[[Item], Evaluation], items: Sequence[Item], purpose: str) -> Iterator[Evaluation]:
@@ -66,7 +67,7 @@ class CachedMetric(Metric):
             found, spent = self.metric.answers(judged, items[at:new], purpose), self.ledger.spent
             for point, evaluation in zip(points[at:new], found, strict=True):
                 if self._kept is not None:
-                    asked = KeptPoint.of(self._next, point, self._replaced)
+                    asked = KeptPoint.of(self._next, point, self._start)
                     self._kept.tell(KeptEvaluation.told(asked, evaluation, self.repeats))
                 self._next += 1
                 yield evaluation
@@ -84,7 +85,7 @@ class CachedMetric(Metric):
         return found
 
     def _matches(self, kept: KeptEvaluation, point: Tensor) -> bool:
-        if kept.replaced != self._replaced or len(kept.phi) != len(point):
+        if not kept.is_of(self._start) or len(kept.phi) != len(point):
             return False
         return same_point(kept.at(point), point)
 
@@ -92,9 +93,9 @@ class CachedMetric(Metric):
         """Have the metric itself note an evaluation."""
         self.metric.saw(evaluation)
 
-    def judge(self, model: nn.Module) -> Evaluation:
+    def judge(self, model: nn.Module, settings: Values | None = None) -> Evaluation:
         """Have the metric itself judge the model; nothing is booked or stored."""
-        return self.metric.judge(model)
+        return self.metric.judge(model, settings)
 
 
 def _point_of(item: object) -> Tensor:

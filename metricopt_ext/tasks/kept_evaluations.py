@@ -3,9 +3,10 @@
 import hashlib
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from metricopt_ext.utils.described import from_json
 from metricopt_ext.utils.files import read_json, to_json, write_atomically
 from metricopt_ext.utils.identity import fingerprint
 from metricopt_ext.utils.words import brief
+
+# What is not in the file where there is none of it.
+OPTIONAL = ("settings", "pairs", "also")
 
 # Two points are the same if they differ by no more than this share of their size.
 SAME = 1e-6
@@ -30,17 +34,34 @@ class KeptPoint:
         id: Its number, from 0, in the order in which the points were asked.
         phi: ``d``.
         replaced: Digest of the tensors that its start put in place of the model's own; empty if there were none.
+        settings: The settings of inference that were in force, by name; None, and not in the file, without any.
     """
 
     id: int
     phi: list[float]
     replaced: str
+    settings: dict[str, Any] | None = field(default=None, kw_only=True)
 
     @classmethod
-    def of(cls, id: int, phi: Tensor, replaced: str) -> "KeptPoint":
-        """Make one of a point, ``d``."""
+    def of(cls, id: int, phi: Tensor, start: Start) -> "KeptPoint":
+        """Make one of a point, ``d``, in the model of a start."""
         # The shortest numbers that become these very ones in phi's precision again.
-        return cls(id, [float(str(each)) for each in phi.detach().cpu().numpy()], replaced)
+        numbers = [float(str(each)) for each in phi.detach().cpu().numpy()]
+        return cls(id, numbers, digest_of(start), settings=dict(start.settings) or None)
+
+    def is_of(self, start: Start) -> bool:
+        """Whether it was asked in the model of a start, with its settings in force."""
+        return self.replaced == digest_of(start) and (self.settings or {}) == dict(start.settings)
+
+    @property
+    def place(self) -> tuple[int, list[float], str]:
+        """Its number, phi and digest."""
+        return self.id, self.phi, self.replaced
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What the file holds of it, by name: what it has none of is left out."""
+        return {name: value for name, value in asdict(self).items() if name not in OPTIONAL or value}
 
     def at(self, like: Tensor) -> Tensor:
         """Return the point, ``d``, in the precision and on the device of another.
@@ -82,15 +103,15 @@ class KeptEvaluation(KeptPoint):
         """Make one of an evaluation; of a stand-in only the failure is kept."""
         failed = evaluation.failed
         if failed:
-            return cls(point.id, point.phi, point.replaced, None, None, None, True, False, asked)
+            return cls(*point.place, None, None, None, True, False, asked, settings=point.settings)
         cost, halves, noise = evaluation[:3]
         pairs, also = evaluation.pairs, evaluation.also
-        return cls(point.id, point.phi, point.replaced, cost, halves, noise, False, False, asked, pairs, also)
+        return cls(*point.place, cost, halves, noise, False, False, asked, pairs, also, settings=point.settings)
 
     @classmethod
     def without(cls, point: KeptPoint) -> "KeptEvaluation":
         """Make one of a point that was given up."""
-        return cls(point.id, point.phi, point.replaced, None, None, None, False, True, 0)
+        return cls(*point.place, None, None, None, False, True, 0, settings=point.settings)
 
     @property
     def evaluation(self) -> Evaluation | None:
@@ -102,8 +123,7 @@ class KeptEvaluation(KeptPoint):
     @property
     def line(self) -> str:
         """What the file holds of it."""
-        fields = asdict(self)
-        return to_json({name: value for name, value in fields.items() if name not in ("pairs", "also") or value})
+        return to_json(self.fields)
 
 
 class KeptEvaluations:
@@ -211,7 +231,7 @@ def _read(path: Path, scale: CostScale) -> _File:
 
 
 def _content(points: Iterable[KeptPoint], evaluations: str) -> str:
-    return f'"open": {to_json([asdict(each) for each in points])}, "evaluations": {evaluations}'
+    return f'"open": {to_json([each.fields for each in points])}, "evaluations": {evaluations}'
 
 
 def _checksum(content: str) -> str:

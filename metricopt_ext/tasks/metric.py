@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, MetricError, RankError, UnguardedError, WeightsError
 from metricopt_ext.tasks.constraints import parse_constraints
+from metricopt_ext.tasks.settings import Values, needs, takes
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.identity import ROUNDING
@@ -208,8 +209,9 @@ class Metric(CostScale):
     """A black-box evaluation metric, seen as a cost to minimise (paper, section 3: M normalised into [0, 1]).
 
     Args:
-        function: Returns the metric as a float. It takes the model, or nothing if it already knows the model. It
-            is called in evaluation mode and without gradients, once per phi. It may return ``(value, (half, half))``
+        function: Returns the metric as a float. It takes the model, or nothing if it already knows the model; and if it
+            has a parameter named ``settings``, the task's settings of inference by name (`FinetuneTask`). It is called
+            in evaluation mode and without gradients, once per phi. It may return ``(value, (half, half))``
             instead, its value on all of its data and on two random halves of them: they show how much of a
             gain is due to chance (`split_half`). This is still one query, as it takes one pass over the data.
             ``(value, ((half, half), (half, half), ...))`` tells its value on several pairs of halves, by as many
@@ -495,8 +497,12 @@ class Metric(CostScale):
             )
         return self.stand_in()
 
-    def judge(self, model: nn.Module) -> Evaluation:
+    def judge(self, model: nn.Module, settings: Values | None = None) -> Evaluation:
         """Evaluate the metric on the model as it is, without booking the queries.
+
+        Args:
+            model: The model.
+            settings: The settings of inference that are in force, for functions that have such a parameter.
 
         A function that changes the model's weights or buffers, as a forward pass in training mode does, has them put
         back, and a warning names them; a copy of them is kept for that. So are its layers and their hooks, and what is
@@ -511,7 +517,7 @@ class Metric(CostScale):
         """
         if self.require_guard and self.repeats == 1 and returns_number(self.function):
             raise self.unguarded()
-        calls = [self._call(model) for _ in range(self.repeats)]
+        calls = [self._call(model, settings) for _ in range(self.repeats)]
         if len(calls) == 1:
             return calls[0]
         pairs = stacked_pairs(calls)
@@ -521,26 +527,26 @@ class Metric(CostScale):
         )
         return found._replace(also=_mean_besides([each.also or {} for each in calls]))
 
-    def look(self, model: nn.Module) -> dict[str, float]:
+    def look(self, model: nn.Module, settings: Values | None = None) -> dict[str, float]:
         """Return what ``also`` has of the model as it is, by name, but for what each query tells; it costs no query.
 
         Raises:
-            MetricError, WeightsError: As from `judge`.
+            MetricError, WeightsError: As from `judge`, as for the arguments.
         """
-        return {name: self._besides(name, model) for name in self.also if name not in self.subject_to}
+        return {name: self._besides(name, model, settings) for name in self.also if name not in self.subject_to}
 
-    def _besides(self, name: str, model: nn.Module) -> float:
+    def _besides(self, name: str, model: nn.Module, settings: Values | None) -> float:
         """Return one quantity besides the metric, by its own function; of one with halves, the value alone."""
-        returned = self._returned(self.also[name], model, f"{self.name!r}: also[{name!r}]")
+        returned = self._returned(self.also[name], model, settings, f"{self.name!r}: also[{name!r}]")
         return _number_besides(returned[0] if isinstance(returned, tuple) else returned, name, self.name)
 
-    def _call(self, model: nn.Module) -> Evaluation:
+    def _call(self, model: nn.Module, settings: Values | None) -> Evaluation:
         """Call the function, and those of ``also`` for what is bounded and missing from what it returned."""
-        returned, also = self._taken_apart(self._returned(self.function, model, repr(self.name)))
+        returned, also = self._taken_apart(self._returned(self.function, model, settings, repr(self.name)))
         evaluation = self._read(returned)
         for name in self.subject_to:
             if name in self.also:
-                also[name] = self._besides(name, model)
+                also[name] = self._besides(name, model, settings)
             elif name not in also:
                 told = f"told {', '.join(map(brief, also))} besides" if also else "tells nothing besides"
                 raise MetricError(
@@ -565,15 +571,21 @@ class Metric(CostScale):
         others = {name: each for name, each in returned.items() if name != self.name}
         return returned[self.name], {name: _number_besides(each, name, self.name) for name, each in others.items()}
 
-    def _returned(self, function: Callable[..., Any], model: nn.Module, who: str) -> Any:
+    def _returned(self, function: Callable[..., Any], model: nn.Module, settings: Values | None, who: str) -> Any:
         """Call a function on the model, which is left as it was."""
         weights, unnoticed = kept_weights(model), list[str]()
-        arguments = [model] if _takes_model(function) else []
+        arguments, more = [model] if _takes_model(function) else [], {}
+        if settings is None and needs(function, "settings"):
+            raise MetricError(
+                f"metric {who} takes settings, but there are none; give FinetuneTask(..., settings=mo.Settings(...))"
+            )
+        if settings is not None and takes(function, "settings"):
+            more = {"settings": dict(settings)}
         modules = KeptModules(model)
         with evaluating(model), torch.no_grad():
             began = time.perf_counter()
             try:
-                returned = call_within(self.timeout, partial(function, *arguments))
+                returned = call_within(self.timeout, partial(function, *arguments, **more))
             except Exception as error:
                 raise MetricError(f"metric {who} raised {type(error).__name__}: {error}") from error
             finally:
@@ -782,11 +794,13 @@ def _takes_model(function: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):  # a builtin without a signature
         return True
     required = [
-        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        p
+        for p in parameters
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name != "settings"
     ]
     if len(required) > 1:
         raise ValueError(
-            f"a metric takes the model or nothing, but {getattr(function, '__name__', function)!r} needs"
+            f"a metric takes the model or nothing, and settings, but {getattr(function, '__name__', function)!r} needs"
             f" {[p.name for p in required]}; bind the rest with functools.partial"
         )
     return bool(required) or any(p.kind is p.VAR_POSITIONAL for p in parameters)

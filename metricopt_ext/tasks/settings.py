@@ -5,13 +5,17 @@ weight. A host (a toolkit, a program, your own code) says which there are (`Sett
 (`Settings`).
 """
 
+import copy
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
-from metricopt_ext.utils.checks import check_above, check_finite
+from torch import nn
+
+from metricopt_ext.utils.checks import check_above, check_at_least, check_finite, check_integer
 from metricopt_ext.utils.words import brief, nearest
 
 Scale = Literal["linear", "log", "logit"]
@@ -20,8 +24,11 @@ SCALES: tuple[Scale, ...] = ("linear", "log", "logit")
 # What a setting may be: what plain text can hold, so that any host can be told of it.
 Value = bool | int | float | str
 
-# A factor on inference time that is this close to 1 costs nothing.
-FREE = 1e-9
+# Queries that lines and presets may take together.
+QUERIES = 10
+
+# A factor on inference time may be above the largest by rounding.
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -174,7 +181,10 @@ class Settings:
     Args:
         settings: The settings, those that are worth most first: in this order they are tried.
         apply: ``apply(values)`` is a context manager in which the model and its post-processing act so; afterwards
-            everything is as it was. It gets a value for every setting.
+            everything is as it was. It gets a value for every setting; and if it has a parameter named ``model``, the
+            model that is judged: a copy, where a start replaces tensors.
+        inference: The largest factor on inference time that may be chosen, at least 1.
+        queries: Metric queries that lines and presets may take together, at least 0.
         free: Values that cost nothing at inference and can't lower the metric by its kind: they are put to use before
             anything is asked, at no query.
         presets: Candidates by name, each a few values that work together, tried after each setting alone. A function
@@ -185,8 +195,8 @@ class Settings:
         defaults: The values as the model is used now.
 
     Raises:
-        ValueError: Two settings have one name, there are none, or ``free`` or a preset has a setting or value that
-            there is not.
+        ValueError: Two settings have one name, there are none, ``free`` or a preset has a setting or value that there
+            is not, or a number is out of range.
 
     Example:
         >>> from contextlib import nullcontext
@@ -199,8 +209,10 @@ class Settings:
     def __init__(
         self,
         settings: Sequence[Setting],
-        apply: Callable[[dict[str, Value]], AbstractContextManager[Any]],
+        apply: Callable[..., AbstractContextManager[Any]],
         *,
+        inference: float = 1.0,
+        queries: int = QUERIES,
         free: Values | None = None,
         presets: Mapping[str, Values | Callable[[dict[str, Value]], Values]] | None = None,
     ) -> None:
@@ -212,9 +224,32 @@ class Settings:
             raise ValueError(f"settings are {', '.join(names)}; two have one name")
         if not callable(apply):
             raise ValueError(f"apply is {brief(apply)}; it must be a function of the values, a context manager")
+        check_at_least(1, inference=inference)
+        check_integer(0, queries=queries)
+        self.inference, self.queries = inference, queries
         self._apply, self.free, self._presets = apply, dict(free or {}), dict(presets or {})
+        self._takes_model = takes(apply, "model")
         for values in (self.free, *(each for each in self._presets.values() if not callable(each))):
             self.check(values)
+
+    def limited(self, *, inference: float | None = None, queries: int | None = None, free: bool = True) -> "Settings":
+        """Return the same settings within other limits.
+
+        Args:
+            inference: The largest factor on inference time, at least 1; None for what it was.
+            queries: Metric queries for lines and presets together, at least 0; None for what it was.
+            free: Whether what is free is put to use.
+
+        Raises:
+            ValueError: A number is out of range.
+        """
+        check_at_least(1, inference=inference)
+        check_at_least(0, queries=queries)
+        other = copy.copy(self)
+        other.inference = self.inference if inference is None else inference
+        other.queries = self.queries if queries is None else queries
+        other.free = self.free if free else {}
+        return other
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -275,16 +310,59 @@ class Settings:
         """Return the values that are not the defaults."""
         return {name: each for name, each in self.complete(values).items() if not _same(each, self[name].default)}
 
+    def affords(self, values: Values) -> bool:
+        """Whether values take no more inference time than may be taken."""
+        return self.factor(values) <= self.inference * (1 + ROUNDING)
+
+    @property
+    def first(self) -> dict[str, Value]:
+        """The values that a run begins with: the defaults, and what is free."""
+        return self.complete(self.free)
+
     @contextmanager
-    def applied(self, values: Values) -> Iterator[dict[str, Value]]:
+    def applied(self, values: Values, model: nn.Module | None = None) -> Iterator[dict[str, Value]]:
         """Have the model and its post-processing act by values inside the ``with`` block; yields one for every setting.
+
+        Args:
+            values: Values by name; the others are the defaults.
+            model: The model that acts, for an ``apply`` that takes one.
 
         Raises:
             ValueError: As from `check`.
         """
         complete = self.complete(values)
-        with self._apply(dict(complete)):
+        more = {"model": model} if self._takes_model else {}
+        with self._apply(dict(complete), **more):
             yield complete
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a run depends on, as JSON, to tell it from others."""
+        known = self._settings.values()
+        return {
+            "settings": [[each.name, each.low, each.high, each.scale, each.values, each.default] for each in known],
+            "free": self.free,
+            "presets": [[name, *([] if callable(each) else [each])] for name, each in self._presets.items()],
+            "inference": self.inference,
+            "queries": self.queries,
+        }
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has a parameter of a name."""
+    return _parameter(function, name) is not None
+
+
+def needs(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has a parameter of a name, without a default."""
+    found = _parameter(function, name)
+    return found is not None and found.default is found.empty
+
+
+def _parameter(function: Callable[..., Any], name: str) -> inspect.Parameter | None:
+    try:
+        return inspect.signature(function).parameters.get(name)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return None
 
 
 def _is_number(value: Any) -> bool:

@@ -3,7 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
@@ -17,10 +17,12 @@ from torch.utils._pytree import tree_map
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.effect import check_effect
 from metricopt_ext.adapters.modulation import CONTEXT_NAME
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, MetricError, WeightsError
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.tasks.population import MEMORY, Population, alike, choose
+from metricopt_ext.tasks.settings import Settings, Value, Values
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.modes import kept_modes
@@ -108,6 +110,8 @@ class FinetuneTask:
             directions shape f's kernel and the first design.
         line: A direction of phi to look along first, ``d``, as long as a whole step, e.g. what adjusts a classifier's
             logits by its classes' priors: a guided search asks a few t of start + t line, each in [-2.5, 2.5].
+        settings: Settings of inference, which a search tunes before phi: first what is free, then one after another,
+            then those that work together. The metric judges the model while they are in force.
         population: Maximum number of phi in one forward pass, at least 1; results can depend on it in the last bits.
             None has it chosen on the first batch: 1 if ``vmap`` can't compute two phi as one by one, as where control
             flow depends on data; else the largest of 1, 4, 16 and 32 whose activations fit ``memory``. What was chosen
@@ -123,6 +127,7 @@ class FinetuneTask:
     batches: Batches | None = None
     gradients: Tensor | None = None
     line: Tensor | None = None
+    settings: Settings | None = None
     population: int | None = None
     memory: float = MEMORY
 
@@ -133,7 +138,7 @@ class FinetuneTask:
             ValueError: ``population`` is below 1, ``memory`` no number above 0, one of ``loss`` and ``batches`` is
                 given without the other, or ``gradients`` beside them; or these or ``line`` are of another shape, not
                 finite, or 0.
-            TypeError: ``batches`` can't be replayed.
+            TypeError: ``batches`` can't be replayed, or ``settings`` is no `Settings`.
             AdapterError: The offsets act on a layer that does not give what the model returns, or a coordinate of phi
                 moves no output on the first batch.
             WeightsError: The loss changed the model's weights on the first batch.
@@ -150,6 +155,10 @@ class FinetuneTask:
             self._check_gradients(self.gradients)
         if self.line is not None:
             self._check_line(self.line)
+        if self.settings is not None and not isinstance(self.settings, Settings):
+            raise TypeError(
+                f"settings is {brief(self.settings)}; it must be a Settings, with a function that applies them"
+            )
         if self.loss is None or self.batches is None:
             self._settle()
             return
@@ -206,6 +215,37 @@ class FinetuneTask:
             raise ValueError(f"line is {tuple(line.shape)}; it must be a direction of phi, {self.dim} numbers")
         if not line.isfinite().all() or not line.any():
             raise ValueError("line must be finite, and not all 0; leave it out if there is no direction to look along")
+
+    @property
+    def values(self) -> dict[str, Value] | None:
+        """The settings that are in force where the metric judges the model; None of a task without any."""
+        return None if self.settings is None else vars(self).get("_values", self.settings.first)
+
+    def with_values(self, values: Values) -> "FinetuneTask":
+        """Return the same task with settings of inference in force; the others are those that a run begins with.
+
+        Raises:
+            ValueError: It has no such setting, or that can't be such a value.
+        """
+        if self.settings is None:
+            if values:
+                raise ValueError(f"settings are {brief(dict(values))}, but the task has none; give it settings=")
+            return self
+        return self._with("_values", self.settings.complete({**self.settings.first, **values}))
+
+    @contextmanager
+    def standing_at(self, start: Start) -> Iterator[nn.Module]:
+        """Have the model be what a start says for a while, its settings of inference in force, and yield it.
+
+        Raises:
+            AdapterError, ValueError: The start does not fit the model, or has other settings than the task.
+        """
+        with ExitStack() as held:
+            model = held.enter_context(self.adapter.applied(start))
+            values = self.with_values(start.settings).values
+            if self.settings is not None and values is not None:
+                held.enter_context(self.settings.applied(values, model))
+            yield model
 
     def judged_by(self, metric: Metric) -> "FinetuneTask":
         """Return the same task with another metric."""
@@ -309,6 +349,11 @@ class FinetuneTask:
         """Evaluate the metric at one phi, ``d``, and return the cost alone; see `evaluate`."""
         return self.evaluate(phi, purpose).cost
 
+    def cost_of(self, model: nn.Module, purpose: str) -> float:
+        """Evaluate the metric on another model, with the settings of inference in force, and return the cost."""
+        (evaluation,) = self.metric.each(self._judged, [model], purpose)
+        return evaluation.cost
+
     def evaluate_at(self, phi: Tensor, purpose: str, where: str = "") -> list[Evaluation]:
         """Evaluate the metric at ``n x d`` points; n queries.
 
@@ -374,13 +419,29 @@ class FinetuneTask:
         before, put_back_modes = self.adapter.phi.detach().clone(), kept_modes(self.adapter.model)
         try:
             self.adapter.set_phi(phi)
-            evaluation = self.metric.judge(self.adapter.model)
+            evaluation = self._judged(self.adapter.model)
             self.adapter.set_phi(before)
             return evaluation
         except BaseException:  # also one that cuts the line before short
             self.adapter.set_phi(before)
             put_back_modes()
             raise
+
+    def _judged(self, model: nn.Module) -> Evaluation:
+        """Judge a model as it is, with the settings of inference in force."""
+        values = self.values
+        if self.settings is None or values is None:
+            return self.metric.judge(model)
+        with self.settings.applied(values, model):
+            return self.metric.judge(model, values)
+
+    def look(self) -> dict[str, float]:
+        """Return what the metric's ``also`` has of the model as it is, with the settings in force (`Metric.look`)."""
+        model, values = self.adapter.model, self.values
+        if self.settings is None or values is None:
+            return self.metric.look(model)
+        with self.settings.applied(values, model):
+            return self.metric.look(model, values)
 
     def costs_at(self, phi: Tensor, purpose: str, where: str = "") -> Tensor:
         """Evaluate the metric at ``n x d`` points and return the costs alone, ``n``, float64; see `evaluate_at`."""

@@ -22,6 +22,8 @@ from metricopt_ext.tasks.metric import CostScale, Evaluation
 from metricopt_ext.utils.files import to_json
 
 UNBOUNDED = CostScale(maximize=False, bounds=None, name="x")
+START = Start(torch.zeros(7))
+REPLACING = Start(torch.zeros(7), {"mean": torch.ones(2)}, settings={"size": 566, "soft": 0.1 + 0.2, "flip": True})
 
 
 def phi(dtype: torch.dtype) -> torch.Tensor:
@@ -30,7 +32,7 @@ def phi(dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_points_and_answers_come_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
-    path, points = tmp_path / "kept.json", [KeptPoint.of(id, phi(dtype) * id, "" if id else "abc") for id in range(4)]
+    path, points = tmp_path / "kept.json", [KeptPoint.of(id, phi(dtype) * id, START if id else REPLACING) for id in range(4)]
     kept = KeptEvaluations(path, UNBOUNDED)
     kept.ask(points)
     evaluation = Evaluation(0.1 + 0.2, (1 / 3, 2 / 3), 1e-17)
@@ -54,9 +56,9 @@ def test_points_and_answers_come_back_bit_for_bit(tmp_path: Path, dtype: torch.d
 def test_pairs_of_halves_come_back_bit_for_bit_and_a_file_without_any_is_as_before(tmp_path: Path) -> None:
     kept = KeptEvaluations(tmp_path / "kept.json", UNBOUNDED)
     one, several = Evaluation(0.1, (1 / 3, 2 / 3)), Evaluation.of(0.1, [(1 / 3, 2 / 3), (0.1 + 0.2, 1e-17)], 0.5)
-    kept.tell(KeptEvaluation.told(KeptPoint.of(0, phi(torch.float32), ""), one, 1))
+    kept.tell(KeptEvaluation.told(KeptPoint.of(0, phi(torch.float32), START), one, 1))
     assert "pairs" not in (tmp_path / "kept.json").read_text()
-    kept.tell(KeptEvaluation.told(KeptPoint.of(1, phi(torch.float32), ""), several, 1))
+    kept.tell(KeptEvaluation.told(KeptPoint.of(1, phi(torch.float32), START), several, 1))
     again = KeptEvaluations(tmp_path / "kept.json", UNBOUNDED)
     assert again.told == kept.told
     assert [again.told[id].evaluation for id in (0, 1)] == [one, several]
@@ -67,7 +69,7 @@ def test_a_refused_write_changes_nothing(tmp_path: Path) -> None:
         raise FileFormatError("gone")
 
     kept = KeptEvaluations(tmp_path / "kept.json", UNBOUNDED, refuse)
-    point = KeptPoint.of(0, phi(torch.float32), "")
+    point = KeptPoint.of(0, phi(torch.float32), START)
     kept.ask([point], write=False)
     with pytest.raises(FileFormatError, match="gone"):
         kept.tell(KeptEvaluation.told(point, Evaluation(0.5), 1))
@@ -145,7 +147,7 @@ def test_a_foreign_file_is_refused(tmp_path: Path, content: str) -> None:
 
 def test_a_point_of_another_dimension_is_refused() -> None:
     with pytest.raises(ValueError, match="a point of 7 numbers, where phi has 3"):
-        KeptPoint.of(0, phi(torch.float32), "").at(torch.zeros(3))
+        KeptPoint.of(0, phi(torch.float32), START).at(torch.zeros(3))
 
 
 def test_points_are_the_same_but_for_rounding() -> None:
@@ -165,7 +167,7 @@ def test_digests_tell_what_is_replaced() -> None:
 
 
 def test_other_quantities_come_back_bit_for_bit_and_are_not_there_without_any(tmp_path: Path) -> None:
-    path, points = tmp_path / "kept.json", [KeptPoint.of(id, phi(torch.float32), "") for id in range(3)]
+    path, points = tmp_path / "kept.json", [KeptPoint.of(id, phi(torch.float32), START) for id in range(3)]
     kept = KeptEvaluations(path, UNBOUNDED)
     also = {"recall[person]": 0.1 + 0.2, "ece": 5e-324, "big": -1.7976931348623157e308, "\u00e9 \n": 1 / 3}
     evaluation = Evaluation(0.3, (1 / 3, 2 / 3), also=also)
@@ -184,10 +186,29 @@ def test_other_quantities_come_back_bit_for_bit_and_are_not_there_without_any(tm
 
 @pytest.mark.parametrize("also", ['{"a": NaN}', '{"a": Infinity}', '{"a": "1"}', "[1.0]", '{"a": true}', '{"a": null}'])
 def test_other_quantities_that_are_no_numbers_are_refused(tmp_path: Path, also: str) -> None:
-    point = KeptPoint.of(0, phi(torch.float32), "")
+    point = KeptPoint.of(0, phi(torch.float32), START)
     line = KeptEvaluation.told(point, Evaluation(0.5, also={"a": 0.25}), 1).line.replace('{"a": 0.25}', also)
     content = _content([], f"[{line}]")
     path = tmp_path / "kept.json"
     path.write_text(f'{{"checksum": "{_checksum(content)}", {content}}}')
     with pytest.raises(FileFormatError, match="holds no evaluations of the metric"):
         KeptEvaluations(path, UNBOUNDED)
+
+
+def test_a_point_is_of_a_model_and_its_settings(tmp_path: Path) -> None:
+    point = KeptPoint.of(0, phi(torch.float32), REPLACING)
+    assert point.is_of(REPLACING)
+    assert not point.is_of(START)
+    assert not point.is_of(Start(torch.zeros(7), REPLACING.buffers))
+    assert not KeptPoint.of(0, phi(torch.float32), START).is_of(REPLACING)
+    kept = KeptEvaluations(tmp_path / "kept.json", UNBOUNDED)
+    kept.ask([point])
+    assert KeptEvaluations(tmp_path / "kept.json", UNBOUNDED).open == {0: point}
+    kept.tell(KeptEvaluation.told(point, Evaluation(0.5), 1))
+    assert KeptEvaluations(tmp_path / "kept.json", UNBOUNDED).told[0].settings == REPLACING.settings
+
+
+def test_a_file_without_settings_is_as_before(tmp_path: Path) -> None:
+    kept = KeptEvaluations(tmp_path / "kept.json", UNBOUNDED)
+    kept.tell(KeptEvaluation.told(KeptPoint.of(0, phi(torch.float32), START), Evaluation(0.5), 1))
+    assert "settings" not in (tmp_path / "kept.json").read_text()

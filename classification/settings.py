@@ -1,0 +1,205 @@
+"""Settings of a classifier's inference: views of its images, whose logits are averaged, and a temperature.
+
+Thresholds and the classes' offsets are phi's own (`Outputs`), or a line of the search, and are no settings.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.modulation import Context
+from metricopt_ext.classification.kept_features import Rest
+from metricopt_ext.tasks.kept_by_model import LIMIT, Digest, KeptByModel
+from metricopt_ext.tasks.settings import Setting, Settings, Value
+from metricopt_ext.utils.identity import fingerprint
+from metricopt_ext.utils.words import brief
+
+CROPS = 5  # the four corners and the centre, with the flip ten crops in all (Krizhevsky et al., NeurIPS 2012)
+CROPPED = 7 / 8  # of each side, as 224 of 256
+COOLEST, HOTTEST = 0.25, 4.0
+
+
+class ClassificationSettings(Settings):
+    """The settings of a classifier, as `classification_settings` returns them."""
+
+    def __init__(self, *arguments: Any, viewed: "Viewed", **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._viewed = viewed
+
+    @property
+    def passes(self) -> int:
+        """Passes so far, while settings were applied: of each model and view, over its data once or several times."""
+        return self._viewed.passes
+
+
+def classification_settings(
+    model: nn.Module, *, images: bool = True, temperature: bool = False, limit: int = LIMIT
+) -> ClassificationSettings:
+    """Return the settings of a classifier's inference: a flip and crops of its images, and a temperature.
+
+    While they are applied, the model returns the mean of its logits over the views, whoever calls it in evaluation mode
+    and without gradients; so does a copy that is made meanwhile, not one that was made before. A loss sees the model as
+    it is. The softmax of that mean is the normalised geometric mean of the views' probabilities. The logits of each
+    view are kept: a query that changes the temperature alone, or comes back to views that were seen, does not run the
+    model.
+
+    Args:
+        model: Maps inputs, ``n x ...``, to logits, ``n`` or ``n x c``; with or without an adapter.
+        images: Whether inputs are images, ``n x channels x h x w``, of which there are views: ``"flip"``, from left to
+            right, at twice the inference, and ``"crops"``, 1 or 5, at five times. Crops are 7/8 of each side, scaled
+            back to the images' size. A flip is wrong for text and digits: the metric judges it.
+        temperature: Whether logits may be divided by a temperature, for a metric that sees probabilities. Of one that
+            sees decisions or an order alone it changes nothing.
+        limit: Bytes of logits that are kept.
+
+    Raises:
+        ValueError: There is nothing to set; phi has a temperature already; or the model's calls can't be changed, or
+            its inputs are features of images.
+
+    Example:
+        >>> model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 2)).eval()
+        >>> settings = classification_settings(model)
+        >>> settings.factor({"flip": True, "crops": 5})
+        10.0
+        >>> with torch.no_grad(), settings.applied({"flip": True}):
+        ...     logits = model(torch.rand(4, 3, 8, 8))
+    """
+    contexts = [each for each in model.modules() if isinstance(each, Context)]
+    if temperature and any(each.outputs is not None and each.outputs.temperature for each in contexts):
+        raise ValueError("temperature=True, but phi has one already, Outputs(temperature=True); leave one of them out")
+    if images and isinstance(model, Rest):
+        raise ValueError(
+            f"images=True, but the inputs are what the layers before {model.first} computed, which no flip is of;"
+            " tune all layers, or give images=False"
+        )
+    if not images and not temperature:
+        raise ValueError("images=False and temperature=False leave nothing to set; give one of them")
+    if "forward" in vars(model) or model._forward_hooks:
+        raise ValueError(
+            f"{type(model).__name__} has hooks or a forward of its own, which views would not go through; give"
+            " nn.Sequential(model), and attach adapters to that"
+        )
+    settings = []
+    if images:
+        settings += [
+            Setting("flip", values=(False, True), default=False, inference=2.0),
+            Setting("crops", values=(1, CROPS), default=1, inference=float(CROPS)),
+        ]
+    if temperature:
+        settings.append(Setting("temperature", COOLEST, HOTTEST, scale="log", default=1.0))
+    viewed = Viewed(limit)
+
+    @contextmanager
+    def apply(values: dict[str, Value]) -> Iterator[None]:
+        before = type(model)
+        state = viewed.of(**values)  # type: ignore[arg-type]
+        model.__class__ = _calling(before, state)
+        try:
+            yield
+        finally:
+            state.clear()  # copies that were made meanwhile are as the model again
+            model.__class__ = before
+
+    presets = {"flip_and_crops": {"flip": True, "crops": CROPS}} if images else {}
+    return ClassificationSettings(settings, apply, presets=presets, viewed=viewed)
+
+
+class Viewed:
+    """Mean logits over views, each of which runs once on the same inputs in the same model.
+
+    Args:
+        limit: Bytes of logits that are kept.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._kept = KeptByModel(limit)
+        self._digests = WeakKeyDictionary[nn.Module, Digest]()
+        self._runs = Counter[tuple[str, str, str]]()  # by model, view and inputs
+
+    @property
+    def passes(self) -> int:
+        """How often each model ran on a view of the data, in all."""
+        most = dict[tuple[str, str], int]()
+        for (model, view, _), count in self._runs.items():
+            most[model, view] = max(count, most.get((model, view), 0))
+        return sum(most.values())
+
+    def of(self, flip: bool = False, crops: int = 1, temperature: float = 1.0) -> list[Callable[..., Tensor]]:
+        """Return, alone in a list, the function of a model, its own forward and inputs that gives mean logits."""
+        names = [
+            f"{'flipped ' * flipped}{place}"
+            for flipped in ([False, True] if flip else [False])
+            for place in (range(crops) if crops > 1 else ["whole"])
+        ]
+
+        def logits(model: nn.Module, forward: Callable[[Tensor], Any], x: Tensor) -> Tensor:
+            if model not in self._digests:
+                self._digests[model] = Digest(model)
+            digest, inputs = self._digests[model](), fingerprint({"x": x})
+            found = [self._of_view(name, (digest, name, inputs), forward, x) for name in names]
+            mean = found[0] if len(found) == 1 else torch.stack(found).mean(0)
+            return mean if temperature == 1 else mean / temperature
+
+        return [logits]
+
+    def _of_view(self, name: str, key: tuple[str, str, str], forward: Callable[[Tensor], Any], x: Tensor) -> Tensor:
+        def run() -> Tensor:
+            self._runs[key] += 1
+            logits = forward(view_of(x, name))
+            if not isinstance(logits, Tensor) or len(logits) != len(x) or logits.dim() > 2:
+                raise ValueError(
+                    f"the model returned {brief(logits)} for {len(x)} inputs; views are of classifiers that return"
+                    " logits, n or n x c"
+                )
+            return logits
+
+        return self._kept.of(key, run)
+
+
+def view_of(images: Tensor, name: str) -> Tensor:
+    """Return a view of images.
+
+    Args:
+        images: ``n x channels x h x w``; for ``"whole"`` any inputs.
+        name: ``"whole"``, or the number of a crop, 0 to 4: upper left, upper right, lower left, lower right, centre;
+            after ``"flipped "`` of images that are flipped from left to right.
+
+    Raises:
+        ValueError: They are no images.
+    """
+    flipped, place = name.startswith("flipped "), name.removeprefix("flipped ")
+    if name != "whole" and images.dim() != 4:
+        raise ValueError(f"inputs of shape {tuple(images.shape)} have no views; images are n x channels x h x w")
+    images = images.flip(-1) if flipped else images
+    if place == "whole":
+        return images
+    from torchvision.transforms import functional
+
+    height, width = images.shape[-2:]
+    size = [max(1, round(CROPPED * height)), max(1, round(CROPPED * width))]
+    crop: Tensor = functional.five_crop(images, size)[int(place)]
+    resized: Tensor = functional.resize(crop, [height, width], antialias=True)
+    return resized
+
+
+def _calling(base: type[nn.Module], state: list[Callable[..., Tensor]]) -> type[nn.Module]:
+    """Return a class of models that ask a function for their logits, as long as the list has it.
+
+    A class and not another ``forward`` of the model: a copy of the model asks it of itself.
+    """
+
+    class Asking(base):  # type: ignore[misc,valid-type]
+        def forward(self, *inputs: Any, **options: Any) -> Any:
+            plain = super().forward
+            alone = len(inputs) == 1 and not options and isinstance(inputs[0], Tensor)
+            if not state or not alone or self.training or torch.is_grad_enabled():
+                return plain(*inputs, **options)
+            return state[0](self, plain, inputs[0])
+
+    Asking.__name__, Asking.__qualname__, Asking.__module__ = base.__name__, base.__qualname__, base.__module__
+    return Asking

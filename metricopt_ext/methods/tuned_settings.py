@@ -1,0 +1,83 @@
+"""What became of the settings of inference in a run: before and after, what they cost, and what was tried."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from metricopt_ext.methods.guard import START_CONFIDENCE, judge
+from metricopt_ext.search.settings_stage import SettingsEnd
+from metricopt_ext.tasks.metric import Evaluation, Metric
+from metricopt_ext.tasks.settings import Settings, Value, Values
+from metricopt_ext.utils.words import counted
+
+# The name of the start that a search has where its settings were tuned.
+SETTINGS = "settings"
+
+# How sure the guard must be of tuned settings: they are the best of few named candidates, as a start is.
+SETTINGS_CONFIDENCE = START_CONFIDENCE
+
+
+@dataclass(frozen=True)
+class TunedSettings:
+    """The settings of inference before and after a run.
+
+    Attributes:
+        before: Those of the model as it was given, by name.
+        after: Those that belong to what was kept.
+        free: Those that were changed before anything was asked, as they can't lower the metric.
+        factor: How many times as long inference takes by ``after`` as by ``before``.
+        tried: What was asked: values of every setting, and the metric there, in its own units.
+    """
+
+    before: dict[str, Value]
+    after: dict[str, Value]
+    free: dict[str, Value]
+    factor: float
+    tried: tuple[tuple[dict[str, Value], float], ...]
+
+    @classmethod
+    def of(cls, settings: Settings, after: Values, end: SettingsEnd | None, metric: Metric) -> "TunedSettings":
+        """Make one of the stage's end; None where it was not run."""
+        known = () if end is None else end.tried
+        tried = tuple((each.values, metric.to_value(each.evaluation.cost)) for each in known if each.evaluation)
+        return cls(settings.defaults, settings.complete(after), settings.free, settings.factor(after), tried)
+
+    @property
+    def changed(self) -> dict[str, tuple[Value, Value]]:
+        """What was changed by the metric, by name: before and after."""
+        pairs = {name: (self.free.get(name, self.before[name]), value) for name, value in self.after.items()}
+        return {name: (before, after) for name, (before, after) in pairs.items() if before != after}
+
+    def lines(self) -> list[str]:
+        """Return what ``str`` of a result says."""
+        lines = []
+        if self.free:
+            changes = ", ".join(f"{name} {shown(self.before[name])} -> {shown(new)}" for name, new in self.free.items())
+            lines.append(f"settings for the metric alone, free: {changes}; for deployment keep the model's own")
+        tried = max(0, len(self.tried) - 1)
+        if self.changed:
+            changes = ", ".join(f"{name} {shown(old)} -> {shown(new)}" for name, (old, new) in self.changed.items())
+            cost = "" if abs(self.factor - 1) < 0.005 else f"; inference takes {self.factor:.2f} times as long"
+            lines.append(f"settings: {changes} ({tried} tried){cost}")
+        elif tried:
+            lines.append(f"settings: as they were; none of {counted(tried, 'other choice')} surely gains")
+        return lines
+
+
+def shown(value: Value) -> str:
+    """Return a value as it is printed."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def accepted(end: SettingsEnd, confidence: float) -> bool:
+    """Whether the guard believes the gain of tuned settings over those that the stage began with.
+
+    Args:
+        end: The stage's end.
+        confidence: The run's; at most `SETTINGS_CONFIDENCE` is asked.
+    """
+    first = end.tried[0].evaluation
+    assert first is not None
+    if end.values == end.tried[0].values:
+        return False
+    visited: Sequence[Evaluation] = [each.evaluation for each in end.tried if each.evaluation is not None]
+    return judge(first, end.evaluation, visited, min(confidence, SETTINGS_CONFIDENCE)).accepted

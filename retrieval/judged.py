@@ -1,0 +1,154 @@
+"""The embeddings that a metric judges: of a model, kept if settings are tuned, and post-processed as these say."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.errors import DataError
+from metricopt_ext.retrieval.post_processing import PostProcessing, Whitening, each_alone, post_processed, unit_if
+from metricopt_ext.tasks.kept_by_model import KeptByModel, digest_of
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.utils.words import brief
+
+Raw = TypeVar("Raw")
+
+
+class Processing(NamedTuple):
+    """A post-processing, and the principal components that it needs.
+
+    Attributes:
+        post: What is done.
+        whitening: Of the model that is judged; None if it needs none.
+    """
+
+    post: PostProcessing = PostProcessing()
+    whitening: Whitening | None = None
+
+    def of(self, embeddings: Tensor, queries: Tensor | None = None) -> Tensor:
+        """Return embeddings as they are searched; see `post_processed`."""
+        return post_processed(embeddings, self.post, self.whitening, queries)
+
+    def alone(self, embeddings: Tensor) -> Tensor:
+        """Return the same before any is mixed with its neighbours; see `each_alone`."""
+        return each_alone(embeddings, self.post, self.whitening)
+
+
+class JudgedEmbeddings(Generic[Raw]):
+    """A metric's function of the model, whose embeddings can be post-processed by settings for a while.
+
+    Args:
+        embed: Returns what a model makes of the metric's data, which nothing here changes.
+        value: Returns the metric's value, of what ``embed`` returned, post-processed.
+        embeddings_of: Returns all embeddings, ``n x d``, of what ``embed`` returned.
+        embed_inputs: Returns the embeddings, ``n x d``, of a batch of further inputs.
+        cannot: Names of `PostProcessing` that the metric can't be judged by, and why, in words that follow "as".
+        models: Returns all models that the embeddings depend on, of the model that is judged.
+        whole_inputs: Whether further inputs are embedded all at once, as a dataset.
+    """
+
+    def __init__(
+        self,
+        embed: Callable[[nn.Module], Raw],
+        value: Callable[[Raw, Processing], Any],
+        *,
+        embeddings_of: Callable[[Raw], Tensor],
+        embed_inputs: Callable[[nn.Module, Any], Tensor],
+        cannot: Mapping[str, str] | None = None,
+        models: Callable[[nn.Module], Iterable[nn.Module]] = lambda model: (model,),
+        whole_inputs: bool = False,
+    ) -> None:
+        self._embed, self._value, self._models, self._whole = embed, value, models, whole_inputs
+        self._embeddings_of, self._embed_inputs = embeddings_of, embed_inputs
+        self.cannot = dict(cannot or {})
+        self._post, self._whiten_on = PostProcessing(), None
+        self._kept: KeptByModel | None = None
+
+    def __call__(self, model: nn.Module) -> Any:
+        """Return the metric's value of a model."""
+        return self.judged(model, self._value)
+
+    def judged(self, model: nn.Module, value: Callable[[Raw, Processing], Any]) -> Any:
+        """Return another value of the same embeddings, post-processed alike."""
+        digest = self._digest(model)
+        return value(self._raw(model, digest), self._processing(model, digest))
+
+    def processing(self, model: nn.Module) -> Processing:
+        """Return what is done to a model's embeddings now, with their principal components if it needs them."""
+        return self._processing(model, self._digest(model))
+
+    @contextmanager
+    def processed(self, post: PostProcessing, whiten_on: Any, kept: KeptByModel) -> Iterator[None]:
+        """Post-process what is judged inside the ``with`` block.
+
+        Args:
+            post: What is done.
+            whiten_on: What a whitening is fitted on: inputs, batches of inputs, pairs of such a batch and its labels,
+                or a metric, for the embeddings of its data.
+            kept: Keeps what models gave.
+        """
+        before = self._post, self._whiten_on, self._kept
+        self._post, self._whiten_on, self._kept = post, whiten_on, kept
+        try:
+            yield
+        finally:
+            self._post, self._whiten_on, self._kept = before
+
+    def _digest(self, model: nn.Module) -> str:
+        return "" if self._kept is None else digest_of(*self._models(model))
+
+    def _processing(self, model: nn.Module, digest: str) -> Processing:
+        return Processing(self._post, self._whitening(model, digest) if self._post.projects else None)
+
+    def _raw(self, model: nn.Module, digest: str) -> Raw:
+        if self._kept is None:
+            return self._embed(model)
+        return self._kept.of((digest, id(self), "embeddings"), lambda: self._embed(model))
+
+    def _whitening(self, model: nn.Module, digest: str) -> Whitening:
+        assert self._kept is not None
+        own, kept, scaled = judged_by(self._whiten_on), self._kept, self._post.l2_before
+
+        def given() -> Tensor:
+            batches = [self._whiten_on] if self._whole else _batches(self._whiten_on)
+            return _all(self._embed_inputs(model, each) for each in batches)
+
+        if own is None:
+            found = kept.of((digest, id(self._whiten_on), "inputs"), given)
+        else:
+            digest = digest_of(*own._models(model))
+            found = own._embeddings_of(kept.of((digest, id(own), "embeddings"), lambda: own._embed(model)))
+        key = digest, id(self._whiten_on), "whitening", scaled
+        return kept.of(key, lambda: Whitening.of(unit_if(scaled, found)), passes=0)
+
+
+def judged_by(metric: Any) -> JudgedEmbeddings[Any] | None:
+    """Return what a metric judges by, None of one that is no retrieval metric of this package."""
+    function = metric.function if isinstance(metric, Metric) else None
+    while function is not None and not isinstance(function, JudgedEmbeddings):
+        function = getattr(function, "function", None)  # of one that counts the calls
+    return function
+
+
+def _batches(given: Any) -> Iterator[Any]:
+    """Yield batches of inputs, without any labels beside them."""
+    for each in [given] if isinstance(given, Tensor) else given:
+        yield each[0] if isinstance(each, tuple | list) else each
+
+
+def _all(parts: Iterable[Tensor]) -> Tensor:
+    """Return embeddings of all inputs, on the CPU.
+
+    Raises:
+        DataError: There are none, or one is no ``b x d``.
+    """
+    found = [each.detach().cpu() for each in parts]
+    if not found:
+        raise DataError("there are no inputs to fit a whitening on; they must be iterable anew for each model")
+    if wrong := [each for each in found if each.dim() != 2]:
+        raise DataError(
+            f"the inputs for a whitening have embeddings of shape {brief(tuple(wrong[0].shape))}, not b x d"
+        )
+    return torch.cat(found)

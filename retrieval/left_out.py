@@ -1,0 +1,109 @@
+"""Embeddings that search each other, mixed with their neighbours, as if each query were new.
+
+A gallery item that was mixed with a query knows the query, which no deployment has in its gallery. So what each query
+finds is made without it: of an item that has the query among its nearest neighbours, the next one takes its place.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from metricopt_ext.retrieval.neighbours import DISTANCES, Distance, chunks
+from metricopt_ext.retrieval.post_processing import PostProcessing, mixed, neighbours, unit_if
+
+Doubles = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+
+class LeftOut:
+    """What each of some embeddings finds among the others, augmented and expanded without it; in float64.
+
+    Args:
+        embeddings: ``n x d``, n at least 2, on the CPU, as `each_alone` returns them.
+        post: How they are mixed.
+        distance: What is compared, as in `recall_at_k`.
+
+    Raises:
+        DataError: An embedding is 0.
+    """
+
+    def __init__(self, embeddings: Tensor, post: PostProcessing, distance: Distance) -> None:
+        self.x, self.post, self.distance = embeddings.detach().double(), post, distance
+        self.items, size = self.x, len(self.x)
+        # Pairs of an item and a query among its neighbours, sorted by the query: both, and the neighbours without it.
+        self.of_query, self.changed = np.empty(0, dtype=np.int64), torch.empty(0, dtype=torch.long)
+        self.rest = torch.empty(0, 0, dtype=torch.long)
+        if k := min(post.augmentation, size - 1):
+            near = neighbours(self.x, self.x, min(k + 1, size - 1), own=True)
+            self.items = self._mixed(self.x, self.x, near[:, :k])
+            queries = near[:, :k].flatten()
+            order = queries.argsort(stable=True)
+            self.of_query = queries[order].numpy()
+            self.changed = torch.arange(size).repeat_interleave(k)[order]
+            rest = near[self.changed]
+            self.rest = rest[rest != queries[order][:, None]].view(len(order), -1)
+
+    def keys(self, rows: Integers) -> Iterator[tuple[slice, Doubles]]:
+        """Yield parts of some queries, ``b``, with the keys of all items, ``b' x n``: the nearest has the least.
+
+        A query's own key is infinite.
+        """
+        for part in chunks(len(rows), max(1, DISTANCES // len(self.x))):
+            asked = torch.from_numpy(rows[part])
+            start, end = (np.searchsorted(self.of_query, rows[part], side=side) for side in ("left", "right"))
+            # Of each query of the part in turn: the pairs, and its place in the part.
+            counts = end - start
+            place = torch.from_numpy(np.repeat(np.arange(len(asked)), counts))
+            offsets = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+            pairs = torch.from_numpy(np.repeat(start, counts) + offsets)
+            changed = self.changed[pairs]
+            without = self._mixed(self.x[changed], self.x, self.rest[pairs])
+            yield part, self._keys(asked, place, changed, without).numpy()
+
+    def _keys(self, asked: Tensor, place: Tensor, changed: Tensor, without: Tensor) -> Tensor:
+        queries = self.x[asked]
+        if k := min(self.post.expansion, len(self.x) - 1):
+            keys = self._compared(queries, "cosine", asked, place, changed, without)
+            near = keys.topk(k, largest=False).indices
+            # Items beside each other, those that were mixed without a query at the end.
+            items = torch.cat([self.items, without])
+            number = torch.full_like(keys, -1, dtype=torch.long)
+            number[place, changed] = len(self.items) + torch.arange(len(changed))
+            own = number.gather(1, near)
+            queries = self._mixed(queries, items, near.where(own < 0, own))
+        return self._compared(queries, self.distance, asked, place, changed, without)
+
+    def _compared(
+        self, queries: Tensor, distance: Distance, asked: Tensor, place: Tensor, changed: Tensor, without: Tensor
+    ) -> Tensor:
+        """Return keys, ``b x n``, of queries, ``b x d``, by a distance."""
+        scaled = distance == "cosine"
+        queries, items, without = (unit_if(scaled, each) for each in (queries, self.items, without))
+        keys = -(queries @ items.T)
+        keys[place, changed] = -(queries[place] * without).sum(1)
+        if distance == "l2":
+            lengths = items.square().sum(1).expand(len(queries), -1).clone()
+            lengths[place, changed] = without.square().sum(1)
+            keys = 2 * keys + lengths
+        keys[torch.arange(len(asked)), asked] = torch.inf
+        return keys
+
+    def _mixed(self, vectors: Tensor, items: Tensor, near: Tensor) -> Tensor:
+        return unit_if(self.post.l2_after, mixed(vectors, items, near, self.post.alpha))
+
+
+def ahead_of_first(keys: Doubles, matches: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Return which items come before the first that matches, ``b x n``; of equal keys the first in their order does.
+
+    Args:
+        keys: ``b x n``.
+        matches: ``b x n``, at least one in each row.
+    """
+    among = np.where(matches, keys, np.inf)
+    first = among.argmin(axis=1)
+    key = among[np.arange(len(keys)), first][:, None]
+    ahead: npt.NDArray[np.bool_] = (keys < key) | ((keys == key) & (np.arange(keys.shape[1]) < first[:, None]))
+    return ahead

@@ -1,0 +1,118 @@
+"""A whitening of embeddings, merged into the linear layer that gives them: the model alone then gives them whitened."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.modulation import Context
+from metricopt_ext.errors import AdapterError
+from metricopt_ext.retrieval.post_processing import PostProcessing, Whitening
+from metricopt_ext.utils.modes import evaluating
+
+# What a layer can't do, and the code that does it, by the field that asks for it.
+LEFT = {
+    "l2_after": "Lengths are left to the search: torch.nn.functional.normalize(model(x)).",
+    "augmentation": "Database augmentation is of the gallery, once it is embedded: augmented(gallery, {0}, {1}).",
+    "expansion": "Query expansion is of each query, as it is searched: expanded(queries, gallery, {0}, {1}).",
+    "distance": "What is compared is left to the search: recall_at_k(..., distance={0!r}).",
+}
+
+
+def whitening_layer(whitening: Whitening, power: float, dimension: int = 0) -> nn.Linear:
+    """Return the whitening as a layer, from ``n x d`` to ``n x D``, in float64; see `Whitening.applied`."""
+    matrix = whitening.projection(power, dimension)
+    layer = nn.Linear(len(whitening.mean), matrix.shape[1], dtype=torch.float64)
+    with torch.no_grad():
+        layer.weight.copy_(matrix.T)
+        layer.bias.copy_(-whitening.mean @ matrix)
+    return layer
+
+
+@torch.no_grad()
+def merge_whitening(model: nn.Module, whitening: Whitening, post: PostProcessing, example: Any) -> tuple[str, ...]:
+    """Merge a whitening into the linear layer whose output the model's embeddings are.
+
+    Args:
+        model: The model; its embeddings are whitened from then on, of the layer's own precision.
+        whitening: Of this model's embeddings.
+        post: What is done to embeddings; what is done before the whitening can't be merged.
+        example: A batch of inputs, by which the layer is found: its output is what the model returns.
+
+    Returns:
+        What of ``post`` a layer can't do, each a sentence with the code for it.
+
+    Raises:
+        AdapterError: Nothing is changed, as the embeddings are no linear layer's output, but scaled to length 1, say;
+            the layer's weights are another's too; an adapter is on the model; or they are scaled before the whitening.
+        DataError: As from `Whitening.projection`.
+    """
+    after = "append it: nn.Sequential(model, whitening_layer(whitening, power)), in the model's own precision"
+    if post.l2_before:
+        raise AdapterError(
+            f"embeddings are scaled to length 1 before the whitening, which no linear layer does; {after}"
+        )
+    if any(isinstance(module, Context) for module in model.modules()):
+        raise AdapterError("phi is not merged yet, which the whitening is of; call adapter.merge() first")
+    if post.projects:
+        layer = _last_linear(model, example, after)
+        merged = whitening_layer(whitening, post.whitening, post.dimension).to(layer.weight.device)
+        bias = torch.zeros(layer.out_features) if layer.bias is None else layer.bias
+        if len(whitening.mean) != layer.out_features:
+            raise AdapterError(
+                f"a whitening of {len(whitening.mean)} dimensions is for as many outputs, the last linear layer has"
+                f" {layer.out_features}"
+            )
+        before, trained = (layer.weight, layer.bias), layer.weight.requires_grad
+        weight, bias = merged.weight @ layer.weight.double(), merged(bias.to(merged.weight))
+        with evaluating(model):
+            expected = merged(model(example).double())
+            layer.weight = nn.Parameter(weight.to(layer.weight.dtype), trained)
+            layer.bias = nn.Parameter(bias.to(layer.weight.dtype), trained)
+            found = model(example).double()
+        if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-3, atol=1e-3):
+            layer.weight, layer.bias = before
+            raise AdapterError(f"what the model does after its last linear layer changes a whitening there; {after}")
+        layer.out_features = len(bias)
+    asked = {
+        "l2_after": (True,) if post.l2_after and post.projects else None,
+        "augmentation": (post.augmentation, post.alpha) if post.augmentation else None,
+        "expansion": (post.expansion, post.alpha) if post.expansion else None,
+        "distance": (post.distance,) if post.distance else None,
+    }
+    return tuple(LEFT[name].format(*given) for name, given in asked.items() if given is not None)
+
+
+def _last_linear(model: nn.Module, example: Any, after: str) -> nn.Linear:
+    """Return the linear layer whose output a model returns.
+
+    Raises:
+        AdapterError: There is none, or its weights are another's too.
+    """
+    outputs = list[tuple[nn.Module, Tensor]]()
+    hooks = [
+        layer.register_forward_hook(lambda layer, _, output: outputs.append((layer, output)))
+        for layer in model.modules()
+        if isinstance(layer, nn.Linear)
+    ]
+    try:
+        with evaluating(model):
+            found = model(example)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for layer, output in outputs:
+        if isinstance(found, Tensor) and found.shape == output.shape and torch.equal(found, output):
+            assert isinstance(layer, nn.Linear)
+            count = Counter(id(each) for module in model.modules() for each in module._parameters.values())
+            calls = sum(other is layer for other, _ in outputs)
+            if type(layer) is not nn.Linear or count[id(layer.weight)] > 1 or calls > 1:
+                raise AdapterError(f"the last linear layer's weights are computed, or used elsewhere too; {after}")
+            return layer
+    scaled = isinstance(found, Tensor) and any(
+        found.shape == output.shape and torch.allclose(found, F.normalize(output)) for _, output in outputs
+    )
+    why = "scaled to length 1 after the last linear layer" if scaled else "no linear layer's output"
+    raise AdapterError(f"the model's embeddings are {why}, so a whitening can't be merged into it; {after}")

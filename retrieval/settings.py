@@ -1,0 +1,141 @@
+"""Settings of retrieval: what embeddings can gain before they are searched, without another weight."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from metricopt_ext.retrieval.judged import JudgedEmbeddings, Processing, judged_by
+from metricopt_ext.retrieval.post_processing import PostProcessing
+from metricopt_ext.tasks.kept_by_model import LIMIT, KeptByModel
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.settings import Setting, Settings, Value, Values
+from metricopt_ext.utils.modes import evaluating
+from metricopt_ext.utils.words import brief, nearest
+
+POWERS = (0.0, 0.25, 0.5, 0.75, 1.0)
+AUGMENTED = (0, 4, 8)
+EXPANDED = (0, 1, 2, 4, 8)
+FURTHER = ("expansion", "alpha", "distance", "l2_before", "l2_after")
+# An expanded query searches twice. The model runs once, so this is too much where the search is the smaller part.
+SEARCHES = 2.0
+
+
+class RetrievalSettings(Settings):
+    """The settings of retrieval metrics, as `retrieval_settings` returns them."""
+
+    def __init__(self, *arguments: Any, kept: KeptByModel, judge: JudgedEmbeddings[Any], **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._kept, self._judge = kept, judge
+
+    @property
+    def passes(self) -> int:
+        """Forward passes over some data so far, while settings were applied; a change of settings alone makes none."""
+        return self._kept.passes
+
+    @torch.no_grad()
+    def processing(self, model: nn.Module, values: Values) -> Processing:
+        """Return what values do to a model's embeddings: ``processing.of(embeddings)``, for an index of your own.
+
+        ``merge_whitening(model, processing.whitening, processing.post, example)`` has the model do what it can of it.
+
+        Raises:
+            ValueError: As from `check`.
+        """
+        with self.applied(values), evaluating(model):
+            return self._judge.processing(model)
+
+
+def retrieval_settings(
+    *metrics: Metric,
+    whiten_on: Any,
+    also: Sequence[str] = (),
+    dimensions: Sequence[int] = (),
+    limit: int = LIMIT,
+) -> RetrievalSettings:
+    """Return the settings of retrieval: the power of a PCA whitening, database augmentation, and others by name.
+
+    While they are applied, the metrics judge post-processed embeddings, and a model's embeddings are kept: a query
+    that changes settings alone runs no model. The metrics' data, ``whiten_on``, and what ``embed`` uses besides the
+    model must be the same each time.
+
+    Args:
+        metrics: What judges, on validation and test data, say: made by `recall_metric`, by `trainer_task`, or by the
+            tool. All of them are judged by the settings.
+        whiten_on: Unlabelled inputs that a whitening is fitted on, anew for each model: training data, or better the
+            deployment's own. A batch, or batches as the metric's ``embed`` takes them, or pairs of such a batch and its
+            labels; of `trainer_task` a dataset. Never the gallery that is judged, unless you ask for it: give one of
+            the metrics, whose embeddings are then used, without a pass of their own.
+        also: Further settings: ``"expansion"``, ``"alpha"``, ``"distance"``, ``"l2_before"``, ``"l2_after"``; see
+            `PostProcessing`.
+        dimensions: Numbers of principal components, each a value of the setting ``"dimension"``, whose default, 0,
+            keeps all.
+        limit: Bytes of embeddings that are kept.
+
+    Returns:
+        The settings, ``whitening`` first; presets are database augmentation with 4 and with 8 neighbours, where the
+            metrics can be judged so. They can't if others than recall are of embeddings that search each other.
+
+    Raises:
+        ValueError: There is no such setting, or a metric can't be judged by it; or a metric is not one of this
+            package's retrieval metrics, or there is none.
+
+    Example:
+        >>> import torch
+        >>> from metricopt_ext.retrieval.recall import recall_metric
+        >>> x, y = torch.randn(40, 4), torch.arange(40) % 8
+        >>> metric = recall_metric([(x, y)])
+        >>> settings = retrieval_settings(metric, whiten_on=torch.randn(100, 4))
+        >>> settings.names, settings.presets
+        (('whitening', 'augmentation'), ('augmentation_4', 'augmentation_8'))
+        >>> with settings.applied({"whitening": 0.5}):
+        ...     cost = metric.cost(torch.nn.Identity(), "example")
+    """
+    judges = [_judge(metric) for metric in metrics]
+    if not judges:
+        raise ValueError("there is no metric; give those that are to be judged by the settings")
+    cannot = {name: why for each in judges for name, why in each.cannot.items()}
+    if unknown := [name for name in also if name not in FURTHER]:
+        raise ValueError(
+            f"also has {brief(unknown[0])}{nearest(str(unknown[0]), list(FURTHER))}; it may have {FURTHER}"
+        )
+    for name in also:
+        if name in cannot:
+            raise ValueError(f"{name} can't be a setting, as {cannot[name]}")
+    available = {
+        "whitening": Setting("whitening", values=POWERS, default=0.0),
+        "dimension": Setting("dimension", values=(0, *dimensions), default=0) if dimensions else None,
+        "augmentation": Setting("augmentation", values=AUGMENTED, default=0),
+        "expansion": Setting("expansion", values=EXPANDED, default=0, inference=SEARCHES),
+        "alpha": Setting("alpha", 0.0, 6.0, default=3.0),
+        "distance": Setting("distance", values=("own", "l2", "cosine"), default="own"),
+        "l2_before": Setting("l2_before", values=(False, True), default=False),
+        "l2_after": Setting("l2_after", values=(False, True), default=True),
+    }
+    named = {"whitening", "dimension", "augmentation", *also}
+    chosen = [each for name, each in available.items() if each is not None and name in named and name not in cannot]
+    kept = KeptByModel(limit)
+
+    @contextmanager
+    def apply(values: dict[str, Value]) -> Iterator[None]:
+        given: dict[str, Any] = {name: None if value == "own" else value for name, value in values.items()}
+        post = PostProcessing(**given)
+        with ExitStack() as stack:
+            for judge in judges:
+                stack.enter_context(judge.processed(post, whiten_on, kept))
+            yield
+
+    presets = {} if "augmentation" in cannot else {f"augmentation_{k}": {"augmentation": k} for k in AUGMENTED if k}
+    return RetrievalSettings(chosen, apply, presets=presets, kept=kept, judge=judges[0])
+
+
+def _judge(metric: Any) -> JudgedEmbeddings[Any]:
+    found = judged_by(metric)
+    if found is None:
+        raise ValueError(
+            f"{brief(metric)} is no metric whose embeddings can be post-processed; make it by recall_metric or"
+            " trainer_task, or let your own metric read the settings"
+        )
+    return found

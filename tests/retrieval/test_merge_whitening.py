@@ -1,0 +1,144 @@
+"""A whitening merged into a model: the model alone gives what the post-processing gave, and the rest is said."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+pytest.importorskip("faiss")
+
+import metricopt_ext as mo
+from metricopt_ext.errors import AdapterError, DataError
+from metricopt_ext.retrieval.merge_whitening import merge_whitening, whitening_layer
+from metricopt_ext.retrieval.models import Conv4, Embedder
+from metricopt_ext.retrieval.post_processing import PostProcessing, Whitening, post_processed
+
+HALF = PostProcessing(whitening=0.5, l2_after=False)
+
+
+def rand(n: int, seed: int) -> Tensor:
+    return torch.randn(n, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def network(bias: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 9), nn.ReLU(), nn.Dropout(0.5), nn.Linear(9, 5, bias=bias), nn.Identity()
+    ).double()
+
+
+def embedded(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dimension", [0, 3])
+def test_the_model_alone_gives_whitened_embeddings(bias: bool, dimension: int) -> None:
+    model, x = network(bias), rand(12, 1)
+    whitening = Whitening.of(embedded(model, rand(60, 0)))
+    post = PostProcessing(whitening=0.75, dimension=dimension, l2_after=False)
+    expected = post_processed(embedded(model, x), post, whitening)
+    modes = [module.training for module in model.train().modules()]
+    assert merge_whitening(model, whitening, post, x[:2]) == ()
+    assert [module.training for module in model.modules()] == modes
+    torch.testing.assert_close(embedded(model, x), expected, rtol=1e-12, atol=1e-12)
+    assert model[3].out_features == (dimension or 5)
+    assert model[3].weight.requires_grad
+    assert model(x).dtype == torch.float64
+    assert not model[3]._forward_hooks
+
+
+def test_appended_it_gives_the_same() -> None:
+    torch.manual_seed(0)
+    model, x = Embedder(Conv4(1, 8, 6, 4)).double().eval(), torch.rand(40, 1, 8, 8, dtype=torch.float64)
+    whitening = Whitening.of(embedded(model, x))
+    with pytest.raises(AdapterError, match=r"scaled to length 1 after the last linear layer.*append it: nn.Sequential"):
+        merge_whitening(model, whitening, HALF, x[:2])
+    appended = nn.Sequential(model, whitening_layer(whitening, 0.5))
+    expected = post_processed(embedded(model, x), HALF, whitening)
+    torch.testing.assert_close(embedded(appended, x), expected, rtol=1e-11, atol=1e-11)
+    assert merge_whitening(appended, Whitening.of(expected), HALF, x[:2]) == ()  # once more, into what was appended
+
+
+def test_what_a_layer_can_t_do_is_said() -> None:
+    model, x = network(), rand(12, 1)
+    whitening = Whitening.of(embedded(model, rand(60, 0)))
+    post = PostProcessing(whitening=0.5, augmentation=8, expansion=2, alpha=1.5, distance="cosine")
+    before = embedded(model, x)
+    told = merge_whitening(model, whitening, post, x)
+    assert told == (
+        "Lengths are left to the search: torch.nn.functional.normalize(model(x)).",
+        "Database augmentation is of the gallery, once it is embedded: augmented(gallery, 8, 1.5).",
+        "Query expansion is of each query, as it is searched: expanded(queries, gallery, 2, 1.5).",
+        "What is compared is left to the search: recall_at_k(..., distance='cosine').",
+    )
+    expected = post_processed(before, PostProcessing(whitening=0.5), whitening)
+    torch.testing.assert_close(normalize(embedded(model, x)), expected, rtol=1e-12, atol=1e-12)
+    kept = embedded(model, x)
+    assert merge_whitening(model, whitening, PostProcessing(augmentation=4), x) == (
+        "Database augmentation is of the gallery, once it is embedded: augmented(gallery, 4, 3.0).",
+    )
+    assert torch.equal(embedded(model, x), kept)
+
+
+def positive() -> nn.Module:
+    """Ends with a ReLU that does nothing, until a whitening is before it."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU()).double()
+    with torch.no_grad():
+        model[0].bias += 100
+    return model
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Linear(6, 6).double() for _ in range(2))
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).relu())  # type: ignore[no-any-return]
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(x).relu())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("model", "post", "message"),
+    [
+        (Tied(), HALF, "weights are computed, or used elsewhere too"),
+        (Twice(), HALF, "weights are computed, or used elsewhere too"),
+        (positive(), HALF, "what the model does after its last linear layer changes a whitening there"),
+        (nn.Sequential(network(), nn.Tanh()), HALF, "no linear layer's output"),
+        (network(), PostProcessing(whitening=0.5, l2_before=True), "scaled to length 1 before the whitening"),
+    ],
+)
+def test_what_can_t_be_merged_is_refused(model: nn.Module, post: PostProcessing, message: str) -> None:
+    x = rand(60, 0)
+    before = embedded(model, x)
+    with pytest.raises(AdapterError, match=message):
+        merge_whitening(model, Whitening.of(before), post, x[:4])
+    assert torch.equal(embedded(model, x), before)
+
+
+def test_an_adapter_is_merged_first() -> None:
+    model, x = network(), rand(60, 0)
+    whitening = Whitening.of(embedded(model, x))
+    adapter: Any = mo.attach_film(model, ["3"], dim=3)
+    with pytest.raises(AdapterError, match="phi is not merged yet"):
+        merge_whitening(model, whitening, HALF, x)
+    adapter.merge()
+    wrong = Whitening.of(rand(60, 5))
+    with pytest.raises(AdapterError, match=r"a whitening of 6 dimensions is for as many outputs, .* has 5"):
+        merge_whitening(model, wrong, HALF, x)
+    with pytest.raises(DataError, match="dimension=7"):
+        merge_whitening(model, whitening, PostProcessing(dimension=7), x)
+    assert model[3].out_features == 5

@@ -1,0 +1,188 @@
+"""What is done to embeddings, beside scikit-learn's PCA and loops over their definitions."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.decomposition import PCA
+from torch import Tensor
+from torch.nn.functional import normalize
+
+pytest.importorskip("faiss")
+
+from metricopt_ext.errors import DataError
+from metricopt_ext.retrieval.post_processing import (
+    PostProcessing,
+    Whitening,
+    augmented,
+    expanded,
+    post_processed,
+)
+
+PLAIN = PostProcessing()
+
+
+def rand(n: int, d: int = 5, seed: int = 0) -> Tensor:
+    """Correlated embeddings away from 0."""
+    rng = torch.Generator().manual_seed(seed)
+    factors = torch.randn(d, d, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
+    return 1 + torch.randn(n, d, generator=rng, dtype=torch.float64) @ factors
+
+
+def distances(x: Tensor) -> Tensor:
+    return (x[:, None] - x).square().sum(-1)
+
+
+def naive_mixed(vectors: Any, items: Any, k: int, alpha: float, own: bool) -> np.ndarray:
+    """The definition, one vector after the other."""
+    vectors, items = np.asarray(vectors), np.asarray(items)
+    found = []
+    for i, vector in enumerate(vectors):
+        cosine = [item @ vector / np.linalg.norm(item) / np.linalg.norm(vector) for item in items]
+        near = sorted((j for j in range(len(items)) if not (own and j == i)), key=lambda j, c=cosine: (-c[j], j))[:k]
+        weights = {j: cosine[j] ** alpha if cosine[j] > 0 else 0.0 for j in near}
+        total = vector + sum(weights[j] * items[j] for j in near)
+        found.append(total / (1 + sum(weights.values())))
+    return np.array(found)
+
+
+# --- Whitening ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dimension", [0, 3])
+def test_power_1_is_scikit_learn_s_whitening(dimension: int) -> None:
+    fitted, x = rand(60), rand(20, seed=1)
+    theirs = PCA(dimension or None, whiten=True).fit(fitted.numpy()).transform(x.numpy())
+    ours = Whitening.of(fitted).applied(x, 1.0, dimension).numpy()
+    assert ours.shape == (20, dimension or 5)
+    np.testing.assert_allclose(ours * np.sign(ours[0]) * np.sign(theirs[0]), theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_power_0_is_a_rotation_and_half_the_power_half_the_way() -> None:
+    fitted, x = rand(60), rand(20, seed=1)
+    whitening = Whitening.of(fitted)
+    torch.testing.assert_close(distances(whitening.applied(x, 0.0)), distances(x), rtol=1e-10, atol=1e-10)
+    for power in (0.25, 0.5, 1.0):
+        variances = whitening.applied(fitted, power).var(0)
+        torch.testing.assert_close(variances, whitening.variances ** (1 - power), rtol=1e-10, atol=0)
+    # The symmetric matrix C^(-p/2) gives the same distances as components scaled by their deviations.
+    values, vectors = np.linalg.eigh(np.cov(fitted.numpy().T))
+    symmetric = torch.from_numpy(vectors * values**-0.25 @ vectors.T)
+    torch.testing.assert_close(distances(whitening.applied(x, 0.5)), distances(x @ symmetric), rtol=1e-9, atol=1e-9)
+
+
+def test_directions_without_variance_are_left_out() -> None:
+    flat = torch.cat([rand(60), 2 * rand(60)[:, :1], torch.ones(60, 1, dtype=torch.float64)], 1)
+    whitening = Whitening.of(flat)
+    assert len(whitening.variances) == 5
+    x = torch.cat([rand(9, seed=1), 2 * rand(9, seed=1)[:, :1], torch.ones(9, 1, dtype=torch.float64)], 1)
+    # 1 + 4 times the variance along the doubled axis: the same as of the first five, scaled by sqrt(5) there.
+    scaled = torch.cat([5**0.5 * rand(60)[:, :1], rand(60)[:, 1:]], 1)
+    expected = Whitening.of(scaled).applied(torch.cat([5**0.5 * rand(9, seed=1)[:, :1], rand(9, seed=1)[:, 1:]], 1), 1)
+    torch.testing.assert_close(distances(whitening.applied(x, 1.0)), distances(expected), rtol=1e-9, atol=1e-9)
+    single = Whitening.of(flat.float())
+    assert len(single.variances) == 5
+    assert single.applied(x.float(), 0.5).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Whitening.of(rand(1)), r"n at least 2, got \(1, 5\)"),
+        (lambda: Whitening.of(torch.ones(9, 5)), "got 9 that are all the same"),
+        (lambda: Whitening.of(torch.full((9, 5), torch.nan)), "got NaN or infinity"),
+        (
+            lambda: Whitening.of(rand(9)).projection(0.5, 6),
+            "dimension=6 of embeddings that have 5 principal components",
+        ),
+        (lambda: Whitening.of(rand(5)).projection(0.5), "of 5 dimensions is fitted on 5 embeddings; it must be more"),
+        (lambda: Whitening.of(rand(9)).applied(rand(9, 4), 0.5), "of 5 dimensions is for embeddings of as many, got 4"),
+    ],
+)
+def test_what_can_t_be_whitened_is_refused(call: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        call()
+
+
+# --- Neighbours --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("k", "alpha"), [(1, 3.0), (4, 1.0), (4, 0.0), (29, 3.0), (50, 0.5)])
+def test_augmentation_and_expansion_are_those_of_the_definition(k: int, alpha: float) -> None:
+    x, queries = rand(30), rand(7, seed=1)
+    np.testing.assert_allclose(augmented(x, k, alpha), naive_mixed(x, x, k, alpha, True), rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(
+        expanded(queries, x, k, alpha), naive_mixed(queries, x, k, alpha, False), rtol=1e-12, atol=1e-13
+    )
+
+
+def test_a_zero_has_no_cosine() -> None:
+    x = rand(9)
+    x[3] = 0
+    with pytest.raises(DataError, match="must not be 0 to be mixed"):
+        augmented(x, 2, 3.0)
+
+
+# --- All of it ---------------------------------------------------------------------------------------------------
+
+
+def test_by_default_nothing_is_done() -> None:
+    x = rand(9)
+    assert post_processed(x, PLAIN) is x
+    assert post_processed(x, PLAIN, queries=torch.arange(9) < 3) is x
+    assert not any([PLAIN.acts, PLAIN.projects, PLAIN.mixes])
+    assert post_processed(x, PostProcessing(l2_after=False, alpha=1.0)) is x
+
+
+def test_what_is_done_comes_in_order() -> None:
+    x, mask = rand(40), torch.arange(40) % 4 == 0
+    before = x.clone()
+    fitted = Whitening.of(normalize(rand(60, seed=2)))
+    post = PostProcessing(
+        whitening=0.5, dimension=4, l2_before=True, augmentation=3, expansion=2, alpha=2.0, distance="cosine"
+    )
+    found = post_processed(x, post, fitted, mask)
+    unit = fitted.applied(normalize(x), 0.5, 4).numpy()
+    unit /= np.linalg.norm(unit, axis=1, keepdims=True)
+    gallery = naive_mixed(unit[~mask], unit[~mask], 3, 2.0, True)
+    gallery /= np.linalg.norm(gallery, axis=1, keepdims=True)
+    queries = naive_mixed(unit[mask], gallery, 2, 2.0, False)
+    queries /= np.linalg.norm(queries, axis=1, keepdims=True)
+    np.testing.assert_allclose(found[~mask], gallery, rtol=1e-11, atol=1e-12)
+    np.testing.assert_allclose(found[mask], queries, rtol=1e-11, atol=1e-12)
+    assert torch.equal(x, before)
+
+
+def test_without_l2_after_lengths_stay() -> None:
+    x, fitted = rand(20), Whitening.of(rand(60))
+    post = PostProcessing(whitening=0.5, l2_after=False)
+    assert torch.equal(post_processed(x, post, fitted), fitted.applied(x, 0.5))
+    torch.testing.assert_close(
+        post_processed(x, PostProcessing(whitening=0.5), fitted), normalize(fitted.applied(x, 0.5))
+    )
+    torch.testing.assert_close(post_processed(x, PostProcessing(l2_before=True)), normalize(x))
+    torch.testing.assert_close(post_processed(x, PostProcessing(distance="cosine")), normalize(x))
+
+
+def test_what_is_missing_is_said() -> None:
+    with pytest.raises(ValueError, match="needs principal components"):
+        post_processed(rand(9), PostProcessing(whitening=0.5))
+    with pytest.raises(ValueError, match="that search each other are not mixed"):
+        post_processed(rand(9), PostProcessing(augmentation=2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"whitening": 1.5}, "whitening is 1.5; it must be from 0 to 1"),
+        ({"whitening": -0.5}, "whitening is -0.5; it must be at least 0"),
+        ({"dimension": 2.5}, "dimension is 2.5; it must be an integer"),
+        ({"augmentation": -1}, "augmentation is -1; it must be at least 0"),
+        ({"alpha": -1.0}, "alpha is -1.0; it must be at least 0"),
+        ({"distance": "ip"}, "distance is 'ip'; it must be l2, cosine or None"),
+    ],
+)
+def test_what_can_t_be_done_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PostProcessing(**arguments)

@@ -1,0 +1,350 @@
+"""Settings of retrieval: what they do to what is judged, that nothing is left of them, and what is kept meanwhile."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+pytest.importorskip("faiss")
+pytest.importorskip("pytorch_metric_learning")
+
+from pytorch_metric_learning import losses, testers, trainers
+from sklearn.decomposition import PCA
+
+import metricopt_ext as mo
+from metricopt_ext.data.halves import class_draws
+from metricopt_ext.data.labelled import Split
+from metricopt_ext.evidence.passes import Noticing
+from metricopt_ext.retrieval.accuracy import RecallCalculator
+from metricopt_ext.retrieval.build import build_metric
+from metricopt_ext.retrieval.cameras import CAMERA
+from metricopt_ext.retrieval.config import MetricConfig
+from metricopt_ext.retrieval.merge_whitening import merge_whitening
+from metricopt_ext.retrieval.post_processing import PostProcessing, Whitening, augmented, post_processed
+from metricopt_ext.retrieval.recall import recall_at_k, recall_metric, recalls_left_out, recalls_on_halves
+from metricopt_ext.retrieval.search import trainer_task
+from metricopt_ext.retrieval.settings import retrieval_settings
+from metricopt_ext.tasks.metric import Evaluation, Metric
+
+N, CLASSES, KS = 96, 12, (1, 2, 4)
+
+
+class Embedder(nn.Module):
+    """Counts its runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 5))
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def examples(seed: int, n: int = N) -> tuple[Tensor, Tensor]:
+    y = torch.arange(n) % CLASSES
+    centres = torch.randn(CLASSES, 6, generator=torch.Generator().manual_seed(9))
+    loud = torch.tensor([1.0, 1.0, 1.0, 1.0, 4.0, 4.0])
+    return centres[y] + 0.7 * loud * torch.randn(n, 6, generator=torch.Generator().manual_seed(seed)), y
+
+
+def batches(seed: int) -> list[tuple[Tensor, Tensor]]:
+    x, y = examples(seed)
+    return list(zip(x.split(40), y.split(40), strict=True))
+
+
+def embeddings(model: nn.Module, seed: int) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(examples(seed)[0])  # type: ignore[no-any-return]
+
+
+def task_metric(**options: Any) -> Metric:
+    return recall_metric(batches(0), ks=KS, **options)
+
+
+def value(metric: Metric, model: nn.Module) -> float:
+    return metric.to_value(metric.cost(model, "test"))
+
+
+# --- What is judged ----------------------------------------------------------------------------------------------
+
+
+def test_defaults_are_today_s_evaluation() -> None:
+    model, metric = Embedder(), task_metric()
+    plain = metric.evaluate(model, "test")
+    settings = retrieval_settings(
+        metric, whiten_on=examples(1)[0], also=["expansion", "alpha", "distance", "l2_before", "l2_after"]
+    )
+    with settings.applied({}) as values:
+        assert metric.evaluate(model, "test") == plain
+    assert values == {
+        "whitening": 0.0,
+        "augmentation": 0,
+        "expansion": 0,
+        "alpha": 3.0,
+        "distance": "own",
+        "l2_before": False,
+        "l2_after": True,
+    }
+    assert settings.factor({"whitening": 0.5, "augmentation": 8}) == 1
+    assert settings.factor({"expansion": 2}) == 2
+
+
+@pytest.mark.parametrize("power", [0.25, 1.0])
+def test_a_whitening_is_fitted_on_what_it_is_given(power: float) -> None:
+    model, metric = Embedder(), task_metric()
+    x, y = embeddings(model, 0), examples(0)[1]
+    before = metric.evaluate(model, "test")
+    settings = retrieval_settings(metric, whiten_on=batches(1))
+    with settings.applied({"whitening": power}):
+        found = metric.evaluate(model, "test")
+    pca = PCA().fit(embeddings(model, 1).double().numpy())
+    white = pca.transform(x.double().numpy()) / pca.explained_variance_ ** (power / 2)
+    white = white / np.linalg.norm(white, axis=1, keepdims=True)
+    expected, pairs = recalls_on_halves(white, y, KS, class_draws(y, 0))  # type: ignore[arg-type]
+    assert metric.to_value(found.cost) == pytest.approx(expected, abs=1e-12)
+    assert len(found.pairs) == 8
+    np.testing.assert_allclose(1 - np.array(found.pairs), np.array(pairs), rtol=0, atol=1e-12)
+    assert found.cost != before.cost
+    assert metric.evaluate(model, "test") == before
+
+
+def test_every_way_to_name_the_inputs_is_the_same() -> None:
+    model, metric, test = Embedder(), task_metric(), recall_metric(batches(1), ks=KS)
+    values = {"whitening": 0.5}
+    found = []
+    for given in (batches(1), [each[0] for each in batches(1)], examples(1)[0], test):
+        with retrieval_settings(metric, whiten_on=given).applied(values):
+            found.append(metric.evaluate(model, "test"))
+    assert found[1:] == found[:1] * 3
+    with retrieval_settings(metric, test, whiten_on=metric).applied(values):
+        both = value(metric, model), value(test, model)
+    post, own = PostProcessing(whitening=0.5), Whitening.of(embeddings(model, 0))
+    expected = [recall_at_k(post_processed(embeddings(model, s), post, own), examples(s)[1], KS).mean for s in (0, 1)]
+    assert both == pytest.approx(expected, abs=1e-12)
+    assert 1 - found[0].cost != both[0]
+
+
+def test_augmentation_makes_every_query_new() -> None:
+    model, metric = Embedder(), task_metric()
+    x, y = embeddings(model, 0), examples(0)[1]
+    settings = retrieval_settings(metric, whiten_on=examples(1)[0], also=["expansion", "alpha", "distance"])
+    values = {"augmentation": 4, "expansion": 2, "alpha": 1.0, "distance": "cosine"}
+    with settings.applied(values):
+        found = metric.evaluate(model, "test")
+    post = PostProcessing(**values)  # type: ignore[arg-type]
+    told = recalls_left_out(x, y, KS, class_draws(y, 0), post, "cosine")
+    assert found == Evaluation.of(1 - told, [(1 - a, 1 - b) for a, b in told.halves])  # type: ignore[union-attr]
+    assert settings.preset("augmentation_8", {"alpha": 1.0}) == {
+        "whitening": 0.0,
+        "augmentation": 8,
+        "expansion": 0,
+        "alpha": 1.0,
+        "distance": "own",
+    }
+
+
+def test_of_a_gallery_alone() -> None:
+    model = Embedder()
+    metric = recall_metric(batches(0), ks=KS, gallery=batches(1), distance="cosine")
+    plain = metric.evaluate(model, "test")
+    settings = retrieval_settings(metric, whiten_on=batches(2), also=["distance"])
+    with settings.applied({"whitening": 0.5, "augmentation": 4}):
+        found = value(metric, model)
+    fitted, post = Whitening.of(embeddings(model, 2)), PostProcessing(whitening=0.5)
+    queries, gallery = (post_processed(embeddings(model, seed), post, fitted) for seed in (0, 1))
+    items = augmented(gallery, 4, 3.0), examples(1)[1]
+    assert found == pytest.approx(recall_at_k(queries, examples(0)[1], KS, gallery=items, distance="cosine").mean)
+    with settings.applied({"distance": "l2"}):
+        found = value(metric, model)
+    items = embeddings(model, 1), examples(1)[1]
+    assert found == pytest.approx(recall_at_k(embeddings(model, 0), examples(0)[1], KS, gallery=items).mean, abs=1e-12)
+    assert metric.evaluate(model, "test") == plain
+
+
+def test_the_tools_metric() -> None:
+    model, (x, y) = Embedder(), examples(0)
+    draws = class_draws(y, 0)
+    part = Split(x, y)
+    metric = build_metric(MetricConfig(ks=[1, 2, 4]), part, draws, new_classes=True)
+    own = task_metric()
+    plain = metric.evaluate(model, "test")
+    values = [{"whitening": 0.5}, {"augmentation": 4}, {"whitening": 1.0, "augmentation": 8}]
+    for each in values:
+        with retrieval_settings(metric, own, whiten_on=examples(1)[0]).applied(each):
+            found = metric.evaluate(model, "test")
+            assert found == own.evaluate(model, "test")
+        assert len(found.pairs) == 8
+    assert metric.evaluate(model, "test") == plain == own.evaluate(model, "test")
+
+
+def test_what_counts_besides_is_judged_alike() -> None:
+    model, (x, y) = Embedder(), examples(0)
+    config = MetricConfig(ks=[1, 2, 4], also=["r_precision"])
+    metric = build_metric(config, Split(x, y))
+    settings = retrieval_settings(metric, whiten_on=examples(1)[0])
+    assert settings.names == ("whitening",)  # r_precision can't leave a query out
+    assert settings.presets == ()
+    plain = metric.look(model)
+    with settings.applied({"whitening": 0.5}):
+        found = metric.look(model)
+    alone = build_metric(MetricConfig("r_precision"), Split(x, y))
+    with retrieval_settings(alone, whiten_on=examples(1)[0]).applied({"whitening": 0.5}):
+        assert found == pytest.approx({"r_precision": value(alone, model)}, abs=1e-12)
+    assert found != plain == metric.look(model)
+
+
+def test_what_a_metric_can_t_be_judged_by_is_refused() -> None:
+    x, y = examples(0)
+    cameras = Split(x, y, columns={CAMERA: np.arange(N) % 3})
+    for metric in (build_metric(MetricConfig(), cameras), build_metric(MetricConfig("r_precision"), Split(x, y))):
+        assert retrieval_settings(metric, whiten_on=x).names == ("whitening",)
+        with pytest.raises(ValueError, match="expansion can't be a setting, as"):
+            retrieval_settings(metric, whiten_on=x, also=["expansion"])
+    queries = build_metric(MetricConfig("r_precision"), Split(x, y), queries=torch.arange(N) < 40)
+    assert retrieval_settings(queries, whiten_on=x).presets == ("augmentation_4", "augmentation_8")
+    with pytest.raises(ValueError, match=r"also has 'expanson'.*expansion"):
+        retrieval_settings(task_metric(), whiten_on=x, also=["expanson"])
+    with pytest.raises(ValueError, match="can be post-processed; make it by recall_metric"):
+        retrieval_settings(mo.Metric(lambda model: 0.5, maximize=True), whiten_on=x)
+    with pytest.raises(ValueError, match="there is no metric"):
+        retrieval_settings(whiten_on=x)
+
+
+def test_a_dimension_that_there_is_not_is_refused() -> None:
+    model, metric = Embedder(), task_metric()
+    settings = retrieval_settings(metric, whiten_on=examples(1)[0], dimensions=(3, 9))
+    with settings.applied({"dimension": 3}):
+        found = value(metric, model)
+    cut = Whitening.of(embeddings(model, 1)).applied(embeddings(model, 0), 0.0, 3)
+    assert found == pytest.approx(recall_at_k(normalize(cut), examples(0)[1], KS).mean, abs=1e-12)
+    with settings.applied({"dimension": 9}), pytest.raises(mo.errors.MetricError, match="dimension=9 of embeddings"):
+        metric.cost(model, "test")
+
+
+# --- What is kept ------------------------------------------------------------------------------------------------
+
+
+def test_settings_alone_run_no_model_and_give_the_same_to_the_last_digit() -> None:
+    model, metric = Embedder(), task_metric()
+    settings = retrieval_settings(metric, whiten_on=batches(1), also=["l2_before", "expansion"])
+    tried = [
+        {},
+        {"whitening": 0.5},
+        {"whitening": 1.0, "augmentation": 8},
+        {"l2_before": True, "whitening": 0.25},
+        {"expansion": 2},
+    ]
+    anew = []
+    for values in tried:
+        fresh = retrieval_settings(metric, whiten_on=batches(1), also=["l2_before", "expansion"])
+        with fresh.applied(values):
+            anew.append(metric.evaluate(Embedder(), "test"))
+    assert len({each.cost for each in anew}) == len(tried)
+    for values, expected in [*zip(tried, anew, strict=True)] * 2:
+        with settings.applied(values):
+            assert metric.evaluate(model, "test") == expected
+    assert (settings.passes, model.runs) == (2, 6)  # over the metric's data and the whitening's, three batches each
+    with torch.no_grad():
+        model.layers[2].bias += 1.0
+    with settings.applied({"whitening": 0.5}):
+        metric.evaluate(model, "test")
+    assert (settings.passes, model.runs) == (4, 12)
+    metric.evaluate(model, "test")
+    assert model.runs == 15  # nothing is kept where no settings are tuned
+
+
+def test_what_values_do_goes_to_an_index_and_into_the_model() -> None:
+    model, metric = Embedder().double(), task_metric()
+    x = examples(0)[0].double()
+    metric = recall_metric([(x, examples(0)[1])], ks=KS)
+    settings = retrieval_settings(metric, whiten_on=examples(1)[0].double())
+    plain = settings.processing(model, {})
+    assert (plain.post, plain.whitening) == (PostProcessing(), None)
+    assert settings.passes == 0
+    processing = settings.processing(model.train(), {"whitening": 0.75})
+    assert model.training
+    with settings.applied({"whitening": 0.75}):
+        tuned = metric.evaluate(model, "test")
+    assert settings.passes == 2  # the first was over the whitening's inputs
+    with torch.no_grad():
+        own = processing.of(model.eval()(x))
+    assert recall_at_k(own, examples(0)[1], KS).mean == pytest.approx(1 - tuned.cost, abs=1e-12)
+    assert processing.whitening is not None
+    assert len(merge_whitening(model, processing.whitening, processing.post, x)) == 1  # lengths
+    found = recall_metric([(x, examples(0)[1])], ks=KS, distance="cosine").evaluate(model, "test")
+    assert found == tuned
+
+
+def test_phi_and_starts_are_told_apart() -> None:
+    model, metric = Embedder().eval(), task_metric()
+    adapter = mo.attach_film(model, ["layers.1"], dim=4)
+    settings, phis = retrieval_settings(metric, whiten_on=metric), [torch.zeros(4), torch.full((4,), 2.0)]
+    found = []
+    with settings.applied({"whitening": 0.5}):
+        for phi in phis * 2:
+            with adapter.using(phi):
+                found.append(metric.evaluate(model, "test"))
+        assert settings.passes == 2
+        adapter.apply(mo.Start(phis[0], buffers={"layers.1.running_var": torch.full((8,), 3.0)}))
+        metric.evaluate(model, "test")
+    assert settings.passes == 3
+    assert found[:2] == found[2:]
+    assert found[0] != found[1]
+
+
+def test_one_that_counts_calls_has_the_same_embeddings() -> None:
+    model, metric = Embedder(), task_metric()
+    noticing = Noticing(metric.function)
+    counted = Metric(noticing, **metric.settings)
+    settings = retrieval_settings(counted, whiten_on=counted)
+    for _ in range(3):
+        with settings.applied({"whitening": 0.5}):
+            counted.cost(model, "test")
+    assert noticing.runs == settings.passes == 1
+
+
+# --- Under pytorch-metric-learning -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gallery", [False, True])
+def test_a_tester_s_metric(gallery: bool) -> None:
+    torch.manual_seed(0)
+    trunk = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))
+    trainer = trainers.MetricLossOnly(
+        models={"trunk": trunk, "embedder": nn.Linear(8, 5)},
+        optimizers={},
+        batch_size=24,
+        loss_funcs={"metric_loss": losses.TripletMarginLoss()},
+        dataset=list(zip(*examples(0), strict=True)),
+        data_device=torch.device("cpu"),
+    )
+    tester = testers.GlobalEmbeddingSpaceTester(
+        accuracy_calculator=RecallCalculator(ks=(1, 2)), dataloader_num_workers=0, data_device=torch.device("cpu")
+    )
+    data = {name: list(zip(*examples(seed), strict=True)) for seed, name in enumerate(("train", "val", "items"))}
+    splits = [("val", ["items"])] if gallery else None
+    task = trainer_task(
+        trainer, tester, mo.attach_film(trunk, ["1"], dim=4), data, metric="recall_at_2", splits_to_eval=splits
+    )
+    plain = task.metric.evaluate(trunk, "test")
+    settings = retrieval_settings(task.metric, whiten_on=data["train"], also=["l2_before"])
+    assert (settings.names, settings.presets) == (("whitening", "l2_before"), ())
+    for _ in range(2):
+        with settings.applied({"whitening": 0.5}):
+            found = task.metric.evaluate(trunk, "test")
+    assert settings.passes == 2
+    with torch.no_grad():
+        x = [normalize(trainer.models["embedder"](trunk.eval()(examples(seed)[0]))) for seed in range(3)]
+    post, fitted = PostProcessing(whitening=0.5), Whitening.of(x[0])
+    items = (post_processed(x[2], post, fitted), examples(2)[1]) if gallery else None
+    expected = recall_at_k(post_processed(x[1], post, fitted), examples(1)[1], (2,), gallery=items).mean
+    assert task.metric.to_value(found.cost) == pytest.approx(expected, abs=1e-12)
+    assert found != plain == task.metric.evaluate(trunk, "test")
+    with pytest.raises(ValueError, match="distance can't be a setting, as a tester's calculator"):
+        retrieval_settings(task.metric, whiten_on=data["train"], also=["distance"])

@@ -1,0 +1,199 @@
+"""The stage over settings: what it asks, in which order, within its queries and what inference may cost."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+from metricopt_ext.search.settings_stage import INTERVAL, OUTWARDS, SettingsEnd, SettingsState
+from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.settings import Setting, Settings
+
+Values = dict[str, Any]
+SIZES = (200, 238, 283, 336, 400, 476, 566, 673)
+SIZE = Setting("size", values=SIZES, default=336)
+FLIP = Setting("flip", values=(False, True), default=False, inference=2.0)
+SOFT = Setting("soft", 0.0, 1.0, default=0.0)
+
+
+def made(*settings: Setting, **more: Any) -> Settings:
+    return Settings(settings, nullcontext, **more)
+
+
+def run(state: SettingsState, cost: Callable[[Values], float | None]) -> list[list[Values]]:
+    """Answer the stage's batches, and return them."""
+    batches = []
+    while batch := state.ask():
+        batches.append(list(batch))
+        for index, values in enumerate(batch):
+            found = cost(values)
+            state.tell(index, None if found is None else Evaluation(found))
+    assert state.ask() == []
+    return batches
+
+
+def asked(name: str, batches: list[list[Values]]) -> list[list[Any]]:
+    return [[values[name] for values in batch] for batch in batches]
+
+
+# --- Numbers in order ----------------------------------------------------------------------------------------------
+
+
+def test_numbers_are_followed_outwards_while_they_gain() -> None:
+    state = SettingsState(made(SIZE), Evaluation(0.5))
+    batches = run(state, lambda values: abs(values["size"] - 566) / 1000)
+    assert asked("size", batches) == [[283, 400, 476], [566], [673]]
+    assert state.end().values == {"size": 566}
+    assert state.asked == 5
+
+
+def test_numbers_are_followed_downwards_too() -> None:
+    state = SettingsState(made(SIZE), Evaluation(0.5))
+    batches = run(state, lambda values: values["size"] / 1000)
+    assert asked("size", batches) == [[283, 400, 476], [238], [200]]
+    assert state.end().values == {"size": 200}
+
+
+def test_a_step_that_does_not_gain_ends_it() -> None:
+    batches = run(SettingsState(made(SIZE), Evaluation(0.2)), lambda values: 0.5)
+    assert asked("size", batches) == [[283, 400, 476]]
+    second = run(SettingsState(made(SIZE), Evaluation(0.2)), lambda values: 0.5 - 0.4 * (values["size"] == 400))
+    assert asked("size", second) == [[283, 400, 476]]  # 476 was asked, and is worse than 400
+
+
+def test_at_most_so_many_are_asked_of_one_setting() -> None:
+    many = Setting("k", values=tuple(range(20)), default=0)
+    batches = run(SettingsState(made(many), Evaluation(1.0)), lambda values: 1 - values["k"] / 20)
+    assert asked("k", batches) == [[1, 2], [3], [4], [5]]
+    assert sum(map(len, batches)) == OUTWARDS
+
+
+# --- Choices, and intervals ----------------------------------------------------------------------------------------
+
+
+def test_choices_are_asked_one_by_one() -> None:
+    distance = Setting("distance", values=("cosine", "euclidean", "city"), default="cosine")
+    state = SettingsState(made(distance), Evaluation(0.5))
+    batches = run(state, lambda values: {"euclidean": 0.4, "city": 0.6}[values["distance"]])
+    assert asked("distance", batches) == [["euclidean", "city"]]
+    assert state.end().values == {"distance": "euclidean"}
+
+
+@pytest.mark.parametrize("best", [0.05, 0.35, 0.6])
+def test_an_interval_is_a_line(best: float) -> None:
+    soft = Setting("soft", 0.0, 1.0, default=0.3)
+    state = SettingsState(made(soft), Evaluation((0.3 - best) ** 2))
+    batches = run(state, lambda values: (values["soft"] - best) ** 2)
+    (first, *_) = asked("soft", batches)
+    assert sorted(first) == pytest.approx([0.2, 0.4])
+    assert sum(map(len, batches)) == INTERVAL
+    assert state.end().values["soft"] == pytest.approx(best, abs=0.1)
+
+
+def test_an_integer_is_not_asked_twice() -> None:
+    k = Setting("k", 1, 5, default=3)
+    batches = run(SettingsState(made(k), Evaluation(0.5)), lambda values: 0.1 * abs(values["k"] - 1))
+    numbers = [number for batch in asked("k", batches) for number in batch]
+    assert len(set(numbers)) == len(numbers)
+    assert 3 not in numbers
+
+
+# --- One after another, presets, and bounds ------------------------------------------------------------------------
+
+
+def test_each_setting_begins_at_the_best_of_those_before() -> None:
+    other = Setting("other", values=("a", "b"), default="a")
+    state = SettingsState(made(SIZE, other), Evaluation(1.0))
+    batches = run(state, lambda values: 1 - values["size"] / 1000 - 0.1 * (values["other"] == "b"))
+    assert batches[-1] == [{"size": 673, "other": "b"}]
+    assert state.end().values == {"size": 673, "other": "b"}
+
+
+def test_presets_are_put_on_the_best_and_asked_together() -> None:
+    presets = {"soft": {"soft": 0.2}, "flip": {"flip": True}, "both": {"soft": 0.2, "flip": True}}
+    settings = made(FLIP, Setting("soft", values=(0.0, 0.2), default=0.0), presets=presets, inference=2.0)
+    state = SettingsState(settings, Evaluation(0.5))
+    cost = {(False, 0.2): 0.6, (True, 0.0): 0.55, (True, 0.2): 0.3}
+    batches = run(state, lambda values: cost[values["flip"], values["soft"]])
+    assert batches == [
+        [{"flip": True, "soft": 0.0}],
+        [{"flip": False, "soft": 0.2}],
+        [{"flip": True, "soft": 0.2}],  # the other two are known
+    ]
+    assert state.end().values == {"flip": True, "soft": 0.2}
+
+
+def test_what_takes_too_long_is_not_asked() -> None:
+    presets = {"flip": {"flip": True}, "soft": {"soft": 0.2}}
+    for inference, expected in ((1.0, [[{"flip": False, "soft": 0.2}]]), (2.0, None)):
+        settings = made(FLIP, Setting("soft", values=(0.0, 0.2), default=0.0), presets=presets, inference=inference)
+        batches = run(SettingsState(settings, Evaluation(0.5)), lambda values: 0.6)
+        assert expected is None or batches == expected
+        assert any(values["flip"] for batch in batches for values in batch) == (inference == 2.0)
+
+
+def test_a_number_that_takes_too_long_ends_the_way() -> None:
+    sized = Setting("size", values=SIZES, default=336, inference=lambda size: (size / 336) ** 2)
+    batches = run(SettingsState(made(sized, inference=1.5), Evaluation(0.5)), lambda values: 1 / values["size"])
+    assert asked("size", batches) == [[283, 400]]
+
+
+def test_an_interval_that_takes_too_long_ends() -> None:
+    crops = Setting("crops", 1.0, 5.0, default=1.0, inference=lambda crops: float(crops))
+    assert run(SettingsState(made(crops), Evaluation(0.5)), lambda values: 0.1) == []
+
+
+@pytest.mark.parametrize("queries", [0, 1, 3, 4, 7, 10, 25])
+def test_queries_are_never_exceeded(queries: int) -> None:
+    presets = {f"p{i}": {"soft": 0.1 * i + 0.05} for i in range(6)}
+    settings = made(SIZE, SOFT, FLIP, presets=presets, inference=9.0, queries=queries)
+    state = SettingsState(settings, Evaluation(0.5))
+    number = sum(map(len, run(state, lambda values: 0.5 - 1e-4 * values["size"] - 0.1 * values["soft"])))
+    assert number == state.asked <= queries
+    assert number >= min(queries, 10)
+    fewer = SettingsState(settings, Evaluation(0.5), queries=2)
+    assert sum(map(len, run(fewer, lambda values: 0.4))) == min(queries, 2)
+
+
+def test_presets_get_a_share_of_few_queries() -> None:
+    presets = {f"p{i}": {"soft": 0.1 * i + 0.05} for i in range(6)}
+    settings = made(SIZE, Setting("soft", 0.0, 1.0, default=0.0), presets=presets, queries=4)
+    batches = run(SettingsState(settings, Evaluation(0.0)), lambda values: 0.5)
+    assert batches[-1] == [{"size": 336, "soft": 0.05}, {"size": 336, "soft": pytest.approx(0.15)}]
+
+
+def test_free_values_are_where_it_begins() -> None:
+    state = SettingsState(made(SIZE, SOFT, free={"soft": 0.7}), Evaluation(0.5))
+    assert all(values["soft"] == 0.7 for values in state.ask())
+    assert state.end() == SettingsEnd({"size": 336, "soft": 0.7}, Evaluation(0.5), state.end().tried)
+
+
+# --- Answers -------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_stays_unless_another_is_better() -> None:
+    state = SettingsState(made(SIZE, FLIP, SOFT, inference=2.0), Evaluation(0.5))
+    run(state, lambda values: 0.5)
+    assert state.end().values == {"size": 336, "flip": False, "soft": 0.0}
+    assert state.end().evaluation == Evaluation(0.5)
+
+
+def test_what_was_given_up_costs_no_query_and_is_not_asked_again() -> None:
+    state = SettingsState(made(SIZE), Evaluation(0.5))
+    batches = run(state, lambda values: None if values["size"] == 400 else values["size"] / 1000)
+    assert asked("size", batches) == [[283, 400, 476], [238], [200]]
+    assert state.asked == 4
+
+
+def test_answers_of_an_earlier_sitting_are_taken_as_they_are() -> None:
+    state = SettingsState(made(SIZE), Evaluation(0.5))
+    for index, size in enumerate((238, 400, 476)):
+        state.tell(index, Evaluation(size / 1000), {"size": size}) if state.ask() else None
+    assert state.end().values == {"size": 238}
+
+
+def test_what_is_least_may_be_more_than_the_cost() -> None:
+    state = SettingsState(made(SIZE), Evaluation(0.5), rank=lambda each: (each.cost < 0.3, each.cost))
+    run(state, lambda values: values["size"] / 1000)
+    assert state.end().evaluation.cost == 0.4
