@@ -7,9 +7,10 @@ from pathlib import Path
 
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.evidence.program_trials import HELD_OUT, NAME, ProgramRun, TrialError, ending, side_by_side
-from metricopt_ext.methods.guard import CONFIDENCE, START_CONFIDENCE, Guard, Verdict, decide_among
+from metricopt_ext.methods.guard import CONFIDENCE, Guard, Verdict, decide_among
 from metricopt_ext.methods.kept_aside import best_aside
 from metricopt_ext.methods.result import with_so_little_data
+from metricopt_ext.methods.tuned_settings import SETTINGS_CONFIDENCE
 from metricopt_ext.search.settings_stage import SettingsState
 from metricopt_ext.tasks.metric import CostScale, Evaluation
 from metricopt_ext.tasks.program_score import Failed, ProgramScore, Score
@@ -22,9 +23,6 @@ from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.words import brief
 
 EVALUATIONS = "settings.json"
-# How sure the guard must be: the settings are the best of few named candidates, as a start is.
-SETTINGS_CONFIDENCE = START_CONFIDENCE
-
 BEFORE, AFTER = "start", "settings"  # the guard's candidates: the defaults, and the search's end
 
 
