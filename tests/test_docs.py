@@ -113,7 +113,8 @@ def test_commands_have_options_and_keys_that_exist(page: Path) -> None:
 
 def options_of(tool: str) -> set[str]:
     """Return the options that a tool's source names, and the shared ones that it gets from elsewhere."""
-    shared = DETECTRON2 if "train_detector" in tool else options_in(ROOT / "metricopt_ext/evidence/cli.py")
+    common = "program_switches" if "tools/tune_" in tool else "cli"
+    shared = DETECTRON2 if "train_detector" in tool else options_in(ROOT / f"metricopt_ext/evidence/{common}.py")
     return options_in(ROOT / tool) | shared
 
 

@@ -32,7 +32,7 @@ FILES = (
 TOOLS = (
     "assess",
     *("train_detector", "finetune_detector", "finetune_retrieval", "finetune_classifier"),
-    *("evaluate_ap50", "evaluate_recall", "compare", "tune_checkpoint"),
+    *("evaluate_ap50", "evaluate_recall", "compare", "tune_checkpoint", "tune_settings"),
 )
 FOLDERS = ("metricopt_ext", "benchmarks", "examples", "tests", *LINKED)
 HEAVY = ("detectron2", "faiss", "gpytorch", "matplotlib", "pytorch_metric_learning", "sklearn", "torchvision")

@@ -8,6 +8,10 @@ file as --checkpoint, with other numbers in its norms, and {trial} by the trial'
 DIR/trials. The number is the last that matches --parse, in the standard output or else in the error stream, or is in a
 JSON file that the command writes. Another exit status than 0, no number or nan is a failed trial.
 
+With --setting nms=0.3:0.9 or --setting size=320,480,640, {nms} and {size} in COMMAND are replaced too. Settings come
+first, by at most 10 queries; then the norms, with the settings that were kept. `metricopt tune-settings` tunes settings
+without a checkpoint, and its --help says what SPEC may be.
+
 A guided search finds the numbers. FILE is then what the guard keeps: the tuned checkpoint if its gain exceeds chance,
 else the same bytes as before. Chance shows in the number on two halves of the data (--halves), in repeats, or in data
 held out; without any of them a run is `unguarded`. --dry-run scores the checkpoint once, unchanged, and says what would
@@ -17,6 +21,7 @@ move. Writes report.json and log.txt too. docs/checkpoint.md has more.
 import argparse
 import errno
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -26,9 +31,22 @@ from typing import Any
 
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.evidence.cli import LOG, errors_in_one_line
+from metricopt_ext.evidence.program_switches import (
+    Scores,
+    add_score_switches,
+    add_setting_switches,
+    as_written,
+    identity_of,
+    print_settings,
+    read_scores,
+    show_end,
+    told_of_settings,
+)
+from metricopt_ext.evidence.program_trials import TrialError
 from metricopt_ext.plain import plain
-
-TAIL = 20  # lines of a failed trial's log that are shown
+from metricopt_ext.tasks.program_score import CHECKPOINT, TRIAL
+from metricopt_ext.tasks.program_settings import INFERENCE
+from metricopt_ext.tasks.settings import QUERIES
 
 
 def main() -> None:
@@ -38,33 +56,11 @@ def main() -> None:
         "--checkpoint", required=True, type=Path, metavar="FILE", help=".safetensors, or .pth, .pt or .th of torch"
     )
     parser.add_argument("--entry", metavar="KEY", help="where the state dict is in the file, if it has several")
-    parser.add_argument("--score", required=True, metavar="COMMAND", help="prints the number for {checkpoint}")
-    reads = parser.add_mutually_exclusive_group(required=True)
-    reads.add_argument("--parse", metavar="REGEX", help="its first group is the number; the last match counts")
-    reads.add_argument("--parse-json", metavar="FILE:KEY", help="where COMMAND writes the number; KEY may have dots")
-    parser.add_argument(
-        "--queries", required=True, type=int, metavar="N", help="how many times COMMAND may be run by the search"
-    )
     parser.add_argument(
         "--output", required=True, type=Path, metavar="FILE", help="the tuned checkpoint, of the same kind"
     )
-    parser.add_argument(
-        "--output-dir",
-        required=True,
-        type=Path,
-        metavar="DIR",
-        help="folder of the run: logs, report, what --resume needs",
-    )
-    parser.add_argument(
-        "--holdout", metavar="COMMAND", help="the same for data that --score does not see: two or three runs at the end"
-    )
-    parser.add_argument(
-        "--halves", nargs=2, metavar=("REGEX_A", "REGEX_B"), help="the number on two random halves of the data"
-    )
-    parser.add_argument(
-        "--repeats", type=int, default=1, metavar="N", help="runs of COMMAND for one trial, if its number is noisy"
-    )
-    parser.add_argument("--minimize", action="store_true", help="lower is better")
+    add_score_switches(parser, "{checkpoint}")
+    add_setting_switches(parser, required=False)
     parser.add_argument(
         "--layers", nargs="+", metavar="PATTERN", help="the norms that move, by name, e.g. 'layer4.*'; default: all"
     )
@@ -80,26 +76,19 @@ def main() -> None:
         help="FUNCTION(file, keys) returns gradients of a loss by key, as a dict; they tell which directions matter",
     )
     parser.add_argument("--gradients-folder", default="", metavar="DIR", help="where MODULE is, if it is not installed")
-    parser.add_argument("--timeout", type=float, metavar="S", help="seconds that one run of COMMAND may take")
-    parser.add_argument("--failures", type=int, default=0, metavar="N", help="how many trials may fail; default none")
-    parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="how many runs of COMMAND at once; the result is the same"
-    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the directions and the search; default 0")
-    parser.add_argument("--resume", action="store_true", help="continue an interrupted run in DIR")
     parser.add_argument(
         "--dry-run", action="store_true", help="score the unchanged checkpoint, say what would move, and stop"
     )
     arguments = parser.parse_args()
     try:
-        scores = read_commands(arguments)
+        scores = read_scores(arguments, least=[("dim", 1), ("seed", 0)], needed=[CHECKPOINT])
+        check_output(arguments)
     except ConfigError as error:
         parser.error(str(error))
     with errors_in_one_line(keeps=arguments.output_dir, resume="--resume"):
-        from metricopt_ext.evidence.checkpoint_run import TrialError
-
         try:
-            run(arguments, *scores)
+            run(arguments, scores)
         except TrialError as error:
             show_end(error.log)
             raise
@@ -107,50 +96,28 @@ def main() -> None:
             sys.exit(f"error: {error}")  # with its lines of Python
 
 
-def read_commands(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """Check the switches; returns what scores a checkpoint, and what does on data held out, or None.
+def check_output(arguments: argparse.Namespace) -> None:
+    """Refuse a file that can't take the tuned checkpoint.
 
     Raises:
-        ConfigError: A switch is out of range, or clashes with another.
+        ConfigError: It is of another kind, or the checkpoint itself.
     """
-    from metricopt_ext.tasks.program_score import CHECKPOINT, Printed, ProgramScore, Written
-    from metricopt_ext.utils.program import command_words
-
-    least = {"--queries": 1, "--repeats": 1, "--dim": 1, "--failures": 0, "--jobs": 1, "--seed": 0}
-    for switch, bound in least.items():
-        value = getattr(arguments, switch[2:])
-        if value < bound:
-            raise ConfigError(f"{switch} {value}: it must be at least {bound}")
-    if arguments.timeout is not None and not arguments.timeout > 0:
-        raise ConfigError(f"--timeout {arguments.timeout:g}: it must be above 0")
     kind = arguments.checkpoint.suffix
     if arguments.output.suffix != kind:
         raise ConfigError(f"--output {arguments.output} must end in {kind}, as --checkpoint does: its kind stays")
     if arguments.output.resolve() == arguments.checkpoint.resolve():
         raise ConfigError(f"--output {arguments.output} is the checkpoint itself; use another file")
-    number = Printed(arguments.parse, "--parse") if arguments.parse else Written(arguments.parse_json, "--parse-json")
-    if arguments.jobs > 1 and isinstance(number, Written) and number.shared:
-        raise ConfigError(f"--jobs {arguments.jobs}: all would write {arguments.parse_json}; put {{trial}} in its name")
-    halves = [Printed(each, "--halves") for each in arguments.halves or ()]
-
-    def score(command: str, switch: str) -> Any:
-        words = command_words(command, switch, needed=[CHECKPOINT])
-        if shutil.which(words[0]) is None:
-            raise ConfigError(f"{switch}: there is no program {words[0]!r}")
-        both = (halves[0], halves[1]) if halves and switch == "--score" else None
-        return ProgramScore(words, number, both, arguments.repeats, arguments.timeout)
-
-    return score(arguments.score, "--score"), arguments.holdout and score(arguments.holdout, "--holdout")
 
 
-def run(arguments: argparse.Namespace, score: Any, holdout: Any) -> dict[str, Any]:
-    """Tune the checkpoint and write the report; returns it, an empty one of a dry run.
+def run(arguments: argparse.Namespace, scores: Scores) -> dict[str, Any]:
+    """Tune settings if there are any, then the checkpoint, and write the report; returns it, an empty one of a dry run.
 
     Raises:
         MetricOptError, OSError: As from `CheckpointRun`.
     """
     from metricopt_ext.adapters.skeleton import chosen
     from metricopt_ext.evidence.checkpoint_run import CheckpointRun
+    from metricopt_ext.evidence.settings_run import SettingsRun
     from metricopt_ext.utils.checkpoint_file import read_checkpoint
     from metricopt_ext.utils.identity import sole_writer
     from metricopt_ext.utils.imports import import_named
@@ -161,6 +128,7 @@ def run(arguments: argparse.Namespace, score: Any, holdout: Any) -> dict[str, An
     gradients = arguments.gradients
     file = read_checkpoint(arguments.checkpoint, arguments.entry)
     moved = chosen(file, arguments.layers, arguments.offsets)
+    score, holdout = scores.at({})
     one = CheckpointRun(
         file,
         moved,
@@ -172,6 +140,8 @@ def run(arguments: argparse.Namespace, score: Any, holdout: Any) -> dict[str, An
         seed=arguments.seed,
         gradients=gradients and import_named(gradients, arguments.gradients_folder, "--gradients-folder"),
     )
+    if scores.settings is not None:
+        settings_budget(arguments, one.least_queries)  # refuses too few before anything runs
     with ExitStack() as held:
         held.enter_context(sole_writer(arguments.output_dir))
         if one.begun() and not (arguments.resume or arguments.dry_run):
@@ -181,23 +151,65 @@ def run(arguments: argparse.Namespace, score: Any, holdout: Any) -> dict[str, An
             unchanged = one.score_unchanged()
             print(f"score of the unchanged checkpoint: {unchanged.value:.6g} ({unchanged.seconds:.1f} s)")
         if arguments.dry_run:
-            show_plan(arguments, one, unchanged)
+            show_plan(arguments, scores, one, unchanged)
             return {}
         one.claim(identity(arguments), arguments.resume)
         log = held.enter_context(run_log(arguments.output_dir / LOG))
         held.enter_context(telling_warnings(log))
         began = time.monotonic()
         with Bars(log=log) as bars:
+            watcher = bars.watch("score", arguments.queries, "score")
+            first = None
+            if scores.settings is not None:
+                first = SettingsRun(
+                    scores.settings,
+                    scores.score,
+                    arguments.output_dir,
+                    holdout=scores.holdout,
+                    maximize=one.maximize,
+                    checkpoint=arguments.checkpoint,
+                    prefix="settings-",
+                ).tune(
+                    settings_budget(arguments, one.least_queries),
+                    defaults=unchanged,
+                    jobs=arguments.jobs,
+                    failures=arguments.failures,
+                    watcher=watcher,
+                )
+                one.score, one.holdout = scores.at(first.values)
+                unchanged = first.after
+            spent = 0 if first is None else first.queries["score"] - arguments.repeats  # what phi's search finds done
             tuned = one.tune(
-                arguments.queries,
+                arguments.queries - spent,
                 unchanged=unchanged,
                 jobs=arguments.jobs,
-                failures=arguments.failures,
+                failures=arguments.failures - (0 if first is None else first.failed),
                 resume=arguments.resume,
-                watcher=bars.watch("score", arguments.queries, "score"),
+                watcher=watcher,
+                before=spent,
             )
         one.write(arguments.output, tuned)
-        return report(arguments, one, tuned, time.monotonic() - began)
+        return report(arguments, scores, one, first, tuned, time.monotonic() - began)
+
+
+def settings_budget(arguments: argparse.Namespace, least: int) -> int:
+    """Return how many queries the settings may take, the defaults' among them, which phi's search needs too.
+
+    Args:
+        arguments: The command line.
+        least: The fewest queries that phi's search can do with.
+
+    Raises:
+        ConfigError: Not enough are left to try any value.
+    """
+    repeats: int = arguments.repeats
+    left: int = arguments.queries - least + repeats
+    if left < 2 * repeats:
+        raise ConfigError(
+            f"--queries {arguments.queries} with --repeats {repeats}: at least {least + repeats} are needed, {least} of"
+            " them for the checkpoint; metricopt tune-settings tunes settings alone with fewer"
+        )
+    return min((1 + QUERIES) * repeats, left)
 
 
 def check_writable(path: Path) -> None:
@@ -215,28 +227,16 @@ def check_writable(path: Path) -> None:
 
 def identity(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return what the run depends on, so that another is not taken for it."""
-    names = (
-        "entry",
-        "score",
-        "parse",
-        "parse_json",
-        "halves",
-        "holdout",
-        "repeats",
-        "minimize",
-        "dim",
-        "seed",
-        "queries",
-        "gradients",
-    )
-    return {name: getattr(arguments, name) for name in names}
+    return identity_of(arguments, "entry", "dim", "seed", "gradients")
 
 
-def show_plan(arguments: argparse.Namespace, one: Any, unchanged: Any) -> None:
+def show_plan(arguments: argparse.Namespace, scores: Scores, one: Any, unchanged: Any) -> None:
     """Print what would move, how long the run would take and how much disk it needs."""
     from metricopt_ext.evidence.style import print_table
     from metricopt_ext.utils.words import counted, duration
 
+    if scores.settings is not None:
+        print_settings(scores.settings)
     rows = [[each.layer, each.kind, str(len(each.keys) * each.channels)] for each in one.moved]
     total = sum(int(row[-1]) for row in rows)
     print_table(["layer", "kind", "numbers"], [*rows, ["in all", "", str(total)]], left=2, bold=[len(rows)])
@@ -253,13 +253,30 @@ def megabytes(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"
 
 
-def report(arguments: argparse.Namespace, one: Any, tuned: Any, seconds: float) -> dict[str, Any]:
-    """Write and print what was found; returns the report."""
+def report(
+    arguments: argparse.Namespace, scores: Scores, one: Any, first: Any, tuned: Any, seconds: float
+) -> dict[str, Any]:
+    """Write and print what was found; returns the report.
+
+    Args:
+        arguments: The command line.
+        scores: What it says of the command.
+        one: The run on the checkpoint.
+        first: What the run on settings found; None without any.
+        tuned: What the run on the checkpoint found.
+        seconds: How long both took.
+    """
     from metricopt_ext.evidence.report import versions
     from metricopt_ext.evidence.style import print_table, print_written
     from metricopt_ext.utils.files import write_json
+    from metricopt_ext.utils.program import filled
 
-    result = tuned.result
+    result, settings = tuned.result, scores.settings
+    own = queries = dict(tuned.queries)
+    if first is not None:
+        own["score"] -= arguments.repeats  # the first trial was one of the settings
+        aside = first.queries.get("held out", 0) + own.get("held out", 0)
+        queries = {"settings": first.queries["score"], **own, **({"held out": aside} if aside else {})}
     content = {
         "task": "checkpoint",
         "metric": {"name": result.metric, "maximize": one.maximize},
@@ -274,20 +291,31 @@ def report(arguments: argparse.Namespace, one: Any, tuned: Any, seconds: float) 
             "needed": result.needed,
             "held out": result.aside,
         },
-        "queries": tuned.queries,
+        "queries": queries,
         "failed": tuned.failed,
         "seconds": seconds,
         "moved": [each._asdict() for each in one.moved],
         "versions": versions(),
-        "config": {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()},
+        "config": as_written(arguments),
     }
-    path = arguments.output_dir / "report.json"
-    write_json(path, content)
+    written = [arguments.output_dir / "report.json", arguments.output_dir / LOG, arguments.output]
+    if first is not None and settings is not None:
+        command = shlex.join(filled(one.score.words, {CHECKPOINT: str(arguments.output), TRIAL: "tuned"}))
+        content |= {"settings first": told_of_settings(settings, first), "command": command}
+        written.insert(2, arguments.output_dir / INFERENCE)
+        settings.save_inference(written[2], first.values)
+        print_settings(settings, first.values)
+    write_json(written[0], content)
     header = ["score", "before", "best", "after", "guard", "queries", "failed"]
+    rows = [] if first is None else [["settings", *first.row()]]
     numbers = [f"{each:.4f}" for each in (result.before, result.best, result.after)]
     guard = "unguarded" if result.guard == "none" else result.guard
-    queries = " + ".join(map(str, tuned.queries.values()))
-    print_table(header, [["validation", *numbers, guard, queries, str(tuned.failed)]])
+    spent = " + ".join(map(str, own.values()))
+    print_table(
+        header, [*rows, ["validation" if first is None else "checkpoint", *numbers, guard, spent, str(tuned.failed)]]
+    )
+    for line in [] if first is None else first.lines(settings):
+        print(plain(f"settings: {line}"))
     for name, value in result.aside.items():
         print(plain(f"held out, {name}: {value:.4f}"))
     if result.best != result.after:
@@ -295,19 +323,15 @@ def report(arguments: argparse.Namespace, one: Any, tuned: Any, seconds: float) 
     if result.guard == "none":
         print("unguarded: nobody can tell how much of a gain is chance; give --halves, --repeats or --holdout")
     print(*map(plain, result.details.lines(result)), sep="\n")  # what there is to say of the search
-    print_written(path, arguments.output_dir / LOG, arguments.output)
+    print_written(*written)
     if tuned.changed:
         print(plain(f"{arguments.output} is tuned: {result.before:.4f} -> {result.after:.4f}"))
     else:
         print(plain(f"nothing was kept: {arguments.output} is {arguments.checkpoint}, byte for byte"))
+    if first is not None:
+        print(plain(f"with the settings: {first.before.value:.4f} -> {result.after:.4f}; to use both:"))
+        print(plain(command, lines=True))
     return content
-
-
-def show_end(log: Path) -> None:
-    """Print the last lines of a failed trial's log."""
-    from metricopt_ext.utils.program import last_lines
-
-    print(plain(f"the end of {log}:"), *(plain(line) for line in last_lines(log, TAIL)), sep="\n", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
 """Tunes a checkpoint for a score that a program prints: trial files, programs side by side, guard, tuned file."""
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,39 +10,26 @@ from torch import Tensor
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.skeleton import Moved, attach_checkpoint, gradients_in_phi, moved_tensors
-from metricopt_ext.errors import BudgetError, ConfigError, FileFormatError, MetricError
+from metricopt_ext.errors import BudgetError, ConfigError
+from metricopt_ext.evidence.program_trials import HELD_OUT, NAME, TRIALS, ProgramRun, TrialError, ending, side_by_side
 from metricopt_ext.methods.assessment import QUERIES as FIRST
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.kept_aside import preferred, values_of_candidates
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.search import Search
+from metricopt_ext.methods.trials import Trial
+from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import CostScale
 from metricopt_ext.tasks.program_score import Failed, ProgramScore, Score
 from metricopt_ext.utils.checkpoint_file import CheckpointFile
 from metricopt_ext.utils.files import open_regular, opened_atomically, read_json, remove_unfinished, write_json
-from metricopt_ext.utils.identity import claim, fingerprint, fingerprint_of_files
+from metricopt_ext.utils.identity import fingerprint, fingerprint_of_files
 from metricopt_ext.utils.program import Programs
 from metricopt_ext.utils.progress import Watcher
-from metricopt_ext.utils.words import brief, counted
+from metricopt_ext.utils.words import brief
 
-IDENTITY, SEARCH, TRIALS = "run.json", "search", "trials"
+SEARCH = "search"
 UNCHANGED = "0"  # the name of the trial that is the file as it was
-HELD_OUT = "holdout"  # begins the names of trials on data held out
-FORMAT = 1  # of what is kept: a folder of another format is not resumed
-NAME = "score"
-
-
-class TrialError(MetricError):
-    """More trials failed than may.
-
-    Args:
-        message: What happened.
-        log: What the program of the last one wrote.
-    """
-
-    def __init__(self, message: str, log: Path) -> None:
-        super().__init__(message)
-        self.log = log
 
 
 @dataclass(frozen=True)
@@ -69,7 +54,7 @@ class Tuned:
         return bool(self.phi.any())
 
 
-class CheckpointRun:
+class CheckpointRun(ProgramRun):
     """One run on one checkpoint.
 
     Args:
@@ -98,8 +83,9 @@ class CheckpointRun:
         seed: int = 0,
         gradients: Callable[[str, list[str]], Mapping[str, Tensor]] | None = None,
     ) -> None:
+        super().__init__(folder)
         self.file, self.moved, self.score, self.holdout = file, list(moved), score, holdout
-        self.folder, self.maximize, self.seed = folder, maximize, seed
+        self.maximize, self.seed = maximize, seed
         self.adapter: Adapter = attach_checkpoint(file, moved, dim=dim, seed=seed)
         self.gradients: Tensor | None = None
         if gradients is not None:
@@ -107,6 +93,11 @@ class CheckpointRun:
             if not isinstance(found, Mapping):
                 raise ConfigError(f"the function of gradients returned {brief(found)}; it must be a dict by key")
             self.gradients = gradients_in_phi(self.adapter, moved, found)
+
+    @property
+    def least_queries(self) -> int:
+        """The fewest runs of the program that the search can do with."""
+        return GuidedTrustRegion().least_queries(len(self.adapter.phi)) * self.score.repeats
 
     def score_unchanged(self) -> Score:
         """Score the file as it was, but written by us.
@@ -116,19 +107,11 @@ class CheckpointRun:
             ConfigError: It can't be started.
             OSError: The file can't be written.
         """
-        with _ending() as programs:
+        with ending() as programs:
             found = self._scored(programs, self.score, UNCHANGED, self.adapter.phi.detach() * 0)
         if isinstance(found, Failed):
             raise TrialError(f"the unchanged checkpoint can't be scored: {found.reason}", self.log(UNCHANGED))
         return found
-
-    def log(self, trial: str) -> Path:
-        """Return where a trial's output is."""
-        return self.folder / TRIALS / f"{trial}.log"
-
-    def begun(self) -> bool:
-        """Whether the folder holds a run."""
-        return (self.folder / IDENTITY).exists()
 
     def claim(self, described: dict[str, Any], resume: bool) -> None:
         """Take the folder for this run, or go on with the same one.
@@ -140,17 +123,11 @@ class CheckpointRun:
         Raises:
             FileFormatError: The folder holds a run, and ``resume`` is False or it is another.
         """
-        if self.begun() and not resume:
-            raise FileFormatError(
-                f"{self.folder} holds an earlier run: add --resume to continue it, or use another folder"
-            )
         identity = {
-            "format": FORMAT,
             "content of the checkpoint": fingerprint_of_files([self.file.path]),
             "moved": [key for each in self.moved for key in each.keys],
-            **described,
         }
-        claim(self.folder / IDENTITY, identity)
+        super().claim({**identity, **described}, resume)
         for name in ("[0-9]*", f"{HELD_OUT}-*"):
             for leftover in (self.folder / TRIALS).glob(name + self.file.path.suffix):
                 leftover.unlink()
@@ -165,6 +142,7 @@ class CheckpointRun:
         failures: int = 0,
         resume: bool = False,
         watcher: Watcher | None = None,
+        before: int = 0,
     ) -> Tuned:
         """Search, have the guard decide, and ask the data held out if there are any.
 
@@ -175,6 +153,7 @@ class CheckpointRun:
             failures: How many trials may fail.
             resume: Continue what an interrupted run left in the folder.
             watcher: Notified of progress.
+            before: Runs of the program that it was told of already.
 
         Raises:
             TrialError: More trials failed.
@@ -186,8 +165,8 @@ class CheckpointRun:
         with self._searching(queries, resume) as search:
             watcher.stage("search")
             if search.spent:
-                watcher.on_file(search.spent)
-            self._ask_and_tell(search, unchanged, jobs, failures, watcher)
+                watcher.on_file(before + search.spent * self.score.repeats)
+            self._ask_and_tell(search, unchanged, jobs, failures, watcher, before)
             result: Result = search.result()
             failed = search.failed
             spent = {NAME: search.spent * self.score.repeats}
@@ -217,48 +196,38 @@ class CheckpointRun:
             raise ConfigError(f"--queries {queries} with --repeats {self.score.repeats}: {error}") from error
 
     def _ask_and_tell(
-        self, search: Search, unchanged: Score | None, jobs: int, failures: int, watcher: Watcher
+        self, search: Search, unchanged: Score | None, jobs: int, failures: int, watcher: Watcher, before: int
     ) -> None:
         """Score all that the search asks for, several at once, and tell it each score when it is there."""
         said = search.spent >= FIRST  # whether it is worth it, when it was run before
 
-        def tell(trial: int, found: Score | Failed) -> None:
+        def tell(trial: Trial, found: Score | Failed) -> None:
             if isinstance(found, Score):
-                search.tell(trial, found.value, halves=found.halves, noise=found.noise)
-                watcher.query(search.spent * self.score.repeats, found.value)
+                search.tell(trial.id, found.value, halves=found.halves, noise=found.noise)
+                watcher.query(before + search.spent * self.score.repeats, found.value)
                 nonlocal said
                 if search.spent >= FIRST and not said:
                     said = True
                     for line in search.assessment(FIRST).brief():
                         watcher.say(line)
                 return
-            log = self.log(str(trial))
-            if search.failed >= failures:  # it stays open, so that --resume tries it again
-                allowed = f"{counted(failures, 'trial')} may fail (--failures {failures})"
-                raise TrialError(f"trial {trial} failed: {found.reason}; {allowed}", log)
-            search.fail(trial, found.reason)
-            watcher.say(f"trial {trial} failed: {found.reason}; its output is in {log}")
+            # One too many stays open, so that --resume tries it again.
+            self.allow(trial.id, found, search.failed, failures, watcher)
+            search.fail(trial.id, found.reason)
 
-        running: dict[Future[Score | Failed], int] = {}
-        with ThreadPoolExecutor(jobs) as pool, _ending() as programs:
-            while True:
-                trials = search.ask(jobs - len(running)) if len(running) < jobs else []
-                if not trials and not running:
-                    return
-                for trial in trials:
-                    if str(trial.id) == UNCHANGED and unchanged is not None:
-                        tell(trial.id, unchanged)
-                    else:
-                        future = pool.submit(self._scored, programs, self.score, str(trial.id), trial.phi.clone())
-                        running[future] = trial.id
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    tell(running.pop(future), future.result())
+        side_by_side(
+            search.ask,
+            lambda programs, trial: self._scored(programs, self.score, str(trial.id), trial.phi.clone()),
+            tell,
+            jobs,
+            lambda trial: unchanged if str(trial.id) == UNCHANGED else None,
+        )
 
     def _held_out(self, holdout: ProgramScore, result: Result) -> dict[str, float]:
         """Return the scores of the guard's candidates on the data held out; each is asked for once, and kept."""
         path, found = self.folder / f"{HELD_OUT}.json", dict[str, float]()
         kept = read_json(path) if path.exists() else {}
-        with _ending() as programs:
+        with ending() as programs:
             for name in values_of_candidates(result):
                 trial, phi = f"{HELD_OUT}-{name}", result.ends[name]
                 point = fingerprint({"phi": phi})
@@ -299,13 +268,3 @@ class CheckpointRun:
 
 def _scale(maximize: bool) -> CostScale:
     return CostScale(maximize=maximize, bounds=None, name=NAME)
-
-
-@contextmanager
-def _ending() -> Iterator[Programs]:
-    """Yield what runs programs, all of which end with the block."""
-    programs = Programs()
-    try:
-        yield programs
-    finally:
-        programs.stop()

@@ -6,7 +6,7 @@ from typing import Any
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError
-from metricopt_ext.methods.guard import judge_held_out
+from metricopt_ext.methods.guard import Guard, Verdict, judge_held_out
 from metricopt_ext.methods.result import Own, Result
 from metricopt_ext.methods.starts import all_starts, with_start
 from metricopt_ext.tasks.metric import CostScale, Metric
@@ -75,11 +75,29 @@ def preferred(result: Result[Own], aside: Mapping[str, float], metric: CostScale
         metric: What the values mean.
         confidence: As in `confirmed`.
     """
-    values, aside = values_of_candidates(result), dict(aside)
+    values = values_of_candidates(result)
+    chosen, verdict = best_aside(values, aside, metric, result.guard, confidence)
+    result = replace(result, chosen=chosen, after=values[chosen], aside=dict(aside))
+    if verdict is None:
+        return result
+    return replace(result, chance=verdict.chance, needed=verdict.needed, guard=verdict.guard)
+
+
+def best_aside(
+    values: Mapping[str, float], aside: Mapping[str, float], metric: CostScale, guard: Guard, confidence: float
+) -> tuple[str, Verdict | None]:
+    """Return which candidate data kept aside prefer, and their verdict where nothing else told chance.
+
+    Args:
+        values: The candidates' values on the data that the search sees, by name, ``"start"`` among them.
+        aside: Their values on the data kept aside.
+        metric: What the values mean.
+        guard: What told chance before.
+        confidence: As in `confirmed`.
+    """
     costs = {name: metric.to_cost(value) for name, value in aside.items()}
-    chosen = min(costs, key=lambda name: costs[name])
-    if result.guard != "none":
-        return replace(result, chosen=chosen, after=values[chosen], aside=aside)
+    if guard != "none":
+        return min(costs, key=lambda name: costs[name]), None
     sign = 1 if metric.maximize else -1
     verdicts = {
         name: judge_held_out(sign * (values[name] - values["start"]), sign * (aside[name] - aside["start"]), confidence)
@@ -87,16 +105,7 @@ def preferred(result: Result[Own], aside: Mapping[str, float], metric: CostScale
         if name != "start"
     }
     best = min(verdicts, key=lambda name: (not verdicts[name].accepted, costs[name]))
-    chosen, verdict = best if verdicts[best].accepted else "start", verdicts[best]
-    return replace(
-        result,
-        chosen=chosen,
-        after=values[chosen],
-        aside=aside,
-        chance=verdict.chance,
-        needed=verdict.needed,
-        guard=verdict.guard,
-    )
+    return best if verdicts[best].accepted else "start", verdicts[best]
 
 
 def _cost(result: Result[Any], task: FinetuneTask, name: str) -> float:

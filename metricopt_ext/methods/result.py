@@ -270,10 +270,14 @@ class Result(Generic[Own]):
             return self.kept_share.doubt()
         if self.verdict.gain - self.verdict.optimism > (self.verdict.needed or 0):
             return "f, which knows all points that were asked, does not expect it to be that much better"
-        return (
-            f"with so little data up to {(self.needed or 0) + self.optimism:.4f} of a gain may be chance and optimism."
-            " Use more data to see smaller gains"
-        )
+        return with_so_little_data((self.needed or 0) + self.optimism)
+
+
+def with_so_little_data(gain: float) -> str:
+    """Say that a gain up to this one is not believed."""
+    return (
+        f"with so little data up to {gain:.4f} of a gain may be chance and optimism. Use more data to see smaller gains"
+    )
 
 
 def outcome(

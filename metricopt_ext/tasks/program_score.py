@@ -1,11 +1,12 @@
-"""A score that a program prints, or writes into a JSON file, for a checkpoint that it is given."""
+"""A score that a program prints, or writes into a JSON file, for a checkpoint or settings that it is given."""
 
 import math
 import os
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -65,6 +66,10 @@ class Printed:
             raise ConfigError(f"{switch} {brief(pattern)} has no group; put the number in one, e.g. 'AP50: ([0-9.]+)'")
         self._switch = switch
 
+    def at(self, values: Mapping[str, str]) -> "Printed":
+        """Return itself: nothing that is in braces takes part."""
+        return self
+
     def reading(self, values: Mapping[str, str]) -> Reading:
         """Return what reads the number once the program that is about to be run has ended."""
         return self.read
@@ -94,6 +99,12 @@ class Written:
         self._file, colon, self._key = place.partition(":")
         if not (self._file and colon and self._key):
             raise ConfigError(f"{switch} {brief(place)}: it must be FILE:KEY, e.g. 'out/metrics.json:bbox.AP50'")
+
+    def at(self, values: Mapping[str, str]) -> "Written":
+        """Return the place with what stands for further names in braces in the file's name."""
+        found = copy(self)
+        (found._file,) = filled([self._file], values)
+        return found
 
     @property
     def shared(self) -> bool:
@@ -132,10 +143,10 @@ def _number(found: Any, where: str) -> float | Failed:
 
 @dataclass(frozen=True)
 class ProgramScore:
-    """How a checkpoint is scored by a program.
+    """How a checkpoint, or settings of the program itself, are scored by a program.
 
     Attributes:
-        words: The program and its arguments, with ``{checkpoint}`` and ``{trial}`` in them.
+        words: The program and its arguments, with ``{checkpoint}`` and ``{trial}`` in them, and the settings' names.
         score: Where its number is.
         halves: Where the numbers of two halves of its data are.
         repeats: How many times it is run for a score.
@@ -148,12 +159,16 @@ class ProgramScore:
     repeats: int = 1
     timeout: float | None = None
 
-    def __call__(self, programs: Programs, checkpoint: Path, trial: str, log: Path) -> Score | Failed:
-        """Score a checkpoint.
+    def at(self, settings: Mapping[str, str]) -> "ProgramScore":
+        """Return the same with values of settings in its words, by their names in braces."""
+        return replace(self, words=filled(self.words, settings), score=self.score.at(settings))
+
+    def __call__(self, programs: Programs, checkpoint: Path | None, trial: str, log: Path) -> Score | Failed:
+        """Score a checkpoint, or what the program scores without one.
 
         Args:
             programs: Runs the program.
-            checkpoint: The file.
+            checkpoint: The file; None without any.
             trial: The trial's name.
             log: Has what the program wrote, of all repeats; what was in it is gone.
 
@@ -161,9 +176,10 @@ class ProgramScore:
             ConfigError, StoppedError, OSError: As from `Programs.run`.
         """
         log.unlink(missing_ok=True)
+        values = {TRIAL: trial, **({} if checkpoint is None else {CHECKPOINT: str(checkpoint)})}
         scores = list[Score]()
         for number in range(self.repeats):
-            found = self._once(programs, {CHECKPOINT: str(checkpoint), TRIAL: trial}, log)
+            found = self._once(programs, values, log)
             if isinstance(found, Failed):
                 return Failed(f"{found.reason} (run {number + 1} of {self.repeats})") if self.repeats > 1 else found
             scores.append(found)

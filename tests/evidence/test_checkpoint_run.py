@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from metricopt_ext.adapters.skeleton import chosen
 from metricopt_ext.errors import ConfigError, FileFormatError
-from metricopt_ext.evidence.checkpoint_run import CheckpointRun, TrialError
+from metricopt_ext.evidence.checkpoint_run import CheckpointRun
+from metricopt_ext.evidence.program_trials import TrialError
 from metricopt_ext.tasks.program_score import Printed, ProgramScore, Score
 from metricopt_ext.utils.checkpoint_file import read_checkpoint
 from metricopt_ext.utils.progress import Watcher

@@ -107,6 +107,27 @@ def test_the_program_gets_checkpoint_and_trial(tmp_path: Path) -> None:
     assert (tmp_path / "7.log").read_text() == f"['{tmp_path}/7.pth', '7']\nAP = 1\n"
 
 
+def test_settings_are_filled_into_the_words_and_the_files_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = (
+        "import json, sys; json.dump({'a:b': float(sys.argv[1][2:])}, open(f'{sys.argv[2]}-{sys.argv[3]}.json', 'w'))"
+    )
+    place = Written("{mode}-{trial}.json:a:b", "--parse-json")
+    one = ProgramScore([sys.executable, "-S", "-c", code, "t={t}", "{mode}", "{trial}"], place)
+    for t in ("0.25", "3"):
+        found = one.at({"t": t, "mode": "x:y"})(Programs(), None, "7", tmp_path / "7.log")
+        assert isinstance(found, Score), found
+        assert found.value == float(t)
+    assert (tmp_path / "x:y-7.json").exists()
+    assert one.words[-3:] == ["t={t}", "{mode}", "{trial}"]
+
+
+def test_without_a_checkpoint_its_name_in_braces_stays(tmp_path: Path) -> None:
+    one = ProgramScore(["echo", "AP = 1", "{checkpoint}", "{trial}"], AP)
+    assert isinstance(one(Programs(), None, "7", tmp_path / "7.log"), Score)
+    assert (tmp_path / "7.log").read_text() == "AP = 1 {checkpoint} 7\n"
+
+
 def test_halves_are_read_from_the_same_output(tmp_path: Path) -> None:
     halves = (Printed(r"a (\S+)", "--halves"), Printed(r"b (\S+)", "--halves"))
     found = scored("print('a 1 b 2'); print('AP = 1.5')", AP, tmp_path, halves=halves)

@@ -272,6 +272,99 @@ def test_a_number_in_a_json_file(folder: Path, capsys: pytest.CaptureFixture[str
     assert "put {trial} in its name" in capsys.readouterr().err
 
 
+# --- Settings first --------------------------------------------------------------------------------------------
+
+WITH_SETTINGS = (
+    SCORE
+    + """
+value, even, odd = score(sys.argv[1])
+gain = 0.1 * (sys.argv[3] == "b") - (float(sys.argv[4]) - 0.6) ** 2
+chance = 0.001 * math.sin(1e4 * gain)
+print("score {:.9f} even {:.9f} odd {:.9f}".format(value + gain, even + gain + chance, odd + gain - chance))
+"""
+)
+SETTINGS = ["--setting", "mode=a,b", "--setting", "t=0.0:1.0"]
+
+
+def settable(folder: Path, code: str = WITH_SETTINGS, name: str = "score.py") -> str:
+    """Write a program with settings; returns its command."""
+    return f"{program(folder, code, name)} {{mode}} {{t}}"
+
+
+def test_settings_first_and_the_checkpoint_with_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = settable(folder)
+    tune(*words(command, *PARSE, *HALVES, *SETTINGS, queries=30))
+    content, printed = report(), capsys.readouterr().out
+    first = content["settings first"]
+    assert first["before"] == pytest.approx(0.91 - 0.01)
+    assert first["settings"]["mode"] == {"before": "a", "best": "b", "after": "b"}
+    assert first["assumed"] == ["mode", "t"]
+    assert content["before"] == first["after"] > first["before"] + 0.09  # the checkpoint begins where they end
+    assert content["after"] > content["before"] + 0.01
+    asked = content["queries"]
+    assert asked["settings"] <= 11
+    assert sum(asked.values()) == 30
+    logs = [path.name for path in (folder / "out/trials").iterdir()]
+    assert sum(each.startswith("settings-") for each in logs) == asked["settings"] - 1  # the defaults are trial 0
+    assert len(logs) == 30
+    assert printed.splitlines()[-1] == content["command"]
+    own = subprocess.run(shlex.split(content["command"]), capture_output=True, text=True, check=True)
+    assert float(own.stdout.split()[1]) == pytest.approx(content["after"], abs=1e-8)
+    assert shlex.split(content["command"])[3:5] == ["out.safetensors", "tuned"]
+    assert '"mode":\n  value: "b"\n  default: "a"\n' in (folder / "out/inference.yaml").read_text()
+    assert f"with the settings: {first['before']:.4f} -> {content['after']:.4f}; to use both:" in printed
+    assert "30 of 30 queries spent" in (folder / "out/log.txt").read_text()
+
+
+def test_a_run_with_settings_goes_on_wherever_it_was_killed(folder: Path) -> None:
+    command = settable(folder, WITH_SETTINGS.replace("value, even", "time.sleep(0.05); value, even"))
+    run = functools.partial(words, command, *PARSE, *HALVES, *SETTINGS, "--holdout", command, queries=22)
+    tune(*run("--jobs", "1", out="whole"))
+    asked = report("whole")["queries"]["settings"]
+    for out, log in (("first", "settings-2.log"), ("last", "6.log")):
+        arguments = run("--jobs", "2", out=out)
+        process = started(*arguments)
+        until((folder / out / "trials" / log).exists, process)
+        time.sleep(0.03)  # a program that is not yet started would still hold the folder's lock
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert not (folder / f"{out}.safetensors").exists()
+        tune(*arguments, "--resume")
+        for name in ("{}.safetensors", "{}/inference.yaml"):
+            assert Path(name.format(out)).read_bytes() == Path(name.format("whole")).read_bytes()
+        assert report(out)["queries"] == report("whole")["queries"]
+        assert report(out)["queries"]["settings"] == asked
+
+
+def test_settings_that_gain_nothing_leave_the_checkpoint_its_turn(folder: Path) -> None:
+    command = settable(folder, WITH_SETTINGS.replace("0.1 * (", "-0.1 * (").replace("- 0.6", "- 0.5"))
+    tune(*words(command, *PARSE, *HALVES, *SETTINGS, queries=30))
+    content = report()
+    assert {each["after"] for each in content["settings first"]["settings"].values()} == {"a", "0.5"}
+    assert content["before"] == content["settings first"]["before"]
+    assert content["after"] > content["before"]
+
+
+def test_failures_of_both_stages_count_together(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = WITH_SETTINGS.replace("value, even", "sys.exit(7) if sys.argv[2] in ('settings-1', '3') else 0; value, even")
+    command = settable(folder, code)
+    tune(*words(command, *PARSE, *HALVES, *SETTINGS, "--failures", "1", queries=22), status=1)
+    said = capsys.readouterr()
+    assert "trial settings-1 failed: its exit status is 7" in said.out
+    assert "trial 3 failed: its exit status is 7; 0 trials may fail" in said.err
+    tune(*words(command, *PARSE, *HALVES, *SETTINGS, "--failures", "2", "--resume", queries=22))
+    assert report()["settings first"]["failed"] == report()["failed"] == 1
+
+
+def test_a_dry_run_with_settings_scores_the_defaults(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tune(*words(settable(folder), *PARSE, *SETTINGS, "--dry-run"))
+    said = capsys.readouterr().out
+    assert "score of the unchanged checkpoint: 0.9 (" in said
+    assert ["t", "a", "number", "from", "0", "to", "1", "0.5", "(assumed)"] in [
+        line.split() for line in said.splitlines()
+    ]
+
+
 # --- Programs that don't behave -------------------------------------------------------------------------------
 
 
@@ -355,6 +448,8 @@ def test_a_dry_run_says_what_would_be_and_leaves_the_folder_free(
         (["--output", "out.pth"], "--output out.pth must end in .safetensors"),
         (["--output", "./in.safetensors"], "is the checkpoint itself"),
         (["--parse-json", "a.json:b"], "not allowed with argument --parse"),
+        (["--setting", "nms=0.3:0.9"], "--score has no {nms}, so --setting nms would change nothing"),
+        (["--default", "nms=0.5"], "--default nms=0.5: there is no --setting; add one, or leave it out"),
     ],
 )
 def test_switches_that_can_not_be_meant(
@@ -372,6 +467,7 @@ def test_switches_that_can_not_be_meant(
         (["--checkpoint", "no.safetensors"], "No such file"),
         (["--output", "folder.safetensors"], "Is a directory"),
         (["--queries", "5"], "--queries 5 with --repeats 1: 5 queries are too few"),
+        (["--queries", "6", "--score", "python {checkpoint} {a}", "--setting", "a=1,2"], "of them for the checkpoint"),
     ],
 )
 def test_what_can_not_be_done(folder: Path, more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

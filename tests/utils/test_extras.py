@@ -60,7 +60,7 @@ CALLS = {
 NEED_NONE = {
     *("benchmarks/measure_cost", "benchmarks/measure_scale"),
     *("benchmarks/summarise_comparisons", "benchmarks/summarise_siblings", "benchmarks/tabulate_runs"),
-    "tools/tune_checkpoint",
+    *("tools/tune_checkpoint", "tools/tune_settings"),
 }
 
 # Each tool runs in a fork, so that torch is imported once and what one tool imports is not there for the next.

@@ -1,0 +1,151 @@
+r"""Tune the settings of a command of yours for a number that it prints.
+
+    metricopt tune-settings --score 'python evaluate.py --nms {nms} --size {size}' --parse 'AP50: ([0-9.]+)' \
+        --setting nms=0.3:0.9 --default nms=0.5 --setting size=320,480,640 --queries 10 --output-dir out/settings
+
+COMMAND is started without a shell, in this directory, once for each query; {nms} and {size} are replaced by values of
+the settings, and {trial} by the trial's number. LOW:HIGH is an interval: of integers if LOW, HIGH and the default are
+integers, else of numbers. LOW:HIGH:log and LOW:HIGH:logit are even in the logarithm and in log-odds. A,B,C are values,
+tried one by one. --default says what a setting is now; else it is the middle of its interval, or the first of its
+values. The defaults are the first query, and what a gain is measured against.
+
+What COMMAND prints is kept in DIR/trials. The number is the last that matches --parse, in the standard output or else
+in the error stream, or is in a JSON file that COMMAND writes. Another exit status than 0, no number or nan is a failed
+trial. The guard keeps what gains more than chance, as two halves of the data (--halves), repeats, or data held out
+show; without any of them a run is `unguarded`. The last line is COMMAND with what was kept, and DIR/inference.yaml has
+it too. --dry-run scores the defaults once and says what would be tried. docs/checkpoint.md has more.
+"""
+
+import argparse
+import shlex
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.evidence.cli import LOG, errors_in_one_line
+from metricopt_ext.evidence.program_switches import (
+    Scores,
+    add_score_switches,
+    add_setting_switches,
+    as_written,
+    identity_of,
+    print_settings,
+    read_scores,
+    show_end,
+    told_of_settings,
+)
+from metricopt_ext.evidence.program_trials import TrialError
+from metricopt_ext.evidence.report import versions
+from metricopt_ext.evidence.settings_run import SettingsOutcome, SettingsRun
+from metricopt_ext.evidence.style import print_table, print_written
+from metricopt_ext.plain import plain
+from metricopt_ext.tasks.program_score import TRIAL, Score
+from metricopt_ext.tasks.program_settings import INFERENCE, ProgramSettings
+from metricopt_ext.utils.files import write_json
+from metricopt_ext.utils.identity import sole_writer
+from metricopt_ext.utils.program import filled
+from metricopt_ext.utils.progress import Bars
+from metricopt_ext.utils.run_log import run_log, telling_warnings
+from metricopt_ext.utils.words import counted, duration
+
+
+def main() -> None:
+    """Read the command line, tune, report; an error that a user can fix is printed in few lines."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_setting_switches(parser, required=True)
+    add_score_switches(parser, "settings, whose names are in braces in it")
+    parser.add_argument("--dry-run", action="store_true", help="score the defaults, say what would be tried, and stop")
+    arguments = parser.parse_args()
+    try:
+        scores = read_scores(arguments)
+    except ConfigError as error:
+        parser.error(str(error))
+    with errors_in_one_line(keeps=arguments.output_dir, resume="--resume"):
+        try:
+            run(arguments, scores)
+        except TrialError as error:
+            show_end(error.log)
+            raise
+
+
+def run(arguments: argparse.Namespace, scores: Scores) -> dict[str, Any]:
+    """Tune the settings and write the report; returns it, an empty one of a dry run.
+
+    Raises:
+        MetricOptError, OSError: As from `SettingsRun`.
+    """
+    settings = scores.settings
+    assert settings is not None  # --setting is required
+    one = SettingsRun(
+        settings, scores.score, arguments.output_dir, holdout=scores.holdout, maximize=not arguments.minimize
+    )
+    one.check(arguments.queries)
+    with ExitStack() as held:
+        held.enter_context(sole_writer(arguments.output_dir))
+        if one.begun() and not (arguments.resume or arguments.dry_run):
+            one.claim(identity_of(arguments), resume=False)
+        defaults = None
+        if not one.begun() or arguments.dry_run:
+            defaults = one.score_defaults()
+            print(f"score with the defaults: {defaults.value:.6g} ({defaults.seconds:.1f} s)")
+        if arguments.dry_run and defaults is not None:
+            show_plan(arguments, settings, defaults)
+            return {}
+        one.claim(identity_of(arguments), arguments.resume)
+        log = held.enter_context(run_log(arguments.output_dir / LOG))
+        held.enter_context(telling_warnings(log))
+        began = time.monotonic()
+        with Bars(log=log) as bars:
+            watcher = bars.watch("score", arguments.queries, "score")
+            tuned = one.tune(
+                arguments.queries,
+                defaults=defaults,
+                jobs=arguments.jobs,
+                failures=arguments.failures,
+                watcher=watcher,
+            )
+            watcher.outcome(tuned.before.value, tuned.after.value)
+            watcher.done()
+        return report(arguments, scores, tuned, time.monotonic() - began)
+
+
+def show_plan(arguments: argparse.Namespace, settings: ProgramSettings, defaults: Score) -> None:
+    """Print what would be tried, and how long the run would take."""
+    print_settings(settings)
+    seconds = defaults.seconds / arguments.repeats * arguments.queries / arguments.jobs
+    print(f"{counted(arguments.queries, 'query')} would take up to about {duration(seconds)}")
+
+
+def report(arguments: argparse.Namespace, scores: Scores, tuned: SettingsOutcome, seconds: float) -> dict[str, Any]:
+    """Write and print what was found; returns the report."""
+    settings = scores.settings
+    assert settings is not None  # --setting is required
+    command = shlex.join(filled(scores.score.at(settings.texts(tuned.values)).words, {TRIAL: "tuned"}))
+    content = {
+        "task": "settings",
+        "metric": {"name": "score", "maximize": not arguments.minimize},
+        **told_of_settings(settings, tuned),
+        "command": command,
+        "seconds": seconds,
+        "versions": versions(),
+        "config": as_written(arguments),
+    }
+    path, inference = arguments.output_dir / "report.json", arguments.output_dir / INFERENCE
+    write_json(path, content)
+    settings.save_inference(inference, tuned.values)
+    print_settings(settings, tuned.values)
+    header = ["score", "before", "best", "after", "guard", "queries", "failed"]
+    print_table(header, [["validation", *tuned.row()]])
+    print(*map(plain, tuned.lines(settings)), sep="\n")
+    print_written(path, arguments.output_dir / LOG, inference)
+    if tuned.changed:
+        print(plain(f"tuned: {tuned.before.value:.4f} -> {tuned.after.value:.4f}; to use it:"))
+    else:
+        print("nothing was kept: the defaults stay")
+    print(plain(command, lines=True))
+    return content
+
+
+if __name__ == "__main__":
+    main()
