@@ -95,7 +95,7 @@ class CachedMetric(Metric):
 
     def judge(self, model: nn.Module, settings: Values | None = None) -> Evaluation:
         """Have the metric itself judge the model; nothing is booked or stored."""
-        return self.metric.judge(model, settings)
+        return self.metric.judge(model) if settings is None else self.metric.judge(model, settings)
 
 
 def _point_of(item: object) -> Tensor:
