@@ -48,7 +48,7 @@ from metricopt_ext.evidence.correlation import CorrelationReport, correlation_re
 from metricopt_ext.evidence.experiment import Experiment, State, Subject
 from metricopt_ext.evidence.method import Contender, Earlier, End, Method, Planned
 from metricopt_ext.evidence.rivals import metricopt_result, planned
-from metricopt_ext.evidence.run_config import USUAL, memory_of
+from metricopt_ext.evidence.run_config import memory_of
 from metricopt_ext.evidence.siblings import SiblingsConfig, learned_losses, plot_histories, training
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.second_round import run_second_round
@@ -99,6 +99,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         """Return what a run is about."""
         metric, data = build_metric(config.metric, config.data.kind), config.data.name
         besides(config.metric, config.data.kind)  # refuses what is no metric
+        config.settings.check_known(("flip", "crops", "temperature"))
         shown = data if config.data.imbalance == 1 else f"long-tailed {data}"
         shown = shown if config.shift.kind == "none" else f"shifted {shown}"
         arguments = ", ".join(f"{name}={value}" for name, value in getattr(config.metric, "kwargs", {}).items())
@@ -281,7 +282,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
 
     def own_settings(self) -> Settings:
         """Return the classifier's settings: views of its images, and a temperature if it is named."""
-        names = [] if self.config.settings.names in ([], [USUAL]) else list(self.config.settings.names)
+        names = self.config.settings.chosen
         with config_section("settings.names"):
             return classification_settings(
                 self.task.adapter.model,

@@ -57,6 +57,7 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         metric = build_metric(config.metric)
         besides(config.metric)  # refuses what is no metric
         build_toolkit(config)
+        config.settings.check_known(())
         model = Path(config.model.config_file).stem if config.toolkit == "detectron2" else config.model.name
         model = model if ":" in model else Path(model).stem
         data = config.data.name if config.shift.is_none else f"shifted {config.data.name}"

@@ -16,7 +16,7 @@ from metricopt_ext.evidence.bootstrap import error_of, jackknife_error, of_group
 from metricopt_ext.evidence.experiment import Experiment, State, Subject
 from metricopt_ext.evidence.method import Method
 from metricopt_ext.evidence.rivals import planned
-from metricopt_ext.evidence.run_config import USUAL, memory_of
+from metricopt_ext.evidence.run_config import memory_of
 from metricopt_ext.evidence.siblings import EmbedderSiblingsConfig, plot_histories, training
 from metricopt_ext.methods.siblings.training import TrainingTask
 from metricopt_ext.retrieval.build import (
@@ -68,6 +68,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         metric = embedding_metric(config.metric)
         besides(config.metric)  # refuses what is no metric
         build_loss(config.loss)
+        config.settings.check_known(("whitening", "augmentation", *FURTHER))
         data = config.data.name
         shown = data if config.shift.kind == "none" else f"shifted {data}"
         title = f"{config.model.name} on {shown}"
@@ -112,7 +113,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
 
     def own_settings(self) -> Settings:
         """Return retrieval's settings; a whitening is fitted on the validation images, as BatchNorm's statistics are."""
-        names = [] if self.config.settings.names in ([], [USUAL]) else list(self.config.settings.names)
+        names = self.config.settings.chosen
         with config_section("settings.names"):
             return retrieval_settings(
                 self.task.metric, self.test_metric, whiten_on=self.task.metric, also=[n for n in names if n in FURTHER]

@@ -18,6 +18,7 @@ from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.evidence.style import direction, markdown_table, print_points, print_table
 from metricopt_ext.methods.guard import Guard, deviates
 from metricopt_ext.methods.result import kept
+from metricopt_ext.methods.tuned_settings import shown
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.utils.files import write_atomically, write_json
 from metricopt_ext.utils.words import counted
@@ -169,6 +170,7 @@ class Report:
             "kept": [record.kept for record in self.records],
             "queries": [record.queries for record in self.records],
             "settings": [record.setting for record in self.records],
+            "inference": [record.settings for record in self.records],
             "reading": None if self.reading is None else asdict(self.reading),
             "machines": [vars(record.machine) for record in self.records],
             "versions": versions(),
@@ -416,7 +418,19 @@ class Report:
             )
         counts = collections.Counter(record.kept for record in self.records)
         kept_in = ", ".join(f"{kept(name)} in {count}" for name, count in counts.most_common())
-        return [*lines, f"Kept by the guard: {kept_in}"]
+        return [*lines, f"Kept by the guard: {kept_in}", *self.on_settings()]
+
+    def on_settings(self) -> list[str]:
+        """Say which settings of inference were changed, in how many seeds; nothing where none were tuned."""
+        if not self.config.get("settings", {}).get("names"):
+            return []
+        changes = collections.Counter(
+            f"{name} {shown(before)} → {shown(after)}"
+            for record in self.records
+            for name, (before, after) in record.settings.items()
+        )
+        changed_in = ", ".join(f"{change} in {count}" for change, count in changes.most_common())
+        return [f"Settings of inference: {changed_in or 'as they were'}; validation and test are by these"]
 
     def on_data(self) -> list[str]:
         """Say of what the metric saw few examples."""

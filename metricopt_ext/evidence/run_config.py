@@ -1,7 +1,7 @@
 """The settings that the tools of all tasks share; each key is a field here and nowhere else."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,6 +37,7 @@ from metricopt_ext.tasks.population import MEMORY
 from metricopt_ext.tasks.settings import Settings
 from metricopt_ext.utils.checks import check_above, check_finite, check_integer
 from metricopt_ext.utils.config import as_plain, config_section, known_keys
+from metricopt_ext.utils.words import nearest
 
 STARTS = ("loss_finetune", "batchnorm", "prior", "prior_twice", "thresholds")
 MEMORY_GIB = MEMORY / 2**30
@@ -124,6 +125,26 @@ class SettingsConfig:
     inference: float = 1.0  # factor on inference time that they may take, at least 1
     queries: int = 10  # of MetricOpt's queries, so many at most are for them
     free: bool = True  # whether what costs nothing and can't lower the metric is changed at once, for the metric alone
+
+    @property
+    def chosen(self) -> list[str]:
+        """The names, none for the usual ones."""
+        return [] if self.names == [USUAL] else list(self.names)
+
+    def check_known(self, known: Sequence[str]) -> None:
+        """Reject names that a task does not have.
+
+        Args:
+            known: The names of its settings; none of a task without any.
+
+        Raises:
+            ConfigError: One is not among them.
+        """
+        if self.names and not known:
+            raise ConfigError(f"settings.names={self.names}: this task has no settings of inference; leave it empty")
+        for name in self.chosen:
+            if name not in known:
+                raise ConfigError(f"settings.names={self.names}: there is no {name!r}{nearest(name, list(known))}")
 
     def limit(self, settings: Settings) -> Settings:
         """Return settings within these limits."""

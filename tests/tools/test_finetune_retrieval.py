@@ -685,3 +685,32 @@ def test_an_untrained_embedder_is_that_of_its_seed() -> None:
     first, again, other = (build.untrained(config, splits, seed).state_dict() for seed in (3, 3, 4))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["trunk.head.weight"], other["trunk.head.weight"])
+
+
+def test_settings_of_inference_are_tuned_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is kept is judged by them, on validation and on test."""
+    more = ["settings.names=[usual]", "queries=40", "guard.confidence=0.5"]
+    call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *SIZES, *more)
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    (queries,), (changed,) = report["queries"], report["inference"]
+    assert queries["settings"] == sum(queries.values()) - queries["starts"] - queries["search"] > 3
+    said = "as they were" if not changed else ", ".join(f"{name} {a} → {b} in 1" for name, (a, b) in changed.items())
+    assert f"Settings of inference: {said}" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["settings.names=[whitenning]"], r"there is no 'whitenning'; did you mean \['whitening'"),
+        (["settings.names=[usual,whitening]"], "usual stands alone, or name each"),
+        (["settings.names=[usual]", "settings.inference=0.5"], r"settings\.inference"),
+        (
+            ["settings.names=[usual]", "method.name=paper"],
+            r"method\.name=paper tunes no settings; set method\.name=search",
+        ),
+    ],
+)
+def test_settings_that_can_not_be_tuned_are_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
+    out = tmp_path / "run"
+    assert re.search(message, refused("--config-file", DIGITS, "--output-dir", out, *SIZES, *overrides))
+    assert not out.exists()
