@@ -30,7 +30,7 @@ def save_inference(path: str | Path, settings: Settings, values: Values) -> None
     Raises:
         ValueError: There is no such setting, or it can't have this value.
     """
-    from yaml import safe_dump
+    from omegaconf import OmegaConf
 
     complete = settings.complete(values)
     content = {
@@ -41,7 +41,8 @@ def save_inference(path: str | Path, settings: Settings, values: Values) -> None
         }
         for name, value in complete.items()
     }
-    write_atomically(_file(path), (HEADER + safe_dump(content, sort_keys=False, allow_unicode=True)).encode())
+    # Which quotes text that would be read as a number, as 1e-3 is by one of YAML's versions and not by the other.
+    write_atomically(_file(path), (HEADER + OmegaConf.to_yaml(OmegaConf.create(content))).encode())
 
 
 def load_inference(path: str | Path) -> dict[str, Value]:
