@@ -36,7 +36,8 @@ SIZES = (0.71, 0.84, 1.0, 1.19, 1.41, 1.68)
 SCALES = (0.59, *SIZES, 2.0)
 MULTI_SCALE = 3.0  # times the inference, about: 0.5 + 1 + 2 ** 0.5
 
-# What is added below all else of its class can't lower an average precision.
+# For an average precision. What a lower threshold adds ranks below all else of its class and can't lower it; what more
+# detections of an image add ranks below the rest of that image alone, but below almost everything in practice.
 LOW_SCORE, MANY = 0.0005, 300
 SIGMA = 0.2
 
@@ -84,8 +85,9 @@ def detection_settings(
         model: A Faster, Mask or Keypoint R-CNN, RetinaNet, FCOS or SSD of torchvision.
         names: Which settings there are; by default those that are worth it, all but the last three.
         inference: Largest factor on inference time: values and presets beyond it are left out. None for any.
-        average_precision: Whether the metric is an average precision: it can't fall where the score threshold does, to
-            .0005, with up to 300 detections; so these are free. For other metrics they are settings like others.
+        average_precision: Whether the metric is an average precision. A score threshold of .0005 is free then: what it
+            adds ranks below all else of its class. So are 300 detections of an image, of which those that fewer would
+            have cut off are its worst. For other metrics both are settings like others.
         kept: Keeps what the model computes before thresholds and NMS, so that only a new size, flip or number of
             proposals takes a pass through it. Detections then carry no gradients.
         boxes_only: Whether masks and keypoints are not needed. With ``kept`` there are none.
