@@ -1,14 +1,21 @@
 """Gaussian soft-NMS by class (Bodla et al., 2017, "Soft-NMS"), and detections of several views of an image as one."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from metricopt_ext.detection.records import as_array
+
 try:
-    from torchvision.ops import batched_nms, box_iou
+    from torchvision.ops import batched_nms
 except ImportError as error:
     raise ImportError("soft-NMS needs torchvision: pip install 'metricopt-ext[detection]'") from error
+
+Array = npt.NDArray[Any]
 
 ENTRIES = 1 << 22  # overlaps that are in memory at once, 16 MB of float32, but for a larger group
 
@@ -32,46 +39,52 @@ def soft_nms(
     Returns:
         The rows of the boxes that are left, ``m``, ascending, and their scores, ``m``.
     """
-    left = torch.zeros_like(scores)
-    _, group, counts = torch.unique(groups, return_inverse=True, return_counts=True)
-    rows = torch.argsort(group, stable=True)
-    ends = counts.cumsum(0).tolist()
-    # Groups of like size go together: what a smaller one is padded with is computed too.
-    order = sorted(range(len(ends)), key=lambda g: int(counts[g]))
-    sizes = counts.tolist()
-    while order:
-        width = sizes[order[-1]]
+    # On the CPU, whose steps are shorter than what it takes to begin one elsewhere.
+    corners, current, left = as_array(boxes), as_array(scores), np.zeros(len(scores), as_array(scores).dtype)
+    _, group, sizes = np.unique(as_array(groups), return_inverse=True, return_counts=True)
+    rows, ends = np.argsort(group, kind="stable"), np.cumsum(sizes)
+    order = np.argsort(sizes, kind="stable")
+    while len(order):
+        # Groups of like size go together: what a smaller one is padded with is computed too.
+        width = int(sizes[order[-1]])
         chunk = order[-max(1, ENTRIES // width**2) :]
-        chunk = [g for g in chunk if 2 * sizes[g] > width]
-        del order[-len(chunk) :]
-        places = rows.new_full((len(chunk), width), -1)
-        for i, g in enumerate(chunk):
-            places[i, : sizes[g]] = rows[ends[g] - sizes[g] : ends[g]]
-        _lower(left, boxes, scores, places, sigma, threshold, width if most is None else min(most, width))
-    kept = left.nonzero().flatten()
-    return kept, left[kept]
+        chunk = chunk[2 * sizes[chunk] > width]
+        order = order[: -len(chunk)]
+        places = np.full((len(chunk), width), -1)
+        for padded, g in zip(places, chunk, strict=True):
+            padded[: sizes[g]] = rows[ends[g] - sizes[g] : ends[g]]
+        _lower(left, corners, current, places, sigma, threshold, width if most is None else min(most, width))
+    kept = np.flatnonzero(left)
+    return torch.from_numpy(kept).to(scores.device), torch.from_numpy(left[kept]).to(scores)
 
 
-def _lower(
-    left: Tensor, boxes: Tensor, scores: Tensor, places: Tensor, sigma: float, threshold: float, steps: int
-) -> None:
+def _lower(left: Array, boxes: Array, scores: Array, places: Array, sigma: float, threshold: float, steps: int) -> None:
     """Write the scores of the boxes that are taken, of groups side by side; ``places`` are rows, ``g x w``, or -1."""
-    there = places >= 0
-    places = places.clamp(min=0)
-    current = torch.where(there, scores[places], 0)
-    inside = boxes[places]
-    # Two boxes without area have no IoU; they don't compete, as in NMS.
-    overlaps = torch.stack([box_iou(each, each) for each in inside]).nan_to_num(nan=0.0)
-    factors = torch.exp(-(overlaps**2) / sigma)
-    every = torch.arange(len(places), device=places.device)
+    current = np.where(places >= 0, scores[places], 0)
+    factors = np.exp(-(_overlaps(boxes[places]) ** 2) / sigma)
+    inner = np.arange(places.shape[1])
+    factors[:, inner, inner] = 0  # what is taken does not come again
+    every = np.arange(len(places))
     for _ in range(steps):
-        best, at = current.max(dim=1)
+        at = current.argmax(axis=1)
+        best = current[every, at]
         taken = best > threshold
         if not taken.any():
             return
         left[places[every[taken], at[taken]]] = best[taken]
-        current = current * factors[every, at]
-        current[every, at] = 0
+        current *= factors[every, at]
+
+
+def _overlaps(boxes: Array) -> Array:
+    """Return the IoU of each two boxes of a group, ``g x w x w`` of ``g x w x 4``; 0 of two without area, as in NMS."""
+    left, top, right, bottom = (boxes[..., side] for side in range(4))
+    width = np.minimum(right[:, :, None], right[:, None]) - np.maximum(left[:, :, None], left[:, None])
+    height = np.minimum(bottom[:, :, None], bottom[:, None]) - np.maximum(top[:, :, None], top[:, None])
+    common = np.maximum(width, 0) * np.maximum(height, 0)
+    area = (right - left) * (bottom - top)
+    whole = area[:, :, None] + area[:, None] - common
+    overlaps: Array = np.divide(common, whole, out=np.zeros_like(common), where=whole > 0)
+    return overlaps
 
 
 def merged(
