@@ -109,7 +109,7 @@ class FrozenFeatures:
                 )
         self.toolkit = toolkit
         self.build, self.film_layers = toolkit.build, toolkit.film_layers  # what this memory does not change
-        self.inputs, self.export = toolkit.inputs, toolkit.export
+        self.inputs, self.export, self.inference = toolkit.inputs, toolkit.export, toolkit.inference
         self.memories: WeakKeyDictionary[nn.Module, Memory] = WeakKeyDictionary()
         self.gib, self.warned = gib, False
 

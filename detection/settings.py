@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from metricopt_ext.detection.ap50 import LOW_SCORE
 from metricopt_ext.detection.soft_nms import merged, mirrored
 from metricopt_ext.detection.torchvision_toolkit import has_proposals
 from metricopt_ext.errors import ConfigError
@@ -38,7 +39,7 @@ MULTI_SCALE = 3.0  # times the inference, about: 0.5 + 1 + 2 ** 0.5
 
 # For an average precision. What a lower threshold adds ranks below all else of its class and can't lower it; what more
 # detections of an image add ranks below the rest of that image alone, but below almost everything in practice.
-LOW_SCORE, MANY = 0.0005, 300
+MANY = 300  # detections of an image, above LOW_SCORE
 SIGMA = 0.2
 
 # By expected worth: what is tried first. The others do nothing in most cases, or overfit: they must be asked for.
