@@ -26,7 +26,7 @@ from metricopt_ext.detection.metric import ValueOn, detect_all, detector_metric,
 from metricopt_ext.detection.pictures import plot_detections, plot_proposals
 from metricopt_ext.detection.proposals import proposal_recall
 from metricopt_ext.detection.task import ExampleBatches, InputsOnDisk, detection_loss
-from metricopt_ext.detection.toolkit import Toolkit
+from metricopt_ext.detection.toolkit import Toolkit, told_inference
 from metricopt_ext.evidence.bootstrap import error_of, within_groups
 from metricopt_ext.evidence.experiment import Experiment, State, Subject
 from metricopt_ext.tasks.batches import Batches
@@ -81,6 +81,8 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         for each, part in product(also.values(), (splits.validation, splits.test)):
             each.try_on(truth_of(part, splits.classes))
         model = detector(config, self.toolkit, splits, seed, folder, self.watcher)
+        if seed == config.seed and (told := told_inference(self.toolkit.inference(model))):
+            self.watcher.say(f"objects are found {told}")
         adapter = attach(self.toolkit, model, config.adapter, seed)
         self.used, classes = remembering(self.toolkit, adapter, config.adapter), splits.classes
         halves = random_halves(len(splits.validation), seed)
