@@ -17,6 +17,13 @@ from metricopt_ext.utils.config import MISSING, default_of
 SPLITS = ("train", "val", "test")
 
 
+# Settings of inference of torchvision's detectors that settings.names may have (`settings.detection_settings`).
+SETTINGS = (
+    *("size", "score_thresh", "detections", "soft_nms", "flip", "multi_scale"),
+    *("nms", "proposals", "temperature"),
+)
+
+
 @dataclass
 class DataConfig:
     """Where images and boxes come from."""

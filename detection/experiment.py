@@ -20,7 +20,7 @@ from metricopt_ext.detection.build import (
     remembering,
     with_outputs_of,
 )
-from metricopt_ext.detection.config import DetectionConfig
+from metricopt_ext.detection.config import SETTINGS, DetectionConfig
 from metricopt_ext.detection.data import DetectionSplits, load_splits
 from metricopt_ext.detection.metric import ValueOn, detect_all, detector_metric, in_batches, rare_images, truth_of
 from metricopt_ext.detection.pictures import plot_detections, plot_proposals
@@ -31,8 +31,10 @@ from metricopt_ext.evidence.bootstrap import error_of, within_groups
 from metricopt_ext.evidence.experiment import Experiment, State, Subject
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.settings import Settings
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.files import write_json
+from metricopt_ext.utils.kept_outputs import KeptOutputs
 from metricopt_ext.utils.seeding import generator
 
 SHOWN = 6
@@ -57,7 +59,7 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         metric = build_metric(config.metric)
         besides(config.metric)  # refuses what is no metric
         build_toolkit(config)
-        config.settings.check_known(())
+        config.settings.check_known(() if config.toolkit == "detectron2" else SETTINGS)
         model = Path(config.model.config_file).stem if config.toolkit == "detectron2" else config.model.name
         model = model if ":" in model else Path(model).stem
         data = config.data.name if config.shift.is_none else f"shifted {config.data.name}"
@@ -102,6 +104,20 @@ class DetectionExperiment(Experiment[DetectionConfig]):
             population=1,
         )
         return task, detector_metric(metric, self.used, splits.test, classes, (), also=also)
+
+    def own_settings(self) -> Settings:
+        """Return the settings of one of torchvision's detectors; what it computes before thresholds and NMS is kept."""
+        if self.config.toolkit == "detectron2":
+            return super().own_settings()
+        from metricopt_ext.detection.settings import detection_settings  # needs torchvision
+
+        return detection_settings(
+            self.task.adapter.model,
+            names=self.config.settings.chosen or None,
+            average_precision=":" not in self.config.metric.name,
+            kept=KeptOutputs(),
+            boxes_only=True,
+        )
 
     def rare(self) -> Rare | None:
         """Return the types of images, by what is in them, of which validation has few."""

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import inf, prod
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.detection.ap50 import LOW_SCORE
+from metricopt_ext.detection.config import SETTINGS
 from metricopt_ext.detection.soft_nms import merged, mirrored
 from metricopt_ext.detection.torchvision_toolkit import has_proposals
 from metricopt_ext.errors import ConfigError
@@ -43,8 +44,8 @@ MANY = 300  # detections of an image, above LOW_SCORE
 SIGMA = 0.2
 
 # By expected worth: what is tried first. The others do nothing in most cases, or overfit: they must be asked for.
-USUAL = ("size", "score_thresh", "detections", "soft_nms", "flip", "multi_scale")
-OTHERS = ("nms", "proposals", "temperature")
+USUAL = SETTINGS[:6]
+ALONE = ("size", "score_thresh", "detections")  # the others gain together only
 
 ATTRIBUTES = {"score_thresh": "score_thresh", "detections": "detections_per_img", "nms": "nms_thresh"}
 VIEWS = ("flip", "multi_scale", "soft_nms", "temperature")  # what no attribute of a module says
@@ -134,9 +135,16 @@ def detection_settings(
     def allowed(values: Values) -> bool:
         return set(values) <= set(there) and prod(there[name].factor(value) for name, value in values.items()) <= most
 
+    defaults = {each.name: each.default for each in chosen}
+
+    def apply(values: dict[str, Value], model: nn.Module = model) -> AbstractContextManager[None]:
+        acting = host if model is host.model else _Host.of(model)  # a start with other tensors has a copy
+        return _applied(acting, defaults, kept, boxes_only, values)
+
     return Settings(
         chosen,
-        partial(_applied, host, {each.name: each.default for each in chosen}, kept, boxes_only),
+        apply,
+        alone=[name for name in there if names is not None or (name in ALONE and name not in free)],
         free=free,
         presets={name: values for name, values in PRESETS.items() if allowed(values)},
     )
