@@ -485,7 +485,8 @@ class _Acting:
         if self.kept is None:
             made = [partial(self.host.before_nms, images, view, self.forward_before) for view in self.views]
         else:
-            made = [partial(self._kept_before_nms, images, view) for view in self.views]
+            seen = self._seen(images)
+            made = [partial(self._kept_before_nms, images, seen, view) for view in self.views]
         if not self.more_than_boxes:
             return self._found([make() for make in made], sizes)
         # Masks are of the boxes that are left in the end, so the first view, which has them, comes last.
@@ -504,18 +505,21 @@ class _Acting:
             whole = self.forward_before(images)
         return [{**each, **boxes} for each, boxes in zip(whole, found, strict=True)]
 
-    def _kept_before_nms(self, images: Sequence[Tensor], view: View) -> tuple[Any, ...]:
-        assert self.kept is not None
-        sizes = self.host.scaled(view.scale)
+    def _seen(self, images: Sequence[Tensor]) -> str:
+        """Return all that outputs depend on but the view."""
         device = images[0].device.type
         precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else "as it is"
-        key = f"{self.digest()} {digest_of(images)} {sorted(sizes.items())} {view.flip} {device} {precision}"
+        return f"{self.digest()} {digest_of(images)} {device} {precision} torch {torch.__version__}"
+
+    def _kept_before_nms(self, images: Sequence[Tensor], seen: str, view: View) -> tuple[Any, ...]:
+        assert self.kept is not None
+        sizes = sorted(self.host.scaled(view.scale).items())
 
         def make() -> tuple[Any, ...]:
             with torch.no_grad():
                 return self.host.before_nms(images, view, self.forward_before)
 
-        outputs: tuple[Any, ...] = self.kept.of(f"{key} torch {torch.__version__}", make)
+        outputs: tuple[Any, ...] = self.kept.of(f"{seen} {sizes} {view.flip}", make)
         return outputs
 
     def _found(self, outputs: list[tuple[Any, ...]], sizes: Sequence[tuple[int, int]]) -> list[dict[str, Tensor]]:
