@@ -22,6 +22,7 @@ SETTINGS = (
     *("size", "score_thresh", "detections", "soft_nms", "flip", "multi_scale"),
     *("nms", "proposals", "temperature"),
 )
+SETTINGS_OF_CFG = ("size", "score_thresh", "detections", "nms")  # of Detectron2's, by keys of its config
 
 
 @dataclass

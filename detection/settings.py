@@ -33,7 +33,8 @@ except ImportError as error:
 ONE_STAGE = (RetinaNet, FCOS, SSD)
 
 # Factors on the size of the test images: 2 to the power of -0.5, -0.25, ... 0.75, to two decimals.
-SIZES = (0.71, 0.84, 1.0, 1.19, 1.41, 1.68)
+SIZES: tuple[float, ...] = (0.71, 0.84, 1.0, 1.19, 1.41, 1.68)
+LARGER = tuple(each for each in SIZES if each >= 1)
 # With what several scales have beside the smallest and the largest size.
 SCALES = (0.59, *SIZES, 2.0)
 MULTI_SCALE = 3.0  # times the inference, about: 0.5 + 1 + 2 ** 0.5
@@ -49,6 +50,9 @@ ALONE = ("size", "score_thresh", "detections")  # the others gain together only
 
 ATTRIBUTES = {"score_thresh": "score_thresh", "detections": "detections_per_img", "nms": "nms_thresh"}
 VIEWS = ("flip", "multi_scale", "soft_nms", "temperature")  # what no attribute of a module says
+
+# A context manager in which a detector acts by values.
+Apply = Callable[..., AbstractContextManager[Any]]
 
 PRESETS: dict[str, Values] = {
     "soft_nms": {"soft_nms": SIGMA},
@@ -110,40 +114,71 @@ def detection_settings(
             f"kept outputs of a {type(model).__name__} are its boxes; set boxes_only=True if the metric judges boxes"
             " alone, or leave kept out"
         )
-    known = {each.name: each for each in _all_settings(host)}
-    asked = [name for name in USUAL if name in known] if names is None else list(names)
-    if "score_thresh" in asked and "score_thresh" not in known:
+    if "score_thresh" in (names or ()) and not 0 < host.owner.score_thresh < 1:
         raise ConfigError(
             f"{type(model).__name__}'s score_thresh is {host.owner.score_thresh}, which has no log-odds; set it between"
             " 0 and 1 first, or leave score_thresh out"
         )
-    if unknown := [name for name in asked if name not in known]:
-        raise ConfigError(f"{type(model).__name__} has no setting {unknown[0]!r}{nearest(unknown[0], list(known))}")
+
+    def acting_by(defaults: dict[str, Value]) -> Apply:
+        def apply(values: dict[str, Value], model: nn.Module = model) -> AbstractContextManager[None]:
+            acting = host if model is host.model else _Host.of(model)  # a start with other tensors has a copy
+            return _applied(acting, defaults, kept, boxes_only, values)
+
+        return apply
+
+    return settings_of(
+        type(model).__name__,
+        _all_settings(host),
+        acting_by,
+        names=names,
+        inference=inference,
+        average_precision=average_precision,
+    )
+
+
+def settings_of(
+    who: str,
+    known: Sequence[Setting],
+    apply: Callable[[dict[str, Value]], Apply],
+    *,
+    names: Sequence[str] | None,
+    inference: float | None,
+    average_precision: bool,
+) -> Settings:
+    """Return the settings of a detector that are asked for.
+
+    Args:
+        who: What the detector is called in messages.
+        known: All that it has.
+        apply: Gets the defaults of those that are chosen, and returns what `Settings` applies.
+        names: As in `detection_settings`.
+        inference: As there.
+        average_precision: As there.
+
+    Raises:
+        ConfigError: There is no such setting, or none has a second value.
+    """
+    named = {each.name: each for each in known}
+    asked = [name for name in USUAL if name in named] if names is None else list(dict.fromkeys(names))
+    if unknown := [name for name in asked if name not in named]:
+        raise ConfigError(f"{who} has no setting {unknown[0]!r}{nearest(unknown[0], list(named))}")
     most = inf if inference is None else inference + 1e-9
-    chosen = [each for name in dict.fromkeys(asked) if (each := _within(known[name], most)) is not None]
-    if not chosen:
+    there = {name: each for name in asked if (each := _within(named[name], most)) is not None}
+    if not there:
         raise ConfigError(f"no setting of {shortened(asked)} has a second value at inference={inference}; allow more")
-    there = {each.name: each for each in chosen}
     free: dict[str, Value] = {}
-    if average_precision:
-        lowest = {name: known[name].default for name in ("score_thresh", "detections") if name in there}
-        if "score_thresh" in lowest:
-            free["score_thresh"] = min(LOW_SCORE, lowest["score_thresh"])
-        if "detections" in lowest:
-            free["detections"] = max(MANY, lowest["detections"])
+    if average_precision and "score_thresh" in there:
+        free["score_thresh"] = min(LOW_SCORE, float(there["score_thresh"].default))
+    if average_precision and "detections" in there:
+        free["detections"] = max(MANY, int(there["detections"].default))
 
     def allowed(values: Values) -> bool:
         return set(values) <= set(there) and prod(there[name].factor(value) for name, value in values.items()) <= most
 
-    defaults = {each.name: each.default for each in chosen}
-
-    def apply(values: dict[str, Value], model: nn.Module = model) -> AbstractContextManager[None]:
-        acting = host if model is host.model else _Host.of(model)  # a start with other tensors has a copy
-        return _applied(acting, defaults, kept, boxes_only, values)
-
     return Settings(
-        chosen,
-        apply,
+        list(there.values()),
+        apply({name: each.default for name, each in there.items()}),
         alone=[name for name in there if names is not None or (name in ALONE and name not in free)],
         free=free,
         presets={name: values for name, values in PRESETS.items() if allowed(values)},
@@ -281,7 +316,7 @@ class _Host:
     @contextmanager
     def seeing(self, scale: float) -> Iterator[None]:
         """Scale images so."""
-        with _replaced(self.model.transform, **self.scaled(scale)):
+        with replaced(self.model.transform, **self.scaled(scale)):
             yield
 
     @property
@@ -312,7 +347,7 @@ class _Host:
             return self.as_returned([dict(nothing) for _ in images])
 
         shown = [image.flip(-1) for image in images] if view.flip else list(images)
-        with self.seeing(view.scale), _replaced(self.owner, postprocess_detections=take):
+        with self.seeing(view.scale), replaced(self.owner, postprocess_detections=take):
             forward(shown)
         return taken[0]
 
@@ -330,7 +365,7 @@ class _Host:
 
     def candidates(self, outputs: tuple[Any, ...], sizes: Sequence[tuple[int, int]]) -> list[dict[str, Tensor]]:
         """Return all boxes that NMS would choose from."""
-        with _replaced(self.owner, nms_thresh=2.0, detections_per_img=sys.maxsize):  # no IoU is above 1
+        with replaced(self.owner, nms_thresh=2.0, detections_per_img=sys.maxsize):  # no IoU is above 1
             return self.after_nms(outputs, sizes)
 
     def cooled(self, outputs: tuple[Any, ...], temperature: float) -> tuple[Any, ...]:
@@ -345,26 +380,41 @@ class _Host:
         return ({**first, "cls_logits": logits}, *rest)
 
 
+def with_attributes(scores: float, most: int, nms: float, sizes: tuple[float, ...] = SIZES) -> list[Setting]:
+    """Return the settings that detectors have attributes for, with a detector's own values as defaults.
+
+    Args:
+        scores: The score threshold; one of 0 has no log-odds and is the lowest already, so it is no setting then.
+        most: Detections of an image.
+        nms: IoU of NMS.
+        sizes: Factors on the size of test images; none for images that are not resized.
+    """
+    settings = [
+        Setting("detections", 1, max(1000, most), scale="log", default=int(most)),
+        Setting("nms", min(0.3, nms), max(0.9, nms), default=float(nms)),
+    ]
+    if sizes:
+        settings.append(Setting("size", values=sizes, default=1.0, inference=lambda value: float(value) ** 2))
+    if 0 < scores < 1:
+        low, high = min(LOW_SCORE, scores), max(0.95, scores)
+        settings.append(Setting("score_thresh", low, high, scale="logit", default=float(scores)))
+    return settings
+
+
 def _all_settings(host: _Host) -> list[Setting]:
     """Return what a detector can be tuned for, with its own values as defaults."""
     owner = host.owner
-    sizes: tuple[float, ...] = SIZES
+    sizes = SIZES
     if isinstance(host.model, SSD) and isinstance(host.model.backbone, SSDFeatureExtractorVGG):
-        sizes = tuple(each for each in SIZES if each >= 1)  # its last layer would have nothing to see
-    scores, most, nms = owner.score_thresh, int(owner.detections_per_img), float(owner.nms_thresh)
+        sizes = LARGER  # on smaller images its last layer would have nothing to see
     settings = [
-        Setting("size", values=sizes, default=1.0, inference=lambda value: float(value) ** 2),
-        Setting("detections", 1, max(1000, most), scale="log", default=most),
+        *with_attributes(owner.score_thresh, owner.detections_per_img, owner.nms_thresh, sizes),
         Setting("soft_nms", 0.0, 1.0, default=0.0),
         Setting("flip", values=(False, True), default=False, inference=2.0),
-        Setting("nms", min(0.3, nms), max(0.9, nms), default=nms),
         Setting("temperature", 0.25, 4.0, scale="log", default=1.0),
     ]
     if len(sizes) == len(SIZES):
         settings.append(Setting("multi_scale", values=(False, True), default=False, inference=MULTI_SCALE))
-    if 0 < scores < 1:  # a threshold of 0 has no log-odds, and is the lowest already
-        low, high = min(LOW_SCORE, scores), max(0.95, scores)
-        settings.append(Setting("score_thresh", low, high, scale="logit", default=float(scores)))
     if host.proposals is not None:
         after = host.proposals[1]
         more = Setting(
@@ -397,15 +447,15 @@ def _applied(
     changed = {name: value for name, value in values.items() if value != defaults.get(name)}
     with ExitStack() as stack:
         for _, pool in host.pools:
-            stack.enter_context(_replaced(pool, scales=pool.scales, map_levels=pool.map_levels))
+            stack.enter_context(replaced(pool, scales=pool.scales, map_levels=pool.map_levels))
         for owner, name, value in host.attributes(changed):
-            stack.enter_context(_replaced(owner, **{name: value}))
+            stack.enter_context(replaced(owner, **{name: value}))
         if kept is not None or any(name in changed for name in VIEWS):
             forward = host.model.forward
             if isinstance(acting := getattr(forward, "__self__", None), _Acting):
                 forward = acting.forward_before
             acting = _Acting(host, values, kept, boxes_only, forward)
-            stack.enter_context(_replaced(host.model, forward=acting.forward))
+            stack.enter_context(replaced(host.model, forward=acting.forward))
         yield
 
 
@@ -448,7 +498,8 @@ class _Acting:
         if self.kept is None:
             made = [partial(self.host.before_nms, images, view, self.forward_before) for view in self.views]
         else:
-            made = [partial(self._kept_before_nms, images, view) for view in self.views]
+            seen = self._seen(images)
+            made = [partial(self._kept_before_nms, images, seen, view) for view in self.views]
         if not self.more_than_boxes:
             return self._found([make() for make in made], sizes)
         # Masks are of the boxes that are left in the end, so the first view, which has them, comes last.
@@ -463,22 +514,25 @@ class _Acting:
             ]
             return self.host.as_returned(scaled)
 
-        with _replaced(self.host.owner, postprocess_detections=finish):
+        with replaced(self.host.owner, postprocess_detections=finish):
             whole = self.forward_before(images)
         return [{**each, **boxes} for each, boxes in zip(whole, found, strict=True)]
 
-    def _kept_before_nms(self, images: Sequence[Tensor], view: View) -> tuple[Any, ...]:
-        assert self.kept is not None
-        sizes = self.host.scaled(view.scale)
+    def _seen(self, images: Sequence[Tensor]) -> str:
+        """Return all that outputs depend on but the view."""
         device = images[0].device.type
         precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else "as it is"
-        key = f"{self.digest()} {digest_of(images)} {sorted(sizes.items())} {view.flip} {device} {precision}"
+        return f"{self.digest()} {digest_of(images)} {device} {precision} torch {torch.__version__}"
+
+    def _kept_before_nms(self, images: Sequence[Tensor], seen: str, view: View) -> tuple[Any, ...]:
+        assert self.kept is not None
+        sizes = sorted(self.host.scaled(view.scale).items())
 
         def make() -> tuple[Any, ...]:
             with torch.no_grad():
                 return self.host.before_nms(images, view, self.forward_before)
 
-        outputs: tuple[Any, ...] = self.kept.of(f"{key} torch {torch.__version__}", make)
+        outputs: tuple[Any, ...] = self.kept.of(f"{seen} {sizes} {view.flip}", make)
         return outputs
 
     def _found(self, outputs: list[tuple[Any, ...]], sizes: Sequence[tuple[int, int]]) -> list[dict[str, Tensor]]:
@@ -507,7 +561,7 @@ def _ratio(size: tuple[int, int], seen: tuple[int, int], like: Tensor) -> Tensor
 
 
 @contextmanager
-def _replaced(module: Any, **attributes: Any) -> Iterator[None]:
+def replaced(module: Any, **attributes: Any) -> Iterator[None]:
     """Give a module other attributes, and then its own again, or none where it had none of its own."""
     held = vars(module)
     before = {name: held[name] for name in attributes if name in held}

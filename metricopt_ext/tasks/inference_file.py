@@ -23,7 +23,7 @@ def save_inference(path: str | Path, settings: Settings, values: Values) -> None
     """Write which values settings have, with their defaults and factors on inference time.
 
     Args:
-        path: The file, or the folder of the checkpoint, which then has ``inference.yaml``.
+        path: The file, which ends in .yaml or .yml, or the folder of the checkpoint, which then has ``inference.yaml``.
         settings: The host's settings.
         values: Some of their values; the others have their defaults.
 
@@ -49,7 +49,7 @@ def load_inference(path: str | Path) -> dict[str, Value]:
     """Return the values of settings by name that `save_inference` wrote, for ``Settings.applied``.
 
     Args:
-        path: The file, or the folder with ``inference.yaml``.
+        path: The file, which ends in .yaml or .yml, or the folder with ``inference.yaml``.
 
     Raises:
         FileFormatError: It is missing, or holds something else.
@@ -82,4 +82,4 @@ def load_inference(path: str | Path) -> dict[str, Value]:
 
 
 def _file(path: str | Path) -> Path:
-    return Path(path) / NAME if Path(path).is_dir() else Path(path)
+    return Path(path) if Path(path).suffix in (".yaml", ".yml") else Path(path) / NAME

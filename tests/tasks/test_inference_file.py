@@ -52,6 +52,12 @@ def test_default_and_factor_are_beside_the_value(tmp_path: Path) -> None:
     assert content["score_thresh"] == {"value": 0.05, "default": 0.05, "factor": 1.0}
 
 
+def test_a_folder_that_is_not_there_yet_is_made(tmp_path: Path) -> None:
+    save_inference(tmp_path / "out" / "v1.2", SETTINGS, {"flip": True})
+    assert (tmp_path / "out" / "v1.2" / "inference.yaml").is_file()
+    assert load_inference(tmp_path / "out" / "v1.2")["flip"] is True
+
+
 def test_a_value_that_a_setting_can_not_have_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"size is 2; it must be 0\.71 or 1\.0 or 1\.41"):
         save_inference(tmp_path, SETTINGS, {"size": 2})
