@@ -33,7 +33,15 @@ class WithLine(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map inputs, ``n x ...``, to outputs of the model's shape."""
-        outputs: Tensor = self.model(x)
+        return self._moved(self.model(x))
+
+    def recalled(self, rows: tuple[int, ...]) -> Tensor | None:
+        """Return the outputs for images on disk if the model keeps its own, None if not; see `Remembered.recalled`."""
+        recalled = getattr(self.model, "recalled", None)
+        outputs = None if recalled is None else recalled(rows)
+        return None if outputs is None else self._moved(outputs)
+
+    def _moved(self, outputs: Tensor) -> Tensor:
         return self.centre + self.shift + self.scale * (outputs - self.centre)
 
 

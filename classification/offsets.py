@@ -47,9 +47,17 @@ class WithOffsets(nn.Module):
     def forward(self, x: Tensor) -> Any:
         """Map inputs, ``n x ...``, to what the model makes of them, with other logits."""
         found = self.model(x)
-        logits = output_of(found)
-        moved = logits + self.offsets.to(logits).view(-1, *[1] * (logits.dim() - 2))
+        moved = self._moved(output_of(found))
         return {**found, "out": moved} if isinstance(found, dict) else moved
+
+    def recalled(self, rows: tuple[int, ...]) -> Tensor | None:
+        """Return the logits of images on disk if the model keeps its own, None if not; see `Remembered.recalled`."""
+        recalled = getattr(self.model, "recalled", None)
+        logits = None if recalled is None else recalled(rows)
+        return None if logits is None else self._moved(logits)
+
+    def _moved(self, logits: Tensor) -> Tensor:
+        return logits + self.offsets.to(logits).view(-1, *[1] * (logits.dim() - 2))
 
 
 class Remembered(nn.Module):
@@ -79,6 +87,15 @@ class Remembered(nn.Module):
         if self.keeps:
             self.kept[key] = x if streamed is None else x[:0].clone(), output
         return output
+
+    def recalled(self, rows: tuple[int, ...]) -> Tensor | None:
+        """Return the kept output for images on disk, so that they need not be read; None if there is none.
+
+        Args:
+            rows: Their ``streamed_rows``.
+        """
+        kept = self.kept.get(rows)
+        return None if kept is None else kept[1]
 
 
 @torch.no_grad()

@@ -101,11 +101,16 @@ class StreamedImages:
         """Read one image, ``c x h x w``, or several, ``b x c x h x w``: by a slice, indices or booleans."""
         if isinstance(index, int):
             return self[[index]][0]
-        rows = self._chosen(index)
-        batch = self._source.read(rows)
+        chosen = self.take(index)
+        batch = self._source.read(chosen._rows)
         # By which what is computed from a batch can be remembered: its memory is another one each time.
-        batch.streamed_rows = (self._source.key, *rows)  # type: ignore[attr-defined]
+        batch.streamed_rows = chosen.streamed_rows  # type: ignore[attr-defined]
         return batch
+
+    @property
+    def streamed_rows(self) -> tuple[int, ...]:
+        """What tells the images from others, before they are read: the source's key and the rows."""
+        return self._source.key, *self._rows
 
     def prepare(self, index: Any) -> None:
         """Begin to read images that will be asked for next: by a slice, indices or booleans."""

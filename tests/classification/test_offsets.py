@@ -12,6 +12,7 @@ from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.classification.losses import classification_loss
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost
 from metricopt_ext.classification.models import TabularMLP
+from metricopt_ext.classification.nelder_mead import tune_line
 from metricopt_ext.classification.offsets import (
     Remembered,
     WithOffsets,
@@ -27,6 +28,7 @@ from metricopt_ext.classification.offsets import (
 from metricopt_ext.classification.split_metric import model_metric
 from metricopt_ext.classification.targets import Target
 from metricopt_ext.data.labelled import Split
+from metricopt_ext.data.streamed import StreamedImages, as_inputs, changed
 from metricopt_ext.errors import DataError
 from metricopt_ext.evidence.compare import compare
 from metricopt_ext.evidence.contenders import at_each_budget, ending_at
@@ -224,6 +226,38 @@ def test_what_is_remembered_is_of_that_tensor_and_as_it_was() -> None:
         model.keeps = False
         late = torch.ones(1, 2)
         assert model(late) is not model(late)
+
+
+@pytest.mark.parametrize("tune", ["offsets", "adjustment", "threshold", "line"])
+def test_images_on_disk_are_read_for_the_first_query_alone(tune: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("metricopt_ext.data.parts.CPU_BYTES", 4 * 12 * 4)  # of four images
+    images, read = torch.randint(0, 256, (30, 3, 2, 2), dtype=torch.uint8, generator=seeded(0)), list[int]()
+    y = torch.randint(0, 3 if tune in ("offsets", "adjustment") else 2, (30,), generator=seeded(1))
+    disk = StreamedImages.of(lambda row: read.append(row) or images[row], 30, (3, 2, 2))  # type: ignore[func-returns-value]
+    torch.manual_seed(0)
+    head = nn.Linear(12, 3) if y.max() == 2 else nn.Sequential(nn.Linear(12, 1), nn.Flatten(0))
+    model, spec = nn.Sequential(nn.Flatten(), head), METRICS["accuracy"]
+    found = []
+    for x in (changed(as_inputs(disk), Tensor.float), images.float()):
+        part = Split(x, y)
+        task = task_of(copy.deepcopy(model), part, spec)
+        if tune == "offsets":
+            found.append(tune_offsets(task, part.x))
+        elif tune == "adjustment":
+            found.append(tune_adjustment(task, part.x, torch.tensor([5, 10, 15])))
+        elif tune == "threshold":
+            found.append(tune_threshold(task, part.x, evals=11))
+        else:
+            found.append(tune_line(task, part.x, 9))
+        assert task.metric.ledger.spent > 8
+    assert set(read) == set(range(30))
+    assert len(read) <= 3 * 30  # for the metric, for candidates, and one to tell the number of logits
+    if tune != "line":
+        assert torch.equal(found[0].offsets, found[1].offsets)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 # --- Priors -------------------------------------------------------------------------------------------------------
