@@ -3,20 +3,17 @@
 Thresholds and the classes' offsets are phi's own (`Outputs`), or a line of the search, and are no settings.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.modulation import Context
 from metricopt_ext.classification.kept_features import Rest
-from metricopt_ext.tasks.kept_by_model import LIMIT, Digest, KeptByModel
 from metricopt_ext.tasks.settings import Setting, Settings, Value
-from metricopt_ext.utils.identity import fingerprint
+from metricopt_ext.utils.kept_outputs import KeptOutputs, circumstances, digest_of, digest_of_model
 from metricopt_ext.utils.words import brief
 
 CROPS = 5  # the four corners and the centre, with the flip ten crops in all (Krizhevsky et al., NeurIPS 2012)
@@ -27,26 +24,26 @@ COOLEST, HOTTEST = 0.25, 4.0
 class ClassificationSettings(Settings):
     """The settings of a classifier, as `classification_settings` returns them."""
 
-    def __init__(self, *arguments: Any, viewed: "Viewed", **options: Any) -> None:
+    def __init__(self, *arguments: Any, kept: KeptOutputs, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._viewed = viewed
+        self._kept = kept
 
     @property
     def passes(self) -> int:
-        """Passes so far, while settings were applied: of each model and view, over its data once or several times."""
-        return self._viewed.passes
+        """Passes over the data while settings were applied, one of each model and view; see `KeptOutputs`."""
+        return self._kept.passes
 
 
 def classification_settings(
-    model: nn.Module, *, images: bool = True, temperature: bool = False, limit: int = LIMIT
+    model: nn.Module, *, images: bool = True, temperature: bool = False, kept: KeptOutputs | None = None
 ) -> ClassificationSettings:
     """Return the settings of a classifier's inference: a flip and crops of its images, and a temperature.
 
     While they are applied, the model returns the mean of its logits over the views, whoever calls it in evaluation mode
-    and without gradients; so does a copy that is made meanwhile, or that they are applied to by name. A loss sees the model as
-    it is. The softmax of that mean is the normalised geometric mean of the views' probabilities. The logits of each
-    view are kept: a query that changes the temperature alone, or comes back to views that were seen, does not run the
-    model.
+    and without gradients; so does a copy that is made meanwhile, or that they are applied to by name. A loss sees the
+    model as it is. The softmax of that mean is the normalised geometric mean of the views' probabilities. The logits of
+    each view are kept: a query that changes the temperature alone, or comes back to views that were seen, does not run
+    the model, nor are images on disk read for it.
 
     Args:
         model: Maps inputs, ``n x ...``, to logits, ``n`` or ``n x c``; with or without an adapter.
@@ -55,7 +52,7 @@ def classification_settings(
             back to the images' size. A flip is wrong for text and digits: the metric judges it.
         temperature: Whether logits may be divided by a temperature, for a metric that sees probabilities. Of one that
             sees decisions or an order alone it changes nothing.
-        limit: Bytes of logits that are kept.
+        kept: Keeps the logits, such as ``KeptOutputs(folder=...)`` for later runs; by default in memory.
 
     Raises:
         ValueError: There is nothing to set; phi has a temperature already; or the model's calls can't be changed, or
@@ -92,7 +89,8 @@ def classification_settings(
         ]
     if temperature:
         settings.append(Setting("temperature", COOLEST, HOTTEST, scale="log", default=1.0))
-    viewed = Viewed(limit)
+    kept = KeptOutputs() if kept is None else kept
+    viewed = Viewed(kept)
 
     @contextmanager
     def apply(values: dict[str, Value], model: nn.Module = model) -> Iterator[None]:
@@ -106,50 +104,83 @@ def classification_settings(
             model.__class__ = before
 
     presets = {"flip_and_crops": {"flip": True, "crops": CROPS}} if images else {}
-    return ClassificationSettings(settings, apply, presets=presets, viewed=viewed)
+    return ClassificationSettings(settings, apply, presets=presets, kept=kept)
 
 
 class Viewed:
     """Mean logits over views, each of which runs once on the same inputs in the same model.
 
     Args:
-        limit: Bytes of logits that are kept.
+        kept: Keeps the logits of each view.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._kept = KeptByModel(limit)
-        self._digests = WeakKeyDictionary[nn.Module, Digest]()
-        self._runs = Counter[tuple[str, str, str]]()  # by model, view and inputs
+    def __init__(self, kept: KeptOutputs) -> None:
+        self._kept = kept
+        self._digests: dict[tuple[int, ...], tuple[torch.device, str]] = {}  # of images on disk, by their rows
 
-    @property
-    def passes(self) -> int:
-        """How often each model ran on a view of the data, in all."""
-        most = dict[tuple[str, str], int]()
-        for (model, view, _), count in self._runs.items():
-            most[model, view] = max(count, most.get((model, view), 0))
-        return sum(most.values())
-
-    def of(self, flip: bool = False, crops: int = 1, temperature: float = 1.0) -> list[Callable[..., Tensor]]:
-        """Return, alone in a list, the function of a model, its own forward and inputs that gives mean logits."""
+    def of(self, flip: bool = False, crops: int = 1, temperature: float = 1.0) -> list["Mean"]:
+        """Return, alone in a list, what gives the mean logits of a model."""
         names = [
             f"{'flipped ' * flipped}{place}"
             for flipped in ([False, True] if flip else [False])
             for place in (range(crops) if crops > 1 else ["whole"])
         ]
+        return [Mean(self._kept, self._digests, names, temperature)]
 
-        def logits(model: nn.Module, forward: Callable[[Tensor], Any], x: Tensor) -> Tensor:
-            if model not in self._digests:
-                self._digests[model] = Digest(model)
-            digest, inputs = self._digests[model](), fingerprint({"x": x})
-            found = [self._of_view(name, (digest, name, inputs), forward, x) for name in names]
-            mean = found[0] if len(found) == 1 else torch.stack(found).mean(0)
-            return mean if temperature == 1 else mean / temperature
 
-        return [logits]
+class Mean:
+    """Mean logits over some views.
 
-    def _of_view(self, name: str, key: tuple[str, str, str], forward: Callable[[Tensor], Any], x: Tensor) -> Tensor:
+    Args:
+        kept: Keeps the logits of each view.
+        digests: Device and digest of images on disk that were seen, by their ``streamed_rows``.
+        names: The views'.
+        temperature: Divides the mean.
+    """
+
+    def __init__(
+        self,
+        kept: KeptOutputs,
+        digests: dict[tuple[int, ...], tuple[torch.device, str]],
+        names: list[str],
+        temperature: float,
+    ) -> None:
+        self._kept, self._digests, self._names, self._temperature = kept, digests, names, temperature
+
+    def of(self, model: nn.Module, forward: Callable[[Tensor], Any], x: Tensor) -> Tensor:
+        """Return the mean logits of a model for inputs.
+
+        Args:
+            model: The model.
+            forward: Its own forward pass.
+            x: Inputs, ``n x ...``.
+        """
+        part = digest_of([x])
+        if (rows := getattr(x, "streamed_rows", None)) is not None:
+            self._digests[rows] = x.device, part
+        computed = _computed_with(model, x.device)
+        return self._mean([self._of_view(name, computed, part, forward, x) for name in self._names])
+
+    def recalled(self, model: nn.Module, rows: tuple[int, ...]) -> Tensor | None:
+        """Return the mean logits for images on disk without reading them; None if those of a view aren't kept.
+
+        Args:
+            model: The model.
+            rows: The images' ``streamed_rows``.
+        """
+        if rows not in self._digests:
+            return None
+        device, part = self._digests[rows]
+        computed = _computed_with(model, device)
+        found = [self._kept.get(f"{computed} {name}", part) for name in self._names]
+        return None if any(each is None for each in found) else self._mean(found)
+
+    def _mean(self, found: list[Tensor]) -> Tensor:
+        mean = found[0] if len(found) == 1 else torch.stack(found).mean(0)
+        return mean if self._temperature == 1 else mean / self._temperature
+
+    def _of_view(self, name: str, computed: str, part: str, forward: Callable[[Tensor], Any], x: Tensor) -> Tensor:
         def run() -> Tensor:
-            self._runs[key] += 1
             logits = forward(view_of(x, name))
             if not isinstance(logits, Tensor) or len(logits) != len(x) or logits.dim() > 2:
                 raise ValueError(
@@ -158,7 +189,12 @@ class Viewed:
                 )
             return logits
 
-        return self._kept.of(key, run)
+        found: Tensor = self._kept.of(f"{computed} {name}", run, part=part)
+        return found
+
+
+def _computed_with(model: nn.Module, device: torch.device) -> str:
+    return f"{digest_of_model(model)} {circumstances(device)}"
 
 
 def view_of(images: Tensor, name: str) -> Tensor:
@@ -187,7 +223,7 @@ def view_of(images: Tensor, name: str) -> Tensor:
     return resized
 
 
-def _calling(base: type[nn.Module], state: list[Callable[..., Tensor]]) -> type[nn.Module]:
+def _calling(base: type[nn.Module], state: list[Mean]) -> type[nn.Module]:
     """Return a class of models that ask a function for their logits, as long as the list has it.
 
     A class and not another ``forward`` of the model: a copy of the model asks it of itself.
@@ -199,7 +235,13 @@ def _calling(base: type[nn.Module], state: list[Callable[..., Tensor]]) -> type[
             alone = len(inputs) == 1 and not options and isinstance(inputs[0], Tensor)
             if not state or not alone or self.training or torch.is_grad_enabled():
                 return plain(*inputs, **options)
-            return state[0](self, plain, inputs[0])
+            return state[0].of(self, plain, inputs[0])
+
+        def recalled(self, rows: tuple[int, ...]) -> Tensor | None:
+            """Return the logits for images on disk without reading them, if they are kept; see `predict`."""
+            if not state or self.training or torch.is_grad_enabled():
+                return None
+            return state[0].recalled(self, rows)
 
     Asking.__name__, Asking.__qualname__, Asking.__module__ = base.__name__, base.__qualname__, base.__module__
     return Asking

@@ -18,7 +18,7 @@ from metricopt_ext.detection.torchvision_toolkit import has_proposals
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.tasks.settings import Setting, Settings, Value, Values
 from metricopt_ext.utils.checks import check_at_least
-from metricopt_ext.utils.kept_outputs import KeptOutputs, ModelDigest, digest_of
+from metricopt_ext.utils.kept_outputs import KeptOutputs, circumstances, digest_of, digest_of_model
 from metricopt_ext.utils.words import nearest, shortened
 
 try:
@@ -488,7 +488,7 @@ class _Acting:
         self.views = [View(scale, flip) for scale in scales for flip in flips]
         self.sigma, self.temperature = float(values.get("soft_nms", 0.0)), float(values.get("temperature", 1.0))
         self.more_than_boxes = host.more_than_boxes and not boxes_only
-        self.digest = ModelDigest(host.model, host.ignored)
+        self.ignored = host.ignored
 
     def forward(self, images: list[Tensor], targets: Any = None) -> Any:
         """Return what the model finds in each image: ``boxes``, ``scores``, ``labels`` and what else it finds."""
@@ -498,8 +498,9 @@ class _Acting:
         if self.kept is None:
             made = [partial(self.host.before_nms, images, view, self.forward_before) for view in self.views]
         else:
-            seen = self._seen(images)
-            made = [partial(self._kept_before_nms, images, seen, view) for view in self.views]
+            judged = f"{digest_of_model(self.host.model, self.ignored)} {circumstances(images[0].device)}"
+            seen = digest_of(images)
+            made = [partial(self._kept_before_nms, images, judged, seen, view) for view in self.views]
         if not self.more_than_boxes:
             return self._found([make() for make in made], sizes)
         # Masks are of the boxes that are left in the end, so the first view, which has them, comes last.
@@ -518,13 +519,7 @@ class _Acting:
             whole = self.forward_before(images)
         return [{**each, **boxes} for each, boxes in zip(whole, found, strict=True)]
 
-    def _seen(self, images: Sequence[Tensor]) -> str:
-        """Return all that outputs depend on but the view."""
-        device = images[0].device.type
-        precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else "as it is"
-        return f"{self.digest()} {digest_of(images)} {device} {precision} torch {torch.__version__}"
-
-    def _kept_before_nms(self, images: Sequence[Tensor], seen: str, view: View) -> tuple[Any, ...]:
+    def _kept_before_nms(self, images: Sequence[Tensor], judged: str, seen: str, view: View) -> tuple[Any, ...]:
         assert self.kept is not None
         sizes = sorted(self.host.scaled(view.scale).items())
 
@@ -532,7 +527,7 @@ class _Acting:
             with torch.no_grad():
                 return self.host.before_nms(images, view, self.forward_before)
 
-        outputs: tuple[Any, ...] = self.kept.of(f"{seen} {sizes} {view.flip}", make)
+        outputs: tuple[Any, ...] = self.kept.of(f"{judged} {sizes} {view.flip}", make, part=seen)
         return outputs
 
     def _found(self, outputs: list[tuple[Any, ...]], sizes: Sequence[tuple[int, int]]) -> list[dict[str, Tensor]]:

@@ -58,6 +58,10 @@ def embed(model: nn.Module, x: Tensor) -> Tensor:
     return torch.cat([model(part) for part in x.split(part_size(x))])
 
 
+def _embed_on_cpu(model: nn.Module, x: Tensor) -> Tensor:
+    return embed(model, x).cpu()
+
+
 @torch.no_grad()
 def embed_with(adapter: Adapter, phi: Tensor, x: Tensor) -> Tensor:
     """Return the embeddings, ``n x d``, that the model with phi computes for images, on the CPU."""
@@ -134,10 +138,10 @@ def build_metric(
         return of_model
 
     judging: JudgedEmbeddings[Tensor] = JudgedEmbeddings(
-        lambda model: embed(model, part.x).cpu(),
+        lambda model: _embed_on_cpu(model, part.x),
         value,
         embeddings_of=lambda raw: raw,
-        embed_inputs=lambda model, x: embed(model, x).cpu(),
+        embed_inputs=_embed_on_cpu,
         cannot=_not_mixed((metric, *also.values()), queries is not None, cameras is not None),
     )
     return Metric(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -9,11 +10,13 @@ from torch import Tensor, nn
 
 from metricopt_ext.errors import DataError
 from metricopt_ext.retrieval.post_processing import PostProcessing, Whitening, each_alone, post_processed, unit_if
-from metricopt_ext.tasks.kept_by_model import KeptByModel, digest_of
 from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.utils.kept_outputs import KeptOutputs, circumstances, digest_of_model
 from metricopt_ext.utils.words import brief
 
 Raw = TypeVar("Raw")
+
+_NUMBERS = count()
 
 
 class Processing(NamedTuple):
@@ -43,7 +46,8 @@ class JudgedEmbeddings(Generic[Raw]):
         embed: Returns what a model makes of the metric's data, which nothing here changes.
         value: Returns the metric's value, of what ``embed`` returned, post-processed.
         embeddings_of: Returns all embeddings, ``n x d``, of what ``embed`` returned.
-        embed_inputs: Returns the embeddings, ``n x d``, of a batch of further inputs.
+        embed_inputs: Returns the embeddings, ``n x d``, of a batch of further inputs. Metrics that give the same
+            function share what it returns.
         cannot: Names of `PostProcessing` that the metric can't be judged by, and why, in words that follow "as".
         models: Returns all models that the embeddings depend on, of the model that is judged.
         whole_inputs: Whether further inputs are embedded all at once, as a dataset.
@@ -64,7 +68,8 @@ class JudgedEmbeddings(Generic[Raw]):
         self._embeddings_of, self._embed_inputs = embeddings_of, embed_inputs
         self.cannot = dict(cannot or {})
         self._post, self._whiten_on = PostProcessing(), None
-        self._kept: KeptByModel | None = None
+        self._kept: KeptOutputs | None = None
+        self._number = next(_NUMBERS)  # of the data, which a copy has too
 
     def __call__(self, model: nn.Module) -> Any:
         """Return the metric's value of a model."""
@@ -80,14 +85,14 @@ class JudgedEmbeddings(Generic[Raw]):
         return self._processing(model, self._digest(model))
 
     @contextmanager
-    def processed(self, post: PostProcessing, whiten_on: Any, kept: KeptByModel) -> Iterator[None]:
+    def processed(self, post: PostProcessing, whiten_on: Any, kept: KeptOutputs) -> Iterator[None]:
         """Post-process what is judged inside the ``with`` block.
 
         Args:
             post: What is done.
             whiten_on: What a whitening is fitted on: inputs, batches of inputs, pairs of such a batch and its labels,
                 or a metric, for the embeddings of its data.
-            kept: Keeps what models gave.
+            kept: Keeps what models gave for these metrics and this ``whiten_on``, in memory.
         """
         before = self._post, self._whiten_on, self._kept
         self._post, self._whiten_on, self._kept = post, whiten_on, kept
@@ -97,7 +102,14 @@ class JudgedEmbeddings(Generic[Raw]):
             self._post, self._whiten_on, self._kept = before
 
     def _digest(self, model: nn.Module) -> str:
-        return "" if self._kept is None else digest_of(*self._models(model))
+        return "" if self._kept is None else self._dependent_on(model)
+
+    def _dependent_on(self, model: nn.Module) -> str:
+        """Return all that embeddings depend on but the data."""
+        models = list(self._models(model))
+        devices = [each.device for other in models for each in (*other.parameters(), *other.buffers())]
+        digests = map(digest_of_model, models)
+        return " ".join([*digests, circumstances(devices[0] if devices else torch.device("cpu"))])
 
     def _processing(self, model: nn.Module, digest: str) -> Processing:
         return Processing(self._post, self._whitening(model, digest) if self._post.projects else None)
@@ -105,7 +117,8 @@ class JudgedEmbeddings(Generic[Raw]):
     def _raw(self, model: nn.Module, digest: str) -> Raw:
         if self._kept is None:
             return self._embed(model)
-        return self._kept.of((digest, id(self), "embeddings"), lambda: self._embed(model))
+        raw: Raw = self._kept.of(f"{digest} embeddings {self._number}", lambda: self._embed(model))
+        return raw
 
     def _whitening(self, model: nn.Module, digest: str) -> Whitening:
         assert self._kept is not None
@@ -116,12 +129,15 @@ class JudgedEmbeddings(Generic[Raw]):
             return _all(self._embed_inputs(model, each) for each in batches)
 
         if own is None:
-            found = kept.of((digest, id(self._whiten_on), "inputs"), given)
+            key = f"{digest} inputs by {id(self._embed_inputs)}"
+            found = kept.of(key, given)
         else:
-            digest = digest_of(*own._models(model))
-            found = own._embeddings_of(kept.of((digest, id(own), "embeddings"), lambda: own._embed(model)))
-        key = digest, id(self._whiten_on), "whitening", scaled
-        return kept.of(key, lambda: Whitening.of(unit_if(scaled, found)), passes=0)
+            key = f"{own._dependent_on(model)} embeddings {own._number}"
+            found = own._embeddings_of(kept.of(key, lambda: own._embed(model)))
+        whitening: Whitening = kept.of(
+            f"{key} whitening {scaled}", lambda: Whitening.of(unit_if(scaled, found)), by_pass=False
+        )
+        return whitening
 
 
 def judged_by(metric: Any) -> JudgedEmbeddings[Any] | None:

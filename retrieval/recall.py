@@ -394,9 +394,7 @@ def recall_metric(
 
         return with_halves(value_on, draws)
 
-    function = JudgedEmbeddings(
-        embedded, mean_recall, embeddings_of=lambda found: found.all, embed_inputs=lambda model, x: embed(model, x)
-    )
+    function = JudgedEmbeddings(embedded, mean_recall, embeddings_of=lambda found: found.all, embed_inputs=embed)
     name = ("mean " if len(ks) > 1 else "") + "Recall@" + ",".join(map(str, ks))
     return Metric(function, maximize=True, name=name, ledger=ledger, new_classes=new_classes)
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from metricopt_ext.retrieval.judged import JudgedEmbeddings, Processing, judged_by
 from metricopt_ext.retrieval.post_processing import PostProcessing
-from metricopt_ext.tasks.kept_by_model import LIMIT, KeptByModel
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Setting, Settings, Value, Values
+from metricopt_ext.utils.kept_outputs import GIB, KeptOutputs
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.words import brief, nearest
 
@@ -26,13 +26,13 @@ SEARCHES = 2.0
 class RetrievalSettings(Settings):
     """The settings of retrieval metrics, as `retrieval_settings` returns them."""
 
-    def __init__(self, *arguments: Any, kept: KeptByModel, judge: JudgedEmbeddings[Any], **options: Any) -> None:
+    def __init__(self, *arguments: Any, kept: KeptOutputs, judge: JudgedEmbeddings[Any], **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._kept, self._judge = kept, judge
 
     @property
     def passes(self) -> int:
-        """Forward passes over some data so far, while settings were applied; a change of settings alone makes none."""
+        """Passes over a metric's data or ``whiten_on`` while settings were applied; settings alone make none."""
         return self._kept.passes
 
     @torch.no_grad()
@@ -53,7 +53,7 @@ def retrieval_settings(
     whiten_on: Any,
     also: Sequence[str] = (),
     dimensions: Sequence[int] = (),
-    limit: int = LIMIT,
+    gib: float = GIB,
 ) -> RetrievalSettings:
     """Return the settings of retrieval: the power of a PCA whitening, database augmentation, and others by name.
 
@@ -72,7 +72,8 @@ def retrieval_settings(
             `PostProcessing`.
         dimensions: Numbers of principal components, each a value of the setting ``"dimension"``, whose default, 0,
             keeps all.
-        limit: Bytes of embeddings that are kept.
+        gib: Most memory that kept embeddings may take, in GiB; at least 0. They are in memory alone, as nothing tells a
+            later process what data they are of.
 
     Returns:
         The settings, ``whitening`` first; presets are database augmentation with 4 and with 8 neighbours, where the
@@ -116,7 +117,7 @@ def retrieval_settings(
     }
     named = {"whitening", "dimension", "augmentation", *also}
     chosen = [each for name, each in available.items() if each is not None and name in named and name not in cannot]
-    kept = KeptByModel(limit)
+    kept = KeptOutputs(gib)
 
     @contextmanager
     def apply(values: dict[str, Value]) -> Iterator[None]:

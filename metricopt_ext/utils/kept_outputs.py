@@ -1,6 +1,5 @@
 """What a model computed for some inputs, kept: to judge it in another way takes no pass through the model."""
 
-import copy
 import hashlib
 import os
 import warnings
@@ -8,7 +7,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,19 +17,29 @@ from metricopt_ext.errors import FileFormatError
 from metricopt_ext.utils.checks import check_at_least
 from metricopt_ext.utils.files import read_tensors, write_tensors
 from metricopt_ext.utils.kept_modules import HELD
-from metricopt_ext.utils.weights import where_and_how_often
+from metricopt_ext.utils.weights import differing, some_entries, where_and_how_often
 from metricopt_ext.utils.words import brief
 
 FORMAT = "metricopt-kept-outputs-1"
 SUFFIX = ".outputs"
 
+GIB = 2.0  # of memory that outputs may take
+
 SIMPLE = (type(None), bool, int, float, str)
+
+# Passes of which it is remembered what they went over: more than go over the data at once, as views do.
+OPEN = 64
+
+# Outputs of which it is remembered that they were kept, the latest.
+GONE = 10_000
 
 _NOTHING = object()  # where there is no output, which may be None
 
 
 class KeptOutputs:
     """Outputs by what they depend on, in memory and perhaps on disk; what was used longest ago goes first.
+
+    The data may be given in parts, such as batches: a pass goes over each of them once.
 
     An output is a tensor, a number, text or None, or tuples, lists and dicts of these. It is kept as it is, on its
     device: who gets it must not change it.
@@ -41,7 +51,7 @@ class KeptOutputs:
         disk_gib: Most that the files there may take, in GiB; at least 0.
 
     Attributes:
-        passes: How often an output was made.
+        passes: Passes over the data that were made: of each model and view of the data, such as its mirrored images.
         nbytes: Memory that the tensors take.
 
     Example:
@@ -50,35 +60,63 @@ class KeptOutputs:
         ([[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]], 1)
     """
 
-    def __init__(self, gib: float = 2.0, folder: str | Path | None = None, disk_gib: float = 8.0) -> None:
+    def __init__(self, gib: float = GIB, folder: str | Path | None = None, disk_gib: float = 8.0) -> None:
         check_at_least(0, gib=gib, disk_gib=disk_gib)
         self._most, self._most_on_disk = int(gib * 2**30), int(disk_gib * 2**30)
         self.folder = None if folder is None else Path(folder)
         self.passes = self.nbytes = 0
         self._kept: OrderedDict[str, tuple[Any, int]] = OrderedDict()
+        self._open: OrderedDict[str, set[int]] = OrderedDict()  # of the latest passes, the parts that they went over
+        self._gone: OrderedDict[int, None] = OrderedDict()
         self._told: set[str] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KeptOutputs":
         """Return itself: copies of a model that computes the same share what it computed."""
         return self
 
-    def of(self, key: str, make: Callable[[], Any]) -> Any:
-        """Return what ``make()`` returned when the key was first asked for; it is called where nothing is kept.
+    def of(self, key: str, make: Callable[[], Any], *, part: str = "", by_pass: bool = True) -> Any:
+        """Return what ``make()`` returned when it was first asked for; it is called where nothing is kept.
 
         Args:
-            key: All that the output depends on, such as the `ModelDigest` and the data's.
+            key: All that the output depends on but the part of the data, such as `digest_of_model`, the view of the
+                data, and `circumstances`.
             make: Computes the output.
+            part: Tells the part of the data, such as a batch's `digest_of`; empty where the output is of all.
+            by_pass: Whether making it is a pass over the data, which is counted.
         """
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key][0]
-        output = self._read(key)
+        whole = f"{key} {part}"
+        if whole in self._kept:
+            self._kept.move_to_end(whole)
+            return self._kept[whole][0]
+        if hash(whole) in self._gone:
+            self._warn_of_bound()
+        output = self._read(whole)
         if output is _NOTHING:
-            self.passes += 1
             output = make()
-            self._write(key, output)
-        self._keep(key, output)
+            if by_pass:
+                self._count(key, part)
+            self._write(whole, output)
+        self._keep(whole, output)
         return output
+
+    def get(self, key: str, part: str = "") -> Any:
+        """Return what is in memory, as `of` does; None if nothing is."""
+        whole = f"{key} {part}"
+        if whole not in self._kept:
+            return None
+        self._kept.move_to_end(whole)
+        return self._kept[whole][0]
+
+    def _count(self, key: str, part: str) -> None:
+        """Count a part of a pass: of one that goes on, or of a new one if that has the part already."""
+        seen = self._open.get(key)
+        if seen is None or hash(part) in seen:
+            self.passes += 1
+            seen = self._open[key] = set()
+        seen.add(hash(part))
+        self._open.move_to_end(key)
+        if len(self._open) > OPEN:
+            self._open.popitem(last=False)
 
     def clear(self) -> None:
         """Forget what is in memory; files stay."""
@@ -87,14 +125,21 @@ class KeptOutputs:
 
     def _keep(self, key: str, output: Any) -> None:
         size = _bytes(output)
-        if size <= self._most:
-            self._kept[key] = output, size
-            self.nbytes += size
-        while self.nbytes > self._most:
-            self.nbytes -= self._kept.popitem(last=False)[1][1]
-            self._warn_of_bound()
         if size > self._most:
-            self._warn_of_bound()
+            self._went(key)
+            return
+        self._kept[key] = output, size
+        self.nbytes += size
+        while self.nbytes > self._most:
+            oldest, (_, freed) = self._kept.popitem(last=False)
+            self.nbytes -= freed
+            self._went(oldest)
+
+    def _went(self, key: str) -> None:
+        """Remember what was not kept: only if it is asked for again is it worth a warning."""
+        self._gone[hash(key)] = None
+        if len(self._gone) > GONE:
+            self._gone.popitem(last=False)
 
     def _warn_of_bound(self) -> None:
         self._warn(
@@ -151,46 +196,75 @@ class KeptOutputs:
             used -= status.st_size
 
 
-class ModelDigest:
-    """A digest of all that a model's modules hold: parameters, buffers, other tensors, numbers and text.
+def digest_of_model(model: nn.Module, ignored: Iterable[str] = ()) -> str:
+    """Return 80 hexadecimal digits that identify all that a model's modules hold, an adapter's phi in use too.
 
-    It is computed again where `where_and_how_often` tells of a change, or an attribute is another; hooks and code are
-    not looked at.
+    These are parameters, buffers, other tensors, numbers and text; hooks and code are not looked at. Tensors are read
+    again where `where_and_how_often` tells of a change, or where some entries differ: of each tensor 4,096, or all if
+    it has no more. A change of the others that leaves no trace, as through ``.data``, goes unnoticed.
 
     Args:
         model: The model.
         ignored: Names of attributes, dotted, that don't matter, such as a threshold that is applied afterwards.
     """
+    left_out = frozenset(ignored)
+    digests = _DIGESTS.setdefault(model, {})
+    if left_out not in digests:
+        digests[left_out] = _ModelDigest(left_out)
+    return digests[left_out].of(model)
 
-    def __init__(self, model: nn.Module, ignored: Iterable[str] = ()) -> None:
-        self._model, self._ignored = model, frozenset(ignored)
+
+class _Read(NamedTuple):
+    """A tensor that was read.
+
+    Attributes:
+        tensor: Held, so that no other can lie where it does.
+        state: What `where_and_how_often` told.
+        live: Some entries, a view; None where there can be none.
+        entries: The same, a copy.
+        digest: Its digest.
+    """
+
+    tensor: Tensor
+    state: tuple[int, int]
+    live: Tensor | None
+    entries: Tensor | None
+    digest: str
+
+
+class _ModelDigest:
+    """The digest of a model, which is given each time: held here it would never be freed.
+
+    Args:
+        ignored: Names of attributes, dotted.
+    """
+
+    def __init__(self, ignored: frozenset[str]) -> None:
         self._not_of: dict[str, set[str]] = {}
-        for name in self._ignored:
+        for name in ignored:
             module, _, attribute = name.rpartition(".")
             self._not_of.setdefault(module, set()).add(attribute)
-        self._state: tuple[Any, ...] = ()
-        self._tensors: list[Tensor] = []  # held, so that no other can lie where they do
-        self._digest = ""
+        self._read: dict[str, _Read] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ModelDigest":
-        """Return that of the model's copy."""
-        return ModelDigest(copy.deepcopy(self._model, memo), self._ignored)
+    def of(self, model: nn.Module) -> str:
+        tensors, plain = self._held(model)
+        changed = set(differing({name: (each.live, each.entries) for name, each in self._read.items()}))
+        self._read = {name: self._of_tensor(name, each, name in changed) for name, each in tensors.items()}
+        text = hashlib.blake2b(repr(plain).encode(), digest_size=8).hexdigest()
+        return hashlib.sha256("".join(each.digest for each in self._read.values()).encode()).hexdigest() + text
 
-    def __call__(self) -> str:
-        """Return 80 hexadecimal digits."""
-        tensors, plain = self._held()
-        state = (list(map(where_and_how_often, tensors)), plain)
-        if state != self._state:
-            text = hashlib.blake2b(repr(plain).encode(), digest_size=8).hexdigest()
-            self._digest = digest_of(tensors) + text
-            self._state, self._tensors = state, tensors
-        return self._digest
+    def _of_tensor(self, name: str, tensor: Tensor, changed: bool) -> _Read:
+        state, read = where_and_how_often(tensor), self._read.get(name)
+        if read is not None and read.tensor is tensor and read.state == state and not changed:
+            return read
+        live = some_entries(tensor)
+        return _Read(tensor, state, live, None if live is None else live.clone(), digest_of([tensor]))
 
-    def _held(self) -> tuple[list[Tensor], list[Any]]:
-        """The tensors of all modules, and what tells whose they are and what else there is."""
-        tensors: list[Tensor] = []
+    def _held(self, model: nn.Module) -> tuple[dict[str, Tensor], list[Any]]:
+        """The tensors of all modules by name, and what tells whose they are and what else there is."""
+        tensors: dict[str, Tensor] = {}
         plain: list[Any] = []
-        for name, module in self._model.named_modules():
+        for name, module in model.named_modules():
             plain += (name, type(module).__qualname__)
             ignored = self._not_of.get(name, ())
             for key, value in (*module._parameters.items(), *module._buffers.items(), *vars(module).items()):
@@ -201,10 +275,13 @@ class ModelDigest:
                     plain += (key, value)
                 elif isinstance(value, Tensor):
                     plain.append(key)
-                    tensors.append(value)
+                    tensors[f"{name}.{key}"] = value
                 elif kind in (tuple, list, dict) and _is_plain(value):
                     plain += (key, repr(value))  # as it is now
         return tensors, plain
+
+
+_DIGESTS: WeakKeyDictionary[nn.Module, dict[frozenset[str], _ModelDigest]] = WeakKeyDictionary()
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
@@ -214,6 +291,14 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
         digest.update(f"{each.dtype} {tuple(each.shape)}".encode())
         digest.update(each.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def circumstances(device: torch.device) -> str:
+    """Return on what, besides model and inputs, the last digits of an output depend: device, precision and PyTorch."""
+    kind = device.type
+    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    cast = torch.get_autocast_dtype(kind) if casts else "as it is"
+    return f"{kind} {cast} {torch.get_float32_matmul_precision()} torch {torch.__version__}"
 
 
 def _is_plain(value: Any) -> bool:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -69,7 +69,7 @@ class KeptWeights:
             every: Whether every entry of what was kept before is compared, for changes without a trace.
         """
         kept, self._parameters = self._parameters, {}
-        changed = set() if self.held or every else set(_differing(kept))
+        changed = set() if self.held or every else set(_changed(kept))
         for name, parameter in model.named_parameters():
             before = kept.get(name)
             same = before is not None and before.state == where_and_how_often(parameter) and name not in changed
@@ -107,7 +107,7 @@ class KeptWeights:
             query: Seconds that the query took, which tell how many entries may be compared.
         """
         began = time.perf_counter()
-        changed = _differing(self._parameters)
+        changed = _changed(self._parameters)
         took = time.perf_counter() - began
         for name, parameter in model.named_parameters():
             if name in changed:
@@ -128,7 +128,7 @@ class KeptWeights:
         return self._sampled(parameter, parameter.detach().clone())
 
     def _sampled(self, parameter: nn.Parameter, content: Tensor) -> _Kept:
-        live, entries = _some_entries(parameter, self._most), _some_entries(content, self._most)
+        live, entries = some_entries(parameter, self._most), some_entries(content, self._most)
         return _Kept(where_and_how_often(parameter), content, live, None if entries is None else entries.clone())
 
 
@@ -149,10 +149,18 @@ def put_back_different(model: nn.Module, contents: dict[str, Tensor]) -> list[st
     return changed
 
 
-def _differing(kept: dict[str, _Kept]) -> list[str]:
-    """Return the names of the parameters of which the entries that are looked at differ from those of the copies."""
+def _changed(kept: dict[str, _Kept]) -> list[str]:
+    return differing({name: (each.live, each.entries) for name, each in kept.items()})
+
+
+def differing(pairs: Mapping[str, tuple[Tensor | None, Tensor | None]]) -> list[str]:
+    """Return the names of the tensors of which the entries that are looked at differ from those of before.
+
+    Args:
+        pairs: By name what `some_entries` returns, and a copy from before; None where there is nothing to look at.
+    """
     alike = defaultdict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor, Tensor]]](list)
-    for name, (_, _, live, entries) in kept.items():
+    for name, (live, entries) in pairs.items():
         if live is not None and entries is not None:
             alike[live.dtype, live.device].append((name, live, entries))
     changed = []
@@ -163,7 +171,7 @@ def _differing(kept: dict[str, _Kept]) -> list[str]:
     return changed
 
 
-def _some_entries(tensor: Tensor, most: int) -> Tensor | None:
+def some_entries(tensor: Tensor, most: int = ENTRIES) -> Tensor | None:
     """Return a view of entries of a tensor as integers, evenly spaced and at most ``most``; None if there is none.
 
     The step has no divisor in common with any of the tensor's sizes, so that no row, column or channel is left out.

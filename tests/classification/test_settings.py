@@ -1,6 +1,8 @@
 """Settings of a classifier's inference, beside means over views made by hand, and what is kept meanwhile."""
 
 import copy
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ pytest.importorskip("torchvision")
 import metricopt_ext as mo
 from metricopt_ext.classification.kept_features import Rest
 from metricopt_ext.classification.metrics import METRICS, from_callable
+from metricopt_ext.classification.predictions import predict
 from metricopt_ext.classification.settings import classification_settings, view_of
 from metricopt_ext.classification.split_metric import model_metric
 from metricopt_ext.data.labelled import Split
+from metricopt_ext.data.streamed import StreamedImages, as_inputs
 from metricopt_ext.evidence.passes import Noticing
 from metricopt_ext.tasks.metric import Metric
 
@@ -34,10 +38,14 @@ class Classifier(nn.Module):
         torch.manual_seed(0)
         self.norm, self.head = nn.BatchNorm2d(3), nn.Linear(3 * SIDE * SIDE, classes)
         self.double().eval()
-        self.runs = 0
+        self.counted = Counter[str]()  # a number would be told apart from the model as it was
+
+    @property
+    def runs(self) -> int:
+        return self.counted["runs"]
 
     def forward(self, x: Tensor) -> Tensor:
-        self.runs += 1
+        self.counted["runs"] += 1
         logits: Tensor = self.head(self.norm(x).flatten(1))
         return logits.squeeze(1)
 
@@ -131,6 +139,38 @@ def test_what_was_seen_runs_no_model() -> None:
     with settings.applied({"temperature": 0.5}):
         assert torch.equal(logits(model, x) * 0.5, Classifier.forward(model, x).detach())
     assert settings.passes == 13
+
+
+def test_a_later_run_reads_what_was_kept_on_disk(tmp_path: Path) -> None:
+    values = {"flip": True, "temperature": 0.5}
+    found = []
+    for passes in (2, 0):
+        model, x = Classifier(), images()
+        settings = classification_settings(model, temperature=True, kept=mo.KeptOutputs(folder=tmp_path))
+        with settings.applied(values):
+            found.append(logits(model, x))
+        assert (model.runs, settings.passes) == (passes, passes)
+    assert torch.equal(*found)
+
+
+def test_images_on_disk_are_read_once_for_each_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("metricopt_ext.data.parts.CPU_BYTES", 4 * 3 * SIDE**2 * 5)  # of five images
+    memory, read = (255 * images()).to(torch.uint8), list[int]()
+    disk = StreamedImages.of(lambda row: read.append(row) or memory[row], 12, memory.shape[1:])  # type: ignore[func-returns-value]
+    x = as_inputs(disk.changed(Tensor.double, torch.float64))
+    model = Classifier()
+    settings = classification_settings(model, temperature=True)
+    for values, times in (({}, 1), ({"temperature": 2.0}, 1), ({"flip": True}, 2), ({"flip": True}, 2), ({}, 2)):
+        with settings.applied(values), torch.no_grad():
+            found = predict(model, x)
+            assert torch.equal(found, predict(model, memory.double()))
+        assert sorted(read) == sorted([*range(12)] * times)
+    assert settings.passes == 2
+    with torch.no_grad():
+        model.head.bias += 1
+        with settings.applied({}):
+            assert torch.equal(predict(model, x), predict(model, memory.double()))
+    assert settings.passes == 3
 
 
 def test_phi_is_told_apart_and_a_loss_sees_the_model_as_it_is() -> None:

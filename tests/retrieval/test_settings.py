@@ -1,5 +1,6 @@
 """Settings of retrieval: what they do to what is judged, that nothing is left of them, and what is kept meanwhile."""
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -39,10 +40,14 @@ class Embedder(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 5))
-        self.runs = 0
+        self.counted = Counter[str]()  # a number would be told apart from the model as it was
+
+    @property
+    def runs(self) -> int:
+        return self.counted["runs"]
 
     def forward(self, x: Tensor) -> Tensor:
-        self.runs += 1
+        self.counted["runs"] += 1
         return self.layers(x)  # type: ignore[no-any-return]
 
 
@@ -257,6 +262,21 @@ def test_settings_alone_run_no_model_and_give_the_same_to_the_last_digit() -> No
     assert (settings.passes, model.runs) == (4, 12)
     metric.evaluate(model, "test")
     assert model.runs == 15  # nothing is kept where no settings are tuned
+
+
+def test_metrics_that_embed_otherwise_have_whitenings_of_their_own() -> None:
+    model, values = Embedder(), {"whitening": 1.0}
+    loud = recall_metric(batches(0), ks=KS, embed=lambda model, x: model(x * torch.tensor([1.0, 1, 1, 1, 9, 9])))
+    plain, found = task_metric(), list[float]()
+    for metric in (plain, loud):
+        with retrieval_settings(metric, whiten_on=batches(1)).applied(values):
+            found.append(value(metric, model))
+    settings = retrieval_settings(plain, task_metric(), loud, whiten_on=batches(1))
+    for _ in range(2):
+        with settings.applied(values):
+            assert [value(plain, model), value(loud, model)] == found
+    assert found[0] != found[1]
+    assert settings.passes == 4
 
 
 def test_what_values_do_goes_to_an_index_and_into_the_model() -> None:

@@ -1,7 +1,10 @@
 """Outputs are made once, bounded in memory and on disk; a model's digest tells all that its modules hold."""
 
 import copy
+import gc
 import os
+import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.utils.kept_outputs import KeptOutputs, ModelDigest, digest_of
+import metricopt_ext as mo
+from metricopt_ext.utils.kept_outputs import KeptOutputs, circumstances, digest_of, digest_of_model
 
 GIB = 2**30
 TREE = {
@@ -80,12 +84,49 @@ def test_what_was_used_longest_ago_goes_first() -> None:
     assert made[4:] == ["a"]
 
 
+def test_what_goes_and_is_never_asked_for_again_is_not_worth_a_warning() -> None:
+    kept = KeptOutputs(gib=250 / GIB)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for key in range(20):
+            kept.of(str(key), lambda: numbers(100))
+    assert kept.nbytes == 200
+
+
+@pytest.mark.filterwarnings("ignore:kept outputs fill")
+def test_a_pass_goes_over_each_part_of_the_data_once() -> None:
+    kept = KeptOutputs(gib=0)
+
+    def go(view: str, *parts: str) -> int:
+        for part in parts:
+            assert len(kept.of(view, lambda: numbers(1), part=part)) == 1
+        return kept.passes
+
+    assert go("a", "1", "2", "3") == 1
+    assert go("b", "1", "2") == 2  # of another view or model
+    assert go("a", "4") == 2  # goes on
+    assert go("a", "2", "3") == 3  # again
+    assert go("a", "2") == 4
+    assert go("a", "3", "4") == 4
+    for view in range(70):
+        go(str(view), "1")
+    assert go("a", "5") == 75  # long ago
+    assert kept.of("a", lambda: numbers(2), part="6", by_pass=False).tolist() == [0, 0]
+    assert kept.passes == 75
+
+
+def test_what_is_in_memory_can_be_asked_for_alone() -> None:
+    kept = KeptOutputs()
+    kept.of("key", lambda: 5, part="1")
+    assert (kept.get("key", "1"), kept.get("key", "2"), kept.get("key")) == (5, None, None)
+
+
 def test_what_is_too_large_is_not_kept_and_nothing_else_goes() -> None:
     kept = KeptOutputs(gib=100 / GIB)
     kept.of("small", lambda: numbers(60))
+    assert len(kept.of("large", lambda: numbers(101))) == 101
     with pytest.warns(UserWarning, match="kept outputs fill"):
-        assert len(kept.of("large", lambda: numbers(101))) == 101
-    kept.of("large", lambda: numbers(101))
+        kept.of("large", lambda: numbers(101))
     kept.of("small", lambda: numbers(60))
     assert (kept.passes, kept.nbytes) == (3, 60)
 
@@ -159,14 +200,13 @@ class Net(nn.Module):
 
 def test_the_digest_changes_with_all_that_modules_hold_and_comes_back_with_it() -> None:
     net = Net()
-    digest = ModelDigest(net, ignored=["threshold"])
-    first = digest()
+    first = digest_of_model(net, ["threshold"])
     assert len(first) == 80
-    assert ModelDigest(copy.deepcopy(net), ignored=["threshold"])() == first
+    assert digest_of_model(copy.deepcopy(net), ["threshold"]) == first
 
     def changes() -> bool:
-        changed = digest() != first
-        assert digest() == ModelDigest(net, ignored=["threshold"])()
+        changed = digest_of_model(net, ["threshold"]) != first
+        assert digest_of_model(net, ["threshold"]) == digest_of_model(copy.deepcopy(net), ["threshold"])
         return changed
 
     net.threshold = 0.7
@@ -191,28 +231,59 @@ def test_the_digest_changes_with_all_that_modules_hold_and_comes_back_with_it() 
     assert not changes()
     net.held = torch.zeros(2)
     assert changes()
-    assert ModelDigest(net)() != digest()
+    del net.norm
+    assert changes()
+    assert digest_of_model(net) != digest_of_model(net, ["threshold"])
+
+
+def test_the_digest_notices_changes_without_a_trace() -> None:
+    torch.manual_seed(0)
+    net, seen = nn.Sequential(nn.Linear(4, 4), nn.Linear(100, 100)), set()
+    for tensor in (net[1].weight, net[0].bias, net[0].weight):
+        seen.add(digest_of_model(net))
+        tensor.data += 1
+        seen.add(digest_of_model(net))
+        tensor.data[0] *= 2
+    seen.add(digest_of_model(net))
+    assert len(seen) == 7
+
+
+def test_the_digest_tells_phi_in_use() -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    adapter, seen = mo.attach_film(net, ["1"], dim=3), list[str]()
+    for phi in (torch.zeros(3), torch.ones(3), torch.zeros(3)):
+        with adapter.using(phi.requires_grad_()):
+            seen.append(digest_of_model(net))
+    assert seen[0] == seen[2] != seen[1]
+    adapter.set_phi(torch.ones(3))
+    assert digest_of_model(net) not in seen
+
+
+def test_a_model_is_freed_though_it_was_digested() -> None:
+    net = Net()
+    digest_of_model(net)
+    seen = weakref.ref(net), weakref.ref(net.norm.weight)
+    del net
+    gc.collect()
+    assert [each() for each in seen] == [None, None]
 
 
 def test_tensors_that_come_and_go_at_one_address_are_told_apart() -> None:
     net = Net()
-    digest = ModelDigest(net)
     seen = set()
     for value in range(20):
         net.held = torch.full((4,), float(value))
-        seen.add(digest())
+        seen.add(digest_of_model(net))
         net.held = None
     assert len(seen) == 20
 
 
-def test_the_digest_of_a_copy_is_of_the_copy() -> None:
-    net = Net()
-    twin, digest = copy.deepcopy((net, ModelDigest(net)))
-    first = digest()
-    assert first == ModelDigest(net)()
-    with torch.no_grad():
-        twin.norm.bias += 1
-    assert digest() != first
+def test_precision_and_device_are_told_apart() -> None:
+    plain = circumstances(torch.device("cpu"))
+    assert plain.startswith("cpu as it is")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert circumstances(torch.device("cpu")) != plain
+    assert circumstances(torch.device("cpu")) == plain != circumstances(torch.device("meta:0"))
 
 
 def test_inputs_are_told_apart_by_content_shape_type_and_order() -> None:

@@ -116,7 +116,7 @@ def test_what_changed_between_queries_is_kept_unless_the_model_is_held(held: boo
 @pytest.mark.parametrize("shape", [(512, 512), (4096, 1024), (64, 32, 3, 3), (5001,), (8191,), (1000, 2048)])
 def test_entries_lie_in_all_rows_and_columns(shape: tuple[int, ...]) -> None:
     where = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
-    entries = weights._some_entries(where, ENTRIES)
+    entries = weights.some_entries(where, ENTRIES)
     assert entries is not None
     assert ENTRIES / 4 <= len(entries) <= ENTRIES
     flat = entries.view(torch.float64).long()
@@ -128,7 +128,7 @@ def test_entries_lie_in_all_rows_and_columns(shape: tuple[int, ...]) -> None:
 
 def test_all_entries_of_a_small_tensor_are_looked_at() -> None:
     for tensor in (torch.randn(()), torch.randn(4096), torch.randn(8, 3, 5, 5).to(memory_format=torch.channels_last)):
-        entries = weights._some_entries(tensor, ENTRIES)
+        entries = weights.some_entries(tensor, ENTRIES)
         assert entries is not None
         assert sorted(entries.view(torch.float32).tolist()) == sorted(tensor.flatten().tolist())
 
@@ -145,7 +145,7 @@ def test_all_entries_of_a_small_tensor_are_looked_at() -> None:
     ids=["empty", "gaps", "expanded", "sparse", "meta"],
 )
 def test_tensors_without_entries_of_their_own(tensor: Tensor) -> None:
-    assert weights._some_entries(tensor, ENTRIES) is None
+    assert weights.some_entries(tensor, ENTRIES) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.float8_e5m2])
