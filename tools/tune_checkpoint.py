@@ -44,8 +44,8 @@ from metricopt_ext.evidence.program_switches import (
 )
 from metricopt_ext.evidence.program_trials import TrialError
 from metricopt_ext.plain import plain
+from metricopt_ext.tasks.inference_file import INFERENCE, save_inference
 from metricopt_ext.tasks.program_score import CHECKPOINT, TRIAL
-from metricopt_ext.tasks.program_settings import INFERENCE
 from metricopt_ext.tasks.settings import QUERIES
 
 
@@ -303,7 +303,7 @@ def report(
         command = shlex.join(filled(one.score.words, {CHECKPOINT: str(arguments.output), TRIAL: "tuned"}))
         content |= {"settings first": told_of_settings(settings, first), "command": command}
         written.insert(2, arguments.output_dir / INFERENCE)
-        settings.save_inference(written[2], first.values)
+        save_inference(written[2], settings, first.values)
         print_settings(settings, first.values)
     write_json(written[0], content)
     header = ["score", "before", "best", "after", "guard", "queries", "failed"]

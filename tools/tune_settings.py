@@ -40,8 +40,9 @@ from metricopt_ext.evidence.report import versions
 from metricopt_ext.evidence.settings_run import SettingsOutcome, SettingsRun
 from metricopt_ext.evidence.style import print_table, print_written
 from metricopt_ext.plain import plain
+from metricopt_ext.tasks.inference_file import INFERENCE, save_inference
 from metricopt_ext.tasks.program_score import TRIAL, Score
-from metricopt_ext.tasks.program_settings import INFERENCE, ProgramSettings
+from metricopt_ext.tasks.program_settings import ProgramSettings
 from metricopt_ext.utils.files import write_json
 from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.program import filled
@@ -133,7 +134,7 @@ def report(arguments: argparse.Namespace, scores: Scores, tuned: SettingsOutcome
     }
     path, inference = arguments.output_dir / "report.json", arguments.output_dir / INFERENCE
     write_json(path, content)
-    settings.save_inference(inference, tuned.values)
+    save_inference(inference, settings, tuned.values)
     print_settings(settings, tuned.values)
     header = ["score", "before", "best", "after", "guard", "queries", "failed"]
     print_table(header, [["validation", *tuned.row()]])

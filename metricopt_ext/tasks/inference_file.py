@@ -1,5 +1,6 @@
 """``inference.yaml``: which settings of inference a checkpoint is used with, beside it."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,19 @@ from metricopt_ext.utils.config import check_yaml
 from metricopt_ext.utils.files import MISFITS, write_atomically
 from metricopt_ext.utils.words import brief
 
-NAME = "inference.yaml"
+INFERENCE = "inference.yaml"
 KEYS = {"value", "default", "factor"}
 
 HEADER = """\
-# Settings of inference: the value that the model is used with, its default, and the factor on inference time.
+# Settings of inference: the value that was chosen, the default, and the factor on inference time (null: unknown).
 # metricopt_ext.load_inference reads them; the host's Settings put them to use.
 """
 
 
 def save_inference(path: str | Path, settings: Settings, values: Values) -> None:
-    """Write which values settings have, with their defaults and factors on inference time.
+    """Write which values settings have, with their defaults and factors on inference time, as YAML.
+
+    No package is needed for it. Values that are free (`Settings`) are marked as the metric's alone.
 
     Args:
         path: The file, which ends in .yaml or .yml, or the folder of the checkpoint, which then has ``inference.yaml``.
@@ -29,20 +32,33 @@ def save_inference(path: str | Path, settings: Settings, values: Values) -> None
 
     Raises:
         ValueError: There is no such setting, or it can't have this value.
+        OSError: The file can't be written.
     """
-    from omegaconf import OmegaConf
+    changed = settings.changed(values)
+    free = [name for name, value in settings.free.items() if changed.get(name) == value]
+    lines = [f"# Free, for the metric alone; for deployment keep the default: {', '.join(map(scalar, free))}"] * bool(
+        free
+    )
+    for name, row in settings.rows(values).items():
+        lines += [f"{scalar(name)}:", *(f"  {key}: {scalar(each)}" for key, each in row.items())]
+    write_atomically(_file(path), (HEADER + "\n".join(lines) + "\n").encode())
 
-    complete = settings.complete(values)
-    content = {
-        name: {
-            "value": value,
-            "default": settings[name].default,
-            "factor": settings[name].factor(value) / settings[name].factor(settings[name].default),
-        }
-        for name, value in complete.items()
-    }
-    # Which quotes text that would be read as a number, as 1e-3 is by one of YAML's versions and not by the other.
-    write_atomically(_file(path), (HEADER + OmegaConf.to_yaml(OmegaConf.create(content))).encode())
+
+def scalar(value: Value | None) -> str:
+    """Return a value as YAML of any version reads it, in which a number with an exponent has a point too.
+
+    Example:
+        >>> scalar(1e-05), scalar("no")
+        ('1.0e-05', '"no"')
+    """
+    if isinstance(value, str):  # of two codes for one character, as in JSON, YAML makes two characters
+        return f'"{"".join(_character(each) for each in value)}"'
+    text = json.dumps(value)
+    return text.replace("e", ".0e") if isinstance(value, float) and "e" in text and "." not in text else text
+
+
+def _character(character: str) -> str:
+    return json.dumps(character)[1:-1] if ord(character) < 2**16 else f"\\U{ord(character):08x}"
 
 
 def load_inference(path: str | Path) -> dict[str, Value]:
@@ -82,4 +98,4 @@ def load_inference(path: str | Path) -> dict[str, Value]:
 
 
 def _file(path: str | Path) -> Path:
-    return Path(path) if Path(path).suffix in (".yaml", ".yml") else Path(path) / NAME
+    return Path(path) if Path(path).suffix in (".yaml", ".yml") else Path(path) / INFERENCE

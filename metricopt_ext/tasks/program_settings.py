@@ -1,16 +1,13 @@
 """Settings of a program: what stands in braces in its command, and what each of them may be."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import cast
 
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.tasks.program_score import CHECKPOINT, TRIAL
 from metricopt_ext.tasks.settings import QUERIES, SCALES, Scale, Setting, Settings, Value, Values
-from metricopt_ext.utils.files import write_atomically
 from metricopt_ext.utils.words import brief, nearest
 
 INTEGER = re.compile(r"[-+]?\d+")
@@ -19,8 +16,6 @@ NAME = re.compile(r"[A-Za-z_][\w-]*")
 
 # A name in braces, which a shell's ${NAME} is not.
 PLACEHOLDER = re.compile(rf"(?<!\$)\{{({NAME.pattern})\}}")
-
-INFERENCE = "inference.yaml"
 
 # Of a number that nobody wrote, a program gets so many digits: more than any query tells apart, and fit to be read.
 DIGITS = 10
@@ -129,25 +124,22 @@ class ProgramSettings(Settings):
             return self._texts[name, value]
         return f"{value:.{DIGITS}g}" if isinstance(value, float) else str(value)
 
-    def save_inference(self, path: Path, values: Values) -> None:
-        """Write which values were chosen, as YAML; no package is needed for it.
+    def rows(self, values: Values) -> dict[str, dict[str, Value | None]]:
+        """Return what ``inference.yaml`` has of each setting: the value and default that the program was told.
 
-        What a value does to inference time is the program's own, so the factors are null.
-
-        Args:
-            path: The file, by custom named `INFERENCE`.
-            values: What was chosen; the defaults of those that are left out.
+        What a value does to inference time is the program's own, so the factors are None.
 
         Raises:
             ValueError: A value is none that its setting may have.
-            OSError: The file can't be written.
         """
-        lines = ["# Settings of the program: the value that was chosen, the default, and the factor on inference time."]
-        for name, value in self.complete(values).items():
-            of_setting = {"value": self._as_told(name, value), "default": self._as_told(name, self[name].default)}
-            lines += [f"{scalar(name)}:", *(f"  {key}: {scalar(each)}" for key, each in of_setting.items())]
-            lines.append("  factor: null")
-        write_atomically(path, ("\n".join(lines) + "\n").encode())
+        return {
+            name: {
+                "value": self._as_told(name, value),
+                "default": self._as_told(name, self[name].default),
+                "factor": None,
+            }
+            for name, value in self.complete(values).items()
+        }
 
     def _as_told(self, name: str, value: Value) -> Value:
         """Return the number that the program was told, or the word."""
@@ -211,14 +203,3 @@ def _is_interval(text: str) -> bool:
     low, *others = text.split(":")
     numbers = [_number(low), *(_number(each) for each in others[:1])]
     return len(numbers) == 2 and None not in numbers and all(each in SCALES for each in others[1:])
-
-
-def scalar(value: Value) -> str:
-    """Return a value as YAML of any version reads it, in which a number with an exponent has a point too.
-
-    Example:
-        >>> scalar(1e-05), scalar("no")
-        ('1.0e-05', '"no"')
-    """
-    text = json.dumps(value)
-    return text.replace("e", ".0e") if isinstance(value, float) and "e" in text and "." not in text else text

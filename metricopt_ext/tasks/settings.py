@@ -343,6 +343,22 @@ class Settings:
             each.factor(complete[name]) / each.factor(each.default) for name, each in self._settings.items()
         )
 
+    def rows(self, values: Values) -> dict[str, dict[str, Value | None]]:
+        """Return what ``inference.yaml`` has of each setting (`save_inference`): its value, default and factor.
+
+        Raises:
+            ValueError: As from `check`.
+        """
+        complete = self.complete(values)
+        return {
+            name: {
+                "value": complete[name],
+                "default": each.default,
+                "factor": each.factor(complete[name]) / each.factor(each.default),
+            }
+            for name, each in self._settings.items()
+        }
+
     def changed(self, values: Values) -> dict[str, Value]:
         """Return the values that are not the defaults."""
         return {name: each for name, each in self.complete(values).items() if not _same(each, self[name].default)}

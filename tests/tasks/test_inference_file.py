@@ -1,5 +1,6 @@
 """Settings of inference are read as they were written, or refused with what is wrong."""
 
+import math
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import yaml
 
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.tasks.inference_file import load_inference, save_inference
+from metricopt_ext.tasks.inference_file import load_inference, save_inference, scalar
 from metricopt_ext.tasks.settings import Setting, Settings
 
 SETTINGS = Settings(
@@ -52,6 +53,17 @@ def test_default_and_factor_are_beside_the_value(tmp_path: Path) -> None:
     assert content["score_thresh"] == {"value": 0.05, "default": 0.05, "factor": 1.0}
 
 
+def test_what_is_free_is_said_to_be_for_the_metric_alone(tmp_path: Path) -> None:
+    settings = Settings(
+        [SETTINGS["detections"], SETTINGS["flip"]], lambda values: nullcontext(), free={"detections": 300}
+    )
+    said = '# Free, for the metric alone; for deployment keep the default: "detections"\n'
+    for values, expected in ((settings.first, True), ({"flip": True}, False), ({"detections": 200}, False)):
+        save_inference(tmp_path, settings, values)
+        assert (said in (tmp_path / "inference.yaml").read_text()) == expected
+        assert load_inference(tmp_path) == settings.complete(values)
+
+
 def test_a_folder_that_is_not_there_yet_is_made(tmp_path: Path) -> None:
     save_inference(tmp_path / "out" / "v1.2", SETTINGS, {"flip": True})
     assert (tmp_path / "out" / "v1.2" / "inference.yaml").is_file()
@@ -93,3 +105,13 @@ def test_what_is_no_such_file_is_refused(content: str, says: str, tmp_path: Path
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileFormatError, match=r"inference\.yaml does not exist; save_inference writes it"):
         load_inference(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1e-5, 1.5e-300, 1e300, -2e-9, 0.1, math.pi, 3, -7, True, "no", "1e-5", "ä\n\"'", "😀\u2028\x00\x7f\\ud83d\\ude00"],
+)
+def test_yaml_reads_a_value_as_it_was(value: bool | int | float | str) -> None:
+    found = yaml.safe_load(scalar(value))
+    assert found == value
+    assert type(found) is type(value)
