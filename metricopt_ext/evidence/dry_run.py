@@ -17,9 +17,11 @@ from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.evidence.style import direction, print_points, print_table
 from metricopt_ext.methods.paper import END_QUERIES, Algorithm1
 from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.run_folder import ADAPTER
 from metricopt_ext.plain import plain
 from metricopt_ext.search.probe import GRADIENTS
 from metricopt_ext.search.trust_region import LINE_QUERIES, GuidedTrustRegion
+from metricopt_ext.tasks.inference_file import INFERENCE
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.machine import deterministic
@@ -243,9 +245,11 @@ def files_of_seed(config: RunConfig, own: tuple[str, ...]) -> list[str]:
         config: The settings.
         own: What the task adds.
     """
-    names = ["identity.json", "evaluations.json", "adapter.safetensors", "value_function.safetensors", "record.json"]
+    names = ["identity.json", "evaluations.json", ADAPTER, "value_function.safetensors", "record.json"]
     if config.method.name != "search":
         names.insert(2, "trajectories")
+    if config.settings.names:
+        names.insert(names.index(ADAPTER), INFERENCE)
     return [*names, *own]
 
 

@@ -125,8 +125,9 @@ def optimize_metric(
             result = confirmed(result, task.judged_by(folder.cached(kept_aside, KEPT_ASIDE)), guard_confidence)
         result = ranks.on_first(lambda: looked_at(result, task, looked))
         base.close()
-        task.adapter.apply(result.start_of(result.chosen))
-        folder.keep(task, result.products())
+        kept_start = result.start_of(result.chosen)
+        task.adapter.apply(kept_start)
+        folder.keep(task, result.products(), kept_start.settings)
         shown.outcome(result.before, result.after)
         shown.done()
     return result

@@ -15,9 +15,11 @@ from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.search.update_rule import UpdateRule
 from metricopt_ext.tasks.cached_metric import CachedMetric
+from metricopt_ext.tasks.inference_file import save_inference
 from metricopt_ext.tasks.kept_evaluations import KeptEvaluations
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.population import Population
+from metricopt_ext.tasks.settings import Values
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import TRAJECTORIES, TrajectoryStore
 from metricopt_ext.utils import ranks
@@ -168,24 +170,27 @@ class RunFolder:
             for purpose, spent in run.spent_on.items():
                 own.spend(purpose, spent)
 
-    def keep(self, task: FinetuneTask, learned: Mapping[str, ValueFunction | UpdateRule]) -> None:
-        """Write what was learned, and the adapter with what is applied to it.
+    def keep(self, task: FinetuneTask, learned: Mapping[str, ValueFunction | UpdateRule], values: Values) -> None:
+        """Write what was learned, the settings of inference, and the adapter with what is applied to it.
 
         The run, which is complete then, is charged.
 
         Args:
             task: Has the adapter.
             learned: By the names of their files, without an ending.
+            values: The settings that were kept, of a start; the others are those that a run begins with.
         """
-        ranks.on_first(lambda: self._write(task, learned))
+        ranks.on_first(lambda: self._write(task, learned, values))
         self._charge()
 
-    def _write(self, task: FinetuneTask, learned: Mapping[str, ValueFunction | UpdateRule]) -> None:
+    def _write(self, task: FinetuneTask, learned: Mapping[str, ValueFunction | UpdateRule], values: Values) -> None:
         if self.path is None:
             return
         self.check_held()
         for name, each in learned.items():
             each.save(self.path / f"{name}.safetensors")
+        if task.settings is not None:
+            save_inference(self.path, task.settings, task.with_values(values).values or {})
         task.adapter.save(self.path / ADAPTER)
 
 

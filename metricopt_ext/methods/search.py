@@ -121,8 +121,9 @@ class Search(Trials):
             UnguardedError: The metric requires a guard (`Metric`), and nothing could tell a gain from chance.
         """
         result = self.outcome()
-        self.task.adapter.apply(result.start_of(result.chosen))
-        self.folder.keep(self.task, result.products())
+        start = result.start_of(result.chosen)
+        self.task.adapter.apply(start)
+        self.folder.keep(self.task, result.products(), start.settings)
         return result
 
     def close(self) -> None:

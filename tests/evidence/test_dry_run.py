@@ -14,10 +14,10 @@ from torch import nn
 from metricopt_ext.data import training_state
 from metricopt_ext.errors import AdapterError, BudgetError, ConfigError
 from metricopt_ext.evidence import cli
-from metricopt_ext.evidence.dry_run import dry_run, planned
+from metricopt_ext.evidence.dry_run import dry_run, files_of_seed, planned
 from metricopt_ext.evidence.experiment import Experiment, Subject
 from metricopt_ext.evidence.method_config import FinetuneConfig, PaperConfig, PaperSettings, RecipeConfig, SearchConfig
-from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig
+from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, SettingsConfig
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask
 
@@ -136,6 +136,11 @@ def test_the_table_says_what_a_tasks_line_takes(toy: Any, tmp_path: Path, capsys
     assert "design 4 queries around the best of these" in said
     assert "batches about 12 of 4 queries" in said  # 60 - 5 starts - 4 - 4 - the end = 46
     assert "line" not in shown(toy, settings(), tmp_path, capsys)
+
+
+def test_the_settings_file_is_named_if_there_are_settings() -> None:
+    names = [files_of_seed(settings(settings=SettingsConfig(chosen)), ("own",)) for chosen in ([], ["usual"])]
+    assert [each for each in names[1] if each not in names[0]] == ["inference.yaml"]
 
 
 @pytest.mark.parametrize(

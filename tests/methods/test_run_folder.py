@@ -1,7 +1,8 @@
 """What a run keeps in its folder."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,13 @@ from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.run_folder import FORMAT, IDENTITY, claim_open, identity_of, load_run, open_run, settled
+from metricopt_ext.methods.search import Search
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.inference_file import load_inference
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.population import Population
+from metricopt_ext.tasks.settings import Setting, Settings
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.progress import Watcher
@@ -209,3 +214,67 @@ def test_a_damaged_identity_does_not_choose_a_population(
 ) -> None:
     (tmp_path / IDENTITY).write_text(damaged)
     assert settled(quadratic(population=None), {}, tmp_path).population == 32
+
+
+@contextmanager
+def applied(values: dict[str, Any]) -> Iterator[None]:
+    NOW.append(values["k"])
+    try:
+        yield
+    finally:
+        NOW.pop()
+
+
+NOW = [1.0]
+K = Settings([Setting("k", values=(1.0, 2.0, 4.0), default=1.0), Setting("n", 1, 9, default=3)], applied, free={"n": 9})
+
+
+def with_k(make: Callable[..., Any], settings: Settings | None) -> Any:
+    """A task whose metric is lowest at k = 4."""
+    task = make(4)
+
+    def distance(model: Any) -> Any:
+        value = float(task.metric.function(model)) + abs(4 - NOW[-1])
+        return value, (value, value)
+
+    metric = Metric(distance, maximize=False, bounds=None, name="distance")
+    return replace(task, metric=metric, settings=settings)
+
+
+@pytest.mark.parametrize("strategy", [None, CMAES()])
+def test_a_run_keeps_the_settings_beside_phi(quadratic: Callable[..., Any], strategy: Any, tmp_path: Path) -> None:
+    own = {} if strategy is None else {"strategy": strategy}
+    for _ in range(2):  # a resumed run has the same
+        task = with_k(quadratic, K)
+        result = optimize_metric(task, queries=30, output_dir=tmp_path, resume=True, watcher=Watcher(), **own)
+        assert result.settings is not None
+        assert load_inference(tmp_path) == result.settings.after == {"k": 4.0, "n": 9}
+    text = (tmp_path / "inference.yaml").read_text()
+    assert 'for deployment keep the default: "n"' in text
+    assert (tmp_path / "adapter.safetensors").exists()
+
+
+def test_a_run_without_settings_has_no_file_of_them(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    optimize_metric(with_k(quadratic, None), queries=30, output_dir=tmp_path, watcher=Watcher())
+    assert (tmp_path / "adapter.safetensors").exists()
+    assert not (tmp_path / "inference.yaml").exists()
+
+
+def test_the_settings_of_what_the_guard_kept_are_written(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    task = with_k(quadratic, K)
+    worse = task.judged_by(Metric(lambda model: NOW[-1], maximize=False, bounds=None, name="k"))  # and no halves
+    result = optimize_metric(worse, queries=30, output_dir=tmp_path, watcher=Watcher())
+    assert result.settings is not None
+    assert load_inference(tmp_path) == result.settings.after
+    assert result.settings.after["k"] == 1.0
+
+
+def test_ask_and_tell_keeps_them_too(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    task = with_k(quadratic, K)
+    with Search(task, queries=30, output_dir=tmp_path) as search:
+        while trials := search.ask(8):
+            for trial in trials:
+                with trial.applied() as model:
+                    search.tell(trial.id, *task.metric.function(model))
+        assert search.result().settings.after["k"] == 4.0  # type: ignore[union-attr]
+    assert load_inference(tmp_path) == {"k": 4.0, "n": 9}
