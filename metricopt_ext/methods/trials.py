@@ -463,8 +463,8 @@ class Trials:
         if self.task.settings is not None:
             left = self.queries - self._for_what_is_kept()
             most = max(0, min((left - self._initial) // 2, left - self._least))
-            first = self._asked[self._begun]
-            self._stage = SettingsState(self.task.settings, first, most, lambda each: ranked(each, limits))
+            first, values = self._asked[self._begun], self.task.with_values(self._starts[self._begun].settings).values
+            self._stage = SettingsState(self.task.settings, first, most, lambda each: ranked(each, limits), values)
 
     def _for_what_is_kept(self) -> int:
         """Return how many evaluations are held back; without halves, there is no share to keep."""
@@ -539,6 +539,9 @@ class Trials:
         self._advance()
         over = self._state is not None and not self._batch.trials  # one query early if the metric never varied
         least = self._least + (0 if self._stage is None else self._stage.asked)
+        if self._stage is not None and self._state is None:  # the search begins once all of these are answered
+            told = self._kept.told
+            least += sum(trial.id not in told or not told[trial.id].given_up for trial in self._batch.trials)
         if self._kept.answered < least and not over:
             missing = least - self._kept.answered
             raise BudgetError(

@@ -66,6 +66,7 @@ class SettingsState:
         first: The metric's evaluation at the first values.
         queries: Queries that it may ask for, at most those of the settings.
         rank: What is least of the best evaluation; by default its cost.
+        values: The first values, as of a start that has its own; by default those that a run begins with.
 
     Example:
         >>> from contextlib import nullcontext
@@ -84,10 +85,11 @@ class SettingsState:
         first: Evaluation,
         queries: int | None = None,
         rank: Callable[[Evaluation], Any] = lambda evaluation: evaluation.cost,
+        values: Values | None = None,
     ) -> None:
         self.settings, self.rank = settings, rank
         self.queries = settings.queries if queries is None else min(queries, settings.queries)
-        self._tried = [Tried(settings.first, first)]
+        self._tried = [Tried(settings.first if values is None else settings.complete(values), first)]
         self._batches: Batches | None = None
         self._open: list[dict[str, Value]] = []
         self._answers: dict[int, Tried] = {}

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.errors import FileFormatError, MetricError
+from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.search import Search
 from metricopt_ext.methods.tuned_settings import SETTINGS
 from metricopt_ext.search.direct import CMAES
+from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Setting, Settings
 from metricopt_ext.utils.progress import Watcher
@@ -254,3 +255,32 @@ def test_a_start_may_have_its_own(quadratic: Make) -> None:
         run(task, starts={"wrong": Start(task.origin(), settings={"size": 5.0})})
     with pytest.raises(ValueError, match="the task has none; give it settings="):
         run(toy.task, starts={"wrong": Start(task.origin(), settings={"size": 4.0})})
+
+
+def test_settings_are_tuned_from_those_of_the_best_start(quadratic: Make) -> None:
+    """The best start has a size that it alone gains by; what is tried and told is told of that size."""
+    toy = Toy(quadratic)
+
+    def distance(model: Any) -> Any:
+        toy.asked.append(dict(toy.now))
+        return float(toy.task.distance(model)) - 2 * (toy.now["size"] == 16.0) - 0.2 * (toy.now["kind"] == "soft")
+
+    toy.settings = toy.settings.limited(inference=8.0)
+    result = run(toy.judged(distance), starts={"large": Start(toy.task.origin(), settings={"size": 16.0})})
+    assert result.settings is not None
+    known = [values for values, _ in result.settings.tried]
+    assert known[0] == {"size": 16.0, "kind": "hard"}
+    assert known[1:] == toy.asked[2 : 1 + len(known)]
+    assert known[1:] == [{"size": 8.0, "kind": "hard"}, *({"size": 16.0, "kind": kind} for kind in ("soft", "other"))]
+    assert result.settings.after == {"size": 16.0, "kind": "soft"}
+    assert result.starts[SETTINGS] == pytest.approx(result.starts["large"] - 0.2)
+
+
+@pytest.mark.parametrize("told", [0, 1, 2])
+def test_there_is_no_result_before_the_stage_is_over(quadratic: Make, told: int) -> None:
+    search = Search(Toy(quadratic).judged(), queries=40, strategy=RandomSearch())
+    search.tell(search.ask()[0].id, 3.0)
+    for trial in search.ask(3)[:told]:
+        search.tell(trial.id, 3.0)
+    with pytest.raises(BudgetError, match=rf"^{4 - told} more trials? must be told .*: {1 + told} of at least 5 were"):
+        search.result()
