@@ -686,15 +686,16 @@ def guarded(
         ),
         kept_share=None if share is None else share.scaled(task.metric.scale),
         constrained=constrained,
-        settings=settings_of(task, starts[decision.kept if decision.kept in starts else begun], stage),
+        settings=settings_of(task, starts[decision.kept if decision.kept in starts else begun], stage, starts[begun]),
     )
 
 
-def settings_of(task: FinetuneTask, kept: Start, stage: SettingsEnd | None) -> TunedSettings | None:
+def settings_of(task: FinetuneTask, kept: Start, stage: SettingsEnd | None, begun: Start) -> TunedSettings | None:
     """Return what became of a task's settings of inference; None of a task without any."""
     if task.settings is None:
         return None
-    return TunedSettings.of(task.settings, task.with_values(kept.settings).values or {}, stage, task.metric)
+    values, first = (task.with_values(each.settings).values or {} for each in (kept, begun))
+    return TunedSettings.of(task.settings, values, stage, task.metric, first)
 
 
 def told_besides(also: Mapping[str, float] | None, metric: Metric) -> dict[str, float] | None:

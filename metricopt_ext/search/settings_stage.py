@@ -44,11 +44,13 @@ class SettingsEnd:
         values: The best, one for every setting.
         evaluation: Theirs.
         tried: All that were asked, the first values before.
+        queries: Queries that it might ask for.
     """
 
     values: dict[str, Value]
     evaluation: Evaluation
     tried: tuple[Tried, ...]
+    queries: int
 
 
 class SettingsState:
@@ -131,7 +133,7 @@ class SettingsState:
         """Return the best of what was told; the first values unless others are better."""
         best = self._best()
         assert best.evaluation is not None
-        return SettingsEnd(best.values, best.evaluation, tuple(self._tried))
+        return SettingsEnd(best.values, best.evaluation, tuple(self._tried), self.queries)
 
     # --- The stage -----------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from metricopt_ext.methods.search import Search
 from metricopt_ext.methods.tuned_settings import SETTINGS
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.random_search import RandomSearch
+from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Setting, Settings
 from metricopt_ext.utils.progress import Watcher
@@ -284,3 +285,78 @@ def test_there_is_no_result_before_the_stage_is_over(quadratic: Make, told: int)
         search.tell(trial.id, 3.0)
     with pytest.raises(BudgetError, match=rf"^{4 - told} more trials? must be told .*: {1 + told} of at least 5 were"):
         search.result()
+
+
+def test_what_data_kept_aside_prefer_has_its_own_settings(quadratic: Make) -> None:
+    toy = Toy(quadratic)
+
+    def other(model: Any) -> float:
+        return float(toy.task.distance(model)) + 20 * (toy.now["size"] == BEST)
+
+    aside = Metric(other, maximize=False, bounds=None, name="aside")
+    result = run(toy.judged(), kept_aside=aside)
+    assert result.overruled
+    assert result.chosen == "start"
+    assert result.aside["settings"] == pytest.approx(result.aside["start"] + 20)  # judged with their own in force
+    assert result.settings is not None
+    assert result.settings.after == result.settings.before
+    assert result.settings.factor == 1.0
+    assert "settings: as they were; size 2 -> 8, kind hard -> soft gained (5 tried), but was not kept" in str(result)
+
+
+def test_what_data_kept_aside_confirm_keeps_its_settings(quadratic: Make) -> None:
+    toy = Toy(quadratic)
+    aside = Metric(lambda model: toy.distance(model)[0], maximize=False, bounds=None, name="aside")
+    result = run(toy.judged(), kept_aside=aside)
+    assert not result.overruled
+    assert result.settings == run(Toy(quadratic).judged()).settings
+
+
+def test_what_violates_a_constraint_is_neither_kept_nor_built_upon(quadratic: Make) -> None:
+    toy = Toy(quadratic)
+
+    def distance(model: Any) -> dict[str, Any]:
+        return {"distance": toy.distance(model), "frames": 8 / toy.now["size"]}
+
+    result = run(toy.judged(distance, subject_to={"frames": ">= 2"}))
+    assert result.settings is not None
+    assert result.settings.after == {"size": 4.0, "kind": "soft"}
+    assert {each["size"] for each in toy.asked[6:]} == {4.0}
+
+
+def test_where_all_violates_a_constraint_nothing_is_kept(quadratic: Make) -> None:
+    toy = Toy(quadratic)
+
+    def distance(model: Any) -> dict[str, Any]:
+        return {"distance": toy.distance(model), "frames": 0.0}
+
+    result = run(toy.judged(distance, subject_to={"frames": ">= 2"}))
+    assert result.chosen == "start"
+    assert result.settings is not None
+    assert result.settings.after == result.settings.before
+    assert "settings: as they were; size 2 -> 8, kind hard -> soft gained (5 tried), but was not kept" in str(result)
+
+
+def test_it_is_said_why_none_was_tried(quadratic: Make) -> None:
+    least = GuidedTrustRegion().least_queries(8)
+    assert "settings: none was tried, as the search needs all queries; give it more" in str(
+        run(Toy(quadratic).judged(), least)
+    )
+    assert "none was tried" not in str(run(Toy(quadratic, queries=0).judged()))
+    toy = Toy(quadratic)
+    size = Setting("size", values=SIZES[1:], default=2.0, inference=lambda size: float(size) / 2)
+    toy.settings = Settings([size], lambda values: toy.apply({"kind": "hard", **values}))
+    result = run(toy.judged())
+    assert result.queries["settings"] == 0
+    assert "settings: none was tried, as all others take more than 1 times as long; allow more by inference=" in str(
+        result
+    )
+
+
+@pytest.mark.parametrize("queries", [7, 8, 9, 12])
+def test_no_budget_is_exceeded(quadratic: Make, queries: int) -> None:
+    toy = Toy(quadratic)
+    result = run(toy.judged(), queries)
+    assert len(toy.asked) == sum(result.queries.values()) == queries
+    with pytest.raises(BudgetError, match="6 queries are too few"):
+        run(Toy(quadratic).judged(), 6)
