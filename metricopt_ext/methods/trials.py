@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
-from metricopt_ext.methods.assessment import Assessment, assessed, first_told
+from metricopt_ext.methods.assessment import Assessment, Told, assessed, first_told
 from metricopt_ext.methods.constrained import Constrained, decide_within
 from metricopt_ext.methods.guard import CONFIDENCE, LINE, LINE_CONFIDENCE, START_CONFIDENCE, Decision, decide
 from metricopt_ext.methods.new_classes import KeptShare, held_back, kept_share
@@ -212,9 +212,18 @@ class Trials:
         kept = [each for each in told if self.task.settings is None or self.stage_of(each.id) != "settings"]
         worst, origin = self._worst(), self.task.origin()
         answers = [(each.at(origin), each.evaluation or worst) for each in kept]
-        first = first_told(self.task.adapter, self._starts, self._begun, answers)
+        first, besides = first_told(self.task.adapter, self._starts, self._begun, answers), len(told) - len(kept)
+        if SETTINGS in self._asked:
+            first.insert(self._initial, Told(SETTINGS, "settings", self._asked[SETTINGS]))
+            besides -= 1
         return assessed(
-            self.task.metric, first, len(origin), confidence=self._confidence, least=self._least, seconds=seconds
+            self.task.metric,
+            first,
+            len(origin),
+            confidence=self._confidence,
+            least=self._least,
+            seconds=seconds,
+            besides=besides,
         )
 
     def stage_of(self, id: int) -> str:
@@ -425,10 +434,16 @@ class Trials:
         if kept is not None:
             if moved := self._has_other_settings(kept, at):
                 at = replace(at, settings=kept.settings or {})
+            if (kept.settings or {}) != dict(at.settings):
+                raise FileFormatError(
+                    f"{self._kept.path} has trial {id} with settings {brief(kept.settings or {})}, where"
+                    f" {brief(dict(at.settings))} would be asked now, as there are too few queries to try as many;"
+                    " give more, or use another output folder"
+                )
             if not kept.is_of(at):
                 raise FileFormatError(
-                    f"{self._kept.path} has trial {id} of a model with other tensors than those of the start {name!r},"
-                    " or with other settings; use another output folder"
+                    f"{self._kept.path} has trial {id} of a model with other tensors than those of the start {name!r};"
+                    " use another output folder"
                 )
             try:
                 point = kept.at(phi)
