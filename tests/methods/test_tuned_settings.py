@@ -13,9 +13,12 @@ import torch
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
+from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.search import Search
+from metricopt_ext.methods.siblings.algorithm_s1 import AlgorithmS1
 from metricopt_ext.methods.tuned_settings import SETTINGS
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.random_search import RandomSearch
@@ -360,3 +363,49 @@ def test_no_budget_is_exceeded(quadratic: Make, queries: int) -> None:
     assert len(toy.asked) == sum(result.queries.values()) == queries
     with pytest.raises(BudgetError, match="6 queries are too few"):
         run(Toy(quadratic).judged(), 6)
+
+
+@pytest.mark.parametrize("strategy", [Recipe(), Algorithm1(), AlgorithmS1()])
+def test_what_tunes_no_settings_refuses_them(quadratic: Make, strategy: Any) -> None:
+    toy = Toy(quadratic, free={"kind": "soft"})
+    with pytest.raises(ValueError, match=rf"size and 1 more, which {type(strategy).__name__} does not tune; search by"):
+        run(toy.judged(), 400, strategy=strategy)
+    assert not toy.asked
+
+
+def test_an_error_names_the_settings_in_force(quadratic: Make) -> None:
+    toy = Toy(quadratic)
+
+    def distance(model: Any) -> Any:
+        if toy.now["size"] == 4.0:
+            raise RuntimeError("out of memory")
+        return toy.distance(model)
+
+    said = r"RuntimeError: out of memory \(settings size 4\.0, kind 'hard'\) \(query 3 of 40, \|phi\| = 0\)"
+    with pytest.raises(MetricError, match=said):
+        run(toy.judged(distance))
+    assert toy.now == {"size": 2.0, "kind": "hard"}
+    with pytest.warns(UserWarning, match=r"settings size 4\.0, kind 'hard'\); the worst value so far is taken"):
+        result = run(toy.judged(distance, failures=1))
+    assert result.settings is not None
+    assert result.settings.after == {"size": BEST, "kind": "soft"}
+
+
+def test_settings_that_cannot_be_applied_are_an_evaluation_that_failed(quadratic: Make) -> None:
+    toy = Toy(quadratic)
+
+    @contextmanager
+    def apply(values: dict[str, Any]) -> Iterator[None]:
+        if values["size"] == 4.0:
+            raise RuntimeError("no such engine")
+        with toy.apply(values):
+            yield
+
+    toy.settings = Settings([toy.settings[name] for name in toy.settings.names], apply, inference=4.0)
+    said = r"settings size 4\.0, kind 'hard' can't be applied: RuntimeError: no such engine \(query 3 of 40"
+    with pytest.raises(MetricError, match=said):
+        run(toy.judged())
+    with pytest.warns(UserWarning, match="can't be applied"):
+        result = run(toy.judged(failures=1))
+    assert result.settings is not None
+    assert result.settings.after == {"size": BEST, "kind": "soft"}
