@@ -122,8 +122,9 @@ def search_results(
     """Run a search once, and yield the guarded result that each number of queries would have had.
 
     Each checkpoint before the last costs a guided search a query more, that of its own end, and another where classes
-    are new (`kept_share`). The model is left
-    unchanged. Of ranks that share the work the first alone goes on with the search; all evaluate.
+    are new (`kept_share`). Settings of inference are tuned once, by as many queries as the first checkpoint alone would
+    have for them. The model is left unchanged. Of ranks that share the work the first alone goes on with the search;
+    all evaluate.
 
     Args:
         task: Model, loss, batches and metric.

@@ -54,9 +54,11 @@ class TunedSettings:
         known = () if end is None else end.tried
         tried = tuple((each.values, metric.to_value(each.evaluation.cost)) for each in known if each.evaluation)
         untried = ""
-        if end is not None and len(known) == 1 and settings.queries:
+        if end is not None and len(tried) == 1 and settings.queries:
             untried = "the search needs all queries; give it more"
-            if end.queries:
+            if len(known) > 1:
+                untried = "all were given up"
+            elif end.queries:
                 untried = f"all others take more than {settings.inference:g} times as long; allow more by inference="
         own = settings.defaults, settings.complete(after), settings.free, settings.factor(after)
         return cls(*own, tried, settings.complete(after if begun is None else begun), untried)

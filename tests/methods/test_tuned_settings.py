@@ -409,3 +409,52 @@ def test_settings_that_cannot_be_applied_are_an_evaluation_that_failed(quadratic
         result = run(toy.judged(failures=1))
     assert result.settings is not None
     assert result.settings.after == {"size": BEST, "kind": "soft"}
+
+
+def test_where_nobody_waits_for_a_setting_it_is_as_without(quadratic: Make) -> None:
+    toy = Toy(quadratic)
+    search = Search(toy.judged(), queries=30)
+    while trials := search.ask(8):
+        for trial in trials:
+            if search.stage_of(trial.id) == "settings":
+                search.give_up(trial.id)
+                continue
+            with trial.applied() as model:
+                search.tell(trial.id, *toy.distance(model))
+    result = search.result()
+    assert len(toy.asked) == search.spent == 30
+    assert result.queries == {"starts": 1, "settings": 0, "search": 29}
+    assert "settings: none was tried, as all were given up" in str(result)
+
+
+def test_what_fails_in_the_stage_counts_and_is_not_kept(quadratic: Make) -> None:
+    toy = Toy(quadratic)
+    search = Search(toy.judged(), queries=30)
+    while trials := search.ask(8):
+        for trial in reversed(trials):
+            if trial.settings["size"] == BEST:
+                search.fail(trial.id, "out of memory")
+                continue
+            with trial.applied() as model:
+                search.tell(trial.id, *toy.distance(model))
+    result = search.result()
+    assert result.settings is not None
+    assert result.settings.after == {"size": 4.0, "kind": "soft"}
+    assert (search.spent, search.failed) == (30, 1)
+
+
+def test_a_search_goes_on_after_each_trial_in_any_order(quadratic: Make, tmp_path: Path) -> None:
+    whole, told = run(Toy(quadratic).judged(), 30), 0
+    while True:
+        toy = Toy(quadratic)
+        with Search(toy.judged(), queries=30, output_dir=tmp_path, resume=told > 0) as search:
+            search.ask(8)
+            if not (trials := search.open()):
+                break
+            trial, told = trials[told % len(trials)], told + 1
+            with trial.applied() as model:
+                search.tell(trial.id, *toy.distance(model))
+    result = search.result()
+    assert told == 30
+    assert result.settings == whole.settings
+    assert torch.equal(result.ends[result.chosen], whole.ends[whole.chosen])
