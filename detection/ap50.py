@@ -41,6 +41,8 @@ IOU = 0.5
 # The IoUs that each metric is the mean over, as pycocotools writes them.
 METRICS: dict[str, tuple[float, ...]] = {"AP50": (IOU,), "AP": tuple(np.linspace(0.5, 0.95, 10).tolist())}
 COCO_DETECTIONS = 100  # of one class in one image, by default
+# Where the worst detection has a higher score, worse ones were left out; down to the second they are worth writing.
+CUT, LOW_SCORE = 0.01, 0.0005
 # Written as in the reference code: other forms differ in the last bit, which matters at a recall of 0.3.
 RECALLS = {"voc_11_point": np.arange(0.0, 1.1, 0.1), "coco": np.linspace(0.0, 1.0, 101)}
 # VOC counts pixels from 1, both ends inside. The IoU is the same except for rounding.
@@ -160,6 +162,17 @@ def told_beyond_limit(cut: int, max_detections: int = COCO_DETECTIONS) -> str:
     """Return in words how many detections are beyond the limit; empty if none are."""
     said = f"COCO does not count {counted(cut, 'detection')} beyond the {max_detections} best of a class in an image"
     return said if cut else ""
+
+
+def told_cut(detections: Sequence[Detections]) -> str:
+    """Return in words that detections look cut by a threshold, by their lowest score; empty if they don't."""
+    scores = [found.scores for found in detections if len(found)]
+    if not scores or (lowest := min(float(each.min()) for each in scores)) <= CUT:
+        return ""
+    return (
+        f"the lowest score is {lowest:.3g}: detections look cut by a threshold, which can only lower an average"
+        f" precision; keep those down to {LOW_SCORE:g}"
+    )
 
 
 def match_for(

@@ -20,19 +20,21 @@ from metricopt_ext.detection.build import (
     remembering,
     with_outputs_of,
 )
-from metricopt_ext.detection.config import DetectionConfig
+from metricopt_ext.detection.config import SETTINGS, SETTINGS_OF_CFG, DetectionConfig
 from metricopt_ext.detection.data import DetectionSplits, load_splits
 from metricopt_ext.detection.metric import ValueOn, detect_all, detector_metric, in_batches, rare_images, truth_of
 from metricopt_ext.detection.pictures import plot_detections, plot_proposals
 from metricopt_ext.detection.proposals import proposal_recall
 from metricopt_ext.detection.task import ExampleBatches, InputsOnDisk, detection_loss
-from metricopt_ext.detection.toolkit import Toolkit
+from metricopt_ext.detection.toolkit import Toolkit, told_inference
 from metricopt_ext.evidence.bootstrap import error_of, within_groups
 from metricopt_ext.evidence.experiment import Experiment, State, Subject
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.settings import Settings
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.files import write_json
+from metricopt_ext.utils.kept_outputs import KeptOutputs
 from metricopt_ext.utils.seeding import generator
 
 SHOWN = 6
@@ -57,7 +59,7 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         metric = build_metric(config.metric)
         besides(config.metric)  # refuses what is no metric
         build_toolkit(config)
-        config.settings.check_known(())
+        config.settings.check_known(SETTINGS_OF_CFG if config.toolkit == "detectron2" else SETTINGS)
         model = Path(config.model.config_file).stem if config.toolkit == "detectron2" else config.model.name
         model = model if ":" in model else Path(model).stem
         data = config.data.name if config.shift.is_none else f"shifted {config.data.name}"
@@ -81,6 +83,8 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         for each, part in product(also.values(), (splits.validation, splits.test)):
             each.try_on(truth_of(part, splits.classes))
         model = detector(config, self.toolkit, splits, seed, folder, self.watcher)
+        if seed == config.seed and (told := told_inference(self.toolkit.inference(model))):
+            self.watcher.say(f"objects are found {told}")
         adapter = attach(self.toolkit, model, config.adapter, seed)
         self.used, classes = remembering(self.toolkit, adapter, config.adapter), splits.classes
         halves = random_halves(len(splits.validation), seed)
@@ -100,6 +104,22 @@ class DetectionExperiment(Experiment[DetectionConfig]):
             population=1,
         )
         return task, detector_metric(metric, self.used, splits.test, classes, (), also=also)
+
+    def own_settings(self) -> Settings:
+        """Return the detector's settings; what one of torchvision's computes before thresholds and NMS is kept."""
+        model, names = self.task.adapter.model, self.config.settings.chosen or None
+        average_precision = ":" not in self.config.metric.name
+        if self.config.toolkit == "detectron2":
+            from metricopt_ext.detection.detectron2.settings import detectron2_settings
+
+            toolkit: Any = self.toolkit
+            return detectron2_settings(toolkit, model, names=names, average_precision=average_precision)
+        from metricopt_ext.detection.settings import detection_settings
+
+        kept = KeptOutputs()
+        return detection_settings(
+            model, names=names, average_precision=average_precision, kept=kept, boxes_only=True
+        )
 
     def rare(self) -> Rare | None:
         """Return the types of images, by what is in them, of which validation has few."""

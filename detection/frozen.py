@@ -71,7 +71,7 @@ class Memory:
         bytes: Memory that they take, by use.
     """
 
-    state: tuple[tuple[int, int], ...]
+    state: tuple[Any, ...]
     kept: dict[str, dict[Example, Any]] = field(default_factory=lambda: {"detection": {}, "loss": {}})
     bytes: dict[str, int] = field(default_factory=lambda: {"detection": 0, "loss": 0})
 
@@ -109,7 +109,7 @@ class FrozenFeatures:
                 )
         self.toolkit = toolkit
         self.build, self.film_layers = toolkit.build, toolkit.film_layers  # what this memory does not change
-        self.inputs, self.export = toolkit.inputs, toolkit.export
+        self.inputs, self.export, self.inference = toolkit.inputs, toolkit.export, toolkit.inference
         self.memories: WeakKeyDictionary[nn.Module, Memory] = WeakKeyDictionary()
         self.gib, self.warned = gib, False
 
@@ -202,13 +202,21 @@ def served(model: nn.Module) -> bool:
         layers = Adapter(model).layers
     except AdapterError:
         return False
+    if "forward" in vars(model):  # settings of inference have it detect in another way
+        return False
     in_box_head = has_proposals(model) and all(layer.startswith(BOX_HEAD) for layer in layers)
     return in_box_head and not any(tensor.requires_grad for tensor in before_head(model))
 
 
-def state_before_head(model: nn.Module) -> tuple[tuple[int, int], ...]:
-    """Return where the tensors before the box head lie and how often each was changed in place."""
-    return tuple(map(where_and_how_often, before_head(model)))
+def state_before_head(model: Any) -> tuple[Any, ...]:
+    """Return where the tensors before the box head lie and how often each was changed in place, and what is set there.
+
+    Set are the size to which images are scaled, and how many proposals there are (`detection_settings`).
+    """
+    transform, rpn = model.transform, model.rpn
+    sizes = tuple(transform.min_size), transform.max_size, transform.fixed_size
+    counts = [tuple(sorted(getattr(rpn, name, {}).items())) for name in ("_pre_nms_top_n", "_post_nms_top_n")]
+    return (*map(where_and_how_often, before_head(model)), *sizes, *counts)
 
 
 def before_head(model: Any) -> Iterator[Tensor]:

@@ -66,8 +66,31 @@ class Toolkit(Protocol):
     def inputs(self, model: nn.Module, batch: Sequence[Example]) -> Any:
         """Return what the model's ``forward`` takes in evaluation mode."""
 
+    def inference(self, model: nn.Module) -> dict[str, float]:
+        """Return what the model's detections depend on beside its weights, as far as it is known, by name.
+
+        These are ``score_thresh``, ``detections`` (most in an image), and ``min_size`` and ``max_size`` (pixels of the
+        sides to which images are scaled).
+        """
+
     def export(self, model: nn.Module, path: str | Path) -> None:
         """Merge phi into a copy of an adapted model and write it as the toolkit's ordinary checkpoint, ``.pth``."""
+
+
+def told_inference(settings: Mapping[str, float]) -> str:
+    """Return in words what `Toolkit.inference` tells; empty if that is nothing.
+
+    Example:
+        >>> told_inference({"score_thresh": 0.05, "detections": 100, "min_size": 120, "max_size": 160})
+        'with score_thresh 0.05, at most 100 detections an image, images scaled to sides of 120 to 160'
+    """
+    said = {
+        "score_thresh": "score_thresh {score_thresh:g}",
+        "detections": "at most {detections} detections an image",
+        "min_size": "images scaled to sides of {min_size} to {max_size}",
+    }
+    told = ", ".join(words.format(**settings) for name, words in said.items() if name in settings)
+    return f"with {told}" if told else ""
 
 
 def patterns_in(model: nn.Module, patterns: Iterable[str]) -> list[str]:

@@ -23,7 +23,7 @@ from metricopt_ext.utils.seeding import generator, seeded_streams
 try:
     from torchvision.models.detection.generalized_rcnn import GeneralizedRCNN
     from torchvision.models.detection.roi_heads import RoIHeads, fastrcnn_loss
-    from torchvision.models.detection.transform import resize_boxes
+    from torchvision.models.detection.transform import GeneralizedRCNNTransform, resize_boxes
 except ImportError as error:
     raise ImportError("torchvision's detectors need torchvision: pip install 'metricopt-ext[detection]'") from error
 
@@ -212,6 +212,16 @@ class TorchvisionToolkit:
     def inputs(self, model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
         """Return what the model's ``forward`` takes in evaluation mode."""
         return images_of(model, batch)
+
+    def inference(self, model: nn.Module) -> dict[str, float]:
+        """Return what detections depend on beside the weights, of what the model has of torchvision's attributes."""
+        owner, transform = getattr(model, "roi_heads", model), getattr(model, "transform", None)
+        names = {"score_thresh": "score_thresh", "detections": "detections_per_img"}
+        found = {name: getattr(owner, attribute, None) for name, attribute in names.items()}
+        if isinstance(transform, GeneralizedRCNNTransform):
+            sides = transform.fixed_size or (transform.min_size[-1], transform.max_size)
+            found |= {"min_size": min(sides), "max_size": max(sides)}
+        return {name: value for name, value in found.items() if isinstance(value, int | float)}
 
     def export(self, model: nn.Module, path: str | Path) -> None:
         """Merge phi into a copy of an adapted model and write its state dict, for ``torch.load`` and torchvision.

@@ -163,6 +163,10 @@ class TransformersToolkit:
         known = class_names_of(self.folder)
         return replace(self, classes=tuple(classes)) if set(classes) <= set(known) else self
 
+    def inference(self, model: nn.Module) -> dict[str, float]:
+        """Return what detections depend on beside the weights; the image processor decides on sizes."""
+        return {"score_thresh": self.score_threshold}
+
     def export(self, model: nn.Module, path: str | Path) -> None:
         """Merge phi into a copy of an adapted model and write its state dict, for ``load_state_dict``.
 

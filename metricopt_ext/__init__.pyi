@@ -40,6 +40,8 @@ from .tasks.batch_metric import BatchMetric as BatchMetric
 from .tasks.batches import ClassBatches as ClassBatches
 from .tasks.batches import DatasetBatches as DatasetBatches
 from .tasks.batches import TensorBatches as TensorBatches
+from .tasks.inference_file import load_inference as load_inference
+from .tasks.inference_file import save_inference as save_inference
 from .tasks.metric import Evaluation as Evaluation
 from .tasks.metric import Ledger as Ledger
 from .tasks.metric import Metric as Metric
@@ -50,6 +52,7 @@ from .tasks.task import OutputLoss as OutputLoss
 from .tasks.trajectory import Trajectory as Trajectory
 from .tasks.trajectory import TrajectoryStore as TrajectoryStore
 from .tasks.trajectory import load_trajectories as load_trajectories
+from .utils.kept_outputs import KeptOutputs as KeptOutputs
 from .utils.progress import Watcher as Watcher
 from .value.fitting import Fit as Fit
 from .value.fitting import fit_value_function as fit_value_function

@@ -128,7 +128,8 @@ def retrieval_settings(
             yield
 
     presets = {} if "augmentation" in cannot else {f"augmentation_{k}": {"augmentation": k} for k in AUGMENTED if k}
-    return RetrievalSettings(chosen, apply, presets=presets, kept=kept, judge=judges[0])
+    alone = [each.name for each in chosen if each.name != "augmentation"]  # its values are presets
+    return RetrievalSettings(chosen, apply, alone=alone, presets=presets, kept=kept, judge=judges[0])
 
 
 def _judge(metric: Any) -> JudgedEmbeddings[Any]:

@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     check_options(arguments)
     most = COCO_DETECTIONS if arguments.max_dets is None else arguments.max_dets
     with said_by_readers() as notes:
-        found, truth = read_found(arguments) if arguments.config_file is None else detect(arguments)
+        found, truth, inference = read_found(arguments) if arguments.config_file is None else detect(arguments)
     try:
         evaluation = evaluate(found, truth, arguments.definition, arguments.rounded, most)
     except MetricOptError:
@@ -96,6 +96,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "task": "detection/ap50",
         "metric": {"name": "ap50", "maximize": True},
         "images": len(truth),
+        "inference": inference,
         **evaluation,
         "notes": [*notes, *not_counted(found, evaluation, most), *repeated(found, truth)],
         "versions": versions(),
@@ -131,13 +132,20 @@ def check_options(arguments: argparse.Namespace) -> None:
         raise DataError("--images-dir is for a JSON file in COCO's format; VOC's format has its own images")
 
 
-def read_found(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any]:
-    """Read the detections from a file; returns them, and the images with their objects."""
+def read_found(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any, dict[str, float]]:
+    """Read the detections from a file; returns them, the images with their objects, and what is known of the settings.
+
+    A warning says if they look cut by a threshold.
+    """
+    from metricopt_ext.detection.ap50 import told_cut
     from metricopt_ext.detection.coco import read_detections
 
     truth = read_annotations(arguments.annotations, arguments.split, arguments.classes)
     ignore = arguments.ignore_unknown_classes
-    return read_detections(arguments.detections, truth, ignore_unknown_classes=ignore), truth
+    found = read_detections(arguments.detections, truth, ignore_unknown_classes=ignore)
+    if cut := told_cut(found):
+        warnings.warn(cut, stacklevel=2)
+    return found, truth, {}
 
 
 @contextmanager
@@ -159,8 +167,8 @@ def is_coco(path: Path) -> bool:
     return path.suffix.lower() == ".json"
 
 
-def detect(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any]:
-    """Find objects with a detector; returns the detections, and the images with their objects at the config's size.
+def detect(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any, dict[str, float]]:
+    """Find objects with a detector; returns them, the images with their objects at the config's size, and the settings.
 
     Raises:
         DataError: The images or the weights can't be used.
@@ -206,7 +214,7 @@ def detect(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any]:
         examples = load_examples(truth.subset(places), config.data.size or None)
         found += toolkit.detect(model, examples)
         images += [example.truth for example in examples]
-    return found, DetectionSet(truth.classes, images)
+    return found, DetectionSet(truth.classes, images), toolkit.inference(model)
 
 
 def read_annotations(
@@ -306,7 +314,9 @@ def count(images: Sequence[Any], classes: Sequence[str]) -> dict[str, int]:
 
 
 def print_report(report: dict[str, Any]) -> None:
-    """Print a line for each class, and the means."""
+    """Print a line for each class, the means, and how the detections were found."""
+    from metricopt_ext.detection.toolkit import told_inference
+
     results = report["ap50"]
     rows = []
     for name, objects in report["objects"].items():
@@ -317,6 +327,8 @@ def print_report(report: dict[str, Any]) -> None:
     rows.append(["mean", *totals, *(f"{result['mean']:.4f}" for result in results.values())])
     header = ["AP50", "objects", "detections", *results]
     print_table(header, rows, bold=[len(rows) - 1])
+    if told := told_inference(report["inference"]):
+        print(plain(f"found {told}"))
     print_notes(report["notes"])
 
 

@@ -78,6 +78,17 @@ class Detectron2Toolkit:
             example.begin()
         return [self._input(example) for example in batch]
 
+    def inference(self, model: nn.Module) -> dict[str, float]:
+        """Return what detections depend on beside the weights, by the detector's configuration."""
+        cfg = self.cfg
+        part = cfg.MODEL.RETINANET if cfg.MODEL.META_ARCHITECTURE == "RetinaNet" else cfg.MODEL.ROI_HEADS
+        return {
+            "score_thresh": part.SCORE_THRESH_TEST,
+            "detections": cfg.TEST.DETECTIONS_PER_IMAGE,
+            "min_size": cfg.INPUT.MIN_SIZE_TEST,
+            "max_size": cfg.INPUT.MAX_SIZE_TEST,
+        }
+
     def export(self, model: nn.Module, path: str | Path) -> None:
         """Merge phi into a copy of an adapted model and write it as a Detectron2 checkpoint; see `export.export`."""
         export(model, path)

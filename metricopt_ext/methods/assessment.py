@@ -6,6 +6,7 @@ All of it is told by points that a search asks anyway, the free starts among the
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import mean
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -22,7 +23,7 @@ from metricopt_ext.methods.guard import (
     reliability_under,
 )
 from metricopt_ext.methods.tuned_settings import SETTINGS
-from metricopt_ext.tasks.metric import Evaluation, Metric, noise_of, stacked_halves
+from metricopt_ext.tasks.metric import Evaluation, Metric, noise_of, stacked_pairs
 from metricopt_ext.tasks.split_half import TELLING, fault_of_halves, reliability_of
 from metricopt_ext.utils.words import counted
 
@@ -325,9 +326,9 @@ def _distinct(points: Sequence[Evaluation]) -> list[Evaluation]:
 def _reliability(points: Sequence[Evaluation], guard: Guard) -> float:
     """Return the share of the variance among the points that is not chance."""
     if guard == "halves":
-        halves = stacked_halves([each for each in _distinct(points) if each.halves is not None])
-        assert halves is not None
-        return reliability_of(halves)
+        pairs = stacked_pairs([each for each in _distinct(points) if each.halves is not None])
+        assert pairs is not None
+        return mean(reliability_of(halves) for halves in pairs.unbind(1))
     costs = torch.tensor([each.cost for each in points], dtype=torch.float64)
     return reliability_under(noise_of(points), costs)
 
@@ -342,7 +343,8 @@ def by_chance(points: Sequence[Evaluation], guard: Guard, repeats: int = 1) -> f
 
     Returns:
         A p-value: of halves, the share of all orders of one half (of `ORDERS` random ones and the order itself) in
-        which its correlation with the other is as large; of repeats, that of Fisher's F.
+        which its covariance with the other is as large, summed over the pairs of halves; of repeats, that of Fisher's
+        F.
     """
     points = _distinct(points)
     if guard == "repeats":
@@ -353,14 +355,14 @@ def by_chance(points: Sequence[Evaluation], guard: Guard, repeats: int = 1) -> f
 
         variance = float(torch.tensor([each.cost for each in points], dtype=torch.float64).var())
         return float(f.sf(variance / noise**2, len(points) - 1, len(points) * max(1, repeats - 1)))
-    halves = stacked_halves([each for each in points if each.halves is not None])
+    halves = stacked_pairs([each for each in points if each.halves is not None])
     if halves is None or len(halves) < TELLING:
         return 1.0
-    first, second = (halves - halves.mean(0)).T
+    first, second = (halves - halves.mean(0)).unbind(-1)  # n x pairs
     rng = torch.Generator().manual_seed(0)
     orders = torch.rand(ORDERS, len(second), generator=rng).argsort(dim=1)
-    found = float(first @ second)
-    as_large = second[orders] @ first >= found - 1e-12 * abs(found)
+    found = float((first * second).sum())
+    as_large = torch.einsum("onp,np->o", second[orders], first) >= found - 1e-12 * abs(found)
     return (1 + int(as_large.sum())) / (1 + ORDERS)
 
 

@@ -56,9 +56,9 @@ class SettingsEnd:
 class SettingsState:
     """A stage over settings that has begun: asked for values, and told what the metric is there.
 
-    1. For each setting, in order, from the best values so far: of an interval ask both sides, then where a Gaussian
-       process of one variable may be least (`LineState`); of numbers ask one below and two above, then go on outwards
-       while it gains; of other values ask each.
+    1. For each setting that is tuned alone, in order, from the best values so far: of an interval ask both sides, then
+       where a Gaussian process of one variable may be least (`LineState`); of numbers ask one below and two above, then
+       go on outwards while it gains; of other values ask each.
     2. Ask the presets, each put on the best so far.
 
     What takes more inference time than may be taken is left out, and so is what was asked before.
@@ -138,7 +138,7 @@ class SettingsState:
     # --- The stage -----------------------------------------------------------------------------------------------
 
     def _stage(self) -> Batches:
-        for name in self.settings.names:
+        for name in self.settings.alone:
             setting = self.settings[name]
             yield from self._interval(setting) if setting.values is None else self._values(setting)
         yield from self._asked(self._presets()[: self._left])

@@ -183,6 +183,7 @@ class Settings:
         apply: ``apply(values)`` is a context manager in which the model and its post-processing act so; afterwards
             everything is as it was. It gets a value for every setting; and if it has a parameter named ``model``, the
             model that is judged: a copy, where a start replaces tensors.
+        alone: Names of those that are tuned alone, in order; by default all. The others come with presets.
         inference: The largest factor on inference time that may be chosen, at least 1.
         queries: Metric queries that lines and presets may take together, at least 0.
         free: Values that cost nothing at inference and can't lower the metric by its kind: they are put to use before
@@ -192,6 +193,7 @@ class Settings:
 
     Attributes:
         names: Of the settings, in order.
+        alone: Names of those that are tuned alone.
         defaults: The values as the model is used now.
 
     Raises:
@@ -211,6 +213,7 @@ class Settings:
         settings: Sequence[Setting],
         apply: Callable[..., AbstractContextManager[Any]],
         *,
+        alone: Sequence[str] | None = None,
         inference: float = 1.0,
         queries: int = QUERIES,
         free: Values | None = None,
@@ -229,6 +232,8 @@ class Settings:
         self.inference, self.queries = inference, queries
         self._apply, self.free, self._presets = apply, dict(free or {}), dict(presets or {})
         self._takes_model = takes(apply, "model")
+        self.alone = self.names if alone is None else tuple(alone)
+        self._check_names(self.alone)
         for values in (self.free, *(each for each in self._presets.values() if not callable(each))):
             self.check(values)
 
@@ -270,6 +275,7 @@ class Settings:
             if set(names) >= set(each(self.defaults) if callable(each) else each)
         }
         other.free = {name: value for name, value in self.free.items() if name in names}
+        other.alone = tuple(names)
         other._apply = lambda values, **more: apply({**left_out, **values}, **more)
         return other
 
@@ -371,6 +377,7 @@ class Settings:
         known = self._settings.values()
         return {
             "settings": [[each.name, each.low, each.high, each.scale, each.values, each.default] for each in known],
+            "alone": self.alone,
             "free": self.free,
             "presets": [[name, *([] if callable(each) else [each])] for name, each in self._presets.items()],
             "inference": self.inference,

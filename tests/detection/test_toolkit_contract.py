@@ -15,7 +15,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.detection.frozen import FrozenFeatures
 from metricopt_ext.detection.records import Annotated, Detections
-from metricopt_ext.detection.toolkit import Example, Toolkit
+from metricopt_ext.detection.toolkit import Example, Toolkit, told_inference
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.utils.state_dict import load_checkpoint
@@ -218,3 +218,12 @@ def test_a_phi_of_0_changes_nothing(case: Case) -> None:
     plain = case.toolkit.detect(case.toolkit.build(CLASSES, seed=0).double(), BATCH)
     assert_same(case.toolkit.detect(case.model, BATCH), plain)
     assert any(len(a) != len(b) or not torch.equal(a.scores, b.scores) for a, b in zip(tuned, plain, strict=True))
+
+
+def test_what_detections_depend_on_is_told(case: Case) -> None:
+    settings = case.toolkit.inference(case.model)
+    assert settings.keys() == {"score_thresh", "detections", "min_size", "max_size"}
+    found = case.toolkit.detect(case.model, BATCH)
+    assert max(map(len, found)) <= settings["detections"]
+    assert min(float(each.scores.min()) for each in found if len(each)) >= settings["score_thresh"]
+    assert told_inference(settings).startswith(f"with score_thresh {settings['score_thresh']:g}, at most ")

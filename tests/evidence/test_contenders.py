@@ -1,6 +1,7 @@
 """Contenders on a quadratic: where each stood at each budget, and that no query goes uncounted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.errors import BudgetError, MetricError
+from metricopt_ext.errors import BudgetError, ConfigError, MetricError
+from metricopt_ext.evidence.compare import judge
 from metricopt_ext.evidence.contenders import (
     Trace,
     along_path,
@@ -27,6 +29,7 @@ from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.strategy import Batches, DirectState, SearchStrategy
 from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.settings import Setting, Settings
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.progress import Watcher
 
@@ -180,7 +183,7 @@ def test_contenders_are_in_the_methods_table_and_say_what_they_need() -> None:
     contenders = usual_contenders(RunConfig())
     assert set(contenders) <= set(METHODS)
     assert {name for name, each in contenders.items() if each.anytime} == {
-        *("random_search", "turbo", "noisy_ei", "optuna_tpe", "optuna_gp", "ours")
+        *("random_search", "turbo", "noisy_ei", "optuna_tpe", "optuna_gp", "settings+phi", "ours")
     }
     assert {name: each.least(32) for name, each in contenders.items()} == {
         "loss_finetune_best": 2,
@@ -193,7 +196,53 @@ def test_contenders_are_in_the_methods_table_and_say_what_they_need() -> None:
         "optuna_tpe": 2,
         "optuna_gp": 2,
         "ours": 9,
+        "settings_free": 0,
+        "settings_lines": 0,
+        "settings": 0,
+        "settings+phi": 9,
     }
+
+
+def moved_by(quadratic: Callable[..., Any]) -> tuple[Any, Settings]:
+    """A task whose metric an external number shifts: 2 is best, and each step away costs 0.3; and its settings."""
+    task, now = quadratic(), {"k": 0}
+
+    @contextmanager
+    def apply(values: dict[str, Any]) -> Iterator[None]:
+        before, now["k"] = now["k"], values["k"]
+        try:
+            yield
+        finally:
+            now["k"] = before
+
+    def distance(model: Any) -> Any:
+        value = float(task.problem.distance(model)) + 0.3 * abs(now["k"] - 2)
+        return value, (value + 1e-3, value - 1e-3)
+
+    settings = Settings([Setting("k", values=(0, 1, 2, 3), default=0)], apply)
+    return task.judged_by(Metric(distance, maximize=False, bounds=None, name="distance")), settings
+
+
+@pytest.mark.parametrize("name", ["settings_free", "settings_lines", "settings", "settings+phi"])
+def test_settings_are_tuned_from_the_chosen_start(quadratic: Callable[..., Any], name: str) -> None:
+    task, settings = moved_by(quadratic)
+    contender = usual_contenders(RunConfig(), lambda: settings)[name]
+    reached = list(contender.run(task, Begun.at(task.origin()), [20, 40], 0))
+    assert [each.queries for each in reached] == {"settings_free": [0, 0], "settings+phi": [20, 40]}.get(name, [4, 4])
+    ends = [each.end for each in reached]
+    assert all(isinstance(end, Start) for end in ends)
+    assert [dict(end.settings) for end in ends] == [{"k": 0 if name == "settings_free" else 2}] * 2
+    judged = [judge(task.with_settings(settings), end) for end in ends]
+    plain = float(task.problem.distance(task.adapter.model))
+    expected = plain + (0.6 if name == "settings_free" else 0.0)
+    assert (
+        all(value < expected for value in judged) if name == "settings+phi" else judged == pytest.approx([expected] * 2)
+    )
+
+
+def test_a_task_without_settings_says_so() -> None:
+    with pytest.raises(ConfigError, match="this task has no settings of inference"):
+        list(usual_contenders(RunConfig())["settings"].run(None, Begun.at(torch.zeros(1)), [20], 0))  # type: ignore[arg-type]
 
 
 def test_what_was_reached_is_traced(quadratic: Callable[..., Any]) -> None:

@@ -121,6 +121,19 @@ def test_halves_are_compared_in_all_orders() -> None:
         assert by_chance(points, "halves") == pytest.approx(exact, abs=allowed)
 
 
+def test_all_pairs_of_halves_are_compared_in_the_same_orders() -> None:
+    rng = random.Random(4)
+    for _ in range(4):
+        truth = [rng.gauss(0, 1) for _ in range(5)]
+        halves = np.array([[[t + rng.gauss(0, 2) for _ in range(2)] for _ in range(3)] for t in truth])
+        first, second = np.moveaxis(halves - halves.mean(0), 2, 0)
+        found = [float((first * second[list(order)]).sum()) for order in permutations(range(5))]
+        exact = np.mean([each >= found[0] - 1e-12 for each in found])
+        points = [Evaluation.of(float(each.mean()), each.tolist()) for each in halves]
+        allowed = 3 * math.sqrt(exact * (1 - exact) / ORDERS) + 2 / ORDERS
+        assert by_chance(points, "halves") == pytest.approx(exact, abs=allowed)
+
+
 def test_repeats_are_compared_by_fishers_f() -> None:
     """Of 12 evaluations of 3 calls the 5% point of F(11, 24) is 2.22 (any table), of 1% it is 3.09."""
     for f, level in ((2.22, 0.05), (3.09, 0.01)):

@@ -207,18 +207,36 @@ def test_detections_beyond_coco_s_limit_are_counted_and_the_limit_can_be_raised(
     assert report["ap50"]["coco"]["mean"] == pytest.approx(67 / 101)  # the recalls up to 100 of 150
     assert report["ap50"]["voc"]["mean"] == pytest.approx(1)
     cut = "COCO does not count 50 detections beyond the 100 best of a class in an image; --max-dets counts more"
-    assert report["notes"] == [cut, "1 detection of 1 class without an object that counts are in no mean: ['dog']"]
+    low = (
+        "the lowest score is 0.5: detections look cut by a threshold, which can only lower an average precision; keep"
+        " those down to 0.0005"
+    )
+    assert report["notes"] == [low, cut, "1 detection of 1 class without an object that counts are in no mean: ['dog']"]
     assert f"note: {cut}\n" in capsys.readouterr().out
     raised = evaluate(tmp_path, *arguments, "--max-dets", "150")
     assert raised["ap50"]["coco"]["mean"] == pytest.approx(1)
-    assert len(raised["notes"]) == 1
-    assert len(evaluate(tmp_path, *arguments, "--definition", "voc")["notes"]) == 1
+    assert len(raised["notes"]) == 2
+    assert len(evaluate(tmp_path, *arguments, "--definition", "voc")["notes"]) == 2
 
 
 def changed(folder: Path, name: str, change: Any) -> None:
     content = json.loads((folder / name).read_text())
     change(content)
     (folder / name).write_text(json.dumps(content))
+
+
+def test_detections_that_look_cut_by_a_threshold_are_spoken_of(folder: Path) -> None:
+    def told() -> list[str]:
+        return [note for note in evaluate(folder, *COCO)["notes"] if "cut by a threshold" in note]
+
+    changed(folder, "coco_results.json", lambda found: found[3].update(score=0.0101))
+    (note,) = told()
+    assert note.startswith("the lowest score is 0.0101: detections look cut by a threshold")
+    changed(folder, "coco_results.json", lambda found: found[3].update(score=0.01))
+    assert told() == []
+    changed(folder, "coco_results.json", list.clear)
+    assert told() == []
+    assert evaluate(folder, *COCO)["inference"] == {}
 
 
 def test_what_is_repeated_is_counted(folder: Path) -> None:
@@ -269,7 +287,9 @@ def test_classes_counted_from_0_are_noted_beside_the_value(folder: Path) -> None
     assert "voc_results.json: category_id is read as counted from 0, as 0 occurs: '0 is bird'" in after["notes"][0]
 
 
-def test_a_training_scripts_checkpoint_is_judged_as_its_state_dict(tmp_path: Path) -> None:
+def test_a_training_scripts_checkpoint_is_judged_as_its_state_dict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_scenes(tmp_path / "scenes", images=(2, 1, 2), size=64, seed=0)
     (tmp_path / "c.yaml").write_text(
         "data: {name: voc, root: scenes, classes: ['0', '1', '2', '3', '4', '5', '6', '7', '8', '9']}\ndevice: cpu\n"
@@ -291,6 +311,10 @@ def test_a_training_scripts_checkpoint_is_judged_as_its_state_dict(tmp_path: Pat
 
     plain = judged("plain.pth")
     assert sum(plain["detections"].values()) > 0
+    said = "found with score_thresh 0.05, at most 100 detections an image, images scaled to sides of 128 to 128\n"
+    assert said in capsys.readouterr().out
+    settings = {"score_thresh": 0.05, "detections": 100, "min_size": 128, "max_size": 128}
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["inference"] == settings
     assert judged("wrapped.pth") == plain
     with pytest.raises(SystemExit, match=r"ema\.pth has 2 state dicts, .*; name one by --entry"):
         judged("ema.pth")

@@ -345,6 +345,8 @@ def test_a_metric_of_one_s_own(finished: Path, tmp_path: Path, capsys: pytest.Ca
     weights = f"model.weights={finished / 'seed-0' / 'model.safetensors'}"
     call("--config-file", SCENES, "--output-dir", tmp_path / "run", *TINY, weights, *own)
     shown = capsys.readouterr().out
+    settings = "score_thresh 0, at most 100 detections an image, images scaled to sides of 48 to 48"
+    assert f"seed 0  objects are found with {settings}\n" in shown
     assert "shifted scenes: best (lower is better)" in shown
     assert "best: own_best_scores:best of objects and detections" in shown
     content = content_of(tmp_path / "run")

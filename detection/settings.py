@@ -1,0 +1,576 @@
+"""What inference of torchvision's detectors can be tuned for, before a weight is touched."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import inf, prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.detection.ap50 import LOW_SCORE
+from metricopt_ext.detection.config import SETTINGS
+from metricopt_ext.detection.soft_nms import merged, mirrored
+from metricopt_ext.detection.torchvision_toolkit import has_proposals
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.tasks.settings import Setting, Settings, Value, Values
+from metricopt_ext.utils.checks import check_at_least
+from metricopt_ext.utils.kept_outputs import KeptOutputs, ModelDigest, digest_of
+from metricopt_ext.utils.words import nearest, shortened
+
+try:
+    from torchvision.models.detection import FCOS, RetinaNet
+    from torchvision.models.detection.rpn import RegionProposalNetwork
+    from torchvision.models.detection.ssd import SSD, SSDFeatureExtractorVGG
+    from torchvision.models.detection.transform import GeneralizedRCNNTransform
+    from torchvision.ops import MultiScaleRoIAlign
+except ImportError as error:
+    raise ImportError("torchvision's detectors need torchvision: pip install 'metricopt-ext[detection]'") from error
+
+ONE_STAGE = (RetinaNet, FCOS, SSD)
+
+# Factors on the size of the test images: 2 to the power of -0.5, -0.25, ... 0.75, to two decimals.
+SIZES: tuple[float, ...] = (0.71, 0.84, 1.0, 1.19, 1.41, 1.68)
+LARGER = tuple(each for each in SIZES if each >= 1)
+# With what several scales have beside the smallest and the largest size.
+SCALES = (0.59, *SIZES, 2.0)
+MULTI_SCALE = 3.0  # times the inference, about: 0.5 + 1 + 2 ** 0.5
+
+# For an average precision. What a lower threshold adds ranks below all else of its class and can't lower it; what more
+# detections of an image add ranks below the rest of that image alone, but below almost everything in practice.
+MANY = 300  # detections of an image, above LOW_SCORE
+SIGMA = 0.2
+
+# By expected worth: what is tried first. The others do nothing in most cases, or overfit: they must be asked for.
+USUAL = SETTINGS[:6]
+ALONE = ("size", "score_thresh", "detections")  # the others gain together only
+
+ATTRIBUTES = {"score_thresh": "score_thresh", "detections": "detections_per_img", "nms": "nms_thresh"}
+VIEWS = ("flip", "multi_scale", "soft_nms", "temperature")  # what no attribute of a module says
+
+# A context manager in which a detector acts by values.
+Apply = Callable[..., AbstractContextManager[Any]]
+
+PRESETS: dict[str, Values] = {
+    "soft_nms": {"soft_nms": SIGMA},
+    "flip": {"flip": True},
+    "multi_scale": {"multi_scale": True},
+    "flip+soft_nms": {"flip": True, "soft_nms": SIGMA},
+    "flip+multi_scale+soft_nms": {"flip": True, "multi_scale": True, "soft_nms": SIGMA},
+}
+
+
+def detection_settings(
+    model: nn.Module,
+    *,
+    names: Sequence[str] | None = None,
+    inference: float | None = None,
+    average_precision: bool = False,
+    kept: KeptOutputs | None = None,
+    boxes_only: bool = False,
+) -> Settings:
+    """Return the settings of inference of one of torchvision's detectors.
+
+    While they are applied, the model is called as usual, with a list of images in evaluation mode. In training mode it
+    is as always. With all defaults the detections are those of the model, to the last bit.
+
+    - ``size``: factor on the size to which test images are scaled, from .71 to 1.68; inference takes its square.
+    - ``score_thresh``: lowest score of a detection.
+    - ``detections``: most detections of an image.
+    - ``soft_nms``: sigma of gaussian soft-NMS by class (`soft_nms.soft_nms`); 0 for NMS.
+    - ``flip``: whether what is found in the mirrored image competes too; twice the inference. Wrong for text, digits.
+    - ``multi_scale``: whether what is found at ``size`` and at 2 ** .25 times less and more competes; three times.
+    - ``nms``: IoU above which NMS removes the worse of two boxes.
+    - ``proposals``: proposals of an image in two stages, from as many times more before NMS as by default.
+    - ``temperature``: divides the logits of classes.
+
+    Args:
+        model: A Faster, Mask or Keypoint R-CNN, RetinaNet, FCOS or SSD of torchvision.
+        names: Which settings there are; by default those that are worth it, all but the last three.
+        inference: Largest factor on inference time: values and presets beyond it are left out. None for any.
+        average_precision: Whether the metric is an average precision. A score threshold of .0005 is free then: what it
+            adds ranks below all else of its class. So are 300 detections of an image, of which those that fewer would
+            have cut off are its worst. For other metrics both are settings like others.
+        kept: Keeps what the model computes before thresholds and NMS, so that only a new size, flip or number of
+            proposals takes a pass through it. Detections then carry no gradients.
+        boxes_only: Whether masks and keypoints are not needed. With ``kept`` there are none.
+
+    Raises:
+        ConfigError: The model is none of these or has no such setting, or ``kept`` would leave out masks or keypoints.
+        ValueError: ``inference`` is below 1.
+
+    Example:
+        >>> settings = detection_settings(model, average_precision=True)  # doctest: +SKIP
+        >>> with settings.applied({"size": 1.41, **settings.free}):  # doctest: +SKIP
+        ...     detections = model(images)
+    """
+    check_at_least(1, inference=inference)
+    host = _Host.of(model)
+    if kept is not None and host.more_than_boxes and not boxes_only:
+        raise ConfigError(
+            f"kept outputs of a {type(model).__name__} are its boxes; set boxes_only=True if the metric judges boxes"
+            " alone, or leave kept out"
+        )
+    if "score_thresh" in (names or ()) and not 0 < host.owner.score_thresh < 1:
+        raise ConfigError(
+            f"{type(model).__name__}'s score_thresh is {host.owner.score_thresh}, which has no log-odds; set it between"
+            " 0 and 1 first, or leave score_thresh out"
+        )
+
+    def acting_by(defaults: dict[str, Value]) -> Apply:
+        def apply(values: dict[str, Value], model: nn.Module = model) -> AbstractContextManager[None]:
+            acting = host if model is host.model else _Host.of(model)  # a start with other tensors has a copy
+            return _applied(acting, defaults, kept, boxes_only, values)
+
+        return apply
+
+    return settings_of(
+        type(model).__name__,
+        _all_settings(host),
+        acting_by,
+        names=names,
+        inference=inference,
+        average_precision=average_precision,
+    )
+
+
+def settings_of(
+    who: str,
+    known: Sequence[Setting],
+    apply: Callable[[dict[str, Value]], Apply],
+    *,
+    names: Sequence[str] | None,
+    inference: float | None,
+    average_precision: bool,
+) -> Settings:
+    """Return the settings of a detector that are asked for.
+
+    Args:
+        who: What the detector is called in messages.
+        known: All that it has.
+        apply: Gets the defaults of those that are chosen, and returns what `Settings` applies.
+        names: As in `detection_settings`.
+        inference: As there.
+        average_precision: As there.
+
+    Raises:
+        ConfigError: There is no such setting, or none has a second value.
+    """
+    named = {each.name: each for each in known}
+    asked = [name for name in USUAL if name in named] if names is None else list(dict.fromkeys(names))
+    if unknown := [name for name in asked if name not in named]:
+        raise ConfigError(f"{who} has no setting {unknown[0]!r}{nearest(unknown[0], list(named))}")
+    most = inf if inference is None else inference + 1e-9
+    there = {name: each for name in asked if (each := _within(named[name], most)) is not None}
+    if not there:
+        raise ConfigError(f"no setting of {shortened(asked)} has a second value at inference={inference}; allow more")
+    free: dict[str, Value] = {}
+    if average_precision and "score_thresh" in there:
+        free["score_thresh"] = min(LOW_SCORE, float(there["score_thresh"].default))
+    if average_precision and "detections" in there:
+        free["detections"] = max(MANY, int(there["detections"].default))
+
+    def allowed(values: Values) -> bool:
+        return set(values) <= set(there) and prod(there[name].factor(value) for name, value in values.items()) <= most
+
+    return Settings(
+        list(there.values()),
+        apply({name: each.default for name, each in there.items()}),
+        alone=[name for name in there if names is not None or (name in ALONE and name not in free)],
+        free=free,
+        presets={name: values for name, values in PRESETS.items() if allowed(values)},
+    )
+
+
+def set_on(model: nn.Module, values: Values) -> str:
+    """Set on a detector of torchvision what its own attributes can say, for good; call it once.
+
+    These are the score threshold, the number of detections, the size of test images, NMS's IoU and the number of
+    proposals. No checkpoint holds them: set them after the weights are loaded.
+
+    Args:
+        model: As in `detection_settings`, as it is by default.
+        values: Values of its settings.
+
+    Returns:
+        What must be done besides, in a sentence with code; empty where nothing must be.
+
+    Raises:
+        ConfigError: The model is none of torchvision's.
+        ValueError: It has no such setting, or that can't have this value.
+    """
+    host = _Host.of(model)
+    settings = Settings(_all_settings(host), partial(_applied, host, {}, None, False))
+    changed = settings.changed(values)
+    for owner, name, value in host.attributes(changed):
+        setattr(owner, name, value)
+    rest = {name: value for name, value in changed.items() if name in VIEWS}
+    if not rest:
+        return ""
+    return (
+        f"a {type(model).__name__} has no attribute for {', '.join(rest)}: detect inside `with"
+        f" detection_settings(model, names={list(rest)}).applied({rest}): model(images)`, of"
+        " metricopt_ext.detection.settings"
+    )
+
+
+class View(NamedTuple):
+    """How an image is shown to the detector.
+
+    Attributes:
+        scale: Factor on the size to which it is scaled by default.
+        flip: Whether it is mirrored from left to right.
+    """
+
+    scale: float
+    flip: bool
+
+
+@dataclass
+class _Host:
+    """Where one of torchvision's detectors has what its settings change.
+
+    Attributes:
+        model: The detector.
+        owner: The module that thresholds and suppresses boxes.
+        at: That module's name in the model, empty for itself.
+        min_size: What its transform has by default.
+        max_size: The same.
+        fixed_size: The same, width and height; None but for an SSD.
+    """
+
+    model: Any
+    owner: Any
+    at: str
+    min_size: tuple[int, ...]
+    max_size: int
+    fixed_size: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, model: Any) -> "_Host":
+        """Make one of a detector.
+
+        Raises:
+            ConfigError: It is none of torchvision's, or detects by code of its own.
+        """
+        one_stage = any(
+            isinstance(model, kind)
+            and type(model).forward is kind.forward
+            and type(model).postprocess_detections is kind.postprocess_detections
+            for kind in ONE_STAGE
+        )
+        owner = model if one_stage else model.roi_heads if has_proposals(model) else None
+        if owner is None or type(model.transform) is not GeneralizedRCNNTransform:
+            raise ConfigError(
+                f"{type(model).__name__} is not, or detects otherwise than, torchvision's Faster, Mask or Keypoint"
+                " R-CNN, RetinaNet, FCOS or SSD, whose settings of inference are known; give your own,"
+                " metricopt_ext.Settings"
+            )
+        transform = model.transform
+        fixed = None if transform.fixed_size is None else tuple(transform.fixed_size)
+        return cls(
+            model, owner, "" if one_stage else "roi_heads.", tuple(transform.min_size), transform.max_size, fixed
+        )
+
+    @property
+    def more_than_boxes(self) -> bool:
+        """Whether it finds masks or keypoints too."""
+        return bool(self.at) and (self.owner.has_mask() or self.owner.has_keypoint())
+
+    @property
+    def proposals(self) -> tuple[int, int] | None:
+        """How many proposals it detects with, before and after NMS; None for one stage or other proposals."""
+        rpn: Any = getattr(self.model, "rpn", None)
+        if type(rpn) is not RegionProposalNetwork:
+            return None
+        return rpn._pre_nms_top_n["testing"], rpn._post_nms_top_n["testing"]
+
+    def attributes(self, changed: Values) -> Iterator[tuple[Any, str, Any]]:
+        """Go through modules, names of attributes and their values, of what attributes can say."""
+        for name, attribute in ATTRIBUTES.items():
+            if name in changed:
+                yield self.owner, attribute, changed[name]
+        if "size" in changed:
+            for attribute, size in self.scaled(float(changed["size"])).items():
+                yield self.model.transform, attribute, size
+        if "proposals" in changed:
+            (before, after), rpn = self.proposals or (1, 1), self.model.rpn
+            count = int(changed["proposals"])
+            for attribute, number in (
+                ("_pre_nms_top_n", max(count, round(count * before / after))),
+                ("_post_nms_top_n", count),
+            ):
+                yield rpn, attribute, {**getattr(rpn, attribute), "testing": number}
+
+    def scaled(self, factor: float) -> dict[str, Any]:
+        """The transform's sizes, times a factor."""
+        if factor == 1:
+            return {"min_size": self.min_size, "max_size": self.max_size, "fixed_size": self.fixed_size}
+        fixed = None if self.fixed_size is None else tuple(round(side * factor) for side in self.fixed_size)
+        smaller = tuple(max(1, round(size * factor)) for size in self.min_size)
+        return {"min_size": smaller, "max_size": max(1, round(self.max_size * factor)), "fixed_size": fixed}
+
+    @contextmanager
+    def seeing(self, scale: float) -> Iterator[None]:
+        """Scale images so."""
+        with replaced(self.model.transform, **self.scaled(scale)):
+            yield
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of attributes on which nothing before thresholds and NMS depends, or that `View` says."""
+        after = [f"{self.at}{name}" for name in (*ATTRIBUTES.values(), "topk_candidates", "postprocess_detections")]
+        sizes = [f"transform.{name}" for name in ("min_size", "max_size", "fixed_size")]
+        pools = [f"{name}.{attribute}" for name, _ in self.pools for attribute in ("scales", "map_levels")]
+        return [*after, *sizes, *pools, "_has_warned"]
+
+    @property
+    def pools(self) -> list[tuple[str, MultiScaleRoIAlign]]:
+        """Modules that take their scales from the first images that they see, and keep them."""
+        return [(name, each) for name, each in self.model.named_modules() if isinstance(each, MultiScaleRoIAlign)]
+
+    def before_nms(self, images: Sequence[Tensor], view: View, forward: Callable[..., Any]) -> tuple[Any, ...]:
+        """Return what `postprocess_detections` gets for images, whose last part are their scaled sizes."""
+        taken: list[tuple[Any, ...]] = []
+
+        def take(*outputs: Any) -> Any:
+            taken.append(outputs)
+            box = images[0].new_zeros(0, 4)
+            nothing = {
+                "boxes": box,
+                "scores": box[:, 0],
+                "labels": torch.zeros(0, dtype=torch.int64, device=box.device),
+            }
+            return self.as_returned([dict(nothing) for _ in images])
+
+        shown = [image.flip(-1) for image in images] if view.flip else list(images)
+        with self.seeing(view.scale), replaced(self.owner, postprocess_detections=take):
+            forward(shown)
+        return taken[0]
+
+    def as_returned(self, found: list[dict[str, Tensor]]) -> Any:
+        """Return detections as the owner's `postprocess_detections` does."""
+        return tuple([each[name] for each in found] for name in ("boxes", "scores", "labels")) if self.at else found
+
+    def after_nms(self, outputs: tuple[Any, ...], sizes: Sequence[tuple[int, int]]) -> list[dict[str, Tensor]]:
+        """Return the detections, in pixels of images of these heights and widths, by the model's own code."""
+        found = type(self.owner).postprocess_detections(self.owner, *outputs)
+        if self.at:
+            found = [dict(zip(("boxes", "scores", "labels"), each, strict=True)) for each in zip(*found, strict=True)]
+        in_pixels: list[dict[str, Tensor]] = self.model.transform.postprocess(found, outputs[-1], sizes)
+        return in_pixels
+
+    def candidates(self, outputs: tuple[Any, ...], sizes: Sequence[tuple[int, int]]) -> list[dict[str, Tensor]]:
+        """Return all boxes that NMS would choose from."""
+        with replaced(self.owner, nms_thresh=2.0, detections_per_img=sys.maxsize):  # no IoU is above 1
+            return self.after_nms(outputs, sizes)
+
+    def cooled(self, outputs: tuple[Any, ...], temperature: float) -> tuple[Any, ...]:
+        """Divide the logits of classes."""
+        if temperature == 1:
+            return outputs
+        first, *rest = outputs
+        if isinstance(first, Tensor):
+            return (first / temperature, *rest)
+        logits = first["cls_logits"]
+        logits = logits / temperature if isinstance(logits, Tensor) else [each / temperature for each in logits]
+        return ({**first, "cls_logits": logits}, *rest)
+
+
+def with_attributes(scores: float, most: int, nms: float, sizes: tuple[float, ...] = SIZES) -> list[Setting]:
+    """Return the settings that detectors have attributes for, with a detector's own values as defaults.
+
+    Args:
+        scores: The score threshold; one of 0 has no log-odds and is the lowest already, so it is no setting then.
+        most: Detections of an image.
+        nms: IoU of NMS.
+        sizes: Factors on the size of test images; none for images that are not resized.
+    """
+    settings = [
+        Setting("detections", 1, max(1000, most), scale="log", default=int(most)),
+        Setting("nms", min(0.3, nms), max(0.9, nms), default=float(nms)),
+    ]
+    if sizes:
+        settings.append(Setting("size", values=sizes, default=1.0, inference=lambda value: float(value) ** 2))
+    if 0 < scores < 1:
+        low, high = min(LOW_SCORE, scores), max(0.95, scores)
+        settings.append(Setting("score_thresh", low, high, scale="logit", default=float(scores)))
+    return settings
+
+
+def _all_settings(host: _Host) -> list[Setting]:
+    """Return what a detector can be tuned for, with its own values as defaults."""
+    owner = host.owner
+    sizes = SIZES
+    if isinstance(host.model, SSD) and isinstance(host.model.backbone, SSDFeatureExtractorVGG):
+        sizes = LARGER  # on smaller images its last layer would have nothing to see
+    settings = [
+        *with_attributes(owner.score_thresh, owner.detections_per_img, owner.nms_thresh, sizes),
+        Setting("soft_nms", 0.0, 1.0, default=0.0),
+        Setting("flip", values=(False, True), default=False, inference=2.0),
+        Setting("temperature", 0.25, 4.0, scale="log", default=1.0),
+    ]
+    if len(sizes) == len(SIZES):
+        settings.append(Setting("multi_scale", values=(False, True), default=False, inference=MULTI_SCALE))
+    if host.proposals is not None:
+        after = host.proposals[1]
+        more = Setting(
+            "proposals",
+            min(10, after),
+            max(2000, after),
+            scale="log",
+            default=after,
+            inference=lambda value: max(1.0, float(value) / after),
+        )
+        settings.append(more)
+    return settings
+
+
+def _within(setting: Setting, most: float) -> Setting | None:
+    """Return a setting without the values that take more than a factor; None if its default alone is left."""
+    if setting.values is None:
+        return setting
+    values = tuple(each for each in setting.values if setting.factor(each) <= most)
+    if len(values) < 2:
+        return None
+    return Setting(setting.name, values=values, default=setting.default, inference=setting.inference)
+
+
+@contextmanager
+def _applied(
+    host: _Host, defaults: Values, kept: KeptOutputs | None, boxes_only: bool, values: dict[str, Value]
+) -> Iterator[None]:
+    """Have a detector act by values; the last that are applied count."""
+    changed = {name: value for name, value in values.items() if value != defaults.get(name)}
+    with ExitStack() as stack:
+        for _, pool in host.pools:
+            stack.enter_context(replaced(pool, scales=pool.scales, map_levels=pool.map_levels))
+        for owner, name, value in host.attributes(changed):
+            stack.enter_context(replaced(owner, **{name: value}))
+        if kept is not None or any(name in changed for name in VIEWS):
+            forward = host.model.forward
+            if isinstance(acting := getattr(forward, "__self__", None), _Acting):
+                forward = acting.forward_before
+            acting = _Acting(host, values, kept, boxes_only, forward)
+            stack.enter_context(replaced(host.model, forward=acting.forward))
+        yield
+
+
+class _Acting:
+    """A detector's forward pass by settings, in place of its own; a copy of the model has a copy of it.
+
+    Args:
+        host: The detector.
+        values: What its settings are; attributes are set already.
+        kept: Where outputs are kept; None where they aren't.
+        boxes_only: Whether masks and keypoints are left out.
+        forward: The model's own forward pass.
+    """
+
+    def __init__(
+        self,
+        host: _Host,
+        values: Values,
+        kept: KeptOutputs | None,
+        boxes_only: bool,
+        forward: Callable[..., Any],
+    ) -> None:
+        self.host, self.kept, self.forward_before = host, kept, forward
+        size = float(values.get("size", 1.0))
+        scales = [size]
+        if values.get("multi_scale", False):
+            at = SCALES.index(size)
+            scales += [SCALES[at - 1], SCALES[at + 1]]
+        flips = (False, True) if values.get("flip", False) else (False,)
+        self.views = [View(scale, flip) for scale in scales for flip in flips]
+        self.sigma, self.temperature = float(values.get("soft_nms", 0.0)), float(values.get("temperature", 1.0))
+        self.more_than_boxes = host.more_than_boxes and not boxes_only
+        self.digest = ModelDigest(host.model, host.ignored)
+
+    def forward(self, images: list[Tensor], targets: Any = None) -> Any:
+        """Return what the model finds in each image: ``boxes``, ``scores``, ``labels`` and what else it finds."""
+        if self.host.model.training:
+            return self.forward_before(images, targets)
+        sizes = [(image.shape[-2], image.shape[-1]) for image in images]
+        if self.kept is None:
+            made = [partial(self.host.before_nms, images, view, self.forward_before) for view in self.views]
+        else:
+            seen = self._seen(images)
+            made = [partial(self._kept_before_nms, images, seen, view) for view in self.views]
+        if not self.more_than_boxes:
+            return self._found([make() for make in made], sizes)
+        # Masks are of the boxes that are left in the end, so the first view, which has them, comes last.
+        others = [make() for make in made[1:]]
+        found: list[dict[str, Tensor]] = []
+
+        def finish(*outputs: Any) -> Any:
+            found.extend(self._found([outputs, *others], sizes))
+            scaled = [
+                {**each, "boxes": each["boxes"] * _ratio(size, seen, each["boxes"])}
+                for each, size, seen in zip(found, sizes, outputs[-1], strict=True)
+            ]
+            return self.host.as_returned(scaled)
+
+        with replaced(self.host.owner, postprocess_detections=finish):
+            whole = self.forward_before(images)
+        return [{**each, **boxes} for each, boxes in zip(whole, found, strict=True)]
+
+    def _seen(self, images: Sequence[Tensor]) -> str:
+        """Return all that outputs depend on but the view."""
+        device = images[0].device.type
+        precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else "as it is"
+        return f"{self.digest()} {digest_of(images)} {device} {precision} torch {torch.__version__}"
+
+    def _kept_before_nms(self, images: Sequence[Tensor], seen: str, view: View) -> tuple[Any, ...]:
+        assert self.kept is not None
+        sizes = sorted(self.host.scaled(view.scale).items())
+
+        def make() -> tuple[Any, ...]:
+            with torch.no_grad():
+                return self.host.before_nms(images, view, self.forward_before)
+
+        outputs: tuple[Any, ...] = self.kept.of(f"{seen} {sizes} {view.flip}", make)
+        return outputs
+
+    def _found(self, outputs: list[tuple[Any, ...]], sizes: Sequence[tuple[int, int]]) -> list[dict[str, Tensor]]:
+        """Return the detections of images, in their pixels, from what the views gave before thresholds and NMS."""
+        cooled = [self.host.cooled(each, self.temperature) for each in outputs]
+        if len(cooled) == 1 and not self.sigma:
+            return self.host.after_nms(cooled[0], sizes)
+        of_views = [self.host.candidates(each, sizes) for each in cooled]
+        for view, found in zip(self.views, of_views, strict=True):
+            for each, (_, width) in zip(found, sizes, strict=True):
+                if view.flip:
+                    each["boxes"] = mirrored(each["boxes"], width)
+        owner = self.host.owner
+        return merged(
+            list(zip(*of_views, strict=True)),
+            nms=owner.nms_thresh,
+            sigma=self.sigma,
+            threshold=owner.score_thresh,
+            most=owner.detections_per_img,
+        )
+
+
+def _ratio(size: tuple[int, int], seen: tuple[int, int], like: Tensor) -> Tensor:
+    """What turns boxes of an image of some height and width into those of the scaled one, ``4``."""
+    return like.new_tensor([seen[1] / size[1], seen[0] / size[0]] * 2)
+
+
+@contextmanager
+def replaced(module: Any, **attributes: Any) -> Iterator[None]:
+    """Give a module other attributes, and then its own again, or none where it had none of its own."""
+    held = vars(module)
+    before = {name: held[name] for name in attributes if name in held}
+    try:
+        for name, value in attributes.items():
+            held[name] = value
+        yield
+    finally:
+        for name in attributes:
+            held.pop(name, None)
+            if name in before:
+                held[name] = before[name]

@@ -1,0 +1,568 @@
+"""Settings of inference: the same as torchvision's own code where it has them, and a loop by hand where it has not."""
+
+import copy
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("torchvision")
+
+from torchvision.models.detection import FCOS, FasterRCNN, KeypointRCNN, MaskRCNN, RetinaNet, ssd300_vgg16
+from torchvision.models.detection.anchor_utils import AnchorGenerator, DefaultBoxGenerator
+from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+from torchvision.models.detection.keypoint_rcnn import KeypointRCNNHeads, KeypointRCNNPredictor
+from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
+from torchvision.models.detection.ssd import SSD
+from torchvision.ops import MultiScaleRoIAlign
+
+from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.detection.frozen import FrozenFeatures
+from metricopt_ext.detection.metric import MeanAveragePrecision, detector_metric
+from metricopt_ext.detection.records import Annotated
+from metricopt_ext.detection.settings import PRESETS, SIZES, detection_settings, set_on
+from metricopt_ext.detection.toolkit import Example
+from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.utils.kept_outputs import KeptOutputs
+
+CLASSES = ("red", "green")
+TWO_STAGES = ("FasterRCNN", "MaskRCNN", "KeypointRCNN")
+NAMES = (*TWO_STAGES, "RetinaNet", "FCOS", "SSD")
+LOW = {"score_thresh": 0.0005, "detections": 300}
+RNG = torch.Generator().manual_seed(0)
+PIXELS = [torch.randint(256, (3, *size), generator=RNG, dtype=torch.uint8) for size in ((48, 64), (64, 40), (48, 64))]
+IMAGES = [each.double() / 255 for each in PIXELS]
+
+
+class Backbone(nn.Module):
+    """Two convolutions; one map of features."""
+
+    def __init__(self, out_channels: Any = 32) -> None:
+        super().__init__()
+        self.out_channels = out_channels
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3, 4, 1), nn.ReLU()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)  # type: ignore[no-any-return]
+
+
+def made(name: str) -> Any:
+    """A small detector in double precision, whose scores are spread and don't tie."""
+    torch.manual_seed(0)
+    count, sizes = len(CLASSES) + 1, {"min_size": 48, "max_size": 72}
+    options: dict[str, Any]
+    model: Any
+    if name in TWO_STAGES:
+        pool = MultiScaleRoIAlign(["0"], 7, 2)
+        options = {"rpn_anchor_generator": AnchorGenerator(((12, 24),), ((0.5, 1.0),)), "box_roi_pool": pool, **sizes}
+        options |= {"rpn_pre_nms_top_n_test": 60, "rpn_post_nms_top_n_test": 30, "box_detections_per_img": 20}
+        options |= {"box_head": TwoMLPHead(32 * 49, 64), "box_predictor": FastRCNNPredictor(64, count)}
+        small = MultiScaleRoIAlign(["0"], 4, 2)
+        if name == "MaskRCNN":
+            options |= {"mask_head": MaskRCNNHeads(32, (16,), 1), "mask_predictor": MaskRCNNPredictor(16, 16, count)}
+            options["mask_roi_pool"] = small
+        if name == "KeypointRCNN":
+            options |= {
+                "keypoint_head": KeypointRCNNHeads(32, (16,)),
+                "keypoint_predictor": KeypointRCNNPredictor(16, 2),
+            }
+            options["keypoint_roi_pool"] = small
+        model = {"FasterRCNN": FasterRCNN, "MaskRCNN": MaskRCNN, "KeypointRCNN": KeypointRCNN}[name](
+            Backbone(), **options
+        )
+        predictor = model.roi_heads.box_predictor.cls_score
+    elif name == "SSD":
+        boxes = DefaultBoxGenerator([[2]], scales=[0.2, 0.4])
+        model = SSD(Backbone([32]), boxes, (48, 64), count, detections_per_img=20, score_thresh=0.05)
+        predictor = model.head.classification_head.module_list[0]
+    else:
+        anchors = AnchorGenerator(((8 if name == "FCOS" else 16,),), ((1.0,),))
+        options = {"detections_per_img": 20, "score_thresh": 0.05, "anchor_generator": anchors, **sizes}
+        model = (FCOS if name == "FCOS" else RetinaNet)(Backbone(), count, **options)
+        predictor = model.head.classification_head.cls_logits
+    model.double().eval()
+    seen: list[Tensor] = []
+    with torch.no_grad():
+        handle = predictor.register_forward_hook(lambda module, args, output: seen.append(output))
+        model(list(IMAGES))
+        handle.remove()
+        logits = seen[0] if seen[0].ndim == 2 else seen[0].movedim(1, -1).flatten(0, -2)
+        scale = 2 / float((logits - logits.mean(0)).std())
+        predictor.weight.mul_(scale)
+        predictor.bias.sub_(logits.mean(0)).mul_(scale)
+    if name in TWO_STAGES:  # as if it had seen no image yet
+        for pool in (each for each in model.modules() if isinstance(each, MultiScaleRoIAlign)):
+            pool.scales = pool.map_levels = None
+    return model
+
+
+@pytest.fixture(params=NAMES)
+def model(request: pytest.FixtureRequest) -> Any:
+    return made(request.param)
+
+
+@torch.no_grad()
+def found_by(model: nn.Module, images: list[Tensor] = IMAGES) -> list[dict[str, Tensor]]:
+    found: list[dict[str, Tensor]] = model(list(images))
+    assert sum(len(each["scores"]) for each in found) > 3 * len(images)
+    return found
+
+
+def assert_same(ours: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> None:
+    for one, two in zip(ours, other, strict=True):
+        assert one.keys() == two.keys()
+        for key in one:
+            assert torch.equal(one[key], two[key]), key
+
+
+def held(model: nn.Module) -> list[dict[str, Any]]:
+    """All attributes of all modules but those that each forward pass replaces, and the content of their tensors."""
+    found = [{key: value for key, value in vars(each).items() if key != "cell_anchors"} for each in model.modules()]
+    return [*found, {key: value.clone() for key, value in model.state_dict().items()}]
+
+
+def unchanged(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> bool:
+    same = all(one.keys() == two.keys() for one, two in zip(before, after, strict=True))
+    tensors = all(torch.equal(value, after[-1][key]) for key, value in before[-1].items())
+    rest = all(one[key] is two[key] for one, two in zip(before[:-1], after[:-1], strict=True) for key in one)
+    return same and tensors and rest
+
+
+def owner_of(model: Any) -> Any:
+    return getattr(model, "roi_heads", model)
+
+
+def everything(model: nn.Module, **options: Any) -> Any:
+    names = ["size", "score_thresh", "detections", "soft_nms", "flip", "multi_scale", "nms", "temperature"]
+    return detection_settings(model, names=names + ["proposals"] * hasattr(model, "rpn"), **options)
+
+
+def test_with_defaults_it_detects_what_it_does_without(model: Any) -> None:
+    expected = found_by(model)
+    with everything(model).applied({}):
+        assert_same(found_by(model), expected)
+    boxes = [{key: each[key] for key in ("boxes", "scores", "labels")} for each in expected]
+    settings = everything(model, kept=KeptOutputs(), boxes_only=True)
+    for _ in range(2):
+        with settings.applied({}):
+            assert_same(found_by(model), boxes)
+
+
+ALL_AT_ONCE = {"size": 1.19, "score_thresh": 0.01, "detections": 40, "soft_nms": 0.3, "flip": True, "multi_scale": True}
+
+
+def test_afterwards_everything_is_as_it_was(model: Any) -> None:
+    expected, before = found_by(model), held(model)
+    settings = everything(model)
+    proposals = {"proposals": 15} if hasattr(model, "rpn") else {}
+    with settings.applied({**ALL_AT_ONCE, "nms": 0.4, "temperature": 2.0, **proposals}):
+        assert not unchanged(before, held(model))
+        found_by(model)
+    assert unchanged(before, held(model))
+    with pytest.raises(KeyError, match="mine"), settings.applied(ALL_AT_ONCE):
+        raise KeyError("mine")
+    with pytest.raises((RuntimeError, ValueError)), settings.applied(ALL_AT_ONCE):
+        model([torch.zeros(5, 48, 64).double()])  # fails on the way
+    assert unchanged(before, held(model))
+    assert_same(found_by(model), expected)
+
+
+def test_scales_of_the_first_images_that_are_seen_in_the_block_are_forgotten() -> None:
+    model = made("FasterRCNN")
+    assert model.roi_heads.box_roi_pool.scales is None
+    with detection_settings(model).applied({"size": 1.68}):
+        found_by(model)
+        assert model.roi_heads.box_roi_pool.scales is not None
+    assert model.roi_heads.box_roi_pool.scales is None
+
+
+CHANGES: list[dict[str, Any]] = [
+    {"score_thresh": 0.3},
+    {"detections": 5},
+    {"nms": 0.35},
+    LOW,
+    {"temperature": 2.0},
+    {"soft_nms": 0.2, **LOW},
+    {"size": 1.41},
+    {"size": 0.71, "soft_nms": 0.5},
+    {"flip": True},
+    {"flip": True, "nms": 0.7, **LOW},
+    {"multi_scale": True, "size": 1.19},
+    ALL_AT_ONCE,
+]
+
+
+def examples(model: Any) -> list[Example]:
+    """Images whose objects are some of what the model finds, a little aside."""
+    made = []
+    for place, (pixels, each) in enumerate(zip(PIXELS, found_by(model), strict=True)):
+        labels = each["labels"]
+        chosen = labels.nonzero().flatten()[1::3]  # not the background, which detectors of one stage find too
+        none = torch.zeros(len(chosen), dtype=torch.bool)
+        size: dict[str, Any] = {"width": pixels.shape[2], "height": pixels.shape[1]}
+        boxes = each["boxes"][chosen]
+        boxes = (boxes + 0.05 * (boxes[:, 2:] - boxes[:, :2]).repeat(1, 2)).float()
+        truth = Annotated(
+            place, Path("none"), **size, boxes=boxes, labels=labels[chosen] - 1, difficult=none, crowd=none
+        )
+        made.append(Example(pixels, truth))
+    return made
+
+
+def test_the_metric_from_kept_outputs_is_that_of_a_new_pass(model: Any) -> None:
+    metric = detector_metric(
+        MeanAveragePrecision("AP50", "voc"), TorchvisionToolkit(), examples(model), CLASSES, halves=()
+    )
+    kept = KeptOutputs()
+    ours, other = everything(model, kept=kept, boxes_only=True), everything(model)
+    values, passes = [], []
+    for each in CHANGES:
+        with other.applied(each):
+            expected, anew = metric.judge(model), found_by(model)
+        with ours.applied(each):
+            assert metric.judge(model).cost == expected.cost
+            passes.append(kept.passes)
+            boxes = [{key: image[key] for key in ("boxes", "scores", "labels")} for image in anew]
+            assert_same(found_by(model), boxes)
+        values.append(expected.cost)
+    assert len({each for each in values if 0 < each < 1}) > 4
+    # A size or flip that is new takes one each; of the last two some were seen before.
+    assert passes == [1, 1, 1, 1, 1, 1, 2, 3, 4, 4, 5, 7]
+
+
+def test_what_attributes_say_is_what_torchvision_does_with_them(model: Any) -> None:
+    settings = everything(model)
+    two_stages = hasattr(model, "rpn")
+    for values in (*CHANGES[:4], {"size": 1.41}, {"size": 0.71}, *([{"proposals": 12}] * two_stages)):
+        stock = copy.deepcopy(model)
+        owner = owner_of(stock)
+        owner.score_thresh = values.get("score_thresh", owner.score_thresh)
+        owner.detections_per_img = values.get("detections", owner.detections_per_img)
+        owner.nms_thresh = values.get("nms", owner.nms_thresh)
+        if "size" in values:
+            stock.transform.min_size = (round(stock.transform.min_size[0] * values["size"]),)
+            stock.transform.max_size = round(stock.transform.max_size * values["size"])
+            if stock.transform.fixed_size:
+                stock.transform.fixed_size = tuple(round(side * values["size"]) for side in stock.transform.fixed_size)
+        if "proposals" in values:
+            stock.rpn._pre_nms_top_n, stock.rpn._post_nms_top_n = {"testing": 24}, {"testing": 12}
+        expected = found_by(stock)
+        with settings.applied(values):
+            assert_same(found_by(model), expected)
+        mine = copy.deepcopy(model)
+        assert set_on(mine, values) == ""
+        assert_same(found_by(mine), expected)
+
+
+def iou(one: list[float], other: list[float]) -> float:
+    width = min(one[2], other[2]) - max(one[0], other[0])
+    height = min(one[3], other[3]) - max(one[1], other[1])
+    common = max(width, 0.0) * max(height, 0.0)
+    area = sum((box[2] - box[0]) * (box[3] - box[1]) for box in (one, other)) - common
+    return common / area if area else 0.0
+
+
+def of_views(model: Any, scales: list[float], flips: list[bool], threshold: float) -> Iterator[list[Any]]:
+    """For each image ``[score, box, label]`` of all views, by copies of the model that suppress nothing."""
+    seen: list[list[Any]] = [[] for _ in IMAGES]
+    for scale in scales:
+        stock = copy.deepcopy(model)
+        owner_of(stock).score_thresh = threshold
+        owner_of(stock).nms_thresh = 1.0
+        owner_of(stock).detections_per_img = 10**6
+        transform = stock.transform
+        transform.min_size, transform.max_size = (round(48 * scale),), round(transform.max_size * scale)
+        if transform.fixed_size:
+            transform.fixed_size = tuple(round(side * scale) for side in transform.fixed_size)
+        for flip in flips:
+            for place, each in enumerate(found_by(stock, [image.flip(-1) if flip else image for image in IMAGES])):
+                width = IMAGES[place].shape[2]
+                for score, box, label in zip(
+                    *(each[key].tolist() for key in ("scores", "boxes", "labels")), strict=True
+                ):
+                    mirrored = [width - box[2], box[1], width - box[0], box[3]]
+                    seen[place].append([score, mirrored if flip else box, label])
+    return iter(seen)
+
+
+def by_hand(candidates: list[Any], sigma: float, nms: float, threshold: float, most: int) -> list[Any]:
+    kept: list[Any] = []
+    rest = [list(each) for each in candidates]
+    while rest and len(kept) < 400:
+        rest.sort(key=lambda each: -each[0])
+        best = rest.pop(0)
+        if best[0] <= threshold:
+            break
+        kept.append(best)
+        for each in rest:
+            if each[2] == best[2]:
+                overlap = iou(best[1], each[1])
+                each[0] *= math.exp(-(overlap**2) / sigma) if sigma else float(overlap <= nms)
+    return kept[:most]
+
+
+@pytest.mark.parametrize("values", [{}, {"soft_nms": 0.2}], ids=["NMS", "soft-NMS"])
+@pytest.mark.parametrize("name", ["FasterRCNN", "RetinaNet", "FCOS", "SSD"])
+def test_views_are_merged_as_by_hand(name: str, values: dict[str, float]) -> None:
+    model = made(name)
+    options = {"score_thresh": 0.2, "detections": 15}
+    with detection_settings(model).applied({**options, "flip": True, "multi_scale": True, **values}):
+        found = found_by(model)
+    sigma, nms = values.get("soft_nms", 0.0), owner_of(model).nms_thresh
+    candidates = of_views(model, [1.0, 0.84, 1.19], [False, True], 0.2)
+    for each, seen in zip(found, candidates, strict=True):
+        expected = by_hand(seen, sigma, nms, 0.2, 15)
+        assert len(seen) > 2 * len(expected) > 6
+        scores, boxes, labels = ([row[i] for row in expected] for i in range(3))
+        assert each["labels"].tolist() == labels
+        torch.testing.assert_close(each["scores"], torch.tensor(scores, dtype=torch.float64), rtol=1e-9, atol=0)
+        torch.testing.assert_close(each["boxes"], torch.tensor(boxes, dtype=torch.float64), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "more"), [("MaskRCNN", "masks"), ("KeypointRCNN", "keypoints")])
+def test_masks_and_keypoints_are_those_of_the_boxes_that_are_left(name: str, more: str) -> None:
+    model = made(name)
+    stock = copy.deepcopy(model)
+    stock.roi_heads.nms_thresh = 0.0
+    expected = found_by(stock)
+    with detection_settings(model).applied({"soft_nms": 1e-12}):  # which leaves no two boxes that overlap
+        found = found_by(model)
+    for ours, other in zip(found, expected, strict=True):
+        assert ours.keys() == other.keys() >= {more}
+        for key, value in ours.items():
+            torch.testing.assert_close(value, other[key], rtol=1e-6, atol=1e-6)
+    with detection_settings(model).applied({"flip": True, "soft_nms": 0.2}):
+        for each in found_by(model):
+            assert len(each[more]) == len(each["boxes"])
+    with detection_settings(model, boxes_only=True).applied({"flip": True, "soft_nms": 0.2}):
+        boxes = found_by(model)
+    assert all(set(each) == {"boxes", "scores", "labels"} for each in boxes)
+
+
+def test_in_training_mode_the_losses_are_as_always() -> None:
+    model = made("FasterRCNN").train()
+    targets = [{"boxes": torch.tensor([[4.0, 4, 30, 30]]).double(), "labels": torch.tensor([1])}] * 3
+    losses = []
+    for values in ({}, {"flip": True, "soft_nms": 0.2}):
+        torch.manual_seed(1)
+        with detection_settings(model).applied(values):
+            losses.append(copy.deepcopy(model)(list(IMAGES), targets))
+    assert losses[0] == losses[1]
+
+
+def test_a_copy_that_is_made_in_the_block_acts_so_too_with_weights_of_its_own() -> None:
+    model = made("FasterRCNN")
+    kept = KeptOutputs()
+    settings = detection_settings(model, kept=kept)
+    with settings.applied({"flip": True}):
+        expected, passes = found_by(model), kept.passes
+        twin = copy.deepcopy(model)
+        assert_same(found_by(twin), expected)
+        assert kept.passes == passes  # it has the same weights
+        with torch.no_grad():
+            twin.roi_heads.box_predictor.cls_score.bias.add_(torch.tensor([0.0, 3, 0]))
+        other = found_by(twin)
+        assert kept.passes == passes + 2
+        assert not torch.equal(other[0]["scores"], expected[0]["scores"])
+        assert_same(found_by(model), expected)
+
+
+def test_of_two_blocks_the_inner_one_counts() -> None:
+    model = made("RetinaNet")
+    settings = detection_settings(model)
+    with settings.applied({"flip": True, "soft_nms": 0.3}):
+        expected = found_by(model)
+    with settings.applied({"multi_scale": True}), settings.applied({"flip": True, "soft_nms": 0.3}):
+        assert_same(found_by(model), expected)
+
+
+def test_changed_weights_buffers_and_phi_take_a_new_pass_and_the_old_ones_none() -> None:
+    model = made("FasterRCNN")
+    adapter = attach_film(model, ["roi_heads.box_head.*"], dim=2)
+    kept = KeptOutputs()
+    settings = detection_settings(model, kept=kept)
+    phi = torch.tensor([0.02, -0.03], dtype=torch.float64)
+
+    def passes() -> int:
+        before = kept.passes
+        with settings.applied({}):
+            ours = found_by(model)
+            assert_same(ours, found_by(model))
+        assert_same(ours, found_by(model))
+        return kept.passes - before
+
+    assert [passes(), passes()] == [1, 0]
+    with adapter.using(phi):
+        assert [passes(), passes()] == [1, 0]
+    with adapter.using(phi.clone()):  # the same numbers elsewhere
+        assert passes() == 0
+    with adapter.using(-phi):
+        assert passes() == 1
+    assert passes() == 0
+    model.backbone.body[1].running_mean += 1e-3
+    assert [passes(), passes()] == [1, 0]
+    model.backbone.body[0].weight.data.mul_(1.001)  # which leaves no trace but in the numbers
+    assert [passes(), passes()] == [1, 0]
+    model.backbone.body[1].eps = 1.1e-5
+    assert [passes(), passes()] == [1, 0]
+    with settings.applied({"score_thresh": 0.5, "detections": 4}):
+        found_by(model)
+    assert passes() == 0
+
+
+def test_other_images_and_other_batches_are_others() -> None:
+    model = made("FasterRCNN")
+    kept = KeptOutputs()
+    with detection_settings(model, kept=kept).applied({}), torch.no_grad():
+        for images in (IMAGES, IMAGES[:1], [IMAGES[0] * 0.5], IMAGES):
+            model(list(images))
+    assert kept.passes == 3  # padded together, images of different sizes are seen otherwise than alone
+
+
+@pytest.mark.parametrize(
+    "values", [{"size": 1.41}, {"score_thresh": 0.31}, {"flip": True}, {"soft_nms": 0.3}, {"proposals": 40}]
+)
+def test_features_that_are_remembered_are_of_these_settings(values: dict[str, Any]) -> None:
+    toolkit = TorchvisionToolkit(min_size=64, max_size=64, width=16, head=32)
+    model = toolkit.build(2, seed=0).double()
+    adapter = attach_film(model, toolkit.film_layers(model, ["roi_head"]), dim=2)
+    frozen = FrozenFeatures(toolkit, adapter)
+    none = torch.zeros(0, dtype=torch.bool)
+    truth = Annotated(0, Path("none"), 64, 48, torch.zeros(0, 4), torch.zeros(0).long(), none, none)
+    batch = [Example(PIXELS[0], truth)]
+    before = frozen.detect(model, batch)[0]
+    names = ["size", "score_thresh", "flip", "soft_nms", "proposals"]
+    with detection_settings(model, names=names).applied(values):
+        ours, other = frozen.detect(model, batch)[0], toolkit.detect(model, batch)[0]
+    assert ours.scores.shape != before.scores.shape or not torch.equal(ours.scores, before.scores)
+    torch.testing.assert_close(vars(ours), vars(other), rtol=0, atol=1e-9)
+    torch.testing.assert_close(vars(frozen.detect(model, batch)[0]), vars(before), rtol=0, atol=0)
+
+
+def test_by_default_there_is_what_is_worth_it_as_inference_allows() -> None:
+    model = made("FasterRCNN")
+    every = detection_settings(model)
+    assert every.names == ("size", "score_thresh", "detections", "soft_nms", "flip", "multi_scale")
+    assert every.presets == tuple(PRESETS)
+    assert every["size"].values == SIZES
+    assert every.free == {}
+    one, two, six = (detection_settings(model, inference=each) for each in (1, 2, 6))
+    assert one.names == ("size", "score_thresh", "detections", "soft_nms")
+    assert one["size"].values == (0.71, 0.84, 1.0)
+    assert one.presets == ("soft_nms",)
+    assert two.names == ("size", "score_thresh", "detections", "soft_nms", "flip")
+    assert two["size"].values == (0.71, 0.84, 1.0, 1.19, 1.41)
+    assert two.presets == ("soft_nms", "flip", "flip+soft_nms")
+    assert (six.names, six.presets, six["size"].values) == (every.names, every.presets, SIZES)
+    assert every.factor({"size": 1.41, "flip": True}) == pytest.approx(2 * 1.41**2)
+    assert every.factor(every.preset("flip+multi_scale+soft_nms", {})) == 6.0
+
+
+def test_sizes_are_powers_of_two_in_steps_of_a_quarter() -> None:
+    assert list(SIZES) == [round(2 ** (step / 4), 2) for step in range(-2, 4)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_free_is_only_for_an_average_precision(name: str) -> None:
+    model = made(name)
+    assert detection_settings(model, average_precision=True).free == LOW
+    assert detection_settings(model).free == {}
+    assert detection_settings(model, names=["size"], average_precision=True).free == {}
+    owner_of(model).score_thresh, owner_of(model).detections_per_img = 0.0001, 500
+    settings = detection_settings(model, average_precision=True)
+    assert settings.free == {"score_thresh": 0.0001, "detections": 500}  # no worse than it is
+
+
+def test_a_lower_threshold_raises_the_average_precision(model: Any) -> None:
+    metric = detector_metric(
+        MeanAveragePrecision("AP50", "voc"), TorchvisionToolkit(), examples(model), CLASSES, halves=()
+    )
+    high = float(torch.cat([each["scores"] for each in found_by(model)]).quantile(0.7))
+    owner_of(model).score_thresh, owner_of(model).detections_per_img = high, 10**4
+    settings = detection_settings(model, names=["score_thresh"], average_precision=True)
+    before = metric.judge(model).cost
+    with settings.applied(settings.free):
+        assert metric.judge(model).cost < before
+
+
+def test_a_threshold_of_zero_is_the_lowest_already() -> None:
+    model = made("FCOS")
+    model.score_thresh = 0.0
+    settings = detection_settings(model, average_precision=True)
+    assert "score_thresh" not in settings.names
+    assert settings.free == {"detections": 300}
+    with pytest.raises(
+        ConfigError, match=r"FCOS's score_thresh is 0\.0, which has no log-odds; set it between 0 and 1"
+    ):
+        detection_settings(model, names=["score_thresh"])
+
+
+def test_an_ssd300_has_no_smaller_images() -> None:
+    model = ssd300_vgg16(weights=None, weights_backbone=None, num_classes=2)
+    settings = detection_settings(model)
+    assert settings["size"].values == (1.0, 1.19, 1.41, 1.68)
+    assert "multi_scale" not in settings.names
+    assert settings.presets == ("soft_nms", "flip", "flip+soft_nms")
+
+
+def test_what_can_not_be_is_refused() -> None:
+    model = made("MaskRCNN")
+    with pytest.raises(ConfigError, match="Linear is not, or detects otherwise than, torchvision's Faster, Mask"):
+        detection_settings(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=r"MaskRCNN has no setting 'flips'; did you mean \['flip', 'multi_scale'\]"):
+        detection_settings(model, names=["flips"])
+    with pytest.raises(ConfigError, match="RetinaNet has no setting 'proposals'"):
+        detection_settings(made("RetinaNet"), names=["proposals"])
+    with pytest.raises(ConfigError, match="MaskRCNN are its boxes; set boxes_only=True"):
+        detection_settings(model, kept=KeptOutputs())
+    with pytest.raises(ValueError, match=r"inference is 0\.5; it must be at least 1"):
+        detection_settings(model, inference=0.5)
+    with pytest.raises(ConfigError, match=r"no setting of \['flip'\] has a second value at inference=1; allow more"):
+        detection_settings(model, names=["flip"], inference=1)
+
+    class Mine(RetinaNet):  # type: ignore[misc]
+        def postprocess_detections(self, *given: Any) -> Any:
+            return super().postprocess_detections(*given)[::-1]
+
+    mine = made("RetinaNet")
+    mine.__class__ = Mine
+    with pytest.raises(ConfigError, match="Mine is not, or detects otherwise than"):
+        detection_settings(mine)
+
+
+def test_what_no_attribute_says_is_told_with_code_that_does_it() -> None:
+    model = made("FasterRCNN")
+    values = {"size": 1.41, "flip": True, "soft_nms": 0.2, **LOW}
+    with detection_settings(model).applied(values):
+        expected = found_by(model)
+    said = set_on(model, values)
+    assert said == (
+        "a FasterRCNN has no attribute for soft_nms, flip: detect inside `with detection_settings(model,"
+        " names=['soft_nms', 'flip']).applied({'soft_nms': 0.2, 'flip': True}): model(images)`, of"
+        " metricopt_ext.detection.settings"
+    )
+    found: list[Any] = []
+    exec(
+        said.split("`")[1].replace("model(images)", "found.extend(found_by(model))"),
+        {"detection_settings": detection_settings, "model": model, "found": found, "found_by": found_by},
+    )
+    assert_same(found, expected)
+
+
+def test_outputs_on_disk_serve_a_later_run(model: Any, tmp_path: Path) -> None:
+    values = {"flip": True, "soft_nms": 0.2, **LOW}
+    found, passes = [], []
+    for _ in range(2):
+        kept = KeptOutputs(folder=tmp_path)
+        with detection_settings(model, kept=kept, boxes_only=True).applied(values):
+            found.append(found_by(model))
+        passes.append(kept.passes)
+    assert passes == [2, 0]
+    assert_same(*found)

@@ -1,0 +1,144 @@
+"""Soft-NMS against a loop over boxes, and views of an image against what is known of each."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("torchvision")
+
+from metricopt_ext.detection import soft_nms as module
+from metricopt_ext.detection.soft_nms import merged, mirrored, soft_nms
+
+
+def iou(one: list[float], other: list[float]) -> float:
+    width = min(one[2], other[2]) - max(one[0], other[0])
+    height = min(one[3], other[3]) - max(one[1], other[1])
+    common = max(width, 0.0) * max(height, 0.0)
+    area = sum((box[2] - box[0]) * (box[3] - box[1]) for box in (one, other)) - common
+    return common / area if area else 0.0
+
+
+def by_hand(
+    boxes: list[list[float]], scores: list[float], groups: list[int], sigma: float, threshold: float
+) -> dict[int, float]:
+    """The paper's pseudo-code, one box at a time; returns the score of each box that is left, by its row."""
+    left = {}
+    for group in set(groups):
+        current = {row: score for row, score in enumerate(scores) if groups[row] == group}
+        while current:
+            best = max(current, key=lambda row: (current[row], -row))
+            score = current.pop(best)
+            if score <= threshold:
+                break
+            left[best] = score
+            for row in current:
+                current[row] *= math.exp(-(iou(boxes[best], boxes[row]) ** 2) / sigma)
+    return left
+
+
+def random_boxes(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    corners = torch.rand(count, 2, generator=rng, dtype=torch.float64) * 30
+    sides = torch.rand(count, 2, generator=rng, dtype=torch.float64) * 30
+    scores = torch.rand(count, generator=rng, dtype=torch.float64).clamp(min=1e-3)
+    return torch.cat([corners, corners + sides], 1), scores, torch.randint(4, (count,), generator=rng) * 7
+
+
+@pytest.mark.parametrize("entries", [1, 2000, 1 << 22], ids=["group by group", "few together", "all together"])
+@pytest.mark.parametrize(("count", "sigma", "threshold"), [(1, 0.5, 0.0), (60, 0.2, 0.05), (130, 0.5, 0.0005)])
+def test_scores_are_those_of_the_papers_loop(
+    count: int, sigma: float, threshold: float, entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ENTRIES", entries)
+    boxes, scores, groups = random_boxes(count, seed=count)
+    rows, lowered = soft_nms(boxes, scores, groups, sigma=sigma, threshold=threshold)
+    expected = by_hand(boxes.tolist(), scores.tolist(), groups.tolist(), sigma, threshold)
+    assert rows.tolist() == sorted(expected)
+    assert count == 1 or len(rows) < count  # some fall below the threshold
+    torch.testing.assert_close(
+        lowered, torch.tensor([expected[row] for row in sorted(expected)], dtype=torch.float64), rtol=1e-12, atol=0
+    )
+
+
+def test_two_boxes_in_closed_form() -> None:
+    boxes = torch.tensor([[0.0, 0, 10, 10], [0, 0, 10, 5], [0, 0, 10, 5]], dtype=torch.float64)
+    scores = torch.tensor([0.5, 0.8, 0.4], dtype=torch.float64)
+    rows, lowered = soft_nms(boxes, scores, torch.tensor([1, 1, 2]), sigma=0.5, threshold=0.0)
+    assert rows.tolist() == [0, 1, 2]  # the third has a group of its own
+    expected = [0.5 * math.exp(-(0.5**2) / 0.5), 0.8, 0.4]
+    torch.testing.assert_close(lowered, torch.tensor(expected, dtype=torch.float64), rtol=1e-15, atol=0)
+
+
+def test_boxes_without_area_do_not_compete() -> None:
+    boxes = torch.tensor([[3.0, 3, 3, 9], [3, 3, 3, 9], [0, 0, 10, 10]])
+    rows, lowered = soft_nms(boxes, torch.tensor([0.5, 0.4, 0.3]), torch.zeros(3).long(), sigma=0.2, threshold=0.0)
+    assert rows.tolist() == [0, 1, 2]
+    assert torch.equal(lowered, torch.tensor([0.5, 0.4, 0.3]))
+
+
+def test_no_more_boxes_of_a_group_are_taken_than_asked() -> None:
+    boxes, scores, groups = random_boxes(130, seed=1)
+    rows, lowered = soft_nms(boxes, scores, groups, sigma=0.5, threshold=0.0)
+    some, theirs = soft_nms(boxes, scores, groups, sigma=0.5, threshold=0.0, most=5)
+    best = [row for g in groups.unique() for row in rows[groups[rows] == g][lowered[groups[rows] == g].argsort()[-5:]]]
+    assert some.tolist() == sorted(map(int, best))
+    assert set(theirs.tolist()) <= set(lowered.tolist())
+
+
+def test_nothing_is_left_of_nothing() -> None:
+    none = {"boxes": torch.zeros(0, 4), "scores": torch.zeros(0), "labels": torch.zeros(0).long()}
+    for sigma in (0.0, 0.2):
+        ((found,),) = [merged([[none, none]], nms=0.5, sigma=sigma, threshold=0.0, most=9)]
+        assert {name: tuple(each.shape) for name, each in found.items()} == {
+            "boxes": (0, 4),
+            "scores": (0,),
+            "labels": (0,),
+        }
+
+
+def view(boxes: Any, scores: Any, labels: Any) -> dict[str, Tensor]:
+    return {
+        "boxes": torch.tensor(boxes, dtype=torch.float64),
+        "scores": torch.tensor(scores, dtype=torch.float64),
+        "labels": torch.tensor(labels),
+    }
+
+
+BOX, NEAR, FAR = [0.0, 0, 10, 10], [0.0, 0, 10, 8], [20.0, 20, 30, 30]
+
+
+def test_views_compete_by_class_and_the_best_come_first() -> None:
+    first = view([BOX, FAR], [0.6, 0.3], [1, 1])
+    second = view([NEAR, FAR], [0.9, 0.5], [1, 2])
+    (hard,) = merged([[first, second]], nms=0.5, sigma=0.0, threshold=0.0, most=9)
+    assert hard["scores"].tolist() == [0.9, 0.5, 0.3]  # the first box overlaps the second view's by .8
+    assert hard["labels"].tolist() == [1, 2, 1]
+    assert hard["boxes"].tolist() == [NEAR, FAR, FAR]
+    (soft,) = merged([[first, second]], nms=0.5, sigma=0.2, threshold=0.0, most=3)
+    lowered = 0.6 * math.exp(-(0.8**2) / 0.2)
+    assert lowered < 0.3
+    torch.testing.assert_close(soft["scores"], torch.tensor([0.9, 0.5, 0.3], dtype=torch.float64), rtol=0, atol=0)
+    (all_of_them,) = merged([[first, second]], nms=0.5, sigma=0.2, threshold=0.0, most=4)
+    torch.testing.assert_close(all_of_them["scores"][3], torch.tensor(lowered, dtype=torch.float64), rtol=1e-14, atol=0)
+
+
+def test_images_of_a_batch_do_not_compete() -> None:
+    images = [
+        [view([BOX, NEAR], [0.6, 0.5], [3, 3])],
+        [view([NEAR], [0.9], [3])],
+        [view([BOX, FAR], [0.2, 0.1], [1, 3])],
+    ]
+    together = merged(images, nms=0.5, sigma=0.3, threshold=0.01, most=9)
+    for each, alone in zip(together, images, strict=True):
+        (expected,) = merged([alone], nms=0.5, sigma=0.3, threshold=0.01, most=9)
+        for name in expected:
+            assert torch.equal(each[name], expected[name])
+
+
+def test_what_is_mirrored_twice_is_as_it_was() -> None:
+    boxes = torch.tensor([[1.0, 2, 5, 6], [0, 0, 64, 32]])
+    assert mirrored(boxes, 64).tolist() == [[59, 2, 63, 6], [0, 0, 64, 32]]
+    assert torch.equal(mirrored(mirrored(boxes, 64), 64), boxes)

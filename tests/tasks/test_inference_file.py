@@ -1,0 +1,95 @@
+"""Settings of inference are read as they were written, or refused with what is wrong."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from metricopt_ext.errors import FileFormatError
+from metricopt_ext.tasks.inference_file import load_inference, save_inference
+from metricopt_ext.tasks.settings import Setting, Settings
+
+SETTINGS = Settings(
+    [
+        Setting("score_thresh", 0.00001, 0.95, scale="logit", default=0.05),
+        Setting("size", values=(0.71, 1.0, 1.41), default=1.0, inference=lambda value: float(value) ** 2),
+        Setting("flip", values=(False, True), default=False, inference=2.0),
+        Setting("detections", 1, 1000, default=100),
+        Setting("distance", values=("cosine", "yes", "1e-3", "${x}", "Kröte: #1"), default="cosine"),
+    ],
+    apply=lambda values: nullcontext(),
+)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"score_thresh": 0.00002, "size": 1.41, "flip": True, "detections": 300, "distance": "yes"},
+        {"score_thresh": 0.1 + 0.2, "distance": "1e-3"},
+        {"distance": "${x}"},
+        {"distance": "Kröte: #1"},
+    ],
+)
+def test_values_come_back_with_their_types(values: dict[str, Any], tmp_path: Path) -> None:
+    save_inference(tmp_path, SETTINGS, values)
+    assert [each.name for each in tmp_path.iterdir()] == ["inference.yaml"]
+    for path in (tmp_path, tmp_path / "inference.yaml"):
+        found = load_inference(path)
+        assert list(found.items()) == list(SETTINGS.complete(values).items())
+        assert list(map(type, found.values())) == list(map(type, SETTINGS.complete(values).values()))
+    with SETTINGS.applied(found) as applied:
+        assert applied == found
+
+
+def test_default_and_factor_are_beside_the_value(tmp_path: Path) -> None:
+    save_inference(tmp_path / "mine.yaml", SETTINGS, {"size": 1.41, "flip": True})
+    content = yaml.safe_load((tmp_path / "mine.yaml").read_text())
+    assert content["size"] == {"value": 1.41, "default": 1.0, "factor": pytest.approx(1.41**2)}
+    assert content["flip"] == {"value": True, "default": False, "factor": 2.0}
+    assert content["score_thresh"] == {"value": 0.05, "default": 0.05, "factor": 1.0}
+
+
+def test_a_folder_that_is_not_there_yet_is_made(tmp_path: Path) -> None:
+    save_inference(tmp_path / "out" / "v1.2", SETTINGS, {"flip": True})
+    assert (tmp_path / "out" / "v1.2" / "inference.yaml").is_file()
+    assert load_inference(tmp_path / "out" / "v1.2")["flip"] is True
+
+
+def test_a_value_that_a_setting_can_not_have_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"size is 2; it must be 0\.71 or 1\.0 or 1\.41"):
+        save_inference(tmp_path, SETTINGS, {"size": 2})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("size: 1.41", "'size' is 1.41; a setting must have a name, and a value, default and factor"),
+        ("size: {value: 1, default: 1}", "a setting must have a name, and a value, default and factor"),
+        ("1: {value: 1, default: 1, factor: 1}", "1 is .*; a setting must have a name"),
+        ("size: {value: [1], default: 1, factor: 1}", r"size has the value \[1\]; it must be a finite number"),
+        ("size: {value: .inf, default: 1, factor: 1}", "size has the value inf; it must be a finite number"),
+        ("size: {value: 1, default: null, factor: 1}", "size has the default None; it must be a finite number"),
+        (
+            "size: {value: 1, default: 1, factor: 1}\nsize: {value: 2, default: 1, factor: 1}",
+            "found duplicate key size",
+        ),
+        ("size: !!python/object/apply:os.getpid []", "holds no settings of inference"),
+        ("[1, 2]", "holds no settings of inference"),
+        ("a: &a [*a]", "holds no settings of inference"),
+        ("", "holds no settings of inference"),
+        ("size: {value: 1", "holds no settings of inference"),
+    ],
+)
+def test_what_is_no_such_file_is_refused(content: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "inference.yaml").write_text(content)
+    with pytest.raises(FileFormatError, match=says):
+        load_inference(tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileFormatError, match=r"inference\.yaml does not exist; save_inference writes it"):
+        load_inference(tmp_path)

@@ -1,0 +1,222 @@
+"""Outputs are made once, bounded in memory and on disk; a model's digest tells all that its modules hold."""
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.utils.kept_outputs import KeptOutputs, ModelDigest, digest_of
+
+GIB = 2**30
+TREE = {
+    "logits": [torch.arange(6.0).reshape(2, 3), torch.tensor([], dtype=torch.float64)],
+    "sizes": ((3, 4), (5, 6)),
+    7: [True, None, "text", 0.1],
+}
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, Tensor):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, tuple | list):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_same(a, b)
+    else:
+        assert one == other
+
+
+def numbers(count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("output", [TREE, torch.ones(2), None, (1, "a"), []], ids=str)
+def test_an_output_is_made_once_and_read_from_disk_by_others(output: Any, tmp_path: Path) -> None:
+    first, second = KeptOutputs(folder=tmp_path), KeptOutputs(folder=tmp_path)
+    for kept, passes in ((first, 1), (first, 1), (second, 0), (second, 0)):
+        assert_same(kept.of("key", lambda: output), output)
+        assert kept.passes == passes
+    other = KeptOutputs(folder=tmp_path)
+    assert other.of("another key", lambda: 5) == 5
+    assert other.passes == 1
+
+
+def test_parts_of_one_storage_count_once_and_are_kept_apart_on_disk(tmp_path: Path) -> None:
+    parts = list(torch.arange(1000.0).split(300))
+    kept = KeptOutputs(folder=tmp_path)
+    kept.of("key", lambda: parts)
+    assert kept.nbytes == 4000
+    assert_same(KeptOutputs(folder=tmp_path).of("key", lambda: None), parts)
+
+
+def test_what_was_used_longest_ago_goes_first() -> None:
+    kept = KeptOutputs(gib=250 / GIB)
+    made: list[str] = []
+
+    def ask(*keys: str) -> None:
+        for key in keys:
+            kept.of(key, lambda key=key: made.append(key) or numbers(100))  # type: ignore[func-returns-value, misc]
+
+    with pytest.warns(
+        UserWarning, match="kept outputs fill their .* GiB of memory; what no longer fits is computed again"
+    ):
+        ask("a", "b", "a", "c", "a", "b")  # c takes the place of b, which a was used after
+    assert made == ["a", "b", "c", "b"]
+    assert (kept.passes, kept.nbytes) == (4, 200)
+    ask("a")
+    assert made[4:] == []  # c went
+    kept.clear()
+    ask("a")
+    assert made[4:] == ["a"]
+
+
+def test_what_is_too_large_is_not_kept_and_nothing_else_goes() -> None:
+    kept = KeptOutputs(gib=100 / GIB)
+    kept.of("small", lambda: numbers(60))
+    with pytest.warns(UserWarning, match="kept outputs fill"):
+        assert len(kept.of("large", lambda: numbers(101))) == 101
+    kept.of("large", lambda: numbers(101))
+    kept.of("small", lambda: numbers(60))
+    assert (kept.passes, kept.nbytes) == (3, 60)
+
+
+def test_files_are_bounded_and_the_oldest_go_first(tmp_path: Path) -> None:
+    kept = KeptOutputs(gib=0, folder=tmp_path, disk_gib=3500 / GIB)
+
+    def ask(*keys: str) -> None:
+        for time, key in enumerate(keys):
+            before = set(tmp_path.iterdir())
+            kept.of(key, lambda: numbers(1000))
+            for file in set(tmp_path.iterdir()) - before:
+                os.utime(file, ns=(time, time))
+
+    with pytest.warns(UserWarning, match="what no longer fits is read from disk again"):
+        ask("a", "b", "a", "c")
+    assert (kept.passes, len(list(tmp_path.iterdir()))) == (3, 2)
+    kept.of("a", lambda: numbers(1000))
+    assert kept.passes == 3  # it was used after b
+    kept.of("b", lambda: numbers(1000))
+    assert kept.passes == 4
+    kept.of("huge", lambda: numbers(3600))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_damaged_file_is_made_anew_with_a_warning(tmp_path: Path) -> None:
+    KeptOutputs(folder=tmp_path).of("key", lambda: numbers(100))
+    (file,) = tmp_path.iterdir()
+    whole = file.read_bytes()
+    for content in (whole[:-1] + b"\1", whole[:50], b"", b"{}" * 50):
+        file.write_bytes(content)
+        kept = KeptOutputs(folder=tmp_path)
+        with pytest.warns(UserWarning, match="can't be used and is made anew"):
+            kept.of("key", lambda: numbers(100))
+        assert kept.passes == 1
+        assert file.read_bytes() == whole
+
+
+def test_what_can_not_be_kept_is_refused() -> None:
+    with pytest.raises(TypeError, match="an output holds a set; it can be kept as a tensor, number, text or None"):
+        KeptOutputs().of("key", lambda: [{1}])
+    for options in ({"gib": -1}, {"disk_gib": float("nan")}):
+        with pytest.raises(ValueError, match="gib is"):
+            KeptOutputs(**options)
+
+
+def test_a_failed_pass_leaves_nothing() -> None:
+    kept = KeptOutputs()
+    with pytest.raises(ZeroDivisionError):
+        kept.of("key", lambda: 1 / 0)
+    assert kept.of("key", lambda: 2) == 2
+
+
+def test_copies_of_what_holds_it_share_it() -> None:
+    kept = KeptOutputs()
+    assert copy.deepcopy([kept])[0] is kept
+
+
+class Net(nn.Module):
+    norm: Any
+    own: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("own", torch.ones(2), persistent=False)
+        self.counts = {"testing": 5}
+        self.held: Tensor | None = None
+        self.threshold = 0.5
+
+
+def test_the_digest_changes_with_all_that_modules_hold_and_comes_back_with_it() -> None:
+    net = Net()
+    digest = ModelDigest(net, ignored=["threshold"])
+    first = digest()
+    assert len(first) == 80
+    assert ModelDigest(copy.deepcopy(net), ignored=["threshold"])() == first
+
+    def changes() -> bool:
+        changed = digest() != first
+        assert digest() == ModelDigest(net, ignored=["threshold"])()
+        return changed
+
+    net.threshold = 0.7
+    assert not changes()
+    with torch.no_grad():
+        net.norm.weight[1] = 2.0
+        assert changes()
+        net.norm.weight[1] = 1.0
+        assert not changes()
+        net.norm.running_mean += 1.0
+        assert changes()
+        net.norm.running_mean -= 1.0
+        net.own[0] = 3.0
+        assert changes()
+        net.own[0] = 1.0
+    net.counts = {"testing": 6}
+    assert changes()
+    net.counts = {"testing": 5}
+    net.norm.eps = 1e-4
+    assert changes()
+    net.norm.eps = 1e-5
+    assert not changes()
+    net.held = torch.zeros(2)
+    assert changes()
+    assert ModelDigest(net)() != digest()
+
+
+def test_tensors_that_come_and_go_at_one_address_are_told_apart() -> None:
+    net = Net()
+    digest = ModelDigest(net)
+    seen = set()
+    for value in range(20):
+        net.held = torch.full((4,), float(value))
+        seen.add(digest())
+        net.held = None
+    assert len(seen) == 20
+
+
+def test_the_digest_of_a_copy_is_of_the_copy() -> None:
+    net = Net()
+    twin, digest = copy.deepcopy((net, ModelDigest(net)))
+    first = digest()
+    assert first == ModelDigest(net)()
+    with torch.no_grad():
+        twin.norm.bias += 1
+    assert digest() != first
+
+
+def test_inputs_are_told_apart_by_content_shape_type_and_order() -> None:
+    a, b = torch.zeros(2, 3), torch.ones(2, 3)
+    several = [[a, b], [b, a], [a], [a, b.double()], [a, b.T], [a.reshape(3, 2), b], [a, b, b]]
+    assert len({digest_of(each) for each in several}) == len(several)
+    assert digest_of([a, b]) == digest_of([a.clone(), b.T.contiguous().T])
