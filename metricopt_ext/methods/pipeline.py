@@ -72,7 +72,8 @@ def optimize_metric(
             is the best there, too (`Result.aside`); two or three queries at the end, of this metric's own ledger.
         seed: Seed of all draws.
         output_dir: Keeps what was collected, ``value_function.safetensors``, ``update_rule.safetensors`` of
-            `AlgorithmS1` and, last, ``adapter.safetensors`` with all that was kept (`load_run`); None keeps nothing.
+            `AlgorithmS1`, ``inference.yaml`` of a task with settings (`load_inference`) and, last,
+            ``adapter.safetensors`` with all that was kept (`load_run`); None keeps nothing.
         resume: Continue what an interrupted run left in ``output_dir``; the result is the same bit for bit.
         watcher: Notified of progress; by default a bar on the terminal, or plain lines where there is none.
 
@@ -131,7 +132,7 @@ def optimize_metric(
         result = ranks.on_first(lambda: looked_at(result, task, looked))
         base.close()
         task.adapter.apply(result.start_of(result.chosen))
-        folder.keep(task, result.products())
+        folder.keep(task, result.products(), result.settings)
         shown.outcome(result.before, result.after)
         shown.done()
     return result

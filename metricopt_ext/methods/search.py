@@ -122,7 +122,7 @@ class Search(Trials):
         """
         result = self.outcome()
         self.task.adapter.apply(result.start_of(result.chosen))
-        self.folder.keep(self.task, result.products())
+        self.folder.keep(self.task, result.products(), result.settings)
         return result
 
     def close(self) -> None:

@@ -1,7 +1,9 @@
 """What a run keeps in its folder."""
 
 import json
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,13 @@ from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.run_folder import FORMAT, IDENTITY, claim_open, identity_of, load_run, open_run, settled
+from metricopt_ext.methods.search import Search
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.inference_file import load_inference
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.population import Population
+from metricopt_ext.tasks.settings import Setting, Settings
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.progress import Watcher
@@ -142,6 +148,62 @@ def test_a_finished_run_is_loaded_and_an_unfinished_one_says_what_it_lacks(
         load_run(quadratic().adapter.remove(), folder)
     with pytest.raises(FileFormatError, match=r"holds no run: it has neither identity\.json"):
         load_run(quadratic().adapter.remove(), tmp_path / "nothing")
+
+
+def test_settings_of_inference_are_beside_the_adapter_and_loading_says_so(
+    quadratic: Callable[..., Any], tmp_path: Path
+) -> None:
+    now = {"size": 1.0, "flip": False}
+
+    @contextmanager
+    def apply(values: dict[str, Any]) -> Iterator[None]:
+        before = dict(now)
+        now.update(values)
+        yield
+        now.update(before)
+
+    sizes, flips = (
+        Setting("size", values=(1.0, 2.0, 4.0), default=1.0),
+        Setting("flip", values=(False, True), default=False),
+    )
+
+    def task(gain: float) -> Any:
+        made = quadratic()
+        metric = Metric(
+            lambda model: made.distance(model) - gain * now["size"], maximize=False, bounds=None, name="distance"
+        )
+        return replace(made, metric=metric, settings=Settings([sizes, flips], apply))
+
+    result = optimize_metric(task(gain=1.0), queries=30, output_dir=tmp_path / "a", watcher=Watcher())
+    assert result.settings is not None
+    assert load_inference(tmp_path / "a") == result.settings.after == {"size": 4.0, "flip": False}
+    said = (
+        r"settings of inference that the model does not hold: size 1 -> 4; put .*load_inference\('.*inference\.yaml'\)"
+    )
+    with pytest.warns(UserWarning, match=said):
+        load_run(quadratic().adapter.remove(), tmp_path / "a")
+    with Search(task(gain=-1.0), queries=30, output_dir=tmp_path / "b") as search:
+        while trials := search.ask(8):
+            for trial in trials:
+                with trial.applied() as model:
+                    search.tell(trial.id, task(gain=-1.0).metric.function(model))
+        search.result()
+    assert load_inference(tmp_path / "b") == {"size": 1.0, "flip": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_run(quadratic().adapter.remove(), tmp_path / "b")
+
+
+def test_a_run_that_could_not_write_its_settings_is_refused_before_any_query(
+    quadratic: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = quadratic()
+    settings = Settings([Setting("size", values=(1, 2), default=1)], lambda values: nullcontext())
+    monkeypatch.setattr("metricopt_ext.utils.extras.find_spec", lambda module: None)
+    with pytest.raises(ModuleNotFoundError, match="omegaconf"):
+        optimize_metric(replace(task, settings=settings), queries=30, output_dir=tmp_path / "a", watcher=Watcher())
+    assert task.queries == 0
+    optimize_metric(task, queries=30, output_dir=tmp_path / "b", watcher=Watcher())
 
 
 def test_only_a_recipe_s_run_has_trajectories(quadratic: Callable[..., Any], tmp_path: Path) -> None:
