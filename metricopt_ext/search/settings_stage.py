@@ -7,14 +7,18 @@ So each is looked at alone, from the best values so far on, and then a few prese
 import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, NamedTuple
 
-from metricopt_ext.search.lines import LineState
+from metricopt_ext.search.lines import LineState, first_times
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.settings import Setting, Settings, Value, Values
 
 # Queries of one setting: of an interval; and of values, which are followed outwards while the metric gains.
 INTERVAL, OUTWARDS = 4, 5
+
+# Even steps of an interval, at which it is looked whether inference takes too long.
+STEPS = 100
 
 # Of the stage's queries, presets are left as many as there are, up to this share.
 PRESETS = 1 / 2
@@ -144,11 +148,23 @@ class SettingsState:
         yield from self._asked(self._presets()[: self._left])
 
     def _interval(self, setting: Setting) -> Batches:
-        """Search along an interval from the best values so far."""
+        """Search along an interval from the best values so far.
+
+        It is cut to what inference may take where both first steps take too long; else its steps stay large.
+        """
         best = self._best()
         assert best.evaluation is not None
         at = setting.share(float(best.values[setting.name]))
-        line = LineState((0.0, 1.0), min(INTERVAL, self._for_lines), [(at, best.evaluation)], start=at)
+
+        def affords(t: float) -> bool:
+            return self.settings.affords({**best.values, setting.name: setting.at(t)})
+
+        low, high = 0.0, 1.0
+        if not any(map(affords, first_times((low, high), at, [(at, best.evaluation)]))):
+            low, high = _around(at, affords)
+            if low == high:
+                return
+        line = LineState((low, high), min(INTERVAL, self._for_lines), [(at, best.evaluation)], start=at)
         while len(points := line.ask()):
             times = points[:, 0].tolist()
             batch = [{**best.values, setting.name: setting.at(t)} for t in times]
@@ -221,3 +237,11 @@ class SettingsState:
         """Return the best of what was told, the first of equals."""
         known = [each for each in self._tried if each.evaluation is not None]
         return min(known, key=lambda each: self.rank(each.evaluation))  # type: ignore[arg-type]
+
+
+def _around(at: float, affords: Callable[[float], bool]) -> tuple[float, float]:
+    """Return the shares of an interval around one between which inference takes no longer than it may."""
+    steps = [step / STEPS for step in range(STEPS + 1)]
+    below = takewhile(affords, (t for t in reversed(steps) if t < at))
+    above = takewhile(affords, (t for t in steps if t > at))
+    return min(below, default=at), max(above, default=at)

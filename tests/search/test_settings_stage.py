@@ -99,6 +99,16 @@ def test_an_integer_is_not_asked_twice() -> None:
     assert 3 not in numbers
 
 
+def test_an_interval_is_cut_where_its_first_steps_take_too_long() -> None:
+    size = Setting("size", -1.0, 1.0, default=0.0, inference=lambda size: 1 + abs(float(size)))
+    state = SettingsState(made(size, inference=1.1), Evaluation(0.01))
+    batches = run(state, lambda values: (values["size"] - 0.1) ** 2)
+    assert asked("size", batches)[0] == pytest.approx([0.02, -0.02])  # a tenth of what may be taken
+    assert sum(map(len, batches)) == INTERVAL
+    assert all(abs(values["size"]) <= 0.1 + 1e-9 for batch in batches for values in batch)
+    assert 0 < state.end().values["size"] <= 0.1
+
+
 # --- One after another, presets, and bounds ------------------------------------------------------------------------
 
 
