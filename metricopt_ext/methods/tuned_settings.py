@@ -59,7 +59,9 @@ class TunedSettings:
             if len(known) > 1:
                 untried = "all were given up"
             elif end.queries:
-                untried = f"all others take more than {settings.inference:g} times as long; allow more by inference="
+                untried = (
+                    f"what else there is takes more than {settings.inference:g} times as long; allow more by inference="
+                )
         own = settings.defaults, settings.complete(after), settings.free, settings.factor(after)
         return cls(*own, tried, settings.complete(after if begun is None else begun), untried)
 
