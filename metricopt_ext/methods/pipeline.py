@@ -27,7 +27,7 @@ from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.identity import fingerprint_of_code
 from metricopt_ext.utils.progress import Watcher, watched
-from metricopt_ext.utils.words import counted
+from metricopt_ext.utils.words import and_more, counted
 
 
 @undone_if_cut_short
@@ -82,7 +82,7 @@ def optimize_metric(
     Raises:
         ValueError: A number is out of range, or ``strategy`` is a class, or has no use for ``starts``, or a start has a
             name that is taken, or ``kept_aside`` is no metric of other data, or ``strategy`` can't respect what the
-            metric is subject to.
+            metric is subject to, or does not tune the task's settings.
         AdapterError: The loss is no scalar, or has no gradient in phi; or a start does not fit the model.
         BudgetError: ``queries`` is too small to plan with.
         MetricError: The metric failed; finished work is in ``output_dir``.
@@ -104,6 +104,11 @@ def optimize_metric(
         seed=seed,
     )
     runner = runner_of(strategy)
+    if task.settings is not None and not runner.takes_settings:
+        raise ValueError(
+            f"the task has settings of inference, {and_more(task.settings.names)}, which {type(runner).__name__} does"
+            " not tune; search by GuidedTrustRegion() or CMAES(), or leave them out by task.with_settings(None)"
+        )
     starts = all_starts(task, starts or {})  # copies, as the model's own phi may be among them
     del starts["start"]
     if kept_aside is not None:

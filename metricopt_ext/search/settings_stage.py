@@ -44,11 +44,13 @@ class SettingsEnd:
         values: The best, one for every setting.
         evaluation: Theirs.
         tried: All that were asked, the first values before.
+        queries: Queries that it might ask for.
     """
 
     values: dict[str, Value]
     evaluation: Evaluation
     tried: tuple[Tried, ...]
+    queries: int
 
 
 class SettingsState:
@@ -66,6 +68,7 @@ class SettingsState:
         first: The metric's evaluation at the first values.
         queries: Queries that it may ask for, at most those of the settings.
         rank: What is least of the best evaluation; by default its cost.
+        values: The first values, as of a start that has its own; by default those that a run begins with.
 
     Example:
         >>> from contextlib import nullcontext
@@ -84,10 +87,11 @@ class SettingsState:
         first: Evaluation,
         queries: int | None = None,
         rank: Callable[[Evaluation], Any] = lambda evaluation: evaluation.cost,
+        values: Values | None = None,
     ) -> None:
         self.settings, self.rank = settings, rank
         self.queries = settings.queries if queries is None else min(queries, settings.queries)
-        self._tried = [Tried(settings.first, first)]
+        self._tried = [Tried(settings.first if values is None else settings.complete(values), first)]
         self._batches: Batches | None = None
         self._open: list[dict[str, Value]] = []
         self._answers: dict[int, Tried] = {}
@@ -129,7 +133,7 @@ class SettingsState:
         """Return the best of what was told; the first values unless others are better."""
         best = self._best()
         assert best.evaluation is not None
-        return SettingsEnd(best.values, best.evaluation, tuple(self._tried))
+        return SettingsEnd(best.values, best.evaluation, tuple(self._tried), self.queries)
 
     # --- The stage -----------------------------------------------------------------------------------------------
 

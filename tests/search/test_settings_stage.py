@@ -8,7 +8,7 @@ import pytest
 
 from metricopt_ext.search.settings_stage import INTERVAL, OUTWARDS, SettingsEnd, SettingsState
 from metricopt_ext.tasks.metric import Evaluation
-from metricopt_ext.tasks.settings import Setting, Settings
+from metricopt_ext.tasks.settings import QUERIES, Setting, Settings
 
 Values = dict[str, Any]
 SIZES = (200, 238, 283, 336, 400, 476, 566, 673)
@@ -166,7 +166,7 @@ def test_presets_get_a_share_of_few_queries() -> None:
 def test_free_values_are_where_it_begins() -> None:
     state = SettingsState(made(SIZE, SOFT, free={"soft": 0.7}), Evaluation(0.5))
     assert all(values["soft"] == 0.7 for values in state.ask())
-    assert state.end() == SettingsEnd({"size": 336, "soft": 0.7}, Evaluation(0.5), state.end().tried)
+    assert state.end() == SettingsEnd({"size": 336, "soft": 0.7}, Evaluation(0.5), state.end().tried, QUERIES)
 
 
 # --- Answers -------------------------------------------------------------------------------------------------------
