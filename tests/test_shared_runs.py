@@ -9,6 +9,7 @@ from torch import Tensor
 
 SCRIPT = """
 import os, sys
+from contextlib import contextmanager
 from pathlib import Path
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from metricopt_ext.methods.siblings.algorithm_s1 import AlgorithmS1
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.settings import Setting, Settings
 from metricopt_ext.tasks.task import FinetuneTask, OutputLoss
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.progress import Watcher
@@ -32,6 +34,7 @@ STRATEGIES = {
     "search": (None, 45),
     "assessed": (None, 45),
     "kept_aside": (None, 45),
+    "settings": (None, 45),
     "recipe": (Recipe(steps=6, evals=3, rounds=2, folds=2, trials=1, learners=(RidgeLearner(),)), 62),
     "paper": (Algorithm1(steps=6, evals=3), 40),
     "learned": (AlgorithmS1(steps=6, evals=3, tasks=2, pairs=2, hidden=4), 40),
@@ -41,12 +44,21 @@ STRATEGIES = {
 
 x = torch.randn(90, 4, generator=torch.Generator().manual_seed(0))
 y = torch.randint(3, (90,), generator=torch.Generator().manual_seed(1))
-asked = 0
+asked = shift = 0
+
+@contextmanager
+def apply(values):
+    global shift
+    shift = values["shift"]
+    try:
+        yield
+    finally:
+        shift = 0
 
 def score(model):
     global asked
     asked += 1
-    right = (model(x).argmax(1) == y).double() + 0.3 * model(x).softmax(1)[:, 0].double().sigmoid()
+    right = (model(x).argmax(1) == (y + shift) % 3).double() + 0.3 * model(x).softmax(1)[:, 0].double().sigmoid()
     return float(right.mean()), (float(right[::2].mean()), float(right[1::2].mean()))
 
 def aside(model):
@@ -64,6 +76,7 @@ def run(name):
             maximize=True, bounds=(0, 2), name="score",
         ),
         population=3,
+        settings=Settings([Setting("shift", values=(0, 1, 2), default=0)], apply) if name == "settings" else None,
     )
     strategy, queries = STRATEGIES[name]
     first = name == "assessed" and mo.assess(task, 11, seed=1, output_dir=out / name, watcher=Watcher())
@@ -73,6 +86,7 @@ def run(name):
     )
     kept = {"phi": task.adapter.phi.detach(), "before": run.before, "after": run.after, "best": run.best,
             "queries": run.queries, "spent": task.metric.ledger.spent_on, "text": str(run), "aside": run.aside,
+            "settings": run.settings and (run.settings.changed, run.settings.tried),
             "advice": first and first.advice, **{f"end {name}": end for name, end in run.ends.items()}}
     fit = getattr(run, "fit", None)
     if fit is not None:
@@ -111,7 +125,10 @@ def test_the_result_does_not_depend_on_the_number_of_ranks(forked: Any, tmp_path
     (alone,), files = results(1)
     assert alone["ends"]["kept_aside"]["aside"].keys() == {"start", "search"}
     # Adapters, functions, the trajectories of recipe, paper and learned; the learned optimizer, and its training.
-    assert len(files) == 8 + 6 + 16 + 12 + 10 + 2
+    assert len(files) == 9 + 7 + 16 + 12 + 10 + 2
+    changed, tried = alone["ends"]["settings"]["settings"]
+    assert changed.keys() == {"shift"}
+    assert len(tried) == 3
     shared, same_files = results(3)
     for each in shared:
         assert_same(alone["ends"], each["ends"])

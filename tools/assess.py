@@ -44,7 +44,9 @@ def main() -> None:
         description=__doc__, epilog=RUNS_CODE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of a tool, or of a comparison")
-    parser.add_argument("--queries", type=int, default=QUERIES, help=f"how many to ask; default {QUERIES}")
+    parser.add_argument(
+        "--queries", type=int, help=f"how many to ask; default {QUERIES}, and those of settings.names besides"
+    )
     parser.add_argument("--output-dir", type=Path, help="folder in which the tool itself can go on with --resume")
     parser.add_argument("--resume", action="store_true", help="go on in the output folder")
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. metric.name=f1 data.root=FOLDER")
@@ -105,14 +107,14 @@ def _task_of(file: Path) -> tuple[str, str]:
 
 
 def assess_seed(
-    experiment: type[Experiment[Any]], config: RunConfig, queries: int, folder: Path | None, resume: bool
+    experiment: type[Experiment[Any]], config: RunConfig, queries: int | None, folder: Path | None, resume: bool
 ) -> Assessment:
     """Train or load the model of the first seed, and assess it.
 
     Args:
         experiment: What a seed runs.
         config: The settings.
-        queries: How many to ask.
+        queries: How many to ask; None for `QUERIES` and those that settings of inference may ask for.
         folder: Keeps the model and the evaluations, for a run of the tool that goes on; None keeps nothing.
         resume: Go on with what is in the folder.
 
@@ -120,6 +122,8 @@ def assess_seed(
         MetricOptError: Data, settings or metric are not usable; the message says which.
     """
     config.check()
+    if queries is None:
+        queries = QUERIES + (config.settings.queries if config.settings.names else 0)
     strategy = config.build_strategy()
     if not isinstance(strategy, GuidedTrustRegion) and folder is not None:
         raise ConfigError(f"method.name={config.method.name} does not go on from these queries: leave --output-dir out")

@@ -26,6 +26,7 @@ from metricopt_ext.evidence.run_config import VARIANTS, RunConfig
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.searched import runner_of
 from metricopt_ext.methods.starts import reestimate_batchnorm
+from metricopt_ext.methods.tuned_settings import SETTINGS
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.task import FinetuneTask
@@ -121,7 +122,10 @@ def where_metricopt_began(contender: Contender, queries: int | str, seed: int) -
         if ours.result is None or ours.result.details.finetunes:
             return Planned(contender, (budget,), seed)
         candidates = ours.result.candidates
-        begun = Begun(candidates, ours.result.begun_at, spent=len(candidates))
+        settings = ours.result.settings  # the first of its values is a start's
+        tried = 0 if settings is None else max(0, len(settings.tried) - 1)
+        spent = sum(name != SETTINGS for name in candidates) + tried
+        begun = Begun(candidates, ours.result.begun_at, spent=spent)
         return Planned(contender, (budget - begun.spent,), seed, begun)
 
     return method

@@ -270,6 +270,11 @@ class RunConfig:
                 f"settings.names={self.settings.names}: method.name={self.method.name} tunes no settings; set"
                 " method.name=search"
             )
+        if self.settings.names and (phi_alone := [name for name in self.methods if name in LEARNERS]):
+            raise ConfigError(
+                f"settings.names={self.settings.names}: methods={self.methods}: {phi_alone[0]} tunes no settings;"
+                " leave it out"
+            )
         self._check_methods()
         self._check_besides()
         self.needs_recipe("refined")

@@ -26,7 +26,7 @@ from metricopt_ext.utils.words import counted
 @undone_if_cut_short
 def assess(
     task: FinetuneTask,
-    queries: int = QUERIES,
+    queries: int | None = None,
     *,
     strategy: SearchStrategy | None = None,
     starts: Mapping[str, Start] | None = None,
@@ -38,9 +38,10 @@ def assess(
 ) -> Assessment:
     """Say by a few queries whether finetuning for the metric is worth more of them, and what else would do.
 
-    They are those that `optimize_metric` asks first with the same arguments: the starts, then the search's design. With
-    an ``output_dir`` they count towards it: ``optimize_metric(..., output_dir=output_dir, resume=True)`` goes on as if
-    it had asked them itself, bit for bit. The model is left as it was.
+    They are those that `optimize_metric` asks first with the same arguments: the starts, settings of inference if the
+    task has any, then the search's design. With an ``output_dir`` they count towards it: ``optimize_metric(...,
+    output_dir=output_dir, resume=True)`` goes on as if it had asked them itself, bit for bit; one whose queries are too
+    few for as many settings refuses the folder. The model is left as it was.
 
     Of a metric that is noise it says ``"do not"`` in at least 95 of 100 runs; of one that reports neither halves nor
     repeats, or never varies, ``"undecided"``.
@@ -48,7 +49,8 @@ def assess(
     Args:
         task: Model, loss, batches and metric. What is spent is charged to ``task.metric.ledger``; with an
             ``output_dir``, by the run that goes on with it.
-        queries: How many, the metric's repeats among them; more than there are starts, phi = 0 among them.
+        queries: How many, the metric's repeats among them; more than there are starts, phi = 0 among them, and
+            settings of inference ask for. By default 12, and as many more as the task's settings may ask for.
         strategy: The search that would follow, whose queries don't depend on its budget; by default a guided one.
         starts: What it may begin from besides phi = 0, by name; each costs a query.
         guard_confidence: How sure the guard must be that a gain is not chance, at least 0.5 and below 1.
@@ -73,6 +75,8 @@ def assess(
         >>> if found.recommendation == "search":  # doctest: +SKIP
         ...     optimize_metric(task, queries=found.search_queries)
     """
+    repeats, of_settings = task.metric.repeats, 0 if task.settings is None else task.settings.queries
+    queries = QUERIES + of_settings * repeats if queries is None else queries
     check_integer(0, queries=queries, seed=seed)
     deviates(guard_confidence)  # refuses what is out of range
     search = GuidedTrustRegion() if strategy is None else strategy
@@ -83,9 +87,10 @@ def assess(
         )
     starts = all_starts(task, starts or {})  # copies, as the model's own phi may be among them
     del starts["start"]
-    repeats, least = task.metric.repeats, 2 + len(starts)
+    least = 2 + len(starts) + of_settings
     if queries // repeats < least:
-        asked = f"the {counted(len(starts) + 1, 'start')} and a point of the search"
+        choices = f", {counted(of_settings, 'choice')} of settings" if of_settings else ""
+        asked = f"the {counted(len(starts) + 1, 'start')}{choices} and a point of the search"
         raise BudgetError(f"{counted(queries, 'query')} are too few: {asked} take {least * repeats}")
     if queries > task.metric.ledger.left:
         left = task.metric.ledger.left

@@ -5,7 +5,7 @@ All of it is told by points that a search asks anyway, the free starts among the
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Literal, NamedTuple, get_args
 
@@ -22,6 +22,7 @@ from metricopt_ext.methods.guard import (
     judge,
     reliability_under,
 )
+from metricopt_ext.methods.tuned_settings import SETTINGS
 from metricopt_ext.tasks.metric import Evaluation, Metric, noise_of, stacked_pairs
 from metricopt_ext.tasks.split_half import TELLING, fault_of_halves, reliability_of
 from metricopt_ext.utils.words import counted
@@ -48,8 +49,9 @@ MOST_DATA = 16.0
 # A search is advised to have queries in steps of so many, and at most so many: from 150 on the limit is not the search.
 STEP, MOST_QUERIES = 10, 300
 
-Kind = Literal["trained", "offsets", "batchnorm", "phi"]
+Kind = Literal["trained", "settings", "offsets", "batchnorm", "phi"]
 Recommendation = Literal[
+    "settings of inference",
     "a threshold or offsets",
     "BatchNorm on the deployment's inputs",
     "more validation data",
@@ -59,6 +61,7 @@ Recommendation = Literal[
 ]
 RECOMMENDATIONS: tuple[Recommendation, ...] = get_args(Recommendation)
 CHEAP: Mapping[Kind, Recommendation] = {
+    "settings": "settings of inference",
     "offsets": "a threshold or offsets",
     "batchnorm": "BatchNorm on the deployment's inputs",
 }
@@ -70,7 +73,7 @@ class Told(NamedTuple):
     Attributes:
         name: The start's; empty for a point of the search's own.
         kind: What it changes in the model as it was trained, or in the start that the search began from: nothing,
-            offsets of the logits alone, BatchNorm's statistics alone, or phi.
+            settings of inference, offsets of the logits alone, BatchNorm's statistics alone, or phi.
         evaluation: The metric's evaluation.
     """
 
@@ -172,6 +175,8 @@ def kind_of(adapter: Adapter, point: Start, begun: Start | None = None) -> Kind:
         return "phi" if alone or beyond_offsets(moved) or not moved.any() else "offsets"
     if point.parameters or beyond_offsets(point.phi) or (point.buffers and point.phi.any()):
         return "phi"
+    if point.settings:
+        return "settings"
     return "batchnorm" if point.buffers else "offsets" if point.phi.any() else "trained"
 
 
@@ -183,6 +188,7 @@ def assessed(
     confidence: float = CONFIDENCE,
     least: int = 0,
     seconds: float = math.nan,
+    besides: int = 0,
 ) -> Assessment:
     """Assess a task by what its metric was told to be.
 
@@ -200,6 +206,7 @@ def assessed(
         confidence: The guard's, at least 0.5 and below 1.
         least: The fewest evaluations that a search can do with.
         seconds: Seconds that a query took.
+        besides: How many evaluations were spent on settings of inference that are not among the points.
     """
     told = _telling([each for each in told if not each.evaluation.failed])
     trained, points = told[0].evaluation, [each.evaluation for each in told]
@@ -214,11 +221,11 @@ def assessed(
     lowest = min(each.cost for each in points)
     guard: Guard = next((each.guard for each in verdicts.values()), "none")
     known = guard != "none"
-    advised = _advised(metric, told, best, verdicts, dim, least)
+    advised = _advised(metric, told, best, verdicts, dim, least, besides)
     return Assessment(
         metric=metric.name,
         before=metric.to_value(trained.cost),
-        queries=len(told) * metric.repeats,
+        queries=(len(told) + besides) * metric.repeats,
         guard=guard,
         reliability=_reliability(points, guard) if known else math.nan,
         smallest=smallest_gain(trained, points, confidence) * metric.scale if known else None,
@@ -248,11 +255,14 @@ def _advised(
     verdicts: Mapping[Kind, Verdict],
     dim: int,
     least: int,
+    besides: int,
 ) -> _Advised:
     """Return what to do, and why."""
     points = [each.evaluation for each in told]
     n, shown = counted(len(told), "point"), f"{metric.name} "
-    if len({each.cost for each in points}) < 2 or len(points) < TELLING:
+    if len(points) < TELLING:
+        return _Advised("undecided", f"{n} of phi and its starts are too few to tell: ask more queries")
+    if len({each.cost for each in points}) < 2:
         return _Advised("undecided", f"{shown}has one value at all of {n}: modulate more layers, or train first")
     guard = next(iter(verdicts.values())).guard
     if guard == "none":
@@ -272,7 +282,7 @@ def _advised(
     search = _Advised(
         "search",
         f"a point that it asked gains {_gain(metric, verdicts.get('phi'))}, and the guard would keep that",
-        queries_to_search(len(told), dim, reliability, least) * metric.repeats,
+        queries_to_search(len(told) + besides, dim, reliability, least + besides) * metric.repeats,
     )
     cheap = max((kind for kind in kept if kind in CHEAP), key=lambda kind: kept[kind].gain, default=None)
     if cheap is not None:
@@ -408,14 +418,15 @@ def first_told(
 
     Args:
         adapter: The model's.
-        starts: What the search could begin from, ``"start"`` first; the first answers are theirs.
+        starts: What the search could begin from, ``"start"`` first; the first answers are those of all but settings
+            that were tuned.
         begun: The one that it began from.
         answers: Points, ``d``, and the metric's evaluations.
     """
-    told = []
+    told, names = [], [name for name in starts if name != SETTINGS]
     for index, (phi, evaluation) in enumerate(answers):
-        name = list(starts)[index] if index < len(starts) else ""
+        name = names[index] if index < len(names) else ""
         at = starts[name or begun]
-        point = Start(phi, at.buffers, at.parameters)
+        point = replace(at, phi=phi)
         told.append(Told(name, kind_of(adapter, point, None if name else at), evaluation))
     return told

@@ -11,6 +11,7 @@ NAMED = {
     "search": "the end of the search",
     "part": "the part of the way to the end of the search",
     "line": "the best along the line",
+    "settings": "the choice of settings",
 }
 
 

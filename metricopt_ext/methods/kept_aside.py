@@ -55,9 +55,12 @@ def confirmed(result: Result[Own], task: FinetuneTask, confidence: float) -> Res
     if result.chosen == "start":
         return result
     costs = {name: _cost(result, task, name) for name in values_of_candidates(result)}
-    return preferred(
-        result, {name: task.metric.to_value(cost) for name, cost in costs.items()}, task.metric, confidence
-    )
+    values = {name: task.metric.to_value(cost) for name, cost in costs.items()}
+    result = preferred(result, values, task.metric, confidence)
+    if result.settings is None or task.settings is None:
+        return result
+    after = task.with_values(result.start_of(result.chosen).settings).values or {}
+    return replace(result, settings=result.settings.of_kept(task.settings, after))
 
 
 def values_of_candidates(result: Result[Any]) -> dict[str, float]:

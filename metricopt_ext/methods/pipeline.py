@@ -27,7 +27,7 @@ from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.identity import fingerprint_of_code
 from metricopt_ext.utils.progress import Watcher, watched
-from metricopt_ext.utils.words import counted
+from metricopt_ext.utils.words import and_more, counted
 
 
 @undone_if_cut_short
@@ -72,7 +72,8 @@ def optimize_metric(
             is the best there, too (`Result.aside`); two or three queries at the end, of this metric's own ledger.
         seed: Seed of all draws.
         output_dir: Keeps what was collected, ``value_function.safetensors``, ``update_rule.safetensors`` of
-            `AlgorithmS1` and, last, ``adapter.safetensors`` with all that was kept (`load_run`); None keeps nothing.
+            `AlgorithmS1`, ``inference.yaml`` of a task with settings (`load_inference`) and, last,
+            ``adapter.safetensors`` with all that was kept (`load_run`); None keeps nothing.
         resume: Continue what an interrupted run left in ``output_dir``; the result is the same bit for bit.
         watcher: Notified of progress; by default a bar on the terminal, or plain lines where there is none.
 
@@ -82,7 +83,7 @@ def optimize_metric(
     Raises:
         ValueError: A number is out of range, or ``strategy`` is a class, or has no use for ``starts``, or a start has a
             name that is taken, or ``kept_aside`` is no metric of other data, or ``strategy`` can't respect what the
-            metric is subject to.
+            metric is subject to, or does not tune the task's settings.
         AdapterError: The loss is no scalar, or has no gradient in phi; or a start does not fit the model.
         BudgetError: ``queries`` is too small to plan with.
         MetricError: The metric failed; finished work is in ``output_dir``.
@@ -104,6 +105,11 @@ def optimize_metric(
         seed=seed,
     )
     runner = runner_of(strategy)
+    if task.settings is not None and not runner.takes_settings:
+        raise ValueError(
+            f"the task has settings of inference, {and_more(task.settings.names)}, which {type(runner).__name__} does"
+            " not tune; search by GuidedTrustRegion() or CMAES(), or leave them out by task.with_settings(None)"
+        )
     starts = all_starts(task, starts or {})  # copies, as the model's own phi may be among them
     del starts["start"]
     if kept_aside is not None:
@@ -125,9 +131,8 @@ def optimize_metric(
             result = confirmed(result, task.judged_by(folder.cached(kept_aside, KEPT_ASIDE)), guard_confidence)
         result = ranks.on_first(lambda: looked_at(result, task, looked))
         base.close()
-        kept_start = result.start_of(result.chosen)
-        task.adapter.apply(kept_start)
-        folder.keep(task, result.products(), kept_start.settings)
+        task.adapter.apply(result.start_of(result.chosen))
+        folder.keep(task, result.products(), result.settings)
         shown.outcome(result.before, result.after)
         shown.done()
     return result

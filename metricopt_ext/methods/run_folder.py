@@ -1,6 +1,7 @@
 """What a run keeps in its folder so that it can be resumed: its identity, trajectories and evaluations."""
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
@@ -13,16 +14,17 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import load_adapter
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import FileFormatError
+from metricopt_ext.methods.tuned_settings import TunedSettings, shown
 from metricopt_ext.search.update_rule import UpdateRule
 from metricopt_ext.tasks.cached_metric import CachedMetric
-from metricopt_ext.tasks.inference_file import save_inference
+from metricopt_ext.tasks.inference_file import INFERENCE, changed_inference, save_inference
 from metricopt_ext.tasks.kept_evaluations import KeptEvaluations
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.population import Population
-from metricopt_ext.tasks.settings import Values
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import TRAJECTORIES, TrajectoryStore
 from metricopt_ext.utils import ranks
+from metricopt_ext.utils.extras import require
 from metricopt_ext.utils.files import read_json, remove_unfinished, to_json, write_json
 from metricopt_ext.utils.identity import (
     Held,
@@ -38,6 +40,7 @@ IDENTITY, EVALUATIONS, KEPT_ASIDE = "identity.json", "evaluations.json", "kept_a
 ADAPTER = "adapter.safetensors"  # written last: it says that a run has finished
 SETTINGS, SEEDS = "run.json", "seed-*"  # of a tool's run, and its seeds' folders
 QUERIES = "queries"  # the key of an identity that an assessment leaves open
+OF_INFERENCE = "settings of inference"  # the key of an identity with what can be tuned of these
 JOINT_TRAINING = "joint_training.safetensors"
 
 FORMAT = 7  # of what is kept: a folder of another format is not resumed
@@ -85,7 +88,10 @@ class RunFolder:
         Raises:
             FileFormatError: Another process writes to the folder; or the folder holds a run and ``resume`` is False, or
                 it holds another run; the message names the first difference.
+            ModuleNotFoundError: The task has settings of inference, and OmegaConf, which writes them, is missing.
         """
+        if self.path is not None and OF_INFERENCE in self.identity:
+            require("omegaconf")  # before there is work to lose
         with ExitStack() as held:
             if (path := self.path) is not None:
                 ranks.on_first(lambda: self._take(path, held, resume))
@@ -170,27 +176,37 @@ class RunFolder:
             for purpose, spent in run.spent_on.items():
                 own.spend(purpose, spent)
 
-    def keep(self, task: FinetuneTask, learned: Mapping[str, ValueFunction | UpdateRule], values: Values) -> None:
-        """Write what was learned, the settings of inference, and the adapter with what is applied to it.
+    def keep(
+        self,
+        task: FinetuneTask,
+        learned: Mapping[str, ValueFunction | UpdateRule],
+        tuned: TunedSettings | None = None,
+    ) -> None:
+        """Write what was learned, settings of inference, and the adapter with what is applied to it.
 
         The run, which is complete then, is charged.
 
         Args:
-            task: Has the adapter.
+            task: Has the adapter, and the settings.
             learned: By the names of their files, without an ending.
-            values: The settings that were kept, of a start; the others are those that a run begins with.
+            tuned: What became of the task's settings; None of a task without any.
         """
-        ranks.on_first(lambda: self._write(task, learned, values))
+        ranks.on_first(lambda: self._write(task, learned, tuned))
         self._charge()
 
-    def _write(self, task: FinetuneTask, learned: Mapping[str, ValueFunction | UpdateRule], values: Values) -> None:
+    def _write(
+        self,
+        task: FinetuneTask,
+        learned: Mapping[str, ValueFunction | UpdateRule],
+        tuned: TunedSettings | None,
+    ) -> None:
         if self.path is None:
             return
         self.check_held()
         for name, each in learned.items():
             each.save(self.path / f"{name}.safetensors")
-        if task.settings is not None:
-            save_inference(self.path, task.settings, task.with_values(values).values or {})
+        if task.settings is not None and tuned is not None:
+            save_inference(self.path / INFERENCE, task.settings, tuned.after)
         task.adapter.save(self.path / ADAPTER)
 
 
@@ -218,6 +234,9 @@ def _refuse_nameless(path: Path) -> None:
 def load_run(model: nn.Module, folder: str | Path) -> Adapter:
     """Attach what a finished run kept to a model: phi, and what the start replaced that it belongs to.
 
+    Settings of inference are no part of the model: if the run kept others than the model's own, a UserWarning says
+    which, and how they are put to use.
+
     Args:
         model: The bare model, with the weights that the run was given; a UserWarning says if it has others. Of a tool's
             run these are the weights that the tool trained or loaded for the seed.
@@ -232,7 +251,16 @@ def load_run(model: nn.Module, folder: str | Path) -> Adapter:
     Example:
         >>> adapter = load_run(model, "out/seed-0")  # doctest: +SKIP
     """
-    return load_adapter(model, _finished(Path(folder)) / ADAPTER)
+    finished = _finished(Path(folder))
+    adapter = load_adapter(model, finished / ADAPTER)
+    if (finished / INFERENCE).exists() and (changed := changed_inference(finished / INFERENCE)):
+        changes = ", ".join(f"{name} {shown(old)} -> {shown(new)}" for name, (old, new) in changed.items())
+        warnings.warn(
+            f"{finished} was tuned with settings of inference that the model does not hold: {changes}; put them to use"
+            f" by settings.applied(mo.load_inference({str(finished / INFERENCE)!r})), of the Settings that the run had",
+            stacklevel=2,
+        )
+    return adapter
 
 
 def _finished(folder: Path) -> Path:
@@ -317,7 +345,7 @@ def identity_of_task(task: FinetuneTask, seed: int) -> dict[str, Any]:
         **({} if not metric.subject_to else {"subject to": bounded(metric)}),
         **({} if task.gradients is None else {"gradients": fingerprint({"gradients": task.gradients})}),
         **({} if task.line is None else {"line": fingerprint({"line": task.line})}),
-        **({} if task.settings is None else {"settings of inference": task.settings.identity()}),
+        **({} if task.settings is None else {OF_INFERENCE: task.settings.identity()}),
     }
 
 

@@ -121,9 +121,8 @@ class Search(Trials):
             UnguardedError: The metric requires a guard (`Metric`), and nothing could tell a gain from chance.
         """
         result = self.outcome()
-        start = result.start_of(result.chosen)
-        self.task.adapter.apply(start)
-        self.folder.keep(self.task, result.products(), start.settings)
+        self.task.adapter.apply(result.start_of(result.chosen))
+        self.folder.keep(self.task, result.products(), result.settings)
         return result
 
     def close(self) -> None:

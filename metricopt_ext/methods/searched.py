@@ -41,6 +41,7 @@ class SearchLoop(LearningStrategy[SearchDetails]):
 
     takes_starts: ClassVar[bool] = True
     takes_constraints: ClassVar[bool] = True
+    takes_settings: ClassVar[bool] = True
 
     def __init__(self, search: SearchStrategy) -> None:
         self.search = search
@@ -121,8 +122,9 @@ def search_results(
     """Run a search once, and yield the guarded result that each number of queries would have had.
 
     Each checkpoint before the last costs a guided search a query more, that of its own end, and another where classes
-    are new (`kept_share`). The model is left
-    unchanged. Of ranks that share the work the first alone goes on with the search; all evaluate.
+    are new (`kept_share`). Settings of inference are tuned once, by as many queries as the first checkpoint alone would
+    have for them. The model is left unchanged. Of ranks that share the work the first alone goes on with the search;
+    all evaluate.
 
     Args:
         task: Model, loss, batches and metric.
@@ -226,7 +228,7 @@ class FirstLines:
 
     def __init__(self, trials: Trials | None, watcher: Watcher) -> None:
         self._trials, self._watcher = trials, watcher
-        self._said, self._spent, self._new, self._told = trials is None, 0.0, 0, 0
+        self._said, self._spent, self._new, self._told, self._of_settings = trials is None, 0.0, 0, 0, 0
 
     @property
     def seconds(self) -> float:
@@ -248,7 +250,10 @@ class FirstLines:
     def told(self, asked: Asked) -> None:
         """Say it once enough trials of phi have been told."""
         self._told += asked.stage != "settings"
-        if not self._said and self._told >= min(QUERIES, self._trials.queries):  # type: ignore[union-attr]
+        self._of_settings += asked.stage == "settings"
+        if self._said or asked.stage == "settings":
+            return
+        if self._told >= min(QUERIES, self._trials.queries - self._of_settings):  # type: ignore[union-attr]
             self._said = True
             for line in self._trials.assessment(asked.id + 1, self.seconds).brief():  # type: ignore[union-attr]
                 self._watcher.say(line)

@@ -62,10 +62,12 @@ class LearningStrategy(ABC, Generic[Own]):
     Attributes:
         takes_starts: Whether a run may begin from the best of several starts.
         takes_constraints: Whether it respects what the metric is subject to.
+        takes_settings: Whether it tunes settings of inference.
     """
 
     takes_starts: ClassVar[bool] = False
     takes_constraints: ClassVar[bool] = False
+    takes_settings: ClassVar[bool] = False
 
     @abstractmethod
     def size(self, evaluations: int, dim: int, starts: int = 1) -> dict[str, int]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
-from metricopt_ext.methods.assessment import Assessment, assessed, first_told
+from metricopt_ext.methods.assessment import Assessment, Told, assessed, first_told
 from metricopt_ext.methods.constrained import Constrained, decide_within
 from metricopt_ext.methods.guard import CONFIDENCE, LINE, LINE_CONFIDENCE, START_CONFIDENCE, Decision, decide
 from metricopt_ext.methods.new_classes import KeptShare, held_back, kept_share
@@ -212,9 +212,18 @@ class Trials:
         kept = [each for each in told if self.task.settings is None or self.stage_of(each.id) != "settings"]
         worst, origin = self._worst(), self.task.origin()
         answers = [(each.at(origin), each.evaluation or worst) for each in kept]
-        first = first_told(self.task.adapter, self._starts, self._begun, answers)
+        first, besides = first_told(self.task.adapter, self._starts, self._begun, answers), len(told) - len(kept)
+        if SETTINGS in self._asked:
+            first.insert(self._initial, Told(SETTINGS, "settings", self._asked[SETTINGS]))
+            besides -= 1
         return assessed(
-            self.task.metric, first, len(origin), confidence=self._confidence, least=self._least, seconds=seconds
+            self.task.metric,
+            first,
+            len(origin),
+            confidence=self._confidence,
+            least=self._least,
+            seconds=seconds,
+            besides=besides,
         )
 
     def stage_of(self, id: int) -> str:
@@ -425,10 +434,16 @@ class Trials:
         if kept is not None:
             if moved := self._has_other_settings(kept, at):
                 at = replace(at, settings=kept.settings or {})
+            if (kept.settings or {}) != dict(at.settings):
+                raise FileFormatError(
+                    f"{self._kept.path} has trial {id} with settings {brief(kept.settings or {})}, where"
+                    f" {brief(dict(at.settings))} would be asked now, as there are too few queries to try as many;"
+                    " give more, or use another output folder"
+                )
             if not kept.is_of(at):
                 raise FileFormatError(
-                    f"{self._kept.path} has trial {id} of a model with other tensors than those of the start {name!r},"
-                    " or with other settings; use another output folder"
+                    f"{self._kept.path} has trial {id} of a model with other tensors than those of the start {name!r};"
+                    " use another output folder"
                 )
             try:
                 point = kept.at(phi)
@@ -463,8 +478,8 @@ class Trials:
         if self.task.settings is not None:
             left = self.queries - self._for_what_is_kept()
             most = max(0, min((left - self._initial) // 2, left - self._least))
-            first = self._asked[self._begun]
-            self._stage = SettingsState(self.task.settings, first, most, lambda each: ranked(each, limits))
+            first, values = self._asked[self._begun], self.task.with_values(self._starts[self._begun].settings).values
+            self._stage = SettingsState(self.task.settings, first, most, lambda each: ranked(each, limits), values)
 
     def _for_what_is_kept(self) -> int:
         """Return how many evaluations are held back; without halves, there is no share to keep."""
@@ -539,6 +554,9 @@ class Trials:
         self._advance()
         over = self._state is not None and not self._batch.trials  # one query early if the metric never varied
         least = self._least + (0 if self._stage is None else self._stage.asked)
+        if self._stage is not None and self._state is None:  # the search begins once all of these are answered
+            told = self._kept.told
+            least += sum(trial.id not in told or not told[trial.id].given_up for trial in self._batch.trials)
         if self._kept.answered < least and not over:
             missing = least - self._kept.answered
             raise BudgetError(
@@ -683,15 +701,16 @@ def guarded(
         ),
         kept_share=None if share is None else share.scaled(task.metric.scale),
         constrained=constrained,
-        settings=settings_of(task, starts[decision.kept if decision.kept in starts else begun], stage),
+        settings=settings_of(task, starts[decision.kept if decision.kept in starts else begun], stage, starts[begun]),
     )
 
 
-def settings_of(task: FinetuneTask, kept: Start, stage: SettingsEnd | None) -> TunedSettings | None:
+def settings_of(task: FinetuneTask, kept: Start, stage: SettingsEnd | None, begun: Start) -> TunedSettings | None:
     """Return what became of a task's settings of inference; None of a task without any."""
     if task.settings is None:
         return None
-    return TunedSettings.of(task.settings, task.with_values(kept.settings).values or {}, stage, task.metric)
+    values, first = (task.with_values(each.settings).values or {} for each in (kept, begun))
+    return TunedSettings.of(task.settings, values, stage, task.metric, first)
 
 
 def told_besides(also: Mapping[str, float] | None, metric: Metric) -> dict[str, float] | None:

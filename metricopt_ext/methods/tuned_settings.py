@@ -1,7 +1,7 @@
 """What became of the settings of inference in a run: before and after, what they cost, and what was tried."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from metricopt_ext.methods.guard import START_CONFIDENCE, judge
 from metricopt_ext.search.settings_stage import SettingsEnd
@@ -26,6 +26,8 @@ class TunedSettings:
         free: Those that were changed before anything was asked, as they can't lower the metric.
         factor: How many times as long inference takes by ``after`` as by ``before``.
         tried: What was asked: values of every setting, and the metric there, in its own units.
+        begun: Those that the search of phi began with.
+        untried: Why none was tried, if any might have been; empty otherwise.
     """
 
     before: dict[str, Value]
@@ -33,18 +35,47 @@ class TunedSettings:
     free: dict[str, Value]
     factor: float
     tried: tuple[tuple[dict[str, Value], float], ...]
+    begun: dict[str, Value]
+    untried: str = ""
 
     @classmethod
-    def of(cls, settings: Settings, after: Values, end: SettingsEnd | None, metric: Metric) -> "TunedSettings":
-        """Make one of the stage's end; None where it was not run."""
+    def of(
+        cls, settings: Settings, after: Values, end: SettingsEnd | None, metric: Metric, begun: Values | None = None
+    ) -> "TunedSettings":
+        """Make one.
+
+        Args:
+            settings: The task's.
+            after: Those of what was kept.
+            end: The stage's end; None where it was not run.
+            metric: Its units.
+            begun: Those that the search of phi began with; None for those that were kept.
+        """
         known = () if end is None else end.tried
         tried = tuple((each.values, metric.to_value(each.evaluation.cost)) for each in known if each.evaluation)
-        return cls(settings.defaults, settings.complete(after), settings.free, settings.factor(after), tried)
+        untried = ""
+        if end is not None and len(tried) == 1 and settings.queries:
+            untried = "the search needs all queries; give it more"
+            if len(known) > 1:
+                untried = "all were given up"
+            elif end.queries:
+                untried = (
+                    f"what else there is takes more than {settings.inference:g} times as long; allow more by inference="
+                )
+        own = settings.defaults, settings.complete(after), settings.free, settings.factor(after)
+        return cls(*own, tried, settings.complete(after if begun is None else begun), untried)
+
+    def of_kept(self, settings: Settings, after: Values) -> "TunedSettings":
+        """Return the same where something else was kept, with settings of its own."""
+        return replace(self, after=settings.complete(after), factor=settings.factor(after))
 
     @property
     def changed(self) -> dict[str, tuple[Value, Value]]:
         """What was changed by the metric, by name: before and after."""
-        pairs = {name: (self.free.get(name, self.before[name]), value) for name, value in self.after.items()}
+        return self._changed(self.after)
+
+    def _changed(self, values: Values) -> dict[str, tuple[Value, Value]]:
+        pairs = {name: (self.free.get(name, self.before[name]), value) for name, value in values.items()}
         return {name: (before, after) for name, (before, after) in pairs.items() if before != after}
 
     @property
@@ -60,10 +91,17 @@ class TunedSettings:
             changes = ", ".join(f"{name} {shown(self.before[name])} -> {shown(new)}" for name, new in self.free.items())
             lines.append(f"settings for the metric alone, free: {changes}; for deployment keep the model's own")
         tried = max(0, len(self.tried) - 1)
+        changes = ", ".join(
+            f"{name} {shown(old)} -> {shown(new)}"
+            for name, (old, new) in (self.changed or self._changed(self.begun)).items()
+        )
         if self.changed:
-            changes = ", ".join(f"{name} {shown(old)} -> {shown(new)}" for name, (old, new) in self.changed.items())
             cost = "" if abs(self.factor - 1) < 0.005 else f"; inference takes {self.factor:.2f} times as long"
             lines.append(f"settings: {changes} ({tried} tried){cost}")
+        elif changes:
+            lines.append(f"settings: as they were; {changes} gained ({tried} tried), but was not kept")
+        elif self.untried:
+            lines.append(f"settings: none was tried, as {self.untried}")
         elif tried:
             lines.append(f"settings: as they were; none of {counted(tried, 'other choice')} surely gains")
         return lines

@@ -7,14 +7,18 @@ So each is looked at alone, from the best values so far on, and then a few prese
 import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, NamedTuple
 
-from metricopt_ext.search.lines import LineState
+from metricopt_ext.search.lines import LineState, first_times
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.settings import Setting, Settings, Value, Values
 
 # Queries of one setting: of an interval; and of values, which are followed outwards while the metric gains.
 INTERVAL, OUTWARDS = 4, 5
+
+# Even steps of an interval, at which it is looked whether inference takes too long.
+STEPS = 100
 
 # Of the stage's queries, presets are left as many as there are, up to this share.
 PRESETS = 1 / 2
@@ -44,11 +48,13 @@ class SettingsEnd:
         values: The best, one for every setting.
         evaluation: Theirs.
         tried: All that were asked, the first values before.
+        queries: Queries that it might ask for.
     """
 
     values: dict[str, Value]
     evaluation: Evaluation
     tried: tuple[Tried, ...]
+    queries: int
 
 
 class SettingsState:
@@ -66,6 +72,7 @@ class SettingsState:
         first: The metric's evaluation at the first values.
         queries: Queries that it may ask for, at most those of the settings.
         rank: What is least of the best evaluation; by default its cost.
+        values: The first values, as of a start that has its own; by default those that a run begins with.
 
     Example:
         >>> from contextlib import nullcontext
@@ -84,10 +91,11 @@ class SettingsState:
         first: Evaluation,
         queries: int | None = None,
         rank: Callable[[Evaluation], Any] = lambda evaluation: evaluation.cost,
+        values: Values | None = None,
     ) -> None:
         self.settings, self.rank = settings, rank
         self.queries = settings.queries if queries is None else min(queries, settings.queries)
-        self._tried = [Tried(settings.first, first)]
+        self._tried = [Tried(settings.first if values is None else settings.complete(values), first)]
         self._batches: Batches | None = None
         self._open: list[dict[str, Value]] = []
         self._answers: dict[int, Tried] = {}
@@ -129,7 +137,7 @@ class SettingsState:
         """Return the best of what was told; the first values unless others are better."""
         best = self._best()
         assert best.evaluation is not None
-        return SettingsEnd(best.values, best.evaluation, tuple(self._tried))
+        return SettingsEnd(best.values, best.evaluation, tuple(self._tried), self.queries)
 
     # --- The stage -----------------------------------------------------------------------------------------------
 
@@ -140,11 +148,23 @@ class SettingsState:
         yield from self._asked(self._presets()[: self._left])
 
     def _interval(self, setting: Setting) -> Batches:
-        """Search along an interval from the best values so far."""
+        """Search along an interval from the best values so far.
+
+        It is cut to what inference may take where both first steps take too long; else its steps stay large.
+        """
         best = self._best()
         assert best.evaluation is not None
         at = setting.share(float(best.values[setting.name]))
-        line = LineState((0.0, 1.0), min(INTERVAL, self._for_lines), [(at, best.evaluation)], start=at)
+
+        def affords(t: float) -> bool:
+            return self.settings.affords({**best.values, setting.name: setting.at(t)})
+
+        low, high = 0.0, 1.0
+        if not any(map(affords, first_times((low, high), at, [(at, best.evaluation)]))):
+            low, high = _around(at, affords)
+            if low == high:
+                return
+        line = LineState((low, high), min(INTERVAL, self._for_lines), [(at, best.evaluation)], start=at)
         while len(points := line.ask()):
             times = points[:, 0].tolist()
             batch = [{**best.values, setting.name: setting.at(t)} for t in times]
@@ -217,3 +237,11 @@ class SettingsState:
         """Return the best of what was told, the first of equals."""
         known = [each for each in self._tried if each.evaluation is not None]
         return min(known, key=lambda each: self.rank(each.evaluation))  # type: ignore[arg-type]
+
+
+def _around(at: float, affords: Callable[[float], bool]) -> tuple[float, float]:
+    """Return the shares of an interval around one between which inference takes no longer than it may."""
+    steps = [step / STEPS for step in range(STEPS + 1)]
+    below = takewhile(affords, (t for t in reversed(steps) if t < at))
+    above = takewhile(affords, (t for t in steps if t > at))
+    return min(below, default=at), max(above, default=at)

@@ -70,6 +70,21 @@ def load_inference(path: str | Path) -> dict[str, Value]:
     Raises:
         FileFormatError: It is missing, or holds something else.
     """
+    return {name: each["value"] for name, each in _read(path).items()}
+
+
+def changed_inference(path: str | Path) -> dict[str, tuple[Value, Value]]:
+    """Return the settings whose values are not their defaults, by name: the default and the value.
+
+    Raises:
+        FileFormatError: As from `load_inference`, as for the argument.
+    """
+    pairs = {name: (each["default"], each["value"]) for name, each in _read(path).items()}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _read(path: str | Path) -> dict[str, dict[str, Any]]:
+    """Return what a file holds; see `load_inference`."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -94,7 +109,8 @@ def load_inference(path: str | Path) -> dict[str, Value]:
                 raise FileFormatError(
                     f"{file}: {name} has the {key} {brief(each[key])}; it must be a finite number, true, false or text"
                 )
-    return {name: each["value"] for name, each in content.items()}
+    found: dict[str, dict[str, Any]] = content
+    return found
 
 
 def _file(path: str | Path) -> Path:

@@ -122,7 +122,7 @@ class Setting:
     def holds(self, value: Any) -> bool:
         """Whether it may be a value."""
         if self.values is not None:
-            return any(_same(value, each) for each in self.values)
+            return isinstance(value, bool | int | float | str) and any(_same(value, each) for each in self.values)
         fits = isinstance(value, int) if self.whole else True
         return fits and _is_number(value) and self.low <= value <= self.high
 
@@ -234,8 +234,17 @@ class Settings:
         self._takes_model = takes(apply, "model")
         self.alone = self.names if alone is None else tuple(alone)
         self._check_names(self.alone)
-        for values in (self.free, *(each for each in self._presets.values() if not callable(each))):
-            self.check(values)
+        self.check(self.free)
+        for name in self._presets:
+            self.preset(name, self.first)
+        self._check_free()
+
+    def _check_free(self) -> None:
+        if not self.affords(self.first):
+            raise ValueError(
+                f"free is {self.free}, by which inference takes {self.factor(self.first):g} times as long, and it may"
+                f" take {self.inference:g} times; what is free costs nothing: make it a preset"
+            )
 
     def limited(self, *, inference: float | None = None, queries: int | None = None, free: bool = True) -> "Settings":
         """Return the same settings within other limits.
@@ -249,11 +258,12 @@ class Settings:
             ValueError: A number is out of range.
         """
         check_at_least(1, inference=inference)
-        check_at_least(0, queries=queries)
+        check_integer(0, queries=self.queries if queries is None else queries)
         other = copy.copy(self)
         other.inference = self.inference if inference is None else inference
         other.queries = self.queries if queries is None else queries
         other.free = self.free if free else {}
+        other._check_free()
         return other
 
     def only(self, names: Sequence[str]) -> "Settings":
@@ -334,7 +344,10 @@ class Settings:
             ValueError: A function that stands for it gave what a setting can't be.
         """
         preset, values = self._presets[name], self.complete(values)
-        return self.complete({**values, **(preset(dict(values)) if callable(preset) else preset)})
+        try:
+            return self.complete({**values, **(preset(dict(values)) if callable(preset) else preset)})
+        except ValueError as error:
+            raise ValueError(f"preset {name!r}: {error}") from error
 
     def factor(self, values: Values) -> float:
         """Return the factor on inference time of values beside the defaults', the product of the settings' own."""

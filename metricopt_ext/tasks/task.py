@@ -435,15 +435,30 @@ class FinetuneTask:
         values = self.values
         if self.settings is None or values is None:
             return self.metric.judge(model)
-        with self.settings.applied(values, model):
+        with self._in_force(values, model):
             return self.metric.judge(model, values)
+
+    @contextmanager
+    def _in_force(self, values: dict[str, Value], model: nn.Module) -> Iterator[None]:
+        """Have settings in force; errors of the metric name them, and what can't be applied is one of the metric's."""
+        assert self.settings is not None
+        said = f"settings {', '.join(f'{name} {brief(value)}' for name, value in values.items())}"
+        with ExitStack() as held:
+            try:
+                held.enter_context(self.settings.applied(values, model))
+            except Exception as error:
+                raise MetricError(f"{said} can't be applied: {type(error).__name__}: {brief(error)}") from error
+            try:
+                yield
+            except MetricError as error:
+                raise type(error)(f"{error} ({said})") from error
 
     def look(self) -> dict[str, float]:
         """Return what the metric's ``also`` has of the model as it is, with the settings in force (`Metric.look`)."""
         model, values = self.adapter.model, self.values
         if self.settings is None or values is None:
             return self.metric.look(model)
-        with self.settings.applied(values, model):
+        with self._in_force(values, model):
             return self.metric.look(model, values)
 
     def costs_at(self, phi: Tensor, purpose: str, where: str = "") -> Tensor:

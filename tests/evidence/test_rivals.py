@@ -1,6 +1,7 @@
 """What a user could do instead of MetricOpt, against naive loops."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,6 +21,8 @@ from metricopt_ext.methods.tuning import FRESH
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.update_rule import load_update_rule
 from metricopt_ext.tasks.batches import TensorBatches
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.settings import Setting, Settings
 from metricopt_ext.utils import progress
 from metricopt_ext.utils.progress import Watcher
 
@@ -90,6 +93,28 @@ def test_searches_begin_where_metricopt_s_own_did_and_pay_for_the_choice(
     (theirs,) = usual["cma_es"]({"metricopt": (ours,)}).run(task)
     assert (theirs.queries, task.queries - before) == (40, 37)  # three starts were judged before
     assert torch.equal(theirs.end, CMAES()(task, task.goal / 2, 37, seed=5).phi)  # type: ignore[arg-type]
+
+
+def test_searches_pay_for_the_settings_that_they_begin_with(quadratic: Callable[..., Any]) -> None:
+    task, now = quadratic(), {"size": 1}
+
+    @contextmanager
+    def apply(values: dict[str, Any]) -> Iterator[None]:
+        before = dict(now)
+        now.update(values)
+        yield
+        now.update(before)
+
+    metric = Metric(lambda model: task.distance(model) - now["size"], maximize=False, bounds=None, name="distance")
+    task = replace(task, metric=metric, settings=Settings([Setting("size", values=(1, 2, 3), default=1)], apply))
+    config = RunConfig(finetune=FinetuneConfig(steps=6, lr=0.2), queries=40, search_queries=40)
+    usual = usual_methods(config, 5, inputs=[], batches=task.batches)
+    (ours,) = usual["metricopt"]({}).run(task.judged_by(task.metric.with_new_ledger()))
+    assert ours.result is not None
+    assert (ours.result.begun_at, ours.result.queries["settings"]) == ("settings", 2)
+    before = task.queries
+    (theirs,) = usual["cma_es"]({"metricopt": (ours,)}).run(task)
+    assert (theirs.queries, task.queries - before) == (40, 37)  # a start and two choices of settings were judged before
 
 
 def test_a_contender_is_a_method_at_one_budget_where_it_applies(quadratic: Callable[..., Any]) -> None:

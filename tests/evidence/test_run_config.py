@@ -138,3 +138,12 @@ def test_settings_as_plain_data_make_the_same_settings(tmp_path: Path) -> None:
     (tmp_path / "again.yaml").write_text(json.dumps(config.as_dict()))  # JSON is YAML
     assert load_config(RunConfig, tmp_path / "again.yaml") == config
     assert "paper" not in config.as_dict()
+
+
+@pytest.mark.parametrize("name", ["metricopt_paper", "metricopt_learned"])
+def test_methods_that_tune_no_settings_are_refused_beside_some(name: str) -> None:
+    config = load_config(RunConfig, None, ["settings.names=[usual]"])
+    config.check()
+    config.methods = [name]
+    with pytest.raises(ConfigError, match=rf"settings\.names=\['usual'\]: .* {name} tunes no settings; leave it out"):
+        config.check()

@@ -1,8 +1,10 @@
 """Is it worth it: the queries are a search's first ones, and count towards it, byte for byte."""
 
+import math
 import random
 import re
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from metricopt_ext.methods.starts import batchnorm_start
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.tasks.metric import Ledger, Metric, Query
+from metricopt_ext.tasks.settings import Setting, Settings
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.progress import Watcher
 
@@ -276,3 +279,78 @@ def test_on_noise_it_says_do_not() -> None:
         task = shifted.task.judged_by(Metric(noise, maximize=True, name="noise"))
         said.append(assess(task, starts=shifted.starts, seed=seed, watcher=Watcher()).recommendation)
     assert said.count("do not") >= 36
+
+
+# --- Settings of inference --------------------------------------------------------------------------------------------
+
+
+class Sized:
+    """A quadratic task whose metric has a setting, too: its gain is known, and where phi is best."""
+
+    def __init__(self, quadratic: Any, gain: float, goal: float = 0.3) -> None:
+        self.task, self.now, self.calls = quadratic(4), "small", 0
+        self.gain, self.goal = gain, goal
+        size = Setting("size", values=("small", "large", "huge"), default="small")
+        metric = Metric(self.metric, maximize=False, bounds=None, name="distance")
+        self.task = replace(self.task, metric=metric, settings=Settings([size], self.apply))
+
+    @contextmanager
+    def apply(self, values: Any) -> Any:
+        before, self.now = self.now, values["size"]
+        try:
+            yield
+        finally:
+            self.now = before
+
+    def metric(self, model: Any) -> Any:
+        self.calls += 1
+        phi = model.metricopt.phi.detach()
+        value = float((phi - self.goal).square().sum()) - self.gain * (self.now == "large")
+        luck = 1e-3 * math.sin(50 * float(phi.sum()) + len(self.now))
+        return value, (value + luck, value - luck)
+
+
+def test_settings_are_asked_besides_and_told_apart_from_phi(quadratic: Any) -> None:
+    sized = Sized(quadratic, gain=0.5)
+    found = assess(sized.task, watcher=Watcher())
+    assert found.queries == sized.calls == QUERIES + 10
+    assert found.best_start == "settings"
+    assert found.headroom == pytest.approx(0.5)
+    assert found.recommendation == "search"
+    assert found.search_queries is not None
+    assert found.search_queries > found.queries
+
+
+def test_where_settings_alone_gain_they_are_advised(quadratic: Any) -> None:
+    found = assess(Sized(quadratic, gain=0.5, goal=0.0).task, watcher=Watcher())
+    assert (found.best_start, found.recommendation) == ("settings", "settings of inference")
+    assert "the start 'settings' gains 0.5000, and no other point more" in str(found)
+
+
+def test_where_no_setting_gains_it_is_as_without_any(quadratic: Any) -> None:
+    sized = Sized(quadratic, gain=-0.5)
+    found = assess(sized.task, watcher=Watcher())
+    assert (found.best_start, found.headroom) == ("", 0.0)
+    without = assess(sized.task.with_settings(None), QUERIES + 8, watcher=Watcher())
+    assert found.found == without.found
+
+
+def test_queries_that_the_settings_take_alone_are_too_few(quadratic: Any) -> None:
+    sized = Sized(quadratic, gain=0.5)
+    with pytest.raises(BudgetError, match="the 1 start, 10 choices of settings and a point of the search take 12"):
+        assess(sized.task, 11, watcher=Watcher())
+    assert sized.calls == 0
+
+
+def test_a_run_too_short_for_its_settings_refuses_the_folder(quadratic: Any, tmp_path: Path) -> None:
+    assess(Sized(quadratic, gain=0.5).task, output_dir=tmp_path, watcher=Watcher())
+    sized = Sized(quadratic, gain=0.5)
+    with pytest.raises(FileFormatError, match="there are too few queries to try as many; give more"):
+        optimize_metric(sized.task, queries=7, output_dir=tmp_path, resume=True, watcher=Watcher())
+    assert sized.calls == 0
+
+
+def test_a_short_run_with_settings_says_it_too(quadratic: Any) -> None:
+    heard = Heard()
+    optimize_metric(Sized(quadratic, gain=0.5).task, queries=13, watcher=heard)
+    assert len(heard.worth) == 1

@@ -4,6 +4,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import permutations
 from statistics import NormalDist
 from typing import Any
@@ -284,7 +285,7 @@ def test_it_says_all_in_a_few_lines() -> None:
     assert last == ("worth it? a threshold or offsets: the start 'prior_twice' gains 0.2000, and no other point more")
     assert found.brief() == [first, last]
     assert isinstance(found, Assessment)
-    assert len(RECOMMENDATIONS) == 6
+    assert len(RECOMMENDATIONS) == 7
     assert 0 < LEVEL < 0.1
 
 
@@ -298,6 +299,8 @@ def test_a_point_is_of_what_it_changes() -> None:
     states = [Start(zero), Start(phi), Start(zero, norm), Start(phi, norm), Start(zero, {}, {"0.bias": torch.ones(6)})]
     kinds = [kind_of(adapter, state) for state in states]
     assert kinds == ["trained", "phi", "batchnorm", "phi", "phi"]
+    sized = [replace(state, settings={"size": 2}) for state in states]
+    assert [kind_of(adapter, state) for state in sized] == ["settings", "phi", "settings", "phi", "phi"]
 
 
 def test_a_searchs_own_point_is_of_what_it_changes_in_its_start() -> None:

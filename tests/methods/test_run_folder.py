@@ -1,8 +1,9 @@
 """What a run keeps in its folder."""
 
 import json
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,62 @@ def test_a_finished_run_is_loaded_and_an_unfinished_one_says_what_it_lacks(
         load_run(quadratic().adapter.remove(), tmp_path / "nothing")
 
 
+def test_settings_of_inference_are_beside_the_adapter_and_loading_says_so(
+    quadratic: Callable[..., Any], tmp_path: Path
+) -> None:
+    now = {"size": 1.0, "flip": False}
+
+    @contextmanager
+    def apply(values: dict[str, Any]) -> Iterator[None]:
+        before = dict(now)
+        now.update(values)
+        yield
+        now.update(before)
+
+    sizes, flips = (
+        Setting("size", values=(1.0, 2.0, 4.0), default=1.0),
+        Setting("flip", values=(False, True), default=False),
+    )
+
+    def task(gain: float) -> Any:
+        made = quadratic()
+        metric = Metric(
+            lambda model: made.distance(model) - gain * now["size"], maximize=False, bounds=None, name="distance"
+        )
+        return replace(made, metric=metric, settings=Settings([sizes, flips], apply))
+
+    result = optimize_metric(task(gain=1.0), queries=30, output_dir=tmp_path / "a", watcher=Watcher())
+    assert result.settings is not None
+    assert load_inference(tmp_path / "a") == result.settings.after == {"size": 4.0, "flip": False}
+    said = (
+        r"settings of inference that the model does not hold: size 1 -> 4; put .*load_inference\('.*inference\.yaml'\)"
+    )
+    with pytest.warns(UserWarning, match=said):
+        load_run(quadratic().adapter.remove(), tmp_path / "a")
+    with Search(task(gain=-1.0), queries=30, output_dir=tmp_path / "b") as search:
+        while trials := search.ask(8):
+            for trial in trials:
+                with trial.applied() as model:
+                    search.tell(trial.id, task(gain=-1.0).metric.function(model))
+        search.result()
+    assert load_inference(tmp_path / "b") == {"size": 1.0, "flip": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_run(quadratic().adapter.remove(), tmp_path / "b")
+
+
+def test_a_run_that_could_not_write_its_settings_is_refused_before_any_query(
+    quadratic: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = quadratic()
+    settings = Settings([Setting("size", values=(1, 2), default=1)], lambda values: nullcontext())
+    monkeypatch.setattr("metricopt_ext.utils.extras.find_spec", lambda module: None)
+    with pytest.raises(ModuleNotFoundError, match="omegaconf"):
+        optimize_metric(replace(task, settings=settings), queries=30, output_dir=tmp_path / "a", watcher=Watcher())
+    assert task.queries == 0
+    optimize_metric(task, queries=30, output_dir=tmp_path / "b", watcher=Watcher())
+
+
 def test_only_a_recipe_s_run_has_trajectories(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     optimize_metric(quadratic(), queries=30, strategy=CMAES(), output_dir=tmp_path, watcher=Watcher())
     assert {path.name for path in tmp_path.iterdir()} == {
@@ -214,67 +271,3 @@ def test_a_damaged_identity_does_not_choose_a_population(
 ) -> None:
     (tmp_path / IDENTITY).write_text(damaged)
     assert settled(quadratic(population=None), {}, tmp_path).population == 32
-
-
-@contextmanager
-def applied(values: dict[str, Any]) -> Iterator[None]:
-    NOW.append(values["k"])
-    try:
-        yield
-    finally:
-        NOW.pop()
-
-
-NOW = [1.0]
-K = Settings([Setting("k", values=(1.0, 2.0, 4.0), default=1.0), Setting("n", 1, 9, default=3)], applied, free={"n": 9})
-
-
-def with_k(make: Callable[..., Any], settings: Settings | None) -> Any:
-    """A task whose metric is lowest at k = 4."""
-    task = make(4)
-
-    def distance(model: Any) -> Any:
-        value = float(task.metric.function(model)) + abs(4 - NOW[-1])
-        return value, (value, value)
-
-    metric = Metric(distance, maximize=False, bounds=None, name="distance")
-    return replace(task, metric=metric, settings=settings)
-
-
-@pytest.mark.parametrize("strategy", [None, CMAES()])
-def test_a_run_keeps_the_settings_beside_phi(quadratic: Callable[..., Any], strategy: Any, tmp_path: Path) -> None:
-    own = {} if strategy is None else {"strategy": strategy}
-    for _ in range(2):  # a resumed run has the same
-        task = with_k(quadratic, K)
-        result = optimize_metric(task, queries=30, output_dir=tmp_path, resume=True, watcher=Watcher(), **own)
-        assert result.settings is not None
-        assert load_inference(tmp_path) == result.settings.after == {"k": 4.0, "n": 9}
-    text = (tmp_path / "inference.yaml").read_text()
-    assert 'for deployment keep the default: "n"' in text
-    assert (tmp_path / "adapter.safetensors").exists()
-
-
-def test_a_run_without_settings_has_no_file_of_them(quadratic: Callable[..., Any], tmp_path: Path) -> None:
-    optimize_metric(with_k(quadratic, None), queries=30, output_dir=tmp_path, watcher=Watcher())
-    assert (tmp_path / "adapter.safetensors").exists()
-    assert not (tmp_path / "inference.yaml").exists()
-
-
-def test_the_settings_of_what_the_guard_kept_are_written(quadratic: Callable[..., Any], tmp_path: Path) -> None:
-    task = with_k(quadratic, K)
-    worse = task.judged_by(Metric(lambda model: NOW[-1], maximize=False, bounds=None, name="k"))  # and no halves
-    result = optimize_metric(worse, queries=30, output_dir=tmp_path, watcher=Watcher())
-    assert result.settings is not None
-    assert load_inference(tmp_path) == result.settings.after
-    assert result.settings.after["k"] == 1.0
-
-
-def test_ask_and_tell_keeps_them_too(quadratic: Callable[..., Any], tmp_path: Path) -> None:
-    task = with_k(quadratic, K)
-    with Search(task, queries=30, output_dir=tmp_path) as search:
-        while trials := search.ask(8):
-            for trial in trials:
-                with trial.applied() as model:
-                    search.tell(trial.id, *task.metric.function(model))
-        assert search.result().settings.after["k"] == 4.0  # type: ignore[union-attr]
-    assert load_inference(tmp_path) == {"k": 4.0, "n": 9}

@@ -12,12 +12,17 @@ import pytest
 import torch
 
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.errors import FileFormatError, MetricError
+from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
+from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.search import Search
+from metricopt_ext.methods.siblings.algorithm_s1 import AlgorithmS1
 from metricopt_ext.methods.tuned_settings import SETTINGS
 from metricopt_ext.search.direct import CMAES
+from metricopt_ext.search.random_search import RandomSearch
+from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Setting, Settings
 from metricopt_ext.utils.progress import Watcher
@@ -254,3 +259,203 @@ def test_a_start_may_have_its_own(quadratic: Make) -> None:
         run(task, starts={"wrong": Start(task.origin(), settings={"size": 5.0})})
     with pytest.raises(ValueError, match="the task has none; give it settings="):
         run(toy.task, starts={"wrong": Start(task.origin(), settings={"size": 4.0})})
+
+
+def test_settings_are_tuned_from_those_of_the_best_start(quadratic: Make) -> None:
+    """The best start has a size that it alone gains by; what is tried and told is told of that size."""
+    toy = Toy(quadratic)
+
+    def distance(model: Any) -> Any:
+        toy.asked.append(dict(toy.now))
+        return float(toy.task.distance(model)) - 2 * (toy.now["size"] == 16.0) - 0.2 * (toy.now["kind"] == "soft")
+
+    toy.settings = toy.settings.limited(inference=8.0)
+    result = run(toy.judged(distance), starts={"large": Start(toy.task.origin(), settings={"size": 16.0})})
+    assert result.settings is not None
+    known = [values for values, _ in result.settings.tried]
+    assert known[0] == {"size": 16.0, "kind": "hard"}
+    assert known[1:] == toy.asked[2 : 1 + len(known)]
+    assert known[1:] == [{"size": 8.0, "kind": "hard"}, *({"size": 16.0, "kind": kind} for kind in ("soft", "other"))]
+    assert result.settings.after == {"size": 16.0, "kind": "soft"}
+    assert result.starts[SETTINGS] == pytest.approx(result.starts["large"] - 0.2)
+
+
+@pytest.mark.parametrize("told", [0, 1, 2])
+def test_there_is_no_result_before_the_stage_is_over(quadratic: Make, told: int) -> None:
+    search = Search(Toy(quadratic).judged(), queries=40, strategy=RandomSearch())
+    search.tell(search.ask()[0].id, 3.0)
+    for trial in search.ask(3)[:told]:
+        search.tell(trial.id, 3.0)
+    with pytest.raises(BudgetError, match=rf"^{4 - told} more trials? must be told .*: {1 + told} of at least 5 were"):
+        search.result()
+
+
+def test_what_data_kept_aside_prefer_has_its_own_settings(quadratic: Make) -> None:
+    toy = Toy(quadratic)
+
+    def other(model: Any) -> float:
+        return float(toy.task.distance(model)) + 20 * (toy.now["size"] == BEST)
+
+    aside = Metric(other, maximize=False, bounds=None, name="aside")
+    result = run(toy.judged(), kept_aside=aside)
+    assert result.overruled
+    assert result.chosen == "start"
+    assert result.aside["settings"] == pytest.approx(result.aside["start"] + 20)  # judged with their own in force
+    assert result.settings is not None
+    assert result.settings.after == result.settings.before
+    assert result.settings.factor == 1.0
+    assert "settings: as they were; size 2 -> 8, kind hard -> soft gained (5 tried), but was not kept" in str(result)
+
+
+def test_what_data_kept_aside_confirm_keeps_its_settings(quadratic: Make) -> None:
+    toy = Toy(quadratic)
+    aside = Metric(lambda model: toy.distance(model)[0], maximize=False, bounds=None, name="aside")
+    result = run(toy.judged(), kept_aside=aside)
+    assert not result.overruled
+    assert result.settings == run(Toy(quadratic).judged()).settings
+
+
+def test_what_violates_a_constraint_is_neither_kept_nor_built_upon(quadratic: Make) -> None:
+    toy = Toy(quadratic)
+
+    def distance(model: Any) -> dict[str, Any]:
+        return {"distance": toy.distance(model), "frames": 8 / toy.now["size"]}
+
+    result = run(toy.judged(distance, subject_to={"frames": ">= 2"}))
+    assert result.settings is not None
+    assert result.settings.after == {"size": 4.0, "kind": "soft"}
+    assert {each["size"] for each in toy.asked[6:]} == {4.0}
+
+
+def test_where_all_violates_a_constraint_nothing_is_kept(quadratic: Make) -> None:
+    toy = Toy(quadratic)
+
+    def distance(model: Any) -> dict[str, Any]:
+        return {"distance": toy.distance(model), "frames": 0.0}
+
+    result = run(toy.judged(distance, subject_to={"frames": ">= 2"}))
+    assert result.chosen == "start"
+    assert result.settings is not None
+    assert result.settings.after == result.settings.before
+    assert "settings: as they were; size 2 -> 8, kind hard -> soft gained (5 tried), but was not kept" in str(result)
+
+
+def test_it_is_said_why_none_was_tried(quadratic: Make) -> None:
+    least = GuidedTrustRegion().least_queries(8)
+    assert "settings: none was tried, as the search needs all queries; give it more" in str(
+        run(Toy(quadratic).judged(), least)
+    )
+    assert "none was tried" not in str(run(Toy(quadratic, queries=0).judged()))
+    toy = Toy(quadratic)
+    size = Setting("size", values=SIZES[1:], default=2.0, inference=lambda size: float(size) / 2)
+    toy.settings = Settings([size], lambda values: toy.apply({"kind": "hard", **values}))
+    result = run(toy.judged())
+    assert result.queries["settings"] == 0
+    assert (
+        "settings: none was tried, as what else there is takes more than 1 times as long; allow more by inference="
+        in str(result)
+    )
+
+
+@pytest.mark.parametrize("queries", [7, 8, 9, 12])
+def test_no_budget_is_exceeded(quadratic: Make, queries: int) -> None:
+    toy = Toy(quadratic)
+    result = run(toy.judged(), queries)
+    assert len(toy.asked) == sum(result.queries.values()) == queries
+    with pytest.raises(BudgetError, match="6 queries are too few"):
+        run(Toy(quadratic).judged(), 6)
+
+
+@pytest.mark.parametrize("strategy", [Recipe(), Algorithm1(), AlgorithmS1()])
+def test_what_tunes_no_settings_refuses_them(quadratic: Make, strategy: Any) -> None:
+    toy = Toy(quadratic, free={"kind": "soft"})
+    with pytest.raises(ValueError, match=rf"size and 1 more, which {type(strategy).__name__} does not tune; search by"):
+        run(toy.judged(), 400, strategy=strategy)
+    assert not toy.asked
+
+
+def test_an_error_names_the_settings_in_force(quadratic: Make) -> None:
+    toy = Toy(quadratic)
+
+    def distance(model: Any) -> Any:
+        if toy.now["size"] == 4.0:
+            raise RuntimeError("out of memory")
+        return toy.distance(model)
+
+    said = r"RuntimeError: out of memory \(settings size 4\.0, kind 'hard'\) \(query 3 of 40, \|phi\| = 0\)"
+    with pytest.raises(MetricError, match=said):
+        run(toy.judged(distance))
+    assert toy.now == {"size": 2.0, "kind": "hard"}
+    with pytest.warns(UserWarning, match=r"settings size 4\.0, kind 'hard'\); the worst value so far is taken"):
+        result = run(toy.judged(distance, failures=1))
+    assert result.settings is not None
+    assert result.settings.after == {"size": BEST, "kind": "soft"}
+
+
+def test_settings_that_cannot_be_applied_are_an_evaluation_that_failed(quadratic: Make) -> None:
+    toy = Toy(quadratic)
+
+    @contextmanager
+    def apply(values: dict[str, Any]) -> Iterator[None]:
+        if values["size"] == 4.0:
+            raise RuntimeError("no such engine")
+        with toy.apply(values):
+            yield
+
+    toy.settings = Settings([toy.settings[name] for name in toy.settings.names], apply, inference=4.0)
+    said = r"settings size 4\.0, kind 'hard' can't be applied: RuntimeError: no such engine \(query 3 of 40"
+    with pytest.raises(MetricError, match=said):
+        run(toy.judged())
+    with pytest.warns(UserWarning, match="can't be applied"):
+        result = run(toy.judged(failures=1))
+    assert result.settings is not None
+    assert result.settings.after == {"size": BEST, "kind": "soft"}
+
+
+def test_where_nobody_waits_for_a_setting_it_is_as_without(quadratic: Make) -> None:
+    toy = Toy(quadratic)
+    search = Search(toy.judged(), queries=30)
+    while trials := search.ask(8):
+        for trial in trials:
+            if search.stage_of(trial.id) == "settings":
+                search.give_up(trial.id)
+                continue
+            with trial.applied() as model:
+                search.tell(trial.id, *toy.distance(model))
+    result = search.result()
+    assert len(toy.asked) == search.spent == 30
+    assert result.queries == {"starts": 1, "settings": 0, "search": 29}
+    assert "settings: none was tried, as all were given up" in str(result)
+
+
+def test_what_fails_in_the_stage_counts_and_is_not_kept(quadratic: Make) -> None:
+    toy = Toy(quadratic)
+    search = Search(toy.judged(), queries=30)
+    while trials := search.ask(8):
+        for trial in reversed(trials):
+            if trial.settings["size"] == BEST:
+                search.fail(trial.id, "out of memory")
+                continue
+            with trial.applied() as model:
+                search.tell(trial.id, *toy.distance(model))
+    result = search.result()
+    assert result.settings is not None
+    assert result.settings.after == {"size": 4.0, "kind": "soft"}
+    assert (search.spent, search.failed) == (30, 1)
+
+
+def test_a_search_goes_on_after_each_trial_in_any_order(quadratic: Make, tmp_path: Path) -> None:
+    whole, told = run(Toy(quadratic).judged(), 30), 0
+    while True:
+        toy = Toy(quadratic)
+        with Search(toy.judged(), queries=30, output_dir=tmp_path, resume=told > 0) as search:
+            search.ask(8)
+            if not (trials := search.open()):
+                break
+            trial, told = trials[told % len(trials)], told + 1
+            with trial.applied() as model:
+                search.tell(trial.id, *toy.distance(model))
+    result = search.result()
+    assert told == 30
+    assert result.settings == whole.settings
+    assert torch.equal(result.ends[result.chosen], whole.ends[whole.chosen])

@@ -8,7 +8,7 @@ import pytest
 
 from metricopt_ext.search.settings_stage import INTERVAL, OUTWARDS, SettingsEnd, SettingsState
 from metricopt_ext.tasks.metric import Evaluation
-from metricopt_ext.tasks.settings import Setting, Settings
+from metricopt_ext.tasks.settings import QUERIES, Setting, Settings
 
 Values = dict[str, Any]
 SIZES = (200, 238, 283, 336, 400, 476, 566, 673)
@@ -99,6 +99,16 @@ def test_an_integer_is_not_asked_twice() -> None:
     assert 3 not in numbers
 
 
+def test_an_interval_is_cut_where_its_first_steps_take_too_long() -> None:
+    size = Setting("size", -1.0, 1.0, default=0.0, inference=lambda size: 1 + abs(float(size)))
+    state = SettingsState(made(size, inference=1.1), Evaluation(0.01))
+    batches = run(state, lambda values: (values["size"] - 0.1) ** 2)
+    assert asked("size", batches)[0] == pytest.approx([0.02, -0.02])  # a tenth of what may be taken
+    assert sum(map(len, batches)) == INTERVAL
+    assert all(abs(values["size"]) <= 0.1 + 1e-9 for batch in batches for values in batch)
+    assert 0 < state.end().values["size"] <= 0.1
+
+
 # --- One after another, presets, and bounds ------------------------------------------------------------------------
 
 
@@ -166,7 +176,7 @@ def test_presets_get_a_share_of_few_queries() -> None:
 def test_free_values_are_where_it_begins() -> None:
     state = SettingsState(made(SIZE, SOFT, free={"soft": 0.7}), Evaluation(0.5))
     assert all(values["soft"] == 0.7 for values in state.ask())
-    assert state.end() == SettingsEnd({"size": 336, "soft": 0.7}, Evaluation(0.5), state.end().tried)
+    assert state.end() == SettingsEnd({"size": 336, "soft": 0.7}, Evaluation(0.5), state.end().tried, QUERIES)
 
 
 # --- Answers -------------------------------------------------------------------------------------------------------

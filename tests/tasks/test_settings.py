@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from metricopt_ext.tasks.settings import Setting, Settings
 
@@ -168,13 +170,13 @@ def test_two_of_one_name_and_none_at_all_are_refused() -> None:
 
 
 def test_limits_are_another_objects() -> None:
-    settings = Settings([SIZE, FLIP], noting([]), free={"size": 480})
+    settings = Settings([SIZE, FLIP], noting([]), free={"size": 320})
     other = settings.limited(inference=2.0, queries=4, free=False)
     assert (other.inference, other.queries, other.free) == (2.0, 4, {})
-    assert (settings.inference, settings.queries, settings.free) == (1.0, 10, {"size": 480})
+    assert (settings.inference, settings.queries, settings.free) == (1.0, 10, {"size": 320})
     assert other.affords({"flip": True})
     assert not settings.affords({"flip": True})
-    assert settings.limited().free == {"size": 480}
+    assert settings.limited().free == {"size": 320}
     with pytest.raises(ValueError, match=r"inference is 0\.5; it must be at least 1"):
         settings.limited(inference=0.5)
 
@@ -206,3 +208,29 @@ def test_an_apply_that_takes_the_model_gets_the_one_that_is_judged() -> None:
     settings, model = Settings([FLIP], apply), object()
     with settings.applied({}), settings.applied({}, model):  # type: ignore[arg-type]
         assert seen == ["mine", model]
+
+
+def test_what_is_free_must_take_no_longer_than_it_may() -> None:
+    said = r"free is \{'size': 480\}, by which inference takes 1\.44 times as long, and it may take 1 times"
+    with pytest.raises(ValueError, match=said):
+        Settings([SIZE, FLIP], noting([]), free={"size": 480})
+    settings = Settings([SIZE, FLIP], noting([]), free={"size": 480}, inference=1.5)
+    with pytest.raises(ValueError, match=said):
+        settings.limited(inference=1.0)
+    assert settings.limited(inference=1.0, free=False).first == {"size": 400, "flip": False}
+
+
+def test_limits_are_whole_numbers_of_queries() -> None:
+    with pytest.raises(ValueError, match=r"queries is 2\.5; it must be an integer"):
+        Settings([SIZE], noting([])).limited(queries=2.5)  # type: ignore[arg-type]
+
+
+def test_a_function_of_a_preset_is_refused_by_its_name_before_a_run() -> None:
+    with pytest.raises(ValueError, match=r"^preset 'larger': size is 800; it must be 320 or 400 or 480"):
+        Settings([SIZE], noting([]), presets={"larger": lambda values: {"size": 2 * values["size"]}})
+
+
+@pytest.mark.parametrize("default", [np.int64(1), torch.tensor(1)])
+def test_a_value_is_what_plain_text_holds(default: Any) -> None:
+    with pytest.raises(ValueError, match="k: the default is"):
+        Setting("k", values=(1, 2), default=default)

@@ -688,3 +688,23 @@ def test_hugging_faces_detectors_are_tuned_and_judged(tmp_path: Path) -> None:
         build_toolkit(load_config(DetectionConfig, plain, [*options, "classification_loss=ap"]))
     with pytest.raises(ConfigError, match=r"small_fpn has no config\.json"):
         build_toolkit(load_config(DetectionConfig, plain))
+
+
+def test_settings_of_inference_come_before_phi(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A larger image and views of it are tried, and as many detections as AP can use are there from the first on."""
+    more = ["settings.names=[usual]", "settings.inference=6", "queries=40"]
+    overrides = [each for each in SIZES if not each.startswith("queries=")]
+    call("--config-file", SCENES, "--output-dir", tmp_path / "run", *overrides, *more)
+    report = content_of(tmp_path / "run")
+    (queries,), (changed,) = report["queries"], report["inference"]
+    assert queries["settings"] >= 4  # sizes and presets
+    assert changed.pop("detections") == [100, 300]
+    assert "score_thresh" not in changed  # it is 0 already
+    assert "detections 100 → 300 in 1" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_setting_that_a_detector_has_not_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    said = refused("--config-file", SCENES, "--output-dir", out, *SIZES, "settings.names=[size,blur]")
+    assert said.startswith("settings.names=['size', 'blur']: there is no 'blur'")
+    assert not out.exists()
