@@ -24,7 +24,6 @@ from metricopt_ext.tasks.population import Population
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import TRAJECTORIES, TrajectoryStore
 from metricopt_ext.utils import ranks
-from metricopt_ext.utils.extras import require
 from metricopt_ext.utils.files import read_json, remove_unfinished, to_json, write_json
 from metricopt_ext.utils.identity import (
     Held,
@@ -40,7 +39,6 @@ IDENTITY, EVALUATIONS, KEPT_ASIDE = "identity.json", "evaluations.json", "kept_a
 ADAPTER = "adapter.safetensors"  # written last: it says that a run has finished
 SETTINGS, SEEDS = "run.json", "seed-*"  # of a tool's run, and its seeds' folders
 QUERIES = "queries"  # the key of an identity that an assessment leaves open
-OF_INFERENCE = "settings of inference"  # the key of an identity with what can be tuned of these
 JOINT_TRAINING = "joint_training.safetensors"
 
 FORMAT = 7  # of what is kept: a folder of another format is not resumed
@@ -88,10 +86,7 @@ class RunFolder:
         Raises:
             FileFormatError: Another process writes to the folder; or the folder holds a run and ``resume`` is False, or
                 it holds another run; the message names the first difference.
-            ModuleNotFoundError: The task has settings of inference, and OmegaConf, which writes them, is missing.
         """
-        if self.path is not None and OF_INFERENCE in self.identity:
-            require("omegaconf")  # before there is work to lose
         with ExitStack() as held:
             if (path := self.path) is not None:
                 ranks.on_first(lambda: self._take(path, held, resume))
@@ -245,22 +240,36 @@ def load_run(model: nn.Module, folder: str | Path) -> Adapter:
 
     Raises:
         FileFormatError: The folder holds no run, an unfinished one or several seeds; the message says which files are
-            missing, or which folders there are. Or the adapter's file is corrupt.
+            missing, or which folders there are. Or one of its files is corrupt.
         AdapterError: The adapter does not fit the model (see `load_adapter`). The model is then as it was.
 
     Example:
         >>> adapter = load_run(model, "out/seed-0")  # doctest: +SKIP
     """
     finished = _finished(Path(folder))
+    said = _settings_beside(finished)  # first: of a damaged file the model gets nothing
     adapter = load_adapter(model, finished / ADAPTER)
-    if (finished / INFERENCE).exists() and (changed := changed_inference(finished / INFERENCE)):
-        changes = ", ".join(f"{name} {shown(old)} -> {shown(new)}" for name, (old, new) in changed.items())
-        warnings.warn(
-            f"{finished} was tuned with settings of inference that the model does not hold: {changes}; put them to use"
-            f" by settings.applied(mo.load_inference({str(finished / INFERENCE)!r})), of the Settings that the run had",
-            stacklevel=2,
-        )
+    if said:
+        warnings.warn(said, stacklevel=2)
     return adapter
+
+
+def _settings_beside(finished: Path) -> str:
+    """Say which settings of inference a run kept that no model holds; empty if there are none."""
+    file = finished / INFERENCE
+    if not file.exists():
+        return ""
+    try:
+        changed = changed_inference(file)
+    except ModuleNotFoundError as error:  # a run needs no package to write them
+        return f"{file} has settings of inference, and no one can tell which without {error.name}: install it"
+    if not changed:
+        return ""
+    changes = ", ".join(f"{name} {shown(old)} -> {shown(new)}" for name, (old, new) in changed.items())
+    return (
+        f"{finished} was tuned with settings of inference that the model does not hold: {changes}; put them to use"
+        f" by settings.applied(mo.load_inference({str(file)!r})), of the Settings that the run had"
+    )
 
 
 def _finished(folder: Path) -> Path:
@@ -345,7 +354,7 @@ def identity_of_task(task: FinetuneTask, seed: int) -> dict[str, Any]:
         **({} if not metric.subject_to else {"subject to": bounded(metric)}),
         **({} if task.gradients is None else {"gradients": fingerprint({"gradients": task.gradients})}),
         **({} if task.line is None else {"line": fingerprint({"line": task.line})}),
-        **({} if task.settings is None else {OF_INFERENCE: task.settings.identity()}),
+        **({} if task.settings is None else {"settings of inference": task.settings.identity()}),
     }
 
 

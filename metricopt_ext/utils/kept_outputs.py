@@ -121,6 +121,7 @@ class KeptOutputs:
     def clear(self) -> None:
         """Forget what is in memory; files stay."""
         self._kept.clear()
+        self._gone.clear()
         self.nbytes = 0
 
     def _keep(self, key: str, output: Any) -> None:

@@ -1,6 +1,7 @@
 """What a run keeps in its folder."""
 
 import json
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -194,16 +195,26 @@ def test_settings_of_inference_are_beside_the_adapter_and_loading_says_so(
         load_run(quadratic().adapter.remove(), tmp_path / "b")
 
 
-def test_a_run_that_could_not_write_its_settings_is_refused_before_any_query(
+def test_settings_are_written_without_packages_and_loading_says_what_it_lacks(
     quadratic: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = quadratic()
-    settings = Settings([Setting("size", values=(1, 2), default=1)], lambda values: nullcontext())
-    monkeypatch.setattr("metricopt_ext.utils.extras.find_spec", lambda module: None)
-    with pytest.raises(ModuleNotFoundError, match="omegaconf"):
-        optimize_metric(replace(task, settings=settings), queries=30, output_dir=tmp_path / "a", watcher=Watcher())
-    assert task.queries == 0
-    optimize_metric(task, queries=30, output_dir=tmp_path / "b", watcher=Watcher())
+    settings = Settings(
+        [Setting("size", values=(1, 2), default=1)], lambda values: nullcontext(), free={"size": 2}, queries=0
+    )
+    with monkeypatch.context() as without:
+        for module in ("omegaconf", "yaml"):
+            without.setitem(sys.modules, module, None)
+        task = replace(quadratic(), settings=settings)
+        optimize_metric(task, queries=30, output_dir=tmp_path, watcher=Watcher())
+        with pytest.warns(UserWarning, match="has settings of inference, and no one can tell which without omegaconf"):
+            load_run(quadratic().adapter.remove(), tmp_path)
+    assert load_inference(tmp_path) == {"size": 2}
+    assert 'for deployment keep the default: "size"' in (tmp_path / "inference.yaml").read_text()
+    (tmp_path / "inference.yaml").write_text("size: 2")
+    model = quadratic().adapter.remove()
+    with pytest.raises(FileFormatError, match="a setting must have a name"):
+        load_run(model, tmp_path)
+    assert not hasattr(model, "metricopt")
 
 
 def test_only_a_recipe_s_run_has_trajectories(quadratic: Callable[..., Any], tmp_path: Path) -> None:
