@@ -117,9 +117,7 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         from metricopt_ext.detection.settings import detection_settings
 
         kept = KeptOutputs()
-        return detection_settings(
-            model, names=names, average_precision=average_precision, kept=kept, boxes_only=True
-        )
+        return detection_settings(model, names=names, average_precision=average_precision, kept=kept, boxes_only=True)
 
     def rare(self) -> Rare | None:
         """Return the types of images, by what is in them, of which validation has few."""
