@@ -44,9 +44,9 @@ def classification_settings(
 
     While they are applied, the model returns the mean of its logits over the views, whoever calls it in evaluation mode
     and without gradients; so does a copy that is made meanwhile, or that they are applied to by name. A loss sees the
-    model as it is. The softmax of that mean is the normalised geometric mean of the views' probabilities. The logits of each
-    view are kept: a query that changes the temperature alone, or comes back to views that were seen, does not run the
-    model.
+    model as it is. The softmax of that mean is the normalised geometric mean of the views' probabilities. The logits of
+    each view are kept: a query that changes the temperature alone, or comes back to views that were seen, does not run
+    the model.
 
     Args:
         model: Maps inputs, ``n x ...``, to logits, ``n`` or ``n x c``; with or without an adapter.
