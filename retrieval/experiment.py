@@ -112,7 +112,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         return task, test
 
     def own_settings(self) -> Settings:
-        """Return retrieval's settings; whitening is fitted on the validation images, as BatchNorm's statistics are."""
+        """Return retrieval's settings; a whitening is fitted on the validation images, as BatchNorm is on them."""
         names = self.config.settings.chosen
         with config_section("settings.names"):
             return retrieval_settings(
