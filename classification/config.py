@@ -37,6 +37,10 @@ TABLE = "csv"  # the data.name that brings the keys of a table
 MISSING_NUMBERS = ("mean", "median", "indicator")
 
 
+# What a population's activations may take where images are read from disk: beside a run's other 1.1 GiB, less than 2.
+STREAMED_GIB = 0.75
+
+
 @dataclass
 class DataConfig:
     """Where examples come from and how they are divided."""
@@ -317,8 +321,20 @@ class ClassificationConfig(RunConfig):
     transfer: TransferConfig | None = field(default=None, metadata=brought_by("transfer"))
     second_round: SecondRoundConfig | None = field(default=None, metadata=brought_by("second_round"))
     batch_size: int = 100  # of the loss while finetuning
-    memory: float = MEMORY_GIB  # GiB that the activations of a population may take which is chosen (population=null)
+    # GiB that the activations of a population may take which is chosen (population=null); null: 1, or 0.75 with
+    # data.stream, so that a run takes less than 2 GiB in all
+    memory: float | None = None
     balanced: bool = True  # of these batches too every class gets an equal share; model.balanced is for training
+
+    def activations(self) -> float:
+        """Return what the activations of a population may take, in bytes.
+
+        Raises:
+            ConfigError: As from `memory_of`.
+        """
+        if self.memory is None:
+            return (STREAMED_GIB if getattr(self.data, "stream", False) else MEMORY_GIB) * 2**30
+        return memory_of(self, self.memory)
 
     @classmethod
     def chosen(cls, choices: Mapping[str, Any]) -> "RunConfig":
@@ -423,7 +439,7 @@ class ClassificationConfig(RunConfig):
             ValueFunctionError: It was fitted for another dimension.
         """
         check_at_least(1, {"batch_size": self.batch_size, "model.batch_size": self.model.batch_size})
-        memory_of(self, self.memory)
+        self.activations()
         self._check_kind()
         if isinstance(self.data, TableConfig | ImageFolderConfig):
             self.data.check()

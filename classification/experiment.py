@@ -48,7 +48,6 @@ from metricopt_ext.evidence.correlation import CorrelationReport, correlation_re
 from metricopt_ext.evidence.experiment import Experiment, State, Subject
 from metricopt_ext.evidence.method import Contender, Earlier, End, Method, Planned
 from metricopt_ext.evidence.rivals import metricopt_result, planned
-from metricopt_ext.evidence.run_config import memory_of
 from metricopt_ext.evidence.siblings import SiblingsConfig, learned_losses, plot_histories, training
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.second_round import run_second_round
@@ -142,7 +141,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
                 subject_to=subject_to,
             ),
             population=config.population,
-            memory=memory_of(config, config.memory),
+            memory=config.activations(),
         )
         for name in config.trained_methods:
             self._siblings.build(name).check(self._training(task))
