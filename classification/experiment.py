@@ -98,7 +98,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         """Return what a run is about."""
         metric, data = build_metric(config.metric, config.data.kind), config.data.name
         besides(config.metric, config.data.kind)  # refuses what is no metric
-        config.settings.check_known(("flip", "crops", "temperature"))
+        config.check_settings(("flip", "crops", "temperature"))
         shown = data if config.data.imbalance == 1 else f"long-tailed {data}"
         shown = shown if config.shift.kind == "none" else f"shifted {shown}"
         arguments = ", ".join(f"{name}={value}" for name, value in getattr(config.metric, "kwargs", {}).items())
@@ -281,7 +281,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
 
     def own_settings(self) -> Settings:
         """Return the classifier's settings: views of its images, and a temperature if it is named."""
-        names = self.config.settings.chosen
+        names = self.config.named_settings
         with config_section("settings.names"):
             return classification_settings(
                 self.task.adapter.model,

@@ -59,7 +59,7 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         metric = build_metric(config.metric)
         besides(config.metric)  # refuses what is no metric
         build_toolkit(config)
-        config.settings.check_known(SETTINGS_OF_CFG if config.toolkit == "detectron2" else SETTINGS)
+        config.check_settings(SETTINGS_OF_CFG if config.toolkit == "detectron2" else SETTINGS)
         model = Path(config.model.config_file).stem if config.toolkit == "detectron2" else config.model.name
         model = model if ":" in model else Path(model).stem
         data = config.data.name if config.shift.is_none else f"shifted {config.data.name}"
@@ -107,7 +107,7 @@ class DetectionExperiment(Experiment[DetectionConfig]):
 
     def own_settings(self) -> Settings:
         """Return the detector's settings; what one of torchvision's computes before thresholds and NMS is kept."""
-        model, names = self.task.adapter.model, self.config.settings.chosen or None
+        model, names = self.task.adapter.model, self.config.named_settings or None
         average_precision = ":" not in self.config.metric.name
         if self.config.toolkit == "detectron2":
             from metricopt_ext.detection.detectron2.settings import detectron2_settings

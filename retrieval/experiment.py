@@ -68,7 +68,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         metric = embedding_metric(config.metric)
         besides(config.metric)  # refuses what is no metric
         build_loss(config.loss)
-        config.settings.check_known(("whitening", "augmentation", *FURTHER))
+        config.check_settings(("whitening", "augmentation", *FURTHER))
         data = config.data.name
         shown = data if config.shift.kind == "none" else f"shifted {data}"
         title = f"{config.model.name} on {shown}"
@@ -113,7 +113,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
 
     def own_settings(self) -> Settings:
         """Return retrieval's settings; a whitening is fitted on the validation images, as BatchNorm is on them."""
-        names = self.config.settings.chosen
+        names = self.config.named_settings
         with config_section("settings.names"):
             return retrieval_settings(
                 self.task.metric, self.test_metric, whiten_on=self.task.metric, also=[n for n in names if n in FURTHER]

@@ -44,9 +44,7 @@ def main() -> None:
         description=__doc__, epilog=RUNS_CODE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of a tool, or of a comparison")
-    parser.add_argument(
-        "--queries", type=int, help=f"how many to ask; default {QUERIES}, and those of settings.names besides"
-    )
+    parser.add_argument("--queries", type=int, help=f"how many to ask; default {QUERIES}, and settings.queries besides")
     parser.add_argument("--output-dir", type=Path, help="folder in which the tool itself can go on with --resume")
     parser.add_argument("--resume", action="store_true", help="go on in the output folder")
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. metric.name=f1 data.root=FOLDER")
@@ -123,7 +121,7 @@ def assess_seed(
     """
     config.check()
     if queries is None:
-        queries = QUERIES + (config.settings.queries if config.settings.names else 0)
+        queries = QUERIES + (0 if config.settings is None else config.settings.queries)
     strategy = config.build_strategy()
     if not isinstance(strategy, GuidedTrustRegion) and folder is not None:
         raise ConfigError(f"method.name={config.method.name} does not go on from these queries: leave --output-dir out")

@@ -123,7 +123,7 @@ def run_seed(
     if missing or not (folder / STARTS).exists():
         watcher.stage("train the model")
         experiment = experiment_type(config, folder, seed, watcher)
-        experiment.task = made = counting(experiment.task)
+        experiment.task = made = counting(experiment.task.with_settings(None))  # but for the rows that tune some
         spent = Spent(watcher)
         watcher.stage("starts")
         began = now()

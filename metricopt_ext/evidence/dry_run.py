@@ -248,7 +248,7 @@ def files_of_seed(config: RunConfig, own: tuple[str, ...]) -> list[str]:
     names = ["identity.json", "evaluations.json", ADAPTER, "value_function.safetensors", "record.json"]
     if config.method.name != "search":
         names.insert(2, "trajectories")
-    if config.settings.names:
+    if config.settings is not None:
         names.insert(names.index(ADAPTER), INFERENCE)
     return [*names, *own]
 

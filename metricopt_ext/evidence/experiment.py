@@ -24,7 +24,7 @@ from metricopt_ext.evidence.events import query_events
 from metricopt_ext.evidence.method import Contender, End, Method
 from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.evidence.rivals import metricopt_result, usual_methods
-from metricopt_ext.evidence.run_config import RunConfig
+from metricopt_ext.evidence.run_config import RunConfig, SettingsConfig
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.starts import batchnorm_start
 from metricopt_ext.tasks.batches import Batches
@@ -99,7 +99,7 @@ class Experiment(ABC, Generic[Config]):
         self.task = task.judged_by(
             task.metric.with_settings(**vars(config.evaluation), require_guard=config.guard.required)
         )
-        if config.settings.names:
+        if config.settings is not None:
             self.task = self.task.with_settings(self.settings)
 
     @classmethod
@@ -131,12 +131,12 @@ class Experiment(ABC, Generic[Config]):
         Raises:
             ConfigError: The task has none, or not that one.
         """
-        return self.config.settings.limit(self.own_settings())
+        return (self.config.settings or SettingsConfig()).limit(self.own_settings())
 
     def own_settings(self) -> Settings:
         """Return the settings of inference that the configuration names, or the usual ones; see `settings`."""
         title = self.describe(self.config).title
-        raise ConfigError(f"settings.names={self.config.settings.names}: {title} has no settings of inference")
+        raise ConfigError(f"{title} has no settings of inference")
 
     @abstractmethod
     def validation(self) -> tuple[Sequence[Any], Batches]:

@@ -422,7 +422,7 @@ class Report:
 
     def on_settings(self) -> list[str]:
         """Say which settings of inference were changed, in how many seeds; nothing where none were tuned."""
-        if not self.config.get("settings", {}).get("names"):
+        if not self.config.get("settings"):
             return []
         changes = collections.Counter(
             f"{name} {shown(before)} → {shown(after)}"

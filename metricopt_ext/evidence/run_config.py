@@ -121,7 +121,7 @@ class GuardConfig:
 class SettingsConfig:
     """Settings of inference that the search tunes before phi; see `tasks.settings.Settings`."""
 
-    names: list[str] = field(default_factory=list)  # which, best first; usual: those that are worth it; empty: none
+    names: list[str] = field(default_factory=lambda: [USUAL])  # which, best first; usual: those that are worth it
     inference: float = 1.0  # factor on inference time that they may take, at least 1
     queries: int = 10  # of MetricOpt's queries, so many at most are for them
     free: bool = True  # whether what costs nothing and can't lower the metric is changed at once, for the metric alone
@@ -140,8 +140,8 @@ class SettingsConfig:
         Raises:
             ConfigError: One is not among them.
         """
-        if self.names and not known:
-            raise ConfigError(f"settings.names={self.names}: this task has no settings of inference; leave it empty")
+        if not known:
+            raise ConfigError("methods has settings, but this task has no settings of inference; leave it out")
         for name in self.chosen:
             if name not in known:
                 raise ConfigError(f"settings.names={self.names}: there is no {name!r}{nearest(name, list(known))}")
@@ -160,8 +160,8 @@ class SettingsConfig:
             check_integer(0, queries=self.queries)
             check_finite(inference=self.inference)
         check_at_least(1, {"settings.inference": self.inference})
-        if USUAL in self.names and len(self.names) > 1:
-            raise ConfigError(f"settings.names={self.names}: {USUAL} stands alone, or name each")
+        if not self.names or (USUAL in self.names and len(self.names) > 1):
+            raise ConfigError(f"settings.names={self.names}: it must be [{USUAL}], or name each")
 
 
 @dataclass
@@ -180,7 +180,6 @@ class RunConfig:
         default_factory=SearchConfig
     )  # how MetricOpt works; method.name: search, recipe, paper
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
-    settings: SettingsConfig = field(default_factory=SettingsConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     # What the search may begin from besides the model as it is, where it applies; each costs a query. loss_finetune,
@@ -193,13 +192,15 @@ class RunConfig:
     best_evals: int = 51  # queries of the rival "loss finetune + best"
     # Of each direct search, Guided ES and CMA-ES, from the same start; same: as many as MetricOpt spent; 0: none.
     search_queries: int | str = 0
-    # Further methods to run, each of which brings a section of settings: the paper's own metricopt_paper and
-    # metricopt_learned; refined, after a recipe; siblings of MetricOpt, sl_u, sl_s, sl_r, reloss, reloss_only and ala
-    # for classifiers, ala_mixture and ala_focal for embedders; transfer and second_round for classifiers.
+    # Further methods to run, each of which brings a section. settings: MetricOpt tunes settings of inference first, where
+    # the task has any. The paper's own metricopt_paper and metricopt_learned; refined, after a recipe; siblings of
+    # MetricOpt, sl_u, sl_s, sl_r, reloss, reloss_only and ala for classifiers, ala_mixture and ala_focal for embedders;
+    # transfer and second_round for classifiers.
     methods: list[str] = field(default_factory=list)
     paper: PaperSettings | None = field(default=None, metadata=brought_by("metricopt_paper"))
     learned: LearnedConfig | None = field(default=None, metadata=brought_by("metricopt_learned"))
     refined: RefinedConfig | None = field(default=None, metadata=brought_by("refined"))
+    settings: SettingsConfig | None = field(default=None, metadata=brought_by("settings"))
     seeds: int = 5  # number of seeds, each a fresh split, model and value function
     seed: int = 0  # the first of them
     pictures: bool = True  # of the first seed's value function; its landscape evaluates the metric another 169 times
@@ -264,21 +265,32 @@ class RunConfig:
         unknown = [name for name in self.starts if name not in STARTS]
         if unknown:
             raise ConfigError(f"starts={self.starts}: {unknown[0]!r} is none of {', '.join(STARTS)}")
-        self.settings.check()
-        if self.settings.names and self.method.name != "search":
-            raise ConfigError(
-                f"settings.names={self.settings.names}: method.name={self.method.name} tunes no settings; set"
-                " method.name=search"
-            )
-        if self.settings.names and (phi_alone := [name for name in self.methods if name in LEARNERS]):
-            raise ConfigError(
-                f"settings.names={self.settings.names}: methods={self.methods}: {phi_alone[0]} tunes no settings;"
-                " leave it out"
-            )
+        self._check_settings()
         self._check_methods()
         self._check_besides()
         self.needs_recipe("refined")
         self.check_queries(self.least_dim())
+
+    def check_settings(self, known: Sequence[str]) -> None:
+        """Reject settings of inference that a task does not have; see `SettingsConfig.check_known`."""
+        if self.settings is not None:
+            self.settings.check_known(known)
+
+    @property
+    def named_settings(self) -> list[str]:
+        """Names of the settings of inference to tune; none for the usual ones."""
+        return [] if self.settings is None else self.settings.chosen
+
+    def _check_settings(self) -> None:
+        if self.settings is None:
+            return
+        self.settings.check()
+        if self.method.name != "search":
+            raise ConfigError(
+                f"methods={self.methods}: method.name={self.method.name} tunes no settings; set method.name=search"
+            )
+        if phi_alone := [name for name in self.methods if name in LEARNERS]:
+            raise ConfigError(f"methods={self.methods}: {phi_alone[0]} tunes no settings; leave it or settings out")
 
     def _check_methods(self) -> None:
         known = methods_with_sections(self)

@@ -139,7 +139,7 @@ def test_the_table_says_what_a_tasks_line_takes(toy: Any, tmp_path: Path, capsys
 
 
 def test_the_settings_file_is_named_if_there_are_settings() -> None:
-    names = [files_of_seed(settings(settings=SettingsConfig(chosen)), ("own",)) for chosen in ([], ["usual"])]
+    names = [files_of_seed(settings(settings=chosen), ("own",)) for chosen in (None, SettingsConfig())]
     assert [each for each in names[1] if each not in names[0]] == ["inference.yaml"]
 
 

@@ -692,7 +692,7 @@ def test_hugging_faces_detectors_are_tuned_and_judged(tmp_path: Path) -> None:
 
 def test_settings_of_inference_come_before_phi(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A larger image and views of it are tried, and as many detections as AP can use are there from the first on."""
-    more = ["settings.names=[usual]", "settings.inference=6", "queries=40"]
+    more = ["methods=[settings]", "settings.inference=6", "queries=40"]
     overrides = [each for each in SIZES if not each.startswith("queries=")]
     call("--config-file", SCENES, "--output-dir", tmp_path / "run", *overrides, *more)
     report = content_of(tmp_path / "run")
@@ -705,6 +705,8 @@ def test_settings_of_inference_come_before_phi(tmp_path: Path, capsys: pytest.Ca
 
 def test_a_setting_that_a_detector_has_not_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    said = refused("--config-file", SCENES, "--output-dir", out, *SIZES, "settings.names=[size,blur]")
+    said = refused(
+        "--config-file", SCENES, "--output-dir", out, *SIZES, "methods=[settings]", "settings.names=[size,blur]"
+    )
     assert said.startswith("settings.names=['size', 'blur']: there is no 'blur'")
     assert not out.exists()

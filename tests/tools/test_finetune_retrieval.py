@@ -689,7 +689,7 @@ def test_an_untrained_embedder_is_that_of_its_seed() -> None:
 
 def test_settings_of_inference_are_tuned_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is kept is judged by them, on validation and on test."""
-    more = ["settings.names=[usual]", "queries=40", "guard.confidence=0.5"]
+    more = ["methods=[settings]", "queries=40", "guard.confidence=0.5"]
     call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *SIZES, *more)
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     (queries,), (changed,) = report["queries"], report["inference"]
@@ -701,11 +701,14 @@ def test_settings_of_inference_are_tuned_first(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["settings.names=[whitenning]"], r"there is no 'whitenning'; did you mean \['whitening'"),
-        (["settings.names=[usual,whitening]"], "usual stands alone, or name each"),
-        (["settings.names=[usual]", "settings.inference=0.5"], r"settings\.inference"),
         (
-            ["settings.names=[usual]", "method.name=paper"],
+            ["methods=[settings]", "settings.names=[whitenning]"],
+            r"there is no 'whitenning'; did you mean \['whitening'",
+        ),
+        (["methods=[settings]", "settings.names=[usual,whitening]"], r"it must be \[usual\], or name each"),
+        (["methods=[settings]", "settings.inference=0.5"], r"settings\.inference"),
+        (
+            ["methods=[settings]", "method.name=paper"],
             r"method\.name=paper tunes no settings; set method\.name=search",
         ),
     ],
