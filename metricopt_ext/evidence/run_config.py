@@ -192,7 +192,7 @@ class RunConfig:
     best_evals: int = 51  # queries of the rival "loss finetune + best"
     # Of each direct search, Guided ES and CMA-ES, from the same start; same: as many as MetricOpt spent; 0: none.
     search_queries: int | str = 0
-    # Further methods to run, each of which brings a section. settings: MetricOpt tunes settings of inference first, where
+    # Further methods to run, each of which brings a section. settings: MetricOpt tunes inference before phi, where
     # the task has any. The paper's own metricopt_paper and metricopt_learned; refined, after a recipe; siblings of
     # MetricOpt, sl_u, sl_s, sl_r, reloss, reloss_only and ala for classifiers, ala_mixture and ala_focal for embedders;
     # transfer and second_round for classifiers.
