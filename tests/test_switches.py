@@ -63,10 +63,16 @@ def switches_of(file: Path) -> set[str]:
     return {name for name in given if name.startswith("--")} | {f"--{name}" for name in chosen}
 
 
-SHARED = switches_of(ROOT / "metricopt_ext/evidence/cli.py")  # of the tools that finetune
+# What tools that name these words have from a module besides their own.
+SHARED = {
+    "main_of": switches_of(ROOT / "metricopt_ext/evidence/cli.py"),  # those that finetune
+    "program_switches": switches_of(ROOT / "metricopt_ext/evidence/program_switches.py"),  # those that run a command
+}
 SHOW = "--show-config"
 TOOLS = {
-    file: switches_of(file) | {SHOW} | (SHARED if "main_of" in file.read_text() else set())
+    file: switches_of(file)
+    | {SHOW}
+    | set().union(*(those for word, those in SHARED.items() if word in file.read_text()))
     for file in sorted((ROOT / "tools").glob("*.py"))
 }
 TOOLS[ROOT / "tools/train_detector.py"] |= OF_DETECTRON2
