@@ -193,7 +193,7 @@ class _Row:
     def __init__(self, experiment: Experiment[Any], opening: Opening, spent: Spent) -> None:
         self.experiment, self.opening, self.spent = experiment, opening, spent
         self.task, self.begun = experiment.task, opening.begun
-        # Where a method tunes settings of inference, its end has them; of other methods' ends nothing changes.
+        # Where a method tunes settings of inference, what it compared had the free ones, and so have all its ends
         self.judging = self.task
         self.validation_metric = self.task.metric.with_new_ledger()
 
@@ -206,7 +206,7 @@ class _Row:
             tunes_settings: Whether its ends have settings of inference.
         """
         if tunes_settings:
-            self.judging = self.task.with_settings(self.experiment.settings.limited(free=False))
+            self.judging = self.task.with_settings(self.experiment.settings)
         seed, least = self.experiment.seed, contender.least(self.task.dim) + self.begun.spent
         possible = [budget for budget in budgets if budget >= least]
         cells: dict[str, Any] = {}

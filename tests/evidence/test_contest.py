@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ import torch
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import ConfigError, FileFormatError
-from metricopt_ext.evidence.contenders import at_each_budget, ours, searching
+from metricopt_ext.evidence.contenders import at_each_budget, ours, searching, usual_contenders
 from metricopt_ext.evidence.contest import Plan, read_row, run_seed
 from metricopt_ext.evidence.experiment import Experiment, Subject
 from metricopt_ext.evidence.method import Begun, Contender, Reached
@@ -21,6 +22,7 @@ from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.settings import Setting, Settings
 from metricopt_ext.utils.progress import Watcher
 
 VERDICT = Verdict(gain=0.0, optimism=0.0, chance=1.0, reliability=0.5, candidates=3, needed=1.0)
@@ -191,6 +193,43 @@ def test_a_guard_is_judged_on_the_test_data(
     assert guard["whole"]["change"] == pytest.approx(problem.true_cost(0 * half) - problem.true_cost(end))
     assert guard["whole"]["error"] == pytest.approx(float(end.norm()))
     assert cell["test"] == problem.true_cost(end)
+
+
+def test_free_settings_hold_for_a_search_that_tunes_no_others(
+    experiment: Any, quadratic: Callable[..., Any], tmp_path: Path
+) -> None:
+    now = {"k": 0}
+
+    @contextmanager
+    def apply(values: dict[str, Any]) -> Iterator[None]:
+        before, now["k"] = now["k"], values["k"]
+        try:
+            yield
+        finally:
+            now["k"] = before
+
+    class Free(experiment):  # type: ignore[misc]
+        def prepare(self) -> Any:
+            self.made = task = quadratic()
+            distance = Metric(
+                lambda model: float(task.problem.distance(model)) + 0.3 * (now["k"] == 0), maximize=False, bounds=None
+            )
+            return task.judged_by(distance), distance.with_new_ledger()
+
+        def own_settings(self) -> Settings:
+            return Settings([Setting("k", values=(0, 1), default=0)], apply, alone=(), free={"k": 1})
+
+        @classmethod
+        def contenders(cls, config: Any, subject: Any = None) -> dict[str, Contender]:
+            return usual_contenders(config, lambda: subject.settings)
+
+    run_seed(Free, RunConfig(), Plan(("settings_free", "settings+phi"), (40,)), tmp_path, 5, Watcher())
+    found = rows(tmp_path)
+    free, both = (found[name]["cells"]["40"] for name in ("settings_free", "settings+phi"))
+    assert free["test"] == pytest.approx(found["starts"]["test"][found["starts"]["chosen"]] - 0.3)
+    assert both["test"] == both["validation"] < 0.1  # 0.3 more without what is free
+    assert both["guard"]["accepted"]
+    assert both["guard"]["change"] > 0
 
 
 @pytest.mark.parametrize(("kept", "share"), [("start", 0.0), ("half", 0.5)])
