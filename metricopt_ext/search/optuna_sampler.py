@@ -81,12 +81,12 @@ class OptunaSampler(SearchStrategy):
             params = dict(zip(names, unit.clamp(0, 1).tolist(), strict=True))
             return optuna.trial.create_trial(params=params, distributions=space, value=cost)
 
-        with _quiet(drawn(seeds)):
+        with quiet(drawn(seeds)):
             kind = optuna.samplers.TPESampler if self.sampler == "tpe" else optuna.samplers.GPSampler
             study = optuna.create_study(sampler=kind(seed=drawn(seeds)))
             study.add_trial(told(box.middle[0], state.start_cost))
         while state.left:
-            with _quiet(drawn(seeds)):
+            with quiet(drawn(seeds)):
                 trial = study.ask(space)
                 unit = torch.tensor([[trial.params[name] for name in names]], dtype=torch.float64)
             found, costs = yield from box.asked(unit)
@@ -99,7 +99,7 @@ class OptunaSampler(SearchStrategy):
 
 
 @contextmanager
-def _quiet(seed: int) -> Iterator[None]:
+def quiet(seed: int) -> Iterator[None]:
     """Run Optuna's code without its log and warnings, on streams of random numbers of its own."""
     import optuna
 

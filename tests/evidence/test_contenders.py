@@ -199,6 +199,7 @@ def test_contenders_are_in_the_methods_table_and_say_what_they_need() -> None:
         "settings_free": 0,
         "settings_lines": 0,
         "settings": 0,
+        "settings_gp": 0,
         "settings+phi": 9,
     }
 
@@ -223,7 +224,7 @@ def moved_by(quadratic: Callable[..., Any]) -> tuple[Any, Settings]:
     return task.judged_by(Metric(distance, maximize=False, bounds=None, name="distance")), settings
 
 
-@pytest.mark.parametrize("name", ["settings_free", "settings_lines", "settings", "settings+phi"])
+@pytest.mark.parametrize("name", ["settings_free", "settings_lines", "settings", "settings_gp", "settings+phi"])
 def test_settings_are_tuned_from_the_chosen_start(quadratic: Callable[..., Any], name: str) -> None:
     task, settings = moved_by(quadratic)
     contender = usual_contenders(RunConfig(), lambda: settings)[name]
