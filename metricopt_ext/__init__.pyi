@@ -12,6 +12,8 @@ from .adapters.start import Start as Start
 from .evidence.correlation import correlation_report as correlation_report
 from .methods.assess import assess as assess
 from .methods.assessment import Assessment as Assessment
+from .methods.more_inference import MoreInference as MoreInference
+from .methods.more_inference import more_inference as more_inference
 from .methods.paper import Algorithm1 as Algorithm1
 from .methods.pipeline import optimize_metric as optimize_metric
 from .methods.recipe import Recipe as Recipe
