@@ -13,7 +13,7 @@ from metricopt_ext.errors import ConfigError, MetricOptError
 from metricopt_ext.evidence.dry_run import dry_run
 from metricopt_ext.evidence.events import write_events
 from metricopt_ext.evidence.experiment import Experiment, run_seed
-from metricopt_ext.evidence.plots import plot_finetuning, plot_methods, plot_search, plot_value_function
+from metricopt_ext.evidence.plots import plot_finetuning, plot_methods, plot_search, plot_settings, plot_value_function
 from metricopt_ext.evidence.record import check_alike
 from metricopt_ext.evidence.report import Report
 from metricopt_ext.evidence.report_page import FILE, report_page
@@ -189,6 +189,7 @@ def _show(experiment: type[Experiment[Any]], report: Report, folder: Path, seeds
         plot_methods(report, folder / "methods.png"),
         course(report, folder / ("search.png" if report.searched else "finetuning.png")),
         *([plot_value_function(report, folder / "value_function.png")] if report.predicts else []),
+        *([plot_settings(report, folder / "settings.png")] if any(record.lines for record in report.records) else []),
         *experiment.plot_seeds(folder, seeds),
     ]
     page = report_page(report, folder, pictures, experiment.own_files[0]).write(folder / FILE)

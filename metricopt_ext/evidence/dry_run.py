@@ -107,8 +107,8 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at
     subject = experiment.describe(config)
     rivals = known_queries(config, methods)
     unknown = [name for name in methods if METHODS[name].kind == "queries" and name not in {*rivals, "metricopt"}]
-    more = besides(config, methods, strategy)
-    asked = (work.queries + sum(rivals.values()) + more.queries) * query
+    more, widened = besides(config, methods, strategy), of_more_inference(config)
+    asked = (work.queries + sum(rivals.values()) + more.queries + widened) * query
     seconds = prepared + asked + (work.steps + more.steps) * one + work.wide * wide
 
     rows = [
@@ -119,6 +119,7 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at
         *((f"queries of {METHODS[name].title}", f"{queries} at most") for name, queries in rivals.items()),
         *((f"queries of {METHODS[name].title}", "not known before") for name in unknown),
         ("other evaluations", f"{more.queries} for curves, tests and pictures"),
+        *([("more inference", f"{widened} evaluations at most, of what was kept")] if widened else []),
         (f"files in {folder}", ", ".join(files_of_run(config))),
         (f"files in {folder}/seed-N", ", ".join(dict.fromkeys([*found, *files_of_seed(config, made.own_files)]))),
         ("peak memory so far", _peak_memory()),
@@ -230,12 +231,21 @@ def besides(config: RunConfig, methods: list[str], strategy: GuidedTrustRegion |
     return Work(curves + 2 * len(methods) + (LANDSCAPE if config.pictures else 0), steps)
 
 
+def of_more_inference(config: RunConfig) -> int:
+    """Return the evaluations of what more inference would give, at most: of what was kept, and for each factor."""
+    if config.settings is None:
+        return 0
+    factors = [each for each in config.settings.more if each > config.settings.inference]
+    return 1 + len(factors) * config.settings.queries if factors else 0
+
+
 def files_of_run(config: RunConfig) -> list[str]:
     """Return the names of what a run leaves in its folder, besides its seeds' folders and pictures of one task."""
     course = "search.png" if config.method.name == "search" else "finetuning.png"
     reports = ["report.json", "report.md", "report.html"]
     predicted = [] if config.method.name == "paper" else ["value_function.png"]  # of held-out predictions
-    return ["run.json", "log.txt", *reports, "methods.png", course, *predicted, "events"]
+    tuned = [] if config.settings is None else ["settings.png"]
+    return ["run.json", "log.txt", *reports, "methods.png", course, *predicted, *tuned, "events"]
 
 
 def files_of_seed(config: RunConfig, own: tuple[str, ...]) -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.data.rare import Rare
 from metricopt_ext.data.reading import Reading
-from metricopt_ext.errors import ConfigError
+from metricopt_ext.errors import ConfigError, MetricError
 from metricopt_ext.evidence.compare import Comparison, compare
 from metricopt_ext.evidence.contenders import along_path, loss_path, usual_contenders, without
 from metricopt_ext.evidence.correlation import CorrelationReport
@@ -25,7 +25,9 @@ from metricopt_ext.evidence.method import Contender, End, Method
 from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.evidence.rivals import metricopt_result, usual_methods
 from metricopt_ext.evidence.run_config import RunConfig, SettingsConfig
+from metricopt_ext.methods.more_inference import MoreInference, more_inference
 from metricopt_ext.methods.result import Result
+from metricopt_ext.methods.setting_lines import setting_lines
 from metricopt_ext.methods.starts import batchnorm_start
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
@@ -273,6 +275,19 @@ def _besides(experiment: Experiment[Any], result: Result[Any]) -> dict[str, dict
     }
 
 
+def _more(experiment: Experiment[Any], result: Result[Any]) -> list[MoreInference]:
+    """Return what settings would give if inference might take longer; the run is done, so what fails is left out."""
+    config, task = experiment.config.settings, experiment.task
+    if config is None:
+        return []
+    own = task.judged_by(task.metric.with_new_ledger())
+    try:
+        return list(more_inference(own, result, most=config.more, confidence=experiment.config.guard.confidence))
+    except MetricError as error:
+        warnings.warn(f"{error}; so it is not known what more inference would give", stacklevel=2)
+        return []
+
+
 def _recorded(experiment: Experiment[Any], comparison: Comparison) -> SeedRecord:
     """Set MetricOpt's end, and write the record, the first seed's pictures and the tuned model."""
     config, folder, seed, task = experiment.config, experiment.folder, experiment.seed, experiment.task
@@ -304,6 +319,8 @@ def _recorded(experiment: Experiment[Any], comparison: Comparison) -> SeedRecord
         reading=experiment.reading,
         also=_besides(experiment, result),
         settings={} if result.settings is None else dict(result.settings.changes),
+        lines=[] if result.settings is None else setting_lines(experiment.settings, result.settings),
+        more=_more(experiment, result),
         holding=None if result.constrained is None else result.constrained.holding,
     )
     if config.pictures and seed == config.seed:

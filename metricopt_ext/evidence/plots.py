@@ -9,8 +9,11 @@ import numpy as np
 from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.report import Report, paired_interval
 from metricopt_ext.evidence.style import direction, new_figure, over_seeds, save_figure
+from metricopt_ext.methods.setting_lines import VALUES, SettingLine
+from metricopt_ext.methods.tuned_settings import shown
 from metricopt_ext.utils.words import counted
 
+ACROSS = 3  # settings side by side
 FEW_DOTS = 400  # queries that can be told apart in a picture
 STRETCH = 3.0  # a method that alone makes the axis this many times as long is drawn as an arrow at its end
 
@@ -72,6 +75,47 @@ def _point_beyond(axes: Any, edge: float, row: int, inwards: float, text: str, c
         va="center",
         arrowprops={"arrowstyle": "->", "color": colour},
     )
+
+
+def plot_settings(report: Report, path: str | Path) -> Path:
+    """Draw the validation metric along each setting of inference that was tried, a line for each seed.
+
+    A ring is where the run began, a diamond what was kept, if that is on the line.
+    """
+    names = list(dict.fromkeys(line.name for record in report.records for line in record.lines))
+    columns = min(len(names), ACROSS)
+    rows = math.ceil(len(names) / columns)
+    figure, panels = new_figure(1.6 + 2.6 * columns, 1.2 + 2.2 * rows, rows, columns, sharey=True)
+    for axes, name in zip(panels.flat, names, strict=False):
+        _draw_lines(axes, [line for record in report.records for line in record.lines if line.name == name])
+    for axes in panels[:, 0]:
+        axes.set_ylabel(f"validation {report.metric}\n({direction(report.maximize)})")
+    for axes in list(panels.flat)[len(names) :]:
+        axes.remove()
+    seeds = "lines: seeds; " if len(report.records) > 1 else ""
+    figure.suptitle(f"{seeds}ring: as it was; diamond: kept", fontsize=9)
+    return save_figure(figure, path)
+
+
+def _draw_lines(axes: Any, lines: list[SettingLine]) -> None:
+    """Draw the lines of one setting: an interval on its own scale, values at even steps."""
+    values = list(dict.fromkeys(value for line in lines for value in line.values))
+    if lines[0].scale == VALUES:
+        ordered = all(isinstance(each, int | float) for each in values)
+        values = sorted(values) if ordered else values
+        place = {value: step for step, value in enumerate(values)}
+        axes.set_xticks(range(len(values)), [shown(value) for value in values])
+        axes.set_xlim(-0.4, len(values) - 0.6)
+    else:
+        place = {value: value for value in values}
+        axes.set_xscale(lines[0].scale)
+    for line in lines:
+        at = {value: (place[value], metric) for value, metric in zip(line.values, line.metric, strict=True)}
+        axes.plot(*np.array(list(at.values())).T, ".-", color=METHODS["settings"].colour, alpha=0.6, linewidth=1)
+        axes.plot(*at[line.default], "o", color="black", markerfacecolor="none", markersize=9)
+        if line.chosen in at:
+            axes.plot(*at[line.chosen], "D", color=METHODS["metricopt"].colour, markersize=5, zorder=5)
+    axes.set_xlabel(lines[0].name)
 
 
 def plot_finetuning(report: Report, path: str | Path) -> Path:

@@ -10,7 +10,9 @@ from metricopt_ext.data.reading import Reading
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.methods.guard import Guard
+from metricopt_ext.methods.more_inference import MoreInference
 from metricopt_ext.methods.recipe_settings import StepWeights
+from metricopt_ext.methods.setting_lines import SettingLine
 from metricopt_ext.utils.checks import check_at_least, check_integer
 from metricopt_ext.utils.described import LARGEST, from_json
 from metricopt_ext.utils.files import read_json, write_json
@@ -71,6 +73,8 @@ class SeedRecord:
             and of what was kept.
         holding: How many of the points that were asked satisfy the constraints; None without any.
         settings: Settings of inference that were changed, by name: before and after.
+        lines: What was asked of each setting, the others as they were.
+        more: What settings would give if inference might take longer.
     """
 
     seed: int
@@ -94,6 +98,8 @@ class SeedRecord:
     also: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
     holding: int | None = None
     settings: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    lines: list[SettingLine] = field(default_factory=list)
+    more: list[MoreInference] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
         """Write the record as JSON."""
@@ -125,6 +131,14 @@ class SeedRecord:
                 raise ValueError(f"it has {brief(name)} on {brief(sorted(parts))}; it must be on validation and test")
             for pair in parts.values():
                 _check_values(name, pair)
+        for line in self.lines:
+            if len(line.values) != len(line.metric):
+                values = f"{len(line.values)} values of {brief(line.name)}"
+                raise ValueError(f"it has {values}, and the metric at {len(line.metric)}")
+            _check_values(line.name, line.metric)
+        for each in self.more:
+            _check_values("more", [each.most, each.factor, each.before, each.value])
+            check_integer(0, tried=each.tried, queries=each.queries)
         for name, values in {**self.curves, "true": self.true, "searched": self.searched}.items():
             _check_values(name, values)
 

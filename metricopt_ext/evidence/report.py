@@ -50,6 +50,8 @@ MORE_NOTES = (
 )
 BATCH_NOTE = "batch queries: besides, evaluations of the metric on batches of scores and labels."
 SPENT = "MetricOpt's queries by what they were for"
+MORE = "What settings would give if inference took longer, on validation; what was kept stays"
+MORE_HEADER = ["inference, at most", "takes", "validation", "more than chance", "by"]
 GUARD_AND_F = "The guard and the value function f, means over seeds"
 PREDICTED = "How well the metric is predicted on points that it was not fitted to, where f is used"
 IN_USE = "value function in use"
@@ -171,6 +173,7 @@ class Report:
             "queries": [record.queries for record in self.records],
             "settings": [record.setting for record in self.records],
             "inference": [record.settings for record in self.records],
+            "more_inference": [[asdict(each) for each in record.more] for record in self.records],
             "reading": None if self.reading is None else asdict(self.reading),
             "machines": [vars(record.machine) for record in self.records],
             "versions": versions(),
@@ -268,6 +271,7 @@ class Report:
             "",
             *(f"- {in_markdown(line)}" for line in (*self.on_guard(), *self.on_f())),
             "",
+            *self._more_in_markdown(),
             f"{SPENT}:",
             "",
             *markdown_table(*self.spent()),
@@ -432,6 +436,46 @@ class Report:
         changed_in = ", ".join(f"{change} in {count}" for change, count in changes.most_common())
         return [f"Settings of inference: {changed_in or 'as they were'}; validation and test are by these"]
 
+    def more(self) -> list[list[str]]:
+        """Return what more inference would give, a row for each factor under `MORE_HEADER`; none where nothing would.
+
+        The first row is of what was kept.
+        """
+        records = [record for record in self.records if record.more]
+        if not records:
+            return []
+        rows = [["as it is", "1", spread([record.more[0].before for record in records]), "", ""]]
+        for most in sorted({each.most for record in records for each in record.more}):
+            those = [each for record in records for each in record.more if each.most == most]
+            counts = collections.Counter(
+                f"{name} {shown(before)} → {shown(after)}"
+                for each in those
+                for name, (before, after) in each.changes.items()
+            )
+            rows.append(
+                [
+                    f"{most:g} times",
+                    f"{np.mean([each.factor for each in those]):.3g}",
+                    spread([each.value for each in those]),
+                    f"{sum(each.sure for each in those)} of {len(those)}",
+                    ", ".join(f"{change} in {count}" for change, count in counts.most_common()) or "nothing gains",
+                ]
+            )
+        return rows
+
+    def on_more(self) -> str:
+        """Say how what more inference would give was asked."""
+        queries = sum(each.queries for record in self.records for each in record.more)
+        return (
+            f"Asked of what was kept after the run, by {counted(queries, 'query')} beyond its own; the best of several"
+            " on validation, and so a little too good. To have it, run again with settings.inference"
+        )
+
+    def _more_in_markdown(self) -> list[str]:
+        rows = self.more()
+        said = [f"{MORE}:", "", *markdown_table(MORE_HEADER, rows), "", f"{in_markdown(self.on_more())}.", ""]
+        return said if rows else []
+
     def on_data(self) -> list[str]:
         """Say of what the metric saw few examples."""
         rare = [(record.seed, record.rare) for record in self.records if record.rare is not None]
@@ -481,7 +525,10 @@ class Report:
         if elsewhere := self.elsewhere():
             print_table(QUANTITIES, elsewhere, title=ELSEWHERE)
             print()
-        print_points([*self.on_constraints(), *self.on_guard(), *self.on_f()])
+        if more := self.more():
+            print_table(MORE_HEADER, more, title=MORE)
+            print()
+        print_points([*self.on_constraints(), *self.on_guard(), *([self.on_more()] if more else []), *self.on_f()])
 
     def write(self, folder: str | Path) -> list[Path]:
         """Write report.json and report.md; returns their paths."""

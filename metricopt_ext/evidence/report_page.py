@@ -10,6 +10,8 @@ from metricopt_ext.evidence.report import (
     GAINS,
     IN_USE,
     LOSSES,
+    MORE,
+    MORE_HEADER,
     MORE_NOTES,
     OVER,
     PREDICTED,
@@ -52,6 +54,8 @@ MORE_SEEDS = (
 CAPTIONS = {
     "methods": "Each method's metric on test. The means are in the table above.",
     "search": "The metric on validation at each query of the search, and the best so far.",
+    "settings": "The metric on validation along each setting, the others as they were, at the value that it had and at"
+    " what was kept.",
     "finetuning": "The metric on validation along finetuning, and what the guard kept.",
     "value_function": "What f predicted against what the metric was: the nearer to the diagonal, the better.",
     "siblings": "What the sibling methods measured while they trained, a line for each seed.",
@@ -100,6 +104,7 @@ def report_page(report: Report, folder: Path, pictures: Sequence[Path], tuned: s
                     *(_figure(path, report.metric, f" Seed {first}.") for path in own),
                 ],
             ),
+            *_more(report),
             Section("Quality of f", _quality(report)),
             *_data(report),
             Section("Queries", [Table(SPENT, *report.spent()), Text(NOT_COUNTED)]),
@@ -128,6 +133,15 @@ def _elsewhere(report: Report) -> list[Section]:
             "Elsewhere", [Table(f"{ELSEWHERE}.", QUANTITIES, rows, words={0, 3}), *([Points(said)] if said else [])]
         )
     ]
+
+
+def _more(report: Report) -> list[Section]:
+    """Return the section on what more inference would give, if anything would."""
+    rows = report.more()
+    if not rows:
+        return []
+    table = Table(f"{MORE}.", MORE_HEADER, rows, words={0, 4})
+    return [Section("More inference", [table, Text(f"{report.on_more()}.")])]
 
 
 def _data(report: Report) -> list[Section]:

@@ -14,7 +14,7 @@ from torch import nn
 from metricopt_ext.data import training_state
 from metricopt_ext.errors import AdapterError, BudgetError, ConfigError
 from metricopt_ext.evidence import cli
-from metricopt_ext.evidence.dry_run import dry_run, files_of_seed, planned
+from metricopt_ext.evidence.dry_run import dry_run, files_of_run, files_of_seed, of_more_inference, planned
 from metricopt_ext.evidence.experiment import Experiment, Subject
 from metricopt_ext.evidence.method_config import FinetuneConfig, PaperConfig, PaperSettings, RecipeConfig, SearchConfig
 from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, SettingsConfig
@@ -141,6 +141,22 @@ def test_the_table_says_what_a_tasks_line_takes(toy: Any, tmp_path: Path, capsys
 def test_the_settings_file_is_named_if_there_are_settings() -> None:
     names = [files_of_seed(settings(settings=chosen), ("own",)) for chosen in (None, SettingsConfig())]
     assert [each for each in names[1] if each not in names[0]] == ["inference.yaml"]
+    names = [files_of_run(settings(settings=chosen)) for chosen in (None, SettingsConfig())]
+    assert [each for each in names[1] if each not in names[0]] == ["settings.png"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "most"),
+    [
+        (None, 0),
+        (SettingsConfig(), 1 + 2 * 10),
+        (SettingsConfig(inference=2.0, queries=5), 1 + 5),
+        (SettingsConfig(inference=6.0), 0),
+        (SettingsConfig(more=[]), 0),
+    ],
+)
+def test_more_inference_asks_at_most_so_much(chosen: SettingsConfig | None, most: int) -> None:
+    assert of_more_inference(settings(settings=chosen)) == most
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from PIL import Image
 
 from metricopt_ext.evidence import plots
 from metricopt_ext.evidence.method import METHODS
-from metricopt_ext.evidence.plots import plot_finetuning, plot_methods, plot_value_function
+from metricopt_ext.evidence.plots import plot_finetuning, plot_methods, plot_settings, plot_value_function
 from metricopt_ext.evidence.report import Report
+from metricopt_ext.methods.setting_lines import SettingLine
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
@@ -187,3 +188,46 @@ def test_predictions_stand_beside_the_truth_for_each_seed(report: Callable[..., 
     ends = [min(min(record.true) for record in made.records), max(max(record.true) for record in made.records)]
     assert list(diagonal.get_xdata()) == list(diagonal.get_ydata()) == ends
     assert axes.get_title().endswith("Spearman 0.63")  # the mean of 0.1, 0.9 and 0.9
+
+
+SIZE = SettingLine("size", "values", 1.0, 1.41, [0.84, 1.0, 1.41], [0.4, 0.5, 0.6])
+FLIP = SettingLine("flip", "values", False, True, [False, True], [0.6, 0.7])
+KIND = SettingLine("kind", "values", "hard", "soft", ["soft", "hard"], [0.6, 0.7])
+SCORE = SettingLine("score_thresh", "logit", 0.05, 0.3, [0.01, 0.05, 0.2], [0.5, 0.6, 0.7])
+
+
+def along(report: Callable[..., Report], *lines: list[SettingLine]) -> Report:
+    """A report whose seeds have these lines."""
+    made = report(seeds=len(lines))
+    return replace(made, records=[replace(each, lines=own) for each, own in zip(made.records, lines, strict=True)])
+
+
+def test_each_setting_is_a_panel_with_a_line_for_each_seed(report: Callable[..., Report], figures: list[Any]) -> None:
+    other = replace(SIZE, values=[1.0, 1.19, 1.41], metric=[0.3, 0.2, 0.1], chosen=1.0)
+    plot_settings(along(report, [SIZE, FLIP, KIND, SCORE], [other]), "settings.png")
+    panels = figures[0].axes
+    assert [axes.get_xlabel() for axes in panels] == ["size", "flip", "kind", "score_thresh"]
+    size, flip, kind, score = panels
+    assert [tick.get_text() for tick in size.get_xticklabels()] == ["0.84", "1", "1.19", "1.41"]
+    assert [tick.get_text() for tick in flip.get_xticklabels()] == ["False", "True"]
+    assert [tick.get_text() for tick in kind.get_xticklabels()] == ["soft", "hard"]
+    assert score.get_xscale() == "logit"
+    first, began, kept, second, *marks = [line.get_xydata().tolist() for line in size.lines]
+    assert first == [[0, 0.4], [1, 0.5], [3, 0.6]]
+    assert (began, kept) == ([[1, 0.5]], [[3, 0.6]])
+    assert second == [[1, 0.3], [2, 0.2], [3, 0.1]]
+    assert marks == [[[1, 0.3]], [[1, 0.3]]]  # what was kept is what it was
+    assert [line.get_marker() for line in size.lines] == [".", "o", "D"] * 2
+    assert len(score.lines) == 2  # what was kept is elsewhere
+    assert score.lines[0].get_xydata().tolist() == [[0.01, 0.5], [0.05, 0.6], [0.2, 0.7]]
+    assert size.get_ylabel().endswith("(higher is better)")
+    assert figures[0].get_suptitle() == "lines: seeds; ring: as it was; diamond: kept"
+
+
+def test_settings_are_a_picture(report: Callable[..., Report], tmp_path: Path) -> None:
+    path = plot_settings(along(report, [SIZE, FLIP, KIND, SCORE]), tmp_path / "settings.png")
+    with Image.open(path) as image:
+        pixels = np.asarray(image.convert("RGB"))
+    for name in ("settings", "metricopt"):  # the lines, and what was kept
+        colour = np.array([int(METHODS[name].colour[i : i + 2], 16) for i in (1, 3, 5)])
+        assert (np.abs(pixels - colour).sum(-1) < 90).sum() > 50
