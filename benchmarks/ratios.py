@@ -85,6 +85,8 @@ def measured(smoke: bool) -> Iterator[Ratio]:
     yield search("MLP", mlp, turns=1 if smoke else 5, size=100 if smoke else 20000)
     yield search("ResNet-20", resnet, turns=1 if smoke else 3, size=4 if smoke else 300)
     yield search("detector", detector, turns=1 if smoke else 3, size=1 if smoke else 8, population=1)
+    yield setting("ResNet-20", resnet, logits_kept, turns=1 if smoke else 30, size=4 if smoke else 300)
+    yield setting("detector", detector, boxes_kept, turns=1 if smoke else 30, size=1 if smoke else 8)
 
 
 def compared(of: str, over: str, ours: Side, theirs: Side, turns: int) -> Ratio:
@@ -239,6 +241,38 @@ def search(name: str, make: Callable[[int], Searched], turns: int, size: int, po
         if turn or turns == 1:  # the first search also imports
             pairs.append((query, plain))
     return summed_up(f"a query of a search, {name}", "a plain evaluation", pairs)
+
+
+def setting(
+    name: str, make: Callable[[int], Searched], kept: Callable[[nn.Module], mo.Settings], turns: int, size: int
+) -> Ratio:
+    """Time a query of a setting on kept outputs, a new value each time, and a plain evaluation."""
+    adapter, metric, _, _ = make(size)
+    model, settings = adapter.model.eval(), kept(adapter.model)
+    values = iter(np.linspace(0.05, 0.95, turns + 1))
+    last = settings[settings.names[-1]]
+
+    def query() -> float:
+        with settings.applied({last.name: last.at(next(values))}), torch.no_grad():
+            return metric(model)
+
+    with settings.applied({}), torch.no_grad():
+        metric(model)  # whose outputs are kept
+    return compared(f"a query of a setting, {name}", "a plain evaluation", query, partial(metric, model), turns)
+
+
+def logits_kept(model: nn.Module) -> mo.Settings:
+    """Return a classifier's settings, the temperature last."""
+    from metricopt_ext.classification.settings import classification_settings
+
+    return classification_settings(model, temperature=True)
+
+
+def boxes_kept(model: nn.Module) -> mo.Settings:
+    """Return a detector's settings, the IoU of NMS alone."""
+    from metricopt_ext.detection.settings import detection_settings
+
+    return detection_settings(model, names=["nms"], kept=mo.KeptOutputs(), boxes_only=True)
 
 
 def of_classifier(model: nn.Module, x: Tensor, y: Tensor, batch_size: int) -> Searched:
