@@ -133,12 +133,12 @@ class SeedRecord:
                 _check_values(name, pair)
         for line in self.lines:
             if len(line.values) != len(line.metric):
-                values = f"{len(line.values)} values of {brief(line.name)}"
-                raise ValueError(f"it has {values}, and the metric at {len(line.metric)}")
+                points = f"{len(line.values)} values of {brief(line.name)}"
+                raise ValueError(f"it has {points}, and the metric at {len(line.metric)}")
             _check_values(line.name, line.metric)
-        for each in self.more:
-            _check_values("more", [each.most, each.factor, each.before, each.value])
-            check_integer(0, tried=each.tried, queries=each.queries)
+        for more in self.more:
+            _check_values("more", [more.most, more.factor, more.before, more.value])
+            check_integer(0, tried=more.tried, queries=more.queries)
         for name, values in {**self.curves, "true": self.true, "searched": self.searched}.items():
             _check_values(name, values)
 

@@ -444,7 +444,7 @@ class Report:
         records = [record for record in self.records if record.more]
         if not records:
             return []
-        rows = [["as it is", "1", spread([record.more[0].before for record in records]), "", ""]]
+        rows = [["as it is", "", spread([record.more[0].before for record in records]), "", ""]]
         for most in sorted({each.most for record in records for each in record.more}):
             those = [each for record in records for each in record.more if each.most == most]
             counts = collections.Counter(

@@ -120,7 +120,7 @@ def more_inference(
     first = asked(kept)
     trained = Evaluation(first.cost, also=result.elsewhere.get("start"))
     rank = partial(ranked, limits=Limits.of(task.metric.constraints, trained))
-    found = []
+    found = list[MoreInference]()
     for factor in factors:
         before = len(told) if found else 0
         state = SettingsState(settings.limited(inference=factor, free=False), first, rank=rank, values=kept)

@@ -46,8 +46,8 @@ def setting_lines(settings: Settings, tuned: TunedSettings) -> list[SettingLine]
         if len(points) < 2:
             continue
         setting = settings[name]
-        alone = setting.values is not None and not setting.ordered
-        order = sorted(points, key=setting.values.index if alone else float)
+        as_given = setting.values is not None and not setting.ordered
+        order = [each for each in setting.values or () if each in points] if as_given else sorted(points, key=float)
         lines.append(
             SettingLine(
                 name=name,

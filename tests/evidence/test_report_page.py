@@ -215,7 +215,7 @@ def test_what_more_inference_would_give_has_a_section(
     made = replace(made, records=[replace(first, more=[two, six]), replace(second, more=[none])])
     rows = made.more()
     assert rows == [
-        ["as it is", "1", "0.3750 ±0.1768", "", ""],
+        ["as it is", "", "0.3750 ±0.1768", "", ""],
         ["2 times", "1.5", "0.6250", "1 of 1", "size 1 → 1.2 in 1"],
         ["6 times", "2.5", "0.5000 ±0.3536", "1 of 2", "size 1 → 1.4 in 1, flip False → True in 1"],
     ]
