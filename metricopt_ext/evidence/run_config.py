@@ -293,7 +293,8 @@ class RunConfig:
         self.settings.check()
         if self.method.name != "search":
             raise ConfigError(
-                f"methods={self.methods}: method.name={self.method.name} tunes no settings; set method.name=search"
+                f"methods={self.methods}: method.name={self.method.name} tunes no settings; set method.name=search,"
+                " or leave settings out of methods"
             )
         if phi_alone := [name for name in self.methods if name in LEARNERS]:
             raise ConfigError(f"methods={self.methods}: {phi_alone[0]} tunes no settings; leave it or settings out")

@@ -52,10 +52,10 @@ SIZES = [
     *("workers=1", "seeds=1", "device=cpu"),
 ]
 RECIPE = [
-    *("method.name=recipe", "method.evals=2", "method.rounds=1", "method.folds=2", "method.trials=0"),
+    *("methods=[]", "method.name=recipe", "method.evals=2", "method.rounds=1", "method.folds=2", "method.trials=0"),
     "method.learners=[ridge]",  # the others take seconds to fit
 ]
-METHODS = {"search": [], "paper": ["method.name=paper", "method.evals=2"]}
+METHODS = {"search": [], "paper": ["methods=[]", "method.name=paper", "method.evals=2"]}
 TINY = [*RECIPE, *SIZES]
 
 
