@@ -97,7 +97,7 @@ class OptunaSampler(SearchStrategy):
 
         with _quiet(drawn(seeds)):
             kind = optuna.samplers.TPESampler if self.sampler == "tpe" else optuna.samplers.GPSampler
-            heeded = {} if limits is None else {"constraints_func": beyond}
+            heeded: dict[str, Any] = {} if limits is None else {"constraints_func": beyond}
             study = optuna.create_study(sampler=kind(seed=drawn(seeds), **heeded))
             study.add_trial(told(box.middle[0], state.at_start))
         while state.left:
