@@ -197,15 +197,18 @@ def compare(config: CompareConfig, subject: Any, folder: Path) -> dict[str, Any]
     for name in OF_THE_COMPARISON:
         setattr(subject, name, getattr(config, name))
     subject.check()
-    if subject.metric.besides:
+    if subject.metric.also:
         raise ConfigError(
-            f"{next(iter(subject.metric.besides.values()))} is for the tools that finetune: a comparison judges by the"
-            " metric alone, and not all of its methods respect constraints; leave it out"
+            "metric.also is for the tools that finetune: a comparison shows the metric alone; leave it out"
         )
     experiment, plan = experiment_of(config.task), config.plan
     about = experiment.describe(subject)
     contenders = experiment.contenders(subject)
     plan.check(contenders)
+    if subject.metric.subject_to and (heedless := [name for name in plan.methods if not contenders[name].constrained]):
+        raise ConfigError(
+            f"metric.subject_to: {', '.join(heedless)} can't respect constraints; leave them out of methods"
+        )
     settings = {**subject.as_dict(), "task": config.task, "budgets": config.budgets, "starts": config.starts}
     with deterministic(subject.deterministic, config.threads), ranks.sharing(settings), ExitStack() as held:
         ranks.only_first(partial(held.enter_context, sole_writer(folder)))

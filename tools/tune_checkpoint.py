@@ -8,6 +8,9 @@ file as --checkpoint, with other numbers in its norms, and {trial} by the trial'
 DIR/trials. The number is the last that matches --parse, in the standard output or else in the error stream, or is in a
 JSON file that the command writes. Another exit status than 0, no number or nan is a failed trial.
 
+--also 'accuracy=acc: ([0-9.]+)' reads another number, and --subject-to 'accuracy: >= start - 0.005' limits it: the
+search goes where the limit holds, and what violates it is not kept.
+
 With --setting nms=0.3:0.9 or --setting size=320,480,640, {nms} and {size} in COMMAND are replaced too. Settings come
 first, by at most 10 queries; then the norms, with the settings that were kept. `metricopt tune-settings` tunes settings
 without a checkpoint, and its --help says what SPEC may be.
@@ -40,6 +43,7 @@ from metricopt_ext.evidence.program_switches import (
     print_settings,
     read_scores,
     show_end,
+    told_besides,
     told_of_settings,
 )
 from metricopt_ext.evidence.program_trials import TrialError
@@ -136,6 +140,7 @@ def run(arguments: argparse.Namespace, scores: Scores) -> dict[str, Any]:
         arguments.output_dir,
         holdout=holdout,
         maximize=not arguments.minimize,
+        subject_to=scores.subject_to,
         dim=arguments.dim,
         seed=arguments.seed,
         gradients=gradients and import_named(gradients, arguments.gradients_folder, "--gradients-folder"),
@@ -167,6 +172,7 @@ def run(arguments: argparse.Namespace, scores: Scores) -> dict[str, Any]:
                     arguments.output_dir,
                     holdout=scores.holdout,
                     maximize=one.maximize,
+                    subject_to=scores.subject_to,
                     checkpoint=arguments.checkpoint,
                     prefix="settings-",
                 ).tune(
@@ -177,6 +183,8 @@ def run(arguments: argparse.Namespace, scores: Scores) -> dict[str, Any]:
                     watcher=watcher,
                 )
                 one.score, one.holdout = scores.at(first.values)
+                if first.constrained is not None:  # relative to the defaults, not to what was kept of them
+                    one.subject_to = first.constrained.limits.texts()
                 unchanged = first.after
             spent = 0 if first is None else first.queries["score"] - arguments.repeats  # what phi's search finds done
             tuned = one.tune(
@@ -268,6 +276,7 @@ def report(
     """
     from metricopt_ext.evidence.report import versions
     from metricopt_ext.evidence.style import print_table, print_written
+    from metricopt_ext.methods.constrained import besides
     from metricopt_ext.utils.files import write_json
     from metricopt_ext.utils.program import filled
 
@@ -283,6 +292,7 @@ def report(
         "before": result.before,
         "after": result.after,
         "best": result.best,
+        **told_besides(result.also, result.constrained),
         "kept": result.chosen,
         "guard": {
             "by": result.guard,
@@ -316,6 +326,10 @@ def report(
     )
     for line in [] if first is None else first.lines(settings):
         print(plain(f"settings: {line}"))
+    for line in besides(result.also, result.constrained):
+        print(plain(line))
+    for line in [] if result.constrained is None else result.constrained.lines(result.chosen):
+        print(plain(line))
     for name, value in result.aside.items():
         print(plain(f"held out, {name}: {value:.4f}"))
     if result.best != result.after:

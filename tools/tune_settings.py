@@ -11,9 +11,12 @@ values. The defaults are the first query, and what a gain is measured against.
 
 What COMMAND prints is kept in DIR/trials. The number is the last that matches --parse, in the standard output or else
 in the error stream, or is in a JSON file that COMMAND writes. Another exit status than 0, no number or nan is a failed
-trial. The guard keeps what gains more than chance, as two halves of the data (--halves), repeats, or data held out
-show; without any of them a run is `unguarded`. The last line is COMMAND with what was kept, and DIR/inference.yaml has
-it too. --dry-run scores the defaults once and says what would be tried. docs/checkpoint.md has more.
+trial. --also 'accuracy=acc: ([0-9.]+)' reads another number, and --subject-to 'accuracy: >= start - 0.005' limits it:
+what violates that is not kept.
+
+The guard keeps what gains more than chance, as two halves of the data (--halves), repeats, or data held out show;
+without any of them a run is `unguarded`. The last line is COMMAND with what was kept, and DIR/inference.yaml has it
+too. --dry-run scores the defaults once and says what would be tried. docs/checkpoint.md has more.
 """
 
 import argparse
@@ -79,7 +82,12 @@ def run(arguments: argparse.Namespace, scores: Scores) -> dict[str, Any]:
     settings = scores.settings
     assert settings is not None  # --setting is required
     one = SettingsRun(
-        settings, scores.score, arguments.output_dir, holdout=scores.holdout, maximize=not arguments.minimize
+        settings,
+        scores.score,
+        arguments.output_dir,
+        holdout=scores.holdout,
+        maximize=not arguments.minimize,
+        subject_to=scores.subject_to,
     )
     one.check(arguments.queries)
     with ExitStack() as held:

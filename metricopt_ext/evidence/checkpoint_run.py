@@ -64,6 +64,7 @@ class CheckpointRun(ProgramRun):
         folder: Keeps the search, trial files while they are scored, and logs.
         holdout: Scores it on data that the search does not see; None without any.
         maximize: Whether higher is better.
+        subject_to: Constraints on other quantities that the score has, by name (`Metric`); not on data held out.
         dim: Number of phi's coordinates for all norms together.
         seed: Seed of the directions and of the search.
         gradients: ``gradients(path, keys)`` returns gradients of a loss by key, each of its tensor's shape or m of them
@@ -79,13 +80,14 @@ class CheckpointRun(ProgramRun):
         *,
         holdout: ProgramScore | None = None,
         maximize: bool = True,
+        subject_to: Mapping[str, str] | None = None,
         dim: int = 16,
         seed: int = 0,
         gradients: Callable[[str, list[str]], Mapping[str, Tensor]] | None = None,
     ) -> None:
         super().__init__(folder)
         self.file, self.moved, self.score, self.holdout = file, list(moved), score, holdout
-        self.maximize, self.seed = maximize, seed
+        self.maximize, self.subject_to, self.seed = maximize, subject_to, seed
         self.adapter: Adapter = attach_checkpoint(file, moved, dim=dim, seed=seed)
         self.gradients: Tensor | None = None
         if gradients is not None:
@@ -190,6 +192,7 @@ class CheckpointRun(ProgramRun):
                 resume=resume,
                 maximize=self.maximize,
                 name=NAME,
+                subject_to=self.subject_to or None,
                 gradients=self.gradients,
             )
         except BudgetError as error:
@@ -203,7 +206,7 @@ class CheckpointRun(ProgramRun):
 
         def tell(trial: Trial, found: Score | Failed) -> None:
             if isinstance(found, Score):
-                search.tell(trial.id, found.value, halves=found.halves, noise=found.noise)
+                search.tell(trial.id, found.value, halves=found.halves, noise=found.noise, also=found.also)
                 watcher.query(before + search.spent * self.score.repeats, found.value)
                 nonlocal said
                 if search.spent >= FIRST and not said:

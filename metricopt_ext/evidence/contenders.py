@@ -24,6 +24,7 @@ from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.searched import search_results
 from metricopt_ext.methods.strategy import LearningStrategy
+from metricopt_ext.methods.trials import ranked
 from metricopt_ext.methods.tuned_settings import accepted
 from metricopt_ext.methods.tuning import finetune
 from metricopt_ext.search.optimizer import LossStep
@@ -31,6 +32,7 @@ from metricopt_ext.search.settings_gp import SettingsGPState
 from metricopt_ext.search.settings_stage import SettingsState
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.kept_evaluations import KeptEvaluation, KeptEvaluations, KeptPoint
 from metricopt_ext.tasks.metric import Evaluation, Ledger, Query
 from metricopt_ext.tasks.settings import Settings
@@ -130,7 +132,7 @@ def ours(search: GuidedTrustRegion | None = None, confidence: float = CONFIDENCE
             yield replace(meter.reached(end), queries=spent, queries_per_start=spent, result=result)
             meter.forget_since(reached)  # what was reached is judged meanwhile
 
-    return Contender(run, engine.least_queries, anytime=True)
+    return Contender(run, engine.least_queries, anytime=True, constrained=True)
 
 
 def in_order(settings: Settings, first: Evaluation, queries: int, seed: int) -> SettingsState:
@@ -240,9 +242,10 @@ def searching(search: SearchStrategy) -> Contender:
         search: The search.
     """
     if not search.anytime:
-        return at_each_budget(
+        each = at_each_budget(
             lambda task, start, queries, seed: search(task, start, queries, seed=seed).phi, search.least_queries
         )
+        return replace(each, constrained=True)
 
     def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
         (limited, start), stopped = begun.of(with_budget(task, max(budgets))), None
@@ -258,7 +261,7 @@ def searching(search: SearchStrategy) -> Contender:
             best = trace.best(queries)
             yield replace(best, end=begun.standing(task, best.end))
 
-    return Contender(run, search.least_queries, anytime=True)
+    return Contender(run, search.least_queries, anytime=True, constrained=True)
 
 
 def at_each_budget(
@@ -336,9 +339,9 @@ def staged(contender: Contender, watcher: Watcher, before: str = "", after: str 
 
 @dataclass(frozen=True)
 class Point:
-    """A query: the cost of phi, and what was spent when it was answered, with phi, ``d``, as its end."""
+    """A query: the evaluation of phi, and what was spent when it was answered, with phi, ``d``, as its end."""
 
-    cost: float
+    evaluation: Evaluation
     reached: Reached
 
 
@@ -346,25 +349,26 @@ class Trace:
     """An observer that keeps the points at which a metric was evaluated.
 
     Args:
-        task: What it spends is counted from now on.
+        task: What it spends is counted from now on. Its metric's constraints are respected; their bounds are numbers.
 
     Attributes:
         points: One for each query that was answered.
     """
 
     def __init__(self, task: FinetuneTask) -> None:
-        self.meter = Meter(task)
+        self.meter, self.constraints = Meter(task), task.metric.constraints
         self.points: list[Point] = []
 
     def __call__(self, query: Query) -> None:
         """Keep a query."""
         phi = Adapter(query.item).phi if isinstance(query.item, nn.Module) else query.item
         assert phi is not None
-        self.points.append(Point(query.evaluation.cost, self.meter.reached(phi.detach().clone())))
+        self.points.append(Point(query.evaluation, self.meter.reached(phi.detach().clone())))
 
     def best(self, queries: int) -> Reached:
-        """Return what was reached by the first so many queries: the best phi, ``d``, the first of equals."""
-        best = min(self.points[:queries], key=lambda point: point.cost)
+        """Return what was reached by the first so many queries: the best phi, ``d``, as of `DirectState.end`."""
+        limits = Limits.of(self.constraints, self.points[0].evaluation)
+        best = min(self.points[:queries], key=lambda point: ranked(point.evaluation, limits))
         return replace(self.points[queries - 1].reached, end=best.reached.end)
 
 

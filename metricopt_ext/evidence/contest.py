@@ -20,7 +20,9 @@ from metricopt_ext.evidence.passes import CountedTask, Passes, counting, noticin
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.starts import all_starts, best_start, with_start
+from metricopt_ext.methods.trials import best_of
 from metricopt_ext.plain import MESSAGE, plain
+from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.files import write_json
@@ -131,9 +133,14 @@ def run_seed(
             chosen_starts(all_starts(made, experiment.starts()), plan.starts),
             _fresh(experiment.task, spent),
         )
-        chosen, evaluations = best_start(asked, starts)
+        _, evaluations = best_start(asked, starts)
+        limits = Limits.of(experiment.task.metric.constraints, evaluations["start"])
+        chosen = best_of(evaluations, limits)
         opening = Opening(Begun(starts, chosen, len(starts), evaluations), now() - began, _passes(made, asked, starts))
         write_json(folder / STARTS, {"seed": seed, **opening.record(experiment.task, experiment.test_metric)})
+        if limits is not None:  # as numbers, as a method may begin from another start than what they are relative to
+            metric = experiment.task.metric.with_settings(subject_to=limits.texts())
+            experiment.task = experiment.task.judged_by(metric)
         contenders = experiment.contenders(config, experiment)
         for name in missing:
             watcher.stage(METHODS[name].title)

@@ -136,6 +136,7 @@ class Comparison(TypedDict):
     machines: list[str]
     versions: dict[str, str]
     config: Ran
+    subject_to: NotRequired[dict[str, str]]
 
 
 def read_starts(file: Path) -> dict[str, Any]:

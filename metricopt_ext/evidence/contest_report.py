@@ -96,6 +96,8 @@ def _gathered(
         "versions": versions(),
         "config": config,
     }
+    if bounds := config.get("of_task", {}).get("metric", {}).get("subject_to"):
+        content["subject_to"] = bounds
     return paired(content)
 
 
@@ -254,6 +256,12 @@ def notes(content: dict[str, Any]) -> list[str]:
     ]
     if any(each["method"] == OURS for each in content["guards"]):
         lines.append(f"{UNGUARDED}: where the same search ended, kept or not; it is no rival, nor marked as the best")
+    if bounds := content.get("subject_to"):
+        limits = " and ".join(f"{name} {limit}" for name, limit in bounds.items())
+        lines.append(
+            f"each method ends at the best that it asked subject to {limits}, on the data that the metric sees, if"
+            " anything that it asked satisfies that; free starts stand as they are"
+        )
     for name, method in content["methods"].items():
         title, seeds = METHODS[name].title, len(content["seeds"])
         if any(budget < method["least"] for budget in content["budgets"]):

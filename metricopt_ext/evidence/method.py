@@ -233,11 +233,13 @@ class Contender:
         run: Runs it.
         least: The smallest budget that it can do with in d dimensions.
         anytime: Whether its queries are the same whatever the budget, so that one run serves all budgets.
+        constrained: Whether its end respects the metric's constraints, if any point that it asks does.
     """
 
     run: Run
     least: Callable[[int], int] = lambda dim: 0
     anytime: bool = False
+    constrained: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,22 @@
 import argparse
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.evidence.program_trials import NAME
 from metricopt_ext.evidence.settings_run import SettingsOutcome
 from metricopt_ext.evidence.style import print_table
+from metricopt_ext.methods.constrained import Constrained
 from metricopt_ext.plain import plain
+from metricopt_ext.tasks.constraints import parse_constraints
 from metricopt_ext.tasks.program_score import TRIAL, Printed, ProgramScore, Written
 from metricopt_ext.tasks.program_settings import FORMS, ProgramSettings
 from metricopt_ext.tasks.settings import Values
 from metricopt_ext.utils.program import command_words, last_lines
+from metricopt_ext.utils.words import brief
 
 TAIL = 20  # lines of a failed trial's log that are shown
 
@@ -48,6 +52,20 @@ def add_score_switches(parser: argparse.ArgumentParser, scored: str) -> None:
     )
     parser.add_argument(
         "--halves", nargs=2, metavar=("REGEX_A", "REGEX_B"), help="the number on two random halves of the data"
+    )
+    parser.add_argument(
+        "--also",
+        action="append",
+        default=[],
+        metavar="NAME=WHERE",
+        help="another number, shown before and after; WHERE is a REGEX with --parse, and else FILE:KEY; repeat it",
+    )
+    parser.add_argument(
+        "--subject-to",
+        action="append",
+        default=[],
+        metavar="'NAME: LIMIT'",
+        help="a limit on such a number, e.g. 'accuracy: >= start - 0.005', which the search and the guard respect",
     )
     parser.add_argument(
         "--repeats", type=int, default=1, metavar="N", help="runs of COMMAND for one trial, if its number is noisy"
@@ -87,11 +105,13 @@ class Scores(NamedTuple):
         score: Scores on the data that the search sees.
         holdout: Scores on other data; None without any.
         settings: Settings in the commands; None without any.
+        subject_to: Constraints on other numbers of theirs, by name.
     """
 
     score: ProgramScore
     holdout: ProgramScore | None
     settings: ProgramSettings | None
+    subject_to: dict[str, str]
 
     def at(self, values: Values) -> tuple[ProgramScore, ProgramScore | None]:
         """Return what scores with values of the settings, if there are any, and the defaults of others."""
@@ -120,8 +140,11 @@ def read_scores(
     if arguments.timeout is not None and not arguments.timeout > 0:
         raise ConfigError(f"--timeout {arguments.timeout:g}: it must be above 0")
     number = Printed(arguments.parse, "--parse") if arguments.parse else Written(arguments.parse_json, "--parse-json")
-    if arguments.jobs > 1 and isinstance(number, Written) and number.shared:
-        raise ConfigError(f"--jobs {arguments.jobs}: all would write {arguments.parse_json}; put {{trial}} in its name")
+    also = _also(arguments.also, Printed if arguments.parse else Written)
+    subject_to = _subject_to(arguments.subject_to, also)
+    for place, each in zip((arguments.parse_json, *arguments.also), (number, *also.values()), strict=True):
+        if arguments.jobs > 1 and isinstance(each, Written) and each.shared:
+            raise ConfigError(f"--jobs {arguments.jobs}: all would write {place}; put {{trial}} in its name")
     halves = [Printed(each, "--halves") for each in arguments.halves or ()]
     if arguments.default and not arguments.setting:
         raise ConfigError(f"--default {arguments.default[0]}: there is no --setting; add one, or leave it out")
@@ -136,10 +159,50 @@ def read_scores(
         if shutil.which(words[0]) is None:
             raise ConfigError(f"{switch}: there is no program {words[0]!r}")
         both = (halves[0], halves[1]) if halves and switch == "--score" else None
-        return ProgramScore(words, number, both, arguments.repeats, arguments.timeout)
+        others = also if switch == "--score" else {}
+        return ProgramScore(words, number, both, others, arguments.repeats, arguments.timeout)
 
     holdout = score(arguments.holdout, "--holdout") if arguments.holdout else None
-    return Scores(score(arguments.score, "--score"), holdout, settings)
+    return Scores(score(arguments.score, "--score"), holdout, settings, subject_to)
+
+
+def _also(given: Sequence[str], reader: type[Printed] | type[Written]) -> dict[str, Printed | Written]:
+    """Return where other numbers are, by name.
+
+    Raises:
+        ConfigError: One is no NAME=WHERE, or its name is taken.
+    """
+    found = dict[str, Printed | Written]()
+    for text in given:
+        name, _, where = text.partition("=")
+        name = name.strip()
+        if not (name and where):
+            raise ConfigError(f"--also {brief(text)}: it must be NAME=WHERE, e.g. 'accuracy=accuracy: ([0-9.]+)'")
+        if name in (NAME, *found):
+            raise ConfigError(f"--also {brief(text)}: there is a {brief(name)} already; use another name")
+        found[name] = reader(where, f"--also {name}")
+    return found
+
+
+def _subject_to(given: Sequence[str], also: Collection[str]) -> dict[str, str]:
+    """Return the constraints on such numbers, by name.
+
+    Raises:
+        ConfigError: One is no 'NAME: LIMIT', or nothing reads its number.
+    """
+    found = dict[str, str]()
+    for text in given:
+        name, _, limit = (each.strip() for each in text.rpartition(":"))
+        if name in found:
+            raise ConfigError(f"--subject-to {brief(text)}: {brief(name)} has a limit already")
+        try:
+            parse_constraints({name: limit}, NAME)
+        except ValueError as error:
+            raise ConfigError(f"--subject-to {brief(text)}: it must be 'NAME: LIMIT'; {error}") from error
+        if name not in also:
+            raise ConfigError(f"--subject-to {brief(text)}: nothing reads {brief(name)}; add --also {name}=WHERE")
+        found[name] = limit
+    return found
 
 
 def print_settings(settings: ProgramSettings, values: Values | None = None) -> None:
@@ -163,6 +226,7 @@ def told_of_settings(settings: ProgramSettings, tuned: SettingsOutcome) -> dict[
         "before": tuned.before.value,
         "after": tuned.after.value,
         "best": tuned.best,
+        **told_besides(tuned.also, tuned.constrained),
         "settings": {
             name: {"before": defaults[name], "best": best[name], "after": kept[name]} for name in settings.names
         },
@@ -180,6 +244,18 @@ def told_of_settings(settings: ProgramSettings, tuned: SettingsOutcome) -> dict[
     }
 
 
+def told_besides(also: Mapping[str, tuple[float, float]], constrained: Constrained | None) -> dict[str, Any]:
+    """Return what a report says of other numbers than the score: before and after, and their limits."""
+    return {
+        **(
+            {"also": {name: {"before": before, "after": after} for name, (before, after) in also.items()}}
+            if also
+            else {}
+        ),
+        **({} if constrained is None else {"subject to": constrained.limits.texts()}),
+    }
+
+
 def as_written(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the switches as JSON."""
     return {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
@@ -191,6 +267,12 @@ def show_end(log: Path) -> None:
 
 
 def identity_of(arguments: argparse.Namespace, *more: str) -> dict[str, Any]:
-    """Return what the run depends on, so that another is not taken for it: `IDENTITY`, settings, and more switches."""
+    """Return what the run depends on, so that another is not taken for it.
+
+    Args:
+        arguments: The command line: `IDENTITY`, and what is given of other numbers and settings.
+        more: Further switches.
+    """
     settings = {"setting": arguments.setting, "default": arguments.default} if arguments.setting else {}
-    return {name: getattr(arguments, name) for name in (*IDENTITY, *more)} | settings
+    others = {name: getattr(arguments, name) for name in ("also", "subject_to") if getattr(arguments, name)}
+    return {name: getattr(arguments, name) for name in (*IDENTITY, *more)} | others | settings

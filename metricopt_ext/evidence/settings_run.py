@@ -1,17 +1,21 @@
 """Tunes the settings of a program for a score that it prints: its trials side by side, kept on file, and the guard."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.evidence.program_trials import HELD_OUT, NAME, ProgramRun, TrialError, ending, side_by_side
-from metricopt_ext.methods.guard import CONFIDENCE, Guard, Verdict, decide_among
+from metricopt_ext.methods.constrained import Constrained, besides, decide_within
+from metricopt_ext.methods.guard import CONFIDENCE, Decision, Guard, Verdict, decide_among
 from metricopt_ext.methods.kept_aside import best_aside
 from metricopt_ext.methods.result import with_so_little_data
+from metricopt_ext.methods.trials import ranked
 from metricopt_ext.methods.tuned_settings import SETTINGS_CONFIDENCE
 from metricopt_ext.search.settings_stage import SettingsState
+from metricopt_ext.tasks.constraints import Limits, parse_constraints
 from metricopt_ext.tasks.metric import CostScale, Evaluation
 from metricopt_ext.tasks.program_score import Failed, ProgramScore, Score
 from metricopt_ext.tasks.program_settings import ProgramSettings
@@ -36,6 +40,7 @@ class KeptScore:
         halves: The scores on two halves of the data; None if they are not asked for.
         noise: Standard error of the value; None without repeats.
         seconds: How long it took.
+        also: Other quantities by name; None without any.
         failed: Why there is no score; None if there is one.
     """
 
@@ -44,6 +49,7 @@ class KeptScore:
     halves: tuple[Finite, Finite] | None = None
     noise: Finite | None = None
     seconds: Finite = field(default=Finite(0.0))
+    also: dict[str, Finite] | None = None
     failed: str | None = None
 
     def __post_init__(self) -> None:
@@ -63,7 +69,7 @@ class KeptScore:
         """What was found."""
         if self.value is None:
             return Failed(str(self.failed))
-        return Score(self.value, self.halves, self.noise, self.seconds)
+        return Score(self.value, self.halves, self.noise, self.seconds, None if self.also is None else {**self.also})
 
 
 @dataclass(frozen=True)
@@ -133,6 +139,7 @@ class SettingsOutcome:
         aside: Scores on data held out, of the defaults and of the best candidate; empty without any.
         queries: Runs of the program, by purpose; those on data held out are counted apart.
         failed: Trials that failed.
+        constrained: How the run stands to its constraints; None without any.
     """
 
     values: dict[str, Value]
@@ -144,6 +151,7 @@ class SettingsOutcome:
     aside: dict[str, float]
     queries: dict[str, int]
     failed: int
+    constrained: Constrained | None = None
 
     @property
     def changed(self) -> bool:
@@ -155,6 +163,12 @@ class SettingsOutcome:
         """What told a gain from chance."""
         return self.verdict.guard
 
+    @property
+    def also(self) -> dict[str, tuple[float, float]]:
+        """Other quantities than the score, by name: with the defaults, and with what was kept."""
+        after = self.after.also or {}
+        return {name: (value, after[name]) for name, value in (self.before.also or {}).items()}
+
     def row(self) -> list[str]:
         """Return a table's cells: scores before, best and after, the guard, queries and failed trials."""
         numbers = [f"{each:.4f}" for each in (self.before.value, self.best, self.after.value)]
@@ -163,7 +177,10 @@ class SettingsOutcome:
 
     def lines(self, settings: ProgramSettings) -> list[str]:
         """Return what there is to say besides the scores: of time, of data held out, and of what was not kept."""
-        lines = [f"held out, {name}: {value:.4f}" for name, value in self.aside.items()]
+        lines = besides(self.also, self.constrained)
+        if self.constrained is not None:
+            lines += self.constrained.lines(AFTER if self.changed else BEFORE)
+        lines += [f"held out, {name}: {value:.4f}" for name, value in self.aside.items()]
         if self.changed:
             before, after = self.before.seconds, self.after.seconds
             lines.append(f"a trial took {before:.3g} s with the defaults, and {after:.3g} s with these settings")
@@ -194,6 +211,7 @@ class SettingsRun(ProgramRun):
         folder: Keeps the scores, and logs.
         holdout: Scores them on data that the search does not see; None without any.
         maximize: Whether higher is better.
+        subject_to: Constraints on other quantities that the score has, by name (`Metric`); not on data held out.
         checkpoint: What stands for ``{checkpoint}`` in the command; None without any.
         prefix: Begins the names of trials.
     """
@@ -206,12 +224,14 @@ class SettingsRun(ProgramRun):
         *,
         holdout: ProgramScore | None = None,
         maximize: bool = True,
+        subject_to: Mapping[str, str] | None = None,
         checkpoint: Path | None = None,
         prefix: str = "",
     ) -> None:
         super().__init__(folder, prefix)
         self.settings, self.score, self.holdout, self.maximize = settings, score, holdout, maximize
         self.checkpoint = None if checkpoint is None else checkpoint.absolute()
+        self.constraints = parse_constraints(subject_to, NAME)
         self._scale = CostScale(maximize=maximize, bounds=None, name=NAME)
 
     def score_defaults(self) -> Score:
@@ -278,7 +298,9 @@ class SettingsRun(ProgramRun):
             watcher.query(ledger.spent * repeats, self._at(ledger, self.settings.defaults).value)
         before = self._at(ledger, self.settings.defaults)
         visited = [self._evaluation(before)]
-        state = SettingsState(self.settings, visited[0], queries // repeats - 1)
+        limits = Limits.of(self.constraints, visited[0])
+        rank = partial(ranked, limits=limits)
+        state = SettingsState(self.settings, visited[0], queries // repeats - 1, rank)
         while batch := state.ask():
             self._score_batch(ledger, len(visited), batch, jobs, failures, watcher)
             found = [ledger.found(self.settings.texts(values)) for values in batch]
@@ -287,7 +309,7 @@ class SettingsRun(ProgramRun):
             for index, each in enumerate(found):
                 visited.append(self._evaluation(each) if isinstance(each, Score) else worst)
                 state.tell(index, visited[-1])
-        tuned = self._decided(ledger, before, state.end().values, visited)
+        tuned = self._decided(ledger, before, state.end().values, visited, limits)
         if self.holdout is not None and tuned.changed:
             watcher.stage("data held out")
             tuned = self._confirmed(ledger, tuned)
@@ -322,16 +344,24 @@ class SettingsRun(ProgramRun):
 
         side_by_side(ask, lambda programs, trial: self._scored(programs, self.score, *trial), tell, jobs)
 
-    def _decided(self, ledger: _Ledger, before: Score, end: Values, visited: Sequence[Evaluation]) -> SettingsOutcome:
-        """Return what the guard makes of the search's end; one that failed is none."""
+    def _decided(
+        self, ledger: _Ledger, before: Score, end: Values, visited: Sequence[Evaluation], limits: Limits | None
+    ) -> SettingsOutcome:
+        """Return what the guard makes of the search's end; one that failed, or violates a constraint, is none."""
         failed = not isinstance(ledger.found(self.settings.texts(end)), Score)
         best_values = self.settings.complete({} if failed else end)
         best = self._at(ledger, best_values)
         ends = {BEFORE: self._evaluation(before), AFTER: self._evaluation(best)}
         others = list(visited)
         others.remove(ends[AFTER])  # which is among what was chosen from anyway
-        decision = decide_among(ends, others, SETTINGS_CONFIDENCE)
+
+        def decide(candidates: Mapping[str, Evaluation]) -> Decision:
+            return decide_among(candidates, others, SETTINGS_CONFIDENCE)
+
+        decision = decide_within(limits, ends, decide, decide)
         kept = decision.kept == AFTER
+        if limits is not None and not limits.hold(ends[AFTER]):
+            best_values, best = self.settings.defaults, before
         return SettingsOutcome(
             best_values if kept else self.settings.defaults,
             best_values,
@@ -342,6 +372,7 @@ class SettingsRun(ProgramRun):
             {},
             {NAME: ledger.spent * self.score.repeats},
             ledger.failed,
+            Constrained.of(limits, ends if kept else {BEFORE: ends[BEFORE]}, visited),
         )
 
     def _confirmed(self, ledger: _Ledger, tuned: SettingsOutcome) -> SettingsOutcome:
@@ -372,7 +403,7 @@ class SettingsRun(ProgramRun):
 
     def _evaluation(self, score: Score) -> Evaluation:
         halves = score.halves and self._scale.costs_of((score.halves,))
-        return Evaluation.of(self._scale.to_cost(score.value), halves or None, score.noise)
+        return Evaluation.of(self._scale.to_cost(score.value), halves or None, score.noise)._replace(also=score.also)
 
     def _scored(self, programs: Programs, score: ProgramScore, trial: int | str, values: Values) -> Score | Failed:
         """Score settings; any thread may call it."""

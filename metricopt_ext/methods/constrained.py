@@ -81,6 +81,22 @@ class Constrained:
         return lines
 
 
+def besides(also: Mapping[str, tuple[float, float]], constrained: Constrained | None) -> list[str]:
+    """Say what became of other quantities than the metric, in a line; none without any.
+
+    Args:
+        also: Before and after, by name.
+        constrained: How the run stands to its constraints; None without any.
+    """
+
+    def told(name: str) -> str:
+        before, after = also[name]
+        bound = "" if constrained is None else constrained.bound(name)
+        return f"{name} {before:.4f} -> {after:.4f}" + (f" ({bound})" if bound else "")
+
+    return [f"besides: {', '.join(map(told, also))}"] if also else []
+
+
 def decide_within(
     limits: Limits | None,
     candidates: Mapping[str, Evaluation],

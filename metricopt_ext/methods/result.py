@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.methods.constrained import Constrained
+from metricopt_ext.methods.constrained import Constrained, besides
 from metricopt_ext.methods.guard import Decision, Guard, Verdict, check_guarded
 from metricopt_ext.methods.new_classes import KeptShare
 from metricopt_ext.methods.recipe_settings import StepWeights
@@ -208,8 +208,7 @@ class Result(Generic[Own]):
         unguarded = ", unguarded" if self.guard == "none" else ""
         changed = f"{self.before:.4f} -> {self.after:.4f}{self.details.beside()}{unguarded}"
         lines = [f"{self.metric}: {changed}; kept {self.what_was_kept()}"]
-        if self.also:
-            lines.append(f"besides: {', '.join(map(self._besides, self.also))}")
+        lines += besides(self.also, self.constrained)
         lines += [] if self.settings is None else self.settings.lines()
         lines += [] if self.constrained is None else self.constrained.lines(self.chosen)
         if self.best != self.after:
@@ -235,11 +234,6 @@ class Result(Generic[Own]):
         """Other quantities than the metric, by name: of the model as it was, and of the model as it is now."""
         before, after = (self.elsewhere.get(name, {}) for name in ("start", self.chosen))
         return {name: (value, after[name]) for name, value in before.items() if name in after}
-
-    def _besides(self, name: str) -> str:
-        before, after = self.also[name]
-        bound = "" if self.constrained is None else self.constrained.bound(name)
-        return f"{name} {before:.4f} -> {after:.4f}" + (f" ({bound})" if bound else "")
 
     def start_of(self, name: str) -> Start:
         """Return one of ``ends`` as a start for `Adapter.apply`, with what its own start replaces."""

@@ -18,6 +18,7 @@ from metricopt_ext.utils.checks import check_above
 from metricopt_ext.utils.seeding import generator, seeded_streams
 
 SAMPLERS = ("tpe", "gp")
+EXCESSES = "excesses"  # what a trial has of how far it is beyond each limit
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,9 @@ class OptunaSampler(SearchStrategy):
     """A sampler of the package Optuna with its own settings, which proposes one point at a time in a box.
 
     Each coordinate of phi is a float parameter. The start is the study's first trial. Which points it asks for does not
-    depend on the budget; the end is the best point that was evaluated. The other way round, our search in Optuna's
-    studies, is `metricopt_ext.integrations.optuna`.
+    depend on the budget; the end is the best point that was evaluated. Constraints are told to the sampler, which heeds
+    them in its own way (``constraints_func``). The other way round, our search in Optuna's studies, is
+    `metricopt_ext.integrations.optuna`.
 
     Attributes:
         sampler: ``"tpe"``, the tree-structured Parzen estimator, Optuna's default (Bergstra et al., 2011, "Algorithms
@@ -77,25 +79,41 @@ class OptunaSampler(SearchStrategy):
         unit_range: Any = optuna.distributions.FloatDistribution(0.0, 1.0)
         space = dict.fromkeys(names, unit_range)
 
-        def told(unit: Tensor, cost: float) -> Any:
+        limits = state.limits
+
+        def excesses(evaluation: Evaluation) -> list[float]:
+            return [] if limits is None else list(limits.excesses(evaluation))
+
+        def told(unit: Tensor, evaluation: Evaluation) -> Any:
             params = dict(zip(names, unit.clamp(0, 1).tolist(), strict=True))
-            return optuna.trial.create_trial(params=params, distributions=space, value=cost)
+            known = {} if limits is None else {"constraints": excesses(evaluation)}  # as Optuna keeps those it was told
+            return optuna.trial.create_trial(
+                params=params, distributions=space, value=evaluation.cost, system_attrs=known
+            )
+
+        def beyond(trial: Any) -> list[float]:
+            found: list[float] = trial.user_attrs[EXCESSES]
+            return found
 
         with quiet(drawn(seeds)):
             kind = optuna.samplers.TPESampler if self.sampler == "tpe" else optuna.samplers.GPSampler
-            study = optuna.create_study(sampler=kind(seed=drawn(seeds)))
-            study.add_trial(told(box.middle[0], state.start_cost))
+            heeded: dict[str, Any] = {} if limits is None else {"constraints_func": beyond}
+            study = optuna.create_study(sampler=kind(seed=drawn(seeds), **heeded))
+            study.add_trial(told(box.middle[0], state.at_start))
         while state.left:
             with quiet(drawn(seeds)):
                 trial = study.ask(space)
                 unit = torch.tensor([[trial.params[name] for name in names]], dtype=torch.float64)
-            found, costs = yield from box.asked(unit)
+            found, _ = yield from box.asked(unit)
+            answers = state.evaluations[len(state.evaluations) - len(found) :]
             if len(found) and torch.equal(found, unit):
-                study.tell(trial, float(costs))
+                if limits is not None:
+                    trial.set_user_attr(EXCESSES, excesses(answers[0]))
+                study.tell(trial, answers[0].cost)
                 continue
             study.tell(trial, state=optuna.trial.TrialState.FAIL)  # nobody answered there
-            for point, cost in zip(found, costs.tolist(), strict=True):
-                study.add_trial(told(point, cost))
+            for point, evaluation in zip(found, answers, strict=True):
+                study.add_trial(told(point, evaluation))
 
 
 @contextmanager

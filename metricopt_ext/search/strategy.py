@@ -275,8 +275,12 @@ class DirectState(SearchState):
     @property
     def start_cost(self) -> float:
         """The cost at the start."""
-        costs = (e.cost for p, e in zip(self.points, self.evaluations, strict=True) if torch.equal(p, self.start))
-        return next(costs)
+        return self.at_start.cost
+
+    @property
+    def at_start(self) -> Evaluation:
+        """The evaluation of the start."""
+        return next(e for p, e in zip(self.points, self.evaluations, strict=True) if torch.equal(p, self.start))
 
     def towards_mean(self, centres: Sequence[Tensor]) -> Batches:
         """Spend what is left on points from the last centre to the mean of the later half of the centres."""

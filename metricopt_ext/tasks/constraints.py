@@ -116,6 +116,11 @@ class Limits:
         numbers = (each.number + (value_of(start, each.name) if each.from_start else 0.0) for each in constraints)
         return cls(tuple(constraints), tuple(numbers))
 
+    def texts(self) -> dict[str, str]:
+        """Return the constraints as they are written once their bounds are numbers, by name."""
+        pairs = zip(self.constraints, self.numbers, strict=True)
+        return {each.name: f"{'>=' if each.at_least else '<='} {number!r}" for each, number in pairs}
+
     def excesses(self, evaluation: Evaluated) -> tuple[float, ...]:
         """Return by how much an evaluation is beyond each limit, ``k``; at most 0 where it holds."""
         pairs = zip(self.constraints, self.numbers, strict=True)

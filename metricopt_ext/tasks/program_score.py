@@ -6,7 +6,7 @@ import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,12 +28,14 @@ class Score:
         halves: The scores on two halves of the data, if they are asked for; means likewise.
         noise: Standard error of the value; None without repeats.
         seconds: How long all repeats took.
+        also: Other quantities by name, means likewise; None without any.
     """
 
     value: float
     halves: tuple[float, float] | None
     noise: float | None
     seconds: float
+    also: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,7 @@ class ProgramScore:
         words: The program and its arguments, with ``{checkpoint}`` and ``{trial}`` in them, and the settings' names.
         score: Where its number is.
         halves: Where the numbers of two halves of its data are.
+        also: Where other quantities are, by name.
         repeats: How many times it is run for a score.
         timeout: Seconds that a run may take; None for no limit.
     """
@@ -156,12 +159,14 @@ class ProgramScore:
     words: Sequence[str]
     score: Printed | Written
     halves: tuple[Printed, Printed] | None = None
+    also: Mapping[str, Printed | Written] = field(default_factory=dict)
     repeats: int = 1
     timeout: float | None = None
 
     def at(self, settings: Mapping[str, str]) -> "ProgramScore":
         """Return the same with values of settings in its words, by their names in braces."""
-        return replace(self, words=filled(self.words, settings), score=self.score.at(settings))
+        also = {name: each.at(settings) for name, each in self.also.items()}
+        return replace(self, words=filled(self.words, settings), score=self.score.at(settings), also=also)
 
     def __call__(self, programs: Programs, checkpoint: Path | None, trial: str, log: Path) -> Score | Failed:
         """Score a checkpoint, or what the program scores without one.
@@ -191,10 +196,12 @@ class ProgramScore:
             (statistics.mean(a for a, _ in halves), statistics.mean(b for _, b in halves)) if halves else None,
             statistics.stdev(each.value for each in scores) / math.sqrt(self.repeats),
             sum(each.seconds for each in scores),
+            {name: statistics.mean((each.also or {})[name] for each in scores) for name in self.also} or None,
         )
 
     def _once(self, programs: Programs, values: dict[str, str], log: Path) -> Score | Failed:
-        readings = [each.reading(values) for each in (self.score, *(self.halves or ()))]
+        read_from = (self.score, *(self.halves or ()), *self.also.values())
+        readings = [each.reading(values) for each in read_from]
         ended = programs.run(filled(self.words, values), log, self.timeout)
         if why := ended.failure():
             return Failed(why)
@@ -204,8 +211,9 @@ class ProgramScore:
             if isinstance(found, Failed):
                 return found
             numbers.append(found)
-        value, *halves = numbers
-        return Score(value, (halves[0], halves[1]) if halves else None, None, ended.seconds)
+        value, *others = numbers
+        halves = (others.pop(0), others.pop(0)) if self.halves else None
+        return Score(value, halves, None, ended.seconds, dict(zip(self.also, others, strict=True)) or None)
 
 
 def _state(path: Path) -> tuple[int, int, int] | None:

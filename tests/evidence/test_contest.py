@@ -136,6 +136,54 @@ def test_every_row_counts_what_the_starts_cost_the_model(
     }
 
 
+def test_ends_satisfy_constraints_that_are_relative_to_the_trained_model(
+    experiment: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best start lies beyond the limit, so another is chosen; each search ends within it, and gains."""
+    prepared, goals = experiment.prepare, list[Any]()
+
+    def prepare(self: Any) -> Any:
+        task, test = prepared(self)
+        goals.append(goal := task.problem.goal)
+
+        def both(model: Any) -> dict[str, float]:
+            along = float(goal @ model.metricopt.phi.detach() / goal.norm())
+            return {"distance": task.distance(model), "along": along}
+
+        limit = f"<= start + {0.4 * float(goal.norm())}"
+        metric = Metric(both, maximize=False, bounds=None, name="distance", subject_to={"along": limit})
+        return replace(task, metric=metric), test
+
+    def starts(self: Any) -> dict[str, Start]:
+        return {"half": Start(self.made.goal / 2), "less": Start(self.made.goal / 4)}
+
+    ends: dict[str, list[Any]] = {}
+
+    def noting(name: str, contender: Contender) -> Contender:
+        def run(task: Any, *rest: Any) -> Iterator[Reached]:
+            for reached in contender.run(task, *rest):
+                ends.setdefault(name, []).append(reached.end)
+                yield reached
+
+        return replace(contender, run=run)
+
+    monkeypatch.setattr(experiment, "prepare", prepare)
+    monkeypatch.setattr(experiment, "starts", starts)
+    own = {"random_search": searching(RandomSearch()), "cma_es": searching(CMAES()), "ours": ours()}
+    own = {name: noting(name, each) for name, each in own.items()}
+    monkeypatch.setattr(experiment, "contenders_now", own)
+    run_seed(experiment, RunConfig(), Plan(tuple(own), (40, 60)), tmp_path, 5, Watcher())
+    found = rows(tmp_path)
+    (goal,) = goals
+    assert found["starts"]["chosen"] == "less"
+    for name in own:
+        assert found[name]["errors"] == {}
+        assert len(ends[name]) == 2
+        for end, cell in zip(ends[name], found[name]["cells"].values(), strict=True):
+            assert float(goal @ end / goal.norm()) <= 0.4 * float(goal.norm()) + 1e-9
+            assert cell["validation"] <= found["starts"]["validation"]["less"]
+
+
 def test_errors_mark_their_cells_and_the_rest_goes_on(experiment: Any, tmp_path: Path) -> None:
     run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Watcher())
     found = rows(tmp_path)

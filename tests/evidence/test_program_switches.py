@@ -17,6 +17,7 @@ from metricopt_ext.evidence.program_switches import (
     read_scores,
     show_end,
 )
+from metricopt_ext.tasks.program_score import Written
 from metricopt_ext.tasks.program_settings import ProgramSettings
 
 
@@ -52,6 +53,22 @@ def test_data_held_out_have_settings_too_but_no_halves() -> None:
     assert holdout.halves is None
 
 
+def test_other_numbers_and_their_limits() -> None:
+    also = ["--also", "acc=acc=(.)", "--also", "recall[a:b] = r (.)"]
+    scores = read(*also, "--subject-to", "acc: >= start - 0.005", "--subject-to", "recall[a:b]: <= 0.5")
+    assert list(scores.score.also) == ["acc", "recall[a:b]"]
+    assert scores.subject_to == {"acc": ">= start - 0.005", "recall[a:b]": "<= 0.5"}
+    assert read(*also, "--holdout", "echo {checkpoint}").at({})[1].also == {}  # type: ignore[union-attr]
+    asked = ["--also", "acc=out/{trial}.json:acc", "--subject-to", "acc: >= 0"]
+    arguments = parsed(*asked)
+    arguments.parse, arguments.parse_json = None, "out/{trial}.json:f1"
+    assert isinstance(read_scores(arguments).score.also["acc"], Written)
+    assert identity_of(arguments)["subject_to"] == ["acc: >= 0"]
+    arguments.also, arguments.jobs = ["acc=out/all.json:acc"], 2
+    with pytest.raises(ConfigError, match=r"--jobs 2: all would write acc=out/all\.json:acc"):
+        read_scores(arguments)
+
+
 def test_without_settings_other_braces_stay() -> None:
     scores = read()
     assert scores.settings is None
@@ -68,6 +85,16 @@ def test_without_settings_other_braces_stay() -> None:
         (["--setting", "b=1,2"], "--score has {a}, which nothing takes the place of; add --setting a="),
         (["--setting", "a=1,2", "--holdout", "echo {checkpoint}"], "--holdout has no {a}"),
         (["--default", "a=1"], "--default a=1: there is no --setting"),
+        (["--also", "acc"], "--also 'acc': it must be NAME=WHERE"),
+        (["--also", "=(.)"], "--also '=(.)': it must be NAME=WHERE"),
+        (["--also", "score=(.)"], "--also 'score=(.)': there is a 'score' already"),
+        (["--also", "a=(.)", "--also", "a=b(.)"], "--also 'a=b(.)': there is a 'a' already"),
+        (["--also", "a=b"], "--also a 'b' has no group"),
+        (["--also", "a=(.)", "--subject-to", "a > 1"], "--subject-to 'a > 1': it must be 'NAME: LIMIT'"),
+        (["--also", "a=(.)", "--subject-to", "a: > 1"], "no constraint; write '>= 0.9'"),
+        (["--subject-to", "a: >= 1"], "--subject-to 'a: >= 1': nothing reads 'a'; add --also a=WHERE"),
+        (["--subject-to", "score: >= 1"], "which is the metric itself"),
+        (["--also", "a=(.)", *["--subject-to", "a: >= 1"] * 2], "'a' has a limit already"),
     ],
 )
 def test_what_can_not_be_meant_is_refused(words: list[str], message: str) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,8 +37,10 @@ class Scripted:
 
     batches: Sequence[Sequence[dict[str, Any]]] = ()
 
-    def __init__(self, settings: ProgramSettings, first: Evaluation, queries: int) -> None:
-        self.queries, self.told = queries, [(settings.defaults, first)]
+    def __init__(
+        self, settings: ProgramSettings, first: Evaluation, queries: int, rank: Callable[[Evaluation], Any]
+    ) -> None:
+        self.queries, self.told, self.rank = queries, [(settings.defaults, first)], rank
         self.left = [list(batch) for batch in self.batches]
         self.answers: dict[int, Evaluation] = {}
         type(self).last = self  # type: ignore[attr-defined]
@@ -54,7 +56,7 @@ class Scripted:
             self.answers = {}
 
     def end(self) -> Any:
-        values, evaluation = min(self.told, key=lambda each: each[1].cost)
+        values, evaluation = min(self.told, key=lambda each: self.rank(each[1]))
         return SimpleNamespace(values=dict(values), evaluation=evaluation)
 
 
@@ -70,12 +72,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 HALVES = (Printed(r"even (\S+)", "--halves"), Printed(r"odd (\S+)", "--halves"))
 
 
-def made(holdout: str = "", *, code: str = CODE, **more: Any) -> SettingsRun:
+def made(holdout: str = "", *, code: str = CODE, subject_to: dict[str, str] | None = None, **more: Any) -> SettingsRun:
     settings = ProgramSettings(["a=0.0:1.0", "mode=up,down"], ["a=0.5"])
     words = [sys.executable, "-S", "-c", code, "{a}", "{mode}", "{trial}"]
     score = ProgramScore(words, Printed(r"score (\S+)", "--parse"), **more)
     other = holdout and ProgramScore([*words[:3], holdout, *words[4:]], Printed(r"score (\S+)", "--parse"))
-    return SettingsRun(settings, score, Path("out"), holdout=other or None)
+    return SettingsRun(settings, score, Path("out"), holdout=other or None, subject_to=subject_to)
 
 
 def ran() -> list[str]:
@@ -98,6 +100,38 @@ def test_each_is_asked_once_side_by_side_and_then_on_file() -> None:
     again = made(halves=HALVES).tune(8, jobs=1)
     assert again == tuned
     assert len(ran()) == 5
+
+
+ROOM = {"room": Printed(r"room (\S+)", "--also room")}
+WITH_ROOM = CODE.replace('print(f"score', 'print(f"room {1 - a:.3f} score')
+
+
+def test_the_best_that_satisfies_a_constraint_is_kept() -> None:
+    """Without it 0.9 is; the room is one less a, of which a half is there by default."""
+    one = made(code=WITH_ROOM, halves=HALVES, also=ROOM, subject_to={"room": ">= start - 0.15"})
+    tuned = one.tune(8)
+    assert tuned.values == tuned.best_values == {"a": 0.6, "mode": "up"}
+    assert tuned.also == {"room": (0.5, 0.4)}
+    assert tuned.constrained is not None
+    assert (tuned.constrained.holding, tuned.constrained.asked) == (2, 5)
+    assert "besides: room 0.5000 -> 0.4000 (>= 0.3500)" in tuned.lines(one.settings)
+    assert made(code=WITH_ROOM, halves=HALVES, also=ROOM, subject_to={"room": ">= start - 0.15"}).tune(8) == tuned
+    assert len(ran()) == 5
+
+
+def test_where_nothing_satisfies_it_the_defaults_stay_and_it_is_said() -> None:
+    one = made(code=WITH_ROOM, halves=HALVES, also=ROOM, subject_to={"room": ">= 0.7"})
+    tuned = one.tune(8)
+    assert not tuned.changed
+    assert (tuned.after, tuned.best) == (tuned.before, 0.5)
+    said = "none of 5 points that were asked satisfies room >= 0.7: the model stays as it was"
+    assert said in tuned.lines(one.settings)
+
+
+def test_what_is_not_limited_is_shown_alone() -> None:
+    tuned = made(code=WITH_ROOM, halves=HALVES, also=ROOM).tune(8)
+    assert (tuned.values["a"], tuned.constrained) == (0.9, None)
+    assert tuned.lines(made().settings)[0] == "besides: room 0.5000 -> 0.1000"
 
 
 def test_the_search_is_told_costs_in_the_batchs_order() -> None:

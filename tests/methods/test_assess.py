@@ -267,7 +267,7 @@ def test_every_run_says_it_by_its_first_queries_and_asks_none_for_it() -> None:
 @pytest.mark.outcome
 @pytest.mark.slow
 def test_on_noise_it_says_do_not() -> None:
-    """In the long run 2.3% of runs say something else: with 40, more than 4 in one of 3,000 tries."""
+    """In the long run about 3% of runs say something else: with 40, more than 4 in one of 150 tries."""
     shifted, said = Shifted(), []
     for seed in range(40):
         rng = random.Random(seed)

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import mean
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from metricopt_ext.search.optuna_sampler import OptunaSampler
 from metricopt_ext.search.strategy import SearchStrategy
+from metricopt_ext.tasks.metric import Metric
 
 
 @pytest.fixture
@@ -82,3 +84,33 @@ def test_a_missing_package_says_what_to_install(quadratic: Callable[..., Any], m
     with pytest.raises(ImportError, match=r"OptunaSampler\('tpe'\) needs the package optuna: pip install"):
         OptunaSampler()(task, task.origin(), 50)
     assert task.queries == 0
+
+
+@pytest.mark.usefixtures("optuna")
+@pytest.mark.parametrize(("sampler", "queries"), [("tpe", 60), ("gp", 20)])
+def test_a_constraint_is_told_to_the_sampler(quadratic: Callable[..., Any], sampler: Any, queries: int) -> None:
+    """Beyond half of the way to the goal it asks less often: 35% of points by TPE, none by gp, of 83% and all."""
+
+    def judged(bound: float) -> Any:
+        task = quadratic(dim=3)
+        direction = task.problem.goal / task.problem.goal.norm()
+        limit = 0.5 * float(direction @ task.problem.goal)
+
+        def both(model: Any) -> dict[str, float]:
+            return {"distance": task.distance(model), "along": float(direction @ model.metricopt.phi.detach())}
+
+        bounds = {"along": f"<= {bound * limit!r}"}
+        metric = Metric(both, maximize=False, bounds=None, name="distance", subject_to=bounds)
+        return replace(task, metric=metric), limit
+
+    shares = {}
+    for bound in (1.0, 100.0):
+        found = []
+        for seed in range(3):
+            task, limit = judged(bound)
+            search = OptunaSampler(sampler, half_width=2.0)(task, task.origin(), queries, seed=seed)
+            along = [each.also["along"] for each in search.evaluations if each.also]
+            found.append(mean(each <= limit for each in along[10:]))  # after TPE's points at random
+            assert search.evaluation.also["along"] <= bound * limit + 1e-9
+        shares[bound] = mean(found)
+    assert shares[1.0] > shares[100.0] + 0.15

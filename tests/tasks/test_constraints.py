@@ -104,3 +104,14 @@ def test_a_difference_of_decimals_is_no_violation() -> None:
     assert limits.numbers[0] > 0.85 or limits.numbers[0] == 0.85
     assert limits.hold(told(a=0.85))
     assert not limits.hold(told(a=0.85 - 1e-9))
+
+
+def test_limits_can_be_written_without_a_start() -> None:
+    """The same numbers are read again, to the last bit."""
+    start = Evaluation(0.5, also={"a": 0.1 + 0.2, "b": -1e-7})
+    limits = Limits.of(parse_constraints({"a": ">= start - 0.1", "b": "<= start"}, "m"), start)
+    assert limits is not None
+    again = Limits.of(parse_constraints(limits.texts(), "m"), Evaluation(0.0))
+    assert again is not None
+    assert again.numbers == limits.numbers == (0.1 + 0.2 - 0.1, -1e-7)
+    assert not any(each.from_start for each in again.constraints)

@@ -49,6 +49,23 @@ def test_a_group_that_did_not_match_and_lines() -> None:
     assert Printed(r"^(\d+)$", "--parse").read(ended("a 1\n2\nb")) == 2  # a line's begin and end
 
 
+def test_other_numbers_of_the_same_output(tmp_path: Path) -> None:
+    code = "import sys; print('AP = 0.5 lines', len(open(sys.argv[1]).read()))"
+    (tmp_path / "7.pth").write_text("four")
+    also = {"lines": Printed(r"lines (\d+)", "--also lines"), "ap": AP}
+    found = scored(code, AP, tmp_path, also=also, repeats=2)
+    assert isinstance(found, Score)
+    assert found.also == {"lines": 4.0, "ap": 0.5}
+    assert (found.halves, found.noise) == (None, 0.0)
+    halves = (AP, Printed(r"lines (\d+)", "--halves"))
+    both = scored("print('AP = 0.5 lines 3')", AP, tmp_path, also=also, halves=halves)
+    assert isinstance(both, Score)
+    assert (both.halves, both.also) == ((0.5, 3.0), {"lines": 3.0, "ap": 0.5})
+    missing = scored("print('AP = 0.5')", AP, tmp_path, also=also)
+    assert isinstance(missing, Failed)
+    assert "matches --also lines" in missing.reason
+
+
 @pytest.mark.parametrize(("pattern", "message"), [("AP (", "no regular expression"), (r"AP \d+", "has no group; put")])
 def test_patterns_that_read_no_number_are_refused(pattern: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"--halves .*{message}"):

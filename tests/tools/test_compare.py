@@ -152,7 +152,10 @@ def test_a_failing_method_marks_its_cells_and_is_tried_again(
         (["seeds=0"], "seeds=0: it must be at least 1"),
         (["--seeds", "9-3"], "must be FIRST-LAST"),
         (["--seeds", "3"], "must be FIRST-LAST"),
-        (["metric.subject_to.mcc=>= 0"], "metric.subject_to is for the tools that finetune"),
+        (
+            ["metric.subject_to.mcc=>= 0", "methods=[ours,loss_finetune_best,cma_es]"],
+            "metric.subject_to: loss_finetune_best can't respect constraints; leave them out of methods",
+        ),
         (["metric.also=[mcc]"], "metric.also is for the tools that finetune"),
         (["overrides=[seed=3]"], "seed=3 is a key of the comparison itself"),
     ],

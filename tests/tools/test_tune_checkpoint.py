@@ -99,6 +99,38 @@ def biases(path: str = "out.safetensors") -> list[float]:
     return load_file(path)["model.norm.bias"].tolist()
 
 
+LARGEST = PRINT + 'print("largest {:.9f}".format(max(map(abs, read(sys.argv[1], "model.norm.bias")))))\n'
+COSTLY = f"""{SCORE}
+k = int(sys.argv[3])
+value, even, odd = (each + 0.1 * k for each in score(sys.argv[1]))
+print("cost", k, f"score {{value:.9f}} even {{even + 0.001 * k:.9f}} odd {{odd - 0.001 * k:.9f}}")
+"""
+
+
+def test_a_limit_on_another_number_holds_in_what_is_kept(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command, also = program(folder, LARGEST), ["--also", r"largest=largest (\S+)"]
+    tune(*words(command, *PARSE, *HALVES, *also, queries=30, out="free"))
+    tune(*words(command, *PARSE, *HALVES, *also, "--subject-to", "largest: <= start + 0.01", queries=30))
+    free, content, printed = report("free"), report(), capsys.readouterr().out
+    assert free["also"]["largest"]["after"] > 0.015
+    assert content["before"] < content["after"] < free["after"]
+    assert content["subject to"] == {"largest": "<= 0.01"}
+    assert content["also"]["largest"] == {"before": 0.0, "after": pytest.approx(max(map(abs, biases())), abs=1e-9)}
+    assert max(map(abs, biases())) <= 0.01 + 1e-9
+    assert f"besides: largest 0.0000 -> {max(map(abs, biases())):.4f} (<= 0.0100)" in printed
+
+
+def test_a_limit_is_relative_to_the_defaults_of_settings(folder: Path) -> None:
+    """Settings that spend a part of what may be lost leave the norms the rest."""
+    command = program(folder, COSTLY) + " {k}"
+    also = ["--also", r"cost=cost (\S+)", "--subject-to", "cost: <= start + 1"]
+    tune(*words(command, *PARSE, *HALVES, *also, "--setting", "k=1,2,3", "--default", "k=1", queries=20))
+    content = report()
+    assert content["settings first"]["settings"]["k"]["after"] == "2"
+    assert content["settings first"]["subject to"] == content["subject to"] == {"cost": "<= 2.0"}
+    assert content["also"] == {"cost": {"before": 2.0, "after": 2.0}}
+
+
 def test_a_gain_is_kept_and_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tune(*words(program(folder, PRINT), *PARSE, *HALVES, queries=30))
     content = report()

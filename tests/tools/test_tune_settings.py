@@ -101,6 +101,23 @@ def test_a_gain_is_kept_and_the_last_line_has_it(folder: Path, capsys: pytest.Ca
     assert f"{asked} of 10 queries spent" in log
 
 
+def test_a_limit_on_another_number_decides_what_is_kept(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Speed falls with the size: 640 - size. That of 320 less 100 is not reached by 480, which scores best."""
+    code = SCORE.replace('print(f"AP', 'print(f"speed {640 - size} AP')
+    also = ["--also", r"speed=speed (\d+)"]
+    tune(*words(program(code), *PARSE, *HALVES, *also))
+    assert report()["also"] == {"speed": {"before": 320.0, "after": 160.0}}
+    tune(*words(program(code), *PARSE, *HALVES, *also, "--subject-to", "speed: >= start - 100", out="slow"))
+    content, printed = report("slow"), capsys.readouterr().out
+    assert content["settings"]["size"]["after"] == "320"
+    assert content["after"] > DEFAULT
+    assert content["also"] == {"speed": {"before": 320.0, "after": 320.0}}
+    assert content["subject to"] == {"speed": ">= 220.0"}
+    assert "besides: speed 320.0000 -> 320.0000 (>= 220.0000)" in printed
+    tune(*words(program(code), *PARSE, *HALVES, *also, "--subject-to", "speed: >= 1", "--resume", out="slow"), status=1)
+    assert "subject_to" in capsys.readouterr().err
+
+
 def test_the_result_does_not_depend_on_jobs(folder: Path) -> None:
     command = program(SCORE.replace("chance =", "time.sleep(0.05 * (size == 480)); chance ="))
     for jobs in ("1", "2", "3"):
