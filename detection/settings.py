@@ -401,6 +401,30 @@ def with_attributes(scores: float, most: int, nms: float, sizes: tuple[float, ..
     return settings
 
 
+def with_views(*, several_sizes: bool) -> list[Setting]:
+    """Return the settings that detectors have no attributes for; several sizes at once if images can be so small."""
+    settings = [
+        Setting("soft_nms", 0.0, 1.0, default=0.0),
+        Setting("flip", values=(False, True), default=False, inference=2.0),
+        Setting("temperature", 0.25, 4.0, scale="log", default=1.0),
+    ]
+    if several_sizes:
+        settings.append(Setting("multi_scale", values=(False, True), default=False, inference=MULTI_SCALE))
+    return settings
+
+
+def more_proposals(after: int) -> Setting:
+    """Return the setting of how many proposals a detector of two stages has; so many by default, after NMS."""
+    return Setting(
+        "proposals",
+        min(10, after),
+        max(2000, after),
+        scale="log",
+        default=after,
+        inference=lambda value: max(1.0, float(value) / after),
+    )
+
+
 def _all_settings(host: _Host) -> list[Setting]:
     """Return what a detector can be tuned for, with its own values as defaults."""
     owner = host.owner
@@ -409,23 +433,10 @@ def _all_settings(host: _Host) -> list[Setting]:
         sizes = LARGER  # on smaller images its last layer would have nothing to see
     settings = [
         *with_attributes(owner.score_thresh, owner.detections_per_img, owner.nms_thresh, sizes),
-        Setting("soft_nms", 0.0, 1.0, default=0.0),
-        Setting("flip", values=(False, True), default=False, inference=2.0),
-        Setting("temperature", 0.25, 4.0, scale="log", default=1.0),
+        *with_views(several_sizes=len(sizes) == len(SIZES)),
     ]
-    if len(sizes) == len(SIZES):
-        settings.append(Setting("multi_scale", values=(False, True), default=False, inference=MULTI_SCALE))
     if host.proposals is not None:
-        after = host.proposals[1]
-        more = Setting(
-            "proposals",
-            min(10, after),
-            max(2000, after),
-            scale="log",
-            default=after,
-            inference=lambda value: max(1.0, float(value) / after),
-        )
-        settings.append(more)
+        settings.append(more_proposals(host.proposals[1]))
     return settings
 
 
@@ -566,6 +577,7 @@ def replaced(module: Any, **attributes: Any) -> Iterator[None]:
         yield
     finally:
         for name in attributes:
-            held.pop(name, None)
             if name in before:
-                held[name] = before[name]
+                held[name] = before[name]  # in its old place, of which a digest may tell
+            else:
+                held.pop(name, None)

@@ -417,6 +417,16 @@ def test_changed_weights_buffers_and_phi_take_a_new_pass_and_the_old_ones_none()
     assert passes() == 0
 
 
+def test_proposals_that_are_as_before_are_known_again() -> None:
+    model = made("FasterRCNN")
+    kept = KeptOutputs()
+    settings = detection_settings(model, names=["proposals"], kept=kept)
+    for count, passes in ((30, 1), (12, 2), (30, 2), (12, 2)):
+        with settings.applied({"proposals": count}):
+            found_by(model)
+        assert kept.passes == passes
+
+
 def test_other_images_and_other_batches_are_others() -> None:
     model = made("FasterRCNN")
     kept, ran = KeptOutputs(), list[int]()
