@@ -1,7 +1,10 @@
 """Settings of inference of Detectron2's detectors against the same detectors built by its config."""
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,14 +12,16 @@ import torch
 
 pytest.importorskip("detectron2")
 
+import detectron2
 from detectron2.modeling import GeneralizedRCNNWithTTA
 from torchvision.ops import batched_nms, box_iou
 
+from metricopt_ext.detection.coco import write_coco
 from metricopt_ext.detection.detectron2.settings import config_lines, detectron2_settings
 from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit
 from metricopt_ext.detection.metric import MeanAveragePrecision, detector_metric
 from metricopt_ext.detection.records import DetectionSet
-from metricopt_ext.detection.settings import PRESETS
+from metricopt_ext.detection.settings import PRESETS, USUAL
 from metricopt_ext.detection.task import load_examples
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.errors import ConfigError
@@ -310,6 +315,66 @@ def test_a_copy_that_is_made_in_the_block_has_outputs_of_its_own(
         assert not same(detected(toolkit, twin, batch), expected)
         assert kept.passes == passes + 2
         assert same(detected(toolkit, model, batch), expected)
+
+
+SETS = """
+import runpy, sys
+from detectron2.data.datasets import register_coco_instances
+
+register_coco_instances("tiny", {}, sys.argv[1], sys.argv[2])
+sys.argv = sys.argv[3:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_stock_train_net_gives_the_tuned_number(
+    tmp_path: Path, tiny_config: Callable[..., Any], squares: Callable[..., DetectionSet]
+) -> None:
+    script = Path(detectron2.__file__).parents[1] / "tools" / "train_net.py"
+    if not script.is_file():
+        pytest.skip("needs tools/train_net.py of Detectron2's source tree")
+    toolkit = Detectron2Toolkit(tiny_config())
+    model: Any = toolkit.build(2, seed=0)
+    spread(model)
+    images = squares(4)
+    values = {"size": 1.41, "flip": True, "multi_scale": True, "score_thresh": 0.01, "detections": 300, "nms": 0.6}
+    settings = detectron2_settings(toolkit, model, names=["nms", *USUAL], kept=KeptOutputs())
+    with settings.applied({**values, "detections": 30}):
+        found = toolkit.detect(model, load_examples(images))
+    for image, each in zip(images.images, found, strict=True):  # some of it, a little aside: an AP50 between 0 and 1
+        beside = each.boxes[::4] + 0.15 * (each.boxes[::4, 2:] - each.boxes[::4, :2]).repeat(1, 2)
+        none = torch.zeros(len(beside), dtype=torch.bool)
+        vars(image).update(boxes=beside.round(), labels=each.labels[::4], difficult=none, crowd=none)
+    metric = detector_metric(
+        MeanAveragePrecision("AP50", "coco"), toolkit, load_examples(images), images.classes, halves=()
+    )
+    expected = []
+    for each in ({}, {**values, "flip": False, "multi_scale": False}, values):
+        with settings.applied(each):
+            expected.append(100 * metric.to_value(metric.judge(model).cost))
+    assert len({round(value, 3) for value in expected}) == 3
+    assert all(1 < value < 99 for value in expected)
+
+    truth = write_coco(tmp_path / "truth.json", images)
+    (tmp_path / "run.py").write_text(SETS)
+    cfg = toolkit.cfg.clone()
+    cfg.pop("METRICOPT")
+    cfg.DATASETS.TEST = ("tiny",)
+    (tmp_path / "stock.yaml").write_text(cfg.dump())
+    torch.save({"model": model.state_dict()}, tmp_path / "model.pth")
+
+    def evaluated(tuned: float) -> "subprocess.CompletedProcess[str]":
+        said = [["bbox", "AP50", expected[1], 1e-9], ["bbox_TTA", "AP50", tuned, 1e-9]]
+        command = [sys.executable, "run.py", str(truth), str(tmp_path), str(script), "--eval-only"]
+        command += ["--config-file", "stock.yaml", "MODEL.WEIGHTS", "model.pth", "OUTPUT_DIR", "stock"]
+        command += [*config_lines(toolkit.cfg, values), "TEST.EXPECTED_RESULTS", repr(said)]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    right, wrong = evaluated(expected[2]), evaluated(expected[2] + 1e-6)
+    assert "Results verification passed." in right.stdout, right.stdout[-2000:] + right.stderr[-2000:]
+    assert right.returncode == 0
+    assert wrong.returncode == 1
+    assert "Result verification failed!" in wrong.stdout
 
 
 def test_free_and_names_are_those_of_other_detectors(tiny_config: Callable[..., Any]) -> None:
