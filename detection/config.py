@@ -17,12 +17,11 @@ from metricopt_ext.utils.config import MISSING, default_of
 SPLITS = ("train", "val", "test")
 
 
-# Settings of inference of torchvision's detectors that settings.names may have (`settings.detection_settings`).
+# Settings of inference that settings.names may have (`settings.detection_settings`, and Detectron2's).
 SETTINGS = (
     *("size", "score_thresh", "detections", "soft_nms", "flip", "multi_scale"),
     *("nms", "proposals", "temperature"),
 )
-SETTINGS_OF_CFG = ("size", "score_thresh", "detections", "nms")  # of Detectron2's, by keys of its config
 
 
 @dataclass

@@ -20,7 +20,7 @@ from metricopt_ext.detection.build import (
     remembering,
     with_outputs_of,
 )
-from metricopt_ext.detection.config import SETTINGS, SETTINGS_OF_CFG, DetectionConfig
+from metricopt_ext.detection.config import SETTINGS, DetectionConfig
 from metricopt_ext.detection.data import DetectionSplits, load_splits
 from metricopt_ext.detection.metric import ValueOn, detect_all, detector_metric, in_batches, rare_images, truth_of
 from metricopt_ext.detection.pictures import plot_detections, plot_proposals
@@ -59,7 +59,7 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         metric = build_metric(config.metric)
         besides(config.metric)  # refuses what is no metric
         build_toolkit(config)
-        config.check_settings(SETTINGS_OF_CFG if config.toolkit == "detectron2" else SETTINGS)
+        config.check_settings(SETTINGS)
         model = Path(config.model.config_file).stem if config.toolkit == "detectron2" else config.model.name
         model = model if ":" in model else Path(model).stem
         data = config.data.name if config.shift.is_none else f"shifted {config.data.name}"
@@ -106,17 +106,16 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         return task, detector_metric(metric, self.used, splits.test, classes, (), also=also)
 
     def own_settings(self) -> Settings:
-        """Return the detector's settings; what one of torchvision's computes before thresholds and NMS is kept."""
-        model, names = self.task.adapter.model, self.config.named_settings or None
+        """Return the detector's settings; what it computes before thresholds and NMS is kept."""
+        model, names, kept = self.task.adapter.model, self.config.named_settings or None, KeptOutputs()
         average_precision = ":" not in self.config.metric.name
         if self.config.toolkit == "detectron2":
             from metricopt_ext.detection.detectron2.settings import detectron2_settings
 
             toolkit: Any = self.toolkit
-            return detectron2_settings(toolkit, model, names=names, average_precision=average_precision)
+            return detectron2_settings(toolkit, model, names=names, average_precision=average_precision, kept=kept)
         from metricopt_ext.detection.settings import detection_settings
 
-        kept = KeptOutputs()
         return detection_settings(model, names=names, average_precision=average_precision, kept=kept, boxes_only=True)
 
     def rare(self) -> Rare | None:

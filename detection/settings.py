@@ -131,6 +131,7 @@ def detection_settings(
         type(model).__name__,
         _all_settings(host),
         acting_by,
+        set_on,
         names=names,
         inference=inference,
         average_precision=average_precision,
@@ -141,6 +142,7 @@ def settings_of(
     who: str,
     known: Sequence[Setting],
     apply: Callable[[dict[str, Value]], Apply],
+    setting_on: Callable[[Any, Values], str],
     *,
     names: Sequence[str] | None,
     inference: float | None,
@@ -152,6 +154,7 @@ def settings_of(
         who: What the detector is called in messages.
         known: All that it has.
         apply: Gets the defaults of those that are chosen, and returns what `Settings` applies.
+        setting_on: What `Settings` sets on a model for good.
         names: As in `detection_settings`.
         inference: As there.
         average_precision: As there.
@@ -182,6 +185,7 @@ def settings_of(
         alone=[name for name in there if names is not None or (name in ALONE and name not in free)],
         free=free,
         presets={name: values for name, values in PRESETS.items() if allowed(values)},
+        set_on=setting_on,
     )
 
 

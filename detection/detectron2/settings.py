@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from detectron2.config import CfgNode
@@ -82,6 +83,7 @@ def detectron2_settings(
         type(model).__name__,
         _all_settings(toolkit, model),
         acting_by,
+        partial(set_on, toolkit),
         names=names,
         inference=inference,
         average_precision=average_precision,
@@ -126,7 +128,8 @@ def config_lines(cfg: CfgNode, values: Values) -> list[str]:
         known = (*keys, "size", "proposals", "flip", "multi_scale")
         raise ConfigError(f"Detectron2's config has no key for {unknown[0]!r}; it has for {', '.join(known)}")
     if without:
-        raise ConfigError(_told(kind, values, without))
+        rest = {name: values[name] for name in without}
+        raise ConfigError(_told(f"Detectron2's config of {kind} has no key", rest))
     lines: dict[str, Any] = {key: values[name] for name, key in keys.items() if name in values}
     if "proposals" in values and kind == "GeneralizedRCNN":
         rpn = cfg.MODEL.RPN
@@ -142,18 +145,61 @@ def config_lines(cfg: CfgNode, values: Values) -> list[str]:
     return [part for key, value in lines.items() for part in (key, repr(value))]
 
 
-def _told(kind: str, values: Values, without: Sequence[str]) -> str:
-    """Say of what a detector's config has no key, with code for it."""
-    rest = {name: values[name] for name in without}
+def _told(who: str, rest: Values) -> str:
+    """Say what a detector, or its config, can't be set to, with code for it."""
     return (
-        f"Detectron2's config has no key for {', '.join(rest)} of {kind}: detect inside `with detectron2_settings("
-        f"toolkit, model, names={list(rest)}).applied({rest}): toolkit.detect(model, batch)`, of"
-        " metricopt_ext.detection.detectron2.settings"
+        f"{who} for {', '.join(rest)}: detect inside `with detectron2_settings(toolkit, model, names={list(rest)})"
+        f".applied({rest}): toolkit.detect(model, batch)`, of metricopt_ext.detection.detectron2.settings"
     )
+
+
+def set_on(toolkit: Detectron2Toolkit, model: nn.Module, values: Values) -> str:
+    """Set on a detector and its toolkit what Detectron2's config can say of one look at an image; call it once.
+
+    They are then as that config builds them, the toolkit's own included. No checkpoint holds it: set it after the
+    weights are loaded, or keep `config_lines`.
+
+    Args:
+        toolkit: The detector's toolkit.
+        model: As in `detectron2_settings`, as it is by default.
+        values: Values of its settings.
+
+    Returns:
+        What must be done besides, in a sentence with code; empty where nothing must be.
+
+    Raises:
+        ConfigError: The detector is none of these.
+        ValueError: It has no such setting, or that can't have this value.
+    """
+    known = Settings(_all_settings(toolkit, model), lambda values: ExitStack())
+    changed = known.changed(values)
+    held = {name: value for name, value in changed.items() if name not in VIEWS}
+    rest = {name: value for name, value in changed.items() if name in VIEWS}
+    cfg = toolkit.cfg.clone()
+    cfg.defrost()
+    cfg.merge_from_list(config_lines(cfg, held))
+    for owner, attribute, value in list(_attributes(model, held)):
+        setattr(owner, attribute, value)
+    if "size" in held:
+        toolkit._resize = transforms.ResizeShortestEdge([cfg.INPUT.MIN_SIZE_TEST] * 2, cfg.INPUT.MAX_SIZE_TEST)
+    toolkit.cfg = cfg
+    return _told(f"a {type(model).__name__} has no attribute", rest) if rest else ""
 
 
 def _names(model: Any) -> dict[str, tuple[str, str]]:
     return OF_RETINANET if isinstance(model, RetinaNet) else OF_RCNN
+
+
+def _attributes(model: Any, changed: Values) -> Iterator[tuple[Any, str, Any]]:
+    """Go through modules, names of attributes and their values, of what attributes can say."""
+    for module in predictors_of(model):
+        for name, (attribute, _) in _names(model).items():
+            if name in changed:
+                yield module, attribute, changed[name]
+    if "proposals" in changed:
+        rpn, counts = model.proposal_generator, _as_many(_proposals(model) or (1, 1), int(changed["proposals"]))
+        for attribute, count in zip(("pre_nms_topk", "post_nms_topk"), counts, strict=True):
+            yield rpn, attribute, {**getattr(rpn, attribute), False: count}
 
 
 def _proposals(model: Any) -> tuple[int, int] | None:
@@ -188,14 +234,8 @@ def _applied(
     changed = {name: value for name, value in values.items() if value != defaults[name]}
     smaller, larger = _scaled(toolkit.cfg, float(values.get("size", 1.0)))
     with ExitStack() as stack:
-        for module in modules:
-            own = {attribute: changed[name] for name, (attribute, _) in names.items() if name in changed}
-            stack.enter_context(replaced(module, **own))
-        if "proposals" in changed and (counts := _proposals(model)) is not None:
-            rpn, (before, after) = model.proposal_generator, _as_many(counts, int(changed["proposals"]))
-            topk = {"pre_nms_topk": {**rpn.pre_nms_topk, False: before}}
-            topk["post_nms_topk"] = {**rpn.post_nms_topk, False: after}
-            stack.enter_context(replaced(rpn, **topk))
+        for owner, attribute, value in list(_attributes(model, changed)):
+            stack.enter_context(replaced(owner, **{attribute: value}))
         if "size" in changed:
             resize = transforms.ResizeShortestEdge([smaller, smaller], larger)
             stack.enter_context(replaced(toolkit, _resize=resize))

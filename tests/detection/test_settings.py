@@ -549,6 +549,21 @@ def test_what_can_not_be_is_refused() -> None:
         detection_settings(mine)
 
 
+def test_settings_that_are_set_on_a_model_leave_what_is_free() -> None:
+    model = made("FasterRCNN")
+    settings = detection_settings(model, average_precision=True, kept=KeptOutputs())
+    values = {"size": 1.41, **LOW}
+    with settings.applied(values):
+        expected = found_by(model)
+    assert settings.set_on(model, values) == ""
+    assert (model.roi_heads.score_thresh, model.roi_heads.detections_per_img) == (0.05, 20)
+    with pytest.raises(ValueError, match="make new ones"), settings.applied(LOW):
+        pass
+    fresh = detection_settings(model, average_precision=True, kept=KeptOutputs())
+    with fresh.applied(fresh.free):
+        assert_same(found_by(model), expected)
+
+
 def test_what_no_attribute_says_is_told_with_code_that_does_it() -> None:
     model = made("FasterRCNN")
     values = {"size": 1.41, "flip": True, "soft_nms": 0.2, **LOW}

@@ -242,6 +242,43 @@ def test_a_temperature_divides_the_logits(batch: list[Example], kind: str, made:
     assert not same(detected(toolkit, model, batch), detected(toolkit, cooled, batch))
 
 
+def test_what_is_set_on_a_model_and_its_toolkit_is_as_the_config_s_lines_build(
+    kind: str, made: tuple[Detectron2Toolkit, Any], batch: list[Example]
+) -> None:
+    toolkit, model = made
+    values = {"size": 1.41, "score_thresh": 0.1, "nms": 0.4, "detections": 7, "soft_nms": 0.0}
+    values |= {} if kind == "retinanet" else {"proposals": 12}
+    settings = detectron2_settings(toolkit, model, names=names_of(kind))
+    with settings.applied(values):
+        expected = detected(toolkit, model, batch)
+    assert settings.set_on(model, values) == ""
+    assert same(detected(toolkit, model, batch), expected)
+    assert toolkit.inference(model) == {"score_thresh": 0.1, "detections": 7, "min_size": 90, "max_size": 1880}
+    built = toolkit.build(2, seed=0)
+    built.load_state_dict(model.state_dict())
+    assert same(detected(toolkit, built, batch), expected)
+    with pytest.raises(ValueError, match="were set on their model for good"), settings.applied({}):
+        pass
+
+
+def test_what_no_attribute_says_is_told_with_code_that_does_it(
+    tiny_config: Callable[..., Any], batch: list[Example]
+) -> None:
+    toolkit = Detectron2Toolkit(tiny_config())
+    model = toolkit.build(2, seed=0)
+    values = {"size": 1.41, "flip": True, "soft_nms": 0.2}
+    settings = detectron2_settings(toolkit, model)
+    with settings.applied(values):
+        expected = detected(toolkit, model, batch)
+    said = settings.set_on(model, values)
+    assert said.startswith("a GeneralizedRCNN has no attribute for soft_nms, flip: detect inside `with detectron2_s")
+    found: list[torch.Tensor] = []
+    names = {"toolkit": toolkit, "model": model, "detectron2_settings": detectron2_settings, "found": found}
+    code = said.split("`")[1].replace("toolkit.detect(model, batch)", "found.extend(detected(toolkit, model, batch))")
+    exec(code, {**names, "detected": detected, "batch": batch})
+    assert same(found, expected)
+
+
 def by_hand(boxes: torch.Tensor, scores: torch.Tensor, labels: torch.Tensor, sigma: float, least: float) -> Any:
     """Soft-NMS, a box at a time."""
     left, kept = scores.clone(), []
@@ -403,9 +440,9 @@ def test_lines_are_keys_and_values_in_turns(tiny_config: Callable[..., Any]) -> 
     ]
     with pytest.raises(ConfigError, match="Detectron2's config has no key for 'flips'; it has for score_thresh"):
         config_lines(cfg, {"flips": True})
-    with pytest.raises(ConfigError, match=r"no key for soft_nms of GeneralizedRCNN: detect inside `with detectron2_"):
+    with pytest.raises(ConfigError, match=r"GeneralizedRCNN has no key for soft_nms: detect inside `with detectron2_"):
         config_lines(cfg, {"flip": True, "soft_nms": 0.2})
-    with pytest.raises(ConfigError, match=r"no key for flip of RetinaNet: detect .*names=\['flip'\]\).applied\({'flip"):
+    with pytest.raises(ConfigError, match=r"RetinaNet has no key for flip: detect .*names=\['flip'\]\).applied\({"):
         config_lines(tiny_config("fpn", "BN", *RETINANET), {"flip": True})
     with pytest.raises(ConfigError, match=r"MODEL\.META_ARCHITECTURE is FCOS; settings are known of GeneralizedRCNN"):
         config_lines(tiny_config("fpn", "BN", "MODEL.META_ARCHITECTURE", "FCOS"), {})
