@@ -96,8 +96,7 @@ class Matches:
         Raises:
             DataError: None of the images has an object that counts.
         """
-        times = np.zeros(len(self.objects), dtype=np.int64)
-        np.add.at(times, np.arange(len(times)) if images is None else np.array(images, dtype=np.int64), 1)
+        times = self._times(images)
         repeated = times[self.images]
         hits, objects = np.repeat(self.hits, repeated), times @ self.objects
         ends = np.searchsorted(np.repeat(self.labels, repeated), np.arange(len(self.classes) + 1))
@@ -109,6 +108,34 @@ class Matches:
         if not per_class:
             raise DataError(f"none of {int(times.sum())} images has an object that counts; AP50 needs one")
         return AveragePrecision(float(np.mean(list(per_class.values()))), per_class)
+
+    def f1(self, images: Sequence[int] | None = None) -> float:
+        """Return the mean F1 of the classes that have an object, over all detections, in [0, 1].
+
+        Of a class it is 2 h / (n + m), with h hits among n detections that count and m objects. An image counts as
+        often as it is given.
+
+        Raises:
+            DataError: None of the images has an object that counts.
+        """
+        times = self._times(images)
+        objects, found, hits = (
+            times @ self.objects,
+            *(
+                np.bincount(self.labels, weights, len(self.classes))
+                for weights in (times[self.images], times[self.images] * self.hits)
+            ),
+        )
+        if not objects.any():
+            raise DataError(f"none of {int(times.sum())} images has an object that counts; F1 needs one")
+        of_classes = 2 * hits[objects > 0] / (found + objects)[objects > 0]
+        return float(of_classes.mean())
+
+    def _times(self, images: Sequence[int] | None) -> Integers:
+        """How often each image counts."""
+        times = np.zeros(len(self.objects), dtype=np.int64)
+        np.add.at(times, np.arange(len(times)) if images is None else np.array(images, dtype=np.int64), 1)
+        return times
 
 
 def average_precision(

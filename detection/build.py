@@ -21,6 +21,7 @@ from metricopt_ext.detection.metric import (
     ClassAveragePrecision,
     DetectionMetric,
     MeanAveragePrecision,
+    MeanF1,
     OwnDetectionMetric,
 )
 from metricopt_ext.detection.own_detector import OwnToolkit
@@ -35,6 +36,7 @@ from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.extras import require
 from metricopt_ext.utils.progress import Watcher
 
+F1 = MeanF1.name
 TOOLKITS = ("detectron2", "torchvision", "transformers")
 # The settings that only one toolkit uses.
 SETTINGS = {
@@ -176,12 +178,12 @@ def build_metric(config: MetricConfig) -> DetectionMetric:
     name, definition = config.name, config.definition
     if own := own_metric(name, config):
         return OwnDetectionMetric(*own, f"{name} of objects and detections")
-    if name not in METRICS:
-        known = ", ".join(METRICS)
+    if name not in (*METRICS, F1):
+        known = ", ".join((*METRICS, F1))
         raise ConfigError(f"metric.name={name!r} is none of {known}; name your own function as MODULE:FUNCTION")
     if definition not in DEFINITIONS:
         raise ConfigError(f"metric.definition={definition!r} is none of {', '.join(DEFINITIONS)}")
-    return MeanAveragePrecision(name, definition)
+    return MeanF1(definition) if name == F1 else MeanAveragePrecision(name, definition)
 
 
 def besides(config: MetricConfig, classes: Sequence[str] | None = None) -> dict[str, DetectionMetric]:
@@ -200,10 +202,12 @@ def besides(config: MetricConfig, classes: Sequence[str] | None = None) -> dict[
 def _besides(name: str, key: str, config: MetricConfig, classes: Sequence[str] | None) -> DetectionMetric:
     if function := own_function(name, config, key):
         return OwnDetectionMetric(function, name, True, NO_BOUNDS, f"{name} of objects and detections")
+    if name.casefold() == F1.casefold():
+        return MeanF1(config.definition)  # type: ignore[arg-type]
     metric, label = of_class(name) or (name, "")
     known = {each.casefold(): each for each in METRICS}
     if metric.casefold() not in known:
-        choices = ", ".join([*METRICS, *(f"{each}[CLASS]" for each in METRICS)])
+        choices = ", ".join([*METRICS, F1, *(f"{each}[CLASS]" for each in METRICS)])
         raise ConfigError(f"{key}: {name!r} is none of {choices}; name your own function as MODULE:FUNCTION")
     mean = MeanAveragePrecision(known[metric.casefold()], config.definition)  # type: ignore[arg-type]
     if not label or classes is None:

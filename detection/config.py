@@ -17,12 +17,11 @@ from metricopt_ext.utils.config import MISSING, default_of
 SPLITS = ("train", "val", "test")
 
 
-# Settings of inference of torchvision's detectors that settings.names may have (`settings.detection_settings`).
+# Settings of inference that settings.names may have (`settings.detection_settings`, and Detectron2's).
 SETTINGS = (
     *("size", "score_thresh", "detections", "soft_nms", "flip", "multi_scale"),
     *("nms", "proposals", "temperature"),
 )
-SETTINGS_OF_CFG = ("size", "score_thresh", "detections", "nms")  # of Detectron2's, by keys of its config
 
 
 @dataclass
@@ -134,10 +133,10 @@ class DetectorAdapterConfig(AdapterConfig):
 class MetricConfig(BesidesConfig):
     """What the detector's boxes are judged by."""
 
-    # AP50; AP, the mean over the IoUs 0.5, 0.55, ..., 0.95, with definition=coco COCO's AP; or MODULE:FUNCTION,
-    # which is imported and run
+    # AP50; AP, the mean over the IoUs 0.5, 0.55, ..., 0.95, with definition=coco COCO's AP; F1, at IoU 0.5 of all that
+    # is found, mean over classes; or MODULE:FUNCTION, which is imported and run
     name: str = "AP50"
-    definition: str = "voc_11_point"  # AP50, AP: voc_11_point (VOC 2007), voc (all points, 2010 on) or coco
+    definition: str = "voc_11_point"  # AP50, AP, F1: voc_11_point (VOC 2007), voc (all points, 2010 on) or coco
 
 
 @dataclass

@@ -11,6 +11,7 @@ from torch import Tensor
 from metricopt_ext.data.halves import random_halves
 from metricopt_ext.data.rare import Rare
 from metricopt_ext.data.reading import Reading
+from metricopt_ext.detection.ap50 import METRICS
 from metricopt_ext.detection.build import (
     attach,
     besides,
@@ -20,7 +21,7 @@ from metricopt_ext.detection.build import (
     remembering,
     with_outputs_of,
 )
-from metricopt_ext.detection.config import SETTINGS, SETTINGS_OF_CFG, DetectionConfig
+from metricopt_ext.detection.config import SETTINGS, DetectionConfig
 from metricopt_ext.detection.data import DetectionSplits, load_splits
 from metricopt_ext.detection.metric import ValueOn, detect_all, detector_metric, in_batches, rare_images, truth_of
 from metricopt_ext.detection.pictures import plot_detections, plot_proposals
@@ -59,7 +60,9 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         metric = build_metric(config.metric)
         besides(config.metric)  # refuses what is no metric
         build_toolkit(config)
-        config.check_settings(SETTINGS_OF_CFG if config.toolkit == "detectron2" else SETTINGS)
+        at_a_point = config.metric.name not in METRICS and config.toolkit == "torchvision"
+        of_classes = [name for name in config.named_settings if at_a_point and name.startswith("score_thresh[")]
+        config.check_settings((*SETTINGS, *of_classes))
         model = Path(config.model.config_file).stem if config.toolkit == "detectron2" else config.model.name
         model = model if ":" in model else Path(model).stem
         data = config.data.name if config.shift.is_none else f"shifted {config.data.name}"
@@ -106,18 +109,26 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         return task, detector_metric(metric, self.used, splits.test, classes, (), also=also)
 
     def own_settings(self) -> Settings:
-        """Return the detector's settings; what one of torchvision's computes before thresholds and NMS is kept."""
-        model, names = self.task.adapter.model, self.config.named_settings or None
-        average_precision = ":" not in self.config.metric.name
+        """Return the detector's settings; what it computes before thresholds and NMS is kept."""
+        model, names, kept = self.task.adapter.model, self.config.named_settings or None, KeptOutputs()
+        average_precision = self.config.metric.name in METRICS
         if self.config.toolkit == "detectron2":
             from metricopt_ext.detection.detectron2.settings import detectron2_settings
 
             toolkit: Any = self.toolkit
-            return detectron2_settings(toolkit, model, names=names, average_precision=average_precision)
+            return detectron2_settings(toolkit, model, names=names, average_precision=average_precision, kept=kept)
         from metricopt_ext.detection.settings import detection_settings
 
-        kept = KeptOutputs()
-        return detection_settings(model, names=names, average_precision=average_precision, kept=kept, boxes_only=True)
+        classes = self.splits.classes if names and not average_precision else ()
+        labels = getattr(self.toolkit, "labels", ()) or range(1, len(self.splits.classes) + 1)
+        return detection_settings(
+            model,
+            names=names,
+            average_precision=average_precision,
+            kept=kept,
+            boxes_only=True,
+            class_thresholds=dict(zip(classes, labels, strict=False)),
+        )
 
     def rare(self) -> Rare | None:
         """Return the types of images, by what is in them, of which validation has few."""

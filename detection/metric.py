@@ -122,6 +122,28 @@ class ClassAveragePrecision(MeanAveragePrecision):
 
 
 @dataclass(frozen=True)
+class MeanF1(DetectionMetric):
+    """F1 at IoU 0.5 of all that a detector finds, the mean over the classes that have an object.
+
+    Unlike an average precision it depends on the detector's score threshold, below which nothing is found.
+
+    Attributes:
+        definition: See `ap50`: which detection hits an object.
+    """
+
+    definition: Definition
+    name: str = "F1"
+
+    def judge(self, found: Sequence[Detections], truth: DetectionSet) -> ValueOn:
+        """Return F1 as a function of images; one of them must have an object that counts."""
+        return match(found, truth, self.definition).f1
+
+    def with_objects(self, truth: DetectionSet) -> npt.NDArray[np.bool_]:
+        """Return which images have an object that counts by the definition."""
+        return MeanAveragePrecision(self.name, self.definition).with_objects(truth)
+
+
+@dataclass(frozen=True)
 class OwnDetectionMetric(DetectionMetric):
     """A function of the user's own.
 

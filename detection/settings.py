@@ -1,7 +1,7 @@
 """What inference of torchvision's detectors can be tuned for, before a weight is touched."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -71,6 +71,7 @@ def detection_settings(
     average_precision: bool = False,
     kept: KeptOutputs | None = None,
     boxes_only: bool = False,
+    class_thresholds: Mapping[str, int] | None = None,
 ) -> Settings:
     """Return the settings of inference of one of torchvision's detectors.
 
@@ -79,6 +80,7 @@ def detection_settings(
 
     - ``size``: factor on the size to which test images are scaled, from .71 to 1.68; inference takes its square.
     - ``score_thresh``: lowest score of a detection.
+    - ``score_thresh[CLASS]``: the same of one class, with ``class_thresholds`` and in the place of ``score_thresh``.
     - ``detections``: most detections of an image.
     - ``soft_nms``: sigma of gaussian soft-NMS by class (`soft_nms.soft_nms`); 0 for NMS.
     - ``flip``: whether what is found in the mirrored image competes too; twice the inference. Wrong for text, digits.
@@ -97,9 +99,12 @@ def detection_settings(
         kept: Keeps what the model computes before thresholds and NMS, so that only a new size, flip or number of
             proposals takes a pass through it. Detections then carry no gradients.
         boxes_only: Whether masks and keypoints are not needed. With ``kept`` there are none.
+        class_thresholds: Classes that may have a score threshold of their own, by name the model's labels of them, from
+            1: for a metric at an operating point, such as F1 or a precision at some recall. None for no class.
 
     Raises:
-        ConfigError: The model is none of these or has no such setting, or ``kept`` would leave out masks or keypoints.
+        ConfigError: The model is none of these or has no such setting, or ``kept`` would leave out masks or keypoints;
+            or there are ``class_thresholds`` for an average precision, or beside ``score_thresh``.
         ValueError: ``inference`` is below 1.
 
     Example:
@@ -114,7 +119,16 @@ def detection_settings(
             f"kept outputs of a {type(model).__name__} are its boxes; set boxes_only=True if the metric judges boxes"
             " alone, or leave kept out"
         )
-    if "score_thresh" in (names or ()) and not 0 < host.owner.score_thresh < 1:
+    own = {f"score_thresh[{name}]": label for name, label in (class_thresholds or {}).items()}
+    if own and average_precision:
+        raise ConfigError(
+            "class_thresholds are for a metric at an operating point; an average precision ranks all that is found, and"
+            " a threshold can only lower it: leave them out"
+        )
+    asked = [name for name in (own if names is None else names) if name in own or name == "score_thresh"]
+    if "score_thresh" in asked and len(set(asked)) > 1:
+        raise ConfigError(f"names are {asked}; those of classes take the place of score_thresh: leave it out")
+    if asked and not 0 < host.owner.score_thresh < 1:
         raise ConfigError(
             f"{type(model).__name__}'s score_thresh is {host.owner.score_thresh}, which has no log-odds; set it between"
             " 0 and 1 first, or leave score_thresh out"
@@ -123,17 +137,19 @@ def detection_settings(
     def acting_by(defaults: dict[str, Value]) -> Apply:
         def apply(values: dict[str, Value], model: nn.Module = model) -> AbstractContextManager[None]:
             acting = host if model is host.model else _Host.of(model)  # a start with other tensors has a copy
-            return _applied(acting, defaults, kept, boxes_only, values)
+            return _applied(acting, defaults, kept, boxes_only, own, values)
 
         return apply
 
     return settings_of(
         type(model).__name__,
-        _all_settings(host),
+        [*_all_settings(host), *_of_classes(host, own)],
         acting_by,
+        partial(set_on, class_thresholds=class_thresholds),
         names=names,
         inference=inference,
         average_precision=average_precision,
+        of_classes=tuple(own),
     )
 
 
@@ -141,10 +157,12 @@ def settings_of(
     who: str,
     known: Sequence[Setting],
     apply: Callable[[dict[str, Value]], Apply],
+    setting_on: Callable[[Any, Values], str],
     *,
     names: Sequence[str] | None,
     inference: float | None,
     average_precision: bool,
+    of_classes: Sequence[str] = (),
 ) -> Settings:
     """Return the settings of a detector that are asked for.
 
@@ -152,15 +170,18 @@ def settings_of(
         who: What the detector is called in messages.
         known: All that it has.
         apply: Gets the defaults of those that are chosen, and returns what `Settings` applies.
+        setting_on: What `Settings` sets on a model for good.
         names: As in `detection_settings`.
         inference: As there.
         average_precision: As there.
+        of_classes: Names of the score thresholds of classes.
 
     Raises:
         ConfigError: There is no such setting, or none has a second value.
     """
     named = {each.name: each for each in known}
-    asked = [name for name in USUAL if name in named] if names is None else list(dict.fromkeys(names))
+    usual = [each for name in USUAL for each in (of_classes if of_classes and name == "score_thresh" else (name,))]
+    asked = [name for name in usual if name in named] if names is None else list(dict.fromkeys(names))
     if unknown := [name for name in asked if name not in named]:
         raise ConfigError(f"{who} has no setting {unknown[0]!r}{nearest(unknown[0], list(named))}")
     most = inf if inference is None else inference + 1e-9
@@ -179,13 +200,14 @@ def settings_of(
     return Settings(
         list(there.values()),
         apply({name: each.default for name, each in there.items()}),
-        alone=[name for name in there if names is not None or (name in ALONE and name not in free)],
+        alone=[name for name in there if names is not None or (name in (*ALONE, *of_classes) and name not in free)],
         free=free,
         presets={name: values for name, values in PRESETS.items() if allowed(values)},
+        set_on=setting_on,
     )
 
 
-def set_on(model: nn.Module, values: Values) -> str:
+def set_on(model: nn.Module, values: Values, class_thresholds: Mapping[str, int] | None = None) -> str:
     """Set on a detector of torchvision what its own attributes can say, for good; call it once.
 
     These are the score threshold, the number of detections, the size of test images, NMS's IoU and the number of
@@ -194,6 +216,7 @@ def set_on(model: nn.Module, values: Values) -> str:
     Args:
         model: As in `detection_settings`, as it is by default.
         values: Values of its settings.
+        class_thresholds: As in `detection_settings`.
 
     Returns:
         What must be done besides, in a sentence with code; empty where nothing must be.
@@ -203,16 +226,17 @@ def set_on(model: nn.Module, values: Values) -> str:
         ValueError: It has no such setting, or that can't have this value.
     """
     host = _Host.of(model)
-    settings = Settings(_all_settings(host), partial(_applied, host, {}, None, False))
-    changed = settings.changed(values)
+    own = [f"score_thresh[{name}]" for name in class_thresholds or {}]
+    changed = Settings([*_all_settings(host), *_of_classes(host, own)], lambda values: ExitStack()).changed(values)
     for owner, name, value in host.attributes(changed):
         setattr(owner, name, value)
-    rest = {name: value for name, value in changed.items() if name in VIEWS}
+    rest = {name: value for name, value in changed.items() if name in (*VIEWS, *own)}
     if not rest:
         return ""
+    more = f", class_thresholds={dict(class_thresholds or {})}" if set(own) & set(rest) else ""
     return (
         f"a {type(model).__name__} has no attribute for {', '.join(rest)}: detect inside `with"
-        f" detection_settings(model, names={list(rest)}).applied({rest}): model(images)`, of"
+        f" detection_settings(model, names={list(rest)}{more}).applied({rest}): model(images)`, of"
         " metricopt_ext.detection.settings"
     )
 
@@ -396,9 +420,43 @@ def with_attributes(scores: float, most: int, nms: float, sizes: tuple[float, ..
     if sizes:
         settings.append(Setting("size", values=sizes, default=1.0, inference=lambda value: float(value) ** 2))
     if 0 < scores < 1:
-        low, high = min(LOW_SCORE, scores), max(0.95, scores)
-        settings.append(Setting("score_thresh", low, high, scale="logit", default=float(scores)))
+        settings.append(_score_threshold("score_thresh", scores))
     return settings
+
+
+def _of_classes(host: _Host, names: Iterable[str]) -> list[Setting]:
+    """Return the score thresholds of classes; none if the model's own has no log-odds."""
+    scores = host.owner.score_thresh
+    return [_score_threshold(name, scores) for name in names if 0 < scores < 1]
+
+
+def _score_threshold(name: str, scores: float) -> Setting:
+    low, high = min(LOW_SCORE, scores), max(0.95, scores)
+    return Setting(name, low, high, scale="logit", default=float(scores))
+
+
+def with_views(*, several_sizes: bool) -> list[Setting]:
+    """Return the settings that detectors have no attributes for; several sizes at once if images can be so small."""
+    settings = [
+        Setting("soft_nms", 0.0, 1.0, default=0.0),
+        Setting("flip", values=(False, True), default=False, inference=2.0),
+        Setting("temperature", 0.25, 4.0, scale="log", default=1.0),
+    ]
+    if several_sizes:
+        settings.append(Setting("multi_scale", values=(False, True), default=False, inference=MULTI_SCALE))
+    return settings
+
+
+def more_proposals(after: int) -> Setting:
+    """Return the setting of how many proposals a detector of two stages has; so many by default, after NMS."""
+    return Setting(
+        "proposals",
+        min(10, after),
+        max(2000, after),
+        scale="log",
+        default=after,
+        inference=lambda value: max(1.0, float(value) / after),
+    )
 
 
 def _all_settings(host: _Host) -> list[Setting]:
@@ -409,23 +467,10 @@ def _all_settings(host: _Host) -> list[Setting]:
         sizes = LARGER  # on smaller images its last layer would have nothing to see
     settings = [
         *with_attributes(owner.score_thresh, owner.detections_per_img, owner.nms_thresh, sizes),
-        Setting("soft_nms", 0.0, 1.0, default=0.0),
-        Setting("flip", values=(False, True), default=False, inference=2.0),
-        Setting("temperature", 0.25, 4.0, scale="log", default=1.0),
+        *with_views(several_sizes=len(sizes) == len(SIZES)),
     ]
-    if len(sizes) == len(SIZES):
-        settings.append(Setting("multi_scale", values=(False, True), default=False, inference=MULTI_SCALE))
     if host.proposals is not None:
-        after = host.proposals[1]
-        more = Setting(
-            "proposals",
-            min(10, after),
-            max(2000, after),
-            scale="log",
-            default=after,
-            inference=lambda value: max(1.0, float(value) / after),
-        )
-        settings.append(more)
+        settings.append(more_proposals(host.proposals[1]))
     return settings
 
 
@@ -441,20 +486,29 @@ def _within(setting: Setting, most: float) -> Setting | None:
 
 @contextmanager
 def _applied(
-    host: _Host, defaults: Values, kept: KeptOutputs | None, boxes_only: bool, values: dict[str, Value]
+    host: _Host,
+    defaults: Values,
+    kept: KeptOutputs | None,
+    boxes_only: bool,
+    of_classes: Mapping[str, int],
+    values: dict[str, Value],
 ) -> Iterator[None]:
     """Have a detector act by values; the last that are applied count."""
     changed = {name: value for name, value in values.items() if value != defaults.get(name)}
+    thresholds = {label: float(changed[name]) for name, label in of_classes.items() if name in changed}
+    others = host.owner.score_thresh
     with ExitStack() as stack:
+        if thresholds:
+            stack.enter_context(replaced(host.owner, score_thresh=min(others, *thresholds.values())))
         for _, pool in host.pools:
             stack.enter_context(replaced(pool, scales=pool.scales, map_levels=pool.map_levels))
         for owner, name, value in host.attributes(changed):
             stack.enter_context(replaced(owner, **{name: value}))
-        if kept is not None or any(name in changed for name in VIEWS):
+        if kept is not None or thresholds or any(name in changed for name in VIEWS):
             forward = host.model.forward
             if isinstance(acting := getattr(forward, "__self__", None), _Acting):
                 forward = acting.forward_before
-            acting = _Acting(host, values, kept, boxes_only, forward)
+            acting = _Acting(host, values, kept, boxes_only, forward, thresholds, others)
             stack.enter_context(replaced(host.model, forward=acting.forward))
         yield
 
@@ -468,6 +522,8 @@ class _Acting:
         kept: Where outputs are kept; None where they aren't.
         boxes_only: Whether masks and keypoints are left out.
         forward: The model's own forward pass.
+        thresholds: Lowest scores by label, of classes that have one of their own.
+        others: That of the other classes.
     """
 
     def __init__(
@@ -477,7 +533,10 @@ class _Acting:
         kept: KeptOutputs | None,
         boxes_only: bool,
         forward: Callable[..., Any],
+        thresholds: Mapping[int, float],
+        others: float,
     ) -> None:
+        self.thresholds, self.others = dict(thresholds), others
         self.host, self.kept, self.forward_before = host, kept, forward
         size = float(values.get("size", 1.0))
         scales = [size]
@@ -532,6 +591,24 @@ class _Acting:
 
     def _found(self, outputs: list[tuple[Any, ...]], sizes: Sequence[tuple[int, int]]) -> list[dict[str, Tensor]]:
         """Return the detections of images, in their pixels, from what the views gave before thresholds and NMS."""
+        if not self.thresholds:
+            return self._above_one(outputs, sizes)
+        # What is below its class's threshold suppresses nothing above it, but must not take its place among the most.
+        most = self.host.owner.detections_per_img
+        with replaced(self.host.owner, detections_per_img=sys.maxsize):
+            found = self._above_one(outputs, sizes)
+        chosen = [self._above_own(each).nonzero().flatten()[:most] for each in found]
+        return [{name: each[name][rows] for name in each} for each, rows in zip(found, chosen, strict=True)]
+
+    def _above_own(self, found: dict[str, Tensor]) -> Tensor:
+        """Return which detections are above the threshold of their class, ``n``."""
+        least = torch.full_like(found["scores"], self.others)
+        for label, threshold in self.thresholds.items():
+            least[found["labels"] == label] = threshold
+        return found["scores"] > least
+
+    def _above_one(self, outputs: list[tuple[Any, ...]], sizes: Sequence[tuple[int, int]]) -> list[dict[str, Tensor]]:
+        """Return the same, above one threshold of all classes."""
         cooled = [self.host.cooled(each, self.temperature) for each in outputs]
         if len(cooled) == 1 and not self.sigma:
             return self.host.after_nms(cooled[0], sizes)
@@ -566,6 +643,7 @@ def replaced(module: Any, **attributes: Any) -> Iterator[None]:
         yield
     finally:
         for name in attributes:
-            held.pop(name, None)
             if name in before:
-                held[name] = before[name]
+                held[name] = before[name]  # in its old place, of which a digest may tell
+            else:
+                held.pop(name, None)

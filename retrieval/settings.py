@@ -47,6 +47,21 @@ class RetrievalSettings(Settings):
         with self.applied(values), evaluating(model):
             return self._judge.processing(model)
 
+    def set_on(self, model: nn.Module, values: Values) -> str:
+        """Return how a model, once phi is merged, takes what a linear layer can do of it; nothing is set here.
+
+        Raises:
+            ValueError: As from `check`.
+        """
+        changed = self.changed(values)
+        if not changed:
+            return ""
+        return (
+            f"{', '.join(changed)} act on embeddings: `adapter.merge(); processing = settings.processing(model,"
+            f" {changed}); print(merge_whitening(model, processing.whitening, processing.post, example))`, of"
+            " metricopt_ext.retrieval.merge_whitening, prints what is left to the search"
+        )
+
 
 def retrieval_settings(
     *metrics: Metric,

@@ -1,18 +1,32 @@
-"""What inference of Detectron2's detectors can be tuned for by its config: size, thresholds, detections of an image."""
+"""What inference of Detectron2's detectors can be tuned for, and the lines of its config that say so."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.data import transforms
-from detectron2.modeling import FastRCNNOutputLayers, GeneralizedRCNN, RetinaNet
+from detectron2.modeling import RetinaNet
+from detectron2.modeling.proposal_generator import RPN
 from torch import nn
 
 from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit
-from metricopt_ext.detection.settings import SIZES, Apply, replaced, settings_of, with_attributes
+from metricopt_ext.detection.detectron2.views import Acting, View, predictors_of
+from metricopt_ext.detection.settings import (
+    SCALES,
+    SIZES,
+    VIEWS,
+    Apply,
+    more_proposals,
+    replaced,
+    settings_of,
+    with_attributes,
+    with_views,
+)
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.tasks.settings import Settings, Value, Values
+from metricopt_ext.tasks.settings import Setting, Settings, Value, Values
+from metricopt_ext.utils.kept_outputs import KeptOutputs
 
 # By setting: the modules' attributes, and the config's keys.
 OF_RCNN = {
@@ -25,6 +39,7 @@ OF_RETINANET = {
     "detections": ("max_detections_per_image", "TEST.DETECTIONS_PER_IMAGE"),
     "nms": ("test_nms_thresh", "MODEL.RETINANET.NMS_THRESH_TEST"),
 }
+PROPOSALS = ("MODEL.RPN.PRE_NMS_TOPK_TEST", "MODEL.RPN.POST_NMS_TOPK_TEST")
 
 
 def detectron2_settings(
@@ -34,52 +49,69 @@ def detectron2_settings(
     names: Sequence[str] | None = None,
     inference: float | None = None,
     average_precision: bool = False,
+    kept: KeptOutputs | None = None,
 ) -> Settings:
     """Return the settings of inference of an R-CNN, with one box head or a cascade, or RetinaNet.
 
-    They are ``size``, ``score_thresh``, ``detections`` and, if named, ``nms``, as in
-    `metricopt_ext.detection.settings.detection_settings`; while they are applied, ``toolkit.detect`` acts so. Flips and
-    several sizes are Detectron2's own test-time augmentation, ``TEST.AUG``, which it evaluates by itself.
+    They are those of `metricopt_ext.detection.settings.detection_settings`. While they are applied, ``toolkit.detect``
+    acts so, and but for ``size`` so does the model itself. A flip and several sizes are joined as by Detectron2's own
+    test-time augmentation, so that `config_lines` has it find the same boxes; of RetinaNet, for which Detectron2 has
+    none, they are joined in that way too. By ``soft_nms``, ``flip``, ``multi_scale`` or ``temperature``, and with
+    ``kept``, the model gives boxes without masks and keypoints.
 
     Args:
         toolkit: The detector's toolkit, which resizes images.
         model: A detector that it built.
-        names: Which settings there are; by default all but ``nms``.
+        names: Which settings there are; by default all but ``nms``, ``proposals`` and ``temperature``.
         inference: Largest factor on inference time; None for any.
         average_precision: Whether the metric is an average precision, for which a low threshold is free.
+        kept: Keeps what the model computes before thresholds and NMS, so that only a new size, flip or number of
+            proposals takes a pass through it. A flip and sizes that are computed together, by threes, are kept as such.
 
     Raises:
         ConfigError: The detector is none of these, or has no such setting.
     """
-    modules, attributes = _where(model)
-    values = {name: getattr(modules[0], attribute) for name, (attribute, _) in attributes.items()}
-    sizes = SIZES if toolkit.cfg.INPUT.MIN_SIZE_TEST else ()  # 0 leaves images as they are
+    predictors_of(model)
 
     def acting_by(defaults: dict[str, Value]) -> Apply:
         def apply(values: dict[str, Value], model: nn.Module = model) -> AbstractContextManager[None]:
-            return _applied(toolkit, model, defaults, values)
+            return _applied(toolkit, model, defaults, kept, values)
 
         return apply
 
     return settings_of(
         type(model).__name__,
-        with_attributes(values["score_thresh"], values["detections"], values["nms"], sizes),
+        _all_settings(toolkit, model),
         acting_by,
+        partial(set_on, toolkit),
         names=names,
         inference=inference,
         average_precision=average_precision,
     )
 
 
+def _all_settings(toolkit: Detectron2Toolkit, model: Any) -> list[Setting]:
+    """Return what a detector can be tuned for, with its own values as defaults."""
+    own = {name: getattr(predictors_of(model)[0], attribute) for name, (attribute, _) in _names(model).items()}
+    sizes = SIZES if toolkit.cfg.INPUT.MIN_SIZE_TEST else ()  # 0 leaves images as they are
+    settings = with_attributes(own["score_thresh"], own["detections"], own["nms"], sizes)
+    settings += with_views(several_sizes=bool(sizes))
+    if (counts := _proposals(model)) is not None:
+        settings.append(more_proposals(counts[1]))
+    return settings
+
+
 def config_lines(cfg: CfgNode, values: Values) -> list[str]:
     """Return keys and values for the command line of Detectron2's ``train_net.py --eval-only``, in turns.
+
+    With a flip or several sizes the result to look at is that with ``_TTA``, such as ``bbox_TTA``.
 
     Args:
         cfg: The detector's config, as it is by default.
         values: Values of `detectron2_settings`.
 
     Raises:
-        ConfigError: The config is of another detector, or has no key for a value.
+        ConfigError: The config is of another detector, or has no key for a value; the message has code for that.
 
     Example:
         >>> config_lines(cfg, {"size": 1.41, "detections": 300})  # doctest: +SKIP
@@ -89,45 +121,131 @@ def config_lines(cfg: CfgNode, values: Values) -> list[str]:
     if (kind := cfg.MODEL.META_ARCHITECTURE) not in kinds:
         raise ConfigError(f"MODEL.META_ARCHITECTURE is {kind}; settings are known of {' and '.join(kinds)}")
     keys = {name: key for name, (_, key) in kinds[kind].items()}
-    if unknown := [name for name in values if name not in (*keys, "size")]:
-        raise ConfigError(f"Detectron2's config has no key for {unknown[0]!r}; it has for {', '.join((*keys, 'size'))}")
-    lines = {key: values[name] for name, key in keys.items() if name in values}
+    in_views = [name for name in ("flip", "multi_scale") if values.get(name, False)]
+    without = [name for name, idle in (("soft_nms", 0), ("temperature", 1)) if values.get(name, idle) != idle]
+    without += in_views if kind == "RetinaNet" else []
+    if unknown := [name for name in values if name not in (*keys, "size", "proposals", *VIEWS)]:
+        known = (*keys, "size", "proposals", "flip", "multi_scale")
+        raise ConfigError(f"Detectron2's config has no key for {unknown[0]!r}; it has for {', '.join(known)}")
+    if without:
+        rest = {name: values[name] for name in without}
+        raise ConfigError(_told(f"Detectron2's config of {kind} has no key", rest))
+    lines: dict[str, Any] = {key: values[name] for name, key in keys.items() if name in values}
+    if "proposals" in values and kind == "GeneralizedRCNN":
+        rpn = cfg.MODEL.RPN
+        counts = rpn.PRE_NMS_TOPK_TEST, rpn.POST_NMS_TOPK_TEST
+        lines |= dict(zip(PROPOSALS, _as_many(counts, int(values["proposals"])), strict=True))
+    size = float(values.get("size", 1.0))
     if "size" in values:
-        smaller, larger = _scaled(cfg, float(values["size"]))
-        lines |= {"INPUT.MIN_SIZE_TEST": smaller, "INPUT.MAX_SIZE_TEST": larger}
+        lines |= dict(zip(("INPUT.MIN_SIZE_TEST", "INPUT.MAX_SIZE_TEST"), _scaled(cfg, size), strict=True))
+    if in_views:
+        views, longest = _views(cfg, values)
+        lines |= {"TEST.AUG.ENABLED": True, "TEST.AUG.MIN_SIZES": tuple(dict.fromkeys(view.side for view in views))}
+        lines |= {"TEST.AUG.MAX_SIZE": longest, "TEST.AUG.FLIP": any(view.flip for view in views)}
     return [part for key, value in lines.items() for part in (key, repr(value))]
 
 
-def _where(model: Any) -> tuple[list[Any], dict[str, tuple[str, str]]]:
-    """The modules that threshold and suppress boxes, and where they have what."""
-    if type(model) is RetinaNet:
-        return [model], OF_RETINANET
-    heads = getattr(getattr(model, "roi_heads", None), "box_predictor", None)
-    predictors = list(heads) if isinstance(heads, nn.ModuleList) else [heads]
-    if not isinstance(model, GeneralizedRCNN) or not all(type(each) is FastRCNNOutputLayers for each in predictors):
-        raise ConfigError(
-            f"{type(model).__name__} is not, or detects otherwise than, Detectron2's GeneralizedRCNN with a box head or"
-            " RetinaNet, whose settings of inference are known; give your own, metricopt_ext.Settings"
-        )
-    return predictors, OF_RCNN
+def _told(who: str, rest: Values) -> str:
+    """Say what a detector, or its config, can't be set to, with code for it."""
+    return (
+        f"{who} for {', '.join(rest)}: detect inside `with detectron2_settings(toolkit, model, names={list(rest)})"
+        f".applied({rest}): toolkit.detect(model, batch)`, of metricopt_ext.detection.detectron2.settings"
+    )
+
+
+def set_on(toolkit: Detectron2Toolkit, model: nn.Module, values: Values) -> str:
+    """Set on a detector and its toolkit what Detectron2's config can say of one look at an image; call it once.
+
+    They are then as that config builds them, the toolkit's own included. No checkpoint holds it: set it after the
+    weights are loaded, or keep `config_lines`.
+
+    Args:
+        toolkit: The detector's toolkit.
+        model: As in `detectron2_settings`, as it is by default.
+        values: Values of its settings.
+
+    Returns:
+        What must be done besides, in a sentence with code; empty where nothing must be.
+
+    Raises:
+        ConfigError: The detector is none of these.
+        ValueError: It has no such setting, or that can't have this value.
+    """
+    known = Settings(_all_settings(toolkit, model), lambda values: ExitStack())
+    changed = known.changed(values)
+    held = {name: value for name, value in changed.items() if name not in VIEWS}
+    rest = {name: value for name, value in changed.items() if name in VIEWS}
+    cfg = toolkit.cfg.clone()
+    cfg.defrost()
+    cfg.merge_from_list(config_lines(cfg, held))
+    for owner, attribute, value in list(_attributes(model, held)):
+        setattr(owner, attribute, value)
+    if "size" in held:
+        toolkit._resize = transforms.ResizeShortestEdge([cfg.INPUT.MIN_SIZE_TEST] * 2, cfg.INPUT.MAX_SIZE_TEST)
+    toolkit.cfg = cfg
+    return _told(f"a {type(model).__name__} has no attribute", rest) if rest else ""
+
+
+def _names(model: Any) -> dict[str, tuple[str, str]]:
+    return OF_RETINANET if isinstance(model, RetinaNet) else OF_RCNN
+
+
+def _attributes(model: Any, changed: Values) -> Iterator[tuple[Any, str, Any]]:
+    """Go through modules, names of attributes and their values, of what attributes can say."""
+    for module in predictors_of(model):
+        for name, (attribute, _) in _names(model).items():
+            if name in changed:
+                yield module, attribute, changed[name]
+    if "proposals" in changed:
+        rpn, counts = model.proposal_generator, _as_many(_proposals(model) or (1, 1), int(changed["proposals"]))
+        for attribute, count in zip(("pre_nms_topk", "post_nms_topk"), counts, strict=True):
+            yield rpn, attribute, {**getattr(rpn, attribute), False: count}
+
+
+def _proposals(model: Any) -> tuple[int, int] | None:
+    """How many proposals it detects with, before and after NMS; None for one stage or other proposals."""
+    rpn: Any = getattr(model, "proposal_generator", None)
+    return (rpn.pre_nms_topk[False], rpn.post_nms_topk[False]) if type(rpn) is RPN else None
+
+
+def _as_many(counts: tuple[int, int], after: int) -> tuple[int, int]:
+    """From as many times more before NMS as by default."""
+    return max(after, round(after * counts[0] / counts[1])), after
 
 
 def _scaled(cfg: CfgNode, factor: float) -> tuple[int, int]:
     return round(cfg.INPUT.MIN_SIZE_TEST * factor), round(cfg.INPUT.MAX_SIZE_TEST * factor)
 
 
+def _views(cfg: CfgNode, values: Values) -> tuple[list[View], int]:
+    """Return how an image is looked at, in Detectron2's order, and the longest side of all; no views for once."""
+    at = SCALES.index(float(values.get("size", 1.0)))
+    scales = SCALES[at - 1 : at + 2] if values.get("multi_scale", False) else SCALES[at : at + 1]
+    flips = (False, True) if values.get("flip", False) else (False,)
+    views = list(dict.fromkeys(View(_scaled(cfg, scale)[0], flip) for scale in scales for flip in flips))
+    return views if len(views) > 1 else [], _scaled(cfg, scales[-1])[1]
+
+
 @contextmanager
 def _applied(
-    toolkit: Detectron2Toolkit, model: nn.Module, defaults: Values, values: dict[str, Value]
+    toolkit: Detectron2Toolkit, model: Any, defaults: Values, kept: KeptOutputs | None, values: dict[str, Value]
 ) -> Iterator[None]:
-    modules, attributes = _where(model)
+    modules, names = predictors_of(model), _names(model)
     changed = {name: value for name, value in values.items() if value != defaults[name]}
+    smaller, larger = _scaled(toolkit.cfg, float(values.get("size", 1.0)))
     with ExitStack() as stack:
-        for module in modules:
-            own = {attribute: changed[name] for name, (attribute, _) in attributes.items() if name in changed}
-            stack.enter_context(replaced(module, **own))
+        for owner, attribute, value in list(_attributes(model, changed)):
+            stack.enter_context(replaced(owner, **{attribute: value}))
         if "size" in changed:
-            smaller, larger = _scaled(toolkit.cfg, float(changed["size"]))
             resize = transforms.ResizeShortestEdge([smaller, smaller], larger)
             stack.enter_context(replaced(toolkit, _resize=resize))
+        if kept is not None or any(name in changed for name in VIEWS):
+            views, longest = _views(toolkit.cfg, values)
+            at = {id(module): name for name, module in model.named_modules()}
+            ignored = [
+                f"{at[id(module)]}.{attribute}".lstrip(".") for module in modules for attribute, _ in names.values()
+            ]
+            ignored += ["test_topk_candidates"] if isinstance(model, RetinaNet) else []
+            acting = Acting(model, values, views, longest, f"{smaller} {larger}", kept, ignored)
+            stack.enter_context(replaced(model, forward=acting.forward))
         yield

@@ -21,6 +21,7 @@ from metricopt_ext.tasks.inference_file import INFERENCE, changed_inference, sav
 from metricopt_ext.tasks.kept_evaluations import KeptEvaluations
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.population import Population
+from metricopt_ext.tasks.settings import Settings, Value
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import TRAJECTORIES, TrajectoryStore
 from metricopt_ext.utils import ranks
@@ -226,29 +227,37 @@ def _refuse_nameless(path: Path) -> None:
     )
 
 
-def load_run(model: nn.Module, folder: str | Path) -> Adapter:
+def load_run(model: nn.Module, folder: str | Path, settings: Settings | None = None) -> Adapter:
     """Attach what a finished run kept to a model: phi, and what the start replaced that it belongs to.
 
-    Settings of inference are no part of the model: if the run kept others than the model's own, a UserWarning says
-    which, and how they are put to use.
+    Settings of inference are no part of an adapter. With ``settings`` they are set on the model for good, as far as it
+    can hold them (`Settings.set_on`); a UserWarning has a sentence with code for the rest. What was free is the
+    metric's alone, and stays as it is. Without ``settings`` a UserWarning says which the run kept, if others than the
+    model's own, and how they are put to use.
 
     Args:
         model: The bare model, with the weights that the run was given; a UserWarning says if it has others. Of a tool's
             run these are the weights that the tool trained or loaded for the seed.
         folder: An ``output_dir`` of `optimize_metric`; the output folder of a tool that ran one seed, or a seed's own
             folder in it; or the ``OUTPUT_DIR`` of a search with Detectron2.
+        settings: Settings of inference, made of this model as for the run.
 
     Raises:
         FileFormatError: The folder holds no run, an unfinished one or several seeds; the message says which files are
-            missing, or which folders there are. Or one of its files is corrupt.
+            missing, or which folders there are. Or one of its files is corrupt, or ``settings`` are given of a run that
+            tuned none.
         AdapterError: The adapter does not fit the model (see `load_adapter`). The model is then as it was.
+        ValueError: ``settings`` lacks one that the run kept, or has another default for it than the run's model had.
 
     Example:
         >>> adapter = load_run(model, "out/seed-0")  # doctest: +SKIP
     """
     finished = _finished(Path(folder))
-    said = _settings_beside(finished)  # first: of a damaged file the model gets nothing
+    # First: of a damaged file the model gets nothing.
+    said, values = (_settings_beside(finished), {}) if settings is None else ("", _values_of(finished, settings))
     adapter = load_adapter(model, finished / ADAPTER)
+    if settings is not None:
+        said = settings.set_on(model, values)
     if said:
         warnings.warn(said, stacklevel=2)
     return adapter
@@ -268,8 +277,29 @@ def _settings_beside(finished: Path) -> str:
     changes = ", ".join(f"{name} {shown(old)} -> {shown(new)}" for name, (old, new) in changed.items())
     return (
         f"{finished} was tuned with settings of inference that the model does not hold: {changes}; put them to use"
-        f" by settings.applied(mo.load_inference({str(file)!r})), of the Settings that the run had"
+        f" by settings.applied(mo.load_inference({str(file)!r})), of the Settings that the run had, or give these to"
+        " load_run, settings=, which sets what the model can hold"
     )
+
+
+def _values_of(finished: Path, settings: Settings) -> dict[str, Value]:
+    """Return the settings that a run kept, other than the model's own; those of the given Settings.
+
+    Raises:
+        ValueError: These lack one, or have another default.
+    """
+    file = finished / INFERENCE
+    if not file.exists():
+        raise FileFormatError(f"{finished} has no {INFERENCE}, as its run tuned no settings; leave settings out")
+    changed = changed_inference(file)
+    settings.check({name: value for name, (_, value) in changed.items()})
+    for name, (default, _) in changed.items():
+        if default != (own := settings[name].default):
+            raise ValueError(
+                f"{file}: {name} was {shown(default)} by default, and is {shown(own)} by the given settings; make them"
+                " of the model as the run had it"
+            )
+    return {name: value for name, (_, value) in changed.items()}
 
 
 def _finished(folder: Path) -> Path:

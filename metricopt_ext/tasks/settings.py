@@ -190,6 +190,9 @@ class Settings:
             anything is asked, at no query.
         presets: Candidates by name, each a few values that work together, tried after each setting alone. A function
             of the values that were best so far may stand for one, such as sizes around the best size.
+        set_on: ``set_on(model, values)`` sets on the model, for good, what its host can express of values other than
+            the defaults. It returns what has to be done besides, in a sentence with code, or "". None where a model
+            can hold none of them.
 
     Attributes:
         names: Of the settings, in order.
@@ -218,6 +221,7 @@ class Settings:
         queries: int = QUERIES,
         free: Values | None = None,
         presets: Mapping[str, Values | Callable[[dict[str, Value]], Values]] | None = None,
+        set_on: Callable[[Any, dict[str, Value]], str] | None = None,
     ) -> None:
         self._settings = {each.name: each for each in settings}
         if not settings:
@@ -231,7 +235,7 @@ class Settings:
         check_integer(0, queries=queries)
         self.inference, self.queries = inference, queries
         self._apply, self.free, self._presets = apply, dict(free or {}), dict(presets or {})
-        self._takes_model = takes(apply, "model")
+        self._takes_model, self._set_on = takes(apply, "model"), set_on
         self.alone = self.names if alone is None else tuple(alone)
         self._check_names(self.alone)
         self.check(self.free)
@@ -401,6 +405,30 @@ class Settings:
         with self._apply(dict(complete), **more):
             yield complete
 
+    def set_on(self, model: Any, values: Values) -> str:
+        """Set values on the model for good, as far as its host can express them.
+
+        What is free (`free`) is the metric's alone and stays as it is. These settings are of the model as it was: for
+        the model as it is then, make new ones.
+
+        Args:
+            model: The model that they were made of, or a copy.
+            values: Values by name; the others are the defaults, which are left as they are.
+
+        Returns:
+            What has to be done besides, in a sentence with code; empty where nothing must be.
+
+        Raises:
+            ValueError: As from `check`, or they were set before.
+        """
+        changed = {name: value for name, value in self.changed(values).items() if self.free.get(name) != value}
+        if not changed:
+            return ""
+        if self._set_on is None:
+            return f"no model holds {', '.join(changed)}: call it inside `with settings.applied({changed}):`"
+        said, self._apply, self._set_on = self._set_on(model, changed), _refuse, _refuse
+        return said
+
     def identity(self) -> dict[str, Any]:
         """Return what a run depends on, as JSON, to tell it from others."""
         known = self._settings.values()
@@ -412,6 +440,10 @@ class Settings:
             "inference": self.inference,
             "queries": self.queries,
         }
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise ValueError("these settings were set on their model for good, which has others by default now; make new ones")
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:

@@ -214,6 +214,19 @@ def naive_voc(found: Sequence[Detections], truth: DetectionSet, label: int, elev
     return area
 
 
+def naive_f1(found: Sequence[Detections], truth: DetectionSet, label: int) -> float:
+    """F1 of one class, one object after the other; no object is difficult."""
+    true = total = objects = 0
+    for image, each in zip(truth.images, found, strict=True):
+        own = image.boxes[image.labels == label].tolist()
+        guesses = each.boxes[each.labels == label].tolist()
+        nearest = [max(range(len(own)), key=lambda k: naive_iou(box, own[k])) for box in guesses] if own else []
+        hit = {k for box, k in zip(guesses, nearest, strict=False) if naive_iou(box, own[k]) > 0.5}
+        true, total, objects = true + len(hit), total + len(guesses), objects + len(own)
+    precision, recall = true / max(total, 1), true / objects
+    return 2 * precision * recall / (precision + recall) if true else 0.0
+
+
 def naive_iou(a: list[float], b: list[float]) -> float:
     width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
     if width <= 0 or height <= 0:
@@ -232,6 +245,18 @@ def test_voc_equals_a_naive_loop(seed: int, definition: Any) -> None:
     assert list(ours.per_class.values()) == pytest.approx(expected, abs=1e-12)
     assert ours.mean == pytest.approx(np.mean(expected), abs=1e-12)
     assert expected[-1] == 0  # objects, no detections
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_f1_equals_a_naive_loop(seed: int) -> None:
+    found, truth = random_set(seed)
+    expected = [naive_f1(found, truth, label) for label in range(4)]
+    assert 0 < min(expected[:3]) < max(expected) < 1
+    assert match(found, truth, "voc").f1() == pytest.approx(np.mean(expected), abs=1e-12)
+    chosen = [7, 7, 0, 12, 3, 7, 12, 29]
+    present = sorted({label for i in chosen for label in truth.images[i].labels.tolist()})
+    again = [naive_f1([found[i] for i in chosen], truth.subset(chosen), label) for label in present]
+    assert match(found, truth, "voc").f1(chosen) == pytest.approx(np.mean(again), abs=1e-12)
 
 
 @pytest.mark.detectron2
@@ -388,6 +413,8 @@ def test_an_image_counts_as_often_as_it_is_given(definition: Any) -> None:
 def test_no_object_at_all_is_refused(definition: Any) -> None:
     with pytest.raises(DataError, match="none of 1 images has an object that counts"):
         value(definition, [A], one_image([]))
+    with pytest.raises(DataError, match="none of 1 images has an object that counts; F1 needs one"):
+        match([detections([A], [0.5], [0])], one_image([]), definition).f1()
     with pytest.raises(DataError, match="none of 0 images"):
         average_precision([], DetectionSet(ONE_CLASS, []), definition)
 

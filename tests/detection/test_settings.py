@@ -22,12 +22,14 @@ from torchvision.ops import MultiScaleRoIAlign
 
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.detection.frozen import FrozenFeatures
-from metricopt_ext.detection.metric import MeanAveragePrecision, detector_metric
+from metricopt_ext.detection.metric import MeanAveragePrecision, MeanF1, detector_metric
 from metricopt_ext.detection.records import Annotated
 from metricopt_ext.detection.settings import PRESETS, SIZES, detection_settings, set_on
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.search.settings_stage import SettingsState
+from metricopt_ext.tasks.settings import Setting
 from metricopt_ext.utils.kept_outputs import KeptOutputs
 
 CLASSES = ("red", "green")
@@ -199,12 +201,14 @@ CHANGES: list[dict[str, Any]] = [
 ]
 
 
-def examples(model: Any) -> list[Example]:
+def examples(model: Any, every: int = 3) -> list[Example]:
     """Images whose objects are some of what the model finds, a little aside."""
     made = []
     for place, (pixels, each) in enumerate(zip(PIXELS, found_by(model), strict=True)):
         labels = each["labels"]
-        chosen = labels.nonzero().flatten()[1::3]  # not the background, which detectors of one stage find too
+        chosen = labels.nonzero().flatten()[
+            every // 2 :: every
+        ]  # not the background, which detectors of one stage find too
         none = torch.zeros(len(chosen), dtype=torch.bool)
         size: dict[str, Any] = {"width": pixels.shape[2], "height": pixels.shape[1]}
         boxes = each["boxes"][chosen]
@@ -417,6 +421,16 @@ def test_changed_weights_buffers_and_phi_take_a_new_pass_and_the_old_ones_none()
     assert passes() == 0
 
 
+def test_proposals_that_are_as_before_are_known_again() -> None:
+    model = made("FasterRCNN")
+    kept = KeptOutputs()
+    settings = detection_settings(model, names=["proposals"], kept=kept)
+    for count, passes in ((30, 1), (12, 2), (30, 2), (12, 2)):
+        with settings.applied({"proposals": count}):
+            found_by(model)
+        assert kept.passes == passes
+
+
 def test_other_images_and_other_batches_are_others() -> None:
     model = made("FasterRCNN")
     kept, ran = KeptOutputs(), list[int]()
@@ -537,6 +551,99 @@ def test_what_can_not_be_is_refused() -> None:
     mine.__class__ = Mine
     with pytest.raises(ConfigError, match="Mine is not, or detects otherwise than"):
         detection_settings(mine)
+
+
+OF_CLASSES = {"red": 1, "green": 2}
+OWN = {"score_thresh[red]": 0.02, "score_thresh[green]": 0.4}
+
+
+@pytest.mark.parametrize("more", [{}, {"flip": True, "soft_nms": 0.3}], ids=["NMS", "soft-NMS"])
+def test_classes_have_score_thresholds_of_their_own(model: Any, more: dict[str, Any]) -> None:
+    stock = copy.deepcopy(model)
+    owner_of(stock).score_thresh, owner_of(stock).detections_per_img = 0.02, 10**6
+    with detection_settings(stock, names=["flip", "soft_nms"], boxes_only=True).applied(more):
+        every = found_by(stock)
+    names = [*OWN, "detections", "flip", "soft_nms"]
+    expected = found_by(model)
+    for kept in (None, KeptOutputs()):
+        settings = detection_settings(model, names=names, class_thresholds=OF_CLASSES, kept=kept, boxes_only=True)
+        with settings.applied({}):
+            assert [len(each["scores"]) for each in found_by(model)] == [len(each["scores"]) for each in expected]
+        with settings.applied({**OWN, "detections": 12, **more}):
+            found = found_by(model)
+        assert_same(found_by(model), expected)
+        for ours, all_of_it in zip(found, every, strict=True):
+            scores, labels = (all_of_it[key].tolist() for key in ("scores", "labels"))
+            # Detectors of one stage find the background too, by the model's own threshold.
+            least = [{1: 0.02, 2: 0.4}.get(label, owner_of(model).score_thresh) for label in labels]
+            rows = [row for row, score in enumerate(scores) if score > least[row]]
+            assert 3 < len(rows) < len(scores)
+            for key in ("boxes", "scores", "labels"):
+                assert torch.equal(ours[key], all_of_it[key][rows[:12]])
+
+
+def test_thresholds_of_classes_take_the_place_of_the_one() -> None:
+    model = made("FasterRCNN")
+    settings = detection_settings(model, class_thresholds=OF_CLASSES)
+    assert settings.names == ("size", *OWN, "detections", "soft_nms", "flip", "multi_scale")
+    assert settings.alone == ("size", *OWN, "detections")
+    assert settings["score_thresh[red]"] == Setting("score_thresh[red]", 0.0005, 0.95, scale="logit", default=0.05)
+    with pytest.raises(ConfigError, match="an average precision ranks all that is found"):
+        detection_settings(model, class_thresholds=OF_CLASSES, average_precision=True)
+    with pytest.raises(ConfigError, match="those of classes take the place of score_thresh: leave it out"):
+        detection_settings(model, class_thresholds=OF_CLASSES, names=["score_thresh", "score_thresh[red]"])
+    with pytest.raises(ConfigError, match=r"FasterRCNN has no setting 'score_thresh\[blue\]'"):
+        detection_settings(model, class_thresholds=OF_CLASSES, names=["score_thresh[blue]"])
+    with settings.applied(OWN):
+        expected = found_by(model)
+    said, found = settings.set_on(model, OWN), list[Any]()
+    assert said.startswith("a FasterRCNN has no attribute for score_thresh[red], score_thresh[green]: detect inside")
+    code = said.split("`")[1].replace("model(images)", "found.extend(found_by(model))")
+    exec(code, {"detection_settings": detection_settings, "model": model, "found": found, "found_by": found_by})
+    assert_same(found, expected)
+    model.roi_heads.score_thresh = 0.0
+    assert detection_settings(model, class_thresholds=OF_CLASSES, names=["size"]).names == ("size",)
+    with pytest.raises(ConfigError, match=r"score_thresh is 0\.0, which has no log-odds"):
+        detection_settings(model, class_thresholds=OF_CLASSES)
+
+
+def test_thresholds_of_classes_are_searched_along_lines_for_f1() -> None:
+    model = made("RetinaNet")
+    model.detections_per_img = 1000
+    settings = detection_settings(model, names=[*OWN], class_thresholds=OF_CLASSES)
+    best = {"score_thresh[red]": 0.7, "score_thresh[green]": 0.5}
+    with settings.applied(best):
+        data = examples(model, every=1)
+    metric = detector_metric(MeanF1("voc"), TorchvisionToolkit(), data, CLASSES, halves=())
+    kept = KeptOutputs()
+    settings = detection_settings(model, names=[*OWN], class_thresholds=OF_CLASSES, kept=kept)
+    with settings.applied({}):
+        state = SettingsState(settings, metric.judge(model))
+    while batch := state.ask():
+        for index, values in enumerate(batch):
+            with settings.applied(values):
+                state.tell(index, metric.judge(model))
+    end = state.end()
+    with settings.applied(best):
+        assert metric.judge(model).cost < 0.25
+    assert all(len({each.values[name] for each in end.tried}) > 2 for name in OWN)
+    assert end.evaluation.cost < end.tried[0].evaluation.cost  # type: ignore[union-attr]
+    assert kept.passes == 1
+
+
+def test_settings_that_are_set_on_a_model_leave_what_is_free() -> None:
+    model = made("FasterRCNN")
+    settings = detection_settings(model, average_precision=True, kept=KeptOutputs())
+    values = {"size": 1.41, **LOW}
+    with settings.applied(values):
+        expected = found_by(model)
+    assert settings.set_on(model, values) == ""
+    assert (model.roi_heads.score_thresh, model.roi_heads.detections_per_img) == (0.05, 20)
+    with pytest.raises(ValueError, match="make new ones"), settings.applied(LOW):
+        pass
+    fresh = detection_settings(model, average_precision=True, kept=KeptOutputs())
+    with fresh.applied(fresh.free):
+        assert_same(found_by(model), expected)
 
 
 def test_what_no_attribute_says_is_told_with_code_that_does_it() -> None:

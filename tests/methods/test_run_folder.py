@@ -195,6 +195,54 @@ def test_settings_of_inference_are_beside_the_adapter_and_loading_says_so(
         load_run(quadratic().adapter.remove(), tmp_path / "b")
 
 
+def test_settings_are_set_on_a_model_that_can_hold_them(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    def settings(model: Any, default: float = 1.0, **options: Any) -> Settings:
+        size = Setting("size", values=(1.0, 2.0, 4.0), default=default)
+        many = Setting("many", values=(1, 300), default=1)
+
+        def set_on(model: Any, values: dict[str, Any]) -> str:
+            model.size = values.pop("size")
+            return f"left is {values}" if values else ""
+
+        @contextmanager
+        def apply(values: dict[str, Any]) -> Iterator[None]:
+            model.size = values["size"]
+            yield
+            model.size = 1.0
+
+        return Settings([size, many], apply, set_on=set_on, **options)
+
+    def finished(folder: Path, **options: Any) -> None:
+        made = quadratic()
+        model = made.adapter.model
+        model.size = 1.0
+        metric = Metric(lambda model: made.distance(model) - model.size, maximize=False, bounds=None, name="distance")
+        task = replace(made, metric=metric, settings=settings(model, **options))
+        optimize_metric(task, queries=30, output_dir=folder, watcher=Watcher())
+
+    finished(tmp_path / "a", alone=["size"], free={"many": 300})
+    assert load_inference(tmp_path / "a") == {"size": 4.0, "many": 300}
+    assert not hasattr(quadratic().adapter.remove(), "size")
+    model = quadratic().adapter.remove()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        adapter = load_run(model, tmp_path / "a", settings(model, free={"many": 300}))
+    assert (adapter.model is model, model.size) == (True, 4.0)
+    model = quadratic().adapter.remove()
+    with pytest.warns(UserWarning, match=r"^left is {'many': 300}$"):
+        load_run(model, tmp_path / "a", settings(model))
+    assert model.size == 4.0
+    model = quadratic().adapter.remove()
+    with pytest.raises(ValueError, match=r"yaml: size was 1 by default, and is 2 by the given settings; make"):
+        load_run(model, tmp_path / "a", settings(model, default=2.0))
+    with pytest.raises(ValueError, match="there is no setting 'size'"):
+        load_run(model, tmp_path / "a", Settings([Setting("k", 1, 2, default=1)], lambda values: nullcontext()))
+    assert not hasattr(model, "metricopt")
+    optimize_metric(quadratic(), queries=30, output_dir=tmp_path / "b", watcher=Watcher())
+    with pytest.raises(FileFormatError, match="as its run tuned no settings; leave settings out"):
+        load_run(model, tmp_path / "b", settings(model))
+
+
 def test_settings_are_written_without_packages_and_loading_says_what_it_lacks(
     quadratic: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

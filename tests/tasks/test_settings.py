@@ -210,6 +210,32 @@ def test_an_apply_that_takes_the_model_gets_the_one_that_is_judged() -> None:
         assert seen == ["mine", model]
 
 
+def test_what_a_host_can_express_is_set_once_and_what_is_free_is_not() -> None:
+    model, given = object(), list[Any]()
+
+    def set_on(model: Any, values: dict[str, Any]) -> str:
+        given.append((model, values))
+        return "the rest"
+
+    settings = Settings([SIZE, FLIP, THRESHOLD], noting([]), free={"threshold": 0.5}, set_on=set_on)
+    assert settings.set_on(model, {"threshold": 0.5, "size": 400}) == ""
+    assert given == []
+    assert settings.set_on(model, {"threshold": 0.5, "size": 320, "flip": False}) == "the rest"
+    assert given == [(model, {"size": 320})]
+    for again in (lambda: settings.set_on(model, {"size": 320}), lambda: settings.applied({}).__enter__()):
+        with pytest.raises(ValueError, match=r"these settings were set on their model for good, .*; make new ones"):
+            again()
+    with pytest.raises(ValueError, match="there is no setting 'sizes'"):
+        settings.set_on(model, {"sizes": 320})
+
+
+def test_what_no_model_holds_is_told_with_code() -> None:
+    settings = Settings([SIZE, FLIP], noting([]))
+    said = "no model holds size, flip: call it inside `with settings.applied({'size': 320, 'flip': True}):`"
+    assert settings.set_on(object(), {"size": 320, "flip": True}) == said
+    assert settings.set_on(object(), {"size": 320, "flip": True}) == said  # nothing was set
+
+
 def test_what_is_free_must_take_no_longer_than_it_may() -> None:
     said = r"free is \{'size': 480\}, by which inference takes 1\.44 times as long, and it may take 1 times"
     with pytest.raises(ValueError, match=said):

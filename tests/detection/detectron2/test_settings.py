@@ -1,6 +1,10 @@
 """Settings of inference of Detectron2's detectors against the same detectors built by its config."""
 
+import copy
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,11 +12,20 @@ import torch
 
 pytest.importorskip("detectron2")
 
+import detectron2
+from detectron2.modeling import GeneralizedRCNNWithTTA
+from torchvision.ops import batched_nms, box_iou
+
+from metricopt_ext.detection.coco import write_coco
 from metricopt_ext.detection.detectron2.settings import config_lines, detectron2_settings
 from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit
+from metricopt_ext.detection.metric import MeanAveragePrecision, detector_metric
 from metricopt_ext.detection.records import DetectionSet
+from metricopt_ext.detection.settings import PRESETS, USUAL
 from metricopt_ext.detection.task import load_examples
+from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.utils.kept_outputs import KeptOutputs
 
 pytestmark = pytest.mark.detectron2
 
@@ -24,7 +37,7 @@ RETINANET = (
 )
 KINDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "fpn": ("fpn", ()),
-    "c4": ("c4", ()),
+    "c4": ("c4", ("MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION", 4, "MODEL.RESNETS.WIDTH_PER_GROUP", 8)),
     "cascade": ("fpn", CASCADE),
     "retinanet": ("fpn", RETINANET),
 }
@@ -34,7 +47,57 @@ VALUES: list[dict[str, Any]] = [
     {"nms": 0.35},
     {"size": 1.41},
     {"size": 0.71, "detections": 300, "score_thresh": 0.0005},
+    {"proposals": 12},
 ]
+OF_VIEWS: list[dict[str, Any]] = [
+    {"flip": True},
+    {"multi_scale": True, "score_thresh": 0.15},
+    {"flip": True, "multi_scale": True, "size": 1.41, "detections": 30, "nms": 0.4},
+]
+NAMES = ("size", "score_thresh", "detections", "soft_nms", "flip", "multi_scale", "nms", "proposals", "temperature")
+
+
+def names_of(kind: str) -> list[str]:
+    return [name for name in NAMES if name != "proposals" or kind != "retinanet"]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def made(kind: str, tiny_config: Callable[..., Any]) -> tuple[Detectron2Toolkit, Any]:
+    """A tiny detector whose scores are spread."""
+    base, options = KINDS[kind]
+    toolkit = Detectron2Toolkit(tiny_config(base, "BN", *options))
+    model: Any = toolkit.build(2, seed=0)
+    spread(model)
+    return toolkit, model
+
+
+def spread(model: Any) -> None:
+    """Scale and shift the logits of classes, of each output alike, so that no scores tie nearly."""
+    heads = getattr(getattr(model, "roi_heads", None), "box_predictor", getattr(model, "head", None))
+    rng = torch.Generator().manual_seed(0)
+    image = torch.randint(256, (3, 64, 64), generator=rng, dtype=torch.uint8)
+    for each in heads if isinstance(heads, torch.nn.ModuleList) else [heads]:
+        seen: list[torch.Tensor] = []
+        handle = each.cls_score.register_forward_hook(lambda module, args, output, to=seen: to.append(output))
+        with torch.no_grad():
+            model.eval()([{"image": image, "height": 64, "width": 64}])
+            handle.remove()
+            logits = seen[0].movedim(1, -1).flatten(0, -2)
+            scale = 2 / logits.std(0)
+            shape = (-1, *[1] * (each.cls_score.weight.dim() - 1))
+            each.cls_score.weight.mul_(scale.view(shape))
+            each.cls_score.bias.sub_(logits.mean(0)).mul_(scale)
+
+
+@pytest.fixture
+def batch(squares: Callable[..., DetectionSet]) -> list[Example]:
+    """Images of two shapes, of which the padded ones are seen otherwise."""
+    return [*load_examples(squares(1)), *load_examples(squares(1, width=80, seed=3))]
 
 
 def detected(toolkit: Detectron2Toolkit, model: Any, batch: Any) -> list[torch.Tensor]:
@@ -46,7 +109,6 @@ def same(ours: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, ours, other))
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_it_detects_as_what_the_config_s_lines_build(
     kind: str, tiny_config: Callable[..., Any], squares: Callable[..., DetectionSet]
 ) -> None:
@@ -57,9 +119,9 @@ def test_it_detects_as_what_the_config_s_lines_build(
     batch = load_examples(squares(2))
     expected = detected(toolkit, model, batch)
     assert len(expected[0])
-    settings = detectron2_settings(toolkit, model, names=["size", "score_thresh", "detections", "nms"])
+    settings = detectron2_settings(toolkit, model, names=names_of(kind))
     different = 0
-    for values in ({}, *VALUES):
+    for values in ({}, *VALUES[: -1 if kind == "retinanet" else None]):
         lines = config_lines(cfg, values)
         stock = Detectron2Toolkit(tiny_config(base, "BN", *options, *lines))
         theirs = detected(stock, stock.build(2, seed=0), batch)
@@ -71,21 +133,298 @@ def test_it_detects_as_what_the_config_s_lines_build(
         different += not same(theirs, expected)
     assert same(detected(toolkit, model, batch), expected)
     assert different >= 3
-    with pytest.raises(KeyError), settings.applied(VALUES[-1]):
+    with pytest.raises(KeyError), settings.applied(VALUES[0]):
         raise KeyError
     assert same(detected(toolkit, model, batch), expected)
+
+
+def test_views_are_joined_as_by_detectron2_s_own_augmentation(
+    tiny_config: Callable[..., Any], batch: list[Example], kind: str, made: tuple[Detectron2Toolkit, Any]
+) -> None:
+    if kind == "retinanet":
+        pytest.skip("Detectron2 augments R-CNNs alone")
+    toolkit, model = made
+    settings = detectron2_settings(toolkit, model, names=NAMES)
+    for values in OF_VIEWS:
+        base, options = KINDS[kind]
+        stock = Detectron2Toolkit(tiny_config(base, "BN", *options, *config_lines(toolkit.cfg, values)))
+        assert stock.cfg.TEST.AUG.ENABLED
+        built = stock.build(2, seed=0).eval()
+        built.load_state_dict(model.state_dict())
+        other: Any = GeneralizedRCNNWithTTA(stock.cfg, built)
+        with torch.no_grad():
+            theirs = [each["instances"] for each in other(stock.inputs(other.model, batch))]
+        with settings.applied(values):
+            ours = toolkit.detect(model, batch)
+        for one, two in zip(ours, theirs, strict=True):
+            assert len(one) > 3
+            assert same([one.boxes, one.scores, one.labels], [two.pred_boxes.tensor, two.scores, two.pred_classes])
+
+
+CHANGES: list[dict[str, Any]] = [
+    {},
+    {"score_thresh": 0.3, "detections": 1000},
+    {"detections": 5},
+    {"nms": 0.35},
+    {"temperature": 2.0},
+    {"soft_nms": 0.2, "score_thresh": 0.0005, "detections": 300},
+    {"size": 1.41},
+    {"size": 1.41, "soft_nms": 0.5},
+    {"flip": True},
+    {"flip": True, "soft_nms": 0.2, "nms": 0.7},
+    {"multi_scale": True, "size": 1.19},
+    {"flip": True, "multi_scale": True, "size": 1.19, "soft_nms": 0.3, "temperature": 0.5},
+    {"flip": True, "multi_scale": True, "size": 1.19, "score_thresh": 0.2, "detections": 40},
+]
+
+
+class Recording(MeanAveragePrecision):
+    """Keeps what was judged."""
+
+    def judge(self, found: Any, truth: Any) -> Any:
+        vars(self)["found"] = found
+        return super().judge(found, truth)
+
+
+def test_the_metric_from_kept_outputs_is_that_of_a_new_pass(
+    batch: list[Example], kind: str, made: tuple[Detectron2Toolkit, Any]
+) -> None:
+    toolkit, model = made
+    judge = Recording("AP50", "voc")
+    metric = detector_metric(judge, toolkit, batch, ("red", "green"), halves=())
+    kept = KeptOutputs()
+    ours = detectron2_settings(toolkit, model, names=names_of(kind), kept=kept)
+    other = detectron2_settings(toolkit, model, names=names_of(kind))
+    different, passes = set(), []
+
+    def judged(settings: Any, values: dict[str, Any]) -> tuple[float, list[torch.Tensor]]:
+        with settings.applied(values):
+            cost = metric.judge(model).cost
+        return cost, [part for each in vars(judge)["found"] for part in (each.boxes, each.scores, each.labels)]
+
+    for values in CHANGES:
+        cost, found = judged(other, values)
+        for _ in range(2):
+            again, seen = judged(ours, values)
+            assert again == cost
+            assert same(seen, found)
+        passes.append(kept.passes)
+        different.add(str([each.tolist() for each in found]))
+    assert len(different) >= len(CHANGES) - 2
+    # A new size or flip takes one each; what is seen in another company is seen anew, as its padding is.
+    assert passes == [1, 1, 1, 1, 1, 1, 2, 2, 4, 4, 7, 13, 13]
+
+
+def test_with_proposals_kept_outputs_are_of_as_many(batch: list[Example], tiny_config: Callable[..., Any]) -> None:
+    toolkit = Detectron2Toolkit(tiny_config())
+    model = toolkit.build(2, seed=0)
+    kept = KeptOutputs()
+    ours = detectron2_settings(toolkit, model, names=["proposals"], kept=kept)
+    both: list[tuple[dict[str, Any], int]] = [({}, 1), ({"proposals": 12}, 2), ({}, 2), ({"proposals": 12}, 2)]
+    for values, passes in both:
+        with detectron2_settings(toolkit, model, names=["proposals"]).applied(values):
+            expected = detected(toolkit, model, batch)
+        with ours.applied(values):
+            assert same(detected(toolkit, model, batch), expected)
+        assert kept.passes == passes
+
+
+def test_a_temperature_divides_the_logits(batch: list[Example], kind: str, made: tuple[Detectron2Toolkit, Any]) -> None:
+    toolkit, model = made
+    cooled = copy.deepcopy(model)
+    heads = getattr(getattr(cooled, "roi_heads", None), "box_predictor", getattr(cooled, "head", None))
+    with torch.no_grad():
+        for each in heads if isinstance(heads, torch.nn.ModuleList) else [heads]:
+            each.cls_score.weight.div_(4.0)  # a power of two, without rounding
+            each.cls_score.bias.div_(4.0)
+    with detectron2_settings(toolkit, model, names=["temperature"]).applied({"temperature": 4.0}):
+        assert same(detected(toolkit, model, batch), detected(toolkit, cooled, batch))
+    assert not same(detected(toolkit, model, batch), detected(toolkit, cooled, batch))
+
+
+def test_what_is_set_on_a_model_and_its_toolkit_is_as_the_config_s_lines_build(
+    kind: str, made: tuple[Detectron2Toolkit, Any], batch: list[Example]
+) -> None:
+    toolkit, model = made
+    values = {"size": 1.41, "score_thresh": 0.1, "nms": 0.4, "detections": 7, "soft_nms": 0.0}
+    values |= {} if kind == "retinanet" else {"proposals": 12}
+    settings = detectron2_settings(toolkit, model, names=names_of(kind))
+    with settings.applied(values):
+        expected = detected(toolkit, model, batch)
+    assert settings.set_on(model, values) == ""
+    assert same(detected(toolkit, model, batch), expected)
+    assert toolkit.inference(model) == {"score_thresh": 0.1, "detections": 7, "min_size": 90, "max_size": 1880}
+    built = toolkit.build(2, seed=0)
+    built.load_state_dict(model.state_dict())
+    assert same(detected(toolkit, built, batch), expected)
+    with pytest.raises(ValueError, match="were set on their model for good"), settings.applied({}):
+        pass
+
+
+def test_what_no_attribute_says_is_told_with_code_that_does_it(
+    tiny_config: Callable[..., Any], batch: list[Example]
+) -> None:
+    toolkit = Detectron2Toolkit(tiny_config())
+    model = toolkit.build(2, seed=0)
+    values = {"size": 1.41, "flip": True, "soft_nms": 0.2}
+    settings = detectron2_settings(toolkit, model)
+    with settings.applied(values):
+        expected = detected(toolkit, model, batch)
+    said = settings.set_on(model, values)
+    assert said.startswith("a GeneralizedRCNN has no attribute for soft_nms, flip: detect inside `with detectron2_s")
+    found: list[torch.Tensor] = []
+    names = {"toolkit": toolkit, "model": model, "detectron2_settings": detectron2_settings, "found": found}
+    code = said.split("`")[1].replace("toolkit.detect(model, batch)", "found.extend(detected(toolkit, model, batch))")
+    exec(code, {**names, "detected": detected, "batch": batch})
+    assert same(found, expected)
+
+
+def by_hand(boxes: torch.Tensor, scores: torch.Tensor, labels: torch.Tensor, sigma: float, least: float) -> Any:
+    """Soft-NMS, a box at a time."""
+    left, kept = scores.clone(), []
+    while float(left.max()) > least:
+        best = int(left.argmax())
+        kept.append((best, float(left[best])))
+        beside = box_iou(boxes[best : best + 1], boxes)[0] ** 2
+        left = torch.where(labels == labels[best], left * torch.exp(-beside / sigma), left)
+        left[best] = 0
+    return kept
+
+
+def test_soft_nms_of_a_flip_is_as_by_hand(batch: list[Example], kind: str, made: tuple[Detectron2Toolkit, Any]) -> None:
+    toolkit, model = made
+    example = batch[0]  # of 64 pixels, to which images are scaled
+    image, width = example.image, example.size[1]
+    every = {"detections": 1000, "score_thresh": 0.1}
+    owner = getattr(getattr(model, "roi_heads", None), "box_predictor", model)
+    for each in owner if isinstance(owner, torch.nn.ModuleList) else [owner]:
+        each.test_nms_thresh = 2.0  # removes none
+    settings = detectron2_settings(toolkit, model, names=["score_thresh", "detections", "flip", "soft_nms"])
+    with settings.applied(every):
+        shown = [example, Example(image.flip(-1), example.truth)]
+        plain, flipped = toolkit.detect(model, shown)
+    mirrored = flipped.boxes[:, [2, 1, 0, 3]] * torch.tensor([-1.0, 1, -1, 1]) + torch.tensor([width, 0.0, width, 0])
+    boxes, scores = torch.cat([plain.boxes, mirrored]), torch.cat([plain.scores, flipped.scores])
+    labels = torch.cat([plain.labels, flipped.labels])
+    expected = by_hand(boxes.double(), scores.double(), labels, 0.5, 0.1)[:12]
+    with settings.applied({**every, "flip": True, "soft_nms": 0.5, "detections": 12}):
+        (found,) = toolkit.detect(model, [example])
+    assert len(expected) > 4
+    assert len(boxes) > 2 * len(expected)
+    rows = [row for row, _ in expected]
+    torch.testing.assert_close(found.scores.double(), torch.tensor([score for _, score in expected]).double())
+    torch.testing.assert_close(found.boxes, boxes[rows], rtol=0, atol=1e-3)
+    assert found.labels.equal(labels[rows])
+
+
+def test_a_retinanet_s_views_are_joined_in_the_same_way(batch: list[Example], tiny_config: Callable[..., Any]) -> None:
+    toolkit = Detectron2Toolkit(tiny_config("fpn", "BN", *RETINANET))
+    model: Any = toolkit.build(2, seed=0)
+    example = batch[0]
+    width = example.size[1]
+    plain, flipped = toolkit.detect(model, [example, Example(example.image.flip(-1), example.truth)])
+    mirrored = flipped.boxes[:, [2, 1, 0, 3]] * torch.tensor([-1.0, 1, -1, 1]) + torch.tensor([width, 0.0, width, 0])
+    boxes, scores = torch.cat([plain.boxes, mirrored]), torch.cat([plain.scores, flipped.scores])
+    labels = torch.cat([plain.labels, flipped.labels])
+    rows = batched_nms(boxes, scores, labels, 0.5)[:100]
+    with detectron2_settings(toolkit, model).applied({"flip": True}):
+        (found,) = toolkit.detect(model, [example])
+    assert 3 < len(rows) < len(boxes)
+    torch.testing.assert_close(found.scores, scores[rows])
+    torch.testing.assert_close(found.boxes, boxes[rows], rtol=0, atol=1e-3)
+    assert found.labels.equal(labels[rows])
+
+
+def test_a_copy_that_is_made_in_the_block_has_outputs_of_its_own(
+    batch: list[Example], made: tuple[Detectron2Toolkit, Any]
+) -> None:
+    toolkit, model = made
+    kept = KeptOutputs()
+    with detectron2_settings(toolkit, model, kept=kept).applied({"flip": True}):
+        expected, passes = detected(toolkit, model, batch), kept.passes
+        twin = copy.deepcopy(model)
+        assert same(detected(toolkit, twin, batch), expected)
+        assert kept.passes == passes == 2
+        with torch.no_grad():
+            for name, parameter in twin.named_parameters():
+                if name.endswith("cls_score.bias"):
+                    parameter[0] += 1
+        assert not same(detected(toolkit, twin, batch), expected)
+        assert kept.passes == passes + 2
+        assert same(detected(toolkit, model, batch), expected)
+
+
+SETS = """
+import runpy, sys
+from detectron2.data.datasets import register_coco_instances
+
+register_coco_instances("tiny", {}, sys.argv[1], sys.argv[2])
+sys.argv = sys.argv[3:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_stock_train_net_gives_the_tuned_number(
+    tmp_path: Path, tiny_config: Callable[..., Any], squares: Callable[..., DetectionSet]
+) -> None:
+    script = Path(detectron2.__file__).parents[1] / "tools" / "train_net.py"
+    if not script.is_file():
+        pytest.skip("needs tools/train_net.py of Detectron2's source tree")
+    toolkit = Detectron2Toolkit(tiny_config())
+    model: Any = toolkit.build(2, seed=0)
+    spread(model)
+    images = squares(4)
+    values = {"size": 1.41, "flip": True, "multi_scale": True, "score_thresh": 0.01, "detections": 300, "nms": 0.6}
+    settings = detectron2_settings(toolkit, model, names=["nms", *USUAL], kept=KeptOutputs())
+    with settings.applied({**values, "detections": 30}):
+        found = toolkit.detect(model, load_examples(images))
+    for image, each in zip(images.images, found, strict=True):  # some of it, a little aside: an AP50 between 0 and 1
+        beside = each.boxes[::4] + 0.15 * (each.boxes[::4, 2:] - each.boxes[::4, :2]).repeat(1, 2)
+        none = torch.zeros(len(beside), dtype=torch.bool)
+        vars(image).update(boxes=beside.round(), labels=each.labels[::4], difficult=none, crowd=none)
+    metric = detector_metric(
+        MeanAveragePrecision("AP50", "coco"), toolkit, load_examples(images), images.classes, halves=()
+    )
+    expected = []
+    for each in ({}, {**values, "flip": False, "multi_scale": False}, values):
+        with settings.applied(each):
+            expected.append(100 * metric.to_value(metric.judge(model).cost))
+    assert len({round(value, 3) for value in expected}) == 3
+    assert all(1 < value < 99 for value in expected)
+
+    truth = write_coco(tmp_path / "truth.json", images)
+    (tmp_path / "run.py").write_text(SETS)
+    cfg = toolkit.cfg.clone()
+    cfg.pop("METRICOPT")
+    cfg.DATASETS.TEST = ("tiny",)
+    (tmp_path / "stock.yaml").write_text(cfg.dump())
+    torch.save({"model": model.state_dict()}, tmp_path / "model.pth")
+
+    def evaluated(tuned: float) -> "subprocess.CompletedProcess[str]":
+        said = [["bbox", "AP50", expected[1], 1e-9], ["bbox_TTA", "AP50", tuned, 1e-9]]
+        command = [sys.executable, "run.py", str(truth), str(tmp_path), str(script), "--eval-only"]
+        command += ["--config-file", "stock.yaml", "MODEL.WEIGHTS", "model.pth", "OUTPUT_DIR", "stock"]
+        command += [*config_lines(toolkit.cfg, values), "TEST.EXPECTED_RESULTS", repr(said)]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    right, wrong = evaluated(expected[2]), evaluated(expected[2] + 1e-6)
+    assert "Results verification passed." in right.stdout, right.stdout[-2000:] + right.stderr[-2000:]
+    assert right.returncode == 0
+    assert wrong.returncode == 1
+    assert "Result verification failed!" in wrong.stdout
 
 
 def test_free_and_names_are_those_of_other_detectors(tiny_config: Callable[..., Any]) -> None:
     toolkit = Detectron2Toolkit(tiny_config())
     model = toolkit.build(2, seed=0)
     settings = detectron2_settings(toolkit, model, average_precision=True)
-    assert settings.names == ("size", "score_thresh", "detections")
+    assert settings.names == ("size", "score_thresh", "detections", "soft_nms", "flip", "multi_scale")
     assert settings.free == {"score_thresh": 0.0005, "detections": 300}
-    assert settings.presets == ()
+    assert settings.presets == tuple(PRESETS)
+    assert settings.alone == ("size",)
     assert detectron2_settings(toolkit, model, inference=1)["size"].values == (0.71, 0.84, 1.0)
     unscaled = Detectron2Toolkit(tiny_config("fpn", "BN", "INPUT.MIN_SIZE_TEST", 0))
-    assert detectron2_settings(unscaled, model).names == ("score_thresh", "detections")
+    assert detectron2_settings(unscaled, model).names == ("score_thresh", "detections", "soft_nms", "flip")
 
 
 def test_lines_are_keys_and_values_in_turns(tiny_config: Callable[..., Any]) -> None:
@@ -94,8 +433,17 @@ def test_lines_are_keys_and_values_in_turns(tiny_config: Callable[..., Any]) -> 
         *("MODEL.ROI_HEADS.SCORE_THRESH_TEST", "0.0005", "TEST.DETECTIONS_PER_IMAGE", "300"),
         *("INPUT.MIN_SIZE_TEST", "1128", "INPUT.MAX_SIZE_TEST", "1880"),
     ]
-    with pytest.raises(ConfigError, match="Detectron2's config has no key for 'flip'; it has for score_thresh"):
-        config_lines(cfg, {"flip": True})
+    views = {"flip": True, "multi_scale": True, "size": 1.19, "soft_nms": 0.0, "temperature": 1.0}
+    assert config_lines(cfg, views) == [
+        *("INPUT.MIN_SIZE_TEST", "952", "INPUT.MAX_SIZE_TEST", "1586", "TEST.AUG.ENABLED", "True"),
+        *("TEST.AUG.MIN_SIZES", "(800, 952, 1128)", "TEST.AUG.MAX_SIZE", "1880", "TEST.AUG.FLIP", "True"),
+    ]
+    with pytest.raises(ConfigError, match="Detectron2's config has no key for 'flips'; it has for score_thresh"):
+        config_lines(cfg, {"flips": True})
+    with pytest.raises(ConfigError, match=r"GeneralizedRCNN has no key for soft_nms: detect inside `with detectron2_"):
+        config_lines(cfg, {"flip": True, "soft_nms": 0.2})
+    with pytest.raises(ConfigError, match=r"RetinaNet has no key for flip: detect .*names=\['flip'\]\).applied\({"):
+        config_lines(tiny_config("fpn", "BN", *RETINANET), {"flip": True})
     with pytest.raises(ConfigError, match=r"MODEL\.META_ARCHITECTURE is FCOS; settings are known of GeneralizedRCNN"):
         config_lines(tiny_config("fpn", "BN", "MODEL.META_ARCHITECTURE", "FCOS"), {})
 
