@@ -154,7 +154,11 @@ def train(
     Further options are those of `train_supervised`.
     """
     batches = TensorBatches(part.x, part.y, config.batch_size, balanced=balanced)
-    steps = max(1, config.epochs * len(part) // config.batch_size)
-    options |= {"steps": steps, "lr": config.lr, "seed": seed, "augment": config.augment}
+    options |= {"steps": steps_of(config, part), "lr": config.lr, "seed": seed, "augment": config.augment}
     loss = classification_loss if target is None else loss_of(target)
     train_supervised(model, loss, batches, **options)
+
+
+def steps_of(config: ModelConfig | SecondRoundConfig, part: Split) -> int:
+    """Return the steps of a training on a part of the data."""
+    return max(1, config.epochs * len(part) // config.batch_size)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.classification.adapter import attach, tuned_part
 from metricopt_ext.classification.besides import besides
-from metricopt_ext.classification.classifier import classifier, train, untrained
+from metricopt_ext.classification.classifier import classifier, steps_of, train, untrained
 from metricopt_ext.classification.config import ClassificationConfig, TransferConfig
 from metricopt_ext.classification.data import stratified_parts
 from metricopt_ext.classification.groups import groups_of, metric_halves, strata
@@ -38,10 +38,12 @@ from metricopt_ext.classification.settings import classification_settings
 from metricopt_ext.classification.split_metric import batch_metric, check_part, model_metric, value_of
 from metricopt_ext.classification.splits import load_splits, target_in
 from metricopt_ext.classification.targets import Target, matching_offsets
+from metricopt_ext.data.images import jitter
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.parts import large_parts
 from metricopt_ext.data.rare import Rare, rare_groups
 from metricopt_ext.data.splits import PARTS, Splits
+from metricopt_ext.data.training import train_supervised
 from metricopt_ext.evidence.bootstrap import error_of, within_groups
 from metricopt_ext.evidence.contenders import along_path, at_each_budget, ending_at
 from metricopt_ext.evidence.correlation import CorrelationReport, correlation_report
@@ -51,6 +53,7 @@ from metricopt_ext.evidence.rivals import metricopt_result, planned
 from metricopt_ext.evidence.siblings import SiblingsConfig, learned_losses, plot_histories, training
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.second_round import run_second_round
+from metricopt_ext.methods.short_finetunes import Training
 from metricopt_ext.methods.siblings.training import TrainingTask
 from metricopt_ext.methods.tuning import finetune
 from metricopt_ext.search.optimizer import MetricOptStep
@@ -246,6 +249,10 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
     def start(self, name: str) -> Start | None:
         """Return one of `run_config.STARTS`, or None if it does not apply; see `Experiment.start`."""
         adapter, train = self.task.adapter, self.splits.train
+        if name == "soup_prior":
+            prior = self.start("prior")
+            soup = None if prior is None else self.start("soup")
+            return None if prior is None or soup is None else replace(soup, phi=prior.phi)
         if name in PRIORS:
             adjustment = prior_adjustment(adapter, self.target, train.y)
             return None if adjustment is None else Start(moved_by(adapter, PRIORS[name] * adjustment))
@@ -256,6 +263,28 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             return None
         offsets = matching_offsets(scores_at(adapter, self.task.origin(), train.x), shares)
         return Start(moved_by(adapter, offsets))
+
+    def training(self) -> Training:
+        """Return how the classifier was trained; images are jittered, unless only features of them are kept."""
+        settings, part = self.config.model, self.splits.train
+        grouped, seen = self.target.kind not in UNGROUPED, part.x.dim() == 4 and not self.config.adapter.keep_before
+
+        def batches(balanced: bool) -> TensorBatches:
+            return TensorBatches(part.x, part.y, min(settings.batch_size, len(part)), balanced=balanced)
+
+        def trained(model: nn.Module, batches: Batches, **options: Any) -> None:
+            more = {name: getattr(settings, name) for name in ("optimizer", "weight_decay", "bfloat16")}
+            train_supervised(model, loss_of(self.target), batches, augment=settings.augment and seen, **options, **more)
+
+        balanced = settings.balanced and grouped
+        return Training(
+            steps_of(settings, part),
+            settings.lr,
+            batches=batches(balanced),
+            rebalanced=batches(not balanced) if grouped else None,
+            augment=jitter if seen and self.target.kind != "segmentation" else None,
+            train=trained,
+        )
 
     @property
     def _metric(self) -> MetricSpec:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from metricopt_ext.data.halves import random_halves
 from metricopt_ext.data.rare import Rare
@@ -26,10 +26,12 @@ from metricopt_ext.detection.data import DetectionSplits, load_splits
 from metricopt_ext.detection.metric import ValueOn, detect_all, detector_metric, in_batches, rare_images, truth_of
 from metricopt_ext.detection.pictures import plot_detections, plot_proposals
 from metricopt_ext.detection.proposals import proposal_recall
-from metricopt_ext.detection.task import ExampleBatches, InputsOnDisk, detection_loss
+from metricopt_ext.detection.task import ExampleBatches, InputsOnDisk, detection_loss, jittered
 from metricopt_ext.detection.toolkit import Toolkit, told_inference
+from metricopt_ext.detection.train import train_detector
 from metricopt_ext.evidence.bootstrap import error_of, within_groups
 from metricopt_ext.evidence.experiment import Experiment, State, Subject
+from metricopt_ext.methods.short_finetunes import Training
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Settings
@@ -39,6 +41,7 @@ from metricopt_ext.utils.kept_outputs import KeptOutputs
 from metricopt_ext.utils.seeding import generator
 
 SHOWN = 6
+WARMUP = 5  # steps of a short finetune, whose model is trained already
 PROPOSALS = (10, 50, 100, 300)
 
 
@@ -143,6 +146,16 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         if not self.config.data.stream:
             inputs = list(inputs)
         return inputs, ExampleBatches(part, self.config.batch_size)
+
+    def training(self) -> Training:
+        """Return how the detector was trained."""
+        settings, toolkit = self.config.model, self.toolkit
+
+        def trained(model: nn.Module, batches: Batches, **options: Any) -> None:
+            train_detector(toolkit, model, batches, warmup=min(WARMUP, options["steps"] // 4), **options)
+
+        batches = ExampleBatches(self.splits.train, settings.batch_size)
+        return Training(max(1, settings.steps), settings.lr, batches=batches, augment=jittered, train=trained)
 
     def test_error(self, before: State, after: State) -> float:
         """Return the standard error of the test metric's difference between two states.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -192,3 +193,15 @@ def detection_loss(toolkit: Toolkit) -> Callable[[nn.Module, Sequence[Example]],
             return toolkit.loss(model, batch)
 
     return loss
+
+
+def jittered(batch: Sequence[Example], rng: torch.Generator) -> list[Example]:
+    """Return examples with other contrast, brightness and noise; their boxes stay."""
+    found = []
+    for example in batch:
+        x, draws = example.image.float(), torch.rand(3, generator=rng).tolist()
+        noise = torch.randn(x.shape, generator=rng).to(x.device)
+        mean = x.mean()
+        x = mean + (0.7 + 0.6 * draws[0]) * (x - mean) + 40 * (draws[1] - 0.5) + 12 * draws[2] * noise
+        found.append(Example(x.round().clamp(0, 255).to(example.image.dtype), example.truth))
+    return found

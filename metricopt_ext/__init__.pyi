@@ -24,8 +24,10 @@ from .methods.result import SearchDetails as SearchDetails
 from .methods.rounds import meta_train as meta_train
 from .methods.run_folder import load_run as load_run
 from .methods.search import Search as Search
+from .methods.short_finetunes import Training as Training
 from .methods.siblings.algorithm_s1 import AlgorithmS1 as AlgorithmS1
 from .methods.siblings.algorithm_s1 import LearnedDetails as LearnedDetails
+from .methods.soups import soup_starts as soup_starts
 from .methods.starts import batchnorm_start as batchnorm_start
 from .methods.trials import Trial as Trial
 from .methods.tuning import Tuned as Tuned

@@ -299,7 +299,7 @@ def train(
         model,
         loss,
         batches,
-        steps=max(1, settings.epochs * len(part) // (batches.classes * batches.samples)),
+        steps=steps_of(config, part, batches),
         lr=settings.lr,
         seed=seed,
         optimizer=settings.optimizer,
@@ -308,6 +308,11 @@ def train(
         checkpoint=checkpoint,
         watcher=watcher,
     )
+
+
+def steps_of(config: RetrievalConfig, part: Split, batches: ClassBatches) -> int:
+    """Return the steps of a training on a part of the data."""
+    return max(1, config.model.epochs * len(part) // (batches.classes * batches.samples))
 
 
 def attach(model: nn.Module, config: RetrievalConfig, seed: int) -> Adapter:

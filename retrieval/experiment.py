@@ -4,20 +4,24 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from metricopt_ext.data.halves import class_draws
+from metricopt_ext.data.images import jitter
 from metricopt_ext.data.parts import large_parts
 from metricopt_ext.data.rare import Rare, rare_groups
 from metricopt_ext.data.splits import PARTS, Splits
+from metricopt_ext.data.training import train_supervised
 from metricopt_ext.evidence.bootstrap import error_of, jackknife_error, of_groups
 from metricopt_ext.evidence.experiment import Experiment, State, Subject
 from metricopt_ext.evidence.method import Method
 from metricopt_ext.evidence.rivals import planned
 from metricopt_ext.evidence.run_config import memory_of
 from metricopt_ext.evidence.siblings import EmbedderSiblingsConfig, plot_histories, training
+from metricopt_ext.methods.short_finetunes import Training
 from metricopt_ext.methods.siblings.training import TrainingTask
 from metricopt_ext.retrieval.build import (
     attach,
@@ -28,6 +32,7 @@ from metricopt_ext.retrieval.build import (
     embed_with,
     embedder,
     load_splits,
+    steps_of,
     untrained,
 )
 from metricopt_ext.retrieval.cameras import CAMERA, Cameras, Seen, hits_across_cameras
@@ -139,6 +144,19 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
             )
             methods[name] = planned(sibling, 0, self.seed)
         return methods
+
+    def training(self) -> Training:
+        """Return how the embedder was trained; batches have all classes in equal shares, however it is."""
+        settings, part = self.config.model, self.splits.train
+        batches, loss = class_batches(part, self.config.loss), build_loss(self.config.loss)
+
+        def trained(model: nn.Module, batches: Batches, **options: Any) -> None:
+            more = {name: getattr(settings, name) for name in ("optimizer", "weight_decay", "augment")}
+            train_supervised(model, loss, batches, **options, **more)
+
+        return Training(
+            steps_of(self.config, part, batches), settings.lr, batches=batches, augment=jitter, train=trained
+        )
 
     def test_error(self, before: State, after: State) -> float | None:
         """Return the standard error of the test metric's difference between two states, None for too few classes.

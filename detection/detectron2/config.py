@@ -245,6 +245,8 @@ class Settings:
 
     Attributes:
         enabled: Whether phi is finetuned; False is ordinary training.
+        soup: How many checkpoints an ordinary training keeps, its last, over its second half at most; and how many a
+            search averages as a start, those beside MODEL.WEIGHTS. 0 for none; a training keeps all then.
         seed: At least 0; draws FiLM's matrices, the start, the observed steps, METRIC.IMAGES and what steps sample.
         classification_loss: Of the box head, in ordinary training too: the detector's own ``cross_entropy``, or ``ap``
             (`ap_loss.ap_loss`).
@@ -260,6 +262,7 @@ class Settings:
     """
 
     enabled: bool = False
+    soup: int = 0
     seed: int = 0
     classification_loss: ClassificationLoss = "cross_entropy"
     datasets: DatasetsNode = DatasetsNode()
@@ -271,7 +274,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Check the keys against each other."""
-        _check_least(0, seed=self.seed)
+        _check_least(0, seed=self.seed, soup=self.soup)
+        if self.soup == 1:
+            raise ConfigError("METRICOPT.SOUP is 1; it must be at least 2 checkpoints, or 0")
         _check_choice(ClassificationLoss, classification_loss=self.classification_loss)
         if self.metric.evals > self.finetune.steps + 1:
             raise ConfigError(

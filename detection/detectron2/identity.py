@@ -18,7 +18,10 @@ OF_ONE_RUN = {
     *(f"METRICOPT.META.{name}" for name in ("ROUND", "INDEX")),
 }
 # Where and how long, not what: no influence on a trajectory.
-WITHOUT_INFLUENCE = ("MODEL.DEVICE", "METRICOPT.META.TRAJECTORIES", "METRICOPT.META.ROUNDS", "METRICOPT.SEARCH.")
+WITHOUT_INFLUENCE = (
+    *("MODEL.DEVICE", "METRICOPT.META.TRAJECTORIES", "METRICOPT.META.ROUNDS", "METRICOPT.SEARCH."),
+    "METRICOPT.SOUP",  # a search knows its starts by what they are
+)
 
 
 def identity_of_run(cfg: CfgNode) -> dict[str, Any]:

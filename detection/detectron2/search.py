@@ -1,5 +1,6 @@
 """Searches for phi with what a trainer class of Detectron2's has: its data loader, its loss and its evaluator."""
 
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -24,14 +25,17 @@ from metricopt_ext.detection.detectron2.weights import load_weights
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
+from metricopt_ext.methods.soups import soup_starts
 from metricopt_ext.tasks.metric import Query
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.identity import claim
 from metricopt_ext.utils.modes import in_mode
 from metricopt_ext.utils.seeding import generator, seeded_streams
+from metricopt_ext.utils.words import counted
 
 FOLDER, MERGED = "search", "model_merged.pth"  # in OUTPUT_DIR
+NUMBERED = re.compile(r"model_\d+\.pth")  # what Detectron2 calls the checkpoints of a training
 
 
 def search(cfg: CfgNode, resume: bool = False, trainer_class: type[MetricOptTrainer] = MetricOptTrainer) -> Result:
@@ -42,6 +46,8 @@ def search(cfg: CfgNode, resume: bool = False, trainer_class: type[MetricOptTrai
     ``FINETUNE.VALUE_FUNCTION`` can name, ``adapter.safetensors``, and what ``resume`` needs; ``OUTPUT_DIR`` receives
     ``model_merged.pth``, the detector that the guard kept, with phi in its weights. ``DATASETS.TEST`` is evaluated
     once, there.
+
+    With ``METRICOPT.SOUP``, the average of the detector's last checkpoints is a start too, which costs a query.
 
     Several processes evaluate several phi at once, each as if it were alone; what is found is the same.
 
@@ -60,7 +66,8 @@ def search(cfg: CfgNode, resume: bool = False, trainer_class: type[MetricOptTrai
     check_detector(cfg, settings, "a search")
     check_trainer(trainer_class)
     queries, strategy = settings.search.queries, settings.search.build()
-    least = strategy.least_queries(settings.film.dim)
+    checkpoints = checkpoints_beside(cfg.MODEL.WEIGHTS, settings.soup)
+    least = strategy.least_queries(settings.film.dim, 1 + bool(checkpoints))
     if queries < least:
         raise ConfigError(
             f"METRICOPT.SEARCH.QUERIES is {queries}; with METRICOPT.FILM.DIM {settings.film.dim} it must be at least"
@@ -91,6 +98,7 @@ def search(cfg: CfgNode, resume: bool = False, trainer_class: type[MetricOptTrai
                 task,
                 queries=queries,
                 strategy=strategy,
+                starts=soup_starts(task, checkpoints, kinds=("uniform",)) if checkpoints else None,
                 seed=settings.seed,
                 output_dir=folder / FOLDER,
                 resume=resume,
@@ -112,6 +120,27 @@ def _claim(folder: Path, identity: dict[str, Any], resume: bool) -> None:
             f"{folder} already holds a search: add --resume to continue it, or use another OUTPUT_DIR"
         )
     claim(folder / "trainer.json", identity)
+
+
+def checkpoints_beside(weights: str, count: int) -> list[Path]:
+    """Return the last checkpoints of the training that a detector is from, ``model_NUMBER.pth`` beside it.
+
+    Args:
+        weights: The detector's file.
+        count: How many, at most; 0 for none.
+
+    Raises:
+        ConfigError: There are fewer than two.
+    """
+    if not count:
+        return []
+    found = sorted(path for path in Path(weights).parent.glob("model_*.pth") if NUMBERED.fullmatch(path.name))[-count:]
+    if len(found) < 2:
+        raise ConfigError(
+            f"METRICOPT.SOUP is {count}, but MODEL.WEIGHTS={weights} has {counted(len(found), 'checkpoint')} of its"
+            " training beside it, model_0000099.pth and the like; train it with METRICOPT.SOUP, or set that to 0"
+        )
+    return found
 
 
 def _config_of(cfg: CfgNode) -> CfgNode:

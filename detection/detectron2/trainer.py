@@ -181,6 +181,10 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
         stock: list[HookBase] = super().build_hooks()
         settings = metricopt_settings(self.cfg)
         if not settings.enabled:
+            for hook in stock:
+                if isinstance(hook, PeriodicCheckpointer) and settings.soup:
+                    hook.period = min(hook.period, max(1, self.cfg.SOLVER.MAX_ITER // (2 * settings.soup)))
+                    hook.max_to_keep = settings.soup
             return stock
         for hook in stock:
             if isinstance(hook, PeriodicCheckpointer):

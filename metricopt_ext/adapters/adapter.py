@@ -313,7 +313,8 @@ class Adapter:
 
         Every host can save, export and serve it, and it costs nothing at inference. What a start replaced stays.
         Returns the model. Offsets of logits give a layer without a bias one. Where the host's own function will leave
-        out what phi was folded into, as PEFT's ``save_pretrained`` does with norms, a UserWarning says so.
+        out what phi was folded into, or what a start replaced, as PEFT's ``save_pretrained`` does with norms, a
+        UserWarning says so.
 
         Raises:
             AdapterError: A modulated layer shares its weight with another, or computes it; nothing is changed.
@@ -323,9 +324,13 @@ class Adapter:
             for name, (layer, modulation) in zip(self.layers, self.modulations(), strict=True)
             for key in modulation.merges_into
         }
+        if not bool(self.phi.any()):
+            merged = {}  # nothing changes there
         added = [name for name, tensor in merged.items() if tensor is None]
         merged = {name: tensor for name, tensor in merged.items() if tensor is not None}
-        if bool(self.phi.any()):  # before the merge, after which nothing can be undone
+        own = {name: tensor for each in self._own().values() for name, tensor in each.items()}
+        merged |= {name: own[name] for name in self.context.originals}
+        if merged or added:  # before the merge, after which nothing can be undone
             for message in (*left_out(self.model, merged), *not_read(self.model, added)):
                 warnings.warn(message, stacklevel=2)
         return self._merge()

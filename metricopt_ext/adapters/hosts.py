@@ -22,8 +22,9 @@ def left_out(model: nn.Module, merged: Mapping[str, Tensor]) -> Iterator[str]:
     """
     if lost := _by_peft(model, merged):
         yield (
-            f"PEFT's save_pretrained saves its own weights and modules_to_save alone, so phi in {shortened(lost)} will"
-            " be lost; save model.merge_and_unload(), or name these layers in modules_to_save before training"
+            f"PEFT's save_pretrained saves its own weights and modules_to_save alone, so what was tuned in"
+            f" {shortened(lost)} will be lost; save model.merge_and_unload(), or name these layers in modules_to_save"
+            " before training"
         )
     elif lost := [name for name in merged if any(_of(module, "loralib") for module in model.modules())]:
         yield (

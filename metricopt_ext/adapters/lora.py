@@ -57,7 +57,7 @@ def lora_layers(model: nn.Module, adapter_name: str | None = None) -> list[str]:
         AdapterError: There is none, or another is active, or several are; they are merged already; or a factor on B
             can't be merged, as with DoRA.
     """
-    layers = dict(_adapted(model))
+    layers = dict(adapted_layers(model))
     if not layers:
         raise AdapterError(
             f"{type(model).__name__} has no layer that PEFT has adapted by LoRA; use peft.get_peft_model, or load the"
@@ -86,7 +86,7 @@ def lora_layers(model: nn.Module, adapter_name: str | None = None) -> list[str]:
     return found
 
 
-def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the layers that PEFT has adapted by LoRA, by name; PEFT itself need not be imported for that."""
     for name, module in model.named_modules():
         kinds = type(module).__mro__

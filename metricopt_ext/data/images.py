@@ -389,6 +389,25 @@ def flip_and_shift(x: Tensor, rng: torch.Generator, pixels: int = 4) -> Tensor:
     return padded[image, rows[:, :, None], columns[:, None, :]].movedim(-1, 1)
 
 
+def jitter(batch: tuple[Tensor, Tensor], rng: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Change the contrast of each image, add noise, and shift the whole batch by a pixel at most: no flips, no turns.
+
+    Args:
+        batch: Images, ``n x c x h x w``, of any range or bytes, and labels.
+        rng: Draws contrasts within 30%, and noise of a deviation of up to a quarter of the images' own.
+    """
+    x, y = batch
+    each = (len(x), 1, 1, 1)
+    values = x.float()
+    mean, spread = values.mean((1, 2, 3), keepdim=True), values.std()
+    contrast, noisy = (torch.rand(each, generator=rng).to(x.device) for _ in range(2))
+    noise = torch.randn(x.shape, generator=rng).to(x.device)
+    shift = torch.randint(-1, 2, (2,), generator=rng).tolist()
+    values = mean + (0.7 + 0.6 * contrast) * (values - mean) + 0.25 * spread * noisy * noise
+    values = values.roll(shift, (2, 3))
+    return values.to(x.dtype) if x.is_floating_point() else values.round().clamp(0, 255).to(x.dtype), y
+
+
 def _chosen(
     path: Path, entries: Iterable[str], limit_per_class: int | None, depth: int
 ) -> tuple[list[str], Tensor, tuple[str, ...]]:

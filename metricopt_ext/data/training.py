@@ -21,7 +21,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 def train_supervised(
     model: nn.Module,
-    loss: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor],
+    loss: Callable[[nn.Module, Any], Tensor],
     batches: Callable[[int, int, int], Any],
     *,
     steps: int,
@@ -40,8 +40,8 @@ def train_supervised(
 
     Args:
         model: Changed in place.
-        loss: ``loss(model, (x, y)) -> scalar``.
-        batches: ``batches(seed, 0, step)`` returns the inputs and labels of a step.
+        loss: ``loss(model, batch) -> scalar``.
+        batches: ``batches(seed, 0, step)`` returns the batch of a step; to be augmented, inputs and labels.
         steps: Number of steps, at least 1.
         lr: Peak learning rate.
         seed: Seed of batches and augmentation.
@@ -63,14 +63,15 @@ def train_supervised(
     settings = {"optimizer": optimizer, "lr": lr, "seed": seed, "weight_decay": weight_decay}
     settings |= {"augment": augment, "bfloat16": bfloat16}
     state = TrainingState(model, descent, steps, settings, checkpoint, watcher)
-    schedule.last_epoch = len(state.losses)
+    schedule.last_epoch, device = len(state.losses), next(model.parameters()).device
     model.train()
     for step in state.steps_left():
-        x, y = batches(seed, 0, step)
+        batch = batches(seed, 0, step)
         if augment:
-            x = flip_and_shift(x, generator(seed, "augment", step))
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=bfloat16):
-            value = loss(model, (x, y))
+            x, y = batch
+            batch = flip_and_shift(x, generator(seed, "augment", step)), y
+        with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
+            value = loss(model, batch)
         descent.zero_grad()
         value.backward()
         descent.step()

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from metricopt_ext.data.reading import HEADER as COLUMNS
-from metricopt_ext.evidence.experiment import Experiment
+from metricopt_ext.evidence.experiment import SOUP_FOLDER, Experiment
 from metricopt_ext.evidence.method import METHODS, check_known, now
-from metricopt_ext.evidence.run_config import RunConfig
+from metricopt_ext.evidence.run_config import SHARE, SOUP, SOUPS, RunConfig
 from metricopt_ext.evidence.style import direction, print_points, print_table
 from metricopt_ext.methods.paper import END_QUERIES, Algorithm1
 from metricopt_ext.methods.recipe import Recipe
@@ -27,7 +27,7 @@ from metricopt_ext.utils import ranks
 from metricopt_ext.utils.machine import deterministic
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.threads import num_threads
-from metricopt_ext.utils.words import counted, duration
+from metricopt_ext.utils.words import and_more, counted, duration
 
 LANDSCAPE = 169  # evaluations for the picture of the first seed's landscape
 TRAINING = 10.0  # seconds for which a model is trained at most
@@ -109,7 +109,9 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at
     unknown = [name for name in methods if METHODS[name].kind == "queries" and name not in {*rivals, "metricopt"}]
     more, widened = besides(config, methods, strategy), of_more_inference(config)
     asked = (work.queries + sum(rivals.values()) + more.queries + widened) * query
-    seconds = prepared + asked + (work.steps + more.steps) * one + work.wide * wide
+    soups = config.method.name == "search" and any(name in SOUPS for name in config.starts)
+    again = SOUP * SHARE * prepared if soups else 0.0
+    seconds = prepared + again + asked + (work.steps + more.steps) * one + work.wide * wide
 
     rows = [
         ("seeds", f"{config.seeds} ({config.seed} to {config.seed + config.seeds - 1}), {at_once} at a time"),
@@ -204,6 +206,9 @@ def planned(
         ("design", f"{counted(design, 'query')} around the best of these"),
         ("batches", f"about {batches} of {strategy.batch} queries, and a query for the end"),
     ]
+    if soups := [name for name in config.starts if name in SOUPS]:
+        finetunes = f"{SOUP} finetunes of the model, {SHARE:.0%} of its training each: {SOUP * SHARE:.0%} more training"
+        rows.insert(1, (and_more(soups), finetunes))
     steps = config.finetune.steps if "loss_finetune" in config.starts else 0
     return rows, Work(config.queries, steps, waves(GRADIENTS), min(GRADIENTS, population))
 
@@ -258,6 +263,8 @@ def files_of_seed(config: RunConfig, own: tuple[str, ...]) -> list[str]:
     names = ["identity.json", "evaluations.json", ADAPTER, "value_function.safetensors", "record.json"]
     if config.method.name != "search":
         names.insert(2, "trajectories")
+    elif any(name in SOUPS for name in config.starts):
+        names.append(SOUP_FOLDER)
     if config.settings is not None:
         names.insert(names.index(ADAPTER), INFERENCE)
     return [*names, *own]

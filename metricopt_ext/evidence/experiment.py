@@ -22,13 +22,16 @@ from metricopt_ext.evidence.contenders import along_path, loss_path, usual_conte
 from metricopt_ext.evidence.correlation import CorrelationReport
 from metricopt_ext.evidence.events import query_events
 from metricopt_ext.evidence.method import Contender, End, Method
+from metricopt_ext.evidence.passes import CountedTask
 from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.evidence.rivals import metricopt_result, usual_methods
-from metricopt_ext.evidence.run_config import RunConfig, SettingsConfig
+from metricopt_ext.evidence.run_config import SHARE, SOUP, RunConfig, SettingsConfig
 from metricopt_ext.methods.more_inference import MoreInference, more_inference
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.setting_lines import setting_lines
-from metricopt_ext.methods.starts import batchnorm_start
+from metricopt_ext.methods.short_finetunes import Training
+from metricopt_ext.methods.soups import soup_starts
+from metricopt_ext.methods.starts import batchnorm_start, has_batchnorm
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Settings
@@ -37,6 +40,8 @@ from metricopt_ext.utils import ranks
 from metricopt_ext.utils.files import save_checkpoint
 from metricopt_ext.utils.machine import Machine
 from metricopt_ext.utils.progress import Several, Watcher
+
+SOUP_FOLDER = "soup"  # of a seed's folder, if a start is a soup
 
 Config = TypeVar("Config", bound=RunConfig)
 
@@ -169,7 +174,31 @@ class Experiment(ABC, Generic[Config]):
             return Start(loss_path(self.task, self.config.finetune, self.seed)[-1])
         if name == "batchnorm":
             return batchnorm_start(self.task, self.validation()[0])
+        return self._soup(recalibrated=name == "soup_batchnorm") if name in ("soup", "soup_batchnorm") else None
+
+    def training(self) -> Training | None:
+        """Return how the model was trained, for the finetunes of a soup; None where a task has no soups."""
         return None
+
+    def _soup(self, recalibrated: bool) -> Start | None:
+        """Return the mean of short finetunes, kept in the folder; or None if there is no BatchNorm to re-estimate."""
+        training = self.training()
+        if training is None or (recalibrated and not has_batchnorm(self.task.adapter.model)):
+            return None
+        if isinstance(self.task, CountedTask) and not (self.folder / SOUP_FOLDER).exists():
+            self.task.losses.count += SOUP * training.share_of(SHARE)
+        (start,) = soup_starts(
+            self.task,
+            finetunes=SOUP,
+            training=training,
+            share=SHARE,
+            kinds=("uniform",),
+            recalibrate=self.validation()[0] if recalibrated else None,
+            seed=self.seed,
+            output_dir=self.folder / SOUP_FOLDER,
+            watcher=self.watcher,
+        ).values()
+        return start
 
     @classmethod
     def contenders(cls, config: Any, subject: "Experiment[Any] | None" = None) -> dict[str, Contender]:

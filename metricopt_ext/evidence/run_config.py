@@ -40,7 +40,10 @@ from metricopt_ext.utils.checks import check_above, check_finite, check_integer
 from metricopt_ext.utils.config import as_plain, config_section, known_keys
 from metricopt_ext.utils.words import nearest
 
-STARTS = ("loss_finetune", "batchnorm", "prior", "prior_twice", "thresholds")
+SOUPS = ("soup", "soup_batchnorm", "soup_prior")
+STARTS = ("loss_finetune", "batchnorm", "prior", "prior_twice", "thresholds", *SOUPS)
+ASKED_FOR = ("thresholds", *SOUPS)  # those that are no default
+SOUP, SHARE = 6, 0.1  # finetunes of a soup, and the share of the training that each repeats
 MEMORY_GIB = MEMORY / 2**30
 VARIANTS = ("metricopt_paper", "metricopt_learned")  # the paper's own forms, run beside MetricOpt
 USUAL = "usual"  # settings that are worth it, in place of their names
@@ -191,8 +194,10 @@ class RunConfig:
     # What the search may begin from besides the model as it is, where it applies; each costs a query. loss_finetune,
     # batchnorm (re-estimated on the validation inputs), prior and prior_twice (classifiers with outputs in phi: logits
     # adjusted by the class shares, with strength 1 and 2), thresholds (of several labels, or cut points of ranks, with
-    # outputs in phi: those at which as many train examples are predicted as there are; on where data.kind has them).
-    starts: list[str] = field(default_factory=lambda: [each for each in STARTS if each != "thresholds"])
+    # outputs in phi: those at which as many train examples are predicted as there are; on where data.kind has them),
+    # soup (the mean of six finetunes of the whole model by a tenth of its training each: 60% more training),
+    # soup_batchnorm and soup_prior (the same with that besides).
+    starts: list[str] = field(default_factory=lambda: [each for each in STARTS if each not in ASKED_FOR])
     queries: int = 600  # MetricOpt's metric queries in total
     population: int | None = None  # tasks computed together; null: as many of 1, 4, 16, 32 as fit, if it can be
     best_evals: int = 51  # queries of the rival "loss finetune + best"

@@ -93,7 +93,7 @@ def reestimate_batchnorm(model: nn.Module, inputs: Iterable[Any]) -> nn.Module |
     copied = copy.deepcopy(model)
     if hasattr(copied, CONTEXT_NAME):
         Adapter(copied).remove()
-    norms = [module for module in copied.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    norms = _norms(copied)
     if not norms:
         return None
     copied.eval()  # dropout in particular must not disturb the statistics
@@ -110,6 +110,15 @@ def reestimate_batchnorm(model: nn.Module, inputs: Iterable[Any]) -> nn.Module |
         if norm.num_batches_tracked == 0:
             norm.load_state_dict(state)
     return copied.eval()
+
+
+def has_batchnorm(model: nn.Module) -> bool:
+    """Whether a model has BatchNorm, whose statistics could be others."""
+    return bool(_norms(model))
+
+
+def _norms(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
+    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
 
 
 def best_start(task: FinetuneTask, starts: Mapping[str, Start]) -> tuple[str, dict[str, Evaluation]]:

@@ -72,13 +72,14 @@ class CheckpointFile:
         return replaced
 
 
-def read_checkpoint(path: str | Path, entry: str | None = None) -> CheckpointFile:
+def read_checkpoint(path: str | Path, entry: str | None = None, option: str = "--entry") -> CheckpointFile:
     """Read a file of safetensors or of ``torch.save``; no code in it is run.
 
     Args:
         path: The file.
         entry: The state dict's key in a file of torch, with dots into further dictionaries; None to find it: the file
             itself, or the one of `ENTRIES` that it has.
+        option: What names the entry, for messages.
 
     Raises:
         FileFormatError: The file is truncated, or holds more than tensors, numbers and text, and an unpickler that runs
@@ -89,13 +90,13 @@ def read_checkpoint(path: str | Path, entry: str | None = None) -> CheckpointFil
     path = Path(path)
     if path.suffix == SAFETENSORS:
         if entry is not None:
-            raise DataError(f"--entry {brief(entry)}: {path} is of safetensors, which has tensors alone; leave it out")
+            raise DataError(f"{option} {brief(entry)}: {path} is of safetensors, which has tensors alone; leave it out")
         return _Safetensors(path)
     if path.suffix not in (*TORCH, *PICKLES):
         kinds = ", ".join([SAFETENSORS, *TORCH])
         what = "is a folder; name its file" if path.is_dir() else f"ends in {brief(path.suffix)}; it must be a file"
         raise DataError(f"{path} {what} of one of the kinds {kinds}")
-    return _Torch(path, entry)
+    return _Torch(path, entry, option)
 
 
 class _Safetensors(CheckpointFile):
@@ -151,10 +152,10 @@ DTYPES = {
 class _Torch(CheckpointFile):
     """Held in memory; to write it, what is replaced is put in place for a while, so that storages stay shared."""
 
-    def __init__(self, path: Path, entry: str | None) -> None:
+    def __init__(self, path: Path, entry: str | None, option: str) -> None:
         self.path = path
         self._content = torch_content(path)
-        self.entry, self._state = state_dict_in(path, self._content, entry)
+        self.entry, self._state = state_dict_in(path, self._content, entry, option)
         tensors = {key: value for key, value in self._state.items() if isinstance(value, Tensor)}
         self.shapes = {key: tuple(value.shape) for key, value in tensors.items()}
         self.dtypes = {key: value.dtype for key, value in tensors.items()}

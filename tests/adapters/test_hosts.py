@@ -117,7 +117,7 @@ def peft_model(**options: Any) -> Any:
 def test_peft_saves_no_norms(tmp_path: Any) -> None:
     model, x = peft_model(), torch.randn(5, 4)
     (message,) = warnings_of_merging(model)
-    assert "phi in ['base_model.model.norm.weight', 'base_model.model.norm.bias'] will be lost" in message
+    assert "what was tuned in ['base_model.model.norm.weight', 'base_model.model.norm.bias'] will be lost" in message
     assert "save model.merge_and_unload(), or name these layers in modules_to_save" in message
     tuned = model(x)
     model.save_pretrained(tmp_path)
@@ -141,7 +141,7 @@ def test_peft_saves_modules_to_save(tmp_path: Any) -> None:
 
 def test_the_part_within_a_peft_model() -> None:
     (message,) = warnings_of_merging(peft_model().base_model.model)
-    assert "phi in ['norm.weight', 'norm.bias'] will be lost" in message
+    assert "what was tuned in ['norm.weight', 'norm.bias'] will be lost" in message
 
 
 def test_a_bias_that_from_pretrained_does_not_read_is_told() -> None:

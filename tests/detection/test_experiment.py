@@ -2,17 +2,19 @@
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 pytest.importorskip("torchvision")
 
 from metricopt_ext.adapters.attach import attach_input_bias
-from metricopt_ext.detection.config import DetectionConfig
+from metricopt_ext.detection.config import DataConfig, DetectionConfig, DetectorAdapterConfig, ModelConfig
 from metricopt_ext.detection.experiment import DetectionExperiment
 from metricopt_ext.detection.records import Detections, DetectionSet
 from metricopt_ext.detection.task import load_examples
@@ -57,3 +59,26 @@ def test_the_error_of_an_ap50s_difference_is_that_of_images(squares: Callable[..
     error = experiment.test_error(all_found, some_found)
     assert error == pytest.approx(math.sqrt(share * (1 - share) / n), rel=0.2)  # 200 resamples: ± 5%
     assert experiment.test_error(some_found, some_found) == 0
+
+
+@pytest.mark.slow
+def test_a_soup_is_a_start_where_it_is_asked_for(tmp_path: Path) -> None:
+    config = DetectionConfig(
+        data=DataConfig(name="scenes", images=[8, 4, 4]),
+        model=ModelConfig(name="small_fpn", min_size=64, max_size=64, proposals=20, steps=10, batch_size=2, lr=0.01),
+        adapter=DetectorAdapterConfig(dim=2),
+        starts=["soup"],
+        device="cpu",
+    )
+    experiment = DetectionExperiment(config, tmp_path, 3)
+    base = {name: value.clone() for name, value in experiment.task.adapter.base_state_dict().items()}
+    start = experiment.starts()["soup"]
+    files = sorted((tmp_path / "soup").glob("finetune-?.safetensors"))
+    states = [load_file(file) for file in files]
+    assert len(states) == 6
+    for name, value in start.parameters.items():
+        assert torch.equal(value, torch.stack([state[name].double() for state in states]).mean(0).float()), name
+    assert len(start.parameters) > 10
+    now = experiment.task.adapter.base_state_dict()
+    assert all(torch.equal(value, now[name]) for name, value in base.items())
+    assert experiment.training().steps == 10

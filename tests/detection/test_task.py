@@ -19,7 +19,7 @@ from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.data import streamed, training_state
 from metricopt_ext.detection import records
 from metricopt_ext.detection.records import Annotated, DetectionSet
-from metricopt_ext.detection.task import ExampleBatches, detection_loss, load_examples
+from metricopt_ext.detection.task import ExampleBatches, detection_loss, jittered, load_examples
 from metricopt_ext.detection.toolkit import Example, images_in
 from metricopt_ext.detection.torchvision_toolkit import PLACEMENTS, TorchvisionToolkit
 from metricopt_ext.detection.train import train_detector
@@ -293,3 +293,15 @@ def test_images_in_a_zip_file_are_read_from_one_handle(
     for one, other in zip(images_in(disk), memory, strict=True):
         assert torch.equal(one, other.image)
     assert opened == []
+
+
+def test_jittered_examples_are_bytes_in_other_light_with_the_same_boxes() -> None:
+    batch = squares(3)
+    first, again = (jittered(batch, torch.Generator().manual_seed(1)) for _ in range(2))
+    for old, new, same in zip(batch, first, again, strict=True):
+        assert new.truth is old.truth
+        assert (new.image.dtype, new.image.shape) == (torch.uint8, old.image.shape)
+        assert torch.equal(new.image, same.image)
+        assert not torch.equal(new.image, old.image)
+        both = torch.stack([old.image.float().flatten(), new.image.float().flatten()])
+        assert float(torch.corrcoef(both)[0, 1]) > 0.9

@@ -101,6 +101,10 @@ def test_it_evaluates_the_metric_twice_charges_nothing_and_writes_nothing(
             ],
         ),
         (
+            {"starts": ["batchnorm", "soup"]},
+            ["starts 3 at most", "soup 6 finetunes of the model, 10% of its training each: 60% more training"],
+        ),
+        (
             {"method": RECIPE, "methods": ["metricopt_paper"], "paper": PaperSettings(evals=3, learner="ridge")},
             [
                 "seeds 2 (3 to 4), 1 at a time",

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.classification.config import (
@@ -28,10 +29,12 @@ from metricopt_ext.evidence.dry_run import dry_run
 from metricopt_ext.evidence.experiment import State, run_seed
 from metricopt_ext.evidence.method import Begun
 from metricopt_ext.evidence.method_config import FinetuneConfig, PaperConfig, RecipeConfig, SearchConfig
+from metricopt_ext.evidence.passes import counting
 from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.evidence.run_config import EvaluationConfig
 from metricopt_ext.methods.starts import with_start
 from metricopt_ext.utils.parallel import run_seeds
+from metricopt_ext.utils.progress import Watcher
 
 
 def without_seconds(record: SeedRecord) -> SeedRecord:
@@ -110,6 +113,73 @@ def test_a_comparison_finetunes_on_validation_labels_as_the_tool_does(tmp_path: 
     assert contender.least(experiment.task.dim) == 0
     (elsewhere,) = contender.run(experiment.task, Begun.at(torch.ones_like(one.end)), [1], 3)
     assert not torch.equal(elsewhere.end, one.end)
+
+
+def with_soups(*more: str) -> ClassificationConfig:
+    return ClassificationConfig(
+        data=DataConfig(name="digits"),
+        model=ModelConfig(name="small_cnn", epochs=2, lr=0.01, balanced=True),
+        adapter=ClassifierAdapterConfig(layers=["norm*"], dim=3, outputs=True),
+        metric=MetricConfig(name="accuracy"),
+        finetune=FinetuneConfig(2, 0.1),
+        starts=["soup", *more],
+        queries=14,
+        pictures=False,
+    )
+
+
+def test_a_soup_is_a_start_where_it_is_asked_for_kept_in_the_seeds_folder(tmp_path: Path) -> None:
+    experiment = ClassificationExperiment(with_soups("soup_batchnorm", "soup_prior"), tmp_path, 3)
+    starts, base = experiment.starts(), experiment.task.adapter.base_state_dict()
+    assert list(starts) == ["soup", "soup_batchnorm", "soup_prior"]
+    assert experiment.task.metric.ledger.spent == 0
+    files = sorted((tmp_path / "soup").glob("finetune-*.safetensors"))
+    assert len(files) == 6
+    states = [load_file(file) for file in files]
+    for name, value in base.items():
+        if value.is_floating_point():
+            mean = torch.stack([state[name].double() for state in states]).mean(0).to(value.dtype)
+            assert torch.equal(starts["soup"].replaced[name], mean), name
+    recalibrated, prior = starts["soup_batchnorm"], starts["soup_prior"]
+    assert recalibrated.parameters.keys() == starts["soup"].parameters.keys()
+    assert not recalibrated.replaces_the_same(starts["soup"])
+    assert prior.replaces_the_same(starts["soup"])
+    assert torch.equal(prior.phi, experiment.start("prior").phi)  # type: ignore[union-attr]
+    training = experiment.training()
+    assert training.steps == max(1, 2 * len(experiment.splits.train) // experiment.config.model.batch_size)
+    assert (training.rebalanced is not None, training.augment is not None) == (True, True)
+
+
+def test_a_comparison_counts_the_passes_of_a_soup_once(tmp_path: Path) -> None:
+    experiment = ClassificationExperiment(with_soups("soup_batchnorm"), tmp_path, 3)
+    experiment.task = counted = counting(experiment.task)
+    experiment.starts()
+    assert counted.losses.count == 6 * experiment.training().share_of(0.1)
+
+
+def test_a_run_with_a_soup_ends_and_is_resumed(tmp_path: Path) -> None:
+    config = with_soups()
+    record = run_seed(ClassificationExperiment, config, tmp_path, False, 3, Watcher())
+    assert (tmp_path / "seed-3" / "soup" / "finetune-5.safetensors").exists()
+    assert record.outcomes["metricopt"][-1].queries_total <= 14
+    (tmp_path / "seed-3" / "record.json").unlink()
+    again = run_seed(ClassificationExperiment, config, tmp_path, True, 3, Watcher())
+    assert without_seconds(again).outcomes == without_seconds(record).outcomes
+
+
+def test_tables_have_soups_without_augmentation_and_quantities_without_balance(tmp_path: Path) -> None:
+    training = ClassificationExperiment(tiny(), tmp_path / "a", 3).training()
+    assert training.augment is None
+    assert training.rebalanced is not None
+    config = replace(
+        tiny(),
+        data=DataConfig(name="diabetes", kind="regression", standardise=True),
+        metric=MetricConfig(name="rmse"),
+        starts=["soup"],
+    )
+    experiment = ClassificationExperiment(config, tmp_path / "b", 3)
+    assert experiment.training().rebalanced is None
+    assert experiment.starts().keys() == {"soup"}
 
 
 METHODS = {"search": SearchConfig(), "recipe": tiny().method, "paper": PaperConfig(evals=2)}

@@ -105,3 +105,18 @@ def test_the_error_of_another_metric_is_that_of_classes_left_out(tmp_path: Path)
     assert experiment.test_error(before, before) == 0
     experiment.splits = replace(experiment.splits, test=Split(part.x[:4], torch.tensor([0, 0, 1, 1])))
     assert experiment.test_error(before, after) is None
+
+
+def test_a_soup_is_a_start_where_it_is_asked_for(tmp_path: Path) -> None:
+    config = load_config(RetrievalConfig, DIGITS, [*TINY, "starts=[soup,soup_batchnorm]"])
+    config.check()
+    experiment = RetrievalExperiment(config, tmp_path, 3)
+    starts = experiment.starts()
+    assert list(starts) == ["soup", "soup_batchnorm"]
+    assert len(list((tmp_path / "soup").glob("finetune-?.safetensors"))) == 6
+    assert all(parameters for parameters in (each.parameters for each in starts.values()))
+    training, part = experiment.training(), experiment.splits.train
+    assert training.rebalanced is None
+    assert training.augment is not None
+    batches = experiment.task.batches
+    assert training.steps == max(1, len(part) // (batches.classes * batches.samples))

@@ -279,3 +279,36 @@ def test_what_a_search_refuses(
     with pytest.raises(error, match=message):
         search(cfg, trainer_class=trainer_class)
     assert Known.evaluated == 0
+
+
+# --- A start from the detector's own training ---------------------------------------------------------------------
+
+
+def test_a_training_keeps_its_last_checkpoints_and_a_search_begins_from_their_average(
+    to_search: Callable[..., Any], tmp_path: Path
+) -> None:
+    folder = tmp_path / "trained"
+    training = to_search("METRICOPT.SOUP", 2, "SOLVER.MAX_ITER", 8, "OUTPUT_DIR", str(folder))
+    trainer = MetricOptTrainer(training)
+    trainer.resume_or_load(resume=False)
+    trainer.train()
+    kept = ["model_0000005.pth", "model_0000007.pth"]
+    assert sorted(path.name for path in folder.glob("model_*.pth")) == [*kept, "model_final.pth"]
+
+    cfg = to_search("METRICOPT.SOUP", 2)
+    cfg.MODEL.WEIGHTS = str(folder / "model_final.pth")
+    run = search(cfg)
+    assert list(run.starts) == ["start", "uniform_soup"]
+    states = [torch.load(folder / name, weights_only=True)["model"] for name in kept]
+    soup = next(start for name, start in run.candidates.items() if name == "uniform_soup")
+    for name, value in soup.parameters.items():
+        assert torch.equal(value, torch.stack([each[name].double() for each in states]).mean(0).float()), name
+    assert "backbone.fpn_lateral2.weight" in soup.parameters
+    assert search(cfg, resume=True).after == run.after
+
+
+def test_a_search_without_such_checkpoints_says_what_to_do(to_search: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match=r"METRICOPT\.SOUP is 3, but .* has 0 checkpoints .* or set that to 0"):
+        search(to_search("METRICOPT.SOUP", 3))
+    with pytest.raises(ConfigError, match=r"METRICOPT\.SOUP is 1; it must be at least 2 checkpoints, or 0"):
+        search(to_search("METRICOPT.SOUP", 1))

@@ -1,0 +1,243 @@
+"""The models that a soup is made of: checkpoints of any framework, under the names that the task's model has."""
+
+import copy
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.lora import adapted_layers
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.errors import AdapterError, DataError, FileFormatError
+from metricopt_ext.utils.checkpoint_file import CheckpointFile, read_checkpoint
+from metricopt_ext.utils.files import JSON_BYTES, content_of, parse_json, read_bounded
+from metricopt_ext.utils.tensor_names import UNTRAINED, Names, names_in_model
+from metricopt_ext.utils.weights import same_bits
+from metricopt_ext.utils.words import brief, counted, shortened
+
+INDEX = ".index.json"
+WHOLE = ("model.safetensors", "pytorch_model.bin")  # of a folder of Hugging Face's, or with INDEX if it has shards
+LORA = ("adapter_model.safetensors", "adapter_model.bin")  # of one of PEFT's
+MATRICES = ("lora_A.", "lora_B.", "lora_embedding_A.", "lora_embedding_B.")  # begin their names in a layer
+LORA_CONFIG = "adapter_config.json"
+LORA_FACTORS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")  # what LoRA's scales follow from
+
+
+class Layer(NamedTuple):
+    """A layer that PEFT has adapted by LoRA.
+
+    Attributes:
+        layer: The layer.
+        weight: Name of the weight that the low-rank change adds to.
+        parts: Names of the matrices that make the change which acts.
+        idle: Names of those that others make, which do not act.
+    """
+
+    layer: Any
+    weight: str
+    parts: list[str]
+    idle: list[str]
+
+
+class Ingredients:
+    """Reads checkpoints as the tensors of a model without its adapter, and makes starts of such tensors.
+
+    Of layers with LoRA the change B A counts, not A and B: it is added to the layer's weight, where changes of several
+    files can be averaged. A start leaves the model's own A and B and puts what they lack into that weight.
+
+    Args:
+        adapter: Of the model.
+        entry: The state dict's key in each file of torch; None to find it.
+
+    Raises:
+        AdapterError: LoRA is of a variant whose change is not added, or on a weight that is no floating number.
+    """
+
+    def __init__(self, adapter: Adapter, entry: str | None = None) -> None:
+        self.adapter, self.entry = adapter, entry
+        self.base = {name: value for name, value in adapter.base_state_dict().items() if isinstance(value, Tensor)}
+        self._aliases = _aliases(adapter)
+        self._lora = dict(_layers(adapter, self.base))
+        lora = [name for each in self._lora.values() for name in (*each.parts, *each.idle)]
+        self.left_alone = set(lora)
+        self.floating = [n for n, each in self.base.items() if each.is_floating_point() and n not in self.left_alone]
+        self._own_changes = {each.weight: self._change(each, self.base) for each in self._lora.values()}
+
+    def read(self, path: Path) -> dict[str, Tensor]:
+        """Read a file or folder: its tensors by the model's names, on the CPU, changes by LoRA added in float64.
+
+        Raises:
+            DataError: It can't be read, or lacks a tensor, has one that the model has not, or one of another shape or
+                type, or with NaN; the message has the file and the tensor.
+        """
+        files = [read_checkpoint(file, self.entry, "entry") for file in files_of(path)]
+        where = {key: file for file in files for key in file.shapes}
+        read = self._names(path, list(where))
+        for key, name in read.names.items():
+            self._check(path, key, where[key], name)
+        state: dict[str, Tensor] = {}
+        for key, name in read.names.items():
+            value = where[key].tensor(key)
+            if value.is_floating_point() and bool(value.isnan().any()):
+                raise DataError(f"{path}: {brief(key)} has NaN; leave this file out")
+            known = state.setdefault(self._aliases.get(name, [name])[0], value)
+            if not same_bits(known, value):
+                raise DataError(f"{path}: {brief(key)} is not the same tensor as others are that it is tied to here")
+        for each in self._lora.values():
+            if any(name in state for name in each.parts):
+                weight = state.get(each.weight, self.base[each.weight].cpu())
+                state[each.weight] = weight.double() + self._change(each, state)
+        return {name: value for name, value in state.items() if name not in self.left_alone}
+
+    def start(self, values: Mapping[str, Tensor]) -> Start:
+        """Return the start at phi = 0 of tensors as `read` has them, of any floating type, cast to the model's."""
+        parameters = dict(self.adapter.model.named_parameters(remove_duplicate=False))
+        replaced: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}
+        for name, value in values.items():
+            own = self.base[name]
+            if name in self._own_changes:
+                value = value.double() - self._own_changes[name]
+            value = value.to(own.dtype)
+            if not same_bits(own, value):
+                replaced[name in parameters][name] = value
+        return Start(torch.zeros_like(self.adapter.phi.detach()), replaced[False], replaced[True])
+
+    def _names(self, path: Path, keys: list[str]) -> Names:
+        """Return the model's names of a file's tensors, and refuse a file that has others, or not all."""
+        saved = self._saved_by_peft()
+        if saved and set(keys) <= saved.keys():
+            self._check_lora(path)
+            read, wanted = Names({key: saved[key] for key in keys}, "", []), set(saved.values())
+        else:
+            try:
+                read = names_in_model(keys, self.base)
+            except DataError as error:
+                raise DataError(f"{path}: {error}") from error
+            wanted = set(self.base)
+        found = set(read.names.values())
+        if unknown := [key for key, name in read.names.items() if name not in wanted]:
+            raise DataError(f"{path} has {shortened(unknown)}, which the model has not; leave this file out")
+        missing = [
+            name
+            for name in self.base
+            if name in wanted
+            and not name.endswith(UNTRAINED)
+            and not found.intersection(self._aliases.get(name, [name]))
+        ]
+        if missing:
+            raise DataError(f"{path} lacks {shortened(missing)}; it is no checkpoint of the whole model")
+        if read.left_out:
+            what = counted(len(read.left_out), "tensor")
+            warnings.warn(f"{path}: {what} beside the model left out: {shortened(read.left_out)}", stacklevel=5)
+        return read
+
+    def _check(self, path: Path, key: str, file: CheckpointFile, name: str) -> None:
+        own = self.base[name]
+        if file.shapes[key] != tuple(own.shape):
+            raise DataError(f"{path}: {brief(key)} has shape {file.shapes[key]}, the model's {tuple(own.shape)}")
+        if file.dtypes[key] != own.dtype:
+            raise DataError(
+                f"{path}: {brief(key)} has type {file.dtypes[key]}, the model's {own.dtype}; convert it first"
+            )
+
+    def _change(self, each: Layer, state: Mapping[str, Tensor]) -> Tensor:
+        """Return what LoRA adds to a layer's weight, in float64, with matrices from a state dict or the model's own."""
+        copied: Any = copy.deepcopy(each.layer).cpu()
+        prefix = each.weight.removesuffix("base_layer.weight")
+        for name, parameter in copied.named_parameters():
+            if f"{prefix}{name}" in each.parts:
+                parameter.data = state.get(f"{prefix}{name}", self.base[f"{prefix}{name}"]).cpu().double()
+        with torch.no_grad():
+            change: Tensor = copied.get_delta_weight(copied.active_adapters[0])
+        return change
+
+    def _saved_by_peft(self) -> dict[str, str]:
+        """Return the model's names of what PEFT's own function saves, by the names there; nothing without LoRA."""
+        model: Any = self.adapter.model
+        if not self._lora or not hasattr(model, "peft_config"):
+            return {}
+        own = {each.data_ptr(): name for name, each in self.base.items()}
+        state = sys.modules["peft"].get_peft_model_state_dict(model)
+        return {key: own[each.data_ptr()] for key, each in state.items() if each.data_ptr() in own}
+
+    def _check_lora(self, path: Path) -> None:
+        """Refuse LoRA of other factors, as the matrices alone do not say what they are multiplied by."""
+        file = (path if path.is_dir() else path.parent) / LORA_CONFIG
+        if not file.is_file():
+            return
+        with content_of(file, "settings of PEFT's"):
+            theirs = dict(parse_json(read_bounded(file, JSON_BYTES)))
+        model: Any = self.adapter.model
+        ours = model.peft_config[model.active_adapter]
+        for name in LORA_FACTORS:
+            if theirs.get(name) != getattr(ours, name, None):
+                raise DataError(f"{file}: {name} is {brief(theirs.get(name))}, the model's {getattr(ours, name, None)}")
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the files of a checkpoint: itself, or those of a folder that Hugging Face's libraries save.
+
+    Raises:
+        DataError: There is no such file, or the folder has none that is known.
+        FileFormatError: The folder's list of files can't be read.
+    """
+    if not path.is_dir():
+        if not path.exists():
+            raise DataError(f"{path}: there is no such file or folder")
+        return [path]
+    for name in WHOLE:
+        if (index := path / f"{name}{INDEX}").is_file():
+            with content_of(index, "files by tensor in weight_map"):
+                names = sorted(
+                    {str(each) for each in parse_json(read_bounded(index, JSON_BYTES))["weight_map"].values()}
+                )
+            if any(Path(each).name != each for each in names):
+                raise FileFormatError(f"{index} names files outside its folder: {shortened(names)}")
+            return [path / each for each in names]
+    found = [path / name for name in (*WHOLE, *LORA) if (path / name).is_file()]
+    if not found:
+        raise DataError(f"{path} is a folder without {', '.join((*WHOLE, *LORA))}; name the checkpoint's file")
+    return found[:1]
+
+
+def _aliases(adapter: Adapter) -> dict[str, list[str]]:
+    """Return all names of each tensor that has several."""
+    every = [
+        *adapter.model.named_parameters(remove_duplicate=False),
+        *adapter.model.named_buffers(remove_duplicate=False),
+    ]
+    names: dict[int, list[str]] = {}
+    for name, tensor in every:
+        names.setdefault(id(tensor), []).append(name)
+    return {name: each for each in names.values() for name in each if len(each) > 1}
+
+
+def _layers(adapter: Adapter, base: Mapping[str, Tensor]) -> Iterator[tuple[str, Layer]]:
+    """Yield the layers with LoRA, by name."""
+    for where, layer in adapted_layers(adapter.model):
+        prefix = f"{where}." if where else ""
+        weight = f"{prefix}base_layer.weight"
+        acting = layer.active_adapters
+        variants = getattr(layer, "lora_variant", {})
+        if len(acting) != 1 or layer.merged or layer.disable_adapters:
+            raise AdapterError(
+                f"LoRA of {where!r} has {shortened(list(acting))} acting, or is merged; let one alone act"
+            )
+        if acting[0] in variants or acting[0] in layer.lora_magnitude_vector:
+            raise AdapterError(f"LoRA of {where!r} is a variant such as DoRA, whose changes can't be averaged")
+        if weight not in base or not base[weight].is_floating_point():
+            raise AdapterError(
+                f"LoRA of {where!r} acts on no weight of floating numbers, to which a mean could be added"
+            )
+        matrices = [name for name in base if name.removeprefix(prefix).startswith(MATRICES) and _is_matrix(name)]
+        parts = [name for name in matrices if acting[0] in name.removeprefix(prefix).split(".")]
+        yield where, Layer(layer, weight, parts, [name for name in matrices if name not in parts])
+
+
+def _is_matrix(name: str) -> bool:
+    return not name.endswith(".bias")  # of B, which is added as any other bias is

@@ -1,0 +1,237 @@
+"""Soups: the average of several trained models as a start, of checkpoints or of short finetunes of one."""
+
+import copy
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.errors import AdapterError, BudgetError
+from metricopt_ext.methods.ingredients import Ingredients
+from metricopt_ext.methods.short_finetunes import Training, check_finetunes, short_finetunes
+from metricopt_ext.methods.starts import reestimate_batchnorm, with_start
+from metricopt_ext.plain import plain
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.utils.weights import same_bits
+from metricopt_ext.utils.words import counted
+
+KINDS = ("uniform", "greedy")
+APART = 0.5  # by so much of it, the average's loss may exceed the worst ingredient's
+
+
+def soup_starts(
+    task: FinetuneTask,
+    checkpoints: Sequence[str | Path] | None = None,
+    *,
+    finetunes: int = 0,
+    training: Training | None = None,
+    share: float = 0.1,
+    kinds: Sequence[str] = KINDS,
+    recalibrate: Iterable[Any] | None = None,
+    entry: str | None = None,
+    seed: int = 0,
+    output_dir: str | Path | None = None,
+    watcher: Watcher | None = None,
+) -> dict[str, Start]:
+    """Return the averages of several models as starts, which the metric judges like any others.
+
+    ``"uniform_soup"`` is the average of all, of BatchNorm's statistics too (Izmailov et al., 2018, "Averaging weights
+    leads to wider optima and better generalization"). ``"greedy_soup"`` takes one after another in, the one of the
+    lowest loss first, if the metric is no worse with it (Wortsman et al., 2022, "Model soups", recipe 1; they order
+    them by the metric, which takes as many queries again): a query for each. A uniform soup can be worse than each of
+    its models; give both to `optimize_metric` as ``starts``, and take neither unseen.
+
+    Files are read one by one, and sums are of float64: memory does not grow with their number. Numbers that are no
+    floating ones are the first file's. Of LoRA, the changes B A are averaged: the model's own A and B stay, and what
+    they lack is added to the weight that they act on.
+
+    Args:
+        task: Its model is what is replaced in the starts, and where finetunes begin.
+        checkpoints: Files of safetensors or ``torch.save`` (Detectron2's, Lightning's, an EMA's), or folders that
+            Hugging Face's libraries save; two or more. None for finetunes.
+        finetunes: How many short finetunes of the whole model to average, two or more, in place of checkpoints: at .3
+            and 1 times the training's rate, with and without class balance and augmentation, as far as it has them.
+        training: For finetunes, how the model was trained.
+        share: Steps of each finetune as a share of the training's, above 0 and at most 1.
+        kinds: ``"uniform"``, ``"greedy"`` or both.
+        recalibrate: Batches of inputs on which each average's BatchNorm statistics are estimated anew; None to average
+            them.
+        entry: The state dict's key in each file of torch; None to find it.
+        seed: Seed of finetunes.
+        output_dir: Keeps finetunes, which are resumed there; None keeps nothing.
+        watcher: Told what finetunes and queries it takes, before; by default both are printed.
+
+    Raises:
+        ValueError: Not exactly one of ``checkpoints`` and ``finetunes`` is given, or a number or name can't be.
+        DataError: A file can't be read, or has not the model's tensors; the message has the file and the tensor.
+        FileFormatError: A file is damaged, or ``output_dir`` has other finetunes.
+        AdapterError: The metric does not take the model, so that it can't judge another one; or LoRA is of a variant
+            whose changes can't be averaged.
+        BudgetError: The metric's own budget is too small for a greedy soup.
+
+    Example:
+        >>> starts = mo.soup_starts(task, sorted(Path("out").glob("model_0*.pth")))  # doctest: +SKIP
+        >>> mo.optimize_metric(task, queries=60, starts=starts)  # doctest: +SKIP
+    """
+    files = _check(task, checkpoints, finetunes, kinds)
+    tell = watcher.say if watcher is not None else _print
+    with ExitStack() as temporary:
+        if checkpoints is None:
+            folder = output_dir or temporary.enter_context(tempfile.TemporaryDirectory())
+            given = check_finetunes(training, finetunes, share)
+            files = short_finetunes(task, given, finetunes, share, seed, Path(folder), tell)
+        soup = _Soup(task, Ingredients(task.adapter, entry), files, recalibrate)
+        found = {"uniform": soup.uniform()}  # which reads, and so checks, all before a query is asked
+        if "greedy" in kinds:
+            tell(f"greedy soup: {counted(len(files) * task.metric.repeats, 'query')}, of an average each")
+            found["greedy"] = soup.greedy()
+    return {f"{kind}_soup": found[kind] for kind in kinds}
+
+
+def _check(
+    task: FinetuneTask, checkpoints: Sequence[str | Path] | None, finetunes: int, kinds: Sequence[str]
+) -> list[Path]:
+    if (checkpoints is None) == (finetunes == 0):
+        raise ValueError("give either checkpoints, the files to average, or finetunes, a number of them to make")
+    if isinstance(checkpoints, str | Path):
+        raise ValueError(f"checkpoints is {str(checkpoints)!r}; it must be a list of files")
+    files = [Path(each) for each in checkpoints or ()]
+    if checkpoints is not None and len(files) < 2:
+        raise ValueError(f"checkpoints has {counted(len(files), 'file')}; an average is of two or more")
+    if again := [str(file) for file in files if files.count(file) > 1]:
+        raise ValueError(f"checkpoints has {again[0]!r} twice; name each file once")
+    if not kinds or set(kinds) - set(KINDS):
+        raise ValueError(f"kinds is {list(kinds)}; it must name one or both of {', '.join(KINDS)}")
+    if not task.metric.takes_model:
+        raise AdapterError(
+            f"soups are judged on copies of the model, but metric {task.metric.name!r} does not take the model; let it"
+            " take the one to judge as its argument"
+        )
+    queries = task.metric.repeats * (len(files) or finetunes) if "greedy" in kinds else 0
+    if queries > task.metric.ledger.left:
+        raise BudgetError(
+            f"a greedy soup takes {counted(queries, 'query')}, {task.metric.ledger.left} left in the metric's own"
+            " budget; set kinds=['uniform']"
+        )
+    return files
+
+
+def _print(line: str) -> None:
+    print(plain(line), flush=True)
+
+
+class _Soup:
+    """Averages of some files.
+
+    Args:
+        task: The task.
+        ingredients: Reads files, and makes starts.
+        files: The files.
+        recalibrate: Inputs for BatchNorm's statistics, or None.
+    """
+
+    def __init__(
+        self, task: FinetuneTask, ingredients: Ingredients, files: Sequence[Path], recalibrate: Iterable[Any] | None
+    ) -> None:
+        self.task, self.ingredients, self.files = task, ingredients, list(files)
+        self.inputs = list(recalibrate) if isinstance(recalibrate, Iterator) else recalibrate  # each average's own pass
+        self.losses: dict[Path, float] = {}
+
+    def uniform(self) -> Start:
+        """Return the average of all; a warning says if the models share no basin."""
+        mean = Mean(self.ingredients.floating)
+        for file in self.files:
+            state = self.ingredients.read(file)
+            if (loss := self._loss(self.ingredients.start(state))) is not None:
+                self.losses[file] = loss
+            mean.add(state)
+            del state  # before the next one is read
+        plain_average = self.ingredients.start(mean.of())
+        found = self._recalibrated(plain_average)
+        self._check_basin([plain_average, found] if self.inputs is not None else [found])
+        return found
+
+    def greedy(self) -> Start:
+        """Return the average that takes in file after file as long as the metric is no worse; a query a file."""
+        mean, best, kept = Mean(self.ingredients.floating), float("inf"), None
+        for file in sorted(self.files, key=lambda file: self.losses.get(file, 0.0)):
+            state = self.ingredients.read(file)
+            start = self._recalibrated(self.ingredients.start(mean.of(state)))
+            cost = with_start(self.task, start).evaluate(start.phi, "soups").cost
+            if kept is None or cost <= best:
+                best, kept = cost, start
+                mean.add(state)
+            del state
+        assert kept is not None
+        return kept
+
+    def _loss(self, start: Start) -> float | None:
+        with self.task.adapter.applied(start):
+            return self.task.first_loss(0)
+
+    def _check_basin(self, averages: Sequence[Start]) -> None:
+        if not self.losses:
+            return
+        worst = max(self.losses, key=self.losses.__getitem__)
+        most = self.losses[worst]
+        found = min(loss for each in averages if (loss := self._loss(each)) is not None)
+        if not found <= most + APART * abs(most):  # NaN, too
+            warnings.warn(
+                f"the average's loss on a batch is {found:.4g}, and that of {worst}, the worst of its"
+                f" {counted(len(self.files), 'model')}, {most:.4g}: they do not share a basin, and their average is"
+                " worse than each; average checkpoints of one training, or finetunes of one model",
+                stacklevel=4,
+            )
+
+    def _recalibrated(self, start: Start) -> Start:
+        """Return an average with BatchNorm's statistics of the inputs, if there are any."""
+        if self.inputs is None:
+            return start
+        bare = Adapter(copy.deepcopy(self.task.adapter.model)).remove()
+        bare.load_state_dict(start.replaced, strict=False)
+        model = reestimate_batchnorm(bare, self.inputs)
+        if model is None:
+            return start
+        base = self.ingredients.base
+        buffers = {n: each for n, each in model.named_buffers() if n in base and not same_bits(each, base[n])}
+        return Start(start.phi, buffers, start.parameters)
+
+
+class Mean:
+    """The mean in float64 of tensors that come one model after another; of what is no floating number, the first.
+
+    Args:
+        floating: Names of what is averaged.
+    """
+
+    def __init__(self, floating: Iterable[str]) -> None:
+        self._floating, self._count = set(floating), 0
+        self._sums: dict[str, Tensor] = {}
+        self._first: dict[str, Tensor] = {}
+
+    def add(self, state: Mapping[str, Tensor]) -> None:
+        """Take a model in."""
+        if not self._count:
+            self._first = {name: value for name, value in state.items() if name not in self._floating}
+            self._sums = {name: value.double() for name, value in state.items() if name in self._floating}
+        else:
+            for name, total in self._sums.items():
+                total.add_(state[name])
+        self._count += 1
+
+    def of(self, also: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Return the mean, with one more model or without."""
+        if not self._count:
+            return dict(also or {})
+        return dict(self._items(also)) | self._first
+
+    def _items(self, also: Mapping[str, Tensor] | None) -> Iterator[tuple[str, Tensor]]:
+        for name, total in self._sums.items():
+            yield name, total / self._count if also is None else (total + also[name]) / (self._count + 1)
