@@ -1,6 +1,5 @@
 """Finetuning tasks: populations and gradients against hand-written references."""
 
-import copy
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +17,7 @@ from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.errors import AdapterError, MetricError
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.task import FinetuneTask, FoldedBatchNorm, OutputLoss
+from metricopt_ext.tasks.task import FinetuneTask, OutputLoss
 
 
 def rand(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -479,39 +478,6 @@ def test_gradient_that_is_not_finite(bad: float, slope: float, population: int) 
     np.testing.assert_equal(torch.autograd.functional.jacobian(torch.sqrt, phi[2, 1]).item(), slope)
     with pytest.raises(FloatingPointError, match="task 12 is not finite at step 6; lower the lr"):
         task.loss_and_gradient(phi, 0, range(10, 14), 6)
-
-
-@pytest.mark.parametrize("norm", [nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False), nn.BatchNorm2d(3, eps=0.1)])
-@pytest.mark.parametrize("training", [False, True])
-def test_folded_batchnorm_is_batchnorm(norm: Any, training: bool) -> None:
-    norm = copy.deepcopy(norm).double()
-    norm.running_mean.normal_()
-    norm.running_var.uniform_(0.5, 2)
-    if norm.affine:
-        nn.init.normal_(norm.weight)
-        nn.init.normal_(norm.bias)
-    norm.train(training)
-    for shape in [(5, 3), (5, 3, 4)] if isinstance(norm, nn.BatchNorm1d) else [(5, 3, 4, 2)]:
-        x = torch.randn(shape, dtype=torch.float64)
-        expected = copy.deepcopy(norm)(x)
-        with FoldedBatchNorm():
-            torch.testing.assert_close(norm(x), expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_folded_batchnorm_keeps_the_dtype_of_its_input(dtype: torch.dtype) -> None:
-    norm, x = nn.BatchNorm2d(3).eval(), torch.randn(2, 3, 4, 4).to(dtype)
-    expected = norm(x)
-    with FoldedBatchNorm():
-        folded = norm(x)
-    assert folded.dtype == expected.dtype == dtype
-    torch.testing.assert_close(folded, expected)
-
-
-def test_folded_batchnorm_leaves_norms_without_running_statistics_alone() -> None:
-    norm, x = nn.BatchNorm1d(3, track_running_stats=False).eval(), torch.randn(6, 3)
-    with FoldedBatchNorm():
-        assert torch.equal(norm(x), nn.functional.batch_norm(x, None, None, norm.weight, norm.bias, training=True))
 
 
 def hardest_half(outputs: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
