@@ -352,6 +352,7 @@ class Adapter:
                         f"{name}.{key} is shared with another layer, which folding phi into it would change"
                     )
                 before.append((tensor, tensor.detach().clone()))
+            before += [(tensor, tensor.detach().clone()) for tensor in modulation.changes(layer)]
         modules = KeptModules(self.model)
         try:
             for name, (layer, modulation) in zip(self.layers, self.modulations(), strict=True):

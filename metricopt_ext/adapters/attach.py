@@ -1,6 +1,6 @@
 """Attaching adapters: which layers of a frozen model phi modulates."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,8 +13,10 @@ from metricopt_ext.adapters.adapter import MATRIX, Adapter, Described, read_adap
 from metricopt_ext.adapters.calls import CONVOLUTIONS, Calls, calls_on, may_give_logits, shape_of
 from metricopt_ext.adapters.foreign_norms import is_foreign_norm, scales_alone, weight_offset
 from metricopt_ext.adapters.lora import LoraScale, lora_layers
+from metricopt_ext.adapters.mixture import MOST, ROOT, Mixture, saved_count, saved_shapes, saved_states
 from metricopt_ext.adapters.modulation import (
     CONTEXT_NAME,
+    GENERATOR,
     MATRICES,
     MODULATION_NAME,
     SCALE_ALONE,
@@ -34,9 +36,10 @@ from metricopt_ext.adapters.modulation import (
 )
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.adapters.wrappers import bare_name, is_unused, unwrapped
-from metricopt_ext.errors import AdapterError
+from metricopt_ext.errors import AdapterError, FileFormatError
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.files import check_tensors, content_of
+from metricopt_ext.utils.identity import fingerprint
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.modes import PINNED
 from metricopt_ext.utils.seeding import generator
@@ -96,6 +99,18 @@ def attach_film(
         ['1']
     """
     model = unwrapped(model)
+    names, calls = _film_layers(model, layers, example)
+
+    def modulation(context: Context, index: int, layer: nn.Module) -> Modulation:
+        return _film(context, layer, generator(seed, "film", index))
+
+    return _attach(model, "film", names, dim, seed, modulation, outputs, calls)
+
+
+def _film_layers(
+    model: nn.Module, layers: str | Sequence[str] | None, example: Any
+) -> tuple[list[str], Calls | None]:
+    """Return the names of the layers that FiLM modulates, and which layers an example calls."""
     usable = {name: each for name, each in model.named_modules() if not is_unused(name) and _unusable(each) is None}
     calls = None if example is None else _calls(model, example, usable)
     if layers is None:
@@ -114,14 +129,14 @@ def attach_film(
             raise AdapterError("layers is empty; name at least one, or leave it out for every normalisation layer")
         names = _matching(patterns, model, usable)
         _refuse_idle(names, calls)
+    return names, calls
 
-    def modulation(context: Context, index: int, layer: nn.Module) -> Modulation:
-        channels, rng = weight_of(layer).shape[0], generator(seed, "film", index)
-        if scales_alone(layer):
-            return Scale(context, channels, rng, weight_offset(layer) or 0.0)
-        return FiLM(context, channels, channel_axis(layer), rng)
 
-    return _attach(model, "film", names, dim, seed, modulation, outputs, calls)
+def _film(context: Context, layer: nn.Module, rng: torch.Generator) -> FiLM | Scale:
+    channels = weight_of(layer).shape[0]
+    if scales_alone(layer):
+        return Scale(context, channels, rng, weight_offset(layer) or 0.0)
+    return FiLM(context, channels, channel_axis(layer), rng)
 
 
 def attach_input_bias(
@@ -234,6 +249,85 @@ def _lora_scales(model: nn.Module, names: list[str], outputs: Outputs | None, ex
     return _attach(model, "lora", names, len(names), 0, modulation, outputs, calls)
 
 
+def attach_mixture(
+    model: nn.Module,
+    checkpoints: Sequence[str | Path | Mapping[str, Tensor]],
+    *,
+    film: int | None = None,
+    layers: str | Sequence[str] | None = None,
+    outputs: Outputs | None = None,
+    seed: int = 0,
+    example: Any = None,
+) -> Adapter:
+    """Freeze a model and let phi be how much of each of a few checkpoints of it there is in its weights (`Mixture`).
+
+    phi = 0 is the model, and a unit vector a checkpoint; between and a little beyond them the search moves. All of them
+    stay in memory: with k checkpoints k + 1 models, and one more in a forward pass. `Adapter.merge` leaves one model.
+
+    Args:
+        model: Any module, changed in place as by `attach_film`. Its weights are the base, of which the checkpoints are
+            finetunes: models of several trainings from scratch have nothing between them.
+        checkpoints: One to eight: files of safetensors or ``torch.save``, folders that Hugging Face's libraries save,
+            or state dicts. Each has all tensors of the model, in its shapes and types.
+        film: Number of further coordinates, which modulate layers by FiLM as in `attach_film`; None for none.
+        layers: With ``film``, the layers, as in `attach_film`.
+        outputs: As in `attach_film`.
+        seed: Seed of FiLM's matrices.
+        example: As in `attach_film`.
+
+    Raises:
+        AdapterError: As from `attach_film`; or there are no checkpoints, or more than eight.
+        DataError: A checkpoint can't be read, or has not the model's tensors; the message has the file and the tensor.
+        ValueError: A number is out of range.
+
+    Example:
+        >>> model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+        >>> adapter = attach_mixture(model, [other.state_dict()])
+        >>> adapter.set_phi(torch.ones(1))
+        >>> bool((adapter.merge().weight == other.weight).all())
+        True
+    """
+    model = unwrapped(model)
+    if isinstance(checkpoints, str | Path | Mapping) or not 1 <= len(checkpoints) <= MOST:
+        raise AdapterError(f"checkpoints must be a list of 1 to {MOST} files or state dicts, not {brief(checkpoints)}")
+    if film is None and layers is not None:
+        raise AdapterError(f"layers={layers!r} are for FiLM; give film=, its number of coordinates, too")
+    check_integer(1, **({} if film is None else {"film": film}))
+    _check_bare(model)
+    states = [each for each in checkpoints if isinstance(each, Mapping)]
+    return _mixture(model, states, film or 0, layers, seed, outputs, example)
+
+
+def _mixture(
+    model: nn.Module,
+    states: Sequence[Mapping[str, Tensor]],
+    film: int,
+    layers: str | Sequence[str] | None,
+    seed: int,
+    outputs: Outputs | None,
+    example: Any = None,
+) -> Adapter:
+    count = len(states)
+    if film:
+        names, calls = _film_layers(model, layers, example)
+    else:
+        names, calls = [], None if example is None else _calls(model, example, ())
+
+    def modulation(context: Context, index: int, layer: nn.Module) -> Modulation:
+        if index == 0:
+            return Mixture(context, layer, states)
+        made = _film(context, layer, generator(seed, "film", index - 1))
+        for matrix in made.buffers():  # of its own coordinates alone, and as large as without the others
+            matrix[:, :count] = 0
+            matrix.mul_(((count + film) / film) ** 0.5)
+        return made
+
+    adapter = _attach(model, "mixture", [ROOT, *names], count + film, seed, modulation, outputs, calls)
+    files = [fingerprint(dict(state)) for state in states]  # without which phi's first coordinates say nothing
+    adapter.context.generator = f"{GENERATOR}, of checkpoints {', '.join(each[:16] for each in files)}"
+    return Adapter(model)  # whose phi is tagged with it
+
+
 def load_adapter(model: nn.Module, path: str | Path) -> Adapter:
     """Attach an adapter that `Adapter.save` wrote to a bare model, and apply what it holds: phi, and a start's tensors.
 
@@ -258,6 +352,9 @@ def load_adapter(model: nn.Module, path: str | Path) -> Adapter:
                 adapter = attach_film(model, layers, dim=dim, seed=seed, outputs=outputs)
             elif kind == "lora":
                 adapter = _lora_scales(model, layers, outputs)
+            elif kind == "mixture":
+                states, film = saved_states(model, saved.tensors), layers[1:]
+                adapter = _mixture(model, states, dim - len(states) if film else 0, film, seed, outputs)
             elif kind == "input_bias":
                 adapter = attach_input_bias(model, layers[0], dim=dim, seed=seed, outputs=outputs)
             else:
@@ -278,6 +375,10 @@ def _check_matrices(
     known, expected = dict(model.named_modules()), {"phi": [described.dim]}
     if described.kind == "lora" and (strange := [name for name in layers if name not in lora_layers(model)]):
         raise AdapterError(f"{path}: {brief(strange[0])} is no matrix of an active LoRA of the model")
+    if described.kind == "mixture":
+        if layers[:1] != [ROOT] or not 1 <= (count := saved_count(tensors)) <= MOST:
+            raise FileFormatError(f"{path} is corrupt: it is a mixture, but not of 1 to {MOST} checkpoints")
+        layers, expected = layers[1:], expected | saved_shapes(model, count)
     for name in [] if described.kind == "lora" else layers:
         if name not in known:  # attaching would take it for a pattern
             near = nearest(name[:100], [each for each in known if each])
@@ -308,7 +409,7 @@ def _attach(
         guessed = isinstance(outputs, Outputs) and outputs.layer is None and calls is None
         name, logits = _logits_layer(outputs, model, names, calls)
         outputs, names, classes = replace(outputs, layer=name), [*names, name], weight_of(logits).shape[0]
-    example = weight_of(layers[0] if layers else logits)
+    example = next(model.parameters()) if kind == "mixture" else weight_of(layers[0] if layers else logits)
     dtype = torch.float64 if example.dtype == torch.float64 else torch.float32
     context = Context(int(dim), kind, names, int(seed), dtype, outputs, classes)
     children = [modulation(context, index, layer).to(example.device) for index, layer in enumerate(layers)]
@@ -321,7 +422,7 @@ def _attach(
         model.requires_grad_(False)
         context.pins = [pin for module in model.modules() if _mode_dependent(module) for pin in _pin_to_eval(module)]
         for layer, child in zip(layers, children, strict=True):
-            child.handle = output_of(layer).register_forward_hook(child.hook)
+            child.handle = child.hooked(layer)
             layer.add_module(MODULATION_NAME, child)
         model.add_module(CONTEXT_NAME, context.to(example.device))
         adapter = Adapter(model)
@@ -329,6 +430,9 @@ def _attach(
             parameter.grad = None  # the optimizer that trained the weights would step along what is left
         return adapter
     except BaseException:
+        for child in children:
+            if child.handle is not None:
+                child.handle.remove()
         before.put_back()
         raise
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import MATRIX
 from metricopt_ext.adapters.modulation import CONTEXT_NAME, MODULATION_NAME, Context, Modulation
+from metricopt_ext.utils.folded_batch_norm import FoldedBatchNorm
 
 MOST = 8  # checkpoints
 WEIGHTS = (-0.5, 1.5)  # each weight is within; a checkpoint's own is 1
@@ -83,7 +85,10 @@ class Mixture(Modulation):
     def _mixing_forward(self, *args: Any, **kwargs: Any) -> Any:
         (model,) = self._model
         mixed = {f"model.{name}": value for name, value in self.mixed(model).items()}
-        return torch.func.functional_call(_Own(model, self._forward), mixed, args, kwargs)
+        # torch's own BatchNorm has no gradient in its running statistics
+        differentiable = any(value.requires_grad for value in mixed.values())
+        with FoldedBatchNorm() if differentiable else nullcontext():
+            return torch.func.functional_call(_Own(model, self._forward), mixed, args, kwargs)
 
     def changes(self, layer: nn.Module) -> list[Tensor]:
         """Return the tensors that `merge_into` changes."""

@@ -14,10 +14,16 @@ from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.modes import evaluating
 
-AdapterKind = Literal["film", "input_bias", "outputs", "lora"]
+AdapterKind = Literal["film", "input_bias", "outputs", "lora", "mixture"]
 
 # The random matrices of each modulated layer, by kind: names of buffers.
-MATRICES: dict[AdapterKind, tuple[str, ...]] = {"film": ("A", "B"), "input_bias": ("C",), "outputs": (), "lora": ()}
+MATRICES: dict[AdapterKind, tuple[str, ...]] = {
+    "film": ("A", "B"),
+    "input_bias": ("C",),
+    "outputs": (),
+    "lora": (),
+    "mixture": ("A", "B"),
+}
 SCALE_ALONE = ("A",)  # of FiLM on a norm without a bias
 
 CONTEXT_NAME = "metricopt"
@@ -170,10 +176,18 @@ class Modulation(KeepsPrecision):
                 return matrix @ phi
         return matrix @ phi
 
+    def hooked(self, layer: nn.Module) -> Any:
+        """Have it act on a layer; returns a handle whose ``remove()`` ends that."""
+        return output_of(layer).register_forward_hook(self.hook)
+
     def hook(self, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
         """Forward hook of the modulated layer; a bound method, because a closure would not survive ``deepcopy``."""
         modulated: Tensor = self.forward(output)
         return modulated
+
+    def changes(self, layer: nn.Module) -> list[Tensor]:
+        """Return further tensors that `merge_into` changes in place."""
+        return []
 
     def merge_into(self, layer: nn.Module) -> None:
         """Fold the modulation at the current phi into the layer's weight and bias."""

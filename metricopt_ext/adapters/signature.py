@@ -47,7 +47,7 @@ class Signature:
     """All that the effect of phi depends on, the model's weights apart.
 
     Attributes:
-        kind: ``"film"``, ``"input_bias"``, ``"outputs"`` or ``"lora"``.
+        kind: ``"film"``, ``"input_bias"``, ``"outputs"``, ``"lora"`` or ``"mixture"``.
         layers: Names of the modulated layers, that of the logits last.
         channels: How many channels (features) of each layer are modulated.
         seed: Seed of the matrices.

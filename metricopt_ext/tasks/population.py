@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from metricopt_ext.adapters.calls import eager
+from metricopt_ext.adapters.mixture import Mixture
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.weights import held_weights, put_back_different
@@ -87,6 +88,8 @@ def choose(model: nn.Module, compute: Compute, batches: Sequence[Any], origin: T
         origin: phi = 0, ``d``.
         memory: Bytes that the activations may take, above 0.
     """
+    if any(isinstance(module, Mixture) for module in model.modules()):
+        return Population(1, "each phi of a mixture has a model of its own in memory")
     before = KeptModules(model)
     with held_weights(model) as contents, _attributes_kept(model), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

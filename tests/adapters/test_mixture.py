@@ -1,0 +1,260 @@
+"""A mixture of models as phi, against the models themselves, a naive mixture and finite differences in float64."""
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.attach import attach_mixture, load_adapter
+from metricopt_ext.adapters.mixture import VARIANCE
+from metricopt_ext.adapters.signature import Outputs
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.errors import AdapterError, DataError, FileFormatError
+from metricopt_ext.tasks.batches import TensorBatches
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.task import FinetuneTask
+
+
+def network(seed: int, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A network with BatchNorm, whose statistics and weights are of this seed."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
+    model(torch.randn(16, 3, 8, 8))
+    return model.eval().to(dtype)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(9)).double()
+
+
+@pytest.fixture
+def models() -> list[nn.Module]:
+    return [network(seed) for seed in range(3)]
+
+
+def states(models: list[nn.Module]) -> list[dict[str, Tensor]]:
+    return [model.state_dict() for model in models[1:]]
+
+
+def at(adapter: Adapter, *phi: float) -> nn.Module:
+    adapter.set_phi(torch.tensor(phi, dtype=adapter.phi.dtype))
+    return adapter.model
+
+
+@torch.no_grad()
+def test_phi_of_0_is_the_base_and_a_unit_vector_a_checkpoint(models: list[nn.Module], x: Tensor) -> None:
+    adapter = attach_mixture(copy.deepcopy(models[0]), states(models))
+    assert (adapter.dim, adapter.layers, adapter.phi.dtype) == (2, [""], torch.float64)
+    for phi, model in zip([(0.0, 0.0), (1.0, 0.0), (0.0, 1.0)], models, strict=True):
+        assert torch.equal(at(adapter, *phi)(x), model(x))
+
+
+@torch.no_grad()
+def test_tensors_are_mixed_by_weights_that_sum_to_one(models: list[nn.Module], x: Tensor) -> None:
+    adapter = attach_mixture(copy.deepcopy(models[0]), states(models))
+    expected = copy.deepcopy(models[0])
+    parts = [model.state_dict() for model in models]
+    mixed = {
+        name: sum(w * part[name] for w, part in zip([0.3, 0.3, 0.4], parts, strict=True))
+        for name, own in parts[0].items()
+        if own.is_floating_point()
+    }
+    expected.load_state_dict(mixed, strict=False)
+    torch.testing.assert_close(at(adapter, 0.3, 0.4)(x), expected(x), rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+def test_weights_are_cut_off_and_variances_stay_above_a_tenth(models: list[nn.Module], x: Tensor) -> None:
+    adapter = attach_mixture(copy.deepcopy(models[0]), states(models))
+    assert torch.equal(at(adapter, 7.0, 0.0)(x), at(adapter, 1.5, 0.0)(x))
+    assert torch.equal(at(adapter, 0.0, -7.0)(x), at(adapter, 0.0, -0.5)(x))
+    wide = copy.deepcopy(models[1])
+    wide[1].running_var.mul_(1e3)
+    adapter = attach_mixture(copy.deepcopy(models[0]), [wide.state_dict()])
+    at(adapter, -0.5)
+    merged = adapter.merge()
+    assert torch.equal(merged[1].running_var, VARIANCE * models[0][1].running_var)
+
+
+def test_gradients_reach_every_coordinate(models: list[nn.Module], x: Tensor) -> None:
+    adapter = attach_mixture(models[0], states(models), film=2, outputs=Outputs())
+
+    def run(phi: Tensor) -> Any:
+        with adapter.using(phi):
+            return adapter.model(x)
+
+    torch.manual_seed(0)
+    phi = torch.cat([torch.tensor([0.3, 0.4]), 0.1 * torch.randn(adapter.dim - 2)]).double().requires_grad_()
+    assert torch.autograd.gradcheck(run, (phi,))
+    many = phi.detach() * torch.tensor([[1.0], [0.5]]).double()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.func.vmap(run)(many), torch.stack([run(each) for each in many]))
+
+
+@torch.no_grad()
+def test_film_has_coordinates_of_its_own(models: list[nn.Module]) -> None:
+    adapter = attach_mixture(models[0], states(models), film=500, seed=3)
+    assert adapter.layers == ["", "1"]
+    film = adapter.model[1].metricopt_modulation
+    assert not film.A[:, :2].any()
+    spread = torch.cat([film.A[:, 2:], film.B[:, 2:]]).std() * 500**0.5
+    assert abs(float(spread) - 1) < 3 * (2 * 4000) ** -0.5
+
+
+@torch.no_grad()
+def test_merging_leaves_one_model_and_removing_the_base(models: list[nn.Module], x: Tensor) -> None:
+    base = {name: value.clone() for name, value in models[0].state_dict().items()}
+    adapter = attach_mixture(models[0], states(models), film=2, outputs=Outputs())
+    expected = at(adapter, 0.3, 0.4, *torch.linspace(-0.2, 0.2, adapter.dim - 2).tolist())(x)
+    assert adapter.model.state_dict().keys() - {"metricopt.phi", "metricopt.signature"} == base.keys()
+    assert adapter.merged_state_dict().keys() == base.keys()
+    merged = Adapter(copy.deepcopy(adapter.model)).merge()
+    assert type(merged).forward is nn.Sequential.forward
+    assert "forward" not in vars(merged)
+    assert merged.state_dict().keys() == base.keys()
+    torch.testing.assert_close(merged(x), expected, rtol=1e-12, atol=1e-12)
+    removed = adapter.remove()
+    assert "forward" not in vars(removed)
+    assert all(torch.equal(value, base[name]) for name, value in removed.state_dict().items())
+
+
+@torch.no_grad()
+def test_copies_and_pickles_mix_their_own_weights(models: list[nn.Module], x: Tensor) -> None:
+    adapter = attach_mixture(copy.deepcopy(models[0]), states(models))
+    at(adapter, 1.0, 0.0)
+    copied, file = copy.deepcopy(adapter.model), io.BytesIO()
+    torch.save(adapter.model, file)
+    file.seek(0)
+    read = torch.load(file, weights_only=False)
+    for other in (copied, read):
+        at(Adapter(other), 0.0, 1.0)
+        assert torch.equal(other(x), models[2](x))
+        other[4].weight.zero_()  # of the copy alone
+    assert torch.equal(adapter.model(x), models[1](x))
+
+
+@torch.no_grad()
+def test_a_file_holds_the_checkpoints(models: list[nn.Module], x: Tensor, tmp_path: Path) -> None:
+    adapter = attach_mixture(copy.deepcopy(models[0]), states(models), film=2, outputs=Outputs(), seed=5)
+    expected = at(adapter, 0.3, 0.4, *torch.linspace(-0.2, 0.2, adapter.dim - 2).tolist())(x)
+    adapter.save(tmp_path / "adapter.safetensors")
+    loaded = load_adapter(models[0], tmp_path / "adapter.safetensors")
+    assert torch.equal(loaded.model(x), expected)
+    assert loaded.signature == adapter.signature
+    other = attach_mixture(network(0), states(models)[::-1], film=2, outputs=Outputs(), seed=5)
+    assert [name for name, *_ in other.signature.differences(adapter.signature)] == ["generator"]
+
+
+@torch.no_grad()
+def test_a_start_replaces_the_base_of_the_mixture(models: list[nn.Module], x: Tensor) -> None:
+    adapter = attach_mixture(copy.deepcopy(models[0]), states(models))
+    own = models[2].state_dict()
+    names = ("0.weight", "0.bias", "1.weight", "1.bias", "4.weight", "4.bias")
+    buffers = {name: own[name] for name in ("1.running_mean", "1.running_var")}
+    with adapter.applied(Start(torch.zeros(2).double(), buffers, {name: own[name] for name in names})):
+        assert torch.equal(adapter.model(x), models[2](x))
+    assert torch.equal(adapter.model(x), models[0](x))
+
+
+@torch.no_grad()
+def test_halves_and_tied_weights_are_mixed_too() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.second.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    one, two, x = Tied().bfloat16(), Tied().bfloat16(), torch.randn(4, 3).bfloat16()
+    expected = two(x)
+    adapter = attach_mixture(one, [two.state_dict()])
+    assert adapter.phi.dtype == torch.float32
+    assert torch.equal(at(adapter, 1.0)(x), expected)
+    merged = adapter.merge()
+    assert merged.second.weight is merged.first.weight
+    assert torch.equal(merged(x), expected)
+
+
+@torch.no_grad()
+def test_checkpoints_are_files_of_any_framework(models: list[nn.Module], x: Tensor, tmp_path: Path) -> None:
+    save_file(states(models)[0], tmp_path / "one.safetensors")
+    torch.save({"model": {f"module.{k}": v for k, v in states(models)[1].items()}}, tmp_path / "two.pth")
+    adapter = attach_mixture(
+        copy.deepcopy(models[0]), [tmp_path / "one.safetensors", tmp_path / "two.pth"], example=x
+    )
+    assert torch.equal(at(adapter, 1.0, 0.0)(x), models[1](x))
+    assert torch.equal(at(adapter, 0.0, 1.0)(x), models[2](x))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop("4.bias"), "lacks.*4.bias"),
+        (lambda state: state.update({"5.bias": torch.ones(3)}), "5.bias.*which the model has not"),
+        (lambda state: state.update({"4.bias": torch.ones(6).double()}), "4.bias.*has shape.*6"),
+        (lambda state: state.update({"4.bias": torch.ones(5)}), "4.bias.*float32.*float64"),
+    ],
+)
+def test_other_models_are_refused(
+    models: list[nn.Module], x: Tensor, tmp_path: Path, change: Any, message: str
+) -> None:
+    expected, state = models[0](x), dict(models[1].state_dict())
+    change(state)
+    save_file(state, tmp_path / "one.safetensors")
+    for given in (state, tmp_path / "one.safetensors"):
+        with pytest.raises(DataError, match=message):
+            attach_mixture(models[0], [models[2].state_dict(), given])
+    assert torch.equal(models[0](x), expected)
+    assert all(parameter.requires_grad for parameter in models[0].parameters())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"checkpoints": []}, "1 to 8"),
+        ({"checkpoints": "one.pth"}, "1 to 8.*one.pth"),
+        ({"checkpoints": [{}] * 9}, "1 to 8"),
+        ({"layers": "1"}, "film="),
+    ],
+)
+def test_what_can_not_be_mixed_is_refused(models: list[nn.Module], given: dict[str, Any], message: str) -> None:
+    with pytest.raises(AdapterError, match=message):
+        attach_mixture(models[0], **{"checkpoints": states(models), **given})
+
+
+def test_a_file_with_another_number_of_checkpoints_is_refused(models: list[nn.Module], tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    adapter = attach_mixture(copy.deepcopy(models[0]), states(models))
+    adapter.save(tmp_path / "adapter.safetensors")
+    with safe_open(tmp_path / "adapter.safetensors", "pt") as file:
+        kept = {key: file.get_tensor(key) for key in file.keys() if ".of1_" not in key}  # noqa: SIM118
+        save_file(kept, tmp_path / "less.safetensors", file.metadata())
+    with pytest.raises((FileFormatError, AdapterError)):
+        load_adapter(models[0], tmp_path / "less.safetensors")
+    assert "forward" not in vars(models[0])
+
+
+def test_a_task_computes_one_phi_at_a_time(models: list[nn.Module]) -> None:
+    adapter = attach_mixture(models[0], states(models))
+    torch.manual_seed(1)
+    x, y = torch.randn(20, 3, 8, 8).double(), torch.arange(20) % 5
+    batches = TensorBatches(x, y, 10)
+    task = FinetuneTask(
+        adapter,
+        metric=Metric(lambda model: float((model(x).argmax(1) == y).double().mean()), maximize=True),
+        loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        batches=batches,
+    )
+    assert task.at_once == 1
+    assert "mixture" in task.population.why  # type: ignore[union-attr]
