@@ -31,7 +31,6 @@ from metricopt_ext.adapters.modulation import (
     affine,
     channel_axis,
     is_affine,
-    output_of,
     weight_of,
 )
 from metricopt_ext.adapters.signature import Outputs
@@ -107,9 +106,7 @@ def attach_film(
     return _attach(model, "film", names, dim, seed, modulation, outputs, calls)
 
 
-def _film_layers(
-    model: nn.Module, layers: str | Sequence[str] | None, example: Any
-) -> tuple[list[str], Calls | None]:
+def _film_layers(model: nn.Module, layers: str | Sequence[str] | None, example: Any) -> tuple[list[str], Calls | None]:
     """Return the names of the layers that FiLM modulates, and which layers an example calls."""
     usable = {name: each for name, each in model.named_modules() if not is_unused(name) and _unusable(each) is None}
     calls = None if example is None else _calls(model, example, usable)

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.ingredients import Ingredients
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, BudgetError
-from metricopt_ext.methods.ingredients import Ingredients
 from metricopt_ext.methods.short_finetunes import Training, check_finetunes, short_finetunes
 from metricopt_ext.methods.starts import reestimate_batchnorm, with_start
 from metricopt_ext.plain import plain

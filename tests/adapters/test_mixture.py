@@ -189,9 +189,7 @@ def test_halves_and_tied_weights_are_mixed_too() -> None:
 def test_checkpoints_are_files_of_any_framework(models: list[nn.Module], x: Tensor, tmp_path: Path) -> None:
     save_file(states(models)[0], tmp_path / "one.safetensors")
     torch.save({"model": {f"module.{k}": v for k, v in states(models)[1].items()}}, tmp_path / "two.pth")
-    adapter = attach_mixture(
-        copy.deepcopy(models[0]), [tmp_path / "one.safetensors", tmp_path / "two.pth"], example=x
-    )
+    adapter = attach_mixture(copy.deepcopy(models[0]), [tmp_path / "one.safetensors", tmp_path / "two.pth"], example=x)
     assert torch.equal(at(adapter, 1.0, 0.0)(x), models[1](x))
     assert torch.equal(at(adapter, 0.0, 1.0)(x), models[2](x))
 

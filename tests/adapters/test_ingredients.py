@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_lora_scales
+from metricopt_ext.adapters.ingredients import Ingredients, files_of
 from metricopt_ext.errors import AdapterError, DataError, FileFormatError
-from metricopt_ext.methods.ingredients import Ingredients, files_of
 
 
 class Net(nn.Module):
