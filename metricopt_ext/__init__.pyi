@@ -5,6 +5,7 @@ from .adapters.adapter import Adapter as Adapter
 from .adapters.attach import attach_film as attach_film
 from .adapters.attach import attach_input_bias as attach_input_bias
 from .adapters.attach import attach_lora_scales as attach_lora_scales
+from .adapters.attach import attach_mixture as attach_mixture
 from .adapters.attach import attach_outputs as attach_outputs
 from .adapters.attach import load_adapter as load_adapter
 from .adapters.signature import Outputs as Outputs

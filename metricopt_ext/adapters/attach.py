@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import MATRIX, Adapter, Described, read_adapter, refuse_wrapper
 from metricopt_ext.adapters.calls import CONVOLUTIONS, Calls, calls_on, may_give_logits, shape_of
 from metricopt_ext.adapters.foreign_norms import is_foreign_norm, scales_alone, weight_offset
+from metricopt_ext.adapters.ingredients import Ingredients
 from metricopt_ext.adapters.lora import LoraScale, lora_layers
 from metricopt_ext.adapters.mixture import MOST, ROOT, Mixture, saved_count, saved_shapes, saved_states
 from metricopt_ext.adapters.modulation import (
@@ -291,7 +292,12 @@ def attach_mixture(
         raise AdapterError(f"layers={layers!r} are for FiLM; give film=, its number of coordinates, too")
     check_integer(1, **({} if film is None else {"film": film}))
     _check_bare(model)
-    states = [each for each in checkpoints if isinstance(each, Mapping)]
+    reader = Ingredients(model)
+    read = (
+        reader.take(each, f"checkpoint {number}") if isinstance(each, Mapping) else reader.read(Path(each))
+        for number, each in enumerate(checkpoints)
+    )
+    states = [reader.replaced(each) for each in read]
     return _mixture(model, states, film or 0, layers, seed, outputs, example)
 
 

@@ -3,15 +3,16 @@
 import copy
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.lora import adapted_layers
+from metricopt_ext.adapters.modulation import CONTEXT_NAME
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, DataError, FileFormatError
 from metricopt_ext.utils.checkpoint_file import CheckpointFile, read_checkpoint
@@ -45,24 +46,25 @@ class Layer(NamedTuple):
 
 
 class Ingredients:
-    """Reads checkpoints as the tensors of a model without its adapter, and makes starts of such tensors.
+    """Reads checkpoints as the tensors of a model without an adapter, and makes starts of such tensors.
 
     Of layers with LoRA the change B A counts, not A and B: it is added to the layer's weight, where changes of several
     files can be averaged. A start leaves the model's own A and B and puts what they lack into that weight.
 
     Args:
-        adapter: Of the model.
+        model: The model, with an adapter or without.
         entry: The state dict's key in each file of torch; None to find it.
 
     Raises:
         AdapterError: LoRA is of a variant whose change is not added, or on a weight that is no floating number.
     """
 
-    def __init__(self, adapter: Adapter, entry: str | None = None) -> None:
-        self.adapter, self.entry = adapter, entry
-        self.base = {name: value for name, value in adapter.base_state_dict().items() if isinstance(value, Tensor)}
-        self._aliases = _aliases(adapter)
-        self._lora = dict(_layers(adapter, self.base))
+    def __init__(self, model: nn.Module, entry: str | None = None) -> None:
+        self.model, self.entry = model, entry
+        state = Adapter(model).base_state_dict() if hasattr(model, CONTEXT_NAME) else model.state_dict()
+        self.base = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        self._aliases = _aliases(model)
+        self._lora = dict(_layers(model, self.base))
         lora = [name for each in self._lora.values() for name in (*each.parts, *each.idle)]
         self.left_alone = set(lora)
         self.floating = [n for n, each in self.base.items() if each.is_floating_point() and n not in self.left_alone]
@@ -75,7 +77,21 @@ class Ingredients:
             DataError: It can't be read, or lacks a tensor, has one that the model has not, or one of another shape or
                 type, or with NaN; the message has the file and the tensor.
         """
-        files = [read_checkpoint(file, self.entry, "entry") for file in files_of(path)]
+        return self._read(path, [read_checkpoint(file, self.entry, "entry") for file in files_of(path)])
+
+    def take(self, state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+        """Return a state dict as `read` does a file of it.
+
+        Args:
+            state: The tensors.
+            name: What messages call it.
+
+        Raises:
+            DataError: As from `read`.
+        """
+        return self._read(Path(name), [_InMemory(state)])
+
+    def _read(self, path: Path, files: Sequence[CheckpointFile]) -> dict[str, Tensor]:
         where = {key: file for file in files for key in file.shapes}
         read = self._names(path, list(where))
         for key, name in read.names.items():
@@ -94,18 +110,28 @@ class Ingredients:
                 state[each.weight] = weight.double() + self._change(each, state)
         return {name: value for name, value in state.items() if name not in self.left_alone}
 
-    def start(self, values: Mapping[str, Tensor]) -> Start:
-        """Return the start at phi = 0 of tensors as `read` has them, of any floating type, cast to the model's."""
-        parameters = dict(self.adapter.model.named_parameters(remove_duplicate=False))
-        replaced: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}
+    def replaced(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what of tensors as `read` has them, of any floating type, differs from the model's, cast to its types.
+
+        With them in place the model, which keeps LoRA's A and B, computes what the model of the values would.
+        """
+        found: dict[str, Tensor] = {}
         for name, value in values.items():
             own = self.base[name]
             if name in self._own_changes:
                 value = value.double() - self._own_changes[name]
             value = value.to(own.dtype)
             if not same_bits(own, value):
-                replaced[name in parameters][name] = value
-        return Start(torch.zeros_like(self.adapter.phi.detach()), replaced[False], replaced[True])
+                found[name] = value
+        return found
+
+    def start(self, values: Mapping[str, Tensor]) -> Start:
+        """Return the start at phi = 0 of the model's adapter with `replaced`."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        kinds: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}
+        for name, value in self.replaced(values).items():
+            kinds[name in parameters][name] = value
+        return Start(torch.zeros_like(Adapter(self.model).phi.detach()), kinds[False], kinds[True])
 
     def _names(self, path: Path, keys: list[str]) -> Names:
         """Return the model's names of a file's tensors, and refuse a file that has others, or not all."""
@@ -158,7 +184,7 @@ class Ingredients:
 
     def _saved_by_peft(self) -> dict[str, str]:
         """Return the model's names of what PEFT's own function saves, by the names there; nothing without LoRA."""
-        model: Any = self.adapter.model
+        model: Any = self.model
         if not self._lora or not hasattr(model, "peft_config"):
             return {}
         own = {each.data_ptr(): name for name, each in self.base.items()}
@@ -172,7 +198,7 @@ class Ingredients:
             return
         with content_of(file, "settings of PEFT's"):
             theirs = dict(parse_json(read_bounded(file, JSON_BYTES)))
-        model: Any = self.adapter.model
+        model: Any = self.model
         ours = model.peft_config[model.active_adapter]
         for name in LORA_FACTORS:
             if theirs.get(name) != getattr(ours, name, None):
@@ -205,11 +231,28 @@ def files_of(path: Path) -> list[Path]:
     return found[:1]
 
 
-def _aliases(adapter: Adapter) -> dict[str, list[str]]:
+class _InMemory(CheckpointFile):
+    """A state dict in place of a file.
+
+    Args:
+        state: Its tensors.
+    """
+
+    def __init__(self, state: Mapping[str, Tensor]) -> None:
+        self._state = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        self.shapes = {name: tuple(value.shape) for name, value in self._state.items()}
+        self.dtypes = {name: value.dtype for name, value in self._state.items()}
+
+    def tensor(self, key: str) -> Tensor:
+        """Return a copy of a tensor."""
+        return self._state[key].detach().cpu().clone()
+
+
+def _aliases(model: nn.Module) -> dict[str, list[str]]:
     """Return all names of each tensor that has several."""
     every = [
-        *adapter.model.named_parameters(remove_duplicate=False),
-        *adapter.model.named_buffers(remove_duplicate=False),
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
     ]
     names: dict[int, list[str]] = {}
     for name, tensor in every:
@@ -217,9 +260,9 @@ def _aliases(adapter: Adapter) -> dict[str, list[str]]:
     return {name: each for each in names.values() for name in each if len(each) > 1}
 
 
-def _layers(adapter: Adapter, base: Mapping[str, Tensor]) -> Iterator[tuple[str, Layer]]:
+def _layers(model: nn.Module, base: Mapping[str, Tensor]) -> Iterator[tuple[str, Layer]]:
     """Yield the layers with LoRA, by name."""
-    for where, layer in adapted_layers(adapter.model):
+    for where, layer in adapted_layers(model):
         prefix = f"{where}." if where else ""
         weight = f"{prefix}base_layer.weight"
         acting = layer.active_adapters

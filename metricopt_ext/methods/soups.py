@@ -87,7 +87,7 @@ def soup_starts(
             folder = output_dir or temporary.enter_context(tempfile.TemporaryDirectory())
             given = check_finetunes(training, finetunes, share)
             files = short_finetunes(task, given, finetunes, share, seed, Path(folder), tell)
-        soup = _Soup(task, Ingredients(task.adapter, entry), files, recalibrate)
+        soup = _Soup(task, Ingredients(task.adapter.model, entry), files, recalibrate)
         found = {"uniform": soup.uniform()}  # which reads, and so checks, all before a query is asked
         if "greedy" in kinds:
             tell(f"greedy soup: {counted(len(files) * task.metric.repeats, 'query')}, of an average each")

@@ -73,7 +73,7 @@ def written(kind: str, folder: Path, state: dict[str, Tensor]) -> Path:
 @pytest.mark.parametrize("kind", ["plain", "safetensors", "detectron2", "lightning", "ema", "folder", "shards"])
 def test_checkpoints_of_all_kinds_are_the_same_tensors(kind: str, tmp_path: Path) -> None:
     path = written(kind, tmp_path, state_of(1))
-    assert equal(Ingredients(adapter_of()).read(path), state_of(1))
+    assert equal(Ingredients(adapter_of().model).read(path), state_of(1))
 
 
 def test_a_folder_without_weights_and_a_path_to_nothing_are_refused(tmp_path: Path) -> None:
@@ -93,8 +93,8 @@ def test_of_two_state_dicts_the_entry_is_read(tmp_path: Path) -> None:
     path = tmp_path / "two.pth"
     torch.save({"model": state_of(1), "model_ema": state_of(2)}, path)
     with pytest.raises(DataError, match=r"two\.pth has 2 state dicts, .*name one by entry"):
-        Ingredients(adapter_of()).read(path)
-    assert equal(Ingredients(adapter_of(), "model_ema").read(path), state_of(2))
+        Ingredients(adapter_of().model).read(path)
+    assert equal(Ingredients(adapter_of().model, "model_ema").read(path), state_of(2))
 
 
 MISFITS: dict[str, tuple[Any, str]] = {
@@ -114,20 +114,20 @@ def test_what_does_not_fit_is_refused_with_file_and_key(misfit: str, kind: str, 
     change(state)
     path = written(kind, tmp_path, state)
     with pytest.raises(DataError, match=f"{path.name}.*{said}"):
-        Ingredients(adapter_of()).read(path)
+        Ingredients(adapter_of().model).read(path)
 
 
 def test_what_counts_batches_may_be_missing(tmp_path: Path) -> None:
     state = state_of(1)
     del state["norm.num_batches_tracked"]
-    assert equal(Ingredients(adapter_of()).read(written("plain", tmp_path, state)), state)
+    assert equal(Ingredients(adapter_of().model).read(written("plain", tmp_path, state)), state)
 
 
 def test_a_module_beside_the_model_is_left_out_with_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "m.ckpt"
     torch.save({"state_dict": {**{f"model.{k}": v for k, v in state_of(1).items()}, "loss.w": torch.ones(1)}}, path)
     with pytest.warns(UserWarning, match=r"1 tensor beside the model left out: \['loss\.w'\]"):
-        assert equal(Ingredients(adapter_of()).read(path), state_of(1))
+        assert equal(Ingredients(adapter_of().model).read(path), state_of(1))
 
 
 class Tied(nn.Module):
@@ -143,12 +143,12 @@ class Tied(nn.Module):
 def test_tied_weights_may_be_there_once(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, state = Tied(), Tied().state_dict()
-    ingredients = Ingredients(attach_film(model, ["norm"], dim=2))
+    ingredients = Ingredients(attach_film(model, ["norm"], dim=2).model)
     once = {name: value.clone() for name, value in state.items() if name != "head.weight"}
     for name, content in {"once.pth": once, "twice.pth": state}.items():
         torch.save(content, tmp_path / name)
         start = ingredients.start(ingredients.read(tmp_path / name))
-        with ingredients.adapter.applied(start):
+        with Adapter(ingredients.model).applied(start):
             assert torch.equal(model.head.weight, state["words.weight"])
     torch.save({**once, "head.weight": torch.ones(7, 4)}, tmp_path / "untied.pth")
     with pytest.raises(DataError, match=r"untied\.pth: 'head\.weight' is not the same tensor as others"):
@@ -204,7 +204,7 @@ def test_of_lora_the_changes_are_averaged_and_phi_still_acts(how: dict[str, Any]
             torch.manual_seed(seed)
             nn.init.normal_(each.base_model.model.norm.modules_to_save["default"].weight)
     adapter = attach_film(own, ["base_model.model.norm*"], dim=2)
-    ingredients = Ingredients(adapter)
+    ingredients = Ingredients(adapter.model)
     states = []
     for number, each in enumerate(others):
         path = tmp_path / f"{number}"
@@ -239,7 +239,7 @@ def test_lora_scales_act_on_an_average(tmp_path: Path) -> None:
     own, other = adapted(1), adapted(2)
     torch.save(other.state_dict(), tmp_path / "other.pth")
     adapter = attach_lora_scales(own)
-    ingredients = Ingredients(adapter)
+    ingredients = Ingredients(adapter.model)
     start = ingredients.start(ingredients.read(tmp_path / "other.pth"))
     with adapter.applied(start) as model:
         torch.testing.assert_close(model(X), other(X), atol=1e-5, rtol=1e-5)
@@ -250,18 +250,18 @@ def test_lora_of_another_scale_is_refused(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 12}))
     with pytest.raises(DataError, match=r"adapter_config\.json: lora_alpha is 12, the model's 6"):
-        Ingredients(attach_lora_scales(adapted(1))).read(tmp_path)
+        Ingredients(attach_lora_scales(adapted(1)).model).read(tmp_path)
 
 
 def test_dora_is_refused() -> None:
     with pytest.raises(AdapterError, match="is a variant such as DoRA, whose changes can't be averaged"):
-        Ingredients(attach_film(adapted(1, use_dora=True), ["base_model.model.norm"], dim=2))
+        Ingredients(attach_film(adapted(1, use_dora=True), ["base_model.model.norm"], dim=2).model)
 
 
 def test_a_start_that_peft_does_not_save_is_warned_of_at_the_merge(tmp_path: Path) -> None:
     torch.save(adapted(2).state_dict(), tmp_path / "other.pth")
     adapter = attach_film(adapted(1), ["base_model.model.norm"], dim=2)
-    ingredients = Ingredients(adapter)
+    ingredients = Ingredients(adapter.model)
     adapter.apply(ingredients.start(ingredients.read(tmp_path / "other.pth")))
     said = r"what was tuned in \['base_model\.model\.first\.base_layer\.weight', .*\] will be lost"
     with pytest.warns(UserWarning, match=said):
