@@ -375,13 +375,15 @@ def _check_matrices(
     model: nn.Module, path: str | Path, described: Described, layers: Sequence[str], tensors: dict[str, Tensor]
 ) -> None:
     """Check that a file holds the matrices of an adapter before it is attached, which allocates as many."""
-    known, expected = dict(model.named_modules()), {"phi": [described.dim]}
+    known = dict(model.named_modules())
+    expected: dict[str, Sequence[int]] = {"phi": [described.dim]}
     if described.kind == "lora" and (strange := [name for name in layers if name not in lora_layers(model)]):
         raise AdapterError(f"{path}: {brief(strange[0])} is no matrix of an active LoRA of the model")
     if described.kind == "mixture":
         if layers[:1] != [ROOT] or not 1 <= (count := saved_count(tensors)) <= MOST:
             raise FileFormatError(f"{path} is corrupt: it is a mixture, but not of 1 to {MOST} checkpoints")
-        layers, expected = layers[1:], expected | saved_shapes(model, count)
+        layers = layers[1:]
+        expected.update(saved_shapes(model, count))
     for name in [] if described.kind == "lora" else layers:
         if name not in known:  # attaching would take it for a pattern
             near = nearest(name[:100], [each for each in known if each])

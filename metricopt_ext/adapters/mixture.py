@@ -79,7 +79,7 @@ class Mixture(Modulation):
     def hooked(self, layer: nn.Module) -> Any:
         """Put the mixture's computation in the place of the model's; returns what takes it out again."""
         self._forward = layer.__dict__.get("forward")
-        layer.forward = self._mixing_forward  # type: ignore[method-assign]
+        layer.forward = self._mixing_forward
         return _Handle(layer, self)
 
     def _mixing_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +138,7 @@ class _Handle:
         if mixture._forward is None:
             model.__dict__.pop("forward", None)
         else:
-            model.forward = mixture._forward  # type: ignore[method-assign]
+            model.forward = mixture._forward
 
 
 def floating(model: nn.Module) -> dict[str, Tensor]:
