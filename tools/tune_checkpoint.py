@@ -11,6 +11,9 @@ JSON file that the command writes. Another exit status than 0, no number or nan 
 --also 'accuracy=acc: ([0-9.]+)' reads another number, and --subject-to 'accuracy: >= start - 0.005' limits it: the
 search goes where the limit holds, and what violates it is not kept.
 
+With --mix FILE ..., finetunes of the checkpoint, its norms stay: the search looks for how much of each file's weights
+to mix in, from -0.5 to 1.5, and with --offsets KEY for the offsets of a bias. All files are held in memory.
+
 With --setting nms=0.3:0.9 or --setting size=320,480,640, {nms} and {size} in COMMAND are replaced too. Settings come
 first, by at most 10 queries; then the norms, with the settings that were kept. `metricopt tune-settings` tunes settings
 without a checkpoint, and its --help says what SPEC may be.
@@ -52,6 +55,8 @@ from metricopt_ext.tasks.inference_file import INFERENCE, save_inference
 from metricopt_ext.tasks.program_score import CHECKPOINT, TRIAL
 from metricopt_ext.tasks.settings import QUERIES
 
+DIM = 16  # of the norms
+
 
 def main() -> None:
     """Read the command line, tune, report; an error that a user can fix is printed in few lines."""
@@ -72,7 +77,13 @@ def main() -> None:
         "--offsets", metavar="KEY", help="a bias whose numbers move one by one, as that of a classifier's last layer"
     )
     parser.add_argument(
-        "--dim", type=int, default=16, metavar="N", help="number of directions in which the norms move; default 16"
+        "--dim", type=int, metavar="N", help=f"number of directions in which the norms move; default {DIM}"
+    )
+    parser.add_argument(
+        "--mix",
+        nargs="+",
+        metavar="FILE",
+        help="1 to 8 finetunes of the checkpoint, of each of which the search mixes some in; the norms stay",
     )
     parser.add_argument(
         "--gradients",
@@ -86,6 +97,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     try:
+        check_mixture(arguments)
         scores = read_scores(arguments, least=[("dim", 1), ("seed", 0)], needed=[CHECKPOINT])
         check_output(arguments)
     except ConfigError as error:
@@ -98,6 +110,19 @@ def main() -> None:
             raise
         except FileFormatError as error:
             sys.exit(f"error: {error}")  # with its lines of Python
+
+
+def check_mixture(arguments: argparse.Namespace) -> None:
+    """Refuse switches of the norms beside --mix, and set the default of --dim.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for name in ("layers", "dim", "gradients"):
+        if arguments.mix and getattr(arguments, name) is not None:
+            raise ConfigError(f"--{name} is of the norms, which --mix leaves as they are; leave one of them out")
+    if arguments.dim is None:
+        arguments.dim = DIM
 
 
 def check_output(arguments: argparse.Namespace) -> None:
@@ -119,7 +144,8 @@ def run(arguments: argparse.Namespace, scores: Scores) -> dict[str, Any]:
     Raises:
         MetricOptError, OSError: As from `CheckpointRun`.
     """
-    from metricopt_ext.adapters.skeleton import chosen
+    from metricopt_ext.adapters.mixed_file import MixedFile
+    from metricopt_ext.adapters.skeleton import Norms, chosen
     from metricopt_ext.evidence.checkpoint_run import CheckpointRun
     from metricopt_ext.evidence.settings_run import SettingsRun
     from metricopt_ext.utils.checkpoint_file import read_checkpoint
@@ -131,17 +157,21 @@ def run(arguments: argparse.Namespace, scores: Scores) -> dict[str, Any]:
     check_writable(arguments.output)
     gradients = arguments.gradients
     file = read_checkpoint(arguments.checkpoint, arguments.entry)
-    moved = chosen(file, arguments.layers, arguments.offsets)
+    moving: Norms | MixedFile
+    if arguments.mix:
+        moving = MixedFile(file, [Path(each) for each in arguments.mix], arguments.offsets)
+    else:
+        moved = chosen(file, arguments.layers, arguments.offsets)
+        moving = Norms(file, moved, dim=arguments.dim, seed=arguments.seed)
     score, holdout = scores.at({})
     one = CheckpointRun(
         file,
-        moved,
+        moving,
         score,
         arguments.output_dir,
         holdout=holdout,
         maximize=not arguments.minimize,
         subject_to=scores.subject_to,
-        dim=arguments.dim,
         seed=arguments.seed,
         gradients=gradients and import_named(gradients, arguments.gradients_folder, "--gradients-folder"),
     )
@@ -245,7 +275,7 @@ def show_plan(arguments: argparse.Namespace, scores: Scores, one: Any, unchanged
 
     if scores.settings is not None:
         print_settings(scores.settings)
-    rows = [[each.layer, each.kind, str(len(each.keys) * each.channels)] for each in one.moved]
+    rows = one.moving.rows()
     total = sum(int(row[-1]) for row in rows)
     print_table(["layer", "kind", "numbers"], [*rows, ["in all", "", str(total)]], left=2, bold=[len(rows)])
     seconds = unchanged.seconds / arguments.repeats * arguments.queries / arguments.jobs
@@ -304,7 +334,7 @@ def report(
         "queries": queries,
         "failed": tuned.failed,
         "seconds": seconds,
-        "moved": [each._asdict() for each in one.moved],
+        "moved": one.moving.described(),
         "versions": versions(),
         "config": as_written(arguments),
     }

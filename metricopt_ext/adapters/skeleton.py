@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -203,6 +203,49 @@ def gradients_in_phi(adapter: Adapter, moved: Sequence[Moved], gradients: Mappin
         slopes = {key: (ahead[key] - still[key]).double() for key in still}
         columns.append(torch.stack([(given[key] * slopes[key]).flatten(1).sum(1) for key in still]).sum(0))
     return torch.stack(columns, 1).to(origin)
+
+
+class Norms:
+    """What phi moves of a checkpoint: its norms by FiLM, and the offsets of a bias.
+
+    Args:
+        file: The checkpoint.
+        moved: What moves, from `chosen`.
+        dim: As in `attach_checkpoint`.
+        seed: As in `attach_checkpoint`.
+
+    Raises:
+        AdapterError, ValueError: As from `attach_checkpoint`.
+    """
+
+    def __init__(self, file: CheckpointFile, moved: Sequence[Moved], *, dim: int = 16, seed: int = 0) -> None:
+        self.file, self.moved = file, list(moved)
+        self.adapter: Adapter = attach_checkpoint(file, moved, dim=dim, seed=seed)
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of what moves."""
+        return [key for each in self.moved for key in each.keys]
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a run depends on besides the checkpoint."""
+        return {"moved": self.keys}
+
+    def described(self) -> list[dict[str, Any]]:
+        """Return what moves, for a report."""
+        return [each._asdict() for each in self.moved]
+
+    def rows(self) -> list[list[str]]:
+        """Return what moves as rows of a table: the layer, its kind, how many numbers of it move."""
+        return [[each.layer, each.kind, str(len(each.keys) * each.channels)] for each in self.moved]
+
+    def tensors(self, phi: Tensor) -> dict[str, Tensor]:
+        """Return the tensors that phi, ``d``, moves, by key, in the checkpoint's own types; none at phi = 0."""
+        return moved_tensors(self.adapter, phi, self.file, self.moved)
+
+    def gradients(self, given: Mapping[str, Tensor]) -> Tensor:
+        """Return gradients in phi, ``m x d``, from those by key; see `gradients_in_phi`."""
+        return gradients_in_phi(self.adapter, self.moved, given)
 
 
 def _names(moved: Moved) -> Iterator[tuple[str, str]]:

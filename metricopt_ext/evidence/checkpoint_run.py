@@ -1,15 +1,15 @@
 """Tunes a checkpoint for a score that a program prints: trial files, programs side by side, guard, tuned file."""
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.skeleton import Moved, attach_checkpoint, gradients_in_phi, moved_tensors
+from metricopt_ext.adapters.mixed_file import MixedFile
+from metricopt_ext.adapters.skeleton import Norms
 from metricopt_ext.errors import BudgetError, ConfigError
 from metricopt_ext.evidence.program_trials import HELD_OUT, NAME, TRIALS, ProgramRun, TrialError, ending, side_by_side
 from metricopt_ext.methods.assessment import QUERIES as FIRST
@@ -59,42 +59,40 @@ class CheckpointRun(ProgramRun):
 
     Args:
         file: The checkpoint.
-        moved: What phi moves (`chosen`).
+        moving: What phi moves of it.
         score: Scores a file on the data that the search sees.
         folder: Keeps the search, trial files while they are scored, and logs.
         holdout: Scores it on data that the search does not see; None without any.
         maximize: Whether higher is better.
         subject_to: Constraints on other quantities that the score has, by name (`Metric`); not on data held out.
-        dim: Number of phi's coordinates for all norms together.
-        seed: Seed of the directions and of the search.
-        gradients: ``gradients(path, keys)`` returns gradients of a loss by key, each of its tensor's shape or m of them
-            stacked; they shape the search. None takes all directions for alike.
+        seed: Seed of the search.
+        gradients: Of norms: ``gradients(path, keys)`` returns gradients of a loss by key, each of its tensor's shape or
+            m of them stacked; they shape the search. None takes all directions for alike.
     """
 
     def __init__(
         self,
         file: CheckpointFile,
-        moved: Sequence[Moved],
+        moving: Norms | MixedFile,
         score: ProgramScore,
         folder: Path,
         *,
         holdout: ProgramScore | None = None,
         maximize: bool = True,
         subject_to: Mapping[str, str] | None = None,
-        dim: int = 16,
         seed: int = 0,
         gradients: Callable[[str, list[str]], Mapping[str, Tensor]] | None = None,
     ) -> None:
         super().__init__(folder)
-        self.file, self.moved, self.score, self.holdout = file, list(moved), score, holdout
+        self.file, self.moving, self.score, self.holdout = file, moving, score, holdout
         self.maximize, self.subject_to, self.seed = maximize, subject_to, seed
-        self.adapter: Adapter = attach_checkpoint(file, moved, dim=dim, seed=seed)
+        self.adapter = moving.adapter
         self.gradients: Tensor | None = None
-        if gradients is not None:
-            found = gradients(str(file.path), [key for each in moved for key in each.keys])
+        if gradients is not None and isinstance(moving, Norms):
+            found = gradients(str(file.path), moving.keys)
             if not isinstance(found, Mapping):
                 raise ConfigError(f"the function of gradients returned {brief(found)}; it must be a dict by key")
-            self.gradients = gradients_in_phi(self.adapter, moved, found)
+            self.gradients = moving.gradients(found)
 
     @property
     def least_queries(self) -> int:
@@ -127,7 +125,7 @@ class CheckpointRun(ProgramRun):
         """
         identity = {
             "content of the checkpoint": fingerprint_of_files([self.file.path]),
-            "moved": [key for each in self.moved for key in each.keys],
+            **self.moving.identity(),
         }
         super().claim({**identity, **described}, resume)
         for name in ("[0-9]*", f"{HELD_OUT}-*"):
@@ -246,7 +244,7 @@ class CheckpointRun(ProgramRun):
     def _scored(self, programs: Programs, score: ProgramScore, trial: str, phi: Tensor) -> Score | Failed:
         """Write a trial's file, score it, delete it; any thread may call it."""
         path = (self.folder / TRIALS / f"{trial}{self.file.path.suffix}").absolute()
-        self.file.write(path, moved_tensors(self.adapter, phi, self.file, self.moved), durable=False)
+        self.file.write(path, self.moving.tensors(phi), durable=False)
         try:
             return score(programs, path, trial, self.log(trial))
         finally:
@@ -259,7 +257,7 @@ class CheckpointRun(ProgramRun):
             OSError: The file can't be written.
         """
         if tuned.changed:
-            self.file.write(path, moved_tensors(self.adapter, tuned.phi, self.file, self.moved))
+            self.file.write(path, self.moving.tensors(tuned.phi))
             return
         with open_regular(self.file.path) as old, opened_atomically(path) as file:
             shutil.copyfileobj(old, file, 1 << 20)

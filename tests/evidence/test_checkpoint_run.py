@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from metricopt_ext.adapters.skeleton import chosen
+from metricopt_ext.adapters.skeleton import Norms, chosen
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.evidence.checkpoint_run import CheckpointRun
 from metricopt_ext.evidence.program_trials import TrialError
@@ -40,7 +40,7 @@ def made(code: str, *, repeats: int = 1, seed: int = 0) -> CheckpointRun:
     file = read_checkpoint("in.safetensors")
     words = [sys.executable, "-S", "-c", code, "{checkpoint}", "{trial}"]
     score = ProgramScore(words, Printed(r"score (\S+)", "--parse"), repeats=repeats)
-    return CheckpointRun(file, chosen(file), score, Path("out"), dim=2, seed=seed)
+    return CheckpointRun(file, Norms(file, chosen(file), dim=2, seed=seed), score, Path("out"), seed=seed)
 
 
 def test_the_unchanged_file_is_scored_bit_for_bit(run: CheckpointRun) -> None:

@@ -161,6 +161,39 @@ def test_a_gain_is_kept_and_told(folder: Path, capsys: pytest.CaptureFixture[str
     assert "30 of 30 queries spent" in (folder / "out/log.txt").read_text()
 
 
+def finetunes(folder: Path) -> list[str]:
+    """Write two finetunes: half of the first is the best of all mixtures, and the second leads away."""
+    base, sign = load_file("in.safetensors"), torch.tensor([(-1.0) ** (i // 2) for i in range(CHANNELS)])
+    for name, bias in (("one", 0.06 * sign), ("two", 0.05 * torch.ones(CHANNELS))):
+        state = {key: value + (0.1 if key == "embed.weight" else 0.0) for key, value in base.items()}
+        save_file({**state, "model.norm.bias": bias}, folder / f"{name}.safetensors")
+    return ["--mix", "one.safetensors", "two.safetensors"]
+
+
+def test_finetunes_are_mixed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mix = finetunes(folder)
+    arguments = [each for each in words(program(folder, PRINT), *PARSE, *HALVES, *mix, queries=30) if each != "--dim"]
+    arguments.remove("3")
+    tune(*arguments, "--dry-run")
+    assert "weight in the mixture" in capsys.readouterr().out
+    tune(*arguments)
+    content = report()
+    assert content["kept"] == "search"
+    assert content["after"] > 0.97  # 0.91 before, and at both finetunes at most that
+    assert content["moved"] == [{"checkpoint": "one.safetensors"}, {"checkpoint": "two.safetensors"}]
+    base, tuned = load_file("in.safetensors"), load_file("out.safetensors")
+    assert torch.equal(tuned["model.norm.weight"], base["model.norm.weight"])
+    one, two = (load_file(f"{name}.safetensors")["model.norm.bias"] for name in ("one", "two"))
+    w = torch.linalg.lstsq(torch.stack([one, two], 1), tuned["model.norm.bias"][:, None]).solution
+    assert float((tuned["model.norm.bias"] - torch.stack([one, two], 1) @ w[:, 0]).abs().max()) < 1e-6
+    torch.testing.assert_close(tuned["embed.weight"], base["embed.weight"] + 0.1 * w.sum())
+    tune(*arguments, "--resume")  # which is at its end
+    assert report()["after"] == content["after"]
+    save_file(load_file("in.safetensors"), "one.safetensors")
+    tune(*arguments, "--resume", status=1)
+    assert "mix" in capsys.readouterr().err
+
+
 def test_the_result_does_not_depend_on_jobs(folder: Path) -> None:
     command = program(folder, PRINT.replace("print(", "time.sleep(0.03 * (int(sys.argv[2]) % 3)); print("))
     for jobs in ("1", "2", "3"):
@@ -481,6 +514,7 @@ def test_a_dry_run_says_what_would_be_and_leaves_the_folder_free(
         (["--output", "./in.safetensors"], "is the checkpoint itself"),
         (["--parse-json", "a.json:b"], "not allowed with argument --parse"),
         (["--setting", "nms=0.3:0.9"], "--score has no {nms}, so --setting nms would change nothing"),
+        (["--mix", "in.safetensors"], "--dim is of the norms, which --mix leaves as they are"),
         (["--default", "nms=0.5"], "--default nms=0.5: there is no --setting; add one, or leave it out"),
     ],
 )

@@ -1,0 +1,89 @@
+"""A mixture of files, against the mean and the files themselves."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.mixed_file import MixedFile
+from metricopt_ext.adapters.skeleton import LOGITS
+from metricopt_ext.errors import AdapterError, DataError
+from metricopt_ext.utils.checkpoint_file import read_checkpoint
+
+
+def state(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(8, 5))
+    model(torch.randn(6, 3, 3, 4))
+    return model.to(dtype).state_dict()
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    paths = [tmp_path / f"{seed}.safetensors" for seed in range(3)]
+    for seed, path in enumerate(paths):
+        save_file(state(seed), path)
+    return paths
+
+
+def test_phi_weighs_the_files(files: list[Path]) -> None:
+    mixed = MixedFile(read_checkpoint(files[0]), files[1:])
+    assert mixed.adapter.dim == 2
+    assert mixed.tensors(torch.zeros(2)) == {}
+    base, *others = (state(seed) for seed in range(3))
+    floats = [name for name, value in base.items() if value.is_floating_point()]
+    for phi, other in zip(torch.eye(2), others, strict=True):
+        found = mixed.tensors(phi)
+        assert sorted(found) == sorted(floats)
+        assert all(torch.equal(value, other[name]) for name, value in found.items())
+    found = mixed.tensors(torch.tensor([0.25, 0.5]))
+    for name in floats:
+        expected = (0.25 * base[name].double() + 0.25 * others[0][name] + 0.5 * others[1][name]).float()
+        torch.testing.assert_close(found[name], expected)
+
+
+def test_offsets_of_a_bias_come_after_the_weights(files: list[Path]) -> None:
+    mixed = MixedFile(read_checkpoint(files[0]), files[1:2], "3.bias")
+    assert mixed.adapter.dim == 1 + 5
+    phi = torch.tensor([1.0, 0.1, 0.0, 0.0, 0.0, -0.2])
+    found, other = mixed.tensors(phi), state(1)
+    torch.testing.assert_close(found["3.bias"], other["3.bias"] + LOGITS * phi[1:])
+    assert all(torch.equal(value, other[name]) for name, value in found.items() if name != "3.bias")
+
+
+def test_types_and_ties_of_the_file_stay(tmp_path: Path) -> None:
+    half, other = state(0, torch.bfloat16), state(1, torch.bfloat16)
+    for path, each in (("a.pth", half), ("b.pth", other)):
+        torch.save({"model": {**each, "tied": each["3.weight"]}, "step": 3}, tmp_path / path)
+    file = read_checkpoint(tmp_path / "a.pth")
+    mixed = MixedFile(file, [tmp_path / "b.pth"])
+    file.write(tmp_path / "out.pth", mixed.tensors(torch.ones(1)))
+    written = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert written["step"] == 3
+    assert torch.equal(written["model"]["tied"], other["3.weight"])
+    assert torch.equal(written["model"]["3.weight"], other["3.weight"])
+    assert written["model"]["3.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop("3.bias"), r"one.safetensors.*3\.bias"),
+        (lambda state: state.update({"3.bias": torch.ones(6)}), r"one.safetensors.*3\.bias.*shape"),
+        (lambda state: state.update({"3.bias": torch.ones(5).half()}), r"one.safetensors.*3\.bias.*float16"),
+    ],
+)
+def test_files_of_other_models_are_refused(files: list[Path], change: Any, message: str) -> None:
+    other = state(1)
+    change(other)
+    save_file(other, files[0].with_name("one.safetensors"))
+    with pytest.raises(DataError, match=message):
+        MixedFile(read_checkpoint(files[0]), [files[1], files[0].with_name("one.safetensors")])
+
+
+def test_what_is_no_bias_gets_no_offsets(files: list[Path]) -> None:
+    with pytest.raises(AdapterError, match=r"3\.wieght.*is no tensor"):
+        MixedFile(read_checkpoint(files[0]), files[1:], "3.wieght")
