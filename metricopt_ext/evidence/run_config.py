@@ -39,7 +39,20 @@ from metricopt_ext.utils.checks import check_above, check_finite, check_integer
 from metricopt_ext.utils.config import as_plain, config_section, known_keys
 from metricopt_ext.utils.words import nearest
 
-STARTS = ("loss_finetune", "batchnorm", "prior", "prior_twice", "thresholds")
+# All free starts of the tools, and those that are on by default; each is made by `Experiment.start`.
+STARTS = (
+    "loss_finetune",
+    "batchnorm",
+    "prior",
+    "prior_twice",
+    "prior_line",
+    "thresholds",
+    "batchnorm_line",
+    "em_prior",
+    "tent",
+    "whitening",
+)
+USUAL_STARTS = STARTS[:5]
 MEMORY_GIB = MEMORY / 2**30
 VARIANTS = ("metricopt_paper", "metricopt_learned")  # the paper's own forms, run beside MetricOpt
 USUAL = "usual"  # settings that are worth it, in place of their names
@@ -182,11 +195,13 @@ class RunConfig:
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    # What the search may begin from besides the model as it is, where it applies; each costs a query. loss_finetune,
-    # batchnorm (re-estimated on the validation inputs), prior and prior_twice (classifiers with outputs in phi: logits
-    # adjusted by the class shares, with strength 1 and 2), thresholds (of several labels, or cut points of ranks, with
-    # outputs in phi: those at which as many train examples are predicted as there are; on where data.kind has them).
-    starts: list[str] = field(default_factory=lambda: [each for each in STARTS if each != "thresholds"])
+    # What the search may begin from besides the model as it is, where it applies; each costs a query, a line three to
+    # six. loss_finetune, batchnorm (re-estimated on the validation inputs), prior and prior_twice (classifiers with
+    # outputs in phi: logits adjusted by the class shares, with strength 1 and 2), prior_line (with all strengths),
+    # thresholds (of several labels, or cut points of ranks, with outputs in phi: those at which as many train examples
+    # are predicted as there are; on where data.kind has them). By name also batchnorm_line (statistics between train's
+    # and validation's), em_prior (shares by EM), tent (BatchNorm by the entropy) and whitening (of embeddings).
+    starts: list[str] = field(default_factory=lambda: list(USUAL_STARTS))
     queries: int = 600  # MetricOpt's metric queries in total
     population: int | None = None  # tasks computed together; null: as many of 1, 4, 16, 32 as fit, if it can be
     best_evals: int = 51  # queries of the rival "loss finetune + best"

@@ -18,8 +18,8 @@ from metricopt_ext.classification.offsets import (
     WithOffsets,
     adjust_logits,
     line_offsets,
-    prior_line,
     prior_offsets,
+    target_line,
     threshold_of,
     tune_adjustment,
     tune_offsets,
@@ -339,9 +339,9 @@ def test_the_direction_of_a_line_is_that_of_the_offsets(
 ) -> None:
     """The offsets are in units of the adapter's scale; no other coordinate moves."""
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
-    assert prior_line(attach_input_bias(copy.deepcopy(model), dim=3), target, labels) is None
+    assert target_line(attach_input_bias(copy.deepcopy(model), dim=3), target, labels) is None
     adapter = attach_input_bias(model, dim=3, outputs=Outputs(scale=4.0))
-    line = prior_line(adapter, target, labels)
+    line = target_line(adapter, target, labels)
     if expected is None:
         assert line is None
         return
