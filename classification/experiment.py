@@ -25,7 +25,6 @@ from metricopt_ext.classification.named_metric import build_metric, try_metric
 from metricopt_ext.classification.nelder_mead import tune_cut_points, tune_line
 from metricopt_ext.classification.offsets import (
     adjust_logits,
-    moved_by,
     prior_adjustment,
     target_line,
     threshold_of,
@@ -51,7 +50,7 @@ from metricopt_ext.evidence.method import Contender, Earlier, End, Method, Plann
 from metricopt_ext.evidence.rivals import metricopt_result, planned
 from metricopt_ext.evidence.siblings import SiblingsConfig, learned_losses, plot_histories, training
 from metricopt_ext.methods.batchnorm_starts import tent_start
-from metricopt_ext.methods.prior_starts import em_prior_start
+from metricopt_ext.methods.prior_starts import em_prior_start, moved_by
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.second_round import run_second_round
 from metricopt_ext.methods.siblings.training import TrainingTask

@@ -13,7 +13,6 @@ from metricopt_ext.adapters.start import StartLine
 from metricopt_ext.classification.predictions import output_of, predict
 from metricopt_ext.classification.targets import Target
 from metricopt_ext.data.labelled import MAX_BYTES
-from metricopt_ext.methods.prior_starts import moved_by as moved_by
 from metricopt_ext.methods.prior_starts import offset_line, prior_offsets
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask

@@ -28,11 +28,12 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.adapters.start import Start, StartLine
-from metricopt_ext.classification.offsets import moved_by, target_line
+from metricopt_ext.classification.offsets import target_line
 from metricopt_ext.classification.targets import Target, matching_offsets
 from metricopt_ext.data.halves import Halves
 from metricopt_ext.data.precision import check_told_apart
 from metricopt_ext.methods.pipeline import check_plan, optimize_metric
+from metricopt_ext.methods.prior_starts import moved_by
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.tasks.task import FinetuneTask

@@ -17,8 +17,6 @@ from metricopt_ext.classification.offsets import (
     Remembered,
     WithOffsets,
     adjust_logits,
-    line_offsets,
-    prior_offsets,
     target_line,
     threshold_of,
     tune_adjustment,
@@ -35,6 +33,7 @@ from metricopt_ext.evidence.contenders import at_each_budget, ending_at
 from metricopt_ext.evidence.method import Method
 from metricopt_ext.evidence.passes import Passes, noticing, passes_of
 from metricopt_ext.evidence.rivals import planned
+from metricopt_ext.methods.prior_starts import line_offsets, prior_offsets
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 
@@ -346,7 +345,10 @@ def test_the_direction_of_a_line_is_that_of_the_offsets(
         assert line is None
         return
     assert line is not None
-    assert line.tolist() == pytest.approx([0, 0, 0, *(each / 4 for each in expected)], rel=1e-12)
+    for t in (-2.5, 0.5, 1.0):
+        found = line.at(t)
+        assert found.phi.tolist() == pytest.approx([0, 0, 0, *(t * each / 4 for each in expected)], rel=1e-12)
+        assert not found.replaced
 
 
 def test_adjusting_costs_no_query() -> None:
