@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -115,10 +116,8 @@ def test_a_line_through_the_trained_model_is_looked_along_from_the_best_so_far()
 
 
 def test_the_best_that_was_known_before_is_no_news() -> None:
-    def cost(start: Start) -> float:
-        return float(start.phi.any()) * (9 + float(start.phi.norm()))
-
-    state = state_of({"a": along()}, {"start": Start(0 * E[0])}, cost)
+    cost = bowl(-0.5, 0, 0, 0)
+    state = state_of({"a": along(low=0.0)}, {"start": Start(0 * E[0])}, cost)
     run(state, cost)
     assert state.best == {}
     assert len(state.points) == 7
@@ -134,12 +133,16 @@ def test_one_that_is_given_up_is_left_out() -> None:
 
 def test_what_violates_a_constraint_is_not_the_best_of_a_line() -> None:
     def rank(evaluation: Evaluation) -> tuple[bool, float]:
-        return evaluation.cost < 0.5, evaluation.cost
+        return evaluation.cost < 0.3, evaluation.cost
 
-    known = [Point("start", Start(0 * E[0]), Evaluation(4.0))]
-    state = StartLinesState({"a": along()}, {"a": PlannedLine(6, ())}, known, {}, rank)
-    run(state, bowl(1.0, 0, 0, 0))
-    assert not rank(state.best["a"].evaluation)[0]
+    line, cost = replace(along(), first=(-1.0, 1.0, 1.6)), bowl(1.0, 0, 0, 0)
+    known = [Point("start", Start(0 * E[0]), Evaluation(1.0))]
+    state = StartLinesState({"a": line}, {"a": PlannedLine(3, ())}, known, {}, rank)
+    run(state, cost)
+    assert float(state.best["a"].start.phi[0]) == 1.6
+    free = state_of({"a": line}, {"start": known[0].start}, cost, queries=3)
+    run(free, cost)
+    assert float(free.best["a"].start.phi[0]) == 1.0
 
 
 # --- Between two starts ------------------------------------------------------------------------------------------
