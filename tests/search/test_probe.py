@@ -275,5 +275,6 @@ def test_without_a_loss_the_entropy_of_inputs_says_which_directions_matter() -> 
     found, expected = probe(task, task.origin(), 1), probe(given, given.origin(), 1)
     assert found.scale == expected.scale
     torch.testing.assert_close(found.spectrum.weights, expected.spectrum.weights, rtol=1e-6, atol=1e-9)
-    alike = probe(FinetuneTask(adapter, metric=metric), task.origin(), 1)
-    assert float(found.spectrum.weights.max()) > 2 * float(alike.spectrum.weights.max())
+    alike = probe(FinetuneTask(adapter, metric=metric), task.origin(), 1).spectrum.weights
+    assert float(alike.max()) == float(alike.min())
+    assert float(found.spectrum.weights.max()) > 10 * float(found.spectrum.weights.min())
