@@ -131,7 +131,7 @@ def test_the_result_does_not_depend_on_the_number_of_ranks(forked: Any, tmp_path
     (alone,), files = results(1)
     assert alone["ends"]["kept_aside"]["aside"].keys() == {"start", "search"}
     # Adapters, functions, the trajectories of recipe, paper and learned; the learned optimizer, and its training.
-    assert len(files) == 9 + 7 + 16 + 12 + 10 + 2
+    assert len(files) == 10 + 8 + 16 + 12 + 10 + 2
     changed, tried = alone["ends"]["settings"]["settings"]
     assert changed.keys() == {"shift"}
     assert len(tried) == 3
