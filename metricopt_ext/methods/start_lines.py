@@ -229,8 +229,8 @@ def line_between(a: Start, b: Start, base: Mapping[str, Tensor] | None = None) -
             raise AdapterError(f"{name!r} has shapes {tuple(mine.shape)} and {tuple(theirs.shape)} in the two starts")
 
     def at(t: float) -> Start:
-        tensors = ({name: mixed(*pair, t) for name, pair in each.items()} for each in (buffers, parameters))
-        return Start(mixed(a.phi, b.phi, t), *tensors, dict(a.settings))
+        first, second = ({name: mixed(*pair, t) for name, pair in each.items()} for each in (buffers, parameters))
+        return Start(mixed(a.phi, b.phi, t), first, second, dict(a.settings))
 
     return StartLine(at, 0.0, 1.0)
 
