@@ -178,10 +178,9 @@ def search_both(
     watcher.stage("train the second model")
     second = make(seed + OTHER)
     like = second.starts().get(run.begun_at)  # the first model's phi is worth something under such buffers alone
-    previous = Start(run.ends["search"]) if like is None else replace(like, phi=run.ends["search"])
-    second_runs = {
-        kind: search(second, more, budgets, watcher) for kind, more in (("alone", {}), (PREVIOUS, {PREVIOUS: previous}))
-    }
+    previous = replace(like, phi=run.ends["search"]) if isinstance(like, Start) else Start(run.ends["search"])
+    others: dict[str, dict[str, Start]] = {"alone": {}, PREVIOUS: {PREVIOUS: previous}}
+    second_runs = {kind: search(second, more, budgets, watcher) for kind, more in others.items()}
     return {
         "seed": seed,
         "search": tested(first, run, "search"),

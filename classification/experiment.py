@@ -1,5 +1,6 @@
 """One seed of a classification run: train a classifier, finetune it for the metric, and run the rivals."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.adapters.start import Start
+from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.classification.adapter import attach, tuned_part
 from metricopt_ext.classification.besides import besides
 from metricopt_ext.classification.classifier import classifier, steps_of, train, untrained
@@ -24,9 +25,8 @@ from metricopt_ext.classification.named_metric import build_metric, try_metric
 from metricopt_ext.classification.nelder_mead import tune_cut_points, tune_line
 from metricopt_ext.classification.offsets import (
     adjust_logits,
-    moved_by,
     prior_adjustment,
-    prior_line,
+    target_line,
     threshold_of,
     tune_adjustment,
     tune_offsets,
@@ -40,7 +40,7 @@ from metricopt_ext.classification.splits import load_splits, target_in
 from metricopt_ext.classification.targets import Target, matching_offsets
 from metricopt_ext.data.images import jitter
 from metricopt_ext.data.labelled import Split
-from metricopt_ext.data.parts import large_parts
+from metricopt_ext.data.parts import large_parts, part_size
 from metricopt_ext.data.rare import Rare, rare_groups
 from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.data.training import train_supervised
@@ -51,6 +51,8 @@ from metricopt_ext.evidence.experiment import Experiment, State, Subject
 from metricopt_ext.evidence.method import Contender, Earlier, End, Method, Planned
 from metricopt_ext.evidence.rivals import metricopt_result, planned
 from metricopt_ext.evidence.siblings import SiblingsConfig, learned_losses, plot_histories, training
+from metricopt_ext.methods.batchnorm_starts import tent_start
+from metricopt_ext.methods.prior_starts import em_prior_start, moved_by
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.second_round import run_second_round
 from metricopt_ext.methods.short_finetunes import Training
@@ -133,7 +135,6 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         adapter = attach(model, config, seed, splits.train.x, target.scale)
         task = FinetuneTask(
             adapter,
-            line=prior_line(adapter, target, splits.train.y),
             loss=loss_of(target),
             batches=self._batches(splits.train),
             metric=model_metric(
@@ -246,16 +247,28 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         contenders = {name: at_each_budget(run, least=lambda dim: 2) for name, run in more.items()}
         return {**super().contenders(config, subject), **contenders}
 
-    def start(self, name: str) -> Start | None:
+    def start(self, name: str) -> Start | StartLine | None:
         """Return one of `run_config.STARTS`, or None if it does not apply; see `Experiment.start`."""
         adapter, train = self.task.adapter, self.splits.train
         if name == "soup_prior":
             prior = self.start("prior")
             soup = None if prior is None else self.start("soup")
-            return None if prior is None or soup is None else replace(soup, phi=prior.phi)
+            if isinstance(prior, Start) and isinstance(soup, Start):
+                return replace(soup, phi=prior.phi)
+            return None
         if name in PRIORS:
             adjustment = prior_adjustment(adapter, self.target, train.y)
             return None if adjustment is None else Start(moved_by(adapter, PRIORS[name] * adjustment))
+        if name == "prior_line":
+            return target_line(adapter, self.target, train.y)
+        if name == "em_prior":
+            counts = train.y.bincount(minlength=self.target.count) if self.target.kind == "classes" else torch.zeros(1)
+            known = adapter.outputs is not None and bool((counts > 0).all())
+            return em_prior_start(self.task, self.validation()[0], counts) if known else None
+        if name == "tent":
+            x = self.splits.validation.x
+            parts = x.tensor_split(math.ceil(len(x) / part_size(x)))  # as the metric's function predicts
+            return tent_start(self.task, parts) if self.target.kind == "classes" else None
         if name != "thresholds":
             return super().start(name)
         shares = self.target.shares(train.y)

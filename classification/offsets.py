@@ -9,23 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.start import StartLine
 from metricopt_ext.classification.predictions import output_of, predict
 from metricopt_ext.classification.targets import Target
 from metricopt_ext.data.labelled import MAX_BYTES
-from metricopt_ext.errors import DataError
+from metricopt_ext.methods.prior_starts import offset_line, prior_offsets
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
 
 REACH = 4.0  # logits, to each side, of the first round
 STRONGEST = 2.0  # strength of logit adjustment
-
-# The least offset of a line of thresholds: whatever the priors, one logit and more moves what lies near the boundary.
-LEAST_THRESHOLD = 1.0
-
-# Several logits, unless of two classes, are not adjusted along a line if none moves by this much: classes are then as
-# frequent within a fifth.
-LEAST_OFFSET = 0.2
 
 
 class WithOffsets(nn.Module):
@@ -198,28 +192,6 @@ def tune_offsets(
     return WithOffsets(original, kept)
 
 
-def prior_offsets(counts: Tensor, *, one_logit: bool = False) -> Tensor:
-    """Return the offsets -log(prior) of post-hoc logit adjustment (Menon et al. 2021), which stand in for equal priors.
-
-    Args:
-        counts: Number of train examples of each class, ``C``, each above 0.
-        one_logit: Whether the classifier has one logit for two classes.
-
-    Returns:
-        ``C`` numbers of mean zero, float64; for one logit a single one, class 1's less class 0's, ``1``.
-
-    Raises:
-        DataError: A class has no examples.
-        ValueError: The classes of one logit are not two.
-    """
-    if not bool((counts > 0).all()):
-        raise DataError(f"each class must have train examples for its prior, got counts of {counts.tolist()}")
-    if one_logit and len(counts) != 2:
-        raise ValueError(f"one logit is for 2 classes, got counts of {len(counts)}")
-    offsets = -counts.double().log()
-    return offsets[1:] - offsets[:1] if one_logit else offsets - offsets.mean()
-
-
 def prior_adjustment(adapter: Adapter, target: Target, labels: Tensor) -> Tensor | None:
     """Return what adjusts the outputs by the priors, ``c``; None if phi has no offsets, or there are no priors.
 
@@ -241,16 +213,8 @@ def prior_adjustment(adapter: Adapter, target: Target, labels: Tensor) -> Tensor
     return None if not len(shares) or bool(((shares == 0) | (shares == 1)).any()) else -shares.logit()
 
 
-def moved_by(adapter: Adapter, offsets: Tensor) -> Tensor:
-    """Return the phi, ``d``, that adds offsets to the outputs, ``c``, and nothing else."""
-    assert adapter.outputs is not None
-    phi = torch.zeros_like(adapter.phi.detach())
-    phi[adapter.offsets] = offsets.to(phi) / adapter.outputs.scale
-    return phi
-
-
-def prior_line(adapter: Adapter, target: Target, labels: Tensor) -> Tensor | None:
-    """Return the direction of phi, ``d``, that a search looks along first: `line_offsets` of an adjustment by priors.
+def target_line(adapter: Adapter, target: Target, labels: Tensor) -> StartLine | None:
+    """Return the line of an adjustment's strengths that fits a target (`offset_line`).
 
     None if there is none, or it moves little.
 
@@ -261,34 +225,7 @@ def prior_line(adapter: Adapter, target: Target, labels: Tensor) -> Tensor | Non
     """
     adjustment = prior_adjustment(adapter, target, labels)
     two = target.kind == "classes" and target.count == 2
-    along = None if adjustment is None else line_offsets(adjustment, two_classes=two)
-    return None if along is None else moved_by(adapter, along)
-
-
-def line_offsets(adjustment: Tensor, *, two_classes: bool = False) -> Tensor | None:
-    """Return the offsets along which a search looks first, ``C`` or ``1``: those of an adjustment by the priors.
-
-    A single logit's move by `LEAST_THRESHOLD` at least, in their direction: its threshold matters though both classes
-    are as frequent. So does the difference of two classes' logits. None for several logits if none of their offsets
-    reaches `LEAST_OFFSET`.
-
-    Args:
-        adjustment: Offsets of strength 1 (`prior_offsets`), ``C`` or ``1``.
-        two_classes: Whether they are of two classes, of one logit or two; logits of labels or ranks are not.
-    """
-    if two_classes and len(adjustment) == 2:
-        apart = adjustment[1:] - adjustment[:1]
-        moved = _least_threshold(apart)
-        return adjustment if torch.equal(moved, apart) else torch.cat([-moved, moved]) / 2
-    if len(adjustment) == 1:
-        return _least_threshold(adjustment)
-    return adjustment if float(adjustment.abs().max()) >= LEAST_OFFSET else None
-
-
-def _least_threshold(offset: Tensor) -> Tensor:
-    """Return an offset, ``1``, or one of `LEAST_THRESHOLD` in its direction if it is smaller."""
-    least = torch.full_like(offset, LEAST_THRESHOLD)
-    return torch.where(offset.abs() < least, torch.where(offset < 0, -least, least), offset)
+    return None if adjustment is None else offset_line(adapter, adjustment, two_classes=two)
 
 
 @torch.no_grad()

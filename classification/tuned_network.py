@@ -27,12 +27,13 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.signature import Outputs
-from metricopt_ext.adapters.start import Start
-from metricopt_ext.classification.offsets import moved_by, prior_line
+from metricopt_ext.adapters.start import Start, StartLine
+from metricopt_ext.classification.offsets import target_line
 from metricopt_ext.classification.targets import Target, matching_offsets
 from metricopt_ext.data.halves import Halves
 from metricopt_ext.data.precision import check_told_apart
 from metricopt_ext.methods.pipeline import check_plan, optimize_metric
+from metricopt_ext.methods.prior_starts import moved_by
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.tasks.task import FinetuneTask
@@ -350,15 +351,16 @@ class TunedNetwork(BaseEstimator):  # type: ignore[misc]
         seed: int,
     ) -> Any:
         """Search phi for the scorer on the held-out rows and merge it; returns what the search did."""
-        starts = {}
+        starts = dict[str, Start | StartLine]()
         adapter = self._attached(seed)
+        if (line := target_line(adapter, target, y)) is not None:
+            starts["prior_line"] = line
         if _has_thresholds(target):
             with torch.no_grad():
                 offsets = matching_offsets(self.model_(x), target.shares(y))
             starts[THRESHOLDS] = Start(moved_by(adapter, offsets))
         task = FinetuneTask(
             adapter,
-            line=prior_line(adapter, target, y),
             loss=lambda model, batch: (batch[2] * target.losses(model(batch[0]), batch[1])).mean(),
             batches=TensorBatches(x, y, self.batch_size, more=[w]),
             metric=Metric(lambda: with_halves(judged, halves), maximize=True, bounds=None, name=self._name()),

@@ -10,13 +10,18 @@ from .adapters.attach import attach_outputs as attach_outputs
 from .adapters.attach import load_adapter as load_adapter
 from .adapters.signature import Outputs as Outputs
 from .adapters.start import Start as Start
+from .adapters.start import StartLine as StartLine
 from .evidence.correlation import correlation_report as correlation_report
 from .methods.assess import assess as assess
 from .methods.assessment import Assessment as Assessment
+from .methods.batchnorm_starts import batchnorm_line as batchnorm_line
+from .methods.batchnorm_starts import tent_start as tent_start
 from .methods.more_inference import MoreInference as MoreInference
 from .methods.more_inference import more_inference as more_inference
 from .methods.paper import Algorithm1 as Algorithm1
 from .methods.pipeline import optimize_metric as optimize_metric
+from .methods.prior_starts import em_prior_start as em_prior_start
+from .methods.prior_starts import prior_line as prior_line
 from .methods.recipe import Recipe as Recipe
 from .methods.recipe_settings import StepWeights as StepWeights
 from .methods.result import RecipeDetails as RecipeDetails
@@ -29,6 +34,7 @@ from .methods.short_finetunes import Training as Training
 from .methods.siblings.algorithm_s1 import AlgorithmS1 as AlgorithmS1
 from .methods.siblings.algorithm_s1 import LearnedDetails as LearnedDetails
 from .methods.soups import soup_starts as soup_starts
+from .methods.start_lines import line_between as line_between
 from .methods.starts import batchnorm_start as batchnorm_start
 from .methods.trials import Trial as Trial
 from .methods.tuning import Tuned as Tuned

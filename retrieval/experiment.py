@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.data.halves import class_draws
 from metricopt_ext.data.images import jitter
 from metricopt_ext.data.parts import large_parts
@@ -43,6 +44,7 @@ from metricopt_ext.retrieval.metrics import besides, check_ks, embedding_metric,
 from metricopt_ext.retrieval.pictures import plot_neighbours, plot_recalls, save_recalls
 from metricopt_ext.retrieval.recall import hits_at_k
 from metricopt_ext.retrieval.settings import FURTHER, retrieval_settings
+from metricopt_ext.retrieval.whitening_start import whitening_start
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Settings
@@ -134,6 +136,12 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         """Return the validation images in parts, and labelled batches of them."""
         part = self.splits.validation
         return large_parts(part.x, STATISTICS_BATCH), class_batches(part, self.config.loss)
+
+    def start(self, name: str) -> Start | StartLine | None:
+        """Return one of `run_config.STARTS`, or None if it does not apply; see `Experiment.start`."""
+        if name == "whitening":
+            return whitening_start(self.task, self.validation()[0])
+        return super().start(name)
 
     def methods(self, resume: bool = False, watcher: Watcher | None = None) -> dict[str, Method]:
         """Return the usual methods, and the sibling methods that the settings select."""

@@ -35,6 +35,7 @@ STRATEGIES = {
     "assessed": (None, 45),
     "kept_aside": (None, 45),
     "settings": (None, 45),
+    "lines": (None, 45),
     "recipe": (Recipe(steps=6, evals=3, rounds=2, folds=2, trials=1, learners=(RidgeLearner(),)), 62),
     "paper": (Algorithm1(steps=6, evals=3), 40),
     "learned": (AlgorithmS1(steps=6, evals=3, tasks=2, pairs=2, hidden=4), 40),
@@ -79,9 +80,14 @@ def run(name):
         settings=Settings([Setting("shift", values=(0, 1, 2), default=0)], apply) if name == "settings" else None,
     )
     strategy, queries = STRATEGIES[name]
+    starts = None
+    if name == "lines":  # of statistics, each on a model of its own, and of phi
+        along = mo.StartLine(lambda t: mo.Start(t * torch.ones_like(task.origin())), -1.0, 1.0)
+        starts = {"statistics": mo.batchnorm_line(task, [2 * x + 1]), "along": along}
     first = name == "assessed" and mo.assess(task, 11, seed=1, output_dir=out / name, watcher=Watcher())
     run = mo.optimize_metric(
-        task, queries=queries, strategy=strategy, seed=1, output_dir=out / name, watcher=Watcher(), resume=bool(first),
+        task, queries=queries, strategy=strategy, starts=starts, seed=1, output_dir=out / name, watcher=Watcher(),
+        resume=bool(first),
         kept_aside=Metric(aside, maximize=True, name="aside") if name == "kept_aside" else None,
     )
     kept = {"phi": task.adapter.phi.detach(), "before": run.before, "after": run.after, "best": run.best,
@@ -125,7 +131,7 @@ def test_the_result_does_not_depend_on_the_number_of_ranks(forked: Any, tmp_path
     (alone,), files = results(1)
     assert alone["ends"]["kept_aside"]["aside"].keys() == {"start", "search"}
     # Adapters, functions, the trajectories of recipe, paper and learned; the learned optimizer, and its training.
-    assert len(files) == 9 + 7 + 16 + 12 + 10 + 2
+    assert len(files) == 10 + 8 + 16 + 12 + 10 + 2
     changed, tried = alone["ends"]["settings"]["settings"]
     assert changed.keys() == {"shift"}
     assert len(tried) == 3

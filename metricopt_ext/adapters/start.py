@@ -1,11 +1,19 @@
 """What a model may hold beyond its base, the weights that it was trained to: a phi, and tensors in place of its own."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from metricopt_ext.errors import AdapterError
+from metricopt_ext.utils.checks import check_finite
+from metricopt_ext.utils.identity import fingerprint
 from metricopt_ext.utils.weights import same_bits
+from metricopt_ext.utils.words import brief
+
+# A start lies on a line if each of its tensors is off by at most this share of its way along the line, or, where it
+# does not change along it, of its size.
+OFF_LINE = 1e-4
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,3 +47,120 @@ class Start:
         """Whether two starts replace the same tensors, so that their models differ in phi alone."""
         mine, theirs = self.replaced, other.replaced
         return mine.keys() == theirs.keys() and all(same_bits(value, theirs[name]) for name, value in mine.items())
+
+    @property
+    def digest(self) -> str:
+        """Digest of phi, the tensors that it replaces and their names."""
+        return fingerprint({"phi": self.phi, **self.replaced})
+
+
+@dataclass(frozen=True, eq=False)
+class StartLine:
+    """Starts along a line, one for each strength t: a search asks a few t and goes on from the best.
+
+    Attributes:
+        at: ``at(t) -> Start``, the same one for the same t, bit for bit.
+        low: Least t.
+        high: Largest t, above ``low``.
+        first: The t that are asked first; by default the middle and both quarters.
+
+    Raises:
+        ValueError: The interval is empty or infinite, or one of ``first`` is not in it.
+
+    Example:
+        >>> import torch
+        >>> line = StartLine(lambda t: Start(t * torch.ones(2)), 0.0, 2.0)
+        >>> line.at(1.5).phi
+        tensor([1.5000, 1.5000])
+    """
+
+    at: Callable[[float], Start]
+    low: float
+    high: float
+    first: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the interval, and set what is asked first."""
+        check_finite(low=self.low, high=self.high)
+        if not self.low < self.high:
+            raise ValueError(f"a line from {self.low} to {self.high} is empty; the least t comes first")
+        quarter = (self.high - self.low) / 4
+        first = self.first or tuple(self.low + each * quarter for each in (2, 1, 3))
+        if outside := [t for t in first if not self.low <= t <= self.high]:
+            raise ValueError(f"first has {outside[0]}, which is not from {self.low} to {self.high}")
+        object.__setattr__(self, "first", first)
+
+    @property
+    def ends(self) -> tuple[Start, Start, Start]:
+        """The starts at the least t, in the middle and at the largest, by which a line is known."""
+        return self.at(self.low), self.at((self.low + self.high) / 2), self.at(self.high)
+
+    def check(self) -> None:
+        """Check that ``at`` returns a start, and the same one again.
+
+        Raises:
+            AdapterError: It does not.
+        """
+        first, again = (self.at(self.low) for _ in range(2))
+        for each in (first, again):
+            if not isinstance(each, Start):
+                raise AdapterError(f"at({self.low}) returned {brief(each)}; it must return a Start")
+        if first.digest != again.digest or not first.of_the_same(again):
+            raise AdapterError(f"at({self.low}) returned two different starts; it must return the same for one t")
+
+    def through(self, start: Start) -> "StartLine":
+        """Return the line from another start: its phi is added, and what the line does not replace stays as there.
+
+        That has a meaning only for a line on which the model as it was trained lies.
+        """
+
+        def at(t: float) -> Start:
+            own = self.at(t)
+            return replace(
+                own,
+                phi=start.phi + own.phi,
+                buffers={**start.buffers, **own.buffers},
+                parameters={**start.parameters, **own.parameters},
+                settings={**start.settings, **own.settings},
+            )
+
+        return replace(self, at=at)
+
+
+class PlacesOnLine:
+    """Finds where starts lie on a line, by the straight way between its ends.
+
+    Args:
+        line: The line.
+        base: What a start does not replace, by name (`Adapter.base_state_dict`).
+    """
+
+    def __init__(self, line: StartLine, base: Mapping[str, Tensor]) -> None:
+        self._line, self._base = line, base
+        self._low, self._high = line.at(line.low), line.at(line.high)
+
+    def of(self, start: Start) -> float | None:
+        """Return a start's t; None if it does not lie on the line."""
+        low, high, found = self._low, self._high, list[float]()
+        for a, b, x in self._tensors(low, high, start):
+            if (way := float((b - a).square().sum())) > 0:
+                found.append(float(((x - a) * (b - a)).sum()) / way)
+        if not found or dict(start.settings) != dict(low.settings):
+            return None
+        t = self._line.low + sum(found) / len(found) * (self._line.high - self._line.low)
+        t = round(t, 6)  # in the tensors' precision a strength of 1 may come out as 0.99999994
+        if not self._line.low <= t <= self._line.high:
+            return None
+        for a, b, x, there in self._tensors(low, high, start, self._line.at(t)):
+            if not (x - there).norm() <= OFF_LINE * (a.norm() if bool((a == b).all()) else (b - a).norm()):
+                return None
+        return t
+
+    def _tensors(self, *starts: Start) -> Iterator[tuple[Tensor, ...]]:
+        """Yield phi, and each tensor with a fraction that one of the starts replaces, of all of them, in float64."""
+        yield tuple(each.phi.detach().cpu().double() for each in starts)
+        for name in sorted({name for each in (self._low, self._high, *starts) for name in each.replaced}):
+            own = tuple(each.replaced.get(name, self._base.get(name)) for each in starts)
+            assert all(each is not None for each in own)
+            if own[0].is_floating_point():  # type: ignore[union-attr]
+                yield tuple(each.detach().cpu().double() for each in own)  # type: ignore[union-attr]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.start import Start
+from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import ConfigError, MetricError
 from metricopt_ext.evidence.method import METHODS, Begun, Contender, End, Meter, Reached, end_of, now
 from metricopt_ext.evidence.method_config import FinetuneConfig
@@ -116,7 +116,8 @@ def ours(search: GuidedTrustRegion | None = None, confidence: float = CONFIDENCE
     engine = search or GuidedTrustRegion()
 
     def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
-        starts = {name: start for name, start in begun.starts.items() if name != "start"}
+        starts: dict[str, Start | StartLine] = {**begun.starts, **begun.lines}
+        del starts["start"]
         numbers = [begun.spent + queries for queries in budgets]
         ends = 1 + held_back(engine, task.metric)  # what each smaller budget asks for itself alone
         limited = with_budget(task, max(numbers) + (len(numbers) - 1) * ends)
@@ -198,7 +199,7 @@ def on_file(begun: Begun, task: FinetuneTask) -> KeptEvaluations:
 def optimizing(
     strategy: SearchStrategy | LearningStrategy[Any],
     *,
-    starts: Mapping[str, Start] | None = None,
+    starts: Mapping[str, Start | StartLine] | None = None,
     confidence: float = CONFIDENCE,
     output_dir: Path | None = None,
     resume: bool = False,

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from metricopt_ext.adapters.start import Start
+from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import BudgetError, ConfigError
 from metricopt_ext.evidence.compare import judge
 from metricopt_ext.evidence.contenders import Spent
@@ -19,6 +19,7 @@ from metricopt_ext.evidence.method import METHODS, TUNES_SETTINGS, Begun, Conten
 from metricopt_ext.evidence.passes import CountedTask, Passes, counting, noticing, passes_of
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.result import Result
+from metricopt_ext.methods.start_lines import divided
 from metricopt_ext.methods.starts import all_starts, best_start, with_start
 from metricopt_ext.methods.trials import best_of
 from metricopt_ext.plain import MESSAGE, plain
@@ -129,14 +130,12 @@ def run_seed(
         spent = Spent(watcher)
         watcher.stage("starts")
         began = now()
-        starts, asked = (
-            chosen_starts(all_starts(made, experiment.starts()), plan.starts),
-            _fresh(experiment.task, spent),
-        )
+        known = chosen_starts(all_starts(made, experiment.starts()), plan.starts)
+        (starts, lines), asked = divided(known), _fresh(experiment.task, spent)
         _, evaluations = best_start(asked, starts)
         limits = Limits.of(experiment.task.metric.constraints, evaluations["start"])
-        chosen = best_of(evaluations, limits)
-        opening = Opening(Begun(starts, chosen, len(starts), evaluations), now() - began, _passes(made, asked, starts))
+        begun = Begun(starts, best_of(evaluations, limits), len(starts), evaluations, lines)
+        opening = Opening(begun, now() - began, _passes(made, asked, known))
         write_json(folder / STARTS, {"seed": seed, **opening.record(experiment.task, experiment.test_metric)})
         if limits is not None:  # as numbers, as a method may begin from another start than what they are relative to
             metric = experiment.task.metric.with_settings(subject_to=limits.texts())
@@ -157,7 +156,7 @@ def finished(file: Path) -> bool:
     return file.exists() and not read_row(file)["errors"]
 
 
-def chosen_starts(found: Mapping[str, Start], wanted: Sequence[str]) -> dict[str, Start]:
+def chosen_starts(found: Mapping[str, Start | StartLine], wanted: Sequence[str]) -> dict[str, Start | StartLine]:
     """Return the wanted starts, or all if none is named; the model as it was trained is always among them.
 
     Raises:
@@ -175,15 +174,16 @@ def _fresh(task: FinetuneTask, spent: Spent) -> FinetuneTask:
     return fresh.judged_by(fresh.metric.with_observers(spent))
 
 
-def _passes(made: CountedTask, asked: FinetuneTask, starts: Mapping[str, Start]) -> Passes:
+def _passes(made: CountedTask, asked: FinetuneTask, starts: Mapping[str, Start | StartLine]) -> Passes:
     """Return what making and choosing the starts cost the model.
 
     Args:
         made: The task that they were made of, which counted the batches of a loss-only finetune.
         asked: The task that judged them.
-        starts: The starts; buffers are estimated anew in a pass over the metric's inputs.
+        starts: The starts, and lines of them; buffers are estimated anew in a pass over the metric's inputs.
     """
-    judged, looked = passes_of(asked), sum(bool(start.buffers) for start in starts.values())
+    each = [start.ends[-1] if isinstance(start, StartLine) else start for start in starts.values()]
+    judged, looked = passes_of(asked), sum(bool(start.buffers) for start in each)
     assert judged is not None
     return judged + Passes(looked, made.losses.count)
 

@@ -2,14 +2,16 @@
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.data.reading import HEADER as COLUMNS
 from metricopt_ext.evidence.experiment import SOUP_FOLDER, Experiment
 from metricopt_ext.evidence.method import METHODS, check_known, now
@@ -18,9 +20,10 @@ from metricopt_ext.evidence.style import direction, print_points, print_table
 from metricopt_ext.methods.paper import END_QUERIES, Algorithm1
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.run_folder import ADAPTER
+from metricopt_ext.methods.start_lines import PlannedLine, divided, planned_lines
 from metricopt_ext.plain import plain
 from metricopt_ext.search.probe import GRADIENTS
-from metricopt_ext.search.trust_region import LINE_QUERIES, GuidedTrustRegion
+from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.inference_file import INFERENCE
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils import ranks
@@ -102,7 +105,8 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at
         check_known(methods)
         found = sorted(path.name for path in Path(own).iterdir())
         strategy = config.build_strategy()
-        plan, work = planned(strategy, config, task.dim, task.at_once, line=task.line is not None)
+        found_starts = {name: made.start(name) for name in config.starts if name != "loss_finetune"}
+        plan, work = planned(strategy, config, task.dim, task.at_once, found_starts, task.adapter.base_state_dict())
         one, wide, query = _probe(task, work.width, config.seed)
     subject = experiment.describe(config)
     rivals = known_queries(config, methods)
@@ -159,8 +163,8 @@ def planned(
     config: RunConfig,
     dim: int,
     population: int,
-    *,
-    line: bool = False,
+    found: Mapping[str, Start | StartLine | None] | None = None,
+    base: Mapping[str, Tensor] | None = None,
 ) -> tuple[list[tuple[str, str]], Work]:
     """Return what MetricOpt does on a seed, as rows of a table, and its work.
 
@@ -169,7 +173,8 @@ def planned(
         config: The settings.
         dim: Dimension of phi.
         population: Tasks computed together.
-        line: Whether the task has a direction of phi that a search looks along first.
+        found: The starts but for the loss-only finetune, by name; None of those that do not apply.
+        base: What a start does not replace, by name.
     """
 
     def waves(tasks: int) -> int:
@@ -195,14 +200,18 @@ def planned(
         ]
         asked, wide = tasks * strategy.evals + END_QUERIES, waves(tasks) * strategy.steps
         return rows, Work(asked, 2 * strategy.steps, wide, min(tasks, population))
-    starts = len(config.starts) + 1
-    left = config.queries - starts - 1  # the end is a query of its own
-    along = min(LINE_QUERIES if line else 0, left)
-    design = min(strategy.design_size(dim), left - along)
-    batches = math.ceil((left - along - design) / strategy.batch)
+    fixed, lines = divided({name: start for name, start in (found or {}).items() if start is not None})
+    starts = 1 + len(fixed) + ("loss_finetune" in config.starts)
+    spare = config.queries - strategy.least_queries(dim, starts)
+    planned = planned_lines(lines, fixed, config.queries, spare, base or {})
+    along = sum(each.queries for each in planned.values())
+    on_lines = sum(len(each.holds) for each in planned.values() if each.queries)
+    left = config.queries - starts - along - 1  # the end is a query of its own
+    design = min(strategy.design_size(dim), left)
+    batches = math.ceil((left - design) / strategy.batch)
     rows = [
-        ("starts", f"{starts} at most, a query each"),
-        *([("line", f"{counted(along, 'query')} along the task's line, through the best start")] if line else []),
+        ("starts", f"{starts - on_lines}, a query each"),
+        *((f"the line {name}", _along(each)) for name, each in planned.items()),
         ("design", f"{counted(design, 'query')} around the best of these"),
         ("batches", f"about {batches} of {strategy.batch} queries, and a query for the end"),
     ]
@@ -211,6 +220,13 @@ def planned(
         rows.insert(1, (and_more(soups), finetunes))
     steps = config.finetune.steps if "loss_finetune" in config.starts else 0
     return rows, Work(config.queries, steps, waves(GRADIENTS), min(GRADIENTS, population))
+
+
+def _along(line: PlannedLine) -> str:
+    if not line.queries:
+        return "not looked along, as there are too few queries"
+    among = f", those of {' and '.join(line.holds)} among them" if line.holds else ""
+    return f"{line.queries + len(line.holds)} queries{among}"
 
 
 def known_queries(config: RunConfig, methods: list[str]) -> dict[str, int]:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from metricopt_ext.adapters.start import Start
+from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.data.rare import Rare
 from metricopt_ext.data.reading import Reading
 from metricopt_ext.errors import ConfigError, MetricError
@@ -26,6 +26,7 @@ from metricopt_ext.evidence.passes import CountedTask
 from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.evidence.rivals import metricopt_result, usual_methods
 from metricopt_ext.evidence.run_config import SHARE, SOUP, RunConfig, SettingsConfig
+from metricopt_ext.methods.batchnorm_starts import batchnorm_line
 from metricopt_ext.methods.more_inference import MoreInference, more_inference
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.setting_lines import setting_lines
@@ -163,17 +164,19 @@ class Experiment(ABC, Generic[Config]):
             watcher=watcher,
         )
 
-    def starts(self) -> dict[str, Start]:
+    def starts(self) -> dict[str, Start | StartLine]:
         """Return what a method may begin from besides phi = 0: what the settings name, as far as it applies."""
         named = {name: self.start(name) for name in self.config.starts}
         return {name: start for name, start in named.items() if start is not None}
 
-    def start(self, name: str) -> Start | None:
+    def start(self, name: str) -> Start | StartLine | None:
         """Return one of `run_config.STARTS`, or None if it does not apply."""
         if name == "loss_finetune":
             return Start(loss_path(self.task, self.config.finetune, self.seed)[-1])
         if name == "batchnorm":
             return batchnorm_start(self.task, self.validation()[0])
+        if name == "batchnorm_line":
+            return batchnorm_line(self.task, self.validation()[0])
         return self._soup(recalibrated=name == "soup_batchnorm") if name in ("soup", "soup_batchnorm") else None
 
     def training(self) -> Training | None:

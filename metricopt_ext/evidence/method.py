@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.adapters.start import Start
+from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.method_config import FinetuneConfig
 from metricopt_ext.evidence.passes import Passes, passes_of, queries_cost
@@ -146,12 +146,14 @@ class Begun:
         chosen: The one that it begins from.
         spent: Queries that were spent on the choice.
         asked: The metric's evaluations of the starts, for a search that learns from them too.
+        lines: Lines of starts, by name, which `optimize_metric` looks along; the other methods do not.
     """
 
     starts: Mapping[str, Start]
     chosen: str
     spent: int = 0
     asked: Mapping[str, Evaluation] = field(default_factory=dict)
+    lines: Mapping[str, StartLine] = field(default_factory=dict)
 
     @classmethod
     def at(cls, phi: Tensor) -> "Begun":

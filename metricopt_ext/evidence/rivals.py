@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from metricopt_ext.adapters.start import Start
+from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.evidence.contenders import (
     along_path,
     at_each_budget,
@@ -37,7 +37,7 @@ def usual_methods(
     config: RunConfig,
     seed: int,
     *,
-    starts: Mapping[str, Start] | None = None,
+    starts: Mapping[str, Start | StartLine] | None = None,
     inputs: Sequence[Any],
     batches: Batches,
     folder: Path | None = None,

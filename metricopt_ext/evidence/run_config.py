@@ -40,9 +40,22 @@ from metricopt_ext.utils.checks import check_above, check_finite, check_integer
 from metricopt_ext.utils.config import as_plain, config_section, known_keys
 from metricopt_ext.utils.words import nearest
 
+# All free starts of the tools, and those that are on by default; each is made by `Experiment.start`.
 SOUPS = ("soup", "soup_batchnorm", "soup_prior")
-STARTS = ("loss_finetune", "batchnorm", "prior", "prior_twice", "thresholds", *SOUPS)
-ASKED_FOR = ("thresholds", *SOUPS)  # those that are no default
+STARTS = (
+    "loss_finetune",
+    "batchnorm",
+    "prior",
+    "prior_twice",
+    "prior_line",
+    "thresholds",
+    "batchnorm_line",
+    "em_prior",
+    "tent",
+    "whitening",
+    *SOUPS,
+)
+USUAL_STARTS = STARTS[:5]
 SOUP, SHARE = 6, 0.1  # finetunes of a soup, and the share of the training that each repeats
 MEMORY_GIB = MEMORY / 2**30
 VARIANTS = ("metricopt_paper", "metricopt_learned")  # the paper's own forms, run beside MetricOpt
@@ -191,13 +204,15 @@ class RunConfig:
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    # What the search may begin from besides the model as it is, where it applies; each costs a query. loss_finetune,
-    # batchnorm (re-estimated on the validation inputs), prior and prior_twice (classifiers with outputs in phi: logits
-    # adjusted by the class shares, with strength 1 and 2), thresholds (of several labels, or cut points of ranks, with
-    # outputs in phi: those at which as many train examples are predicted as there are; on where data.kind has them),
-    # soup (the mean of six finetunes of the whole model by a tenth of its training each: 60% more training),
-    # soup_batchnorm and soup_prior (the same with that besides).
-    starts: list[str] = field(default_factory=lambda: [each for each in STARTS if each not in ASKED_FOR])
+    # What the search may begin from besides the model as it is, where it applies; each costs a query, a line three to
+    # six. loss_finetune, batchnorm (re-estimated on the validation inputs), prior and prior_twice (classifiers with
+    # outputs in phi: logits adjusted by the class shares, with strength 1 and 2), prior_line (with all strengths),
+    # thresholds (of several labels, or cut points of ranks, with outputs in phi: those at which as many train examples
+    # are predicted as there are; on where data.kind has them). By name also batchnorm_line (statistics between train's
+    # and validation's), em_prior (shares by EM), tent (BatchNorm by the entropy), whitening (of embeddings), soup (the
+    # mean of six finetunes of the whole model by a tenth of its training each: 60% more training), and soup_batchnorm
+    # and soup_prior (the same with that besides).
+    starts: list[str] = field(default_factory=lambda: list(USUAL_STARTS))
     queries: int = 600  # MetricOpt's metric queries in total
     population: int | None = None  # tasks computed together; null: as many of 1, 4, 16, 32 as fit, if it can be
     best_evals: int = 51  # queries of the rival "loss finetune + best"

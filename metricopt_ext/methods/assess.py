@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from metricopt_ext.adapters.start import Start
+from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.assessment import QUERIES, Assessment
 from metricopt_ext.methods.guard import CONFIDENCE, deviates
@@ -29,7 +29,7 @@ def assess(
     queries: int | None = None,
     *,
     strategy: SearchStrategy | None = None,
-    starts: Mapping[str, Start] | None = None,
+    starts: Mapping[str, Start | StartLine] | None = None,
     guard_confidence: float = CONFIDENCE,
     seed: int = 0,
     output_dir: str | Path | None = None,
@@ -40,8 +40,9 @@ def assess(
 
     They are those that `optimize_metric` asks first with the same arguments: the starts, settings of inference if the
     task has any, then the search's design. With an ``output_dir`` they count towards it: ``optimize_metric(...,
-    output_dir=output_dir, resume=True)`` goes on as if it had asked them itself, bit for bit; one whose queries are too
-    few for as many settings refuses the folder. The model is left as it was.
+    output_dir=output_dir, resume=True)`` goes on as if it had asked them itself, bit for bit. One whose queries are too
+    few for as many settings refuses the folder, as for as many points on lines of other tensors. The model is left as
+    it was.
 
     Of a metric that is noise it says ``"do not"`` in at least 95 of 100 runs; of one that reports neither halves nor
     repeats, or never varies, ``"undecided"``.
@@ -52,7 +53,7 @@ def assess(
         queries: How many, the metric's repeats among them; more than there are starts, phi = 0 among them, and
             settings of inference ask for. By default 12, and as many more as the task's settings may ask for.
         strategy: The search that would follow, whose queries don't depend on its budget; by default a guided one.
-        starts: What it may begin from besides phi = 0, by name; each costs a query.
+        starts: What it may begin from besides phi = 0, by name; a `Start` costs a query, a `StartLine` up to six.
         guard_confidence: How sure the guard must be that a gain is not chance, at least 0.5 and below 1.
         seed: Seed of all draws.
         output_dir: Keeps the evaluations; None keeps nothing.
@@ -87,10 +88,11 @@ def assess(
         )
     starts = all_starts(task, starts or {})  # copies, as the model's own phi may be among them
     del starts["start"]
-    least = 2 + len(starts) + of_settings
+    fixed = sum(isinstance(each, Start) for each in starts.values())
+    least = 2 + fixed + of_settings
     if queries // repeats < least:
         choices = f", {counted(of_settings, 'choice')} of settings" if of_settings else ""
-        asked = f"the {counted(len(starts) + 1, 'start')}{choices} and a point of the search"
+        asked = f"the {counted(fixed + 1, 'start')}{choices} and a point of the search"
         raise BudgetError(f"{counted(queries, 'query')} are too few: {asked} take {least * repeats}")
     if queries > task.metric.ledger.left:
         left = task.metric.ledger.left

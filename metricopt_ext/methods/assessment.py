@@ -22,7 +22,6 @@ from metricopt_ext.methods.guard import (
     judge,
     reliability_under,
 )
-from metricopt_ext.methods.tuned_settings import SETTINGS
 from metricopt_ext.tasks.metric import Evaluation, Metric, noise_of, stacked_pairs
 from metricopt_ext.tasks.split_half import TELLING, fault_of_halves, reliability_of
 from metricopt_ext.utils.words import counted
@@ -413,21 +412,22 @@ def queries_to_search(spent: int, dim: int, reliability: float, least: int = 0) 
 
 
 def first_told(
-    adapter: Adapter, starts: Mapping[str, Start], begun: str, answers: Sequence[tuple[Tensor, Evaluation]]
+    adapter: Adapter,
+    starts: Sequence[tuple[str, Start]],
+    begun: Start,
+    answers: Sequence[tuple[int, Tensor, Evaluation]],
 ) -> list[Told]:
     """Return the answers of a search, in its order, with what they change.
 
     Args:
         adapter: The model's.
-        starts: What the search could begin from, ``"start"`` first; the first answers are those of all but settings
-            that were tuned.
-        begun: The one that it began from.
-        answers: Points, ``d``, and the metric's evaluations.
+        starts: What was asked first, with its name, empty on a line of starts: those of the first trials, by number.
+        begun: The start that the search began from.
+        answers: Trials' numbers, points, ``d``, and the metric's evaluations.
     """
-    told, names = [], [name for name in starts if name != SETTINGS]
-    for index, (phi, evaluation) in enumerate(answers):
-        name = names[index] if index < len(names) else ""
-        at = starts[name or begun]
-        point = replace(at, phi=phi)
-        told.append(Told(name, kind_of(adapter, point, None if name else at), evaluation))
+    told = []
+    for index, phi, evaluation in answers:
+        name, at = starts[index] if index < len(starts) else ("", begun)
+        kind = kind_of(adapter, replace(at, phi=phi), begun if index >= len(starts) else None)
+        told.append(Told(name, kind, evaluation))
     return told

@@ -11,7 +11,7 @@ climbs what is its classes' own. Of an end that is kept, a share of the way is k
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Literal, NamedTuple
@@ -34,9 +34,6 @@ START_CONFIDENCE = 0.6
 
 # How sure it must be of the best along a line, which is the luckiest of about six points, and moves one number alone.
 LINE_CONFIDENCE = 0.85
-
-# The name among the candidates of the best along a line.
-LINE = "line"
 
 # As likely as not: the gain that is expected is above 0.
 EXPECTED = 0.5
@@ -117,6 +114,7 @@ def decide(
     confidence: float = CONFIDENCE,
     predicted: Callable[[str], float] = lambda kept: math.inf,
     climbed: float = 0.0,
+    lines: Collection[str] = (),
 ) -> Decision:
     """Keep the model as it was trained, the start that a search began from, the best along a line, or the search's end.
 
@@ -127,7 +125,7 @@ def decide(
 
     Args:
         candidates: Evaluations by name: of the model as it was trained, of the start that the search began from unless
-            it is the same, of the best along a line, named `LINE`, if there is one, and of the search's end.
+            it is the same, of the best along each line if there are any, and of the search's end.
         visited: Those of the points that the end was chosen from.
         confidence: How sure to be that the end gains on the model as it was trained, at least 0.5 and below 1; of a
             start at most `START_CONFIDENCE` is asked, of a line's best at most `LINE_CONFIDENCE`.
@@ -137,22 +135,24 @@ def decide(
             model as it was trained, at least the share `CLIMBED` of it is optimism. It does not count where what is
             kept otherwise gains by the end's own confidence: then the model is better than it was, and the end is a
             choice by expectation.
+        lines: Names of the candidates that are the best along a line.
     """
     candidates, visited = _telling(candidates, visited)
     trained, *others, end = candidates
     kept = trained
     for name in others:
-        sure = min(confidence, LINE_CONFIDENCE if name == LINE else START_CONFIDENCE)
+        sure = min(confidence, LINE_CONFIDENCE if name in lines else START_CONFIDENCE)
         if not judge(candidates[trained], candidates[name], visited, sure).accepted:
             continue
-        by_f = predicted(kept) - predicted(name) if kept != trained else math.inf
+        known = math.isfinite(predicted(kept)) and math.isfinite(predicted(name))
+        by_f = predicted(kept) - predicted(name) if known else math.inf
         if kept == trained or _between(candidates[kept], candidates[name], visited, by_f).accepted:
             kept = name
     if kept != trained and judge(candidates[trained], candidates[kept], visited, confidence).accepted:
         climbed = 0.0
     verdict = judge(candidates[trained], candidates[end], visited, confidence, predicted(trained), CLIMBED * climbed)
-    if verdict.accepted and kept == LINE:
-        verdict = judge(candidates[LINE], candidates[end], visited, EXPECTED, predicted(LINE))
+    if verdict.accepted and kept in lines:
+        verdict = judge(candidates[kept], candidates[end], visited, EXPECTED, predicted(kept))
     elif verdict.accepted and kept != trained:
         verdict = _between(candidates[kept], candidates[end], visited, predicted(kept))
     return Decision(end if verdict.accepted else kept, verdict, kept)

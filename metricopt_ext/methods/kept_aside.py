@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from metricopt_ext.adapters.start import Start
+from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.guard import Guard, Verdict, judge_held_out
 from metricopt_ext.methods.result import Own, Result
@@ -15,7 +15,7 @@ from metricopt_ext.tasks.task import FinetuneTask
 CANDIDATES = 3  # at most: the model as it was, the start that the search began from, and the search's end
 
 
-def check_kept_aside(task: FinetuneTask, metric: Metric, starts: Mapping[str, Start]) -> None:
+def check_kept_aside(task: FinetuneTask, metric: Metric, starts: Mapping[str, Start | StartLine]) -> None:
     """Refuse a metric that can't judge a run on data kept aside.
 
     Raises:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.start import Start
+from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import BudgetError, MetricError
 from metricopt_ext.methods.guard import CONFIDENCE, deviates
 from metricopt_ext.methods.kept_aside import check_kept_aside, confirmed
@@ -36,7 +36,7 @@ def optimize_metric(
     *,
     queries: int,
     strategy: SearchStrategy | LearningStrategy[Own] | None = None,
-    starts: Mapping[str, Start] | None = None,
+    starts: Mapping[str, Start | StartLine] | None = None,
     guard_confidence: float = CONFIDENCE,
     kept_aside: Metric | None = None,
     seed: int = 0,
@@ -66,7 +66,8 @@ def optimize_metric(
         queries: Total metric queries that may be spent, the metric's repeats among them.
         strategy: A guided search, a recipe for learning and following f, one of the paper's algorithms, or a direct
             search.
-        starts: Of a search, what it may begin from besides phi = 0, by name; each costs a query.
+        starts: Of a search, what it may begin from besides phi = 0, by name: a `Start` costs a query, a `StartLine`
+            three to six; all lines together at most a third.
         guard_confidence: How sure the guard must be that a gain is not chance, at least 0.5 and below 1.
         kept_aside: The metric on data that ``task.metric`` does not see. What the guard would keep is kept only if it
             is the best there, too (`Result.aside`); two or three queries at the end, of this metric's own ledger.
@@ -201,7 +202,7 @@ def check_plan(
     *,
     queries: int,
     strategy: SearchStrategy | LearningStrategy[Own] | None = None,
-    starts: Mapping[str, Start] | None = None,
+    starts: Mapping[str, Start | StartLine] | None = None,
     guard_confidence: float = CONFIDENCE,
     seed: int = 0,
 ) -> dict[str, int]:
@@ -212,7 +213,7 @@ def check_plan(
         metric: Has the budget.
         queries: See `optimize_metric`, as for all others.
         strategy: The strategy.
-        starts: The starts, only counted here.
+        starts: The starts, only counted here; lines of them take what is left.
         guard_confidence: The guard's confidence.
         seed: The seed.
 
@@ -232,8 +233,9 @@ def check_plan(
     if queries > metric.ledger.left:
         asked = counted(queries, "query")
         raise BudgetError(f"{asked} requested, {metric.ledger.left} left in the metric's own budget")
+    fixed = sum(not isinstance(each, StartLine) for each in (starts or {}).values())
     try:
-        return sized(runner, queries // metric.repeats, adapter.dim, 1 + len(starts or ()), runner.held_back(metric))
+        return sized(runner, queries // metric.repeats, adapter.dim, 1 + fixed, runner.held_back(metric))
     except BudgetError as error:
         if metric.repeats == 1:
             raise

@@ -30,12 +30,13 @@ KEPT = {
     "refined": "MetricOpt, refined on the metric",
     "search": "the end of the search",
     "part": "a part of the way to the end of the search",
-    "line": "the best along the line of starts",
     "settings": "the tuned settings of inference, with phi as it was",
     "learned": "the learned optimizer's end",
     "batchnorm": "BatchNorm re-estimated",
+    "batchnorm_line": "BatchNorm's statistics, mixed with the deployment's",
     "prior": "logits adjusted by the priors",
     "prior_twice": "logits adjusted by the priors, twice as strongly",
+    "prior_line": "logits adjusted by the priors, as strongly as the metric prefers",
     "thresholds": "thresholds that predict as many as there are",
 }
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import load_adapter
-from metricopt_ext.adapters.start import Start
+from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.tuned_settings import TunedSettings, shown
 from metricopt_ext.search.update_rule import UpdateRule
@@ -336,7 +336,7 @@ class Described(Protocol):
 def identity_of(
     strategy: Described,
     task: FinetuneTask,
-    starts: Mapping[str, Start],
+    starts: Mapping[str, Start | StartLine],
     *,
     seed: int,
     size: dict[str, int],
@@ -352,13 +352,14 @@ def identity_of(
     """
     settings = strategy.identity()
     if starts:
-        settings["starts"] = {
-            name: [fingerprint({"phi": s.phi, **s.replaced}), dict(s.settings)]
-            if s.settings
-            else fingerprint({"phi": s.phi, **s.replaced})
-            for name, s in starts.items()
-        }
+        settings["starts"] = {name: _identity_of_start(each) for name, each in starts.items()}
     return {**settings, **size, **identity_of_task(task, seed)}
+
+
+def _identity_of_start(start: Start | StartLine) -> Any:
+    if isinstance(start, StartLine):
+        return [start.low, start.high, *start.first, *(each.digest for each in start.ends)]
+    return [start.digest, dict(start.settings)] if start.settings else start.digest
 
 
 def identity_of_task(task: FinetuneTask, seed: int) -> dict[str, Any]:
@@ -383,7 +384,6 @@ def identity_of_task(task: FinetuneTask, seed: int) -> dict[str, Any]:
         "loss of the first batch": first_loss,
         **({} if not metric.subject_to else {"subject to": bounded(metric)}),
         **({} if task.gradients is None else {"gradients": fingerprint({"gradients": task.gradients})}),
-        **({} if task.line is None else {"line": fingerprint({"line": task.line})}),
         **({} if task.settings is None else {"settings of inference": task.settings.identity()}),
     }
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.start import Start
+from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import BudgetError, MetricError
 from metricopt_ext.methods.guard import CONFIDENCE, deviates
 from metricopt_ext.methods.new_classes import held_back
@@ -37,7 +37,7 @@ class Search(Trials):
             called. Or an `Adapter` alone: without a loss all directions of phi count alike (`Result` says so).
         queries: Metric queries that may be spent, the metric's repeats among them.
         strategy: A guided or a direct search; the default is `GuidedTrustRegion`.
-        starts: What it may begin from besides phi = 0, by name; each costs a query.
+        starts: What it may begin from besides phi = 0, by name; a `Start` costs a query, a `StartLine` three to six.
         seed: Seed of all draws.
         output_dir: Keeps every answer, with its point; None keeps nothing.
         resume: Go on with what is in ``output_dir``: its answers are told again, its open trials are open.
@@ -73,7 +73,7 @@ class Search(Trials):
         queries: int = 60,
         *,
         strategy: SearchStrategy | None = None,
-        starts: Mapping[str, Start] | None = None,
+        starts: Mapping[str, Start | StartLine] | None = None,
         seed: int = 0,
         output_dir: str | Path | None = None,
         resume: bool = False,
@@ -94,7 +94,8 @@ class Search(Trials):
             left = task.metric.ledger.left
             raise BudgetError(f"{counted(queries, 'query')} requested, {left} left in the metric's own budget")
         candidates, evaluations = all_starts(task, starts or {}), queries // task.metric.repeats
-        size = sized(strategy, evaluations, task.dim, len(candidates), held_back(strategy, task.metric))
+        fixed = sum(isinstance(each, Start) for each in candidates.values())
+        size = sized(strategy, evaluations, task.dim, fixed, held_back(strategy, task.metric))
         with task.adapter.applied(Start(task.origin())):
             strategy.check(task)
             task.check_loss(seed, 2)

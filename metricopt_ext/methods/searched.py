@@ -3,14 +3,14 @@
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from metricopt_ext.adapters.start import Start
+from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.methods.assessment import QUERIES, Assessment
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.new_classes import held_back
@@ -87,6 +87,7 @@ class Asked(NamedTuple):
         kept: What is on file of it.
         stage: What it is for.
         settings: The settings of inference to be judged with, by name.
+        state: Its start, where that is on a line, which the other ranks do not follow; None for a fixed one.
     """
 
     id: int
@@ -95,6 +96,12 @@ class Asked(NamedTuple):
     kept: KeptEvaluation | None
     stage: str
     settings: dict[str, Value]
+    state: Start | None = None
+
+    @property
+    def group(self) -> tuple[str, dict[str, Value], int]:
+        """What is the same of trials that are judged together, on one model."""
+        return self.start, self.settings, self.id if self.state is not None and self.stage == "starts" else -1
 
 
 def runner_of(strategy: SearchStrategy | LearningStrategy[Own] | None) -> LearningStrategy[Own]:
@@ -113,7 +120,7 @@ def search_results(
     checkpoints: Sequence[int],
     search: SearchStrategy | None = None,
     *,
-    starts: Mapping[str, Start] | None = None,
+    starts: Mapping[str, Start | StartLine] | None = None,
     confidence: float = CONFIDENCE,
     seed: int = 0,
     watcher: Watcher | None = None,
@@ -130,7 +137,8 @@ def search_results(
         task: Model, loss, batches and metric.
         checkpoints: Numbers of queries, ascending; those of the starts count among them.
         search: The search.
-        starts: What it may begin from besides phi = 0, by name; each costs a query.
+        starts: What it may begin from besides phi = 0, by name; each costs a query. Lines of starts get theirs by the
+            first checkpoint (`line_queries`).
         confidence: How sure the guard must be, at least 0.5 and below 1.
         seed: Seed of all draws.
         watcher: Notified of progress.
@@ -143,13 +151,14 @@ def search_results(
     search, watcher = search or GuidedTrustRegion(), watcher or Watcher()
     candidates = all_starts(task, starts or {})
     numbers = [queries // task.metric.repeats for queries in checkpoints]
-    check_checkpoints(search, task, numbers, starts=len(candidates), held_back=held_back(search, task.metric))
-    with _begun(task, search, candidates, numbers[0], confidence, seed, watcher, kept) as (tasks, trials):
+    fixed = sum(isinstance(each, Start) for each in candidates.values())
+    check_checkpoints(search, task, numbers, starts=fixed, held_back=held_back(search, task.metric))
+    with _begun(task, search, candidates, numbers[0], confidence, seed, watcher, kept) as (models, trials):
         first = FirstLines(trials, watcher)
         for queries in numbers:
             if trials is not None:
                 trials.extend(queries)
-            for asked, evaluation in first.timed(_evaluated(tasks, trials, queries, watcher)):
+            for asked, evaluation in first.timed(_evaluated(models, trials, queries, watcher)):
                 if trials is not None and asked.kept is None:
                     trials.tell_evaluation(asked.id, evaluation)
                 first.told(asked)
@@ -163,7 +172,7 @@ def first_answers(
     most: int,
     search: SearchStrategy,
     *,
-    starts: Mapping[str, Start],
+    starts: Mapping[str, Start | StartLine],
     confidence: float = CONFIDENCE,
     seed: int = 0,
     watcher: Watcher,
@@ -184,9 +193,9 @@ def first_answers(
     candidates = all_starts(task, starts)
     # No end is asked for within the first trials, and no batch cut, if the budget is out of sight.
     queries = OUT_OF_SIGHT + most
-    with _begun(task, search, candidates, queries, confidence, seed, watcher, kept) as (tasks, trials):
+    with _begun(task, search, candidates, queries, confidence, seed, watcher, kept) as (models, trials):
         first = FirstLines(trials, Watcher())
-        for asked, evaluation in first.timed(_evaluated(tasks, trials, most, watcher, most)):
+        for asked, evaluation in first.timed(_evaluated(models, trials, most, watcher, most)):
             if trials is not None and asked.kept is None:
                 trials.tell_evaluation(asked.id, evaluation)
         return ranks.on_first(lambda: trials.assessment(most, first.seconds))  # type: ignore[union-attr]
@@ -196,26 +205,61 @@ def first_answers(
 def _begun(
     task: FinetuneTask,
     search: SearchStrategy,
-    candidates: Mapping[str, Start],
+    candidates: Mapping[str, Start | StartLine],
     queries: int,
     confidence: float,
     seed: int,
     watcher: Watcher,
     kept: KeptEvaluations | None,
-) -> Iterator[tuple[dict[str, FinetuneTask], Trials | None]]:
+) -> Iterator[tuple["_Models", Trials | None]]:
     """Yield the task of each start, on its own model, and the search's trials, which the first rank alone has."""
     search.check(task)
     task.check_loss(seed, 2)
-    tasks = {name: with_start(task, start) for name, start in candidates.items()}
     evaluations = kept or KeptEvaluations(None, task.metric)
     trials = ranks.only_first(
         lambda: Trials(task, search, candidates, queries, evaluations, seed, confidence)  # the others only evaluate
     )
     with ExitStack() as held:
         held.enter_context(telling(task, watcher))
-        for model_task in {id(each.adapter.model): each for each in tasks.values()}.values():
-            held.enter_context(model_task.keeping_weights())
-        yield tasks, trials
+        yield _Models(task, candidates, held), trials
+
+
+class _Models:
+    """The task of each start, on a model of its own, whose weights stay as they are.
+
+    Args:
+        task: The task of the model as it was trained.
+        starts: The starts; the models of lines are made as they are asked for.
+        held: Holds the weights.
+    """
+
+    def __init__(self, task: FinetuneTask, starts: Mapping[str, Start | StartLine], held: ExitStack) -> None:
+        self._task, self._held = task, held
+        fixed = {name: start for name, start in starts.items() if isinstance(start, Start)}
+        self._tasks = {name: with_start(task, start) for name, start in fixed.items()}
+        for each in {id(each.adapter.model): each for each in self._tasks.values()}.values():
+            held.enter_context(each.keeping_weights())
+
+    @property
+    def metric(self) -> Metric:
+        """The run's metric."""
+        return self._task.metric
+
+    @contextmanager
+    def at(self, asked: Asked) -> Iterator[FinetuneTask]:
+        """Yield the task of a trial, for a while if that is a start on a line: each such has another model."""
+        if asked.state is None:
+            yield self._tasks[asked.start]
+        elif asked.stage == "starts":
+            task = with_start(self._task, asked.state)
+            with nullcontext() if task.adapter.model is self._task.adapter.model else task.keeping_weights():
+                yield task
+        else:
+            if asked.start not in self._tasks:
+                self._tasks[asked.start] = task = with_start(self._task, asked.state)
+                if task.adapter.model is not self._task.adapter.model:
+                    self._held.enter_context(task.keeping_weights())
+            yield self._tasks[asked.start]
 
 
 class FirstLines:
@@ -260,7 +304,7 @@ class FirstLines:
 
 
 def _evaluated(
-    tasks: Mapping[str, FinetuneTask], trials: Trials | None, queries: int, watcher: Watcher, most: int | None = None
+    models: _Models, trials: Trials | None, queries: int, watcher: Watcher, most: int | None = None
 ) -> Iterator[tuple[Asked, Evaluation]]:
     """Yield what the search asks for with its evaluation, until there is nothing more to ask, or so many were asked."""
 
@@ -269,13 +313,21 @@ def _evaluated(
         if trials is None:
             return []
         return [
-            Asked(trial.id, trial.start, trial.phi, kept, trials.stage_of(trial.id), trial.settings)
+            Asked(
+                trial.id,
+                trial.start,
+                trial.phi,
+                kept,
+                trials.stage_of(trial.id),
+                trial.settings,
+                trials.state_on_line(trial),
+            )
             for trial, kept in batch
         ]
 
-    metric, stage, of_queries = tasks["start"].metric, "", 0
+    metric, stage, of_queries = models.metric, "", 0
     while batch := ranks.on_first(next_batch):
-        for (name, settings), group in groupby(batch, lambda asked: (asked.start, asked.settings)):
+        for (name, settings, _), group in groupby(batch, lambda asked: asked.group):
             same = list(group)
             starting = same[0].stage == "starts"
             if stage != (stage := same[0].stage):
@@ -291,8 +343,8 @@ def _evaluated(
 
             if new:
                 points = torch.stack([asked.phi for asked in new])
-                task = tasks[name].with_values(settings)
-                yield from zip(new, task.evaluate_each(points, stage, where), strict=True)
+                with models.at(new[0]) as task:
+                    yield from zip(new, task.with_values(settings).evaluate_each(points, stage, where), strict=True)
         if trials is not None and (quality := trials.quality()) is not None and quality[0] > of_queries:
             of_queries = quality[0]
             watcher.quality(metric.ledger.spent, quality[1])

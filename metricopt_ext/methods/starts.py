@@ -9,9 +9,8 @@ from torch import nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.modulation import CONTEXT_NAME
-from metricopt_ext.adapters.start import Start
+from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import AdapterError
-from metricopt_ext.methods.guard import LINE
 from metricopt_ext.methods.tuned_settings import SETTINGS
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
@@ -19,18 +18,31 @@ from metricopt_ext.utils.weights import same_bits
 from metricopt_ext.utils.words import shortened
 
 
-def all_starts(task: FinetuneTask, starts: Mapping[str, Start]) -> dict[str, Start]:
+def all_starts(task: FinetuneTask, starts: Mapping[str, Start | StartLine]) -> dict[str, Start | StartLine]:
     """Return phi = 0, named ``"start"``, and the starts given: copies, as the model's own phi may be among them.
+
+    Lines of starts stay what they are.
 
     Raises:
         ValueError: A name is taken by a result's other ends, or a start has settings that the task has not.
-        AdapterError: A start does not fit the model (see `Adapter.check`); or the metric does not take the model, so
-            that it can't judge one in which a start replaces buffers or parameters.
+        AdapterError: A start does not fit the model (see `Adapter.check`), or one at the end of a line; or the metric
+            does not take the model, so that it can't judge one in which a start replaces buffers or parameters.
     """
-    for name in ("start", LINE, SETTINGS, "search", "part"):
-        if name in starts:
+    found: dict[str, Start | StartLine] = {"start": Start(task.origin())}
+    for name, start in starts.items():
+        if name in ("start", SETTINGS, "search", "part"):
             raise ValueError(f"a start is named {name!r}, which is an end of every search; give it another name")
-    return {"start": Start(task.origin()), **{name: _checked(task, name, start) for name, start in starts.items()}}
+        if not isinstance(start, StartLine):
+            found[name] = _checked(task, name, start)
+            continue
+        try:
+            start.check()
+        except AdapterError as error:
+            raise AdapterError(f"start {name!r}: {error}") from error
+        for each in start.ends:
+            _checked(task, name, each)
+        found[name] = start
+    return found
 
 
 def _checked(task: FinetuneTask, name: str, start: Start) -> Start:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic
 
-from metricopt_ext.adapters.start import Start
+from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.result import Own, Result
@@ -42,7 +42,7 @@ class Context:
     size: dict[str, int]
     confidence: float = CONFIDENCE
     seed: int = 0
-    starts: Mapping[str, Start] = field(default_factory=dict)
+    starts: Mapping[str, Start | StartLine] = field(default_factory=dict)
 
     def retell(self, store: TrajectoryStore, cached: CachedMetric) -> None:
         """Book the queries of trajectories on file, which are not collected again, and tell of them."""

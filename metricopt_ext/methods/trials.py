@@ -5,17 +5,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.adapters.start import Start
+from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
 from metricopt_ext.methods.assessment import Assessment, Told, assessed, first_told
 from metricopt_ext.methods.constrained import Constrained, decide_within
-from metricopt_ext.methods.guard import CONFIDENCE, LINE, LINE_CONFIDENCE, START_CONFIDENCE, Decision, decide
+from metricopt_ext.methods.guard import CONFIDENCE, LINE_CONFIDENCE, START_CONFIDENCE, Decision, decide
 from metricopt_ext.methods.new_classes import KeptShare, held_back, kept_share
 from metricopt_ext.methods.result import Result, SearchDetails, outcome
+from metricopt_ext.methods.start_lines import Point, StartLinesState, divided, planned_lines
 from metricopt_ext.methods.starts import with_start
 from metricopt_ext.methods.tuned_settings import SETTINGS, TunedSettings, accepted
 from metricopt_ext.search.settings_stage import SettingsEnd, SettingsState
@@ -98,14 +100,14 @@ class _Batch:
 class Trials:
     """A search through its trials, in one process; what is on file is told as it is.
 
-    It first asks for the starts, then, at the best of them, for settings of inference if the task has any, and then
-    searches from there. Trials come in batches; only once all of a batch are told, failed or given up does the search
-    go on. So the result depends neither on the order nor on the time of telling.
+    It first asks for the starts, then along lines of them, then, at the best, for settings of inference if the task has
+    any, and then searches from there. Trials come in batches; only once all of a batch are told, failed or given up
+    does the search go on. So the result depends neither on the order nor on the time of telling.
 
     Args:
         task: Model, and loss and batches where it has them; of its metric direction, bounds and repeats count.
         strategy: The search.
-        starts: What it may begin from, by name: ``"start"``, the model as it was trained, first.
+        starts: What it may begin from, by name: ``"start"``, the model as it was trained, first; and lines of starts.
         queries: Evaluations that may be spent.
         kept: The evaluations on file.
         seed: Seed of all draws.
@@ -116,22 +118,26 @@ class Trials:
         self,
         task: FinetuneTask,
         strategy: SearchStrategy,
-        starts: Mapping[str, Start],
+        starts: Mapping[str, Start | StartLine],
         queries: int,
         kept: KeptEvaluations,
         seed: int = 0,
         confidence: float = CONFIDENCE,
     ) -> None:
         self.task, self.strategy, self.queries = task, strategy, queries
-        self._starts, self._kept, self._seed, self._confidence = dict(starts), kept, seed, confidence
-        self._initial = len(starts)  # settings that are tuned are another start, later
-        self._least = strategy.least_queries(task.dim, len(starts))
+        self._kept, self._seed, self._confidence = kept, seed, confidence
+        self._starts, self._lines = divided(starts)  # the best of a line, and settings that are tuned, are added
+        self._fixed = self._initial = len(self._starts)  # trials of starts: without lines, and with those of lines
+        self._least = strategy.least_queries(task.dim, self._fixed)
+        self._along: StartLinesState | None = None
+        self._chosen = False  # whether it is known where the search begins
         self._stage: SettingsState | None = None
         self._state: SearchState | None = None
         self._limits: Limits | None = None  # known with the start
         self._batch = _Batch(0, ())
         self._handed: set[int] = set()
         self._asked: dict[str, Evaluation] = {}  # of the starts
+        self._first: list[tuple[str, Start]] = []  # all trials of starts, by their numbers; a line's without a name
         self._begun = self._model = "start"  # where the search begins, and the given start whose model that is
         self._moved = self._replayed = 0
         self._settled = True  # whether the search knows all answers to the batch
@@ -211,10 +217,12 @@ class Trials:
         told = [each for id, each in sorted(self._kept.told.items()) if id < most and not each.given_up]
         kept = [each for each in told if self.task.settings is None or self.stage_of(each.id) != "settings"]
         worst, origin = self._worst(), self.task.origin()
-        answers = [(each.at(origin), each.evaluation or worst) for each in kept]
-        first, besides = first_told(self.task.adapter, self._starts, self._begun, answers), len(told) - len(kept)
+        answers = [(each.id, each.at(origin), each.evaluation or worst) for each in kept]
+        first = first_told(self.task.adapter, self._first, self._starts[self._begun], answers)
+        besides = len(told) - len(kept)
         if SETTINGS in self._asked:
-            first.insert(self._initial, Told(SETTINGS, "settings", self._asked[SETTINGS]))
+            of_starts = sum(each.id < self._initial for each in kept)
+            first.insert(of_starts, Told(SETTINGS, "settings", self._asked[SETTINGS]))
             besides -= 1
         return assessed(
             self.task.metric,
@@ -234,6 +242,10 @@ class Trials:
             return "search"
         tried = self._initial + len(self._stage.end().tried) - 1
         return "settings" if id < tried or self._state is None else "search"
+
+    def state_on_line(self, trial: Trial) -> Start | None:
+        """Return a trial's start where that is on a line, whose trials and search have no other name for it."""
+        return trial._state if trial.start in self._lines else None
 
     @property
     def spent(self) -> int:
@@ -331,7 +343,7 @@ class Trials:
         if self._repeated(id, None):
             return
         trial = self._trial(id)
-        if id < self._initial:
+        if id < self._fixed:
             raise ValueError(f"trial {id} is a start, whose value is needed; tell it, or leave that start out")
         self._kept.tell(KeptEvaluation.without(self._kept_point(trial)))
 
@@ -373,13 +385,21 @@ class Trials:
     def _go_on(self) -> bool:
         """Take the next batch; returns whether there is one."""
         if not self._batch.trials and self._state is None:
-            starts = enumerate(self._starts.items())
-            self._batch = _Batch(0, [self._made(id, name, start) for id, (name, start) in starts])
+            self._first = list(self._starts.items())
+            self._batch = _Batch(0, [self._made(id, *each) for id, each in enumerate(self._first)])
             return True
         self._settle()
         first = self._end
         if self._state is None:
-            if not self._asked:
+            if self._along is None:
+                self._along = self._lines_begun()
+            name, asked_of = self._along.ask()
+            if asked_of:
+                self._batch = _Batch(first, [self._made(id, name, at) for id, at in enumerate(asked_of, first)])
+                self._first += [("", at) for at in asked_of]
+                self._initial, self._settled = self._end, False
+                return True
+            if not self._chosen:
                 self._choose()
             if values := [] if self._stage is None else self._stage.ask():
                 at, self._settled = self._starts[self._begun], False
@@ -403,13 +423,13 @@ class Trials:
         """Return what the guard keeps of the way to the search's end, ``1 x d``; ``0 x d`` for nothing or all."""
         assert self._state is not None
         end, start = self._state.end(), self._starts[self._begun].phi
-        _, share = decided(self.task, self._starts, self._asked, self._begun, end, self._confidence, self._limits)
+        _, share = decided(self.task, self._began, end, self._confidence, self._limits)
         if share is None or not 0 < share.share < 1:
             return start[None][:0]
         return share.point(start, end.phi)[None]
 
     def _settle(self) -> None:
-        """Tell the search, or the stage before it, what became of the batch, unless it knows."""
+        """Tell the search, or a stage before it, what became of the batch, unless it knows."""
         if self._settled:
             return
         if self._state is not None:
@@ -419,6 +439,11 @@ class Trials:
             for index, trial in enumerate(self._batch.trials):
                 kept = self._kept.told[trial.id]
                 self._stage.tell(index, None if kept.given_up else kept.evaluation or worst, trial.settings)
+        elif self._along is not None:
+            worst = self._worst()
+            for index, trial in enumerate(self._batch.trials):
+                kept = self._kept.told[trial.id]
+                self._along.tell(index, None if kept.given_up else kept.evaluation or worst, trial._state)
         self._settled = True
 
     def _made(self, id: int, name: str, at: Start) -> Trial:
@@ -450,7 +475,7 @@ class Trials:
             except ValueError as error:
                 raise FileFormatError(f"{self._kept.path} holds {error}; use another output folder") from error
             self._replayed += 1
-            origin = self._starts[name].phi
+            origin = self._starts[name].phi if name in self._starts else self.task.origin()
             radius = max(float((phi - origin).norm()), float((point - origin).norm()))
             self._moved += moved or bool((point - phi).norm() > SAME * radius)
         return Trial(id, point, name, self.task, replace(at, phi=point))
@@ -469,15 +494,27 @@ class Trials:
             raise FileFormatError(f"{self._kept.path}: {error}; use another output folder") from error
         return True
 
-    def _choose(self) -> None:
-        """Choose the best of the starts, and begin to tune settings there if the task has any."""
-        worst = self._worst()
+    def _lines_begun(self) -> StartLinesState:
+        """Begin to look along lines, by what the starts are, which were all answered."""
+        worst, base = self._worst(), self.task.adapter.base_state_dict()
         self._asked = {trial.start: self._kept.told[trial.id].evaluation or worst for trial in self._batch.trials}
         self._limits = limits = Limits.of(self.task.metric.constraints, self._asked["start"])
+        fixed = [Point(name, self._starts[name], evaluation) for name, evaluation in self._asked.items()]
+        spare = self.queries - held_back(self.strategy, self.task.metric) - self._least
+        planned = planned_lines(self._lines, self._starts, self.queries, spare, base)
+        return StartLinesState(self._lines, planned, fixed, base, lambda each: ranked(each, limits))
+
+    def _choose(self) -> None:
+        """Choose the best of the starts, and begin to tune settings there if the task has any."""
+        assert self._along is not None
+        self._chosen = True
+        for name, best in self._along.best.items():
+            self._starts[name], self._asked[name] = best.start, best.evaluation
+        limits, started = self._limits, len(self._along.points)
         self._begun = self._model = best_of(self._asked, limits)
         if self.task.settings is not None:
             left = self.queries - self._for_what_is_kept()
-            most = max(0, min((left - self._initial) // 2, left - self._least))
+            most = max(0, min((left - started) // 2, left - self._least - (started - self._fixed)))
             first, values = self._asked[self._begun], self.task.with_values(self._starts[self._begun].settings).values
             self._stage = SettingsState(self.task.settings, first, most, lambda each: ranked(each, limits), values)
 
@@ -491,21 +528,24 @@ class Trials:
 
         Settings that surely gain are a start of their own.
         """
+        assert self._along is not None
+        points = self._along.points
         elsewhere = 0 if self._stage is None else self._stage.asked
         if self._stage is not None and accepted(end := self._stage.end(), self._confidence):
             self._starts[SETTINGS] = replace(self._starts[self._begun], settings=end.values)
             self._asked[SETTINGS], self._begun = end.evaluation, SETTINGS
+            points = [*points, Point(SETTINGS, self._starts[SETTINGS], end.evaluation)]
             elsewhere -= 1  # the search knows it
         limits, at = self._limits, self._starts[self._begun]
-        known = [name for name in self._starts if self._starts[name].of_the_same(at)]
-        elsewhere += len(self._starts) - len(known)
+        known = [each for each in points if each.start.of_the_same(at)]
+        elsewhere += len(points) - len(known)
         self._held_back = self._for_what_is_kept()
         with self._base():
             self._state = self.strategy.begin(
                 with_start(self.task, at),
                 at.phi,
                 self.queries - elsewhere - self._held_back,
-                known=[(self._starts[name].phi, self._asked[name]) for name in known],
+                known=[(each.start.phi, each.evaluation) for each in known],
                 seed=self._seed,
             )
         self._state.limits = limits
@@ -554,7 +594,8 @@ class Trials:
         self._advance()
         over = self._state is not None and not self._batch.trials  # one query early if the metric never varied
         least = self._least + (0 if self._stage is None else self._stage.asked)
-        if self._stage is not None and self._state is None:  # the search begins once all of these are answered
+        least += 0 if self._along is None else len(self._along.points) - self._fixed
+        if self._along is not None and self._state is None:  # the search begins once all of these are answered
             told = self._kept.told
             least += sum(trial.id not in told or not told[trial.id].given_up for trial in self._batch.trials)
         if self._kept.answered < least and not over:
@@ -573,38 +614,65 @@ class Trials:
         else:
             known = self._part.phi, part.evaluation or self._worst()
         stage = None if self._stage is None else self._stage.end()
-        run = self._starts, self._asked, self._begun, end
-        return guarded(self.task, *run, self._confidence, known, self._limits, stage)
+        return guarded(self.task, self._began, end, self._confidence, known, self._limits, stage)
+
+    @property
+    def _began(self) -> "Began":
+        assert self._along is not None
+        return Began(self._starts, self._asked, self._begun, self._along.points, frozenset(self._along.best))
+
+
+class Began(NamedTuple):
+    """Where a search began.
+
+    Attributes:
+        starts: What it could begin from, by name, the best of lines and tuned settings among them.
+        asked: The metric's evaluations of them.
+        name: The one that it began from.
+        points: All starts that were asked for, those on lines too.
+        lines: Names of those that are the best of a line.
+    """
+
+    starts: Mapping[str, Start]
+    asked: Mapping[str, Evaluation]
+    name: str
+    points: Sequence[Point]
+    lines: frozenset[str] = frozenset()
+
+    @property
+    def at(self) -> Start:
+        """The start that it began from."""
+        return self.starts[self.name]
+
+    @property
+    def elsewhere(self) -> list[Evaluation]:
+        """The evaluations that the search does not know, as they are of other tensors or settings."""
+        return [each.evaluation for each in self.points if not each.start.of_the_same(self.at)]
 
 
 def decided(
-    task: FinetuneTask,
-    starts: Mapping[str, Start],
-    asked: Mapping[str, Evaluation],
-    begun: str,
-    end: SearchResult,
-    confidence: float,
-    limits: Limits | None = None,
+    task: FinetuneTask, began: Began, end: SearchResult, confidence: float, limits: Limits | None = None
 ) -> tuple[Decision, KeptShare | None]:
     """Return what the guard decides and, if that is the end and classes are new, how far to go towards it.
 
     Args are those of `guarded`.
     """
-    candidates, ends = found(starts, asked, begun, end, limits)
+    candidates, ends = found(began, end, limits)
 
     def gain_by_f(kept: str) -> float:
-        known = kept == LINE or starts[kept].of_the_same(starts[begun])  # f is of the model with its tensors
+        known = began.starts[kept].of_the_same(began.at)  # f is of the model with its tensors
         return end.gain_over(ends[kept]) if known else math.inf
 
-    sure = min(confidence, START_CONFIDENCE if end.line is None else LINE_CONFIDENCE)
+    sure = min(confidence, LINE_CONFIDENCE if began.lines & candidates.keys() else START_CONFIDENCE)
+    visited = [*end.evaluations, *(began.elsewhere if began.lines else ())]
     decision = decide_within(
         limits,
         candidates,
-        lambda those: decide(those, end.evaluations, confidence, gain_by_f, end.climbed),
-        lambda those: decide(those, end.evaluations, sure),
+        lambda those: decide(those, visited, confidence, gain_by_f, end.climbed, began.lines),
+        lambda those: decide(those, visited, sure, lines=began.lines),
     )
     new = task.metric.new_classes and decision.kept == "search" and decision.verdict.guard == "halves"
-    return decision, kept_share(end, starts[begun].phi) if new else None
+    return decision, kept_share(end, began.at.phi) if new else None
 
 
 def ranked(evaluation: Evaluation, limits: Limits | None) -> tuple[bool, float]:
@@ -618,50 +686,46 @@ def best_of(asked: Mapping[str, Evaluation], limits: Limits | None) -> str:
 
 
 def found(
-    starts: Mapping[str, Start],
-    asked: Mapping[str, Evaluation],
-    begun: str,
-    end: SearchResult,
-    limits: Limits | None = None,
+    began: Began, end: SearchResult, limits: Limits | None = None
 ) -> tuple[dict[str, Evaluation], dict[str, Tensor]]:
     """Return the evaluations of what the guard chooses from, and the phi, ``d``, of these and all starts, by name."""
-    candidates = {"start": asked["start"]}
-    if begun == SETTINGS:  # and where they were tuned
+    asked, candidates = began.asked, {"start": began.asked["start"]}
+    fixed = {name: each for name, each in asked.items() if name != SETTINGS and name not in began.lines}
+    if began.name == SETTINGS:  # and where they were tuned
         before = best_of({name: each for name, each in asked.items() if name != SETTINGS}, limits)
         candidates[before] = asked[before]
-    candidates[begun], ends = asked[begun], {name: each.phi for name, each in starts.items()}
-    if end.line is not None:
-        ends[LINE], candidates[LINE] = end.line
+    if began.lines:
+        best = best_of(fixed, limits)
+        candidates |= {best: asked[best], **{name: asked[name] for name in asked if name in began.lines}}
+    candidates[began.name] = asked[began.name]
+    ends = {name: each.phi for name, each in began.starts.items()}
     return {**candidates, "search": end.evaluation}, {**ends, "search": end.phi}
 
 
 def guarded(
     task: FinetuneTask,
-    starts: Mapping[str, Start],
-    asked: Mapping[str, Evaluation],
-    begun: str,
+    began: Began,
     end: SearchResult,
     confidence: float,
     part: tuple[Tensor, Evaluation] | None = None,
     limits: Limits | None = None,
     stage: SettingsEnd | None = None,
 ) -> Result:
-    """Keep the start that the search began from, or the line's best, if it gains on phi = 0; or the end (`decide`).
+    """Keep the start that the search began from, or a line's best, if it gains on phi = 0; or the end (`decide`).
 
     Args:
         task: Its metric's units, and whether its classes are new: then a share of the way to the end may be kept.
-        starts: What the search could begin from, by name.
-        asked: The metric's evaluations of them.
-        begun: The one that it began from.
+        began: Where the search began, and what it could begin from.
         end: Where it stands.
         confidence: How sure the guard must be, at least 0.5 and below 1.
         part: The point of that share, ``d``, and its evaluation, if it was asked for; else f's mean stands in.
         limits: The metric's constraints; what violates one is not kept.
         stage: Where the stage over settings of inference ended; None without any.
     """
-    start, value, repeats = starts[begun].phi, task.metric.to_value, task.metric.repeats
-    decision, share = decided(task, starts, asked, begun, end, confidence, limits)
-    candidates, ends = found(starts, asked, begun, end, limits)
+    starts, asked, begun = began.starts, began.asked, began.name
+    start, value, repeats = began.at.phi, task.metric.to_value, task.metric.repeats
+    decision, share = decided(task, began, end, confidence, limits)
+    candidates, ends = found(began, end, limits)
     path = path_of(start, end)
     if share is not None and share.share < 1:
         kept = decision.otherwise
@@ -672,16 +736,15 @@ def guarded(
             kept = "part" if holds and candidates["part"].cost < candidates[kept].cost else kept
         decision = replace(decision, kept=kept)
         path = torch.cat([path, ends[kept][None]]) if kept == "part" else path
-    others = [each for name, each in asked.items() if not starts[name].of_the_same(starts[begun])]
+    others = began.elsewhere
     tried = [] if stage is None else [each.evaluation for each in stage.tried[1:] if each.evaluation is not None]
     others += [each for each in tried if begun != SETTINGS or each is not asked[begun]]
     last = [end.evaluation] if end.queries > len(end.evaluations) else []  # a guided search's own
     constrained = Constrained.of(limits, candidates, [*others, *end.evaluations, *last])
     candidates = {name: each for name, each in candidates.items() if constrained is None or constrained.allows(name)}
-    given = [each for name, each in starts.items() if name != SETTINGS]
-    elsewhere = sum(not each.of_the_same(starts[begun]) for each in given) + len(tried) - (begun == SETTINGS)
-    evaluations = elsewhere + end.queries + (part is not None)
-    queries = {"starts": len(given), "settings": len(tried), "search": evaluations - len(given) - len(tried)}
+    evaluations = len(others) + end.queries + (part is not None)
+    starting = len(began.points)
+    queries = {"starts": starting, "settings": len(tried), "search": evaluations - starting - len(tried)}
     queries = {name: number for name, number in queries.items() if name != "settings" or task.settings is not None}
     fit = None if end.f is None else Fit(end.f, {}, end.predicted[:, 0], end.predicted[:, 1])
     return Result(
@@ -697,7 +760,7 @@ def guarded(
         path=path,
         candidates=starts,
         details=SearchDetails(
-            learns=end.learns, plain=task.loss is None and task.gradients is None, widened=end.widened
+            learns=end.learns, plain=task.probing().loss is None and task.gradients is None, widened=end.widened
         ),
         kept_share=None if share is None else share.scaled(task.metric.scale),
         constrained=constrained,

@@ -35,7 +35,7 @@ NEAR = 1 / 250
 class LineState(SearchState):
     """A search along a line that has begun; its points are t, ``1`` each, float64.
 
-    1. Ask a tenth of the interval to each side of the start, unless something is known there.
+    1. Ask the first t, by default a tenth of the interval to each side of the start, unless something is known there.
     2. Fit f, a Gaussian process, to all that is known. Ask where its mean less its standard deviation is least (the
        lower confidence bound; Srinivas et al., 2010). Go on with 2.
 
@@ -44,6 +44,7 @@ class LineState(SearchState):
         queries: Evaluations that it may ask for besides those that are known, at least 0.
         known: What is known, in any order, the start among it; without any, the start is asked first.
         start: Where the line begins, in the interval.
+        first: The t that are asked first; None for both sides of the start.
 
     Raises:
         ValueError: The interval is empty or infinite, the start or what is known is not in it, what is known lacks the
@@ -58,9 +59,17 @@ class LineState(SearchState):
         True
     """
 
-    def __init__(self, interval: tuple[float, float], queries: int, known: Known = (), *, start: float = 0.0) -> None:
+    def __init__(
+        self,
+        interval: tuple[float, float],
+        queries: int,
+        known: Known = (),
+        *,
+        start: float = 0.0,
+        first: Sequence[float] | None = None,
+    ) -> None:
         check_integer(0, queries=queries)
-        self.interval = _checked(interval, [start, *(t for t, _ in known)])
+        self.interval, self._first = _checked(interval, [start, *(first or ()), *(t for t, _ in known)]), first
         known = sorted(known, key=lambda each: each[0] != start)  # the start first, as in any search
         points = [(torch.tensor([t], dtype=torch.float64), evaluation) for t, evaluation in known]
         super().__init__(torch.tensor([start], dtype=torch.float64), len(known) + queries, points)
@@ -71,12 +80,12 @@ class LineState(SearchState):
         return [(float(t), evaluation) for t, evaluation in zip(self.points, self.evaluations, strict=True)]
 
     def batches(self) -> Batches:
-        """Ask for the start unless it is known, for both sides of it, and then where f may be least."""
+        """Ask for the start unless it is known, for the first t, and then where f may be least."""
         if not self.points and self.left:
             yield self.start[None]
-        sides = first_times(self.interval, float(self.start), self.known)
-        if self.left and sides:
-            yield _column(sides[: self.left])
+        first = first_times(self.interval, float(self.start), self.known, self._first)
+        if self.left and first:
+            yield _column(first[: self.left])
         while self.left:
             yield _column([next_time(self.interval, self.known)])
 
@@ -91,11 +100,13 @@ class LineState(SearchState):
         )
 
 
-def first_times(interval: tuple[float, float], start: float, known: Known) -> list[float]:
-    """Return which t to ask first: on both sides of the start, in the interval, where nothing is known yet."""
+def first_times(
+    interval: tuple[float, float], start: float, known: Known, first: Sequence[float] | None = None
+) -> list[float]:
+    """Return which t to ask first, in the interval, where nothing is known yet: by default both sides of the start."""
     low, high = interval
     step = FIRST * (high - low)
-    sides = (start + step, start - step)
+    sides = (start + step, start - step) if first is None else first
     return [t for t in sides if low <= t <= high and all(abs(t - other) > step / 5 for other, _ in known)]
 
 

@@ -43,7 +43,8 @@ class Probe(NamedTuple):
 def probe(task: FinetuneTask, start: Tensor, seed: int) -> Probe:
     """Find scale and spectrum around a start, ``d``, by forward and backward passes on batches of the loss.
 
-    Without a loss the scale is `UNPROBED`, and all directions are alike unless the task has gradients.
+    Without a loss it is the entropy of the task's inputs that counts (Grandvalet & Bengio, 2004); without these too the
+    scale is `UNPROBED`, and all directions are alike unless the task has gradients.
 
     Raises:
         ConfigError: d is so large that the search's matrices would take more than a quarter of the free memory.
@@ -51,6 +52,7 @@ def probe(task: FinetuneTask, start: Tensor, seed: int) -> Probe:
         FloatingPointError: A loss or a gradient is not finite.
     """
     check_dim(task.dim, start.device)
+    task = task.probing()
     if task.loss is None:
         given = task.gradients
         return Probe(UNPROBED, Spectrum.flat(task.dim, start.device) if given is None else spectrum_of(given.to(start)))

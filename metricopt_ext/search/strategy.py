@@ -24,13 +24,6 @@ from metricopt_ext.utils.words import counted
 from metricopt_ext.value.gp import GPValueFunction
 
 
-class Found(NamedTuple):
-    """A point, ``d``, and the metric's evaluation of it."""
-
-    point: Tensor
-    evaluation: Evaluation
-
-
 @dataclass(frozen=True)
 class SearchResult:
     """Where a search stands.
@@ -50,9 +43,8 @@ class SearchResult:
         widened: How many times wider than probed the design had to be for the metric to react, or, below 1, for it not
             to be ruined; 1 if neither.
         known: Which of the visited points f was fitted to, ascending indices; None for all of them, or without an f.
-        climbed: What a search would have gained in chance alone, as far from the line's best, or the start, as its end
-            is, as a cost (`climb_of_chance`); 0 without an f, or if the metric's halves don't tell.
-        line: The best along the task's line, by a Gaussian process on it; None without a line, or if it is the start.
+        climbed: What a search would have gained in chance alone, as far from the start as its end is, as a cost
+            (`climb_of_chance`); 0 without an f, or if the metric's halves don't tell.
     """
 
     phi: Tensor
@@ -67,7 +59,6 @@ class SearchResult:
     widened: float = 1.0
     known: Tensor | None = None
     climbed: float = 0.0
-    line: Found | None = None
 
     @property
     def cost(self) -> float:

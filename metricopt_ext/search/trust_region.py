@@ -5,7 +5,7 @@ the span of the last loss gradients; here the spectrum of loss gradients all aro
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean
 from typing import ClassVar, NamedTuple
@@ -16,12 +16,10 @@ from torch.nn.functional import normalize
 
 from metricopt_ext.search.descent import descend
 from metricopt_ext.search.feasibility import Aim, Feasibility, seen_within
-from metricopt_ext.search.lines import best_known, first_times, next_time
 from metricopt_ext.search.probe import check_dim, probe
 from metricopt_ext.search.strategy import (
     Answers,
     Batches,
-    Found,
     SearchResult,
     SearchState,
     SearchStrategy,
@@ -59,19 +57,15 @@ FIRST_RADIUS = 1.5
 # that. A cost without bounds has no worst, so it must grow by more of its size.
 WIDEST, NARROWEST, FAR, FAR_UNBOUNDED, BEYOND = 64.0, 1 / 64, 0.02, 0.25, 2.0
 
-# Queries along the task's line, and how far it goes in each direction. With the free starts on it they make 5 to 7
-# points of one variable; an adjustment by the priors is best at a strength of 0 to 2, and 2.5 leaves that room.
-LINE_QUERIES, LINE = 4, (-2.5, 2.5)
-
-# A point lies on the line if it is off by at most this share of its distance: one on file may be rounded otherwise.
-OFF_LINE = 1e-3
+# A point is one of a design if it is off by at most this share of its distance: one on file may be rounded otherwise.
+OFF_DESIGN = 1e-3
 
 
 @dataclass(frozen=True)
 class GuidedTrustRegion(SearchStrategy):
     """Guided trust-region search.
 
-    1. Query the start, and, if the task has a line, `LINE_QUERIES` points on it (`lines`).
+    1. Query the start.
     2. Query a first design around the best so far: antithetic pairs of `SCALES`, drawn from the spectrum of loss
        gradients (`probe`; without a loss all directions are alike). While the metric hardly reacts, query another,
        twice as wide; while even the smallest pair is far worse, another, as wide as that pair.
@@ -127,10 +121,7 @@ class GuidedTrustRegion(SearchStrategy):
         return max(4, min(self.design, dim // 2) // 2 * 2)
 
     def least_queries(self, dim: int, starts: int = 1) -> int:
-        """Return the smallest budget in d dimensions: the starts, a design, a point that f proposes, and the end.
-
-        Where there is a line, its queries come first, so that such a budget has fewer of the design.
-        """
+        """Return the smallest budget in d dimensions: the starts, a design, a point that f proposes, and the end."""
         return self.design_size(dim) + 2 + starts
 
     def check(self, task: FinetuneTask) -> None:
@@ -221,7 +212,6 @@ class GuidedState(SearchState):
         self.points, self.evaluations = self.visited.points, self.visited.evaluations
         for point, evaluation in known:
             self.note(point, evaluation)
-        self.line = None if task.line is None else task.line.to(start.device, torch.float64)
         self.narrows, self._bounded = True, task.metric.bounds is not None
         self.feasibility = Feasibility()
         self._ending: _Ending | None = None
@@ -270,8 +260,6 @@ class GuidedState(SearchState):
     def _proposals(self) -> Iterator[Tensor]:
         """Yield the points to query, ``m x d``, without end; all must be in ``visited`` before the next are drawn."""
         search, visited = self.search, self.visited
-        if self.line is not None:
-            yield from self._along(self.line)
         yield (design := self._design(search.design_size(len(self.start)), SCALES)).points
         while (far := self._is_too_far(design)) or not visited.reacts():
             narrower = visited.widened * min(design.least, SCALES[1])
@@ -291,20 +279,6 @@ class GuidedState(SearchState):
             began, batch = len(visited.points), self._batch(aim, visited.phi[centre], radius * unit)
             visited.predict(f, batch)
             yield batch
-
-    def _along(self, line: Tensor) -> Iterator[Tensor]:
-        """Yield `LINE_QUERIES` points of a line, ``d``, through the start, first on both sides of it."""
-
-        def known() -> list[tuple[float, Evaluation]]:
-            return _known(self.visited, _on_line(self.visited, line))
-
-        times = first_times(LINE, 0.0, known())
-        asked = 0
-        while asked < LINE_QUERIES:
-            times = times or [next_time(LINE, known())]
-            asked += len(times)
-            yield self.start + torch.tensor(times).to(line)[:, None] * line
-            times = []
 
     def _design(self, points: int, scales: Sequence[float]) -> "_Design":
         """Draw antithetic pairs around the best point so far, of some scales in turn."""
@@ -388,8 +362,6 @@ class GuidedState(SearchState):
                 point, evaluation = visited.points[seen], visited.evaluations[seen]
             visited.complete(f, point)
             f.signature = self.signature
-        line = self._best_on_line(visited)
-        began = self.start if line is None else line.point
         return SearchResult(
             phi=point,
             evaluation=evaluation,
@@ -402,17 +374,8 @@ class GuidedState(SearchState):
             predicted=visited.predicted(),
             widened=visited.widened,
             known=None if f is None else visited.fitted(),
-            climbed=0.0 if f is None else visited.climbed(f, began, point),
-            line=line,
+            climbed=0.0 if f is None else visited.climbed(f, self.start, point),
         )
-
-    def _best_on_line(self, visited: Visited) -> Found | None:
-        """Return the best of what is known on the line; None without one, or if that is the start."""
-        if self.line is None:
-            return None
-        on_line = _on_line(visited, self.line)
-        best = list(on_line)[best_known(LINE, _known(visited, on_line))]
-        return None if on_line[best] == 0 else Found(visited.points[best], visited.evaluations[best])
 
 
 class _Design(NamedTuple):
@@ -437,24 +400,9 @@ class _Design(NamedTuple):
         for at in range(self.began, len(visited.points)):
             apart = (self.points - visited.points[at]).norm(dim=1)
             nearest = int(apart.argmin())
-            if apart[nearest] <= OFF_LINE * (self.points[nearest] - visited.points[self.centre]).norm():
+            if apart[nearest] <= OFF_DESIGN * (self.points[nearest] - visited.points[self.centre]).norm():
                 found[at] = float(self.scales[nearest])
         return found
-
-
-def _on_line(visited: Visited, line: Tensor) -> dict[int, float]:
-    """Return t of what is known on a line, ``d``, through the start, within `LINE`, by its index."""
-    found = {}
-    for at, point in enumerate(visited.points):
-        offset = (point - visited.start).double()
-        t = float(offset @ line / (line @ line))
-        if LINE[0] <= t <= LINE[1] and (offset - t * line).norm() <= OFF_LINE * offset.norm():
-            found[at] = t
-    return found
-
-
-def _known(visited: Visited, on_line: Mapping[int, float]) -> list[tuple[float, Evaluation]]:
-    return [(t, visited.evaluations[at]) for at, t in on_line.items()]
 
 
 class _Ending(NamedTuple):

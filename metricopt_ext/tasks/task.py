@@ -18,6 +18,7 @@ from metricopt_ext.adapters.modulation import CONTEXT_NAME
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, MetricError, WeightsError
 from metricopt_ext.tasks.batches import Batches
+from metricopt_ext.tasks.entropy import entropy
 from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.tasks.population import MEMORY, Population, Together, alike, choose, together
 from metricopt_ext.tasks.settings import Settings, Value, Values
@@ -75,8 +76,8 @@ class FinetuneTask:
             (`TensorBatches`, `DatasetBatches`).
         gradients: Of a task without a loss: gradients of one in phi that were computed elsewhere, ``m x d``; their
             directions shape f's kernel and the first design.
-        line: A direction of phi to look along first, ``d``, as long as a whole step, e.g. what adjusts a classifier's
-            logits by its classes' priors: a guided search asks a few t of start + t line, each in [-2.5, 2.5].
+        inputs: Of a task without a loss: batches of the deployment's inputs, without labels. The entropy of what the
+            model predicts for them stands in for a loss where directions of phi are looked for; it must return logits.
         settings: Settings of inference, which a search tunes before phi: first what is free, then one after another,
             then those that work together. The metric judges the model while they are in force.
         population: Maximum number of phi in one forward pass, at least 1; results can depend on it in the last bits.
@@ -93,7 +94,7 @@ class FinetuneTask:
     loss: Loss | None = None
     batches: Batches | None = None
     gradients: Tensor | None = None
-    line: Tensor | None = None
+    inputs: Sequence[Any] | None = None
     settings: Settings | None = None
     population: int | None = None
     memory: float = MEMORY
@@ -103,11 +104,11 @@ class FinetuneTask:
 
         Raises:
             ValueError: ``population`` is below 1, ``memory`` no number above 0, one of ``loss`` and ``batches`` is
-                given without the other, or ``gradients`` beside them; or these or ``line`` are of another shape, not
-                finite, or 0.
+                given without the other, or ``gradients`` or ``inputs`` beside them; or the gradients are of another
+                shape, not finite, or 0; or there are no inputs.
             TypeError: ``batches`` can't be replayed, or ``settings`` is no `Settings`.
-            AdapterError: The offsets act on a layer that does not give what the model returns, or a coordinate of phi
-                moves no output on the first batch.
+            AdapterError: The model does not return logits for ``inputs``. Or the offsets act on a layer that does not
+                give what the model returns, or a coordinate of phi moves no output on the first batch.
             WeightsError: The loss changed the model's weights on the first batch.
         """
         if self.population is not None:
@@ -120,14 +121,16 @@ class FinetuneTask:
             raise ValueError(f"{given} is given without {other}; give both, or neither for a search without a loss")
         if self.gradients is not None:
             self._check_gradients(self.gradients)
-        if self.line is not None:
-            self._check_line(self.line)
+        if self.inputs is not None:
+            self._check_inputs(self.inputs)
         if self.settings is not None and not isinstance(self.settings, Settings):
             raise TypeError(
                 f"settings is {brief(self.settings)}; it must be a Settings, with a function that applies them"
             )
         if self.loss is None or self.batches is None:
             self._settle()
+            if self.inputs is not None:
+                check_effect(self.adapter, entropy, partial(_Cycled(self.inputs), 0, 0, 0))
             return
         if not callable(self.batches):
             raise TypeError(
@@ -177,11 +180,22 @@ class FinetuneTask:
         if not gradients.isfinite().all() or not gradients.any():
             raise ValueError("gradients must be finite, and not all 0; give those of the loss that it was trained by")
 
-    def _check_line(self, line: Tensor) -> None:
-        if line.shape != (self.dim,):
-            raise ValueError(f"line is {tuple(line.shape)}; it must be a direction of phi, {self.dim} numbers")
-        if not line.isfinite().all() or not line.any():
-            raise ValueError("line must be finite, and not all 0; leave it out if there is no direction to look along")
+    def _check_inputs(self, inputs: Sequence[Any]) -> None:
+        if self.loss is not None or self.gradients is not None:
+            given = "a loss" if self.loss is not None else "gradients"
+            raise ValueError(f"inputs are given beside {given}, which says which directions matter; leave one out")
+        if not isinstance(inputs, Sequence) or not len(inputs):
+            raise ValueError(
+                f"inputs is {brief(inputs)}; it must be a list of batches, one at least, e.g. x.split(100)"
+            )
+        with torch.no_grad(), seeded_streams(0, self.origin().device):
+            entropy(self.adapter.model, inputs[0])  # refuses what returns no logits
+
+    def probing(self) -> "FinetuneTask":
+        """Return the task by whose loss directions of phi are looked for: without one, the entropy of `inputs`."""
+        if self.loss is not None or self.inputs is None:
+            return self
+        return self._with("loss", entropy)._with("batches", _Cycled(self.inputs))
 
     def with_settings(self, settings: Settings | None) -> "FinetuneTask":
         """Return the same task with other settings of inference, or without any."""
@@ -284,7 +298,7 @@ class FinetuneTask:
     def check_loss(self, seed: int, tasks: int, *, differentiable: bool = False) -> None:
         """Compute losses and gradients at phi = 0 in the way that a search will, so that what fails costs no query.
 
-        Without a loss there is nothing to check.
+        Without a loss, and without inputs for one, there is nothing to check.
 
         Args:
             seed: Seed of the batches.
@@ -294,20 +308,21 @@ class FinetuneTask:
         Raises:
             AdapterError, FloatingPointError: As from `loss_and_gradient`.
         """
-        if self.loss is not None:
+        own = self.probing()
+        if own.loss is not None:
             phi = self.origin().expand(tasks, -1)
-            self.loss_and_gradient(phi, seed, range(tasks), 0, differentiable=differentiable)
+            own.loss_and_gradient(phi, seed, range(tasks), 0, differentiable=differentiable)
 
     def first_loss(self, seed: int) -> float | None:
         """Return the loss at phi = 0 on the first batch of the first task, by which runs on other data are noticed.
 
-        What it draws at random is the same each time, and nobody's stream is moved. None without a loss.
+        What it draws at random is the same each time, and nobody's stream is moved. None without a loss or inputs.
         """
-        if self.batches is None:
+        own, phi = self.probing(), self.origin()
+        if own.batches is None:
             return None
-        phi = self.origin()
         with seeded_streams(0, phi.device):
-            return float(self._loss(phi, self.batches(seed, 0, 0)).detach())
+            return float(own._loss(phi, own.batches(seed, 0, 0)).detach())
 
     def evaluate(self, phi: Tensor, purpose: str) -> Evaluation:
         """Evaluate the metric at one phi, ``d``; one query."""
@@ -535,6 +550,17 @@ class FinetuneTask:
         assert isinstance(self.loss, OutputLoss)
         with self.adapter.using(phi) as model:
             return self.loss.forward(model, batch)
+
+
+@dataclass(frozen=True)
+class _Cycled:
+    """Batches of inputs in turn, from another one on in each task."""
+
+    inputs: Sequence[Any]
+
+    def __call__(self, seed: int, task: int, step: int) -> Any:
+        """Return a batch, the same at each call with the same arguments."""
+        return self.inputs[(seed + task + step) % len(self.inputs)]
 
 
 def _gradient_of(losses: Tensor, phi: Tensor, differentiable: bool) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import FILE_FORMAT, Adapter
 from metricopt_ext.adapters.attach import attach_film, load_adapter
-from metricopt_ext.adapters.start import Start
+from metricopt_ext.adapters.start import PlacesOnLine, Start, StartLine
 from metricopt_ext.errors import AdapterError, FileFormatError
 from metricopt_ext.utils.files import read_tensors, write_tensors
 from metricopt_ext.utils.weights import same_bits
@@ -429,3 +429,71 @@ def test_a_file_that_does_not_fit_changes_nothing(
         assert_same(bits(model), before)
     assert [set(vars(module)) for module in bare.modules()] == [set(vars(module)) for module in Net().modules()]
     assert_same(bits(adapter.remove()), bits(Net()))
+
+
+# --- Lines -------------------------------------------------------------------------------------------------------
+
+
+WAY = torch.tensor([1.0, -2.0])
+
+
+def along(high: float = 2.0, **more: Any) -> StartLine:
+    return StartLine(lambda t: Start(t * WAY, {"mean": 1000 * t * torch.ones(3)}), 0.0, high, **more)
+
+
+def test_a_line_asks_the_middle_and_the_quarters_first_unless_it_is_told() -> None:
+    assert along().first == (1.0, 0.5, 1.5)
+    assert along(first=(2.0,)).first == (2.0,)
+    assert [each.phi.tolist() for each in along().ends] == [[0, 0], [1, -2], [2, -4]]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "first", "message"),
+    [
+        (1.0, 1.0, (), "a line from 1.0 to 1.0 is empty"),
+        (1.0, 0.0, (), "the least t comes first"),
+        (0.0, math.inf, (), "high is inf"),
+        (0.0, 1.0, (0.5, 2.0), "first has 2.0, which is not from 0.0 to 1.0"),
+    ],
+)
+def test_what_is_no_interval_is_refused(low: float, high: float, first: tuple[float, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StartLine(lambda t: Start(t * WAY), low, high, first)
+
+
+def test_a_line_has_one_start_for_a_strength() -> None:
+    drawn = torch.Generator().manual_seed(0)
+    with pytest.raises(AdapterError, match=r"at\(0.0\) returned two different starts"):
+        StartLine(lambda t: Start(torch.randn(2, generator=drawn)), 0.0, 1.0).check()
+    with pytest.raises(AdapterError, match=r"at\(0.0\) returned 0.0; it must return a Start"):
+        StartLine(lambda t: t, 0.0, 1.0).check()  # type: ignore[arg-type,return-value]
+    along().check()
+
+
+def test_where_a_start_lies_on_a_line() -> None:
+    """Each tensor counts by itself, however much larger another is; what is not replaced is the base's."""
+    places = PlacesOnLine(along(), {"mean": torch.zeros(3), "other": torch.ones(2)})
+    assert places.of(Start(0 * WAY)) == 0
+    for t in (0.0, 1 / 3, 1.0, 2.0):
+        assert places.of(along().at(t)) == pytest.approx(t, abs=1e-6)
+    off = {
+        "beyond the end": along(3.0).at(2.5),
+        "phi off it": Start(WAY + torch.tensor([0.01, 0.0]), along().at(1.0).buffers),
+        "phi elsewhere on it": Start(0.5 * WAY, along().at(1.0).buffers),
+        "other tensors": Start(WAY, {**along().at(1.0).buffers, "other": torch.zeros(2)}),
+        "other settings": Start(WAY, along().at(1.0).buffers, {}, {"flip": True}),
+    }
+    assert {name: places.of(start) for name, start in off.items()} == dict.fromkeys(off)
+    bent = StartLine(lambda t: Start(torch.tensor([t, t * t])), 0.0, 1.0)
+    curve = PlacesOnLine(bent, {})
+    assert curve.of(Start(torch.tensor([0.5, 0.5]))) is None  # on the straight way, which is not the line
+    assert curve.of(bent.at(1.0)) == 1
+
+
+def test_a_line_goes_through_another_start() -> None:
+    line = along().through(Start(torch.ones(2), {"mean": torch.ones(3)}, {"weight": torch.ones(1)}, {"flip": True}))
+    start = line.at(1.5)
+    assert start.phi.tolist() == [2.5, -2.0]
+    assert start.buffers["mean"].tolist() == [1500.0] * 3
+    assert (start.parameters["weight"].tolist(), dict(start.settings)) == ([1.0], {"flip": True})
+    assert (line.low, line.high, line.first) == (0.0, 2.0, along().first)

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.classification.estimator import CANNOT_PASS, MetricClassifier
-from metricopt_ext.classification.offsets import prior_offsets
 from metricopt_ext.data.label_parts import label_parts
 from metricopt_ext.errors import AdapterError, BudgetError, MetricError
+from metricopt_ext.methods.prior_starts import prior_offsets
 
 SMALL: dict[str, Any] = {"dim": 2, "hidden": (8,), "epochs": 30, "batch_size": 16, "lr": 0.02, "random_state": 0}
 

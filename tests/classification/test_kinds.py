@@ -109,7 +109,7 @@ def test_thresholds_and_priors_are_starts(tmp_path: Path, kind: str) -> None:
     write(tmp_path)
     experiment = ClassificationExperiment(config_of(tmp_path, kind), tmp_path / "run", 0)
     starts, train = experiment.starts(), experiment.splits.train
-    assert {"prior", "prior_twice", "thresholds"} < set(starts)
+    assert {"prior", "prior_twice", "prior_line", "thresholds"} <= set(starts)
     target, adapter = experiment.target, experiment.task.adapter
     shares = target.shares(train.y)
     found = scores_at(adapter, starts["thresholds"].phi, train.x) > 0
@@ -117,10 +117,11 @@ def test_thresholds_and_priors_are_starts(tmp_path: Path, kind: str) -> None:
     plain = scores_at(adapter, experiment.task.origin(), train.x)
     moved = scores_at(adapter, starts["prior"].phi, train.x) - plain
     torch.testing.assert_close(moved.double(), (-shares.logit()).expand(200, -1), atol=1e-4, rtol=1e-4)
-    assert torch.equal(experiment.task.line, starts["prior"].phi)
+    for strength, name in ((0, None), (1, "prior"), (2, "prior_twice")):
+        expected = experiment.task.origin() if name is None else starts[name].phi
+        assert torch.equal(starts["prior_line"].at(strength).phi, expected)
     other = ClassificationExperiment(config_of(tmp_path, "regression"), tmp_path / "other", 0)
-    assert "thresholds" not in other.starts()
-    assert other.task.line is None
+    assert not {"thresholds", "prior_line"} & set(other.starts())
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,7 @@ from metricopt_ext.classification.offsets import (
     Remembered,
     WithOffsets,
     adjust_logits,
-    line_offsets,
-    prior_line,
-    prior_offsets,
+    target_line,
     threshold_of,
     tune_adjustment,
     tune_offsets,
@@ -35,6 +33,7 @@ from metricopt_ext.evidence.contenders import at_each_budget, ending_at
 from metricopt_ext.evidence.method import Method
 from metricopt_ext.evidence.passes import Passes, noticing, passes_of
 from metricopt_ext.evidence.rivals import planned
+from metricopt_ext.methods.prior_starts import line_offsets, prior_offsets
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 
@@ -339,14 +338,17 @@ def test_the_direction_of_a_line_is_that_of_the_offsets(
 ) -> None:
     """The offsets are in units of the adapter's scale; no other coordinate moves."""
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
-    assert prior_line(attach_input_bias(copy.deepcopy(model), dim=3), target, labels) is None
+    assert target_line(attach_input_bias(copy.deepcopy(model), dim=3), target, labels) is None
     adapter = attach_input_bias(model, dim=3, outputs=Outputs(scale=4.0))
-    line = prior_line(adapter, target, labels)
+    line = target_line(adapter, target, labels)
     if expected is None:
         assert line is None
         return
     assert line is not None
-    assert line.tolist() == pytest.approx([0, 0, 0, *(each / 4 for each in expected)], rel=1e-12)
+    for t in (-2.5, 0.5, 1.0):
+        found = line.at(t)
+        assert found.phi.tolist() == pytest.approx([0, 0, 0, *(t * each / 4 for each in expected)], rel=1e-12)
+        assert not found.replaced
 
 
 def test_adjusting_costs_no_query() -> None:

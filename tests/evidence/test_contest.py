@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from metricopt_ext.adapters.start import Start
+from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.evidence.contenders import at_each_budget, ours, searching, usual_contenders
 from metricopt_ext.evidence.contest import Plan, read_row, run_seed
@@ -315,18 +315,22 @@ def test_a_comparison_runs_what_optimize_metric_does(
 
     def observed(self: Any) -> Any:
         task, test = prepare(self)
-        line = torch.ones(task.dim, dtype=torch.float64)  # what a classifier's task has
-        return replace(task, metric=task.metric.with_observers(told.append), line=line), test
+        return replace(task, metric=task.metric.with_observers(told.append)), test
 
+    def line(task: Any) -> StartLine:
+        return StartLine(lambda t: Start(t * torch.ones_like(task.origin())), -2.0, 2.0)
+
+    own = experiment.starts
     monkeypatch.setattr(experiment, "prepare", observed)
+    monkeypatch.setattr(experiment, "starts", lambda self: {**own(self), "along": line(self.task)})
     experiment.contenders_now["ours"] = ours()
     run_seed(experiment, RunConfig(), Plan(("ours",), (60,)), tmp_path, 5, Watcher())
     asked = [query.item for query in told if query.purpose in ("starts", "search") and not query.on_file]
     alone: list[Any] = []
     task = quadratic()
-    lined = replace(task, line=torch.ones(task.dim, dtype=torch.float64))
-    with lined.metric.observed_by(alone.append):
-        optimize_metric(lined, queries=60, starts={"half": Start(task.goal / 2)}, seed=5, watcher=Watcher())
+    starts = {"half": Start(task.goal / 2), "along": line(task)}
+    with task.metric.observed_by(alone.append):
+        optimize_metric(task, queries=60, starts=starts, seed=5, watcher=Watcher())
     assert torch.equal(torch.stack(asked), torch.stack([query.item for query in alone]))
     assert len(asked) == 60
 

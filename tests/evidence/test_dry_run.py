@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.data import training_state
 from metricopt_ext.errors import AdapterError, BudgetError, ConfigError
 from metricopt_ext.evidence import cli
@@ -18,8 +18,10 @@ from metricopt_ext.evidence.dry_run import dry_run, files_of_run, files_of_seed,
 from metricopt_ext.evidence.experiment import Experiment, Subject
 from metricopt_ext.evidence.method_config import FinetuneConfig, PaperConfig, PaperSettings, RecipeConfig, SearchConfig
 from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, SettingsConfig
+from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.progress import Watcher
 
 
 def settings(**change: Any) -> RunConfig:
@@ -93,9 +95,9 @@ def test_it_evaluates_the_metric_twice_charges_nothing_and_writes_nothing(
             {"workers": 2},
             [
                 "seeds 2 (3 to 4), 2 at a time",
-                "starts 5 at most, a query each",
+                "starts 2, a query each",  # of those named, but one applies
                 "design 4 queries",
-                "batches about 13 of 4 queries",  # 60 - 5 starts - 4 - the end = 50
+                "batches about 14 of 4 queries",  # 60 - 2 - 4 - the end = 53
                 "queries of MetricOpt 60 of 60 at most",
                 "queries of loss finetune, best step 4 at most",
             ],
@@ -129,17 +131,25 @@ def test_the_table_has_the_planned_numbers(
         assert row in said
 
 
-def test_the_table_says_what_a_tasks_line_takes(toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    class Along(toy):  # type: ignore[misc]
-        def prepare(self) -> Any:
-            task, metric = super().prepare()
-            return replace(task, line=torch.ones(4)), metric
+def test_the_table_says_what_lines_of_starts_take(toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 20 queries six are for lines, three each of two of three; a start that lies on one counts among its own."""
 
-    said = shown(Along, settings(), tmp_path, capsys)
-    assert "line 4 queries along the task's line, through the best start" in said
+    class Along(toy):  # type: ignore[misc]
+        def start(self, name: str) -> Any:
+            ways = {"prior_line": 0, "batchnorm_line": 1, "whitening": 2}
+            if name in ways:
+                return StartLine(lambda t: Start(t * torch.eye(4, dtype=torch.float64)[ways[name]]), -1.0, 1.0)
+            return Start(0.5 * torch.eye(4, dtype=torch.float64)[0]) if name == "prior" else None
+
+    lines = ["prior_line", "batchnorm_line", "whitening"]
+    said = shown(Along, settings(queries=20, starts=["prior", *lines]), tmp_path, capsys)
+    assert "starts 1, a query each" in said
+    assert "the line prior_line 3 queries, those of prior among them" in said
+    assert "the line batchnorm_line 3 queries" in said
+    assert "the line whitening not looked along, as there are too few queries" in said
     assert "design 4 queries around the best of these" in said
-    assert "batches about 12 of 4 queries" in said  # 60 - 5 starts - 4 - 4 - the end = 46
-    assert "line" not in shown(toy, settings(), tmp_path, capsys)
+    assert "batches about 2 of 4 queries" in said  # 20 - 1 - 3 - 3 - 4 - the end = 8
+    assert "the line" not in shown(toy, settings(), tmp_path, capsys)
 
 
 def test_the_settings_file_is_named_if_there_are_settings() -> None:
@@ -163,33 +173,32 @@ def test_more_inference_asks_at_most_so_much(chosen: SettingsConfig | None, most
     assert of_more_inference(settings(settings=chosen)) == most
 
 
-@pytest.mark.parametrize(
-    ("queries", "design", "batches"),
-    [(30, 4, 5), (9, 3, 0)],  # a small budget has fewer of the design
-)
+@pytest.mark.parametrize(("queries", "along", "batches"), [(30, 6, 5), (12, 4, 1), (9, 0, 1)])
 def test_the_plan_of_a_line_is_what_a_search_asks(
-    queries: int, design: int, batches: int, quadratic: Callable[..., Any]
+    queries: int, along: int, batches: int, quadratic: Callable[..., Any]
 ) -> None:
     """The start, points of the line, pairs on opposite sides of the best of these, and what f proposes."""
-    line = torch.tensor([1.0, -2.0, 0.5, 0.0]).double()
-    task, config = replace(quadratic(4), line=line), settings(queries=queries, starts=[])
+    way = torch.tensor([1.0, -2.0, 0.5, 0.0]).double()
+    line, task = StartLine(lambda t: Start(t * way), -2.0, 2.0), quadratic(4)
+    config = settings(queries=queries, starts=["prior_line"])
     strategy = config.build_strategy()
-    rows, work = planned(strategy, config, 4, 1, line=True)
+    rows, work = planned(strategy, config, 4, 1, {"prior_line": line})
     assert [what for name, what in rows if name != "batches"] == [
-        "1 at most, a query each",
-        "4 queries along the task's line, through the best start",
-        f"{design} queries around the best of these",
+        "1, a query each",
+        f"{along} queries" if along else "not looked along, as there are too few queries",
+        f"{min(4, queries - 2 - along)} queries around the best of these",
     ]
     assert dict(rows)["batches"].startswith(f"about {batches} of 4 queries")
     assert work.queries == queries
-    result = strategy(task, task.origin(), queries)
-    points, costs = result.points.double(), [each.cost for each in result.evaluations]
-    off = (points - torch.outer(points @ line / (line @ line), line)).norm(dim=1)
-    assert (off < 1e-9).tolist() == [True] * 5 + [False] * (len(points) - 5)
-    best = points[min(range(5), key=lambda at: costs[at])]
-    for pair in range(design // 4 * 2):
-        torch.testing.assert_close((points[5 + pair] + points[7 + pair]) / 2, best)
+    result = optimize_metric(task, queries=queries, starts={"line": line}, watcher=Watcher())
+    points, costs = result.points.double(), result.costs
+    off = (points - torch.outer(points @ way / (way @ way), way)).norm(dim=1)
+    assert (off < 1e-9).tolist() == [True] * (1 + along) + [False] * (len(points) - 1 - along)
+    best = points[min(range(1 + along), key=lambda at: costs[at])]
+    for pair in range(min(4, queries - 2 - along) // 4 * 2):
+        torch.testing.assert_close((points[1 + along + pair] + points[3 + along + pair]) / 2, best)
     assert len(points) == queries - 1  # the end is a query of its own
+    assert result.queries == {"starts": 1 + along, "search": queries - 1 - along}
 
 
 def test_the_time_is_the_probes_times_the_plan() -> None:

@@ -343,8 +343,10 @@ def test_answers_are_told_apart_by_their_number() -> None:
     model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).eval()
     adapter = attach_film(model, dim=4)
     zero, norm = torch.zeros(adapter.dim), {"1.running_mean": torch.ones(6)}
-    starts = {"start": Start(zero), "batchnorm": Start(zero, norm)}
-    answers = [(zero, Evaluation(0.5)), (zero, Evaluation(0.4)), (zero + 1, Evaluation(0.3))]
-    told = first_told(adapter, starts, "batchnorm", answers)
-    assert [each[:2] for each in told] == [("start", "trained"), ("batchnorm", "batchnorm"), ("", "phi")]
-    assert [each.evaluation.cost for each in told] == [0.5, 0.4, 0.3]
+    begun = Start(zero, norm)
+    starts = [("start", Start(zero)), ("batchnorm", begun), ("", begun)]  # the last is one of a line
+    answers = [(id, zero + max(0, id - 2), Evaluation(0.5 - 0.1 * id)) for id in (0, 1, 2, 4)]  # one was given up
+    told = first_told(adapter, starts, begun, answers)
+    kinds = [("start", "trained"), ("batchnorm", "batchnorm"), ("", "batchnorm"), ("", "phi")]
+    assert [each[:2] for each in told] == kinds
+    assert [each.evaluation.cost for each in told] == pytest.approx([0.5, 0.4, 0.3, 0.1])

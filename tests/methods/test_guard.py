@@ -17,7 +17,6 @@ from metricopt_ext.methods.guard import (
     CONFIDENCE,
     EXPECTED,
     LEAST,
-    LINE,
     LINE_CONFIDENCE,
     SHARE,
     START_CONFIDENCE,
@@ -346,6 +345,8 @@ def test_between_start_and_end_f_alone_decides() -> None:
     assert not Verdict(-1e-9, 0.0, None, 1.0, 9, None, 0.1, "none", by_f=True).accepted
 
 
+LINE = "along"  # the name of a line
+
 LINE_CASES = {
     "the end gains on it by both": (50.0, 10.0, {"trained": 90.0, LINE: 1.0}, "search"),
     "not by f": (50.0, 10.0, {"trained": 90.0, LINE: -0.1}, LINE),
@@ -361,7 +362,7 @@ def test_the_best_along_a_line_is_a_candidate(line: float, end: float, by_f: dic
     """Less than about 1 may be chance at .85, less than .4 at .6."""
     visited = evaluations([(10 * i + 1, 10 * i - 1) for i in range(11)])
     candidates = dict(zip(("trained", LINE, "search"), evaluations([(c, c) for c in (100.0, line, end)]), strict=True))
-    assert decide(candidates, visited, CONFIDENCE, by_f.__getitem__).kept == kept
+    assert decide(candidates, visited, CONFIDENCE, by_f.__getitem__, lines={LINE}).kept == kept
     start = {"trained": candidates["trained"], "prior": candidates[LINE], "search": candidates["search"]}
     if line == 99.3:
         assert decide(start, visited, CONFIDENCE, {"trained": 0.1, "prior": 1.0}.__getitem__).kept == "prior"
@@ -377,10 +378,10 @@ def test_a_line_and_a_start_are_a_choice_of_f(of_start: float, of_line: float, k
         zip(("trained", "prior", LINE, "search"), evaluations([(c, c) for c in (100, 50, 49, 99.9)]), strict=True)
     )
     predicted = {"trained": 0.1, "prior": of_start, LINE: of_line}
-    assert decide(candidates, visited, CONFIDENCE, predicted.__getitem__).kept == kept
+    assert decide(candidates, visited, CONFIDENCE, predicted.__getitem__, lines={LINE}).kept == kept
     worse = {**candidates, LINE: evaluations([(51, 51)])[0]}
-    assert decide(worse, visited).kept == "prior"  # without an f the queries decide
-    assert decide(candidates, visited).kept == LINE
+    assert decide(worse, visited, lines={LINE}).kept == "prior"  # without an f the queries decide
+    assert decide(candidates, visited, lines={LINE}).kept == LINE
 
 
 def test_what_is_climbed_in_chance_is_optimism_over_the_model_as_it_was_trained() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
@@ -124,14 +125,23 @@ def test_identity_does_not_depend_on_where_code_is(quadratic: Callable[..., Any]
 
 
 def test_another_line_is_another_run(quadratic: Callable[..., Any], tmp_path: Path) -> None:
-    lines = [None, torch.tensor([1.0, 0, 0, 0]), torch.tensor([2.0, 0, 0, 0])]
-    tasks = [replace(quadratic(), line=line) for line in lines]
-    found = [str(identity_of(GuidedTrustRegion(), task, {}, seed=0, size={})) for task in tasks]
-    assert len(set(found)) == 3
-    optimize_metric(tasks[1], queries=20, output_dir=tmp_path, watcher=Watcher())
-    with pytest.raises(FileFormatError, match="holds another run: line was"):
-        optimize_metric(tasks[2], queries=20, output_dir=tmp_path, resume=True, watcher=Watcher())
-    assert tasks[2].queries == 0
+    """What it is at both ends and in the middle counts, and where it ends."""
+    way = torch.tensor([1.0, 0, 0, 0]).double()
+
+    def line(power: int = 1, scale: float = 1.0, high: float = 1.0) -> StartLine:
+        return StartLine(lambda t: Start(scale * t**power * way), 0.0, high)
+
+    lines = [line(), line(), line(power=2), line(scale=2.0), line(high=2.0)]
+    found = [str(identity_of(GuidedTrustRegion(), quadratic(), {"along": each}, seed=0, size={})) for each in lines]
+    assert found[0] == found[1]
+    assert len(set(found)) == 4
+    task, again = quadratic(), quadratic()
+    optimize_metric(task, queries=20, starts={"along": lines[0]}, output_dir=tmp_path, watcher=Watcher())
+    with pytest.raises(FileFormatError, match=r"holds another run: starts\.along was"):
+        optimize_metric(
+            again, queries=20, starts={"along": lines[2]}, output_dir=tmp_path, resume=True, watcher=Watcher()
+        )
+    assert again.queries == 0
 
 
 def test_a_finished_run_is_loaded_and_an_unfinished_one_says_what_it_lacks(

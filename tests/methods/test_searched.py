@@ -14,12 +14,13 @@ from torch import nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.adapters.start import Start
+from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import FileFormatError, MetricError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run_folder import load_run
 from metricopt_ext.methods.searched import search_results
+from metricopt_ext.methods.start_lines import line_between
 from metricopt_ext.methods.starts import batchnorm_start
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Metric
@@ -141,26 +142,49 @@ def test_a_search_that_finds_nothing_keeps_the_start_that_gained(quadratic: Call
     assert "kept the start 'goal'" in str(result)
 
 
-@pytest.mark.parametrize("queries", [1, 3, 4, 6, 12])
-def test_a_run_with_a_line_goes_on_where_it_was_cut_short(
-    quadratic: Callable[..., Any], tmp_path: Path, queries: int
-) -> None:
-    def lined() -> Any:
-        task = quadratic()
-        return replace(task, line=0.7 * task.goal)
+def with_lines(host: Any) -> tuple[FinetuneTask, dict[str, Start | StartLine]]:
+    """A task with a line of phi alone, one of statistics that ends at a start, and one between two starts."""
+    task = host.task()
+    start = host.start
+    way = torch.arange(1.0, task.dim + 1) / 10
+    other = Start(way, start.buffers)
+    along = StartLine(lambda t: Start(t * way), -2.0, 2.0)
+    statistics = line_between(Start(task.origin()), start, task.adapter.base_state_dict())
+    between = line_between(start, other)
+    return task, {"batchnorm": start, "along": along, "statistics": statistics, "between": between}
 
-    whole, cut, resumed = lined(), lined(), lined()
-    expected = guided(whole, output_dir=tmp_path / "whole")
-    assert {"start", "line", "search"} == set(expected.ends)
-    assert torch.equal(expected.start_of("line").phi, expected.ends["line"])
-    assert whole.true_cost(expected.ends["line"]) < 0.1 * expected.before  # the optimum is on it
-    cut.problem.fail_after = queries
+
+@pytest.mark.parametrize("queries", [1, 3, 5, 8, 11, 15, 22])
+def test_a_run_with_lines_goes_on_where_it_was_cut_short(tmp_path: Path, queries: int) -> None:
+    """In the midst of each stage: the fixed starts, three lines of up to six, the design and what follows."""
+
+    class Cut(Normed):
+        left = 10**9
+
+        def metric(self, model: nn.Module) -> Any:
+            if not self.left:
+                raise RuntimeError("cut short")
+            self.left -= 1
+            return super().metric(model)
+
+    def run(host: Cut, folder: str, *, resume: bool = False) -> Result:
+        task, starts = with_lines(host)
+        return guided(task, queries=48, starts=starts, output_dir=tmp_path / folder, resume=resume)
+
+    cut, resumed = Cut(), Cut()
+    expected = run(Cut(), "whole")
+    assert expected.queries == {
+        "starts": 17,
+        "search": 31,
+    }  # two fixed; 6, 5 with the one on it, and 5
+    cut.left = queries
     with pytest.raises(MetricError):
-        guided(cut, output_dir=tmp_path / "cut")
-    result = guided(resumed, output_dir=tmp_path / "cut", resume=True)
-    assert resumed.queries == whole.queries - queries
+        run(cut, "cut")
+    resumed.left = 48 - queries
+    result = run(resumed, "cut", resume=True)
+    assert resumed.left == 0
     assert_same_search(result, expected)
-    assert torch.equal(result.ends["line"], expected.ends["line"])
+    assert result.starts == expected.starts
     for name in ("evaluations.json", "adapter.safetensors"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 

@@ -255,3 +255,26 @@ def test_the_seed_decides_everything(quadratic: Callable[..., Any]) -> None:
     assert first.scale == same.scale
     assert torch.equal(first.spectrum.basis, same.spectrum.basis)
     assert not torch.equal(first.spectrum.weights, other.spectrum.weights)
+
+
+def test_without_a_loss_the_entropy_of_inputs_says_which_directions_matter() -> None:
+    """It is what the entropy as a loss on these batches finds; without inputs all directions are alike."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)).double().eval()
+    adapter = attach_film(model, dim=5)
+    batches = torch.randn(60, 4, dtype=torch.float64).split(20)
+    metric = Metric(lambda model: 0.0, maximize=True)
+    task = FinetuneTask(adapter, metric=metric, inputs=batches)
+    given = FinetuneTask(
+        adapter,
+        metric=metric,
+        loss=lambda model, x: torch.distributions.Categorical(logits=model(x)).entropy().mean(),
+        batches=lambda seed, index, step: batches[(seed + index + step) % 3],
+        population=1,
+    )
+    found, expected = probe(task, task.origin(), 1), probe(given, given.origin(), 1)
+    assert found.scale == expected.scale
+    torch.testing.assert_close(found.spectrum.weights, expected.spectrum.weights, rtol=1e-6, atol=1e-9)
+    alike = probe(FinetuneTask(adapter, metric=metric), task.origin(), 1).spectrum.weights
+    assert float(alike.max()) == float(alike.min())
+    assert float(found.spectrum.weights.max()) > 10 * float(found.spectrum.weights.min())

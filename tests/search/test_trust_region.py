@@ -16,7 +16,6 @@ from metricopt_ext.search.probe import probe
 from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.search.trust_region import (
     FIRST_RADIUS,
-    LINE,
     SCALES,
     WIDEST,
     GuidedTrustRegion,
@@ -290,90 +289,6 @@ def test_the_first_radius_is_that_of_the_pair_that_holds_the_best(
     typical = 4 * probe(quadratic(16), task.origin(), 0).scale
     moved = (end.points[7:11] - goal).norm(dim=1)
     assert float(moved.max()) <= min(1.0, max(0.2, FIRST_RADIUS * scale)) * typical * (1 + 1e-9)
-
-
-# --- The line ----------------------------------------------------------------------------------------------------
-
-
-def with_line(task: Any, line: Tensor) -> Any:
-    return replace(task, line=line)
-
-
-def test_the_line_comes_first_and_finds_its_best(quadratic: Callable[..., Any]) -> None:
-    """Its best is that of four queries: a bowl whose optimum is at t = 1.2."""
-    line = rand(8, seed=7)
-    task = with_line(judged(quadratic(8), lambda phi: float((phi - 1.2 * line).square().sum())), line)
-    end = SEARCH(task, task.origin(), 30)
-    times = end.points[1:5] @ line / (line @ line)
-    torch.testing.assert_close(end.points[1:5], times[:, None] * line, rtol=0, atol=1e-12)
-    assert times[:2].tolist() == pytest.approx([0.5, -0.5])
-    assert LINE[0] <= float(times.min()) <= float(times.max()) <= LINE[1]
-    assert end.line is not None
-    assert float((end.line.point - 1.2 * line).norm()) < 0.25 * float(line.norm())
-    assert end.line.evaluation.cost == task.metric.function(Pretending(end.line.point))
-    best = int(torch.tensor([each.cost for each in end.evaluations[:5]]).argmin())
-    torch.testing.assert_close(end.points[5:7] + end.points[7:9], 2 * end.points[best].expand(2, -1))
-    assert not torch.equal(SEARCH(quadratic(8), task.origin(), 30).points[1], end.points[1])
-
-
-class Pretending:
-    """Stands in for a model at phi."""
-
-    def __init__(self, phi: Tensor) -> None:
-        self.metricopt = self
-        self.phi = phi
-
-
-def test_what_is_known_on_the_line_is_not_asked_again(quadratic: Callable[..., Any]) -> None:
-    line = rand(8, seed=7)
-    plain = judged(quadratic(8), lambda phi: float((phi - 1.2 * line).square().sum()))
-    task = with_line(plain, line)
-    points = [task.origin(), line, 2 * line, rand(8, seed=8), 0.5 * line]
-    known = [(each, plain.evaluate(each, "before")) for each in points]
-    (end,) = SEARCH.ends(task, task.origin(), [20], known=known)
-    times = end.points[5:9] @ line / (line @ line)
-    assert float(times[0]) == pytest.approx(-0.5)  # the other side is known
-    assert abs(float(times[1]) - 1.2) < 0.3
-    assert end.line is not None
-    assert float((end.line.point - 1.2 * line).norm()) < 0.1 * float(line.norm())
-
-
-def test_the_start_is_no_best_of_the_line(quadratic: Callable[..., Any]) -> None:
-    line = rand(8, seed=7)
-    task = with_line(judged(quadratic(8), lambda phi: float(phi.square().sum())), line)
-    assert SEARCH(task, task.origin(), 30).line is None
-    assert SEARCH(quadratic(8), task.origin(), 30).line is None  # there is none
-
-
-def test_checkpoints_with_a_line_are_the_ends_of_separate_runs(quadratic: Callable[..., Any]) -> None:
-    """The least budget ends in the midst of the design, others within the line's queries and later."""
-    line, checkpoints = rand(8, seed=7), [7, 8, 9, 20, 40]
-
-    def task() -> Any:
-        return with_line(rugged(quadratic(8)), line)
-
-    whole = list(SEARCH.ends(task(), task().origin(), checkpoints, seed=1))
-    for queries, end in zip(checkpoints, whole, strict=True):
-        alone = SEARCH(task(), task().origin(), queries, seed=1)
-        assert end.queries == queries
-        assert_same(end, alone)
-        assert (end.line is None) == (alone.line is None)
-        if end.line is not None and alone.line is not None:
-            assert torch.equal(end.line.point, alone.line.point)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (torch.ones(3), r"line is \(3,\); it must be a direction of phi, 4 numbers"),
-        (torch.ones(1, 4), r"line is \(1, 4\); it must be"),
-        (torch.zeros(4), "line must be finite, and not all 0"),
-        (torch.full((4,), math.nan), "line must be finite, and not all 0"),
-    ],
-)
-def test_what_is_no_line_is_refused(quadratic: Callable[..., Any], line: Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        with_line(quadratic(), line)
 
 
 def test_the_gain_by_f_is_the_difference_of_its_costs(quadratic: Callable[..., Any]) -> None:

@@ -532,3 +532,67 @@ def test_losses_and_gradients_can_be_differentiated_further(quadratic: Callable[
     torch.testing.assert_close(slope, 2 * (plain + 2 * task.curvature * plain), rtol=1e-12, atol=1e-12)
     fixed, _ = task.loss_and_gradient((2 * root).detach(), 0, range(3), 1, differentiable=True)
     assert torch.equal(fixed.detach(), plain_loss)  # of a phi that depends on nothing
+
+
+# --- Inputs in place of a loss -----------------------------------------------------------------------------------
+
+
+def classifying(**more: Any) -> FinetuneTask:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6), nn.Linear(6, 3)).double().eval()
+    return FinetuneTask(attach_film(model, dim=4), metric=Metric(lambda model: 0.0, maximize=True), **more)
+
+
+def test_the_entropy_of_inputs_stands_in_for_a_loss_where_directions_are_looked_for() -> None:
+    x = rand(20, 3, seed=3)
+    task = classifying(inputs=x.split(5))
+    assert (task.loss, task.batches) == (None, None)
+    probing = task.probing()
+    loss, gradient = probing.loss_and_gradient(rand(6, 4, seed=4), 0, range(6), 0)
+    for index in range(6):
+        phi = rand(6, 4, seed=4)[index].requires_grad_()
+        with task.adapter.using(phi) as model:
+            expected = torch.distributions.Categorical(logits=model(x[5 * (index % 4) :][:5])).entropy().mean()
+        torch.testing.assert_close(loss[index], expected.detach())
+        torch.testing.assert_close(gradient[index], torch.autograd.grad(expected, phi)[0])
+    assert probing.probing() is probing
+    assert classifying().probing().loss is None
+    with pytest.raises(AdapterError, match="this needs gradients of a loss"):  # it is no loss to follow
+        task.loss_and_gradient(rand(6, 4, seed=4), 0, range(6), 0)
+    other = classifying(inputs=(2 * x).split(5))
+    assert task.first_loss(0) != other.first_loss(0)  # so runs on other inputs are told apart
+    assert task.first_loss(0) == task.first_loss(0)
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "message"),
+    [
+        ({"inputs": []}, ValueError, r"inputs is \[\]; it must be a list of batches"),
+        ({"inputs": torch.zeros(4, 3)}, ValueError, "it must be a list of batches, one at least"),
+        (
+            {"inputs": [torch.zeros(2, 3)], "gradients": torch.ones(1, 4)},
+            ValueError,
+            "inputs are given beside gradients",
+        ),
+        (
+            {"inputs": [torch.zeros(2, 3)], "loss": lambda model, batch: 0.0, "batches": lambda *_: 0},
+            ValueError,
+            "inputs are given beside a loss",
+        ),
+    ],
+)
+def test_what_are_no_inputs_is_refused(more: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        classifying(**more)
+
+
+def test_inputs_are_for_models_that_return_logits() -> None:
+    class Boxes(nn.Sequential):
+        def forward(self, x: Tensor) -> list[Tensor]:
+            return [super().forward(x)]
+
+    model = Boxes(nn.Linear(3, 6), nn.LayerNorm(6), nn.Linear(6, 3)).double()
+    with pytest.raises(AdapterError, match="that of logits, n x C, but the model returned list"):
+        FinetuneTask(
+            attach_film(model, dim=4), metric=Metric(lambda m: 0.0, maximize=True), inputs=[rand(2, 3, seed=1)]
+        )

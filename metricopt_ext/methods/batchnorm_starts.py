@@ -1,0 +1,104 @@
+"""Starts of a model with BatchNorm that the deployment's inputs tell, without labels: mixed statistics, and TENT."""
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.modulation import CONTEXT_NAME
+from metricopt_ext.adapters.start import Start, StartLine
+from metricopt_ext.errors import DataError
+from metricopt_ext.methods.start_lines import mixed
+from metricopt_ext.methods.starts import reestimate_batchnorm
+from metricopt_ext.tasks.entropy import entropy
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.weights import same_bits
+
+# Weights of the deployment's statistics that are asked first: half of each, more of the deployment's, and its alone.
+FIRST = (0.75, 0.5, 1.0)
+
+# TENT's rate for Adam (Wang et al., 2021, section 4).
+RATE = 1e-3
+
+
+def batchnorm_line(task: FinetuneTask, inputs: Iterable[Any]) -> StartLine | None:
+    """Return the line from the training's BatchNorm statistics, at 0, to other inputs', at 1 (`batchnorm_start`).
+
+    Mean and variance are each mixed linearly, as where the training's are prior observations of the deployment's
+    (Schneider et al., 2020, eq. 1); a variance is at least the smaller of both.
+
+    Args:
+        task: Its model's statistics are replaced in the starts, not in the model.
+        inputs: Batches of inputs, without labels, about equal in size.
+
+    Returns:
+        The line; None if the model has no BatchNorm, or none whose statistics differ.
+    """
+    model = reestimate_batchnorm(task.adapter.model, inputs)
+    own = {name: value.detach().clone() for name, value in task.adapter.base_state_dict().items()}
+    theirs = {} if model is None else {n: value for n, value in model.named_buffers() if n in own}
+    theirs = {n: value for n, value in theirs.items() if value.is_floating_point() and not same_bits(value, own[n])}
+    if not theirs:
+        return None
+    origin = task.origin()
+
+    def at(t: float) -> Start:
+        return Start(origin.clone(), {name: _statistics(own[name], value, t) for name, value in theirs.items()})
+
+    return StartLine(at, 0.0, 1.0, FIRST)
+
+
+def _statistics(a: Tensor, b: Tensor, t: float) -> Tensor:
+    """Return means or variances mixed, between the two, whatever they were rounded to."""
+    return mixed(a, b, t).clamp(torch.minimum(a, b), torch.maximum(a, b))
+
+
+def tent_start(task: FinetuneTask, inputs: Iterable[Any]) -> Start | None:
+    """Return BatchNorm's scales and shifts after a pass of entropy minimisation over inputs (TENT; Wang et al., 2021).
+
+    A step of Adam at 1e-3 for each batch, whose own statistics are used meanwhile; then the statistics are estimated
+    anew on all inputs, as those of a deployment that sees one example at a time.
+
+    Args:
+        task: Its model, which returns logits, stays as it is.
+        inputs: Batches of inputs, without labels, of the size in which the metric sees them, two examples at least.
+
+    Returns:
+        The start; None if the model has no BatchNorm with scales and shifts.
+
+    Raises:
+        AdapterError: The model does not return logits.
+        DataError: There is no input, or an entropy is not finite.
+    """
+    batches = inputs if isinstance(inputs, Sequence | Tensor) else list(inputs)
+    model = copy.deepcopy(task.adapter.model)
+    if hasattr(model, CONTEXT_NAME):
+        Adapter(model).remove()
+    model.eval().requires_grad_(False)
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.affine]
+    if not norms:
+        return None
+    if not len(batches):
+        raise DataError("TENT adapts to inputs, got none")
+    for norm in norms:
+        norm.train().requires_grad_(True)
+    optimizer = torch.optim.Adam([each for norm in norms for each in norm.parameters()], lr=RATE)
+    for index, batch in enumerate(batches):
+        with torch.enable_grad():
+            loss = entropy(model, batch)
+        if not loss.isfinite():
+            raise DataError(f"the entropy of batch {index} of the inputs is not finite; look at it")
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    found = reestimate_batchnorm(model, batches)
+    assert found is not None
+    own = task.adapter.base_state_dict()
+
+    def changed(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        return {n: value.detach() for n, value in named if n in own and not same_bits(value.detach(), own[n])}
+
+    return Start(task.origin(), changed(found.named_buffers()), changed(found.named_parameters()))

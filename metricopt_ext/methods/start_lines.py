@@ -1,0 +1,245 @@
+"""The second stage of a search's beginning: along lines of starts, one after another, each from the best so far."""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.adapters.start import PlacesOnLine, Start, StartLine
+from metricopt_ext.errors import AdapterError
+from metricopt_ext.search.lines import LineState, best_known
+from metricopt_ext.tasks.metric import Evaluation
+
+# Of all queries, lines take at most this share. A line takes at least three, or it is not looked along, and at most
+# six: a function of one number that bends once or twice is known by then. Starts that lie on it count among them.
+SHARE, LEAST, MOST = 1 / 3, 3, 6
+
+
+def line_queries(queries: int, on_lines: Sequence[int], spare: int) -> list[int]:
+    """Return how many queries are asked along each line: the rule of how much of a budget goes to starts.
+
+    Args:
+        queries: Of the whole run.
+        on_lines: How many of the fixed starts lie on each line; they are asked anyway, and count as its own.
+        spare: Most queries that may be asked besides the fixed starts.
+    """
+    found = [0] * len(on_lines)
+    for lines in range(len(on_lines), 0, -1):  # the first ones, as many as get three each
+        known = on_lines[:lines]
+        total = min(int(SHARE * queries + 1e-9), spare + sum(known))
+        if total // lines >= LEAST:
+            own = [min(MOST, total // lines + (line < total % lines)) for line in range(lines)]
+            found[:lines] = [max(0, each - other) for each, other in zip(own, known, strict=True)]
+            break
+    return found
+
+
+def divided(starts: Mapping[str, Start | StartLine]) -> tuple[dict[str, Start], dict[str, StartLine]]:
+    """Return the starts that are fixed, and the lines of starts, by name."""
+    lines = {name: each for name, each in starts.items() if isinstance(each, StartLine)}
+    return {name: each for name, each in starts.items() if isinstance(each, Start)}, lines
+
+
+class PlannedLine(NamedTuple):
+    """What a search asks along a line.
+
+    Attributes:
+        queries: How many queries, besides those of the starts that lie on it; 0 of a line that is not looked along.
+        holds: Names of the fixed starts that lie on it, and count among its queries.
+    """
+
+    queries: int
+    holds: tuple[str, ...]
+
+
+def planned_lines(
+    lines: Mapping[str, StartLine], fixed: Mapping[str, Start], queries: int, spare: int, base: Mapping[str, Tensor]
+) -> dict[str, PlannedLine]:
+    """Return what is asked along each line, by name; see `line_queries`.
+
+    Args:
+        lines: The lines.
+        fixed: The fixed starts, ``"start"`` among them, which lies on many a line and counts for none.
+        queries: Evaluations of the whole run.
+        spare: Most that may be asked besides the fixed starts.
+        base: What a start does not replace, by name (`Adapter.base_state_dict`).
+    """
+    holds, left = list[tuple[str, ...]](), {name: start for name, start in fixed.items() if name != "start"}
+    for line in lines.values():
+        places = PlacesOnLine(line, base)
+        holds.append(tuple(name for name, start in left.items() if places.of(start) is not None))
+        left = {name: start for name, start in left.items() if name not in holds[-1]}
+    asked = line_queries(queries, [len(each) for each in holds], spare)
+    return {name: PlannedLine(*each) for name, each in zip(lines, zip(asked, holds, strict=True), strict=True)}
+
+
+class Point(NamedTuple):
+    """A start that the metric was asked for.
+
+    Attributes:
+        name: Its name, or its line's.
+        start: The start.
+        evaluation: The metric's.
+    """
+
+    name: str
+    start: Start
+    evaluation: Evaluation
+
+
+# Yields starts of a line to ask for, and is sent the metric's evaluations; None where nobody waits for one any more.
+Batches = Generator[tuple[str, list[Start]], list[Evaluation | None], None]
+
+
+class StartLinesState:
+    """A stage over lines of starts that has begun: asked for starts, and told what the metric is there.
+
+    Of each line with queries, in order: its ``first`` t, then where a Gaussian process of one variable may be least
+    (`LineState`). A line on which the model as it was trained lies is looked along from the best start so far
+    (`StartLine.through`). Its best, by the process, is a start of the line's name from then on.
+
+    Args:
+        lines: The lines, by name.
+        planned: What is asked along each, by name (`planned_lines`).
+        fixed: The starts that were asked before, by name, ``"start"`` first, with the metric's evaluations.
+        base: What a start does not replace, by name (`Adapter.base_state_dict`).
+        rank: What is least of the best evaluation.
+
+    Attributes:
+        points: All that is known, the fixed starts first.
+        best: The best of each line where it is no point that was known before, by the line's name.
+    """
+
+    def __init__(
+        self,
+        lines: Mapping[str, StartLine],
+        planned: Mapping[str, PlannedLine],
+        fixed: Sequence[Point],
+        base: Mapping[str, Tensor],
+        rank: Callable[[Evaluation], Any] = lambda evaluation: evaluation.cost,
+    ) -> None:
+        self.points, self.best = list(fixed), dict[str, Point]()
+        self._fixed, self._base, self._rank = tuple(fixed), base, rank
+        self._lines = {name: line for name, line in lines.items() if planned[name].queries}
+        self._planned = planned
+        self._batches: Batches | None = None
+        self._open: tuple[str, list[Start]] = "", []
+        self._answers: dict[int, Evaluation | None] = {}
+
+    def ask(self) -> tuple[str, list[Start]]:
+        """Return the open batch, a line's name and its starts; the next one once all is told; no starts at the end."""
+        if self._open[1]:
+            return self._open
+        try:
+            if self._batches is None:
+                self._batches = self._stage()
+                self._open = next(self._batches)
+            elif self._answers:
+                answers, self._answers = [self._answers[index] for index in sorted(self._answers)], {}
+                self._open = self._batches.send(answers)
+        except StopIteration:
+            self._open = "", []
+        return self._open
+
+    def tell(self, index: int, evaluation: Evaluation | None, start: Start | None = None) -> None:
+        """Answer a start of the open batch.
+
+        Args:
+            index: Its place in the batch.
+            evaluation: The metric's evaluation; None where nobody waits for it any more.
+            start: Where it was evaluated if that differs, as of an earlier sitting on another processor.
+        """
+        name, starts = self._open
+        if start is not None:
+            starts[index] = start
+        self._answers[index] = evaluation
+        if len(self._answers) == len(starts):
+            told = (self._answers[at] for at in range(len(starts)))
+            self.points += [Point(name, s, e) for s, e in zip(starts, told, strict=True) if e is not None]
+            self._open = "", []
+
+    def _stage(self) -> Batches:
+        for name, line in self._lines.items():
+            yield from self._along(name, line)
+
+    def _along(self, name: str, line: StartLine) -> Batches:
+        trained, asked = self._fixed[0].start, len(self.points)
+        before = min([*self._fixed, *self.best.values()], key=lambda each: self._rank(each.evaluation)).start
+        if before is not trained and PlacesOnLine(line, self._base).of(trained) is not None:
+            line = line.through(before)
+        places = PlacesOnLine(line, self._base)
+        known = [(t, each.evaluation) for each in self.points if (t := places.of(each.start)) is not None]
+        start = known[0][0] if known else line.first[0]
+        state = LineState((line.low, line.high), self._planned[name].queries, known, start=start, first=line.first)
+        while len(points := state.ask()):
+            answers = yield name, [line.at(t) for t in points[:, 0].tolist()]
+            for index, each in enumerate(answers):
+                if each is None:
+                    state.give_up(index)
+                else:
+                    state.tell(index, each)
+        own = self.points[asked:]
+        if own and (best := self._best(state, len(known), own)) is not None:
+            self.best[name] = best
+
+    def _best(self, state: LineState, known: int, own: Sequence[Point]) -> Point | None:
+        """Return the best point of a line, None if it was known before; by rank alone where constraints do not hold."""
+        at = best_known(state.interval, state.known)
+        ranks = [self._rank(evaluation) for _, evaluation in state.known]
+        if isinstance(ranks[at], tuple) and ranks[at][0] and not min(ranks)[0]:
+            at = ranks.index(min(ranks))
+        return None if at < known else own[at - known]
+
+
+def line_between(a: Start, b: Start, base: Mapping[str, Tensor] | None = None) -> StartLine:
+    """Return the line between two starts, from the first, at 0, to the second, at 1.
+
+    phi and all tensors with a fraction are mixed linearly, in float64, and have the first's dtype; others are the
+    first's. At 0 and at 1 they are exactly those of the starts.
+
+    Args:
+        a: The first start.
+        b: The second; it has the settings of inference of the first.
+        base: The model's own tensors, by name, ``task.adapter.base_state_dict()``: what one start replaces and the
+            other leaves. None if both replace the same.
+
+    Raises:
+        AdapterError: The two replace different tensors, and ``base`` lacks one; or a tensor has two shapes, or the
+            starts have different settings.
+    """
+    if dict(a.settings) != dict(b.settings):
+        raise AdapterError("the starts have different settings of inference, which can't be mixed; give both the same")
+    own = dict(base or {})
+    for name in sorted(a.replaced.keys() ^ b.replaced.keys()):
+        if name not in own:
+            raise AdapterError(
+                f"only one of the starts replaces {name!r}; say what the other has, by"
+                " line_between(a, b, task.adapter.base_state_dict())"
+            )
+    buffers, parameters = (
+        {
+            name: (first[name] if name in first else own[name], second[name] if name in second else own[name])
+            for name in {**first, **second}
+        }
+        for first, second in ((a.buffers, b.buffers), (a.parameters, b.parameters))
+    )
+    for name, (mine, theirs) in {"phi": (a.phi, b.phi), **buffers, **parameters}.items():
+        if mine.shape != theirs.shape:
+            raise AdapterError(f"{name!r} has shapes {tuple(mine.shape)} and {tuple(theirs.shape)} in the two starts")
+
+    def at(t: float) -> Start:
+        first, second = ({name: mixed(*pair, t) for name, pair in each.items()} for each in (buffers, parameters))
+        return Start(mixed(a.phi, b.phi, t), first, second, dict(a.settings))
+
+    return StartLine(at, 0.0, 1.0)
+
+
+@torch.no_grad()
+def mixed(a: Tensor, b: Tensor, t: float) -> Tensor:
+    """Return ``(1 - t) a + t b`` of a's type, computed in float64; a itself if it has no fractions."""
+    if not a.is_floating_point() or t == 0:
+        return a.detach().clone()
+    if t == 1:
+        return b.detach().to(a, copy=True)
+    return ((1 - t) * a.detach().cpu().double() + t * b.detach().cpu().double()).to(a)

@@ -1,0 +1,49 @@
+"""The entropy of what a classifier predicts: a loss that needs neither labels nor training data."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metricopt_ext.errors import AdapterError
+
+
+def logits_of(output: Any, count: int | None = None) -> Tensor:
+    """Return a model's logits, a row for each example or pixel, ``m x C``; ``m x 1`` of two classes with one logit.
+
+    Args:
+        output: What the model returned: ``n``, ``n x C`` or ``n x C x ...``; or a dict that has these as ``"logits"``
+            or ``"out"``, or an object with them as ``.logits``.
+        count: C if it is known.
+
+    Raises:
+        AdapterError: It is something else.
+    """
+    found = output
+    if isinstance(output, dict):
+        found = output.get("logits", output.get("out"))
+    elif not isinstance(output, Tensor):
+        found = getattr(output, "logits", None)
+    if not isinstance(found, Tensor) or not found.is_floating_point() or not found.dim():
+        raise AdapterError(
+            f"the entropy of a prediction is that of logits, n x C, but the model returned {type(output).__name__};"
+            " give a model that returns logits, or a loss"
+        )
+    logits = found[:, None] if found.dim() == 1 else found.movedim(1, -1).reshape(-1, found.shape[1])
+    if count is not None and logits.shape[1] != count:
+        raise AdapterError(f"the model returned {logits.shape[1]} logits, where phi has offsets for {count}")
+    return logits
+
+
+def entropy(model: nn.Module, batch: Any) -> Tensor:
+    """Return the mean entropy of a model's predictions on a batch of inputs, in nats; a scalar.
+
+    Raises:
+        AdapterError: It does not return logits.
+    """
+    logits = logits_of(model(batch))
+    if logits.shape[1] == 1:  # two classes: of logits 0 and z
+        logits = torch.cat([torch.zeros_like(logits), logits], 1)
+    log_p = F.log_softmax(logits, 1)
+    return -(log_p.exp() * log_p).sum(1).mean()

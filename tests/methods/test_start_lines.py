@@ -1,0 +1,301 @@
+"""The stage along lines of starts: how many queries it takes, where it asks, and what it finds."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from metricopt_ext.adapters.start import Start, StartLine
+from metricopt_ext.errors import AdapterError
+from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.search import Search
+from metricopt_ext.methods.start_lines import (
+    MOST,
+    PlannedLine,
+    Point,
+    StartLinesState,
+    line_between,
+    line_queries,
+    mixed,
+    planned_lines,
+)
+from metricopt_ext.tasks.metric import Evaluation, Metric
+from metricopt_ext.utils.progress import Watcher
+
+E = torch.eye(4, dtype=torch.float64)
+
+
+def along(axis: int = 0, low: float = -2.0, high: float = 2.0) -> StartLine:
+    return StartLine(lambda t: Start(t * E[axis]), low, high)
+
+
+@pytest.mark.parametrize(
+    ("queries", "on_lines", "spare", "expected"),
+    [
+        (20, [0, 0, 0], 99, [3, 3, 0]),  # six, three each
+        (60, [0, 0, 0], 99, [6, 6, 6]),
+        (24, [0, 0, 0], 99, [4, 4, 0]),
+        (27, [0, 0], 99, [5, 4]),
+        (20, [2], 99, [4]),  # two starts lie on it
+        (300, [0], 99, [6]),
+        (20, [2, 0], 99, [1, 3]),
+        (60, [9], 99, [0]),
+        (8, [0], 99, [0]),
+        (9, [0], 99, [3]),
+        (60, [0, 0], 5, [5, 0]),  # the search needs the others
+        (60, [0], 2, [0]),
+        (60, [], 9, []),
+    ],
+)
+def test_of_all_queries_a_third_at_most_goes_to_lines(
+    queries: int, on_lines: list[int], spare: int, expected: list[int]
+) -> None:
+    assert line_queries(queries, on_lines, spare) == expected
+
+
+def test_no_more_than_the_rule_allows() -> None:
+    for queries in range(120):
+        for lines in range(5):
+            for spare in (0, 4, 30):
+                asked = line_queries(queries, [0] * lines, spare)
+                assert sum(asked) <= min(queries / 3, spare)
+                assert all(each == 0 or 3 <= each <= MOST for each in asked)
+
+
+def test_a_start_that_lies_on_a_line_counts_among_its_queries_once() -> None:
+    fixed = {"start": Start(0 * E[0]), "on": Start(E[0]), "off": Start(E[1])}
+    planned = planned_lines({"a": along(), "b": along(0, -4.0, 4.0)}, fixed, 60, 30, {})
+    assert planned == {"a": PlannedLine(5, ("on",)), "b": PlannedLine(6, ())}
+
+
+def run(state: StartLinesState, cost: Callable[[Start], float], give_up: int | None = None) -> list[Start]:
+    asked: list[Start] = []
+    while (batch := state.ask())[1]:
+        assert state.ask() is batch or state.ask() == batch
+        for index, start in reversed(list(enumerate(batch[1]))):
+            number = len(asked) + index
+            state.tell(index, None if number == give_up else Evaluation(cost(start)))
+        asked += batch[1]
+    return asked
+
+
+def state_of(lines: dict[str, StartLine], fixed: dict[str, Start], cost: Any, queries: int = 6) -> StartLinesState:
+    known = [Point(name, start, Evaluation(cost(start))) for name, start in fixed.items()]
+    return StartLinesState(lines, dict.fromkeys(lines, PlannedLine(queries, ())), known, {})
+
+
+def bowl(*best: float) -> Callable[[Start], float]:
+    goal = torch.tensor(best, dtype=torch.float64)
+    return lambda start: float((start.phi - goal).square().sum())
+
+
+@pytest.mark.parametrize("best", [-1.3, -0.2, 0.4, 1.6])
+def test_the_least_of_a_line_is_found_by_six_queries(best: float) -> None:
+    state = state_of({"a": along()}, {"start": Start(0 * E[0])}, bowl(best, 0, 0, 0))
+    asked = run(state, bowl(best, 0, 0, 0))
+    assert [float(each.phi[0]) for each in asked[:2]] == [-1.0, 1.0]  # the middle is known
+    assert len(asked) == 6
+    assert float(state.best["a"].start.phi[0]) == pytest.approx(best, abs=0.12)
+    assert [each.name for each in state.points] == ["start"] + ["a"] * 6
+
+
+def test_a_line_through_the_trained_model_is_looked_along_from_the_best_so_far() -> None:
+    """So two lines find what neither has; one without that model is taken as it is."""
+    cost = bowl(0.6, -1.1, 0.0, 0.8)
+    elsewhere = StartLine(lambda t: Start(E[2] + t * E[0]), 0.0, 1.0)
+    fixed = {"start": Start(0 * E[0]), "near": Start(0.8 * E[3])}
+    state = state_of({"a": along(0), "b": along(1), "c": elsewhere}, fixed, cost)
+    asked = run(state, cost)
+    assert all(float(each.phi[3]) == 0.8 for each in asked[:12])
+    assert all(float(each.phi[2]) == 1 and not each.phi[3] for each in asked[12:])
+    torch.testing.assert_close(state.best["b"].start.phi[:2], torch.tensor([0.6, -1.1]).double(), atol=0.15, rtol=0)
+
+
+def test_the_best_that_was_known_before_is_no_news() -> None:
+    cost = bowl(-0.5, 0, 0, 0)
+    state = state_of({"a": along(low=0.0)}, {"start": Start(0 * E[0])}, cost)
+    run(state, cost)
+    assert state.best == {}
+    assert len(state.points) == 7
+
+
+def test_one_that_is_given_up_is_left_out() -> None:
+    cost = bowl(1.2, 0, 0, 0)
+    state = state_of({"a": along()}, {"start": Start(0 * E[0])}, cost)
+    asked = run(state, cost, give_up=1)
+    assert len(state.points) == 1 + len(asked) - 1
+    assert not any(torch.equal(each.start.phi, asked[1].phi) for each in state.points)
+
+
+def test_what_violates_a_constraint_is_not_the_best_of_a_line() -> None:
+    def rank(evaluation: Evaluation) -> tuple[bool, float]:
+        return evaluation.cost < 0.3, evaluation.cost
+
+    line, cost = replace(along(), first=(-1.0, 1.0, 1.6)), bowl(1.0, 0, 0, 0)
+    known = [Point("start", Start(0 * E[0]), Evaluation(1.0))]
+    state = StartLinesState({"a": line}, {"a": PlannedLine(3, ())}, known, {}, rank)
+    run(state, cost)
+    assert float(state.best["a"].start.phi[0]) == 1.6
+    free = state_of({"a": line}, {"start": known[0].start}, cost, queries=3)
+    run(free, cost)
+    assert float(free.best["a"].start.phi[0]) == 1.0
+
+
+# --- Between two starts ------------------------------------------------------------------------------------------
+
+
+def test_between_two_starts_all_is_mixed_in_its_own_type() -> None:
+    rng = torch.Generator().manual_seed(0)
+
+    def drawn(dtype: torch.dtype) -> Tensor:
+        return torch.randn(5, generator=rng).to(dtype)
+
+    a, b = (
+        Start(
+            drawn(torch.float32),
+            {"mean": drawn(torch.float64), "steps": torch.tensor(number)},
+            {"weight": drawn(torch.bfloat16)},
+            {"flip": True},
+        )
+        for number in (3, 900)
+    )
+    line = line_between(a, b)
+    assert (line.low, line.high) == (0.0, 1.0)
+    for t, end in ((0.0, a), (1.0, b)):
+        assert torch.equal(line.at(t).phi, end.phi)
+        for name in ("mean", "weight"):
+            assert torch.equal(line.at(t).replaced[name], end.replaced[name])
+    found = line.at(0.3)
+    for name, value in found.replaced.items():
+        assert value.dtype == a.replaced[name].dtype
+        expected = 0.7 * a.replaced[name].double() + 0.3 * b.replaced[name].double()
+        if name != "steps":
+            torch.testing.assert_close(value, expected.to(value.dtype), rtol=0, atol=0)
+    assert {int(line.at(t).buffers["steps"]) for t in (0.0, 0.3, 1.0)} == {3}  # integers are the first's
+    assert dict(found.settings) == {"flip": True}
+    line.check()
+    kept = line.at(0.0).phi
+    kept.zero_()
+    assert a.phi.any()  # it gives copies
+
+
+def test_what_one_start_leaves_is_the_models_own() -> None:
+    a, b = Start(torch.zeros(2)), Start(torch.ones(2), {"mean": torch.full((3,), 4.0)})
+    with pytest.raises(
+        AdapterError, match=r"only one of the starts replaces 'mean'; .*task.adapter.base_state_dict\(\)"
+    ):
+        line_between(a, b)
+    line = line_between(a, b, {"mean": torch.full((3,), 2.0), "var": torch.ones(3)})
+    assert line.at(0.5).buffers["mean"].tolist() == [3.0] * 3
+    assert line.at(0.5).buffers.keys() == {"mean"}
+    with pytest.raises(AdapterError, match=r"'mean' has shapes \(3,\) and \(2,\)"):
+        line_between(b, Start(torch.ones(2), {"mean": torch.ones(2)}))
+    with pytest.raises(AdapterError, match="different settings of inference"):
+        line_between(a, Start(torch.ones(2), {}, {}, {"flip": True}))
+
+
+def test_mixing_is_exact_at_the_ends() -> None:
+    a, b = torch.tensor([-0.0, 1e30]), torch.tensor([0.1, -0.0])
+    for t, end in ((0, a), (1, b)):
+        assert mixed(a, b, t).tolist() == end.tolist()
+        assert [math.copysign(1, each) for each in mixed(a, b, t).tolist()] == [
+            math.copysign(1, each) for each in end.tolist()
+        ]
+
+
+# --- In a run ----------------------------------------------------------------------------------------------------
+
+
+def test_what_a_line_finds_is_where_the_search_begins(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    goal = StartLine(lambda t: Start(t * task.goal), -1.0, 2.0)
+    result = optimize_metric(task, queries=30, starts={"towards": goal}, watcher=Watcher())
+    assert result.queries == task.metric.ledger.spent_on == {"starts": 7, "search": 23}
+    assert result.begun_at == "towards"
+    assert result.starts.keys() == {"start", "towards"}
+    assert result.starts["towards"] < 0.1 * result.before
+    assert torch.equal(result.points[0], task.origin())
+    at = result.points[1:7] @ task.goal / task.goal.square().sum()
+    torch.testing.assert_close(result.points[1:7], at[:, None] * task.goal)
+    assert at[:3].tolist() == pytest.approx([0.5, -0.25, 1.25])
+    assert torch.equal(result.start_of("towards").phi, result.ends["towards"])
+
+
+@pytest.mark.parametrize("kind", ["told", "resumed"])
+def test_asked_and_told_a_line_is_the_same(kind: str, quadratic: Callable[..., Any], tmp_path: Any) -> None:
+    """In any order, through another sitting after each answer, and with one that is given up and one that fails."""
+
+    def lined() -> tuple[Any, dict[str, StartLine]]:
+        task = quadratic()
+        return task, {"towards": StartLine(lambda t: Start(t * task.goal), -1.0, 2.0)}
+
+    task, starts = lined()
+    folder = None if kind == "told" else tmp_path
+    search = Search(task, queries=30, starts=starts, output_dir=folder)
+    stages = []
+    while trials := search.ask(8):
+        for trial in reversed(trials):
+            stages.append(search.stage_of(trial.id))
+            assert trial.start == ("start" if not trial.id else "towards")
+            with trial.applied():
+                value = task.true_cost(task.adapter.phi.detach())
+            if trial.id == 2:
+                search.give_up(trial.id)
+            elif trial.id == 3:
+                search.fail(trial.id)
+            else:
+                search.tell(trial.id, value)
+            if folder is not None:
+                search.close()
+                search = Search(task, queries=30, starts=starts, output_dir=folder, resume=True)
+                break
+    result = search.result()
+    assert stages.count("starts") == 8  # one more, as one was given up
+    assert result.queries == {"starts": 7, "search": 23}
+    assert result.begun_at == "towards"
+    if kind == "resumed":
+        once, again = lined(), tmp_path / "once"
+        other = Search(once[0], queries=30, starts=once[1], output_dir=again)
+        while trials := other.ask(8):
+            for trial in trials:
+                with trial.applied():
+                    value = once[0].true_cost(once[0].adapter.phi.detach())
+                if trial.id == 2:
+                    other.give_up(trial.id)
+                elif trial.id == 3:
+                    other.fail(trial.id)
+                else:
+                    other.tell(trial.id, value)
+        assert str(other.result()) == str(result)
+        for name in ("evaluations.json", "adapter.safetensors"):
+            assert (again / name).read_bytes() == (tmp_path / name).read_bytes()
+    search.close()
+
+
+def test_a_line_is_looked_along_though_it_gains_by_chance_alone(quadratic: Callable[..., Any]) -> None:
+    """The guard must be surer of the best of six than of a start: here both halves disagree on all of it."""
+    task = quadratic()
+    rng = torch.Generator().manual_seed(0)
+
+    def noise(model: Any) -> tuple[float, tuple[float, float]]:
+        halves = torch.randn(2, generator=rng, dtype=torch.float64)
+        return float(halves.mean()), tuple(halves.tolist())  # type: ignore[return-value]
+
+    task = task.judged_by(Metric(noise, maximize=False, bounds=None))
+    result = optimize_metric(task, queries=30, starts={"a": along()}, watcher=Watcher())
+    assert result.chosen == "start"
+
+
+def test_a_line_that_does_not_fit_costs_no_query(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    for line, message in (
+        (StartLine(lambda t: Start(torch.ones(3)), 0.0, 1.0), "start 'a': "),
+        (StartLine(lambda t: Start(0 * E[0], {"no": torch.ones(1)}), 0.0, 1.0), "start 'a': the model has no buffer"),
+    ):
+        with pytest.raises(AdapterError, match=message):
+            optimize_metric(task, queries=30, starts={"a": line}, watcher=Watcher())
+    assert task.queries == 0

@@ -1,0 +1,74 @@
+"""A whitening as a start: the same embeddings as by the setting at 1, and refused where no layer can take it."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("faiss")
+
+from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.errors import AdapterError, DataError
+from metricopt_ext.retrieval.models import Conv4, Embedder
+from metricopt_ext.retrieval.post_processing import PostProcessing, Whitening, post_processed
+from metricopt_ext.retrieval.whitening_start import whitening_start
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.task import FinetuneTask
+
+
+def rand(n: int, seed: int) -> Tensor:
+    return torch.randn(n, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def task_of(model: nn.Module) -> FinetuneTask:
+    return FinetuneTask(attach_film(model, dim=3), metric=Metric(lambda model: 0.0, maximize=True))
+
+
+def network(bias: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9), nn.ReLU(), nn.Linear(9, 5, bias=bias)).double().eval()
+
+
+@torch.no_grad()
+def test_it_is_the_setting_at_one() -> None:
+    task, x, others = task_of(network()), rand(12, 1), rand(60, 0)
+    before = {name: value.clone() for name, value in task.adapter.model.state_dict().items()}
+    plain, whitening = task.adapter.model(x), Whitening.of(task.adapter.model(others))
+    start = whitening_start(task, iter(others.split(20)))
+    assert start.parameters.keys() == {"3.weight", "3.bias"}
+    assert not start.phi.any()
+    for cosine in (False, True):
+        post = PostProcessing(whitening=1.0, l2_after=cosine)
+        with task.adapter.applied(start) as model:
+            found = model(x)
+            spread = torch.cov(model(others).T)
+        found = nn.functional.normalize(found) if cosine else found
+        torch.testing.assert_close(found, post_processed(plain, post, whitening), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(spread, torch.eye(5).double(), rtol=0, atol=1e-10)
+    assert all(torch.equal(value, before[name]) for name, value in task.adapter.model.state_dict().items())
+
+
+@torch.no_grad()
+def test_directions_without_variance_become_zero() -> None:
+    model = network()
+    model[3].weight[4] = model[3].weight[0]
+    model[3].bias[4] = 1.0
+    task, others = task_of(model), rand(60, 0)
+    start = whitening_start(task, [others])
+    with task.adapter.applied(start):
+        spread = torch.cov(task.adapter.model(others).T)
+    torch.testing.assert_close(spread, torch.diag(torch.tensor([1.0, 1, 1, 1, 0])).double(), rtol=0, atol=1e-9)
+
+
+def test_where_no_layer_can_take_it_the_reason_is_said() -> None:
+    with pytest.raises(AdapterError, match="the last linear layer has no bias, which would take the mean away"):
+        whitening_start(task_of(network(bias=False)), [rand(60, 0)])
+    images = torch.rand(40, 1, 8, 8, dtype=torch.float64)
+    embedder = task_of(Embedder(Conv4(1, 8, 6, 4)).double().eval())
+    with pytest.raises(AdapterError, match="scaled to length 1 after the last linear layer"):
+        whitening_start(embedder, [images])
+    with pytest.raises(AdapterError, match="no linear layer's output"):
+        whitening_start(task_of(nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9)).double().eval()), [rand(60, 0)])
+    with pytest.raises(DataError, match="it must be more of them than dimensions"):
+        whitening_start(task_of(network()), [rand(5, 0)])
+    with pytest.raises(DataError, match="n at least 2"):
+        whitening_start(task_of(network()), [])
