@@ -25,7 +25,7 @@ LEAST_OFFSET = 0.2
 STRONGEST = 2.5
 
 # The strengths that are asked first: further out a metric is often ruined, and tells nothing of where it is best.
-FIRST = (0.5, -0.5, 1.0)
+FIRST = (0.5, -0.5)
 
 # EM has found the priors once none of them changes by more than this, or after so many rounds.
 SETTLED, ROUNDS = 1e-9, 10_000

@@ -511,12 +511,26 @@ class Trials:
         for name, best in self._along.best.items():
             self._starts[name], self._asked[name] = best.start, best.evaluation
         limits, started = self._limits, len(self._along.points)
-        self._begun = self._model = best_of(self._asked, limits)
+        self._begun = self._model = self._origin()
         if self.task.settings is not None:
             left = self.queries - self._for_what_is_kept()
             most = max(0, min((left - started) // 2, left - self._least - (started - self._fixed)))
             first, values = self._asked[self._begun], self.task.with_values(self._starts[self._begun].settings).values
             self._stage = SettingsState(self.task.settings, first, most, lambda each: ranked(each, limits), values)
+
+    def _origin(self) -> str:
+        """Return the name of the start that the search begins from.
+
+        That is the best fixed one where a line's best, which is better, differs from it in phi alone: the search knows
+        all of the line, and the guard then judges the whole way from a start that was not chosen among as many.
+        """
+        assert self._along is not None
+        best = best_of(self._asked, self._limits)
+        if best not in self._along.best or self.task.settings is not None:
+            return best
+        fixed = [name for name in self._asked if name not in self._along.best]
+        same = {name: self._asked[name] for name in fixed if self._starts[name].of_the_same(self._starts[best])}
+        return best_of(same, self._limits) if same else best
 
     def _for_what_is_kept(self) -> int:
         """Return how many evaluations are held back; without halves, there is no share to keep."""
@@ -549,6 +563,9 @@ class Trials:
                 seed=self._seed,
             )
         self._state.limits = limits
+        lines = {name: self._asked[name] for name in self._along.best if self._starts[name].of_the_same(at)}
+        if lines:
+            self._state.reached = self._starts[best_of(lines, limits)].phi
 
     def _tell_state(self) -> None:
         """Tell the search what is known of the batch; the worst value so far stands in for those that failed."""

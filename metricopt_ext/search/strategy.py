@@ -43,7 +43,8 @@ class SearchResult:
         widened: How many times wider than probed the design had to be for the metric to react, or, below 1, for it not
             to be ruined; 1 if neither.
         known: Which of the visited points f was fitted to, ascending indices; None for all of them, or without an f.
-        climbed: What a search would have gained in chance alone, as far from the start as its end is, as a cost
+        climbed: What a search would have gained in chance alone, as far from the start, or from the best along a line
+            through it, as its end is, as a cost
             (`climb_of_chance`); 0 without an f, or if the metric's halves don't tell.
     """
 
@@ -138,9 +139,11 @@ class SearchState(ABC):
         points: The points that were evaluated, ``d`` each, in the order in which they were asked.
         evaluations: The metric's evaluations of them.
         limits: The metric's constraints, which the end respects if any point does; None without any (`Limits`).
+        reached: The best along a line through the start, ``d``, which was chosen before; None without one.
     """
 
     limits: Limits | None = None
+    reached: Tensor | None = None
 
     def __init__(self, start: Tensor, queries: int, known: Sequence[tuple[Tensor, Evaluation]] = ()) -> None:
         check_known(start, known)

@@ -362,6 +362,7 @@ class GuidedState(SearchState):
                 point, evaluation = visited.points[seen], visited.evaluations[seen]
             visited.complete(f, point)
             f.signature = self.signature
+        began = self.start if self.reached is None else self.reached
         return SearchResult(
             phi=point,
             evaluation=evaluation,
@@ -374,7 +375,7 @@ class GuidedState(SearchState):
             predicted=visited.predicted(),
             widened=visited.widened,
             known=None if f is None else visited.fitted(),
-            climbed=0.0 if f is None else visited.climbed(f, self.start, point),
+            climbed=0.0 if f is None else visited.climbed(f, began, point),
         )
 
 

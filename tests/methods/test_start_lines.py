@@ -210,12 +210,13 @@ def test_mixing_is_exact_at_the_ends() -> None:
 # --- In a run ----------------------------------------------------------------------------------------------------
 
 
-def test_what_a_line_finds_is_where_the_search_begins(quadratic: Callable[..., Any]) -> None:
+def test_what_a_line_finds_is_where_the_design_is(quadratic: Callable[..., Any]) -> None:
+    """The search begins from the fixed start, and knows the line, so that the guard judges the whole way."""
     task = quadratic()
     goal = StartLine(lambda t: Start(t * task.goal), -1.0, 2.0)
     result = optimize_metric(task, queries=30, starts={"towards": goal}, watcher=Watcher())
     assert result.queries == task.metric.ledger.spent_on == {"starts": 7, "search": 23}
-    assert result.begun_at == "towards"
+    assert result.begun_at == "start"
     assert result.starts.keys() == {"start", "towards"}
     assert result.starts["towards"] < 0.1 * result.before
     assert torch.equal(result.points[0], task.origin())
@@ -223,6 +224,8 @@ def test_what_a_line_finds_is_where_the_search_begins(quadratic: Callable[..., A
     torch.testing.assert_close(result.points[1:7], at[:, None] * task.goal)
     assert at[:3].tolist() == pytest.approx([0.5, -0.25, 1.25])
     assert torch.equal(result.start_of("towards").phi, result.ends["towards"])
+    nearest = min(result.points[:7], key=lambda point: float((point - task.goal).norm()))
+    torch.testing.assert_close(result.points[7:11].mean(0), nearest)  # of antithetic pairs
 
 
 @pytest.mark.parametrize("kind", ["told", "resumed"])
@@ -240,7 +243,7 @@ def test_asked_and_told_a_line_is_the_same(kind: str, quadratic: Callable[..., A
     while trials := search.ask(8):
         for trial in reversed(trials):
             stages.append(search.stage_of(trial.id))
-            assert trial.start == ("start" if not trial.id else "towards")
+            assert trial.start == ("towards" if stages[-1] == "starts" and trial.id else "start")
             with trial.applied():
                 value = task.true_cost(task.adapter.phi.detach())
             if trial.id == 2:
@@ -256,7 +259,7 @@ def test_asked_and_told_a_line_is_the_same(kind: str, quadratic: Callable[..., A
     result = search.result()
     assert stages.count("starts") == 8  # one more, as one was given up
     assert result.queries == {"starts": 7, "search": 23}
-    assert result.begun_at == "towards"
+    assert result.begun_at == "start"
     if kind == "resumed":
         once, again = lined(), tmp_path / "once"
         other = Search(once[0], queries=30, starts=once[1], output_dir=again)
