@@ -121,8 +121,7 @@ def ranking_metrics(
         {'mean_reciprocal_rank': 0.4166666666666667, 'precision_at_2': 0.25}
     """
     ks = check_options(ks, distance, query_subset, seed)
-    if wrong := [name for name in names if name not in (*AT_K, *OF_PLACES)]:
-        raise DataError(f"metric {wrong[0]!r} is none of {', '.join([*AT_K, *OF_PLACES])}")
+    check_names(names)
     columns: dict[str, Callable[[Integers], float]] = {}
     for name in names:
         if name in AT_K:
@@ -157,6 +156,16 @@ def ranking_metrics(
     return Ranking(values, intervals, len(chosen), len(own) - len(rows), items.size)
 
 
+def check_names(names: Sequence[str]) -> None:
+    """Refuse a name that is no metric's.
+
+    Raises:
+        DataError: There is one.
+    """
+    if wrong := [name for name in names if name not in (*AT_K, *OF_PLACES)]:
+        raise DataError(f"metric {wrong[0]!r} is none of {', '.join([*AT_K, *OF_PLACES])}")
+
+
 def interval(values: npt.NDArray[np.float64]) -> tuple[float, float]:
     """Return the 95% interval of a mean over queries, within [0, 1]; queries are taken as independent.
 
@@ -188,10 +197,7 @@ def _precisions(places: Integers) -> npt.NDArray[np.float64]:
 
 
 def _cameras(cameras: Array, labels: Integers, whose: str) -> Integers:
-    try:
-        found = as_ids(cameras)
-    except DataError as error:
-        raise DataError(f"{whose}cameras: {error}") from None
+    found = as_ids(cameras, whose, "cameras")
     if len(found) != len(labels):
         raise DataError(f"{whose}labels and cameras must match in number, got {len(labels)} and {len(found)}")
     return found

@@ -572,12 +572,13 @@ def check_vectors(embeddings: Array, labels: Array, whose: str, distance: str) -
     return Vectors(embeddings, unit=distance == "cosine"), labels
 
 
-def as_ids(labels: Array, whose: str = "") -> npt.NDArray[np.int64]:
+def as_ids(labels: Array, whose: str = "", what: str = "labels") -> npt.NDArray[np.int64]:
     """Return labels as int64, ``n``.
 
     Args:
         labels: ``n`` or ``n x 1`` integers; or floats that are whole and so small that each integer has its own.
-        whose: What comes before "labels" in messages.
+        whose: What comes before ``what`` in messages.
+        what: What they are.
 
     Raises:
         DataError: They are not.
@@ -597,23 +598,23 @@ def as_ids(labels: Array, whose: str = "") -> npt.NDArray[np.int64]:
     if labels.dtype.kind not in "iubf":
         names = "; np.unique(labels, return_inverse=True)[1] numbers names, of queries and galleries together"
         raise DataError(
-            f"{whose}labels must be n integers, got {labels.dtype} of shape {labels.shape}"
+            f"{whose}{what} must be n integers, got {labels.dtype} of shape {labels.shape}"
             + names * (labels.dtype.kind in "USO")
         )
     if labels.ndim != 1:
         row = labels.ndim == 2 and labels.shape[0] == 1
         hot = labels.ndim == 2 and not row and ((labels == 0) | (labels == 1)).all() and (labels.sum(axis=1) == 1).all()
         remedy = "labels.argmax(axis=1) counts the classes" if hot else "flatten them" if row else "choose one column"
-        raise DataError(f"{whose}labels must be n integers, one for each embedding, got shape {labels.shape}; {remedy}")
+        raise DataError(f"{whose}{what} must be n integers, one for each embedding, got shape {labels.shape}; {remedy}")
     if labels.dtype.kind == "f":
         wrong = np.flatnonzero(~((np.abs(labels) < 2.0**bits) & (labels == np.rint(labels))))  # NaN is wrong, too
         if len(wrong):
             raise DataError(
-                f"{whose}labels must be n integers, got {labels[wrong[0]]:g} in row {wrong[0]}: these floats tell whole"
-                f" numbers apart below 2^{bits} only; give the labels as integers"
+                f"{whose}{what} must be n integers, got {labels[wrong[0]]:g} in row {wrong[0]}: these floats tell whole"
+                f" numbers apart below 2^{bits} only; give them as integers"
             )
     if labels.dtype == np.uint64 and len(labels) and labels.max() > np.iinfo(np.int64).max:
-        raise DataError(f"{whose}labels must be below 2^63, got {labels.max()}; number the classes from 0")
+        raise DataError(f"{whose}{what} must be below 2^63, got {labels.max()}; number the classes from 0")
     return labels.astype(np.int64, copy=False)
 
 

@@ -176,7 +176,7 @@ def test_intervals_hold_the_truth_nearly_as_often_as_they_say() -> None:
         ({"names": ["map"]}, "metric 'map' is none of recall, precision, mean_average_precision_at_r"),
         ({"ks": [0]}, "ks must be one or more numbers"),
         ({"cameras": (np.arange(3), np.arange(60))}, "labels and cameras must match in number, got 60 and 3"),
-        ({"cameras": (np.arange(60), np.full(60, 0.5))}, "gallery cameras: labels must be n integers, got 0.5 in row"),
+        ({"cameras": (np.arange(60), np.full(60, 0.5))}, "gallery cameras must be n integers, got 0.5 in row 0"),
         ({"cameras": (np.ones(60), np.ones(60))}, "no query's identity is shown by another camera"),
     ],
 )
