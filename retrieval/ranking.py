@@ -190,6 +190,22 @@ def wilson(share: float, n: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
+def recall_intervals(recalls: dict[int, float], queries: int) -> dict[str, tuple[float, float]]:
+    """Return the 95% intervals of Recall@k, ``recall_at_1``, ..., and of their ``mean``; see `interval`.
+
+    A query that is a hit at k is one at any larger k, so the recalls tell what each query adds to the mean.
+
+    Args:
+        recalls: Recall in [0, 1] for each k.
+        queries: Number of queries.
+    """
+    found = {f"recall_at_{k}": wilson(share, queries) for k, share in recalls.items()}
+    hits = np.rint([queries * recalls[k] for k in sorted(recalls)]).astype(np.int64)
+    first = np.diff(hits, prepend=0)  # how many are hits from each k on
+    each = np.append(np.repeat(np.arange(len(first), 0, -1) / len(first), first), np.zeros(queries - hits[-1]))
+    return found | {"mean": interval(each)}
+
+
 def _precisions(places: Integers) -> npt.NDArray[np.float64]:
     """The precision at each match."""
     precisions: npt.NDArray[np.float64] = np.arange(1, len(places) + 1) / (places + 1)

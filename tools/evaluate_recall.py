@@ -77,7 +77,7 @@ class Row:
         recall: Recall in [0, 1] for each k.
         mean: Mean of the recalls.
         metrics: Those of --metrics, in [0, 1], by name, e.g. ``precision_at_1``.
-        intervals: 95% intervals over queries, by name: ``recall_at_1``, ..., and those of the metrics.
+        intervals: 95% intervals over queries, by name: ``recall_at_1``, ..., ``mean``, and those of the metrics.
         seconds: Duration of the search.
         doubles: Number of queries whose neighbours float32 could not tell apart; float64 did.
         copies: Number of queries that are in the gallery with their label, and find themselves.
@@ -216,7 +216,7 @@ def evaluated(
     arguments: argparse.Namespace, name: str, queries: Items, items: Items | None, cameras: Cameras | None
 ) -> Row:
     """Search one gallery, and print what there is to note."""
-    from metricopt_ext.retrieval.ranking import ranking_metrics, wilson
+    from metricopt_ext.retrieval.ranking import ranking_metrics, recall_intervals
     from metricopt_ext.retrieval.recall import Recall, recall_at_k
 
     names = arguments.metrics or (["mean_average_precision"] if cameras is not None else [])
@@ -233,17 +233,17 @@ def evaluated(
         warnings.simplefilter("always", UserWarning)
         if cameras is None:
             recall = recall_at_k(*queries, arguments.ks, progress=name, **options)
-            intervals = {f"recall_at_{k}": wilson(value, recall.queries) for k, value in recall.at.items()}
         if names or cameras is not None:
             wanted = names if cameras is None else ["recall", *names]
             found = ranking_metrics(*queries, wanted, arguments.ks, cameras=cameras, progress=name, **options)
-            metrics, intervals = dict(found.values), intervals | found.intervals
+            metrics, intervals = dict(found.values), found.intervals
             if cameras is not None:
                 at = {k: metrics.pop(f"recall_at_{k}") for k in dict.fromkeys(arguments.ks)}
                 recall = Recall(at, found.queries, found.without_match, found.gallery)
     for each in caught:
         if each.category is UserWarning:
             print(f"note: {name}: {each.message}")
+    intervals = recall_intervals(recall.at, recall.queries) | intervals
     seconds, counts = time.perf_counter() - started, (recall.gallery, recall.queries, recall.without_match)
     return Row(name, *counts, recall.at, recall.mean, metrics, intervals, seconds, recall.doubles, recall.copies)
 
@@ -515,7 +515,7 @@ def print_rows(rows: list[Row], searched: str) -> None:
     header = [searched, "items", "queries", "no match", *recalls, "mean", *others, "seconds"]
     print_table(header, shown)
     for row in rows:
-        each = zip([*recalls, *others], row.intervals.values(), strict=True)
+        each = zip([*recalls, "mean", *others], row.intervals.values(), strict=True)
         ranges = ", ".join(f"{title} {low:.4f} to {high:.4f}" for title, (low, high) in each)
         print(f"95% intervals over queries, {row.gallery}: {ranges}")
 

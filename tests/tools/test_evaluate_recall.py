@@ -27,7 +27,7 @@ from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.data import load_digits
 from metricopt_ext.retrieval.experiment import RetrievalExperiment
 from metricopt_ext.retrieval.models import build_model
-from metricopt_ext.retrieval.ranking import RANKED, ranking_metrics, wilson
+from metricopt_ext.retrieval.ranking import RANKED, ranking_metrics, recall_intervals
 from metricopt_ext.retrieval.recall import recall_at_k
 from metricopt_ext.utils.config import load_config
 
@@ -93,7 +93,8 @@ def test_on_the_command_line(folder: Path) -> None:
     report = json.loads((folder / "out" / "report.json").read_text())
     (row,) = report["galleries"]
     assert row.pop("seconds") >= 0
-    assert row.pop("intervals") == {f"recall_at_{k}": pytest.approx(wilson(v, 40)) for k, v in expected.at.items()}
+    intervals = recall_intervals(expected.at, 40)
+    assert row.pop("intervals") == {name: pytest.approx([*ends]) for name, ends in intervals.items()}
     assert row == {
         "gallery": "the queries",
         "size": 40,
@@ -381,6 +382,7 @@ def test_other_metrics_stand_beside_recall(folder: Path, capsys: pytest.CaptureF
     )
     recalls = {f"recall_at_{k}": value for k, value in row["recall"].items()}
     assert recalls | row["metrics"] == found.values
+    assert row["intervals"].pop("mean")[0] < row["mean"]
     assert row["intervals"] == {name: pytest.approx([*ends]) for name, ends in found.intervals.items()}
     out = capsys.readouterr().out
     for title in ("P@1", "P@3", "mAP", "mAP@R", "MRR", "NDCG", "R-prec"):
