@@ -151,6 +151,28 @@ def test_a_search_with_a_memory_leaves_the_trainer_s_alone() -> None:
     assert not memory.embedding_memory.any()
 
 
+def test_proxies_stay_as_they_are() -> None:
+    trunk = make_trunk()
+    proxies = losses.ProxyAnchorLoss(num_classes=CLASSES, embedding_size=8).double()
+    before = copy.deepcopy(proxies)
+    trainer = make_trainer(trunk, loss_funcs={"metric_loss": proxies}, mining_funcs={})
+    adapter = mo.attach_film(trunk, dim=D)
+    task = trainer_task(trainer, make_tester(), adapter, {"val": pairs(7, 4.0)}, metric="recall_at_1")
+    x, y = task.batches(0, 0, 0)
+    phi = 0.3 * rand(1, D, seed=1)
+    loss, gradient = task.loss_and_gradient(phi, 0, [0], step=0)
+    adapter.set_phi(phi[0])
+    expected = before(trainer.models["embedder"].eval()(trunk.eval()(x.double())), y)
+    (slope,) = torch.autograd.grad(expected, adapter.phi)
+    torch.testing.assert_close(loss[0], expected.detach(), rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(gradient[0], slope, rtol=1e-7, atol=1e-9)
+    assert slope.norm() > 1e-6
+    adapter.set_phi(torch.zeros(D))
+    search(trainer, make_tester(), adapter)
+    assert torch.equal(proxies.proxies, before.proxies)
+    assert proxies.proxies.grad is None
+
+
 def everything(trainer: Any) -> dict[str, Any]:
     """What a trainer holds but phi, copied."""
     modules = {**trainer.models, **trainer.loss_funcs, **trainer.mining_funcs}
