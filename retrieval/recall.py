@@ -611,7 +611,7 @@ def as_ids(labels: Array, whose: str = "", what: str = "labels") -> npt.NDArray[
         if len(wrong):
             raise DataError(
                 f"{whose}{what} must be n integers, got {labels[wrong[0]]:g} in row {wrong[0]}: these floats tell whole"
-                f" numbers apart below 2^{bits} only; give them as integers"
+                f" numbers apart below 2^{bits} only; give the {what} as integers"
             )
     if labels.dtype == np.uint64 and len(labels) and labels.max() > np.iinfo(np.int64).max:
         raise DataError(f"{whose}{what} must be below 2^63, got {labels.max()}; number the classes from 0")
