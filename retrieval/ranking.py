@@ -117,8 +117,8 @@ def ranking_metrics(
 
     Example:
         >>> embeddings, labels = np.array([[0.0], [1.0], [3.0], [3.5]]), np.array([0, 1, 0, 1])
-        >>> ranking_metrics(embeddings, labels, ["mean_reciprocal_rank", "precision"], ks=(2,)).values
-        {'mean_reciprocal_rank': 0.4166666666666667, 'precision_at_2': 0.25}
+        >>> ranking_metrics(embeddings, labels, ["recall", "precision"], ks=(2,)).values
+        {'recall_at_2': 0.5, 'precision_at_2': 0.25}
     """
     ks = check_options(ks, distance, query_subset, seed)
     check_names(names)
