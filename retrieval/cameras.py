@@ -15,6 +15,7 @@ from metricopt_ext.utils.seeding import generator
 
 CAMERA = "camera"  # the column of a part whose images have cameras
 Cameras = npt.NDArray[Any]  # a number for each image, n
+Labels = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def nearest_across_cameras(queries: Seen, gallery: Seen, k: int) -> npt.NDArray[
         gallery: What is searched.
         k: Number of neighbours, at least 1.
     """
-    wide = min(k + int(_alike(queries, gallery)[1].max(initial=0)), len(gallery.labels))
+    wide = min(k + int(_alike(*_numbers(queries), *_numbers(gallery))[1].max(initial=0)), len(gallery.labels))
     near = nearest(queries.embeddings, wide, gallery=gallery.embeddings)
     labels, own = gallery.labels.numpy(), queries.labels.numpy()
     ignored = (labels[near] == own[:, None]) & (gallery.cameras[near] == queries.cameras[:, None])
@@ -81,10 +82,7 @@ def hits_across_cameras(
         DataError: There is no such query; and as from `recall_at_k`, for embeddings and ks.
     """
     ks = check_options(ks, "l2", None, seed)
-    of_identity, of_both = _alike(queries, gallery)
-    rows = np.flatnonzero(of_identity > of_both)
-    if not len(rows):
-        raise DataError("no query's identity is shown by another camera in the gallery, so nothing can be found")
+    rows = shown_elsewhere(*_numbers(queries), *_numbers(gallery))
     if query_subset:
         order = torch.randperm(len(rows), generator=generator(seed, "recall queries")).numpy()
         rows = np.sort(rows[order[:query_subset]])
@@ -100,11 +98,37 @@ def recall_across_cameras(queries: Seen, gallery: Seen, ks: Sequence[int], *, qu
     return float(hits.mean())
 
 
-def _alike(queries: Seen, gallery: Seen) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def shown_elsewhere(
+    labels: Labels, cameras: Cameras, item_labels: Labels, item_cameras: Cameras
+) -> npt.NDArray[np.int64]:
+    """Return the rows of the queries whose identity another camera shows in the gallery, ascending.
+
+    Args:
+        labels: The queries' identities, ``n``.
+        cameras: Their cameras, ``n``.
+        item_labels: The gallery's identities, ``m``.
+        item_cameras: Its cameras, ``m``.
+
+    Raises:
+        DataError: There is no such query.
+    """
+    of_identity, of_both = _alike(labels, cameras, item_labels, item_cameras)
+    rows = np.flatnonzero(of_identity > of_both)
+    if not len(rows):
+        raise DataError("no query's identity is shown by another camera in the gallery, so nothing can be found")
+    return rows
+
+
+def _numbers(seen: Seen) -> tuple[Labels, Cameras]:
+    return seen.labels.numpy(), seen.cameras
+
+
+def _alike(
+    labels: Labels, cameras: Cameras, item_labels: Labels, item_cameras: Cameras
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """How many gallery images of its identity there are for each query, and how many of these by its camera."""
-    identities = [queries.labels.numpy(), gallery.labels.numpy()]
-    both = [np.stack([labels, each.cameras], 1) for labels, each in zip(identities, (queries, gallery), strict=True)]
-    return _count(*identities), _count(*both)
+    both = np.stack([labels, cameras], 1), np.stack([item_labels, item_cameras], 1)
+    return _count(labels, item_labels), _count(*both)
 
 
 def _count(of: npt.NDArray[Any], among: npt.NDArray[Any]) -> npt.NDArray[np.int64]:

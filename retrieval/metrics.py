@@ -1,7 +1,9 @@
-"""What an embedding can be judged by: mean Recall@k, two of pytorch-metric-learning's metrics, one's own functions."""
+"""What an embedding can be judged by: mean Recall@k, other metrics of rankings, one's own functions."""
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from metricopt_ext.retrieval.cameras import Cameras, Seen, recall_across_cameras
 from metricopt_ext.retrieval.config import MetricConfig
 from metricopt_ext.retrieval.neighbours import Array
 from metricopt_ext.retrieval.post_processing import PostProcessing
+from metricopt_ext.retrieval.ranking import AT_K, RANKED, ranking_metrics
 from metricopt_ext.retrieval.recall import (
     check_items,
     check_options,
@@ -25,11 +28,6 @@ from metricopt_ext.utils.seeding import generator
 
 # Pairs of halves, by the indices of each.
 Draws = Sequence[tuple[Tensor, Tensor]]
-
-CALCULATED = {  # by pytorch-metric-learning; R is the number of a query's class besides itself
-    "mean_average_precision_at_r": "average precision of the R nearest, mean over queries (Musgrave et al., 2020)",
-    "r_precision": "share of the R nearest that have the query's class, mean over queries",
-}
 
 
 @dataclass(frozen=True)
@@ -75,12 +73,12 @@ class EmbeddingMetric:
         if cameras and self.across is None:
             raise ConfigError(
                 f"metric.name={self.name} can't ignore what a query's own camera shows of its identity, as the rule of"
-                " data.name=market1501 is; take recall"
+                f" data.name=market1501 is; take recall, {' or '.join(RANKED)}"
             )
         if gallery and not cameras and self.against is None:
             raise ConfigError(
                 f"metric.name={self.name} is of embeddings that search each other, but the test images are queries and"
-                f" a gallery; take recall, {' or '.join(CALCULATED)}"
+                f" a gallery; take recall, {' or '.join(RANKED)}"
             )
 
     def judge(
@@ -131,14 +129,9 @@ def embedding_metric(config: MetricConfig) -> EmbeddingMetric:
             on_halves=None if subset else lambda x, y, pairs: recalls_on_halves(x, y, ks, pairs),
             left_out=lambda x, y, pairs, post: recalls_left_out(x, y, ks, pairs, post, "l2", subset),
         )
-    if name in CALCULATED:
-        return EmbeddingMetric(
-            _checked(_calculated(name), (0.0, 1.0), name),
-            name,
-            description=CALCULATED[name],
-            against=_calculated_against(name),
-        )
-    known = ", ".join(["recall", *CALCULATED])
+    if name in RANKED:
+        return _ranked(name, check_ks(config) if name in AT_K else (1,))
+    known = ", ".join(["recall", *RANKED])
     raise ConfigError(f"metric.name={name!r} is none of {known}; name your own function as MODULE:FUNCTION")
 
 
@@ -157,8 +150,8 @@ def besides(config: MetricConfig) -> dict[str, EmbeddingMetric]:
 def _besides(name: str, key: str, config: MetricConfig) -> EmbeddingMetric:
     if function := own_function(name, config, key):
         return EmbeddingMetric(_checked(function, NO_BOUNDS, name), name, True, NO_BOUNDS)
-    if name not in ("recall", *CALCULATED):
-        known = ", ".join(["recall", *CALCULATED])
+    if name not in ("recall", *RANKED):
+        known = ", ".join(["recall", *RANKED])
         raise ConfigError(f"{key}: {name!r} is none of {known}; name your own function as MODULE:FUNCTION")
     return embedding_metric(MetricConfig(name=name, ks=config.ks))
 
@@ -198,23 +191,23 @@ def try_metric(config: MetricConfig, labels: Tensor, size: int) -> None:
         ) from error
 
 
-def _calculated(name: str) -> Callable[[Array, Array], float]:
-    from metricopt_ext.retrieval.accuracy import RecallCalculator
+def _ranked(name: str, ks: tuple[int, ...]) -> EmbeddingMetric:
+    """Return a metric of `ranking_metrics`; the mean over ks."""
 
-    calculator = RecallCalculator(include=(name,), k="max_bin_count", device=torch.device("cpu"))
-    return lambda embeddings, labels: calculator.get_accuracy(embeddings, labels)[name]
+    def value(embeddings: Tensor, labels: Tensor, **options: Any) -> float:
+        return statistics.fmean(ranking_metrics(embeddings, labels, [name], ks, **options).values.values())
 
+    def across(queries: Seen, gallery: Seen) -> float:
+        items, cameras = (gallery.embeddings, gallery.labels), (queries.cameras, gallery.cameras)
+        return value(queries.embeddings, queries.labels, gallery=items, cameras=cameras)
 
-def _calculated_against(name: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], float]:
-    from metricopt_ext.retrieval.accuracy import RecallCalculator
-
-    calculator = RecallCalculator(include=(name,), k="max_bin_count", device=torch.device("cpu"))
-
-    def value(x: Tensor, y: Tensor, items: Tensor, labels: Tensor) -> float:
-        (x, y), (items, labels) = (map(torch.from_numpy, check_items(*each)) for each in ((x, y), (items, labels)))
-        return number_within(calculator.get_accuracy(x, y, items, labels, False)[name], (0.0, 1.0), name)
-
-    return value
+    return EmbeddingMetric(
+        value,
+        ("mean " if len(ks) > 1 else "") + "precision@" + ",".join(map(str, ks)) if name in AT_K else name,
+        description=RANKED[name],
+        against=lambda x, y, *gallery: value(x, y, gallery=gallery),
+        across=across,
+    )
 
 
 def _checked(

@@ -221,6 +221,50 @@ class Search:
             places[i] = outside + _place(exact, near, item_labels[near] == labels[i])
         return places
 
+    def places_of_matches(
+        self, rows: Integers, labels: Integers, item_labels: Integers, ignored: Callable[[int, Integers], Flags] | None
+    ) -> Iterator[Integers]:
+        """Find the exact places, from 0, ascending, of all items with each query's label, by float64 distances.
+
+        Args:
+            rows: Which queries search, ``b``.
+            labels: Their labels, ``b``.
+            item_labels: Labels of the items, ``m``.
+            ignored: Called with a query's row and the items of its label; says which of these are left out of all
+                places. None for none.
+        """
+        order = np.argsort(item_labels, kind="stable")
+        starts, ends = (np.searchsorted(item_labels, labels, side=side, sorter=order) for side in ("left", "right"))
+        for i, (keys, offset, length) in enumerate(self._among_all(rows)):
+            matches = order[starts[i] : ends[i]]
+            if ignored is not None:
+                left_out = ignored(rows[i], matches)
+                keys[matches[left_out]] = np.inf
+                matches = matches[~left_out]
+            matches = matches[np.isfinite(keys[matches])]  # without the query itself
+            yield self._places(rows[i], keys, matches, offset, length)
+
+    def _places(self, row: int, keys: Doubles, matches: Integers, offset: float, length: float) -> Integers:
+        """Places of some items, ascending, by float64 keys of all; infinite ones are of no item."""
+        by_key = np.sort(keys[matches])
+        low, high = self._range(by_key, by_key + offset, length, DOUBLE)
+        first = np.flatnonzero(np.append(True, low[1:] > np.maximum.accumulate(high)[:-1]))  # of groups that may mix
+        ends = np.append(first[1:], len(by_key))
+        ascending, places = np.sort(keys), np.empty(len(by_key), dtype=np.int64)
+        lows = np.minimum.reduceat(low, first)
+        highs = np.maximum.reduceat(high, first)
+        ahead, up_to = np.searchsorted(ascending, lows), np.searchsorted(ascending, highs, side="right")
+        of_class = np.zeros(len(keys), dtype=np.bool_)
+        of_class[matches] = True
+        for start, end, least, most, before, after in zip(first, ends, lows, highs, ahead, up_to, strict=True):
+            if after - before == end - start:  # nothing else is near
+                places[start:end] = before + np.arange(end - start)
+                continue
+            near = np.flatnonzero((keys >= least) & (keys <= most))
+            exact = keys[near] if least == most else self._exact_keys(row, near)
+            places[start:end] = before + np.flatnonzero(of_class[near[np.lexsort((near, exact))]])
+        return places
+
     def nearest(self, rows: Integers, k: int) -> Integers:
         """Find the k nearest items of queries, ``b x k``, nearest first; k is at most the search's."""
         keys, found, last = self._found(rows)
@@ -418,12 +462,12 @@ def ranks_of_first(
     search = Search(queries, items, distance, max(ks), includes_queries)
     places = np.empty(len(chosen), dtype=np.int64)
     undecided, left = (np.zeros(len(chosen), dtype=np.bool_) for _ in range(2))
-    for part in _with_bar(chunks(len(chosen), *chunk_sizes(search.count, queries.dimension)), progress):
+    for part in with_bar(chunks(len(chosen), *chunk_sizes(search.count, queries.dimension)), progress):
         rows = chosen[part]
         places[part], undecided[part], left[part] = search.ranks(rows, labels[rows], item_labels, ks)
     again = np.flatnonzero(left)
     if len(again):
-        for part in _with_bar(chunks(len(again), CHUNK), progress and f"{progress}, in float64"):
+        for part in with_bar(chunks(len(again), CHUNK), progress and f"{progress}, in float64"):
             rows = chosen[again[part]]
             places[again[part]] = search.ranks_among_all(rows, labels[rows], item_labels)
     return places, int(undecided.sum())
@@ -474,7 +518,7 @@ def chunks(total: int, size: int = CHUNK, fewest: int = 1) -> list[slice]:
     return [slice(start, end) for start, end in pairwise([*starts, total])]
 
 
-def _with_bar(parts: list[slice], title: str | None) -> Iterator[slice]:
+def with_bar(parts: list[slice], title: str | None) -> Iterator[slice]:
     """Show a bar on the terminal's error stream while the chunks are worked on; none without a title."""
     if title is None:
         yield from parts

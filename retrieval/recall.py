@@ -129,17 +129,17 @@ def recall_at_k(
         {1: 0.0, 2: 0.5}
     """
     ks = check_options(ks, distance, query_subset, seed)
-    queries, labels = _check(embeddings, labels, "", distance)
+    queries, labels = check_vectors(embeddings, labels, "", distance)
     if gallery is None:
         items, item_labels = queries, labels
     else:
-        items, item_labels = _check_gallery(embeddings, queries, labels, gallery, gallery_starts_with_queries)
+        items, item_labels = check_gallery(embeddings, queries, labels, gallery, gallery_starts_with_queries)
     includes_queries = gallery is None or gallery_starts_with_queries
 
-    matched = _with_match(labels, item_labels, includes_queries)
-    chosen = _subset(matched, query_subset, seed)
+    matched = with_match(labels, item_labels, includes_queries)
+    chosen = drawn_queries(matched, query_subset, seed)
 
-    copies, said = (0, "") if includes_queries else _copies(queries, labels, items, item_labels, chosen)
+    copies, said = (0, "") if includes_queries else copies_in_gallery(queries, labels, items, item_labels, chosen)
     if said:
         warnings.warn(said, stacklevel=2)
     ranks, doubles = ranks_of_first(
@@ -173,11 +173,11 @@ def hits_at_k(
         DataError: As in `recall_at_k`.
     """
     ks = check_options(ks, distance, None, 0)
-    queries, own = _check(embeddings, labels, "", distance)
+    queries, own = check_vectors(embeddings, labels, "", distance)
     items, item_labels = queries, own
     if gallery is not None:
-        items, item_labels = _check_gallery(embeddings, queries, own, gallery, False)
-    rows = _with_match(own, item_labels, includes_queries=gallery is None)
+        items, item_labels = check_gallery(embeddings, queries, own, gallery, False)
+    rows = with_match(own, item_labels, includes_queries=gallery is None)
     ranks, _ = ranks_of_first(queries, own, rows, items, item_labels, gallery is None, ks, distance)
     return rows, ranks[:, None] < np.array(ks)
 
@@ -207,8 +207,8 @@ def recalls_on_halves(
         DataError: As from `recall_at_k`, for all of them or a half; or a half has some items of a class alone.
     """
     ks = check_options(ks, distance, None, 0)
-    items, own = _check(embeddings, labels, "", distance)
-    rows = _with_match(own, own, includes_queries=True)
+    items, own = check_vectors(embeddings, labels, "", distance)
+    rows = with_match(own, own, includes_queries=True)
     count = min(items.size - 1, 2 * max(ks) + math.ceil(SPARE * math.sqrt(2 * max(ks))))
     search, halves = Search(items, items, distance, count, own=True), [_members(own, pair) for pair in pairs]
     before = np.empty((1 + 2 * len(pairs), len(rows)), dtype=np.int64)  # items before the first of the query's class
@@ -266,8 +266,8 @@ def recalls_left_out(
     Raises:
         DataError: As from `recalls_on_halves`.
     """
-    _, own = _check(embeddings, labels, "", "cosine")
-    rows = _subset(_with_match(own, own, includes_queries=True), query_subset, seed)
+    _, own = check_vectors(embeddings, labels, "", "cosine")
+    rows = drawn_queries(with_match(own, own, includes_queries=True), query_subset, seed)
     halves = [] if isinstance(pairs, str) else [half for pair in pairs for half in _members(own, pair)]
     of_half = np.stack([np.ones(len(own), dtype=np.bool_), *halves], 1).astype(np.float32)
     before = np.empty((len(rows), of_half.shape[1]))
@@ -296,7 +296,7 @@ def _members(labels: npt.NDArray[np.int64], pair: tuple[Tensor, Tensor]) -> list
         member[half.numpy(force=True)] = True
         if len(elsewhere := labels[np.isin(labels, labels[member]) & ~member]):
             raise DataError(f"a half has some items of class {elsewhere[0]} alone; give each class to one half")
-        _with_match(labels[member], labels[member], includes_queries=True)  # refuses
+        with_match(labels[member], labels[member], includes_queries=True)  # refuses
         members.append(member)
     return members
 
@@ -315,10 +315,10 @@ def nearest(
     Raises:
         DataError: As in `recall_at_k`, for the embeddings.
     """
-    items, own = _check(embeddings, np.arange(len(embeddings)), "", distance)
+    items, own = check_vectors(embeddings, np.arange(len(embeddings)), "", distance)
     searched = items
     if gallery is not None:
-        searched, _ = _check_gallery(embeddings, items, own, (gallery, np.arange(len(gallery))), False)
+        searched, _ = check_gallery(embeddings, items, own, (gallery, np.arange(len(gallery))), False)
     search, rows = Search(items, searched, distance, k, own=gallery is None), np.arange(items.size)
     return np.concatenate(
         [search.nearest(rows[part], k) for part in chunks(items.size, *chunk_sizes(k, items.dimension))]
@@ -458,7 +458,7 @@ def _embed_all(
     return torch.cat([pair[0] for pair in pairs]), torch.cat([pair[1] for pair in pairs])
 
 
-def _with_match(
+def with_match(
     labels: npt.NDArray[np.int64], item_labels: npt.NDArray[np.int64], includes_queries: bool
 ) -> npt.NDArray[np.int64]:
     """Rows of the queries that share their label with another gallery item."""
@@ -477,7 +477,7 @@ def _with_match(
     return rows
 
 
-def _subset(rows: npt.NDArray[np.int64], size: int | None, seed: int) -> npt.NDArray[np.int64]:
+def drawn_queries(rows: npt.NDArray[np.int64], size: int | None, seed: int) -> npt.NDArray[np.int64]:
     """Draw so many rows, ascending; all for None, or if there are no more."""
     if size is None:
         return rows
@@ -519,11 +519,11 @@ def check_items(embeddings: Array, labels: Array) -> tuple[npt.NDArray[np.float3
     Raises:
         DataError: They are not, differ in number, or are not finite; or labels are no integers.
     """
-    vectors, labels = _check(embeddings, labels, "", "l2")
+    vectors, labels = check_vectors(embeddings, labels, "", "l2")
     return _as_float32(vectors.given), labels
 
 
-def _check(embeddings: Array, labels: Array, whose: str, distance: str) -> tuple[Vectors, npt.NDArray[np.int64]]:
+def check_vectors(embeddings: Array, labels: Array, whose: str, distance: str) -> tuple[Vectors, npt.NDArray[np.int64]]:
     """Validate embeddings and labels; ``whose`` is what comes before these words in messages."""
     if isinstance(embeddings, Tensor):
         embeddings = embeddings.detach()
@@ -572,12 +572,13 @@ def _check(embeddings: Array, labels: Array, whose: str, distance: str) -> tuple
     return Vectors(embeddings, unit=distance == "cosine"), labels
 
 
-def as_ids(labels: Array, whose: str = "") -> npt.NDArray[np.int64]:
+def as_ids(labels: Array, whose: str = "", what: str = "labels") -> npt.NDArray[np.int64]:
     """Return labels as int64, ``n``.
 
     Args:
         labels: ``n`` or ``n x 1`` integers; or floats that are whole and so small that each integer has its own.
-        whose: What comes before "labels" in messages.
+        whose: What comes before ``what`` in messages.
+        what: What they are.
 
     Raises:
         DataError: They are not.
@@ -597,23 +598,23 @@ def as_ids(labels: Array, whose: str = "") -> npt.NDArray[np.int64]:
     if labels.dtype.kind not in "iubf":
         names = "; np.unique(labels, return_inverse=True)[1] numbers names, of queries and galleries together"
         raise DataError(
-            f"{whose}labels must be n integers, got {labels.dtype} of shape {labels.shape}"
+            f"{whose}{what} must be n integers, got {labels.dtype} of shape {labels.shape}"
             + names * (labels.dtype.kind in "USO")
         )
     if labels.ndim != 1:
         row = labels.ndim == 2 and labels.shape[0] == 1
         hot = labels.ndim == 2 and not row and ((labels == 0) | (labels == 1)).all() and (labels.sum(axis=1) == 1).all()
         remedy = "labels.argmax(axis=1) counts the classes" if hot else "flatten them" if row else "choose one column"
-        raise DataError(f"{whose}labels must be n integers, one for each embedding, got shape {labels.shape}; {remedy}")
+        raise DataError(f"{whose}{what} must be n integers, one for each embedding, got shape {labels.shape}; {remedy}")
     if labels.dtype.kind == "f":
         wrong = np.flatnonzero(~((np.abs(labels) < 2.0**bits) & (labels == np.rint(labels))))  # NaN is wrong, too
         if len(wrong):
             raise DataError(
-                f"{whose}labels must be n integers, got {labels[wrong[0]]:g} in row {wrong[0]}: these floats tell whole"
-                f" numbers apart below 2^{bits} only; give the labels as integers"
+                f"{whose}{what} must be n integers, got {labels[wrong[0]]:g} in row {wrong[0]}: these floats tell whole"
+                f" numbers apart below 2^{bits} only; give the {what} as integers"
             )
     if labels.dtype == np.uint64 and len(labels) and labels.max() > np.iinfo(np.int64).max:
-        raise DataError(f"{whose}labels must be below 2^63, got {labels.max()}; number the classes from 0")
+        raise DataError(f"{whose}{what} must be below 2^63, got {labels.max()}; number the classes from 0")
     return labels.astype(np.int64, copy=False)
 
 
@@ -630,7 +631,7 @@ def _check_device(embeddings: Array, items: Array) -> None:
         raise DataError(f"queries and gallery must be on one device, got {device} and {other}")
 
 
-def _check_gallery(
+def check_gallery(
     embeddings: Array, queries: Vectors, labels: npt.NDArray[np.int64], gallery: Any, starts_with_queries: bool
 ) -> tuple[Vectors, npt.NDArray[np.int64]]:
     """Validate a gallery of these queries; returns its embeddings and labels."""
@@ -638,7 +639,7 @@ def _check_gallery(
         got = f"{len(gallery)} of them" if isinstance(gallery, tuple | list) else type(gallery).__name__
         raise DataError(f"gallery must be a pair, embeddings and their labels, got {got}; search galleries one by one")
     _check_device(embeddings, gallery[0])
-    items, item_labels = _check(gallery[0], gallery[1], "gallery ", "cosine" if queries.unit else "l2")
+    items, item_labels = check_vectors(gallery[0], gallery[1], "gallery ", "cosine" if queries.unit else "l2")
     n, dimension, other = queries.size, queries.dimension, items.dimension
     if dimension != other:
         raise DataError(f"queries and gallery must have embeddings of one dimension, got {dimension} and {other}")
@@ -651,7 +652,7 @@ def _check_gallery(
     return items, item_labels
 
 
-def _copies(queries: Vectors, labels: Any, items: Vectors, item_labels: Any, chosen: Any) -> tuple[int, str]:
+def copies_in_gallery(queries: Vectors, labels: Any, items: Vectors, item_labels: Any, chosen: Any) -> tuple[int, str]:
     """How many of the chosen queries occur in the gallery, content and label, and what to say; empty for nothing.
 
     Copies may be of lower precision. What is calculated again differs in its last digits, which few coordinates show.

@@ -1,7 +1,7 @@
 """A search for phi from what a user of pytorch-metric-learning has at hand: a trainer and a tester."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.retrieval.few_classes import FewClasses
 from metricopt_ext.retrieval.judged import JudgedEmbeddings, Processing
-from metricopt_ext.retrieval.task import refuse_memory
+from metricopt_ext.retrieval.task import memories
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.kept_modules import KeptModules
@@ -78,8 +78,7 @@ def search_with_trainer(
         AdapterError: The adapter is on none of the trainer's models.
         ConfigError: The tester does not calculate the metric, or there is no such split.
         DataError: The trainer's data can't be drawn in batches.
-        ValueError: The trainer's loss remembers embeddings of earlier batches; and as from `optimize_metric`, like all
-            other errors.
+        Others: As from `optimize_metric`.
 
     Example:
         >>> run = search_with_trainer(trainer, tester, adapter, {"val": val_dataset}, queries=150)  # doctest: +SKIP
@@ -267,10 +266,12 @@ def _task_and_classes(
         models=lambda model: models_with(model).values(),
         whole_inputs=True,
     )
+    loss, batches = TrainerLoss(trainer, part), TrainerBatches(trainer)
+    loss.fill_memories(adapter.model, (batches(seed, 0, step) for step in range(batches.length)))
     task = FinetuneTask(
         adapter,
-        loss=TrainerLoss(trainer, part),
-        batches=TrainerBatches(trainer),
+        loss=loss,
+        batches=batches,
         metric=Metric(judged, maximize=maximize, bounds=bounds, name=f"{split}/{metric}", new_classes=True),
         population=1,  # a trainer's loss can be any code
     )
@@ -299,28 +300,42 @@ class TrainerLoss:
     """A trainer's loss of a model on one of its batches: all that it calculates and weights in one iteration.
 
     Every model computes as in evaluation. Losses and miners are copies, and what they draw at random comes from the
-    same seed each time, so a step can be replayed.
+    same seed each time, so a step can be replayed. Each starts from the same memory of earlier batches, if a loss has
+    one (`CrossBatchMemory`): what training left in it.
 
     Args:
         trainer: The trainer; it is not changed.
         part: Which of its models is given.
-
-    Raises:
-        ValueError: A loss remembers embeddings of earlier batches; see `task.embedding_loss`.
     """
 
     def __init__(self, trainer: Any, part: str) -> None:
-        for loss in trainer.loss_funcs.values():
-            refuse_memory(loss)
-        self.trainer, self.part = trainer, part
+        self.trainer, self.part, self.loss_funcs = trainer, part, trainer.loss_funcs
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the trainer's total loss, a scalar, on a batch of its data loader."""
+        return self._total(model, batch, copy.deepcopy(self.loss_funcs))
+
+    def fill_memories(self, model: nn.Module, batches: Iterable[Any]) -> None:
+        """Fill empty memories with a model's embeddings, as of a trainer that has not trained in this process.
+
+        Args:
+            model: As in the call.
+            batches: What is remembered, until the memories are full or these end.
+        """
+        filled = copy.deepcopy(self.loss_funcs)
+        empty = [each for loss in filled.values() for each in memories(loss)]
+        empty = [each for each in empty if not (each.has_been_filled or each.queue_idx)]
+        for batch in batches if empty else ():
+            with torch.no_grad():
+                self._total(model, batch, filled)
+            if all(each.has_been_filled for each in empty):
+                break
+        self.loss_funcs = filled if empty else self.loss_funcs
+
+    def _total(self, model: nn.Module, batch: Any, loss_funcs: dict[str, Any]) -> Tensor:
         own = copy.copy(self.trainer)
-        own.models = {**self.trainer.models, self.part: model}
-        own.loss_funcs, own.mining_funcs, own.loss_weights = copy.deepcopy(
-            (self.trainer.loss_funcs, self.trainer.mining_funcs, self.trainer.loss_weights)
-        )
+        own.models, own.loss_funcs = {**self.trainer.models, self.part: model}, loss_funcs
+        own.mining_funcs, own.loss_weights = copy.deepcopy((self.trainer.mining_funcs, self.trainer.loss_weights))
         own.loss_names = list(self.trainer.loss_names)
         own.initialize_loss_tracker()
         own.set_to_train = own.set_to_eval = lambda: None  # which mining a batch's subset would call

@@ -1,5 +1,6 @@
 """pytorch-metric-learning's losses as the surrogate loss of a `FinetuneTask`."""
 
+import copy
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,16 +22,16 @@ def embedding_loss(
 
     A population of phi is embedded together; the miner and the loss then see the embeddings of one task at a time, as
     they would in a loop over the tasks. Anything they draw at random from torch (as some miners do) comes from the
-    same seed each time, so a step can be replayed. Parameters of the loss, such as proxies, are used as they are.
+    same seed each time, so a step can be replayed. Parameters of the loss, such as proxies, are used as they are. So is
+    the memory of a `CrossBatchMemory`: each call takes a step from what training left in it, on a copy, so memories are
+    constants for phi, as in training (Wang et al., Cross-Batch Memory for Embedding Learning, CVPR 2020). An empty one
+    holds the batch alone.
 
     Args:
         loss_fn: A loss of pytorch-metric-learning; called with ``B x e`` embeddings, ``B`` labels and what was mined.
         miner: One of its tuple miners.
         embedder: Turns the adapted trunk's output into embeddings, if the adapter is attached to the trunk alone. It
             computes as in evaluation.
-
-    Raises:
-        ValueError: The loss remembers embeddings of earlier batches, which belong to another phi and another task.
 
     Example:
         >>> import torch
@@ -40,7 +41,7 @@ def embedding_loss(
         >>> float(loss(nn.Identity(), batch))
         0.0
     """
-    refuse_memory(loss_fn)
+    remembers = bool(memories(loss_fn))
 
     def forward(model: nn.Module, batch: Any) -> Tensor:
         output: Tensor = model(batch[0])
@@ -53,20 +54,12 @@ def embedding_loss(
         labels = batch[1]
         with seeded_streams(0, embeddings.device):
             mined = None if miner is None else miner(embeddings, labels)
-            value: Tensor = loss_fn(embeddings, labels, mined)
+            value: Tensor = (copy.deepcopy(loss_fn) if remembers else loss_fn)(embeddings, labels, mined)
         return value
 
     return OutputLoss(forward, loss)
 
 
-def refuse_memory(loss_fn: nn.Module) -> None:
-    """Refuse a loss that depends on more than a batch.
-
-    Raises:
-        ValueError: The loss remembers embeddings of earlier batches.
-    """
-    if any(isinstance(module, CrossBatchMemory) for module in loss_fn.modules()):
-        raise ValueError(
-            "CrossBatchMemory remembers embeddings of earlier batches, which another phi computed for another task;"
-            " use the loss that it wraps"
-        )
+def memories(loss_fn: nn.Module) -> list[CrossBatchMemory]:
+    """Return the parts of a loss that remember embeddings of earlier batches."""
+    return [module for module in loss_fn.modules() if isinstance(module, CrossBatchMemory)]

@@ -1,9 +1,13 @@
 r"""Compute Recall@k of embeddings: the share of queries whose label is among those of the k nearest others.
 
+Beside it, on request, other metrics of rankings; and all of them by re-identification's rule of cameras.
+
     python tools/evaluate_recall.py --embeddings E.npy --labels Y.npy --ks 1 10 100 --output-dir out/recall
     python tools/evaluate_recall.py --embeddings Q.npy --labels QY.npy \
         --gallery-embeddings A.npy --gallery-labels AY.npy --gallery-embeddings B.npy --gallery-labels BY.npy \
         --output-dir out/recall
+    python tools/evaluate_recall.py --embeddings Q.npy --labels QY.npy --cameras QC.npy \
+        --gallery-embeddings G.npy --gallery-labels GY.npy --gallery-cameras GC.npy --output-dir out/recall
     python tools/evaluate_recall.py --run-dir out/run --output-dir out/recall
     python tools/evaluate_recall.py --images FOLDER --config-file configs/retrieval/class_folders.yaml \
         --weights out/run/seed-0/tuned.safetensors --output-dir out/recall
@@ -16,8 +20,10 @@ Files are .npy, or have "embeddings" and "labels": .npz, .safetensors, .pt, .h5,
 (--gallery-labels) is then omitted. Labels are integers, or names, which all files must then have.
 Without a gallery, or with a gallery that is the queries (the same file, or a copy), the queries search each other. Any
 other gallery should not contain the queries, which would find themselves: a note counts them. Embeddings are
-compared as they are; pytorch-metric-learning's testers scale them to length 1 first, as --distance cosine does. Prints
-a table and writes report.json.
+compared as they are; pytorch-metric-learning's testers scale them to length 1 first, as --distance cosine does.
+With --cameras, gallery items of a query's label and camera are ignored: Recall@k is then the cumulative matching
+characteristic (CMC), and re-identification's mAP stands beside it. A file of cameras has integers or names; one that
+holds several arrays has them as "cameras". Prints a table with 95% intervals over queries, and writes report.json.
 """
 
 import argparse
@@ -41,12 +47,21 @@ from metricopt_ext.utils.files import write_json
 
 Items = tuple[Any, Any]  # embeddings and labels
 Gallery = tuple[str, Items | None]  # its name, and its items unless they are the queries
-Search = tuple[str, Items, Items | None]  # its name in the table, the queries, and the gallery unless it is the queries
+Cameras = tuple[Any, Any]  # the queries' and the gallery's
+# Its name in the table, the queries, the gallery unless it is the queries, and cameras if there are.
+Search = tuple[str, Items, Items | None, Cameras | None]
 # The options that belong to each kind of queries.
 OPTIONS = {
-    "--embeddings": ("labels", "gallery_embeddings", "gallery_labels"),
+    "--embeddings": ("labels", "cameras", "gallery_embeddings", "gallery_labels", "gallery_cameras"),
     "--images": ("config_file", "weights", "entry", "adapter", "gallery_images", "grey"),
     "--run-dir": ("part",),
+}
+TITLES = {  # in the table
+    "mean_average_precision": "mAP",
+    "mean_average_precision_at_r": "mAP@R",
+    "mean_reciprocal_rank": "MRR",
+    "ndcg": "NDCG",
+    "r_precision": "R-prec",
 }
 
 
@@ -61,6 +76,8 @@ class Row:
         without_match: Number of queries left out because no other item of the gallery has their label.
         recall: Recall in [0, 1] for each k.
         mean: Mean of the recalls.
+        metrics: Those of --metrics, in [0, 1], by name, e.g. ``precision_at_1``.
+        intervals: 95% intervals over queries, by name: ``recall_at_1``, ..., ``mean``, and those of the metrics.
         seconds: Duration of the search.
         doubles: Number of queries whose neighbours float32 could not tell apart; float64 did.
         copies: Number of queries that are in the gallery with their label, and find themselves.
@@ -72,6 +89,8 @@ class Row:
     without_match: int
     recall: dict[int, float]
     mean: float
+    metrics: dict[str, float]
+    intervals: dict[str, tuple[float, float]]
     seconds: float
     doubles: int
     copies: int
@@ -86,6 +105,7 @@ def main() -> None:
     queries.add_argument("--run-dir", type=Path, help="output folder of tools/finetune_retrieval.py, with its own data")
     parser.add_argument("--part", choices=["train", "validation", "test"], help="of the run's data; default: test")
     parser.add_argument("--labels", type=Path, help="their labels, n integers or names")
+    parser.add_argument("--cameras", type=Path, help="their cameras, n integers or names; see above")
     parser.add_argument(
         "--gallery-embeddings", action="append", default=[], type=Path, help="a gallery, m x d; may be repeated"
     )
@@ -97,6 +117,9 @@ def main() -> None:
         help="its labels, m of them; one per gallery",
     )
     parser.add_argument(
+        "--gallery-cameras", action="append", default=[], type=Path, help="its cameras, m of them; one per gallery"
+    )
+    parser.add_argument(
         "--gallery-images", action="append", default=[], type=Path, help="a gallery for --images; may be repeated"
     )
     parser.add_argument("--config-file", type=Path, help="describes the model that embeds images")
@@ -105,6 +128,13 @@ def main() -> None:
     parser.add_argument("--adapter", type=Path, help="a finetuned adapter for it; BatchNorm statistics beside it count")
     parser.add_argument("--grey", action="store_true", help="read images in greyscale")
     parser.add_argument("--ks", nargs="+", type=int, default=[1, 10, 100, 1000], help="numbers of neighbours")
+    parser.add_argument(
+        "--metrics",
+        nargs="+",
+        metavar="NAME",
+        help="besides: precision (for each k), mean_reciprocal_rank, ndcg, mean_average_precision (default with"
+        " cameras), mean_average_precision_at_r, r_precision",
+    )
     parser.add_argument(
         "--distance",
         choices=["l2", "ip", "cosine"],
@@ -128,35 +158,23 @@ def main() -> None:
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Evaluate against every gallery and write the report; returns its rows."""
     from metricopt_ext.retrieval.neighbours import Vectors
-    from metricopt_ext.retrieval.recall import recall_at_k
+    from metricopt_ext.retrieval.ranking import check_names
 
     check_options(arguments)
+    check_names(arguments.metrics or [])
     rows, lengths = list[Row](), list[float]()
     searched = "gallery" if arguments.run_dir is None else "model"
     try:
-        for name, queries, items in searches(arguments):
-            if items is not None and equal_items(queries, items):
+        for name, queries, items, cameras in searches(arguments):
+            copied = items is not None and equal_items(queries, items)
+            if cameras is not None and (copied or items is None) and not np.array_equal(*cameras):
+                raise DataError(f"{name} is a copy of the queries, but its cameras are not those of --cameras")
+            if copied:
                 print(f"note: {name} is a copy of the queries; each searches all others")
                 items = None
-            elif items is None and (copies := repeated(queries)):
+            elif items is None and cameras is None and (copies := repeated(queries)):
                 print(f"note: {copies} of {len(queries[0])} queries have a copy with their label among the others")
-            started = time.perf_counter()
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always", UserWarning)
-                recall = recall_at_k(
-                    *queries,
-                    arguments.ks,
-                    gallery=items,
-                    distance=arguments.distance,
-                    query_subset=arguments.query_subset,
-                    seed=arguments.seed,
-                    progress=name,
-                )
-            for each in caught:
-                if each.category is UserWarning:
-                    print(f"note: {name}: {each.message}")
-            seconds, counts = time.perf_counter() - started, (recall.gallery, recall.queries, recall.without_match)
-            rows.append(Row(name, *counts, recall.at, recall.mean, seconds, recall.doubles, recall.copies))
+            rows.append(evaluated(arguments, name, queries, items, cameras))
             vectors = Vectors((items or queries)[0])
             found = [np.linalg.norm(vectors.rows(part), axis=1) for part in vectors.parts()]
             lengths += [min(each.min() for each in found), max(each.max() for each in found)]
@@ -177,7 +195,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
             " --distance cosine, which ignores them, would give other numbers"
         )
     config = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
-    for key in ("gallery_embeddings", "gallery_labels", "gallery_images"):
+    for key in ("gallery_embeddings", "gallery_labels", "gallery_cameras", "gallery_images"):
         config[key] = [str(path) for path in config[key]]
     report = arguments.output_dir / "report.json"
     write_json(
@@ -192,6 +210,42 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     )
     print("wrote", report, sep="\n  ")
     return rows
+
+
+def evaluated(
+    arguments: argparse.Namespace, name: str, queries: Items, items: Items | None, cameras: Cameras | None
+) -> Row:
+    """Search one gallery, and print what there is to note."""
+    from metricopt_ext.retrieval.ranking import ranking_metrics, recall_intervals
+    from metricopt_ext.retrieval.recall import Recall, recall_at_k
+
+    names = arguments.metrics or (["mean_average_precision"] if cameras is not None else [])
+    names = [each for each in names if each != "recall"]  # which is always there
+    options: dict[str, Any] = {
+        "gallery": items,
+        "distance": arguments.distance,
+        "query_subset": arguments.query_subset,
+        "seed": arguments.seed,
+    }
+    started = time.perf_counter()
+    metrics, intervals = dict[str, float](), dict[str, tuple[float, float]]()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        if cameras is None:
+            recall = recall_at_k(*queries, arguments.ks, progress=name, **options)
+        if names or cameras is not None:
+            wanted = names if cameras is None else ["recall", *names]
+            found = ranking_metrics(*queries, wanted, arguments.ks, cameras=cameras, progress=name, **options)
+            metrics, intervals = dict(found.values), found.intervals
+            if cameras is not None:
+                at = {k: metrics.pop(f"recall_at_{k}") for k in dict.fromkeys(arguments.ks)}
+                recall = Recall(at, found.queries, found.without_match, found.gallery)
+    for each in caught:
+        if each.category is UserWarning:
+            print(f"note: {name}: {each.message}")
+    intervals = recall_intervals(recall.at, recall.queries) | intervals
+    seconds, counts = time.perf_counter() - started, (recall.gallery, recall.queries, recall.without_match)
+    return Row(name, *counts, recall.at, recall.mean, metrics, intervals, seconds, recall.doubles, recall.copies)
 
 
 def check_options(arguments: argparse.Namespace) -> None:
@@ -214,7 +268,8 @@ def searches(arguments: argparse.Namespace) -> Iterable[Search]:
     if arguments.run_dir is not None:
         return embed_run(arguments.run_dir, arguments.part or "test")
     queries, others = read_files(arguments) if arguments.images is None else embed_images(arguments)
-    return ((name, queries, items) for name, items in others)
+    cameras = read_cameras(arguments)
+    return ((name, queries, items, seen) for (name, items), seen in zip(others, cameras, strict=True))
 
 
 def read_files(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery]]:
@@ -224,6 +279,29 @@ def read_files(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery]]
     embeddings, labels = arguments.gallery_embeddings, arguments.gallery_labels
     check_galleries(embeddings, labels, queries)
     return queries, galleries(embeddings, labels, arguments.embeddings, queries, names)
+
+
+def read_cameras(arguments: argparse.Namespace) -> list[Cameras | None]:
+    """Read the cameras of the queries and of each gallery; None for each without.
+
+    Raises:
+        DataError: A file can't be read, is missing, or has no use.
+    """
+    galleries = max(1, len(arguments.gallery_embeddings or arguments.gallery_images))
+    if arguments.cameras is None:
+        if arguments.gallery_cameras:
+            raise DataError("--gallery-cameras needs --cameras, the queries'")
+        return [None] * galleries
+    if len(arguments.gallery_cameras) != len(arguments.gallery_embeddings):
+        raise DataError(
+            "with --cameras, each --gallery-embeddings needs its --gallery-cameras, got"
+            f" {len(arguments.gallery_embeddings)} and {len(arguments.gallery_cameras)} of them"
+        )
+    names = Names()
+    own, *theirs = (
+        names.numbered(read_array(path, "cameras"), path) for path in (arguments.cameras, *arguments.gallery_cameras)
+    )
+    return [(own, each) for each in theirs or [own]]
 
 
 def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery]]:
@@ -276,7 +354,7 @@ def embed_run(folder: Path, part: str) -> Iterator[Search]:
         DataError: The folder holds no run of retrieval, or one of another version; none of its seeds has finished, or
             its data can't be read.
     """
-    from metricopt_ext.methods.run_folder import FORMAT
+    from metricopt_ext.methods.run_folder import CONTENT, FORMAT
     from metricopt_ext.retrieval.build import built, embed, load_splits
     from metricopt_ext.retrieval.cameras import CAMERA
     from metricopt_ext.retrieval.config import RetrievalConfig
@@ -292,6 +370,7 @@ def embed_run(folder: Path, part: str) -> Iterator[Search]:
     settings = read_json(file)
     if (theirs := settings.pop("format", None)) != FORMAT:
         raise DataError(f"{file} is of another version of this library: its format is {theirs}, not {FORMAT}")
+    settings.pop(CONTENT, None)
     try:
         config = load_config(RetrievalConfig, settings)
     except ConfigError as error:
@@ -303,21 +382,19 @@ def embed_run(folder: Path, part: str) -> Iterator[Search]:
     for seed in seeds:
         splits = load_splits(config, seed)
         data, queries = getattr(splits, part), queries_of(splits, part)
-        if CAMERA in data.columns:
-            raise DataError(
-                f"{folder} is of data.name={config.data.name}, where images by a query's own camera of its identity are"
-                " ignored; --run-dir can't ignore them: the run's seed-N/recalls.json has Recall@k of its test part"
-            )
+        seen = data.columns.get(CAMERA)
         for name in ("model", "tuned"):
             model = built(config.model, data.x.shape[1:])
             load_checkpoint(model, folder / f"seed-{seed}" / f"{name}.safetensors")
             with torch.no_grad():
                 embeddings = embed(model.to(device).eval(), data.x.to(device)).cpu()
             if queries is None:
-                yield f"seed-{seed}/{name}", (embeddings, data.y), None
+                cameras = None if seen is None else (seen, seen)
+                yield f"seed-{seed}/{name}", (embeddings, data.y), None, cameras
             else:
-                items = embeddings[~queries], data.y[~queries]
-                yield f"seed-{seed}/{name}", (embeddings[queries], data.y[queries]), items
+                items, own = (embeddings[~queries], data.y[~queries]), queries.numpy(force=True)
+                cameras = None if seen is None else (seen[own], seen[~own])
+                yield f"seed-{seed}/{name}", (embeddings[queries], data.y[queries]), items, cameras
 
 
 def check_galleries(embeddings: list[Path], labels: list[Path], queries: Items) -> None:
@@ -428,14 +505,19 @@ def check_labels(embeddings: Path, labels: Path | None, option: str) -> None:
 
 
 def print_rows(rows: list[Row], searched: str) -> None:
-    """Print a line for each gallery, or whatever else is searched."""
+    """Print a line for each gallery, or whatever else is searched, and the intervals of its numbers."""
     recalls, shown = [f"R@{k}" for k in rows[0].recall], []
+    others = [TITLES.get(name, name.replace("precision_at_", "P@")) for name in rows[0].metrics]
     for row in rows:
         counts = [str(count) for count in (row.size, row.queries, row.without_match)]
-        values = [f"{value:.4f}" for value in (*row.recall.values(), row.mean)]
+        values = [f"{value:.4f}" for value in (*row.recall.values(), row.mean, *row.metrics.values())]
         shown.append([row.gallery, *counts, *values, f"{row.seconds:.1f}"])
-    header = [searched, "items", "queries", "no match", *recalls, "mean", "seconds"]
+    header = [searched, "items", "queries", "no match", *recalls, "mean", *others, "seconds"]
     print_table(header, shown)
+    for row in rows:
+        each = zip([*recalls, "mean", *others], row.intervals.values(), strict=True)
+        ranges = ", ".join(f"{title} {low:.4f} to {high:.4f}" for title, (low, high) in each)
+        print(f"95% intervals over queries, {row.gallery}: {ranges}")
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ QUERIES = "queries"  # the key of an identity that an assessment leaves open
 JOINT_TRAINING = "joint_training.safetensors"
 
 FORMAT = 7  # of what is kept: a folder of another format is not resumed
+CONTENT = "content of the data's files"  # beside the settings
 
 # Settings of a tool's run that may change on resuming: which seeds to run, and how.
 RUN_AGAIN_KEYS = {"seed", "seeds", "workers", "device", "max_bytes", "max_pixels"}
@@ -469,4 +470,4 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool, files: Sequen
     elif not resume:
         raise FileFormatError(f"{folder} holds an earlier run: add --resume to continue it, or use another folder")
     identity = {"format": FORMAT, **{key: settings[key] for key in sorted(settings.keys() - RUN_AGAIN_KEYS)}}
-    claim_open(file, identity | ({"content of the data's files": fingerprint_of_files(files)} if files else {}))
+    claim_open(file, identity | ({CONTENT: fingerprint_of_files(files)} if files else {}))

@@ -24,6 +24,7 @@ from metricopt_ext.retrieval.cameras import (
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.data import queries_of
 from metricopt_ext.retrieval.experiment import RetrievalExperiment
+from metricopt_ext.tools import evaluate_recall
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.state_dict import load_checkpoint
 
@@ -146,7 +147,7 @@ def test_market_s_folders_are_queries_a_gallery_and_train(tmp_path: Path) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:.*junk")
-def test_the_report_s_recall_is_by_the_rule(tmp_path: Path) -> None:
+def test_the_report_s_recall_is_by_the_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(market(tmp_path / "set"), "pictures=true")
     run_and_report(RetrievalExperiment, config, tmp_path / "run", False)
     splits = load_splits(config, 0)
@@ -166,6 +167,15 @@ def test_the_report_s_recall_is_by_the_rule(tmp_path: Path) -> None:
     told = build_metric(config.metric, validation)
     by_hand = np.mean([np.mean([*cumulative_matches(all_others, all_others, k).values()]) for k in (1, 2)])
     assert told.to_value(told.cost(model, "validation")) == pytest.approx(by_hand)
+
+    out = tmp_path / "out"
+    arguments = ["--run-dir", str(tmp_path / "run"), "--ks", "1", "2", "--output-dir", str(out)]
+    monkeypatch.setattr("sys.argv", ["evaluate_recall.py", *arguments])
+    evaluate_recall.main()
+    rows = json.loads((out / "report.json").read_text())["galleries"]
+    assert rows[1]["gallery"] == "seed-0/tuned"
+    assert list(rows[1]["recall"].values()) == pytest.approx(expected)
+    assert "mean_average_precision" in rows[1]["metrics"]
 
 
 @pytest.mark.filterwarnings("ignore:.*junk")
@@ -203,6 +213,26 @@ def test_what_does_not_know_the_rule_is_refused(tmp_path: Path) -> None:
         load_splits(config_of(root, "data.name=class_folders"), 0)
     with pytest.warns(UserWarning, match="junk"):
         splits = load_splits(config_of(root), 0)
-    metric = config_of(root, "metric.name=r_precision").metric
-    with pytest.raises(ConfigError, match=r"r_precision can't ignore what a query's own camera shows .* take recall"):
+    metric = config_of(root, "metric.name=sklearn.metrics:silhouette_score").metric
+    message = (
+        r"silhouette_score can't ignore what a query's own camera shows .* take recall, mean_average_precision_at_r"
+    )
+    with pytest.raises(ConfigError, match=message):
         build_metric(metric, splits.validation)
+
+
+@pytest.mark.filterwarnings("ignore:.*junk")
+def test_mean_average_precision_is_by_the_rule(tmp_path: Path) -> None:
+    config = config_of(market(tmp_path / "set"), "metric.name=mean_average_precision")
+    splits = load_splits(config, 0)
+    queries, model = queries_of(splits), torch.nn.Flatten()
+    found = build_metric(config.metric, splits.test, queries=queries)
+    own, gallery = Seen(embed(model, splits.test.x), splits.test.y, splits.test.columns[CAMERA]).parted(queries)
+    averages = []
+    for i in range(len(own.labels)):
+        same, elsewhere = gallery.labels == own.labels[i], torch.from_numpy(gallery.cameras != own.cameras[i])
+        order = (gallery.embeddings.double() - own.embeddings[i]).square().sum(1).argsort(stable=True)
+        right = same[order[~(same & ~elsewhere)[order]]].numpy()
+        if right.any():
+            averages.append((right.cumsum() / np.arange(1, len(right) + 1))[right].mean())
+    assert found.to_value(found.cost(model, "test")) == pytest.approx(np.mean(averages), abs=1e-12)

@@ -342,11 +342,41 @@ def test_population_equals_one_by_one(loss_fn: Any, miner: Any) -> None:
         assert slope.norm() > 1e-6
 
 
-def test_loss_without_memory_only() -> None:
-    memory = losses.CrossBatchMemory(losses.ContrastiveLoss(), embedding_size=4)
-    for loss_fn in (memory, losses.MultipleLosses([losses.ContrastiveLoss(), memory])):
-        with pytest.raises(ValueError, match="remembers embeddings of earlier batches"):
-            embedding_loss(loss_fn)
+@pytest.mark.parametrize("held", [0, 5, 12])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_memory_of_earlier_batches_is_constant(held: int, wrapped: bool) -> None:
+    memory = losses.CrossBatchMemory(losses.ContrastiveLoss(pos_margin=0.1, neg_margin=2.0), 4, memory_size=12)
+    earlier, classes = rand(held, 4, seed=1).double(), torch.arange(held) % 3
+    if held:  # as a training left it
+        memory(earlier, classes)
+    state = copy.deepcopy(memory.state_dict())
+    loss = embedding_loss(losses.MultipleLosses([memory]) if wrapped else memory)
+    embedder = nn.Linear(4, 4, dtype=torch.float64)
+    x, y = rand(6, 4, seed=2).double(), torch.tensor([0, 1, 2, 0, 1, 2])
+    with torch.no_grad():
+        newest = embedder(x)
+    kept, place = (earlier, held) if held < 12 else (earlier[6:], 0)  # the batch takes the place of the oldest
+    known = torch.cat([y, classes[6:]] if held == 12 else [classes, y])
+    remembered = torch.cat([newest, kept] if held == 12 else [kept, newest])
+    own = torch.arange(6)[:, None] + place == torch.arange(len(known))
+
+    def by_hand() -> Tensor:
+        unit = torch.nn.functional.normalize
+        distances = torch.cdist(unit(embedder(x)), unit(remembered), compute_mode="donot_use_mm_for_euclid_dist")
+        same = (y[:, None] == known) & ~own
+        pulled, pushed = (distances - 0.1).clamp(min=0)[same], (2.0 - distances).clamp(min=0)[y[:, None] != known]
+        return sum((part[part > 0].mean() for part in (pulled, pushed) if (part > 0).any()), torch.zeros(()))
+
+    for _ in range(2):  # the second step starts from the same memory
+        value = loss(embedder, (x, y))
+        expected = by_hand()
+        torch.testing.assert_close(value, expected.to(value), rtol=1e-9, atol=1e-12)
+        (slope,), (true,) = (torch.autograd.grad(each, embedder.weight) for each in (value, expected))
+        torch.testing.assert_close(slope, true, rtol=1e-7, atol=1e-10)
+        assert slope.norm() > 1e-3
+    for name, tensor in memory.state_dict().items():
+        assert torch.equal(tensor, state[name])
+    assert memory.queue_idx == held % 12
 
 
 def test_learns_and_follows_a_value_function() -> None:

@@ -17,6 +17,7 @@ from metricopt_ext.errors import ConfigError, DataError, MetricError
 from metricopt_ext.retrieval.build import build_metric
 from metricopt_ext.retrieval.config import MetricConfig, OwnEmbedderMetricConfig
 from metricopt_ext.retrieval.metrics import besides, embedding_metric, try_metric
+from metricopt_ext.retrieval.ranking import RANKED, ranking_metrics
 
 X = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0] * 9 + [1] * 6 + [2] * 5 + [3] * 3 + [4])  # the last class has no pair
@@ -43,7 +44,7 @@ def test_r_precision_and_average_precision_against_their_definitions() -> None:
     average = np.mean([(hits * hits.cumsum() / np.arange(1, size + 1)).sum() / size for hits, size in queries])
     for name, expected in (("r_precision", precision), ("mean_average_precision_at_r", average)):
         metric = embedding_metric(MetricConfig(name))
-        assert metric.function(X, Y) == pytest.approx(expected, abs=1e-6)
+        assert metric.function(X, Y) == pytest.approx(expected, abs=1e-12)
         assert (metric.name, metric.maximize, metric.bounds) == (name, True, (0.0, 1.0))
         assert "nearest" in metric.description
 
@@ -81,7 +82,11 @@ def test_an_own_function_may_work_in_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("recal", {}, r"metric\.name='recal' is none of recall, mean_average_precision_at_r, r_precision; name your"),
+        (
+            "recal",
+            {},
+            r"metric\.name='recal' is none of recall, mean_average_precision_at_r, r_precision, .* precision; name",
+        ),
         ("r_precision", {"query_subset": 9}, r"metric\.query_subset=9 is for recall; r_precision takes all images"),
         (OWN, {"query_subset": 9}, "query_subset=9 is for recall"),
         ("recall", {"ks": [0]}, r"metric: ks must be"),
@@ -119,8 +124,33 @@ def test_what_are_no_embeddings_of_these_labels_is_refused(name: str) -> None:
 
 
 def test_a_value_that_is_none_is_refused() -> None:
-    with pytest.raises(MetricError, match="'r_precision' must be within its bounds"):
-        embedding_metric(MetricConfig("r_precision")).function(X[:3], torch.arange(3))  # no class has a pair
+    with pytest.raises(DataError, match="none of the 3 queries shares its label"):
+        embedding_metric(MetricConfig("r_precision")).function(X[:3], torch.arange(3))
+    function = embedding_metric(OwnEmbedderMetricConfig(OWN)).function
+    with pytest.raises(MetricError, match="'silhouette_score' must be within its bounds"):
+        function(X, Y)  # below 0, and bounds say 0 to 1
+
+
+@pytest.mark.parametrize("name", RANKED)
+def test_metrics_of_rankings_judge_all_halves_and_galleries(name: str) -> None:
+    config = MetricConfig(name, ks=[2, 4])
+    metric = embedding_metric(config)
+    assert metric.name == {"precision": "mean precision@2,4"}.get(name, name)
+
+    def expected(x: Tensor, y: Tensor, **options: Any) -> Any:
+        return pytest.approx(np.mean(list(ranking_metrics(x, y, [name], (2, 4), **options).values.values())), abs=1e-12)
+
+    halves = (torch.arange(15), torch.arange(15, 24))  # of other classes
+    told = build_metric(config, Split(X, Y), halves)
+    evaluation = told.evaluate(torch.nn.Identity(), "start")
+    assert told.to_value(evaluation.cost) == expected(X, Y)
+    assert [told.to_value(cost) for cost in evaluation.halves] == [expected(X[half], Y[half]) for half in halves]
+    queries = Y.roll(3) % 2 == 0
+    gallery = X[~queries], Y[~queries]
+    against = build_metric(config, Split(X, Y), queries=queries)
+    assert against.to_value(against.cost(torch.nn.Identity(), "start")) == expected(
+        X[queries], Y[queries], gallery=gallery
+    )
 
 
 def test_what_counts_besides_is_told_by_the_same_embeddings() -> None:

@@ -23,7 +23,13 @@ from metricopt_ext.errors import AdapterError, BudgetError, ConfigError, DataErr
 from metricopt_ext.retrieval.accuracy import RecallCalculator
 from metricopt_ext.retrieval.hooks import TrajectoryRecorder
 from metricopt_ext.retrieval.recall import recall_at_k
-from metricopt_ext.retrieval.search import TrainerBatches, search_with_trainer, trainer_task, tune_with_trainer
+from metricopt_ext.retrieval.search import (
+    TrainerBatches,
+    TrainerLoss,
+    search_with_trainer,
+    trainer_task,
+    tune_with_trainer,
+)
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.utils.progress import Watcher
@@ -100,6 +106,71 @@ def make_trainer(trunk: nn.Module, kind: Any = trainers.MetricLossOnly, **option
 def search(trainer: Any, tester: Any, adapter: mo.Adapter, queries: int = QUERIES, **options: Any) -> mo.Result:
     options = {"dataset_dict": {"val": pairs(7, 4.0)}, "metric": "recall_at_1", "watcher": Watcher(), **options}
     return search_with_trainer(trainer, tester, adapter, queries=queries, **options)
+
+
+def test_memories_hold_embeddings_of_the_model_as_it_is_or_what_training_left() -> None:
+    trunk = make_trunk()
+    memory = losses.CrossBatchMemory(losses.ContrastiveLoss(), embedding_size=8, memory_size=2 * BATCH)
+    trainer = make_trainer(trunk, loss_funcs={"metric_loss": memory}, mining_funcs={})
+    adapter = mo.attach_film(trunk, dim=D)
+    task = trainer_task(trainer, make_tester(), adapter, {"val": pairs(7, 4.0)}, metric="recall_at_1")
+    loss, embedder = task.loss, trainer.models["embedder"]
+    assert isinstance(loss, TrainerLoss)
+    held = loss.loss_funcs["metric_loss"]
+    inputs = [task.batches(0, 0, step) for step in range(3)]
+    with torch.no_grad():
+        embeddings = [embedder.eval()(trunk.eval()(x.double())) for x, _ in inputs]
+    torch.testing.assert_close(held.embedding_memory, torch.cat(embeddings[:2]), rtol=1e-12, atol=1e-12)
+    assert torch.equal(held.label_memory, torch.cat([y for _, y in inputs[:2]]))
+    assert held.has_been_filled
+    assert not memory.queue_idx  # the trainer's own stays empty
+    assert not memory.embedding_memory.any()
+
+    by_hand = copy.deepcopy(held)
+    expected = by_hand(embeddings[2], inputs[2][1])
+    for _ in range(2):
+        assert float(loss(trunk, inputs[2])) == pytest.approx(float(expected), rel=1e-12)
+
+    memory.double()(embeddings[2], inputs[2][1])  # a step of training
+    left = trainer_task(trainer, make_tester(), adapter, {"val": pairs(7, 4.0)}, metric="recall_at_1").loss
+    assert isinstance(left, TrainerLoss)
+    assert left.loss_funcs["metric_loss"] is memory
+    assert memory.queue_idx == BATCH
+    expected = copy.deepcopy(memory)(embeddings[0], inputs[0][1])
+    assert float(left(trunk, inputs[0])) == pytest.approx(float(expected), rel=1e-12)
+    assert memory.queue_idx == BATCH
+
+
+def test_a_search_with_a_memory_leaves_the_trainer_s_alone() -> None:
+    trunk = make_trunk()
+    memory = losses.CrossBatchMemory(losses.TripletMarginLoss(margin=2.0), embedding_size=8, memory_size=40)
+    trainer = make_trainer(trunk, loss_funcs={"metric_loss": memory})
+    run = search(trainer, make_tester(), mo.attach_film(trunk, dim=D))
+    assert run.after > run.before + 0.05
+    assert not memory.queue_idx
+    assert not memory.embedding_memory.any()
+
+
+def test_proxies_stay_as_they_are() -> None:
+    trunk = make_trunk()
+    proxies = losses.ProxyAnchorLoss(num_classes=CLASSES, embedding_size=8).double()
+    before = copy.deepcopy(proxies)
+    trainer = make_trainer(trunk, loss_funcs={"metric_loss": proxies}, mining_funcs={})
+    adapter = mo.attach_film(trunk, dim=D)
+    task = trainer_task(trainer, make_tester(), adapter, {"val": pairs(7, 4.0)}, metric="recall_at_1")
+    x, y = task.batches(0, 0, 0)
+    phi = 0.3 * rand(1, D, seed=1)
+    loss, gradient = task.loss_and_gradient(phi, 0, [0], step=0)
+    adapter.set_phi(phi[0])
+    expected = before(trainer.models["embedder"].eval()(trunk.eval()(x.double())), y)
+    (slope,) = torch.autograd.grad(expected, adapter.phi)
+    torch.testing.assert_close(loss[0], expected.detach(), rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(gradient[0], slope, rtol=1e-7, atol=1e-9)
+    assert slope.norm() > 1e-6
+    adapter.set_phi(torch.zeros(D))
+    search(trainer, make_tester(), adapter)
+    assert torch.equal(proxies.proxies, before.proxies)
+    assert proxies.proxies.grad is None
 
 
 def everything(trainer: Any) -> dict[str, Any]:
@@ -381,11 +452,6 @@ def test_what_can_t_be_searched() -> None:
         search(make_trainer(trunk), make_tester(), adapter, split="test")
     with pytest.raises(ConfigError, match="and 'val' must be queried"):
         search(make_trainer(trunk), make_tester(), adapter, splits_to_eval=[("test", ["val"])])
-    memory = make_trainer(
-        trunk, loss_funcs={"metric_loss": losses.CrossBatchMemory(losses.ContrastiveLoss(), embedding_size=8)}
-    )
-    with pytest.raises(ValueError, match="CrossBatchMemory remembers embeddings of earlier batches"):
-        search(memory, make_tester(), adapter)
     with pytest.raises(DataError, match="dataset has 48 examples, fewer than batch_size=49"):
         search(make_trainer(trunk, batch_size=49, sampler=None), make_tester(), adapter)
     with pytest.raises(BudgetError, match="3 queries are too few"):

@@ -27,6 +27,7 @@ from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.data import load_digits
 from metricopt_ext.retrieval.experiment import RetrievalExperiment
 from metricopt_ext.retrieval.models import build_model
+from metricopt_ext.retrieval.ranking import RANKED, ranking_metrics, recall_intervals
 from metricopt_ext.retrieval.recall import recall_at_k
 from metricopt_ext.utils.config import load_config
 
@@ -92,6 +93,8 @@ def test_on_the_command_line(folder: Path) -> None:
     report = json.loads((folder / "out" / "report.json").read_text())
     (row,) = report["galleries"]
     assert row.pop("seconds") >= 0
+    intervals = recall_intervals(expected.at, 40)
+    assert row.pop("intervals") == {name: pytest.approx([*ends]) for name, ends in intervals.items()}
     assert row == {
         "gallery": "the queries",
         "size": 40,
@@ -99,6 +102,7 @@ def test_on_the_command_line(folder: Path) -> None:
         "without_match": 0,
         "recall": as_json(expected.at),
         "mean": expected.mean,
+        "metrics": {},
         "doubles": expected.doubles,
         "copies": 0,
     }
@@ -231,7 +235,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "run"
     settings = [
         *("finetune.steps=3", "method.evals=2", "method.rounds=1", "method.folds=2", "method.trials=0", "queries=16"),
-        "method.name=recipe",
+        *("method.name=recipe", "methods=[]"),
         *("model.epochs=1", "model.width=4", "model.embedding=6", "adapter.dim=3", "best_evals=2", "pictures=false"),
         *("method.learners=[ridge]", "workers=1", "seeds=2", "device=cpu", "data.test_classes=[2,5,7]"),
     ]
@@ -358,6 +362,67 @@ def test_query_subset(folder: Path) -> None:
     assert row["recall"] == as_json(recall_at_k(*items(folder, "q"), (1, 2), query_subset=11, seed=5).at)
 
 
+def cameras(folder: Path, name: str, count: int, seed: int) -> Any:
+    """Write cameras of queries or a gallery, and return them."""
+    seen = np.random.default_rng(seed).integers(3, size=count)
+    np.save(folder / f"{name}_cameras.npy", seen)
+    return seen
+
+
+A = ("--gallery-embeddings", "a.npy", *A_LABELS)
+COPY = ("--gallery-embeddings", "q.npy", "--gallery-labels", "q_labels.npy")
+CAMERAS = ("--cameras", "q_cameras.npy", "--gallery-cameras", "a_cameras.npy")
+
+
+def test_other_metrics_stand_beside_recall(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--ks", "1", "3", "--distance", "cosine", "--query-subset", "30")
+    (row,) = evaluate(folder, *QUERIES, *A, *options, "--metrics", *RANKED)["galleries"]
+    found = ranking_metrics(
+        *items(folder, "q"), ["recall", *RANKED], (1, 3), gallery=items(folder, "a"), distance="cosine", query_subset=30
+    )
+    recalls = {f"recall_at_{k}": value for k, value in row["recall"].items()}
+    assert recalls | row["metrics"] == found.values
+    assert row["intervals"].pop("mean")[0] < row["mean"]
+    assert row["intervals"] == {name: pytest.approx([*ends]) for name, ends in found.intervals.items()}
+    out = capsys.readouterr().out
+    for title in ("P@1", "P@3", "mAP", "mAP@R", "MRR", "NDCG", "R-prec"):
+        assert f"{title} " in out
+    low, high = found.intervals["ndcg"]
+    assert "95% intervals over queries, a.npy: R@1 " in out
+    assert f"NDCG {low:.4f} to {high:.4f}" in out
+
+
+def test_what_the_same_camera_shows_of_an_identity_is_ignored(folder: Path) -> None:
+    own, theirs = cameras(folder, "q", 40, 1), cameras(folder, "a", 60, 2)
+    (row,) = evaluate(folder, *QUERIES, *A, *CAMERAS, "--ks", "1", "5")["galleries"]
+    (x, y), (gallery, labels) = items(folder, "q"), items(folder, "a")
+    hits, averages = [], []
+    for i in range(40):
+        kept = ~((labels == y[i]) & (theirs == own[i]))
+        order = ((gallery[kept].astype(float) - x[i].astype(float)) ** 2).sum(1).argsort(kind="stable")
+        right = labels[kept][order] == y[i]
+        if right.any():
+            hits.append([right[:1].any(), right[:5].any()])
+            averages.append((right.cumsum() / np.arange(1, len(right) + 1))[right].mean())
+    assert row["recall"] == as_json(dict(zip((1, 5), np.mean(hits, axis=0).tolist(), strict=True)))
+    assert row["metrics"] == {"mean_average_precision": pytest.approx(np.mean(averages), abs=1e-12)}
+    assert (row["queries"], row["without_match"]) == (len(hits), 40 - len(hits))
+    (plain,) = evaluate(folder, *QUERIES, *A, "--ks", "1", "5")["galleries"]
+    assert plain["recall"]["1"] != row["recall"]["1"]
+
+
+def test_cameras_are_of_one_file_or_of_a_name(folder: Path) -> None:
+    own = cameras(folder, "q", 40, 1)
+    x, y = items(folder, "q")
+    expected = ranking_metrics(x, y, ["recall"], (1,), cameras=(own, own)).values["recall_at_1"]
+    np.savez(folder / "all.npz", embeddings=x, labels=y, cameras=np.array(["north", "south", "east"])[own])
+    alone = evaluate(folder, *QUERIES, "--cameras", "q_cameras.npy", "--ks", "1")
+    named = evaluate(folder, "--embeddings", "all.npz", "--cameras", "all.npz", "--ks", "1")
+    copied = evaluate(folder, *QUERIES, *COPY, *CAMERAS[:3], "q_cameras.npy", "--ks", "1")
+    for report in (alone, named, copied):
+        assert report["galleries"][0]["recall"] == {"1": expected}
+
+
 def test_wide_tables_are_whole(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = evaluate(folder, *QUERIES, "--ks", *map(str, range(1, 13)))["galleries"]
     out = capsys.readouterr().out
@@ -411,9 +476,21 @@ def test_wide_tables_are_whole(folder: Path, capsys: pytest.CaptureFixture[str])
         ((*QUERIES, "--ks", "0"), "ks must be one or more numbers of neighbours of at least 1, got [0]"),
         ((*QUERIES, "--query-subset", "0"), "query_subset must be at least 1"),
         ((*QUERIES, "--query-subset", "3", "--seed", "-1"), "seed must be at least 0, got -1"),
+        ((*QUERIES, "--metrics", "map"), "metric 'map' is none of recall, precision, "),
+        ((*QUERIES, *A, *CAMERAS[:2]), "each --gallery-embeddings needs its --gallery-cameras, got 1 and 0 of them"),
+        ((*QUERIES, *A, *CAMERAS[2:]), "--gallery-cameras needs --cameras, the queries'"),
+        ((*QUERIES, "--cameras", "a_cameras.npy"), "labels and cameras must match in number, got 40 and 60"),
+        ((*QUERIES, *A, *CAMERAS[:3], "q_cameras.npy"), "gallery labels and cameras must match in number, got 60"),
+        (
+            (*QUERIES, "--cameras", "q_cameras.npy", *COPY, "--gallery-cameras", "other.npy"),
+            "q.npy is a copy of the queries, but its cameras are not those of --cameras",
+        ),
+        (("--images", "x", *CAMERAS), "--cameras and --gallery-cameras can't be used with --images"),
     ],
 )
 def test_bad_input_ends_with_one_line(folder: Path, arguments: tuple[str, ...], message: str) -> None:
+    cameras(folder, "q", 40, 1)
+    cameras(folder, "a", 60, 2)
     (folder / "q.txt").write_text("1 2 3")
     np.save(folder / "one.npy", np.zeros(60, int))
     np.save(folder / "flat.npy", np.zeros((60, 2)))

@@ -1,0 +1,219 @@
+"""What the whole ranking of a gallery is judged by: precision@k, mean average precision and others, beside Recall@k.
+
+All come from the exact places of a query's matches, the gallery items with its label, in the order of `recall_at_k`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from metricopt_ext.errors import DataError
+from metricopt_ext.retrieval.cameras import shown_elsewhere
+from metricopt_ext.retrieval.neighbours import Array, Distance, Search, chunks, with_bar
+from metricopt_ext.retrieval.recall import (
+    as_ids,
+    check_gallery,
+    check_options,
+    check_vectors,
+    drawn_queries,
+    with_match,
+)
+
+Integers = npt.NDArray[np.int64]
+
+PART = 256  # queries between two steps of the progress bar
+NORMAL = 1.959963984540054  # deviations on either side of the mean that hold 95% of a normal distribution
+
+# Of the places p of a query's R matches, from 0, ascending.
+OF_PLACES: dict[str, Callable[[Integers], float]] = {
+    "mean_average_precision_at_r": lambda p: float(_precisions(p)[p < len(p)].sum()) / len(p),
+    "r_precision": lambda p: float(np.mean(p < len(p))),
+    "mean_average_precision": lambda p: float(_precisions(p).mean()),
+    "mean_reciprocal_rank": lambda p: 1 / (1 + int(p[0])),
+    "ndcg": lambda p: float((1 / np.log2(p + 2)).sum() / (1 / np.log2(np.arange(len(p)) + 2)).sum()),
+}
+AT_K: dict[str, Callable[[Integers, int], float]] = {
+    "recall": lambda p, k: float(p[0] < k),
+    "precision": lambda p, k: np.count_nonzero(p < k) / k,
+}
+RANKED = {  # R is the number of a query's matches
+    "mean_average_precision_at_r": "average precision of the R nearest, mean over queries (Musgrave et al., 2020)",
+    "r_precision": "share of the R nearest that have the query's class, mean over queries",
+    "mean_average_precision": "mean of the precisions at the places of a query's matches, mean over queries",
+    "mean_reciprocal_rank": "1 / place, from 1, of the nearest item of the query's class, mean over queries",
+    "ndcg": "discounted cumulative gain of the whole ranking, as a share of the best (Järvelin & Kekäläinen, 2002)",
+    "precision": "share of the k nearest that have the query's class, mean over queries",
+}
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Metrics of the rankings of a set of queries.
+
+    Attributes:
+        values: Mean over the queries, in [0, 1], by name: ``recall_at_1``, ``precision_at_1``, ``ndcg``, ...
+        intervals: Their 95% intervals, lowest and highest value; see `interval`.
+        queries: Number of queries that they are means over.
+        without_match: Number of queries left out because no other item that counts has their label.
+        gallery: Number of items in the gallery.
+    """
+
+    values: dict[str, float]
+    intervals: dict[str, tuple[float, float]]
+    queries: int
+    without_match: int
+    gallery: int
+
+
+def ranking_metrics(
+    embeddings: Array,
+    labels: Array,
+    names: Sequence[str] = tuple(RANKED),
+    ks: Sequence[int] = (1,),
+    *,
+    gallery: tuple[Array, Array] | None = None,
+    cameras: tuple[Array, Array] | None = None,
+    distance: Distance = "l2",
+    query_subset: int | None = None,
+    seed: int = 0,
+    progress: str | None = None,
+) -> Ranking:
+    """Compute metrics of whole rankings exactly; which items match, ties and lone queries are those of `recall_at_k`.
+
+    With R matches of a query at the places p_1 < ... < p_R of its ranking, from 1:
+
+    - ``recall``: whether p_1 <= k; for each k. Across cameras: the cumulative matching characteristic (CMC).
+    - ``precision``: how many p_i <= k, over k, also where the gallery has fewer items; for each k.
+    - ``mean_reciprocal_rank``: 1 / p_1.
+    - ``mean_average_precision``: (1 / R) sum_i i / p_i, over the whole gallery; across cameras, re-identification's
+      mAP as its toolkits have it (Market-1501's own code averages the precision before and after each match).
+    - ``mean_average_precision_at_r``: (1 / R) sum of i / p_i over p_i <= R (Musgrave et al., A Metric Learning Reality
+      Check, ECCV 2020).
+    - ``r_precision``: how many p_i <= R, over R.
+    - ``ndcg``: sum_i 1 / log2(1 + p_i) over the same of p_i = i (Järvelin & Kekäläinen, 2002, equations 1 to 3, by
+      base 2 and without their start at the second place).
+
+    Each query is compared with all items in float64, which takes longer than `recall_at_k`.
+
+    Args:
+        embeddings: Queries, ``n x d``, as in `recall_at_k`.
+        labels: ``n`` integers.
+        names: Which metrics; ``"recall"`` and ``"precision"`` for each k.
+        ks: Numbers of neighbours, each at least 1.
+        gallery: Embeddings ``m x d`` and labels ``m`` to be searched; None to search the queries themselves.
+        cameras: The cameras of queries and gallery, ``n`` and ``m`` integers; gallery items of a query's label by its
+            camera are ignored then (Zheng et al., Scalable Person Re-identification: A Benchmark, ICCV 2015).
+        distance: As in `recall_at_k`.
+        query_subset: As in `recall_at_k`.
+        seed: As in `recall_at_k`.
+        progress: Title of a progress bar on stderr; None for no bar.
+
+    Raises:
+        DataError: As in `recall_at_k`; an unknown name; cameras that are not one integer for each item; or no query
+            whose identity another camera shows.
+
+    Example:
+        >>> embeddings, labels = np.array([[0.0], [1.0], [3.0], [3.5]]), np.array([0, 1, 0, 1])
+        >>> ranking_metrics(embeddings, labels, ["recall", "precision"], ks=(2,)).values
+        {'recall_at_2': 0.5, 'precision_at_2': 0.25}
+    """
+    ks = check_options(ks, distance, query_subset, seed)
+    check_names(names)
+    columns: dict[str, Callable[[Integers], float]] = {}
+    for name in names:
+        if name in AT_K:
+            columns |= {f"{name}_at_{k}": lambda p, of=AT_K[name], k=k: of(p, k) for k in ks}  # type: ignore[misc]
+        else:
+            columns[name] = OF_PLACES[name]
+    queries, own = check_vectors(embeddings, labels, "", distance)
+    items, item_labels = queries, own
+    if gallery is not None:
+        items, item_labels = check_gallery(embeddings, queries, own, gallery, False)
+    if cameras is None:
+        rows, ignored = with_match(own, item_labels, includes_queries=gallery is None), None
+    else:
+        theirs, others = (_cameras(*each) for each in ((cameras[0], own, ""), (cameras[1], item_labels, "gallery ")))
+        rows = shown_elsewhere(own, theirs, item_labels, others)
+
+        def ignored(row: int, matches: Integers) -> npt.NDArray[np.bool_]:
+            same: npt.NDArray[np.bool_] = others[matches] == theirs[row]
+            return same
+
+    chosen = drawn_queries(rows, query_subset, seed)
+    search = Search(queries, items, distance, 1, own=gallery is None)
+    found = np.array(
+        [
+            [value(places) for value in columns.values()]
+            for part in with_bar(chunks(len(chosen), PART), progress)
+            for places in search.places_of_matches(chosen[part], own[chosen[part]], item_labels, ignored)
+        ]
+    )
+    values = dict(zip(columns, found.mean(axis=0).tolist(), strict=True))
+    intervals = {name: interval(found[:, i]) for i, name in enumerate(columns)}
+    return Ranking(values, intervals, len(chosen), len(own) - len(rows), items.size)
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Refuse a name that is no metric's.
+
+    Raises:
+        DataError: There is one.
+    """
+    if wrong := [name for name in names if name not in (*AT_K, *OF_PLACES)]:
+        raise DataError(f"metric {wrong[0]!r} is none of {', '.join([*AT_K, *OF_PLACES])}")
+
+
+def interval(values: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """Return the 95% interval of a mean over queries, within [0, 1]; queries are taken as independent.
+
+    Of zeros and ones, such as Recall@k's, it is Wilson's (1927), which has a width at 0 and 1 too; else it is the
+    mean's normal interval, by the standard deviation of the values.
+
+    Args:
+        values: One for each query, ``n``, in [0, 1].
+    """
+    n, mean = len(values), float(np.mean(values))
+    if np.isin(values, (0, 1)).all():
+        return wilson(mean, n)
+    half = NORMAL * float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else 1.0
+    return max(0.0, mean - half), min(1.0, mean + half)
+
+
+def wilson(share: float, n: int) -> tuple[float, float]:
+    """Return Wilson's 95% interval of a share of n (Probable Inference, 1927; the score interval)."""
+    square = NORMAL**2 / n
+    centre = (share + square / 2) / (1 + square)
+    half = NORMAL / (1 + square) * math.sqrt(share * (1 - share) / n + square / (4 * n))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def recall_intervals(recalls: dict[int, float], queries: int) -> dict[str, tuple[float, float]]:
+    """Return the 95% intervals of Recall@k, ``recall_at_1``, ..., and of their ``mean``; see `interval`.
+
+    A query that is a hit at k is one at any larger k, so the recalls tell what each query adds to the mean.
+
+    Args:
+        recalls: Recall in [0, 1] for each k.
+        queries: Number of queries.
+    """
+    found = {f"recall_at_{k}": wilson(share, queries) for k, share in recalls.items()}
+    hits = np.rint([queries * recalls[k] for k in sorted(recalls)]).astype(np.int64)
+    first = np.diff(hits, prepend=0)  # how many are hits from each k on
+    each = np.append(np.repeat(np.arange(len(first), 0, -1) / len(first), first), np.zeros(queries - hits[-1]))
+    return found | {"mean": interval(each)}
+
+
+def _precisions(places: Integers) -> npt.NDArray[np.float64]:
+    """The precision at each match."""
+    precisions: npt.NDArray[np.float64] = np.arange(1, len(places) + 1) / (places + 1)
+    return precisions
+
+
+def _cameras(cameras: Array, labels: Integers, whose: str) -> Integers:
+    found = as_ids(cameras, whose, "cameras")
+    if len(found) != len(labels):
+        raise DataError(f"{whose}labels and cameras must match in number, got {len(labels)} and {len(found)}")
+    return found

@@ -1,0 +1,213 @@
+"""Metrics of whole rankings, beside their definitions written out, pytorch-metric-learning and torchmetrics."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("faiss")
+
+from metricopt_ext.errors import DataError
+from metricopt_ext.retrieval import neighbours, ranking
+from metricopt_ext.retrieval.cameras import Seen, hits_across_cameras
+from metricopt_ext.retrieval.neighbours import Distance
+from metricopt_ext.retrieval.ranking import AT_K, OF_PLACES, RANKED, interval, ranking_metrics, recall_intervals
+from metricopt_ext.retrieval.recall import hits_at_k, recall_at_k
+
+NAMES = [*AT_K, *OF_PLACES]
+KS = (1, 3, 500)
+
+
+def drawn(seed: int, whole: bool, n: int = 60, dimension: int = 3) -> tuple[Any, Any, Any]:
+    """Embeddings, of which many are at equal distances or the same, labels, some of which occur once, and cameras."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(12, size=n)
+    x = rng.integers(4, size=(n, dimension)).astype(float) if whole else rng.normal(size=(n, dimension)) + 30
+    x[n // 2 : n // 2 + 10] = x[:10]  # copies
+    labels[0] = 90 + seed
+    return x, labels, rng.integers(3, size=n)
+
+
+def relevance(
+    x: Any, y: Any, items: Any, labels: Any, distance: Distance = "l2", cameras: Any = None, own: bool = False
+) -> Iterator[Any]:
+    """For each query with a match, which items are of its label, nearest first, one query after the other."""
+    for i in range(len(x)):
+        keys = ((items - x[i]) ** 2).sum(axis=1) if distance == "l2" else -(items * x[i]).sum(axis=1)
+        order = [j for j in np.lexsort((np.arange(len(items)), keys)) if not (own and i == j)]
+        if cameras is not None:
+            order = [j for j in order if labels[j] != y[i] or cameras[1][j] != cameras[0][i]]
+        found = labels[order] == y[i]
+        if found.any():
+            yield found
+
+
+def definitions(found: Any) -> dict[str, float]:
+    """The metrics of one query, item by item."""
+    r, at = int(found.sum()), [int(p) + 1 for p in np.flatnonzero(found)]
+    precision = [int(found[:p].sum()) / p for p in range(1, len(found) + 1)]
+    return {
+        **{f"recall_at_{k}": float(any(found[:k])) for k in KS},
+        **{f"precision_at_{k}": sum(found[:k]) / k for k in KS},
+        "mean_average_precision_at_r": sum(precision[p - 1] for p in at if p <= r) / r,
+        "r_precision": sum(found[:r]) / r,
+        "mean_average_precision": sum(precision[p - 1] for p in at) / r,
+        "mean_reciprocal_rank": 1 / at[0],
+        "ndcg": sum(1 / math.log2(1 + p) for p in at) / sum(1 / math.log2(1 + p) for p in range(1, r + 1)),
+    }
+
+
+def expected(queries: list[Any]) -> dict[str, Any]:
+    each = [definitions(found) for found in queries]
+    return {name: pytest.approx(np.mean([one[name] for one in each]), abs=1e-9) for name in each[0]}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("distance", ["l2", "ip"])
+@pytest.mark.parametrize("across", [False, True])
+def test_all_are_their_definitions(seed: int, whole: bool, distance: Distance, across: bool) -> None:
+    x, y, seen = drawn(seed, whole)
+    items, labels, theirs = drawn(seed + 100, whole, n=80)
+    items[:20] = x[-20:]
+    for gallery in (None, (items, labels)):
+        searched, classes = gallery or (x, y)
+        cameras = (seen, seen if gallery is None else theirs) if across else None
+        found = ranking_metrics(x, y, NAMES, KS, gallery=gallery, cameras=cameras, distance=distance)
+        queries = list(relevance(x, y, searched, classes, distance, cameras, own=gallery is None))
+        assert found.values == expected(queries)
+        assert (found.queries, found.without_match) == (len(queries), len(x) - len(queries))
+        assert found.without_match > 0
+
+
+@pytest.mark.parametrize("distance", ["l2", "cosine"])
+def test_recall_is_that_of_recall_at_k(distance: Distance) -> None:
+    x, y, _ = drawn(0, whole=False)
+    for options in ({}, {"query_subset": 20, "seed": 3}):
+        recall = recall_at_k(x, y, KS, distance=distance, **options)
+        found = ranking_metrics(x, y, ["recall"], KS, distance=distance, **options)
+        assert found.values == {f"recall_at_{k}": value for k, value in recall.at.items()}
+        assert (found.queries, found.without_match) == (recall.queries, recall.without_match)
+
+
+def test_recall_across_cameras_is_that_of_market1501s_rule() -> None:
+    x, y, seen = drawn(5, whole=False)
+    items, labels, theirs = drawn(6, whole=False)
+    _, hits = hits_across_cameras(
+        Seen(torch.from_numpy(x), torch.from_numpy(y), seen),
+        Seen(torch.from_numpy(items), torch.from_numpy(labels), theirs),
+        KS,
+    )
+    found = ranking_metrics(x, y, ["recall"], KS, gallery=(items, labels), cameras=(seen, theirs))
+    assert list(found.values.values()) == hits.mean(axis=0).tolist()
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_pytorch_metric_learning_has_the_same(same: bool) -> None:
+    pytest.importorskip("pytorch_metric_learning")
+    from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
+
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(90, 4)).astype(np.float32), rng.integers(20, size=90)
+    names = ("mean_average_precision_at_r", "r_precision", "mean_average_precision", "mean_reciprocal_rank")
+    calculator = AccuracyCalculator(include=(*names, "precision_at_1"), k=None, device=torch.device("cpu"))
+    if same:
+        theirs, gallery = calculator.get_accuracy(x, y), None
+    else:
+        gallery = (x[40:], y[40:])
+        x, y = x[:40], y[:40]
+        theirs = calculator.get_accuracy(x, y, *gallery)
+    found = ranking_metrics(x, y, [*names, "precision"], (1,), gallery=gallery)
+    assert found.values.pop("mean_reciprocal_rank") == pytest.approx(theirs.pop("mean_reciprocal_rank"), abs=1e-7)
+    assert found.values == pytest.approx(theirs, abs=1e-9)  # the one before is in float32 there
+
+
+def test_torchmetrics_has_the_same() -> None:
+    functional = pytest.importorskip("torchmetrics.functional.retrieval")
+    x, y, _ = drawn(3, whole=False)
+    queries = [torch.from_numpy(found) for found in relevance(x, y, x, y, own=True)]
+    found = ranking_metrics(x, y, NAMES, KS).values
+
+    def theirs(name: str, **options: Any) -> Any:
+        each = [getattr(functional, name)(1 / torch.arange(1.0, len(one) + 1), one, **options) for one in queries]
+        return pytest.approx(float(torch.stack([value.double() for value in each]).mean()), abs=1e-6)  # float32
+
+    assert found["mean_average_precision"] == theirs("retrieval_average_precision")
+    assert found["mean_reciprocal_rank"] == theirs("retrieval_reciprocal_rank")
+    assert found["r_precision"] == theirs("retrieval_r_precision")
+    assert found["ndcg"] == theirs("retrieval_normalized_dcg")
+    for k in KS:
+        assert found[f"precision_at_{k}"] == theirs("retrieval_precision", top_k=k)
+        assert found[f"recall_at_{k}"] == theirs("retrieval_hit_rate", top_k=min(k, len(x) - 1))
+
+
+def test_embeddings_that_are_all_the_same_rank_by_their_rows() -> None:
+    x, y = np.full((50, 3), 0.1), np.arange(50) % 5
+    found = ranking_metrics(x, y, NAMES, KS)
+    assert found.values == expected(list(relevance(x, y, x, y, own=True)))
+
+
+def test_intervals_are_wilsons_of_shares_and_normal_ones_of_other_means() -> None:
+    low, high = interval(np.array([1.0] * 10))
+    assert (low, high) == pytest.approx((10 / (10 + 1.959963984540054**2), 1.0), abs=1e-12)
+    share = np.array([1.0] * 9 + [0.0])
+    for end in interval(share):  # (share - p)^2 = z^2 p (1 - p) / n, which defines it
+        assert (0.9 - end) ** 2 == pytest.approx(1.959963984540054**2 * end * (1 - end) / 10, abs=1e-12)
+    values = np.array([0.25, 0.5, 0.5, 0.75])
+    half = 1.959963984540054 * math.sqrt(0.125 / 3) / 2
+    assert interval(values) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-12)
+    assert interval(np.array([0.3])) == (0.0, 1.0)  # one query tells nothing
+
+
+@pytest.mark.parametrize("ks", [(1,), (10, 1, 3), (1, 500)])
+def test_intervals_of_recalls_are_those_of_each_query_s_hits(ks: tuple[int, ...]) -> None:
+    x, y, _ = drawn(2, whole=False)
+    rows, hits = hits_at_k(x, y, ks)
+    recall = recall_at_k(x, y, ks)
+    found = recall_intervals(recall.at, recall.queries)
+    assert found == {
+        **{f"recall_at_{k}": pytest.approx(interval(hits[:, i].astype(float))) for i, k in enumerate(ks)},
+        "mean": pytest.approx(interval(hits.mean(axis=1))),
+    }
+    assert len(rows) == recall.queries
+
+
+def test_parts_of_the_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y, seen = drawn(1, whole=False)
+    whole = ranking_metrics(x, y, NAMES, KS, cameras=(seen, seen))
+    monkeypatch.setattr(ranking, "PART", 7)
+    monkeypatch.setattr(neighbours, "DISTANCES", 200)  # three queries at a time
+    monkeypatch.setattr(neighbours, "NUMBERS", 50)
+    assert ranking_metrics(x, y, NAMES, KS, cameras=(seen, seen)) == whole
+
+
+def test_intervals_hold_the_truth_nearly_as_often_as_they_say() -> None:
+    rng = np.random.default_rng(0)
+    held = []
+    for _ in range(2000):
+        low, high = interval(rng.beta(2, 1, size=60))
+        held.append(low <= 2 / 3 <= high)
+    assert abs(np.mean(held) - 0.95) < 3 * math.sqrt(0.95 * 0.05 / 2000) + 0.005
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"names": ["map"]}, "metric 'map' is none of recall, precision, mean_average_precision_at_r"),
+        ({"ks": [0]}, "ks must be one or more numbers"),
+        ({"cameras": (np.arange(3), np.arange(60))}, "labels and cameras must match in number, got 60 and 3"),
+        ({"cameras": (np.arange(60), np.full(60, 0.5))}, "gallery cameras must be n integers, got 0.5 in row 0"),
+        ({"cameras": (np.ones(60), np.ones(60))}, "no query's identity is shown by another camera"),
+    ],
+)
+def test_what_is_impossible_is_refused(options: dict[str, Any], message: str) -> None:
+    x, y, _ = drawn(0, whole=False)
+    with pytest.raises(DataError, match=message):
+        ranking_metrics(x, y, **options)
+
+
+def test_each_metric_is_described() -> None:
+    assert set(RANKED) == set(NAMES) - {"recall"}
