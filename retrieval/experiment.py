@@ -119,12 +119,25 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         return task, test
 
     def own_settings(self) -> Settings:
-        """Return retrieval's settings; a whitening is fitted on the validation images, as BatchNorm is on them."""
-        names = self.config.named_settings
+        """Return retrieval's settings; a whitening is fitted on the validation images, as BatchNorm is on them.
+
+        Where these are too few for it, and no settings are named, it is left out.
+        """
+        names, x = self.config.named_settings, self.splits.validation.x
         with config_section("settings.names"):
-            return retrieval_settings(
+            settings = retrieval_settings(
                 self.task.metric, self.test_metric, whiten_on=self.task.metric, also=[n for n in names if n in FURTHER]
-            ).only(names)
+            )
+        width = embed_with(self.task.adapter, self.task.origin(), x[:2]).shape[1]
+        if not names and len(x) <= width:
+            others = [name for name in settings.names if name != "whitening"]
+            if self.seed == self.config.seed:
+                self.watcher.say(
+                    f"settings: no whitening, as {len(x)} validation images are too few for {width} dimensions"
+                )
+            return settings.only(others) if others else settings.limited(queries=0)
+        with config_section("settings.names"):
+            return settings.only(names)
 
     def rare(self) -> Rare | None:
         """Return the groups of queries, the classes, of which validation has few examples."""
