@@ -255,7 +255,8 @@ def read_annotations(
 
 def evaluate(found: Sequence[Any], truth: Any, definition: str, rounded: bool, most: int) -> dict[str, Any]:
     """Return the numbers of objects and detections of each class, and the AP50 by each requested definition."""
-    from metricopt_ext.detection.ap50 import DEFINITIONS, average_precision
+    from metricopt_ext.detection.ap50 import average_precision
+    from metricopt_ext.detection.matching import DEFINITIONS
 
     wanted = [each for each in DEFINITIONS if definition in (each, "all")]
     return {

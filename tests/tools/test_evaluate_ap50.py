@@ -14,8 +14,9 @@ import torch
 
 pytest.importorskip("PIL")
 
-from metricopt_ext.detection.ap50 import DEFINITIONS, average_precision
+from metricopt_ext.detection.ap50 import average_precision
 from metricopt_ext.detection.coco import CocoSet, read_coco, write_coco, write_detections
+from metricopt_ext.detection.matching import DEFINITIONS
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
 from metricopt_ext.detection.scenes import write_scenes
 from metricopt_ext.detection.toolkit import Example
