@@ -108,16 +108,16 @@ def read_coco(
     places = choose(written_ways(tuple(images)), distinct(entries, "image_id"), "image_id", "")
     ways = class_ways(tuple(categories), tuple(categories.values()))
     labels = choose(ways, distinct(entries, "category_id"), "category_id", "")
-    objects: list[list[tuple[list[float], int, bool]]] = [[] for _ in images]
+    objects: list[list[tuple[list[float], int, bool, float]]] = [[] for _ in images]
     flat, boxes = [], [box_of(each, where) for each, where in entries]
     for (each, where), (x, y, width, height) in zip(entries, boxes, strict=True):
         place = places[each["image_id"]]
         if width <= 0 or height <= 0:
             flat.append(bare[place].path.name or str(bare[place].image_id))
         else:
-            objects[place].append(
-                ([x, y, x + width, y + height], labels[each["category_id"]], flag_of(each, "iscrowd", where))
-            )
+            edges = [x, y, x + width, y + height]
+            crowd = flag_of(each, "iscrowd", where)
+            objects[place].append((edges, labels[each["category_id"]], crowd, area_of(each)))
     if flat:
         more = f" and {len(flat) - NAMED} more" if len(flat) > NAMED else ""
         warnings.warn(
@@ -126,10 +126,11 @@ def read_coco(
     annotated = [
         replace(
             image,
-            boxes=torch.tensor([box for box, _, _ in own], dtype=dtype).reshape(-1, 4),
-            labels=torch.tensor([label for _, label, _ in own], dtype=torch.int64),
+            boxes=torch.tensor([box for box, _, _, _ in own], dtype=dtype).reshape(-1, 4),
+            labels=torch.tensor([label for _, label, _, _ in own], dtype=torch.int64),
             difficult=torch.zeros(len(own), dtype=torch.bool),
-            crowd=torch.tensor([crowd for _, _, crowd in own], dtype=torch.bool),
+            crowd=torch.tensor([crowd for _, _, crowd, _ in own], dtype=torch.bool),
+            areas=torch.tensor([area for _, _, _, area in own], dtype=torch.float64),
         )
         for image, own in zip(bare, objects, strict=True)
     ]
@@ -230,7 +231,8 @@ class _Results:
         rows = torch.argsort(self.places, stable=True)
         rows = rows[self.labels[rows] >= 0]
         counts = torch.bincount(self.places[rows], minlength=self.images).tolist()
-        parts = (each[rows].split(counts) for each in (edges, self.scores, self.labels))
+        areas = self.boxes[:, 2] * self.boxes[:, 3]  # as pycocotools has them, to the last bit
+        parts = (each[rows].split(counts) for each in (edges, self.scores, self.labels, areas))
         return [Detections(*each) for each in zip(*parts, strict=True)]
 
 

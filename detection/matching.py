@@ -1,5 +1,6 @@
 """Which detections hit an object: the overlaps, and the rules of each definition in `ap50`."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -8,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from metricopt_ext.detection.records import Detections, DetectionSet, as_array
+from metricopt_ext.detection.records import Annotated, Detections, DetectionSet, as_array
 from metricopt_ext.errors import MetricError
 
 Definition = Literal["voc_11_point", "voc", "coco"]
@@ -42,25 +43,37 @@ def match_voc(found: "Found", things: "Things", pairs: Pairs, iou: float) -> tup
     return counted, hits
 
 
-def match_coco(found: "Found", things: "Things", pairs: Pairs, iou: float) -> tuple[Booleans, Booleans]:
-    """Which detections count, and which hit an object."""
+def match_coco(
+    found: "Found", things: "Things", pairs: Pairs, iou: float, area: tuple[float, float] | None = None
+) -> tuple[Booleans, Booleans]:
+    """Which detections count, and which hit an object.
+
+    Objects beyond a range of areas don't count, nor does a detection of one, nor one beyond it that hits nothing.
+    """
     rows, columns, overlaps = pairs
     near = overlaps >= iou
     rows, columns, overlaps = rows[near], columns[near], overlaps[near]
-    # For each detection in turn: objects before crowd regions, larger overlaps first, the last of equals.
-    order = np.lexsort((-columns, -overlaps, things.crowd[columns], rows))
-    counted = np.prod(found.boxes[:, 2:] - found.boxes[:, :2], axis=1) >= 0
+    ignored = things.ignored if area is None else things.ignored | beyond(things.areas, area)
+    # For each detection in turn: objects that count first, larger overlaps first, the last of equals.
+    order = np.lexsort((-columns, -overlaps, ignored[columns], rows))
+    counted = found.areas >= 0 if area is None else ~beyond(found.areas, area)
     hits = np.zeros(len(found.keys), dtype=bool)
+    decided: set[int] = set()
     taken: set[int] = set()
-    crowd = set(np.flatnonzero(things.crowd).tolist())
+    crowd, passed = (set(np.flatnonzero(each).tolist()) for each in (things.crowd, ignored))
     for row, column in zip(rows[order].tolist(), columns[order].tolist(), strict=True):
-        if not hits[row] and column not in taken:
-            if column in crowd:
-                counted[row] = False
-            else:
-                hits[row] = True
-                taken.add(column)
+        if row in decided or column in taken:
+            continue
+        decided.add(row)
+        hits[row] = counted[row] = column not in passed
+        if column not in crowd:
+            taken.add(column)
     return counted, hits
+
+
+def beyond(areas: Floats, area: tuple[float, float]) -> Booleans:
+    """Return which areas are out of a range, whose ends are in it."""
+    return (areas < area[0]) | (areas > area[1])
 
 
 def pairs_of(found: "Found", things: "Things", pixel: float) -> Pairs:
@@ -87,6 +100,7 @@ class Found:
 
     keys: Integers  # image * classes + label
     boxes: Floats
+    areas: Floats  # in square pixels
 
     @staticmethod
     def of(detections: Sequence[Detections], classes: int, definition: Definition, rounded: bool) -> "Found":
@@ -119,11 +133,11 @@ class Found:
         else:
             boxes = boxes + ORIGIN[definition]
         order = _by_score(labels, scores, stable=not rounded)
-        return Found(images * classes + labels, boxes).take(order)
+        return Found(images * classes + labels, boxes, _areas(detections, boxes)).take(order)
 
     def take(self, rows: Any) -> "Found":
         """Return some of the rows."""
-        return Found(self.keys[rows], self.boxes[rows])
+        return Found(self.keys[rows], self.boxes[rows], self.areas[rows])
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +148,7 @@ class Things:
     boxes: Floats
     ignored: Booleans  # do not count, nor are detections of them false
     crowd: Booleans  # of the ignored ones, those that COCO treats as regions
+    areas: Floats  # in square pixels
     counts: Integers  # of objects that are not ignored, images x classes
 
     @staticmethod
@@ -151,11 +166,19 @@ class Things:
             ignored, crowd = ignored | difficult.astype(bool), np.zeros_like(crowd)
         order = np.argsort(keys, kind="stable")
         counts = np.bincount(keys[~ignored], minlength=shape[0] * shape[1]).reshape(shape)
-        return Things(keys[order], boxes[order], ignored[order], crowd[order], counts)
+        areas = _areas(truth.images, boxes)
+        return Things(keys[order], boxes[order], ignored[order], crowd[order], areas[order], counts)
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> npt.NDArray[Any]:
     return as_array(torch.cat(list(parts))) if parts else np.zeros(0)
+
+
+def _areas(images: Sequence[Annotated] | Sequence[Detections], boxes: Floats) -> Floats:
+    """Areas as told, or those of boxes."""
+    of_boxes = np.prod(boxes[:, 2:] - boxes[:, :2], axis=1)
+    told = _joined([torch.full((len(each.labels),), math.nan) if each.areas is None else each.areas for each in images])
+    return np.where(np.isnan(told), of_boxes, told)
 
 
 def _by_score(labels: Integers, scores: npt.NDArray[Any], *, stable: bool) -> Integers:

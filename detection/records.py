@@ -47,6 +47,7 @@ class Annotated:
         difficult: VOC's flag, ``n`` booleans.
         crowd: COCO's flag, ``n`` booleans.
         archive: The zip file that holds the image, if one does.
+        areas: COCO's areas of the objects in square pixels, ``n``, NaN where none is told; None for those of boxes.
     """
 
     image_id: str | int
@@ -58,6 +59,7 @@ class Annotated:
     difficult: Tensor
     crowd: Tensor
     archive: Path | None = None
+    areas: Tensor | None = None
 
     def load(self, max_pixels: int = MAX_PIXELS, unzip: Callable[[str], bytes] | None = None) -> Tensor:
         """Return the image, ``3 x height x width``, uint8 RGB, rotated as its EXIF orientation says (`decoded`).
@@ -200,11 +202,13 @@ class Detections:
         boxes: ``n x 4`` floats, see `Annotated`.
         scores: Confidences, ``n`` floats.
         labels: Classes, ``n`` integers.
+        areas: In square pixels, ``n``; None for those of boxes.
     """
 
     boxes: Tensor
     scores: Tensor
     labels: Tensor
+    areas: Tensor | None = None
 
     def __len__(self) -> int:
         """Return the number of detections."""

@@ -13,7 +13,8 @@ without suffix, and category_id counts the classes from 1 (or category_name name
 are read where one reading fits them all (metricopt_ext.detection.ids), and notes below the table say what did not
 count. The module metricopt_ext.detection.ap50 explains how the definitions differ. Instead of a file, detections can
 come from a detector that the config file of tools/finetune_detector.py describes, with its weights, and with a
-finetuned adapter if one is given. Prints a table and writes report.json.
+finetuned adapter if one is given. Prints a table, for COCO's definition the twelve lines of pycocotools too
+(metricopt_ext.detection.coco_summary), and writes report.json.
 """
 
 import argparse
@@ -98,7 +99,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "images": len(truth),
         "inference": inference,
         **evaluation,
-        "notes": [*notes, *not_counted(found, evaluation, most), *repeated(found, truth)],
+        "notes": [*notes, *not_counted(found, evaluation, most), *untold(truth, evaluation), *repeated(found, truth)],
         "versions": versions(),
         "config": {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()},
     }
@@ -254,12 +255,13 @@ def read_annotations(
 
 
 def evaluate(found: Sequence[Any], truth: Any, definition: str, rounded: bool, most: int) -> dict[str, Any]:
-    """Return the numbers of objects and detections of each class, and the AP50 by each requested definition."""
+    """Return the numbers of objects and detections of each class, the AP50 by each requested definition, and COCO's."""
     from metricopt_ext.detection.ap50 import average_precision
+    from metricopt_ext.detection.coco_summary import summarize
     from metricopt_ext.detection.matching import DEFINITIONS
 
     wanted = [each for each in DEFINITIONS if definition in (each, "all")]
-    return {
+    evaluation: dict[str, Any] = {
         "objects": count(truth.images, truth.classes),
         "detections": count(found, truth.classes),
         "ap50": {
@@ -267,6 +269,10 @@ def evaluate(found: Sequence[Any], truth: Any, definition: str, rounded: bool, m
             for each in wanted
         },
     }
+    if "coco" in wanted:
+        summary = summarize(found, truth, max_detections=most)
+        evaluation["coco"] = {**summary.numbers, "per_class": summary.per_class, "lines": summary.lines}
+    return evaluation
 
 
 def not_counted(found: Sequence[Any], evaluation: dict[str, Any], most: int) -> list[str]:
@@ -286,6 +292,14 @@ def not_counted(found: Sequence[Any], evaluation: dict[str, Any], most: int) -> 
     if any(evaluation["detections"].values()) and not any(result["mean"] for result in evaluation["ap50"].values()):
         notes.append("no detection hits an object; are image_id, category_id and bbox written as the annotations' are?")
     return notes
+
+
+def untold(truth: Any, evaluation: dict[str, Any]) -> list[str]:
+    """Return in words of how many objects COCO's annotations don't tell the area, which decides the size."""
+    if "coco" not in evaluation:
+        return []
+    lacking = sum(int(each.areas.isnan().sum()) for each in truth.images if each.areas is not None)
+    return [f"the area of {counted(lacking, 'object')} is not told; that of the bbox decides the size"] * (lacking > 0)
 
 
 def repeated(found: Sequence[Any], truth: Any) -> list[str]:
@@ -315,7 +329,7 @@ def count(images: Sequence[Any], classes: Sequence[str]) -> dict[str, int]:
 
 
 def print_report(report: dict[str, Any]) -> None:
-    """Print a line for each class, the means, and how the detections were found."""
+    """Print a line for each class, the means, COCO's numbers, and how the detections were found."""
     from metricopt_ext.detection.toolkit import told_inference
 
     results = report["ap50"]
@@ -328,6 +342,8 @@ def print_report(report: dict[str, Any]) -> None:
     rows.append(["mean", *totals, *(f"{result['mean']:.4f}" for result in results.values())])
     header = ["AP50", "objects", "detections", *results]
     print_table(header, rows, bold=[len(rows) - 1])
+    for line in report.get("coco", {}).get("lines", ()):
+        print(line)
     if told := told_inference(report["inference"]):
         print(plain(f"found {told}"))
     print_notes(report["notes"])

@@ -15,7 +15,8 @@ import torch
 pytest.importorskip("PIL")
 
 from metricopt_ext.detection.ap50 import average_precision
-from metricopt_ext.detection.coco import CocoSet, read_coco, write_coco, write_detections
+from metricopt_ext.detection.coco import CocoSet, read_coco, read_detections, write_coco, write_detections
+from metricopt_ext.detection.coco_summary import summarize
 from metricopt_ext.detection.matching import DEFINITIONS
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
 from metricopt_ext.detection.scenes import write_scenes
@@ -190,7 +191,7 @@ def crowded(folder: Path, objects: int = 150) -> tuple[str, ...]:
     annotations = {
         "images": [{"id": 1}],
         "categories": [{"id": 1, "name": "cat"}, {"id": 2, "name": "dog"}],
-        "annotations": [{"image_id": 1, "category_id": 1, "bbox": box} for box in boxes],
+        "annotations": [{"image_id": 1, "category_id": 1, "bbox": box, "area": 225} for box in boxes],
     }
     found = [{"image_id": 1, "category_id": 1, "bbox": box, "score": 1 - 0.001 * i} for i, box in enumerate(boxes)] + [
         {"image_id": 1, "category_id": 2, "bbox": [0, 0, 9, 9], "score": 0.5}
@@ -218,6 +219,27 @@ def test_detections_beyond_coco_s_limit_are_counted_and_the_limit_can_be_raised(
     assert raised["ap50"]["coco"]["mean"] == pytest.approx(1)
     assert len(raised["notes"]) == 2
     assert len(evaluate(tmp_path, *arguments, "--definition", "voc")["notes"]) == 2
+
+
+def test_coco_s_numbers_are_reported_and_printed_as_pycocotools_prints_them(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = evaluate(folder, *COCO)
+    data = read_coco(folder / "coco.json", dtype=torch.float64)
+    summary = summarize(read_detections(folder / "coco_results.json", data), data)
+    numbers = {**summary.numbers, "per_class": summary.per_class, "lines": list(summary.lines)}
+    assert report["coco"] == numbers
+    assert "".join(f"{line}\n" for line in summary.lines) in capsys.readouterr().out
+    assert report["coco"]["AP50"] == pytest.approx(report["ap50"]["coco"]["mean"], abs=1e-12)
+    assert 0 < report["coco"]["AP75"] < report["coco"]["AP50"]
+    assert list(report["coco"]["per_class"]) == ["bird", "cat"]
+    assert "coco" not in evaluate(folder, *COCO, "--definition", "voc")
+    assert " Average" not in capsys.readouterr().out
+    changed(folder, "coco.json", lambda content: [each.pop("area") for each in content["annotations"][:2]])
+    again = evaluate(folder, *COCO)
+    assert again["coco"] == numbers  # as it is that of the bbox
+    told = "the area of 2 objects is not told; that of the bbox decides the size"
+    assert [note for note in again["notes"] if note not in report["notes"]] == [told]
 
 
 def changed(folder: Path, name: str, change: Any) -> None:
