@@ -7,7 +7,7 @@ another size that hits nothing. How detections and objects are matched, `ap50` s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +15,12 @@ import numpy.typing as npt
 from metricopt_ext.detection.ap50 import COCO_DETECTIONS, METRICS, area_of_precision
 from metricopt_ext.detection.matching import Found, Things, beyond, match_coco, pairs_of, ranks_of
 from metricopt_ext.detection.records import Detections, DetectionSet
+from metricopt_ext.detection.shapes import Kind, shape_pairs
 from metricopt_ext.errors import DataError
 
 # Areas in square pixels of each size; an area at an end is of both sizes, as in pycocotools.
 SIZES = {"all": (0.0, 1e10), "small": (0.0, 32.0**2), "medium": (32.0**2, 96.0**2), "large": (96.0**2, 1e10)}
+MOST: dict[Kind, int] = {"bbox": COCO_DETECTIONS, "segm": COCO_DETECTIONS, "keypoints": 20}  # of a class in an image
 FEW = (1, 10)  # detections by which AR is told, too
 
 
@@ -63,30 +65,34 @@ class Summary:
     lines: tuple[str, ...]
 
 
-def numbers_of(most: int) -> list[Number]:
-    """Return COCO's twelve numbers in pycocotools' order.
+def numbers_of(kind: Kind, most: int) -> list[Number]:
+    """Return which numbers COCO has, twelve of boxes or masks, in pycocotools' order.
 
     Args:
+        kind: What is compared; for keypoints there are ten, none of them of small objects.
         most: How many detections of a class in an image count, COCO's 100; with 10 or less, there are fewer numbers.
     """
+    rows = [("", None, "all"), ("50", 0.5, "all"), ("75", 0.75, "all"), ("m", None, "medium"), ("l", None, "large")]
+    if kind == "keypoints":
+        return [Number(f"{of}{end}", of == "AR", iou, size, most) for of in ("AP", "AR") for end, iou, size in rows]
+    rows.insert(3, ("s", None, "small"))
     return [
-        Number("AP", False, None, "all", most),
-        *(Number(f"AP{100 * iou:.0f}", False, iou, "all", most) for iou in (0.5, 0.75)),
-        *(Number(f"AP{size[0]}", False, None, size, most) for size in list(SIZES)[1:]),
+        *(Number(f"AP{end}", False, iou, size, most) for end, iou, size in rows),
         *(Number(f"AR{few}", True, None, "all", few) for few in (*(few for few in FEW if few < most), most)),
-        *(Number(f"AR{size[0]}", True, None, size, most) for size in list(SIZES)[1:]),
+        *(Number(f"AR{end}", True, iou, size, most) for end, iou, size in rows[3:]),
     ]
 
 
 def summarize(
-    detections: Sequence[Detections], truth: DetectionSet, *, max_detections: int = COCO_DETECTIONS
+    detections: Sequence[Detections], truth: DetectionSet, kind: Kind = "bbox", *, max_detections: int | None = None
 ) -> Summary:
     """Return COCO's numbers of detections.
 
     Args:
         detections: What was found in each image of ``truth``, in the same order.
         truth: The images with their objects.
-        max_detections: How many detections of a class in an image count, at least 1.
+        kind: What is compared; but for boxes, both have ``shapes``.
+        max_detections: How many detections of a class in an image count, at least 1; by default `MOST`.
 
     Raises:
         DataError: The numbers of detections and images differ.
@@ -94,34 +100,39 @@ def summarize(
     """
     if len(detections) != len(truth):
         raise DataError(f"there are detections for {len(detections)} images, but {len(truth)} images")
+    most = MOST[kind] if max_detections is None else max_detections
     classes, ious = len(truth.classes), METRICS["AP"]
     found, things = Found.of(detections, classes, "coco", rounded=False), Things.of(truth, "coco")
-    found = found.take(ranks_of(found.keys) < max_detections)
-    ranks, labels, pairs = ranks_of(found.keys), found.keys % classes, pairs_of(found, things, pixel=0.0)
+    found = found.take(ranks_of(found.keys) < most)
+    if kind == "keypoints":
+        unmarked = [not (points[:, 2] > 0).any() for points in things.shapes]
+        things = replace(things, ignored=things.ignored | np.array(unmarked, dtype=bool))
+    pairs = pairs_of(found, things, pixel=0.0) if kind == "bbox" else shape_pairs(found, things, kind)
+    ranks, labels = ranks_of(found.keys), found.keys % classes
     ends = np.searchsorted(labels, np.arange(classes + 1))
-    numbers = numbers_of(max_detections)
+    numbers = numbers_of(kind, most)
     values = {each.name: np.full((classes, len(ious)), np.nan) for each in numbers}
-    for size, area in SIZES.items():
-        judged = ~things.ignored & ~beyond(things.areas, area)
+    for size in {each.size: None for each in numbers}:
+        judged = ~things.ignored & ~beyond(things.areas, SIZES[size])
         objects = np.bincount(things.keys[judged] % classes, minlength=classes)
+        known = np.flatnonzero(objects)
         for place, iou in enumerate(ious):
-            counted, hits = match_coco(found, things, pairs, iou, area)
+            counted, hits = match_coco(found, things, pairs, iou, SIZES[size])
+            precision = [
+                area_of_precision(hits[start:end][counted[start:end]], int(objects[label]), "coco")
+                for label, start, end in zip(known, ends[known], ends[known + 1], strict=True)
+            ]
             for each in numbers:
-                if each.size != size or each.iou not in (None, iou):
-                    continue
-                for label in np.flatnonzero(objects):
-                    own = slice(ends[label], ends[label + 1])
-                    if each.recall:
-                        value = np.count_nonzero(hits[own] & (ranks[own] < each.most)) / objects[label]
-                    else:
-                        value = area_of_precision(hits[own][counted[own]], int(objects[label]), "coco")
-                    values[each.name][label, place] = value
+                if each.size == size and each.iou in (None, iou):
+                    recalled = np.bincount(labels[hits & (ranks < each.most)], minlength=classes)
+                    values[each.name][known, place] = recalled[known] / objects[known] if each.recall else precision
+    whole = values["AP"]
     return Summary(
         {each.name: _mean(values[each.name]) for each in numbers},
         {
             name: {each.name: _mean(values[each.name][label]) for each in numbers}
             for label, name in enumerate(truth.classes)
-            if not np.isnan(values["AP"][label]).all()
+            if not np.isnan(whole[label]).all()
         },
         tuple(each.line(_mean(values[each.name])) for each in numbers),
     )

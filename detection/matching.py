@@ -21,6 +21,7 @@ ORIGIN = {"voc_11_point": np.array([1.0, 1.0, 0.0, 0.0]), "voc": np.array([1.0, 
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
+Objects = npt.NDArray[np.object_]
 Booleans = npt.NDArray[np.bool_]
 Pairs = tuple[Integers, Integers, Floats]  # of detections and objects: their rows, and their overlap in [0, 1]
 
@@ -101,6 +102,7 @@ class Found:
     keys: Integers  # image * classes + label
     boxes: Floats
     areas: Floats  # in square pixels
+    shapes: Objects  # masks or keypoints, if these are compared
 
     @staticmethod
     def of(detections: Sequence[Detections], classes: int, definition: Definition, rounded: bool) -> "Found":
@@ -133,11 +135,12 @@ class Found:
         else:
             boxes = boxes + ORIGIN[definition]
         order = _by_score(labels, scores, stable=not rounded)
-        return Found(images * classes + labels, boxes, _areas(detections, boxes)).take(order)
+        shapes = _shapes(detections)
+        return Found(images * classes + labels, boxes, _areas(detections, boxes), shapes).take(order)
 
     def take(self, rows: Any) -> "Found":
         """Return some of the rows."""
-        return Found(self.keys[rows], self.boxes[rows], self.areas[rows])
+        return Found(self.keys[rows], self.boxes[rows], self.areas[rows], self.shapes[rows])
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,6 +152,7 @@ class Things:
     ignored: Booleans  # do not count, nor are detections of them false
     crowd: Booleans  # of the ignored ones, those that COCO treats as regions
     areas: Floats  # in square pixels
+    shapes: Objects  # masks or keypoints, if these are compared
     counts: Integers  # of objects that are not ignored, images x classes
 
     @staticmethod
@@ -166,8 +170,8 @@ class Things:
             ignored, crowd = ignored | difficult.astype(bool), np.zeros_like(crowd)
         order = np.argsort(keys, kind="stable")
         counts = np.bincount(keys[~ignored], minlength=shape[0] * shape[1]).reshape(shape)
-        areas = _areas(truth.images, boxes)
-        return Things(keys[order], boxes[order], ignored[order], crowd[order], areas[order], counts)
+        areas, shapes = _areas(truth.images, boxes), _shapes(truth.images)
+        return Things(keys[order], boxes[order], ignored[order], crowd[order], areas[order], shapes[order], counts)
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> npt.NDArray[Any]:
@@ -179,6 +183,11 @@ def _areas(images: Sequence[Annotated] | Sequence[Detections], boxes: Floats) ->
     of_boxes = np.prod(boxes[:, 2:] - boxes[:, :2], axis=1)
     told = _joined([torch.full((len(each.labels),), math.nan) if each.areas is None else each.areas for each in images])
     return np.where(np.isnan(told), of_boxes, told)
+
+
+def _shapes(images: Sequence[Annotated] | Sequence[Detections]) -> Objects:
+    listed = [shape for each in images for shape in each.shapes or [None] * len(each.labels)]
+    return np.fromiter(listed, dtype=object, count=len(listed))
 
 
 def _by_score(labels: Integers, scores: npt.NDArray[Any], *, stable: bool) -> Integers:

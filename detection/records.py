@@ -48,6 +48,7 @@ class Annotated:
         crowd: COCO's flag, ``n`` booleans.
         archive: The zip file that holds the image, if one does.
         areas: COCO's areas of the objects in square pixels, ``n``, NaN where none is told; None for those of boxes.
+        shapes: Masks or keypoints (`shapes`) if these are compared, ``n``; None for boxes.
     """
 
     image_id: str | int
@@ -60,6 +61,7 @@ class Annotated:
     crowd: Tensor
     archive: Path | None = None
     areas: Tensor | None = None
+    shapes: Sequence[Any] | None = None
 
     def load(self, max_pixels: int = MAX_PIXELS, unzip: Callable[[str], bytes] | None = None) -> Tensor:
         """Return the image, ``3 x height x width``, uint8 RGB, rotated as its EXIF orientation says (`decoded`).
@@ -203,12 +205,14 @@ class Detections:
         scores: Confidences, ``n`` floats.
         labels: Classes, ``n`` integers.
         areas: In square pixels, ``n``; None for those of boxes.
+        shapes: Masks or keypoints (`shapes`) if these are compared, ``n``; None for boxes.
     """
 
     boxes: Tensor
     scores: Tensor
     labels: Tensor
     areas: Tensor | None = None
+    shapes: Sequence[Any] | None = None
 
     def __len__(self) -> int:
         """Return the number of detections."""

@@ -54,6 +54,12 @@ def main() -> None:
         nargs="+",
         help="VOC only: the classes in the order of category_id; default: the config's, or all in the set, sorted",
     )
+    parser.add_argument(
+        "--iou-type",
+        choices=["bbox", "segm", "keypoints"],
+        default="bbox",
+        help="what is compared: boxes, or by COCO's definition masks or keypoints, from a file of detections",
+    )
     parser.add_argument("--definition", choices=["voc_11_point", "voc", "coco", "all"], default="all")
     parser.add_argument(
         "--rounded", action="store_true", help="for VOC's definitions: round as Detectron2's VOC evaluation does"
@@ -61,7 +67,7 @@ def main() -> None:
     parser.add_argument(
         "--max-dets",
         type=int,
-        help="for COCO's definition: most detections of a class in an image that count; default 100",
+        help="for COCO's definition: most detections of a class in an image that count; default 100, of keypoints 20",
     )
     parser.add_argument(
         "--ignore-unknown-classes",
@@ -82,24 +88,26 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Evaluate the detections and write the report; returns it."""
-    from metricopt_ext.detection.ap50 import COCO_DETECTIONS
+    from metricopt_ext.detection.coco_summary import MOST
 
     check_options(arguments)
-    most = COCO_DETECTIONS if arguments.max_dets is None else arguments.max_dets
+    kind = arguments.iou_type
+    most = MOST[kind] if arguments.max_dets is None else arguments.max_dets
     with said_by_readers() as notes:
         found, truth, inference = read_found(arguments) if arguments.config_file is None else detect(arguments)
     try:
-        evaluation = evaluate(found, truth, arguments.definition, arguments.rounded, most)
+        evaluation = evaluate(found, truth, arguments.definition, arguments.rounded, most, kind)
     except MetricOptError:
         print_notes(notes)  # they may say why
         raise
+    told = [*untold(truth, evaluation), *repeated(found, truth)] if kind == "bbox" else []
     report = {
         "task": "detection/ap50",
         "metric": {"name": "ap50", "maximize": True},
         "images": len(truth),
         "inference": inference,
         **evaluation,
-        "notes": [*notes, *not_counted(found, evaluation, most), *untold(truth, evaluation), *repeated(found, truth)],
+        "notes": [*notes, *not_counted(found, evaluation, most), *told],
         "versions": versions(),
         "config": {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()},
     }
@@ -121,6 +129,16 @@ def check_options(arguments: argparse.Namespace) -> None:
             raise DataError(f"--max-dets is for COCO's definition; --definition {arguments.definition} counts all")
         if arguments.max_dets < 1:
             raise DataError(f"--max-dets {arguments.max_dets} must be at least 1")
+    if arguments.iou_type != "bbox":
+        if arguments.definition not in ("coco", "all") or not is_coco(arguments.annotations):
+            raise DataError(
+                f"--iou-type {arguments.iou_type} is for COCO's definition, and annotations in COCO's JSON format"
+            )
+        if arguments.config_file is not None:
+            raise DataError(
+                f"--iou-type {arguments.iou_type} needs --detections, a file with what was found; the detectors of"
+                " --config-file are judged by their boxes"
+            )
     if arguments.config_file is None:
         of_model = ("weights", "entry", "adapter", "images_dir")
         given = [f"--{name.replace('_', '-')}" for name in of_model if getattr(arguments, name)]
@@ -141,9 +159,9 @@ def read_found(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any, dict[
     from metricopt_ext.detection.ap50 import told_cut
     from metricopt_ext.detection.coco import read_detections
 
-    truth = read_annotations(arguments.annotations, arguments.split, arguments.classes)
-    ignore = arguments.ignore_unknown_classes
-    found = read_detections(arguments.detections, truth, ignore_unknown_classes=ignore)
+    kind, ignore = arguments.iou_type, arguments.ignore_unknown_classes
+    truth = read_annotations(arguments.annotations, arguments.split, arguments.classes, kind=kind)
+    found = read_detections(arguments.detections, truth, kind=kind, ignore_unknown_classes=ignore)
     if cut := told_cut(found):
         warnings.warn(cut, stacklevel=2)
     return found, truth, {}
@@ -225,6 +243,7 @@ def read_annotations(
     images_dir: Path | None = None,
     *,
     images: bool = False,
+    kind: Any = "bbox",
 ) -> Any:
     """Read the images with their objects: COCO's format from a .json file, else VOC's, whose images may be needed.
 
@@ -251,16 +270,18 @@ def read_annotations(
         return read_voc(path, split, classes=classes, images=images)
     if split is not None or classes is not None:
         raise DataError(f"--split and --classes are for VOC's format; {path} is in COCO's, which has its own")
-    return read_coco(path, images_dir, dtype=float64)
+    return read_coco(path, images_dir, dtype=float64, kind=kind)
 
 
-def evaluate(found: Sequence[Any], truth: Any, definition: str, rounded: bool, most: int) -> dict[str, Any]:
+def evaluate(
+    found: Sequence[Any], truth: Any, definition: str, rounded: bool, most: int, kind: Any = "bbox"
+) -> dict[str, Any]:
     """Return the numbers of objects and detections of each class, the AP50 by each requested definition, and COCO's."""
     from metricopt_ext.detection.ap50 import average_precision
     from metricopt_ext.detection.coco_summary import summarize
     from metricopt_ext.detection.matching import DEFINITIONS
 
-    wanted = [each for each in DEFINITIONS if definition in (each, "all")]
+    wanted = [each for each in DEFINITIONS if definition in (each, "all")] if kind == "bbox" else []
     evaluation: dict[str, Any] = {
         "objects": count(truth.images, truth.classes),
         "detections": count(found, truth.classes),
@@ -269,9 +290,14 @@ def evaluate(found: Sequence[Any], truth: Any, definition: str, rounded: bool, m
             for each in wanted
         },
     }
-    if "coco" in wanted:
-        summary = summarize(found, truth, max_detections=most)
+    if definition in ("coco", "all"):
+        summary = summarize(found, truth, kind, max_detections=most)
         evaluation["coco"] = {**summary.numbers, "per_class": summary.per_class, "lines": summary.lines}
+        if kind != "bbox":
+            if summary.numbers["AP50"] is None:
+                raise DataError(f"none of {len(truth)} images has an object that counts; AP50 needs one")
+            per_class = {name: numbers["AP50"] for name, numbers in summary.per_class.items()}
+            evaluation["ap50"]["coco"] = {"mean": summary.numbers["AP50"], "per_class": per_class}
     return evaluation
 
 

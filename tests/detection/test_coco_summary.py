@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("pycocotools")
 
 import torch
+from pycocotools import mask
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
@@ -88,8 +89,9 @@ def summarized(folder: Path, truth: dict[str, Any], found: list[dict[str, Any]],
     """Ours, from files."""
     (folder / "truth.json").write_text(json.dumps(truth))
     (folder / "found.json").write_text(json.dumps(found))
-    data = read_coco(folder / "truth.json", dtype=torch.float64)
-    return summarize(read_detections(folder / "found.json", data), data, **options)
+    kind = options.get("kind", "bbox")
+    data = read_coco(folder / "truth.json", dtype=torch.float64, kind=kind)
+    return summarize(read_detections(folder / "found.json", data, kind=kind), data, **options)
 
 
 def known(numbers: dict[str, float | None]) -> list[float]:
@@ -169,3 +171,106 @@ def test_an_area_that_is_not_told_is_the_box_s() -> None:
 def test_detections_of_other_images_are_refused() -> None:
     with pytest.raises(DataError, match="there are detections for 0 images, but 1 images"):
         summarize([], one_image())
+
+
+# --- Masks and keypoints -------------------------------------------------------------------------------------------
+
+
+def with_masks(seed: int, drawn_by: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The random set with masks: discs in their boxes, as encodings or polygons."""
+    truth, found = drawn(seed, 6, 12)
+    rng = np.random.default_rng(100 + seed)
+    y, x = np.mgrid[:480, :640]
+
+    def disc(box: list[float]) -> Any:
+        left, top, width, height = box
+        centre = left + width / 2, top + height / 2
+        if drawn_by == "polygons":
+            turns = np.linspace(0, 2 * np.pi, 9)[:-1]
+            corners = np.stack([centre[0] + width / 2 * np.cos(turns), centre[1] + height / 2 * np.sin(turns)], 1)
+            half = [left, top, left + width / 2, top, left, top + height / 2]  # a second part
+            return [corners.flatten().round(2).tolist(), half]
+        inside = ((x - centre[0]) / (width / 2)) ** 2 + ((y - centre[1]) / (height / 2)) ** 2 <= rng.choice([1, 0.5])
+        if drawn_by == "runs":
+            flat = inside.flatten(order="F")
+            ends = np.concatenate([[0], np.flatnonzero(np.diff(flat)) + 1, [flat.size]])
+            runs = np.diff(ends).tolist()
+            return {"size": [480, 640], "counts": [0, *runs] if flat[0] else runs}
+        encoded = mask.encode(np.asfortranarray(inside.astype(np.uint8)))
+        return {"size": [480, 640], "counts": encoded["counts"].decode()}
+
+    for entry in [*truth["annotations"], *found]:
+        entry["segmentation"] = disc(entry["bbox"])
+    return truth, found
+
+
+@pytest.mark.parametrize("boxes", [True, False])
+@pytest.mark.parametrize("drawn_by", ["encodings", "runs", "polygons"])
+@pytest.mark.parametrize("seed", range(2))
+def test_masks_give_pycocotools_s_numbers(tmp_path: Path, seed: int, drawn_by: str, boxes: bool) -> None:
+    truth, found = with_masks(seed, drawn_by)
+    if drawn_by != "encodings":  # pycocotools' results are encodings
+        _, encoded = with_masks(seed, "encodings")
+        for entry, other in zip(found, encoded, strict=True):
+            entry["segmentation"] = other["segmentation"]
+    if not boxes:
+        for entry in found:
+            del entry["bbox"]
+    ours = summarized(tmp_path, truth, found, kind="segm")
+    stats, lines = by_pycocotools(truth, found, "segm")
+    assert known(ours.numbers) == pytest.approx(stats, abs=1e-9)
+    assert ours.lines == lines
+    assert 0.02 < stats[0] < 0.9
+    assert stats != by_pycocotools(truth, found, "bbox")[0]
+
+
+@pytest.mark.filterwarnings("ignore:boxes in:UserWarning", "ignore:.*would hit an object:UserWarning")
+def test_masks_without_boxes_have_the_boxes_around_them(tmp_path: Path) -> None:
+    truth, found = with_masks(0, "encodings")
+    for entry in found:
+        del entry["bbox"]
+    ours = summarized(tmp_path, truth, found)
+    stats, lines = by_pycocotools(truth, found)
+    assert known(ours.numbers) == pytest.approx(stats, abs=1e-9)
+    assert ours.lines == lines
+
+
+def with_keypoints(seed: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Random people, some without a keypoint, and crowds."""
+    truth, found = drawn(seed, 12, 12)
+    rng = np.random.default_rng(200 + seed)
+    for entry in truth["annotations"]:
+        left, top, width, height = entry["bbox"]
+        points = np.stack([rng.uniform(left, left + width, 17), rng.uniform(top, top + height, 17)], 1)
+        flags = rng.integers(0, 3, 17) * (rng.random() < 0.85)
+        entry["keypoints"] = np.concatenate([points, flags[:, None]], 1).flatten().tolist()
+        entry["num_keypoints"] = int((flags > 0).sum())
+    for entry in found:
+        own = [
+            each
+            for each in truth["annotations"]
+            if (each["image_id"], each["category_id"]) == (entry["image_id"], entry["category_id"])
+        ]
+        points = rng.uniform(0, 400, (17, 3))
+        if own:
+            near = own[rng.integers(0, len(own))]
+            spread = rng.choice([0, 0.02, 0.06, 0.1]) * near["area"] ** 0.5
+            points = np.array(near["keypoints"]).reshape(17, 3) + rng.normal(0, 1, (17, 3)) * spread
+        entry["keypoints"] = points.flatten().tolist()
+    return truth, found
+
+
+@pytest.mark.parametrize("boxes", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_keypoints_give_pycocotools_s_numbers(tmp_path: Path, seed: int, boxes: bool) -> None:
+    truth, found = with_keypoints(seed)
+    if not boxes:
+        for entry in found:
+            del entry["bbox"]
+    ours = summarized(tmp_path, truth, found, kind="keypoints")
+    stats, lines = by_pycocotools(truth, found, "keypoints")
+    assert list(ours.numbers) == ["AP", "AP50", "AP75", "APm", "APl", "AR", "AR50", "AR75", "ARm", "ARl"]
+    assert known(ours.numbers) == pytest.approx(stats, abs=1e-9)
+    assert ours.lines == lines
+    assert 0.02 < stats[0] < 0.9
+    assert any(each["num_keypoints"] == 0 for each in truth["annotations"])

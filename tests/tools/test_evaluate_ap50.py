@@ -157,6 +157,14 @@ def test_a_class_may_have_brackets_in_its_name(folder: Path, capsys: pytest.Capt
         (("--detections", "coco_results.json", *VOC[2:]), "detection 0 has the unknown image_id 1; known: 's1_0'"),
         (("--detections", "missing.json", *VOC[2:]), "missing.json does not exist"),
         ((*COCO, "--definition", "voc", "--max-dets", "5"), "--max-dets is for COCO's definition; --definition voc"),
+        ((*VOC, "--iou-type", "segm"), "--iou-type segm is for COCO's definition, and annotations in COCO's JSON"),
+        ((*COCO, "--iou-type", "segm", "--definition", "voc"), "--iou-type segm is for COCO's definition"),
+        (
+            ("--config-file", "c.yaml", "--weights", "w.pth", *COCO[2:], "--iou-type", "segm"),
+            "--iou-type segm needs --detections, a file",
+        ),
+        ((*COCO, "--iou-type", "segm"), "annotation 0 has no segmentation, which --iou-type segm"),
+        ((*COCO, "--iou-type", "keypoints"), "annotation 0 has the keypoints None; they must be"),
         ((*COCO, "--max-dets", "0"), "--max-dets 0 must be at least 1"),
         (
             ("--config-file", "c.yaml", "--weights", "w.pth", *COCO[2:], "--ignore-unknown-classes"),
@@ -240,6 +248,42 @@ def test_coco_s_numbers_are_reported_and_printed_as_pycocotools_prints_them(
     assert again["coco"] == numbers  # as it is that of the bbox
     told = "the area of 2 objects is not told; that of the bbox decides the size"
     assert [note for note in again["notes"] if note not in report["notes"]] == [told]
+
+
+def with_masks(folder: Path) -> None:
+    """Give each object of COCO's file a triangle in its box, and each detection one in place of its box."""
+
+    def triangle(entry: dict[str, Any]) -> list[list[float]]:
+        x, y, w, h = entry["bbox"]
+        return [[x, y, x + w, y, x, y + h]]
+
+    def encode(entry: dict[str, Any]) -> dict[str, Any]:
+        mask = pytest.importorskip("pycocotools.mask")
+        encoded = mask.frPyObjects(triangle(entry), 100, 100)[0]
+        return {"size": [100, 100], "counts": encoded["counts"].decode()}
+
+    def mend(entry: dict[str, Any]) -> None:
+        entry["segmentation"] = encode(entry)
+        del entry["bbox"]
+
+    changed(folder, "coco.json", lambda c: [each.update(segmentation=triangle(each)) for each in c["annotations"]])
+    changed(folder, "coco_results.json", lambda found: [mend(each) for each in found])
+
+
+def test_masks_are_compared_by_iou_type(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with_masks(folder)
+    boxes, masks = evaluate(folder, *COCO), evaluate(folder, *COCO, "--iou-type", "segm")
+    assert list(boxes["ap50"]) == ["voc_11_point", "voc", "coco"]
+    data = read_coco(folder / "coco.json", kind="segm", dtype=torch.float64)
+    summary = summarize(read_detections(folder / "coco_results.json", data, kind="segm"), data, "segm")
+    assert masks["coco"] == {**summary.numbers, "per_class": summary.per_class, "lines": list(summary.lines)}
+    per_class = {name: numbers["AP50"] for name, numbers in summary.per_class.items()}
+    assert masks["ap50"] == {"coco": {"mean": summary.numbers["AP50"], "per_class": per_class}}
+    assert masks["coco"]["AP"] != boxes["coco"]["AP"]
+    assert "".join(f"{line}\n" for line in summary.lines) in capsys.readouterr().out
+    changed(folder, "coco.json", lambda content: [each.update(iscrowd=1) for each in content["annotations"]])
+    with pytest.raises(SystemExit, match="none of 12 images has an object that counts"):
+        evaluate(folder, *COCO, "--iou-type", "segm")
 
 
 def changed(folder: Path, name: str, change: Any) -> None:
