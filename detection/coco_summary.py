@@ -65,26 +65,35 @@ class Summary:
     lines: tuple[str, ...]
 
 
-def numbers_of(kind: Kind, most: int) -> list[Number]:
+def numbers_of(kind: Kind, most: int, ious: Sequence[float] = ()) -> list[Number]:
     """Return which numbers COCO has, twelve of boxes or masks, in pycocotools' order.
 
     Args:
         kind: What is compared; for keypoints there are ten, none of them of small objects.
         most: How many detections of a class in an image count, COCO's 100; with 10 or less, there are fewer numbers.
+        ious: Further IoUs, in (0, 1], at each of which AP comes last.
     """
     rows = [("", None, "all"), ("50", 0.5, "all"), ("75", 0.75, "all"), ("m", None, "medium"), ("l", None, "large")]
+    more = [Number(f"AP{100 * iou:g}", False, iou, "all", most) for iou in ious if iou not in (0.5, 0.75)]
     if kind == "keypoints":
-        return [Number(f"{of}{end}", of == "AR", iou, size, most) for of in ("AP", "AR") for end, iou, size in rows]
+        usual = [Number(f"{of}{end}", of == "AR", iou, size, most) for of in ("AP", "AR") for end, iou, size in rows]
+        return [*usual, *more]
     rows.insert(3, ("s", None, "small"))
     return [
         *(Number(f"AP{end}", False, iou, size, most) for end, iou, size in rows),
         *(Number(f"AR{few}", True, None, "all", few) for few in (*(few for few in FEW if few < most), most)),
         *(Number(f"AR{end}", True, iou, size, most) for end, iou, size in rows[3:]),
+        *more,
     ]
 
 
 def summarize(
-    detections: Sequence[Detections], truth: DetectionSet, kind: Kind = "bbox", *, max_detections: int | None = None
+    detections: Sequence[Detections],
+    truth: DetectionSet,
+    kind: Kind = "bbox",
+    *,
+    max_detections: int | None = None,
+    ious: Sequence[float] = (),
 ) -> Summary:
     """Return COCO's numbers of detections.
 
@@ -93,15 +102,19 @@ def summarize(
         truth: The images with their objects.
         kind: What is compared; but for boxes, both have ``shapes``.
         max_detections: How many detections of a class in an image count, at least 1; by default `MOST`.
+        ious: Further IoUs, each in (0, 1], at which AP is told.
 
     Raises:
-        DataError: The numbers of detections and images differ.
+        DataError: The numbers of detections and images differ, or an IoU is out of its range.
         MetricError: What was found is not of the form that `ap50.match` needs.
     """
     if len(detections) != len(truth):
         raise DataError(f"there are detections for {len(detections)} images, but {len(truth)} images")
+    if wrong := [iou for iou in ious if not 0 < iou <= 1]:
+        raise DataError(f"an IoU is {wrong[0]:g}; it must be above 0 and at most 1")
     most = MOST[kind] if max_detections is None else max_detections
-    classes, ious = len(truth.classes), METRICS["AP"]
+    classes, usual = len(truth.classes), METRICS["AP"]
+    levels = [*usual, *dict.fromkeys(iou for iou in ious if iou not in usual)]
     found, things = Found.of(detections, classes, "coco", rounded=False), Things.of(truth, "coco")
     found = found.take(ranks_of(found.keys) < most)
     if kind == "keypoints":
@@ -110,20 +123,20 @@ def summarize(
     pairs = pairs_of(found, things, pixel=0.0) if kind == "bbox" else shape_pairs(found, things, kind)
     ranks, labels = ranks_of(found.keys), found.keys % classes
     ends = np.searchsorted(labels, np.arange(classes + 1))
-    numbers = numbers_of(kind, most)
-    values = {each.name: np.full((classes, len(ious)), np.nan) for each in numbers}
+    numbers = numbers_of(kind, most, list(dict.fromkeys(ious)))
+    values = {each.name: np.full((classes, len(levels)), np.nan) for each in numbers}
     for size in {each.size: None for each in numbers}:
         judged = ~things.ignored & ~beyond(things.areas, SIZES[size])
         objects = np.bincount(things.keys[judged] % classes, minlength=classes)
         known = np.flatnonzero(objects)
-        for place, iou in enumerate(ious):
-            counted, hits = match_coco(found, things, pairs, iou, SIZES[size])
+        for place, iou in enumerate(levels):
+            counted, hits = match_coco(found, things, pairs, min(iou, 1 - 1e-10), SIZES[size])  # as in pycocotools
             precision = [
                 area_of_precision(hits[start:end][counted[start:end]], int(objects[label]), "coco")
                 for label, start, end in zip(known, ends[known], ends[known + 1], strict=True)
             ]
             for each in numbers:
-                if each.size == size and each.iou in (None, iou):
+                if each.size == size and (place < len(usual) if each.iou is None else each.iou == iou):
                     recalled = np.bincount(labels[hits & (ranks < each.most)], minlength=classes)
                     values[each.name][known, place] = recalled[known] / objects[known] if each.recall else precision
     whole = values["AP"]

@@ -219,6 +219,25 @@ class Detections:
         return len(self.scores)
 
 
+def as_one_class(detections: Sequence[Detections], truth: DetectionSet) -> tuple[list[Detections], DetectionSet]:
+    """Return detections and images with one class, ``"any"``, in place of several.
+
+    In each image they come by class first, so that equal scores rank as in pycocotools with ``useCats=0``.
+    """
+
+    def taken(each: Any) -> Any:
+        order = torch.argsort(each.labels, stable=True)
+        parts = {
+            name: value[order]
+            for name in ("boxes", "scores", "difficult", "crowd", "areas")
+            if (value := getattr(each, name, None)) is not None
+        }
+        shapes = each.shapes and [each.shapes[row] for row in order.tolist()]
+        return replace(each, labels=torch.zeros_like(each.labels), shapes=shapes, **parts)
+
+    return [taken(each) for each in detections], DetectionSet(("any",), [taken(each) for each in truth.images])
+
+
 def as_array(tensor: Tensor) -> npt.NDArray[Any]:
     """Return a tensor's content on the CPU; bfloat16, which NumPy does not have, as float32, exactly."""
     return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy(force=True)

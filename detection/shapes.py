@@ -8,10 +8,9 @@ import math
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from metricopt_ext.data.images import MAX_PIXELS
-from metricopt_ext.detection.matching import Floats, Found, Integers, Pairs, Things
+from metricopt_ext.detection.matching import Booleans, Floats, Found, Integers, Pairs, Things
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.words import brief
 
@@ -49,7 +48,7 @@ def mask_of(shape: Any, where: str, height: int = 0, width: int = 0) -> Mask:
                 f"{where} has a segmentation of the size {brief(size)}, but its image has [{height}, {width}], height"
                 " and width"
             )
-        _check_size(*size, where)
+        _check_size(size[0], size[1], where)
         runs = _runs(shape.get("counts"), where)
         if runs[1:].min(initial=1) < 1 or runs[:1].min(initial=0) < 0 or int(runs.sum()) != size[0] * size[1]:
             raise DataError(
@@ -192,15 +191,16 @@ def _similarities(found: Found, rows: Integers, things: Things, columns: Integer
     """The object keypoint similarities of detections and objects, ``rows x columns``."""
     points = np.stack(found.shapes[rows].tolist())[:, None, :, :2]
     objects = np.stack(things.shapes[columns].tolist())
-    marked = objects[..., 2] > 0
+    marked: Booleans = np.asarray(objects[..., 2] > 0)
+    any_marked: Booleans = np.asarray(marked.sum(1, keepdims=True) > 0)
     boxes = things.boxes[columns]
     sides = boxes[:, 2:] - boxes[:, :2]
     low, high = boxes[:, :2] - sides, boxes[:, 2:] + sides
     # Without a keypoint an object is a region, twice its box: what lies within is like it.
     beyond = np.maximum(low[:, None] - points, 0) + np.maximum(points - high[:, None], 0)
-    apart = np.where(marked.any(1)[:, None, None], points - objects[None, ..., :2], beyond)
+    apart = np.where(any_marked[..., None], points - objects[None, ..., :2], beyond)
     scale = 2 * (things.areas[columns] + np.spacing(1))
     error = (apart**2).sum(-1) / (2 * DEVIATIONS) ** 2 / scale[:, None]
-    weight: npt.NDArray[np.bool_] = marked | ~marked.any(1)[:, None]
+    weight: Booleans = marked | ~any_marked
     similar: Floats = (np.exp(-error) * weight).sum(-1) / weight.sum(-1)
     return similar

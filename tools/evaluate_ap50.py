@@ -74,6 +74,14 @@ def main() -> None:
         action="store_true",
         help="leave out detections of classes that the annotations don't have",
     )
+    parser.add_argument(
+        "--iou",
+        nargs="+",
+        type=float,
+        default=[],
+        help="for COCO's definition: further IoUs, above 0 and at most 1, at which the AP is told",
+    )
+    parser.add_argument("--class-agnostic", action="store_true", help="take all classes for one")
     parser.add_argument("--output-dir", required=not shows_config(), type=Path, help="folder for report.json")
     add_show_config(parser)
     arguments = parser.parse_args()
@@ -89,14 +97,17 @@ def main() -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Evaluate the detections and write the report; returns it."""
     from metricopt_ext.detection.coco_summary import MOST
+    from metricopt_ext.detection.records import as_one_class
 
     check_options(arguments)
     kind = arguments.iou_type
     most = MOST[kind] if arguments.max_dets is None else arguments.max_dets
     with said_by_readers() as notes:
         found, truth, inference = read_found(arguments) if arguments.config_file is None else detect(arguments)
+    if arguments.class_agnostic:
+        found, truth = as_one_class(found, truth)
     try:
-        evaluation = evaluate(found, truth, arguments.definition, arguments.rounded, most, kind)
+        evaluation = evaluate(found, truth, arguments.definition, arguments.rounded, most, kind, arguments.iou)
     except MetricOptError:
         print_notes(notes)  # they may say why
         raise
@@ -129,6 +140,11 @@ def check_options(arguments: argparse.Namespace) -> None:
             raise DataError(f"--max-dets is for COCO's definition; --definition {arguments.definition} counts all")
         if arguments.max_dets < 1:
             raise DataError(f"--max-dets {arguments.max_dets} must be at least 1")
+    if arguments.iou:
+        if arguments.definition not in ("coco", "all"):
+            raise DataError(f"--iou is for COCO's definition; --definition {arguments.definition} has an IoU of 0.5")
+        if wrong := [iou for iou in arguments.iou if not 0 < iou <= 1]:
+            raise DataError(f"--iou {wrong[0]:g} must be above 0 and at most 1")
     if arguments.iou_type != "bbox":
         if arguments.definition not in ("coco", "all") or not is_coco(arguments.annotations):
             raise DataError(
@@ -274,7 +290,13 @@ def read_annotations(
 
 
 def evaluate(
-    found: Sequence[Any], truth: Any, definition: str, rounded: bool, most: int, kind: Any = "bbox"
+    found: Sequence[Any],
+    truth: Any,
+    definition: str,
+    rounded: bool,
+    most: int,
+    kind: Any = "bbox",
+    ious: Sequence[float] = (),
 ) -> dict[str, Any]:
     """Return the numbers of objects and detections of each class, the AP50 by each requested definition, and COCO's."""
     from metricopt_ext.detection.ap50 import average_precision
@@ -291,7 +313,7 @@ def evaluate(
         },
     }
     if definition in ("coco", "all"):
-        summary = summarize(found, truth, kind, max_detections=most)
+        summary = summarize(found, truth, kind, max_detections=most, ious=ious)
         evaluation["coco"] = {**summary.numbers, "per_class": summary.per_class, "lines": summary.lines}
         if kind != "bbox":
             if summary.numbers["AP50"] is None:

@@ -18,7 +18,7 @@ from metricopt_ext.detection.ap50 import average_precision
 from metricopt_ext.detection.coco import CocoSet, read_coco, read_detections, write_coco, write_detections
 from metricopt_ext.detection.coco_summary import summarize
 from metricopt_ext.detection.matching import DEFINITIONS
-from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
+from metricopt_ext.detection.records import Annotated, Detections, DetectionSet, as_one_class
 from metricopt_ext.detection.scenes import write_scenes
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
@@ -165,6 +165,8 @@ def test_a_class_may_have_brackets_in_its_name(folder: Path, capsys: pytest.Capt
         ),
         ((*COCO, "--iou-type", "segm"), "annotation 0 has no segmentation, which --iou-type segm"),
         ((*COCO, "--iou-type", "keypoints"), "annotation 0 has the keypoints None; they must be"),
+        ((*COCO, "--iou", "0.5", "1.5"), "--iou 1.5 must be above 0 and at most 1"),
+        ((*COCO, "--iou", "0.6", "--definition", "voc"), "--iou is for COCO's definition; --definition voc has an IoU"),
         ((*COCO, "--max-dets", "0"), "--max-dets 0 must be at least 1"),
         (
             ("--config-file", "c.yaml", "--weights", "w.pth", *COCO[2:], "--ignore-unknown-classes"),
@@ -248,6 +250,18 @@ def test_coco_s_numbers_are_reported_and_printed_as_pycocotools_prints_them(
     assert again["coco"] == numbers  # as it is that of the bbox
     told = "the area of 2 objects is not told; that of the bbox decides the size"
     assert [note for note in again["notes"] if note not in report["notes"]] == [told]
+
+
+def test_other_ious_and_all_classes_as_one(folder: Path) -> None:
+    report = evaluate(folder, *COCO, "--iou", "0.3", "0.6", "--class-agnostic")
+    data = read_coco(folder / "coco.json", dtype=torch.float64)
+    found, one = as_one_class(read_detections(folder / "coco_results.json", data), data)
+    summary = summarize(found, one, ious=[0.3, 0.6])
+    assert report["coco"] == {**summary.numbers, "per_class": summary.per_class, "lines": list(summary.lines)}
+    assert 0 < report["coco"]["AP60"] < report["coco"]["AP50"] < report["coco"]["AP30"]
+    assert report["objects"] == {"any": 36}
+    for definition in DEFINITIONS:
+        assert report["ap50"][definition]["mean"] == average_precision(found, one, definition).mean
 
 
 def with_masks(folder: Path) -> None:
