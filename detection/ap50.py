@@ -24,6 +24,7 @@ without an object that counts is left out of the mean; one with objects but no d
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from metricopt_ext.detection.matching import (
     DEFINITIONS,
     Booleans,
     Definition,
+    Floats,
     Found,
     Integers,
     Things,
@@ -250,10 +252,21 @@ def _match_at(
 
 def area_of_precision(hits: Booleans, objects: int, definition: Definition) -> float:
     """Return the average precision of one class, from its detections by descending score."""
-    found = np.cumsum(hits)
-    recall, precision = found / objects, found / np.arange(1, len(hits) + 1)
-    best = np.maximum.accumulate(precision[::-1])[::-1]  # at this recall or a higher one
     if definition == "voc":
+        recall, best = _curve(hits, objects)
         return float(np.sum(np.diff(recall, prepend=0.0) * best))
-    at = np.searchsorted(recall, RECALLS[definition])
-    return float(np.mean(np.append(best, 0.0)[at]))
+    return float(np.mean(precision_at(hits, objects, definition)))
+
+
+def precision_at(hits: Booleans, objects: int, definition: Literal["voc_11_point", "coco"]) -> Floats:
+    """Return the precision of one class at the definition's recalls, from its detections by descending score."""
+    recall, best = _curve(hits, objects)
+    precision: Floats = np.append(best, 0.0)[np.searchsorted(recall, RECALLS[definition])]
+    return precision
+
+
+def _curve(hits: Booleans, objects: int) -> tuple[Floats, Floats]:
+    """The recall after each detection, and the best precision at it or at a higher one."""
+    found = np.cumsum(hits)
+    precision = found / np.arange(1, len(hits) + 1)
+    return found / objects, np.maximum.accumulate(precision[::-1])[::-1]

@@ -8,11 +8,12 @@ another size that hits nothing. How detections and objects are matched, `ap50` s
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from metricopt_ext.detection.ap50 import COCO_DETECTIONS, METRICS, area_of_precision
+from metricopt_ext.detection.ap50 import COCO_DETECTIONS, IOU, METRICS, precision_at
 from metricopt_ext.detection.matching import Found, Things, beyond, match_coco, pairs_of, ranks_of
 from metricopt_ext.detection.records import Detections, DetectionSet
 from metricopt_ext.detection.shapes import Kind, shape_pairs
@@ -57,12 +58,20 @@ class Summary:
     Attributes:
         numbers: Each in [0, 1], by its name; None if no object is of its size.
         per_class: The same of each class that has an object that counts.
+        curves: The precision of each such class at the recalls 0, 0.01, ..., 1, at an IoU of 0.5.
         lines: What pycocotools prints, in its order.
     """
 
     numbers: dict[str, float | None]
     per_class: dict[str, dict[str, float | None]]
+    curves: dict[str, list[float]]
     lines: tuple[str, ...]
+
+    def most_to_gain(self, most: int = 5) -> list[dict[str, Any]]:
+        """Return the classes of the least AP: each with it, and what the mean would gain if it were found perfectly."""
+        known = [(name, each["AP"]) for name, each in self.per_class.items() if each["AP"] is not None]
+        least = sorted(known, key=lambda each: each[1])[:most]
+        return [{"class": name, "AP": value, "gain": (1 - value) / len(known)} for name, value in least if value < 1]
 
 
 def numbers_of(kind: Kind, most: int, ious: Sequence[float] = ()) -> list[Number]:
@@ -125,28 +134,32 @@ def summarize(
     ends = np.searchsorted(labels, np.arange(classes + 1))
     numbers = numbers_of(kind, most, list(dict.fromkeys(ious)))
     values = {each.name: np.full((classes, len(levels)), np.nan) for each in numbers}
+    curves: dict[str, list[float]] = {}
     for size in {each.size: None for each in numbers}:
         judged = ~things.ignored & ~beyond(things.areas, SIZES[size])
         objects = np.bincount(things.keys[judged] % classes, minlength=classes)
         known = np.flatnonzero(objects)
         for place, iou in enumerate(levels):
             counted, hits = match_coco(found, things, pairs, min(iou, 1 - 1e-10), SIZES[size])  # as in pycocotools
-            precision = [
-                area_of_precision(hits[start:end][counted[start:end]], int(objects[label]), "coco")
+            of_classes = [
+                precision_at(hits[start:end][counted[start:end]], int(objects[label]), "coco")
                 for label, start, end in zip(known, ends[known], ends[known + 1], strict=True)
             ]
+            precision = [float(each.mean()) for each in of_classes]
+            if (size, iou) == ("all", IOU):
+                curves = {truth.classes[i]: each.tolist() for i, each in zip(known, of_classes, strict=True)}
             for each in numbers:
                 if each.size == size and (place < len(usual) if each.iou is None else each.iou == iou):
                     recalled = np.bincount(labels[hits & (ranks < each.most)], minlength=classes)
                     values[each.name][known, place] = recalled[known] / objects[known] if each.recall else precision
-    whole = values["AP"]
     return Summary(
         {each.name: _mean(values[each.name]) for each in numbers},
         {
             name: {each.name: _mean(values[each.name][label]) for each in numbers}
             for label, name in enumerate(truth.classes)
-            if not np.isnan(whole[label]).all()
+            if name in curves
         },
+        curves,
         tuple(each.line(_mean(values[each.name])) for each in numbers),
     )
 

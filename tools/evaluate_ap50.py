@@ -82,6 +82,9 @@ def main() -> None:
         help="for COCO's definition: further IoUs, above 0 and at most 1, at which the AP is told",
     )
     parser.add_argument("--class-agnostic", action="store_true", help="take all classes for one")
+    parser.add_argument(
+        "--picture", action="store_true", help="for COCO's definition: draw precision and recall, precision_recall.png"
+    )
     parser.add_argument("--output-dir", required=not shows_config(), type=Path, help="folder for report.json")
     add_show_config(parser)
     arguments = parser.parse_args()
@@ -125,7 +128,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     path = arguments.output_dir / "report.json"
     write_json(path, report)
     print_report(report)
-    print_written(path)
+    pictures = []
+    if arguments.picture:
+        from metricopt_ext.detection.precision_recall import plot_precision_recall
+
+        pictures = [plot_precision_recall(report["coco"]["curves"], arguments.output_dir / "precision_recall.png")]
+    print_written(path, *pictures)
     return report
 
 
@@ -140,6 +148,8 @@ def check_options(arguments: argparse.Namespace) -> None:
             raise DataError(f"--max-dets is for COCO's definition; --definition {arguments.definition} counts all")
         if arguments.max_dets < 1:
             raise DataError(f"--max-dets {arguments.max_dets} must be at least 1")
+    if arguments.picture and arguments.definition not in ("coco", "all"):
+        raise DataError(f"--picture is of COCO's precision and recall; --definition {arguments.definition} has none")
     if arguments.iou:
         if arguments.definition not in ("coco", "all"):
             raise DataError(f"--iou is for COCO's definition; --definition {arguments.definition} has an IoU of 0.5")
@@ -314,7 +324,13 @@ def evaluate(
     }
     if definition in ("coco", "all"):
         summary = summarize(found, truth, kind, max_detections=most, ious=ious)
-        evaluation["coco"] = {**summary.numbers, "per_class": summary.per_class, "lines": summary.lines}
+        evaluation["coco"] = {
+            **summary.numbers,
+            "per_class": summary.per_class,
+            "most_to_gain": summary.most_to_gain(),
+            "curves": summary.curves,
+            "lines": summary.lines,
+        }
         if kind != "bbox":
             if summary.numbers["AP50"] is None:
                 raise DataError(f"none of {len(truth)} images has an object that counts; AP50 needs one")
@@ -390,8 +406,11 @@ def print_report(report: dict[str, Any]) -> None:
     rows.append(["mean", *totals, *(f"{result['mean']:.4f}" for result in results.values())])
     header = ["AP50", "objects", "detections", *results]
     print_table(header, rows, bold=[len(rows) - 1])
-    for line in report.get("coco", {}).get("lines", ()):
-        print(line)
+    if coco := report.get("coco"):
+        print(*coco["lines"], sep="\n")
+        gains = [f"{each['class']} (AP {each['AP']:.3f}, +{each['gain']:.3f})" for each in coco["most_to_gain"]]
+        if len(coco["per_class"]) > 1 and gains:
+            print(plain(f"most to gain in the mean AP: {', '.join(gains)}"))
     if told := told_inference(report["inference"]):
         print(plain(f"found {told}"))
     print_notes(report["notes"])

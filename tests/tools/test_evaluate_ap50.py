@@ -16,7 +16,7 @@ pytest.importorskip("PIL")
 
 from metricopt_ext.detection.ap50 import average_precision
 from metricopt_ext.detection.coco import CocoSet, read_coco, read_detections, write_coco, write_detections
-from metricopt_ext.detection.coco_summary import summarize
+from metricopt_ext.detection.coco_summary import Summary, summarize
 from metricopt_ext.detection.matching import DEFINITIONS
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet, as_one_class
 from metricopt_ext.detection.scenes import write_scenes
@@ -167,6 +167,7 @@ def test_a_class_may_have_brackets_in_its_name(folder: Path, capsys: pytest.Capt
         ((*COCO, "--iou-type", "keypoints"), "annotation 0 has the keypoints None; they must be"),
         ((*COCO, "--iou", "0.5", "1.5"), "--iou 1.5 must be above 0 and at most 1"),
         ((*COCO, "--iou", "0.6", "--definition", "voc"), "--iou is for COCO's definition; --definition voc has an IoU"),
+        ((*COCO, "--picture", "--definition", "voc"), "--picture is of COCO's precision and recall"),
         ((*COCO, "--max-dets", "0"), "--max-dets 0 must be at least 1"),
         (
             ("--config-file", "c.yaml", "--weights", "w.pth", *COCO[2:], "--ignore-unknown-classes"),
@@ -231,13 +232,19 @@ def test_detections_beyond_coco_s_limit_are_counted_and_the_limit_can_be_raised(
     assert len(evaluate(tmp_path, *arguments, "--definition", "voc")["notes"]) == 2
 
 
+def told(summary: Summary) -> dict[str, Any]:
+    """What the report has of it."""
+    parts = {name: getattr(summary, name) for name in ("per_class", "curves")}
+    return {**summary.numbers, **parts, "most_to_gain": summary.most_to_gain(), "lines": list(summary.lines)}
+
+
 def test_coco_s_numbers_are_reported_and_printed_as_pycocotools_prints_them(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = evaluate(folder, *COCO)
     data = read_coco(folder / "coco.json", dtype=torch.float64)
     summary = summarize(read_detections(folder / "coco_results.json", data), data)
-    numbers = {**summary.numbers, "per_class": summary.per_class, "lines": list(summary.lines)}
+    numbers = told(summary)
     assert report["coco"] == numbers
     assert "".join(f"{line}\n" for line in summary.lines) in capsys.readouterr().out
     assert report["coco"]["AP50"] == pytest.approx(report["ap50"]["coco"]["mean"], abs=1e-12)
@@ -248,8 +255,19 @@ def test_coco_s_numbers_are_reported_and_printed_as_pycocotools_prints_them(
     changed(folder, "coco.json", lambda content: [each.pop("area") for each in content["annotations"][:2]])
     again = evaluate(folder, *COCO)
     assert again["coco"] == numbers  # as it is that of the bbox
-    told = "the area of 2 objects is not told; that of the bbox decides the size"
-    assert [note for note in again["notes"] if note not in report["notes"]] == [told]
+    note = "the area of 2 objects is not told; that of the bbox decides the size"
+    assert [each for each in again["notes"] if each not in report["notes"]] == [note]
+
+
+def test_the_classes_with_most_to_gain_are_told_and_drawn(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = evaluate(folder, *COCO, "--picture")
+    least = min(report["coco"]["per_class"].items(), key=lambda item: item[1]["AP"])
+    first = report["coco"]["most_to_gain"][0]
+    assert first == {"class": least[0], "AP": least[1]["AP"], "gain": (1 - least[1]["AP"]) / 2}
+    said = capsys.readouterr().out
+    assert f"most to gain in the mean AP: {least[0]} (AP {first['AP']:.3f}, +{first['gain']:.3f}), " in said
+    assert "out/precision_recall.png" in said
+    assert (folder / "out" / "precision_recall.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_other_ious_and_all_classes_as_one(folder: Path) -> None:
@@ -257,7 +275,7 @@ def test_other_ious_and_all_classes_as_one(folder: Path) -> None:
     data = read_coco(folder / "coco.json", dtype=torch.float64)
     found, one = as_one_class(read_detections(folder / "coco_results.json", data), data)
     summary = summarize(found, one, ious=[0.3, 0.6])
-    assert report["coco"] == {**summary.numbers, "per_class": summary.per_class, "lines": list(summary.lines)}
+    assert report["coco"] == told(summary)
     assert 0 < report["coco"]["AP60"] < report["coco"]["AP50"] < report["coco"]["AP30"]
     assert report["objects"] == {"any": 36}
     for definition in DEFINITIONS:
@@ -290,7 +308,7 @@ def test_masks_are_compared_by_iou_type(folder: Path, capsys: pytest.CaptureFixt
     assert list(boxes["ap50"]) == ["voc_11_point", "voc", "coco"]
     data = read_coco(folder / "coco.json", kind="segm", dtype=torch.float64)
     summary = summarize(read_detections(folder / "coco_results.json", data, kind="segm"), data, "segm")
-    assert masks["coco"] == {**summary.numbers, "per_class": summary.per_class, "lines": list(summary.lines)}
+    assert masks["coco"] == told(summary)
     per_class = {name: numbers["AP50"] for name, numbers in summary.per_class.items()}
     assert masks["ap50"] == {"coco": {"mean": summary.numbers["AP50"], "per_class": per_class}}
     assert masks["coco"]["AP"] != boxes["coco"]["AP"]
