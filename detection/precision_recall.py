@@ -8,6 +8,7 @@ import numpy as np
 from metricopt_ext.evidence.style import new_figure, save_figure
 
 NAMED = 5  # classes with a colour and a name, those of the least AP50
+LETTERS = 40  # of such a name
 
 
 def plot_precision_recall(curves: Mapping[str, Sequence[float]], path: str | Path) -> Path:
@@ -26,7 +27,7 @@ def plot_precision_recall(curves: Mapping[str, Sequence[float]], path: str | Pat
     for name in reversed(least[NAMED:]):
         axes.plot(recall, curves[name], color="#c7c7cc", linewidth=0.8, label="_others")
     for name in least[:NAMED]:
-        axes.plot(recall, curves[name], linewidth=1.2, label=f"{name}, {means[name]:.3f}")
+        axes.plot(recall, curves[name], linewidth=1.2, label=f"{means[name]:.3f} {name[:LETTERS]}")
     told = f"mean of {len(curves)} classes, AP50 {float(mean.mean()):.3f}"
     axes.plot(recall, mean, color="black", linewidth=2.2, label=told)
     axes.set(xlabel="recall", ylabel="precision at an IoU of 0.5", xlim=(0, 1), ylim=(0, 1.02))

@@ -239,8 +239,8 @@ def test_the_curves_are_drawn_with_their_mean(tmp_path: Path, monkeypatch: pytes
     ((axes,),) = (figure.axes for figure in figures)
     named = {line.get_label(): line.get_ydata() for line in axes.lines}
     assert named["mean of 12 classes, AP50 0.729"] == pytest.approx(np.mean(list(curves.values()), axis=0))
-    assert named["class 0, 0.500"] == pytest.approx(curves["class 0"])  # the least
-    assert "class 11, 0.958" not in named
+    assert named["0.500 class 0"] == pytest.approx(curves["class 0"])  # the least
+    assert "0.958 class 11" not in named
     assert len(axes.lines) == 13
     assert len(axes.get_legend().get_texts()) == 6
 
