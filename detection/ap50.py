@@ -24,18 +24,27 @@ without an object that counts is left out of the mean; one with objects but no d
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from metricopt_ext.detection.records import Detections, DetectionSet, as_array
-from metricopt_ext.errors import DataError, MetricError
+from metricopt_ext.detection.matching import (
+    DEFINITIONS,
+    Booleans,
+    Definition,
+    Floats,
+    Found,
+    Integers,
+    Things,
+    match_coco,
+    match_voc,
+    pairs_of,
+    ranks_of,
+)
+from metricopt_ext.detection.records import Detections, DetectionSet
+from metricopt_ext.errors import DataError
 from metricopt_ext.utils.words import counted
-
-Definition = Literal["voc_11_point", "voc", "coco"]
-DEFINITIONS: tuple[Definition, ...] = get_args(Definition)
 
 IOU = 0.5
 # The IoUs that each metric is the mean over, as pycocotools writes them.
@@ -45,13 +54,6 @@ COCO_DETECTIONS = 100  # of one class in one image, by default
 CUT, LOW_SCORE = 0.01, 0.0005
 # Written as in the reference code: other forms differ in the last bit, which matters at a recall of 0.3.
 RECALLS = {"voc_11_point": np.arange(0.0, 1.1, 0.1), "coco": np.linspace(0.0, 1.0, 101)}
-# VOC counts pixels from 1, both ends inside. The IoU is the same except for rounding.
-ORIGIN = {"voc_11_point": np.array([1.0, 1.0, 0.0, 0.0]), "voc": np.array([1.0, 1.0, 0.0, 0.0]), "coco": np.zeros(4)}
-
-Floats = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.int64]
-Booleans = npt.NDArray[np.bool_]
-Pairs = tuple[Integers, Integers, Floats]  # of detections and objects: their rows, and their overlap in [0, 1]
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Matches:
         hits, objects = np.repeat(self.hits, repeated), times @ self.objects
         ends = np.searchsorted(np.repeat(self.labels, repeated), np.arange(len(self.classes) + 1))
         per_class = {
-            name: _area(hits[ends[label] : ends[label + 1]], int(objects[label]), self.definition)
+            name: area_of_precision(hits[ends[label] : ends[label + 1]], int(objects[label]), self.definition)
             for label, name in enumerate(self.classes)
             if objects[label]
         }
@@ -234,12 +236,12 @@ def _match_at(
         raise DataError("only VOC's definitions can be rounded as in Detectron2")
     if len(detections) != len(truth):
         raise DataError(f"there are detections for {len(detections)} images, but {len(truth)} images")
-    found = _Found.of(detections, len(truth.classes), definition, rounded)
-    things = _Things.of(truth, definition)
+    found = Found.of(detections, len(truth.classes), definition, rounded)
+    things = Things.of(truth, definition)
     if definition == "coco":
-        found = found.take(_ranks(found.keys) < max_detections)
-    pairs = _pairs(found, things, pixel=0.0 if definition == "coco" else 1.0)
-    decide = _match_coco if definition == "coco" else _match_voc
+        found = found.take(ranks_of(found.keys) < max_detections)
+    pairs = pairs_of(found, things, pixel=0.0 if definition == "coco" else 1.0)
+    decide = match_coco if definition == "coco" else match_voc
     matches = []
     for iou in ious:
         counted, hits = decide(found, things, pairs, iou)
@@ -248,159 +250,23 @@ def _match_at(
     return matches
 
 
-def _match_voc(found: "_Found", things: "_Things", pairs: Pairs, iou: float) -> tuple[Booleans, Booleans]:
-    """Which detections count, and which hit an object."""
-    rows, columns, overlaps = pairs
-    near = overlaps > iou
-    rows, columns, overlaps = rows[near], columns[near], overlaps[near]
-    order = np.lexsort((-overlaps, rows))  # stable: the first of equals
-    decided, first = np.unique(rows[order], return_index=True)
-    deciding = columns[order][first]
-
-    counted, hits = np.ones(len(found.keys), dtype=bool), np.zeros(len(found.keys), dtype=bool)
-    ignored = things.ignored[deciding]
-    counted[decided[ignored]] = False
-    # Of the detections matched to one object, the first has the best score.
-    _, first = np.unique(deciding[~ignored], return_index=True)
-    hits[decided[~ignored][first]] = True
-    return counted, hits
-
-
-def _match_coco(found: "_Found", things: "_Things", pairs: Pairs, iou: float) -> tuple[Booleans, Booleans]:
-    """Which detections count, and which hit an object."""
-    rows, columns, overlaps = pairs
-    near = overlaps >= iou
-    rows, columns, overlaps = rows[near], columns[near], overlaps[near]
-    # For each detection in turn: objects before crowd regions, larger overlaps first, the last of equals.
-    order = np.lexsort((-columns, -overlaps, things.crowd[columns], rows))
-    counted = np.prod(found.boxes[:, 2:] - found.boxes[:, :2], axis=1) >= 0
-    hits = np.zeros(len(found.keys), dtype=bool)
-    taken: set[int] = set()
-    crowd = set(np.flatnonzero(things.crowd).tolist())
-    for row, column in zip(rows[order].tolist(), columns[order].tolist(), strict=True):
-        if not hits[row] and column not in taken:
-            if column in crowd:
-                counted[row] = False
-            else:
-                hits[row] = True
-                taken.add(column)
-    return counted, hits
-
-
-def _pairs(found: "_Found", things: "_Things", pixel: float) -> Pairs:
-    """Each detection with each object of its image and class: their rows, and their overlap in [0, 1].
-
-    The overlap is the IoU; with a crowd region, the share of the detection that lies within it. A box's width is
-    ``right - left + pixel``.
-    """
-    start, end = (np.searchsorted(things.keys, found.keys, side) for side in ("left", "right"))
-    sizes = end - start
-    rows = np.repeat(np.arange(len(sizes)), sizes)
-    columns = np.arange(len(rows)) + np.repeat(start - np.cumsum(sizes) + sizes, sizes)
-    a, b = found.boxes[rows], things.boxes[columns]
-    sides = np.minimum(a[:, 2:], b[:, 2:]) - np.maximum(a[:, :2], b[:, :2]) + pixel
-    common = np.prod(np.maximum(sides, 0), axis=1)
-    area, other = (np.prod(boxes[:, 2:] - boxes[:, :2] + pixel, axis=1) for boxes in (a, b))
-    whole = np.where(things.crowd[columns], area, area + other - common)
-    return rows, columns, np.divide(common, whole, out=np.zeros_like(common), where=common > 0)
-
-
-@dataclass(frozen=True, eq=False)
-class _Found:
-    """All detections, by class and, within it, by descending score."""
-
-    keys: Integers  # image * classes + label
-    boxes: Floats
-
-    @staticmethod
-    def of(detections: Sequence[Detections], classes: int, definition: Definition, rounded: bool) -> "_Found":
-        for image, found in enumerate(detections):
-            n = (len(found),)
-            boxes_fit = found.boxes.shape == (*n, 4) or not (len(found) or found.boxes.numel())
-            if not (boxes_fit and found.labels.shape == found.scores.shape == n):
-                raise MetricError(
-                    f"the detector gave boxes of shape {tuple(found.boxes.shape)} and labels of shape"
-                    f" {tuple(found.labels.shape)} for scores of shape {tuple(found.scores.shape)}, first in image"
-                    f" {image}; they must be n x 4 (left, top, right, bottom), n and n"
-                )
-        images = np.repeat(np.arange(len(detections)), [len(found) for found in detections])
-        labels = _joined([found.labels for found in detections]).astype(np.int64)
-        scores = _joined([found.scores for found in detections])
-        boxes = _joined([found.boxes for found in detections]).reshape(-1, 4)
-        for name, finite in (("box", np.isfinite(boxes).all(1)), ("score", np.isfinite(scores))):
-            if not finite.all():
-                where = images[finite.argmin()]
-                raise MetricError(f"the detector gave a {name} that is NaN or infinite, first in image {where}")
-        if len(labels) and not 0 <= labels.min() <= labels.max() < classes:
-            raise MetricError(
-                f"the detector gave labels from {labels.min()} to {labels.max()};"
-                f" with {classes} classes they must be in 0..{classes - 1}"
-            )
-        if rounded:
-            boxes = boxes + ORIGIN[definition].astype(boxes.dtype)  # in the detector's precision, as in Detectron2
-            boxes, scores = boxes.astype(np.float64).round(1), scores.astype(np.float64).round(3)
-        else:
-            boxes = boxes + ORIGIN[definition]
-        order = _by_score(labels, scores, stable=not rounded)
-        return _Found(images * classes + labels, boxes).take(order)
-
-    def take(self, rows: Any) -> "_Found":
-        return _Found(self.keys[rows], self.boxes[rows])
-
-
-@dataclass(frozen=True, eq=False)
-class _Things:
-    """All ground truth by image and class."""
-
-    keys: Integers  # image * classes + label, ascending
-    boxes: Floats
-    ignored: Booleans  # do not count, nor are detections of them false
-    crowd: Booleans  # of the ignored ones, those that COCO treats as regions
-    counts: Integers  # of objects that are not ignored, images x classes
-
-    @staticmethod
-    def of(truth: DetectionSet, definition: Definition) -> "_Things":
-        shape = len(truth), len(truth.classes)
-        images = np.repeat(np.arange(len(truth)), [len(image.labels) for image in truth.images])
-        labels, crowd, difficult = (
-            _joined([getattr(image, name) for image in truth.images]) for name in ("labels", "crowd", "difficult")
-        )
-        keys = images * len(truth.classes) + labels.astype(np.int64)
-        boxes = _joined([image.boxes for image in truth.images]).reshape(-1, 4) + ORIGIN[definition]
-        ignored, crowd = crowd.astype(bool), crowd.astype(bool)
-        if definition != "coco":
-            ignored, crowd = ignored | difficult.astype(bool), np.zeros_like(crowd)
-        order = np.argsort(keys, kind="stable")
-        counts = np.bincount(keys[~ignored], minlength=shape[0] * shape[1]).reshape(shape)
-        return _Things(keys[order], boxes[order], ignored[order], crowd[order], counts)
-
-
-def _joined(parts: Sequence[torch.Tensor]) -> npt.NDArray[Any]:
-    return as_array(torch.cat(list(parts))) if parts else np.zeros(0)
-
-
-def _by_score(labels: Integers, scores: npt.NDArray[Any], *, stable: bool) -> Integers:
-    """The order by class and, within it, by descending score."""
-    by_class = np.argsort(labels, kind="stable")
-    ends = np.flatnonzero(np.diff(labels[by_class])) + 1
-    kind: Literal["stable"] | None = "stable" if stable else None
-    return np.concatenate([rows[np.argsort(-scores[rows], kind=kind)] for rows in np.split(by_class, ends)])
-
-
-def _ranks(keys: Integers) -> Integers:
-    """The place, from 0, of each key among those equal to it."""
-    order = np.argsort(keys, kind="stable")
-    ranks = np.empty_like(keys)
-    ranks[order] = np.arange(len(keys)) - np.searchsorted(keys[order], keys[order])
-    return ranks
-
-
-def _area(hits: Booleans, objects: int, definition: Definition) -> float:
-    """The average precision of one class, from its detections by descending score."""
-    found = np.cumsum(hits)
-    recall, precision = found / objects, found / np.arange(1, len(hits) + 1)
-    best = np.maximum.accumulate(precision[::-1])[::-1]  # at this recall or a higher one
+def area_of_precision(hits: Booleans, objects: int, definition: Definition) -> float:
+    """Return the average precision of one class, from its detections by descending score."""
     if definition == "voc":
+        recall, best = _curve(hits, objects)
         return float(np.sum(np.diff(recall, prepend=0.0) * best))
-    at = np.searchsorted(recall, RECALLS[definition])
-    return float(np.mean(np.append(best, 0.0)[at]))
+    return float(np.mean(precision_at(hits, objects, definition)))
+
+
+def precision_at(hits: Booleans, objects: int, definition: Literal["voc_11_point", "coco"]) -> Floats:
+    """Return the precision of one class at the definition's recalls, from its detections by descending score."""
+    recall, best = _curve(hits, objects)
+    precision: Floats = np.append(best, 0.0)[np.searchsorted(recall, RECALLS[definition])]
+    return precision
+
+
+def _curve(hits: Booleans, objects: int) -> tuple[Floats, Floats]:
+    """The recall after each detection, and the best precision at it or at a higher one."""
+    found = np.cumsum(hits)
+    precision = found / np.arange(1, len(hits) + 1)
+    return found / objects, np.maximum.accumulate(precision[::-1])[::-1]

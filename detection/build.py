@@ -12,11 +12,12 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.data.named_model import settings_of
 from metricopt_ext.data.pretrained import pretrained
-from metricopt_ext.detection.ap50 import DEFINITIONS, METRICS
+from metricopt_ext.detection.ap50 import METRICS
 from metricopt_ext.detection.coco_outputs import for_classes
 from metricopt_ext.detection.config import DetectionConfig, DetectorAdapterConfig, MetricConfig
 from metricopt_ext.detection.data import DetectionSplits
 from metricopt_ext.detection.frozen import BOX_HEAD, FrozenFeatures
+from metricopt_ext.detection.matching import DEFINITIONS
 from metricopt_ext.detection.metric import (
     ClassAveragePrecision,
     DetectionMetric,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metricopt_ext.data.labelled import MAX_BYTES
 from metricopt_ext.detection.box_kinds import check_annotated, check_found, hits, refuse_corners
 from metricopt_ext.detection.ids import (
     Id,
@@ -29,6 +30,7 @@ from metricopt_ext.detection.ids import (
     written_ways,
 )
 from metricopt_ext.detection.records import LONGEST_SIDE, Annotated, Detections, DetectionSet, warn_of_boxes_outside
+from metricopt_ext.detection.shapes import Kind, box_around, box_around_points, keypoints_of, mask_of, pixels_of
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import JSON_BYTES, parse_json, read_bounded, write_atomically
 from metricopt_ext.utils.words import brief, counted
@@ -59,6 +61,7 @@ def read_coco(
     images_dir: str | Path | None = None,
     *,
     dtype: torch.dtype = torch.float32,
+    kind: Kind = "bbox",
     max_bytes: int = JSON_BYTES,
 ) -> CocoSet:
     """Read annotated images in COCO's format: images and classes in the order of their ids, as in pycocotools.
@@ -72,11 +75,12 @@ def read_coco(
         annotations: The JSON file.
         images_dir: Folder of the images; None if only the boxes are needed; the images are then not looked for.
         dtype: Type of the boxes; float64 keeps all decimals of the file.
+        kind: ``"segm"`` or ``"keypoints"`` to read these, too: `Annotated.shapes`. Boxes without area then stay.
         max_bytes: Most bytes of the JSON file, which takes up to 25 times as much memory.
 
     Raises:
         DataError: The file is truncated, too large, not JSON of this format or without images; an id is duplicate or
-            unknown; a box or size is not a number; an image is missing.
+            unknown; a box or size is not a number; an image is missing; a mask or keypoints can't be compared.
     """
     content = _load(Path(annotations), max_bytes)
     wrong = [key for key in ("images", "annotations", "categories") if not isinstance(_get(content, key), list)]
@@ -108,16 +112,22 @@ def read_coco(
     places = choose(written_ways(tuple(images)), distinct(entries, "image_id"), "image_id", "")
     ways = class_ways(tuple(categories), tuple(categories.values()))
     labels = choose(ways, distinct(entries, "category_id"), "category_id", "")
-    objects: list[list[tuple[list[float], int, bool]]] = [[] for _ in images]
+    objects: list[list[tuple[list[float], int, bool, float, Any]]] = [[] for _ in images]
     flat, boxes = [], [box_of(each, where) for each, where in entries]
-    for (each, where), (x, y, width, height) in zip(entries, boxes, strict=True):
+    shapes = _shapes(entries, [bare[places[each["image_id"]]] for each, _ in entries], kind)
+    for (each, where), (x, y, width, height), shape in zip(entries, boxes, shapes, strict=True):
         place = places[each["image_id"]]
-        if width <= 0 or height <= 0:
+        if kind == "bbox" and (width <= 0 or height <= 0):
             flat.append(bare[place].path.name or str(bare[place].image_id))
         else:
-            objects[place].append(
-                ([x, y, x + width, y + height], labels[each["category_id"]], flag_of(each, "iscrowd", where))
-            )
+            edges = [x, y, x + width, y + height]
+            crowd = flag_of(each, "iscrowd", where)
+            area = area_of(each)
+            if kind == "segm" and math.isnan(area):
+                area = pixels_of(shape)
+            if kind == "keypoints" and math.isnan(area):
+                raise DataError(f"{where} has no area, which the similarity of keypoints is relative to")
+            objects[place].append((edges, labels[each["category_id"]], crowd, area, shape))
     if flat:
         more = f" and {len(flat) - NAMED} more" if len(flat) > NAMED else ""
         warnings.warn(
@@ -126,13 +136,17 @@ def read_coco(
     annotated = [
         replace(
             image,
-            boxes=torch.tensor([box for box, _, _ in own], dtype=dtype).reshape(-1, 4),
-            labels=torch.tensor([label for _, label, _ in own], dtype=torch.int64),
+            boxes=torch.tensor([box for box, *_ in own], dtype=dtype).reshape(-1, 4),
+            labels=torch.tensor([label for _, label, *_ in own], dtype=torch.int64),
             difficult=torch.zeros(len(own), dtype=torch.bool),
-            crowd=torch.tensor([crowd for _, _, crowd in own], dtype=torch.bool),
+            crowd=torch.tensor([crowd for _, _, crowd, *_ in own], dtype=torch.bool),
+            areas=torch.tensor([area for *_, area, _ in own], dtype=torch.float64),
+            shapes=None if kind == "bbox" else [shape for *_, shape in own],
         )
         for image, own in zip(bare, objects, strict=True)
     ]
+    if kind != "bbox":  # boxes decide nothing
+        return CocoSet(tuple(categories.values()), annotated, tuple(categories))
     check_annotated(annotated, str(annotations))
     numbers = torch.tensor(boxes, dtype=torch.float64).reshape(-1, 4)
     areas = torch.tensor([area_of(each) for each, _ in entries], dtype=torch.float64)
@@ -145,6 +159,7 @@ def read_detections(
     results: str | Path,
     dataset: DetectionSet,
     *,
+    kind: Kind = "bbox",
     ignore_unknown_classes: bool = False,
     max_bytes: int = JSON_BYTES,
 ) -> list[Detections]:
@@ -158,6 +173,7 @@ def read_detections(
     Args:
         results: The JSON file.
         dataset: The images that the detections are of.
+        kind: ``"segm"`` or ``"keypoints"`` to read these, too: `Detections.shapes`.
         ignore_unknown_classes: Whether detections of classes that the set does not have are left out, with one warning
             that counts them, rather than refused.
         max_bytes: Most bytes of the JSON file, which takes up to 25 times as much memory.
@@ -176,15 +192,20 @@ def read_detections(
     image_ids, ways = distinct(entries, "image_id"), image_ways(dataset.images)
     places = choose(ways, image_ids, "image_id", "; image_id is the image's id or the name of its file")
     labels, other_labels = _labels(entries, dataset, str(results), ignore_unknown_classes)
+    shapes = _shapes(entries, [dataset.images[places[each["image_id"]]] for each, _ in entries], kind)
+    extents = [_extent(*entry, kind, shape) for entry, shape in zip(entries, shapes, strict=True)]
     read = _Results(
-        torch.tensor([box_of(each, where) for each, where in entries], dtype=torch.float64).reshape(-1, 4),
+        torch.tensor([box for box, _ in extents], dtype=torch.float64).reshape(-1, 4),
+        torch.tensor([area for _, area in extents], dtype=torch.float64),
+        None if kind == "bbox" else shapes,
         torch.tensor([_score(each, where) for each, where in entries], dtype=torch.float64),
         _each(places, entries, "image_id"),
         labels,
         len(dataset),
     )
     found = read.found()
-    check_found(read.boxes, read.places, read.found, dataset, str(results))
+    if kind == "bbox":
+        check_found(read.boxes, read.places, read.found, dataset, str(results))
 
     counted_ways = [way for first in (0, 1) for way in counting([image.image_id for image in dataset.images], first)]
     others = [
@@ -211,6 +232,8 @@ class _Results:
 
     Attributes:
         boxes: ``n x 4``, as in the file.
+        areas: ``n``.
+        shapes: Masks or keypoints, ``n``; None for boxes.
         scores: ``n``.
         places: The image of each, ``n``.
         labels: The class of each, ``n``; -1 for those to leave out.
@@ -218,6 +241,8 @@ class _Results:
     """
 
     boxes: Tensor
+    areas: Tensor
+    shapes: list[Any] | None
     scores: Tensor
     places: Tensor
     labels: Tensor
@@ -230,8 +255,11 @@ class _Results:
         rows = torch.argsort(self.places, stable=True)
         rows = rows[self.labels[rows] >= 0]
         counts = torch.bincount(self.places[rows], minlength=self.images).tolist()
-        parts = (each[rows].split(counts) for each in (edges, self.scores, self.labels))
-        return [Detections(*each) for each in zip(*parts, strict=True)]
+        parts = (each[rows].split(counts) for each in (edges, self.scores, self.labels, self.areas))
+        shapes: list[list[Any] | None] = [None] * len(counts)
+        if self.shapes is not None:
+            shapes = [[self.shapes[row] for row in own.tolist()] for own in rows.split(counts)]
+        return [Detections(*each) for each in zip(*parts, shapes, strict=True)]
 
 
 def write_coco(path: str | Path, dataset: DetectionSet) -> Path:
@@ -467,6 +495,42 @@ def box_of(entry: Any, where: str) -> list[float]:
     return [float(each) for each in box]
 
 
+def _shapes(entries: Sequence[tuple[Any, str]], images: Sequence[Annotated], kind: Kind) -> list[Any]:
+    """The mask or keypoints of each entry, in its image; None for boxes."""
+    shapes, size = [], 0
+    for (each, where), image in zip(entries, images, strict=True):
+        shapes.append(_shape(each, where, kind, image))
+        size += len(shapes[-1]["counts"]) if kind == "segm" else 0
+        if size > MAX_BYTES:  # polygons take less in the file
+            raise DataError(f"{where}: the masks so far take more than {MAX_BYTES} bytes")
+    return shapes
+
+
+def _shape(entry: Any, where: str, kind: Kind, image: Annotated) -> Any:
+    if kind == "keypoints":
+        return keypoints_of(entry, where)
+    if kind == "bbox":
+        return None
+    if not (image.width and image.height):
+        raise DataError(f"{where}'s image {brief(image.image_id)} has no width and height, which masks need")
+    if _get(entry, "segmentation") is None:
+        raise DataError(f"{where} has no segmentation, which --iou-type segm (kind='segm') compares")
+    return mask_of(entry["segmentation"], where, image.height, image.width)
+
+
+def _extent(entry: Any, where: str, kind: Kind, shape: Any) -> tuple[list[float], float]:
+    """A detection's box and area; without a box, those of its mask or keypoints, as pycocotools' loadRes has them."""
+    if _get(entry, "bbox") in (None, []):
+        told = _get(entry, "segmentation")
+        if kind == "segm" or (kind == "bbox" and isinstance(told, dict)):
+            mask = shape if kind == "segm" else mask_of(told, where)
+            return box_around(mask), pixels_of(mask)
+        box = box_around_points(shape) if kind == "keypoints" else box_of(entry, where)
+    else:
+        box = box_of(entry, where)
+    return box, box[2] * box[3]
+
+
 def area_of(entry: Any) -> float:
     """Return the area that an annotation tells, NaN if it tells none."""
     area = _get(entry, "area")
@@ -474,7 +538,9 @@ def area_of(entry: Any) -> float:
 
 
 def _around(polygons: Any, where: str) -> list[float]:
-    """The box of polygons, each ``[x, y, x, y, ...]``."""
+    """The box of polygons, each ``[x, y, x, y, ...]``, or of a mask."""
+    if isinstance(polygons, dict):
+        return box_around(mask_of(polygons, where))
     whole = [each for each in polygons if isinstance(each, list)] if isinstance(polygons, list) else []
     numbers = [coordinate for each in whole for coordinate in each]
     if len(whole) != len(polygons) or any(len(each) % 2 for each in whole) or not all(map(_is_finite, numbers)):

@@ -16,6 +16,7 @@ from metricopt_ext.detection.box_kinds import refuse_corners, refuse_normalised
 from metricopt_ext.detection.coco import area_of, box_of, flag_of, side_of
 from metricopt_ext.detection.ids import Id, checked_id, choose, distinct, examples, known_of, number, written_ways
 from metricopt_ext.detection.metric import halves_of_images
+from metricopt_ext.detection.shapes import KINDS, Kind
 from metricopt_ext.errors import DataError, MetricError
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.utils.words import brief, counted
@@ -27,11 +28,9 @@ try:
 except ImportError as error:
     raise ImportError("COCO's metrics need pycocotools: pip install 'metricopt-ext[detection]'") from error
 
-Kind = Literal["bbox", "segm", "keypoints"]
 Name = Literal["AP", "AP50"]
 
 COMPARED = 500  # images by which other readings of what is found are compared
-TRUTH = {"bbox": "bbox", "segm": "segmentation", "keypoints": "keypoints"}  # what an annotation must have
 
 
 def coco_metric(
@@ -65,10 +64,9 @@ def coco_metric(
         DataError: The kind or name is unknown, images and annotations don't fit together, an image is repeated, what is
             compared is missing or of another kind, or no object counts.
     """
-    if kind not in get_args(Kind) or name not in get_args(Name):
+    if kind not in KINDS or name not in get_args(Name):
         raise DataError(
-            f"kind={kind!r} must be one of {', '.join(get_args(Kind))}, and name={name!r} one of"
-            f" {', '.join(get_args(Name))}"
+            f"kind={kind!r} must be one of {', '.join(KINDS)}, and name={name!r} one of {', '.join(get_args(Name))}"
         )
     if not isinstance(annotations, Mapping):
         raise DataError(f"annotations must be a COCO file's content, as json.load gives, got {brief(annotations)}")
@@ -119,7 +117,7 @@ def _as_read(annotations: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
     lacking = [(place, each) for place, each in enumerate(annotations["annotations"]) if not _has_shape(each, kind)]
     if lacking:
         place, entry = lacking[0]
-        raise DataError(f"annotation {entry.get('id', place)} has no {TRUTH[kind]!r}, which kind={kind!r} needs")
+        raise DataError(f"annotation {entry.get('id', place)} has no {KINDS[kind]!r}, which kind={kind!r} needs")
     places = [(each, f"image {place}") for place, each in enumerate(annotations["images"])]
     images = [checked_id(each, "id", where) for each, where in places]
     double = [key for key, count in Counter(images).items() if count > 1]
@@ -200,7 +198,7 @@ def _check_boxes(read: list[dict[str, Any]], entries: Mapping[Id, Mapping[str, A
 
 
 def _has_shape(entry: Mapping[str, Any], kind: Kind) -> bool:
-    return entry.get(TRUTH[kind]) is not None or (kind == "bbox" and bool(entry.get("segmentation")))
+    return entry.get(KINDS[kind]) is not None or (kind == "bbox" and bool(entry.get("segmentation")))
 
 
 def _with_sides(image: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -318,7 +316,7 @@ def _results(image_id: Id, found: Mapping[str, Tensor], kind: Kind) -> list[dict
         shapes = found["keypoints"].flatten(1).tolist()
     scores, labels = found["scores"].tolist(), found["labels"].tolist()
     return [
-        {"image_id": image_id, "category_id": label, "score": score, TRUTH[kind]: shape}
+        {"image_id": image_id, "category_id": label, "score": score, KINDS[kind]: shape}
         for shape, score, label in zip(shapes, scores, labels, strict=True)
     ]
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from metricopt_ext.data.halves import random_halves
 from metricopt_ext.data.rare import Rare, rare_groups
-from metricopt_ext.detection.ap50 import Definition, beyond_limit, match, match_for, mean_over_ious, told_beyond_limit
+from metricopt_ext.detection.ap50 import beyond_limit, match, match_for, mean_over_ious, told_beyond_limit
+from metricopt_ext.detection.matching import Definition
 from metricopt_ext.detection.records import Detections, DetectionSet, as_array
 from metricopt_ext.detection.toolkit import Example, Toolkit
 from metricopt_ext.errors import ConfigError, DataError

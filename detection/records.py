@@ -47,6 +47,8 @@ class Annotated:
         difficult: VOC's flag, ``n`` booleans.
         crowd: COCO's flag, ``n`` booleans.
         archive: The zip file that holds the image, if one does.
+        areas: COCO's areas of the objects in square pixels, ``n``, NaN where none is told; None for those of boxes.
+        shapes: Masks or keypoints (`shapes`) if these are compared, ``n``; None for boxes.
     """
 
     image_id: str | int
@@ -58,6 +60,8 @@ class Annotated:
     difficult: Tensor
     crowd: Tensor
     archive: Path | None = None
+    areas: Tensor | None = None
+    shapes: Sequence[Any] | None = None
 
     def load(self, max_pixels: int = MAX_PIXELS, unzip: Callable[[str], bytes] | None = None) -> Tensor:
         """Return the image, ``3 x height x width``, uint8 RGB, rotated as its EXIF orientation says (`decoded`).
@@ -200,15 +204,38 @@ class Detections:
         boxes: ``n x 4`` floats, see `Annotated`.
         scores: Confidences, ``n`` floats.
         labels: Classes, ``n`` integers.
+        areas: In square pixels, ``n``; None for those of boxes.
+        shapes: Masks or keypoints (`shapes`) if these are compared, ``n``; None for boxes.
     """
 
     boxes: Tensor
     scores: Tensor
     labels: Tensor
+    areas: Tensor | None = None
+    shapes: Sequence[Any] | None = None
 
     def __len__(self) -> int:
         """Return the number of detections."""
         return len(self.scores)
+
+
+def as_one_class(detections: Sequence[Detections], truth: DetectionSet) -> tuple[list[Detections], DetectionSet]:
+    """Return detections and images with one class, ``"any"``, in place of several.
+
+    In each image they come by class first, so that equal scores rank as in pycocotools with ``useCats=0``.
+    """
+
+    def taken(each: Any) -> Any:
+        order = torch.argsort(each.labels, stable=True)
+        parts = {
+            name: value[order]
+            for name in ("boxes", "scores", "difficult", "crowd", "areas")
+            if (value := getattr(each, name, None)) is not None
+        }
+        shapes = each.shapes and [each.shapes[row] for row in order.tolist()]
+        return replace(each, labels=torch.zeros_like(each.labels), shapes=shapes, **parts)
+
+    return [taken(each) for each in detections], DetectionSet(("any",), [taken(each) for each in truth.images])
 
 
 def as_array(tensor: Tensor) -> npt.NDArray[Any]:

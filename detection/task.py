@@ -153,7 +153,8 @@ def _scaled_truth(truth: Annotated, size: int | None) -> Annotated:
     if (width, height) == (truth.width, truth.height):
         return truth
     scale = truth.boxes.new_tensor([width / truth.width, height / truth.height] * 2)
-    return replace(truth, width=width, height=height, boxes=truth.boxes * scale)
+    areas = None if truth.areas is None else truth.areas * scale[:2].prod()
+    return replace(truth, width=width, height=height, boxes=truth.boxes * scale, areas=areas)
 
 
 def _within(example: Example, size: int | None) -> Example:

@@ -272,7 +272,8 @@ def to_detections(found: dict[str, Tensor], labels: Sequence[int] = ()) -> Detec
         table[list(labels)] = torch.arange(len(labels)).to(table)
         classes = table[found["labels"]]
     thing = classes >= 0
-    return Detections(*(each[thing].cpu() for each in (found["boxes"], found["scores"], classes)))
+    boxes, scores = (found[key][thing].cpu() for key in ("boxes", "scores"))
+    return Detections(boxes, scores, classes[thing].cpu())
 
 
 def to_pixels(boxes: Tensor, size: tuple[int, int], example: Example) -> Tensor:

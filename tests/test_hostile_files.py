@@ -295,6 +295,22 @@ def write_found(folder: Path) -> Path:
     return parsed("found.json", FOUND)(folder)
 
 
+LARGE_MASK = {"size": [100_000, 100_000], "counts": [10**10]}
+MASK = {"size": [4, 4], "counts": "02;1"}  # runs of 0, 2, 11 and 3 pixels
+POLYGONS = [[0, 0, 3, 0, 3, 3], [1, 1, 2, 2, 1, 3]]
+SHAPES = COCO | {
+    "annotations": [
+        {**COCO["annotations"][0], "area": 2, "segmentation": shape, "keypoints": [1, 2, 2] * 17, "num_keypoints": 17}
+        for shape in (MASK, POLYGONS, {"size": [4, 4], "counts": [2, 5, 9]})
+    ]
+}
+
+
+def write_masks(folder: Path) -> Path:
+    parsed("coco.json", COCO)(folder)
+    return parsed("found.json", [{**FOUND[0], "bbox": [], "segmentation": each} for each in (MASK, POLYGONS)])(folder)
+
+
 def write_voc(folder: Path) -> Path:
     text("JPEGImages/i.png", SMALL)(folder)
     text("ImageSets/Main/all.txt", "i\n")(folder)
@@ -534,6 +550,13 @@ LOADERS: dict[str, Loader] = {
     ),
     "coco": Loader(write_coco, lambda path: read_coco(path, path.parent)),
     "detections": Loader(write_found, lambda path: read_detections(path, read_coco(path.parent / "coco.json"))),
+    **{
+        f"coco's {kind}": Loader(parsed("coco.json", SHAPES), lambda path, kind=kind: read_coco(path, kind=kind))
+        for kind in ("segm", "keypoints")
+    },
+    "detected masks": Loader(
+        write_masks, lambda path: read_detections(path, read_coco(path.parent / "coco.json"), kind="segm")
+    ),
     "voc": Loader(write_voc, lambda path: read_voc(path.parents[1], "all")),
     "voc zip": Loader(write_voc_zip, read_voc_zip),
     "image": Loader(text("i.png", SMALL), lambda path: annotated(path).load()),
@@ -784,6 +807,22 @@ ATTACKS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any], str]] = 
         parsed("x.json", {**COCO, "annotations": [{"image_id": 1, "category_id": 1, "bbox": [0, 0, 10**400, 1]}]}),
         read_coco,
         "it must be 4 finite numbers",
+    ),
+    "a large mask in COCO": (
+        parsed(
+            "x.json",
+            {**COCO, "annotations": [{**COCO["annotations"][0], "bbox": [], "segmentation": LARGE_MASK}]},
+        ),
+        read_coco,
+        "segmentation of 100000 x 100000 pixels; at most 50000000 are read",
+    ),
+    "a long outline in COCO": (
+        parsed(
+            "x.json",
+            {**COCO, "annotations": [{**COCO["annotations"][0], "segmentation": [[0, 0, 1e7, 0] * 999]}]},
+        ),
+        lambda path: read_coco(path, kind="segm"),
+        "has polygons with an outline of .* pixels; at most 1048576 are read",
     ),
     "a description of another type": (
         lambda folder: edited(write_trajectory(folder), {"round": "a"}),

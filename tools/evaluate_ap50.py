@@ -13,7 +13,8 @@ without suffix, and category_id counts the classes from 1 (or category_name name
 are read where one reading fits them all (metricopt_ext.detection.ids), and notes below the table say what did not
 count. The module metricopt_ext.detection.ap50 explains how the definitions differ. Instead of a file, detections can
 come from a detector that the config file of tools/finetune_detector.py describes, with its weights, and with a
-finetuned adapter if one is given. Prints a table and writes report.json.
+finetuned adapter if one is given. Prints a table, for COCO's definition the twelve lines of pycocotools too
+(metricopt_ext.detection.coco_summary), and writes report.json.
 """
 
 import argparse
@@ -53,6 +54,12 @@ def main() -> None:
         nargs="+",
         help="VOC only: the classes in the order of category_id; default: the config's, or all in the set, sorted",
     )
+    parser.add_argument(
+        "--iou-type",
+        choices=["bbox", "segm", "keypoints"],
+        default="bbox",
+        help="what is compared: boxes, or by COCO's definition masks or keypoints, from a file of detections",
+    )
     parser.add_argument("--definition", choices=["voc_11_point", "voc", "coco", "all"], default="all")
     parser.add_argument(
         "--rounded", action="store_true", help="for VOC's definitions: round as Detectron2's VOC evaluation does"
@@ -60,12 +67,23 @@ def main() -> None:
     parser.add_argument(
         "--max-dets",
         type=int,
-        help="for COCO's definition: most detections of a class in an image that count; default 100",
+        help="for COCO's definition: most detections of a class in an image that count; default 100, of keypoints 20",
     )
     parser.add_argument(
         "--ignore-unknown-classes",
         action="store_true",
         help="leave out detections of classes that the annotations don't have",
+    )
+    parser.add_argument(
+        "--iou",
+        nargs="+",
+        type=float,
+        default=[],
+        help="for COCO's definition: further IoUs, above 0 and at most 1, at which the AP is told",
+    )
+    parser.add_argument("--class-agnostic", action="store_true", help="take all classes for one")
+    parser.add_argument(
+        "--picture", action="store_true", help="for COCO's definition: draw precision and recall, precision_recall.png"
     )
     parser.add_argument("--output-dir", required=not shows_config(), type=Path, help="folder for report.json")
     add_show_config(parser)
@@ -81,31 +99,41 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Evaluate the detections and write the report; returns it."""
-    from metricopt_ext.detection.ap50 import COCO_DETECTIONS
+    from metricopt_ext.detection.coco_summary import MOST
+    from metricopt_ext.detection.records import as_one_class
 
     check_options(arguments)
-    most = COCO_DETECTIONS if arguments.max_dets is None else arguments.max_dets
+    kind = arguments.iou_type
+    most = MOST[kind] if arguments.max_dets is None else arguments.max_dets
     with said_by_readers() as notes:
         found, truth, inference = read_found(arguments) if arguments.config_file is None else detect(arguments)
+    if arguments.class_agnostic:
+        found, truth = as_one_class(found, truth)
     try:
-        evaluation = evaluate(found, truth, arguments.definition, arguments.rounded, most)
+        evaluation = evaluate(found, truth, arguments.definition, arguments.rounded, most, kind, arguments.iou)
     except MetricOptError:
         print_notes(notes)  # they may say why
         raise
+    told = [*untold(truth, evaluation), *repeated(found, truth)] if kind == "bbox" else []
     report = {
         "task": "detection/ap50",
         "metric": {"name": "ap50", "maximize": True},
         "images": len(truth),
         "inference": inference,
         **evaluation,
-        "notes": [*notes, *not_counted(found, evaluation, most), *repeated(found, truth)],
+        "notes": [*notes, *not_counted(found, evaluation, most), *told],
         "versions": versions(),
         "config": {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()},
     }
     path = arguments.output_dir / "report.json"
     write_json(path, report)
     print_report(report)
-    print_written(path)
+    pictures = []
+    if arguments.picture:
+        from metricopt_ext.detection.precision_recall import plot_precision_recall
+
+        pictures = [plot_precision_recall(report["coco"]["curves"], arguments.output_dir / "precision_recall.png")]
+    print_written(path, *pictures)
     return report
 
 
@@ -120,6 +148,23 @@ def check_options(arguments: argparse.Namespace) -> None:
             raise DataError(f"--max-dets is for COCO's definition; --definition {arguments.definition} counts all")
         if arguments.max_dets < 1:
             raise DataError(f"--max-dets {arguments.max_dets} must be at least 1")
+    if arguments.picture and arguments.definition not in ("coco", "all"):
+        raise DataError(f"--picture is of COCO's precision and recall; --definition {arguments.definition} has none")
+    if arguments.iou:
+        if arguments.definition not in ("coco", "all"):
+            raise DataError(f"--iou is for COCO's definition; --definition {arguments.definition} has an IoU of 0.5")
+        if wrong := [iou for iou in arguments.iou if not 0 < iou <= 1]:
+            raise DataError(f"--iou {wrong[0]:g} must be above 0 and at most 1")
+    if arguments.iou_type != "bbox":
+        if arguments.definition not in ("coco", "all") or not is_coco(arguments.annotations):
+            raise DataError(
+                f"--iou-type {arguments.iou_type} is for COCO's definition, and annotations in COCO's JSON format"
+            )
+        if arguments.config_file is not None:
+            raise DataError(
+                f"--iou-type {arguments.iou_type} needs --detections, a file with what was found; the detectors of"
+                " --config-file are judged by their boxes"
+            )
     if arguments.config_file is None:
         of_model = ("weights", "entry", "adapter", "images_dir")
         given = [f"--{name.replace('_', '-')}" for name in of_model if getattr(arguments, name)]
@@ -140,9 +185,9 @@ def read_found(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any, dict[
     from metricopt_ext.detection.ap50 import told_cut
     from metricopt_ext.detection.coco import read_detections
 
-    truth = read_annotations(arguments.annotations, arguments.split, arguments.classes)
-    ignore = arguments.ignore_unknown_classes
-    found = read_detections(arguments.detections, truth, ignore_unknown_classes=ignore)
+    kind, ignore = arguments.iou_type, arguments.ignore_unknown_classes
+    truth = read_annotations(arguments.annotations, arguments.split, arguments.classes, kind=kind)
+    found = read_detections(arguments.detections, truth, kind=kind, ignore_unknown_classes=ignore)
     if cut := told_cut(found):
         warnings.warn(cut, stacklevel=2)
     return found, truth, {}
@@ -224,6 +269,7 @@ def read_annotations(
     images_dir: Path | None = None,
     *,
     images: bool = False,
+    kind: Any = "bbox",
 ) -> Any:
     """Read the images with their objects: COCO's format from a .json file, else VOC's, whose images may be needed.
 
@@ -250,15 +296,25 @@ def read_annotations(
         return read_voc(path, split, classes=classes, images=images)
     if split is not None or classes is not None:
         raise DataError(f"--split and --classes are for VOC's format; {path} is in COCO's, which has its own")
-    return read_coco(path, images_dir, dtype=float64)
+    return read_coco(path, images_dir, dtype=float64, kind=kind)
 
 
-def evaluate(found: Sequence[Any], truth: Any, definition: str, rounded: bool, most: int) -> dict[str, Any]:
-    """Return the numbers of objects and detections of each class, and the AP50 by each requested definition."""
-    from metricopt_ext.detection.ap50 import DEFINITIONS, average_precision
+def evaluate(
+    found: Sequence[Any],
+    truth: Any,
+    definition: str,
+    rounded: bool,
+    most: int,
+    kind: Any = "bbox",
+    ious: Sequence[float] = (),
+) -> dict[str, Any]:
+    """Return the numbers of objects and detections of each class, the AP50 by each requested definition, and COCO's."""
+    from metricopt_ext.detection.ap50 import average_precision
+    from metricopt_ext.detection.coco_summary import summarize
+    from metricopt_ext.detection.matching import DEFINITIONS
 
-    wanted = [each for each in DEFINITIONS if definition in (each, "all")]
-    return {
+    wanted = [each for each in DEFINITIONS if definition in (each, "all")] if kind == "bbox" else []
+    evaluation: dict[str, Any] = {
         "objects": count(truth.images, truth.classes),
         "detections": count(found, truth.classes),
         "ap50": {
@@ -266,6 +322,21 @@ def evaluate(found: Sequence[Any], truth: Any, definition: str, rounded: bool, m
             for each in wanted
         },
     }
+    if definition in ("coco", "all"):
+        summary = summarize(found, truth, kind, max_detections=most, ious=ious)
+        evaluation["coco"] = {
+            **summary.numbers,
+            "per_class": summary.per_class,
+            "most_to_gain": summary.most_to_gain(),
+            "curves": summary.curves,
+            "lines": summary.lines,
+        }
+        if kind != "bbox":
+            if summary.numbers["AP50"] is None:
+                raise DataError(f"none of {len(truth)} images has an object that counts; AP50 needs one")
+            per_class = {name: numbers["AP50"] for name, numbers in summary.per_class.items()}
+            evaluation["ap50"]["coco"] = {"mean": summary.numbers["AP50"], "per_class": per_class}
+    return evaluation
 
 
 def not_counted(found: Sequence[Any], evaluation: dict[str, Any], most: int) -> list[str]:
@@ -285,6 +356,14 @@ def not_counted(found: Sequence[Any], evaluation: dict[str, Any], most: int) -> 
     if any(evaluation["detections"].values()) and not any(result["mean"] for result in evaluation["ap50"].values()):
         notes.append("no detection hits an object; are image_id, category_id and bbox written as the annotations' are?")
     return notes
+
+
+def untold(truth: Any, evaluation: dict[str, Any]) -> list[str]:
+    """Return in words of how many objects COCO's annotations don't tell the area, which decides the size."""
+    if "coco" not in evaluation:
+        return []
+    lacking = sum(int(each.areas.isnan().sum()) for each in truth.images if each.areas is not None)
+    return [f"the area of {counted(lacking, 'object')} is not told; that of the bbox decides the size"] * (lacking > 0)
 
 
 def repeated(found: Sequence[Any], truth: Any) -> list[str]:
@@ -314,7 +393,7 @@ def count(images: Sequence[Any], classes: Sequence[str]) -> dict[str, int]:
 
 
 def print_report(report: dict[str, Any]) -> None:
-    """Print a line for each class, the means, and how the detections were found."""
+    """Print a line for each class, the means, COCO's numbers, and how the detections were found."""
     from metricopt_ext.detection.toolkit import told_inference
 
     results = report["ap50"]
@@ -327,6 +406,11 @@ def print_report(report: dict[str, Any]) -> None:
     rows.append(["mean", *totals, *(f"{result['mean']:.4f}" for result in results.values())])
     header = ["AP50", "objects", "detections", *results]
     print_table(header, rows, bold=[len(rows) - 1])
+    if coco := report.get("coco"):
+        print(*coco["lines"], sep="\n")
+        gains = [f"{each['class']} (AP {each['AP']:.3f}, +{each['gain']:.3f})" for each in coco["most_to_gain"]]
+        if len(coco["per_class"]) > 1 and gains:
+            print(plain(f"most to gain in the mean AP: {', '.join(gains)}"))
     if told := told_inference(report["inference"]):
         print(plain(f"found {told}"))
     print_notes(report["notes"])

@@ -10,8 +10,8 @@ from typing import Any, TypeVar, get_args
 import yaml
 from detectron2.config import CfgNode, get_cfg
 
-from metricopt_ext.detection.ap50 import Definition
 from metricopt_ext.detection.ap_loss import ClassificationLoss
+from metricopt_ext.detection.matching import Definition
 from metricopt_ext.detection.scenes import SceneShift, write_scenes
 from metricopt_ext.errors import ConfigError, MetricOptError
 from metricopt_ext.methods.recipe_settings import LEAST_TASKS

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from metricopt_ext.data.halves import random_halves
 from metricopt_ext.detection.ap50 import (
-    Definition,
     average_precision,
     beyond_limit,
     match_for,
@@ -26,6 +25,7 @@ from metricopt_ext.detection.ap50 import (
 from metricopt_ext.detection.box_kinds import check_detected
 from metricopt_ext.detection.detectron2.datasets import check_image_ids
 from metricopt_ext.detection.detectron2.toolkit import detections_of
+from metricopt_ext.detection.matching import Definition
 from metricopt_ext.detection.metric import MeanAveragePrecision, halves_of_images
 from metricopt_ext.detection.records import Detections, DetectionSet
 from metricopt_ext.errors import MetricError

@@ -15,7 +15,6 @@ from torch import Tensor
 pytest.importorskip("PIL")
 
 from metricopt_ext.detection.ap50 import (
-    DEFINITIONS,
     METRICS,
     average_precision,
     beyond_limit,
@@ -24,6 +23,7 @@ from metricopt_ext.detection.ap50 import (
     mean_over_ious,
 )
 from metricopt_ext.detection.box_kinds import check_detected
+from metricopt_ext.detection.matching import DEFINITIONS
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc import read_voc, write_voc

@@ -187,7 +187,7 @@ def changed(key: str, place: int, **fields: Any) -> Any:
         (changed("annotations", 1, iscrowd="no"), "annotation 1 has 'no' as iscrowd; it must be 0 or 1"),
         (changed("annotations", 1, bbox_mode=0), "annotation 1 has the bbox_mode 0; bbox must be"),
         (changed("annotations", 1, bbox=[1, 2, 3, 4, 5]), "rotated boxes are of another kind"),
-        (changed("annotations", 1, bbox=None, segmentation={"counts": "x"}), "its segmentation is no list of polygons"),
+        (changed("annotations", 1, bbox=None, segmentation={"counts": "x"}), "has a segmentation of the size None"),
         (changed("annotations", 1, bbox=None, segmentation=[[1, 2, 3]]), "its segmentation is no list of polygons"),
         (changed("categories", 0, name="stop sign"), "several categories named 'stop sign'"),
         (changed("annotations", 1, image_id=8), "annotation 1 has the unknown image_id 8; known: 7, 70, 71"),

@@ -54,6 +54,7 @@ def test_larger_images_are_scaled_down_with_their_boxes(tmp_path: Path) -> None:
     Image.new("RGB", (80, 40), (10, 20, 30)).save(tmp_path / "wide.png")
     Image.new("RGB", (16, 32), (10, 20, 30)).save(tmp_path / "tall.png")
     wide = annotated(tmp_path / "wide.png", 80, 40, [[20.0, 10.0, 60.0, 40.0]])
+    wide = replace(wide, areas=torch.tensor([800.0], dtype=torch.float64))
     tall = annotated(tmp_path / "tall.png", 16, 32, [])
     first, second = load_examples(DetectionSet(("a", "b"), [wide, tall]), size=40)
     assert first.image.shape == (3, 20, 40)
@@ -61,6 +62,8 @@ def test_larger_images_are_scaled_down_with_their_boxes(tmp_path: Path) -> None:
     assert first.image[:, 10, 20].tolist() == [10, 20, 30]
     assert (first.truth.width, first.truth.height) == (40, 20)
     assert first.truth.boxes.tolist() == [[10.0, 5.0, 30.0, 20.0]]
+    assert first.truth.areas is not None
+    assert first.truth.areas.tolist() == [200.0]
     assert second.image.shape == (3, 32, 16)
     assert second.truth is tall
     assert load_examples(DetectionSet(("a", "b"), [wide]))[0].image.shape == (3, 40, 80)

@@ -14,9 +14,11 @@ import torch
 
 pytest.importorskip("PIL")
 
-from metricopt_ext.detection.ap50 import DEFINITIONS, average_precision
-from metricopt_ext.detection.coco import CocoSet, read_coco, write_coco, write_detections
-from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
+from metricopt_ext.detection.ap50 import average_precision
+from metricopt_ext.detection.coco import CocoSet, read_coco, read_detections, write_coco, write_detections
+from metricopt_ext.detection.coco_summary import Summary, summarize
+from metricopt_ext.detection.matching import DEFINITIONS
+from metricopt_ext.detection.records import Annotated, Detections, DetectionSet, as_one_class
 from metricopt_ext.detection.scenes import write_scenes
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
@@ -155,6 +157,17 @@ def test_a_class_may_have_brackets_in_its_name(folder: Path, capsys: pytest.Capt
         (("--detections", "coco_results.json", *VOC[2:]), "detection 0 has the unknown image_id 1; known: 's1_0'"),
         (("--detections", "missing.json", *VOC[2:]), "missing.json does not exist"),
         ((*COCO, "--definition", "voc", "--max-dets", "5"), "--max-dets is for COCO's definition; --definition voc"),
+        ((*VOC, "--iou-type", "segm"), "--iou-type segm is for COCO's definition, and annotations in COCO's JSON"),
+        ((*COCO, "--iou-type", "segm", "--definition", "voc"), "--iou-type segm is for COCO's definition"),
+        (
+            ("--config-file", "c.yaml", "--weights", "w.pth", *COCO[2:], "--iou-type", "segm"),
+            "--iou-type segm needs --detections, a file",
+        ),
+        ((*COCO, "--iou-type", "segm"), "annotation 0 has no segmentation, which --iou-type segm"),
+        ((*COCO, "--iou-type", "keypoints"), "annotation 0 has the keypoints None; they must be"),
+        ((*COCO, "--iou", "0.5", "1.5"), "--iou 1.5 must be above 0 and at most 1"),
+        ((*COCO, "--iou", "0.6", "--definition", "voc"), "--iou is for COCO's definition; --definition voc has an IoU"),
+        ((*COCO, "--picture", "--definition", "voc"), "--picture is of COCO's precision and recall"),
         ((*COCO, "--max-dets", "0"), "--max-dets 0 must be at least 1"),
         (
             ("--config-file", "c.yaml", "--weights", "w.pth", *COCO[2:], "--ignore-unknown-classes"),
@@ -189,7 +202,7 @@ def crowded(folder: Path, objects: int = 150) -> tuple[str, ...]:
     annotations = {
         "images": [{"id": 1}],
         "categories": [{"id": 1, "name": "cat"}, {"id": 2, "name": "dog"}],
-        "annotations": [{"image_id": 1, "category_id": 1, "bbox": box} for box in boxes],
+        "annotations": [{"image_id": 1, "category_id": 1, "bbox": box, "area": 225} for box in boxes],
     }
     found = [{"image_id": 1, "category_id": 1, "bbox": box, "score": 1 - 0.001 * i} for i, box in enumerate(boxes)] + [
         {"image_id": 1, "category_id": 2, "bbox": [0, 0, 9, 9], "score": 0.5}
@@ -217,6 +230,92 @@ def test_detections_beyond_coco_s_limit_are_counted_and_the_limit_can_be_raised(
     assert raised["ap50"]["coco"]["mean"] == pytest.approx(1)
     assert len(raised["notes"]) == 2
     assert len(evaluate(tmp_path, *arguments, "--definition", "voc")["notes"]) == 2
+
+
+def told(summary: Summary) -> dict[str, Any]:
+    """What the report has of it."""
+    parts = {name: getattr(summary, name) for name in ("per_class", "curves")}
+    return {**summary.numbers, **parts, "most_to_gain": summary.most_to_gain(), "lines": list(summary.lines)}
+
+
+def test_coco_s_numbers_are_reported_and_printed_as_pycocotools_prints_them(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = evaluate(folder, *COCO)
+    data = read_coco(folder / "coco.json", dtype=torch.float64)
+    summary = summarize(read_detections(folder / "coco_results.json", data), data)
+    numbers = told(summary)
+    assert report["coco"] == numbers
+    assert "".join(f"{line}\n" for line in summary.lines) in capsys.readouterr().out
+    assert report["coco"]["AP50"] == pytest.approx(report["ap50"]["coco"]["mean"], abs=1e-12)
+    assert 0 < report["coco"]["AP75"] < report["coco"]["AP50"]
+    assert list(report["coco"]["per_class"]) == ["bird", "cat"]
+    assert "coco" not in evaluate(folder, *COCO, "--definition", "voc")
+    assert " Average" not in capsys.readouterr().out
+    changed(folder, "coco.json", lambda content: [each.pop("area") for each in content["annotations"][:2]])
+    again = evaluate(folder, *COCO)
+    assert again["coco"] == numbers  # as it is that of the bbox
+    note = "the area of 2 objects is not told; that of the bbox decides the size"
+    assert [each for each in again["notes"] if each not in report["notes"]] == [note]
+
+
+def test_the_classes_with_most_to_gain_are_told_and_drawn(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = evaluate(folder, *COCO, "--picture")
+    least = min(report["coco"]["per_class"].items(), key=lambda item: item[1]["AP"])
+    first = report["coco"]["most_to_gain"][0]
+    assert first == {"class": least[0], "AP": least[1]["AP"], "gain": (1 - least[1]["AP"]) / 2}
+    said = capsys.readouterr().out
+    assert f"most to gain in the mean AP: {least[0]} (AP {first['AP']:.3f}, +{first['gain']:.3f}), " in said
+    assert "out/precision_recall.png" in said
+    assert (folder / "out" / "precision_recall.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_other_ious_and_all_classes_as_one(folder: Path) -> None:
+    report = evaluate(folder, *COCO, "--iou", "0.3", "0.6", "--class-agnostic")
+    data = read_coco(folder / "coco.json", dtype=torch.float64)
+    found, one = as_one_class(read_detections(folder / "coco_results.json", data), data)
+    summary = summarize(found, one, ious=[0.3, 0.6])
+    assert report["coco"] == told(summary)
+    assert 0 < report["coco"]["AP60"] < report["coco"]["AP50"] < report["coco"]["AP30"]
+    assert report["objects"] == {"any": 36}
+    for definition in DEFINITIONS:
+        assert report["ap50"][definition]["mean"] == average_precision(found, one, definition).mean
+
+
+def with_masks(folder: Path) -> None:
+    """Give each object of COCO's file a triangle in its box, and each detection one in place of its box."""
+
+    def triangle(entry: dict[str, Any]) -> list[list[float]]:
+        x, y, w, h = entry["bbox"]
+        return [[x, y, x + w, y, x, y + h]]
+
+    def encode(entry: dict[str, Any]) -> dict[str, Any]:
+        mask = pytest.importorskip("pycocotools.mask")
+        encoded = mask.frPyObjects(triangle(entry), 100, 100)[0]
+        return {"size": [100, 100], "counts": encoded["counts"].decode()}
+
+    def mend(entry: dict[str, Any]) -> None:
+        entry["segmentation"] = encode(entry)
+        del entry["bbox"]
+
+    changed(folder, "coco.json", lambda c: [each.update(segmentation=triangle(each)) for each in c["annotations"]])
+    changed(folder, "coco_results.json", lambda found: [mend(each) for each in found])
+
+
+def test_masks_are_compared_by_iou_type(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with_masks(folder)
+    boxes, masks = evaluate(folder, *COCO), evaluate(folder, *COCO, "--iou-type", "segm")
+    assert list(boxes["ap50"]) == ["voc_11_point", "voc", "coco"]
+    data = read_coco(folder / "coco.json", kind="segm", dtype=torch.float64)
+    summary = summarize(read_detections(folder / "coco_results.json", data, kind="segm"), data, "segm")
+    assert masks["coco"] == told(summary)
+    per_class = {name: numbers["AP50"] for name, numbers in summary.per_class.items()}
+    assert masks["ap50"] == {"coco": {"mean": summary.numbers["AP50"], "per_class": per_class}}
+    assert masks["coco"]["AP"] != boxes["coco"]["AP"]
+    assert "".join(f"{line}\n" for line in summary.lines) in capsys.readouterr().out
+    changed(folder, "coco.json", lambda content: [each.update(iscrowd=1) for each in content["annotations"]])
+    with pytest.raises(SystemExit, match="none of 12 images has an object that counts"):
+        evaluate(folder, *COCO, "--iou-type", "segm")
 
 
 def changed(folder: Path, name: str, change: Any) -> None:

@@ -1,0 +1,170 @@
+"""COCO's summary of detections: average precision and recall by IoU, size and class, as pycocotools computes them.
+
+Each number is a mean over classes with an object of that size; AP and AR are means over the IoUs 0.5, 0.55, ..., 0.95,
+too. AR is the share of objects found by the best detections of a class in an image. An object's size is its annotated
+area; a detection's, that of its box. Objects of other sizes are ignored, and so is a detection of one, and one of
+another size that hits nothing. How detections and objects are matched, `ap50` says.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from metricopt_ext.detection.ap50 import COCO_DETECTIONS, IOU, METRICS, precision_at
+from metricopt_ext.detection.matching import Found, Things, beyond, match_coco, pairs_of, ranks_of
+from metricopt_ext.detection.records import Detections, DetectionSet
+from metricopt_ext.detection.shapes import Kind, shape_pairs
+from metricopt_ext.errors import DataError
+
+# Areas in square pixels of each size; an area at an end is of both sizes, as in pycocotools.
+SIZES = {"all": (0.0, 1e10), "small": (0.0, 32.0**2), "medium": (32.0**2, 96.0**2), "large": (96.0**2, 1e10)}
+MOST: dict[Kind, int] = {"bbox": COCO_DETECTIONS, "segm": COCO_DETECTIONS, "keypoints": 20}  # of a class in an image
+FEW = (1, 10)  # detections by which AR is told, too
+
+
+@dataclass(frozen=True)
+class Number:
+    """What one number of the summary is.
+
+    Attributes:
+        name: In the report.
+        recall: Whether it is an average recall, rather than a precision.
+        iou: The one IoU; None for the mean over COCO's.
+        size: Which objects, one of `SIZES`.
+        most: How many detections of a class in an image count.
+    """
+
+    name: str
+    recall: bool
+    iou: float | None
+    size: str
+    most: int
+
+    def line(self, value: float | None) -> str:
+        """Return the line that pycocotools prints, where -1 stands for a number of no object."""
+        title = "Average Recall     (AR)" if self.recall else "Average Precision  (AP)"
+        iou = "0.50:0.95" if self.iou is None else f"{self.iou:0.2f}"
+        known = -1.0 if value is None else value
+        return f" {title} @[ IoU={iou:<9} | area={self.size:>6s} | maxDets={self.most:>3d} ] = {known:0.3f}"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """COCO's numbers of some images.
+
+    Attributes:
+        numbers: Each in [0, 1], by its name; None if no object is of its size.
+        per_class: The same of each class that has an object that counts.
+        curves: The precision of each such class at the recalls 0, 0.01, ..., 1, at an IoU of 0.5.
+        lines: What pycocotools prints, in its order.
+    """
+
+    numbers: dict[str, float | None]
+    per_class: dict[str, dict[str, float | None]]
+    curves: dict[str, list[float]]
+    lines: tuple[str, ...]
+
+    def most_to_gain(self, most: int = 5) -> list[dict[str, Any]]:
+        """Return the classes of the least AP: each with it, and what the mean would gain if it were found perfectly."""
+        known = [(name, each["AP"]) for name, each in self.per_class.items() if each["AP"] is not None]
+        least = sorted(known, key=lambda each: each[1])[:most]
+        return [{"class": name, "AP": value, "gain": (1 - value) / len(known)} for name, value in least if value < 1]
+
+
+def numbers_of(kind: Kind, most: int, ious: Sequence[float] = ()) -> list[Number]:
+    """Return which numbers COCO has, twelve of boxes or masks, in pycocotools' order.
+
+    Args:
+        kind: What is compared; for keypoints there are ten, none of them of small objects.
+        most: How many detections of a class in an image count, COCO's 100; with 10 or less, there are fewer numbers.
+        ious: Further IoUs, in (0, 1], at each of which AP comes last.
+    """
+    rows = [("", None, "all"), ("50", 0.5, "all"), ("75", 0.75, "all"), ("m", None, "medium"), ("l", None, "large")]
+    more = [Number(f"AP{100 * iou:g}", False, iou, "all", most) for iou in ious if iou not in (0.5, 0.75)]
+    if kind == "keypoints":
+        usual = [Number(f"{of}{end}", of == "AR", iou, size, most) for of in ("AP", "AR") for end, iou, size in rows]
+        return [*usual, *more]
+    rows.insert(3, ("s", None, "small"))
+    return [
+        *(Number(f"AP{end}", False, iou, size, most) for end, iou, size in rows),
+        *(Number(f"AR{few}", True, None, "all", few) for few in (*(few for few in FEW if few < most), most)),
+        *(Number(f"AR{end}", True, iou, size, most) for end, iou, size in rows[3:]),
+        *more,
+    ]
+
+
+def summarize(
+    detections: Sequence[Detections],
+    truth: DetectionSet,
+    kind: Kind = "bbox",
+    *,
+    max_detections: int | None = None,
+    ious: Sequence[float] = (),
+) -> Summary:
+    """Return COCO's numbers of detections.
+
+    Args:
+        detections: What was found in each image of ``truth``, in the same order.
+        truth: The images with their objects.
+        kind: What is compared; but for boxes, both have ``shapes``.
+        max_detections: How many detections of a class in an image count, at least 1; by default `MOST`.
+        ious: Further IoUs, each in (0, 1], at which AP is told.
+
+    Raises:
+        DataError: The numbers of detections and images differ, or an IoU is out of its range.
+        MetricError: What was found is not of the form that `ap50.match` needs.
+    """
+    if len(detections) != len(truth):
+        raise DataError(f"there are detections for {len(detections)} images, but {len(truth)} images")
+    if wrong := [iou for iou in ious if not 0 < iou <= 1]:
+        raise DataError(f"an IoU is {wrong[0]:g}; it must be above 0 and at most 1")
+    most = MOST[kind] if max_detections is None else max_detections
+    classes, usual = len(truth.classes), METRICS["AP"]
+    levels = [*usual, *dict.fromkeys(iou for iou in ious if iou not in usual)]
+    found, things = Found.of(detections, classes, "coco", rounded=False), Things.of(truth, "coco")
+    found = found.take(ranks_of(found.keys) < most)
+    if kind == "keypoints":
+        unmarked = [not (points[:, 2] > 0).any() for points in things.shapes]
+        things = replace(things, ignored=things.ignored | np.array(unmarked, dtype=bool))
+    pairs = pairs_of(found, things, pixel=0.0) if kind == "bbox" else shape_pairs(found, things, kind)
+    ranks, labels = ranks_of(found.keys), found.keys % classes
+    ends = np.searchsorted(labels, np.arange(classes + 1))
+    numbers = numbers_of(kind, most, list(dict.fromkeys(ious)))
+    values = {each.name: np.full((classes, len(levels)), np.nan) for each in numbers}
+    curves: dict[str, list[float]] = {}
+    for size in {each.size: None for each in numbers}:
+        judged = ~things.ignored & ~beyond(things.areas, SIZES[size])
+        objects = np.bincount(things.keys[judged] % classes, minlength=classes)
+        known = np.flatnonzero(objects)
+        for place, iou in enumerate(levels):
+            counted, hits = match_coco(found, things, pairs, min(iou, 1 - 1e-10), SIZES[size])  # as in pycocotools
+            of_classes = [
+                precision_at(hits[start:end][counted[start:end]], int(objects[label]), "coco")
+                for label, start, end in zip(known, ends[known], ends[known + 1], strict=True)
+            ]
+            precision = [float(each.mean()) for each in of_classes]
+            if (size, iou) == ("all", IOU):
+                curves = {truth.classes[i]: each.tolist() for i, each in zip(known, of_classes, strict=True)}
+            for each in numbers:
+                if each.size == size and (place < len(usual) if each.iou is None else each.iou == iou):
+                    recalled = np.bincount(labels[hits & (ranks < each.most)], minlength=classes)
+                    values[each.name][known, place] = recalled[known] / objects[known] if each.recall else precision
+    return Summary(
+        {each.name: _mean(values[each.name]) for each in numbers},
+        {
+            name: {each.name: _mean(values[each.name][label]) for each in numbers}
+            for label, name in enumerate(truth.classes)
+            if name in curves
+        },
+        curves,
+        tuple(each.line(_mean(values[each.name])) for each in numbers),
+    )
+
+
+def _mean(values: npt.NDArray[np.float64]) -> float | None:
+    """The mean of what is known."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else None

@@ -1,0 +1,206 @@
+"""Masks and keypoints of COCO's files, and how much what was found is like the objects.
+
+Masks are pycocotools' run-length encodings, of pixels down the columns, and its own code compares them. That is C which
+trusts what it is given, so all that a file says of a mask is checked first.
+"""
+
+import math
+from typing import Any, Literal
+
+import numpy as np
+
+from metricopt_ext.data.images import MAX_PIXELS
+from metricopt_ext.detection.matching import Booleans, Floats, Found, Integers, Pairs, Things
+from metricopt_ext.errors import DataError
+from metricopt_ext.utils.words import brief
+
+Kind = Literal["bbox", "segm", "keypoints"]
+KINDS: dict[Kind, str] = {"bbox": "bbox", "segm": "segmentation", "keypoints": "keypoints"}  # what an entry must have
+
+LONGEST_OUTLINE = 1 << 20  # of a mask's polygons, in pixels; pycocotools takes up to 200 bytes for each
+FURTHEST = 1 << 24  # coordinate of a polygon
+# COCO's keypoints' deviations, relative to the root of the object's area (cocodataset.org/#keypoints-eval).
+DEVIATIONS = np.array([26, 25, 25, 35, 35, 79, 79, 72, 72, 62, 62, 107, 107, 87, 87, 89, 89]) / 1000
+
+Mask = dict[str, Any]  # pycocotools': "size", [height, width], and "counts", bytes
+
+
+def mask_of(shape: Any, where: str, height: int = 0, width: int = 0) -> Mask:
+    """Return the mask that polygons, or a run-length encoding as text or numbers, tell.
+
+    Args:
+        shape: The entry's ``segmentation``.
+        where: The entry, for messages.
+        height: The image's, in pixels; 0 if it is not known, which does for encodings.
+        width: The image's.
+
+    Raises:
+        DataError: It is neither, is cut short, is of another size than the image, or is larger than is read.
+    """
+    from pycocotools import mask
+
+    if isinstance(shape, dict):
+        size = shape.get("size")
+        if not (isinstance(size, list) and len(size) == 2 and all(type(each) is int and each > 0 for each in size)):
+            raise DataError(f"{where} has a segmentation of the size {brief(size)}; it must be [height, width]")
+        if height and width and size != [height, width]:
+            raise DataError(
+                f"{where} has a segmentation of the size {brief(size)}, but its image has [{height}, {width}], height"
+                " and width"
+            )
+        _check_size(size[0], size[1], where)
+        runs = _runs(shape.get("counts"), where)
+        if runs[1:].min(initial=1) < 1 or runs[:1].min(initial=0) < 0 or int(runs.sum()) != size[0] * size[1]:
+            raise DataError(
+                f"{where} has a segmentation whose runs are of {int(runs.sum())} pixels, or not all longer than 0;"
+                f" its size, {size[0]} x {size[1]}, needs {size[0] * size[1]}"
+            )
+        made: Mask = mask.frPyObjects({"size": size, "counts": runs.tolist()}, *size)
+        return made
+    if not isinstance(shape, list):
+        raise DataError(f"{where} has the segmentation {brief(shape)}; it must be polygons or a run-length encoding")
+    if not (height and width):
+        raise DataError(f"{where}'s image has no width and height, which polygons are drawn in")
+    _check_size(height, width, where)
+    drawn: Mask = mask.merge(mask.frPyObjects(_polygons(shape, where), height, width))
+    return drawn
+
+
+def _check_size(height: int, width: int, where: str) -> None:
+    if height * width > MAX_PIXELS:
+        raise DataError(f"{where} has a segmentation of {height} x {width} pixels; at most {MAX_PIXELS} are read")
+
+
+def _polygons(shape: list[Any], where: str) -> list[list[float]]:
+    """Polygons, each ``[x, y, x, y, ...]`` of three corners or more."""
+    long = 0.0
+    for each in shape:
+        if not (isinstance(each, list) and len(each) >= 6 and len(each) % 2 == 0):
+            raise DataError(f"{where} has the polygon {brief(each)}; it must be [x, y, x, y, x, y, ...] in pixels")
+        if not all(type(number) in (int, float) and abs(number) <= FURTHEST for number in each):  # NaN is not
+            raise DataError(f"{where} has a polygon with numbers that are not within {FURTHEST}: {brief(each)}")
+        corners = np.array(each, dtype=np.float64).reshape(-1, 2)
+        long += float(np.abs(corners - np.roll(corners, 1, axis=0)).max(axis=1).sum())
+    if not shape:
+        raise DataError(f"{where} has no polygon in its segmentation")
+    if long > LONGEST_OUTLINE:
+        raise DataError(
+            f"{where} has polygons with an outline of {long:.0f} pixels; at most {LONGEST_OUTLINE} are read"
+        )
+    return shape
+
+
+def _runs(counts: Any, where: str) -> Integers:
+    """The lengths of runs of pixels, in turn outside and inside; text is pycocotools' own code for them.
+
+    Each number is its difference from the last but one, from the fourth on, in groups of five bits, the lowest first. A
+    sixth bit says that more follow, and the highest bit of the last group is the sign.
+    """
+    wrong = DataError(f"{where} has a segmentation with the counts {brief(counts)}; they are cut short or no encoding")
+    if isinstance(counts, list):
+        if not all(type(each) is int and 0 <= each <= MAX_PIXELS for each in counts):
+            raise wrong
+        return np.array(counts, dtype=np.int64)
+    if not isinstance(counts, str) or not counts.isascii():
+        raise wrong
+    groups = np.frombuffer(counts.encode(), dtype=np.uint8).astype(np.int64) - 48
+    last = np.flatnonzero(groups & 32 == 0)
+    if not len(groups) or groups.min() < 0 or groups.max() > 63 or not len(last) or last[-1] != len(groups) - 1:
+        raise wrong
+    first = np.concatenate([[0], last[:-1] + 1])
+    sizes = last - first + 1
+    if sizes.max() > 6:  # 30 bits, more than there are pixels
+        raise wrong
+    runs = np.add.reduceat((groups & 31) << 5 * (np.arange(len(groups)) - np.repeat(first, sizes)), first)
+    runs -= np.where(groups[last] & 16, 1 << 5 * sizes, 0)
+    for parity in (1, 2):
+        runs[parity::2] = np.cumsum(runs[parity::2])
+    return runs
+
+
+def box_around(mask: Mask) -> list[float]:
+    """Return the box around a mask, ``[left, top, width, height]`` in pixels."""
+    from pycocotools import mask as masks
+
+    return [float(each) for each in masks.toBbox(mask)]
+
+
+def pixels_of(mask: Mask) -> float:
+    """Return how many pixels a mask has."""
+    from pycocotools import mask as masks
+
+    return float(masks.area(mask))
+
+
+def keypoints_of(entry: Any, where: str) -> Floats:
+    """Return an entry's keypoints, ``17 x 3``: x, y, and a flag or score.
+
+    Raises:
+        DataError: They are not 17 times three finite numbers, or ``num_keypoints`` contradicts the flags.
+    """
+    numbers = entry.get("keypoints")
+    if not isinstance(numbers, list) or not all(type(each) in (int, float) and math.isfinite(each) for each in numbers):
+        raise DataError(f"{where} has the keypoints {brief(numbers)}; they must be [x, y, flag, ...], finite numbers")
+    if len(numbers) != 3 * len(DEVIATIONS):
+        raise DataError(
+            f"{where} has {len(numbers)} numbers as keypoints; COCO's similarity is known for its"
+            f" {len(DEVIATIONS)} keypoints, of 3 numbers each"
+        )
+    points = np.array(numbers, dtype=np.float64).reshape(-1, 3)
+    told, marked = entry.get("num_keypoints"), int((points[:, 2] > 0).sum())
+    if told is not None and bool(told) != bool(marked):
+        raise DataError(f"{where} has the num_keypoints {brief(told)}, but {marked} of its keypoints are marked")
+    return points
+
+
+def box_around_points(points: Floats) -> list[float]:
+    """Return the box around keypoints, ``[left, top, width, height]`` in pixels, as pycocotools has it for results."""
+    (left, top), (right, bottom) = points[:, :2].min(0).tolist(), points[:, :2].max(0).tolist()
+    return [left, top, right - left, bottom - top]
+
+
+def shape_pairs(found: Found, things: Things, kind: Kind) -> Pairs:
+    """Return each detection with each object of its image and class, as `matching.pairs_of` does for boxes.
+
+    Masks overlap by their IoU; with a crowd region, by the share of the detection that lies within it. Keypoints are
+    compared by the object keypoint similarity (cocodataset.org/#keypoints-eval).
+    """
+    from pycocotools import mask
+
+    order = np.argsort(found.keys, kind="stable")
+    rows, columns, overlaps = [], [], []
+    for own in np.split(order, np.flatnonzero(np.diff(found.keys[order])) + 1) if len(order) else ():
+        start, end = (int(np.searchsorted(things.keys, found.keys[own[0]], side)) for side in ("left", "right"))
+        if start == end:
+            continue
+        objects = np.arange(start, end)
+        if kind == "segm":
+            flags = things.crowd[objects].astype(int).tolist()
+            alike = mask.iou(found.shapes[own].tolist(), things.shapes[objects].tolist(), flags)
+        else:
+            alike = _similarities(found, own, things, objects)
+        rows.append(np.repeat(own, len(objects)))
+        columns.append(np.tile(objects, len(own)))
+        overlaps.append(np.asarray(alike, dtype=np.float64).reshape(-1))
+    if not rows:
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0)
+    return np.concatenate(rows), np.concatenate(columns), np.concatenate(overlaps)
+
+
+def _similarities(found: Found, rows: Integers, things: Things, columns: Integers) -> Floats:
+    """The object keypoint similarities of detections and objects, ``rows x columns``."""
+    points = np.stack(found.shapes[rows].tolist())[:, None, :, :2]
+    objects = np.stack(things.shapes[columns].tolist())
+    marked: Booleans = np.asarray(objects[..., 2] > 0)
+    any_marked: Booleans = np.asarray(marked.sum(1, keepdims=True) > 0)
+    boxes = things.boxes[columns]
+    sides = boxes[:, 2:] - boxes[:, :2]
+    low, high = boxes[:, :2] - sides, boxes[:, 2:] + sides
+    # Without a keypoint an object is a region, twice its box: what lies within is like it.
+    beyond = np.maximum(low[:, None] - points, 0) + np.maximum(points - high[:, None], 0)
+    apart = np.where(any_marked[..., None], points - objects[None, ..., :2], beyond)
+    scale = 2 * (things.areas[columns] + np.spacing(1))
+    error = (apart**2).sum(-1) / (2 * DEVIATIONS) ** 2 / scale[:, None]
+    weight: Booleans = marked | ~any_marked
+    similar: Floats = (np.exp(-error) * weight).sum(-1) / weight.sum(-1)
+    return similar

@@ -1,0 +1,361 @@
+"""COCO's numbers are pycocotools', on random sets and in closed form."""
+
+import contextlib
+import copy
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pycocotools")
+
+import torch
+from pycocotools import mask
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+
+from metricopt_ext.detection import precision_recall
+from metricopt_ext.detection.coco import read_coco, read_detections
+from metricopt_ext.detection.coco_summary import Summary, summarize
+from metricopt_ext.detection.precision_recall import plot_precision_recall
+from metricopt_ext.detection.records import Annotated, Detections, DetectionSet, as_one_class
+from metricopt_ext.errors import DataError
+
+CLASSES = 4  # the last of which has no object, and the one before it no detection
+NAMES = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
+
+
+def drawn(seed: int, images: int = 12, most: int = 25) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A COCO file's content and results: crowds, areas unlike the boxes' and at the sizes' ends, equal scores."""
+    rng = np.random.default_rng(seed)
+    truth: dict[str, Any] = {
+        "images": [{"id": 3 * i + 1, "width": 640, "height": 480} for i in range(images)],
+        "categories": [{"id": 7 * i + 2, "name": f"class {i}"} for i in range(CLASSES)],
+        "annotations": [],
+    }
+    found = []
+    for image in truth["images"]:
+        boxes = np.concatenate(
+            [rng.integers(0, 400, (most, 2)), rng.choice([9, 32, 50, 96, 130], (most, 2)) + 0.25 * (seed % 2)], axis=1
+        ).astype(float)
+        for place in range(rng.integers(0, most + 1)):
+            area = boxes[place, 2] * boxes[place, 3] * rng.choice([1, 1, 0.6])
+            truth["annotations"].append(
+                {
+                    "id": len(truth["annotations"]) + 1,
+                    "image_id": image["id"],
+                    "category_id": int(7 * rng.integers(0, CLASSES - 1) + 2),
+                    "bbox": boxes[place].tolist(),
+                    "area": float(rng.choice([area, area, 1024.0, 9216.0])),
+                    "iscrowd": int(rng.random() < 0.15),
+                }
+            )
+        own = [each for each in truth["annotations"] if each["image_id"] == image["id"]]
+        for _ in range(rng.integers(0, 2 * most + 1)):
+            box, label = boxes[rng.integers(0, most)].copy(), 7 * int(rng.choice([0, 1, 3])) + 2
+            if own and rng.random() < 0.7:
+                near = own[rng.integers(0, len(own))]
+                box = np.array(near["bbox"])
+                label = 2 if near["category_id"] == 16 else near["category_id"]
+            box += rng.integers(-4, 5, 4) * rng.choice([0, 0.5, 1, 4])
+            box[2:] = np.maximum(box[2:], 1)
+            score = float(rng.integers(0, 20)) / 19
+            found.append({"image_id": image["id"], "category_id": label, "bbox": box.tolist(), "score": score})
+    return truth, found
+
+
+def evaluated(truth: dict[str, Any], found: list[dict[str, Any]], kind: str = "bbox", **params: Any) -> Any:
+    """pycocotools' evaluation."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        coco = COCO()
+        coco.dataset = copy.deepcopy(truth)
+        coco.createIndex()
+        evaluation = COCOeval(coco, coco.loadRes(copy.deepcopy(found)), kind)
+        for name, value in params.items():
+            setattr(evaluation.params, name, value)
+        evaluation.evaluate()
+        evaluation.accumulate()
+    return evaluation
+
+
+def by_pycocotools(
+    truth: dict[str, Any], found: list[dict[str, Any]], kind: str = "bbox", **params: Any
+) -> tuple[list[float], tuple[str, ...]]:
+    """What it computes, and what it prints."""
+    evaluation = evaluated(truth, found, kind, **params)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        evaluation.summarize()
+    return evaluation.stats.tolist(), tuple(
+        line for line in said.getvalue().splitlines() if line.startswith(" Average")
+    )
+
+
+def summarized(folder: Path, truth: dict[str, Any], found: list[dict[str, Any]], **options: Any) -> Summary:
+    """Ours, from files."""
+    (folder / "truth.json").write_text(json.dumps(truth))
+    (folder / "found.json").write_text(json.dumps(found))
+    kind = options.get("kind", "bbox")
+    data = read_coco(folder / "truth.json", dtype=torch.float64, kind=kind)
+    return summarize(read_detections(folder / "found.json", data, kind=kind), data, **options)
+
+
+def known(numbers: dict[str, float | None]) -> list[float]:
+    return [-1 if value is None else value for value in numbers.values()]
+
+
+@pytest.mark.filterwarnings("ignore:boxes in:UserWarning", "ignore:.*would hit an object:UserWarning")
+@pytest.mark.parametrize(
+    ("seed", "images", "most"), [*((seed, 12, 25) for seed in range(8)), (8, 3, 300), (9, 1, 1), (10, 2, 300)]
+)
+def test_all_numbers_and_lines_are_pycocotools_s(tmp_path: Path, seed: int, images: int, most: int) -> None:
+    truth, found = drawn(seed, images, most)
+    ours = summarized(tmp_path, truth, found)
+    stats, lines = by_pycocotools(truth, found)
+    assert tuple(ours.numbers) == NAMES
+    assert known(ours.numbers) == pytest.approx(stats, abs=1e-9)
+    assert ours.lines == lines
+    assert len(lines) == 12
+    for category in truth["categories"]:
+        stats, _ = by_pycocotools(truth, found, catIds=[category["id"]])
+        if category["name"] in ours.per_class:
+            assert known(ours.per_class[category["name"]]) == pytest.approx(stats, abs=1e-9)
+        else:
+            assert stats == [-1] * 12
+    precision = evaluated(truth, found).eval["precision"][0, ..., 0, -1]
+    for column, category in zip(precision.T, truth["categories"], strict=True):
+        assert ours.curves.get(category["name"], [-1] * 101) == pytest.approx(column, abs=1e-9)
+    if images > 2:
+        assert list(ours.per_class) == ["class 0", "class 1", "class 2"]
+        assert ours.per_class["class 2"]["AP"] == ours.per_class["class 2"]["AR100"] == 0
+        values = known(ours.numbers)
+        assert min(values) > 0.001
+        assert len(set(values)) == 12
+
+
+@pytest.mark.filterwarnings("ignore:boxes in:UserWarning", "ignore:.*would hit an object:UserWarning")
+@pytest.mark.parametrize("most", [11, 300])
+def test_another_number_of_detections_may_count(tmp_path: Path, most: int) -> None:
+    truth, found = drawn(8, 3, 300)
+    ours = summarized(tmp_path, truth, found, max_detections=most)
+    stats, lines = by_pycocotools(truth, found, maxDets=[1, 10, most])
+    assert known(ours.numbers)[1:] == pytest.approx(stats[1:], abs=1e-9)  # its AP is of 100 detections, or -1
+    assert ours.lines[1:] == lines[1:]
+    assert f"maxDets={most:>3d}" in ours.lines[0]
+    assert list(ours.numbers)[6:9] == ["AR1", "AR10", f"AR{most}"]
+    assert list(summarized(tmp_path, truth, found, max_detections=5).numbers)[6:8] == ["AR1", "AR5"]
+
+
+@pytest.mark.filterwarnings("ignore:boxes in:UserWarning", "ignore:.*would hit an object:UserWarning")
+@pytest.mark.parametrize("kind", ["bbox", "segm"])
+def test_the_ap_at_other_ious_is_pycocotools_s(tmp_path: Path, kind: str) -> None:
+    truth, found = with_masks(1, "encodings")
+    found += [
+        {**each, "score": 0.5, "bbox": each["bbox"], "segmentation": each["segmentation"]}
+        for each in truth["annotations"][::3]
+    ]
+    ious = [0.1, 0.7, 0.5, 1.0, 0.1]
+    ours = summarized(tmp_path, truth, found, kind=kind, ious=ious)
+    assert list(ours.numbers) == [*NAMES, "AP10", "AP70", "AP100"]
+    for iou in (0.1, 0.5, 0.7, 1.0):
+        stats, _ = by_pycocotools(truth, found, kind, iouThrs=np.array([iou]))
+        assert ours.numbers[f"AP{100 * iou:g}"] == pytest.approx(stats[0], abs=1e-9)
+        assert 0.005 < stats[0] < 0.95
+    usual = summarized(tmp_path, truth, found, kind=kind)
+    assert known(ours.numbers)[:12] == known(usual.numbers)
+    assert ours.lines[:12] == usual.lines
+    assert ours.lines[12].startswith(" Average Precision  (AP) @[ IoU=0.10 ")
+    with pytest.raises(DataError, match="an IoU is 0; it must be above 0 and at most 1"):
+        summarized(tmp_path, truth, found, kind=kind, ious=[0.0])
+
+
+@pytest.mark.filterwarnings("ignore:boxes in:UserWarning", "ignore:.*would hit an object:UserWarning")
+@pytest.mark.parametrize(("seed", "images", "most"), [(0, 12, 25), (1, 12, 25), (2, 12, 25), (8, 3, 300)])
+def test_all_classes_taken_for_one_are_pycocotools_s(tmp_path: Path, seed: int, images: int, most: int) -> None:
+    truth, found = drawn(seed, images, most)
+    summarized(tmp_path, truth, found)
+    data = read_coco(tmp_path / "truth.json", dtype=torch.float64)
+    ours = summarize(*as_one_class(read_detections(tmp_path / "found.json", data), data))
+    stats, lines = by_pycocotools(truth, found, useCats=0)
+    assert known(ours.numbers) == pytest.approx(stats, abs=1e-9)
+    assert ours.lines == lines
+    assert ours.per_class == {"any": ours.numbers}
+
+
+def test_masks_of_all_classes_may_be_taken_for_one(tmp_path: Path) -> None:
+    truth, found = with_masks(0, "encodings")
+    summarized(tmp_path, truth, found, kind="segm")
+    data = read_coco(tmp_path / "truth.json", kind="segm", dtype=torch.float64)
+    ours = summarize(*as_one_class(read_detections(tmp_path / "found.json", data, kind="segm"), data), "segm")
+    stats, _ = by_pycocotools(truth, found, "segm", useCats=0)
+    assert known(ours.numbers) == pytest.approx(stats, abs=1e-9)
+
+
+def one_image(areas: list[float] | None = None) -> DetectionSet:
+    """Two objects of 10 x 10 and 100 x 100 pixels."""
+    boxes = torch.tensor([[0.0, 0, 10, 10], [100, 100, 200, 200]])
+    none = torch.zeros(2, dtype=torch.bool)
+    told = None if areas is None else torch.tensor(areas)
+    return DetectionSet(("a",), [Annotated(1, Path("1"), 300, 300, boxes, none.long(), none, none, areas=told)])
+
+
+def test_an_object_is_found_by_size_and_by_how_many_may_count() -> None:
+    truth = one_image()
+    (image,) = truth.images
+    found = [Detections(image.boxes, torch.tensor([0.8, 0.9]), image.labels)]
+    numbers = summarize(found, truth).numbers
+    assert numbers["APm"] is numbers["ARm"] is None
+    assert {name for name, value in numbers.items() if value == pytest.approx(1)} == {*NAMES} - {"AR1", "APm", "ARm"}
+    assert numbers["AR1"] == pytest.approx(0.5)
+    half = [Detections(image.boxes[1:], torch.tensor([0.9]), image.labels[1:])]
+    numbers = summarize(half, truth).numbers
+    assert numbers["APl"] == numbers["ARl"] == pytest.approx(1)
+    assert numbers["APs"] == numbers["ARs"] == 0
+    assert numbers["AP"] == pytest.approx(51 / 101)
+
+
+def test_the_classes_with_most_to_gain_are_those_of_the_least_ap() -> None:
+    values = {"a": 0.5, "b": 1.0, "c": 0.25, "d": 0.5}
+    summary = Summary({}, {name: {"AP": value} for name, value in values.items()}, {}, ())
+    assert summary.most_to_gain() == [
+        {"class": "c", "AP": 0.25, "gain": 0.75 / 4},
+        {"class": "a", "AP": 0.5, "gain": 0.5 / 4},
+        {"class": "d", "AP": 0.5, "gain": 0.5 / 4},
+    ]
+    assert [each["class"] for each in summary.most_to_gain(1)] == ["c"]
+
+
+def test_the_curves_are_drawn_with_their_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    save = precision_recall.save_figure
+    monkeypatch.setattr(
+        precision_recall, "save_figure", lambda figure, path: figures.append(figure) or save(figure, path)
+    )
+    curves = {f"class {i}": np.linspace(1, i / 12, 101).tolist() for i in range(12)}
+    assert plot_precision_recall(curves, tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
+    ((axes,),) = (figure.axes for figure in figures)
+    named = {line.get_label(): line.get_ydata() for line in axes.lines}
+    assert named["mean of 12 classes, AP50 0.729"] == pytest.approx(np.mean(list(curves.values()), axis=0))
+    assert named["0.500 class 0"] == pytest.approx(curves["class 0"])  # the least
+    assert "0.958 class 11" not in named
+    assert len(axes.lines) == 13
+    assert len(axes.get_legend().get_texts()) == 6
+
+
+def test_an_area_that_is_not_told_is_the_box_s() -> None:
+    found = [Detections(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.int64))]
+    whole = summarize(found, one_image())
+    assert summarize(found, one_image([float("nan")] * 2)) == whole
+    assert summarize(found, one_image([2000.0, 100.0])).numbers["APm"] == 0
+    assert whole.numbers["APm"] is None
+
+
+def test_detections_of_other_images_are_refused() -> None:
+    with pytest.raises(DataError, match="there are detections for 0 images, but 1 images"):
+        summarize([], one_image())
+
+
+# --- Masks and keypoints -------------------------------------------------------------------------------------------
+
+
+def with_masks(seed: int, drawn_by: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The random set with masks: discs in their boxes, as encodings or polygons."""
+    truth, found = drawn(seed, 6, 12)
+    rng = np.random.default_rng(100 + seed)
+    y, x = np.mgrid[:480, :640]
+
+    def disc(box: list[float]) -> Any:
+        left, top, width, height = box
+        centre = left + width / 2, top + height / 2
+        if drawn_by == "polygons":
+            turns = np.linspace(0, 2 * np.pi, 9)[:-1]
+            corners = np.stack([centre[0] + width / 2 * np.cos(turns), centre[1] + height / 2 * np.sin(turns)], 1)
+            half = [left, top, left + width / 2, top, left, top + height / 2]  # a second part
+            return [corners.flatten().round(2).tolist(), half]
+        inside = ((x - centre[0]) / (width / 2)) ** 2 + ((y - centre[1]) / (height / 2)) ** 2 <= rng.choice([1, 0.5])
+        if drawn_by == "runs":
+            flat = inside.flatten(order="F")
+            ends = np.concatenate([[0], np.flatnonzero(np.diff(flat)) + 1, [flat.size]])
+            runs = np.diff(ends).tolist()
+            return {"size": [480, 640], "counts": [0, *runs] if flat[0] else runs}
+        encoded = mask.encode(np.asfortranarray(inside.astype(np.uint8)))
+        return {"size": [480, 640], "counts": encoded["counts"].decode()}
+
+    for entry in [*truth["annotations"], *found]:
+        entry["segmentation"] = disc(entry["bbox"])
+    return truth, found
+
+
+@pytest.mark.parametrize("boxes", [True, False])
+@pytest.mark.parametrize("drawn_by", ["encodings", "runs", "polygons"])
+@pytest.mark.parametrize("seed", range(2))
+def test_masks_give_pycocotools_s_numbers(tmp_path: Path, seed: int, drawn_by: str, boxes: bool) -> None:
+    truth, found = with_masks(seed, drawn_by)
+    if drawn_by != "encodings":  # pycocotools' results are encodings
+        _, encoded = with_masks(seed, "encodings")
+        for entry, other in zip(found, encoded, strict=True):
+            entry["segmentation"] = other["segmentation"]
+    if not boxes:
+        for entry in found:
+            del entry["bbox"]
+    ours = summarized(tmp_path, truth, found, kind="segm")
+    stats, lines = by_pycocotools(truth, found, "segm")
+    assert known(ours.numbers) == pytest.approx(stats, abs=1e-9)
+    assert ours.lines == lines
+    assert 0.02 < stats[0] < 0.9
+    assert stats != by_pycocotools(truth, found, "bbox")[0]
+
+
+@pytest.mark.filterwarnings("ignore:boxes in:UserWarning", "ignore:.*would hit an object:UserWarning")
+def test_masks_without_boxes_have_the_boxes_around_them(tmp_path: Path) -> None:
+    truth, found = with_masks(0, "encodings")
+    for entry in found:
+        del entry["bbox"]
+    ours = summarized(tmp_path, truth, found)
+    stats, lines = by_pycocotools(truth, found)
+    assert known(ours.numbers) == pytest.approx(stats, abs=1e-9)
+    assert ours.lines == lines
+
+
+def with_keypoints(seed: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Random people, some without a keypoint, and crowds."""
+    truth, found = drawn(seed, 12, 12)
+    rng = np.random.default_rng(200 + seed)
+    for entry in truth["annotations"]:
+        left, top, width, height = entry["bbox"]
+        points = np.stack([rng.uniform(left, left + width, 17), rng.uniform(top, top + height, 17)], 1)
+        flags = rng.integers(0, 3, 17) * (rng.random() < 0.85)
+        entry["keypoints"] = np.concatenate([points, flags[:, None]], 1).flatten().tolist()
+        entry["num_keypoints"] = int((flags > 0).sum())
+    for entry in found:
+        own = [
+            each
+            for each in truth["annotations"]
+            if (each["image_id"], each["category_id"]) == (entry["image_id"], entry["category_id"])
+        ]
+        points = rng.uniform(0, 400, (17, 3))
+        if own:
+            near = own[rng.integers(0, len(own))]
+            spread = rng.choice([0, 0.02, 0.06, 0.1]) * near["area"] ** 0.5
+            points = np.array(near["keypoints"]).reshape(17, 3) + rng.normal(0, 1, (17, 3)) * spread
+        entry["keypoints"] = points.flatten().tolist()
+    return truth, found
+
+
+@pytest.mark.parametrize("boxes", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_keypoints_give_pycocotools_s_numbers(tmp_path: Path, seed: int, boxes: bool) -> None:
+    truth, found = with_keypoints(seed)
+    if not boxes:
+        for entry in found:
+            del entry["bbox"]
+    ours = summarized(tmp_path, truth, found, kind="keypoints")
+    stats, lines = by_pycocotools(truth, found, "keypoints")
+    assert list(ours.numbers) == ["AP", "AP50", "AP75", "APm", "APl", "AR", "AR50", "AR75", "ARm", "ARl"]
+    assert known(ours.numbers) == pytest.approx(stats, abs=1e-9)
+    assert ours.lines == lines
+    assert 0.02 < stats[0] < 0.9
+    assert any(each["num_keypoints"] == 0 for each in truth["annotations"])

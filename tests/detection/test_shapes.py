@@ -1,0 +1,150 @@
+"""Masks and keypoints of COCO's files: what is read is right, and what pycocotools' C would trip over is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pycocotools")
+
+import torch
+from pycocotools import mask
+
+from metricopt_ext.detection.coco import read_coco, read_detections
+from metricopt_ext.detection.shapes import box_around, keypoints_of, mask_of, pixels_of
+from metricopt_ext.errors import DataError
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_an_encoding_as_text_or_numbers_is_the_mask(seed: int, share: float) -> None:
+    rng = np.random.default_rng(seed)
+    drawn = (rng.random((37 + 400 * seed, 53)) < share).astype(np.uint8)
+    encoded = mask.encode(np.asfortranarray(drawn))
+    size = list(drawn.shape)
+    flat = drawn.flatten(order="F")
+    ends = np.concatenate([[0], np.flatnonzero(np.diff(flat)) + 1, [flat.size]])
+    runs = [0] * int(flat[0]) + np.diff(ends).tolist()
+    for counts in (encoded["counts"].decode(), runs):
+        read = mask_of({"size": size, "counts": counts}, "x", *size)
+        assert (mask.decode(read) == drawn).all()
+        assert pixels_of(read) == drawn.sum()
+    if drawn.any():
+        rows, columns = np.nonzero(drawn)
+        sides = [int(each.max() - each.min() + 1) for each in (columns, rows)]
+        assert box_around(read) == [columns.min(), rows.min(), *sides]
+    else:
+        assert box_around(read) == [0, 0, 0, 0]
+
+
+def test_polygons_are_drawn_together_and_clipped() -> None:
+    read = mask_of([[-5, 1, 4, 1, 4, 3, -5, 3], [6, 5, 8, 5, 8, 9, 6, 9]], "x", 8, 10)
+    expected = np.zeros((8, 10))
+    expected[1:3, :4] = expected[5:, 6:8] = 1
+    assert (mask.decode(read) == expected).all()
+
+
+SQUARE = {"size": [4, 5], "counts": [6, 2, 2, 2, 8]}
+TEXT = mask.frPyObjects(SQUARE, 4, 5)["counts"].decode()
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ("text", "has the segmentation 'text'; it must be polygons or a run-length encoding"),
+        ({"counts": [20]}, r"of the size None; it must be \[height, width\]"),
+        ({"size": [4, -5], "counts": [20]}, r"of the size \[4, -5\]"),
+        ({"size": [4, 5.0], "counts": [20]}, r"of the size \[4, 5.0\]"),
+        ({**SQUARE, "size": [5, 4]}, r"size \[5, 4\], but its image has \[4, 5\], height and width"),
+        ({**SQUARE, "counts": [6, 2, 2, 2, 9]}, "whose runs are of 21 pixels.* needs 20"),
+        ({**SQUARE, "counts": [6, 0, 2, 2, 10]}, "whose runs are of 20 pixels, or not all longer than 0"),
+        ({**SQUARE, "counts": []}, "whose runs are of 0 pixels"),
+        ({**SQUARE, "counts": [6, -2, 16]}, r"counts \[6, -2, 16\]; they are cut short or no encoding"),
+        ({**SQUARE, "counts": [6, True, 13]}, "they are cut short or no encoding"),
+        ({**SQUARE, "counts": [1 << 40]}, "they are cut short or no encoding"),
+        ({**SQUARE, "counts": None}, "counts None; they are cut short"),
+        ({**SQUARE, "counts": ""}, "counts ''; they are cut short"),
+        ({**SQUARE, "counts": TEXT[:-1]}, "whose runs are of"),
+        ({**SQUARE, "counts": TEXT + "P"}, "they are cut short"),
+        ({**SQUARE, "counts": TEXT + "\x00"}, "they are cut short"),
+        ({**SQUARE, "counts": TEXT + "é"}, "they are cut short"),
+        ({**SQUARE, "counts": "oooooooo1"}, "they are cut short"),
+        ({**SQUARE, "counts": "K"}, "whose runs are of -5 pixels"),
+        ([], "has no polygon"),
+        ([[1, 1, 2, 2]], r"has the polygon \[1, 1, 2, 2\]; it must be \[x, y, x, y, x, y, ...\]"),
+        ([[1, 1, 2, 2, 3, 3, 4]], "has the polygon"),
+        ([{"x": 1}], "has the polygon"),
+        ([[1, 1, 2, 2, 3, float("nan")]], "a polygon with numbers that are not within 16777216"),
+        ([[1, 1, 2, 2, 3, 1e9]], "a polygon with numbers that are not within"),
+        ([[0, 0, 1e6, 0, 0, 5]], "an outline of 2000005 pixels; at most 1048576"),
+    ],
+)
+def test_what_is_no_mask_is_refused(shape: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        mask_of(shape, "x", 4, 5)
+
+
+def test_masks_are_bounded_and_polygons_need_a_size() -> None:
+    with pytest.raises(DataError, match="segmentation of 10000 x 10000 pixels; at most 50000000 are read"):
+        mask_of({"size": [10_000, 10_000], "counts": [100_000_000]}, "x")
+    with pytest.raises(DataError, match="segmentation of 10000 x 10000 pixels"):
+        mask_of([[0, 0, 5, 0, 5, 5]], "x", 10_000, 10_000)
+    with pytest.raises(DataError, match="x's image has no width and height"):
+        mask_of([[0, 0, 5, 0, 5, 5]], "x")
+    assert pixels_of(mask_of(SQUARE, "x")) == 4
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({}, "has the keypoints None"),
+        ({"keypoints": [1, 2, 2]}, "has 3 numbers as keypoints; COCO's similarity is known for its 17"),
+        ({"keypoints": [float("inf")] * 51}, "finite numbers"),
+        ({"keypoints": [1] * 51, "num_keypoints": 0}, "has the num_keypoints 0, but 17 of its keypoints are marked"),
+        ({"keypoints": [0] * 51, "num_keypoints": 3}, "has the num_keypoints 3, but 0 of"),
+    ],
+)
+def test_what_are_no_keypoints_is_refused(entry: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        keypoints_of(entry, "x")
+
+
+def write(path: Path, content: Any) -> Path:
+    path.write_text(json.dumps(content))
+    return path
+
+
+TRUTH: dict[str, Any] = {
+    "images": [{"id": 1, "width": 5, "height": 4}],
+    "categories": [{"id": 1, "name": "a"}],
+    "annotations": [{"image_id": 1, "category_id": 1, "bbox": [1, 2, 2, 2], "segmentation": SQUARE}],
+}
+
+
+def test_entries_without_what_is_compared_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "truth.json", TRUTH)
+    data = read_coco(path, kind="segm")
+    assert data.images[0].areas.tolist() == [4]  # that of the mask, as none is told
+    (shape,) = data.images[0].shapes
+    assert mask.decode(shape).sum() == 4
+    assert read_coco(path).images[0].shapes is None
+    found = {"image_id": 1, "category_id": 1, "bbox": [1, 2, 2, 2], "score": 0.5}
+    with pytest.raises(DataError, match=r"detection 0 has no segmentation, which --iou-type segm .* compares"):
+        read_detections(write(tmp_path / "found.json", [found]), data, kind="segm")
+    with pytest.raises(DataError, match="annotation 0 has the keypoints None"):
+        read_coco(path, kind="keypoints")
+    (entry,) = TRUTH["annotations"]
+    people = {**TRUTH, "annotations": [{**entry, "keypoints": [1] * 51}]}
+    with pytest.raises(DataError, match="annotation 0 has no area, which the similarity of keypoints is relative to"):
+        read_coco(write(path, people), kind="keypoints")
+    with pytest.raises(DataError, match="image 1 has no width and height, which masks need"):
+        read_coco(write(path, {**TRUTH, "images": [{"id": 1}]}), kind="segm")
+
+
+def test_an_object_s_box_may_be_that_of_its_encoding(tmp_path: Path) -> None:
+    (entry,) = TRUTH["annotations"]
+    content = {**TRUTH, "annotations": [{**entry, "bbox": None}]}
+    data = read_coco(write(tmp_path / "truth.json", content), dtype=torch.float64)
+    assert data.images[0].boxes.tolist() == [[1, 2, 3, 4]]
