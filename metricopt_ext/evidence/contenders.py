@@ -117,7 +117,7 @@ def ours(search: GuidedTrustRegion | None = None, confidence: float = CONFIDENCE
 
     def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
         starts: dict[str, Start | StartLine] = {**begun.starts, **begun.lines}
-        del starts["start"]
+        starts.pop("start", None)
         numbers = [begun.spent + queries for queries in budgets]
         ends = 1 + held_back(engine, task.metric)  # what each smaller budget asks for itself alone
         limited = with_budget(task, max(numbers) + (len(numbers) - 1) * ends)

@@ -105,7 +105,7 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at
         check_known(methods)
         found = sorted(path.name for path in Path(own).iterdir())
         strategy = config.build_strategy()
-        found_starts = {name: made.start(name) for name in config.starts if name != "loss_finetune"}
+        found_starts = {name: made.start(name) for name in config.starts if name not in ("loss_finetune", *SOUPS)}
         plan, work = planned(strategy, config, task.dim, task.at_once, found_starts, task.adapter.base_state_dict())
         one, wide, query = _probe(task, work.width, config.seed)
     subject = experiment.describe(config)
@@ -173,7 +173,8 @@ def planned(
         config: The settings.
         dim: Dimension of phi.
         population: Tasks computed together.
-        found: The starts but for the loss-only finetune, by name; None of those that do not apply.
+        found: The starts but for the loss-only finetune and soups, which take training, by name; None of those that do
+            not apply.
         base: What a start does not replace, by name.
     """
 
@@ -201,7 +202,8 @@ def planned(
         asked, wide = tasks * strategy.evals + END_QUERIES, waves(tasks) * strategy.steps
         return rows, Work(asked, 2 * strategy.steps, wide, min(tasks, population))
     fixed, lines = divided({name: start for name, start in (found or {}).items() if start is not None})
-    starts = 1 + len(fixed) + ("loss_finetune" in config.starts)
+    soups = [name for name in config.starts if name in SOUPS]
+    starts = 1 + len(fixed) + len(soups) + ("loss_finetune" in config.starts)
     spare = config.queries - strategy.least_queries(dim, starts)
     planned = planned_lines(lines, fixed, config.queries, spare, base or {})
     along = sum(each.queries for each in planned.values())
@@ -215,7 +217,7 @@ def planned(
         ("design", f"{counted(design, 'query')} around the best of these"),
         ("batches", f"about {batches} of {strategy.batch} queries, and a query for the end"),
     ]
-    if soups := [name for name in config.starts if name in SOUPS]:
+    if soups:
         finetunes = f"{SOUP} finetunes of the model, {SHARE:.0%} of its training each: {SOUP * SHARE:.0%} more training"
         rows.insert(1, (and_more(soups), finetunes))
     steps = config.finetune.steps if "loss_finetune" in config.starts else 0

@@ -56,6 +56,7 @@ STARTS = (
     *SOUPS,
 )
 USUAL_STARTS = STARTS[:5]
+LINES = ("prior_line", "batchnorm_line")  # which take queries that are to spare, and none where there are not
 SOUP, SHARE = 6, 0.1  # finetunes of a soup, and the share of the training that each repeats
 MEMORY_GIB = MEMORY / 2**30
 VARIANTS = ("metricopt_paper", "metricopt_learned")  # the paper's own forms, run beside MetricOpt
@@ -303,6 +304,11 @@ class RunConfig:
             self.settings.check_known(known)
 
     @property
+    def _fixed_starts(self) -> int:
+        """How many starts are asked first, the model as it was trained among them."""
+        return 1 + sum(name not in LINES for name in self.starts)
+
+    @property
     def named_settings(self) -> list[str]:
         """Names of the settings of inference to tune; none for the usual ones."""
         return [] if self.settings is None else self.settings.chosen
@@ -368,7 +374,7 @@ class RunConfig:
         """
         phi = f"adapter.dim={dim}" if dim == self.adapter.dim else f"phi of dimension {dim}"
         searched, least = self._searched(), max(search.least_queries(dim) for search in (GuidedES(), CMAES()))
-        least += len(self.starts) + 1 if self.method.name == "search" else 0
+        least += self._fixed_starts if self.method.name == "search" else 0
         if searched and searched < least:
             raise ConfigError(f"search_queries={searched}: it must be at least {least} for {phi}, or 0")
         if self.refined and self.refined.queries < (least := CMAES().least_queries(dim)):
@@ -377,7 +383,7 @@ class RunConfig:
             self.learned.build(self.finetune).iterations(self.learned.queries or self.queries)
         if self.paper:
             self.paper.build(self.finetune).tasks(self.queries)
-        self.build_strategy().size(self.queries, dim, 1 + len(self.starts))
+        self.build_strategy().size(self.queries, dim, self._fixed_starts)
 
     def _searched(self) -> int:
         if isinstance(self.search_queries, str) and self.search_queries != "same":

@@ -104,7 +104,7 @@ def test_it_evaluates_the_metric_twice_charges_nothing_and_writes_nothing(
         ),
         (
             {"starts": ["batchnorm", "soup"]},
-            ["starts 3 at most", "soup 6 finetunes of the model, 10% of its training each: 60% more training"],
+            ["starts 2, a query each", "soup 6 finetunes of the model, 10% of its training each: 60% more training"],
         ),
         (
             {"method": RECIPE, "methods": ["metricopt_paper"], "paper": PaperSettings(evals=3, learner="ridge")},
@@ -128,7 +128,7 @@ def test_the_table_has_the_planned_numbers(
 ) -> None:
     said = shown(toy, settings(**change), tmp_path, capsys)
     for row in rows:
-        assert row in said
+        assert row in said, said
 
 
 def test_the_table_says_what_lines_of_starts_take(toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

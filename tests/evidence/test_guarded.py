@@ -9,7 +9,8 @@ import torch
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.evidence.experiment import State
 from metricopt_ext.evidence.guarded import TRAINED, Change, record_of
-from metricopt_ext.methods.trials import guarded
+from metricopt_ext.methods.start_lines import Point
+from metricopt_ext.methods.trials import Began, guarded
 from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.tasks.metric import Evaluation
 
@@ -45,7 +46,8 @@ def run(task: Any, begun: float, ended: float, *, elsewhere: bool) -> dict[str, 
     starts = {"start": Start(task.origin()), "prior": other}
     asked = {name: Evaluation(cost, (cost, cost)) for name, cost in (("start", 100.0), ("prior", begun))}
     best = min(asked, key=lambda name: asked[name].cost)
-    result = guarded(task, starts, asked, best, end, 0.84)
+    points = [Point(name, start, asked[name]) for name, start in starts.items()]
+    result = guarded(task, Began(starts, asked, best, points), end, 0.84)
     record = record_of(result, task, scale=2.0, change=change)
     verdict = result.verdict
     assert [record[name] for name in ("gain", "chance", "optimism")] == [

@@ -58,7 +58,7 @@ CALLS = {
     "tools/train_detector": ("--config-file configs/detection/detectron2/scenes.yaml", "detectron2", ""),
 }
 NEED_NONE = {
-    *("benchmarks/measure_cost", "benchmarks/measure_scale"),
+    *("benchmarks/measure_assess", "benchmarks/measure_cost", "benchmarks/measure_scale"),
     *("benchmarks/summarise_comparisons", "benchmarks/summarise_siblings", "benchmarks/tabulate_runs"),
     *("tools/tune_checkpoint", "tools/tune_settings"),
 }
