@@ -120,3 +120,21 @@ def test_a_soup_is_a_start_where_it_is_asked_for(tmp_path: Path) -> None:
     assert training.augment is not None
     batches = experiment.task.batches
     assert training.steps == max(1, len(part) // (batches.classes * batches.samples))
+
+
+def test_a_whitening_is_left_out_where_validation_images_are_too_few(tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    class Saying(Watcher):
+        def say(self, line: str) -> None:
+            lines.append(line)
+
+    def names(*overrides: str) -> tuple[str, ...]:
+        tiny = [*TINY, "data.fractions=[0.3,0.2,0.5]", "seed=3", *overrides]
+        config = load_config(RetrievalConfig, DIGITS, tiny)
+        return RetrievalExperiment(config, tmp_path / str(len(lines)), 3, Saying()).settings.names
+
+    assert "whitening" in names()
+    assert not any("whitening" in line for line in lines)
+    assert names("model.embedding=400") == ("augmentation",)
+    assert [line for line in lines if "whitening" in line and "too few for 400 dimensions" in line]
