@@ -144,10 +144,12 @@ def decide(
         sure = min(confidence, LINE_CONFIDENCE if name in lines else START_CONFIDENCE)
         if not judge(candidates[trained], candidates[name], visited, sure).accepted:
             continue
-        known = math.isfinite(predicted(kept)) and math.isfinite(predicted(name))
-        by_f = predicted(kept) - predicted(name) if known else math.inf
-        if kept == trained or _between(candidates[kept], candidates[name], visited, by_f).accepted:
-            kept = name
+        if kept != trained:
+            ends = predicted(kept), predicted(name)
+            by_f = ends[0] - ends[1] if all(map(math.isfinite, ends)) else math.inf
+            if not _between(candidates[kept], candidates[name], visited, by_f).accepted:
+                continue
+        kept = name
     if kept != trained and judge(candidates[trained], candidates[kept], visited, confidence).accepted:
         climbed = 0.0
     verdict = judge(candidates[trained], candidates[end], visited, confidence, predicted(trained), CLIMBED * climbed)

@@ -351,7 +351,7 @@ def test_several_labels_for_each_row() -> None:
     predicted, probabilities = classifier.predict(X), classifier.predict_proba(X)
     assert predicted.shape == probabilities.shape == classifier.decision_function(X).shape == (400, 3)
     np.testing.assert_array_equal(predicted, probabilities > 0.5)
-    assert set(classifier.run_.candidates) == {"start", "thresholds"}
+    assert set(classifier.run_.candidates) - {"prior_line"} == {"start", "thresholds"}  # the best of a line may be none
     assert classifier.run_.metric == "f1_macro"
     assert f1_score(y[300:], predicted[300:], average="macro") > 0.6
     assert classifier.run_.guard == "halves"
@@ -467,7 +467,7 @@ def test_ranks_are_tuned_by_their_cut_points() -> None:
     classifier = MetricClassifier(kappa, queries=20, ordinal=True, **SMALL).fit(X[:300], y[:300])
     assert classifier.classes_.tolist() == [0, 10, 20, 30]
     assert classifier.model_[-1].out_features == 3
-    assert set(classifier.run_.candidates) == {"start", "thresholds"}
+    assert set(classifier.run_.candidates) - {"prior_line"} == {"start", "thresholds"}  # the best of a line may be none
     assert kappa(classifier, X[300:], y[300:]) > 0.6
     probabilities = classifier.predict_proba(X)
     assert probabilities.shape == (400, 4)
