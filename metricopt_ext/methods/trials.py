@@ -522,7 +522,8 @@ class Trials:
         """Return the name of the start that the search begins from.
 
         That is the best fixed one where a line's best, which is better, differs from it in phi alone: the search knows
-        all of the line, and the guard then judges the whole way from a start that was not chosen among as many.
+        all of the line, and the guard then judges the whole way from a start that was not chosen among as many. With
+        settings it is the best of all, as they are tuned there.
         """
         assert self._along is not None
         best = best_of(self._asked, self._limits)

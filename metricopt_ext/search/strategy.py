@@ -44,8 +44,8 @@ class SearchResult:
             to be ruined; 1 if neither.
         known: Which of the visited points f was fitted to, ascending indices; None for all of them, or without an f.
         climbed: What a search would have gained in chance alone, as far from the start, or from the best along a line
-            through it, as its end is, as a cost
-            (`climb_of_chance`); 0 without an f, or if the metric's halves don't tell.
+            through it, as its end is, as a cost (`climb_of_chance`); 0 without an f, or if the metric's halves don't
+            tell.
     """
 
     phi: Tensor
