@@ -167,7 +167,9 @@ def _read(file: Path, overrides: Sequence[str]) -> tuple[tuple[CompareConfig, di
     for each in config.overrides:
         if each.partition("=")[0] in own:
             raise ConfigError(f"overrides: {each} is a key of the comparison itself; write it there")
-    return (config, origins), load_with_origins(experiment_of(config.task).config_type, path, theirs)
+    subject, origins_of_task = load_with_origins(experiment_of(config.task).config_type, path, theirs)
+    subject.methods = []  # what its tool runs by default; here the rows are the comparison's own
+    return (config, origins), (subject, origins_of_task)
 
 
 def seed_range(text: str) -> list[str]:

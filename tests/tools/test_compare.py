@@ -176,6 +176,12 @@ def test_overrides_go_to_the_comparison_or_to_its_task() -> None:
     assert subject.metric.name == "f1"
 
 
+def test_what_the_task_s_tool_runs_by_default_is_no_part_of_a_comparison() -> None:
+    config, subject = tool.read_configs(DIGITS.parent / "digits_retrieval.yaml")
+    assert "settings" in config.methods  # its rows
+    assert subject.methods == []  # configs/retrieval/digits.yaml has [settings]
+
+
 def test_the_configs_of_a_comparison_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     call("--config-file", DIGITS, "--show-config", "--seeds", "7-9", "metric.name=f1", "budgets=[30]")
     own, of_task = capsys.readouterr().out.split("---  # configs/classification/digits.yaml\n")
