@@ -197,12 +197,15 @@ class FrozenFeatures:
 
 
 def served(model: nn.Module) -> bool:
+    """Whether `FrozenFeatures` computes what a model finds, which settings of inference may have find otherwise."""
+    return "forward" not in vars(model) and acts_in_box_head_alone(model)
+
+
+def acts_in_box_head_alone(model: nn.Module) -> bool:
     """Whether phi acts in a model's box head alone, and what is before that is not trained."""
     try:
         layers = Adapter(model).layers
     except AdapterError:
-        return False
-    if "forward" in vars(model):  # settings of inference have it detect in another way
         return False
     in_box_head = has_proposals(model) and all(layer.startswith(BOX_HEAD) for layer in layers)
     return in_box_head and not any(tensor.requires_grad for tensor in before_head(model))

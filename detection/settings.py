@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.detection.ap50 import LOW_SCORE
 from metricopt_ext.detection.config import SETTINGS
+from metricopt_ext.detection.frozen import acts_in_box_head_alone
 from metricopt_ext.detection.soft_nms import merged, mirrored
 from metricopt_ext.detection.torchvision_toolkit import has_proposals
 from metricopt_ext.errors import ConfigError
@@ -375,6 +376,31 @@ class _Host:
             forward(shown)
         return taken[0]
 
+    def pooled(self, images: Sequence[Tensor], view: View, forward: Callable[..., Any]) -> tuple[Any, ...]:
+        """Return what the box head gets for images: features pooled of all proposals, these, and the scaled sizes."""
+        taken: list[Tensor] = []
+        hook = self.owner.box_roi_pool.register_forward_hook(lambda module, inputs, output: taken.append(output))
+        try:
+            *_, proposals, sizes = self.before_nms(images, view, forward)
+        finally:
+            hook.remove()
+        return taken[0], proposals, sizes
+
+    def by_box_head(self, pooled: Tensor, proposals: Any, sizes: Any) -> tuple[Any, ...]:
+        """Return what `before_nms` does, from what `pooled` does."""
+        return *self.owner.box_predictor(self.owner.box_head(pooled)), proposals, sizes
+
+    def digest_before_head(self) -> str:
+        """Return what identifies all that `pooled` depends on but images and view."""
+        sizes, scales = ("min_size", "max_size", "fixed_size"), ("scales", "map_levels")
+        before: list[tuple[Any, tuple[str, ...]]] = [
+            (self.model.transform, sizes),
+            (self.model.backbone, ()),
+            (self.model.rpn, ()),
+            (self.owner.box_roi_pool, scales),
+        ]
+        return " ".join(digest_of_model(part, ignored) for part, ignored in before)
+
     def as_returned(self, found: list[dict[str, Tensor]]) -> Any:
         """Return detections as the owner's `postprocess_detections` does."""
         return tuple([each[name] for each in found] for name in ("boxes", "scores", "labels")) if self.at else found
@@ -582,11 +608,25 @@ class _Acting:
         assert self.kept is not None
         sizes = sorted(self.host.scaled(view.scale).items())
 
+        @torch.no_grad()
         def make() -> tuple[Any, ...]:
-            with torch.no_grad():
-                return self.host.before_nms(images, view, self.forward_before)
+            return self.host.before_nms(images, view, self.forward_before)
 
-        outputs: tuple[Any, ...] = self.kept.of(f"{judged} {sizes} {view.flip}", make, part=seen)
+        @torch.no_grad()
+        def pool() -> tuple[Any, ...]:
+            return self.host.pooled(images, view, self.forward_before)
+
+        @torch.no_grad()
+        def make_from_pooled() -> tuple[Any, ...]:
+            assert self.kept is not None
+            key = f"pooled {self.host.digest_before_head()} {circumstances(images[0].device)} {sizes} {view.flip}"
+            return self.host.by_box_head(*self.kept.of(key, pool, part=seen, if_room=True))
+
+        # phi that acts in the box head alone changes nothing before that, so its queries share the pooled features
+        in_head = acts_in_box_head_alone(self.host.model)
+        outputs: tuple[Any, ...] = self.kept.of(
+            f"{judged} {sizes} {view.flip}", make_from_pooled if in_head else make, part=seen, by_pass=not in_head
+        )
         return outputs
 
     def _found(self, outputs: list[tuple[Any, ...]], sizes: Sequence[tuple[int, int]]) -> list[dict[str, Tensor]]:

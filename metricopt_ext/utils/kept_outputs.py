@@ -74,7 +74,9 @@ class KeptOutputs:
         """Return itself: copies of a model that computes the same share what it computed."""
         return self
 
-    def of(self, key: str, make: Callable[[], Any], *, part: str = "", by_pass: bool = True) -> Any:
+    def of(
+        self, key: str, make: Callable[[], Any], *, part: str = "", by_pass: bool = True, if_room: bool = False
+    ) -> Any:
         """Return what ``make()`` returned when it was first asked for; it is called where nothing is kept.
 
         Args:
@@ -83,6 +85,9 @@ class KeptOutputs:
             make: Computes the output.
             part: Tells the part of the data, such as a batch's `digest_of`; empty where the output is of all.
             by_pass: Whether making it is a pass over the data, which is counted.
+            if_room: Whether to keep it only in memory, and only where that leaves half of it free. For outputs that
+                are large and asked for in each pass: what goes over all of them in turn would push each out before it
+                is needed again.
         """
         whole = f"{key} {part}"
         if whole in self._kept:
@@ -90,13 +95,14 @@ class KeptOutputs:
             return self._kept[whole][0]
         if hash(whole) in self._gone:
             self._warn_of_bound()
-        output = self._read(whole)
+        output = _NOTHING if if_room else self._read(whole)
         if output is _NOTHING:
             output = make()
             if by_pass:
                 self._count(key, part)
-            self._write(whole, output)
-        self._keep(whole, output)
+            if not if_room:
+                self._write(whole, output)
+        self._keep(whole, output, if_room)
         return output
 
     def get(self, key: str, part: str = "") -> Any:
@@ -124,9 +130,9 @@ class KeptOutputs:
         self._gone.clear()
         self.nbytes = 0
 
-    def _keep(self, key: str, output: Any) -> None:
+    def _keep(self, key: str, output: Any, if_room: bool) -> None:
         size = _bytes(output)
-        if size > self._most:
+        if size > self._most or (if_room and self.nbytes + size > self._most / 2):
             self._went(key)
             return
         self._kept[key] = output, size

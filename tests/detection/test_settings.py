@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -389,7 +390,7 @@ def test_of_two_blocks_the_inner_one_counts() -> None:
 
 def test_changed_weights_buffers_and_phi_take_a_new_pass_and_the_old_ones_none() -> None:
     model = made("FasterRCNN")
-    adapter = attach_film(model, ["roi_heads.box_head.*"], dim=2)
+    adapter = attach_film(model, ["backbone.body.1"], dim=2)
     kept = KeptOutputs()
     settings = detection_settings(model, kept=kept)
     phi = torch.tensor([0.02, -0.03], dtype=torch.float64)
@@ -419,6 +420,41 @@ def test_changed_weights_buffers_and_phi_take_a_new_pass_and_the_old_ones_none()
     with settings.applied({"score_thresh": 0.5, "detections": 4}):
         found_by(model)
     assert passes() == 0
+
+
+def test_phi_of_a_box_head_shares_the_features_before_it() -> None:
+    model = made("FasterRCNN")
+    adapter = attach_film(model, ["roi_heads.box_head.*"], dim=2)
+    kept, ran = KeptOutputs(), list[int]()
+    settings, anew = everything(model, kept=kept), everything(model)
+    model.backbone.register_forward_hook(lambda *_: ran.append(1))
+
+    def runs(phi: Tensor, **values: Any) -> int:
+        values |= LOW
+        with adapter.using(phi):
+            with anew.applied(values):
+                expected = found_by(model)
+            ran.clear()
+            with settings.applied(values):
+                assert_same(found_by(model), expected)
+        return len(ran)
+
+    a, b, c = torch.tensor([[0.02, -0.03], [0.04, 0.01], [-0.05, 0.02]], dtype=torch.float64)
+    flip, batches = {"flip": True, "soft_nms": 0.2}, 1
+    assert [runs(a), runs(b), runs(a, temperature=2.0), runs(c)] == [batches, 0, 0, 0]
+    assert [runs(a, **flip), runs(b, **flip), runs(b, size=1.41), runs(c, size=1.41)] == [batches, 0, batches, 0]
+    assert kept.passes == 3
+    with adapter.using(a), settings.applied({}):
+        first = found_by(model)
+    with adapter.using(b), settings.applied({}):
+        assert not all(torch.equal(x["scores"], y["scores"]) for x, y in zip(first, found_by(model), strict=True))
+    model.backbone.body[1].running_mean += 1e-3
+    assert [runs(a), runs(b)] == [batches, 0]
+    full = KeptOutputs(gib=2**-30)  # what finds no room is computed again, to the same numbers
+    settings = everything(model, kept=full)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert [runs(a), runs(b)] == [batches, batches]
 
 
 def test_proposals_that_are_as_before_are_known_again() -> None:

@@ -63,6 +63,21 @@ def test_parts_of_one_storage_count_once_and_are_kept_apart_on_disk(tmp_path: Pa
     assert_same(KeptOutputs(folder=tmp_path).of("key", lambda: None), parts)
 
 
+def test_what_is_kept_if_there_is_room_pushes_nothing_out_and_stays(tmp_path: Path) -> None:
+    kept, made = KeptOutputs(gib=250 / GIB, folder=tmp_path), list[str]()
+
+    def ask(key: str, if_room: bool = False) -> None:
+        kept.of(key, lambda: made.append(key) or numbers(100), if_room=if_room)  # type: ignore[func-returns-value]
+
+    for key, if_room in (("a", True), ("b", True), ("c", False), ("a", True)):
+        ask(key, if_room)
+    assert made == ["a", "b", "c"]  # b would fill more than half
+    assert [kept.get(key) is not None for key in "cba"] == [True, False, True]
+    ask("d")  # c was used longest ago
+    assert [kept.get(key) is not None for key in "acd"] == [True, False, True]
+    assert len(list(tmp_path.iterdir())) == 2  # c and d
+
+
 def test_what_was_used_longest_ago_goes_first() -> None:
     kept = KeptOutputs(gib=250 / GIB)
     made: list[str] = []
