@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -39,12 +40,13 @@ from metricopt_ext.utils.progress import Watcher
 
 F1 = MeanF1.name
 TOOLKITS = ("detectron2", "torchvision", "transformers")
-# The settings that only one toolkit uses.
+KEPT = ("adapter.keep_features", "adapter.keep_gib")
+# The settings that not all toolkits use.
 SETTINGS = {
-    "detectron2": ("model.config_file", "model.opts"),
+    "detectron2": ("model.config_file", "model.opts", *KEPT),
     "torchvision": (
         *("model.name", "model.min_size", "model.max_size", "model.proposals", "model.coco_weights"),
-        *("adapter.keep_features", "adapter.keep_gib"),
+        *KEPT,
     ),
     "transformers": ("model.name",),
 }
@@ -161,13 +163,11 @@ def with_outputs_of(
 def _refuse_settings_of_others(config: DetectionConfig) -> None:
     """Reject non-default settings that the toolkit does not use."""
     default = DetectionConfig()
-    for toolkit, keys in SETTINGS.items():
-        for key in (each for each in keys if each not in SETTINGS[config.toolkit]):
-            value = attrgetter(key)(config)
-            if value != attrgetter(key)(default):
-                raise ConfigError(
-                    f"{key}={value!r} is for toolkit={toolkit} and has no effect with toolkit={config.toolkit}"
-                )
+    for key in dict.fromkeys(chain.from_iterable(SETTINGS.values())):
+        value = attrgetter(key)(config)
+        if key not in SETTINGS[config.toolkit] and value != attrgetter(key)(default):
+            users = " and ".join(toolkit for toolkit, keys in SETTINGS.items() if key in keys)
+            raise ConfigError(f"{key}={value!r} is for toolkit={users} and has no effect with toolkit={config.toolkit}")
 
 
 def build_metric(config: MetricConfig) -> DetectionMetric:
@@ -262,8 +262,14 @@ def attach(toolkit: Toolkit, model: nn.Module, config: DetectorAdapterConfig, se
 
 
 def remembering(toolkit: Toolkit, adapter: Adapter, config: DetectorAdapterConfig) -> Toolkit:
-    """Return a toolkit that computes features and proposals once, if phi can't change them and settings allow it."""
+    """Return a toolkit that computes what phi can't change once, where it can do so and the settings allow it."""
+    if not config.keep_features:
+        return toolkit
     in_box_head = has_proposals(adapter.model) and all(layer.startswith(BOX_HEAD) for layer in adapter.layers)
-    if isinstance(toolkit, TorchvisionToolkit) and config.keep_features and in_box_head:
+    if isinstance(toolkit, TorchvisionToolkit) and in_box_head:
         return FrozenFeatures(toolkit, adapter, config.keep_gib)
+    if hasattr(toolkit, "cfg"):  # Detectron2's, which is imported only where it is installed
+        from metricopt_ext.detection.detectron2.kept_features import keep_features
+
+        keep_features(adapter.model, config.keep_gib)
     return toolkit

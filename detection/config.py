@@ -125,7 +125,7 @@ class DetectorAdapterConfig(AdapterConfig):
 
     placement: str = "roi_head"  # a name that the toolkit knows; see its PLACEMENTS
     dim: int = 32
-    keep_features: bool = True  # compute features and proposals once if phi can't change them (torchvision) ...
+    keep_features: bool = True  # compute features and proposals once where phi can't change them ...
     keep_gib: float = 4.0  # ... while they fit into this many GiB, for each running seed
 
 

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -205,6 +205,8 @@ class SearchNode:
 
     Attributes:
         queries: How often AP50 is evaluated, at least 1; the search says how many more it needs.
+        keep_gib: Memory for the backbone's maps and proposals of images, where phi can't change them, in GiB, at least
+            0; what no longer fits is computed for each query.
         design: Largest number of points of the first design, at least 4.
         batch: Queries between two fits, at least 1.
         radius: First radius of the region, above 0, in units of the probed scale.
@@ -216,6 +218,7 @@ class SearchNode:
     """
 
     queries: int = 100
+    keep_gib: float = 4.0
     design: int = GuidedTrustRegion.design
     batch: int = GuidedTrustRegion.batch
     radius: float = GuidedTrustRegion.radius
@@ -227,6 +230,7 @@ class SearchNode:
 
     def __post_init__(self) -> None:
         _check_least(1, "SEARCH.", queries=self.queries)
+        _check_least(0, "SEARCH.", keep_gib=self.keep_gib)
         self.build()
 
     def build(self) -> GuidedTrustRegion:
@@ -236,7 +240,8 @@ class SearchNode:
             ConfigError: A value is out of range.
         """
         with config_section("METRICOPT.SEARCH"):
-            return GuidedTrustRegion(**{key: value for key, value in vars(self).items() if key != "queries"})
+            of_search = {each.name for each in fields(GuidedTrustRegion)} & set(vars(self))
+            return GuidedTrustRegion(**{name: getattr(self, name) for name in of_search})
 
 
 @dataclass(frozen=True)

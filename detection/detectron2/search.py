@@ -18,6 +18,7 @@ from metricopt_ext.detection.detectron2.config import metricopt_settings
 from metricopt_ext.detection.detectron2.export import export
 from metricopt_ext.detection.detectron2.hooks import LOGGER
 from metricopt_ext.detection.detectron2.identity import identity_of_search
+from metricopt_ext.detection.detectron2.kept_features import keep_features
 from metricopt_ext.detection.detectron2.meta_train import check_detector, check_trainer, progress
 from metricopt_ext.detection.detectron2.processes import alone, on_main_process
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer
@@ -83,6 +84,7 @@ def search(cfg: CfgNode, resume: bool = False, trainer_class: type[MetricOptTrai
             raise TypeError(f"{name}.build_metric returned None; it must return a metric to tune phi for")
         model = trainer_class.build_model(cfg)
         load_weights(model, cfg.MODEL.WEIGHTS)
+    keep_features(model, settings.search.keep_gib)
     written = Written(cfg.OUTPUT_DIR, metric.name, queries)
     with alone():  # its first batch is drawn as all others are
         task = FinetuneTask(

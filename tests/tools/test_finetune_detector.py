@@ -582,7 +582,6 @@ def test_evaluate_ap50_finds_with_the_kept_detector(finished: Path, tmp_path: Pa
         ("detectron2", "model.max_size=256"),
         ("detectron2", "model.proposals=30"),
         ("detectron2", "model.coco_weights=coco.pth"),
-        ("detectron2", "adapter.keep_gib=1"),
         ("torchvision", "model.config_file=scenes.yaml"),
         ("torchvision", "model.opts=[MODEL.WEIGHTS,a.pth]"),
     ],
