@@ -1,7 +1,9 @@
 """The settings of `tools/finetune_detector.py`; each key is a field here and nowhere else."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from metricopt_ext.data.named_model import NamedModelConfig
 from metricopt_ext.data.own_parts import given_parts
@@ -12,7 +14,7 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, check_at_least
 from metricopt_ext.tasks.besides import BesidesConfig
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
-from metricopt_ext.utils.config import MISSING, default_of
+from metricopt_ext.utils.config import MISSING, default_of, known_keys
 
 SPLITS = ("train", "val", "test")
 
@@ -26,9 +28,24 @@ SETTINGS = (
 
 @dataclass
 class DataConfig:
-    """Where images and boxes come from."""
+    """Where images and boxes come from: what all kinds have, and all that scenes have."""
 
     name: str = MISSING  # scenes (of scikit-learn's digits, drawn by the tool), voc, coco or yolo
+    # scenes: how many for each part; others: maximum number of images for each part, drawn by the seed, 0: all
+    images: list[int] = field(default_factory=lambda: [0, 0, 0])
+    size: int = 0  # longer side in pixels of images in memory, larger ones are scaled down; 0: unchanged
+    stream: bool = False  # read images from disk whenever they are asked for: less memory, and each query decodes all
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """The path of each part of one's own, of which there are none."""
+        return {}
+
+
+@dataclass
+class FilesConfig(DataConfig):
+    """Images and annotations in files (data.name=coco or yolo)."""
+
     # voc: the tree, or a zip file of it; coco: the folder of the images, or of their folders; yolo: data.yaml's folder
     root: str = ""
     # voc: names of image lists; coco: annotation files; all: names of the parts' folders, or of data.yaml's parts. An
@@ -39,18 +56,34 @@ class DataConfig:
     train: str = ""
     val: str = ""
     test: str = ""
-    more_train: list[str] = field(default_factory=list)  # voc: further trees, whose split of train's name joins train
-    classes: list[str] = field(default_factory=list)  # voc: their names; empty: all in the tree
     validation_share: float = 0.1  # of train, if the second split is empty, and as many again if the third is
-    # scenes: how many for each part; others: maximum number of images for each part, drawn by the seed, 0: all
-    images: list[int] = field(default_factory=lambda: [0, 0, 0])
-    size: int = 0  # longer side in pixels of images in memory, larger ones are scaled down; 0: unchanged
-    stream: bool = False  # read images from disk whenever they are asked for: less memory, and each query decodes all
 
     @property
     def parts(self) -> dict[str, str]:
         """The path of each part of one's own; see `given_parts`."""
         return given_parts({"train": self.train, "validation": self.val, "test": self.test}, self.root)
+
+    def check(self) -> None:
+        """Reject what can't be read.
+
+        Raises:
+            ConfigError: A value is out of range, or there are both parts and a root.
+        """
+        given_parts({"train": self.train, "validation": self.val, "test": self.test}, self.root)
+        if not 0 < self.validation_share < 1:
+            raise ConfigError(f"data.validation_share={self.validation_share}: it must be between 0 and 1")
+
+
+@dataclass
+class VOCConfig(FilesConfig):
+    """The same of Pascal VOC's trees (data.name=voc)."""
+
+    more_train: list[str] = field(default_factory=list)  # further trees, whose split of train's name joins train
+    classes: list[str] = field(default_factory=list)  # their names; empty: all in the tree
+
+
+SCENES = "scenes"
+DATA: dict[str, type[DataConfig]] = {SCENES: DataConfig, "voc": VOCConfig, "coco": FilesConfig, "yolo": FilesConfig}
 
 
 @dataclass
@@ -149,12 +182,13 @@ class DetectionConfig(RunConfig):
     """A whole run of `tools/finetune_detector.py`."""
 
     OWN_METRIC = OwnDetectorMetricConfig
+    CHOICES = (*RunConfig.CHOICES, "data.name")
     NAMED_MODEL = NamedDetectorConfig
 
     toolkit: str = "torchvision"  # or detectron2, or transformers
     data: DataConfig = field(default_factory=DataConfig)
-    scene: SceneConfig = field(default_factory=SceneConfig)
-    shift: SceneShiftConfig = field(default_factory=SceneShiftConfig)
+    scene: SceneConfig | None = None  # these two are there with data.name=scenes
+    shift: SceneShiftConfig | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
     adapter: DetectorAdapterConfig = field(default_factory=DetectorAdapterConfig)
     metric: MetricConfig = field(default_factory=MetricConfig)
@@ -162,14 +196,43 @@ class DetectionConfig(RunConfig):
     batch_size: int = 4  # of finetuning
     population: int | None = 1  # detectors compute one task at a time
 
+    def __post_init__(self) -> None:
+        """Add the sections that scenes and ``methods`` bring."""
+        if self.data.name == SCENES:
+            self.scene, self.shift = self.scene or SceneConfig(), self.shift or SceneShiftConfig()
+        super().__post_init__()
+
+    @classmethod
+    def chosen(cls, choices: Mapping[str, Any]) -> "RunConfig":
+        """Return the defaults where these choices are made; see `config.Choosing`."""
+        made: Any = super().chosen(choices)
+        if isinstance(name := choices.get("data.name"), str):
+            made.data = DATA.get(name, VOCConfig)(name)
+            made.__post_init__()
+        return made  # type: ignore[no-any-return]
+
+    def why_absent(self, key: str) -> str:
+        """Return which choice would bring a key that this run lacks; see `config.Choosing`."""
+        section, _, rest = key.partition(".")
+        bringing = [name for name, kind in DATA.items() if section == "data" and rest in known_keys(kind)]
+        if section in ("scene", "shift"):
+            bringing = [SCENES]
+        if bringing:
+            return f"{key} is a key of data.name={' or '.join(bringing)}; this run has data.name={self.data.name}"
+        return super().why_absent(key)
+
     def data_files(self) -> list[Path]:
         """Return the trees or zip files of the data, or the annotation files and the folder of the images."""
-        if parts := self.data.parts:
-            found = [part_at(Path(path), self.data.name) for path in parts.values()]
+        data = self.data
+        if not isinstance(data, FilesConfig):
+            return []
+        if parts := data.parts:
+            found = [part_at(Path(path), data.name) for path in parts.values()]
             return list(dict.fromkeys(file for part in found for file in part.files))
-        annotations = self.data.splits if self.data.name == "coco" else []
+        annotations = data.splits if data.name == "coco" else []
         files = [each for each in annotations if each and Path(each).is_file()]
-        return [Path(each) for each in (self.data.root, *self.data.more_train, *files) if each]
+        more = data.more_train if isinstance(data, VOCConfig) else []
+        return [Path(each) for each in (data.root, *more, *files) if each]
 
     def check(self) -> None:
         """Reject what would only fail after work has been done (see `RunConfig.check`)."""
@@ -183,18 +246,16 @@ class DetectionConfig(RunConfig):
             raise ConfigError(f"model.lr={self.model.lr}: it must be above 0")
         if not self.adapter.keep_gib >= 0:
             raise ConfigError(f"adapter.keep_gib={self.adapter.keep_gib}: it must be at least 0")
-        if len(self.data.splits) != 3 or len(self.data.images) != 3:
-            raise ConfigError(
-                f"data.splits={self.data.splits} and data.images={self.data.images}: both must have three entries,"
-                " for train, validation and test"
-            )
-        if self.data.parts and self.data.name == "scenes":
-            raise ConfigError("data.train, data.val and data.test are for data.name=voc, coco and yolo")
+        threes = {"data.images": self.data.images, "data.splits": getattr(self.data, "splits", SPLITS)}
+        for name, value in threes.items():
+            if len(value) != 3:
+                raise ConfigError(f"{name}={value}: it must have three entries, for train, validation and test")
         if min(self.data.images) < 0:
             raise ConfigError(f"data.images={self.data.images}: each must be at least 0")
-        if not 0 < self.data.validation_share < 1:
-            raise ConfigError(f"data.validation_share={self.data.validation_share}: it must be between 0 and 1")
-        for name, value in (("scene.digits", self.scene.digits), ("scene.scale", self.scene.scale)):
+        if isinstance(self.data, FilesConfig):
+            self.data.check()
+        scene = self.scene or SceneConfig()
+        for name, value in (("scene.digits", scene.digits), ("scene.scale", scene.scale)):
             if len(value) != 2:
                 raise ConfigError(f"{name}={value}: it must be two numbers, the minimum and the maximum")
         super().check()

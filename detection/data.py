@@ -10,8 +10,8 @@ from torch import Tensor
 from metricopt_ext.data.own_parts import digests_of_files, renumbered, same_classes, warn_of_copies
 from metricopt_ext.data.splits import PARTS
 from metricopt_ext.detection.coco import category_ids_of
-from metricopt_ext.detection.config import SPLITS, DataConfig, DetectionConfig
-from metricopt_ext.detection.layouts import KINDS, Part, is_whole, part_at, part_of
+from metricopt_ext.detection.config import DATA, SPLITS, DetectionConfig, FilesConfig, VOCConfig
+from metricopt_ext.detection.layouts import Part, is_whole, part_at, part_of
 from metricopt_ext.detection.records import Annotated, DetectionSet, inside
 from metricopt_ext.detection.scenes import SceneShift, write_scenes
 from metricopt_ext.detection.task import load_examples
@@ -105,24 +105,19 @@ def _learned_from(image: Annotated) -> Tensor:
 def _read(config: DetectionConfig, seed: int, folder: Path) -> tuple[dict[str, DetectionSet], tuple[str, ...]]:
     """The three parts by their names, and how they were found."""
     data = config.data
-    if data.name != "scenes" and not config.shift.is_none:
-        raise ConfigError(f"the settings of shift are for data.name=scenes and don't affect data.name={data.name}")
-    if data.name not in ("scenes", *KINDS):
-        raise ConfigError(f"data.name={data.name!r} is none of scenes, {', '.join(KINDS)}")
-    if data.more_train and data.name != "voc":
-        raise ConfigError(f"data.more_train={data.more_train} is for data.name=voc")
-    if data.classes and data.name != "voc":
-        raise ConfigError(f"data.classes={data.classes} is for data.name=voc; scenes, COCO and YOLO have their own")
-    if data.name == "scenes":
+    if data.name not in DATA:
+        raise ConfigError(f"data.name={data.name!r} is none of {', '.join(DATA)}")
+    if not isinstance(data, FilesConfig):
         return dict(zip(PARTS, _scenes(config, seed, folder / "scenes"), strict=True)), ()
     if own := data.parts:
         found = {name: part_at(Path(path), data.name) for name, path in own.items()}
     else:
         found = _found(data)
-    classes = data.classes or None
+    of_voc = data if isinstance(data, VOCConfig) else VOCConfig(data.name)
+    classes = of_voc.classes or None
     read = {name: part.read(classes) for name, part in found.items()}
     train = read["train"]
-    for root in data.more_train:
+    for root in of_voc.more_train:
         more = read_voc(root, data.splits[0], classes=classes)
         if more.classes != train.classes:
             raise DataError(f"{root} and {data.root} have different classes; name them in data.classes")
@@ -130,7 +125,7 @@ def _read(config: DetectionConfig, seed: int, folder: Path) -> tuple[dict[str, D
     return _completed({**read, "train": train}, found, data.validation_share, seed)
 
 
-def _found(data: DataConfig) -> dict[str, Part]:
+def _found(data: FilesConfig) -> dict[str, Part]:
     """Where the parts of a root are."""
     if not data.root:
         raise ConfigError(
@@ -164,6 +159,8 @@ def _completed(
 
 def _scenes(config: DetectionConfig, seed: int, folder: Path) -> tuple[DetectionSet, DetectionSet, DetectionSet]:
     scene, shift, counts = config.scene, config.shift, config.data.images
+    assert scene is not None
+    assert shift is not None
     write_scenes(
         folder,
         images=(counts[0], counts[1], counts[2]),

@@ -68,7 +68,7 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         config.check_settings((*SETTINGS, *of_classes))
         model = Path(config.model.config_file).stem if config.toolkit == "detectron2" else config.model.name
         model = model if ":" in model else Path(model).stem
-        data = config.data.name if config.shift.is_none else f"shifted {config.data.name}"
+        data = config.data.name if config.shift is None or config.shift.is_none else f"shifted {config.data.name}"
         title = f"{model} on {data}" if ":" in model else f"{config.toolkit}'s {model} on {data}"
         return Subject(f"detection/{config.data.name}", title, metric.name, metric.maximize, metric.description)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from metricopt_ext.classification.config import DATA, KINDS_OF_DATA
+from metricopt_ext.detection.config import DATA as DETECTION_DATA
 from metricopt_ext.evidence.cli import TASKS, experiment_of
 from metricopt_ext.evidence.method_config import METHODS, section_of
 from metricopt_ext.utils.config import is_optional_section, known_keys
@@ -100,8 +101,8 @@ def keys_of(task: str) -> set[str]:
     schema: Any = experiment_of(task).config_type
     keys = set(known_keys(schema))
     keys |= {f"method.{key}" for method in METHODS.values() for key in known_keys(method)}
-    if task == "classification":  # which data.name brings, or data.name and data.kind
-        keys |= {f"data.{key}" for kind in (*DATA.values(), *KINDS_OF_DATA.values()) for key in known_keys(kind)}
+    of_data = {"classification": (*DATA.values(), *KINDS_OF_DATA.values()), "detection": (*DETECTION_DATA.values(),)}
+    keys |= {f"data.{key}" for kind in of_data.get(task, ()) for key in known_keys(kind)}  # which data.name brings
     if schema.OWN_METRIC:
         keys |= {f"metric.{key}" for key in known_keys(schema.OWN_METRIC)}
     if schema.NAMED_MODEL:

@@ -234,7 +234,7 @@ def detect(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any, dict[str,
     config = load_config(DetectionConfig, arguments.config_file, [])
     classes = arguments.classes
     if classes is None and arguments.images_dir is None:
-        classes = config.data.classes or None
+        classes = getattr(config.data, "classes", None) or None
     truth = read_annotations(arguments.annotations, arguments.split, classes, arguments.images_dir, images=True)
     config.model.entry = arguments.entry or config.model.entry
     weights = config.model.weights = str(arguments.weights or config.model.weights)

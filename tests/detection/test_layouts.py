@@ -1,6 +1,7 @@
 """How people lay out sets for detectors: each part is found with its own images, and what is missing is named."""
 
 import json
+import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +13,13 @@ from PIL import Image
 
 pytest.importorskip("torchvision")
 
-from metricopt_ext.detection.config import DataConfig, DetectionConfig
+from metricopt_ext.detection.config import DATA, DetectionConfig
 from metricopt_ext.detection.data import DetectionSplits, load_splits
 from metricopt_ext.detection.layouts import as_usual, images_of, part_at, part_in, part_of
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc import find_tree, read_voc
 from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.utils.config import load_config
 
 CLASSES = ("cat", "dog")
 SIDE = 16
@@ -190,7 +192,7 @@ LAYOUTS: list[Layout] = [
 
 
 def splits_of(folder: Path, **data: Any) -> DetectionSplits:
-    config = DetectionConfig(data=DataConfig(**data))
+    config = DetectionConfig(data=DATA[data["name"]](**data))
     config.check()
     assert all(file.exists() for file in config.data_files())
     return load_splits(config, 0, folder)
@@ -343,9 +345,24 @@ def test_images_that_are_missing_are_said_of_the_folder_that_has_most(tmp_path: 
 def test_parts_are_in_place_of_a_root(tmp_path: Path) -> None:
     data = coco_by_files(tmp_path)
     with pytest.raises(ConfigError, match=r"data\.root=.* leave one of them out"):
-        DetectionConfig(data=DataConfig(root=str(tmp_path), **data)).check()
-    with pytest.raises(ConfigError, match=r"are for data\.name=voc, coco and yolo"):
-        DetectionConfig(data=DataConfig(**{**data, "name": "scenes"})).check()
+        DetectionConfig(data=DATA["coco"](root=str(tmp_path), **data)).check()
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "bringing"),
+    [
+        ("scenes", "data.train=a.json", "voc or coco or yolo"),
+        ("coco", "data.more_train=[a]", "voc"),
+        ("yolo", "data.classes=[a]", "voc"),
+        ("voc", "shift.contrast=0.5", "scenes"),
+        ("coco", "scene.size=64", "scenes"),
+    ],
+)
+def test_a_key_of_other_data_is_refused_by_their_names(name: str, override: str, bringing: str) -> None:
+    key = override.partition("=")[0]
+    said = rf"{re.escape(key)} is a key of data\.name={bringing}; this run has data\.name={name}$"
+    with pytest.raises(ConfigError, match=said):
+        load_config(DetectionConfig, None, [f"data.name={name}", override])
 
 
 @pytest.mark.parametrize("layout", [roboflow_coco, roboflow_voc, voc_in_lower_case, yolo, roboflow_yolo])
