@@ -73,7 +73,8 @@ def main() -> None:
     arguments = parser.parse_intermixed_args()
     with errors_in_one_line(ValueError, keeps=arguments.output_dir):
         check_at_least(1, **{"--starts": arguments.starts})
-        overrides = [*arguments.overrides, "method.name=recipe"]  # what a value function saves on further starts
+        # What a value function saves on further starts, without settings of inference, of which a recipe tunes none.
+        overrides = [*arguments.overrides, "method.name=recipe", "methods=[]"]
         config = load_config(experiment_of(arguments.task).config_type, arguments.config_file, overrides)
         plan = Plan(tuple(arguments.methods), tuple(arguments.budgets))
         compare_starts(arguments.task, config, arguments.output_dir, arguments.starts, plan)

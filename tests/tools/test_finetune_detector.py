@@ -58,7 +58,7 @@ STOCK = Toolkit(min_size=48, max_size=48, proposals=100)
 # One round of four tasks with two observations, three queries to choose and five for the guard. The detector hardly
 # learns, but some of its many boxes fall on digits that are large and of one class (`small_and_quick`).
 SIZES = [
-    *("finetune.steps=3", "queries=16"),
+    *("finetune.steps=3", "queries=16", "methods=[]"),
     *("model.steps=20", "model.lr=0.05", "model.batch_size=2", "model.min_size=48", "model.max_size=48"),
     *("scene.size=48", "scene.digits=[1,2]", "scene.scale=[24,40]", "shift.scale=1", "data.images=[6,6,6]"),
     *("model.proposals=100", "batch_size=2"),

@@ -34,7 +34,14 @@ SCENES = ROOT / "configs" / "detection" / "scenes_detectron2.yaml"
 TINY = [
     *("finetune.steps=3", "method.evals=2", "method.rounds=1", "method.folds=2", "method.trials=0", "queries=16"),
     *("method.name=recipe", "method.learners=[ridge]"),  # the others take seconds to fit
-    *("model.steps=30", "model.lr=0.01", "model.batch_size=4", "model.opts=[]", "adapter.placement=backbone"),
+    *(
+        "model.steps=30",
+        "model.lr=0.01",
+        "model.batch_size=4",
+        "model.opts=[]",
+        "adapter.placement=backbone",
+        "methods=[]",
+    ),
     *("scene.size=64", "scene.digits=[1,2]", "scene.scale=[32,54]", "shift.scale=1"),
     *("data.images=[12,6,6]", "batch_size=2"),
     *("adapter.dim=3", "method.start_std=0.4", "best_evals=2", "pictures=false", "workers=1", "seeds=1", "device=cpu"),
