@@ -1,6 +1,6 @@
 """The methods that every task's tool runs: MetricOpt, and what a user could do instead."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from metricopt_ext.evidence.contenders import (
     told,
     usual_contenders,
 )
-from metricopt_ext.evidence.method import METHODS, Begun, Contender, Earlier, Method, Planned, Reached
+from metricopt_ext.evidence.method import METHODS, Begun, Contender, Earlier, Meter, Method, Planned, Reached, end_of
 from metricopt_ext.evidence.method_config import LearnedConfig, PaperSettings
 from metricopt_ext.evidence.run_config import VARIANTS, RunConfig
 from metricopt_ext.methods.result import Result
@@ -86,6 +86,8 @@ def usual_methods(
         "batchnorm_validation": planned(ending_at(lambda task: reestimate_batchnorm(task.adapter.model, inputs))),
         "loss_finetune_validation": planned(along_path(on_labels), 0, seed),
     }
+    if config.settings is not None:
+        methods["settings"] = where_metricopt_began(Contender(_as_it_begins), "same", seed)
     if config.search_queries:
         contenders = usual_contenders(config)
         for name in ("guided_es", "cma_es"):
@@ -98,6 +100,11 @@ def usual_methods(
             searching(CMAES()), (refined.queries,), seed, Begun.at(phi_of(metricopt_result(earlier)))
         )
     return methods
+
+
+def _as_it_begins(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+    """Stay where MetricOpt's search of phi began: what is gained over that is phi's alone."""
+    yield Meter(task).reached(end_of(task, begun.starts[begun.chosen]))
 
 
 def planned(contender: Contender, queries: int = 0, seed: int = 0) -> Method:

@@ -11,9 +11,16 @@ import torch
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, ConfigError
+from metricopt_ext.evidence.compare import judge
 from metricopt_ext.evidence.contenders import at_each_budget, searching
 from metricopt_ext.evidence.method import METHODS, Reached
-from metricopt_ext.evidence.method_config import FinetuneConfig, LearnedConfig, PaperSettings, RefinedConfig
+from metricopt_ext.evidence.method_config import (
+    FinetuneConfig,
+    LearnedConfig,
+    PaperSettings,
+    RefinedConfig,
+    bring_sections,
+)
 from metricopt_ext.evidence.rivals import planned, usual_methods, variant
 from metricopt_ext.evidence.run_config import VARIANTS, RunConfig
 from metricopt_ext.methods.pipeline import optimize_metric
@@ -115,6 +122,15 @@ def test_searches_pay_for_the_settings_that_they_begin_with(quadratic: Callable[
     before = task.queries
     (theirs,) = usual["cma_es"]({"metricopt": (ours,)}).run(task)
     assert (theirs.queries, task.queries - before) == (40, 37)  # a start and two choices of settings were judged before
+    assert "settings" not in usual
+    config.methods = ["settings"]
+    bring_sections(config, config.methods)
+    alone = usual_methods(config, 5, inputs=[], batches=task.batches)["settings"]
+    (tuned,) = alone({"metricopt": (ours,)}).run(task)
+    assert isinstance(tuned.end, Start)
+    assert (tuned.queries, task.queries - before) == (3, 37)
+    assert (tuned.end.settings, torch.equal(tuned.end.phi, task.origin())) == ({"size": 3}, True)
+    assert judge(task, tuned.end) == pytest.approx(judge(task, task.origin()) - 2)
 
 
 def test_a_contender_is_a_method_at_one_budget_where_it_applies(quadratic: Callable[..., Any]) -> None:
