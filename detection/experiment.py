@@ -63,7 +63,7 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         metric = build_metric(config.metric)
         besides(config.metric)  # refuses what is no metric
         build_toolkit(config)
-        at_a_point = config.metric.name not in METRICS and config.toolkit == "torchvision"
+        at_a_point = config.metric.name not in METRICS
         of_classes = [name for name in config.named_settings if at_a_point and name.startswith("score_thresh[")]
         config.check_settings((*SETTINGS, *of_classes))
         model = Path(config.model.config_file).stem if config.toolkit == "detectron2" else config.model.name
@@ -115,14 +115,21 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         """Return the detector's settings; what it computes before thresholds and NMS is kept."""
         model, names, kept = self.task.adapter.model, self.config.named_settings or None, KeptOutputs()
         average_precision = self.config.metric.name in METRICS
+        classes = self.splits.classes if names and not average_precision else ()
         if self.config.toolkit == "detectron2":
             from metricopt_ext.detection.detectron2.settings import detectron2_settings
 
             toolkit: Any = self.toolkit
-            return detectron2_settings(toolkit, model, names=names, average_precision=average_precision, kept=kept)
+            return detectron2_settings(
+                toolkit,
+                model,
+                names=names,
+                average_precision=average_precision,
+                kept=kept,
+                class_thresholds={name: label for label, name in enumerate(classes)},
+            )
         from metricopt_ext.detection.settings import detection_settings
 
-        classes = self.splits.classes if names and not average_precision else ()
         labels = getattr(self.toolkit, "labels", ()) or range(1, len(self.splits.classes) + 1)
         return detection_settings(
             model,

@@ -120,20 +120,9 @@ def detection_settings(
             f"kept outputs of a {type(model).__name__} are its boxes; set boxes_only=True if the metric judges boxes"
             " alone, or leave kept out"
         )
-    own = {f"score_thresh[{name}]": label for name, label in (class_thresholds or {}).items()}
-    if own and average_precision:
-        raise ConfigError(
-            "class_thresholds are for a metric at an operating point; an average precision ranks all that is found, and"
-            " a threshold can only lower it: leave them out"
-        )
-    asked = [name for name in (own if names is None else names) if name in own or name == "score_thresh"]
-    if "score_thresh" in asked and len(set(asked)) > 1:
-        raise ConfigError(f"names are {asked}; those of classes take the place of score_thresh: leave it out")
-    if asked and not 0 < host.owner.score_thresh < 1:
-        raise ConfigError(
-            f"{type(model).__name__}'s score_thresh is {host.owner.score_thresh}, which has no log-odds; set it between"
-            " 0 and 1 first, or leave score_thresh out"
-        )
+    own = thresholds_of_classes(
+        class_thresholds, type(model).__name__, host.owner.score_thresh, names, average_precision
+    )
 
     def acting_by(defaults: dict[str, Value]) -> Apply:
         def apply(values: dict[str, Value], model: nn.Module = model) -> AbstractContextManager[None]:
@@ -152,6 +141,38 @@ def detection_settings(
         average_precision=average_precision,
         of_classes=tuple(own),
     )
+
+
+def thresholds_of_classes(
+    classes: Mapping[str, int] | None, who: str, scores: float, names: Sequence[str] | None, average_precision: bool
+) -> dict[str, int]:
+    """Return the labels of classes by the names of their score thresholds.
+
+    Args:
+        classes: The labels, by the names of the classes.
+        who: What the detector is called in messages.
+        scores: Its own threshold.
+        names: As in `detection_settings`.
+        average_precision: As there.
+
+    Raises:
+        ConfigError: There are some for an average precision, or beside ``score_thresh``; or ``scores`` has no log-odds.
+    """
+    own = {f"score_thresh[{name}]": label for name, label in (classes or {}).items()}
+    if own and average_precision:
+        raise ConfigError(
+            "class_thresholds are for a metric at an operating point; an average precision ranks all that is found, and"
+            " a threshold can only lower it: leave them out"
+        )
+    asked = [name for name in (own if names is None else names) if name in own or name == "score_thresh"]
+    if "score_thresh" in asked and len(set(asked)) > 1:
+        raise ConfigError(f"names are {asked}; those of classes take the place of score_thresh: leave it out")
+    if asked and not 0 < scores < 1:
+        raise ConfigError(
+            f"{who}'s score_thresh is {scores}, which has no log-odds; set it between"
+            " 0 and 1 first, or leave score_thresh out"
+        )
+    return own
 
 
 def settings_of(
@@ -446,17 +467,18 @@ def with_attributes(scores: float, most: int, nms: float, sizes: tuple[float, ..
     if sizes:
         settings.append(Setting("size", values=sizes, default=1.0, inference=lambda value: float(value) ** 2))
     if 0 < scores < 1:
-        settings.append(_score_threshold("score_thresh", scores))
+        settings.append(score_threshold("score_thresh", scores))
     return settings
 
 
 def _of_classes(host: _Host, names: Iterable[str]) -> list[Setting]:
     """Return the score thresholds of classes; none if the model's own has no log-odds."""
     scores = host.owner.score_thresh
-    return [_score_threshold(name, scores) for name in names if 0 < scores < 1]
+    return [score_threshold(name, scores) for name in names if 0 < scores < 1]
 
 
-def _score_threshold(name: str, scores: float) -> Setting:
+def score_threshold(name: str, scores: float) -> Setting:
+    """Return the setting of a score threshold, in log-odds; so much by default."""
     low, high = min(LOW_SCORE, scores), max(0.95, scores)
     return Setting(name, low, high, scale="logit", default=float(scores))
 

@@ -1,6 +1,6 @@
 """What inference of Detectron2's detectors can be tuned for, and the lines of its config that say so."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -20,7 +20,9 @@ from metricopt_ext.detection.settings import (
     Apply,
     more_proposals,
     replaced,
+    score_threshold,
     settings_of,
+    thresholds_of_classes,
     with_attributes,
     with_views,
 )
@@ -50,6 +52,7 @@ def detectron2_settings(
     inference: float | None = None,
     average_precision: bool = False,
     kept: KeptOutputs | None = None,
+    class_thresholds: Mapping[str, int] | None = None,
 ) -> Settings:
     """Return the settings of inference of an R-CNN, with one box head or a cascade, or RetinaNet.
 
@@ -67,26 +70,30 @@ def detectron2_settings(
         average_precision: Whether the metric is an average precision, for which a low threshold is free.
         kept: Keeps what the model computes before thresholds and NMS, so that only a new size, flip or number of
             proposals takes a pass through it. A flip and sizes that are computed together, by threes, are kept as such.
+        class_thresholds: Classes that may have a score threshold of their own, by name the model's numbers of them,
+            from 0, as in `metricopt_ext.detection.settings.detection_settings`. None for no class.
 
     Raises:
-        ConfigError: The detector is none of these, or has no such setting.
+        ConfigError: The detector is none of these, or has no such setting; or as there of ``class_thresholds``.
     """
-    predictors_of(model)
+    scores = getattr(predictors_of(model)[0], _names(model)["score_thresh"][0])
+    own = thresholds_of_classes(class_thresholds, type(model).__name__, scores, names, average_precision)
 
     def acting_by(defaults: dict[str, Value]) -> Apply:
         def apply(values: dict[str, Value], model: nn.Module = model) -> AbstractContextManager[None]:
-            return _applied(toolkit, model, defaults, kept, values)
+            return _applied(toolkit, model, defaults, kept, own, values)
 
         return apply
 
     return settings_of(
         type(model).__name__,
-        _all_settings(toolkit, model),
+        [*_all_settings(toolkit, model), *(score_threshold(name, scores) for name in own)],
         acting_by,
-        partial(set_on, toolkit),
+        partial(set_on, toolkit, class_thresholds=class_thresholds),
         names=names,
         inference=inference,
         average_precision=average_precision,
+        of_classes=tuple(own),
     )
 
 
@@ -145,15 +152,21 @@ def config_lines(cfg: CfgNode, values: Values) -> list[str]:
     return [part for key, value in lines.items() for part in (key, repr(value))]
 
 
-def _told(who: str, rest: Values) -> str:
+def _told(who: str, rest: Values, more: str = "") -> str:
     """Say what a detector, or its config, can't be set to, with code for it."""
     return (
-        f"{who} for {', '.join(rest)}: detect inside `with detectron2_settings(toolkit, model, names={list(rest)})"
-        f".applied({rest}): toolkit.detect(model, batch)`, of metricopt_ext.detection.detectron2.settings"
+        f"{who} for {', '.join(rest)}: detect inside `with detectron2_settings(toolkit, model,"
+        f" names={list(rest)}{more}).applied({rest}): toolkit.detect(model, batch)`, of"
+        " metricopt_ext.detection.detectron2.settings"
     )
 
 
-def set_on(toolkit: Detectron2Toolkit, model: nn.Module, values: Values) -> str:
+def set_on(
+    toolkit: Detectron2Toolkit,
+    model: nn.Module,
+    values: Values,
+    class_thresholds: Mapping[str, int] | None = None,
+) -> str:
     """Set on a detector and its toolkit what Detectron2's config can say of one look at an image; call it once.
 
     They are then as that config builds them, the toolkit's own included. No checkpoint holds it: set it after the
@@ -163,6 +176,7 @@ def set_on(toolkit: Detectron2Toolkit, model: nn.Module, values: Values) -> str:
         toolkit: The detector's toolkit.
         model: As in `detectron2_settings`, as it is by default.
         values: Values of its settings.
+        class_thresholds: As in `detectron2_settings`.
 
     Returns:
         What must be done besides, in a sentence with code; empty where nothing must be.
@@ -171,10 +185,14 @@ def set_on(toolkit: Detectron2Toolkit, model: nn.Module, values: Values) -> str:
         ConfigError: The detector is none of these.
         ValueError: It has no such setting, or that can't have this value.
     """
-    known = Settings(_all_settings(toolkit, model), lambda values: ExitStack())
+    scores = getattr(predictors_of(model)[0], _names(model)["score_thresh"][0])
+    own = [f"score_thresh[{name}]" for name in class_thresholds or {}]
+    known = Settings(
+        [*_all_settings(toolkit, model), *(score_threshold(name, scores) for name in own)], lambda values: ExitStack()
+    )
     changed = known.changed(values)
-    held = {name: value for name, value in changed.items() if name not in VIEWS}
-    rest = {name: value for name, value in changed.items() if name in VIEWS}
+    held = {name: value for name, value in changed.items() if name not in (*VIEWS, *own)}
+    rest = {name: value for name, value in changed.items() if name in (*VIEWS, *own)}
     cfg = toolkit.cfg.clone()
     cfg.defrost()
     cfg.merge_from_list(config_lines(cfg, held))
@@ -183,7 +201,8 @@ def set_on(toolkit: Detectron2Toolkit, model: nn.Module, values: Values) -> str:
     if "size" in held:
         toolkit._resize = transforms.ResizeShortestEdge([cfg.INPUT.MIN_SIZE_TEST] * 2, cfg.INPUT.MAX_SIZE_TEST)
     toolkit.cfg = cfg
-    return _told(f"a {type(model).__name__} has no attribute", rest) if rest else ""
+    more = f", class_thresholds={dict(class_thresholds or {})}" if set(own) & set(rest) else ""
+    return _told(f"a {type(model).__name__} has no attribute", rest, more) if rest else ""
 
 
 def _names(model: Any) -> dict[str, tuple[str, str]]:
@@ -228,24 +247,34 @@ def _views(cfg: CfgNode, values: Values) -> tuple[list[View], int]:
 
 @contextmanager
 def _applied(
-    toolkit: Detectron2Toolkit, model: Any, defaults: Values, kept: KeptOutputs | None, values: dict[str, Value]
+    toolkit: Detectron2Toolkit,
+    model: Any,
+    defaults: Values,
+    kept: KeptOutputs | None,
+    of_classes: Mapping[str, int],
+    values: dict[str, Value],
 ) -> Iterator[None]:
     modules, names = predictors_of(model), _names(model)
     changed = {name: value for name, value in values.items() if value != defaults[name]}
+    attribute = names["score_thresh"][0]
+    others = getattr(modules[-1], attribute)
+    thresholds = {label: float(changed[name]) for name, label in of_classes.items() if name in changed}
     smaller, larger = _scaled(toolkit.cfg, float(values.get("size", 1.0)))
     with ExitStack() as stack:
+        for module in modules if thresholds else ():
+            stack.enter_context(replaced(module, **{attribute: min(others, *thresholds.values())}))
         for owner, attribute, value in list(_attributes(model, changed)):
             stack.enter_context(replaced(owner, **{attribute: value}))
         if "size" in changed:
             resize = transforms.ResizeShortestEdge([smaller, smaller], larger)
             stack.enter_context(replaced(toolkit, _resize=resize))
-        if kept is not None or any(name in changed for name in VIEWS):
+        if kept is not None or thresholds or any(name in changed for name in VIEWS):
             views, longest = _views(toolkit.cfg, values)
             at = {id(module): name for name, module in model.named_modules()}
             ignored = [
                 f"{at[id(module)]}.{attribute}".lstrip(".") for module in modules for attribute, _ in names.values()
             ]
             ignored += ["test_topk_candidates"] if isinstance(model, RetinaNet) else []
-            acting = Acting(model, values, views, longest, f"{smaller} {larger}", kept, ignored)
+            acting = Acting(model, values, views, longest, f"{smaller} {larger}", kept, ignored, thresholds, others)
             stack.enter_context(replaced(model, forward=acting.forward))
         yield

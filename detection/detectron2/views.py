@@ -6,7 +6,7 @@ chooses from the boxes of all views before NMS, as in `metricopt_ext.detection.s
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
@@ -91,6 +91,8 @@ class Acting:
         size: What tells the size to which images are scaled before.
         kept: Where outputs are kept; None where they aren't.
         ignored: Names of attributes on which no output before thresholds and NMS depends.
+        thresholds: Lowest scores by class, of those that have one of their own; the model's own is the least of all.
+        others: That of the other classes.
     """
 
     def __init__(
@@ -102,7 +104,10 @@ class Acting:
         size: str,
         kept: KeptOutputs | None,
         ignored: Sequence[str],
+        thresholds: Mapping[int, float],
+        others: float,
     ) -> None:
+        self.thresholds, self.others = dict(thresholds), others
         self.model, self.views, self.longest, self.size, self.kept = model, views, longest, size, kept
         self.sigma, self.temperature = float(values.get("soft_nms", 0.0)), float(values.get("temperature", 1.0))
         self.ignored = ignored
@@ -118,8 +123,27 @@ class Acting:
         judged = ""
         if self.kept is not None:
             judged = f"{digest_of_model(self.model, self.ignored)} {circumstances(self.model.device)} {self.size}"
-        found = [self._in_views(each, judged) for each in inputs] if self.views else self._as_given(inputs, judged)
-        return [{"instances": each} for each in found]
+        if not self.thresholds:
+            return [{"instances": each} for each in self._found(inputs, judged)]
+        # What is below its class's threshold suppresses nothing above it, but must not take its place among the most.
+        _, most = self._nms_and_most()
+        with ExitStack() as stack:
+            for each in predictors_of(self.model):
+                stack.enter_context(replaced(each, **_any_number(each)))
+            found = self._found(inputs, judged)
+        return [{"instances": each[self._above_own(each)][:most]} for each in found]
+
+    def _found(self, inputs: Sequence[dict[str, Any]], judged: str) -> list[Instances]:
+        """Return what is found above one threshold of all classes, best first."""
+        return [self._in_views(each, judged) for each in inputs] if self.views else self._as_given(inputs, judged)
+
+    def _above_own(self, found: Instances) -> Tensor:
+        """Return which detections are above the threshold of their class, ``n``."""
+        least = torch.full_like(found.scores, self.others)
+        for label, threshold in self.thresholds.items():
+            least[found.pred_classes == label] = threshold
+        above: Tensor = found.scores > least
+        return above
 
     def _as_given(self, inputs: Sequence[dict[str, Any]], judged: str) -> list[Instances]:
         """Return what is found in images as they are given, together."""
@@ -234,9 +258,7 @@ class Acting:
             return self._detected(outputs)
         with ExitStack() as stack:
             for each in predictors_of(self.model):
-                most = {"max_detections_per_image": sys.maxsize, "test_topk_per_image": -1}
-                own = {name: value for name, value in most.items() if hasattr(each, name)}
-                stack.enter_context(replaced(each, test_nms_thresh=2.0, **own))  # no IoU is above 1
+                stack.enter_context(replaced(each, test_nms_thresh=2.0, **_any_number(each)))  # no IoU is above 1
                 return self._detected(outputs)
         raise AssertionError
 
@@ -260,6 +282,12 @@ class Acting:
         limits = last.test_score_thresh, last.test_nms_thresh, last.test_topk_per_image
         found = fast_rcnn_inference(list(boxes), scores, list(sizes), *limits)[0]
         return found
+
+
+def _any_number(module: Any) -> dict[str, int]:
+    """Return what lets a module find any number of objects in an image."""
+    names = ("max_detections_per_image", "test_topk_per_image")
+    return {name: sys.maxsize for name in names if hasattr(module, name)}
 
 
 def _one_by_one(outputs: Outputs) -> list[Outputs]:

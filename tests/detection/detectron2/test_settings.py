@@ -279,6 +279,50 @@ def test_what_no_attribute_says_is_told_with_code_that_does_it(
     assert same(found, expected)
 
 
+@pytest.mark.parametrize("more", [{}, {"soft_nms": 0.3}, {"flip": True}], ids=["NMS", "soft-NMS", "flip"])
+def test_classes_have_score_thresholds_of_their_own(
+    more: dict[str, Any], batch: list[Example], kind: str, made: tuple[Detectron2Toolkit, Any]
+) -> None:
+    toolkit, model = made
+    numbers = {"red": 0, "green": 1}
+    with detectron2_settings(toolkit, model, names=["score_thresh", "detections", *more]).applied(
+        {"score_thresh": 0.1, "detections": 1000, **more}
+    ):
+        every = toolkit.detect(model, batch)
+    scores = torch.cat([each.scores for each in every])
+    least = (0.1, float(scores.median()) + 1e-4)
+    values = {"score_thresh[red]": least[0], "score_thresh[green]": least[1], "detections": 4, **more}
+    expected = detected(toolkit, model, batch)
+    for kept in (None, KeptOutputs()):
+        settings = detectron2_settings(toolkit, model, names=[*values], class_thresholds=numbers, kept=kept)
+        with settings.applied(values):
+            found = toolkit.detect(model, batch)
+        assert same(detected(toolkit, model, batch), expected)
+        for ours, all_of_it in zip(found, every, strict=True):
+            rows = (all_of_it.scores > torch.tensor(least)[all_of_it.labels]).nonzero().flatten()
+            assert 0 < len(rows) < len(all_of_it.scores)
+            for key in ("boxes", "scores", "labels"):
+                assert torch.equal(getattr(ours, key), getattr(all_of_it, key)[rows[:4]])
+
+
+def test_thresholds_of_classes_are_told_with_code(tiny_config: Callable[..., Any], batch: list[Example]) -> None:
+    toolkit, numbers = Detectron2Toolkit(tiny_config()), {"red": 0, "green": 1}
+    model, values = toolkit.build(2, seed=0), {"score_thresh[red]": 0.3, "score_thresh[green]": 0.36}
+    settings = detectron2_settings(toolkit, model, class_thresholds=numbers)
+    assert settings.names == ("size", *values, "detections", "soft_nms", "flip", "multi_scale")
+    with settings.applied(values):
+        expected = detected(toolkit, model, batch)
+    said, found = settings.set_on(model, values), list[torch.Tensor]()
+    assert said.startswith("a GeneralizedRCNN has no attribute for score_thresh[red], score_thresh[green]: detect")
+    names = {"toolkit": toolkit, "model": model, "detectron2_settings": detectron2_settings, "found": found}
+    code = said.split("`")[1].replace("toolkit.detect(model, batch)", "found.extend(detected(toolkit, model, batch))")
+    exec(code, {**names, "detected": detected, "batch": batch})
+    assert same(found, expected)
+    assert not same(detected(toolkit, model, batch), expected)
+    with pytest.raises(ConfigError, match="an average precision ranks all that is found"):
+        detectron2_settings(toolkit, model, class_thresholds=numbers, average_precision=True)
+
+
 def by_hand(boxes: torch.Tensor, scores: torch.Tensor, labels: torch.Tensor, sigma: float, least: float) -> Any:
     """Soft-NMS, a box at a time."""
     left, kept = scores.clone(), []
