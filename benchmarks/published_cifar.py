@@ -3,7 +3,7 @@
     python benchmarks/published_cifar.py --images FOLDER --output-dir out/published
     python benchmarks/published_cifar.py --images FOLDER --output-dir out/published3500 --count 3500
 
-``--images`` holds train.zip and test.zip, or folders, of ``<class>/<image>``. Each file that is written has 2,000
+``--images`` holds train.zip and test.zip, or folders, of ``<class>/<image>``. Each file that is written has 500
 training images, which the loss sees, under x_train and y_train; and a pool of test images, which the network never saw,
 under x_val and y_val, for each seed to divide into validation and test. What a deployment does, it does to all of them.
 ``--toy`` writes a few random images of each class in place of CIFAR-10's. The comparisons are in configs/published.
@@ -25,7 +25,7 @@ from metricopt_ext.utils.seeding import generator
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 VEHICLES = ("airplane", "automobile", "ship", "truck")
-TRAINING = 200  # images of each class
+TRAINING = 50  # images of each class
 TAIL = 20  # times as many of the first class as of the last
 FOG, EXPONENT = 1.5, 1.8  # how thick it is, and how its spectrum falls: CIFAR-10-C's at severity 5, about
 
