@@ -65,7 +65,7 @@ TINY := device=cpu seeds=1 workers=1 model.epochs=1 adapter.dim=4 population=8 f
 RECIPE := method.name=recipe method.evals=3 method.rounds=2 method.folds=2 method.trials=0 'method.learners=[ridge]'
 TABLE := data.name=breast_cancer data.standardise=true shift.kind=none model.name=tabular_mlp metric.name=mcr \
 	adapter.kind=input_bias 'adapter.layers=[]'
-PUBLISHED := model.name=small_cnn model.epochs=1 adapter.dim=4 finetune.steps=2 device=cpu seeds=1 'budgets=[22]'
+PUBLISHED := model.name=small_cnn 'adapter.layers=["norm*"]' model.epochs=1 adapter.dim=4 finetune.steps=2 device=cpu seeds=1 'budgets=[22]'
 
 benchmarks-smoke: $(STAMP)  ## run each command of benchmarks/ once at toy size, which takes about two minutes
 	rm -rf $(SMOKE)
