@@ -65,6 +65,7 @@ TINY := device=cpu seeds=1 workers=1 model.epochs=1 adapter.dim=4 population=8 f
 RECIPE := method.name=recipe method.evals=3 method.rounds=2 method.folds=2 method.trials=0 'method.learners=[ridge]'
 TABLE := data.name=breast_cancer data.standardise=true shift.kind=none model.name=tabular_mlp metric.name=mcr \
 	adapter.kind=input_bias 'adapter.layers=[]'
+PUBLISHED := model.name=small_cnn 'adapter.layers=["norm*"]' model.epochs=1 adapter.dim=4 finetune.steps=2 device=cpu seeds=1 'budgets=[22]'
 
 benchmarks-smoke: $(STAMP)  ## run each command of benchmarks/ once at toy size, which takes about two minutes
 	rm -rf $(SMOKE)
@@ -78,6 +79,8 @@ benchmarks-smoke: $(STAMP)  ## run each command of benchmarks/ once at toy size,
 	.venv/bin/python benchmarks/measure_scale.py --queries 20 --images 60
 	.venv/bin/python benchmarks/measure_search.py --task classification $(TOY) --output-dir $(SMOKE)/search --budgets 20 $(TINY) seeds=2 queries=30
 	.venv/bin/python tools/finetune_classifier.py $(TOY) --output-dir $(SMOKE)/sibling $(TINY) $(TABLE) 'methods=[sl_r]' siblings.trains=phi siblings.threshold_evals=7 siblings.sl.iterations=4 siblings.sl.universal_steps=6 siblings.sl.evals=2 queries=30 search_queries=0 pictures=false
+	.venv/bin/python benchmarks/published_cifar.py --toy --output-dir $(SMOKE)/published
+	.venv/bin/python tools/compare.py --config-file benchmarks/configs/published/noise.yaml --output-dir $(SMOKE)/noise data.root=$(SMOKE)/published/noise.npz $(PUBLISHED)
 	.venv/bin/python benchmarks/ratios.py --smoke --output $(SMOKE)/ratios.json
 	.venv/bin/python benchmarks/summarise_siblings.py --run-dir $(SMOKE)/sibling
 	.venv/bin/python benchmarks/tabulate_runs.py $(SMOKE)/sibling --output-dir $(SMOKE)

@@ -51,6 +51,7 @@ from metricopt_ext.evidence.experiment import Experiment, State, Subject
 from metricopt_ext.evidence.method import Contender, Earlier, End, Method, Planned
 from metricopt_ext.evidence.rivals import metricopt_result, planned
 from metricopt_ext.evidence.siblings import SiblingsConfig, learned_losses, plot_histories, training
+from metricopt_ext.evidence.whole_network import LabelParts, held_third
 from metricopt_ext.methods.batchnorm_starts import tent_start
 from metricopt_ext.methods.prior_starts import em_prior_start, moved_by
 from metricopt_ext.methods.recipe import Recipe
@@ -298,6 +299,14 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             augment=jitter if seen and self.target.kind != "segmentation" else None,
             train=trained,
         )
+
+    def label_parts(self) -> LabelParts:
+        """Return batches of two thirds of each class, the metric on the other third, and batches of all."""
+        part = self.splits.validation
+        held = held_third(part.y if self.target.kind in ("classes", "ordinal") else torch.zeros(len(part)), self.seed)
+        held = held.to(part.y.device)
+        fit, judged = part.take((~held).nonzero().flatten()), part.take(held.nonzero().flatten())
+        return LabelParts(self._batches(fit), model_metric(self._metric, judged), self._batches(part))
 
     @property
     def _metric(self) -> MetricSpec:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.data.parts import large_parts
+from metricopt_ext.data.parts import part_size
 from metricopt_ext.data.streamed import taken
 from metricopt_ext.utils.modes import evaluating
 
@@ -48,5 +48,5 @@ def output_scale(adapter: Adapter, x: Tensor) -> float:
 def _logits(adapter: Adapter, phi: Tensor, x: Tensor) -> Tensor:
     """The logits, ``n x C`` in double precision, less their mean over classes if there are several."""
     with adapter.using(phi) as model, evaluating(model):
-        logits = torch.cat([model(part) for part in large_parts(x)]).double().reshape(len(x), -1)
+        logits = torch.cat([model(part) for part in x.split(part_size(x))]).double().reshape(len(x), -1)
     return logits - logits.mean(1, keepdim=True) if logits.shape[1] > 1 else logits

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from metricopt_ext.data.rare import Rare, rare_groups
 from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.data.training import train_supervised
 from metricopt_ext.evidence.bootstrap import error_of, jackknife_error, of_groups
+from metricopt_ext.evidence.contenders import at_start
 from metricopt_ext.evidence.experiment import Experiment, State, Subject
-from metricopt_ext.evidence.method import Method
+from metricopt_ext.evidence.method import Contender, Method
 from metricopt_ext.evidence.rivals import planned
 from metricopt_ext.evidence.run_config import memory_of
 from metricopt_ext.evidence.siblings import EmbedderSiblingsConfig, plot_histories, training
+from metricopt_ext.evidence.whole_network import FEWEST_CLASSES, LabelParts, held_third
 from metricopt_ext.methods.short_finetunes import Training
 from metricopt_ext.methods.siblings.training import TrainingTask
 from metricopt_ext.retrieval.build import (
@@ -44,7 +47,7 @@ from metricopt_ext.retrieval.metrics import besides, check_ks, embedding_metric,
 from metricopt_ext.retrieval.pictures import plot_neighbours, plot_recalls, save_recalls
 from metricopt_ext.retrieval.recall import hits_at_k
 from metricopt_ext.retrieval.settings import FURTHER, retrieval_settings
-from metricopt_ext.retrieval.whitening_start import whitening_start
+from metricopt_ext.retrieval.whitening_start import lda_whitening_start, whitened, whitening_start
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Settings
@@ -151,9 +154,11 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         return large_parts(part.x, STATISTICS_BATCH), class_batches(part, self.config.loss)
 
     def start(self, name: str) -> Start | StartLine | None:
-        """Return one of `run_config.STARTS`, or None if it does not apply; see `Experiment.start`."""
+        """Return a start by name, or None if it does not apply; see `Experiment.start`."""
         if name == "whitening":
             return whitening_start(self.task, self.validation()[0])
+        if name == "lda_whitening":
+            return lda_whitening_start(self.task, self.validation()[0], self.splits.validation.y)
         return super().start(name)
 
     def methods(self, resume: bool = False, watcher: Watcher | None = None) -> dict[str, Method]:
@@ -178,6 +183,31 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         return Training(
             steps_of(self.config, part, batches), settings.lr, batches=batches, augment=jitter, train=trained
         )
+
+    @classmethod
+    def contenders(cls, config: Any, subject: Experiment[Any] | None = None) -> dict[str, Contender]:
+        """Return the usual contenders, and whitenings, of models too into which they can't be merged."""
+
+        def whitening(labelled: bool, task: FinetuneTask) -> nn.Module:
+            assert isinstance(subject, RetrievalExperiment)
+            return whitened(task, subject.validation()[0], subject.splits.validation.y if labelled else None)
+
+        more = {"whitening": at_start(partial(whitening, False)), "lda_whitening": at_start(partial(whitening, True))}
+        return {**super().contenders(config, subject), **more}
+
+    def label_parts(self) -> LabelParts:
+        """Return batches of two thirds of the classes, the metric on the others, and batches of all.
+
+        Of few classes, images of each are held out in place of whole ones.
+        """
+        part, loss = self.splits.validation, self.config.loss
+        classes, places = part.y.cpu().unique(return_inverse=True)
+        held = held_third(torch.zeros(len(classes)), self.seed)[places]
+        if len(classes) < FEWEST_CLASSES:
+            held = held_third(places, self.seed)
+        fit, judged = (part.take(each.nonzero().flatten().to(part.y.device)) for each in (~held, held))
+        metric = build_metric(replace(self.config.metric, query_subset=0), judged, constrained=False)
+        return LabelParts(class_batches(fit, loss), metric, class_batches(part, loss))
 
     def test_error(self, before: State, after: State) -> float | None:
         """Return the standard error of the test metric's difference between two states, None for too few classes.

@@ -1,17 +1,18 @@
-"""A start of an embedder that whitens its embeddings, merged into its last linear layer."""
+"""Starts of an embedder that whiten its embeddings, without labels or with them, by its last linear layer."""
 
 import copy
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.modulation import CONTEXT_NAME
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError
-from metricopt_ext.retrieval.merge_whitening import merge_whitening
+from metricopt_ext.retrieval.merge_whitening import merge_whitening, whitening_layer
 from metricopt_ext.retrieval.post_processing import PostProcessing, Whitening
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.weights import same_bits
@@ -32,13 +33,77 @@ def whitening_start(task: FinetuneTask, inputs: Iterable[Any]) -> Start:
         AdapterError: The embeddings are no linear layer's output, or that layer has no bias, which takes the mean.
         DataError: The inputs are too few, or their embeddings do not differ (`Whitening`).
     """
-    batches = list(inputs)
+    batches, model = list(inputs), _base(task)
+    return _merged(task, model, Whitening.of(_embedded(model, batches)), batches)
+
+
+@torch.no_grad()
+def lda_whitening_start(task: FinetuneTask, inputs: Iterable[Any], labels: Tensor) -> Start:
+    """Return the model with its embeddings whitened within classes, by its last linear layer.
+
+    See `Whitening.within`; without scaling to length 1, as `whitening_start`.
+
+    Args:
+        task: Its model's last linear layer is replaced in the start, not in the model.
+        inputs: Batches of inputs.
+        labels: Their classes, ``n`` integers, of which there are fewer than ``n - d`` for embeddings of d dimensions.
+
+    Raises:
+        AdapterError: As from `whitening_start`.
+        DataError: The inputs are too few, or the embeddings of a class do not differ.
+    """
+    batches, model = list(inputs), _base(task)
+    return _merged(task, model, Whitening.within(_embedded(model, batches), labels), batches)
+
+
+class Whitened(nn.Module):
+    """A model whose embeddings are whitened, and then scaled to length 1, as any model's can be.
+
+    Args:
+        model: The model.
+        whitening: Of its embeddings.
+    """
+
+    def __init__(self, model: nn.Module, whitening: Whitening) -> None:
+        super().__init__()
+        self.model, self.layer = model, whitening_layer(whitening, 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map inputs, ``n x ...``, to whitened embeddings, ``n x D``."""
+        embeddings = self.model(x)
+        return F.normalize(self.layer(embeddings.double())).to(embeddings.dtype)
+
+
+@torch.no_grad()
+def whitened(task: FinetuneTask, inputs: Iterable[Any], labels: Tensor | None = None) -> Whitened:
+    """Return a copy of the model with its embeddings whitened by PCA, or within classes, whatever its last layer is.
+
+    Args:
+        task: Its model stays as it is.
+        inputs: Batches of inputs.
+        labels: Their classes, ``n`` integers; None for PCA.
+
+    Raises:
+        DataError: As from `whitening_start` and `lda_whitening_start`.
+    """
+    model = _base(task)
+    x = _embedded(model, list(inputs))
+    return Whitened(model, Whitening.of(x) if labels is None else Whitening.within(x, labels)).to(x.device).eval()
+
+
+def _base(task: FinetuneTask) -> nn.Module:
     model = copy.deepcopy(task.adapter.model)
     if hasattr(model, CONTEXT_NAME):
         Adapter(model).remove()
-    model.eval()
+    return model.eval()
+
+
+def _embedded(model: nn.Module, batches: list[Any]) -> Tensor:
+    return torch.cat([model(batch) for batch in batches]) if batches else torch.zeros(0, 0)
+
+
+def _merged(task: FinetuneTask, model: nn.Module, whitening: Whitening, batches: list[Any]) -> Start:
     own = {name: each.clone() for name, each in model.state_dict().items()}
-    whitening = Whitening.of(torch.cat([model(batch) for batch in batches]) if batches else torch.zeros(0, 0))
     merge_whitening(model, whitening, PostProcessing(whitening=1.0, l2_after=False), batches[0])
     found = dict[str, Tensor]()
     for name, parameter in model.named_parameters():

@@ -70,7 +70,9 @@ class CompareConfig:
     methods: list[str] = field(default_factory=METHODS.copy)
     budgets: list[int] = field(default_factory=lambda: [20, 60, 150, 300, 600])  # metric queries, ascending
     most: dict[str, int] = field(default_factory=dict)  # largest budget of a method that takes too long for larger ones
-    starts: list[str] = field(default_factory=list)  # free starts to choose from; empty: all that the task has
+    # Starts to choose from: the task's, or any that its tool's starts or the methods that end at one name; empty: the
+    # task's
+    starts: list[str] = field(default_factory=list)
     seeds: int = 20  # number of seeds
     seed: int = 700  # the first of them
     workers: int = 1  # seeds that run in parallel, each in its own process

@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from metricopt_ext.evidence.method import METHODS, Entry
+from metricopt_ext.evidence.method import METHODS, Entry, Needs
 from metricopt_ext.evidence.report import Interval, paired_interval
 from metricopt_ext.utils.words import counted
 
 OURS = "ours"
 
 COLOURS = {"prior": "#b07aa1", "prior_twice": "#79437d"}  # of free starts that are no methods
+SOUPS: dict[str, Needs] = {"soup_batchnorm": "inputs", "soup_prior": "scores"}  # those among them, and what they need
 
 
 class Pair(NamedTuple):
@@ -64,7 +65,8 @@ def entry_of(name: str) -> Entry:
     """Return how a method or a free start is shown."""
     renamed = {"batchnorm": "batchnorm_validation"}.get(name, name)
     colour = COLOURS.get(name, "#777777")
-    return METHODS.get(renamed, Entry(name.replace("_", " "), colour, "free"))
+    other = Entry(name.replace("_", " "), colour, "free", SOUPS.get(name, "scores"), training=name in SOUPS)
+    return METHODS.get(renamed, other)
 
 
 def tests(content: Mapping[str, Any], name: str, budget: int) -> list[float | None] | None:
@@ -87,7 +89,8 @@ def tests(content: Mapping[str, Any], name: str, budget: int) -> list[float | No
 
 def rivals_of(content: Mapping[str, Any]) -> list[str]:
     """Return the names of all rivals: free starts, the best of them, and the other methods."""
-    return [*content["starts"], "best_start", *(name for name in content["methods"] if name != OURS)]
+    methods = (name for name in content["methods"] if name != OURS and name not in content["starts"])
+    return [*content["starts"], "best_start", *methods]
 
 
 def pair(content: Mapping[str, Any], rival: str, budget: int, our_budget: int | None = None) -> Pair | None:

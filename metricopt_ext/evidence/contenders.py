@@ -292,6 +292,24 @@ def ending_at(run: Callable[[FinetuneTask], End | None]) -> Contender:
     return at_each_budget(lambda task, *_: run(task))
 
 
+def at_start(make: Callable[[FinetuneTask], Start | nn.Module | None], queries: int = 0) -> Contender:
+    """Make a contender that ends at a start, of the model as it was trained, whatever else there is to begin from.
+
+    Args:
+        make: Makes the start of the task, or a model, whose queries are counted; None if it does not apply.
+        queries: How many it asks meanwhile, at least.
+    """
+
+    def each(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+        limited = with_budget(task, max(budgets))
+        meter, start = Meter(limited), make(limited)
+        if start is not None:
+            reached = meter.reached(end_of(limited, start) if isinstance(start, Start) else start)
+            yield from (reached for _ in budgets)
+
+    return Contender(each, least=lambda dim: queries, anytime=True)
+
+
 def along_path(run: Callable[[FinetuneTask, Tensor, int], Tensor]) -> Contender:
     """Make a contender, which takes no queries, of a function that finetunes.
 

@@ -15,8 +15,9 @@ from metricopt_ext.evidence.contenders import Spent
 from metricopt_ext.evidence.contest_file import STARTS, read_row
 from metricopt_ext.evidence.experiment import Experiment, State
 from metricopt_ext.evidence.guarded import TRAINED, Change, record_of
-from metricopt_ext.evidence.method import METHODS, TUNES_SETTINGS, Begun, Contender, End, Reached, now
+from metricopt_ext.evidence.method import METHODS, STANDING, TUNES_SETTINGS, Begun, Contender, End, Reached, now
 from metricopt_ext.evidence.passes import CountedTask, Passes, counting, noticing, passes_of
+from metricopt_ext.evidence.run_config import STARTS as OFFERED
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.start_lines import divided
@@ -38,8 +39,8 @@ class Plan:
     Attributes:
         methods: Names of contenders, in any order.
         budgets: Metric queries, ascending.
-        starts: Names of the free starts to choose from, besides the model as it was trained; empty for all that the
-            experiment has.
+        starts: Names of the starts to choose from, besides the model as it was trained: the experiment's, or those of
+            `STANDING`; empty for all that the experiment's settings name.
         most: Largest budget of methods that take too long for larger ones, by name.
     """
 
@@ -77,7 +78,7 @@ class Opening:
     """Where all methods of a seed begin, and what it took.
 
     Attributes:
-        begun: The free starts, ``"start"`` among them, each with its evaluation: one query.
+        begun: The starts, ``"start"`` among them, each with its evaluation: one query, beside what making it asked.
         seconds: What making and choosing them took.
         passes: What that cost the model.
     """
@@ -91,6 +92,7 @@ class Opening:
         begun, test = self.begun, task.judged_by(test_metric)
         return {
             "chosen": shown(begun.chosen),
+            "queries": begun.spent,
             "validation": {shown(name): task.metric.to_value(each.cost) for name, each in begun.asked.items()},
             "test": {shown(name): judge(with_start(test, start), start.phi) for name, start in begun.starts.items()},
             "seconds": self.seconds,
@@ -127,14 +129,16 @@ def run_seed(
         watcher.stage("train the model")
         experiment = experiment_type(config, folder, seed, watcher)
         experiment.task = made = counting(experiment.task.with_settings(None))  # but for the rows that tune some
+        before = made.metric.ledger.spent
         spent = Spent(watcher)
         watcher.stage("starts")
         began = now()
-        known = chosen_starts(all_starts(made, experiment.starts()), plan.starts)
+        known = chosen_starts(all_starts(made, offered(experiment, plan.starts)), plan.starts)
+        asking = made.metric.ledger.spent - before
         (starts, lines), asked = divided(known), _fresh(experiment.task, spent)
         _, evaluations = best_start(asked, starts)
         limits = Limits.of(experiment.task.metric.constraints, evaluations["start"])
-        begun = Begun(starts, best_of(evaluations, limits), len(starts), evaluations, lines)
+        begun = Begun(starts, best_of(evaluations, limits), len(starts) + asking, evaluations, lines)
         opening = Opening(begun, now() - began, _passes(made, asked, known))
         write_json(folder / STARTS, {"seed": seed, **opening.record(experiment.task, experiment.test_metric)})
         if limits is not None:  # as numbers, as a method may begin from another start than what they are relative to
@@ -143,7 +147,8 @@ def run_seed(
         contenders = experiment.contenders(config, experiment)
         for name in missing:
             watcher.stage(METHODS[name].title)
-            row = _Row(experiment, opening, spent)
+            begins = Opening(Begun.at(made.origin()), 0.0, Passes()) if METHODS[name].standing else opening
+            row = _Row(experiment, begins, spent)
             write_json(
                 folder / f"{name}.json",
                 {"method": name, **row.run(contenders[name], plan.budgets_of(name), name in TUNES_SETTINGS)},
@@ -154,6 +159,13 @@ def run_seed(
 def finished(file: Path) -> bool:
     """Tell whether a method's row is on file and has no errors."""
     return file.exists() and not read_row(file)["errors"]
+
+
+def offered(experiment: Experiment[Any], wanted: Sequence[str]) -> dict[str, Start | StartLine]:
+    """Return the starts that the experiment's settings name, and any others that are wanted, if they apply."""
+    found, known = experiment.starts(), {*OFFERED, *STANDING}
+    more = {name: experiment.start(name) for name in wanted if name not in found and name in known}
+    return found | {name: start for name, start in more.items() if start is not None}
 
 
 def chosen_starts(found: Mapping[str, Start | StartLine], wanted: Sequence[str]) -> dict[str, Start | StartLine]:

@@ -15,12 +15,13 @@ STARTS = "starts.json"
 
 
 class StartsFile(TypedDict):
-    """What `STARTS` holds of a seed: each free start's metric, by name, and what choosing one took."""
+    """What `STARTS` holds of a seed: each free start's metric, by name, and what making and choosing one took."""
 
     seed: int
     chosen: str
     validation: dict[str, Finite]
     test: dict[str, Finite]
+    queries: NotRequired[int]
     seconds: Finite
     passes: NotRequired[Passes | None]
 

@@ -30,6 +30,7 @@ from metricopt_ext.utils.words import counted
 
 FILE = "comparison.json"
 PICTURE = "comparison.png"
+LABELLED = "whole_network_labels"
 UNGUARDED = "the same, unguarded"
 PAIRED = (
     "Difference on test, paired by seed; positive is better for ours. p: Student's t, two-sided; Holm: corrected for"
@@ -84,7 +85,7 @@ def _gathered(
             name: {part: [each[part].get(name) for each in begun] for part in ("validation", "test")} for name in names
         },
         "best_start": {
-            "queries": max(len(each["test"]) for each in begun),
+            "queries": max(each.get("queries", len(each["test"])) for each in begun),
             "chosen": [each["chosen"] for each in begun],
             "seconds": [each["seconds"] for each in begun],
             "passes": [each.get("passes") for each in begun],
@@ -246,10 +247,11 @@ def notes(content: dict[str, Any]) -> list[str]:
     often = {name: best["chosen"].count(name) for name in content["starts"]}
     chosen = ", ".join(f"{entry_of(name).title} in {count}" for name, count in often.items() if count)
     lines = [
-        "every call of the metric is a query: every method's budget includes the"
-        f" {counted(best['queries'], 'query')} that choose the best free start, from which it goes on ({chosen})",
-        "needs: of the data that the metric sees, the metric's scores alone, the inputs, or the labels too; what a"
-        " start needs, all that may go on from it do",
+        "every call of the metric is a query: the budget of each method that goes on from the best start includes the"
+        f" {counted(best['queries'], 'query')} that choose it ({chosen})",
+        "needs: of the data that the metric sees, the metric's scores alone, the inputs, or the labels too; and whether"
+        " examples of the training data, whose class shares alone do not count; what a start needs, all that may go on"
+        " from it do",
         "seconds and passes are those of a method's largest budget; passes: evaluations of the metric that ran the"
         " model, each a pass over its data, + batches whose loss was computed with its gradient, what the starts took"
         " included",
@@ -261,6 +263,11 @@ def notes(content: dict[str, Any]) -> list[str]:
         lines.append(
             f"each method ends at the best that it asked subject to {limits}, on the data that the metric sees, if"
             " anything that it asked satisfies that; free starts stand as they are"
+        )
+    if LABELLED in content["methods"] or LABELLED in content["starts"]:
+        lines.append(
+            f"{METHODS[LABELLED].title}: when to stop is told by the metric on a third of the labels, which is no query"
+            " of the metric on all; then it is finetuned on all"
         )
     for name, method in content["methods"].items():
         title, seeds = METHODS[name].title, len(content["seeds"])
@@ -491,9 +498,11 @@ def _passes(content: dict[str, Any], name: str) -> str:
 
 
 def _needs(content: dict[str, Any], name: str) -> str:
-    """Return what a row needs: a free start its own, any other what the starts that it may go on from do too."""
-    names = [name] if name in content["starts"] else [name, *content["starts"]]
-    return max((entry_of(each).needs for each in names), key=get_args(Needs).index)
+    """Return what a row needs: a start its own, any other what the starts that it may go on from do too."""
+    alone = name in content["starts"] or entry_of(name).standing
+    entries = [entry_of(each) for each in ([name] if alone else [name, *content["starts"]])]
+    most: str = max((each.needs for each in entries), key=get_args(Needs).index)
+    return f"{most}, training data" if any(each.training for each in entries) else most
 
 
 def _known(values: Sequence[float | None]) -> list[float]:

@@ -1,12 +1,13 @@
 """One seed of any task's tool: set it up, run MetricOpt beside its rivals, keep the record."""
 
+import copy
 import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -18,14 +19,15 @@ from metricopt_ext.data.rare import Rare
 from metricopt_ext.data.reading import Reading
 from metricopt_ext.errors import ConfigError, MetricError
 from metricopt_ext.evidence.compare import Comparison, compare
-from metricopt_ext.evidence.contenders import along_path, loss_path, usual_contenders, without
+from metricopt_ext.evidence.contenders import along_path, at_start, loss_path, usual_contenders, without
 from metricopt_ext.evidence.correlation import CorrelationReport
 from metricopt_ext.evidence.events import query_events
-from metricopt_ext.evidence.method import Contender, End, Method
-from metricopt_ext.evidence.passes import CountedTask
+from metricopt_ext.evidence.method import STANDING, Contender, End, Method
+from metricopt_ext.evidence.passes import CountedTask, Counter
 from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.evidence.rivals import metricopt_result, usual_methods
-from metricopt_ext.evidence.run_config import SHARE, SOUP, RunConfig, SettingsConfig
+from metricopt_ext.evidence.run_config import SHARE, SOUP, RunConfig, SettingsConfig, TrainingConfig
+from metricopt_ext.evidence.whole_network import LabelParts, whole_network_start
 from metricopt_ext.methods.batchnorm_starts import batchnorm_line
 from metricopt_ext.methods.more_inference import MoreInference, more_inference
 from metricopt_ext.methods.result import Result
@@ -43,6 +45,7 @@ from metricopt_ext.utils.machine import Machine
 from metricopt_ext.utils.progress import Several, Watcher
 
 SOUP_FOLDER = "soup"  # of a seed's folder, if a start is a soup
+MIXED = 0.75  # share of the deployment's in mixed BatchNorm statistics, best or next to it on clean and shifted images
 
 Config = TypeVar("Config", bound=RunConfig)
 
@@ -103,6 +106,7 @@ class Experiment(ABC, Generic[Config]):
 
     def __init__(self, config: Config, folder: Path, seed: int, watcher: Watcher | None = None) -> None:
         self.config, self.folder, self.seed, self.watcher = config, folder, seed, watcher or Watcher()
+        self._charged: list[Counter] = []  # those that a soup's finetunes, which are made once, count in already
         task, self.test_metric = self.prepare()
         self.task = task.judged_by(
             task.metric.with_settings(**vars(config.evaluation), require_guard=config.guard.required)
@@ -170,32 +174,51 @@ class Experiment(ABC, Generic[Config]):
         return {name: start for name, start in named.items() if start is not None}
 
     def start(self, name: str) -> Start | StartLine | None:
-        """Return one of `run_config.STARTS`, or None if it does not apply."""
+        """Return one of `run_config.STARTS`, or of a comparison's further ones, or None if it does not apply."""
         if name == "loss_finetune":
             return Start(loss_path(self.task, self.config.finetune, self.seed)[-1])
         if name == "batchnorm":
             return batchnorm_start(self.task, self.validation()[0])
-        if name == "batchnorm_line":
-            return batchnorm_line(self.task, self.validation()[0])
+        if name in ("batchnorm_line", "batchnorm_mixed"):
+            line = batchnorm_line(self.task, self.validation()[0])
+            return line.at(MIXED) if line is not None and name == "batchnorm_mixed" else line
+        if name == "whole_network_labels":
+            return self._whole_network()
+        if name == "soup_greedy":
+            return self._soup(kind="greedy")
         return self._soup(recalibrated=name == "soup_batchnorm") if name in ("soup", "soup_batchnorm") else None
 
     def training(self) -> Training | None:
         """Return how the model was trained, for the finetunes of a soup; None where a task has no soups."""
         return None
 
-    def _soup(self, recalibrated: bool) -> Start | None:
+    def label_parts(self) -> LabelParts | None:
+        """Return the metric's labelled data in two, for a rival that trains on them; None where a task has none."""
+        return None
+
+    def _whole_network(self) -> Start | None:
+        training, parts, model = self.training(), self.label_parts(), getattr(self.config, "model", None)
+        if training is None or parts is None or self.task.loss is None:
+            return None
+        optimizer = model.optimizer if isinstance(model, TrainingConfig) else "adamw"
+        return whole_network_start(
+            self.task, self.task.loss, parts, lr=training.lr, optimizer=optimizer, seed=self.seed
+        )
+
+    def _soup(self, recalibrated: bool = False, kind: str = "uniform") -> Start | None:
         """Return the mean of short finetunes, kept in the folder; or None if there is no BatchNorm to re-estimate."""
         training = self.training()
         if training is None or (recalibrated and not has_batchnorm(self.task.adapter.model)):
             return None
-        if isinstance(self.task, CountedTask) and not (self.folder / SOUP_FOLDER).exists():
+        if isinstance(self.task, CountedTask) and not any(each is self.task.losses for each in self._charged):
             self.task.losses.count += SOUP * training.share_of(SHARE)
+            self._charged.append(self.task.losses)
         (start,) = soup_starts(
             self.task,
             finetunes=SOUP,
             training=training,
             share=SHARE,
-            kinds=("uniform",),
+            kinds=(kind,),
             recalibrate=self.validation()[0] if recalibrated else None,
             seed=self.seed,
             output_dir=self.folder / SOUP_FOLDER,
@@ -219,10 +242,20 @@ class Experiment(ABC, Generic[Config]):
             _, batches = subject.validation()
             return loss_path(replace(task, batches=batches), config.finetune, seed, start)
 
+        def made(name: str, task: FinetuneTask) -> Start | None:
+            own = copy.copy(subject)  # on the task that counts what the method spends
+            assert own is not None
+            own.task = task
+            start = own.start(name)
+            assert not isinstance(start, StartLine)
+            return start
+
         def settings() -> Settings:
             return without() if subject is None else subject.settings
 
-        return {**usual_contenders(config, settings), "loss_finetune_validation": along_path(on_labels)}
+        asked = {"soup_greedy": SOUP}
+        at_starts = {name: at_start(partial(made, name), asked.get(name, 0)) for name in STANDING}
+        return {**usual_contenders(config, settings), "loss_finetune_validation": along_path(on_labels), **at_starts}
 
     def test_error(self, before: State, after: State) -> float | None:
         """Return the standard error of the test metric's difference between two states, None if it is unknown."""

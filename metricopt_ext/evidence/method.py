@@ -45,6 +45,8 @@ class Entry:
         needs: What it needs from the data that the metric sees: the metric's scores alone, the inputs, or the labels
             too; or the value function of another run; or the metric of any scores and labels, to ask on training
             batches.
+        training: Whether it needs examples of the training too.
+        standing: Whether it ends at the start of its name, of the model as it was trained, whatever else begins there.
         after: The method that it continues from: what that one spent counts as its own too.
         shared: Whether ranks share its work (`ranks`), by `optimize_metric`.
         trains: What it trains, of a sibling method: classifiers, or embedders for the distances between them.
@@ -56,6 +58,8 @@ class Entry:
     colour: str
     kind: Kind
     needs: Needs = "scores"
+    training: bool = False
+    standing: bool = False
     after: str = ""
     shared: bool = False
     trains: Literal["", "classifiers", "embedders"] = ""
@@ -69,14 +73,18 @@ def _sibling(
     needs: Needs = "batch metric",
     trains: Literal["classifiers", "embedders"] = "classifiers",
 ) -> Entry:
-    return Entry(title, colour, "queries", needs, trains=trains, factory=lambda config: method)
+    return Entry(title, colour, "queries", needs, training=True, trains=trains, factory=lambda config: method)
+
+
+def _start(title: str, colour: str, needs: Needs = "scores", *, training: bool = False, kind: Kind = "free") -> Entry:
+    return Entry(title, colour, kind, needs, training=training, standing=True)
 
 
 # Every method that a comparison can run, by name, in the order of tables.
 METHODS: dict[str, Entry] = {
     "pretrained": Entry("pretrained", "#9a9a9a", "free"),
-    "loss_finetune": Entry("loss finetune", "#d98c3f", "free"),
-    "loss_finetune_best": Entry("loss finetune, best step", "#b5651d", "queries", after="loss_finetune"),
+    "loss_finetune": Entry("loss finetune", "#d98c3f", "free", training=True),
+    "loss_finetune_best": Entry("loss finetune, best step", "#b5651d", "queries", training=True, after="loss_finetune"),
     "threshold": Entry("tuned threshold", "#5b7db1", "queries", "inputs"),
     "class_offsets": Entry("tuned class offsets", "#34568b", "queries"),
     "label_thresholds": Entry("a threshold per label", "#4a6fa5", "queries"),
@@ -86,7 +94,21 @@ METHODS: dict[str, Entry] = {
     "logit_adjustment_tuned": Entry("logit adjustment, tuned", "#7f95c4", "queries"),
     "batchnorm_validation": Entry("BatchNorm on validation", "#8a6fb0", "free", "inputs"),
     "loss_finetune_validation": Entry("loss on validation labels", "#4f8f8b", "free", "labels"),
-    "guided_es": Entry("Guided ES on the metric", "#2f6fa3", "queries", factory=lambda config: GuidedES(lr=config.lr)),
+    "whole_network_labels": _start("whole network on labels", "#1f5f5b", "labels"),
+    "em_prior": _start("EM prior", "#9fb6c9", "inputs"),
+    "tent": _start("TENT", "#b79ad1", "inputs"),
+    "batchnorm_mixed": _start("BatchNorm, statistics mixed", "#6a4c93", "inputs"),
+    "whitening": _start("PCA whitening", "#c9a0b8", "inputs"),
+    "lda_whitening": _start("LDA whitening", "#a05a80", "labels"),
+    "soup": _start("uniform soup", "#d9b08c", training=True),
+    "soup_greedy": _start("greedy soup", "#bf8040", training=True, kind="queries"),
+    "guided_es": Entry(
+        "Guided ES on the metric",
+        "#2f6fa3",
+        "queries",
+        training=True,
+        factory=lambda config: GuidedES(lr=config.lr),
+    ),
     "cma_es": Entry("CMA-ES on the metric", "#6aa3cf", "queries", factory=lambda config: CMAES()),
     "random_search": Entry("random search", "#b7b7b7", "queries", factory=lambda config: RandomSearch()),
     "ngopt": Entry("NGOpt on the metric", "#3b8f6b", "queries", factory=lambda config: NGOpt()),
@@ -95,19 +117,25 @@ METHODS: dict[str, Entry] = {
     "optuna_tpe": Entry("Optuna, TPE", "#b08fbf", "queries", factory=lambda config: OptunaSampler("tpe")),
     "optuna_gp": Entry("Optuna, GP", "#8a6f9a", "queries", factory=lambda config: OptunaSampler("gp")),
     "best_start": Entry("best free start", "#555555", "queries"),
-    "ours": Entry("MetricOpt, guided search", "#d7191c", "queries", factory=lambda config: GuidedTrustRegion()),
+    "ours": Entry(
+        "MetricOpt, guided search",
+        "#d7191c",
+        "queries",
+        training=True,
+        factory=lambda config: GuidedTrustRegion(),
+    ),
     "settings_free": Entry("free settings", "#d9c9a3", "free"),
     "settings_lines": Entry("settings, one by one", "#c2a878", "queries"),
     "settings": Entry("settings", "#a5854e", "queries"),
     "settings_gp": Entry("settings, GP over all", "#e0c068", "queries"),
-    "settings+phi": Entry("settings, then MetricOpt", "#8c1515", "queries"),
-    "transferred": Entry("f of another run", "#7f9c3c", "free", "another f"),
-    "placebo": Entry("the same f, turned", "#b9c58f", "free", "another f"),
-    "metricopt": Entry("MetricOpt", "#c02942", "queries", shared=True),
-    "metricopt_paper": Entry("MetricOpt, Algorithm 1", "#e57fb0", "queries", shared=True),
-    "metricopt_learned": Entry("MetricOpt, learned", "#8e1b8e", "queries", shared=True),
-    "refined": Entry("MetricOpt, then CMA-ES", "#e0607a", "queries", after="metricopt"),
-    "second_round": Entry("MetricOpt, second round", "#7a1f3d", "queries", after="metricopt"),
+    "settings+phi": Entry("settings, then MetricOpt", "#8c1515", "queries", training=True),
+    "transferred": Entry("f of another run", "#7f9c3c", "free", "another f", training=True),
+    "placebo": Entry("the same f, turned", "#b9c58f", "free", "another f", training=True),
+    "metricopt": Entry("MetricOpt", "#c02942", "queries", training=True, shared=True),
+    "metricopt_paper": Entry("MetricOpt, Algorithm 1", "#e57fb0", "queries", training=True, shared=True),
+    "metricopt_learned": Entry("MetricOpt, learned", "#8e1b8e", "queries", training=True, shared=True),
+    "refined": Entry("MetricOpt, then CMA-ES", "#e0607a", "queries", training=True, after="metricopt"),
+    "second_round": Entry("MetricOpt, second round", "#7a1f3d", "queries", training=True, after="metricopt"),
     "sl_u": _sibling("SL, universal surrogate", "#c9b458", SurrogateLearning("universal")),
     "sl_s": _sibling("SL, surrogate from scratch", "#a88f2a", SurrogateLearning("scratch")),
     "sl_r": _sibling("SL, refined surrogate", "#7d6608", SurrogateLearning("refined")),
@@ -122,6 +150,9 @@ METHODS: dict[str, Entry] = {
 
 # The methods whose ends have settings of inference.
 TUNES_SETTINGS = tuple(name for name in METHODS if name.startswith("settings"))
+
+# The methods that end at a start, which may begin the others too.
+STANDING = tuple(name for name, entry in METHODS.items() if entry.standing)
 
 # The sibling methods by name, with their papers' settings.
 SIBLINGS: dict[str, Sibling] = {

@@ -85,7 +85,8 @@ def test_the_table_marks_the_best_and_says_what_is_missing(content: dict[str, An
     assert rows["BatchNorm on validation"][0] == "inputs"
     assert rows["best free start (2 queries)"] == ["inputs", "0.6000", "0.6000", "0.6000", "0.5", "2 + 0"]
     assert rows["CMA-ES on the metric"] == ["inputs", "", "0.6500", "0.7000 (1 of 3 failed)", "6.0", ""]
-    assert rows["MetricOpt, guided search"] == ["inputs", "**0.8000**", "**0.8000**", "**0.8000**", "6.0", "60 + 64"]
+    ours = ["inputs, training data", "**0.8000**", "**0.8000**", "**0.8000**", "6.0", "60 + 64"]
+    assert rows["MetricOpt, guided search"] == ours
     assert "- CMA-ES on the metric needs at least 18 queries" in text
     assert "failed with 60 queries on 1 of 3 seeds: seed 700: MetricError: down" in text
     assert "- TuRBO on the metric does not apply" in text
@@ -98,7 +99,7 @@ def test_our_search_without_its_guard_is_shown_but_no_rival(content: dict[str, A
         each["change"] = 0.3
     content["guards"] = [each for each in content["guards"] if each["budget"] > 5 and each["seed"] > 700]
     text = markdown(content)
-    assert table(text)["the same, unguarded"] == ["inputs", "", "0.9000", "0.9000", "", ""]
+    assert table(text)["the same, unguarded"] == ["inputs, training data", "", "0.9000", "0.9000", "", ""]
     assert table(text)["MetricOpt, guided search"][1:4] == ["**0.8000**"] * 3
     assert text.count("unguarded") == 2  # its row and the note
     assert list(table(text))[-2:] == ["MetricOpt, guided search", "the same, unguarded"]

@@ -25,6 +25,8 @@ from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.classification.predictions import predict_classes
 from metricopt_ext.errors import FileFormatError, UnguardedError
 from metricopt_ext.evidence.cli import run_and_report
+from metricopt_ext.evidence.contest import Plan
+from metricopt_ext.evidence.contest import run_seed as compare_seed
 from metricopt_ext.evidence.dry_run import dry_run
 from metricopt_ext.evidence.experiment import State, run_seed
 from metricopt_ext.evidence.method import Begun
@@ -155,6 +157,31 @@ def test_a_comparison_counts_the_passes_of_a_soup_once(tmp_path: Path) -> None:
     experiment.task = counted = counting(experiment.task)
     experiment.starts()
     assert counted.losses.count == 6 * experiment.training().share_of(0.1)
+
+
+def test_rivals_end_at_starts_that_cost_what_they_ask_and_begin_other_methods(tmp_path: Path) -> None:
+    names = ("whole_network_labels", "em_prior", "batchnorm_mixed", "soup", "soup_greedy", "whitening")
+    plan = Plan((*names, "random_search"), (5, 14), ("soup_greedy", "batchnorm"))
+    config = replace(with_soups(), starts=["loss_finetune"])
+    compare_seed(ClassificationExperiment, config, plan, tmp_path, 3, Watcher())
+    found = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "seed-3").glob("*.json")}
+    starts, cells = found["starts"], {name: found[name]["cells"] for name in plan.methods}
+    assert starts["test"].keys() == {"pretrained", "soup_greedy", "batchnorm"}
+    assert starts["queries"] == 3 + 6
+    assert {name: [cells[name][b]["queries"] for b in cells[name]] for name in names} == {
+        **{name: [0, 0] for name in names},
+        "soup_greedy": [6],  # five are too few
+        "whitening": [],  # of no classifier
+    }
+    assert cells["soup_greedy"]["14"]["test"] == starts["test"]["soup_greedy"]
+    assert cells["random_search"]["14"]["queries"] == 14
+    assert found["random_search"]["least"] > starts["queries"]
+    finetunes = 6 * max(1, round(0.1 * (2 * 1257 // 100)))
+    assert cells["soup"]["14"]["passes"] == {"metric": 0, "loss": finetunes}
+    assert cells["soup_greedy"]["14"]["passes"] == {"metric": 6, "loss": finetunes}
+    assert cells["em_prior"]["14"]["passes"] == {"metric": 0, "loss": 0}
+    assert 120 <= cells["whole_network_labels"]["14"]["passes"]["loss"] <= 180
+    assert cells["batchnorm_mixed"]["14"]["test"] not in (starts["test"]["batchnorm"], starts["test"]["pretrained"])
 
 
 def test_a_run_with_a_soup_ends_and_is_resumed(tmp_path: Path) -> None:

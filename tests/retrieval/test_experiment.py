@@ -16,10 +16,12 @@ from metricopt_ext.data.halves import class_draws
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.experiment import State
+from metricopt_ext.evidence.method import Begun
 from metricopt_ext.retrieval.build import embed_with
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.experiment import RetrievalExperiment
 from metricopt_ext.retrieval.recall import hits_at_k, recall_at_k
+from metricopt_ext.retrieval.whitening_start import whitened
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.progress import Watcher
 
@@ -138,3 +140,25 @@ def test_a_whitening_is_left_out_where_validation_images_are_too_few(tmp_path: P
     assert not any("whitening" in line for line in lines)
     assert names("model.embedding=400") == ("augmentation",)
     assert [line for line in lines if "whitening" in line and "too few for 400 dimensions" in line]
+
+
+def test_labels_are_held_out_by_class_or_within_few_and_whitenings_end_a_comparisons_rows(tmp_path: Path) -> None:
+    config = load_config(RetrievalConfig, DIGITS, [*TINY, "data.fractions=[0.2,0.3,0.5]"])
+    experiment = RetrievalExperiment(config, tmp_path, 3)
+    few = experiment.label_parts()
+    own = experiment.splits.validation.y.unique().tolist()
+    assert few.fit(3, 0, 0)[1].unique().tolist() == own
+    y = torch.arange(9).repeat_interleave(10)
+    part = Split(torch.rand(90, *experiment.splits.validation.x.shape[1:]), y)
+    experiment.splits = replace(experiment.splits, validation=part)
+    many = experiment.label_parts()
+    fitted, whole = (
+        torch.cat([batches(3, 0, step)[1] for step in range(20)]).unique() for batches in (many.fit, many.whole)
+    )
+    assert (len(fitted), len(whole)) == (6, 9)
+    contenders = experiment.contenders(config, experiment)
+    for name, labels in (("whitening", None), ("lda_whitening", y)):
+        (reached, _) = contenders[name].run(experiment.task, Begun.at(experiment.task.origin()), [5, 9], 3)
+        expected = whitened(experiment.task, experiment.validation()[0], labels)
+        assert torch.equal(reached.end(part.x), expected(part.x))
+        assert reached.queries == 0

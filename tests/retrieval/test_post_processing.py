@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.decomposition import PCA
+from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -57,6 +58,24 @@ def test_power_1_is_scikit_learn_s_whitening(dimension: int) -> None:
     ours = Whitening.of(fitted).applied(x, 1.0, dimension).numpy()
     assert ours.shape == (20, dimension or 5)
     np.testing.assert_allclose(ours * np.sign(ours[0]) * np.sign(theirs[0]), theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_within_classes_distances_are_those_of_scikit_learn_s_discriminant_analysis() -> None:
+    rng = torch.Generator().manual_seed(5)
+    labels = torch.randint(7, (90,), generator=rng) * 3  # seven classes, so that none of five dimensions is dropped
+    spread = torch.randn(5, 5, generator=rng, dtype=torch.float64)
+    x = torch.randn(90, 5, generator=rng, dtype=torch.float64) @ spread + labels[:, None].sqrt() * spread[0]
+    whitening = Whitening.within(x, labels)
+    assert whitening.rows == 90 - 7
+    ours = whitening.applied(x, 1.0)
+    theirs = torch.from_numpy(LinearDiscriminantAnalysis(solver="eigen").fit(x.numpy(), labels.numpy()).transform(x))
+    ratio = torch.cdist(ours, ours)[0, 1:] / torch.cdist(theirs, theirs)[0, 1:]
+    torch.testing.assert_close(ratio, ratio[:1].expand(89), rtol=1e-8, atol=0)
+    torch.testing.assert_close(ours.mean(0), torch.zeros(5, dtype=torch.float64), rtol=0, atol=1e-9)
+    with pytest.raises(DataError, match="there are 90 embeddings, but 89 labels"):
+        Whitening.within(x, labels[1:])
+    with pytest.raises(DataError, match="a whitening of 5 dimensions is fitted on 4 embeddings"):
+        Whitening.within(x[:11], torch.arange(11) % 7).applied(x, 1.0)
 
 
 def test_power_0_is_a_rotation_and_half_the_power_half_the_way() -> None:

@@ -10,7 +10,7 @@ from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.errors import AdapterError, DataError
 from metricopt_ext.retrieval.models import Conv4, Embedder
 from metricopt_ext.retrieval.post_processing import PostProcessing, Whitening, post_processed
-from metricopt_ext.retrieval.whitening_start import whitening_start
+from metricopt_ext.retrieval.whitening_start import lda_whitening_start, whitened, whitening_start
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 
@@ -72,3 +72,24 @@ def test_where_no_layer_can_take_it_the_reason_is_said() -> None:
         whitening_start(task_of(network()), [rand(5, 0)])
     with pytest.raises(DataError, match="n at least 2"):
         whitening_start(task_of(network()), [])
+
+
+@torch.no_grad()
+def test_one_within_classes_is_merged_alike() -> None:
+    task, x = task_of(network()), rand(60, 0)
+    labels = torch.arange(60) % 4
+    plain = task.adapter.model(x)
+    start = lda_whitening_start(task, x.split(20), labels)
+    with task.adapter.applied(start) as model:
+        found = model(x)
+    torch.testing.assert_close(found, Whitening.within(plain, labels).applied(plain, 1.0), rtol=1e-10, atol=1e-10)
+
+
+@torch.no_grad()
+def test_any_model_is_whitened_by_a_layer_behind_it() -> None:
+    task, x = task_of(nn.Sequential(network(), nn.Softmax(1)).eval()), rand(60, 0)
+    plain, labels, post = task.adapter.model(x), torch.arange(60) % 4, PostProcessing(whitening=1.0)
+    for given, whitening in ((None, Whitening.of(plain)), (labels, Whitening.within(plain, labels))):
+        model = whitened(task, x.split(20), given)
+        torch.testing.assert_close(model(x), post_processed(plain, post, whitening), rtol=1e-8, atol=1e-8)
+    assert torch.equal(task.adapter.model(x), plain)

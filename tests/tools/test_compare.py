@@ -132,7 +132,7 @@ def test_a_failing_method_marks_its_cells_and_is_tried_again(
     assert failed["methods"]["guided_es"]["cells"] == {}
     assert len(failed["methods"]["cma_es"]["cells"]) == 2
     text = (tmp_path / "comparison.md").read_text()
-    assert "| Guided ES on the metric | inputs |  | (1 of 1 failed) | (1 of 1 failed) |" in text
+    assert "| Guided ES on the metric | inputs, training data |  | (1 of 1 failed) | (1 of 1 failed) |" in text
     assert "no direction" in " ".join(capsys.readouterr().out.split())
     monkeypatch.setattr("metricopt_ext.search.direct.estimated_direction", estimated_direction)
     assert run(tmp_path, "--seeds", "3-3")["methods"]["guided_es"]["errors"] == {}
