@@ -58,6 +58,8 @@ class Recall:
         gallery: Number of items in the gallery.
         doubles: Number of queries whose neighbours float32 could not tell apart; float64 did.
         copies: Number of queries that occur in a separate gallery with their label, and find themselves.
+        rows: The rows of the queries that the recalls are averaged over, ascending.
+        places: The place, from 0, of each one's nearest item of its label: below k where the query is a hit at k.
     """
 
     at: dict[int, float]
@@ -66,6 +68,8 @@ class Recall:
     gallery: int
     doubles: int = field(default=0, compare=False)
     copies: int = field(default=0, compare=False)
+    rows: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64), repr=False, compare=False)
+    places: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64), repr=False, compare=False)
 
     @property
     def mean(self) -> float:
@@ -146,7 +150,7 @@ def recall_at_k(
         queries, labels, chosen, items, item_labels, includes_queries, ks, distance, progress
     )
     recalls = {wanted: float(np.mean(ranks < wanted)) for wanted in ks}
-    return Recall(recalls, len(chosen), len(labels) - len(matched), items.size, doubles, copies)
+    return Recall(recalls, len(chosen), len(labels) - len(matched), items.size, doubles, copies, chosen, ranks)
 
 
 def hits_at_k(
