@@ -216,7 +216,8 @@ def evaluated(
     arguments: argparse.Namespace, name: str, queries: Items, items: Items | None, cameras: Cameras | None
 ) -> Row:
     """Search one gallery, and print what there is to note."""
-    from metricopt_ext.retrieval.ranking import ranking_metrics, recall_intervals
+    from metricopt_ext.retrieval.intervals import recall_intervals
+    from metricopt_ext.retrieval.ranking import ranking_metrics
     from metricopt_ext.retrieval.recall import Recall, recall_at_k
 
     names = arguments.metrics or (["mean_average_precision"] if cameras is not None else [])

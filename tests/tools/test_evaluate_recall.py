@@ -26,8 +26,9 @@ from metricopt_ext.evidence.cli import run_and_report
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.data import load_digits
 from metricopt_ext.retrieval.experiment import RetrievalExperiment
+from metricopt_ext.retrieval.intervals import recall_intervals
 from metricopt_ext.retrieval.models import build_model
-from metricopt_ext.retrieval.ranking import RANKED, ranking_metrics, recall_intervals
+from metricopt_ext.retrieval.ranking import RANKED, ranking_metrics
 from metricopt_ext.retrieval.recall import recall_at_k
 from metricopt_ext.utils.config import load_config
 
