@@ -14,7 +14,7 @@ from metricopt_ext.errors import DataError
 from metricopt_ext.retrieval import neighbours, ranking
 from metricopt_ext.retrieval.cameras import Seen, hits_across_cameras
 from metricopt_ext.retrieval.neighbours import Distance
-from metricopt_ext.retrieval.ranking import AT_K, OF_PLACES, RANKED, ranking_metrics
+from metricopt_ext.retrieval.ranking import AT_K, OF_PLACES, RANKED, class_means, ranking_metrics
 from metricopt_ext.retrieval.recall import recall_at_k
 
 NAMES = [*AT_K, *OF_PLACES]
@@ -52,6 +52,14 @@ def definitions(found: Any) -> dict[str, float]:
     return {
         **{f"recall_at_{k}": float(any(found[:k])) for k in KS},
         **{f"precision_at_{k}": sum(found[:k]) / k for k in KS},
+        **{f"found_at_{k}": sum(found[:k]) / r for k in KS},
+        **{f"mean_average_precision_at_{k}": np.mean([precision[p - 1] for p in at if p <= k] or [0.0]) for k in KS},
+        **{f"mean_reciprocal_rank_at_{k}": 1 / at[0] if at[0] <= k else 0.0 for k in KS},
+        **{
+            f"ndcg_at_{k}": sum(1 / math.log2(1 + p) for p in at if p <= k)
+            / sum(1 / math.log2(1 + p) for p in range(1, min(r, k) + 1))
+            for k in KS
+        },
         "mean_average_precision_at_r": sum(precision[p - 1] for p in at if p <= r) / r,
         "r_precision": sum(found[:r]) / r,
         "mean_average_precision": sum(precision[p - 1] for p in at) / r,
@@ -141,7 +149,24 @@ def test_torchmetrics_has_the_same() -> None:
     assert found["ndcg"] == theirs("retrieval_normalized_dcg")
     for k in KS:
         assert found[f"precision_at_{k}"] == theirs("retrieval_precision", top_k=k)
-        assert found[f"recall_at_{k}"] == theirs("retrieval_hit_rate", top_k=min(k, len(x) - 1))
+        top = min(k, len(x) - 1)
+        assert found[f"recall_at_{k}"] == theirs("retrieval_hit_rate", top_k=top)
+        assert found[f"found_at_{k}"] == theirs("retrieval_recall", top_k=top)
+        assert found[f"mean_average_precision_at_{k}"] == theirs("retrieval_average_precision", top_k=top)
+        assert found[f"mean_reciprocal_rank_at_{k}"] == theirs("retrieval_reciprocal_rank", top_k=top)
+        assert found[f"ndcg_at_{k}"] == theirs("retrieval_normalized_dcg", top_k=top)
+
+
+def test_classes_have_the_means_of_their_queries() -> None:
+    x, y, _ = drawn(0, whole=False)
+    found = ranking_metrics(x, y, ["recall", "ndcg"], KS)
+    assert list(y[found.rows]) == [label for label in y if (y == label).sum() > 1]
+    assert {name: np.mean(values) for name, values in found.each.items()} == pytest.approx(found.values, abs=1e-12)
+    classes = class_means(found.each, y[found.rows])
+    assert list(classes) == sorted({*y[found.rows].tolist()})
+    for label, means in classes.items():
+        own = y[found.rows] == label
+        assert means == {"queries": own.sum()} | {name: pytest.approx(v[own].mean()) for name, v in found.each.items()}
 
 
 def test_embeddings_that_are_all_the_same_rank_by_their_rows() -> None:
@@ -162,7 +187,7 @@ def test_parts_of_the_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"names": ["map"]}, "metric 'map' is none of recall, precision, mean_average_precision_at_r"),
+        ({"names": ["map"]}, "metric 'map' is none of recall, precision, found_at_k, "),
         ({"ks": [0]}, "ks must be one or more numbers"),
         ({"cameras": (np.arange(3), np.arange(60))}, "labels and cameras must match in number, got 60 and 3"),
         ({"cameras": (np.arange(60), np.full(60, 0.5))}, "gallery cameras must be n integers, got 0.5 in row 0"),
