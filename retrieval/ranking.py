@@ -170,7 +170,7 @@ def ranking_metrics(
         ]
     )
     each = {name: found[:, i] for i, name in enumerate(columns)}
-    values = dict(zip(columns, found.mean(axis=0).tolist(), strict=True))
+    values = {name: float(np.mean(column)) for name, column in each.items()}
     intervals = {name: interval(column) for name, column in each.items()}
     return Ranking(values, intervals, len(chosen), len(own) - len(rows), items.size, chosen, each)
 

@@ -102,6 +102,11 @@ class Names:
         self._numbers: dict[str, int] = {}
         self._numeric = ""  # a file whose labels are numbers
 
+    @property
+    def names(self) -> list[str] | None:
+        """The names by their numbers; None if labels are numbers themselves."""
+        return list(self._numbers) or None
+
     def numbered(self, labels: Any, path: Path) -> Any:
         """Return labels as they are if they are numbers, or the numbers of their names, ``n`` int64.
 
