@@ -105,7 +105,8 @@ def recall_at_k(
 
     Memory beyond the arguments: a float32 copy of embeddings that are of another type, not contiguous, on a GPU,
     compared by cosine, or far from 0 or from a length of 1, and about 250 MB for the neighbours of a few thousand
-    queries at a time (400 MB if d is below 32).
+    queries at a time (400 MB if d is below 32). Where the copy would take more than 1 GiB, 256 MiB of it are held at a
+    time. Arrays may be memory-mapped (``np.load(path, mmap_mode="r")``).
 
     Args:
         embeddings: Queries, ``n x d``, real and finite; a tensor on any device or an array.
@@ -661,7 +662,9 @@ def copies_in_gallery(queries: Vectors, labels: Any, items: Vectors, item_labels
 
     Copies may be of lower precision. What is calculated again differs in its last digits, which few coordinates show.
     """
-    floats = [x.dtype for x in map(torch.as_tensor, (queries.given[:1], items.given[:1])) if x.is_floating_point()]
+    some = (each.given[:1] for each in (queries, items))
+    some = [each if isinstance(each, Tensor) else torch.from_numpy(np.array(each)) for each in some]
+    floats = [each.dtype for each in some if each.is_floating_point()]
     coarse = max(floats, key=lambda dtype: torch.finfo(dtype).eps, default=None)
     count = f"of {len(chosen)} queries"
     remedy = (

@@ -294,7 +294,7 @@ def against(path: Path, items: Items, names: Names) -> Items:
     Raises:
         DataError: The file can't be read, or has embeddings or labels of other items.
     """
-    embeddings = read_array(path, "embeddings")
+    embeddings = read_array(path, "embeddings", mapped=True)
     if len(embeddings) != len(items[1]):
         raise DataError(f"{path} has {len(embeddings)} embeddings, and there are {len(items[1])} items to compare")
     if holds_several(path) and "labels" in array_names(path):
@@ -511,7 +511,7 @@ def read_items(embeddings: Path, labels: Path | None, option: str, names: Names)
     """
     check_labels(embeddings, labels, option)
     own = labels or embeddings
-    return read_array(embeddings, "embeddings"), names.numbered(read_array(own, "labels"), own)
+    return read_array(embeddings, "embeddings", mapped=True), names.numbered(read_array(own, "labels"), own)
 
 
 def check_labels(embeddings: Path, labels: Path | None, option: str) -> None:
