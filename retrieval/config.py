@@ -82,9 +82,12 @@ class EmbedderAdapterConfig(AdapterConfig):
 
 @dataclass
 class LossConfig:
-    """The surrogate loss: one of pytorch-metric-learning's without weights, or recall or smooth_ap."""
+    """The surrogate loss: one of pytorch-metric-learning's, or recall or smooth_ap.
 
-    name: str = "fast_ap"  # contrastive, fast_ap, margin, multi_similarity, recall, smooth_ap, triplet_margin, ...
+    One with weights for each class (proxy_anchor, arc_face, ...) takes those that fit the model's embeddings.
+    """
+
+    name: str = "fast_ap"  # contrastive, fast_ap, multi_similarity, proxy_anchor, recall, smooth_ap, triplet_margin...
     params: dict[str, Any] = field(default_factory=dict)  # its arguments, e.g. {margin: 0.1}
     classes: int = 16  # in a batch
     samples: int = 4  # of each class
