@@ -152,6 +152,7 @@ def built(kind: str, items: Vectors, distance: Distance, k: int) -> Index:
     """
     metric = faiss.METRIC_INNER_PRODUCT if distance == "ip" else faiss.METRIC_L2  # rows of length 1 for the cosine
     n, d = items.size, items.dimension
+    index: Any
     if kind == "ivf":
         lists = max(1, min(round(4 * math.sqrt(n)), n // 39))
         flat = faiss.IndexFlatIP(d) if distance == "ip" else faiss.IndexFlatL2(d)
@@ -226,4 +227,5 @@ def _found(index: Index, queries: Vectors, rows: Integers, k: int, own: bool, si
 def _places(found: Integers, labels: Integers, item_labels: Integers) -> Integers:
     """The place of the first item with each query's label, from 0; a large number if there is none."""
     hits = (item_labels[found] == labels[:, None]) & (found >= 0)
-    return np.where(hits.any(axis=1), hits.argmax(axis=1), MISSING)
+    places: Integers = np.where(hits.any(axis=1), hits.argmax(axis=1), MISSING)
+    return places

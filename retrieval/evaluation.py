@@ -242,8 +242,8 @@ def _print_besides(row: Row, titles: dict[str, str]) -> None:
         )
         print(f"{row.gallery}: found by {row.index.name}. For {row.index.sample} queries: {each}")
     if row.classes is not None:
-        lowest = sorted(row.classes, key=lambda name: row.classes[name]["mean"])[:LOWEST]
-        each = ", ".join(f"{name} {row.classes[name]['mean']:.4f}" for name in lowest)
+        means = {name: values["mean"] for name, values in row.classes.items()}
+        each = ", ".join(f"{name} {means[name]:.4f}" for name in sorted(means, key=means.__getitem__)[:LOWEST])
         print(f"{row.gallery}: mean recall by class, the lowest of {len(row.classes)}: {each}")
     if row.against is not None:
         differences, ends = row.against["differences"], row.against["intervals"]

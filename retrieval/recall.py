@@ -662,9 +662,9 @@ def copies_in_gallery(queries: Vectors, labels: Any, items: Vectors, item_labels
 
     Copies may be of lower precision. What is calculated again differs in its last digits, which few coordinates show.
     """
-    some = (each.given[:1] for each in (queries, items))
-    some = [each if isinstance(each, Tensor) else torch.from_numpy(np.array(each)) for each in some]
-    floats = [each.dtype for each in some if each.is_floating_point()]
+    given = [queries.given[:1], items.given[:1]]
+    first = [each if isinstance(each, Tensor) else torch.from_numpy(np.array(each)) for each in given]
+    floats = [each.dtype for each in first if each.is_floating_point()]
     coarse = max(floats, key=lambda dtype: torch.finfo(dtype).eps, default=None)
     count = f"of {len(chosen)} queries"
     remedy = (
