@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -210,7 +211,6 @@ def embedder(device: torch.device, sizes: Sizes) -> Iterator[Ratio]:
     """Time a query of Recall@k, its embeddings alone, and the search on either device."""
     import faiss
 
-    from metricopt_ext.retrieval import neighbours
     from metricopt_ext.retrieval.recall import recall_at_k, recall_metric
 
     model = resnet(128).to(device).eval()
@@ -232,11 +232,8 @@ def embedder(device: torch.device, sizes: Sizes) -> Iterator[Ratio]:
     found = torch.randn(sizes.items, 128, generator=torch.Generator().manual_seed(0))
 
     def on_cpu() -> None:
-        count, neighbours.faiss.get_num_gpus = neighbours.faiss.get_num_gpus, lambda: 0
-        try:
+        with mock.patch.object(faiss, "get_num_gpus", return_value=0):
             recall_at_k(found, labels, (1, 10))
-        finally:
-            neighbours.faiss.get_num_gpus = count
 
     yield compared(
         device,

@@ -218,6 +218,7 @@ def read_index(path: Path, dimension: int, distance: Distance, size: int) -> Ind
 
 def _found(index: Index, queries: Vectors, rows: Integers, k: int, own: bool, size: int) -> Integers:
     """The nearest items of queries that an index finds, ``b x k``; -1 where it finds no more."""
+    found: Integers
     _, found = index.faiss.search(queries.rows(rows).astype(np.float32), min(k + own, size))
     if len(wrong := found[(found >= size) | (found < -1)]):
         raise DataError(f"{index.name} finds item {wrong[0]}, but the gallery has {size}; its ids must be their rows")

@@ -169,6 +169,30 @@ def test_classes_have_the_means_of_their_queries() -> None:
         assert means == {"queries": own.sum()} | {name: pytest.approx(v[own].mean()) for name, v in found.each.items()}
 
 
+@pytest.mark.parametrize(
+    ("third", "hits"),
+    [(1, [1, 1, 1]), (3, [1, 1, 0])],  # a query at its class, and one at no item, which ranks by rows
+)
+def test_one_hot_embeddings_are_judged_by_class_as_open_metric_learning_does(third: int, hits: list[int]) -> None:
+    labels = np.array([0, 1, 1])
+    found = ranking_metrics(
+        np.eye(8)[[0, 1, third]],
+        labels,
+        ["recall", "mean_average_precision_at_k"],
+        (1, 500),
+        gallery=(np.eye(8)[[0, 1, 1]], labels),
+    )
+    last = 1.0 if hits[2] else (1 / 2 + 2 / 3) / 2  # items 0, 1 and 2, of which the last two match
+    assert found.values == {
+        "recall_at_1": pytest.approx(sum(hits) / 3),
+        "recall_at_500": 1.0,
+        "mean_average_precision_at_1": pytest.approx(sum(hits) / 3),
+        "mean_average_precision_at_500": pytest.approx((2 + last) / 3),
+    }
+    by_class = class_means(found.each, labels)
+    assert [by_class[label]["recall_at_1"] for label in (0, 1)] == [1.0, (hits[1] + hits[2]) / 2]
+
+
 def test_embeddings_that_are_all_the_same_rank_by_their_rows() -> None:
     x, y = np.full((50, 3), 0.1), np.arange(50) % 5
     found = ranking_metrics(x, y, NAMES, KS)
