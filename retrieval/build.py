@@ -52,6 +52,7 @@ LOADERS: dict[str, Callable[[DataConfig, Limits], Labelled]] = {  # by the setti
 }
 
 
+MEMORY = "cross_batch_memory"  # a loss of a loss (Wang et al., Cross-Batch Memory for Embedding Learning, CVPR 2020)
 WITH_PARTS = ("in_shop", "market1501", "stanford_online_products")  # sets with train and test parts of their own
 
 
@@ -172,27 +173,70 @@ def build_loss(config: LossConfig, model: nn.Module | None = None, parts: Sequen
     """Return the surrogate loss that the settings name, as a function of model and batch.
 
     It is one of pytorch-metric-learning's or of `metricopt_ext.retrieval.losses`, whose smooth_ap replaces theirs. One
-    with proxies has those that fit the model (`fitted_proxies`), of each part that batches come from.
+    with proxies has those that fit the model (`fitted_proxies`), of each part that batches come from; one with a memory
+    remembers the model's embeddings of the first part.
 
     Args:
         config: The settings.
         model: The embedder; None to check the settings alone.
         parts: What the batches come from.
-        seed: Fits the proxies.
+        seed: Fits the proxies, and draws what is remembered.
 
     Raises:
         ConfigError: There is no such loss, it rejects its arguments, or it has other weights than those of classes.
     """
     from metricopt_ext.retrieval.task import embedding_loss
 
-    made = _criterion(config)
-    if isinstance(made, nn.Module):
+    made, size = _criterion(_inner(config)), _memory_size(config)
+    if not size and isinstance(made, nn.Module):
         return embedding_loss(made)
     if model is None:
-        return embedding_loss(made(2, 2))
+        return embedding_loss(_memory(config, made, 2) if size else made(2, 2))
     with torch.no_grad(), evaluating(model):
-        embedded = [(embed(model, part.x), part.y) for part in parts]
-    return embedding_loss(fitted_proxies(made, embedded, seed))
+        embedded = [(embed(model, part.x), part.y) for part in parts[: 1 if size else None]]
+    if not size:
+        assert not isinstance(made, nn.Module)
+        return embedding_loss(fitted_proxies(made, embedded, seed))
+    x, y = embedded[0]
+    memory = _memory(config, made, x.shape[1]).to(x.device)
+    drawn = torch.randperm(len(y), generator=generator(seed, "memory"))[:size].to(x.device)
+    for rows in drawn.split(config.classes * config.samples):
+        memory(x[rows], y[rows])
+    return embedding_loss(memory)
+
+
+def _inner(config: LossConfig) -> LossConfig:
+    """The loss that a memory is for; any other as it is."""
+    if config.name != MEMORY:
+        return config
+    params = config.params.get("params", {})
+    if not isinstance(name := config.params.get("loss"), str) or not isinstance(params, dict):
+        raise ConfigError(f"loss.name={MEMORY} needs loss.params={{loss: contrastive, memory_size: 1024}} or the like")
+    return replace(config, name=name, params=params)
+
+
+def _memory_size(config: LossConfig) -> int:
+    """How many embeddings a loss remembers; 0 for one without a memory."""
+    if config.name != MEMORY:
+        return 0
+    size, batch = config.params.get("memory_size", 1024), config.classes * config.samples
+    if unknown := sorted({*config.params} - {"loss", "memory_size", "params"}):
+        raise ConfigError(f"loss.params: {MEMORY} takes loss, its params and memory_size, not {unknown[0]}")
+    if not isinstance(size, int) or size < batch:
+        raise ConfigError(f"loss.params: memory_size is {size}; it must be at least a batch, {batch}")
+    return size
+
+
+def _memory(config: LossConfig, loss: nn.Module | PerClass, dimension: int) -> nn.Module:
+    """An empty memory around a loss."""
+    from pytorch_metric_learning.losses import CrossBatchMemory
+
+    name = config.params["loss"]
+    try:
+        memory: nn.Module = CrossBatchMemory(loss, dimension, memory_size=_memory_size(config))
+    except Exception as error:
+        raise ConfigError(f"loss.params: a memory can't be for {name}: {error}") from error
+    return memory
 
 
 def _criterion(config: LossConfig) -> nn.Module | PerClass:
@@ -327,10 +371,10 @@ def train(
     checkpoint: Path | None = None,
     watcher: Watcher | None = None,
 ) -> None:
-    """Train an embedder by the surrogate loss, with the proxies that it has; see `train_supervised`."""
+    """Train an embedder by the surrogate loss, with proxies that it has but no memory; see `train_supervised`."""
     from metricopt_ext.retrieval.task import embedding_loss
 
-    settings, batches, made = config.model, class_batches(part, config.loss), _criterion(config.loss)
+    settings, batches, made = config.model, class_batches(part, config.loss), _criterion(_inner(config.loss))
     if not isinstance(made, nn.Module):
         with torch.no_grad(), evaluating(model):
             embedded = embed(model, part.x), part.y

@@ -84,7 +84,8 @@ class EmbedderAdapterConfig(AdapterConfig):
 class LossConfig:
     """The surrogate loss: one of pytorch-metric-learning's, or recall or smooth_ap.
 
-    One with weights for each class (proxy_anchor, arc_face, ...) takes those that fit the model's embeddings.
+    One with weights for each class (proxy_anchor, arc_face, ...) takes those that fit the model's embeddings, and
+    cross_batch_memory has those of training in its memory.
     """
 
     name: str = "fast_ap"  # contrastive, fast_ap, multi_similarity, proxy_anchor, recall, smooth_ap, triplet_margin...

@@ -1,4 +1,4 @@
-"""Losses with weights for each class: fitted to embeddings, and constants for phi."""
+"""Losses with weights for each class, or with a memory: of the model's embeddings, and constants for phi."""
 
 from typing import Any
 
@@ -9,14 +9,16 @@ pytest.importorskip("faiss")
 pytest.importorskip("pytorch_metric_learning")
 
 from pytorch_metric_learning import losses
+from pytorch_metric_learning.utils.loss_and_miner_utils import get_all_pairs_indices, remove_self_comparisons
 from torch.nn.functional import normalize
 
 from metricopt_ext.data.labelled import Split
-from metricopt_ext.errors import DataError
+from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.retrieval.build import build_loss, train
 from metricopt_ext.retrieval.config import LossConfig, RetrievalConfig
 from metricopt_ext.retrieval.proxies import ProxyLoss, fitted_proxies
 from metricopt_ext.utils.config import load_config
+from metricopt_ext.utils.seeding import generator
 
 NAMES = [
     "proxy_anchor",
@@ -88,3 +90,39 @@ def test_an_embedder_is_trained_together_with_its_proxies() -> None:
     assert not any("loss" in name for name in model.state_dict())
     after = build_loss(config.loss, model, [Split(x, y)])
     assert float(after(model, (x, y)).detach()) < before
+
+
+def test_a_memory_has_the_model_s_embeddings_of_the_first_part() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 5)
+    parts = [Split(*drawn(classes)) for classes in ([0, 1, 2], [3, 4])]
+    config = LossConfig("cross_batch_memory", {"loss": "contrastive", "memory_size": 48}, classes=3, samples=4)
+    loss = build_loss(config, model, parts, seed=1)
+    x, y = parts[0].x[:12], parts[0].y[:12]
+    value = loss(model, (x, y))
+    assert loss(model, (x, y)) == value  # it stays as it was
+    with torch.no_grad():
+        order = torch.randperm(60, generator=generator(1, "memory"))[:48]
+        memory, labels = model(parts[0].x)[order].clone(), parts[0].y[order].clone()
+        memory[:12], labels[:12] = model(x), y  # a step's batch takes the place of the oldest
+        pairs = get_all_pairs_indices(y, labels)
+        own = remove_self_comparisons(pairs, torch.arange(12), 48)
+    assert value == losses.ContrastiveLoss()(model(x), y, own, memory, labels)
+    value.backward()
+    assert model.weight.grad.norm() > 0
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({}, r"cross_batch_memory needs loss.params=\{loss: contrastive, memory_size: 1024\}"),
+        ({"loss": "contrastive", "memory_size": 63}, "memory_size is 63; it must be at least a batch, 64"),
+        ({"loss": "contrastive", "size": 9}, "takes loss, its params and memory_size, not size"),
+        ({"loss": "proxy_anchor"}, "a memory can't be for proxy_anchor"),
+        ({"loss": "fast_ap"}, "a memory can't be for fast_ap: CrossBatchMemory not supported"),
+        ({"loss": "contrastive", "params": {"margin": 1}}, r"contrastive does not take \{'margin': 1\}"),
+    ],
+)
+def test_memories_that_can_not_be_are_refused(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_loss(LossConfig("cross_batch_memory", params))
