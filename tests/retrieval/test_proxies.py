@@ -14,6 +14,7 @@ from torch.nn.functional import normalize
 
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.retrieval import proxies
 from metricopt_ext.retrieval.build import build_loss, train
 from metricopt_ext.retrieval.config import LossConfig, RetrievalConfig
 from metricopt_ext.retrieval.proxies import ProxyLoss, fitted_proxies
@@ -65,7 +66,8 @@ def test_proxies_lie_where_the_loss_is_least() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_loss_with_proxies_leads_phi(name: str) -> None:
+def test_a_loss_with_proxies_leads_phi(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxies, "STEPS", 3)
     torch.manual_seed(0)
     model = torch.nn.Linear(5, 5)
     parts = [Split(*drawn(classes)) for classes in ([0, 1, 2], [3, 4])]
