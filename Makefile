@@ -71,6 +71,7 @@ benchmarks-smoke: $(STAMP)  ## run each command of benchmarks/ once at toy size,
 	rm -rf $(SMOKE)
 	.venv/bin/python benchmarks/ablate_recipe.py --output-dir $(SMOKE)/ablations --seeds 1 --workers 1 --changes 'ridge alone' 'ES, 3 pairs' 'K = 2' --task configs/classification/digits.yaml $(TINY) $(RECIPE) queries=60
 	.venv/bin/python benchmarks/compare_starts.py --starts 1 --budgets 8 20 $(TOY) --output-dir $(SMOKE)/starts $(TINY) $(RECIPE) queries=60
+	.venv/bin/python benchmarks/gpu.py --smoke --device cpu --output $(SMOKE)/gpu.json
 	.venv/bin/python benchmarks/measure_ap50.py --images 20 --detections 30 --classes 4 --repeats 1 --output-dir $(SMOKE)/ap50
 	.venv/bin/python benchmarks/measure_assess.py --output-dir $(SMOKE)/assess --seeds 1-2 digits_plain noise --override device=cpu --override model.epochs=1
 	.venv/bin/python benchmarks/measure_correlation.py --config-file configs/siblings/reloss_digits.yaml --output-dir $(SMOKE)/correlation device=cpu seeds=1 workers=1 siblings.reloss.training=12 siblings.reloss.heldout=4 siblings.reloss.checkpoints=3 siblings.reloss.checkpoint_steps=4 siblings.reloss.loss_steps=2 siblings.reloss.loss_batches=6

@@ -82,9 +82,13 @@ class EmbedderAdapterConfig(AdapterConfig):
 
 @dataclass
 class LossConfig:
-    """The surrogate loss: one of pytorch-metric-learning's without weights, or recall or smooth_ap."""
+    """The surrogate loss: one of pytorch-metric-learning's, or recall or smooth_ap.
 
-    name: str = "fast_ap"  # contrastive, fast_ap, margin, multi_similarity, recall, smooth_ap, triplet_margin, ...
+    One with weights for each class (proxy_anchor, arc_face, ...) takes those that fit the model's embeddings, and
+    cross_batch_memory has those of training in its memory.
+    """
+
+    name: str = "fast_ap"  # contrastive, fast_ap, multi_similarity, proxy_anchor, recall, smooth_ap, triplet_margin...
     params: dict[str, Any] = field(default_factory=dict)  # its arguments, e.g. {margin: 0.1}
     classes: int = 16  # in a batch
     samples: int = 4  # of each class
@@ -95,9 +99,9 @@ class MetricConfig(BesidesConfig):
     """What the embedding is judged by."""
 
     # recall or precision (the mean over ks), mean_average_precision_at_r, r_precision, mean_average_precision,
-    # mean_reciprocal_rank, ndcg, or MODULE:FUNCTION, which is imported and run
+    # mean_reciprocal_rank, ndcg (all but r_precision with _at_k, too), or MODULE:FUNCTION, which is imported and run
     name: str = "recall"
-    ks: list[int] = field(default_factory=lambda: [1, 2, 4])  # recall, precision: numbers of neighbours
+    ks: list[int] = field(default_factory=lambda: [1, 2, 4])  # recall, precision, ..._at_k: numbers of neighbours
     # recall: search only this many validation images, against all; 0: all of them. Test: always all
     query_subset: int = 0
 

@@ -93,7 +93,6 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
     def prepare(self) -> tuple[FinetuneTask, Metric]:
         """Load the data, train the embedder or load it from the folder, and return the task and the test metric."""
         config, seed, device = self.config, self.seed, choose_device(self.config.device)
-        loss = build_loss(config.loss)
         self.splits = load_splits(config, seed).to(device)
         self.reading = self.splits.reading
         if self.reading is not None and seed == config.seed:
@@ -104,9 +103,11 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         whole = replace(config.metric, query_subset=0)
         test = build_metric(whole, self.splits.test, queries=queries_of(self.splits), constrained=False)
         validation, batches = self.splits.validation, class_batches(self.splits.train, config.loss)
+        model = embedder(config, self.splits, seed, self.folder, self.watcher)
+        self._loss = build_loss(config.loss, model, (self.splits.train, self.splits.validation), seed)
         task = FinetuneTask(
-            attach(embedder(config, self.splits, seed, self.folder, self.watcher), config, seed),
-            loss=loss,
+            attach(model, config, seed),
+            loss=self._loss,
             batches=batches,
             metric=build_metric(config.metric, validation, class_draws(validation.y, seed), new_classes=True),
             population=config.population,
@@ -174,7 +175,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
     def training(self) -> Training:
         """Return how the embedder was trained; batches have all classes in equal shares, however it is."""
         settings, part = self.config.model, self.splits.train
-        batches, loss = class_batches(part, self.config.loss), build_loss(self.config.loss)
+        batches, loss = class_batches(part, self.config.loss), self._loss
 
         def trained(model: nn.Module, batches: Batches, **options: Any) -> None:
             more = {name: getattr(settings, name) for name in ("optimizer", "weight_decay", "augment")}

@@ -203,7 +203,9 @@ def _ranked(name: str, ks: tuple[int, ...]) -> EmbeddingMetric:
 
     return EmbeddingMetric(
         value,
-        ("mean " if len(ks) > 1 else "") + "precision@" + ",".join(map(str, ks)) if name in AT_K else name,
+        ("mean " if len(ks) > 1 else "") + f"{name.removesuffix('_at_k')}@" + ",".join(map(str, ks))
+        if name in AT_K
+        else name,
         description=RANKED[name],
         against=lambda x, y, *gallery: value(x, y, gallery=gallery),
         across=across,

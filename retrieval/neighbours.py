@@ -37,6 +37,8 @@ NEIGHBOURS = 2**24  # held at once, about 30 bytes each
 GPU_LARGEST_K = 2048  # of FAISS' GPU indices
 DISTANCES = 2**24  # in float64, held at once
 NUMBERS = 2**21  # of embeddings in float64, held at once
+COPIED = 2**28  # the most numbers of which a copy in float32 is held, 1 GiB; of more, so many at a time
+BLOCK = 2**26
 MANY = 1024  # items of which it is worth while to tell copies apart
 SAMPLE = 1024  # rows that tell where embeddings lie, and their scale
 ORDINARY = 2.0**32  # lengths below it, and above its inverse, need no scale
@@ -93,7 +95,24 @@ class Frame:
         self.centre: Doubles
         self.scale: float
         self.centre, self.scale = (like.centre, like.scale) if like else self._fitted(shifted)
-        self.single = self._single()
+        self.copy = self._copy()
+
+    def single(self, which: Any) -> Singles:
+        """Return rows, ``b x d``, in these coordinates in float32."""
+        if self.copy is not None:
+            found: Singles = self.copy[which]
+            return found
+        first, count = (0, len(which)) if isinstance(which, np.ndarray) else (which.start, which.stop - which.start)
+        single = np.empty((count, self.vectors.dimension), dtype=np.float32)
+        with np.errstate(over="ignore"):  # to infinity, which the bound takes for unknown
+            for part in chunks(count, max(1, NUMBERS // self.vectors.dimension)):
+                some = which[part] if isinstance(which, np.ndarray) else slice(first + part.start, first + part.stop)
+                single[part] = self.double(some)
+        return single
+
+    def blocks(self) -> list[slice]:
+        """Slices that are short enough to be held in float32."""
+        return chunks(self.vectors.size, max(1, BLOCK // self.vectors.dimension))
 
     def _fitted(self, shifted: bool) -> tuple[Doubles, float]:
         size = self.vectors.size
@@ -111,13 +130,16 @@ class Frame:
         exponent = math.frexp(max(typical or longest, longest / LONGEST) or 1.0)[1]
         return centre, 2.0 ** -max(exponent, -1000)
 
-    def _single(self) -> Singles:
+    def _copy(self) -> Singles | None:
+        """All rows in float32, those that were given if they can be; None for too many."""
         given = self.vectors.given
         if not (self.vectors.unit or self.centre.any() or self.scale != 1):
             if isinstance(given, Tensor) and given.device.type == "cpu" and given.dtype == torch.float32:
                 given = given.detach().numpy()
             if isinstance(given, np.ndarray) and given.dtype == np.float32 and given.flags.c_contiguous:
                 return given
+        if self.vectors.size * self.vectors.dimension > COPIED:
+            return None
         single = np.empty((self.vectors.size, self.vectors.dimension), dtype=np.float32)
         with np.errstate(over="ignore"):  # to infinity, which the bound takes for unknown
             for part in self.vectors.parts():  # no second copy of everything on the way, in particular on the GPU
@@ -160,8 +182,8 @@ class Search:
         else:
             same = queries is items and not self.items.centre.any()
             self.queries = self.items if same else Frame(queries, shifted=False)
-        self.longest = max(float(_lengths(self.items.single[part]).max()) for part in items.parts())
-        largest = max(float(_lengths(self.queries.single[part]).max()) for part in queries.parts())
+        self.longest = max(float(_lengths(self.items.single(part)).max()) for part in items.parts())
+        largest = max(float(_lengths(self.queries.single(part)).max()) for part in queries.parts())
         self.room = math.inf  # above which no whole number occurs in a distance
         if 4 * max(self.longest, largest) ** 2 < 1 / DOUBLE and self.items.whole() and self.queries.whole():
             self.room = 4 * max(self.longest, largest) ** 2
@@ -171,7 +193,7 @@ class Search:
             count = min(count, GPU_LARGEST_K)
         self.all_found = count >= items.size
         self.count = min(count, items.size)
-        self._search = _searcher(self.items.single, self.count, self.euclidean)
+        self._search = _searcher(self.items, self.count, self.euclidean)
 
     def ranks(
         self, rows: Integers, labels: Integers, item_labels: Integers, ks: Sequence[int]
@@ -191,7 +213,7 @@ class Search:
         hits = item_labels[found] == labels[:, None]
         hit, places = hits.any(axis=1), hits.argmax(axis=1)
         key = np.where(hit, keys[np.arange(len(rows)), places], last)
-        low, high = self._range(key, last, _lengths(self.queries.single[rows]), SINGLE)
+        low, high = self._range(key, last, _lengths(self.queries.single(rows)), SINGLE)
         undecided = np.zeros(len(rows), dtype=np.bool_)
         for k in ks:
             if k <= keys.shape[1]:
@@ -268,7 +290,7 @@ class Search:
     def nearest(self, rows: Integers, k: int) -> Integers:
         """Find the k nearest items of queries, ``b x k``, nearest first; k is at most the search's."""
         keys, found, last = self._found(rows)
-        _, high = self._range(keys[:, k - 1], last, _lengths(self.queries.single[rows]), SINGLE)
+        _, high = self._range(keys[:, k - 1], last, _lengths(self.queries.single(rows)), SINGLE)
         result = np.empty((len(rows), k), dtype=np.int64)
         sure = (high < last) | (np.isfinite(high) & self.all_found)
         for i in np.flatnonzero(sure):
@@ -298,7 +320,7 @@ class Search:
         hits = item_labels[found] == labels[:, None]
         hit, places = hits.any(axis=1), hits.argmax(axis=1)
         key = np.where(hit, keys[np.arange(len(rows)), places], last)
-        low, high = self._range(key, last, _lengths(self.queries.single[rows]), SINGLE)
+        low, high = self._range(key, last, _lengths(self.queries.single(rows)), SINGLE)
         ahead = keys < low[:, None]
         near = ~ahead & (keys <= high[:, None])
         matched = hit & ((high < last) | (np.isfinite(high) & self.all_found))
@@ -317,7 +339,7 @@ class Search:
 
     def _found(self, rows: Integers) -> tuple[Singles, Integers, Doubles]:
         """FAISS' keys, ascending, and rows, ``b x c``, without the query itself; and the key that no other is below."""
-        keys, found = self._search(self.queries.single[rows])
+        keys, found = self._search(self.queries.single(rows))
         last = keys[:, -1].astype(np.float64)
         if self.own:
             keep = others(found, rows)
@@ -473,20 +495,32 @@ def ranks_of_first(
     return places, int(undecided.sum())
 
 
-def _searcher(items: Singles, k: int, euclidean: bool) -> Callable[[Singles], tuple[Singles, Integers]]:
+def _searcher(items: Frame, k: int, euclidean: bool) -> Callable[[Singles], tuple[Singles, Integers]]:
     """A function from queries ``b x d`` to keys and rows of their k nearest items, ``b x k``, keys ascending."""
+    metric = faiss.METRIC_L2 if euclidean else faiss.METRIC_INNER_PRODUCT
     if faiss.get_num_gpus() > 0 and k <= GPU_LARGEST_K:
         index = (faiss.GpuIndexFlatL2 if euclidean else faiss.GpuIndexFlatIP)(
-            faiss.StandardGpuResources(), items.shape[1]
+            faiss.StandardGpuResources(), items.vectors.dimension
         )
-        index.add(items)
+        for block in items.blocks():
+            index.add(items.single(block))
         search: Callable[[Singles, int], Any] = index.search
-    else:
-        metric = faiss.METRIC_L2 if euclidean else faiss.METRIC_INNER_PRODUCT
+    elif items.copy is not None:
+        copy = items.copy
 
         # IndexFlat's search without the index, which would hold a copy of all items.
         def search(queries: Singles, k: int) -> Any:
-            return faiss.knn(queries, items, k, metric)
+            return faiss.knn(queries, copy, k, metric)
+    else:
+
+        def search(queries: Singles, k: int) -> Any:
+            keys, rows = np.empty((len(queries), 0), np.float32), np.empty((len(queries), 0), np.int64)
+            for block in items.blocks():
+                some, found = faiss.knn(queries, items.single(block), min(k, block.stop - block.start), metric)
+                keys, rows = np.hstack([keys, some]), np.hstack([rows, found + block.start])
+                order = np.argsort(keys if euclidean else -keys, axis=1, kind="stable")[:, :k]
+                keys, rows = np.take_along_axis(keys, order, 1), np.take_along_axis(rows, order, 1)
+            return keys, rows
 
     def keyed(queries: Singles) -> tuple[Singles, Integers]:
         keys, rows = search(queries, k)

@@ -3,15 +3,16 @@
 All come from the exact places of a query's matches, the gallery items with its label, in the order of `recall_at_k`.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from metricopt_ext.errors import DataError
 from metricopt_ext.retrieval.cameras import shown_elsewhere
+from metricopt_ext.retrieval.intervals import interval
 from metricopt_ext.retrieval.neighbours import Array, Distance, Search, chunks, with_bar
 from metricopt_ext.retrieval.recall import (
     as_ids,
@@ -25,7 +26,6 @@ from metricopt_ext.retrieval.recall import (
 Integers = npt.NDArray[np.int64]
 
 PART = 256  # queries between two steps of the progress bar
-NORMAL = 1.959963984540054  # deviations on either side of the mean that hold 95% of a normal distribution
 
 # Of the places p of a query's R matches, from 0, ascending.
 OF_PLACES: dict[str, Callable[[Integers], float]] = {
@@ -33,11 +33,15 @@ OF_PLACES: dict[str, Callable[[Integers], float]] = {
     "r_precision": lambda p: float(np.mean(p < len(p))),
     "mean_average_precision": lambda p: float(_precisions(p).mean()),
     "mean_reciprocal_rank": lambda p: 1 / (1 + int(p[0])),
-    "ndcg": lambda p: float((1 / np.log2(p + 2)).sum() / (1 / np.log2(np.arange(len(p)) + 2)).sum()),
+    "ndcg": lambda p: _gain(p) / _gain(np.arange(len(p))),
 }
 AT_K: dict[str, Callable[[Integers, int], float]] = {
     "recall": lambda p, k: float(p[0] < k),
     "precision": lambda p, k: np.count_nonzero(p < k) / k,
+    "found_at_k": lambda p, k: float(np.mean(p < k)),
+    "mean_average_precision_at_k": lambda p, k: float(_precisions(p)[p < k].mean()) if p[0] < k else 0.0,
+    "mean_reciprocal_rank_at_k": lambda p, k: 1 / (1 + int(p[0])) if p[0] < k else 0.0,
+    "ndcg_at_k": lambda p, k: _gain(p[p < k]) / _gain(np.arange(min(k, len(p)))),
 }
 RANKED = {  # R is the number of a query's matches
     "mean_average_precision_at_r": "average precision of the R nearest, mean over queries (Musgrave et al., 2020)",
@@ -46,6 +50,10 @@ RANKED = {  # R is the number of a query's matches
     "mean_reciprocal_rank": "1 / place, from 1, of the nearest item of the query's class, mean over queries",
     "ndcg": "discounted cumulative gain of the whole ranking, as a share of the best (Järvelin & Kekäläinen, 2002)",
     "precision": "share of the k nearest that have the query's class, mean over queries",
+    "found_at_k": "share of a query's matches that are among the k nearest, mean over queries",
+    "mean_average_precision_at_k": "mean of the precisions at the matches among the k nearest, mean over queries",
+    "mean_reciprocal_rank_at_k": "1 / place of the nearest match, 0 if it is beyond the k nearest, mean over queries",
+    "ndcg_at_k": "discounted cumulative gain of the k nearest, as a share of the best, mean over queries",
 }
 
 
@@ -59,6 +67,8 @@ class Ranking:
         queries: Number of queries that they are means over.
         without_match: Number of queries left out because no other item that counts has their label.
         gallery: Number of items in the gallery.
+        rows: The rows of these queries, ascending.
+        each: The values of each of them, by name.
     """
 
     values: dict[str, float]
@@ -66,6 +76,8 @@ class Ranking:
     queries: int
     without_match: int
     gallery: int
+    rows: Integers = field(repr=False, compare=False)
+    each: dict[str, npt.NDArray[np.float64]] = field(repr=False, compare=False)
 
 
 def ranking_metrics(
@@ -87,6 +99,10 @@ def ranking_metrics(
 
     - ``recall``: whether p_1 <= k; for each k. Across cameras: the cumulative matching characteristic (CMC).
     - ``precision``: how many p_i <= k, over k, also where the gallery has fewer items; for each k.
+    - ``found_at_k``: how many p_i <= k, over R; for each k, as all that end so.
+    - ``mean_average_precision_at_k``: mean of i / p_i over p_i <= k, 0 if there are none.
+    - ``mean_reciprocal_rank_at_k``: 1 / p_1 if p_1 <= k, else 0.
+    - ``ndcg_at_k``: as ``ndcg``, both sums over places up to k.
     - ``mean_reciprocal_rank``: 1 / p_1.
     - ``mean_average_precision``: (1 / R) sum_i i / p_i, over the whole gallery; across cameras, re-identification's
       mAP as its toolkits have it (Market-1501's own code averages the precision before and after each match).
@@ -101,7 +117,8 @@ def ranking_metrics(
     Args:
         embeddings: Queries, ``n x d``, as in `recall_at_k`.
         labels: ``n`` integers.
-        names: Which metrics; ``"recall"`` and ``"precision"`` for each k.
+        names: Which metrics; for each k those that have one: ``"ndcg_at_k"`` becomes ``ndcg_at_5``, ``"recall"``
+            ``recall_at_5``.
         ks: Numbers of neighbours, each at least 1.
         gallery: Embeddings ``m x d`` and labels ``m`` to be searched; None to search the queries themselves.
         cameras: The cameras of queries and gallery, ``n`` and ``m`` integers; gallery items of a query's label by its
@@ -125,7 +142,8 @@ def ranking_metrics(
     columns: dict[str, Callable[[Integers], float]] = {}
     for name in names:
         if name in AT_K:
-            columns |= {f"{name}_at_{k}": lambda p, of=AT_K[name], k=k: of(p, k) for k in ks}  # type: ignore[misc]
+            title = name.removesuffix("_at_k")
+            columns |= {f"{title}_at_{k}": lambda p, of=AT_K[name], k=k: of(p, k) for k in ks}  # type: ignore[misc]
         else:
             columns[name] = OF_PLACES[name]
     queries, own = check_vectors(embeddings, labels, "", distance)
@@ -151,9 +169,25 @@ def ranking_metrics(
             for places in search.places_of_matches(chosen[part], own[chosen[part]], item_labels, ignored)
         ]
     )
-    values = dict(zip(columns, found.mean(axis=0).tolist(), strict=True))
-    intervals = {name: interval(found[:, i]) for i, name in enumerate(columns)}
-    return Ranking(values, intervals, len(chosen), len(own) - len(rows), items.size)
+    each = {name: found[:, i] for i, name in enumerate(columns)}
+    values = {name: float(np.mean(column)) for name, column in each.items()}
+    intervals = {name: interval(column) for name, column in each.items()}
+    return Ranking(values, intervals, len(chosen), len(own) - len(rows), items.size, chosen, each)
+
+
+def class_means(each: dict[str, npt.NDArray[Any]], labels: Integers) -> dict[int, dict[str, float]]:
+    """Return the means of values over the queries of each class, by its label, ascending.
+
+    Args:
+        each: Values of queries by name, ``n`` each.
+        labels: Their labels, ``n``.
+    """
+    classes, of_class, sizes = np.unique(labels, return_inverse=True, return_counts=True)
+    means = {name: np.bincount(of_class, weights=values) / sizes for name, values in each.items()}
+    return {
+        int(label): {"queries": int(size), **{name: float(mean[i]) for name, mean in means.items()}}
+        for i, (label, size) in enumerate(zip(classes, sizes, strict=True))
+    }
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -166,50 +200,15 @@ def check_names(names: Sequence[str]) -> None:
         raise DataError(f"metric {wrong[0]!r} is none of {', '.join([*AT_K, *OF_PLACES])}")
 
 
-def interval(values: npt.NDArray[np.float64]) -> tuple[float, float]:
-    """Return the 95% interval of a mean over queries, within [0, 1]; queries are taken as independent.
-
-    Of zeros and ones, such as Recall@k's, it is Wilson's (1927), which has a width at 0 and 1 too; else it is the
-    mean's normal interval, by the standard deviation of the values.
-
-    Args:
-        values: One for each query, ``n``, in [0, 1].
-    """
-    n, mean = len(values), float(np.mean(values))
-    if np.isin(values, (0, 1)).all():
-        return wilson(mean, n)
-    half = NORMAL * float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else 1.0
-    return max(0.0, mean - half), min(1.0, mean + half)
-
-
-def wilson(share: float, n: int) -> tuple[float, float]:
-    """Return Wilson's 95% interval of a share of n (Probable Inference, 1927; the score interval)."""
-    square = NORMAL**2 / n
-    centre = (share + square / 2) / (1 + square)
-    half = NORMAL / (1 + square) * math.sqrt(share * (1 - share) / n + square / (4 * n))
-    return max(0.0, centre - half), min(1.0, centre + half)
-
-
-def recall_intervals(recalls: dict[int, float], queries: int) -> dict[str, tuple[float, float]]:
-    """Return the 95% intervals of Recall@k, ``recall_at_1``, ..., and of their ``mean``; see `interval`.
-
-    A query that is a hit at k is one at any larger k, so the recalls tell what each query adds to the mean.
-
-    Args:
-        recalls: Recall in [0, 1] for each k.
-        queries: Number of queries.
-    """
-    found = {f"recall_at_{k}": wilson(share, queries) for k, share in recalls.items()}
-    hits = np.rint([queries * recalls[k] for k in sorted(recalls)]).astype(np.int64)
-    first = np.diff(hits, prepend=0)  # how many are hits from each k on
-    each = np.append(np.repeat(np.arange(len(first), 0, -1) / len(first), first), np.zeros(queries - hits[-1]))
-    return found | {"mean": interval(each)}
-
-
 def _precisions(places: Integers) -> npt.NDArray[np.float64]:
     """The precision at each match."""
     precisions: npt.NDArray[np.float64] = np.arange(1, len(places) + 1) / (places + 1)
     return precisions
+
+
+def _gain(places: Integers) -> float:
+    """The discounted cumulative gain of matches at these places, from 0."""
+    return float((1 / np.log2(places + 2)).sum())
 
 
 def _cameras(cameras: Array, labels: Integers, whose: str) -> Integers:

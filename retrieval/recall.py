@@ -58,6 +58,8 @@ class Recall:
         gallery: Number of items in the gallery.
         doubles: Number of queries whose neighbours float32 could not tell apart; float64 did.
         copies: Number of queries that occur in a separate gallery with their label, and find themselves.
+        rows: The rows of the queries that the recalls are averaged over, ascending.
+        places: The place, from 0, of each one's nearest item of its label: below k where the query is a hit at k.
     """
 
     at: dict[int, float]
@@ -66,6 +68,8 @@ class Recall:
     gallery: int
     doubles: int = field(default=0, compare=False)
     copies: int = field(default=0, compare=False)
+    rows: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64), repr=False, compare=False)
+    places: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64), repr=False, compare=False)
 
     @property
     def mean(self) -> float:
@@ -101,7 +105,8 @@ def recall_at_k(
 
     Memory beyond the arguments: a float32 copy of embeddings that are of another type, not contiguous, on a GPU,
     compared by cosine, or far from 0 or from a length of 1, and about 250 MB for the neighbours of a few thousand
-    queries at a time (400 MB if d is below 32).
+    queries at a time (400 MB if d is below 32). Where the copy would take more than 1 GiB, 256 MiB of it are held at a
+    time. Arrays may be memory-mapped (``np.load(path, mmap_mode="r")``).
 
     Args:
         embeddings: Queries, ``n x d``, real and finite; a tensor on any device or an array.
@@ -146,7 +151,7 @@ def recall_at_k(
         queries, labels, chosen, items, item_labels, includes_queries, ks, distance, progress
     )
     recalls = {wanted: float(np.mean(ranks < wanted)) for wanted in ks}
-    return Recall(recalls, len(chosen), len(labels) - len(matched), items.size, doubles, copies)
+    return Recall(recalls, len(chosen), len(labels) - len(matched), items.size, doubles, copies, chosen, ranks)
 
 
 def hits_at_k(
@@ -657,7 +662,9 @@ def copies_in_gallery(queries: Vectors, labels: Any, items: Vectors, item_labels
 
     Copies may be of lower precision. What is calculated again differs in its last digits, which few coordinates show.
     """
-    floats = [x.dtype for x in map(torch.as_tensor, (queries.given[:1], items.given[:1])) if x.is_floating_point()]
+    given = [queries.given[:1], items.given[:1]]
+    first = [each if isinstance(each, Tensor) else torch.from_numpy(np.array(each)) for each in given]
+    floats = [each.dtype for each in first if each.is_floating_point()]
     coarse = max(floats, key=lambda dtype: torch.finfo(dtype).eps, default=None)
     count = f"of {len(chosen)} queries"
     remedy = (

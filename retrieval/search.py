@@ -76,7 +76,7 @@ def search_with_trainer(
 
     Raises:
         AdapterError: The adapter is on none of the trainer's models.
-        ConfigError: The tester does not calculate the metric, or there is no such split.
+        ConfigError: The tester does not calculate the metric, or one for each class; or there is no such split.
         DataError: The trainer's data can't be drawn in batches.
         Others: As from `optimize_metric`.
 
@@ -220,6 +220,11 @@ def _task_and_classes(
     known = tester.accuracy_calculator.get_curr_metrics()
     if metric not in known:
         raise ConfigError(f"metric={metric!r} is not calculated by the tester; its metrics are {', '.join(known)}")
+    if getattr(tester.accuracy_calculator, "return_per_class", False):
+        raise ConfigError(
+            f"the tester's calculator returns {metric} of each class; one value is tuned: leave return_per_class out,"
+            " or take avg_of_avgs=True for the mean over classes"
+        )
 
     def models_with(model: nn.Module) -> dict[str, nn.Module]:
         return {**trainer.models, part: model}

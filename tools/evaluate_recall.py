@@ -21,79 +21,46 @@ Files are .npy, or have "embeddings" and "labels": .npz, .safetensors, .pt, .h5,
 Without a gallery, or with a gallery that is the queries (the same file, or a copy), the queries search each other. Any
 other gallery should not contain the queries, which would find themselves: a note counts them. Embeddings are
 compared as they are; pytorch-metric-learning's testers scale them to length 1 first, as --distance cosine does.
+With --against, and --against-gallery for each gallery, each number comes with its difference from that of these other
+embeddings of the same items, in the same order. With --both-directions, each gallery searches the queries, too: images
+and their texts, of which many may have one image's label. --index searches approximately, for a gallery that is too
+large otherwise; --sample queries are searched exactly, too, and tell what that costs. --gallery-index takes an index
+that FAISS wrote, whose items are the rows of --gallery-labels.
 With --cameras, gallery items of a query's label and camera are ignored: Recall@k is then the cumulative matching
 characteristic (CMC), and re-identification's mAP stands beside it. A file of cameras has integers or names; one that
 holds several arrays has them as "cameras". Prints a table with 95% intervals over queries, and writes report.json.
 """
 
 import argparse
-import time
-import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import nn
 
-from metricopt_ext.data.arrays import Names, holds_several, read_array, read_shape
+from metricopt_ext.data.arrays import Names, array_names, holds_several, read_array, read_shape
 from metricopt_ext.errors import ConfigError, DataError, MetricOptError
 from metricopt_ext.evidence.cli import add_show_config, errors_in_one_line, show_config, shows_config
 from metricopt_ext.evidence.report import versions
-from metricopt_ext.evidence.style import print_table
 from metricopt_ext.utils.files import write_json
+
+if TYPE_CHECKING:
+    from metricopt_ext.retrieval.evaluation import Search
 
 Items = tuple[Any, Any]  # embeddings and labels
 Gallery = tuple[str, Items | None]  # its name, and its items unless they are the queries
 Cameras = tuple[Any, Any]  # the queries' and the gallery's
-# Its name in the table, the queries, the gallery unless it is the queries, and cameras if there are.
-Search = tuple[str, Items, Items | None, Cameras | None]
 # The options that belong to each kind of queries.
 OPTIONS = {
-    "--embeddings": ("labels", "cameras", "gallery_embeddings", "gallery_labels", "gallery_cameras"),
+    "--embeddings": (
+        *("labels", "cameras", "gallery_embeddings", "gallery_labels", "gallery_cameras", "gallery_index"),
+        *("against", "against_gallery"),
+    ),
     "--images": ("config_file", "weights", "entry", "adapter", "gallery_images", "grey"),
     "--run-dir": ("part",),
 }
-TITLES = {  # in the table
-    "mean_average_precision": "mAP",
-    "mean_average_precision_at_r": "mAP@R",
-    "mean_reciprocal_rank": "MRR",
-    "ndcg": "NDCG",
-    "r_precision": "R-prec",
-}
-
-
-@dataclass(frozen=True)
-class Row:
-    """Recalls against one gallery, as in the report.
-
-    Attributes:
-        gallery: The gallery's file, or the model's in a run; ``"the queries"`` without one.
-        size: Number of items in it.
-        queries: Number of queries that the recalls are averaged over.
-        without_match: Number of queries left out because no other item of the gallery has their label.
-        recall: Recall in [0, 1] for each k.
-        mean: Mean of the recalls.
-        metrics: Those of --metrics, in [0, 1], by name, e.g. ``precision_at_1``.
-        intervals: 95% intervals over queries, by name: ``recall_at_1``, ..., ``mean``, and those of the metrics.
-        seconds: Duration of the search.
-        doubles: Number of queries whose neighbours float32 could not tell apart; float64 did.
-        copies: Number of queries that are in the gallery with their label, and find themselves.
-    """
-
-    gallery: str
-    size: int
-    queries: int
-    without_match: int
-    recall: dict[int, float]
-    mean: float
-    metrics: dict[str, float]
-    intervals: dict[str, tuple[float, float]]
-    seconds: float
-    doubles: int
-    copies: int
 
 
 def main() -> None:
@@ -119,6 +86,7 @@ def main() -> None:
     parser.add_argument(
         "--gallery-cameras", action="append", default=[], type=Path, help="its cameras, m of them; one per gallery"
     )
+    parser.add_argument("--gallery-index", type=Path, help="in place of galleries, FAISS' index of one; see above")
     parser.add_argument(
         "--gallery-images", action="append", default=[], type=Path, help="a gallery for --images; may be repeated"
     )
@@ -133,8 +101,17 @@ def main() -> None:
         nargs="+",
         metavar="NAME",
         help="besides: precision (for each k), mean_reciprocal_rank, ndcg, mean_average_precision (default with"
-        " cameras), mean_average_precision_at_r, r_precision",
+        " cameras), mean_average_precision_at_r, r_precision; and found, ndcg, mean_reciprocal_rank and"
+        " mean_average_precision with _at_k",
     )
+    parser.add_argument("--per-class", action="store_true", help="judge each class alone, too")
+    parser.add_argument("--both-directions", action="store_true", help="search the queries by each gallery, too")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="other embeddings of the queries; see above")
+    parser.add_argument(
+        "--against-gallery", action="append", default=[], type=Path, help="other embeddings of each gallery"
+    )
+    parser.add_argument("--index", choices=["ivf", "hnsw"], help="search approximately; default: exactly")
+    parser.add_argument("--sample", type=int, help="with --index, how many queries to compare; default: 1000")
     parser.add_argument(
         "--distance",
         choices=["l2", "ip", "cosine"],
@@ -155,34 +132,35 @@ def main() -> None:
         run(arguments)
 
 
-def run(arguments: argparse.Namespace) -> list[Row]:
-    """Evaluate against every gallery and write the report; returns its rows."""
+def run(arguments: argparse.Namespace) -> None:
+    """Evaluate against every gallery and write the report."""
+    from metricopt_ext.retrieval.evaluation import Options, Row, evaluated, print_rows
     from metricopt_ext.retrieval.neighbours import Vectors
     from metricopt_ext.retrieval.ranking import check_names
 
     check_options(arguments)
     check_names(arguments.metrics or [])
-    rows, lengths = list[Row](), list[float]()
+    rows, reverse, lengths = list[Row](), list[Row](), list[float]()
     searched = "gallery" if arguments.run_dir is None else "model"
     try:
-        for name, queries, items, cameras in searches(arguments):
-            copied = items is not None and equal_items(queries, items)
-            if cameras is not None and (copied or items is None) and not np.array_equal(*cameras):
-                raise DataError(f"{name} is a copy of the queries, but its cameras are not those of --cameras")
-            if copied:
-                print(f"note: {name} is a copy of the queries; each searches all others")
-                items = None
-            elif items is None and cameras is None and (copies := repeated(queries)):
-                print(f"note: {copies} of {len(queries[0])} queries have a copy with their label among the others")
-            rows.append(evaluated(arguments, name, queries, items, cameras))
-            vectors = Vectors((items or queries)[0])
+        for search in searches(arguments):
+            search = without_copies(search)
+            metrics = arguments.metrics or (["mean_average_precision"] if search.cameras is not None else [])
+            options = Options(
+                *(arguments.ks, metrics, arguments.distance, arguments.query_subset, arguments.seed),
+                *(arguments.per_class, arguments.index, 1000 if arguments.sample is None else arguments.sample),
+            )
+            rows.append(evaluated(search, options))
+            if arguments.both_directions and search.items is not None:
+                reverse.append(evaluated(search.reversed(), options))
+            vectors = Vectors((search.queries if search.items is None or search.by_index else search.items)[0])
             found = [np.linalg.norm(vectors.rows(part), axis=1) for part in vectors.parts()]
             lengths += [min(each.min() for each in found), max(each.max() for each in found)]
     except MetricOptError:
         if rows:  # what was found is not lost
-            print_rows(rows, searched)
+            print_rows([*rows, *reverse], searched)
         raise
-    print_rows(rows, searched)
+    print_rows([*rows, *reverse], searched)
     if doubles := sum(row.doubles for row in rows):
         print(
             f"note: for {doubles} of {sum(row.queries for row in rows)} queries, float32 could not tell neighbours"
@@ -195,7 +173,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
             " --distance cosine, which ignores them, would give other numbers"
         )
     config = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
-    for key in ("gallery_embeddings", "gallery_labels", "gallery_cameras", "gallery_images"):
+    for key in ("gallery_embeddings", "gallery_labels", "gallery_cameras", "gallery_images", "against_gallery"):
         config[key] = [str(path) for path in config[key]]
     report = arguments.output_dir / "report.json"
     write_json(
@@ -203,49 +181,36 @@ def run(arguments: argparse.Namespace) -> list[Row]:
         {
             "task": "retrieval/recall",
             "metric": {"name": "recall_at_k", "maximize": True},
-            "galleries": [asdict(row) for row in rows],
+            "galleries": [row.report() for row in rows],
+            **({"reverse": [row.report() for row in reverse]} if reverse else {}),
             "versions": versions(),
             "config": config,
         },
     )
     print("wrote", report, sep="\n  ")
-    return rows
 
 
-def evaluated(
-    arguments: argparse.Namespace, name: str, queries: Items, items: Items | None, cameras: Cameras | None
-) -> Row:
-    """Search one gallery, and print what there is to note."""
-    from metricopt_ext.retrieval.ranking import ranking_metrics, recall_intervals
-    from metricopt_ext.retrieval.recall import Recall, recall_at_k
+def without_copies(search: "Search") -> "Search":
+    """Return a search in which queries and a gallery that is a copy of them search each other; and say so.
 
-    names = arguments.metrics or (["mean_average_precision"] if cameras is not None else [])
-    names = [each for each in names if each != "recall"]  # which is always there
-    options: dict[str, Any] = {
-        "gallery": items,
-        "distance": arguments.distance,
-        "query_subset": arguments.query_subset,
-        "seed": arguments.seed,
-    }
-    started = time.perf_counter()
-    metrics, intervals = dict[str, float](), dict[str, tuple[float, float]]()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        if cameras is None:
-            recall = recall_at_k(*queries, arguments.ks, progress=name, **options)
-        if names or cameras is not None:
-            wanted = names if cameras is None else ["recall", *names]
-            found = ranking_metrics(*queries, wanted, arguments.ks, cameras=cameras, progress=name, **options)
-            metrics, intervals = dict(found.values), found.intervals
-            if cameras is not None:
-                at = {k: metrics.pop(f"recall_at_{k}") for k in dict.fromkeys(arguments.ks)}
-                recall = Recall(at, found.queries, found.without_match, found.gallery)
-    for each in caught:
-        if each.category is UserWarning:
-            print(f"note: {name}: {each.message}")
-    intervals = recall_intervals(recall.at, recall.queries) | intervals
-    seconds, counts = time.perf_counter() - started, (recall.gallery, recall.queries, recall.without_match)
-    return Row(name, *counts, recall.at, recall.mean, metrics, intervals, seconds, recall.doubles, recall.copies)
+    Raises:
+        DataError: Cameras of a copy are not the queries' own, or the other embeddings of a copy are none.
+    """
+    name, queries, items, cameras, _, other = search
+    copied = items is not None and not search.by_index and equal_items(queries, items)
+    if cameras is not None and (copied or items is None) and not np.array_equal(*cameras):
+        raise DataError(f"{name} is a copy of the queries, but its cameras are not those of --cameras")
+    if (copied or items is None) and other is not None and other.items is not None:
+        if not equal_items(other.queries, other.items):
+            raise DataError(f"{name} is a copy of the queries, but its --against-gallery is none of --against")
+        other = other._replace(items=None)
+    if copied:
+        print(f"note: {name} is a copy of the queries; each searches all others")
+        return search._replace(items=None, other=other)
+    search = search._replace(other=other)
+    if items is None and cameras is None and (copies := repeated(queries)):
+        print(f"note: {copies} of {len(queries[0])} queries have a copy with their label among the others")
+    return search
 
 
 def check_options(arguments: argparse.Namespace) -> None:
@@ -261,24 +226,83 @@ def check_options(arguments: argparse.Namespace) -> None:
         raise DataError(f"{' and '.join(given)} can't be used with {kind}")
     if arguments.images is not None and not (arguments.config_file and arguments.weights):
         raise DataError("--images needs --config-file, which describes the model, and --weights, its state dict")
+    galleries = len(arguments.gallery_embeddings or arguments.gallery_images)
+    if arguments.both_directions and not galleries:
+        raise DataError("--both-directions needs galleries, which search the queries: --gallery-embeddings")
+    if arguments.sample is not None and arguments.index is None:
+        raise DataError("--sample is for --index, which searches approximately; exact search needs none")
+    if arguments.against_gallery and arguments.against is None:
+        raise DataError("--against-gallery needs --against, other embeddings of the queries")
+    if arguments.against is not None and len(arguments.against_gallery) != galleries:
+        raise DataError(
+            f"with --against, each --gallery-embeddings needs its --against-gallery, got {galleries} and"
+            f" {len(arguments.against_gallery)} of them"
+        )
+    by_index = "--gallery-index" if arguments.gallery_index else "--index" if arguments.index else ""
+    if by_index and (arguments.metrics or arguments.cameras):
+        raise DataError(f"{by_index} finds the nearest alone; leave --metrics and --cameras out, which rank all items")
+    if arguments.gallery_index and (galleries or arguments.index or arguments.against):
+        raise DataError("--gallery-index is gallery and search; leave other galleries, --index and --against out")
+    if arguments.gallery_index and len(arguments.gallery_labels) != 1:
+        raise DataError("--gallery-index needs --gallery-labels, one label for each of its items")
 
 
-def searches(arguments: argparse.Namespace) -> Iterable[Search]:
+def searches(arguments: argparse.Namespace) -> "Iterable[Search]":
     """Return what is searched, one after the other."""
+    from metricopt_ext.retrieval.evaluation import Search
+
     if arguments.run_dir is not None:
         return embed_run(arguments.run_dir, arguments.part or "test")
-    queries, others = read_files(arguments) if arguments.images is None else embed_images(arguments)
-    cameras = read_cameras(arguments)
-    return ((name, queries, items, seen) for (name, items), seen in zip(others, cameras, strict=True))
+    if arguments.images is not None:
+        queries, others, classes = embed_images(arguments)
+        return (Search(name, queries, items, None, classes) for name, items in others)
+    return search_files(arguments)
 
 
-def read_files(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery]]:
-    """Read the queries and, one after the other, the galleries, from files of embeddings."""
+def search_files(arguments: argparse.Namespace) -> "Iterator[Search]":
+    """Read the queries and, one after the other, the galleries, from files of embeddings.
+
+    Raises:
+        DataError: A file can't be read, or does not fit.
+    """
+    from metricopt_ext.retrieval.approximate import read_index
+    from metricopt_ext.retrieval.evaluation import Search
+
     names = Names()  # over all files: the same name is the same class
     queries = read_items(arguments.embeddings, arguments.labels, "--labels", names)
     embeddings, labels = arguments.gallery_embeddings, arguments.gallery_labels
+    if arguments.gallery_index is not None:
+        path = arguments.gallery_index
+        theirs = names.numbered(read_array(labels[0], "labels"), labels[0])
+        index = read_index(path, int(queries[0].shape[-1]), arguments.distance, len(theirs))
+        yield Search(str(path), queries, (index, theirs), None, names.names)
+        return
     check_galleries(embeddings, labels, queries)
-    return queries, galleries(embeddings, labels, arguments.embeddings, queries, names)
+    others = galleries(embeddings, labels, arguments.embeddings, queries, names)
+    rivals = arguments.against_gallery or [None] * max(1, len(embeddings))
+    for (name, items), seen, rival in zip(others, read_cameras(arguments), rivals, strict=True):
+        other = None
+        if arguments.against is not None:
+            own = against(arguments.against, queries, names), rival and against(rival, items or queries, names)
+            other = Search(str(arguments.against), *own, seen)
+        yield Search(name, queries, items, seen, names.names, other)
+
+
+def against(path: Path, items: Items, names: Names) -> Items:
+    """Read other embeddings of some items.
+
+    Raises:
+        DataError: The file can't be read, or has embeddings or labels of other items.
+    """
+    embeddings = read_array(path, "embeddings", mapped=True)
+    if len(embeddings) != len(items[1]):
+        raise DataError(f"{path} has {len(embeddings)} embeddings, and there are {len(items[1])} items to compare")
+    if holds_several(path) and "labels" in array_names(path):
+        from metricopt_ext.retrieval.recall import as_ids
+
+        if not np.array_equal(as_ids(names.numbered(read_array(path, "labels"), path)), as_ids(items[1])):
+            raise DataError(f"{path} has other labels; it must have the same items in the same order")
+    return embeddings, items[1]
 
 
 def read_cameras(arguments: argparse.Namespace) -> list[Cameras | None]:
@@ -304,8 +328,8 @@ def read_cameras(arguments: argparse.Namespace) -> list[Cameras | None]:
     return [(own, each) for each in theirs or [own]]
 
 
-def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery]]:
-    """Embed the queries and, one after the other, the galleries, from folders of images.
+def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery], list[str]]:
+    """Embed the queries and, one after the other, the galleries, from folders of images; with the names of classes.
 
     Raises:
         DataError: A folder or the weights can't be used.
@@ -320,7 +344,7 @@ def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery
     from metricopt_ext.utils.state_dict import load_checkpoint
 
     config = load_config(RetrievalConfig, arguments.config_file, [])
-    labels: dict[str, int] = {}  # over all folders: the same name is the same class
+    labels, classes = dict[str, int](), list[str]()  # over all folders: the same name is the same class
     model: nn.Module | None = None
 
     def embedded(path: Path) -> Items:
@@ -333,6 +357,7 @@ def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery
             if arguments.adapter is not None:
                 load_adapter(model, arguments.adapter)
         known = torch.tensor([labels.setdefault(name, len(labels)) for name in images.class_names])
+        classes[:] = labels
         with evaluating(model), torch.no_grad():
             return embed(model, images.x), known[images.y]
 
@@ -341,13 +366,14 @@ def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery
             raise DataError(f"{path} does not exist")
     queries = embedded(arguments.images)
     if not arguments.gallery_images:
-        return queries, iter([("the queries", None)])
-    return queries, (
+        return queries, iter([("the queries", None)]), classes
+    others = (
         (str(path), None if path.samefile(arguments.images) else embedded(path)) for path in arguments.gallery_images
     )
+    return queries, others, classes
 
 
-def embed_run(folder: Path, part: str) -> Iterator[Search]:
+def embed_run(folder: Path, part: str) -> "Iterator[Search]":
     """Embed a part of a run's data by each seed's models, before and after finetuning.
 
     Raises:
@@ -359,6 +385,7 @@ def embed_run(folder: Path, part: str) -> Iterator[Search]:
     from metricopt_ext.retrieval.cameras import CAMERA
     from metricopt_ext.retrieval.config import RetrievalConfig
     from metricopt_ext.retrieval.data import queries_of
+    from metricopt_ext.retrieval.evaluation import Search
     from metricopt_ext.utils.config import load_config
     from metricopt_ext.utils.device import choose_device
     from metricopt_ext.utils.files import read_json
@@ -390,11 +417,12 @@ def embed_run(folder: Path, part: str) -> Iterator[Search]:
                 embeddings = embed(model.to(device).eval(), data.x.to(device)).cpu()
             if queries is None:
                 cameras = None if seen is None else (seen, seen)
-                yield f"seed-{seed}/{name}", (embeddings, data.y), None, cameras
+                yield Search(f"seed-{seed}/{name}", (embeddings, data.y), None, cameras, splits.class_names)
             else:
                 items, own = (embeddings[~queries], data.y[~queries]), queries.numpy(force=True)
                 cameras = None if seen is None else (seen[own], seen[~own])
-                yield f"seed-{seed}/{name}", (embeddings[queries], data.y[queries]), items, cameras
+                asked = embeddings[queries], data.y[queries]
+                yield Search(f"seed-{seed}/{name}", asked, items, cameras, splits.class_names)
 
 
 def check_galleries(embeddings: list[Path], labels: list[Path], queries: Items) -> None:
@@ -483,7 +511,7 @@ def read_items(embeddings: Path, labels: Path | None, option: str, names: Names)
     """
     check_labels(embeddings, labels, option)
     own = labels or embeddings
-    return read_array(embeddings, "embeddings"), names.numbered(read_array(own, "labels"), own)
+    return read_array(embeddings, "embeddings", mapped=True), names.numbered(read_array(own, "labels"), own)
 
 
 def check_labels(embeddings: Path, labels: Path | None, option: str) -> None:
@@ -502,22 +530,6 @@ def check_labels(embeddings: Path, labels: Path | None, option: str) -> None:
             return
         if not np.array_equal(own, read_array(labels, "labels")):
             raise DataError(f"{embeddings} holds labels other than {labels}; leave {option} out for its own")
-
-
-def print_rows(rows: list[Row], searched: str) -> None:
-    """Print a line for each gallery, or whatever else is searched, and the intervals of its numbers."""
-    recalls, shown = [f"R@{k}" for k in rows[0].recall], []
-    others = [TITLES.get(name, name.replace("precision_at_", "P@")) for name in rows[0].metrics]
-    for row in rows:
-        counts = [str(count) for count in (row.size, row.queries, row.without_match)]
-        values = [f"{value:.4f}" for value in (*row.recall.values(), row.mean, *row.metrics.values())]
-        shown.append([row.gallery, *counts, *values, f"{row.seconds:.1f}"])
-    header = [searched, "items", "queries", "no match", *recalls, "mean", *others, "seconds"]
-    print_table(header, shown)
-    for row in rows:
-        each = zip([*recalls, "mean", *others], row.intervals.values(), strict=True)
-        ranges = ", ".join(f"{title} {low:.4f} to {high:.4f}" for title, (low, high) in each)
-        print(f"95% intervals over queries, {row.gallery}: {ranges}")
 
 
 if __name__ == "__main__":

@@ -324,7 +324,7 @@ class Adapter:
             for name, (layer, modulation) in zip(self.layers, self.modulations(), strict=True)
             for key in modulation.merges_into
         }
-        if not bool(self.phi.any()):
+        if not (self.phi.is_meta or bool(self.phi.any())):
             merged = {}  # nothing changes there
         added = [name for name, tensor in merged.items() if tensor is None]
         merged = {name: tensor for name, tensor in merged.items() if tensor is not None}

@@ -40,7 +40,7 @@ def holds_several(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES and path.suffix.lower() != ".npy"
 
 
-def read_array(path: Path, name: str, *, shape: bool = False) -> Any:
+def read_array(path: Path, name: str, *, shape: bool = False, mapped: bool = False) -> Any:
     """Read an array from a file; or its shape alone.
 
     A .npy file has one. In the others it is the one of this name, or of another that means the same (`OTHER_NAMES`), if
@@ -52,6 +52,7 @@ def read_array(path: Path, name: str, *, shape: bool = False) -> Any:
         path: The file.
         name: ``"embeddings"``, ``"labels"``, or another name.
         shape: Whether only the shape is wanted.
+        mapped: Whether a .npy file may stay on the disk, from where it is read as it is needed.
 
     Returns:
         An array, a tensor, or the shape.
@@ -73,6 +74,8 @@ def read_array(path: Path, name: str, *, shape: bool = False) -> Any:
     }
     if suffix not in readers:
         raise DataError(f"{path} must be a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file")
+    if mapped and suffix == ".npy":
+        return _mapped(path)
     return readers[suffix](path, name, shape)
 
 
@@ -101,6 +104,11 @@ class Names:
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
         self._numeric = ""  # a file whose labels are numbers
+
+    @property
+    def names(self) -> list[str] | None:
+        """The names by their numbers; None if labels are numbers themselves."""
+        return list(self._numbers) or None
 
     def numbered(self, labels: Any, path: Path) -> Any:
         """Return labels as they are if they are numbers, or the numbers of their names, ``n`` int64.
@@ -144,10 +152,14 @@ def _named(path: Path, name: str, there: Sequence[str], what: str = "array") -> 
 
 
 def _npy(path: Path, name: str, shape: bool) -> Any:
+    # Mapped, as then no more memory is taken than the file has, whatever shape it declares.
+    mapped = _mapped(path)
+    return mapped.shape if shape else np.array(mapped)
+
+
+def _mapped(path: Path) -> Any:
     try:
-        # Mapped, as then no more memory is taken than the file has, whatever shape it declares.
-        mapped = np.lib.format.open_memmap(path, mode="r")
-        return mapped.shape if shape else np.array(mapped)
+        return np.lib.format.open_memmap(path, mode="r")
     except Exception as error:  # its header is parsed as Python, with errors of many types
         raise DataError(f"{path} is not a .npy file of numbers ({brief(error)})") from error
 

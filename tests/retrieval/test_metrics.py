@@ -85,7 +85,7 @@ def test_an_own_function_may_work_in_place(tmp_path: Path) -> None:
         (
             "recal",
             {},
-            r"metric\.name='recal' is none of recall, mean_average_precision_at_r, r_precision, .* precision; name",
+            r"metric\.name='recal' is none of recall, mean_average_precision_at_r, r_precision, .* ndcg_at_k; name",
         ),
         ("r_precision", {"query_subset": 9}, r"metric\.query_subset=9 is for recall; r_precision takes all images"),
         (OWN, {"query_subset": 9}, "query_subset=9 is for recall"),
@@ -135,7 +135,8 @@ def test_a_value_that_is_none_is_refused() -> None:
 def test_metrics_of_rankings_judge_all_halves_and_galleries(name: str) -> None:
     config = MetricConfig(name, ks=[2, 4])
     metric = embedding_metric(config)
-    assert metric.name == {"precision": "mean precision@2,4"}.get(name, name)
+    at_k = name == "precision" or name.endswith("_at_k")
+    assert metric.name == (f"mean {name.removesuffix('_at_k')}@2,4" if at_k else name)
 
     def expected(x: Tensor, y: Tensor, **options: Any) -> Any:
         return pytest.approx(np.mean(list(ranking_metrics(x, y, [name], (2, 4), **options).values.values())), abs=1e-12)

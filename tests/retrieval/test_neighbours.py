@@ -116,6 +116,14 @@ def test_equals_float64(name: str, distance: Any, monkeypatch: pytest.MonkeyPatc
     found = recall_at_k(x[:200], y[:200], KS, gallery=gallery, distance=distance)
     assert found.at == {k: np.mean(apart[apart >= 0] < k) for k in KS}
 
+    with monkeypatch.context() as patch:  # in blocks, none of which is all of them
+        patch.setattr(neighbours, "COPIED", 0)
+        patch.setattr(neighbours, "BLOCK", 61 * x.shape[1])
+        patch.setattr(neighbours, "NUMBERS", 23 * x.shape[1])
+        double = torch.as_tensor(x).double()
+        assert (hits_at_k(double, y, KS, distance=distance)[1] == hits).all()
+        assert nearest(double, 7, distance=distance).tolist() == [row[:7].tolist() for row in order]
+
     monkeypatch.setattr(neighbours, "_searcher", misled)  # float64 alone finds the same
     assert (hits_at_k(x, y, KS, distance=distance)[1] == hits).all()
 
@@ -145,7 +153,7 @@ def test_rounding_is_within_the_bound(name: str, distance: Any) -> None:
     exact = -(search.queries.double(slice(None)) @ x.T) if distance == "ip" else distances(x, x, "l2")
     scale = 2.0 ** -np.round(np.log2(np.median(np.abs(x).mean(axis=1)))) if distance == "l2" else 1.0
     exact = np.take_along_axis(exact, found, axis=1) / scale**2
-    lengths = neighbours._lengths(search.queries.single)
+    lengths = neighbours._lengths(search.queries.copy)
     for column in range(0, SIZE - 1, 50):
         low, high = search._range(keys[:, column].astype(np.float64), keys[:, column], lengths, neighbours.SINGLE)
         assert ((low <= exact[:, column]) & (exact[:, column] <= high)).all()

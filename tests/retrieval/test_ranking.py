@@ -14,8 +14,8 @@ from metricopt_ext.errors import DataError
 from metricopt_ext.retrieval import neighbours, ranking
 from metricopt_ext.retrieval.cameras import Seen, hits_across_cameras
 from metricopt_ext.retrieval.neighbours import Distance
-from metricopt_ext.retrieval.ranking import AT_K, OF_PLACES, RANKED, interval, ranking_metrics, recall_intervals
-from metricopt_ext.retrieval.recall import hits_at_k, recall_at_k
+from metricopt_ext.retrieval.ranking import AT_K, OF_PLACES, RANKED, class_means, ranking_metrics
+from metricopt_ext.retrieval.recall import recall_at_k
 
 NAMES = [*AT_K, *OF_PLACES]
 KS = (1, 3, 500)
@@ -52,6 +52,14 @@ def definitions(found: Any) -> dict[str, float]:
     return {
         **{f"recall_at_{k}": float(any(found[:k])) for k in KS},
         **{f"precision_at_{k}": sum(found[:k]) / k for k in KS},
+        **{f"found_at_{k}": sum(found[:k]) / r for k in KS},
+        **{f"mean_average_precision_at_{k}": np.mean([precision[p - 1] for p in at if p <= k] or [0.0]) for k in KS},
+        **{f"mean_reciprocal_rank_at_{k}": 1 / at[0] if at[0] <= k else 0.0 for k in KS},
+        **{
+            f"ndcg_at_{k}": sum(1 / math.log2(1 + p) for p in at if p <= k)
+            / sum(1 / math.log2(1 + p) for p in range(1, min(r, k) + 1))
+            for k in KS
+        },
         "mean_average_precision_at_r": sum(precision[p - 1] for p in at if p <= r) / r,
         "r_precision": sum(found[:r]) / r,
         "mean_average_precision": sum(precision[p - 1] for p in at) / r,
@@ -141,38 +149,54 @@ def test_torchmetrics_has_the_same() -> None:
     assert found["ndcg"] == theirs("retrieval_normalized_dcg")
     for k in KS:
         assert found[f"precision_at_{k}"] == theirs("retrieval_precision", top_k=k)
-        assert found[f"recall_at_{k}"] == theirs("retrieval_hit_rate", top_k=min(k, len(x) - 1))
+        top = min(k, len(x) - 1)
+        assert found[f"recall_at_{k}"] == theirs("retrieval_hit_rate", top_k=top)
+        assert found[f"found_at_{k}"] == theirs("retrieval_recall", top_k=top)
+        assert found[f"mean_average_precision_at_{k}"] == theirs("retrieval_average_precision", top_k=top)
+        assert found[f"mean_reciprocal_rank_at_{k}"] == theirs("retrieval_reciprocal_rank", top_k=top)
+        assert found[f"ndcg_at_{k}"] == theirs("retrieval_normalized_dcg", top_k=top)
+
+
+def test_classes_have_the_means_of_their_queries() -> None:
+    x, y, _ = drawn(0, whole=False)
+    found = ranking_metrics(x, y, ["recall", "ndcg"], KS)
+    assert list(y[found.rows]) == [label for label in y if (y == label).sum() > 1]
+    assert {name: np.mean(values) for name, values in found.each.items()} == pytest.approx(found.values, abs=1e-12)
+    classes = class_means(found.each, y[found.rows])
+    assert list(classes) == sorted({*y[found.rows].tolist()})
+    for label, means in classes.items():
+        own = y[found.rows] == label
+        assert means == {"queries": own.sum()} | {name: pytest.approx(v[own].mean()) for name, v in found.each.items()}
+
+
+@pytest.mark.parametrize(
+    ("third", "hits"),
+    [(1, [1, 1, 1]), (3, [1, 1, 0])],  # a query at its class, and one at no item, which ranks by rows
+)
+def test_one_hot_embeddings_are_judged_by_class_as_open_metric_learning_does(third: int, hits: list[int]) -> None:
+    labels = np.array([0, 1, 1])
+    found = ranking_metrics(
+        np.eye(8)[[0, 1, third]],
+        labels,
+        ["recall", "mean_average_precision_at_k"],
+        (1, 500),
+        gallery=(np.eye(8)[[0, 1, 1]], labels),
+    )
+    last = 1.0 if hits[2] else (1 / 2 + 2 / 3) / 2  # items 0, 1 and 2, of which the last two match
+    assert found.values == {
+        "recall_at_1": pytest.approx(sum(hits) / 3),
+        "recall_at_500": 1.0,
+        "mean_average_precision_at_1": pytest.approx(sum(hits) / 3),
+        "mean_average_precision_at_500": pytest.approx((2 + last) / 3),
+    }
+    by_class = class_means(found.each, labels)
+    assert [by_class[label]["recall_at_1"] for label in (0, 1)] == [1.0, (hits[1] + hits[2]) / 2]
 
 
 def test_embeddings_that_are_all_the_same_rank_by_their_rows() -> None:
     x, y = np.full((50, 3), 0.1), np.arange(50) % 5
     found = ranking_metrics(x, y, NAMES, KS)
     assert found.values == expected(list(relevance(x, y, x, y, own=True)))
-
-
-def test_intervals_are_wilsons_of_shares_and_normal_ones_of_other_means() -> None:
-    low, high = interval(np.array([1.0] * 10))
-    assert (low, high) == pytest.approx((10 / (10 + 1.959963984540054**2), 1.0), abs=1e-12)
-    share = np.array([1.0] * 9 + [0.0])
-    for end in interval(share):  # (share - p)^2 = z^2 p (1 - p) / n, which defines it
-        assert (0.9 - end) ** 2 == pytest.approx(1.959963984540054**2 * end * (1 - end) / 10, abs=1e-12)
-    values = np.array([0.25, 0.5, 0.5, 0.75])
-    half = 1.959963984540054 * math.sqrt(0.125 / 3) / 2
-    assert interval(values) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-12)
-    assert interval(np.array([0.3])) == (0.0, 1.0)  # one query tells nothing
-
-
-@pytest.mark.parametrize("ks", [(1,), (10, 1, 3), (1, 500)])
-def test_intervals_of_recalls_are_those_of_each_query_s_hits(ks: tuple[int, ...]) -> None:
-    x, y, _ = drawn(2, whole=False)
-    rows, hits = hits_at_k(x, y, ks)
-    recall = recall_at_k(x, y, ks)
-    found = recall_intervals(recall.at, recall.queries)
-    assert found == {
-        **{f"recall_at_{k}": pytest.approx(interval(hits[:, i].astype(float))) for i, k in enumerate(ks)},
-        "mean": pytest.approx(interval(hits.mean(axis=1))),
-    }
-    assert len(rows) == recall.queries
 
 
 def test_parts_of_the_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,19 +208,10 @@ def test_parts_of_the_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) ->
     assert ranking_metrics(x, y, NAMES, KS, cameras=(seen, seen)) == whole
 
 
-def test_intervals_hold_the_truth_nearly_as_often_as_they_say() -> None:
-    rng = np.random.default_rng(0)
-    held = []
-    for _ in range(2000):
-        low, high = interval(rng.beta(2, 1, size=60))
-        held.append(low <= 2 / 3 <= high)
-    assert abs(np.mean(held) - 0.95) < 3 * math.sqrt(0.95 * 0.05 / 2000) + 0.005
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"names": ["map"]}, "metric 'map' is none of recall, precision, mean_average_precision_at_r"),
+        ({"names": ["map"]}, "metric 'map' is none of recall, precision, found_at_k, "),
         ({"ks": [0]}, "ks must be one or more numbers"),
         ({"cameras": (np.arange(3), np.arange(60))}, "labels and cameras must match in number, got 60 and 3"),
         ({"cameras": (np.arange(60), np.full(60, 0.5))}, "gallery cameras must be n integers, got 0.5 in row 0"),

@@ -227,7 +227,7 @@ def test_contiguous_float32_is_not_copied() -> None:
     assert recall.check_items(x, y)[0] is x
     assert np.shares_memory(recall.check_items(torch.from_numpy(x), y)[0], x)
     for given in (x, torch.from_numpy(x)):
-        assert np.shares_memory(neighbours.Frame(neighbours.Vectors(given)).single, x)
+        assert np.shares_memory(neighbours.Frame(neighbours.Vectors(given)).copy, x)
 
 
 def test_subset_is_exact_for_its_queries_and_fixed() -> None:

@@ -452,6 +452,12 @@ def test_what_can_t_be_searched() -> None:
         search(make_trainer(trunk), make_tester(), adapter, split="test")
     with pytest.raises(ConfigError, match="and 'val' must be queried"):
         search(make_trainer(trunk), make_tester(), adapter, splits_to_eval=[("test", ["val"])])
+    each = make_tester()
+    each.accuracy_calculator.return_per_class = True
+    with pytest.raises(
+        ConfigError, match="calculator returns recall_at_1 of each class; one value is tuned: leave ret"
+    ):
+        search(make_trainer(trunk), each, adapter)
     with pytest.raises(DataError, match="dataset has 48 examples, fewer than batch_size=49"):
         search(make_trainer(trunk, batch_size=49, sampler=None), make_tester(), adapter)
     with pytest.raises(BudgetError, match="3 queries are too few"):

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("faiss")
 pytest.importorskip("pytorch_metric_learning")
 
+import faiss
 from pytorch_metric_learning.distances import CosineSimilarity
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from pytorch_metric_learning.utils.inference import CustomKNN
@@ -26,8 +27,9 @@ from metricopt_ext.evidence.cli import run_and_report
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.data import load_digits
 from metricopt_ext.retrieval.experiment import RetrievalExperiment
+from metricopt_ext.retrieval.intervals import difference_interval, recall_intervals
 from metricopt_ext.retrieval.models import build_model
-from metricopt_ext.retrieval.ranking import RANKED, ranking_metrics, recall_intervals
+from metricopt_ext.retrieval.ranking import RANKED, ranking_metrics
 from metricopt_ext.retrieval.recall import recall_at_k
 from metricopt_ext.utils.config import load_config
 
@@ -411,6 +413,88 @@ def test_what_the_same_camera_shows_of_an_identity_is_ignored(folder: Path) -> N
     assert plain["recall"]["1"] != row["recall"]["1"]
 
 
+def test_classes_are_judged_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (x, y), names = items(folder, "q"), np.array(["ant", "bee", "cow", "dog", "eel", "fox"])
+    np.savez(folder / "named.npz", embeddings=x, labels=names[y % 6])
+    options = ("--ks", "1", "3", "--metrics", "ndcg", "--per-class")
+    (row,) = evaluate(folder, "--embeddings", "named.npz", *options)["galleries"]
+    ranked = ranking_metrics(x, y, ["recall", "ndcg"], (1, 3))
+    for label, name in enumerate(names):
+        own = y[ranked.rows] % 6 == label
+        expected = {each: pytest.approx(values[own].mean()) for each, values in ranked.each.items()}
+        expected["mean"] = pytest.approx((expected["recall_at_1"].expected + expected["recall_at_3"].expected) / 2)
+        assert row["classes"].pop(name) == {"queries": own.sum(), **expected}
+    assert row["classes"] == {}
+    assert "the queries: mean recall by class, the lowest of 6: " in capsys.readouterr().out
+    assert {*evaluate(folder, *QUERIES, "--per-class")["galleries"][0]["classes"]} == {str(each) for each in {*y}}
+
+
+def test_differences_from_other_embeddings_are_paired(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (x, y), (gallery, labels) = items(folder, "q"), items(folder, "a")
+    rng = np.random.default_rng(5)
+    np.savez(folder / "other.npz", embeddings=x + rng.normal(size=x.shape), labels=y)
+    np.save(folder / "other_a.npy", other := gallery + rng.normal(size=gallery.shape))
+    options = ("--ks", "1", "3", "--metrics", "ndcg")
+    rival = ("--against", "other.npz", "--against-gallery", "other_a.npy")
+    (row,) = evaluate(folder, *QUERIES, *A, *options, *rival)["galleries"]
+    ours = ranking_metrics(x, y, ["recall", "ndcg"], (1, 3), gallery=(gallery, labels)).each
+    theirs = ranking_metrics(
+        np.load(folder / "other.npz")["embeddings"], y, ["recall", "ndcg"], (1, 3), gallery=(other, labels)
+    )
+    found = row["against"]
+    assert found["embeddings"] == "other.npz"
+    for name, values in ours.items():
+        assert found["values"][name] == pytest.approx(theirs.values[name])
+        assert found["differences"][name] == pytest.approx(np.mean(values - theirs.each[name]))
+        assert found["intervals"][name] == pytest.approx([*difference_interval(values - theirs.each[name])])
+    assert f"a.npy, less other.npz (95% intervals over queries): R@1 {found['differences']['recall_at_1']:+.4f}" in (
+        capsys.readouterr().out
+    )
+    for copy in ((), COPY):  # each of both searches itself
+        more = ("--against-gallery", "q.npy") if copy else ()
+        (row,) = evaluate(folder, *QUERIES, *copy, *options, "--against", "q.npy", *more)["galleries"]
+        assert {*row["against"]["differences"].values()} == {0.0}
+
+
+def test_both_directions_of_images_and_texts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rng = np.random.default_rng(0)
+    images, texts = rng.normal(size=(12, 4)), rng.normal(size=(60, 4))
+    of_image = np.arange(60) // 5  # five texts each
+    texts += images[of_image]
+    for name, each in (("i", images), ("i_labels", np.arange(12)), ("t", texts), ("t_labels", of_image)):
+        np.save(folder / f"{name}.npy", each)
+    gallery = ("--gallery-embeddings", "t.npy", "--gallery-labels", "t_labels.npy", "--both-directions")
+    ranked = ("--ks", "1", "5", "--metrics", "mean_reciprocal_rank")
+    report = evaluate(folder, "--embeddings", "i.npy", "--labels", "i_labels.npy", *gallery, *ranked)
+    scores = ((images[:, None] - texts) ** 2).sum(-1)
+    for row, each, own, theirs in (
+        (report["galleries"][0], scores, np.arange(12), of_image),
+        (report["reverse"][0], scores.T, of_image, np.arange(12)),
+    ):
+        first = [np.flatnonzero(theirs[order.argsort()] == label)[0] for order, label in zip(each, own, strict=True)]
+        assert row["recall"] == {k: pytest.approx(np.mean([p < int(k) for p in first])) for k in ("1", "5")}
+        assert row["metrics"] == {"mean_reciprocal_rank": pytest.approx(np.mean([1 / (1 + p) for p in first]))}
+    assert [row["gallery"] for row in report["reverse"]] == ["the queries, from t.npy"]
+    assert "the queries, from t.npy" in capsys.readouterr().out
+
+
+def test_what_an_index_finds_is_told_beside_exact_search(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = evaluate(folder, *QUERIES, *A, "--ks", "1", "3", "--index", "ivf", "--sample", "20")["galleries"]
+    exact = recall_at_k(*items(folder, "q"), (1, 3), gallery=items(folder, "a"))
+    assert row["recall"] == as_json(exact.at)  # all of its one list
+    assert (row["index"]["sample"], row["index"]["found"]) == (20, {"1": 1.0, "3": 1.0})
+    assert row["index"]["recall"] == row["index"]["exact"]
+    assert "a.npy: found by ivf, 1 of 1 lists. For 20 queries: R@1 " in (shown := capsys.readouterr().out)
+    assert "(100.0% of the 3 nearest found)" in shown
+
+    index = faiss.IndexFlatL2(3)
+    index.add(items(folder, "a")[0])
+    faiss.write_index(index, str(folder / "a.faiss"))
+    (row,) = evaluate(folder, *QUERIES, "--gallery-index", "a.faiss", *A_LABELS, "--ks", "1", "3")["galleries"]
+    assert (row["gallery"], row["size"], row["recall"]) == ("a.faiss", 60, as_json(exact.at))
+    assert "found by IndexFlatL2 of a.faiss, which can't be compared with exact search" in capsys.readouterr().out
+
+
 def test_cameras_are_of_one_file_or_of_a_name(folder: Path) -> None:
     own = cameras(folder, "q", 40, 1)
     x, y = items(folder, "q")
@@ -485,6 +569,24 @@ def test_wide_tables_are_whole(folder: Path, capsys: pytest.CaptureFixture[str])
             (*QUERIES, "--cameras", "q_cameras.npy", *COPY, "--gallery-cameras", "other.npy"),
             "q.npy is a copy of the queries, but its cameras are not those of --cameras",
         ),
+        ((*QUERIES, "--both-directions"), "--both-directions needs galleries, which search the queries"),
+        (
+            (*QUERIES, "--against-gallery", "a.npy"),
+            "--against-gallery needs --against, other embeddings of the queries",
+        ),
+        ((*QUERIES, *A, "--against", "q.npy"), "each --gallery-embeddings needs its --against-gallery, got 1 and 0"),
+        ((*QUERIES, "--against", "a.npy"), "a.npy has 60 embeddings, and there are 40 items to compare"),
+        ((*QUERIES, "--against", "shuffled.npz"), "shuffled.npz has other labels; it must have the same items"),
+        (
+            (*QUERIES, *COPY, "--against", "q.npy", "--against-gallery", "more.npy"),
+            "q.npy is a copy of the queries, but its --against-gallery is none of --against",
+        ),
+        ((*QUERIES, "--sample", "5"), "--sample is for --index, which searches approximately"),
+        ((*QUERIES, "--index", "ivf", "--metrics", "ndcg"), "--index finds the nearest alone; leave --metrics and"),
+        ((*QUERIES, "--index", "hnsw", "--sample", "0"), "the sample must be of at least 1 query, got 0"),
+        ((*QUERIES, "--gallery-index", "q.npy"), "--gallery-index needs --gallery-labels, one label for each"),
+        ((*QUERIES, *A, "--gallery-index", "q.npy"), "--gallery-index is gallery and search; leave other galleries"),
+        ((*QUERIES, *A_LABELS, "--gallery-index", "q.npy"), "q.npy is not an index of embeddings of dimension 3"),
         (("--images", "x", *CAMERAS), "--cameras and --gallery-cameras can't be used with --images"),
     ],
 )
@@ -495,6 +597,8 @@ def test_bad_input_ends_with_one_line(folder: Path, arguments: tuple[str, ...], 
     np.save(folder / "one.npy", np.zeros(60, int))
     np.save(folder / "flat.npy", np.zeros((60, 2)))
     np.save(folder / "other.npy", np.arange(40))
+    np.save(folder / "more.npy", np.load(folder / "q.npy") + 1)
+    np.savez(folder / "shuffled.npz", embeddings=np.load(folder / "q.npy"), labels=np.arange(40))
     (folder / "broken.npy").write_text("1 2 3")
     (folder / "short.npy").write_bytes((folder / "q.npy").read_bytes()[:-40])
     np.save(folder / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)

@@ -357,7 +357,12 @@ def test_another_metric_than_recall(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["loss.nmae=fast_ap"], r"unknown key 'loss\.nmae'; did you mean 'loss\.name'\?"),
         (["loss.name=fastap"], r"loss\.name='fastap' is none of .*contrastive.*fast_ap.*triplet_margin"),
         (["loss.params={margn: 1}"], r"loss: fast_ap does not take \{'margn': 1\}"),
-        (["loss.name=proxy_anchor", "loss.params={num_classes: 3, embedding_size: 6}"], "has its own weights"),
+        (
+            ["loss.name=proxy_anchor", "loss.params={num_classes: 3}"],
+            r"loss\.params: leave num_classes out",
+        ),
+        (["loss.name=proxy_anchor", "loss.params={margn: 1}"], r"loss: proxy_anchor does not take \{'margn': 1\}"),
+        (["loss.name=margin", "loss.params={learn_beta: true}"], "has its own weights"),
         (["loss.samples=1"], r"loss\.samples=1: it must be at least 2"),
         (["metric.ks=[0]"], r"metric: ks must be .* of at least 1, got \[0\]"),
         (["metric.ks=[]"], r"metric: ks must be one or more numbers"),

@@ -1,0 +1,68 @@
+"""95% intervals of means over queries, which are taken as independent."""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+NORMAL = 1.959963984540054  # deviations on either side of the mean that hold 95% of a normal distribution
+
+
+def interval(values: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """Return the 95% interval of a mean over queries, within [0, 1]; queries are taken as independent.
+
+    Of zeros and ones, such as Recall@k's, it is Wilson's (1927), which has a width at 0 and 1 too; else it is the
+    mean's normal interval, by the standard deviation of the values.
+
+    Args:
+        values: One for each query, ``n``, in [0, 1].
+    """
+    n, mean = len(values), float(np.mean(values))
+    if np.isin(values, (0, 1)).all():
+        return wilson(mean, n)
+    half = NORMAL * float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else 1.0
+    return max(0.0, mean - half), min(1.0, mean + half)
+
+
+def wilson(share: float, n: int) -> tuple[float, float]:
+    """Return Wilson's 95% interval of a share of n (Probable Inference, 1927; the score interval)."""
+    square = NORMAL**2 / n
+    centre = (share + square / 2) / (1 + square)
+    half = NORMAL / (1 + square) * math.sqrt(share * (1 - share) / n + square / (4 * n))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def difference_interval(values: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """Return the 95% interval of a mean of paired differences over queries, within [-1, 1].
+
+    Of differences of zeros and ones it is Agresti and Min's (Simple improved confidence intervals for comparing matched
+    proportions, 2005), which has a width where no query differs, too: half a query is added to each of the four kinds
+    of pairs. Else it is the mean's normal interval.
+
+    Args:
+        values: One for each query, ``n``, in [-1, 1].
+    """
+    n, mean = len(values), float(np.mean(values))
+    if np.isin(values, (-1, 0, 1)).all():
+        better, worse, n = np.count_nonzero(values > 0) + 0.5, np.count_nonzero(values < 0) + 0.5, n + 2
+        mean = (better - worse) / n
+        half = NORMAL * math.sqrt((better + worse) / n - mean**2) / math.sqrt(n)
+    else:
+        half = NORMAL * float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else 2.0
+    return max(-1.0, mean - half), min(1.0, mean + half)
+
+
+def recall_intervals(recalls: dict[int, float], queries: int) -> dict[str, tuple[float, float]]:
+    """Return the 95% intervals of Recall@k, ``recall_at_1``, ..., and of their ``mean``; see `interval`.
+
+    A query that is a hit at k is one at any larger k, so the recalls tell what each query adds to the mean.
+
+    Args:
+        recalls: Recall in [0, 1] for each k.
+        queries: Number of queries.
+    """
+    found = {f"recall_at_{k}": wilson(share, queries) for k, share in recalls.items()}
+    hits = np.rint([queries * recalls[k] for k in sorted(recalls)]).astype(np.int64)
+    first = np.diff(hits, prepend=0)  # how many are hits from each k on
+    each = np.append(np.repeat(np.arange(len(first), 0, -1) / len(first), first), np.zeros(queries - hits[-1]))
+    return found | {"mean": interval(each)}

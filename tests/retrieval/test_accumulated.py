@@ -1,0 +1,98 @@
+"""Metrics whose embeddings come in batches, beside those of all at once."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("faiss")
+
+from metricopt_ext.errors import DataError
+from metricopt_ext.retrieval.accumulated import RankingMetrics
+from metricopt_ext.retrieval.ranking import AT_K, OF_PLACES, ranking_metrics
+
+NAMES, KS = [*AT_K, *OF_PLACES], (1, 4)
+
+
+def drawn(n: int, seed: int) -> tuple[Any, Any, Any]:
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(n, 3)), rng.integers(6, size=n), rng.integers(3, size=n)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("across", [False, True])
+def test_batches_are_judged_as_one(separate: bool, across: bool) -> None:
+    metric = RankingMetrics(NAMES, KS, distance="cosine")
+    for seed in (0, 1):  # two epochs
+        metric.reset()
+        x, y, seen = drawn(50, seed)
+        items, labels, theirs = drawn(40, seed + 10)
+        for part in (slice(0, 30), slice(30, 50)):
+            metric.update(torch.from_numpy(x[part]), y[part], cameras=seen[part] if across else None)
+            if separate:
+                cameras = torch.from_numpy(theirs[part]) if across else None
+                metric.update(items[part], torch.from_numpy(labels[part]), cameras=cameras, gallery=True)
+        gallery = (items, labels) if separate else None
+        cameras = (seen, theirs if separate else seen) if across else None
+        expected = ranking_metrics(x, y, NAMES, KS, gallery=gallery, cameras=cameras, distance="cosine")
+        assert metric.compute() == expected.values
+        assert metric.ranking == expected
+
+
+def test_rows_that_come_again_count_once_and_tell_the_order() -> None:
+    x, y, _ = drawn(30, 0)
+    x[7] = x[20]  # at one distance of all others
+    metric, order = RankingMetrics(NAMES, KS), np.random.default_rng(1).permutation(30)
+    for rows in (order[:10], order[10:], order[:6]):  # the last are there to fill a batch
+        metric.update(x[rows], y[rows], rows=rows)
+    assert metric.compute() == ranking_metrics(x, y, NAMES, KS).values
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x, y, seen = drawn(30, 0)
+    metric = RankingMetrics(["recall"], (1,))
+    with pytest.raises(DataError, match="there are no queries to judge; call update"):
+        metric.compute()
+    with pytest.raises(DataError, match=r"got \(30, 3\) and 29 labels"):
+        metric.update(x, y[1:])
+    metric.update(x, y, cameras=seen)
+    metric.update(x, y, gallery=True)
+    with pytest.raises(DataError, match="cameras must be given for queries and gallery, or for neither"):
+        metric.compute()
+    metric.update(x, y)
+    with pytest.raises(DataError, match="cameras must be given for all batches of the queries, or for none"):
+        metric.compute()
+    metric.reset()
+    metric.update(x, y)
+    metric.update(x[:, :2], y)
+    with pytest.raises(DataError, match=r"batches of the queries must have embeddings of one dimension, got \[2, 3\]"):
+        metric.compute()
+    with pytest.raises(DataError, match="metric 'map' is none of"):
+        RankingMetrics(["map"])
+
+
+# Each of two processes has its share of a data set of an odd size, as a DistributedSampler deals it.
+SHARES = """
+import json
+import numpy as np
+from metricopt_ext.retrieval.accumulated import RankingMetrics
+from torch import distributed
+
+distributed.init_process_group("gloo")
+rng = np.random.default_rng(0)
+x, y = rng.normal(size=(31, 3)), rng.integers(6, size=31)
+rows = (np.arange(16) * 2 + distributed.get_rank()) % 31
+metric = RankingMetrics(["recall", "ndcg"], (1, 4))
+metric.update(x[rows], y[rows], rows=rows)
+print(json.dumps(metric.compute()))
+distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_processes_judge_their_shares_together(forked: Any) -> None:
+    x, y, _ = drawn(31, 0)
+    printed = [json.loads(line) for line in forked(SHARES, 2).splitlines() if line.startswith("{")]
+    assert printed == 2 * [ranking_metrics(x, y, ["recall", "ndcg"], (1, 4)).values]
