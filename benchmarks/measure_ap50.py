@@ -26,9 +26,9 @@ from metricopt_ext.detection.coco import CocoSet, read_coco, write_coco, write_d
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc import write_voc
-from metricopt_ext.evidence.report import versions
 from metricopt_ext.utils.extras import naming_extras, require
 from metricopt_ext.utils.files import write_json
+from metricopt_ext.utils.versions import versions
 
 SIZE = 300  # of an image; none is opened
 OBJECTS = 7  # maximum in an image

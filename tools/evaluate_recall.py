@@ -40,10 +40,10 @@ from torch import nn
 
 from metricopt_ext.data.arrays import Names, holds_several, read_array, read_shape
 from metricopt_ext.errors import ConfigError, DataError, MetricOptError
-from metricopt_ext.evidence.cli import add_show_config, errors_in_one_line, show_config, shows_config
-from metricopt_ext.evidence.report import versions
+from metricopt_ext.evidence.command import add_show_config, errors_in_one_line, show_config, shows_config
 from metricopt_ext.evidence.style import print_table
 from metricopt_ext.utils.files import write_json
+from metricopt_ext.utils.versions import versions
 
 Items = tuple[Any, Any]  # embeddings and labels
 Gallery = tuple[str, Items | None]  # its name, and its items unless they are the queries
