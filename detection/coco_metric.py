@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from metricopt_ext.detection.ap50 import COCO_DETECTIONS, told_beyond_limit
 from metricopt_ext.detection.box_kinds import refuse_corners, refuse_normalised
-from metricopt_ext.detection.coco import area_of, box_of, flag_of, side_of
+from metricopt_ext.detection.coco_entries import area_of, box_of, flag_of, side_of
 from metricopt_ext.detection.ids import Id, checked_id, choose, distinct, examples, known_of, number, written_ways
 from metricopt_ext.detection.metric import halves_of_images
-from metricopt_ext.detection.shapes import KINDS, Kind
+from metricopt_ext.detection.tables import KINDS, Kind
 from metricopt_ext.errors import DataError, MetricError
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.utils.words import brief, counted
@@ -185,11 +185,11 @@ def _warn_of_sizes(images: Sequence[Tensor], entries: list[dict[str, Any]]) -> N
 
 def _check_boxes(read: list[dict[str, Any]], entries: Mapping[Id, Mapping[str, Any]]) -> None:
     """Refuse annotated boxes of another kind, and warn once of those without area."""
-    boxes = torch.tensor([each["bbox"] for each in read], dtype=torch.float64).reshape(-1, 4)
+    boxes = np.array([each["bbox"] for each in read], dtype=np.float64).reshape(-1, 4)
     refuse_normalised(boxes, "annotations")
     sides = [[side_of(entries[each["image_id"]], key, "", False) for key in ("width", "height")] for each in read]
-    areas = torch.tensor([each["told_area"] for each in read], dtype=torch.float64)
-    refuse_corners(boxes, torch.tensor(sides, dtype=torch.float64).reshape(-1, 2), "annotations", areas)
+    areas = np.array([each["told_area"] for each in read], dtype=np.float64)
+    refuse_corners(boxes, np.array(sides, dtype=np.float64).reshape(-1, 2), "annotations", areas)
     if flat := int((boxes[:, 2:] <= 0).any(1).sum()):
         warnings.warn(
             f"{counted(flat, 'annotated box')} without area count as objects that are not found, as in pycocotools",
@@ -233,7 +233,7 @@ def _tell_of(results: list[dict[str, Any]], categories: list[int], kind: Kind, t
     if kind == "bbox" and "kind" not in told:
         told.add("kind")
         try:
-            numbers = torch.tensor([each["bbox"] for each in results]).reshape(-1, 4)
+            numbers = np.array([each["bbox"] for each in results], dtype=np.float64).reshape(-1, 4)
             refuse_normalised(numbers, "the detector", "boxes must be [left, top, right, bottom] in pixels")
         except DataError as error:
             raise MetricError(str(error)) from error

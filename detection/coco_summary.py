@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from metricopt_ext.detection.ap50 import COCO_DETECTIONS, IOU, METRICS, precision_at
-from metricopt_ext.detection.matching import Found, Things, beyond, match_coco, pairs_of, ranks_of
-from metricopt_ext.detection.records import Detections, DetectionSet
-from metricopt_ext.detection.shapes import Kind, shape_pairs
+from metricopt_ext.detection.matching import Found, Pairs, Things, beyond, match_coco, pairs_of, ranks_of
+from metricopt_ext.detection.tables import FoundLike, FoundTable, Kind, TruthLike, TruthTable
 from metricopt_ext.errors import DataError
 
 # Areas in square pixels of each size; an area at an end is of both sizes, as in pycocotools.
@@ -97,8 +96,8 @@ def numbers_of(kind: Kind, most: int, ious: Sequence[float] = ()) -> list[Number
 
 
 def summarize(
-    detections: Sequence[Detections],
-    truth: DetectionSet,
+    detections: FoundLike,
+    truth: TruthLike,
     kind: Kind = "bbox",
     *,
     max_detections: int | None = None,
@@ -124,12 +123,13 @@ def summarize(
     most = MOST[kind] if max_detections is None else max_detections
     classes, usual = len(truth.classes), METRICS["AP"]
     levels = [*usual, *dict.fromkeys(iou for iou in ious if iou not in usual)]
-    found, things = Found.of(detections, classes, "coco", rounded=False), Things.of(truth, "coco")
+    found = Found.of(FoundTable.of(detections), classes, "coco", rounded=False)
+    things = Things.of(TruthTable.of(truth), "coco")
     found = found.take(ranks_of(found.keys) < most)
-    if kind == "keypoints":
+    if kind == "keypoints" and things.shapes is not None:
         unmarked = [not (points[:, 2] > 0).any() for points in things.shapes]
         things = replace(things, ignored=things.ignored | np.array(unmarked, dtype=bool))
-    pairs = pairs_of(found, things, pixel=0.0) if kind == "bbox" else shape_pairs(found, things, kind)
+    pairs = _pairs(found, things, kind)
     ranks, labels = ranks_of(found.keys), found.keys % classes
     ends = np.searchsorted(labels, np.arange(classes + 1))
     numbers = numbers_of(kind, most, list(dict.fromkeys(ious)))
@@ -162,6 +162,14 @@ def summarize(
         curves,
         tuple(each.line(_mean(values[each.name])) for each in numbers),
     )
+
+
+def _pairs(found: Found, things: Things, kind: Kind) -> Pairs:
+    if kind == "bbox":
+        return pairs_of(found, things, pixel=0.0)
+    from metricopt_ext.detection.shapes import shape_pairs
+
+    return shape_pairs(found, things, kind)
 
 
 def _mean(values: npt.NDArray[np.float64]) -> float | None:

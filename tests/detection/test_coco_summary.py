@@ -21,7 +21,8 @@ from metricopt_ext.detection import precision_recall
 from metricopt_ext.detection.coco import read_coco, read_detections
 from metricopt_ext.detection.coco_summary import Summary, summarize
 from metricopt_ext.detection.precision_recall import plot_precision_recall
-from metricopt_ext.detection.records import Annotated, Detections, DetectionSet, as_one_class
+from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
+from metricopt_ext.detection.tables import as_one_class
 from metricopt_ext.errors import DataError
 
 CLASSES = 4  # the last of which has no object, and the one before it no detection

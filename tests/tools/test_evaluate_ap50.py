@@ -18,8 +18,9 @@ from metricopt_ext.detection.ap50 import average_precision
 from metricopt_ext.detection.coco import CocoSet, read_coco, read_detections, write_coco, write_detections
 from metricopt_ext.detection.coco_summary import Summary, summarize
 from metricopt_ext.detection.matching import DEFINITIONS
-from metricopt_ext.detection.records import Annotated, Detections, DetectionSet, as_one_class
+from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
 from metricopt_ext.detection.scenes import write_scenes
+from metricopt_ext.detection.tables import as_one_class
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.detection.voc import read_voc, write_voc
