@@ -127,6 +127,17 @@ def test_given_detections_need_no_images(folder: Path) -> None:
     assert evaluate(folder, *VOC)["ap50"] == whole["ap50"]
 
 
+def test_coco_s_files_are_judged_without_torch(folder: Path) -> None:
+    script = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
+    command = [sys.executable, "-c", script, TOOLS / "evaluate_ap50.py", *COCO, "--picture", "--output-dir", "bare"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((folder / "bare" / "report.json").read_text())
+    assert {key: report[key] for key in ("ap50", "coco")} == {
+        key: evaluate(folder, *COCO)[key] for key in ("ap50", "coco")
+    }
+
+
 def test_coco_files_give_the_value_of_the_voc_set(folder: Path) -> None:
     voc, coco = (evaluate(folder, *arguments, "--definition", "coco") for arguments in (VOC, COCO))
     assert list(voc["ap50"]) == ["coco"]
