@@ -7,15 +7,16 @@ another size that hits nothing. How detections and objects are matched, `ap50` s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from metricopt_ext.detection.ap50 import COCO_DETECTIONS, IOU, METRICS, precision_at
+from metricopt_ext.detection.left_out import groups_of, interval, precision_without, recall_without
 from metricopt_ext.detection.matching import Found, Pairs, Things, beyond, match_coco, pairs_of, ranks_of
-from metricopt_ext.detection.tables import FoundLike, FoundTable, Kind, TruthLike, TruthTable
+from metricopt_ext.detection.tables import Floats, FoundLike, FoundTable, Kind, TruthLike, TruthTable
 from metricopt_ext.errors import DataError
 
 # Areas in square pixels of each size; an area at an end is of both sizes, as in pycocotools.
@@ -59,12 +60,26 @@ class Summary:
         per_class: The same of each class that has an object that counts.
         curves: The precision of each such class at the recalls 0, 0.01, ..., 1, at an IoU of 0.5.
         lines: What pycocotools prints, in its order.
+        without: Each number without each group of images, by its name, NaN for one of no object (`left_out`).
     """
 
     numbers: dict[str, float | None]
     per_class: dict[str, dict[str, float | None]]
     curves: dict[str, list[float]]
     lines: tuple[str, ...]
+    without: dict[str, Floats] = field(default_factory=dict, compare=False)
+
+    def intervals(self) -> dict[str, tuple[float, float] | None]:
+        """Return the 95% interval of each number over images; None where one can't be told (`left_out.interval`)."""
+        return {name: interval(value, self.without[name]) for name, value in self.numbers.items()}
+
+    def differences(self, other: "Summary") -> dict[str, tuple[float, tuple[float, float] | None]]:
+        """Return this less another of the same images, each number with its 95% interval over images."""
+        return {
+            name: (value - theirs, interval(value - theirs, self.without[name] - other.without[name], -1.0))
+            for name, value in self.numbers.items()
+            if value is not None and (theirs := other.numbers.get(name)) is not None
+        }
 
     def most_to_gain(self, most: int = 5) -> list[dict[str, Any]]:
         """Return the classes of the least AP: each with it, and what the mean would gain if it were found perfectly."""
@@ -134,11 +149,17 @@ def summarize(
     ends = np.searchsorted(labels, np.arange(classes + 1))
     numbers = numbers_of(kind, most, list(dict.fromkeys(ious)))
     values = {each.name: np.full((classes, len(levels)), np.nan) for each in numbers}
+    groups = groups_of(len(truth))
+    count = int(groups.max(initial=0)) + 1
+    found_in, object_in = groups[found.keys // classes], groups[things.keys // classes]
+    without = {each.name: np.full((classes, count, len(levels)), np.nan) for each in numbers}
     curves: dict[str, list[float]] = {}
     for size in {each.size: None for each in numbers}:
         judged = ~things.ignored & ~beyond(things.areas, SIZES[size])
         objects = np.bincount(things.keys[judged] % classes, minlength=classes)
         known = np.flatnonzero(objects)
+        cells = things.keys[judged] % classes * count + object_in[judged]
+        left = objects[:, None] - np.bincount(cells, minlength=classes * count).reshape(classes, count)
         for place, iou in enumerate(levels):
             counted, hits = match_coco(found, things, pairs, min(iou, 1 - 1e-10), SIZES[size])  # as in pycocotools
             of_classes = [
@@ -146,12 +167,17 @@ def summarize(
                 for label, start, end in zip(known, ends[known], ends[known + 1], strict=True)
             ]
             precision = [float(each.mean()) for each in of_classes]
+            precision_left = precision_without(hits[counted], labels[counted], found_in[counted], left)
             if (size, iou) == ("all", IOU):
                 curves = {truth.classes[i]: each.tolist() for i, each in zip(known, of_classes, strict=True)}
             for each in numbers:
                 if each.size == size and (place < len(usual) if each.iou is None else each.iou == iou):
-                    recalled = np.bincount(labels[hits & (ranks < each.most)], minlength=classes)
+                    few = hits & (ranks < each.most)
+                    recalled = np.bincount(labels[few], minlength=classes)
                     values[each.name][known, place] = recalled[known] / objects[known] if each.recall else precision
+                    without[each.name][..., place] = (
+                        recall_without(few, labels, found_in, left) if each.recall else precision_left
+                    )
     return Summary(
         {each.name: _mean(values[each.name]) for each in numbers},
         {
@@ -161,7 +187,16 @@ def summarize(
         },
         curves,
         tuple(each.line(_mean(values[each.name])) for each in numbers),
+        {each.name: _means(without[each.name]) for each in numbers},
     )
+
+
+def _means(without: Floats) -> Floats:
+    """The mean of what is known without each group, ``g``, of values ``c x g x l``."""
+    known = ~np.isnan(without)
+    total = np.where(known, without, 0.0).sum(axis=(0, 2))
+    number = known.sum(axis=(0, 2))
+    return np.divide(total, number, out=np.full(total.shape, np.nan), where=number > 0)
 
 
 def _pairs(found: Found, things: Things, kind: Kind) -> Pairs:

@@ -14,7 +14,8 @@ are read where one reading fits them all (metricopt_ext.detection.ids), and note
 count. The module metricopt_ext.detection.ap50 explains how the definitions differ. Instead of a file, detections can
 come from a detector that the config file of tools/finetune_detector.py describes, with its weights, and with a
 finetuned adapter if one is given. Prints a table, for COCO's definition the twelve lines of pycocotools too
-(metricopt_ext.detection.coco_summary), and writes report.json.
+(metricopt_ext.detection.coco_summary), and writes report.json. The numbers have 95% intervals over images; those of two
+files of detections are compared image by image with --against (metricopt_ext.detection.left_out).
 """
 
 import argparse
@@ -38,6 +39,8 @@ from metricopt_ext.utils.words import counted, shortened
 
 if TYPE_CHECKING:
     from metricopt_ext.detection.tables import FoundTable, TruthTable
+
+SHOWN = ("AP", "AP50", "AP75")  # whose intervals are printed; the report has all
 
 
 def main() -> None:
@@ -88,6 +91,12 @@ def main() -> None:
     )
     parser.add_argument("--class-agnostic", action="store_true", help="take all classes for one")
     parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="OTHER",
+        help="for COCO's definition: other detections in the same images, from whose numbers the difference is told",
+    )
+    parser.add_argument(
         "--picture", action="store_true", help="for COCO's definition: draw precision and recall, precision_recall.png"
     )
     parser.add_argument("--output-dir", required=not shows_config(), type=Path, help="folder for report.json")
@@ -112,10 +121,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     most = MOST[kind] if arguments.max_dets is None else arguments.max_dets
     with said_by_readers() as notes:
         found, truth, inference = read_results(arguments) if arguments.config_file is None else detect(arguments)
+        other = None if arguments.against is None else read_detections(arguments, arguments.against, truth)
     if arguments.class_agnostic:
+        other = None if other is None else as_one_class(other, truth)[0]
         found, truth = as_one_class(found, truth)
     try:
-        evaluation = evaluate(found, truth, arguments.definition, arguments.rounded, most, kind, arguments.iou)
+        evaluation = evaluate(found, truth, arguments.definition, arguments.rounded, most, kind, arguments.iou, other)
     except MetricOptError:
         print_notes(notes)  # they may say why
         raise
@@ -155,6 +166,8 @@ def check_options(arguments: argparse.Namespace) -> None:
             raise DataError(f"--max-dets {arguments.max_dets} must be at least 1")
     if arguments.picture and arguments.definition not in ("coco", "all"):
         raise DataError(f"--picture is of COCO's precision and recall; --definition {arguments.definition} has none")
+    if arguments.against is not None and arguments.definition not in ("coco", "all"):
+        raise DataError(f"--against compares COCO's numbers; --definition {arguments.definition} has none")
     if arguments.iou:
         if arguments.definition not in ("coco", "all"):
             raise DataError(f"--iou is for COCO's definition; --definition {arguments.definition} has an IoU of 0.5")
@@ -176,6 +189,8 @@ def check_options(arguments: argparse.Namespace) -> None:
         if given:
             raise DataError(f"{' and '.join(given)} can't be used with --detections")
         return
+    if arguments.against is not None:
+        raise DataError("--against compares two files, one given by --detections; --config-file gives none")
     if arguments.ignore_unknown_classes:
         raise DataError("--ignore-unknown-classes is for --detections; a detector is built for the set's own classes")
     if is_coco(arguments.annotations) != (arguments.images_dir is not None):
@@ -188,19 +203,26 @@ def read_results(arguments: argparse.Namespace) -> "tuple[FoundTable, TruthTable
     A warning says if they look cut by a threshold.
     """
     from metricopt_ext.detection.ap50 import told_cut
-    from metricopt_ext.detection.coco_tables import read_found, read_truth
+    from metricopt_ext.detection.coco_tables import read_truth
     from metricopt_ext.detection.tables import TruthTable
 
-    kind, ignore, annotations = arguments.iou_type, arguments.ignore_unknown_classes, arguments.annotations
-    if is_coco(annotations):  # without torch, which takes longer to import than most files to read
+    if is_coco(arguments.annotations):  # without torch, which takes longer to import than most files to read
         check_coco(arguments)
-        truth = read_truth(annotations, kind=kind)
+        truth = read_truth(arguments.annotations, kind=arguments.iou_type)
     else:
         truth = TruthTable.of(read_annotations(arguments))
-    found = read_found(arguments.detections, truth, kind=kind, ignore_unknown_classes=ignore)
+    found = read_detections(arguments, arguments.detections, truth)
     if cut := told_cut(found):
         warnings.warn(cut, stacklevel=2)
     return found, truth, {}
+
+
+def read_detections(arguments: argparse.Namespace, path: Path, truth: "TruthTable") -> "FoundTable":
+    """Read what was found in the images from a file."""
+    from metricopt_ext.detection.coco_tables import read_found
+
+    ignore = arguments.ignore_unknown_classes
+    return read_found(path, truth, kind=arguments.iou_type, ignore_unknown_classes=ignore)
 
 
 @contextmanager
@@ -330,8 +352,12 @@ def evaluate(
     most: int,
     kind: Any = "bbox",
     ious: Sequence[float] = (),
+    other: "FoundTable | None" = None,
 ) -> dict[str, Any]:
-    """Return the numbers of objects and detections of each class, the AP50 by each requested definition, and COCO's."""
+    """Return the numbers of objects and detections of each class, the AP50 by each requested definition, and COCO's.
+
+    With other detections, COCO's numbers of these come too, and the differences from them.
+    """
     from metricopt_ext.detection.ap50 import average_precision
     from metricopt_ext.detection.coco_summary import summarize
     from metricopt_ext.detection.matching import DEFINITIONS
@@ -347,11 +373,19 @@ def evaluate(
         summary = summarize(found, truth, kind, max_detections=most, ious=ious)
         evaluation["coco"] = {
             **summary.numbers,
+            "intervals": summary.intervals(),
             "per_class": summary.per_class,
             "most_to_gain": summary.most_to_gain(),
             "curves": summary.curves,
             "lines": summary.lines,
         }
+        if other is not None:
+            theirs = summarize(other, truth, kind, max_detections=most, ious=ious)
+            told = summary.differences(theirs)
+            evaluation["against"] = {
+                "coco": theirs.numbers,
+                "differences": {name: {"difference": value, "interval": ends} for name, (value, ends) in told.items()},
+            }
         if summary.numbers["AP50"] is None:
             raise DataError(f"none of {len(truth)} images has an object that counts; AP50 needs one")
         per_class = {name: numbers["AP50"] for name, numbers in summary.per_class.items()}
@@ -432,9 +466,22 @@ def print_report(report: dict[str, Any]) -> None:
     print_table(header, rows, bold=[len(rows) - 1])
     if coco := report.get("coco"):
         print(*coco["lines"], sep="\n")
+        told = [
+            f"{name} {ends[0]:.3f} to {ends[1]:.3f}"
+            for name in SHOWN
+            if (ends := coco["intervals"].get(name)) is not None
+        ]
+        if told:
+            print(f"95% intervals over images: {', '.join(told)}")
         gains = [f"{each['class']} (AP {each['AP']:.3f}, +{each['gain']:.3f})" for each in coco["most_to_gain"]]
         if len(coco["per_class"]) > 1 and gains:
             print(plain(f"most to gain in the mean AP: {', '.join(gains)}"))
+    if against := report.get("against"):
+        print(plain(f"against {report['config']['against']}, with 95% intervals over images:"))
+        for name, each in against["differences"].items():
+            of = f" {name:6}{coco[name]:.3f} - {against['coco'][name]:.3f} = {each['difference']:+.3f}"
+            ends = each["interval"]
+            print(of if ends is None else f"{of}, {ends[0]:+.3f} to {ends[1]:+.3f}")
     if report["inference"]:
         from metricopt_ext.detection.toolkit import told_inference
 

@@ -180,6 +180,12 @@ def test_a_class_may_have_brackets_in_its_name(folder: Path, capsys: pytest.Capt
         ((*COCO, "--iou", "0.5", "1.5"), "--iou 1.5 must be above 0 and at most 1"),
         ((*COCO, "--iou", "0.6", "--definition", "voc"), "--iou is for COCO's definition; --definition voc has an IoU"),
         ((*COCO, "--picture", "--definition", "voc"), "--picture is of COCO's precision and recall"),
+        ((*COCO, "--against", "x.json", "--definition", "voc"), "--against compares COCO's numbers; --definition voc"),
+        ((*COCO, "--against", "x.json"), "x.json does not exist"),
+        (
+            ("--config-file", "c.yaml", "--weights", "w.pth", *COCO[2:], "--against", "x.json"),
+            "--against compares two files",
+        ),
         ((*COCO, "--max-dets", "0"), "--max-dets 0 must be at least 1"),
         (
             ("--config-file", "c.yaml", "--weights", "w.pth", *COCO[2:], "--ignore-unknown-classes"),
@@ -247,7 +253,14 @@ def test_detections_beyond_coco_s_limit_are_counted_and_the_limit_can_be_raised(
 def told(summary: Summary) -> dict[str, Any]:
     """What the report has of it."""
     parts = {name: getattr(summary, name) for name in ("per_class", "curves")}
-    return {**summary.numbers, **parts, "most_to_gain": summary.most_to_gain(), "lines": list(summary.lines)}
+    intervals = {name: ends and list(ends) for name, ends in summary.intervals().items()}
+    return {
+        **summary.numbers,
+        **parts,
+        "intervals": intervals,
+        "most_to_gain": summary.most_to_gain(),
+        "lines": list(summary.lines),
+    }
 
 
 def test_coco_s_numbers_are_reported_and_printed_as_pycocotools_prints_them(
@@ -292,6 +305,28 @@ def test_other_ious_and_all_classes_as_one(folder: Path) -> None:
     assert report["objects"] == {"any": 36}
     for definition in DEFINITIONS:
         assert report["ap50"][definition]["mean"] == average_precision(found, one, definition).mean
+
+
+def test_another_file_is_compared_image_by_image(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = read_coco(folder / "coco.json", dtype=torch.float64)
+    found = read_detections(folder / "coco_results.json", data)
+    worse = [Detections(each.boxes + 4, each.scores, each.labels) for each in found]
+    write_detections(folder / "other.json", worse, data)
+    report = evaluate(folder, *COCO, "--against", "other.json")
+    ours, theirs = summarize(found, data), summarize(read_detections(folder / "other.json", data), data)
+    assert report["against"]["coco"] == theirs.numbers
+    differences = ours.differences(theirs)
+    assert report["against"]["differences"] == {
+        name: {"difference": value, "interval": ends and list(ends)} for name, (value, ends) in differences.items()
+    }
+    said = capsys.readouterr().out
+    each = report["against"]["differences"]["AP50"]
+    numbers = f"{ours.numbers['AP50']:.3f} - {theirs.numbers['AP50']:.3f} = {each['difference']:+.3f}"
+    assert f" AP50  {numbers}, {each['interval'][0]:+.3f} to {each['interval'][1]:+.3f}\n" in said
+    low, high = report["coco"]["intervals"]["AP"]
+    assert f"95% intervals over images: AP {low:.3f} to {high:.3f}, AP50 " in said
+    one = evaluate(folder, *COCO, "--against", "other.json", "--class-agnostic")
+    assert one["against"]["coco"] == summarize(*as_one_class(worse, data)).numbers
 
 
 def with_masks(folder: Path) -> None:
