@@ -44,7 +44,11 @@ from metricopt_ext.utils.words import counted
 
 IOU = 0.5
 # The IoUs that each metric is the mean over, as pycocotools writes them.
-METRICS: dict[str, tuple[float, ...]] = {"AP50": (IOU,), "AP": tuple(np.linspace(0.5, 0.95, 10).tolist())}
+METRICS: dict[str, tuple[float, ...]] = {
+    "AP50": (IOU,),
+    "AP": tuple(np.linspace(0.5, 0.95, 10).tolist()),
+    "AP75": (0.75,),
+}
 COCO_DETECTIONS = 100  # of one class in one image, by default
 # Where the worst detection has a higher score, worse ones were left out; down to the second they are worth writing.
 CUT, LOW_SCORE = 0.01, 0.0005

@@ -1,4 +1,4 @@
-"""COCO's AP or AP50 of boxes, masks or keypoints as the black-box metric, by pycocotools."""
+"""COCO's AP, AP50 or AP75 of boxes, masks or keypoints as the black-box metric, by pycocotools."""
 
 import contextlib
 import io
@@ -28,7 +28,8 @@ try:
 except ImportError as error:
     raise ImportError("COCO's metrics need pycocotools: pip install 'metricopt-ext[detection]'") from error
 
-Name = Literal["AP", "AP50"]
+Name = Literal["AP", "AP50", "AP75"]
+IOUS: dict[Name, float] = {"AP50": 0.5, "AP75": 0.75}  # of one IoU
 
 COMPARED = 500  # images by which other readings of what is found are compared
 
@@ -42,14 +43,14 @@ def coco_metric(
     halves: Sequence[Tensor] | str | None = None,
     detect: Callable[[nn.Module, Tensor], Mapping[str, Tensor]] | None = None,
 ) -> Metric:
-    """Return the black box: COCO's AP, or AP50, of what a detector finds in images.
+    """Return the black box: COCO's AP, AP50 or AP75 of what a detector finds in images.
 
     Args:
         images: What the detector takes, each ``3 x h x w``, in the order of ``annotations["images"]``.
         annotations: The content of a COCO file: ``images``, ``annotations`` and ``categories``.
         kind: What is compared: boxes (``"bbox"``) or masks (``"segm"``) by their IoU, or ``"keypoints"`` by their
             object keypoint similarity, with the deviations of COCO's 17.
-        name: ``"AP"``, the mean over the IoUs 0.5, 0.55, ..., 0.95, or ``"AP50"``.
+        name: ``"AP"``, the mean over the IoUs 0.5, 0.55, ..., 0.95, ``"AP50"`` or ``"AP75"``.
         halves: Positions of two halves of the images, on each of which the metric also reports its value, or why there
             are none; by default random ones, if each has an object that counts. Empty for a metric without.
         detect: ``detect(model, image)`` returns what is found in an image as torchvision's detectors do: ``scores``,
@@ -330,8 +331,8 @@ def _value(truth: COCO, results: list[dict[str, Any]], ids: list[Id], kind: Kind
     with contextlib.redirect_stdout(io.StringIO()):
         evaluation = COCOeval(truth, truth.loadRes(within), kind)
         evaluation.params.imgIds = ids
-        if name == "AP50":
-            evaluation.params.iouThrs = np.array([0.5])
+        if name in IOUS:
+            evaluation.params.iouThrs = np.array([IOUS[name]])
         evaluation.evaluate()
         evaluation.accumulate()
     precision = evaluation.eval["precision"][..., 0, -1]  # objects of any area, the largest number of detections

@@ -78,7 +78,7 @@ class TruthTable:
             dataset.classes,
             getattr(dataset, "category_ids", ()),
             [image.image_id for image in images],
-            [image.path.as_posix() if image.path.name else "" for image in images],
+            [image.path.as_posix() if image.path and image.path.name else "" for image in images],
             np.array([(image.width, image.height) for image in images], dtype=np.int64).reshape(-1, 2),
             np.repeat(np.arange(len(images)), counts),
             _joined([image.boxes for image in images]).reshape(-1, 4),
