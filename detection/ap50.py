@@ -24,7 +24,6 @@ without an object that counts is left out of the mean; one with objects but no d
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -254,13 +253,13 @@ def area_of_precision(hits: Booleans, objects: int, definition: Definition) -> f
     if definition == "voc":
         recall, best = _curve(hits, objects)
         return float(np.sum(np.diff(recall, prepend=0.0) * best))
-    return float(np.mean(precision_at(hits, objects, definition)))
+    return float(np.mean(precision_at(hits, objects, RECALLS[definition])))
 
 
-def precision_at(hits: Booleans, objects: int, definition: Literal["voc_11_point", "coco"]) -> Floats:
-    """Return the precision of one class at the definition's recalls, from its detections by descending score."""
+def precision_at(hits: Booleans, objects: int, recalls: Floats) -> Floats:
+    """Return the precision of one class at some recalls, from its detections by descending score."""
     recall, best = _curve(hits, objects)
-    precision: Floats = np.append(best, 0.0)[np.searchsorted(recall, RECALLS[definition])]
+    precision: Floats = np.append(best, 0.0)[np.searchsorted(recall, recalls)]
     return precision
 
 

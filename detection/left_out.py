@@ -45,7 +45,9 @@ def interval(value: float | None, without: Floats, low: float = 0.0, high: float
     return max(low, value - half), min(high, value + half)
 
 
-def precision_without(hits: Booleans, labels: Integers, groups: Integers, objects: Integers) -> Floats:
+def precision_without(
+    hits: Booleans, labels: Integers, groups: Integers, objects: Integers, recalls: Floats = RECALLS["coco"]
+) -> Floats:
     """Return COCO's average precision of each class without each group, ``c x g``; NaN for one of no object.
 
     Args:
@@ -53,6 +55,7 @@ def precision_without(hits: Booleans, labels: Integers, groups: Integers, object
         labels: Their classes, ``n``.
         groups: The groups of their images, ``n``.
         objects: How many objects of a class there are without each group, ``c x g``.
+        recalls: Those at which precision is told, ascending.
     """
     classes, count = objects.shape
     best, kept = _best_without(hits, labels, groups, count)
@@ -65,7 +68,7 @@ def precision_without(hits: Booleans, labels: Integers, groups: Integers, object
     first = np.cumsum(of_groups) - of_groups + np.cumsum(left, axis=0) - left
     # Precision at a recall is the best one from the hit on that reaches it.
     numbers, inverse = np.unique(objects, return_inverse=True)
-    least = np.stack([np.searchsorted(np.arange(each + 1) / max(each, 1), RECALLS["coco"]) for each in numbers])
+    least = np.stack([np.searchsorted(np.arange(each + 1) / max(each, 1), recalls) for each in numbers])
     needed = np.maximum(least, 1)[inverse.reshape(objects.shape)]
     reached = needed <= left[..., None]
     at = (first[..., None] + needed - 1)[reached]
