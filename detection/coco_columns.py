@@ -54,7 +54,7 @@ class Columns(Entries):
 
     def __init__(self, rows: Sequence[Any], what: str) -> None:
         self.what = what
-        self.ids = {key: [getattr(row, key) for row in rows] for key in ("image_id", "category_id")}
+        self._ids = {key: [getattr(row, key) for row in rows] for key in ("image_id", "category_id", "id")}
         self._boxes = np.fromiter(chain.from_iterable(row.bbox for row in rows), np.float64, 4 * len(rows))
         self._scores = np.array([getattr(row, "score", 0.0) for row in rows], dtype=np.float64)
         self._areas = np.array([row.area for row in rows], dtype=np.float64)  # NaN for None
@@ -75,7 +75,7 @@ class Columns(Entries):
 
     @override
     def called(self, row: int) -> str:
-        return str(self.ids["category_id"][row])
+        return str(self._ids["category_id"][row])
 
     @override
     def distinct(self, key: str, rows: Booleans | None = None) -> dict[Id, str]:
@@ -114,12 +114,16 @@ class Columns(Entries):
         return self._crowds & rows
 
     @override
+    def ids(self) -> list[Any]:
+        return self._ids["id"]
+
+    @override
     def refuse_missing_area(self, areas: Floats) -> None:
         raise NotImplementedError("keypoints are read by `coco_entries.Objects`")
 
     def _some(self, key: str, rows: Booleans | None) -> list[Id]:
         """The ids of all or of no entries: the rows are those with a name or those without."""
-        return self.ids[key] if rows is None or rows.all() else []
+        return self._ids[key] if rows is None or rows.all() else []
 
 
 def detections_of(data: bytes, what: str) -> Columns | None:

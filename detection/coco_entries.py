@@ -69,6 +69,10 @@ class Entries(ABC):
         """Return whether they are regions of several objects, ``n``; of some rows alone."""
 
     @abstractmethod
+    def ids(self) -> list[Any]:
+        """Return their own ids, ``n``; None for one without."""
+
+    @abstractmethod
     def refuse_missing_area(self, areas: Floats) -> None:
         """Reject keypoints of an unknown area."""
 
@@ -143,6 +147,10 @@ class Objects(Entries):
     def crowds(self, rows: Booleans) -> Booleans:
         chosen = zip(self.entries, rows.tolist(), strict=True)
         return np.array([own and flag_of(entry, "iscrowd", where) for (entry, where), own in chosen], dtype=bool)
+
+    @override
+    def ids(self) -> list[Any]:
+        return [get(entry, "id") for entry, _ in self.entries]
 
     @override
     def refuse_missing_area(self, areas: Floats) -> None:

@@ -47,7 +47,7 @@ class CocoEvaluator:
         class_metrics: bool = False,
         average: Literal["macro", "micro"] = "macro",
     ) -> None:
-        self.kinds: tuple[IouType, ...] = (iou_type,) if isinstance(iou_type, str) else tuple(iou_type)  # type: ignore[assignment]
+        self.kinds: tuple[IouType, ...] = (iou_type,) if isinstance(iou_type, str) else tuple(iou_type)
         self.most = sorted(max_detection_thresholds or (1, 10, 100))
         for name, value, known in (
             ("box_format", box_format, get_args(BoxFormat)),

@@ -215,7 +215,8 @@ def _means(without: Floats) -> Floats:
     known = ~np.isnan(without)
     total = np.where(known, without, 0.0).sum(axis=(0, 2))
     number = known.sum(axis=(0, 2))
-    return np.divide(total, number, out=np.full(total.shape, np.nan), where=number > 0)
+    means: Floats = np.divide(total, number, out=np.full(total.shape, np.nan), where=number > 0)
+    return means
 
 
 def _pairs(found: Found, things: Things, kind: Kind) -> Pairs:

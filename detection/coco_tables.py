@@ -43,6 +43,7 @@ from metricopt_ext.utils.files import JSON_BYTES, parse_json, read_bounded
 from metricopt_ext.utils.words import brief, counted
 
 NAMED = 5  # images listed in a warning
+LVIS = ("neg_category_ids", "not_exhaustive_category_ids")  # of an image, and no other format's
 
 Size = Callable[[int | str, str], tuple[int, int]]
 
@@ -52,6 +53,7 @@ def read_truth(
     images_dir: str | Path | None = None,
     *,
     kind: Kind = "bbox",
+    strict: bool = False,
     max_bytes: int = JSON_BYTES,
     size_of: Size | None = None,
 ) -> TruthTable:
@@ -61,6 +63,8 @@ def read_truth(
         annotations: The JSON file.
         images_dir: Folder of the images.
         kind: What is compared.
+        strict: Count what pycocotools counts: boxes without area, those of another kind, and of several annotations
+            with one id the last, as often as there are such; one with the id 0 can't be hit.
         max_bytes: Most bytes of the JSON file.
         size_of: Returns the width and height of an image, by its id and file; asked where the JSON file tells none.
 
@@ -75,6 +79,11 @@ def read_truth(
         raise DataError(f"{annotations} has no list {wrong[0]!r}; COCO's format needs images, annotations, categories")
     if not content["images"]:
         raise DataError(f"{annotations} has an empty list 'images'; it should name an image")
+    if any(get(each, key) is not None for each in content["images"] for key in LVIS):
+        raise DataError(
+            f"{annotations} is in LVIS's format, by {' and '.join(LVIS)}: its images are searched for some classes"
+            " alone, which COCO's numbers know nothing of. Use the package lvis, or leave these keys out to count all"
+        )
     shown = images_dir is not None
     images = _by_id(content["images"], partial(_image, shown=shown), f"{annotations}: an image", _as_written)
     categories = _by_id(content["categories"], _category, f"{annotations}: a category", _by_number)
@@ -100,7 +109,7 @@ def read_truth(
     numbers = entries.boxes()
     shapes = entries.shapes(kind, places, ids, sizes)
     kept: Booleans = np.ones(len(entries), dtype=bool)
-    if kind == "bbox":
+    if kind == "bbox" and not strict:
         kept &= (numbers[:, 2:] > 0).all(1)
     crowd, areas = entries.crowds(kept), entries.areas()
     if kind == "segm":
@@ -117,7 +126,8 @@ def read_truth(
         warnings.warn(
             f"boxes in {annotations}: {len(flat)} without area left out ({', '.join(flat[:NAMED])}{more})", stacklevel=2
         )
-    rows = np.flatnonzero(kept)[np.argsort(places[kept], kind="stable")]
+    chosen = _as_pycocotools(entries.ids(), places, str(annotations)) if strict else np.flatnonzero(kept)
+    rows = chosen[np.argsort(places[chosen], kind="stable")]
     edges = np.concatenate([numbers[:, :2], numbers[:, :2] + numbers[:, 2:]], axis=1)
     truth = TruthTable(
         tuple(categories.values()),
@@ -132,13 +142,22 @@ def read_truth(
         crowd[rows],
         areas[rows],
         None if shapes is None else as_objects(shapes)[rows],
+        np.array([each == 0 for each in entries.ids()], dtype=bool)[rows] if strict else None,
     )
-    if kind != "bbox":  # boxes decide nothing
+    if strict or kind != "bbox":  # boxes decide nothing
         return truth
     check_annotated(truth, str(annotations))
     refuse_corners(numbers, np.zeros((len(numbers), 2)), str(annotations), areas)  # by areas alone
     warn_of_boxes_outside(annotations, truth, called)
     return truth
+
+
+def _as_pycocotools(ids: list[Any], places: Integers, annotations: str) -> Integers:
+    """The annotation that pycocotools takes for each, in its order: the last one with the same id."""
+    if None in ids:
+        raise DataError(f"{annotations}: annotation {ids.index(None)} has no id, which --strict (pycocotools) goes by")
+    last = {key: row for row, key in enumerate(ids)}
+    return np.array([last[ids[row]] for row in np.argsort(places, kind="stable").tolist()], dtype=np.int64)
 
 
 def read_found(
@@ -147,9 +166,18 @@ def read_found(
     *,
     kind: Kind = "bbox",
     ignore_unknown_classes: bool = False,
+    strict: bool = False,
     max_bytes: int = JSON_BYTES,
 ) -> FoundTable:
     """Read detections; see `coco.read_detections`.
+
+    Args:
+        results: The JSON file.
+        dataset: The images that the detections are of.
+        kind: What is compared.
+        ignore_unknown_classes: Whether detections of classes that the set does not have are left out.
+        strict: Take boxes as they are, as pycocotools does, whatever kind they seem to be of.
+        max_bytes: Most bytes of the JSON file.
 
     Raises:
         DataError: As `coco.read_detections`.
@@ -165,7 +193,7 @@ def read_found(
     listed = None if shapes is None else as_objects(shapes)
     read = _Results(boxes, areas, listed, entries.scores(), places, labels, len(truth))
     found = read.found()
-    if kind == "bbox":
+    if kind == "bbox" and not strict:
         check_found(read.boxes, read.places, read.found, truth, str(results))
 
     counted_ways = [way for first in (0, 1) for way in counting(truth.image_ids, first)]

@@ -83,7 +83,8 @@ def recall_without(hits: Booleans, labels: Integers, groups: Integers, objects: 
     classes, count = objects.shape
     own = np.bincount(labels[hits] * count + groups[hits], minlength=classes * count).reshape(classes, count)
     left = own.sum(axis=1, keepdims=True) - own
-    return np.divide(left, objects, out=np.full(objects.shape, np.nan), where=objects > 0)
+    found: Floats = np.divide(left, objects, out=np.full(objects.shape, np.nan), where=objects > 0)
+    return found
 
 
 def _best_without(hits: Booleans, labels: Integers, groups: Integers, count: int) -> tuple[Floats, Booleans]:
@@ -91,8 +92,8 @@ def _best_without(hits: Booleans, labels: Integers, groups: Integers, count: int
     ends = np.flatnonzero(hits)
     own = labels[ends]
     kept: Booleans = groups[ends][:, None] != np.arange(count)
-    following = np.cumsum(hits) - hits  # the hit up to which a detection counts: itself or the next
-    known = following < len(ends)
+    following: Integers = np.cumsum(hits) - hits  # the hit up to which a detection counts: itself or the next
+    known = np.asarray(following < len(ends))
     known[known] = own[following[known]] == labels[known]  # of its own class
     cells = following[known] * count + groups[known]
     found = np.bincount(cells, minlength=len(ends) * count).reshape(-1, count)

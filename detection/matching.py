@@ -55,11 +55,15 @@ def match_coco(
     decided: set[int] = set()
     taken: set[int] = set()
     crowd, passed = (set(np.flatnonzero(each).tolist()) for each in (things.crowd, ignored))
+    missed = set() if things.missed is None else set(np.flatnonzero(things.missed).tolist())
     for row, column in zip(rows[order].tolist(), columns[order].tolist(), strict=True):
         if row in decided or column in taken:
             continue
         decided.add(row)
-        hits[row] = counted[row] = column not in passed
+        if column in passed:
+            counted[row] = False
+        elif column not in missed:
+            hits[row] = counted[row] = True
         if column not in crowd:
             taken.add(column)
     return counted, hits
@@ -136,6 +140,7 @@ class Things:
     areas: Floats  # in square pixels
     shapes: Objects | None  # masks or keypoints, if these are compared
     counts: Integers  # of objects that are not ignored, images x classes
+    missed: Booleans | None = None  # those that count and can't be hit
 
     @staticmethod
     def of(truth: TruthTable, definition: Definition) -> "Things":
@@ -148,7 +153,8 @@ class Things:
         order = np.argsort(keys, kind="stable")
         counts = np.bincount(keys[~ignored], minlength=shape[0] * shape[1]).reshape(shape)
         areas, shapes = _areas(truth.areas, boxes), None if truth.shapes is None else truth.shapes[order]
-        return Things(keys[order], boxes[order], ignored[order], crowd[order], areas[order], shapes, counts)
+        missed = None if truth.missed is None else truth.missed[order]
+        return Things(keys[order], boxes[order], ignored[order], crowd[order], areas[order], shapes, counts, missed)
 
 
 def _areas(told: Floats, boxes: Floats) -> Floats:

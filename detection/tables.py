@@ -47,6 +47,7 @@ class TruthTable:
         crowd: ``m`` booleans.
         areas: In square pixels, ``m``; NaN where none is told.
         shapes: Masks or keypoints, ``m``; None for boxes.
+        missed: Which can't be hit, ``m``, as pycocotools has those with the id 0; None for none.
     """
 
     classes: tuple[str, ...]
@@ -61,6 +62,7 @@ class TruthTable:
     crowd: Booleans
     areas: Floats
     shapes: Objects | None = None
+    missed: Booleans | None = None
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -171,6 +173,7 @@ def as_one_class(detections: FoundLike, dataset: TruthLike) -> tuple[FoundTable,
         category_ids=truth.category_ids[:1],
         labels=np.zeros_like(truth.labels),
         shapes=None if truth.shapes is None else truth.shapes[order],
+        missed=None if truth.missed is None else truth.missed[order],
         **parts,
     )
     return replace(found, labels=np.zeros_like(found.labels)), one

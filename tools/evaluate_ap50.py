@@ -83,6 +83,11 @@ def main() -> None:
         help="leave out detections of classes that the annotations don't have",
     )
     parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="for COCO's definition and files: count exactly what pycocotools counts, its faults included",
+    )
+    parser.add_argument(
         "--iou",
         nargs="+",
         type=float,
@@ -126,7 +131,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         other = None if other is None else as_one_class(other, truth)[0]
         found, truth = as_one_class(found, truth)
     try:
-        evaluation = evaluate(found, truth, arguments.definition, arguments.rounded, most, kind, arguments.iou, other)
+        evaluation = evaluate(
+            found, truth, arguments.definition, arguments.rounded, most, kind, arguments.iou, other, arguments.strict
+        )
     except MetricOptError:
         print_notes(notes)  # they may say why
         raise
@@ -168,6 +175,11 @@ def check_options(arguments: argparse.Namespace) -> None:
         raise DataError(f"--picture is of COCO's precision and recall; --definition {arguments.definition} has none")
     if arguments.against is not None and arguments.definition not in ("coco", "all"):
         raise DataError(f"--against compares COCO's numbers; --definition {arguments.definition} has none")
+    if arguments.strict and (arguments.definition != "coco" or not is_coco(arguments.annotations)):
+        raise DataError(
+            "--strict is for --definition coco and annotations in COCO's JSON format; --rounded makes VOC's definitions"
+            " Detectron2's"
+        )
     if arguments.iou:
         if arguments.definition not in ("coco", "all"):
             raise DataError(f"--iou is for COCO's definition; --definition {arguments.definition} has an IoU of 0.5")
@@ -191,6 +203,8 @@ def check_options(arguments: argparse.Namespace) -> None:
         return
     if arguments.against is not None:
         raise DataError("--against compares two files, one given by --detections; --config-file gives none")
+    if arguments.strict:
+        raise DataError("--strict is for --detections, a file as pycocotools takes it")
     if arguments.ignore_unknown_classes:
         raise DataError("--ignore-unknown-classes is for --detections; a detector is built for the set's own classes")
     if is_coco(arguments.annotations) != (arguments.images_dir is not None):
@@ -208,7 +222,7 @@ def read_results(arguments: argparse.Namespace) -> "tuple[FoundTable, TruthTable
 
     if is_coco(arguments.annotations):  # without torch, which takes longer to import than most files to read
         check_coco(arguments)
-        truth = read_truth(arguments.annotations, kind=arguments.iou_type)
+        truth = read_truth(arguments.annotations, kind=arguments.iou_type, strict=arguments.strict)
     else:
         truth = TruthTable.of(read_annotations(arguments))
     found = read_detections(arguments, arguments.detections, truth)
@@ -221,8 +235,9 @@ def read_detections(arguments: argparse.Namespace, path: Path, truth: "TruthTabl
     """Read what was found in the images from a file."""
     from metricopt_ext.detection.coco_tables import read_found
 
-    ignore = arguments.ignore_unknown_classes
-    return read_found(path, truth, kind=arguments.iou_type, ignore_unknown_classes=ignore)
+    strict = arguments.strict
+    ignore = arguments.ignore_unknown_classes or strict
+    return read_found(path, truth, kind=arguments.iou_type, ignore_unknown_classes=ignore, strict=strict)
 
 
 @contextmanager
@@ -353,17 +368,19 @@ def evaluate(
     kind: Any = "bbox",
     ious: Sequence[float] = (),
     other: "FoundTable | None" = None,
+    strict: bool = False,
 ) -> dict[str, Any]:
     """Return the numbers of objects and detections of each class, the AP50 by each requested definition, and COCO's.
 
-    With other detections, COCO's numbers of these come too, and the differences from them.
+    With other detections, COCO's numbers of these come too, and the differences from them. Where no object counts, the
+    mean is -1 if strict, as pycocotools has it, and refused otherwise.
     """
     from metricopt_ext.detection.ap50 import average_precision
     from metricopt_ext.detection.coco_summary import summarize
     from metricopt_ext.detection.matching import DEFINITIONS
 
-    wanted = [each for each in DEFINITIONS if definition in (each, "all")] if kind == "bbox" else ["coco"]
-    voc = [each for each in wanted if each != "coco"]
+    wanted = [each for each in DEFINITIONS if definition in (each, "all")]
+    voc = [each for each in wanted if each != "coco" and kind == "bbox"]
     evaluation: dict[str, Any] = {
         "objects": count(truth.labels, truth.classes),
         "detections": count(found.labels, truth.classes),
@@ -386,10 +403,13 @@ def evaluate(
                 "coco": theirs.numbers,
                 "differences": {name: {"difference": value, "interval": ends} for name, (value, ends) in told.items()},
             }
-        if summary.numbers["AP50"] is None:
+        mean = summary.numbers["AP50"]
+        if mean is None and strict:
+            mean = -1.0  # as pycocotools has it
+        if mean is None:
             raise DataError(f"none of {len(truth)} images has an object that counts; AP50 needs one")
         per_class = {name: numbers["AP50"] for name, numbers in summary.per_class.items()}
-        evaluation["ap50"]["coco"] = {"mean": summary.numbers["AP50"], "per_class": per_class}
+        evaluation["ap50"]["coco"] = {"mean": mean, "per_class": per_class}
     return evaluation
 
 
@@ -476,11 +496,11 @@ def print_report(report: dict[str, Any]) -> None:
         gains = [f"{each['class']} (AP {each['AP']:.3f}, +{each['gain']:.3f})" for each in coco["most_to_gain"]]
         if len(coco["per_class"]) > 1 and gains:
             print(plain(f"most to gain in the mean AP: {', '.join(gains)}"))
-    if against := report.get("against"):
+    if coco and (against := report.get("against")):
         print(plain(f"against {report['config']['against']}, with 95% intervals over images:"))
-        for name, each in against["differences"].items():
-            of = f" {name:6}{coco[name]:.3f} - {against['coco'][name]:.3f} = {each['difference']:+.3f}"
-            ends = each["interval"]
+        for name, told_of in against["differences"].items():
+            of = f" {name:6}{coco[name]:.3f} - {against['coco'][name]:.3f} = {told_of['difference']:+.3f}"
+            ends = told_of["interval"]
             print(of if ends is None else f"{of}, {ends[0]:+.3f} to {ends[1]:+.3f}")
     if report["inference"]:
         from metricopt_ext.detection.toolkit import told_inference

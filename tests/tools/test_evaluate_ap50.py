@@ -186,6 +186,12 @@ def test_a_class_may_have_brackets_in_its_name(folder: Path, capsys: pytest.Capt
             ("--config-file", "c.yaml", "--weights", "w.pth", *COCO[2:], "--against", "x.json"),
             "--against compares two files",
         ),
+        ((*COCO, "--strict"), "--strict is for --definition coco and annotations in COCO's JSON format"),
+        ((*VOC, "--strict", "--definition", "coco"), "--strict is for --definition coco and annotations in COCO's"),
+        (
+            ("--config-file", "c.yaml", "--weights", "w", *COCO[2:], "--strict", "--definition", "coco"),
+            "--strict is for --detections",
+        ),
         ((*COCO, "--max-dets", "0"), "--max-dets 0 must be at least 1"),
         (
             ("--config-file", "c.yaml", "--weights", "w.pth", *COCO[2:], "--ignore-unknown-classes"),
@@ -327,6 +333,23 @@ def test_another_file_is_compared_image_by_image(folder: Path, capsys: pytest.Ca
     assert f"95% intervals over images: AP {low:.3f} to {high:.3f}, AP50 " in said
     one = evaluate(folder, *COCO, "--against", "other.json", "--class-agnostic")
     assert one["against"]["coco"] == summarize(*as_one_class(worse, data)).numbers
+
+
+def test_a_strict_count_is_pycocotools_s(folder: Path) -> None:
+    usual = evaluate(folder, *COCO, "--definition", "coco")
+    assert evaluate(folder, *COCO, "--definition", "coco", "--strict")["coco"] == usual["coco"]
+    changed(folder, "coco.json", lambda content: content["annotations"][0].update(id=0))
+    assert evaluate(folder, *COCO, "--definition", "coco")["coco"] == usual["coco"]
+    strict = evaluate(folder, *COCO, "--definition", "coco", "--strict")
+    assert strict["coco"]["AP50"] < usual["coco"]["AP50"]  # a hit on it is a miss
+    changed(folder, "coco.json", lambda content: content.update(annotations=[]))
+    assert evaluate(folder, *COCO, "--definition", "coco", "--strict")["ap50"]["coco"]["mean"] == -1
+
+
+def test_lvis_is_refused_by_name(folder: Path) -> None:
+    changed(folder, "coco.json", lambda content: content["images"][3].update(neg_category_ids=[]))
+    with pytest.raises(SystemExit, match=r"is in LVIS's format, by neg_category_ids .* Use the package lvis"):
+        evaluate(folder, *COCO)
 
 
 def with_masks(folder: Path) -> None:
