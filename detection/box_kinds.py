@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from metricopt_ext.detection.ap50 import match
+from metricopt_ext.detection.ap50 import IOU, match
+from metricopt_ext.detection.matching import Found, Things, pairs_of
 from metricopt_ext.detection.tables import Array, Booleans, FoundLike, FoundTable, Integers, TruthLike, TruthTable
 from metricopt_ext.errors import DataError, MetricError
 
@@ -60,7 +61,7 @@ def check_found(
         DataError: Boxes are of another kind.
     """
     refuse_normalised(numbers, where)
-    sizes = truth.sizes[places]
+    sizes, things = truth.sizes[places], Things.of(truth, "coco")
     objects = len(truth.labels)
     fewer = hits(found_in(_from_sides(numbers)), truth)
     turned = numbers[:, [1, 0, 3, 2]]
@@ -74,7 +75,9 @@ def check_found(
     better = [
         (more, kind, edges)
         for kind, (edges, margin) in kinds.items()
-        if margin * fewer < objects and (more := hits(found_in(edges), truth)) > margin * fewer
+        if margin * fewer < objects
+        and margin * fewer < _most(found_in(edges), things)
+        and (more := hits(found_in(edges), truth)) > margin * fewer
     ]
     if better:
         more, kind, edges = max(better, key=lambda each: each[0])
@@ -166,6 +169,14 @@ def refuse_normalised(numbers: Array, where: str, expected: str = EXPECTED) -> N
     """
     if bool(((numbers >= 0) & (numbers <= 1)).all()) and bool(((numbers > 0) & (numbers < 1)).any()):
         raise DataError(f"{where}: every bbox lies within [0, 1], as if divided by the image's size; {expected}")
+
+
+def _most(table: FoundTable, things: Things) -> int:
+    """The number of objects that some detection overlaps by half: no more can be hit."""
+    classes = len(things.counts[0]) if len(things.counts) else 1
+    found = Found(table.places * classes + table.labels, table.boxes, table.areas, None)
+    _, columns, overlaps = pairs_of(found, things, pixel=0.0)
+    return len(np.unique(columns[overlaps >= IOU]))
 
 
 def _from_sides(numbers: Array) -> Array:

@@ -6,8 +6,9 @@ area; a detection's, that of its box. Objects of other sizes are ignored, and so
 another size that hits nothing. How detections and objects are matched, `ap50` says.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from metricopt_ext.detection.ap50 import COCO_DETECTIONS, IOU, METRICS, RECALLS, precision_at
 from metricopt_ext.detection.left_out import groups_of, interval, precision_without, recall_without
 from metricopt_ext.detection.matching import Found, Pairs, Things, beyond, match_coco, pairs_of, ranks_of
-from metricopt_ext.detection.tables import Floats, FoundLike, FoundTable, Kind, TruthLike, TruthTable
+from metricopt_ext.detection.tables import Booleans, Floats, FoundLike, FoundTable, Kind, TruthLike, TruthTable
 from metricopt_ext.errors import DataError
 
 # Areas in square pixels of each size; an area at an end is of both sizes, as in pycocotools.
@@ -60,14 +61,19 @@ class Summary:
         per_class: The same of each class that has an object that counts.
         curves: The precision of each such class at the recalls 0, 0.01, ..., 1, at an IoU of 0.5.
         lines: What pycocotools prints, in its order; none for other IoUs than its own.
-        without: Each number without each group of images, by its name, NaN for one of no object (`left_out`).
+        left_out: Computes each number without each group of images, by its name, NaN for one of no object.
     """
 
     numbers: dict[str, float | None]
     per_class: dict[str, dict[str, float | None]]
     curves: dict[str, list[float]]
     lines: tuple[str, ...]
-    without: dict[str, Floats] = field(default_factory=dict, compare=False)
+    left_out: Callable[[], dict[str, Floats]] = field(default=dict, compare=False)
+
+    @cached_property
+    def without(self) -> dict[str, Floats]:
+        """Each number without each group of images, by its name, ``g`` (`left_out`)."""
+        return self.left_out()
 
     def intervals(self) -> dict[str, tuple[float, float] | None]:
         """Return the 95% interval of each number over images; None where one can't be told (`left_out.interval`)."""
@@ -166,10 +172,11 @@ def summarize(
     ends = np.searchsorted(labels, np.arange(classes + 1))
     numbers = numbers_of(kind, most, list(dict.fromkeys(ious)), few, usual)
     values = {each.name: np.full((classes, len(levels)), np.nan) for each in numbers}
-    groups = groups_of(len(truth))
-    count = int(groups.max(initial=0)) + 1
-    found_in, object_in = groups[found.keys // classes], groups[things.keys // classes]
-    without = {each.name: np.full((classes, count, len(levels)), np.nan) for each in numbers}
+
+    def tells(number: Number, size: str, place: int) -> bool:
+        return number.size == size and (place < len(usual) if number.iou is None else levels[place] == number.iou)
+
+    matched: list[tuple[str, int, Booleans, Booleans]] = []
     curves: dict[str, list[float]] = {}
     judged_classes: set[int] = set()
     for size in {each.size: None for each in numbers}:
@@ -177,8 +184,6 @@ def summarize(
         objects = np.bincount(things.keys[judged] % classes, minlength=classes)
         known = np.flatnonzero(objects)
         judged_classes = set(known.tolist()) if size == "all" else judged_classes
-        cells = things.keys[judged] % classes * count + object_in[judged]
-        left = objects[:, None] - np.bincount(cells, minlength=classes * count).reshape(classes, count)
         for place, iou in enumerate(levels):
             counted, hits = match_coco(found, things, pairs, min(iou, 1 - 1e-10), SIZES[size])  # as in pycocotools
             of_classes = [
@@ -186,17 +191,33 @@ def summarize(
                 for label, start, end in zip(known, ends[known], ends[known + 1], strict=True)
             ]
             precision = [float(each.mean()) for each in of_classes]
-            precision_left = precision_without(hits[counted], labels[counted], found_in[counted], left, recalls)
+            matched.append((size, place, counted, hits))
             if (size, iou) == ("all", IOU):
                 curves = {truth.classes[i]: each.tolist() for i, each in zip(known, of_classes, strict=True)}
             for each in numbers:
-                if each.size == size and (place < len(usual) if each.iou is None else each.iou == iou):
+                if tells(each, size, place):
                     best = hits & (ranks < each.most)
                     recalled = np.bincount(labels[best], minlength=classes)
                     values[each.name][known, place] = recalled[known] / objects[known] if each.recall else precision
-                    without[each.name][..., place] = (
-                        recall_without(best, labels, found_in, left) if each.recall else precision_left
-                    )
+
+    def left_out() -> dict[str, Floats]:
+        groups = groups_of(len(truth))
+        count = int(groups.max(initial=0)) + 1
+        found_in, object_in = groups[found.keys // classes], groups[things.keys // classes]
+        without = {each.name: np.full((classes, count, len(levels)), np.nan) for each in numbers}
+        for size, place, counted, hits in matched:
+            judged = ~things.ignored & ~beyond(things.areas, SIZES[size])
+            cells = things.keys[judged] % classes * count + object_in[judged]
+            own = np.bincount(cells, minlength=classes * count).reshape(classes, count)
+            left = own.sum(axis=1, keepdims=True) - own
+            precision = precision_without(hits[counted], labels[counted], found_in[counted], left, recalls)
+            for each in numbers:
+                if tells(each, size, place):
+                    best = hits & (ranks < each.most)
+                    recall = recall_without(best, labels, found_in, left) if each.recall else None
+                    without[each.name][..., place] = precision if recall is None else recall
+        return {each.name: _means(without[each.name]) for each in numbers}
+
     return Summary(
         {each.name: _mean(values[each.name]) for each in numbers},
         {
@@ -206,7 +227,7 @@ def summarize(
         },
         curves,
         tuple(each.line(_mean(values[each.name])) for each in numbers) if tuple(usual) == METRICS["AP"] else (),
-        {each.name: _means(without[each.name]) for each in numbers},
+        left_out,
     )
 
 

@@ -48,10 +48,21 @@ def match_coco(
     near = overlaps >= iou
     rows, columns, overlaps = rows[near], columns[near], overlaps[near]
     ignored = things.ignored if area is None else things.ignored | beyond(things.areas, area)
-    # For each detection in turn: objects that count first, larger overlaps first, the last of equals.
-    order = np.lexsort((-columns, -overlaps, ignored[columns], rows))
     counted = found.areas >= 0 if area is None else ~beyond(found.areas, area)
     hits = np.zeros(len(found.keys), dtype=bool)
+    # Where no detection has a choice, the first takes the object.
+    only = np.bincount(rows, minlength=len(hits))[rows] == 1
+    special = ignored if things.missed is None else ignored | things.missed
+    open_to = np.ones(len(ignored), dtype=bool)
+    open_to[columns[~only]] = False
+    plain = open_to[columns] & ~special[columns]
+    first = np.full(len(ignored), len(hits))
+    np.minimum.at(first, columns[plain], rows[plain])
+    best = first[first < len(hits)]
+    hits[best] = counted[best] = True
+    rows, columns, overlaps = rows[~plain], columns[~plain], overlaps[~plain]
+    # For each other detection in turn: objects that count first, larger overlaps first, the last of equals.
+    order = np.lexsort((-columns, -overlaps, ignored[columns], rows))
     decided: set[int] = set()
     taken: set[int] = set()
     crowd, passed = (set(np.flatnonzero(each).tolist()) for each in (things.crowd, ignored))
