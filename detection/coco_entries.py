@@ -111,10 +111,10 @@ class Objects(Entries):
 
     @override
     def shapes(self, kind: Kind, images: Integers, ids: Sequence[Id], sizes: Integers) -> list[Any] | None:
-        from metricopt_ext.data.labelled import MAX_BYTES
-
         if kind == "bbox":
             return None
+        from metricopt_ext.data.labelled import MAX_BYTES
+
         shapes, size = list[Any](), 0
         for (entry, where), place in zip(self.entries, images.tolist(), strict=True):
             width, height = sizes[place].tolist()
@@ -217,16 +217,16 @@ def _shape(entry: Any, where: str, kind: Kind, image_id: Id, width: int, height:
 
 def _extent(entry: Any, where: str, kind: Kind, shape: Any) -> tuple[list[float], float]:
     """A detection's box and area; without a box, those of its mask or keypoints, as pycocotools' loadRes has them."""
+    if get(entry, "bbox") not in (None, []):
+        box = box_of(entry, where)
+        return box, box[2] * box[3]
     from metricopt_ext.detection.shapes import box_around, box_around_points, mask_of, pixels_of
 
-    if get(entry, "bbox") in (None, []):
-        told = get(entry, "segmentation")
-        if kind == "segm" or (kind == "bbox" and isinstance(told, dict)):
-            mask = shape if kind == "segm" else mask_of(told, where)
-            return box_around(mask), pixels_of(mask)
-        box = box_around_points(shape) if kind == "keypoints" else box_of(entry, where)
-    else:
-        box = box_of(entry, where)
+    told = get(entry, "segmentation")
+    if kind == "segm" or (kind == "bbox" and isinstance(told, dict)):
+        mask = shape if kind == "segm" else mask_of(told, where)
+        return box_around(mask), pixels_of(mask)
+    box = box_around_points(shape) if kind == "keypoints" else box_of(entry, where)
     return box, box[2] * box[3]
 
 
