@@ -29,7 +29,8 @@ from torch import Tensor
 from adam_policy import AdamPolicy
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
-from metricopt_ext.evidence.cli import RUNS_CODE, errors_in_one_line
+from metricopt_ext.evidence.cli import RUNS_CODE
+from metricopt_ext.evidence.command import errors_in_one_line
 from metricopt_ext.evidence.report import paired_interval, spread
 from metricopt_ext.evidence.style import new_figure, save_figure
 from metricopt_ext.methods.paper import END_QUERIES, Algorithm1

@@ -25,7 +25,8 @@ import numpy as np
 from torch import Tensor
 
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.evidence.cli import RUNS_CODE, TASKS, errors_in_one_line, experiment_of
+from metricopt_ext.evidence.cli import RUNS_CODE, TASKS, experiment_of
+from metricopt_ext.evidence.command import errors_in_one_line
 from metricopt_ext.evidence.compare import judge
 from metricopt_ext.evidence.contenders import at_each_budget, loss_path
 from metricopt_ext.evidence.contest import Plan

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from metricopt_ext.evidence.cli import errors_in_one_line
+from metricopt_ext.evidence.command import errors_in_one_line
 from metricopt_ext.evidence.style import print_table
 from metricopt_ext.methods.assess import assess
 from metricopt_ext.methods.assessment import RECOMMENDATIONS, Assessment, Recommendation

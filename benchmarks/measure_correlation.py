@@ -32,9 +32,10 @@ from metricopt_ext.classification.named_metric import build_metric, try_metric
 from metricopt_ext.classification.split_metric import batch_metric, model_metric
 from metricopt_ext.classification.splits import load_splits
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.evidence.cli import RUNS_CODE, errors_in_one_line
+from metricopt_ext.evidence.cli import RUNS_CODE
+from metricopt_ext.evidence.command import errors_in_one_line
 from metricopt_ext.evidence.correlation import CorrelationReport, correlation_report
-from metricopt_ext.evidence.report import paired_interval, spread, versions
+from metricopt_ext.evidence.report import paired_interval, spread
 from metricopt_ext.evidence.siblings import ReLossConfig, SiblingsConfig
 from metricopt_ext.evidence.style import direction, markdown_table, print_table
 from metricopt_ext.methods.run_folder import open_run
@@ -51,6 +52,7 @@ from metricopt_ext.utils.machine import Machine, deterministic
 from metricopt_ext.utils.parallel import run_seeds
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import seeded_streams
+from metricopt_ext.utils.versions import versions
 from metricopt_ext.utils.words import counted
 
 OTHER = 100_000  # what is added to a seed for the network whose outputs are judged

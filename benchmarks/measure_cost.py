@@ -24,8 +24,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias
 from metricopt_ext.classification.losses import classification_loss
 from metricopt_ext.classification.models import build_model
-from metricopt_ext.evidence.cli import errors_in_one_line
-from metricopt_ext.evidence.report import versions
+from metricopt_ext.evidence.command import errors_in_one_line
 from metricopt_ext.evidence.style import markdown_table, print_table
 from metricopt_ext.search.optimizer import MetricOpt
 from metricopt_ext.tasks.batches import TensorBatches
@@ -36,6 +35,7 @@ from metricopt_ext.utils.files import write_atomically, write_json
 from metricopt_ext.utils.machine import processor
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.threads import num_threads
+from metricopt_ext.utils.versions import versions
 from metricopt_ext.value.fitting import fit_value_function
 from metricopt_ext.value.gp import GPLearner, Spectrum
 from metricopt_ext.value.learners import NeuralLearner

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from metricopt_ext.evidence.report import versions
 from metricopt_ext.utils.extras import naming_extras, require
 from metricopt_ext.utils.files import write_json
+from metricopt_ext.utils.versions import versions
 
 SPREAD = 0.4  # of the clusters' centres, in units of their members' own spread: some, but not all, are found
 ROUNDS = ("ours", "raw FAISS", "pytorch-metric-learning")

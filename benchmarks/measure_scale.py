@@ -25,7 +25,7 @@ import torch
 from torch import distributed, nn
 
 from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.evidence.cli import errors_in_one_line
+from metricopt_ext.evidence.command import errors_in_one_line
 from metricopt_ext.evidence.style import print_table
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe

@@ -23,11 +23,12 @@ import numpy as np
 from kept import kept_json
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.evidence.cli import RUNS_CODE, TASKS, errors_in_one_line, experiment_of
+from metricopt_ext.evidence.cli import RUNS_CODE, TASKS, experiment_of
+from metricopt_ext.evidence.command import errors_in_one_line
 from metricopt_ext.evidence.compare import judge
 from metricopt_ext.evidence.contest_report import standard_error
 from metricopt_ext.evidence.experiment import Experiment
-from metricopt_ext.evidence.report import paired_interval, spread, versions
+from metricopt_ext.evidence.report import paired_interval, spread
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.evidence.style import direction, markdown_table, print_table
 from metricopt_ext.methods.recipe import Recipe
@@ -45,6 +46,7 @@ from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import Machine, deterministic
 from metricopt_ext.utils.parallel import run_seeds
 from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.utils.versions import versions
 from metricopt_ext.utils.words import counted
 
 OTHER = 100_000  # what is added to a seed for the second model

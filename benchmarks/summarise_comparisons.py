@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from metricopt_ext.evidence.claims import OURS, all_pairs, entry_of, guard_blocks, holm, pair, rivals_of, shown
-from metricopt_ext.evidence.cli import errors_in_one_line
+from metricopt_ext.evidence.command import errors_in_one_line
 from metricopt_ext.evidence.contest_report import heading, load, means_in_markdown
 from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.style import markdown_table

@@ -16,7 +16,7 @@ import numpy as np
 
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.evidence.claims import shown
-from metricopt_ext.evidence.cli import errors_in_one_line
+from metricopt_ext.evidence.command import errors_in_one_line
 from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.report import paired_interval, spread
 from metricopt_ext.evidence.style import direction, markdown_table

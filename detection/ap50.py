@@ -24,31 +24,30 @@ without an object that counts is left out of the mean; one with objects but no d
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
-import torch
 
 from metricopt_ext.detection.matching import (
     DEFINITIONS,
-    Booleans,
     Definition,
-    Floats,
     Found,
-    Integers,
     Things,
     match_coco,
     match_voc,
     pairs_of,
     ranks_of,
 )
-from metricopt_ext.detection.records import Detections, DetectionSet
+from metricopt_ext.detection.tables import Booleans, Floats, FoundLike, FoundTable, Integers, TruthLike, TruthTable
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.words import counted
 
 IOU = 0.5
 # The IoUs that each metric is the mean over, as pycocotools writes them.
-METRICS: dict[str, tuple[float, ...]] = {"AP50": (IOU,), "AP": tuple(np.linspace(0.5, 0.95, 10).tolist())}
+METRICS: dict[str, tuple[float, ...]] = {
+    "AP50": (IOU,),
+    "AP": tuple(np.linspace(0.5, 0.95, 10).tolist()),
+    "AP75": (0.75,),
+}
 COCO_DETECTIONS = 100  # of one class in one image, by default
 # Where the worst detection has a higher score, worse ones were left out; down to the second they are worth writing.
 CUT, LOW_SCORE = 0.01, 0.0005
@@ -141,8 +140,8 @@ class Matches:
 
 
 def average_precision(
-    detections: Sequence[Detections],
-    truth: DetectionSet,
+    detections: FoundLike,
+    truth: TruthLike,
     definition: Definition,
     *,
     rounded: bool = False,
@@ -154,8 +153,8 @@ def average_precision(
 
 
 def match(
-    detections: Sequence[Detections],
-    truth: DetectionSet,
+    detections: FoundLike,
+    truth: TruthLike,
     definition: Definition,
     *,
     rounded: bool = False,
@@ -181,10 +180,11 @@ def match(
     return matches
 
 
-def beyond_limit(detections: Sequence[Detections], max_detections: int = COCO_DETECTIONS) -> int:
+def beyond_limit(detections: FoundLike, max_detections: int = COCO_DETECTIONS) -> int:
     """Return how many detections COCO's definition does not count, as others of their class in the image are better."""
-    counts = [torch.bincount(found.labels.flatten().long().cpu()) for found in detections if len(found)]
-    return sum(int((count - max_detections).clamp(min=0).sum()) for count in counts)
+    found = FoundTable.of(detections)
+    classes = int(found.labels.max(initial=0)) + 1
+    return int((ranks_of(found.places * classes + found.labels) >= max_detections).sum())
 
 
 def told_beyond_limit(cut: int, max_detections: int = COCO_DETECTIONS) -> str:
@@ -193,10 +193,10 @@ def told_beyond_limit(cut: int, max_detections: int = COCO_DETECTIONS) -> str:
     return said if cut else ""
 
 
-def told_cut(detections: Sequence[Detections]) -> str:
+def told_cut(detections: FoundLike) -> str:
     """Return in words that detections look cut by a threshold, by their lowest score; empty if they don't."""
-    scores = [found.scores for found in detections if len(found)]
-    if not scores or (lowest := min(float(each.min()) for each in scores)) <= CUT:
+    scores = FoundTable.of(detections).scores
+    if not len(scores) or (lowest := float(scores.min())) <= CUT:
         return ""
     return (
         f"the lowest score is {lowest:.3g}: detections look cut by a threshold, which can only lower an average"
@@ -204,9 +204,7 @@ def told_cut(detections: Sequence[Detections]) -> str:
     )
 
 
-def match_for(
-    metric: str, detections: Sequence[Detections], truth: DetectionSet, definition: Definition
-) -> list[Matches]:
+def match_for(metric: str, detections: FoundLike, truth: TruthLike, definition: Definition) -> list[Matches]:
     """Decide at each IoU of a metric, one of `METRICS`, for each detection whether it hit an object; see `match`."""
     return _match_at(METRICS[metric], detections, truth, definition)
 
@@ -222,8 +220,8 @@ def mean_over_ious(matches: Sequence[Matches], images: Sequence[int] | None = No
 
 def _match_at(
     ious: Sequence[float],
-    detections: Sequence[Detections],
-    truth: DetectionSet,
+    detections: FoundLike,
+    truth: TruthLike,
     definition: Definition,
     *,
     rounded: bool = False,
@@ -236,8 +234,8 @@ def _match_at(
         raise DataError("only VOC's definitions can be rounded as in Detectron2")
     if len(detections) != len(truth):
         raise DataError(f"there are detections for {len(detections)} images, but {len(truth)} images")
-    found = Found.of(detections, len(truth.classes), definition, rounded)
-    things = Things.of(truth, definition)
+    found = Found.of(FoundTable.of(detections), len(truth.classes), definition, rounded)
+    things = Things.of(TruthTable.of(truth), definition)
     if definition == "coco":
         found = found.take(ranks_of(found.keys) < max_detections)
     pairs = pairs_of(found, things, pixel=0.0 if definition == "coco" else 1.0)
@@ -255,13 +253,13 @@ def area_of_precision(hits: Booleans, objects: int, definition: Definition) -> f
     if definition == "voc":
         recall, best = _curve(hits, objects)
         return float(np.sum(np.diff(recall, prepend=0.0) * best))
-    return float(np.mean(precision_at(hits, objects, definition)))
+    return float(np.mean(precision_at(hits, objects, RECALLS[definition])))
 
 
-def precision_at(hits: Booleans, objects: int, definition: Literal["voc_11_point", "coco"]) -> Floats:
-    """Return the precision of one class at the definition's recalls, from its detections by descending score."""
+def precision_at(hits: Booleans, objects: int, recalls: Floats) -> Floats:
+    """Return the precision of one class at some recalls, from its detections by descending score."""
     recall, best = _curve(hits, objects)
-    precision: Floats = np.append(best, 0.0)[np.searchsorted(recall, RECALLS[definition])]
+    precision: Floats = np.append(best, 0.0)[np.searchsorted(recall, recalls)]
     return precision
 
 

@@ -191,7 +191,7 @@ def besides(config: MetricConfig, classes: Sequence[str] | None = None) -> dict[
     """Return what counts besides the metric by name; a module that is named is imported, which runs it.
 
     Args:
-        config: The metric's settings: AP50, AP, or AP50[CLASS] and AP[CLASS] in any case, are by its definition.
+        config: The metric's settings: AP50, AP, AP75, or AP50[CLASS] and so on, in any case, are by its definition.
         classes: The names of the classes; None where they are not known yet.
 
     Raises:

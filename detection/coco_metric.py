@@ -1,4 +1,4 @@
-"""COCO's AP or AP50 of boxes, masks or keypoints as the black-box metric, by pycocotools."""
+"""COCO's AP, AP50 or AP75 of boxes, masks or keypoints as the black-box metric, by pycocotools."""
 
 import contextlib
 import io
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from metricopt_ext.detection.ap50 import COCO_DETECTIONS, told_beyond_limit
 from metricopt_ext.detection.box_kinds import refuse_corners, refuse_normalised
-from metricopt_ext.detection.coco import area_of, box_of, flag_of, side_of
+from metricopt_ext.detection.coco_entries import area_of, box_of, flag_of, side_of
 from metricopt_ext.detection.ids import Id, checked_id, choose, distinct, examples, known_of, number, written_ways
 from metricopt_ext.detection.metric import halves_of_images
-from metricopt_ext.detection.shapes import KINDS, Kind
+from metricopt_ext.detection.tables import KINDS, Kind
 from metricopt_ext.errors import DataError, MetricError
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.utils.words import brief, counted
@@ -28,7 +28,8 @@ try:
 except ImportError as error:
     raise ImportError("COCO's metrics need pycocotools: pip install 'metricopt-ext[detection]'") from error
 
-Name = Literal["AP", "AP50"]
+Name = Literal["AP", "AP50", "AP75"]
+IOUS: dict[Name, float] = {"AP50": 0.5, "AP75": 0.75}  # of one IoU
 
 COMPARED = 500  # images by which other readings of what is found are compared
 
@@ -42,14 +43,14 @@ def coco_metric(
     halves: Sequence[Tensor] | str | None = None,
     detect: Callable[[nn.Module, Tensor], Mapping[str, Tensor]] | None = None,
 ) -> Metric:
-    """Return the black box: COCO's AP, or AP50, of what a detector finds in images.
+    """Return the black box: COCO's AP, AP50 or AP75 of what a detector finds in images.
 
     Args:
         images: What the detector takes, each ``3 x h x w``, in the order of ``annotations["images"]``.
         annotations: The content of a COCO file: ``images``, ``annotations`` and ``categories``.
         kind: What is compared: boxes (``"bbox"``) or masks (``"segm"``) by their IoU, or ``"keypoints"`` by their
             object keypoint similarity, with the deviations of COCO's 17.
-        name: ``"AP"``, the mean over the IoUs 0.5, 0.55, ..., 0.95, or ``"AP50"``.
+        name: ``"AP"``, the mean over the IoUs 0.5, 0.55, ..., 0.95, ``"AP50"`` or ``"AP75"``.
         halves: Positions of two halves of the images, on each of which the metric also reports its value, or why there
             are none; by default random ones, if each has an object that counts. Empty for a metric without.
         detect: ``detect(model, image)`` returns what is found in an image as torchvision's detectors do: ``scores``,
@@ -185,11 +186,11 @@ def _warn_of_sizes(images: Sequence[Tensor], entries: list[dict[str, Any]]) -> N
 
 def _check_boxes(read: list[dict[str, Any]], entries: Mapping[Id, Mapping[str, Any]]) -> None:
     """Refuse annotated boxes of another kind, and warn once of those without area."""
-    boxes = torch.tensor([each["bbox"] for each in read], dtype=torch.float64).reshape(-1, 4)
+    boxes = np.array([each["bbox"] for each in read], dtype=np.float64).reshape(-1, 4)
     refuse_normalised(boxes, "annotations")
     sides = [[side_of(entries[each["image_id"]], key, "", False) for key in ("width", "height")] for each in read]
-    areas = torch.tensor([each["told_area"] for each in read], dtype=torch.float64)
-    refuse_corners(boxes, torch.tensor(sides, dtype=torch.float64).reshape(-1, 2), "annotations", areas)
+    areas = np.array([each["told_area"] for each in read], dtype=np.float64)
+    refuse_corners(boxes, np.array(sides, dtype=np.float64).reshape(-1, 2), "annotations", areas)
     if flat := int((boxes[:, 2:] <= 0).any(1).sum()):
         warnings.warn(
             f"{counted(flat, 'annotated box')} without area count as objects that are not found, as in pycocotools",
@@ -233,7 +234,7 @@ def _tell_of(results: list[dict[str, Any]], categories: list[int], kind: Kind, t
     if kind == "bbox" and "kind" not in told:
         told.add("kind")
         try:
-            numbers = torch.tensor([each["bbox"] for each in results]).reshape(-1, 4)
+            numbers = np.array([each["bbox"] for each in results], dtype=np.float64).reshape(-1, 4)
             refuse_normalised(numbers, "the detector", "boxes must be [left, top, right, bottom] in pixels")
         except DataError as error:
             raise MetricError(str(error)) from error
@@ -330,8 +331,8 @@ def _value(truth: COCO, results: list[dict[str, Any]], ids: list[Id], kind: Kind
     with contextlib.redirect_stdout(io.StringIO()):
         evaluation = COCOeval(truth, truth.loadRes(within), kind)
         evaluation.params.imgIds = ids
-        if name == "AP50":
-            evaluation.params.iouThrs = np.array([0.5])
+        if name in IOUS:
+            evaluation.params.iouThrs = np.array([IOUS[name]])
         evaluation.evaluate()
         evaluation.accumulate()
     precision = evaluation.eval["precision"][..., 0, -1]  # objects of any area, the largest number of detections

@@ -169,7 +169,7 @@ class MetricConfig(BesidesConfig):
     # AP50; AP, the mean over the IoUs 0.5, 0.55, ..., 0.95, with definition=coco COCO's AP; F1, at IoU 0.5 of all that
     # is found, mean over classes; or MODULE:FUNCTION, which is imported and run
     name: str = "AP50"
-    definition: str = "voc_11_point"  # AP50, AP, F1: voc_11_point (VOC 2007), voc (all points, 2010 on) or coco
+    definition: str = "voc_11_point"  # AP50, AP, AP75, F1: voc_11_point (VOC 2007), voc (all points, 2010 on) or coco
 
 
 @dataclass

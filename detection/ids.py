@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from metricopt_ext.detection.records import Annotated
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.words import brief
 
@@ -64,13 +63,11 @@ def written_ways(ids: Sequence[Id]) -> list[Way]:
     return [_way(what, form, [[key] for key in ids]) for what, form in (("the id", _same), ("the number", number))]
 
 
-def image_ways(images: Sequence[Annotated]) -> list[Way]:
-    """Return the ways to read the id of an image."""
+def image_ways(ids: Sequence[Id], names: Sequence[str]) -> list[Way]:
+    """Return the ways to read the id of an image, by the images' own ids and the names of their files, or empty."""
     # A string is taken for a file's name too: VOC's ids are such names without the suffix.
-    names = [(image.image_id, image.path.as_posix() if image.path.name else None) for image in images]
-    files = [[name for name in each if isinstance(name, str)] for each in names]
+    files = [[name for name in each if name and isinstance(name, str)] for each in zip(ids, names, strict=True)]
     forms = (_same, file_name, stem, lambda value: number(stem(value)))
-    ids = [image.image_id for image in images]
     return [*written_ways(ids), *(_way("the name of the file", form, files) for form in forms)]
 
 

@@ -1,15 +1,12 @@
 """Which detections hit an object: the overlaps, and the rules of each definition in `ap50`."""
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from metricopt_ext.detection.records import Annotated, Detections, DetectionSet, as_array
+from metricopt_ext.detection.tables import Booleans, Floats, FoundTable, Integers, Objects, TruthTable
 from metricopt_ext.errors import MetricError
 
 Definition = Literal["voc_11_point", "voc", "coco"]
@@ -19,10 +16,6 @@ DEFINITIONS: tuple[Definition, ...] = get_args(Definition)
 ORIGIN = {"voc_11_point": np.array([1.0, 1.0, 0.0, 0.0]), "voc": np.array([1.0, 1.0, 0.0, 0.0]), "coco": np.zeros(4)}
 
 
-Floats = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.int64]
-Objects = npt.NDArray[np.object_]
-Booleans = npt.NDArray[np.bool_]
 Pairs = tuple[Integers, Integers, Floats]  # of detections and objects: their rows, and their overlap in [0, 1]
 
 
@@ -55,18 +48,33 @@ def match_coco(
     near = overlaps >= iou
     rows, columns, overlaps = rows[near], columns[near], overlaps[near]
     ignored = things.ignored if area is None else things.ignored | beyond(things.areas, area)
-    # For each detection in turn: objects that count first, larger overlaps first, the last of equals.
-    order = np.lexsort((-columns, -overlaps, ignored[columns], rows))
     counted = found.areas >= 0 if area is None else ~beyond(found.areas, area)
     hits = np.zeros(len(found.keys), dtype=bool)
+    # Where no detection has a choice, the first takes the object.
+    only = np.bincount(rows, minlength=len(hits))[rows] == 1
+    special = ignored if things.missed is None else ignored | things.missed
+    open_to = np.ones(len(ignored), dtype=bool)
+    open_to[columns[~only]] = False
+    plain = open_to[columns] & ~special[columns]
+    first = np.full(len(ignored), len(hits))
+    np.minimum.at(first, columns[plain], rows[plain])
+    best = first[first < len(hits)]
+    hits[best] = counted[best] = True
+    rows, columns, overlaps = rows[~plain], columns[~plain], overlaps[~plain]
+    # For each other detection in turn: objects that count first, larger overlaps first, the last of equals.
+    order = np.lexsort((-columns, -overlaps, ignored[columns], rows))
     decided: set[int] = set()
     taken: set[int] = set()
     crowd, passed = (set(np.flatnonzero(each).tolist()) for each in (things.crowd, ignored))
+    missed = set() if things.missed is None else set(np.flatnonzero(things.missed).tolist())
     for row, column in zip(rows[order].tolist(), columns[order].tolist(), strict=True):
         if row in decided or column in taken:
             continue
         decided.add(row)
-        hits[row] = counted[row] = column not in passed
+        if column in passed:
+            counted[row] = False
+        elif column not in missed:
+            hits[row] = counted[row] = True
         if column not in crowd:
             taken.add(column)
     return counted, hits
@@ -102,24 +110,12 @@ class Found:
     keys: Integers  # image * classes + label
     boxes: Floats
     areas: Floats  # in square pixels
-    shapes: Objects  # masks or keypoints, if these are compared
+    shapes: Objects | None  # masks or keypoints, if these are compared
 
     @staticmethod
-    def of(detections: Sequence[Detections], classes: int, definition: Definition, rounded: bool) -> "Found":
+    def of(table: FoundTable, classes: int, definition: Definition, rounded: bool) -> "Found":
         """Sort detections for a definition; see `ap50.match`, also for what is refused."""
-        for image, found in enumerate(detections):
-            n = (len(found),)
-            boxes_fit = found.boxes.shape == (*n, 4) or not (len(found) or found.boxes.numel())
-            if not (boxes_fit and found.labels.shape == found.scores.shape == n):
-                raise MetricError(
-                    f"the detector gave boxes of shape {tuple(found.boxes.shape)} and labels of shape"
-                    f" {tuple(found.labels.shape)} for scores of shape {tuple(found.scores.shape)}, first in image"
-                    f" {image}; they must be n x 4 (left, top, right, bottom), n and n"
-                )
-        images = np.repeat(np.arange(len(detections)), [len(found) for found in detections])
-        labels = _joined([found.labels for found in detections]).astype(np.int64)
-        scores = _joined([found.scores for found in detections])
-        boxes = _joined([found.boxes for found in detections]).reshape(-1, 4)
+        images, labels, scores, boxes = table.places, table.labels, table.scores, table.boxes
         for name, finite in (("box", np.isfinite(boxes).all(1)), ("score", np.isfinite(scores))):
             if not finite.all():
                 where = images[finite.argmin()]
@@ -135,12 +131,13 @@ class Found:
         else:
             boxes = boxes + ORIGIN[definition]
         order = _by_score(labels, scores, stable=not rounded)
-        shapes = _shapes(detections)
-        return Found(images * classes + labels, boxes, _areas(detections, boxes), shapes).take(order)
+        keys, areas = images * classes + labels, _areas(table.areas, boxes)
+        return Found(keys, boxes, areas, table.shapes).take(order)
 
     def take(self, rows: Any) -> "Found":
         """Return some of the rows."""
-        return Found(self.keys[rows], self.boxes[rows], self.areas[rows], self.shapes[rows])
+        shapes = None if self.shapes is None else self.shapes[rows]
+        return Found(self.keys[rows], self.boxes[rows], self.areas[rows], shapes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,42 +149,28 @@ class Things:
     ignored: Booleans  # do not count, nor are detections of them false
     crowd: Booleans  # of the ignored ones, those that COCO treats as regions
     areas: Floats  # in square pixels
-    shapes: Objects  # masks or keypoints, if these are compared
+    shapes: Objects | None  # masks or keypoints, if these are compared
     counts: Integers  # of objects that are not ignored, images x classes
+    missed: Booleans | None = None  # those that count and can't be hit
 
     @staticmethod
-    def of(truth: DetectionSet, definition: Definition) -> "Things":
+    def of(truth: TruthTable, definition: Definition) -> "Things":
         """Sort the objects for a definition."""
         shape = len(truth), len(truth.classes)
-        images = np.repeat(np.arange(len(truth)), [len(image.labels) for image in truth.images])
-        labels, crowd, difficult = (
-            _joined([getattr(image, name) for image in truth.images]) for name in ("labels", "crowd", "difficult")
-        )
-        keys = images * len(truth.classes) + labels.astype(np.int64)
-        boxes = _joined([image.boxes for image in truth.images]).reshape(-1, 4) + ORIGIN[definition]
-        ignored, crowd = crowd.astype(bool), crowd.astype(bool)
+        keys, boxes = truth.places * len(truth.classes) + truth.labels, truth.boxes + ORIGIN[definition]
+        ignored, crowd = truth.crowd, truth.crowd
         if definition != "coco":
-            ignored, crowd = ignored | difficult.astype(bool), np.zeros_like(crowd)
+            ignored, crowd = ignored | truth.difficult, np.zeros_like(crowd)
         order = np.argsort(keys, kind="stable")
         counts = np.bincount(keys[~ignored], minlength=shape[0] * shape[1]).reshape(shape)
-        areas, shapes = _areas(truth.images, boxes), _shapes(truth.images)
-        return Things(keys[order], boxes[order], ignored[order], crowd[order], areas[order], shapes[order], counts)
+        areas, shapes = _areas(truth.areas, boxes), None if truth.shapes is None else truth.shapes[order]
+        missed = None if truth.missed is None else truth.missed[order]
+        return Things(keys[order], boxes[order], ignored[order], crowd[order], areas[order], shapes, counts, missed)
 
 
-def _joined(parts: Sequence[torch.Tensor]) -> npt.NDArray[Any]:
-    return as_array(torch.cat(list(parts))) if parts else np.zeros(0)
-
-
-def _areas(images: Sequence[Annotated] | Sequence[Detections], boxes: Floats) -> Floats:
+def _areas(told: Floats, boxes: Floats) -> Floats:
     """Areas as told, or those of boxes."""
-    of_boxes = np.prod(boxes[:, 2:] - boxes[:, :2], axis=1)
-    told = _joined([torch.full((len(each.labels),), math.nan) if each.areas is None else each.areas for each in images])
-    return np.where(np.isnan(told), of_boxes, told)
-
-
-def _shapes(images: Sequence[Annotated] | Sequence[Detections]) -> Objects:
-    listed = [shape for each in images for shape in each.shapes or [None] * len(each.labels)]
-    return np.fromiter(listed, dtype=object, count=len(listed))
+    return np.where(np.isnan(told), np.prod(boxes[:, 2:] - boxes[:, :2], axis=1), told)
 
 
 def _by_score(labels: Integers, scores: npt.NDArray[Any], *, stable: bool) -> Integers:

@@ -1,4 +1,4 @@
-"""What a detector is judged by, as the black-box metric: AP50, AP, or a function of one's own."""
+"""What a detector is judged by, as the black-box metric: AP50, AP, AP75, F1, or a function of one's own."""
 
 import warnings
 from abc import ABC, abstractmethod
@@ -63,10 +63,10 @@ class DetectionMetric(ABC):
 
 @dataclass(frozen=True)
 class MeanAveragePrecision(DetectionMetric):
-    """AP50 or AP.
+    """AP50, AP or AP75.
 
     Attributes:
-        name: ``"AP50"``, or ``"AP"``, the mean over the IoUs from 0.5 to 0.95.
+        name: ``"AP50"``, ``"AP75"``, or ``"AP"``, the mean over the IoUs from 0.5 to 0.95.
         definition: See `ap50`.
     """
 
@@ -91,7 +91,7 @@ class MeanAveragePrecision(DetectionMetric):
 
 @dataclass(frozen=True)
 class ClassAveragePrecision(MeanAveragePrecision):
-    """AP50 or AP of one class.
+    """AP50, AP or AP75 of one class.
 
     Attributes:
         label: The class's name, as the set has it.
@@ -297,7 +297,7 @@ def ap50_metric(
     *,
     name: str = "AP50",
 ) -> Metric:
-    """Return the black box of AP50 or AP; see `detector_metric` and `MeanAveragePrecision`."""
+    """Return the black box of AP50, AP or AP75; see `detector_metric` and `MeanAveragePrecision`."""
     return detector_metric(MeanAveragePrecision(name, definition), toolkit, examples, classes, halves)
 
 

@@ -2,7 +2,6 @@
 
 import lzma
 import math
-import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -23,11 +22,6 @@ from metricopt_ext.utils.words import brief
 
 # What reading a file raises, on disk or in a zip file: missing, corrupt, encrypted, compressed in an unknown way.
 UNREADABLE = (OSError, KeyError, EOFError, RuntimeError, lzma.LZMAError, zipfile.BadZipFile, zlib.error)
-# Pixels on the longest side of an image that an annotation may tell of; float32 still counts them one by one.
-LONGEST_SIDE = 1 << 24
-# Pixels that a box may reach beyond its image unnoticed: files that round to two decimals are off by as much.
-ROUNDING = 0.01
-NAMED = 5  # files listed in a warning
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,52 +123,6 @@ def inside(boxes: Tensor, width: int, height: int) -> tuple[Tensor, Tensor]:
     return clipped, (clipped[:, 2:] > clipped[:, :2]).all(1)
 
 
-def warn_of_boxes_outside(where: object, images: Sequence[Annotated], names: Sequence[str]) -> None:
-    """Warn, once for a set, of boxes that an evaluation counts and that a training clips or leaves out.
-
-    Args:
-        where: The set, for the message.
-        images: Its images.
-        names: How to call each of them.
-    """
-    counts = torch.tensor([len(image.boxes) for image in images], dtype=torch.int64)
-    sizes = torch.tensor([(image.width, image.height) for image in images]).reshape(-1, 2)
-    boxes = torch.cat([image.boxes.double() for image in images] or [torch.zeros(0, 4)])
-    named = [name for name, count in zip(names, counts.tolist(), strict=True) for _ in range(count)]
-    warn_of_boxes(where, boxes, sizes.repeat_interleave(counts, dim=0), named)
-
-
-def warn_of_boxes(where: object, boxes: Tensor, sizes: Tensor, names: Sequence[str]) -> None:
-    """Warn of boxes as `warn_of_boxes_outside` does.
-
-    Args:
-        where: The set, for the message.
-        boxes: All boxes of the set, ``m x 4``.
-        sizes: Width and height of the image of each, ``m x 2``; 0 for an unknown one.
-        names: How to call the image of each, ``m``.
-    """
-    ends = sizes.double().masked_fill(sizes == 0, math.inf).repeat(1, 2)
-    cut = boxes.double().clamp(min=0).minimum(ends)
-    flat, outside = (~(each[:, 2:] > each[:, :2]).all(1) for each in (boxes, cut))
-    partly = ((cut - boxes).abs() > ROUNDING).any(1) & ~outside
-    kinds = (
-        (flat, "without area, left out of training"),
-        (outside & ~flat, "outside the image, left out of training"),
-        (partly, "partly outside the image, clipped for training"),
-    )
-    told = [(rows.nonzero().flatten().tolist(), what) for rows, what in kinds]
-    said = [f"{len(rows)} {what} ({shown_files([names[i] for i in rows])})" for rows, what in told if rows]
-    if said:
-        warnings.warn(f"boxes in {where}: {'; '.join(said)}; an evaluation counts them as they are", stacklevel=3)
-
-
-def shown_files(names: Sequence[str]) -> str:
-    """Return the names of a few files for a warning, each once, and how many more there are."""
-    distinct = list(dict.fromkeys(names))
-    shown = [name if len(name) <= 80 and name.isprintable() else brief(name) for name in distinct[:NAMED]]
-    return ", ".join(shown) + (f" and {len(distinct) - NAMED} more files" if len(distinct) > NAMED else "")
-
-
 @dataclass(frozen=True, eq=False)
 class DetectionSet:
     """Annotated images of one set of classes.
@@ -217,25 +165,6 @@ class Detections:
     def __len__(self) -> int:
         """Return the number of detections."""
         return len(self.scores)
-
-
-def as_one_class(detections: Sequence[Detections], truth: DetectionSet) -> tuple[list[Detections], DetectionSet]:
-    """Return detections and images with one class, ``"any"``, in place of several.
-
-    In each image they come by class first, so that equal scores rank as in pycocotools with ``useCats=0``.
-    """
-
-    def taken(each: Any) -> Any:
-        order = torch.argsort(each.labels, stable=True)
-        parts = {
-            name: value[order]
-            for name in ("boxes", "scores", "difficult", "crowd", "areas")
-            if (value := getattr(each, name, None)) is not None
-        }
-        shapes = each.shapes and [each.shapes[row] for row in order.tolist()]
-        return replace(each, labels=torch.zeros_like(each.labels), shapes=shapes, **parts)
-
-    return [taken(each) for each in detections], DetectionSet(("any",), [taken(each) for each in truth.images])
 
 
 def as_array(tensor: Tensor) -> npt.NDArray[Any]:

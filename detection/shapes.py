@@ -5,17 +5,15 @@ trusts what it is given, so all that a file says of a mask is checked first.
 """
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from metricopt_ext.data.images import MAX_PIXELS
-from metricopt_ext.detection.matching import Booleans, Floats, Found, Integers, Pairs, Things
+from metricopt_ext.detection.matching import Found, Pairs, Things
+from metricopt_ext.detection.tables import KINDS, Booleans, Floats, Integers, Kind
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.words import brief
-
-Kind = Literal["bbox", "segm", "keypoints"]
-KINDS: dict[Kind, str] = {"bbox": "bbox", "segm": "segmentation", "keypoints": "keypoints"}  # what an entry must have
 
 LONGEST_OUTLINE = 1 << 20  # of a mask's polygons, in pixels; pycocotools takes up to 200 bytes for each
 FURTHEST = 1 << 24  # coordinate of a polygon
@@ -167,6 +165,8 @@ def shape_pairs(found: Found, things: Things, kind: Kind) -> Pairs:
     """
     from pycocotools import mask
 
+    if found.shapes is None or things.shapes is None:
+        raise DataError(f"detections and images are without {KINDS[kind]}, which kind={kind!r} compares")
     order = np.argsort(found.keys, kind="stable")
     rows, columns, overlaps = [], [], []
     for own in np.split(order, np.flatnonzero(np.diff(found.keys[order])) + 1) if len(order) else ():
@@ -189,6 +189,8 @@ def shape_pairs(found: Found, things: Things, kind: Kind) -> Pairs:
 
 def _similarities(found: Found, rows: Integers, things: Things, columns: Integers) -> Floats:
     """The object keypoint similarities of detections and objects, ``rows x columns``."""
+    assert found.shapes is not None
+    assert things.shapes is not None
     points = np.stack(found.shapes[rows].tolist())[:, None, :, :2]
     objects = np.stack(things.shapes[columns].tolist())
     marked: Booleans = np.asarray(objects[..., 2] > 0)

@@ -12,20 +12,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from PIL import Image
 
 from metricopt_ext.data.archives import Archive, open_zip
 from metricopt_ext.detection.box_kinds import refuse_normalised
-from metricopt_ext.detection.coco import LARGEST
-from metricopt_ext.detection.records import (
-    LONGEST_SIDE,
-    UNREADABLE,
-    Annotated,
-    DetectionSet,
-    shown_files,
-    warn_of_boxes_outside,
-)
+from metricopt_ext.detection.boxes_outside import shown_files, warn_of_boxes_outside
+from metricopt_ext.detection.coco_entries import LARGEST
+from metricopt_ext.detection.records import UNREADABLE, Annotated, DetectionSet
+from metricopt_ext.detection.tables import LONGEST_SIDE, TruthTable
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import read_bounded, write_atomically
@@ -211,10 +207,11 @@ def _read_tree(
             image = image.with_size()
         found.append(image)
     corners = [thing.corners for annotation in chosen for thing in annotation.objects]
-    refuse_normalised(torch.tensor(corners).reshape(-1, 4), str(tree), CORNERS)
+    refuse_normalised(np.array(corners, dtype=np.float64).reshape(-1, 4), str(tree), CORNERS)
     _warn(tree, chosen)
-    warn_of_boxes_outside(tree, found, [annotation.file.name for annotation in chosen])
-    return DetectionSet(tuple(classes), found)
+    read = DetectionSet(tuple(classes), found)
+    warn_of_boxes_outside(tree, TruthTable.of(read), [annotation.file.name for annotation in chosen])
+    return read
 
 
 def _objects(annotation: _Annotation, classes: Sequence[str], keep_difficult: bool) -> list[tuple[Box, int, bool]]:

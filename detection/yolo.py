@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from metricopt_ext.detection.records import Annotated, DetectionSet, shown_files
+from metricopt_ext.detection.boxes_outside import shown_files
+from metricopt_ext.detection.records import Annotated, DetectionSet
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import read_bounded
 from metricopt_ext.utils.words import brief, counted, shortened

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 import metricopt_ext as mo
 from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.evidence.cli import errors_in_one_line
+from metricopt_ext.evidence.command import errors_in_one_line
 from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.siblings.algorithm_s1 import AlgorithmS1

@@ -19,7 +19,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.evidence.cli import RUNS_CODE, TASKS, errors_in_one_line, experiment_of
+from metricopt_ext.evidence.cli import RUNS_CODE, TASKS, experiment_of
+from metricopt_ext.evidence.command import errors_in_one_line
 from metricopt_ext.evidence.experiment import Experiment
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.evidence.style import direction, print_points

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.evidence.cli import RUNS_CODE, TASKS, add_show_config, errors_in_one_line, experiment_of
+from metricopt_ext.evidence.cli import RUNS_CODE, TASKS, experiment_of
+from metricopt_ext.evidence.command import add_show_config, errors_in_one_line
 from metricopt_ext.evidence.contest import Plan, run_seed
 from metricopt_ext.evidence.contest_page import contest_page
 from metricopt_ext.evidence.contest_report import gather, load, paired, print_report, write

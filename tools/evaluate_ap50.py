@@ -14,7 +14,8 @@ are read where one reading fits them all (metricopt_ext.detection.ids), and note
 count. The module metricopt_ext.detection.ap50 explains how the definitions differ. Instead of a file, detections can
 come from a detector that the config file of tools/finetune_detector.py describes, with its weights, and with a
 finetuned adapter if one is given. Prints a table, for COCO's definition the twelve lines of pycocotools too
-(metricopt_ext.detection.coco_summary), and writes report.json.
+(metricopt_ext.detection.coco_summary), and writes report.json. The numbers have 95% intervals over images; those of two
+files of detections are compared image by image with --against (metricopt_ext.detection.left_out).
 """
 
 import argparse
@@ -23,16 +24,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zipfile import is_zipfile
 
+import numpy as np
+
 from metricopt_ext.errors import DataError, MetricOptError
-from metricopt_ext.evidence.cli import add_show_config, errors_in_one_line, show_config, shows_config
-from metricopt_ext.evidence.report import versions
+from metricopt_ext.evidence.command import add_show_config, errors_in_one_line, show_config, shows_config
 from metricopt_ext.evidence.style import print_table, print_written
 from metricopt_ext.plain import plain
 from metricopt_ext.utils.files import write_json
+from metricopt_ext.utils.versions import versions
 from metricopt_ext.utils.words import counted, shortened
+
+if TYPE_CHECKING:
+    from metricopt_ext.detection.tables import FoundTable, TruthTable
+
+SHOWN = ("AP", "AP50", "AP75")  # whose intervals are printed; the report has all
 
 
 def main() -> None:
@@ -75,6 +83,11 @@ def main() -> None:
         help="leave out detections of classes that the annotations don't have",
     )
     parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="for COCO's definition and files: count exactly what pycocotools counts, its faults included",
+    )
+    parser.add_argument(
         "--iou",
         nargs="+",
         type=float,
@@ -82,6 +95,12 @@ def main() -> None:
         help="for COCO's definition: further IoUs, above 0 and at most 1, at which the AP is told",
     )
     parser.add_argument("--class-agnostic", action="store_true", help="take all classes for one")
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="OTHER",
+        help="for COCO's definition: other detections in the same images, from whose numbers the difference is told",
+    )
     parser.add_argument(
         "--picture", action="store_true", help="for COCO's definition: draw precision and recall, precision_recall.png"
     )
@@ -100,17 +119,21 @@ def main() -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Evaluate the detections and write the report; returns it."""
     from metricopt_ext.detection.coco_summary import MOST
-    from metricopt_ext.detection.records import as_one_class
+    from metricopt_ext.detection.tables import as_one_class
 
     check_options(arguments)
     kind = arguments.iou_type
     most = MOST[kind] if arguments.max_dets is None else arguments.max_dets
     with said_by_readers() as notes:
-        found, truth, inference = read_found(arguments) if arguments.config_file is None else detect(arguments)
+        found, truth, inference = read_results(arguments) if arguments.config_file is None else detect(arguments)
+        other = None if arguments.against is None else read_detections(arguments, arguments.against, truth)
     if arguments.class_agnostic:
+        other = None if other is None else as_one_class(other, truth)[0]
         found, truth = as_one_class(found, truth)
     try:
-        evaluation = evaluate(found, truth, arguments.definition, arguments.rounded, most, kind, arguments.iou)
+        evaluation = evaluate(
+            found, truth, arguments.definition, arguments.rounded, most, kind, arguments.iou, other, arguments.strict
+        )
     except MetricOptError:
         print_notes(notes)  # they may say why
         raise
@@ -150,6 +173,13 @@ def check_options(arguments: argparse.Namespace) -> None:
             raise DataError(f"--max-dets {arguments.max_dets} must be at least 1")
     if arguments.picture and arguments.definition not in ("coco", "all"):
         raise DataError(f"--picture is of COCO's precision and recall; --definition {arguments.definition} has none")
+    if arguments.against is not None and arguments.definition not in ("coco", "all"):
+        raise DataError(f"--against compares COCO's numbers; --definition {arguments.definition} has none")
+    if arguments.strict and (arguments.definition != "coco" or not is_coco(arguments.annotations)):
+        raise DataError(
+            "--strict is for --definition coco and annotations in COCO's JSON format; --rounded makes VOC's definitions"
+            " Detectron2's"
+        )
     if arguments.iou:
         if arguments.definition not in ("coco", "all"):
             raise DataError(f"--iou is for COCO's definition; --definition {arguments.definition} has an IoU of 0.5")
@@ -171,26 +201,43 @@ def check_options(arguments: argparse.Namespace) -> None:
         if given:
             raise DataError(f"{' and '.join(given)} can't be used with --detections")
         return
+    if arguments.against is not None:
+        raise DataError("--against compares two files, one given by --detections; --config-file gives none")
+    if arguments.strict:
+        raise DataError("--strict is for --detections, a file as pycocotools takes it")
     if arguments.ignore_unknown_classes:
         raise DataError("--ignore-unknown-classes is for --detections; a detector is built for the set's own classes")
     if is_coco(arguments.annotations) != (arguments.images_dir is not None):
         raise DataError("--images-dir is for a JSON file in COCO's format; VOC's format has its own images")
 
 
-def read_found(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any, dict[str, float]]:
+def read_results(arguments: argparse.Namespace) -> "tuple[FoundTable, TruthTable, dict[str, float]]":
     """Read the detections from a file; returns them, the images with their objects, and what is known of the settings.
 
     A warning says if they look cut by a threshold.
     """
     from metricopt_ext.detection.ap50 import told_cut
-    from metricopt_ext.detection.coco import read_detections
+    from metricopt_ext.detection.coco_tables import read_truth
+    from metricopt_ext.detection.tables import TruthTable
 
-    kind, ignore = arguments.iou_type, arguments.ignore_unknown_classes
-    truth = read_annotations(arguments.annotations, arguments.split, arguments.classes, kind=kind)
-    found = read_detections(arguments.detections, truth, kind=kind, ignore_unknown_classes=ignore)
+    if is_coco(arguments.annotations):  # without torch, which takes longer to import than most files to read
+        check_coco(arguments)
+        truth = read_truth(arguments.annotations, kind=arguments.iou_type, strict=arguments.strict)
+    else:
+        truth = TruthTable.of(read_annotations(arguments))
+    found = read_detections(arguments, arguments.detections, truth)
     if cut := told_cut(found):
         warnings.warn(cut, stacklevel=2)
     return found, truth, {}
+
+
+def read_detections(arguments: argparse.Namespace, path: Path, truth: "TruthTable") -> "FoundTable":
+    """Read what was found in the images from a file."""
+    from metricopt_ext.detection.coco_tables import read_found
+
+    strict = arguments.strict
+    ignore = arguments.ignore_unknown_classes or strict
+    return read_found(path, truth, kind=arguments.iou_type, ignore_unknown_classes=ignore, strict=strict)
 
 
 @contextmanager
@@ -212,7 +259,7 @@ def is_coco(path: Path) -> bool:
     return path.suffix.lower() == ".json"
 
 
-def detect(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any, dict[str, float]]:
+def detect(arguments: argparse.Namespace) -> "tuple[FoundTable, TruthTable, dict[str, float]]":
     """Find objects with a detector; returns them, the images with their objects at the config's size, and the settings.
 
     Raises:
@@ -226,6 +273,7 @@ def detect(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any, dict[str,
     from metricopt_ext.detection.config import DetectionConfig
     from metricopt_ext.detection.metric import EVALUATION_BATCH
     from metricopt_ext.detection.records import DetectionSet
+    from metricopt_ext.detection.tables import FoundTable, TruthTable
     from metricopt_ext.detection.task import load_examples
     from metricopt_ext.utils.config import load_config
     from metricopt_ext.utils.device import choose_device
@@ -235,7 +283,7 @@ def detect(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any, dict[str,
     classes = arguments.classes
     if classes is None and arguments.images_dir is None:
         classes = getattr(config.data, "classes", None) or None
-    truth = read_annotations(arguments.annotations, arguments.split, classes, arguments.images_dir, images=True)
+    truth = read_annotations(arguments, classes, images=True)
     config.model.entry = arguments.entry or config.model.entry
     weights = config.model.weights = str(arguments.weights or config.model.weights)
     own = config.toolkit == "transformers" and has_weights(config.model.name)
@@ -259,19 +307,31 @@ def detect(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any, dict[str,
         examples = load_examples(truth.subset(places), config.data.size or None)
         found += toolkit.detect(model, examples)
         images += [example.truth for example in examples]
-    return found, DetectionSet(truth.classes, images), toolkit.inference(model)
+    judged = TruthTable.of(DetectionSet(truth.classes, images))
+    return FoundTable.of(found), judged, toolkit.inference(model)
+
+
+def check_coco(arguments: argparse.Namespace) -> None:
+    """Reject options that COCO's format has no use for.
+
+    Raises:
+        DataError: A split or classes are given.
+    """
+    if arguments.split is not None or arguments.classes is not None:
+        raise DataError(
+            f"--split and --classes are for VOC's format; {arguments.annotations} is in COCO's, which has its own"
+        )
 
 
 def read_annotations(
-    path: Path,
-    split: str | None,
-    classes: Sequence[str] | None,
-    images_dir: Path | None = None,
-    *,
-    images: bool = False,
-    kind: Any = "bbox",
+    arguments: argparse.Namespace, classes: Sequence[str] | None = None, *, images: bool = False
 ) -> Any:
     """Read the images with their objects: COCO's format from a .json file, else VOC's, whose images may be needed.
+
+    Args:
+        arguments: The command line.
+        classes: For VOC's format, if the command line names none.
+        images: Whether the images are needed.
 
     Raises:
         DataError: They can't be read, or a split or classes are given for COCO's format.
@@ -282,6 +342,7 @@ def read_annotations(
     from metricopt_ext.detection.layouts import as_usual, part_in
     from metricopt_ext.detection.voc import read_voc
 
+    path, split, classes = arguments.annotations, arguments.split, arguments.classes or classes
     if not is_coco(path):
         if path.is_file() and not is_zipfile(path):
             raise DataError(
@@ -294,52 +355,65 @@ def read_annotations(
             warnings.warn(f"read as {part.found}", stacklevel=2)
             return part.read(classes, images=images, dtype=float64)
         return read_voc(path, split, classes=classes, images=images)
-    if split is not None or classes is not None:
-        raise DataError(f"--split and --classes are for VOC's format; {path} is in COCO's, which has its own")
-    return read_coco(path, images_dir, dtype=float64, kind=kind)
+    check_coco(arguments)
+    return read_coco(path, arguments.images_dir, dtype=float64)
 
 
 def evaluate(
-    found: Sequence[Any],
-    truth: Any,
+    found: "FoundTable",
+    truth: "TruthTable",
     definition: str,
     rounded: bool,
     most: int,
     kind: Any = "bbox",
     ious: Sequence[float] = (),
+    other: "FoundTable | None" = None,
+    strict: bool = False,
 ) -> dict[str, Any]:
-    """Return the numbers of objects and detections of each class, the AP50 by each requested definition, and COCO's."""
+    """Return the numbers of objects and detections of each class, the AP50 by each requested definition, and COCO's.
+
+    With other detections, COCO's numbers of these come too, and the differences from them. Where no object counts, the
+    mean is -1 if strict, as pycocotools has it, and refused otherwise.
+    """
     from metricopt_ext.detection.ap50 import average_precision
     from metricopt_ext.detection.coco_summary import summarize
     from metricopt_ext.detection.matching import DEFINITIONS
 
-    wanted = [each for each in DEFINITIONS if definition in (each, "all")] if kind == "bbox" else []
+    wanted = [each for each in DEFINITIONS if definition in (each, "all")]
+    voc = [each for each in wanted if each != "coco" and kind == "bbox"]
     evaluation: dict[str, Any] = {
-        "objects": count(truth.images, truth.classes),
-        "detections": count(found, truth.classes),
-        "ap50": {
-            each: asdict(average_precision(found, truth, each, rounded=rounded and each != "coco", max_detections=most))
-            for each in wanted
-        },
+        "objects": count(truth.labels, truth.classes),
+        "detections": count(found.labels, truth.classes),
+        "ap50": {each: asdict(average_precision(found, truth, each, rounded=rounded)) for each in voc},
     }
     if definition in ("coco", "all"):
         summary = summarize(found, truth, kind, max_detections=most, ious=ious)
         evaluation["coco"] = {
             **summary.numbers,
+            "intervals": summary.intervals(),
             "per_class": summary.per_class,
             "most_to_gain": summary.most_to_gain(),
             "curves": summary.curves,
             "lines": summary.lines,
         }
-        if kind != "bbox":
-            if summary.numbers["AP50"] is None:
-                raise DataError(f"none of {len(truth)} images has an object that counts; AP50 needs one")
-            per_class = {name: numbers["AP50"] for name, numbers in summary.per_class.items()}
-            evaluation["ap50"]["coco"] = {"mean": summary.numbers["AP50"], "per_class": per_class}
+        if other is not None:
+            theirs = summarize(other, truth, kind, max_detections=most, ious=ious)
+            told = summary.differences(theirs)
+            evaluation["against"] = {
+                "coco": theirs.numbers,
+                "differences": {name: {"difference": value, "interval": ends} for name, (value, ends) in told.items()},
+            }
+        mean = summary.numbers["AP50"]
+        if mean is None and strict:
+            mean = -1.0  # as pycocotools has it
+        if mean is None:
+            raise DataError(f"none of {len(truth)} images has an object that counts; AP50 needs one")
+        per_class = {name: numbers["AP50"] for name, numbers in summary.per_class.items()}
+        evaluation["ap50"]["coco"] = {"mean": mean, "per_class": per_class}
     return evaluation
 
 
-def not_counted(found: Sequence[Any], evaluation: dict[str, Any], most: int) -> list[str]:
+def not_counted(found: "FoundTable", evaluation: dict[str, Any], most: int) -> list[str]:
     """Return in words which detections did not count."""
     from metricopt_ext.detection.ap50 import beyond_limit, told_beyond_limit
 
@@ -358,44 +432,48 @@ def not_counted(found: Sequence[Any], evaluation: dict[str, Any], most: int) -> 
     return notes
 
 
-def untold(truth: Any, evaluation: dict[str, Any]) -> list[str]:
+def untold(truth: "TruthTable", evaluation: dict[str, Any]) -> list[str]:
     """Return in words of how many objects COCO's annotations don't tell the area, which decides the size."""
     if "coco" not in evaluation:
         return []
-    lacking = sum(int(each.areas.isnan().sum()) for each in truth.images if each.areas is not None)
+    lacking = int(np.isnan(truth.areas).sum()) if truth.category_ids else 0
     return [f"the area of {counted(lacking, 'object')} is not told; that of the bbox decides the size"] * (lacking > 0)
 
 
-def repeated(found: Sequence[Any], truth: Any) -> list[str]:
+def repeated(found: "FoundTable", truth: "TruthTable") -> list[str]:
     """Return in words how many objects and detections are written again as they are."""
-    import torch
-
-    kinds: list[tuple[str, list[tuple[Any, ...]], str]] = [
-        ("object", [(each.labels, each.boxes) for each in truth.images], "each counts"),
-        ("detection", [(each.labels, each.boxes, each.scores) for each in found], "it is false the second time"),
+    kinds = [
+        ("object", [truth.places, truth.labels, *truth.boxes.T], "each counts"),
+        ("detection", [found.places, found.labels, *found.boxes.T, found.scores], "it is false the second time"),
     ]
     notes = []
-    for what, images, more in kinds:
-        rows = [torch.column_stack([part.double().cpu() for part in parts]) for parts in images]
-        again = sum(len(each) - len(torch.unique(each, dim=0)) for each in rows if len(each))
-        if again:
-            of = sum(map(len, rows))
+    for what, columns, more in kinds:
+        if again := repetitions(columns):
+            of = len(columns[0])
             notes.append(f"{again} of {counted(of, what)} repeat another of the same image, class and bbox; {more}")
     return notes
 
 
-def count(images: Sequence[Any], classes: Sequence[str]) -> dict[str, int]:
-    """Return the number of labels of each class."""
-    import torch
+def repetitions(columns: Sequence[Any]) -> int:
+    """Return how many rows equal an earlier one."""
+    if len(columns[0]) == 0:
+        return 0
+    mixed = sum(column * np.sqrt(prime) for column, prime in zip(columns, (2, 3, 5, 7, 11, 13, 17), strict=False))
+    order = np.argsort(mixed)  # equal rows have an equal sum, and few others
+    same = np.diff(mixed[order]) == 0
+    rows = np.sort(order[np.append(same, False) | np.append(False, same)])
+    few = [column[rows] for column in columns]
+    order = np.lexsort(few)
+    return int(np.all([column[order][1:] == column[order][:-1] for column in few], axis=0).sum())
 
-    labels = torch.cat([image.labels for image in images])
-    return dict(zip(classes, torch.bincount(labels, minlength=len(classes)).tolist(), strict=True))
+
+def count(labels: Any, classes: Sequence[str]) -> dict[str, int]:
+    """Return the number of labels of each class."""
+    return dict(zip(classes, np.bincount(labels, minlength=len(classes)).tolist(), strict=True))
 
 
 def print_report(report: dict[str, Any]) -> None:
     """Print a line for each class, the means, COCO's numbers, and how the detections were found."""
-    from metricopt_ext.detection.toolkit import told_inference
-
     results = report["ap50"]
     rows = []
     for name, objects in report["objects"].items():
@@ -408,11 +486,26 @@ def print_report(report: dict[str, Any]) -> None:
     print_table(header, rows, bold=[len(rows) - 1])
     if coco := report.get("coco"):
         print(*coco["lines"], sep="\n")
+        told = [
+            f"{name} {ends[0]:.3f} to {ends[1]:.3f}"
+            for name in SHOWN
+            if (ends := coco["intervals"].get(name)) is not None
+        ]
+        if told:
+            print(f"95% intervals over images: {', '.join(told)}")
         gains = [f"{each['class']} (AP {each['AP']:.3f}, +{each['gain']:.3f})" for each in coco["most_to_gain"]]
         if len(coco["per_class"]) > 1 and gains:
             print(plain(f"most to gain in the mean AP: {', '.join(gains)}"))
-    if told := told_inference(report["inference"]):
-        print(plain(f"found {told}"))
+    if coco and (against := report.get("against")):
+        print(plain(f"against {report['config']['against']}, with 95% intervals over images:"))
+        for name, told_of in against["differences"].items():
+            of = f" {name:6}{coco[name]:.3f} - {against['coco'][name]:.3f} = {told_of['difference']:+.3f}"
+            ends = told_of["interval"]
+            print(of if ends is None else f"{of}, {ends[0]:+.3f} to {ends[1]:+.3f}")
+    if report["inference"]:
+        from metricopt_ext.detection.toolkit import told_inference
+
+        print(plain(f"found {told_inference(report['inference'])}"))
     print_notes(report["notes"])
 
 

@@ -36,7 +36,8 @@ from pathlib import Path
 from typing import Any
 
 from metricopt_ext.errors import ConfigError, FileFormatError
-from metricopt_ext.evidence.cli import LOG, errors_in_one_line
+from metricopt_ext.evidence.cli import LOG
+from metricopt_ext.evidence.command import errors_in_one_line
 from metricopt_ext.evidence.program_switches import (
     Scores,
     add_score_switches,
@@ -304,11 +305,11 @@ def report(
         tuned: What the run on the checkpoint found.
         seconds: How long both took.
     """
-    from metricopt_ext.evidence.report import versions
     from metricopt_ext.evidence.style import print_table, print_written
     from metricopt_ext.methods.constrained import besides
     from metricopt_ext.utils.files import write_json
     from metricopt_ext.utils.program import filled
+    from metricopt_ext.utils.versions import versions
 
     result, settings = tuned.result, scores.settings
     own = queries = dict(tuned.queries)

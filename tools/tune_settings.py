@@ -26,7 +26,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.evidence.cli import LOG, errors_in_one_line
+from metricopt_ext.evidence.cli import LOG
+from metricopt_ext.evidence.command import errors_in_one_line
 from metricopt_ext.evidence.program_switches import (
     Scores,
     add_score_switches,
@@ -39,7 +40,6 @@ from metricopt_ext.evidence.program_switches import (
     told_of_settings,
 )
 from metricopt_ext.evidence.program_trials import TrialError
-from metricopt_ext.evidence.report import versions
 from metricopt_ext.evidence.settings_run import SettingsOutcome, SettingsRun
 from metricopt_ext.evidence.style import print_table, print_written
 from metricopt_ext.plain import plain
@@ -51,6 +51,7 @@ from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.program import filled
 from metricopt_ext.utils.progress import Bars
 from metricopt_ext.utils.run_log import run_log, telling_warnings
+from metricopt_ext.utils.versions import versions
 from metricopt_ext.utils.words import counted, duration
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, DatasetMapper, MetadataCatalog
@@ -18,12 +19,14 @@ from detectron2.utils.file_io import PathHandler, PathManager
 from metricopt_ext.data.archives import open_zip
 from metricopt_ext.data.own_parts import digests_of_files, same_classes, warn_of_copies
 from metricopt_ext.detection.box_kinds import check_annotated
+from metricopt_ext.detection.boxes_outside import warn_of_boxes
 from metricopt_ext.detection.coco import read_coco
 from metricopt_ext.detection.data import files_of, with_classes
 from metricopt_ext.detection.detectron2.config import DatasetsNode, metricopt_settings
 from metricopt_ext.detection.layouts import images_of, part_at
-from metricopt_ext.detection.records import UNREADABLE, Annotated, DetectionSet, warn_of_boxes
+from metricopt_ext.detection.records import UNREADABLE, Annotated, DetectionSet
 from metricopt_ext.detection.scenes import write_scenes
+from metricopt_ext.detection.tables import TruthTable
 from metricopt_ext.detection.voc import read_voc
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.utils.seeding import generator
@@ -166,8 +169,9 @@ def as_truth(name: str, records: Sequence[dict[str, Any]]) -> DetectionSet:
         annotated = [_annotated(record, len(classes), name) for record in records]
     except KeyError as error:
         raise DataError(f"a record of dataset {name!r} lacks {error}, which AP50 is computed from") from error
-    check_annotated(annotated, f"dataset {name!r}", "a bbox must be in pixels, as its bbox_mode says")
-    return DetectionSet(classes, annotated)
+    truth = DetectionSet(classes, annotated)
+    check_annotated(TruthTable.of(truth), f"dataset {name!r}", "a bbox must be in pixels, as its bbox_mode says")
+    return truth
 
 
 def _in_voc_s_files(name: str) -> bool:
@@ -261,8 +265,8 @@ def _tell_of_boxes(name: str, records: Sequence[dict[str, Any]]) -> None:
     boxes = [_edges(each, f"dataset {name!r}") for _, each in known]
     warn_of_boxes(
         f"dataset {name}",
-        torch.tensor(boxes, dtype=torch.float64).reshape(-1, 4),
-        torch.tensor([(record.get("width", 0), record.get("height", 0)) for record, _ in known]).reshape(-1, 2),
+        np.array(boxes, dtype=np.float64).reshape(-1, 4),
+        np.array([(record.get("width", 0), record.get("height", 0)) for record, _ in known]).reshape(-1, 2),
         [Path(record.get("file_name") or str(record.get("image_id"))).name for record, _ in known],
     )
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.data.halves import random_halves
 from metricopt_ext.detection.ap50 import (
+    METRICS,
     average_precision,
     beyond_limit,
     match_for,
@@ -41,7 +42,7 @@ class AP50Evaluator(DatasetEvaluator):  # type: ignore[misc]
     Args:
         truth: The set that the model is evaluated on, e.g. from `datasets.registered_truth`.
         definition: ``"voc_11_point"``, ``"voc"`` or ``"coco"``; see `ap50.average_precision`.
-        ap: Whether ``AP``, the mean over the IoUs 0.5, 0.55, ..., 0.95, is computed too.
+        ap: Whether ``AP``, the mean over the IoUs 0.5, 0.55, ..., 0.95, and ``AP75`` are computed too.
 
     Raises:
         DataError: Two images have one id, so that what is found in them could not be told apart.
@@ -106,7 +107,9 @@ class AP50Evaluator(DatasetEvaluator):  # type: ignore[misc]
         result = average_precision(detections, truth, definition=self.definition)
         scores = {f"AP50-{name}": 100 * value for name, value in result.per_class.items()}
         if self.ap:
-            scores["AP"] = 100 * mean_over_ious(match_for("AP", detections, truth, self.definition))
+            matches = match_for("AP", detections, truth, self.definition)
+            scores["AP"] = 100 * mean_over_ious(matches)
+            scores["AP75"] = 100 * matches[METRICS["AP"].index(0.75)].average_precision().mean
         return OrderedDict(bbox={"AP50": 100 * result.mean, **scores})
 
 

@@ -154,7 +154,8 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
         """Return the AP50 evaluator of a set."""
         metric = metricopt_settings(cfg).metric
-        return AP50Evaluator(registered_truth(dataset_name), metric.definition, ap=metric.name == "bbox/AP")
+        more = metric.name in ("bbox/AP", "bbox/AP75")
+        return AP50Evaluator(registered_truth(dataset_name), metric.definition, ap=more)
 
     @classmethod
     def build_metric(cls, cfg: CfgNode) -> Metric | None:

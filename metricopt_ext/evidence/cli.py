@@ -2,14 +2,13 @@
 
 import argparse
 import pkgutil
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from metricopt_ext.errors import ConfigError, MetricOptError
+from metricopt_ext.evidence.command import add_show_config, errors_in_one_line, show_config, shows_config
 from metricopt_ext.evidence.dry_run import dry_run
 from metricopt_ext.evidence.events import write_events
 from metricopt_ext.evidence.experiment import Experiment, run_seed
@@ -20,20 +19,17 @@ from metricopt_ext.evidence.report_page import FILE, report_page
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.evidence.style import direction, print_written
 from metricopt_ext.methods.run_folder import open_run
-from metricopt_ext.plain import MESSAGE, plain
+from metricopt_ext.plain import plain
 from metricopt_ext.utils import ranks
-from metricopt_ext.utils.config import COMMAND_LINE, load_config, load_with_origins
-from metricopt_ext.utils.extras import naming_extras, require
+from metricopt_ext.utils.config import load_config
+from metricopt_ext.utils.extras import require
 from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import deterministic
 from metricopt_ext.utils.parallel import run_seeds
-from metricopt_ext.utils.run_log import run_log, telling_warnings
-from metricopt_ext.utils.shown_config import shown_config
-from metricopt_ext.utils.stopping import ending_when_stopped
+from metricopt_ext.utils.run_log import run_log
 from metricopt_ext.utils.words import counted
 
 LOG = "log.txt"
-SHOW = "--show-config"
 TASKS = ("classification", "detection", "retrieval")
 
 RUNS_CODE = (  # for --help of the tools that take such configs
@@ -45,49 +41,6 @@ def experiment_of(task: str) -> type[Experiment[Any]]:
     """Return the experiment of one of `TASKS`; only its own toolkit is imported."""
     found: type[Experiment[Any]] = pkgutil.resolve_name(f"metricopt_ext.{task}.experiment:{task.title()}Experiment")
     return found
-
-
-@contextmanager
-def errors_in_one_line(*more: type[Exception], keeps: Path | None = None, resume: str = "") -> Iterator[None]:
-    """End the process with one line for an error that a user can fix, and in a few when it is stopped.
-
-    An error that several ranks share is told by the one that met it. Warnings are shown as plain text.
-
-    Args:
-        *more: Types of further errors that a user can fix.
-        keeps: As in `ending_when_stopped`.
-        resume: As in `ending_when_stopped`.
-    """
-    mendable: tuple[type[Exception], ...] = (MetricOptError, FloatingPointError, OSError, *more)
-    with ending_when_stopped(keeps, resume), naming_extras(), telling_warnings(lambda line: None):
-        try:
-            yield
-        except mendable as error:
-            if ranks.is_of_another(error):
-                sys.exit(1)
-            sys.exit(f"error: {plain(' '.join(str(error).split()), MESSAGE)}")
-
-
-def shows_config() -> bool:
-    """Tell whether the command line asks for the configuration alone, which needs no output folder and no data."""
-    return SHOW in sys.argv
-
-
-def add_show_config(parser: argparse.ArgumentParser) -> None:
-    """Add the option to a tool's command line."""
-    said = "print all keys with their values and where each comes from, and stop"
-    parser.add_argument(SHOW, action="store_true", help=said)
-
-
-def show_config(schema: type[Any], file: str | Path | None, overrides: Sequence[str] = ()) -> None:
-    """Print what `load_config` reads, as YAML that says where each value comes from.
-
-    Raises:
-        ConfigError: No file is given, or it can't be read.
-    """
-    if file is None:
-        raise ConfigError(f"{SHOW} needs --config-file")
-    print(shown_config(*load_with_origins(schema, file, {COMMAND_LINE: overrides})), end="")
 
 
 def main_of(

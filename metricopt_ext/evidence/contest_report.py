@@ -15,7 +15,7 @@ from metricopt_ext.evidence.contest_file import STARTS, read_comparison, read_ro
 from metricopt_ext.evidence.experiment import Subject
 from metricopt_ext.evidence.guarded import TRAINED
 from metricopt_ext.evidence.method import METHODS, Needs
-from metricopt_ext.evidence.report import chance_in_words, versions
+from metricopt_ext.evidence.report import chance_in_words
 from metricopt_ext.evidence.style import (
     direction,
     markdown_table,
@@ -26,6 +26,7 @@ from metricopt_ext.evidence.style import (
 )
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.utils.files import content_of, write_atomically, write_json
+from metricopt_ext.utils.versions import versions
 from metricopt_ext.utils.words import counted
 
 FILE = "comparison.json"

@@ -1,9 +1,7 @@
 """The evidence in one place: methods side by side over seeds, as JSON, Markdown and a table on the terminal."""
 
 import collections
-import importlib.metadata
 import math
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,13 +19,9 @@ from metricopt_ext.methods.result import kept
 from metricopt_ext.methods.tuned_settings import shown
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.utils.files import write_atomically, write_json
+from metricopt_ext.utils.versions import versions
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.value_function import Quality
-
-PACKAGES = (
-    *("metricopt-ext", "torch", "torchvision", "numpy", "scipy", "scikit-learn", "diffsort"),
-    *("faiss-cpu", "faiss-gpu", "faiss-gpu-cu12", "pytorch-metric-learning"),
-)
 
 
 class Interval(NamedTuple):
@@ -610,14 +604,3 @@ def spread(values: Sequence[float]) -> str:
     """Format mean and standard deviation over seeds."""
     mean = f"{np.mean(values):.4f}"
     return mean if len(values) < 2 else f"{mean} ±{np.std(values, ddof=1):.4f}"
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that the numbers depend on."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

@@ -21,9 +21,9 @@ from metricopt_ext.evidence.report import (
     SPENT,
     UNITS,
     Report,
-    versions,
 )
 from metricopt_ext.utils.files import to_json
+from metricopt_ext.utils.versions import versions
 
 FILE = "report.html"
 TERMS = (

@@ -1,7 +1,7 @@
 """Files that are either complete or absent: safetensors and JSON written to a temporary name, synced, then renamed.
 
 What is read may come from anywhere: memory and time are bounded by the file's size and by the constants below, and
-whatever its content is, errors are of `metricopt_ext.errors`.
+whatever its content is, errors are of `metricopt_ext.errors`. Only what needs torch imports it: a tool may do without.
 """
 
 import errno
@@ -15,16 +15,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import safetensors
-import safetensors.torch
-import torch
-from torch import Tensor, nn
 
 from metricopt_ext.errors import DataError, FileFormatError, MetricOptError
 from metricopt_ext.utils.words import brief
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 # How the name ends that a file has while it is written; it begins with a dot.
 UNFINISHED = ".unfinished"
@@ -42,7 +41,7 @@ HEADER_BYTES = 1 << 24
 # What code raises that meets other content than it was written for; RuntimeError is PyTorch's.
 MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
-Module = TypeVar("Module", bound=nn.Module)
+Module = TypeVar("Module", bound="nn.Module")
 
 
 def write_atomically(path: str | Path, data: bytes) -> None:
@@ -248,11 +247,13 @@ def content_of(path: str | Path, meant: str) -> Iterator[None]:
         raise FileFormatError(f"{path} is corrupt: it holds no {meant} ({why})") from error
 
 
-def write_tensors(path: str | Path, tensors: dict[str, Tensor], kind: str, described: dict[str, Any]) -> None:
+def write_tensors(path: str | Path, tensors: dict[str, "Tensor"], kind: str, described: dict[str, Any]) -> None:
     """Write tensors and their description to a safetensors file, atomically; the same bytes for the same content.
 
     A checksum of both is kept with them.
     """
+    import safetensors.torch
+
     contiguous = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
     content = safetensors.torch.save(contiguous)
     # Not as its `metadata`, which safetensors writes in an order that changes from call to call.
@@ -263,7 +264,7 @@ def write_tensors(path: str | Path, tensors: dict[str, Tensor], kind: str, descr
     write_atomically(path, len(header).to_bytes(8, "little") + header + content[end:])
 
 
-def read_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_tensors(path: str | Path, kind: str) -> tuple[dict[str, "Tensor"], dict[str, Any]]:
     """Read what `write_tensors` wrote.
 
     The tensors take as much memory as the file; nothing that the description says is allocated.
@@ -271,6 +272,8 @@ def read_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[s
     Raises:
         FileFormatError: The file is missing, truncated, corrupt, of another kind, or not as it was written.
     """
+    import safetensors
+
     if not Path(path).is_file():
         raise FileFormatError(f"{path} does not exist")
     try:
@@ -319,7 +322,7 @@ def check_header(path: str | Path) -> None:
         raise ValueError(f"its header should have {size} bytes; at most {HEADER_BYTES} are read")
 
 
-def check_tensors(path: str | Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Iterable[int]]) -> None:
+def check_tensors(path: str | Path, tensors: Mapping[str, "Tensor"], expected: Mapping[str, Iterable[int]]) -> None:
     """Reject a file that holds other tensors than it describes, or than what it is for has.
 
     Args:
@@ -342,7 +345,7 @@ def check_tensors(path: str | Path, tensors: Mapping[str, Tensor], expected: Map
             )
 
 
-def module_of(path: str | Path, tensors: Mapping[str, Tensor], make: Callable[[], Module]) -> Module:
+def module_of(path: str | Path, tensors: Mapping[str, "Tensor"], make: Callable[[], Module]) -> Module:
     """Build a module and load its tensors, but only if they are all of its own, by name and shape.
 
     Until then nothing is allocated, however large the module would be.
@@ -355,6 +358,8 @@ def module_of(path: str | Path, tensors: Mapping[str, Tensor], make: Callable[[]
     Raises:
         FileFormatError: The file does not hold the tensors of this module.
     """
+    import torch
+
     with torch.device("meta"):  # shapes without memory
         module = make()
     check_tensors(path, tensors, {name: value.shape for name, value in module.state_dict().items()})
@@ -362,8 +367,10 @@ def module_of(path: str | Path, tensors: Mapping[str, Tensor], make: Callable[[]
     return module
 
 
-def save_checkpoint(path: str | Path, state: dict[str, Tensor]) -> None:
+def save_checkpoint(path: str | Path, state: dict[str, "Tensor"]) -> None:
     """Write a state dict to a safetensors file, atomically; `load_checkpoint` and any other reader can load it."""
+    import safetensors.torch
+
     write_atomically(path, safetensors.torch.save(state))
 
 

@@ -23,6 +23,7 @@ from torch import distributed
 
 from metricopt_ext.errors import ConfigError, RankError
 from metricopt_ext.utils.identity import same
+from metricopt_ext.utils.launched import launched, restarts
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -166,7 +167,7 @@ def joined() -> Iterator[None]:
     Without either, or outside of this, a process works by itself.
     """
     global _joined
-    begun = _launched() and not _initialized()
+    begun = launched() and not _initialized()
     if begun:
         _begin()
     before, _joined = _joined, _initialized()
@@ -202,35 +203,17 @@ def _begin() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     store, own, number = next(rendezvous("env://", timeout=MEETING))
     # The launcher may keep its store when it starts processes again, with addresses in it of those that are gone.
-    store = PrefixStore(f"metricopt_ext/{_restarts()}", store)
+    store = PrefixStore(f"metricopt_ext/{restarts()}", store)
     distributed.init_process_group("gloo", store=store, rank=own, world_size=number, timeout=WORKING)
-
-
-def is_first() -> bool:
-    """Whether this process is the first that torchrun has started, or was not started by it; even outside `joined`."""
-    return not _launched() or int(os.environ["RANK"]) == 0
-
-
-def is_of_another(error: BaseException) -> bool:
-    """Whether an error was first raised on another rank, which tells of it."""
-    return hasattr(error, "told_by_rank")
 
 
 def restarted() -> bool:
     """Whether torchrun has started this program again (``--max-restarts``), after a rank has died."""
-    return _restarts() > 0
-
-
-def _launched() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ
+    return restarts() > 0
 
 
 def _initialized() -> bool:
     return bool(distributed.is_available() and distributed.is_initialized())
-
-
-def _restarts() -> int:
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def _refuse_differences(own: dict[str, Any]) -> None:

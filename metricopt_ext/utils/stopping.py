@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 from metricopt_ext.plain import plain
-from metricopt_ext.utils import ranks
+from metricopt_ext.utils.launched import is_first
 from metricopt_ext.utils.packaged import PROGRAM
 
 
@@ -33,7 +33,7 @@ def ending_when_stopped(keeps: Path | None = None, resume: str = "") -> Iterator
             yield
         except KeyboardInterrupt as stop:
             status = 143 if isinstance(stop, Terminated) else 130
-            if not ranks.is_first():
+            if not is_first():
                 sys.exit(status)
             lines = ["stopped; nothing is kept"]
             if keeps is not None:

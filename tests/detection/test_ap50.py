@@ -123,8 +123,8 @@ def by_pycocotools(
         coco.createIndex()
         evaluation = cocoeval.COCOeval(coco, coco.loadRes(results), "bbox")
         evaluation.params.maxDets = [1, 10, most]
-        if metric == "AP50":
-            evaluation.params.iouThrs = np.array([0.5])
+        if metric != "AP":
+            evaluation.params.iouThrs = np.array(METRICS[metric])
         evaluation.evaluate()
         evaluation.accumulate()
     # (IoU and recall) x class, any area, 100 detections
@@ -157,6 +157,8 @@ def test_ap_equals_pycocotools_also_on_some_of_the_images(seed: int) -> None:
     mean, _ = by_pycocotools([found[i] for i in half], truth.subset(half), "AP")
     assert mean_over_ious(matches, half) == pytest.approx(mean, abs=1e-12)
     assert mean < mean_over_ious(match_for("AP50", found, truth, "coco"), half)
+    strict, _ = by_pycocotools(found, truth, "AP75")
+    assert mean_over_ious(match_for("AP75", found, truth, "coco")) == pytest.approx(strict, abs=1e-12)
 
 
 @pytest.mark.parametrize("definition", DEFINITIONS)

@@ -49,8 +49,11 @@ def test_the_average_precision_of_a_class_is_its_share_of_the_mean() -> None:
 
 def test_names_that_there_are_not_are_refused() -> None:
     for name, message in (
-        ("AP75", r"metric\.also: 'AP75' is none of AP50, AP, F1, AP50\[CLASS\], AP\[CLASS\]; name your own"),
-        ("AP75[RBC]", r"metric\.also: 'AP75\[RBC\]' is none of"),
+        (
+            "AP90",
+            r"metric\.also: 'AP90' is none of AP50, AP, AP75, F1, AP50\[CLASS\], AP\[CLASS\], AP75\[CLASS\];",
+        ),
+        ("AP90[RBC]", r"metric\.also: 'AP90\[RBC\]' is none of"),
         ("AP50[WBC]", r"metric\.also: there is no class 'WBC'; did you mean"),
         ("AP50[Rbc]", r"metric\.also: there is no class 'Rbc'"),
     ):

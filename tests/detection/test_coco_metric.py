@@ -25,7 +25,7 @@ from torchvision.ops import MultiScaleRoIAlign
 import metricopt_ext as mo
 from metricopt_ext.data.halves import random_halves
 from metricopt_ext.detection.coco_metric import coco_metric
-from metricopt_ext.detection.shapes import Kind
+from metricopt_ext.detection.tables import Kind
 from metricopt_ext.errors import DataError, MetricError
 
 SIDE = 50

@@ -20,8 +20,10 @@ from pycocotools.cocoeval import COCOeval
 from metricopt_ext.detection import precision_recall
 from metricopt_ext.detection.coco import read_coco, read_detections
 from metricopt_ext.detection.coco_summary import Summary, summarize
+from metricopt_ext.detection.coco_tables import read_found, read_truth
 from metricopt_ext.detection.precision_recall import plot_precision_recall
-from metricopt_ext.detection.records import Annotated, Detections, DetectionSet, as_one_class
+from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
+from metricopt_ext.detection.tables import Kind, as_one_class
 from metricopt_ext.errors import DataError
 
 CLASSES = 4  # the last of which has no object, and the one before it no detection
@@ -137,6 +139,48 @@ def test_all_numbers_and_lines_are_pycocotools_s(tmp_path: Path, seed: int, imag
 
 
 @pytest.mark.filterwarnings("ignore:boxes in:UserWarning", "ignore:.*would hit an object:UserWarning")
+@pytest.mark.filterwarnings("ignore:.* left out :UserWarning")
+@pytest.mark.parametrize(("kind", "seed"), [("bbox", 0), ("bbox", 1), ("bbox", 2), ("segm", 0)])
+def test_a_strict_count_has_pycocotools_s_faults(tmp_path: Path, kind: Kind, seed: int) -> None:
+    """Ids from 0, repeated ids, boxes without area and unknown classes, each of which pycocotools counts its way."""
+    truth, found = with_masks(seed, "encodings") if kind == "segm" else drawn(seed)
+    for place, each in enumerate(truth["annotations"]):
+        each["id"] = place if place % 9 else place // 2
+        if kind == "bbox" and place % 7 == 0:
+            each.update(bbox=[*each["bbox"][:2], [0, -5, 30][place % 3], [20, -5, 0][place % 3]], area=0.0)
+    found += [{**each, "category_id": 999} for each in found[:5]]
+    expected, _ = by_pycocotools(truth, found, kind)
+    ours = strictly(tmp_path, truth, found, kind)
+    assert known(ours.numbers) == pytest.approx(expected, abs=1e-9)
+    if kind == "segm":
+        found = found[:-5]
+        usual = summarized(tmp_path, truth, found, kind=kind)
+        assert known(usual.numbers) != pytest.approx(expected, abs=1e-3)
+
+
+def strictly(folder: Path, truth: Any, found: Any, kind: Kind = "bbox") -> Summary:
+    (folder / "truth.json").write_text(json.dumps(truth))
+    (folder / "found.json").write_text(json.dumps(found))
+    table = read_truth(folder / "truth.json", kind=kind, strict=True)
+    read = read_found(folder / "found.json", table, kind=kind, ignore_unknown_classes=True, strict=True)
+    return summarize(read, table, kind)
+
+
+def test_a_strict_count_takes_boxes_as_they_are_written(tmp_path: Path) -> None:
+    """Normalised ones, which are refused otherwise, and none at all; an id is needed."""
+    truth, found = drawn(0)
+    for each in (*truth["annotations"], *found):
+        each["bbox"] = (np.array(each["bbox"]) / 1000).tolist()
+    expected, _ = by_pycocotools(truth, found)
+    assert known(strictly(tmp_path, truth, found).numbers) == pytest.approx(expected, abs=1e-9)
+    with pytest.raises(DataError, match="every bbox lies within"):
+        summarized(tmp_path, truth, found)
+    assert set(known(strictly(tmp_path, {**truth, "annotations": []}, found).numbers)) == {-1}
+    del truth["annotations"][2]["id"]
+    with pytest.raises(DataError, match="annotation 2 has no id, which --strict"):
+        strictly(tmp_path, truth, found)
+
+
 @pytest.mark.parametrize("most", [11, 300])
 def test_another_number_of_detections_may_count(tmp_path: Path, most: int) -> None:
     truth, found = drawn(8, 3, 300)

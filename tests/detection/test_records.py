@@ -14,7 +14,7 @@ pytest.importorskip("PIL")
 from PIL import ExifTags, Image
 from PIL.PngImagePlugin import PngInfo
 
-from metricopt_ext.detection.records import Annotated, inside, warn_of_boxes_outside
+from metricopt_ext.detection.records import Annotated, inside
 from metricopt_ext.errors import DataError
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (3, 4, 3)).astype(np.uint8)
@@ -75,25 +75,6 @@ def test_what_lies_inside_an_image() -> None:
     assert clipped[within].tolist() == [[0, 2, 3, 3], [1, 1, 2, 2]]
     assert within.tolist() == [True, True] + [False] * 5
     assert inside(torch.tensor([[-1.0, 2, 30, 90]]), 0, 0)[0].tolist() == [[0, 2, 30, 90]]
-
-
-def test_boxes_outside_are_counted_with_the_files_that_have_them(tmp_path: Path) -> None:
-    def of(*boxes: list[float], size: tuple[int, int] = (4, 3)) -> Annotated:
-        none = torch.zeros(len(boxes), dtype=torch.bool)
-        return Annotated("a", tmp_path, *size, torch.tensor(boxes).reshape(-1, 4), none.long(), none, none)
-
-    images = [of([0, 0, 4.009, 3]), of(), of([-1, 0, 2, 2], [5, 0, 9, 2], [6, 0, 9, 2]), of([1, 1, 1, 2])]
-    with pytest.warns(UserWarning, match="boxes in") as caught:
-        warn_of_boxes_outside("the set", images, ["a.png", "b.png", "c.png", "d.png"])
-    (said,) = [str(each.message) for each in caught]
-    assert said == (
-        "boxes in the set: 1 without area, left out of training (d.png); 2 outside the image, left out of training"
-        " (c.png); 1 partly outside the image, clipped for training (c.png); an evaluation counts them as they are"
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_of_boxes_outside("nothing", [], [])
-        warn_of_boxes_outside("the set", [images[0], of([0, 0, 99, 99], size=(0, 0))], ["a.png", "unknown"])
 
 
 @pytest.mark.parametrize("suffix", [".png", ".tif"])

@@ -157,11 +157,6 @@ def test_the_one_line_is_plain_and_cut(called: Any) -> None:
     assert len(line) == len("error: ") + MESSAGE
 
 
-def test_warnings_of_a_tool_are_plain() -> None:
-    with pytest.warns(UserWarning, match=r"^a\\x1b\[31m$"), cli.errors_in_one_line():
-        warnings.warn("a\x1b[31m", stacklevel=1)
-
-
 def test_what_a_user_cannot_mend_keeps_its_traceback(called: Any) -> None:
     def fail(*given: Any) -> None:
         raise ZeroDivisionError("a bug")

@@ -18,8 +18,9 @@ from metricopt_ext.detection.ap50 import average_precision
 from metricopt_ext.detection.coco import CocoSet, read_coco, read_detections, write_coco, write_detections
 from metricopt_ext.detection.coco_summary import Summary, summarize
 from metricopt_ext.detection.matching import DEFINITIONS
-from metricopt_ext.detection.records import Annotated, Detections, DetectionSet, as_one_class
+from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
 from metricopt_ext.detection.scenes import write_scenes
+from metricopt_ext.detection.tables import as_one_class
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.detection.voc import read_voc, write_voc
@@ -126,6 +127,19 @@ def test_given_detections_need_no_images(folder: Path) -> None:
     assert evaluate(folder, *VOC)["ap50"] == whole["ap50"]
 
 
+def test_coco_s_files_are_judged_without_torch(folder: Path) -> None:
+    script = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
+    command = [sys.executable, "-c", script, TOOLS / "evaluate_ap50.py", *COCO, "--picture", "--output-dir", "bare"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((folder / "bare" / "report.json").read_text())
+    usual = evaluate(folder, *COCO)
+    assert (report["ap50"], report["coco"]) == (usual["ap50"], usual["coco"])
+    changed(folder, "coco_results.json", lambda found: found[0].update(score=float("nan")))
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.stderr.endswith("detection 0 has the score nan; it must be a finite number\n"), done.stderr
+
+
 def test_coco_files_give_the_value_of_the_voc_set(folder: Path) -> None:
     voc, coco = (evaluate(folder, *arguments, "--definition", "coco") for arguments in (VOC, COCO))
     assert list(voc["ap50"]) == ["coco"]
@@ -168,6 +182,18 @@ def test_a_class_may_have_brackets_in_its_name(folder: Path, capsys: pytest.Capt
         ((*COCO, "--iou", "0.5", "1.5"), "--iou 1.5 must be above 0 and at most 1"),
         ((*COCO, "--iou", "0.6", "--definition", "voc"), "--iou is for COCO's definition; --definition voc has an IoU"),
         ((*COCO, "--picture", "--definition", "voc"), "--picture is of COCO's precision and recall"),
+        ((*COCO, "--against", "x.json", "--definition", "voc"), "--against compares COCO's numbers; --definition voc"),
+        ((*COCO, "--against", "x.json"), "x.json does not exist"),
+        (
+            ("--config-file", "c.yaml", "--weights", "w.pth", *COCO[2:], "--against", "x.json"),
+            "--against compares two files",
+        ),
+        ((*COCO, "--strict"), "--strict is for --definition coco and annotations in COCO's JSON format"),
+        ((*VOC, "--strict", "--definition", "coco"), "--strict is for --definition coco and annotations in COCO's"),
+        (
+            ("--config-file", "c.yaml", "--weights", "w", *COCO[2:], "--strict", "--definition", "coco"),
+            "--strict is for --detections",
+        ),
         ((*COCO, "--max-dets", "0"), "--max-dets 0 must be at least 1"),
         (
             ("--config-file", "c.yaml", "--weights", "w.pth", *COCO[2:], "--ignore-unknown-classes"),
@@ -235,7 +261,14 @@ def test_detections_beyond_coco_s_limit_are_counted_and_the_limit_can_be_raised(
 def told(summary: Summary) -> dict[str, Any]:
     """What the report has of it."""
     parts = {name: getattr(summary, name) for name in ("per_class", "curves")}
-    return {**summary.numbers, **parts, "most_to_gain": summary.most_to_gain(), "lines": list(summary.lines)}
+    intervals = {name: ends and list(ends) for name, ends in summary.intervals().items()}
+    return {
+        **summary.numbers,
+        **parts,
+        "intervals": intervals,
+        "most_to_gain": summary.most_to_gain(),
+        "lines": list(summary.lines),
+    }
 
 
 def test_coco_s_numbers_are_reported_and_printed_as_pycocotools_prints_them(
@@ -280,6 +313,45 @@ def test_other_ious_and_all_classes_as_one(folder: Path) -> None:
     assert report["objects"] == {"any": 36}
     for definition in DEFINITIONS:
         assert report["ap50"][definition]["mean"] == average_precision(found, one, definition).mean
+
+
+def test_another_file_is_compared_image_by_image(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = read_coco(folder / "coco.json", dtype=torch.float64)
+    found = read_detections(folder / "coco_results.json", data)
+    worse = [Detections(each.boxes + 4, each.scores, each.labels) for each in found]
+    write_detections(folder / "other.json", worse, data)
+    report = evaluate(folder, *COCO, "--against", "other.json")
+    ours, theirs = summarize(found, data), summarize(read_detections(folder / "other.json", data), data)
+    assert report["against"]["coco"] == theirs.numbers
+    differences = ours.differences(theirs)
+    assert report["against"]["differences"] == {
+        name: {"difference": value, "interval": ends and list(ends)} for name, (value, ends) in differences.items()
+    }
+    said = capsys.readouterr().out
+    each = report["against"]["differences"]["AP50"]
+    numbers = f"{ours.numbers['AP50']:.3f} - {theirs.numbers['AP50']:.3f} = {each['difference']:+.3f}"
+    assert f" AP50  {numbers}, {each['interval'][0]:+.3f} to {each['interval'][1]:+.3f}\n" in said
+    low, high = report["coco"]["intervals"]["AP"]
+    assert f"95% intervals over images: AP {low:.3f} to {high:.3f}, AP50 " in said
+    one = evaluate(folder, *COCO, "--against", "other.json", "--class-agnostic")
+    assert one["against"]["coco"] == summarize(*as_one_class(worse, data)).numbers
+
+
+def test_a_strict_count_is_pycocotools_s(folder: Path) -> None:
+    usual = evaluate(folder, *COCO, "--definition", "coco")
+    assert evaluate(folder, *COCO, "--definition", "coco", "--strict")["coco"] == usual["coco"]
+    changed(folder, "coco.json", lambda content: content["annotations"][0].update(id=0))
+    assert evaluate(folder, *COCO, "--definition", "coco")["coco"] == usual["coco"]
+    strict = evaluate(folder, *COCO, "--definition", "coco", "--strict")
+    assert strict["coco"]["AP50"] < usual["coco"]["AP50"]  # a hit on it is a miss
+    changed(folder, "coco.json", lambda content: content.update(annotations=[]))
+    assert evaluate(folder, *COCO, "--definition", "coco", "--strict")["ap50"]["coco"]["mean"] == -1
+
+
+def test_lvis_is_refused_by_name(folder: Path) -> None:
+    changed(folder, "coco.json", lambda content: content["images"][3].update(neg_category_ids=[]))
+    with pytest.raises(SystemExit, match=r"is in LVIS's format, by neg_category_ids .* Use the package lvis"):
+        evaluate(folder, *COCO)
 
 
 def with_masks(folder: Path) -> None:

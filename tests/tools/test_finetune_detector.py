@@ -423,7 +423,7 @@ def test_published_weights_are_whole_where_nothing_trains_them(overrides: list[s
     [
         (["data.nmae=voc"], r"unknown key 'data\.nmae'; did you mean 'data\.name'\?"),
         (["toolkit=mmdet"], r"toolkit='mmdet' is none of detectron2, torchvision"),
-        (["metric.name=ap50"], r"metric\.name='ap50' is none of AP50, AP, F1; name your own function"),
+        (["metric.name=ap50"], r"metric\.name='ap50' is none of AP50, AP, AP75, F1; name your own function"),
         (["metric.kwargs={a: 1}"], r"metric\.kwargs is a key of metric\.name=MODULE:FUNCTION"),
         (["metric.name=math:fsum", "metric.bounds=[1,0]"], r"metric\.bounds=\[.*\]: it must be two finite numbers"),
         (["metric.definition=coco50"], r"metric\.definition='coco50' is none of voc_11_point, voc, coco"),

@@ -43,7 +43,7 @@ def test_the_number_of_threads_is_put_back_after_an_error() -> None:
 TOOL = """
 import os, sys, time
 from pathlib import Path
-from metricopt_ext.evidence.cli import errors_in_one_line
+from metricopt_ext.evidence.command import errors_in_one_line
 from metricopt_ext.utils.parallel import run_seeds
 
 FOLDER = Path(sys.argv[1])

@@ -262,7 +262,7 @@ def test_a_rank_that_leaves_ends_the_others(torchrun: Any) -> None:
 WAITING = """
 import os, sys, time
 from pathlib import Path
-from metricopt_ext.evidence.cli import errors_in_one_line
+from metricopt_ext.evidence.command import errors_in_one_line
 from metricopt_ext.utils import ranks
 
 folder = Path(sys.argv[1])

@@ -1,0 +1,44 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("PIL")
+
+from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
+from metricopt_ext.detection.tables import FoundTable, TruthTable, as_one_class
+
+
+def image(labels: list[int], areas: list[float] | None = None) -> Annotated:
+    n, none = len(labels), torch.zeros(len(labels), dtype=torch.bool)
+    told = None if areas is None else torch.tensor(areas)
+    boxes = torch.arange(4.0 * n).reshape(n, 4)
+    return Annotated("a", Path("folder/a.png"), 30, 20, boxes, torch.tensor(labels), none, ~none, areas=told)
+
+
+def test_rows_come_by_image() -> None:
+    table = TruthTable.of(DetectionSet(("x", "y"), [image([1, 0], [5, 6]), image([]), image([1])]))
+    assert (len(table), table.classes, list(table.names)) == (3, ("x", "y"), ["folder/a.png"] * 3)
+    assert (table.places.tolist(), table.labels.tolist()) == ([0, 0, 2], [1, 0, 1])
+    assert table.boxes.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
+    assert table.areas.tolist()[:2] == [5, 6]
+    assert table.areas[2] != table.areas[2]  # not told
+    assert (table.sizes.tolist(), table.crowd.all(), table.difficult.any()) == ([[30, 20]] * 3, True, False)
+    assert TruthTable.of(table) is table
+
+
+def test_a_table_of_nothing_is_empty() -> None:
+    assert len(TruthTable.of(DetectionSet(("x",), [])).labels) == 0
+    found = FoundTable.of([])
+    assert (len(found), found.boxes.shape) == (0, (0, 4))
+    none = FoundTable.of([Detections(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.int64))])
+    assert (len(none), none.boxes.shape) == (1, (0, 4))
+
+
+def test_all_classes_are_one_in_the_order_of_classes() -> None:
+    truth = DetectionSet(("x", "y"), [image([1, 0])])
+    found, one = as_one_class([Detections(torch.eye(4)[:2], torch.ones(2), torch.tensor([1, 0]))], truth)
+    assert one.classes == ("any",)
+    assert (one.labels.tolist(), found.labels.tolist()) == ([0, 0], [0, 0])
+    assert one.boxes.tolist() == [[4, 5, 6, 7], [0, 1, 2, 3]]
+    assert found.boxes.tolist() == torch.eye(4)[[1, 0]].tolist()
