@@ -25,6 +25,7 @@ CALLS = {
         "omegaconf",
         "classification",
     ),
+    "benchmarks/gpu": ("--smoke --device cpu --output gpu.json", "torchvision", "all"),
     "tools/evaluate_ap50": (
         "--config-file configs/detection/scenes_torchvision.yaml --weights w.pth --annotations a --output-dir out",
         "torchvision",
@@ -59,7 +60,8 @@ CALLS = {
 }
 NEED_NONE = {
     *("benchmarks/measure_assess", "benchmarks/measure_cost", "benchmarks/measure_scale"),
-    *("benchmarks/summarise_comparisons", "benchmarks/summarise_siblings", "benchmarks/tabulate_runs"),
+    *("benchmarks/published_cifar", "benchmarks/tabulate_runs"),
+    *("benchmarks/summarise_comparisons", "benchmarks/summarise_siblings"),
     *("tools/tune_checkpoint", "tools/tune_settings"),
 }
 
