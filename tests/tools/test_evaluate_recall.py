@@ -464,7 +464,7 @@ def test_both_directions_of_images_and_texts(folder: Path, capsys: pytest.Captur
     for name, each in (("i", images), ("i_labels", np.arange(12)), ("t", texts), ("t_labels", of_image)):
         np.save(folder / f"{name}.npy", each)
     gallery = ("--gallery-embeddings", "t.npy", "--gallery-labels", "t_labels.npy", "--both-directions")
-    ranked = ("--ks", "1", "5", "--metrics", "mean_reciprocal_rank")
+    ranked = ("--ks", "1", "5", "--metrics", "mean_reciprocal_rank", "--against", "i.npy", "--against-gallery", "t.npy")
     report = evaluate(folder, "--embeddings", "i.npy", "--labels", "i_labels.npy", *gallery, *ranked)
     scores = ((images[:, None] - texts) ** 2).sum(-1)
     for row, each, own, theirs in (
@@ -474,6 +474,8 @@ def test_both_directions_of_images_and_texts(folder: Path, capsys: pytest.Captur
         first = [np.flatnonzero(theirs[order.argsort()] == label)[0] for order, label in zip(each, own, strict=True)]
         assert row["recall"] == {k: pytest.approx(np.mean([p < int(k) for p in first])) for k in ("1", "5")}
         assert row["metrics"] == {"mean_reciprocal_rank": pytest.approx(np.mean([1 / (1 + p) for p in first]))}
+        assert row["against"]["embeddings"] == "i.npy"
+        assert {*row["against"]["differences"].values()} == {0.0}
     assert [row["gallery"] for row in report["reverse"]] == ["the queries, from t.npy"]
     assert "the queries, from t.npy" in capsys.readouterr().out
 
