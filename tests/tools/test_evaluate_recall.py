@@ -27,10 +27,10 @@ from metricopt_ext.evidence.cli import run_and_report
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.data import load_digits
 from metricopt_ext.retrieval.experiment import RetrievalExperiment
-from metricopt_ext.retrieval.intervals import difference_interval, recall_intervals
+from metricopt_ext.retrieval.intervals import difference_interval, interval
 from metricopt_ext.retrieval.models import build_model
 from metricopt_ext.retrieval.ranking import RANKED, ranking_metrics
-from metricopt_ext.retrieval.recall import recall_at_k
+from metricopt_ext.retrieval.recall import hits_at_k, recall_at_k
 from metricopt_ext.utils.config import load_config
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -95,7 +95,9 @@ def test_on_the_command_line(folder: Path) -> None:
     report = json.loads((folder / "out" / "report.json").read_text())
     (row,) = report["galleries"]
     assert row.pop("seconds") >= 0
-    intervals = recall_intervals(expected.at, 40)
+    hits = hits_at_k(*items(folder, "q"), (1, 10, 100))[1].astype(float)
+    intervals = {f"recall_at_{k}": interval(hits[:, i]) for i, k in enumerate((1, 10, 100))}
+    intervals["mean"] = interval(hits.mean(axis=1))
     assert row.pop("intervals") == {name: pytest.approx([*ends]) for name, ends in intervals.items()}
     assert row == {
         "gallery": "the queries",
