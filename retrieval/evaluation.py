@@ -58,7 +58,8 @@ class Search(NamedTuple):
     def reversed(self) -> "Search":
         """Return the gallery's search for the queries."""
         assert self.items is not None
-        cameras, other = self.cameras and self.cameras[::-1], self.other and self.other.reversed()
+        cameras = self.cameras and self.cameras[::-1]
+        other = self.other and self.other.reversed()._replace(name=self.other.name)
         return Search(f"the queries, from {self.name}", self.items, self.queries, cameras, self.classes, other)
 
 

@@ -50,19 +50,3 @@ def difference_interval(values: npt.NDArray[np.float64]) -> tuple[float, float]:
     else:
         half = NORMAL * float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else 2.0
     return max(-1.0, mean - half), min(1.0, mean + half)
-
-
-def recall_intervals(recalls: dict[int, float], queries: int) -> dict[str, tuple[float, float]]:
-    """Return the 95% intervals of Recall@k, ``recall_at_1``, ..., and of their ``mean``; see `interval`.
-
-    A query that is a hit at k is one at any larger k, so the recalls tell what each query adds to the mean.
-
-    Args:
-        recalls: Recall in [0, 1] for each k.
-        queries: Number of queries.
-    """
-    found = {f"recall_at_{k}": wilson(share, queries) for k, share in recalls.items()}
-    hits = np.rint([queries * recalls[k] for k in sorted(recalls)]).astype(np.int64)
-    first = np.diff(hits, prepend=0)  # how many are hits from each k on
-    each = np.append(np.repeat(np.arange(len(first), 0, -1) / len(first), first), np.zeros(queries - hits[-1]))
-    return found | {"mean": interval(each)}

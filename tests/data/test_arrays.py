@@ -213,3 +213,15 @@ def test_a_table_without_labels_is_named(tmp_path: Path) -> None:
     (tmp_path / "e.csv").write_text("f0,f1\n1,2\n")
     with pytest.raises(DataError, match="has no column 'labels', only 'f0', 'f1'"):
         read_array(tmp_path / "e.csv", "labels")
+
+
+def test_an_npy_file_may_stay_on_the_disk(tmp_path: Path) -> None:
+    given = np.arange(12, dtype=np.float16).reshape(4, 3)
+    np.save(tmp_path / "x.npy", given)
+    mapped = read_array(tmp_path / "x.npy", "embeddings", mapped=True)
+    assert isinstance(mapped, np.memmap)
+    assert (mapped == given).all()
+    assert not isinstance(read_array(tmp_path / "x.npy", "embeddings"), np.memmap)
+    (tmp_path / "x.npy").write_bytes(b"no array")
+    with pytest.raises(DataError, match=r"x\.npy is not a \.npy file of numbers"):
+        read_array(tmp_path / "x.npy", "embeddings", mapped=True)

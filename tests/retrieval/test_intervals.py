@@ -5,10 +5,7 @@ import math
 import numpy as np
 import pytest
 
-pytest.importorskip("faiss")
-
-from metricopt_ext.retrieval.intervals import difference_interval, interval, recall_intervals
-from metricopt_ext.retrieval.recall import hits_at_k, recall_at_k
+from metricopt_ext.retrieval.intervals import difference_interval, interval
 
 
 def test_intervals_are_wilsons_of_shares_and_normal_ones_of_other_means() -> None:
@@ -21,20 +18,6 @@ def test_intervals_are_wilsons_of_shares_and_normal_ones_of_other_means() -> Non
     half = 1.959963984540054 * math.sqrt(0.125 / 3) / 2
     assert interval(values) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-12)
     assert interval(np.array([0.3])) == (0.0, 1.0)  # one query tells nothing
-
-
-@pytest.mark.parametrize("ks", [(1,), (10, 1, 3), (1, 500)])
-def test_intervals_of_recalls_are_those_of_each_query_s_hits(ks: tuple[int, ...]) -> None:
-    rng = np.random.default_rng(2)
-    x, y = rng.normal(size=(60, 3)), rng.integers(12, size=60)
-    rows, hits = hits_at_k(x, y, ks)
-    recall = recall_at_k(x, y, ks)
-    found = recall_intervals(recall.at, recall.queries)
-    assert found == {
-        **{f"recall_at_{k}": pytest.approx(interval(hits[:, i].astype(float))) for i, k in enumerate(ks)},
-        "mean": pytest.approx(interval(hits.mean(axis=1))),
-    }
-    assert len(rows) == recall.queries
 
 
 def test_intervals_hold_the_truth_nearly_as_often_as_they_say() -> None:

@@ -27,10 +27,10 @@ from metricopt_ext.evidence.cli import run_and_report
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.data import load_digits
 from metricopt_ext.retrieval.experiment import RetrievalExperiment
-from metricopt_ext.retrieval.intervals import difference_interval, recall_intervals
+from metricopt_ext.retrieval.intervals import difference_interval, interval
 from metricopt_ext.retrieval.models import build_model
 from metricopt_ext.retrieval.ranking import RANKED, ranking_metrics
-from metricopt_ext.retrieval.recall import recall_at_k
+from metricopt_ext.retrieval.recall import hits_at_k, recall_at_k
 from metricopt_ext.utils.config import load_config
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -95,7 +95,9 @@ def test_on_the_command_line(folder: Path) -> None:
     report = json.loads((folder / "out" / "report.json").read_text())
     (row,) = report["galleries"]
     assert row.pop("seconds") >= 0
-    intervals = recall_intervals(expected.at, 40)
+    hits = hits_at_k(*items(folder, "q"), (1, 10, 100))[1].astype(float)
+    intervals = {f"recall_at_{k}": interval(hits[:, i]) for i, k in enumerate((1, 10, 100))}
+    intervals["mean"] = interval(hits.mean(axis=1))
     assert row.pop("intervals") == {name: pytest.approx([*ends]) for name, ends in intervals.items()}
     assert row == {
         "gallery": "the queries",
@@ -464,7 +466,7 @@ def test_both_directions_of_images_and_texts(folder: Path, capsys: pytest.Captur
     for name, each in (("i", images), ("i_labels", np.arange(12)), ("t", texts), ("t_labels", of_image)):
         np.save(folder / f"{name}.npy", each)
     gallery = ("--gallery-embeddings", "t.npy", "--gallery-labels", "t_labels.npy", "--both-directions")
-    ranked = ("--ks", "1", "5", "--metrics", "mean_reciprocal_rank")
+    ranked = ("--ks", "1", "5", "--metrics", "mean_reciprocal_rank", "--against", "i.npy", "--against-gallery", "t.npy")
     report = evaluate(folder, "--embeddings", "i.npy", "--labels", "i_labels.npy", *gallery, *ranked)
     scores = ((images[:, None] - texts) ** 2).sum(-1)
     for row, each, own, theirs in (
@@ -474,6 +476,8 @@ def test_both_directions_of_images_and_texts(folder: Path, capsys: pytest.Captur
         first = [np.flatnonzero(theirs[order.argsort()] == label)[0] for order, label in zip(each, own, strict=True)]
         assert row["recall"] == {k: pytest.approx(np.mean([p < int(k) for p in first])) for k in ("1", "5")}
         assert row["metrics"] == {"mean_reciprocal_rank": pytest.approx(np.mean([1 / (1 + p) for p in first]))}
+        assert row["against"]["embeddings"] == "i.npy"
+        assert {*row["against"]["differences"].values()} == {0.0}
     assert [row["gallery"] for row in report["reverse"]] == ["the queries, from t.npy"]
     assert "the queries, from t.npy" in capsys.readouterr().out
 
