@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-python test-lowest benchmarks-smoke docs quality style clean
+.PHONY: help demo test test-outcomes test-python test-lowest benchmarks-smoke docs quality style clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -31,8 +31,11 @@ demo: $(STAMP)  ## search phi for a long tail's worst class, for unseen digits, 
 	.venv/bin/python tools/finetune_retrieval.py --config-file configs/retrieval/digits.yaml --output-dir out/demo/retrieval seed=300 queries=150
 	.venv/bin/python tools/finetune_classifier.py --config-file configs/classification/digits.yaml --output-dir out/demo/shifted seed=100 seeds=3 queries=60
 
-test: $(STAMP)  ## run the tests on all cores; ARGS goes to pytest in place of that, e.g. ARGS="-n 2 -m 'not slow'"
-	.venv/bin/python -m pytest $(ARGS)
+test: $(STAMP)  ## run the tests on all cores but those of outcomes; ARGS goes to pytest, e.g. ARGS="-n 2 -m 'not slow'"
+	.venv/bin/python -m pytest -m "not outcome" $(ARGS)
+
+test-outcomes: $(STAMP)  ## run the tests of what training and search come to, over many seeds
+	.venv/bin/python -m pytest -m outcome $(ARGS)
 
 # pyenv answers for a Python that is not its global one only where that is named.
 test-python:  ## run the quick tests of the core's lower floors on another Python, e.g. VERSION=3.13; skip if it is missing

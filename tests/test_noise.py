@@ -13,7 +13,7 @@ from torch import nn
 import metricopt_ext as mo
 from metricopt_ext.utils.progress import Watcher
 
-SEEDS, MOST = 40, 6
+SEEDS = 40
 DEVIATION = 0.05  # of the metric, on [0, 1]
 RECIPE = mo.Recipe(steps=6, evals=3, rounds=2, folds=2, trials=1, learners=(mo.RidgeLearner(),))
 
@@ -76,13 +76,15 @@ def changed(strategy: str, source: str, seed: int) -> bool:
 @pytest.mark.parametrize("source", ["repeats", "halves", "held-out"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_noise_changes_the_model_in_few_seeds(strategy: str, source: str) -> None:
-    """Repeats let 0 to 2 of 40 pass, halves 0 to 3.
+    """Of 40 seeds repeats let 0 to 2 pass, halves 0 to 3.
 
-    Data held out are two samples of a gain. The first was chosen to be above 0, so t lets 14% pass at most, 5.6 with a
-    standard error of 2.2; it is 3 to 7. The better of both on the data held out, without t, would be 20.
+    Data held out are two samples of a gain. The first was chosen to be above 0, so t lets 14% pass at most, of 40 seeds
+    5.6 with a standard error of 2.2; it is 3 to 7. The better of both on the data held out, without t, would be 20.
+    Half as many seeds do for strategies that fit networks, as the guard is the same.
     """
-    most = {"held-out": 12}.get(source, MOST)
-    assert sum(changed(strategy, source, seed) for seed in range(SEEDS)) <= most
+    few = strategy.startswith("Algorithm")
+    most = {"held-out": 8 if few else 12}.get(source, 4 if few else 6)
+    assert sum(changed(strategy, source, seed) for seed in range(SEEDS // 2 if few else SEEDS)) <= most
 
 
 def run_with(halves: Callable[[float], Any], strategy: str, kept_aside: bool = False, **options: Any) -> mo.Result:

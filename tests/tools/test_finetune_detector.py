@@ -691,7 +691,7 @@ def test_hugging_faces_detectors_are_tuned_and_judged(tmp_path: Path) -> None:
 
 def test_settings_of_inference_come_before_phi(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A larger image and views of it are tried, and as many detections as AP can use are there from the first on."""
-    more = ["methods=[settings]", "settings.inference=6", "queries=40"]
+    more = ["methods=[settings]", "settings.inference=3", "settings.more=[]", "queries=28"]
     overrides = [each for each in SIZES if not each.startswith("queries=")]
     call("--config-file", SCENES, "--output-dir", tmp_path / "run", *overrides, *more)
     report = content_of(tmp_path / "run")
