@@ -152,7 +152,7 @@ def test_another_detector_s_output_is_translated() -> None:
     ("change", "settings", "message"),
     [
         ({}, {"kind": "mask"}, "kind='mask' must be one of bbox, segm, keypoints"),
-        ({}, {"name": "AP75"}, "name='AP75' one of AP, AP50"),
+        ({}, {"name": "AP25"}, "name='AP25' one of AP, AP50, AP75"),
         ({"images": []}, {}, "there are 2 images, but annotations of 0"),
         ({"annotations": []}, {}, "none of 2 images has an object that counts"),
         ({"annotations": [{"id": 4, "bbox": []}]}, {"kind": "segm"}, "annotation 4 has no 'segmentation'"),
