@@ -32,6 +32,8 @@ from metricopt_ext.detection.records import Detections, DetectionSet
 from metricopt_ext.errors import MetricError
 from metricopt_ext.tasks.metric import Halved, Metric
 
+KINDS = ("bbox", "segm", "keypoints")  # what COCOEvaluator judges
+
 
 class AP50Evaluator(DatasetEvaluator):  # type: ignore[misc]
     """Average precision at IoU 0.5 over an annotated set.
@@ -172,13 +174,16 @@ def _on_halves(evaluator: DatasetEvaluator) -> tuple[Sequence[Tensor] | str, Cal
     ids = sorted(evaluator._coco_api.getImgIds())
 
     def judged(half: Tensor) -> dict[str, Any]:
-        logger = evaluator._logger
+        logger, tasks = evaluator._logger, evaluator._tasks
         level = logger.level
         logger.setLevel(logging.WARNING)  # one table of results for each query
+        # Judging boxes has given them outlines, by which the evaluator would next take them for masks.
+        evaluator._tasks = tasks or [kind for kind in KINDS if kind in getattr(evaluator, "_results", {})] or None
         try:
             with redirect_stdout(io.StringIO()):
                 return evaluator.evaluate(img_ids=[ids[i] for i in half.tolist()]) or {}
         finally:
+            evaluator._tasks = tasks
             logger.setLevel(level)
 
     return random_halves(len(ids), 0), judged

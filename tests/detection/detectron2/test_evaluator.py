@@ -175,6 +175,24 @@ def test_halves_are_what_detectron2_says_of_their_images(masks: Any) -> None:
     assert [metric.to_value(cost) for cost in evaluation.halves or ()] == pytest.approx(expected, abs=1e-9)
 
 
+@pytest.mark.parametrize("tasks", [None, ("bbox",)])
+def test_halves_of_boxes_are_not_taken_for_masks(masks: Any, tasks: Any) -> None:
+    """Evaluating boxes gives them outlines, and the evaluator goes by what is there."""
+    masks.MODEL.MASK_ON = False
+    torch.manual_seed(0)
+    model, loader = build_model(masks), MetricOptTrainer.build_test_loader(masks, "masks")
+    evaluator = COCOEvaluator("masks", tasks, output_dir=masks.OUTPUT_DIR)
+    metric = ap50_metric(loader, evaluator, result="bbox/AP50")
+    first, again = metric.judge(model), metric.judge(model)
+    assert (again.cost, again.halves) == (first.cost, first.halves)
+    ids = sorted(record["image_id"] for record in DatasetCatalog.get("masks"))
+    alone = COCOEvaluator("masks", ("bbox",), output_dir=masks.OUTPUT_DIR)
+    inference_on_dataset(model.eval(), loader, alone)
+    assert len([each for image in alone._predictions for each in image["instances"]]) > 10
+    expected = [alone.evaluate([ids[i] for i in half])["bbox"]["AP50"] for half in random_halves(len(ids), 0)]
+    assert [metric.to_value(cost) for cost in first.halves or ()] == pytest.approx(expected, abs=1e-9)
+
+
 @pytest.mark.parametrize("definition", ["voc", "coco"])
 def test_halves_of_our_evaluator_are_those_of_their_images(masks: Any, definition: Any) -> None:
     model, truth = trained(masks), registered_truth("masks")
