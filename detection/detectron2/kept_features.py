@@ -34,7 +34,7 @@ def keep_features(model: nn.Module, gib: float) -> list[str]:
     parts = {RetinaNet: (BACKBONE,), GeneralizedRCNN: (BACKBONE, PROPOSALS), ProposalNetwork: (BACKBONE,)}
     known = next((names for kind, names in parts.items() if isinstance(model, kind)), ())
     layers = Adapter(model).layers
-    kept, found = KeptOutputs(2 * gib), list[str]()  # which is filled by half
+    kept, found = KeptOutputs(gib, room=1.0), list[str]()
     for name in known:
         if any(layer.startswith(f"{name}.") or layer == name for layer in layers):
             break  # and so is what follows changed

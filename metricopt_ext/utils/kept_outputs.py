@@ -49,6 +49,7 @@ class KeptOutputs:
         folder: Where they are kept on disk too, for other processes and later runs; None for memory alone. The folder
             is for nothing else.
         disk_gib: Most that the files there may take, in GiB; at least 0.
+        room: Share of the memory that what is kept only if there is room may fill, from 0 to 1.
 
     Attributes:
         passes: Passes over the data that were made: of each model and view of the data, such as its mirrored images.
@@ -60,8 +61,13 @@ class KeptOutputs:
         ([[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]], 1)
     """
 
-    def __init__(self, gib: float = GIB, folder: str | Path | None = None, disk_gib: float = 8.0) -> None:
+    def __init__(
+        self, gib: float = GIB, folder: str | Path | None = None, disk_gib: float = 8.0, room: float = 0.5
+    ) -> None:
         check_at_least(0, gib=gib, disk_gib=disk_gib)
+        if not 0 <= room <= 1:
+            raise ValueError(f"room is {room}; it must be a share, from 0 to 1")
+        self._room = int(room * gib * 2**30)
         self._most, self._most_on_disk = int(gib * 2**30), int(disk_gib * 2**30)
         self.folder = None if folder is None else Path(folder)
         self.passes = self.nbytes = 0
@@ -85,16 +91,16 @@ class KeptOutputs:
             make: Computes the output.
             part: Tells the part of the data, such as a batch's `digest_of`; empty where the output is of all.
             by_pass: Whether making it is a pass over the data, which is counted.
-            if_room: Whether to keep it only in memory, and only where that leaves half of it free. For outputs that
-                are large and asked for in each pass: what goes over all of them in turn would push each out before it
-                is needed again.
+            if_room: Whether to keep it only in memory, and only within the share ``room`` of it. For outputs that are
+                large and asked for in each pass: what goes over all of them in turn would push each out before it is
+                needed again.
         """
         whole = f"{key} {part}"
         if whole in self._kept:
             self._kept.move_to_end(whole)
             return self._kept[whole][0]
         if hash(whole) in self._gone:
-            self._warn_of_bound()
+            self._warn_of_bound(self._room if if_room else self._most)
         output = _NOTHING if if_room else self._read(whole)
         if output is _NOTHING:
             output = make()
@@ -132,7 +138,7 @@ class KeptOutputs:
 
     def _keep(self, key: str, output: Any, if_room: bool) -> None:
         size = _bytes(output)
-        if size > self._most or (if_room and self.nbytes + size > self._most / 2):
+        if size > self._most or (if_room and self.nbytes + size > self._room):
             self._went(key)
             return
         self._kept[key] = output, size
@@ -148,10 +154,10 @@ class KeptOutputs:
         if len(self._gone) > GONE:
             self._gone.popitem(last=False)
 
-    def _warn_of_bound(self) -> None:
+    def _warn_of_bound(self, most: int) -> None:
         self._warn(
             "bound",
-            f"kept outputs fill their {self._most / 2**30:.3g} GiB of memory; what no longer fits is"
+            f"kept outputs fill their {most / 2**30:.3g} GiB of memory; what no longer fits is"
             f" {'read from disk' if self.folder else 'computed'} again whenever it is needed. A larger gib keeps more",
         )
 

@@ -76,6 +76,16 @@ def test_what_is_kept_if_there_is_room_pushes_nothing_out_and_stays(tmp_path: Pa
     ask("d")  # c was used longest ago
     assert [kept.get(key) is not None for key in "acd"] == [True, False, True]
     assert len(list(tmp_path.iterdir())) == 2  # c and d
+    whole = KeptOutputs(gib=250 / GIB, room=1.0)
+    for key in "abc":
+        whole.of(key, lambda: numbers(100), if_room=True)
+    assert [whole.get(key) is not None for key in "abc"] == [True, True, False]
+    half, large = KeptOutputs(gib=0.01), int(0.006 * GIB)
+    half.of("large", lambda: numbers(large), if_room=True)
+    with pytest.warns(UserWarning, match=r"kept outputs fill their 0\.005 GiB of memory"):
+        half.of("large", lambda: numbers(large), if_room=True)
+    with pytest.raises(ValueError, match=r"room is 2; it must be a share, from 0 to 1"):
+        KeptOutputs(room=2)
 
 
 def test_what_was_used_longest_ago_goes_first() -> None:
