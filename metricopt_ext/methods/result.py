@@ -149,6 +149,7 @@ class Result(Generic[Own]):
         ends: End point phi, ``d``, of each candidate.
         values: Metric of each candidate that the guard chose from.
         starts: Metric of each candidate that the run could begin from, ``"start"`` (phi = 0) among them.
+        strengths: The t of those that are the best of a line (`StartLine`), by name.
         begun_at: The candidate that it began from, the best of them.
         candidates: What the run could begin from.
         verdict: What the guard thinks of the best end.
@@ -193,6 +194,7 @@ class Result(Generic[Own]):
     details: Own
     needed: float | None = field(kw_only=True)
     guard: Guard = field(kw_only=True)
+    strengths: dict[str, float] = field(kw_only=True, default_factory=dict)
     kept_share: KeptShare | None = field(kw_only=True, default=None)
     aside: dict[str, float] = field(kw_only=True, default_factory=dict)
     elsewhere: dict[str, dict[str, float]] = field(kw_only=True, default_factory=dict)
@@ -226,7 +228,7 @@ class Result(Generic[Own]):
                 " data that the search does not see"
             )
         if len(self.starts) > 1:
-            shown = ", ".join(f"{name} {value:.4f}" for name, value in self.starts.items())
+            shown = ", ".join(f"{name}{self._strength(name)} {value:.4f}" for name, value in self.starts.items())
             lines.append(f"the search began from {kept(self.begun_at)}, the best of the starts ({shown})")
         return lines + self.details.lines(self)
 
@@ -253,9 +255,12 @@ class Result(Generic[Own]):
     def what_was_kept(self) -> str:
         """Say what was kept, and what share of the way if it is one."""
         if self.chosen != "part" or self.kept_share is None:
-            return kept(self.chosen)
+            return kept(self.chosen) + self._strength(self.chosen)
         unasked = "" if self.kept_share.asked else " (what f takes its metric for, as it was not asked there)"
         return f"{self.kept_share.share:.0%} of the way to the end of the search{unasked}"
+
+    def _strength(self, name: str) -> str:
+        return f" (t = {self.strengths[name]:.4g})" if name in self.strengths else ""
 
     def doubt(self) -> str:
         """Say why the best candidate was not kept."""

@@ -109,6 +109,7 @@ class StartLinesState:
     Attributes:
         points: All that is known, the fixed starts first.
         best: The best of each line where it is no point that was known before, by the line's name.
+        strengths: The t of each of these, by the line's name.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class StartLinesState:
         base: Mapping[str, Tensor],
         rank: Callable[[Evaluation], Any] = lambda evaluation: evaluation.cost,
     ) -> None:
-        self.points, self.best = list(fixed), dict[str, Point]()
+        self.points, self.best, self.strengths = list(fixed), dict[str, Point](), dict[str, float]()
         self._fixed, self._base, self._rank = tuple(fixed), base, rank
         self._lines = {name: line for name, line in lines.items() if planned[name].queries}
         self._planned = planned
@@ -179,17 +180,17 @@ class StartLinesState:
                     state.give_up(index)
                 else:
                     state.tell(index, each)
-        own = self.points[asked:]
-        if own and (best := self._best(state, len(known), own)) is not None:
-            self.best[name] = best
+        own, at = self.points[asked:], self._best(state)
+        if own and at >= len(known):
+            self.best[name], self.strengths[name] = own[at - len(known)], state.known[at][0]
 
-    def _best(self, state: LineState, known: int, own: Sequence[Point]) -> Point | None:
-        """Return the best point of a line, None if it was known before; by rank alone where constraints do not hold."""
+    def _best(self, state: LineState) -> int:
+        """Return the index of a line's best among what is known; by rank alone where constraints do not hold."""
         at = best_known(state.interval, state.known)
         ranks = [self._rank(evaluation) for _, evaluation in state.known]
         if isinstance(ranks[at], tuple) and ranks[at][0] and not min(ranks)[0]:
             at = ranks.index(min(ranks))
-        return None if at < known else own[at - known]
+        return at
 
 
 def line_between(a: Start, b: Start, base: Mapping[str, Tensor] | None = None) -> StartLine:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -637,7 +638,7 @@ class Trials:
     @property
     def _began(self) -> "Began":
         assert self._along is not None
-        return Began(self._starts, self._asked, self._begun, self._along.points, frozenset(self._along.best))
+        return Began(self._starts, self._asked, self._begun, self._along.points, self._along.strengths)
 
 
 class Began(NamedTuple):
@@ -648,14 +649,14 @@ class Began(NamedTuple):
         asked: The metric's evaluations of them.
         name: The one that it began from.
         points: All starts that were asked for, those on lines too.
-        lines: Names of those that are the best of a line.
+        lines: The t of those that are the best of a line, by name.
     """
 
     starts: Mapping[str, Start]
     asked: Mapping[str, Evaluation]
     name: str
     points: Sequence[Point]
-    lines: frozenset[str] = frozenset()
+    lines: Mapping[str, float] = MappingProxyType({})
 
     @property
     def at(self) -> Start:
@@ -681,7 +682,7 @@ def decided(
         known = began.starts[kept].of_the_same(began.at)  # f is of the model with its tensors
         return end.gain_over(ends[kept]) if known else math.inf
 
-    sure = min(confidence, LINE_CONFIDENCE if began.lines & candidates.keys() else START_CONFIDENCE)
+    sure = min(confidence, LINE_CONFIDENCE if began.lines.keys() & candidates.keys() else START_CONFIDENCE)
     visited = [*end.evaluations, *(began.elsewhere if began.lines else ())]
     decision = decide_within(
         limits,
@@ -770,6 +771,7 @@ def guarded(
         queries={name: number * repeats for name, number in queries.items()},
         queries_per_start=evaluations * repeats,
         starts={name: value(each.cost) for name, each in asked.items()},
+        strengths=dict(began.lines),
         begun_at=begun,
         fit=fit,
         points=end.points,

@@ -100,6 +100,7 @@ def test_the_least_of_a_line_is_found_by_six_queries(best: float) -> None:
     assert [float(each.phi[0]) for each in asked[:2]] == [-1.0, 1.0]  # the middle is known
     assert len(asked) == 6
     assert float(state.best["a"].start.phi[0]) == pytest.approx(best, abs=0.12)
+    assert torch.equal(along().at(state.strengths["a"]).phi, state.best["a"].start.phi)
     assert [each.name for each in state.points] == ["start"] + ["a"] * 6
 
 
@@ -119,7 +120,7 @@ def test_the_best_that_was_known_before_is_no_news() -> None:
     cost = bowl(-0.5, 0, 0, 0)
     state = state_of({"a": along(low=0.0)}, {"start": Start(0 * E[0])}, cost)
     run(state, cost)
-    assert state.best == {}
+    assert state.best == state.strengths == {}
     assert len(state.points) == 7
 
 
@@ -224,6 +225,8 @@ def test_what_a_line_finds_is_where_the_design_is(quadratic: Callable[..., Any])
     torch.testing.assert_close(result.points[1:7], at[:, None] * task.goal)
     assert at[:3].tolist() == pytest.approx([0.5, -0.25, 1.25])
     assert torch.equal(result.start_of("towards").phi, result.ends["towards"])
+    assert torch.equal(goal.at(result.strengths["towards"]).phi, result.ends["towards"])
+    assert f"towards (t = {result.strengths['towards']:.4g}) {result.starts['towards']:.4f}" in str(result)
     nearest = min(result.points[:7], key=lambda point: float((point - task.goal).norm()))
     torch.testing.assert_close(result.points[7:11].mean(0), nearest)  # of antithetic pairs
 
