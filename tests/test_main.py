@@ -24,7 +24,7 @@ def ended(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_every_tool_is_a_subcommand() -> None:
     files = {path.stem for path in (ROOT / "tools").glob("*.py")} - {"__init__"}
     assert {name.replace("-", "_") for name in tools()} == files
-    assert len(files) == 10
+    assert len(files) == 11
 
 
 def test_help_has_each_with_its_line_and_imports_nothing_for_it() -> None:
