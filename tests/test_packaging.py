@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 ROOT = Path(__file__).resolve().parents[1]
 TASKS = ("classification", "detection", "retrieval")
@@ -21,11 +22,13 @@ CONFIG = "configs/classification/digits.yaml"
 PAGE = "metricopt_ext/evidence/page.html"
 FILES = (
     "CHANGELOG.md",
+    "CITATION.cff",
     "CONTRIBUTING.md",
     "LICENSE",
     "MANIFEST.in",
     "Makefile",
     "README.md",
+    "RELEASING.md",
     "SECURITY.md",
     "pyproject.toml",
 )
@@ -105,6 +108,12 @@ def test_the_least_versions_are_those_that_the_tests_of_files_run_on() -> None:
     ).stdout
     (installs,) = [line for line in commands.splitlines() if " pip install " in line]
     assert f" {' '.join(f'{name}=={version}' for name, version in least.items())} -e " in installs
+
+
+def test_the_citation_is_of_this_release() -> None:
+    cited = OmegaConf.load(ROOT / "CITATION.cff")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (cited.title, cited.version, cited.license) == (project["name"], project["version"], project["license"])
 
 
 def test_checkout_links_folders() -> None:
