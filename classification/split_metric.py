@@ -12,6 +12,7 @@ from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import DataError
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.metric import Metric, with_halves
+from metricopt_ext.utils.words import counted
 
 
 def check_part(part: Split, target: Target, name: str) -> None:
@@ -86,6 +87,7 @@ def model_metric(
         name=spec.name,
         also={name: alone(each) for name, each in also.items() if name not in bounded},
         subject_to=subject_to,
+        data=counted(len(part.y), "example"),
     )
 
 

@@ -20,6 +20,7 @@ from metricopt_ext.detection.toolkit import Example, Toolkit
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.tasks.own_metric import number_within
+from metricopt_ext.utils.words import counted
 
 EVALUATION_BATCH = 8
 
@@ -85,8 +86,8 @@ class MeanAveragePrecision(DetectionMetric):
     def with_objects(self, truth: DetectionSet) -> npt.NDArray[np.bool_]:
         """Return which images have an object that counts by the definition."""
         nothing = Detections(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.int64))
-        counted: npt.NDArray[np.bool_] = match([nothing] * len(truth), truth, self.definition).objects.sum(axis=1) > 0
-        return counted
+        has_one: npt.NDArray[np.bool_] = match([nothing] * len(truth), truth, self.definition).objects.sum(axis=1) > 0
+        return has_one
 
 
 @dataclass(frozen=True)
@@ -263,6 +264,7 @@ def detector_metric(
         name=metric.name,
         also={name: alone(each) for name, each in also.items() if name not in bounded},
         subject_to=subject_to,
+        data=counted(len(examples), "image"),
     )
 
 

@@ -44,6 +44,7 @@ from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.state_dict import load_checkpoint
+from metricopt_ext.utils.words import counted
 
 LOADERS: dict[str, Callable[[DataConfig, Limits], Labelled]] = {  # by the settings and the bounds
     "class_folders": lambda data, limits: load_class_folders(Path(data.root), data.image_size or None, limits)[0],
@@ -155,6 +156,7 @@ def build_metric(
         new_classes=new_classes,
         also={name: alone(each) for name, each in also.items() if name not in bounded},
         subject_to=config.subject_to if constrained else None,
+        data=f"{counted(len(part.y), 'image')} of {counted(len(part.y.unique()), 'class')}",
     )
 
 
@@ -250,8 +252,8 @@ def _criterion(config: LossConfig) -> nn.Module | PerClass:
     known |= {"recall": RecallLoss, "smooth_ap": SmoothAPLoss}
     if config.name not in known:
         raise ConfigError(f"loss.name={config.name!r} is none of {', '.join(sorted(known))}")
-    if counted := sorted({"num_classes", "embedding_size"} & {*config.params}):
-        raise ConfigError(f"loss.params: leave {' and '.join(counted)} out, which data and model tell")
+    if ours := sorted({"num_classes", "embedding_size"} & {*config.params}):
+        raise ConfigError(f"loss.params: leave {' and '.join(ours)} out, which data and model tell")
 
     def made(classes: int, dimension: int) -> nn.Module:
         loss: nn.Module = known[config.name](num_classes=classes, embedding_size=dimension, **config.params)

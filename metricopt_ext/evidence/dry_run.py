@@ -17,6 +17,7 @@ from metricopt_ext.evidence.experiment import SOUP_FOLDER, Experiment
 from metricopt_ext.evidence.method import METHODS, check_known, now
 from metricopt_ext.evidence.run_config import SHARE, SOUP, SOUPS, RunConfig
 from metricopt_ext.evidence.style import direction, print_points, print_table
+from metricopt_ext.methods.model_card import CARD
 from metricopt_ext.methods.paper import END_QUERIES, Algorithm1
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.run_folder import ADAPTER
@@ -278,7 +279,7 @@ def files_of_seed(config: RunConfig, own: tuple[str, ...]) -> list[str]:
         config: The settings.
         own: What the task adds.
     """
-    names = ["identity.json", "evaluations.json", ADAPTER, "value_function.safetensors", "record.json"]
+    names = ["identity.json", "evaluations.json", CARD, ADAPTER, "value_function.safetensors", "record.json"]
     if config.method.name != "search":
         names.insert(2, "trajectories")
     elif any(name in SOUPS for name in config.starts):

@@ -133,7 +133,7 @@ def optimize_metric(
         result = ranks.on_first(lambda: looked_at(result, task, looked))
         base.close()
         task.adapter.apply(result.start_of(result.chosen))
-        folder.keep(task, result.products(), result.settings)
+        folder.keep(task, result)
         shown.outcome(result.before, result.after)
         shown.done()
     return result

@@ -14,8 +14,9 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import load_adapter
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.methods.tuned_settings import TunedSettings, shown
-from metricopt_ext.search.update_rule import UpdateRule
+from metricopt_ext.methods.model_card import write_card
+from metricopt_ext.methods.result import Result
+from metricopt_ext.methods.tuned_settings import shown
 from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.inference_file import INFERENCE, changed_inference, save_inference
 from metricopt_ext.tasks.kept_evaluations import KeptEvaluations
@@ -34,7 +35,6 @@ from metricopt_ext.utils.identity import (
     fingerprint_of_files,
     sole_writer,
 )
-from metricopt_ext.value.value_function import ValueFunction
 
 IDENTITY, EVALUATIONS, KEPT_ASIDE = "identity.json", "evaluations.json", "kept_aside.json"
 ADAPTER = "adapter.safetensors"  # written last: it says that a run has finished
@@ -173,37 +173,27 @@ class RunFolder:
             for purpose, spent in run.spent_on.items():
                 own.spend(purpose, spent)
 
-    def keep(
-        self,
-        task: FinetuneTask,
-        learned: Mapping[str, ValueFunction | UpdateRule],
-        tuned: TunedSettings | None = None,
-    ) -> None:
-        """Write what was learned, settings of inference, and the adapter with what is applied to it.
+    def keep(self, task: FinetuneTask, result: Result[Any]) -> None:
+        """Write what was learned, settings of inference, a card, and the adapter with what is applied to it.
 
         The run, which is complete then, is charged.
 
         Args:
-            task: Has the adapter, and the settings.
-            learned: By the names of their files, without an ending.
-            tuned: What became of the task's settings; None of a task without any.
+            task: Has the adapter, the metric, and the settings.
+            result: The run's.
         """
-        ranks.on_first(lambda: self._write(task, learned, tuned))
+        ranks.on_first(lambda: self._write(task, result))
         self._charge()
 
-    def _write(
-        self,
-        task: FinetuneTask,
-        learned: Mapping[str, ValueFunction | UpdateRule],
-        tuned: TunedSettings | None,
-    ) -> None:
+    def _write(self, task: FinetuneTask, result: Result[Any]) -> None:
         if self.path is None:
             return
         self.check_held()
-        for name, each in learned.items():
+        for name, each in result.products().items():
             each.save(self.path / f"{name}.safetensors")
-        if task.settings is not None and tuned is not None:
-            save_inference(self.path / INFERENCE, task.settings, tuned.after)
+        if task.settings is not None and result.settings is not None:
+            save_inference(self.path / INFERENCE, task.settings, result.settings.after)
+        write_card(self.path, result, task.adapter, task.metric)
         task.adapter.save(self.path / ADAPTER)
 
 

@@ -123,7 +123,7 @@ class Search(Trials):
         """
         result = self.outcome()
         self.task.adapter.apply(result.start_of(result.chosen))
-        self.folder.keep(self.task, result.products(), result.settings)
+        self.folder.keep(self.task, result)
         return result
 
     def close(self) -> None:

@@ -237,6 +237,7 @@ class Metric(CostScale):
         also: Functions of the model, or of nothing, for other quantities, by name: what a gain costs elsewhere. They
             are called for the model as it was trained and for what is kept, cost no query, and decide nothing, unless
             ``subject_to`` names them.
+        data: What it is asked on, in words: ``"500 images of 10 classes"``. The card in a run's folder says it.
         subject_to: Constraints on other quantities, by name: ``">= 0.9"``, or relative to the model as it was trained,
             ``">= start - 0.005"``. A search respects them, and the guard keeps no end that violates one. Each query
             tells their values: the dict that ``function`` returns, or else what ``also`` has under their names.
@@ -269,6 +270,7 @@ class Metric(CostScale):
         new_classes: bool = False,
         also: Mapping[str, Callable[..., Any]] | None = None,
         subject_to: Mapping[str, str] | None = None,
+        data: str = "",
     ) -> None:
         check_above(0, timeout=timeout)
         check_integer(1, repeats=repeats)
@@ -278,7 +280,7 @@ class Metric(CostScale):
         name = name or getattr(function, "__name__", "metric").strip("<>")
         super().__init__(maximize=maximize, bounds=bounds, name=name, ledger=ledger)
         self.function, self.timeout, self.repeats, self.failures = function, timeout, repeats, failures
-        self.require_guard, self.new_classes = require_guard, new_classes
+        self.require_guard, self.new_classes, self.data = require_guard, new_classes, data
         self.also, self.subject_to = _checked_functions(also, name), dict(subject_to or {})
         self.constraints = parse_constraints(subject_to, name)
         asked = [function, *(self.also[each] for each in self.subject_to if each in self.also)]
@@ -294,7 +296,7 @@ class Metric(CostScale):
     def settings(self) -> dict[str, Any]:
         """What it was made with besides the function and the ledger."""
         names = ("maximize", "bounds", "name", "timeout", "repeats", "failures", "require_guard", "new_classes")
-        return {name: getattr(self, name) for name in (*names, "also", "subject_to")}
+        return {name: getattr(self, name) for name in (*names, "also", "subject_to", "data")}
 
     def with_new_ledger(self) -> "Metric":
         """Return the same metric with an empty ledger and no budget."""

@@ -281,6 +281,7 @@ def test_only_a_recipe_s_run_has_trajectories(quadratic: Callable[..., Any], tmp
         ".lock",
         "identity.json",
         "evaluations.json",
+        "README.md",
         "adapter.safetensors",
     }
 

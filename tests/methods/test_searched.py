@@ -248,6 +248,7 @@ def test_a_killed_search_is_resumed_bit_for_bit(quadratic: Callable[..., Any], t
         ".lock",
         "identity.json",
         "evaluations.json",
+        "README.md",
         "adapter.safetensors",
         "value_function.safetensors",
     }
