@@ -25,7 +25,7 @@ def model_card(result: Result[Any], adapter: Adapter, metric: Metric) -> str:
         metric: The run's; `Metric.data` says what it is asked on.
     """
     better = "higher" if metric.maximize else "lower"
-    model, (kept, *said) = adapter.model, result.lines()
+    model, (_, *said) = adapter.model, result.lines()
     parameters = sum(each.numel() for each in model.parameters()) - adapter.dim
     asked = ", ".join(f"{counted(number, 'query')} for {purpose}" for purpose, number in result.queries.items())
     return "\n".join(
@@ -51,7 +51,7 @@ def model_card(result: Result[Any], adapter: Adapter, metric: Metric) -> str:
             f"- **The metric's data**: {in_markdown(metric.data) or UNTOLD}",
             f"- **Asked**: {asked}",
             f"- **Guard**: {GUARDED[result.guard]}",
-            f"- **Kept**: {in_markdown(kept)}",
+            f"- **Kept**: {in_markdown(result.what_was_kept())}",
             *(f"- {in_markdown(line)}" for line in said),
             "",
             "```python",
