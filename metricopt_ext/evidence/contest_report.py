@@ -251,8 +251,8 @@ def notes(content: dict[str, Any]) -> list[str]:
         "every call of the metric is a query: the budget of each method that goes on from the best start includes the"
         f" {counted(best['queries'], 'query')} that choose it ({chosen})",
         "needs: of the data that the metric sees, the metric's scores alone, the inputs, or the labels too; and whether"
-        " examples of the training data, whose class shares alone do not count; what a start needs, all that may go on"
-        " from it do",
+        " examples of the training data, whose class shares alone do not count; a method inherits the needs of its"
+        " starts",
         "seconds and passes are those of a method's largest budget; passes: evaluations of the metric that ran the"
         " model, each a pass over its data, + batches whose loss was computed with its gradient, what the starts took"
         " included",

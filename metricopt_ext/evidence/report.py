@@ -588,15 +588,15 @@ def paired_interval(differences: Any, level: float = 0.95) -> Interval:
 
 
 def chance_in_words(interval: Interval) -> str:
-    """Say of a gain's 95% interval over seeds whether the gain may be chance."""
+    """Say of a gain's 95% interval over seeds whether it is significant."""
     if math.isnan(interval.low):
-        return "may be chance, which one seed cannot tell"
+        return "not known to be significant, as it is of one seed"
     return (
-        "is more than chance"
+        "is significant at 5%"
         if interval.low > 0
-        else "is a loss beyond chance"
+        else "is a loss, significant at 5%"
         if interval.high < 0
-        else "may be chance"
+        else "is not significant at 5%"
     )
 
 

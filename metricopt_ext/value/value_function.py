@@ -70,7 +70,8 @@ class Quality:
         """Say on one line whether f is to be trusted, and why."""
         near = ""
         if self.near_mae is not None and self.headroom is not None:
-            near = f", near the best points {self.near_mae:.4f} (they are better by {self.headroom:.4f})"
+            better = "better" if self.headroom >= 0 else "worse"
+            near = f", near the best points {self.near_mae:.4f} ({abs(self.headroom):.4f} {better} than the start)"
         verdict = "to be trusted" if self.trusted else "NOT to be trusted: do not follow it"
         where = "on held-out trajectories" if self.incumbent_mae is None else "before each query"
         return (

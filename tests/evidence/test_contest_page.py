@@ -91,7 +91,7 @@ def test_the_verdict_is_of_the_largest_budget(read: Any) -> None:
     assert (
         "0.5000 → 0.9100 on test and 0.4500 → 0.9200 on validation; the guard accepted a change in 2 of 3 seeds" in said
     )
-    assert "the gain on test (with its 95% interval), +0.4100 [+0.3852, +0.4348], is more than chance;" in said
+    assert "the gain on test (with its 95% interval), +0.4100 [+0.3852, +0.4348], is significant at 5%;" in said
     assert said.endswith("the best on test is MetricOpt, guided search with 0.9100 itself.")
     assert read(content).texts("p")[0] == said
     assert f"\n\n{said}\n\n" in markdown(content)
@@ -100,7 +100,7 @@ def test_the_verdict_is_of_the_largest_budget(read: Any) -> None:
 def test_a_rival_that_is_better_is_in_the_verdict() -> None:
     said = verdict(comparison([0.6, 0.65, 0.82]))
     assert "the best on test is CMA-ES on the metric with 0.7000, and MetricOpt's difference from it, -0.0100 [" in said
-    assert said.endswith(", may be chance.")
+    assert said.endswith(", is not significant at 5%.")
     lower = verdict(comparison([0.6, 0.65, 0.82], maximize=False))
     assert "is a loss" not in lower
     assert "the best on test is pretrained with 0.5000" in lower

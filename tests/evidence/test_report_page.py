@@ -100,13 +100,13 @@ def test_the_verdict_says_what_the_guard_did(report: Callable[..., Report]) -> N
     begun = "accuracy (higher is better): 0.5000 ±0.0000 → 0.6100 ±0.0100 on test and "
     assert made.verdict().startswith(begun)
     assert "accepted the change in 2 of 3 seeds and left the model as it was in 1; the gain on test" in made.verdict()
-    assert "+0.1100 (95% interval [+0.0852, +0.1348]), is more than chance; " in made.verdict()
+    assert "+0.1100 (95% interval [+0.0852, +0.1348]), is significant at 5%; " in made.verdict()
     both = kept(made, "metricopt", "search", "batchnorm")
     assert "accepted the change in 3 of 3 seeds; the gain" in both.verdict()
     unsure = report({"pretrained": [0.5, 0.5, 0.5], "metricopt": [0.4, 0.62, 0.61]})
-    assert unsure.verdict().partition("; the best on test")[0].endswith(", may be chance")
+    assert unsure.verdict().partition("; the best on test")[0].endswith(", is not significant at 5%")
     worse = report({"pretrained": [0.5, 0.5, 0.5], "metricopt": [0.4, 0.42, 0.41]})
-    assert "-0.0900 (95% interval [-0.1148, -0.0652]), is a loss beyond chance; " in worse.verdict()
+    assert "-0.0900 (95% interval [-0.1148, -0.0652]), is a loss, significant at 5%; " in worse.verdict()
     assert both.to_json()["guard"] == "halves"
     for record in both.records:
         object.__setattr__(record, "split_half", None)
@@ -138,13 +138,13 @@ def test_the_verdict_names_the_best_on_test(report: Callable[..., Report], maxim
     tests["cma_es"] = [0.5 + sign * gain for gain in (0.2, 0.22, 0.21)]
     said = report(tests, maximize=maximize).verdict()
     best = f"the best on test is CMA-ES on the metric with {0.5 + sign * 0.21:.4f}, and MetricOpt's difference from it,"
-    assert said.endswith(f"{best} -0.1000 (95% interval [-0.1000, -0.1000]), is a loss beyond chance.")
+    assert said.endswith(f"{best} -0.1000 (95% interval [-0.1000, -0.1000]), is a loss, significant at 5%.")
 
 
 def test_one_seed_cannot_tell_chance(report: Callable[..., Report]) -> None:
     single = kept(report({"pretrained": [0.5], "metricopt": [0.75]}, seeds=1), "search")
     assert "accuracy (higher is better): 0.5000 → 0.7500 on test and " in single.verdict()
-    assert "+0.2500, may be chance, which one seed cannot tell; " in single.verdict()
+    assert "+0.2500, not known to be significant, as it is of one seed; " in single.verdict()
 
 
 def test_what_to_do_next_takes_a_seed_that_changed_and_follows_a_trusted_f_alone(
