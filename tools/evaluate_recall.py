@@ -337,8 +337,9 @@ def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery
     """
     from metricopt_ext.adapters.attach import load_adapter
     from metricopt_ext.data.images import load_image_folder
-    from metricopt_ext.retrieval.build import built, embed
+    from metricopt_ext.retrieval.build import built
     from metricopt_ext.retrieval.config import RetrievalConfig
+    from metricopt_ext.retrieval.kept_features import embed
     from metricopt_ext.utils.config import load_config
     from metricopt_ext.utils.modes import evaluating
     from metricopt_ext.utils.state_dict import load_checkpoint
@@ -381,11 +382,12 @@ def embed_run(folder: Path, part: str) -> "Iterator[Search]":
             its data can't be read.
     """
     from metricopt_ext.methods.run_folder import CONTENT, FORMAT
-    from metricopt_ext.retrieval.build import built, embed, load_splits
+    from metricopt_ext.retrieval.build import built, load_splits
     from metricopt_ext.retrieval.cameras import CAMERA
     from metricopt_ext.retrieval.config import RetrievalConfig
     from metricopt_ext.retrieval.data import queries_of
     from metricopt_ext.retrieval.evaluation import Search
+    from metricopt_ext.retrieval.kept_features import embed
     from metricopt_ext.utils.config import load_config
     from metricopt_ext.utils.device import choose_device
     from metricopt_ext.utils.files import read_json
