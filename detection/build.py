@@ -17,6 +17,7 @@ from metricopt_ext.detection.coco_outputs import for_classes
 from metricopt_ext.detection.config import DetectionConfig, DetectorAdapterConfig, MetricConfig
 from metricopt_ext.detection.data import DetectionSplits
 from metricopt_ext.detection.frozen import BOX_HEAD, FrozenFeatures
+from metricopt_ext.detection.kept_maps import keep_maps
 from metricopt_ext.detection.matching import DEFINITIONS
 from metricopt_ext.detection.metric import (
     PRECISIONS,
@@ -287,6 +288,8 @@ def remembering(toolkit: Toolkit, adapter: Adapter, config: DetectorAdapterConfi
     in_box_head = has_proposals(adapter.model) and all(layer.startswith(BOX_HEAD) for layer in adapter.layers)
     if isinstance(toolkit, TorchvisionToolkit) and in_box_head and toolkit.kind == "bbox":
         return FrozenFeatures(toolkit, adapter, config.keep_gib)
+    if isinstance(toolkit, TorchvisionToolkit) and toolkit.kind != "bbox":
+        keep_maps(adapter.model, config.keep_gib)
     if hasattr(toolkit, "cfg"):  # Detectron2's, which is imported only where it is installed
         from metricopt_ext.detection.detectron2.kept_features import keep_features
 
