@@ -87,6 +87,7 @@ def measured(smoke: bool) -> Iterator[Ratio]:
     yield search("detector", detector, turns=1 if smoke else 3, size=1 if smoke else 8, population=1)
     yield setting("ResNet-20", resnet, logits_kept, turns=1 if smoke else 30, size=4 if smoke else 300)
     yield setting("detector", detector, boxes_kept, turns=1 if smoke else 30, size=1 if smoke else 8)
+    yield features(turns=1 if smoke else 30, size=8 if smoke else 300)
 
 
 def compared(of: str, over: str, ours: Side, theirs: Side, turns: int) -> Ratio:
@@ -259,6 +260,26 @@ def setting(
     with settings.applied({}), torch.no_grad():
         metric(model)  # whose outputs are kept
     return compared(f"a query of a setting, {name}", "a plain evaluation", query, partial(metric, model), turns)
+
+
+def features(turns: int, size: int) -> Ratio:
+    """Time Recall@1 of an embedder by another phi in its last norm, on kept features and by whole passes."""
+    from metricopt_ext.data.labelled import Split
+    from metricopt_ext.retrieval.build import build_metric
+    from metricopt_ext.retrieval.config import MetricConfig
+    from metricopt_ext.retrieval.models import build_model
+
+    torch.manual_seed(0)
+    images = torch.randint(256, (size, 3, 32, 32), dtype=torch.uint8)
+    adapter = mo.attach_film(build_model("conv4", images.shape[1:], 64).eval(), ["trunk.norm4"], dim=16)
+    part = Split(images, torch.arange(size) % (size // 2))
+
+    def query(metric: mo.Metric) -> float:
+        with adapter.using(torch.randn(16)) as model, torch.no_grad():
+            return metric.judge(model).cost
+
+    kept, whole = (partial(query, build_metric(MetricConfig(ks=[1]), part, keep_gib=gib)) for gib in (1.0, 0.0))
+    return compared("a query on kept features, conv4", "a plain evaluation", kept, whole, turns)
 
 
 def logits_kept(model: nn.Module) -> mo.Settings:

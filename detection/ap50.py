@@ -31,13 +31,23 @@ from metricopt_ext.detection.matching import (
     DEFINITIONS,
     Definition,
     Found,
+    Pairs,
     Things,
     match_coco,
     match_voc,
     pairs_of,
     ranks_of,
 )
-from metricopt_ext.detection.tables import Booleans, Floats, FoundLike, FoundTable, Integers, TruthLike, TruthTable
+from metricopt_ext.detection.tables import (
+    Booleans,
+    Floats,
+    FoundLike,
+    FoundTable,
+    Integers,
+    Kind,
+    TruthLike,
+    TruthTable,
+)
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.words import counted
 
@@ -49,6 +59,7 @@ METRICS: dict[str, tuple[float, ...]] = {
     "AP75": (0.75,),
 }
 COCO_DETECTIONS = 100  # of one class in one image, by default
+MOST: dict[Kind, int] = {"bbox": COCO_DETECTIONS, "segm": COCO_DETECTIONS, "keypoints": 20}
 # Where the worst detection has a higher score, worse ones were left out; down to the second they are worth writing.
 CUT, LOW_SCORE = 0.01, 0.0005
 # Written as in the reference code: other forms differ in the last bit, which matters at a recall of 0.3.
@@ -204,9 +215,14 @@ def told_cut(detections: FoundLike) -> str:
     )
 
 
-def match_for(metric: str, detections: FoundLike, truth: TruthLike, definition: Definition) -> list[Matches]:
-    """Decide at each IoU of a metric, one of `METRICS`, for each detection whether it hit an object; see `match`."""
-    return _match_at(METRICS[metric], detections, truth, definition)
+def match_for(
+    metric: str, detections: FoundLike, truth: TruthLike, definition: Definition, kind: Kind = "bbox"
+) -> list[Matches]:
+    """Decide at each IoU of a metric, one of `METRICS`, for each detection whether it hit an object; see `match`.
+
+    Masks and keypoints, which both then have as ``shapes``, are compared by COCO's definition alone, as in pycocotools.
+    """
+    return _match_at(METRICS[metric], detections, truth, definition, max_detections=MOST[kind], kind=kind)
 
 
 def mean_over_ious(matches: Sequence[Matches], images: Sequence[int] | None = None) -> float:
@@ -218,6 +234,16 @@ def mean_over_ious(matches: Sequence[Matches], images: Sequence[int] | None = No
     return float(np.mean([each.average_precision(images).mean for each in matches]))
 
 
+def compared(found: Found, things: Things, kind: Kind, pixel: float = 0.0) -> tuple[Things, Pairs]:
+    """Return the objects, those without a marked keypoint ignored, and each detection with each one (`pairs_of`)."""
+    if kind == "bbox":
+        return things, pairs_of(found, things, pixel)
+    from metricopt_ext.detection.shapes import shape_pairs, with_unmarked_ignored
+
+    things = with_unmarked_ignored(things) if kind == "keypoints" else things
+    return things, shape_pairs(found, things, kind)
+
+
 def _match_at(
     ious: Sequence[float],
     detections: FoundLike,
@@ -226,19 +252,22 @@ def _match_at(
     *,
     rounded: bool = False,
     max_detections: int = COCO_DETECTIONS,
+    kind: Kind = "bbox",
 ) -> list[Matches]:
     """As `match`, at each IoU."""
     if definition not in DEFINITIONS:
         raise DataError(f"definition must be one of {', '.join(DEFINITIONS)}, got {definition!r}")
     if rounded and definition == "coco":
         raise DataError("only VOC's definitions can be rounded as in Detectron2")
+    if kind != "bbox" and definition != "coco":
+        raise DataError(f"{kind} are compared by COCO's definition, not by {definition!r}; set definition='coco'")
     if len(detections) != len(truth):
         raise DataError(f"there are detections for {len(detections)} images, but {len(truth)} images")
     found = Found.of(FoundTable.of(detections), len(truth.classes), definition, rounded)
     things = Things.of(TruthTable.of(truth), definition)
     if definition == "coco":
         found = found.take(ranks_of(found.keys) < max_detections)
-    pairs = pairs_of(found, things, pixel=0.0 if definition == "coco" else 1.0)
+    things, pairs = compared(found, things, kind, pixel=0.0 if definition == "coco" else 1.0)
     decide = match_coco if definition == "coco" else match_voc
     matches = []
     for iou in ious:

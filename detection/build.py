@@ -13,18 +13,20 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.data.named_model import settings_of
 from metricopt_ext.data.pretrained import pretrained
-from metricopt_ext.detection.ap50 import METRICS
 from metricopt_ext.detection.coco_outputs import for_classes
 from metricopt_ext.detection.config import DetectionConfig, DetectorAdapterConfig, MetricConfig
 from metricopt_ext.detection.data import DetectionSplits
 from metricopt_ext.detection.frozen import BOX_HEAD, FrozenFeatures
+from metricopt_ext.detection.kept_maps import keep_maps
 from metricopt_ext.detection.matching import DEFINITIONS
 from metricopt_ext.detection.metric import (
+    PRECISIONS,
     ClassAveragePrecision,
     DetectionMetric,
     MeanAveragePrecision,
     MeanF1,
     OwnDetectionMetric,
+    kind_of,
 )
 from metricopt_ext.detection.own_detector import OwnToolkit
 from metricopt_ext.detection.task import ExampleBatches
@@ -63,6 +65,12 @@ def build_toolkit(config: DetectionConfig) -> Toolkit:
     model = config.model
     if config.toolkit not in TOOLKITS:
         raise ConfigError(f"toolkit={config.toolkit!r} is none of {', '.join(TOOLKITS)}")
+    if config.kind != "bbox" and config.toolkit != "torchvision":
+        more = " or search by tools/train_detector.py, with METRICOPT.METRIC.NAME" * (config.toolkit == "detectron2")
+        raise ConfigError(
+            f"{config.kind} are judged with toolkit=torchvision here, not with toolkit={config.toolkit}; judge its"
+            f" boxes, by metric.name=AP50,{more or ' or take another toolkit'}"
+        )
     _refuse_settings_of_others(config)
     # Otherwise the detector is trained further, or all of its weights are read from model.weights.
     strict_weights = not model.steps and not model.weights
@@ -78,6 +86,7 @@ def build_toolkit(config: DetectionConfig) -> Toolkit:
             entry=model.entry,
             strict_weights=strict_weights,
             classification_loss=config.classification_loss,  # type: ignore[arg-type]
+            kind=config.kind,
         )
     if config.toolkit == "transformers":
         if config.classification_loss != DetectionConfig.classification_loss:
@@ -119,6 +128,7 @@ def _own(config: DetectionConfig) -> Toolkit:
     return OwnToolkit(
         name=model.name,
         classification_loss=config.classification_loss,  # type: ignore[arg-type]
+        kind=config.kind,
         **settings_of(model),
     )
 
@@ -179,19 +189,26 @@ def build_metric(config: MetricConfig) -> DetectionMetric:
     name, definition = config.name, config.definition
     if own := own_metric(name, config):
         return OwnDetectionMetric(*own, f"{name} of objects and detections")
-    if name not in (*METRICS, F1):
-        known = ", ".join((*METRICS, F1))
+    if name not in (*PRECISIONS, F1):
+        known = ", ".join((F1, *PRECISIONS))
         raise ConfigError(f"metric.name={name!r} is none of {known}; name your own function as MODULE:FUNCTION")
     if definition not in DEFINITIONS:
         raise ConfigError(f"metric.definition={definition!r} is none of {', '.join(DEFINITIONS)}")
-    return MeanF1(definition) if name == F1 else MeanAveragePrecision(name, definition)
+    return MeanF1(definition) if name == F1 else _precision(name, definition, f"metric.name={name}")
+
+
+def _precision(name: str, definition: str, who: str) -> MeanAveragePrecision:
+    if kind_of(name) != "bbox" and definition != "coco":
+        raise ConfigError(f"{who} is by COCO's definition, not by metric.definition={definition}; set it to coco")
+    return MeanAveragePrecision(name, definition)  # type: ignore[arg-type]
 
 
 def besides(config: MetricConfig, classes: Sequence[str] | None = None) -> dict[str, DetectionMetric]:
     """Return what counts besides the metric by name; a module that is named is imported, which runs it.
 
     Args:
-        config: The metric's settings: AP50, AP, AP75, or AP50[CLASS] and so on, in any case, are by its definition.
+        config: The metric's settings: AP50, AP, AP75, segm/AP50 and so on, AP50[CLASS] and so on, in any case, are by
+            its definition.
         classes: The names of the classes; None where they are not known yet.
 
     Raises:
@@ -206,11 +223,14 @@ def _besides(name: str, key: str, config: MetricConfig, classes: Sequence[str] |
     if name.casefold() == F1.casefold():
         return MeanF1(config.definition)  # type: ignore[arg-type]
     metric, label = of_class(name) or (name, "")
-    known = {each.casefold(): each for each in METRICS}
+    known = {each.casefold(): each for each in PRECISIONS}
     if metric.casefold() not in known:
-        choices = ", ".join([*METRICS, F1, *(f"{each}[CLASS]" for each in METRICS)])
-        raise ConfigError(f"{key}: {name!r} is none of {choices}; name your own function as MODULE:FUNCTION")
-    mean = MeanAveragePrecision(known[metric.casefold()], config.definition)  # type: ignore[arg-type]
+        choices = ", ".join([F1, *PRECISIONS])
+        raise ConfigError(
+            f"{key}: {name!r} is none of {choices}, nor one of the latter of a class, such as AP50[CLASS]; name your"
+            " own function as MODULE:FUNCTION"
+        )
+    mean = _precision(known[metric.casefold()], config.definition, f"{key}: {name}")
     if not label or classes is None:
         return mean
     number = class_number(label, tuple(classes), key)
@@ -266,8 +286,10 @@ def remembering(toolkit: Toolkit, adapter: Adapter, config: DetectorAdapterConfi
     if not config.keep_features:
         return toolkit
     in_box_head = has_proposals(adapter.model) and all(layer.startswith(BOX_HEAD) for layer in adapter.layers)
-    if isinstance(toolkit, TorchvisionToolkit) and in_box_head:
+    if isinstance(toolkit, TorchvisionToolkit) and in_box_head and toolkit.kind == "bbox":
         return FrozenFeatures(toolkit, adapter, config.keep_gib)
+    if isinstance(toolkit, TorchvisionToolkit) and toolkit.kind != "bbox":
+        keep_maps(adapter.model, config.keep_gib)
     if hasattr(toolkit, "cfg"):  # Detectron2's, which is imported only where it is installed
         from metricopt_ext.detection.detectron2.kept_features import keep_features
 

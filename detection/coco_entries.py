@@ -211,7 +211,10 @@ def _shape(entry: Any, where: str, kind: Kind, image_id: Id, width: int, height:
     if not (width and height):
         raise DataError(f"{where}'s image {brief(image_id)} has no width and height, which masks need")
     if get(entry, "segmentation") is None:
-        raise DataError(f"{where} has no segmentation, which --iou-type segm (kind='segm') compares")
+        raise DataError(
+            f"{where} has no segmentation, which --iou-type segm (kind='segm') and metric.name=segm/AP50 compare; name"
+            " a file with masks, or compare boxes"
+        )
     return mask_of(entry["segmentation"], where, height, width)
 
 

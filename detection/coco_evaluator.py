@@ -179,12 +179,12 @@ class CocoEvaluator:
 
 
 def _masks(given: Tensor, where: str) -> tuple[Tensor, Tensor, list[Any]]:
-    from pycocotools import mask
+    from metricopt_ext.detection.shapes import masks_from, pixels_of
 
     if given.numel() and given.ndim != 3:
         raise DataError(f"{where} has masks of the shape {tuple(given.shape)}; it must be n x h x w")
-    shapes = [mask.encode(np.asfortranarray(each)) for each in given.detach().cpu().bool().to(torch.uint8).numpy()]
-    areas = torch.tensor([float(mask.area(each)) for each in shapes], dtype=torch.float64)
+    shapes = masks_from(given.detach().cpu().bool().numpy())
+    areas = torch.tensor([pixels_of(each) for each in shapes], dtype=torch.float64)
     return torch.zeros(len(shapes), 4, dtype=torch.float64), areas, shapes
 
 

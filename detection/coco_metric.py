@@ -16,13 +16,13 @@ from metricopt_ext.detection.box_kinds import refuse_corners, refuse_normalised
 from metricopt_ext.detection.coco_entries import area_of, box_of, flag_of, side_of
 from metricopt_ext.detection.ids import Id, checked_id, choose, distinct, examples, known_of, number, written_ways
 from metricopt_ext.detection.metric import halves_of_images
+from metricopt_ext.detection.shapes import masks_from
 from metricopt_ext.detection.tables import KINDS, Kind
 from metricopt_ext.errors import DataError, MetricError
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.utils.words import brief, counted
 
 try:
-    from pycocotools import mask as rle
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 except ImportError as error:
@@ -311,8 +311,7 @@ def _results(image_id: Id, found: Mapping[str, Tensor], kind: Kind) -> list[dict
         corners = found["boxes"].double().reshape(-1, 4)
         shapes = torch.cat([corners[:, :2], corners[:, 2:] - corners[:, :2]], dim=1).tolist()
     elif kind == "segm":
-        masks = (found["masks"][:, 0] >= 0.5).to(torch.uint8).numpy(force=True)
-        shapes = [rle.encode(np.asfortranarray(mask)) for mask in masks]
+        shapes = masks_from((found["masks"][:, 0] >= 0.5).numpy(force=True))
     else:
         shapes = found["keypoints"].flatten(1).tolist()
     scores, labels = found["scores"].tolist(), found["labels"].tolist()

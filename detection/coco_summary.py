@@ -7,22 +7,21 @@ another size that hits nothing. How detections and objects are matched, `ap50` s
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from metricopt_ext.detection.ap50 import COCO_DETECTIONS, IOU, METRICS, RECALLS, precision_at
+from metricopt_ext.detection.ap50 import IOU, METRICS, MOST, RECALLS, compared, precision_at
 from metricopt_ext.detection.left_out import groups_of, interval, precision_without, recall_without
-from metricopt_ext.detection.matching import Found, Pairs, Things, beyond, match_coco, pairs_of, ranks_of
+from metricopt_ext.detection.matching import Found, Things, beyond, match_coco, ranks_of
 from metricopt_ext.detection.tables import Booleans, Floats, FoundLike, FoundTable, Kind, TruthLike, TruthTable
 from metricopt_ext.errors import DataError
 
 # Areas in square pixels of each size; an area at an end is of both sizes, as in pycocotools.
 SIZES = {"all": (0.0, 1e10), "small": (0.0, 32.0**2), "medium": (32.0**2, 96.0**2), "large": (96.0**2, 1e10)}
-MOST: dict[Kind, int] = {"bbox": COCO_DETECTIONS, "segm": COCO_DETECTIONS, "keypoints": 20}  # of a class in an image
 FEW = (1, 10)  # detections by which AR is told, too
 
 
@@ -164,10 +163,7 @@ def summarize(
     found = Found.of(FoundTable.of(detections), classes, "coco", rounded=False)
     things = Things.of(TruthTable.of(truth), "coco")
     found = found.take(ranks_of(found.keys) < most)
-    if kind == "keypoints" and things.shapes is not None:
-        unmarked = [not (points[:, 2] > 0).any() for points in things.shapes]
-        things = replace(things, ignored=things.ignored | np.array(unmarked, dtype=bool))
-    pairs = _pairs(found, things, kind)
+    things, pairs = compared(found, things, kind)
     ranks, labels = ranks_of(found.keys), found.keys % classes
     ends = np.searchsorted(labels, np.arange(classes + 1))
     numbers = numbers_of(kind, most, list(dict.fromkeys(ious)), few, usual)
@@ -238,14 +234,6 @@ def _means(without: Floats) -> Floats:
     number = known.sum(axis=(0, 2))
     means: Floats = np.divide(total, number, out=np.full(total.shape, np.nan), where=number > 0)
     return means
-
-
-def _pairs(found: Found, things: Things, kind: Kind) -> Pairs:
-    if kind == "bbox":
-        return pairs_of(found, things, pixel=0.0)
-    from metricopt_ext.detection.shapes import shape_pairs
-
-    return shape_pairs(found, things, kind)
 
 
 def _mean(values: npt.NDArray[np.float64]) -> float | None:

@@ -8,7 +8,9 @@ from typing import Any
 from metricopt_ext.data.named_model import NamedModelConfig
 from metricopt_ext.data.own_parts import given_parts
 from metricopt_ext.detection.layouts import part_at
+from metricopt_ext.detection.metric import kind_of
 from metricopt_ext.detection.scenes import SceneShift, write_scenes
+from metricopt_ext.detection.tables import Kind
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, check_at_least
@@ -164,10 +166,11 @@ class DetectorAdapterConfig(AdapterConfig):
 
 @dataclass
 class MetricConfig(BesidesConfig):
-    """What the detector's boxes are judged by."""
+    """What the detector is judged by."""
 
-    # AP50; AP, the mean over the IoUs 0.5, 0.55, ..., 0.95, with definition=coco COCO's AP; F1, at IoU 0.5 of all that
-    # is found, mean over classes; or MODULE:FUNCTION, which is imported and run
+    # AP50; AP, the mean over the IoUs 0.5, 0.55, ..., 0.95, with definition=coco COCO's AP; AP75; F1, at IoU 0.5 of all
+    # that is found, mean over classes; segm/AP50, keypoints/AP and the like of masks or keypoints, with definition=coco
+    # and data.name=coco; or MODULE:FUNCTION, which is imported and run
     name: str = "AP50"
     definition: str = "voc_11_point"  # AP50, AP, AP75, F1: voc_11_point (VOC 2007), voc (all points, 2010 on) or coco
 
@@ -221,6 +224,22 @@ class DetectionConfig(RunConfig):
             return f"{key} is a key of data.name={' or '.join(bringing)}; this run has data.name={self.data.name}"
         return super().why_absent(key)
 
+    @property
+    def kind(self) -> Kind:
+        """What is judged, and trained besides boxes: masks or keypoints if the metric or what counts besides is theirs.
+
+        Raises:
+            ConfigError: Some are of masks and some of keypoints.
+        """
+        named = {kind_of(name): name for name in (self.metric.name, *self.metric.besides)}
+        kinds: list[Kind] = [kind for kind in named if kind != "bbox"]
+        if len(kinds) > 1:
+            raise ConfigError(
+                f"{named[kinds[0]]} and {named[kinds[1]]} are of masks and keypoints, which no detector here finds both"
+                " of; leave one out of metric.name, metric.also and metric.subject_to"
+            )
+        return kinds[0] if kinds else "bbox"
+
     def data_files(self) -> list[Path]:
         """Return the trees or zip files of the data, or the annotation files and the folder of the images."""
         data = self.data
@@ -238,6 +257,11 @@ class DetectionConfig(RunConfig):
         """Reject what would only fail after work has been done (see `RunConfig.check`)."""
         if isinstance(self.metric, OwnMetricConfig):
             self.metric.check()
+        if self.kind != "bbox" and self.data.name != "coco":
+            raise ConfigError(
+                f"{self.kind} are read with data.name=coco, from COCO's files of annotations, not with"
+                f" data.name={self.data.name}"
+            )
         check_at_least(1, {"batch_size": self.batch_size, "model.batch_size": self.model.batch_size})
         check_at_least(0, {"data.size": self.data.size, "model.steps": self.model.steps})
         if self.population not in (1, None):

@@ -115,7 +115,7 @@ def _read(config: DetectionConfig, seed: int, folder: Path) -> tuple[dict[str, D
         found = _found(data)
     of_voc = data if isinstance(data, VOCConfig) else VOCConfig(data.name)
     classes = of_voc.classes or None
-    read = {name: part.read(classes) for name, part in found.items()}
+    read = {name: part.read(classes, shapes=config.kind) for name, part in found.items()}
     train = read["train"]
     for root in of_voc.more_train:
         more = read_voc(root, data.splits[0], classes=classes)

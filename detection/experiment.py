@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from metricopt_ext.data.halves import random_halves
 from metricopt_ext.data.rare import Rare
 from metricopt_ext.data.reading import Reading
-from metricopt_ext.detection.ap50 import METRICS
 from metricopt_ext.detection.build import (
     attach,
     besides,
@@ -23,7 +22,15 @@ from metricopt_ext.detection.build import (
 )
 from metricopt_ext.detection.config import SETTINGS, DetectionConfig
 from metricopt_ext.detection.data import DetectionSplits, load_splits
-from metricopt_ext.detection.metric import ValueOn, detect_all, detector_metric, in_batches, rare_images, truth_of
+from metricopt_ext.detection.metric import (
+    PRECISIONS,
+    ValueOn,
+    detect_all,
+    detector_metric,
+    in_batches,
+    rare_images,
+    truth_of,
+)
 from metricopt_ext.detection.pictures import plot_detections, plot_proposals
 from metricopt_ext.detection.proposals import proposal_recall
 from metricopt_ext.detection.task import ExampleBatches, InputsOnDisk, detection_loss, jittered
@@ -63,7 +70,7 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         metric = build_metric(config.metric)
         besides(config.metric)  # refuses what is no metric
         build_toolkit(config)
-        at_a_point = config.metric.name not in METRICS
+        at_a_point = config.metric.name not in PRECISIONS
         of_classes = [name for name in config.named_settings if at_a_point and name.startswith("score_thresh[")]
         config.check_settings((*SETTINGS, *of_classes))
         model = Path(config.model.config_file).stem if config.toolkit == "detectron2" else config.model.name
@@ -112,9 +119,9 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         return task, detector_metric(metric, self.used, splits.test, classes, (), also=also)
 
     def own_settings(self) -> Settings:
-        """Return the detector's settings; what it computes before thresholds and NMS is kept."""
+        """Return the detector's settings; what it computes before thresholds and NMS is kept, if boxes are judged."""
         model, names, kept = self.task.adapter.model, self.config.named_settings or None, KeptOutputs()
-        average_precision = self.config.metric.name in METRICS
+        average_precision = self.config.metric.name in PRECISIONS
         classes = self.splits.classes if names and not average_precision else ()
         if self.config.toolkit == "detectron2":
             from metricopt_ext.detection.detectron2.settings import detectron2_settings
@@ -135,8 +142,8 @@ class DetectionExperiment(Experiment[DetectionConfig]):
             model,
             names=names,
             average_precision=average_precision,
-            kept=kept,
-            boxes_only=True,
+            kept=kept if self.config.kind == "bbox" else None,
+            boxes_only=self.config.kind == "bbox",
             class_thresholds=dict(zip(classes, labels, strict=False)),
         )
 

@@ -12,6 +12,7 @@ import torch
 from metricopt_ext.data.own_parts import FOLDERS
 from metricopt_ext.detection.coco import read_coco
 from metricopt_ext.detection.records import DetectionSet
+from metricopt_ext.detection.tables import Kind
 from metricopt_ext.detection.voc import find_tree, masks_in, read_voc
 from metricopt_ext.detection.yolo import PARTS, read_yolo, read_yolo_file, yolo_file
 from metricopt_ext.errors import DataError
@@ -55,7 +56,12 @@ class Part:
         return [self.path, *self.more, *([self.images] if self.images is not None else [])]
 
     def read(
-        self, classes: Sequence[str] | None = None, *, images: bool = True, dtype: torch.dtype = torch.float32
+        self,
+        classes: Sequence[str] | None = None,
+        *,
+        images: bool = True,
+        dtype: torch.dtype = torch.float32,
+        shapes: Kind = "bbox",
     ) -> DetectionSet:
         """Read the part.
 
@@ -63,12 +69,13 @@ class Part:
             classes: VOC: the names of the classes; None for all in its annotations.
             images: Whether the images must be there.
             dtype: COCO: type of the boxes.
+            shapes: COCO: what is read besides boxes.
 
         Raises:
             DataError: It can't be read.
         """
         if self.kind == "coco":
-            return read_coco(self.path, self.images if images else None, dtype=dtype)
+            return read_coco(self.path, self.images if images else None, dtype=dtype, kind=shapes)
         if self.kind == "yolo":
             return read_yolo([self.path, *self.more], self.classes)
         return read_voc(self.path, self.split, classes=classes, images=images)

@@ -1,4 +1,7 @@
-"""What a detector is judged by, as the black-box metric: AP50, AP, AP75, F1, or a function of one's own."""
+"""What a detector is judged by, as the black-box metric: AP50, AP, AP75, F1, or a function of one's own.
+
+``segm/AP50`` and ``keypoints/AP50``, as Detectron2 calls them, and so on, are those of masks and of keypoints.
+"""
 
 import warnings
 from abc import ABC, abstractmethod
@@ -13,9 +16,19 @@ from torch import Tensor, nn
 
 from metricopt_ext.data.halves import random_halves
 from metricopt_ext.data.rare import Rare, rare_groups
-from metricopt_ext.detection.ap50 import beyond_limit, match, match_for, mean_over_ious, told_beyond_limit
+from metricopt_ext.detection.ap50 import (
+    METRICS,
+    MOST,
+    Matches,
+    beyond_limit,
+    match,
+    match_for,
+    mean_over_ious,
+    told_beyond_limit,
+)
 from metricopt_ext.detection.matching import Definition
 from metricopt_ext.detection.records import Detections, DetectionSet, as_array
+from metricopt_ext.detection.tables import KINDS, Kind
 from metricopt_ext.detection.toolkit import Example, Toolkit
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.tasks.metric import Metric, with_halves
@@ -23,6 +36,7 @@ from metricopt_ext.tasks.own_metric import number_within
 from metricopt_ext.utils.words import counted
 
 EVALUATION_BATCH = 8
+PRECISIONS = (*METRICS, *(f"{kind}/{name}" for kind in KINDS if kind != "bbox" for name in METRICS))
 
 ValueOn = Callable[[Sequence[int] | None], float]  # the value on images at some positions, or on all
 
@@ -64,30 +78,38 @@ class DetectionMetric(ABC):
 
 @dataclass(frozen=True)
 class MeanAveragePrecision(DetectionMetric):
-    """AP50, AP or AP75.
+    """AP50, AP or AP75, of boxes, masks or keypoints.
 
     Attributes:
-        name: ``"AP50"``, ``"AP75"``, or ``"AP"``, the mean over the IoUs from 0.5 to 0.95.
-        definition: See `ap50`.
+        name: ``"AP50"``, ``"AP75"``, or ``"AP"``, the mean over the IoUs from 0.5 to 0.95; one of `PRECISIONS`.
+        definition: See `ap50`; of masks and keypoints it is COCO's.
     """
 
     name: str
     definition: Definition
 
+    @property
+    def kind(self) -> Kind:
+        """What is compared."""
+        return kind_of(self.name)
+
     def judge(self, found: Sequence[Detections], truth: DetectionSet) -> ValueOn:
         """Return the average precision as a function of images; one of them must have an object that counts."""
-        matches = match_for(self.name, found, truth, self.definition)
+        matches = self._matches(found, truth)
         return lambda images: mean_over_ious(matches, images)
 
     def cut(self, found: Sequence[Detections]) -> str:
         """Return in words how many detections are beyond COCO's limit; empty by another definition."""
-        return told_beyond_limit(beyond_limit(found)) if self.definition == "coco" else ""
+        most = MOST[self.kind]
+        return told_beyond_limit(beyond_limit(found, most), most) if self.definition == "coco" else ""
 
     def with_objects(self, truth: DetectionSet) -> npt.NDArray[np.bool_]:
         """Return which images have an object that counts by the definition."""
-        nothing = Detections(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.int64))
-        has_one: npt.NDArray[np.bool_] = match([nothing] * len(truth), truth, self.definition).objects.sum(axis=1) > 0
+        has_one: npt.NDArray[np.bool_] = self._matches(_nothing_in(truth), truth)[0].objects.sum(axis=1) > 0
         return has_one
+
+    def _matches(self, found: Sequence[Detections], truth: DetectionSet) -> list[Matches]:
+        return match_for(self.name.rpartition("/")[2], found, truth, self.definition, self.kind)
 
 
 @dataclass(frozen=True)
@@ -102,7 +124,7 @@ class ClassAveragePrecision(MeanAveragePrecision):
 
     def judge(self, found: Sequence[Detections], truth: DetectionSet) -> ValueOn:
         """Return the average precision of the class as a function of images; one must have such an object."""
-        matches = match_for(self.name, found, truth, self.definition)
+        matches = self._matches(found, truth)
 
         def value_on(images: Sequence[int] | None) -> float:
             of_classes = [each.average_precision(images).per_class for each in matches]
@@ -116,9 +138,8 @@ class ClassAveragePrecision(MeanAveragePrecision):
 
     def try_on(self, truth: DetectionSet) -> None:
         """Refuse images without an object of the class."""
-        nothing = Detections(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.int64))
         try:
-            self.judge([nothing] * len(truth), truth)(None)
+            self.judge(_nothing_in(truth), truth)(None)
         except DataError as error:
             raise ConfigError(f"metric.also or metric.subject_to: {error}") from error
 
@@ -142,7 +163,7 @@ class MeanF1(DetectionMetric):
 
     def with_objects(self, truth: DetectionSet) -> npt.NDArray[np.bool_]:
         """Return which images have an object that counts by the definition."""
-        return MeanAveragePrecision(self.name, self.definition).with_objects(truth)
+        return MeanAveragePrecision("AP50", self.definition).with_objects(truth)
 
 
 @dataclass(frozen=True)
@@ -190,6 +211,11 @@ class OwnDetectionMetric(DetectionMetric):
                 f"metric {self.name!r} fails where each object of {len(truth)} images is found:"
                 f" {str(error).rstrip('.')}; see metric.kwargs (its arguments) and metric.bounds (its range)"
             ) from error
+
+
+def kind_of(name: str) -> Kind:
+    """Return what a metric compares, by its name: boxes, unless it begins with ``segm/`` or ``keypoints/``."""
+    return next((kind for kind in KINDS if name.casefold().startswith(f"{kind}/")), "bbox")
 
 
 def truth_of(examples: Sequence[Example], classes: Sequence[str]) -> DetectionSet:
@@ -301,6 +327,12 @@ def ap50_metric(
 ) -> Metric:
     """Return the black box of AP50, AP or AP75; see `detector_metric` and `MeanAveragePrecision`."""
     return detector_metric(MeanAveragePrecision(name, definition), toolkit, examples, classes, halves)
+
+
+def _nothing_in(truth: DetectionSet) -> list[Detections]:
+    """What a detector finds that finds nothing."""
+    nothing = Detections(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.int64), shapes=[])
+    return [nothing] * len(truth)
 
 
 def _arrays(record: Any, *fields: str) -> dict[str, Any]:

@@ -15,7 +15,9 @@ from metricopt_ext.detection.ap_loss import ClassificationLoss
 from metricopt_ext.detection.records import Annotated, Detections
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.torchvision_toolkit import (
+    SHAPES,
     TorchvisionToolkit,
+    check_loss_of,
     has_proposals,
     images_of,
     targets_of,
@@ -53,6 +55,7 @@ class OwnToolkit(TorchvisionToolkit):
     def __post_init__(self) -> None:
         if self.classification_loss not in get_args(ClassificationLoss):
             raise ConfigError(f"classification_loss={self.classification_loss!r} must be 'cross_entropy' or 'ap'")
+        check_loss_of(self.kind, self.classification_loss)
 
     def build(self, classes: int, seed: int) -> nn.Module:
         """Return what the function builds for this number of classes, with weights drawn from the seed.
@@ -95,7 +98,7 @@ class OwnToolkit(TorchvisionToolkit):
                 f"model.name={self.name} finds the label {int(strange[0])}; those of the data's {self.classes} classes"
                 f" are 1 to {self.classes}"
             )
-        return [to_detections(each) for each in outputs]
+        return [to_detections(each, kind=self.kind) for each in outputs]
 
     def _try(self, model: nn.Module) -> None:
         """Reject a model that has not torchvision's interface, in evaluation or in training.
@@ -109,8 +112,11 @@ class OwnToolkit(TorchvisionToolkit):
         batch = [Example(pixels, Annotated("tried", Path("none"), SIDE, SIDE, box, label, no, no))] * 2
         try:
             with evaluating(model), torch.no_grad():
-                wrong = _wrong_outputs(model(images_of(model, batch)), len(batch))
-            if not wrong and not has_proposals(model):
+                outputs = model(images_of(model, batch))
+                wrong = _wrong_outputs(outputs, len(batch))
+            if not wrong and self.kind != "bbox" and any(SHAPES[self.kind][0] not in each for each in outputs):
+                wrong = f"finds no {SHAPES[self.kind][0]} in an image; where these are judged it must"
+            if not wrong and not has_proposals(model) and self.kind == "bbox":
                 with in_mode(model, training=True):
                     wrong = _wrong_losses(model(images_of(model, batch), targets_of(model, batch)))
         except Exception as error:  # of any kind: it is the user's own code

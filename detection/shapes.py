@@ -5,6 +5,8 @@ trusts what it is given, so all that a file says of a mask is checked first.
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -137,6 +139,11 @@ def keypoints_of(entry: Any, where: str) -> Floats:
         DataError: They are not 17 times three finite numbers, or ``num_keypoints`` contradicts the flags.
     """
     numbers = entry.get("keypoints")
+    if numbers is None:
+        raise DataError(
+            f"{where} has the keypoints None; they must be [x, y, flag, ...]. Name a file with keypoints, as COCO's"
+            " person_keypoints_*.json, or compare boxes"
+        )
     if not isinstance(numbers, list) or not all(type(each) in (int, float) and math.isfinite(each) for each in numbers):
         raise DataError(f"{where} has the keypoints {brief(numbers)}; they must be [x, y, flag, ...], finite numbers")
     if len(numbers) != 3 * len(DEVIATIONS):
@@ -155,6 +162,38 @@ def box_around_points(points: Floats) -> list[float]:
     """Return the box around keypoints, ``[left, top, width, height]`` in pixels, as pycocotools has it for results."""
     (left, top), (right, bottom) = points[:, :2].min(0).tolist(), points[:, :2].max(0).tolist()
     return [left, top, right - left, bottom - top]
+
+
+def with_unmarked_ignored(things: Things) -> Things:
+    """Return objects of which those without a marked keypoint don't count, nor are detections of them false."""
+    shapes = () if things.shapes is None else things.shapes
+    unmarked: Booleans = np.array([not (points[:, 2] > 0).any() for points in shapes], dtype=bool)
+    if not unmarked.any():
+        return things
+    uncounted = np.bincount(things.keys[unmarked & ~things.ignored], minlength=things.counts.size)
+    return replace(
+        things,
+        ignored=things.ignored | unmarked,
+        counts=things.counts - uncounted.reshape(things.counts.shape),
+    )
+
+
+def masks_from(pixels: Booleans) -> list[Mask]:
+    """Return the masks of some pixels, ``n x h x w``."""
+    from pycocotools import mask
+
+    made: list[Mask] = [mask.encode(np.asfortranarray(each, dtype=np.uint8)) for each in pixels]
+    return made
+
+
+def pixels_in(masks: Sequence[Mask], height: int, width: int) -> Booleans:
+    """Return the pixels of some masks of an image, ``n x height x width``."""
+    from pycocotools import mask
+
+    if not masks:
+        return np.zeros((0, height, width), dtype=bool)
+    read: Booleans = np.moveaxis(mask.decode(list(masks)), -1, 0).astype(bool)
+    return read
 
 
 def shape_pairs(found: Found, things: Things, kind: Kind) -> Pairs:

@@ -6,16 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.detection.ap_loss import ClassificationLoss, ap_loss
-from metricopt_ext.detection.records import Detections, inside
+from metricopt_ext.detection.records import Detections, as_array, inside
+from metricopt_ext.detection.shapes import DEVIATIONS, masks_from, pixels_in
+from metricopt_ext.detection.tables import Kind
 from metricopt_ext.detection.toolkit import Example, images_in, layers_at
 from metricopt_ext.detection.torchvision_models import ONE_STAGE, SMALL, STANDARD, build_small, build_standard
-from metricopt_ext.errors import ConfigError
+from metricopt_ext.errors import ConfigError, DataError, MetricError
 from metricopt_ext.utils.files import write_atomically
 from metricopt_ext.utils.modes import evaluating, in_mode
 from metricopt_ext.utils.seeding import generator, seeded_streams
@@ -47,6 +50,9 @@ PLACEMENTS: dict[str, tuple[str, ...]] = {
 }
 
 
+# Where a detector has what it finds besides boxes, and what of its names says that it does.
+SHAPES: dict[Kind, tuple[str, str]] = {"segm": ("masks", "maskrcnn"), "keypoints": ("keypoints", "keypointrcnn")}
+
 # Outputs of torchvision's detectors that were trained on COCO, with the background and the ids that COCO does not use.
 COCO_OUTPUTS = 91
 
@@ -57,7 +63,7 @@ class TorchvisionToolkit:
 
     Attributes:
         name: One of `STANDARD`, as in torchvision, or for small images ``resnet18_fpn`` or the lighter ``small_fpn``,
-            Faster R-CNNs. Of Mask and Keypoint R-CNNs only the boxes are trained, and detected.
+            Faster R-CNNs. Of Mask and Keypoint R-CNNs only the boxes are trained, and detected, but for their ``kind``.
         min_size: Shorter side in pixels to which the network scales its images (800 in torchvision's own training) ...
         max_size: ... unless the longer side would then exceed this (1333). Also the small detectors' largest anchor.
             SSDs have a size of their own.
@@ -76,6 +82,8 @@ class TorchvisionToolkit:
             ranks the proposals that are sampled from a batch. Detectors of one stage have their own only.
         labels: The detector's own label of each class, from 1, if it has others too: COCO's 91 outputs are for its 80
             categories (`coco_outputs`). Empty: they count the classes.
+        kind: What is trained and detected besides boxes: ``"segm"``, the masks of a Mask R-CNN, ``"keypoints"``, those
+            of a Keypoint R-CNN, or nothing, ``"bbox"``. Objects then have them as ``shapes``.
 
     Raises:
         ConfigError: There is no such detector, or a setting is impossible.
@@ -93,10 +101,15 @@ class TorchvisionToolkit:
     strict_weights: bool = False
     classification_loss: ClassificationLoss = "cross_entropy"
     labels: tuple[int, ...] = ()
+    kind: Kind = "bbox"
 
     def __post_init__(self) -> None:
         if self.name not in (*STANDARD, *SMALL):
             raise ConfigError(f"no detector is named {self.name!r}; the choices are {', '.join((*STANDARD, *SMALL))}")
+        if self.kind != "bbox" and not self.name.startswith(SHAPES[self.kind][1]):
+            able = ", ".join(name for name in STANDARD if name.startswith(SHAPES[self.kind][1]))
+            raise ConfigError(f"{self.name} finds no {SHAPES[self.kind][0]}; detectors that do are {able}")
+        check_loss_of(self.kind, self.classification_loss)
         if self.weights and self.name not in STANDARD:
             raise ConfigError(f"torchvision has no weights for {self.name}, only for {', '.join(STANDARD)}")
         if not 0 < self.min_size <= self.max_size:
@@ -145,15 +158,16 @@ class TorchvisionToolkit:
         In two stages they are those of objectness, proposals, classes and boxes; detectors of one stage have their own.
         What is sampled at random (anchors, proposals) is drawn from torch's global stream. Boxes are clipped to their
         images. Difficult and crowd boxes are left out, so anything on them counts as background; `Detectron2Toolkit`
-        learns from difficult ones, as Detectron2 does. So are boxes without area in their image.
+        learns from difficult ones, as Detectron2 does. So are boxes without area in their image. Where masks or
+        keypoints are judged it is torchvision's own sum, theirs included.
 
         Raises:
             FloatingPointError: The loss is not finite.
         """
         detector: Any = model
         with in_mode(model, training=True):
-            if not has_proposals(model):
-                return total(detector(images_of(model, batch), targets_of(model, batch, self.labels)))
+            if not has_proposals(model) or self.kind != "bbox":
+                return total(detector(images_of(model, batch), targets_of(model, batch, self.labels, self.kind)))
             images, targets = detector.transform(images_of(model, batch), targets_of(model, batch, self.labels))
             features = detector.backbone(images.tensors)
             proposals, losses = detector.rpn(images, features, targets)
@@ -186,7 +200,7 @@ class TorchvisionToolkit:
     def detect(self, model: nn.Module, batch: Sequence[Example]) -> list[Detections]:
         """Return what the detector finds in each image, best first, in pixels of that image, without gradients."""
         with evaluating(model), torch.no_grad():
-            return [to_detections(found, self.labels) for found in model(images_of(model, batch))]
+            return [to_detections(found, self.labels, self.kind) for found in model(images_of(model, batch))]
 
     def propose(self, model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
         """Return the region proposals of each image, ``p x 4``, best first, without gradients; [] in one stage."""
@@ -234,6 +248,19 @@ class TorchvisionToolkit:
         write_atomically(path, buffer.getvalue())
 
 
+def check_loss_of(kind: Kind, classification_loss: str) -> None:
+    """Reject the AP loss where masks or keypoints are trained, by torchvision's own code.
+
+    Raises:
+        ConfigError: It is asked for.
+    """
+    if kind != "bbox" and classification_loss == "ap":
+        raise ConfigError(
+            f"classification_loss='ap' is for metrics of boxes; {SHAPES[kind][0]} have torchvision's own losses: leave"
+            " it out"
+        )
+
+
 def has_proposals(model: nn.Module) -> bool:
     """Whether a detector has torchvision's two stages: it detects in proposals, by a box head.
 
@@ -257,14 +284,19 @@ def total(losses: dict[str, Tensor]) -> Tensor:
     return torch.stack(list(losses.values())).sum()
 
 
-def to_detections(found: dict[str, Tensor], labels: Sequence[int] = ()) -> Detections:
+def to_detections(found: dict[str, Tensor], labels: Sequence[int] = (), kind: Kind = "bbox") -> Detections:
     """Return torchvision's detections in an image as a record; torchvision's label 0 is the background.
 
     Detectors of one stage have an output for it too, which is never trained; what it detects is left out.
 
     Args:
-        found: The boxes, ``n x 4``, scores and labels, ``n``.
+        found: The boxes, ``n x 4``, scores and labels, ``n``, perhaps masks, ``n x 1 x h x w`` in [0, 1], of which half
+            is inside, or keypoints, ``n x 17 x 3``.
         labels: The detector's label of each class; what it finds of others is left out. Empty: they count the classes.
+        kind: What is taken besides boxes.
+
+    Raises:
+        MetricError: It found no masks or keypoints, or others than 17.
     """
     classes = found["labels"] - 1
     if labels:
@@ -273,7 +305,23 @@ def to_detections(found: dict[str, Tensor], labels: Sequence[int] = ()) -> Detec
         classes = table[found["labels"]]
     thing = classes >= 0
     boxes, scores = (found[key][thing].cpu() for key in ("boxes", "scores"))
-    return Detections(boxes, scores, classes[thing].cpu())
+    return Detections(boxes, scores, classes[thing].cpu(), shapes=_shapes_of(found, thing, kind))
+
+
+def _shapes_of(found: dict[str, Tensor], thing: Tensor, kind: Kind) -> list[Any] | None:
+    if kind == "bbox":
+        return None
+    name, _ = SHAPES[kind]
+    shape = {"segm": "n x 1 x h x w", "keypoints": "n x 17 x 3"}[kind]
+    given = found.get(name)
+    fits = given is not None and (given.dim() == 4 if kind == "segm" else given.shape[1:] == (len(DEVIATIONS), 3))
+    if given is None or not fits:
+        what = "none" if given is None else f"a tensor of shape {tuple(given.shape)}"
+        raise MetricError(f"the detector gave {what} as {name}; to be judged they must be {shape}")
+    own = given[thing]
+    if kind == "segm":
+        return list(masks_from((own[:, 0] >= 0.5).numpy(force=True)))
+    return list(as_array(own).astype(np.float64))
 
 
 def to_pixels(boxes: Tensor, size: tuple[int, int], example: Example) -> Tensor:
@@ -288,13 +336,19 @@ def images_of(model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
     return [image.to(like) / 255 for image in images_in(batch)]
 
 
-def targets_of(model: nn.Module, batch: Sequence[Example], own: Sequence[int] = ()) -> list[dict[str, Tensor]]:
+def targets_of(
+    model: nn.Module, batch: Sequence[Example], own: Sequence[int] = (), kind: Kind = "bbox"
+) -> list[dict[str, Tensor]]:
     """Return the ground truth as torchvision takes it: clipped boxes, without difficult, crowd and outside ones.
 
     Args:
         model: The detector.
         batch: The images.
         own: The detector's label of each class; empty: they count the classes from 1.
+        kind: What objects have besides boxes, in their ``shapes``.
+
+    Raises:
+        DataError: An image's objects are without it.
     """
     like = next(model.parameters())
     targets = []
@@ -304,5 +358,18 @@ def targets_of(model: nn.Module, batch: Sequence[Example], own: Sequence[int] = 
         kept = within & ~(example.truth.difficult | example.truth.crowd)
         boxes, classes = clipped[kept], example.truth.labels[kept].long()
         labels = torch.tensor(own)[classes] if own else classes + 1
-        targets.append({"boxes": boxes.to(like).view(-1, 4), "labels": labels.to(like.device)})
+        target = {"boxes": boxes.to(like).view(-1, 4), "labels": labels.to(like.device)}
+        if kind != "bbox":
+            if example.truth.shapes is None:
+                raise DataError(
+                    f"{example.truth.path} has objects without {SHAPES[kind][0]}, which the loss is of, too"
+                )
+            shapes = [shape for shape, is_kept in zip(example.truth.shapes, kept.tolist(), strict=True) if is_kept]
+            if kind == "segm":
+                pixels = torch.from_numpy(pixels_in(shapes, height, width))
+                target["masks"] = pixels.to(like.device, torch.uint8)
+            else:
+                points = np.array(shapes, dtype=np.float64).reshape(-1, len(DEVIATIONS), 3)
+                target["keypoints"] = torch.from_numpy(points).to(like)
+        targets.append(target)
     return targets

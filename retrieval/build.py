@@ -14,7 +14,6 @@ from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.data.images import Limits
 from metricopt_ext.data.labelled import Labelled, Split
 from metricopt_ext.data.named_model import folder_weights, has_weights, settings_of
-from metricopt_ext.data.parts import part_size
 from metricopt_ext.data.pretrained import pretrained
 from metricopt_ext.data.reading import Reading
 from metricopt_ext.data.splits import Splits
@@ -30,6 +29,7 @@ from metricopt_ext.retrieval.data import (
     split_classes,
 )
 from metricopt_ext.retrieval.judged import JudgedEmbeddings, Processing
+from metricopt_ext.retrieval.kept_features import KeptFeatures, embed
 from metricopt_ext.retrieval.layouts import load_class_folders
 from metricopt_ext.retrieval.metrics import Draws, EmbeddingMetric, besides, embedding_metric
 from metricopt_ext.retrieval.models import Embedder, build_model
@@ -57,11 +57,6 @@ MEMORY = "cross_batch_memory"  # a loss of a loss (Wang et al., Cross-Batch Memo
 WITH_PARTS = ("in_shop", "market1501", "stanford_online_products")  # sets with train and test parts of their own
 
 
-def embed(model: nn.Module, x: Tensor) -> Tensor:
-    """Return the embeddings, ``n x d``, of images, in batches; the caller sets evaluation mode."""
-    return torch.cat([model(part) for part in x.split(part_size(x))])
-
-
 def _embed_on_cpu(model: nn.Module, x: Tensor) -> Tensor:
     return embed(model, x).cpu()
 
@@ -81,6 +76,7 @@ def build_metric(
     new_classes: bool = False,
     *,
     constrained: bool = True,
+    keep_gib: float = 0.0,
 ) -> Metric:
     """Make the black box: the metric of a part's embeddings, by default mean Recall@k.
 
@@ -93,6 +89,7 @@ def build_metric(
             all others.
         new_classes: Whether the model will be judged on other classes, and the halves are of different ones.
         constrained: Whether it is subject to what the settings say, told at every query, by the same embeddings.
+        keep_gib: Memory for what models compute of the images before phi, in GiB (`KeptFeatures`); 0 keeps nothing.
 
     Raises:
         ConfigError: The metric's settings are impossible.
@@ -105,6 +102,7 @@ def build_metric(
     draws = cast(Draws, halves) if several and queries is None and cameras is None else []
 
     own_queries = None if queries is None else queries.cpu()
+    features = KeptFeatures(part.x, keep_gib)
 
     def judged(each: EmbeddingMetric, embeddings: Tensor, half: Tensor | None = None) -> float:
         rows = slice(None) if half is None else half.cpu()
@@ -142,7 +140,7 @@ def build_metric(
         return of_model
 
     judging: JudgedEmbeddings[Tensor] = JudgedEmbeddings(
-        lambda model: _embed_on_cpu(model, part.x),
+        lambda model: features.embed(model).cpu(),
         value,
         embeddings_of=lambda raw: raw,
         embed_inputs=_embed_on_cpu,

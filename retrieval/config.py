@@ -78,6 +78,9 @@ class EmbedderAdapterConfig(AdapterConfig):
     """Where phi acts, by FiLM."""
 
     dim: int = 64
+    # what is computed of validation images before the first layer that phi acts on is kept, where that is a fourth of
+    # the work or more, up to this many GiB for each running seed; 0: nothing
+    keep_gib: float = 4.0
 
 
 @dataclass
@@ -148,6 +151,8 @@ class RetrievalConfig(RunConfig):
         if isinstance(self.metric, OwnMetricConfig):
             self.metric.check()
         memory_of(self, self.memory)
+        if not self.adapter.keep_gib >= 0:
+            raise ConfigError(f"adapter.keep_gib={self.adapter.keep_gib}: it must be at least 0")
         self.model.check()
         check_at_least(1, {"model.embedding": self.model.embedding, "model.width": self.model.width})
         check_at_least(2, {"loss.classes": self.loss.classes, "loss.samples": self.loss.samples})

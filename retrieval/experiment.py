@@ -109,7 +109,13 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
             attach(model, config, seed),
             loss=self._loss,
             batches=batches,
-            metric=build_metric(config.metric, validation, class_draws(validation.y, seed), new_classes=True),
+            metric=build_metric(
+                config.metric,
+                validation,
+                class_draws(validation.y, seed),
+                new_classes=True,
+                keep_gib=config.adapter.keep_gib,
+            ),
             population=config.population,
             memory=memory_of(config, config.memory),
         )

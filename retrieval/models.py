@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -13,6 +14,14 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.utils.state_dict import load_checkpoint
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+@torch.fx.wrap  # a step of a traced forward pass, whatever the images' type
+def normalised(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Return images ``n x c x h x w``, floats in [0, 1] or uint8, less a mean of each channel and by its deviation."""
+    if x.dtype == torch.uint8:
+        x = x.to(mean.dtype) / 255
+    return (x - mean) / std
 
 
 class Conv4(nn.Module):
@@ -63,9 +72,7 @@ class Embedder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images ``n x c x h x w``, floats in [0, 1] or uint8, to embeddings of length 1, ``n x d``."""
-        if x.dtype == torch.uint8:
-            x = x.to(self.mean.dtype) / 255
-        return F.normalize(self.trunk((x - self.mean) / self.std))
+        return F.normalize(self.trunk(normalised(x, self.mean, self.std)))
 
 
 def build_model(

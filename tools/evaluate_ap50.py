@@ -118,7 +118,7 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Evaluate the detections and write the report; returns it."""
-    from metricopt_ext.detection.coco_summary import MOST
+    from metricopt_ext.detection.ap50 import MOST
     from metricopt_ext.detection.tables import as_one_class
 
     check_options(arguments)

@@ -22,8 +22,11 @@ Without a gallery, or with a gallery that is the queries (the same file, or a co
 other gallery should not contain the queries, which would find themselves: a note counts them. Embeddings are
 compared as they are; pytorch-metric-learning's testers scale them to length 1 first, as --distance cosine does.
 With --against, and --against-gallery for each gallery, each number comes with its difference from that of these other
-embeddings of the same items, in the same order. With --both-directions, each gallery searches the queries, too: images
-and their texts, of which many may have one image's label. --index searches approximately, for a gallery that is too
+embeddings of the same items, in the same order. With --images, --against takes other weights of the model, without the
+adapter; with --run-dir another run on the same data, whose models of the same seeds and names are compared, or the run
+itself, which compares its models after finetuning with those before. With --both-directions, each gallery searches the
+queries, too: images and their texts, of which many may have one image's label.
+--index searches approximately, for a gallery that is too
 large otherwise; --sample queries are searched exactly, too, and tell what that costs. --gallery-index takes an index
 that FAISS wrote, whose items are the rows of --gallery-labels.
 With --cameras, gallery items of a query's label and camera are ignored: Recall@k is then the cumulative matching
@@ -47,6 +50,8 @@ from metricopt_ext.utils.files import write_json
 from metricopt_ext.utils.versions import versions
 
 if TYPE_CHECKING:
+    from metricopt_ext.data.splits import Splits
+    from metricopt_ext.retrieval.config import RetrievalConfig
     from metricopt_ext.retrieval.evaluation import Search
 
 Items = tuple[Any, Any]  # embeddings and labels
@@ -56,11 +61,14 @@ Cameras = tuple[Any, Any]  # the queries' and the gallery's
 OPTIONS = {
     "--embeddings": (
         *("labels", "cameras", "gallery_embeddings", "gallery_labels", "gallery_cameras", "gallery_index"),
-        *("against", "against_gallery"),
+        "against_gallery",
     ),
     "--images": ("config_file", "weights", "entry", "adapter", "gallery_images", "grey"),
     "--run-dir": ("part",),
 }
+
+
+OF_EMBEDDINGS = (".npy", ".npz", ".h5", ".hdf5", ".parquet", ".csv")
 
 
 def main() -> None:
@@ -233,7 +241,12 @@ def check_options(arguments: argparse.Namespace) -> None:
         raise DataError("--sample is for --index, which searches approximately; exact search needs none")
     if arguments.against_gallery and arguments.against is None:
         raise DataError("--against-gallery needs --against, other embeddings of the queries")
-    if arguments.against is not None and len(arguments.against_gallery) != galleries:
+    if arguments.images is not None and arguments.against is not None and arguments.against.suffix in OF_EMBEDDINGS:
+        raise DataError(
+            f"{arguments.against} holds embeddings; with --images, --against takes other weights of the model. Compare"
+            " files of embeddings with --embeddings"
+        )
+    if arguments.embeddings is not None and arguments.against and len(arguments.against_gallery) != galleries:
         raise DataError(
             f"with --against, each --gallery-embeddings needs its --against-gallery, got {galleries} and"
             f" {len(arguments.against_gallery)} of them"
@@ -249,14 +262,9 @@ def check_options(arguments: argparse.Namespace) -> None:
 
 def searches(arguments: argparse.Namespace) -> "Iterable[Search]":
     """Return what is searched, one after the other."""
-    from metricopt_ext.retrieval.evaluation import Search
-
     if arguments.run_dir is not None:
-        return embed_run(arguments.run_dir, arguments.part or "test")
-    if arguments.images is not None:
-        queries, others, classes = embed_images(arguments)
-        return (Search(name, queries, items, None, classes) for name, items in others)
-    return search_files(arguments)
+        return embed_run(arguments.run_dir, arguments.part or "test", arguments.against)
+    return search_files(arguments) if arguments.images is None else embed_images(arguments)
 
 
 def search_files(arguments: argparse.Namespace) -> "Iterator[Search]":
@@ -328,8 +336,8 @@ def read_cameras(arguments: argparse.Namespace) -> list[Cameras | None]:
     return [(own, each) for each in theirs or [own]]
 
 
-def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery], list[str]]:
-    """Embed the queries and, one after the other, the galleries, from folders of images; with the names of classes.
+def embed_images(arguments: argparse.Namespace) -> "Iterator[Search]":
+    """Embed the queries and, one after the other, the galleries, from folders of images.
 
     Raises:
         DataError: A folder or the weights can't be used.
@@ -337,59 +345,102 @@ def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery
     """
     from metricopt_ext.adapters.attach import load_adapter
     from metricopt_ext.data.images import load_image_folder
-    from metricopt_ext.retrieval.build import built, embed
+    from metricopt_ext.retrieval.build import built
     from metricopt_ext.retrieval.config import RetrievalConfig
+    from metricopt_ext.retrieval.evaluation import Search
+    from metricopt_ext.retrieval.kept_features import embed
     from metricopt_ext.utils.config import load_config
     from metricopt_ext.utils.modes import evaluating
     from metricopt_ext.utils.state_dict import load_checkpoint
 
     config = load_config(RetrievalConfig, arguments.config_file, [])
     labels, classes = dict[str, int](), list[str]()  # over all folders: the same name is the same class
-    model: nn.Module | None = None
+    models = list[nn.Module]()  # and then the one of --against, if there is one
 
-    def embedded(path: Path) -> Items:
-        nonlocal model
+    def embedded(path: Path) -> list[Items]:
+        """By each model."""
         mode: Literal["L", "RGB"] = "L" if arguments.grey else "RGB"
         images = load_image_folder(path, config.data.image_size or None, mode=mode, **config.limits)
-        if model is None:
-            model = built(config.model, images.x.shape[1:])
-            load_checkpoint(model, arguments.weights, entry=arguments.entry, option="--entry")
+        if not models:
+            for weights in (arguments.weights, *([arguments.against] if arguments.against else [])):
+                models.append(built(config.model, images.x.shape[1:]))
+                load_checkpoint(models[-1], weights, entry=arguments.entry, option="--entry")
             if arguments.adapter is not None:
-                load_adapter(model, arguments.adapter)
+                load_adapter(models[0], arguments.adapter)
         known = torch.tensor([labels.setdefault(name, len(labels)) for name in images.class_names])
         classes[:] = labels
-        with evaluating(model), torch.no_grad():
-            return embed(model, images.x), known[images.y]
+        with evaluating(nn.ModuleList(models)), torch.no_grad():
+            return [(embed(model, images.x), known[images.y]) for model in models]
 
     for path in arguments.gallery_images:  # before the first is embedded and searched
         if not path.exists():
             raise DataError(f"{path} does not exist")
     queries = embedded(arguments.images)
-    if not arguments.gallery_images:
-        return queries, iter([("the queries", None)]), classes
-    others = (
-        (str(path), None if path.samefile(arguments.images) else embedded(path)) for path in arguments.gallery_images
-    )
-    return queries, others, classes
+    for path in arguments.gallery_images or [None]:
+        own = path is None or path.samefile(arguments.images)
+        items = [None] * len(models) if own else embedded(path)
+        name = "the queries" if path is None else str(path)
+        found = [Search(name, *each, None, classes) for each in zip(queries, items, strict=True)]
+        other = found[1]._replace(name=str(arguments.against)) if arguments.against else None
+        yield found[0]._replace(other=other)
 
 
-def embed_run(folder: Path, part: str) -> "Iterator[Search]":
+def embed_run(folder: Path, part: str, rival: Path | None = None) -> "Iterator[Search]":
     """Embed a part of a run's data by each seed's models, before and after finetuning.
 
+    Args:
+        folder: The run's.
+        part: The part's name.
+        rival: The folder of a run with whose models of the same seeds and names they are compared; the same folder to
+            compare those after finetuning with those before. None for no comparison.
+
     Raises:
-        DataError: The folder holds no run of retrieval, or one of another version; none of its seeds has finished, or
-            its data can't be read.
+        DataError: A folder holds no run of retrieval, or one of another version; none of its seeds has finished, or
+            its data can't be read; or the other run lacks a seed or has other data.
+    """
+    from metricopt_ext.retrieval.build import load_splits
+
+    config, seeds = read_run(folder)
+    itself = rival is not None and rival.samefile(folder)
+    theirs, known = (config, seeds) if rival is None or itself else read_run(rival)
+    if missing := sorted({*seeds} - {*known}):
+        raise DataError(
+            f"{rival} has no finished seed {missing[0]}, which {folder} has; compare runs of the same seeds"
+        )
+    for seed in seeds:
+        splits = load_splits(config, seed)
+        others = splits if theirs is config else load_splits(theirs, seed)
+        for name in ("model", "tuned"):
+            search, other = embedded_by(config, splits, part, folder / f"seed-{seed}" / name), None
+            if rival is not None and not (itself and name == "model"):
+                file = rival / f"seed-{seed}" / ("model" if itself else name)
+                other = embedded_by(theirs, others, part, file)._replace(name=str(file))
+                check_same_items(search, other, part)
+            yield search._replace(other=other)
+
+
+def check_same_items(ours: "Search", theirs: "Search", part: str) -> None:
+    """Reject another run's data that are not the same, as far as labels and their order tell.
+
+    Raises:
+        DataError: They are not.
+    """
+    pairs = [(ours.queries, theirs.queries), *([(ours.items, theirs.items)] if ours.items and theirs.items else [])]
+    same = list(ours.classes or ()) == list(theirs.classes or ()) and (ours.items is None) == (theirs.items is None)
+    if not (same and all(torch.equal(own[1].cpu(), other[1].cpu()) for own, other in pairs)):
+        raise DataError(f"{theirs.name} is of another {part} part; compare runs on the same data and seeds")
+
+
+def read_run(folder: Path) -> "tuple[RetrievalConfig, list[int]]":
+    """Return a run's settings, and the seeds that have finished.
+
+    Raises:
+        DataError: The folder holds no run of retrieval, or one of another version, or none of its seeds has finished.
     """
     from metricopt_ext.methods.run_folder import CONTENT, FORMAT
-    from metricopt_ext.retrieval.build import built, embed, load_splits
-    from metricopt_ext.retrieval.cameras import CAMERA
     from metricopt_ext.retrieval.config import RetrievalConfig
-    from metricopt_ext.retrieval.data import queries_of
-    from metricopt_ext.retrieval.evaluation import Search
     from metricopt_ext.utils.config import load_config
-    from metricopt_ext.utils.device import choose_device
     from metricopt_ext.utils.files import read_json
-    from metricopt_ext.utils.state_dict import load_checkpoint
 
     file = folder / "run.json"
     if not file.is_file():
@@ -405,24 +456,31 @@ def embed_run(folder: Path, part: str) -> "Iterator[Search]":
     seeds = sorted(int(path.parent.name.removeprefix("seed-")) for path in folder.glob("seed-*/tuned.safetensors"))
     if not seeds:
         raise DataError(f"{folder} has no seed-N/tuned.safetensors, which is written once a seed has finished")
-    device = choose_device(config.device)
-    for seed in seeds:
-        splits = load_splits(config, seed)
-        data, queries = getattr(splits, part), queries_of(splits, part)
-        seen = data.columns.get(CAMERA)
-        for name in ("model", "tuned"):
-            model = built(config.model, data.x.shape[1:])
-            load_checkpoint(model, folder / f"seed-{seed}" / f"{name}.safetensors")
-            with torch.no_grad():
-                embeddings = embed(model.to(device).eval(), data.x.to(device)).cpu()
-            if queries is None:
-                cameras = None if seen is None else (seen, seen)
-                yield Search(f"seed-{seed}/{name}", (embeddings, data.y), None, cameras, splits.class_names)
-            else:
-                items, own = (embeddings[~queries], data.y[~queries]), queries.numpy(force=True)
-                cameras = None if seen is None else (seen[own], seen[~own])
-                asked = embeddings[queries], data.y[queries]
-                yield Search(f"seed-{seed}/{name}", asked, items, cameras, splits.class_names)
+    return config, seeds
+
+
+def embedded_by(config: "RetrievalConfig", splits: "Splits", part: str, file: Path) -> "Search":
+    """Embed a part of a run's data by a seed's model, ``model`` before or ``tuned`` after finetuning."""
+    from metricopt_ext.retrieval.build import built
+    from metricopt_ext.retrieval.cameras import CAMERA
+    from metricopt_ext.retrieval.data import queries_of
+    from metricopt_ext.retrieval.evaluation import Search
+    from metricopt_ext.retrieval.kept_features import embed
+    from metricopt_ext.utils.device import choose_device
+    from metricopt_ext.utils.state_dict import load_checkpoint
+
+    data, queries, device = getattr(splits, part), queries_of(splits, part), choose_device(config.device)
+    seen, name = data.columns.get(CAMERA), f"{file.parent.name}/{file.name}"
+    model = built(config.model, data.x.shape[1:])
+    load_checkpoint(model, file.with_suffix(".safetensors"))
+    with torch.no_grad():
+        embeddings = embed(model.to(device).eval(), data.x.to(device)).cpu()
+    if queries is None:
+        cameras = None if seen is None else (seen, seen)
+        return Search(name, (embeddings, data.y), None, cameras, splits.class_names)
+    items, own = (embeddings[~queries], data.y[~queries]), queries.numpy(force=True)
+    cameras = None if seen is None else (seen[own], seen[~own])
+    return Search(name, (embeddings[queries], data.y[queries]), items, cameras, splits.class_names)
 
 
 def check_galleries(embeddings: list[Path], labels: list[Path], queries: Items) -> None:

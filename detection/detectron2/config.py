@@ -104,9 +104,9 @@ class MetricNode:
     """METRICOPT.METRIC: AP50, by which a detector is judged and phi is tuned, or another of an evaluator's results.
 
     Attributes:
-        name: Which of the results phi is tuned for: ``bbox/AP50`` or ``bbox/AP``; with a trainer whose
-            ``build_evaluator`` returns Detectron2's ``COCOEvaluator``, ``segm/AP50`` or ``keypoints/AP`` as well.
-        definition: ``voc_11_point``, ``voc`` (all points) or ``coco``.
+        name: Which of the results phi is tuned for: ``bbox/AP50``, ``bbox/AP`` or ``bbox/AP75``, or those of masks or
+            keypoints, ``segm/AP50`` or ``keypoints/AP``, by Detectron2's ``COCOEvaluator``.
+        definition: Of boxes: ``voc_11_point``, ``voc`` (all points) or ``coco``.
         set: Name of the set that AP50 is evaluated on during finetuning; empty evaluates nothing. Hold it out of both
             training and test.
         images: How many of its images, at least 0, drawn by SEED; 0 for all.

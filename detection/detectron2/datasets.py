@@ -24,9 +24,10 @@ from metricopt_ext.detection.coco import read_coco
 from metricopt_ext.detection.data import files_of, with_classes
 from metricopt_ext.detection.detectron2.config import DatasetsNode, metricopt_settings
 from metricopt_ext.detection.layouts import images_of, part_at
+from metricopt_ext.detection.metric import kind_of
 from metricopt_ext.detection.records import UNREADABLE, Annotated, DetectionSet
 from metricopt_ext.detection.scenes import write_scenes
-from metricopt_ext.detection.tables import TruthTable
+from metricopt_ext.detection.tables import KINDS, TruthTable
 from metricopt_ext.detection.voc import read_voc
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.utils.seeding import generator
@@ -216,7 +217,8 @@ def check_sets(cfg: CfgNode, trained: Sequence[str], judged: Sequence[str]) -> N
 
     Raises:
         ConfigError: The number of classes differs from the detector's, or two sets number them differently, or the
-            detector has a mask head and an object to train on has no mask.
+            detector has a mask head and an object to train on has no mask, or one to judge has none of the metric's
+            masks or keypoints.
         DataError: There is no such set, or it can't be read.
     """
     head = {"GeneralizedRCNN": "ROI_HEADS", "RetinaNet": "RETINANET"}.get(cfg.MODEL.META_ARCHITECTURE)
@@ -227,6 +229,7 @@ def check_sets(cfg: CfgNode, trained: Sequence[str], judged: Sequence[str]) -> N
             _check_masks(name, records)
         if name in judged:
             as_truth(name, records)
+            _check_shapes(name, records, metricopt_settings(cfg).metric.name)
         if not (name in judged and _in_voc_s_files(name)):  # whose reader has told of them
             _tell_of_boxes(name, records)
         if name not in judged and not MetadataCatalog.get(name).get("thing_classes"):
@@ -252,6 +255,19 @@ def _check_masks(name: str, records: Sequence[dict[str, Any]]) -> None:
             f"MODEL.MASK_ON is True, but {bare} of {len(objects)} objects of {name} have no mask; set MODEL.MASK_ON"
             " False for boxes alone, all that sets of METRICOPT.DATASETS.REGISTER have, or name a set with masks in"
             " DATASETS.TRAIN"
+        )
+
+
+def _check_shapes(name: str, records: Sequence[dict[str, Any]], metric: str) -> None:
+    """Reject a set whose objects lack the masks or keypoints that the metric judges."""
+    kind = kind_of(metric)
+    objects = [each for record in records for each in record.get("annotations", [])]
+    bare = sum(KINDS[kind] not in each for each in objects)
+    if kind != "bbox" and bare:
+        raise ConfigError(
+            f"METRICOPT.METRIC.NAME is {metric}, but {bare} of {len(objects)} objects of {name} have no"
+            f" {KINDS[kind]!r}; name a set that has, as register_coco_instances enters them, or judge boxes, all that"
+            " sets of METRICOPT.DATASETS.REGISTER have, by bbox/AP50"
         )
 
 

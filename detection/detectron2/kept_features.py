@@ -10,6 +10,7 @@ from detectron2.structures import Boxes, ImageList, Instances
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.detection.kept_maps import KeptMaps
 from metricopt_ext.utils.kept_outputs import KeptOutputs, circumstances, digest_of, digest_of_model
 
 BACKBONE, PROPOSALS = "backbone", "proposal_generator"
@@ -40,28 +41,13 @@ def keep_features(model: nn.Module, gib: float) -> list[str]:
             break  # and so is what follows changed
         part = getattr(model, name)
         if name == BACKBONE:
-            part.forward = _Maps(part, part.forward, kept).forward
+            part.forward = KeptMaps(part, part.forward, kept).forward
         elif type(part) is RPN:
             part.forward = _Proposals(model, part, part.forward, kept).forward
         else:
             continue
         found.append(name)
     return found
-
-
-class _Maps:
-    """A backbone's forward pass, in place of its own."""
-
-    def __init__(self, backbone: nn.Module, forward: Callable[..., Any], kept: KeptOutputs) -> None:
-        self.backbone, self.before, self.kept = backbone, forward, kept
-
-    def forward(self, x: Tensor) -> Any:
-        """Return the maps of images, ``n x 3 x h x w``, by name."""
-        if torch.is_grad_enabled() or self.backbone.training:
-            return self.before(x)
-        key = f"{digest_of_model(self.backbone)} {circumstances(x.device)}"
-        maps = self.kept.of(key, lambda: dict(self.before(x)), part=digest_of([x]), if_room=True)
-        return dict(maps)
 
 
 class _Proposals:

@@ -8,7 +8,7 @@ from detectron2.config import CfgNode
 from detectron2.data import build_detection_test_loader, build_detection_train_loader
 from detectron2.engine import DefaultTrainer, HookBase
 from detectron2.engine.hooks import PeriodicCheckpointer
-from detectron2.evaluation import DatasetEvaluator
+from detectron2.evaluation import COCOEvaluator, DatasetEvaluator
 from detectron2.utils import comm
 from torch import nn
 
@@ -26,6 +26,7 @@ from metricopt_ext.detection.detectron2.datasets import Mapper, drawn_images, re
 from metricopt_ext.detection.detectron2.evaluator import AP50Evaluator, ap50_metric
 from metricopt_ext.detection.detectron2.identity import identity_of_run, identity_of_trajectories
 from metricopt_ext.detection.detectron2.weights import load_weights
+from metricopt_ext.detection.metric import kind_of
 from metricopt_ext.errors import DataError, MetricOptError
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.trajectory import TrajectoryStore
@@ -35,6 +36,8 @@ from metricopt_ext.utils.seeding import generator
 
 class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
     """Finetunes phi if ``METRICOPT.ENABLED``, and trains as Detectron2 does if not; both are evaluated by AP50.
+
+    Masks and keypoints, ``METRICOPT.METRIC.NAME`` ``segm/AP`` and the like, are judged by Detectron2's COCOEvaluator.
 
     phi is finetuned for ``METRICOPT.FINETUNE.STEPS`` steps. If ``METRICOPT.METRIC.SET`` names a set, AP50 on it is
     evaluated at some of the points, and logged and written in percent as ``SET/bbox/AP50``. The best point, the start
@@ -152,8 +155,15 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
 
     @classmethod
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
-        """Return the AP50 evaluator of a set."""
+        """Return the AP50 evaluator of a set; Detectron2's own, of COCO's numbers, if ``METRIC.NAME`` is of shapes."""
         metric = metricopt_settings(cfg).metric
+        if kind_of(metric.name) != "bbox":
+            return COCOEvaluator(
+                dataset_name,
+                output_dir=str(Path(cfg.OUTPUT_DIR) / "inference"),
+                kpt_oks_sigmas=cfg.TEST.KEYPOINT_OKS_SIGMAS,
+                allow_cached_coco=False,  # it may be of another set of this name
+            )
         more = metric.name in ("bbox/AP", "bbox/AP75")
         return AP50Evaluator(registered_truth(dataset_name), metric.definition, ap=more)
 

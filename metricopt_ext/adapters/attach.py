@@ -573,6 +573,11 @@ def _unusable(module: nn.Module) -> str | None:
     return None
 
 
+def pins_mode(hook: object) -> bool:
+    """Whether a hook has a module compute as in evaluation, and nothing else."""
+    return hook is _enter_eval or hook is _leave_eval
+
+
 def _adapted(module: nn.Module) -> bool:
     """Whether an adapter acts on a module: its phi, a modulation or a pinned mode is there."""
     return isinstance(module, (Context, Modulation)) or _enter_eval in module._forward_pre_hooks.values()

@@ -260,7 +260,7 @@ class _ModelDigest:
         self._read: dict[str, _Read] = {}
 
     def of(self, model: nn.Module) -> str:
-        tensors, plain = self._held(model)
+        tensors, plain = self.held(model)
         changed = set(differing({name: (each.live, each.entries) for name, each in self._read.items()}))
         self._read = {name: self._of_tensor(name, each, name in changed) for name, each in tensors.items()}
         text = hashlib.blake2b(repr(plain).encode(), digest_size=8).hexdigest()
@@ -273,8 +273,8 @@ class _ModelDigest:
         live = some_entries(tensor)
         return _Read(tensor, state, live, None if live is None else live.clone(), digest_of([tensor]))
 
-    def _held(self, model: nn.Module) -> tuple[dict[str, Tensor], list[Any]]:
-        """The tensors of all modules by name, and what tells whose they are and what else there is."""
+    def held(self, model: nn.Module) -> tuple[dict[str, Tensor], list[Any]]:
+        """Return the tensors of all modules by name, and what tells whose they are and what else there is."""
         tensors: dict[str, Tensor] = {}
         plain: list[Any] = []
         for name, module in model.named_modules():
@@ -295,6 +295,12 @@ class _ModelDigest:
 
 
 _DIGESTS: WeakKeyDictionary[nn.Module, dict[frozenset[str], _ModelDigest]] = WeakKeyDictionary()
+
+
+def structure_of_model(model: nn.Module) -> str:
+    """Return 16 hexadecimal digits that identify which modules a model has and what they hold but tensors."""
+    _, plain = _ModelDigest(frozenset()).held(model)
+    return hashlib.blake2b(repr(plain).encode(), digest_size=8).hexdigest()
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:

@@ -32,6 +32,7 @@ def test_the_command_measures_every_ratio(tmp_path: Path) -> None:
         *("MetricOpt.step", "Recall@10", "AP50", "32 folded tasks"),
         *(f"a query of a search, {model}" for model in ("MLP", "ResNet-20", "detector")),
         *(f"a query of a setting, {model}" for model in ("ResNet-20", "detector")),
+        "a query on kept features, conv4",
     ]
     for each in ratios:
         low, high = each["quartiles"]

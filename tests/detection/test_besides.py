@@ -9,8 +9,8 @@ from torch import nn
 pytest.importorskip("torchvision")
 
 from metricopt_ext.detection.ap50 import average_precision, match_for
-from metricopt_ext.detection.build import besides
-from metricopt_ext.detection.config import MetricConfig
+from metricopt_ext.detection.build import besides, build_metric, build_toolkit
+from metricopt_ext.detection.config import DetectionConfig, MetricConfig
 from metricopt_ext.detection.metric import MeanAveragePrecision, detector_metric, truth_of
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
 from metricopt_ext.detection.toolkit import Example
@@ -51,7 +51,7 @@ def test_names_that_there_are_not_are_refused() -> None:
     for name, message in (
         (
             "AP90",
-            r"metric\.also: 'AP90' is none of AP50, AP, AP75, F1, AP50\[CLASS\], AP\[CLASS\], AP75\[CLASS\];",
+            r"metric\.also: 'AP90' is none of F1, AP50, AP, AP75, segm/AP50, .* of a class, such as AP50\[CLASS\];",
         ),
         ("AP90[RBC]", r"metric\.also: 'AP90\[RBC\]' is none of"),
         ("AP50[WBC]", r"metric\.also: there is no class 'WBC'; did you mean"),
@@ -65,6 +65,27 @@ def test_names_that_there_are_not_are_refused() -> None:
         none.try_on(TRUTH)
     with pytest.raises(DataError, match="class 'rbc'"):
         none.judge(FOUND, TRUTH)(None)
+
+
+def test_masks_and_keypoints_are_by_coco_s_definition_and_one_kind_at_a_time() -> None:
+    config = MetricConfig("segm/AP", "coco", also=["AP50", "SEGM/AP75[rbc]"])
+    assert build_metric(config) == MeanAveragePrecision("segm/AP", "coco")
+    assert [(each.name, each.kind) for each in besides(config, CLASSES).values()] == [  # type: ignore[attr-defined]
+        ("AP50", "bbox"),
+        ("segm/AP75", "segm"),
+    ]
+    assert DetectionConfig(metric=config).kind == "segm"
+    assert DetectionConfig(metric=MetricConfig("AP50", also=["keypoints/AP"])).kind == "keypoints"
+    with pytest.raises(
+        ConfigError, match=r"metric\.name=segm/AP is by COCO's definition, not by .*=voc; set it to coco"
+    ):
+        build_metric(MetricConfig("segm/AP", "voc"))
+    both = DetectionConfig(metric=MetricConfig("segm/AP", "coco", also=["keypoints/AP"]))
+    with pytest.raises(ConfigError, match=r"segm/AP and keypoints/AP are of masks and keypoints, .*; leave one out of"):
+        _ = both.kind
+    for toolkit, remedy in (("transformers", "take another toolkit"), ("detectron2", "search by tools/train_detector")):
+        with pytest.raises(ConfigError, match=rf"segm are judged with toolkit=torchvision here, .*{remedy}"):
+            build_toolkit(DetectionConfig(toolkit=toolkit, metric=config))
 
 
 def test_what_is_constrained_is_told_by_the_same_detections() -> None:

@@ -21,6 +21,7 @@ from metricopt_ext.detection import precision_recall
 from metricopt_ext.detection.coco import read_coco, read_detections
 from metricopt_ext.detection.coco_summary import Summary, summarize
 from metricopt_ext.detection.coco_tables import read_found, read_truth
+from metricopt_ext.detection.metric import PRECISIONS, MeanAveragePrecision
 from metricopt_ext.detection.precision_recall import plot_precision_recall
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
 from metricopt_ext.detection.tables import Kind, as_one_class
@@ -403,3 +404,27 @@ def test_keypoints_give_pycocotools_s_numbers(tmp_path: Path, seed: int, boxes: 
     assert ours.lines == lines
     assert 0.02 < stats[0] < 0.9
     assert any(each["num_keypoints"] == 0 for each in truth["annotations"])
+
+
+@pytest.mark.parametrize("name", [each for each in PRECISIONS if "/" in each])
+def test_a_search_s_metric_is_pycocotools_s_on_all_images_and_on_some(tmp_path: Path, name: str) -> None:
+    kind, _, measure = name.partition("/")
+    truth, found = with_masks(0, "encodings") if kind == "segm" else with_keypoints(0)
+    for path, content in (("truth", truth), ("found", found)):
+        (tmp_path / f"{path}.json").write_text(json.dumps(content))
+    data = read_coco(tmp_path / "truth.json", dtype=torch.float64, kind=kind)  # type: ignore[arg-type]
+    metric = MeanAveragePrecision(name, "coco")
+    value_on = metric.judge(read_detections(tmp_path / "found.json", data, kind=metric.kind), data)
+    ids = [each["id"] for each in truth["images"]]
+    values = []
+    for places in (None, range(0, len(ids), 2), range(1, len(ids), 2)):
+        chosen = ids if places is None else [ids[i] for i in places]
+        precision = evaluated(truth, found, kind, imgIds=chosen).eval["precision"][..., 0, -1]
+        precision = precision if measure == "AP" else precision[{"AP50": 0, "AP75": 5}[measure]]
+        values.append(value_on(places))
+        assert values[-1] == pytest.approx(precision[precision > -1].mean(), abs=1e-9)
+    assert len(set(values)) == 3
+    judged = {
+        each["image_id"] for each in truth["annotations"] if not each["iscrowd"] and each.get("num_keypoints", 1) > 0
+    }
+    assert metric.with_objects(data).tolist() == [key in judged for key in ids]

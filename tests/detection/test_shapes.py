@@ -131,7 +131,7 @@ def test_entries_without_what_is_compared_are_refused(tmp_path: Path) -> None:
     assert mask.decode(shape).sum() == 4
     assert read_coco(path).images[0].shapes is None
     found = {"image_id": 1, "category_id": 1, "bbox": [1, 2, 2, 2], "score": 0.5}
-    with pytest.raises(DataError, match=r"detection 0 has no segmentation, which --iou-type segm .* compares"):
+    with pytest.raises(DataError, match=r"detection 0 has no segmentation, which --iou-type segm .* compare;"):
         read_detections(write(tmp_path / "found.json", [found]), data, kind="segm")
     with pytest.raises(DataError, match="annotation 0 has the keypoints None"):
         read_coco(path, kind="keypoints")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -19,6 +20,7 @@ from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.data import streamed, training_state
 from metricopt_ext.detection import records
 from metricopt_ext.detection.records import Annotated, DetectionSet
+from metricopt_ext.detection.shapes import masks_from
 from metricopt_ext.detection.task import ExampleBatches, detection_loss, jittered, load_examples
 from metricopt_ext.detection.toolkit import Example, images_in
 from metricopt_ext.detection.torchvision_toolkit import PLACEMENTS, TorchvisionToolkit
@@ -48,6 +50,19 @@ def squares(n: int) -> list[Example]:
         truth.labels[:] = i % 2
         made.append(Example(image, truth))
     return made
+
+
+def test_keypoints_are_scaled_with_their_image_and_masks_are_not(tmp_path: Path) -> None:
+    Image.new("RGB", (80, 40), (10, 20, 30)).save(tmp_path / "wide.png")
+    plain = annotated(tmp_path / "wide.png", 80, 40, [[20.0, 10.0, 60.0, 40.0]])
+    points = np.arange(51, dtype=np.float64).reshape(17, 3)
+    (example,) = load_examples(DetectionSet(("a",), [replace(plain, shapes=[points])]), size=20)
+    assert example.truth.shapes is not None
+    assert np.array_equal(example.truth.shapes[0], points * [0.25, 0.25, 1.0])
+    masked = replace(plain, shapes=masks_from(np.ones((1, 40, 80), dtype=bool)))
+    with pytest.raises(ConfigError, match=r"masks are as large as their images, .*: leave data\.size \(size\) out"):
+        load_examples(DetectionSet(("a",), [masked]), size=20)
+    load_examples(DetectionSet(("a",), [masked]), size=80)  # as it is
 
 
 def test_larger_images_are_scaled_down_with_their_boxes(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,11 @@ from torchvision.ops import FrozenBatchNorm2d
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.detection.records import Annotated
+from metricopt_ext.detection.shapes import masks_from, pixels_in
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.torchvision_models import STANDARD
 from metricopt_ext.detection.torchvision_toolkit import PLACEMENTS, TorchvisionToolkit, images_of, targets_of
-from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.errors import ConfigError, DataError, MetricError
 
 CLASSES = 3
 OTHERS = ("head", "mask_head", "keypoint_head")  # placements that a Faster R-CNN lacks
@@ -156,6 +158,56 @@ def test_boxes_are_learned_from_as_far_as_they_are_in_their_image(name: str) -> 
     assert not torch.equal(seeded_loss(model, [partly], toolkit), wanted)
 
 
+class Told(nn.Module):
+    """A detector that finds what it is told to, and remembers its targets."""
+
+    def __init__(self, **found: Tensor) -> None:
+        super().__init__()
+        self.layer, self.found = nn.Linear(1, 1).double(), found
+
+    def forward(self, images: Any, targets: Any = None) -> Any:
+        self.targets = targets
+        return {"loss_mask": self.layer.weight.sum()} if self.training else [self.found] * len(images)
+
+
+def test_masks_are_learned_and_found_as_torchvision_has_them() -> None:
+    toolkit = TorchvisionToolkit("maskrcnn_resnet50_fpn", kind="segm")
+    drawn = torch.rand(2, 48, 56, generator=torch.Generator().manual_seed(0)) < 0.3
+    plain = example(3, height=48, width=56, seed=2)
+    crowd = torch.tensor([False, True, False])
+    shapes = masks_from(torch.stack([drawn[0], ~drawn[0], drawn[1]]).numpy())
+    shown = Example(plain.image, replace(plain.truth, crowd=crowd, shapes=shapes))
+    soft = torch.where(drawn, 0.5, 0.4999)[:, None]
+    model = Told(boxes=torch.rand(2, 4), scores=torch.rand(2), labels=torch.tensor([2, 1]), masks=soft)
+    assert toolkit.loss(model, [shown]) == model.layer.weight.sum()
+    (target,) = model.targets
+    assert torch.equal(target["masks"].bool(), drawn)
+    assert torch.equal(target["labels"], plain.truth.labels[~crowd] + 1)
+    (found,) = toolkit.detect(model, [shown])
+    assert found.labels.tolist() == [1, 0]
+    assert np.array_equal(pixels_in(found.shapes or [], 48, 56), drawn.numpy())
+    with pytest.raises(DataError, match="none has objects without masks, which the loss is of, too"):
+        toolkit.loss(model, [plain])
+    model.found.pop("masks")
+    with pytest.raises(MetricError, match="the detector gave none as masks; to be judged they must be n x 1 x h x w"):
+        toolkit.detect(model, [shown])
+
+
+def test_keypoints_are_learned_and_found_as_torchvision_has_them() -> None:
+    toolkit = TorchvisionToolkit("keypointrcnn_resnet50_fpn", kind="keypoints")
+    plain = example(2)
+    points = torch.rand(2, 17, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    shown = Example(plain.image, replace(plain.truth, shapes=list(points.numpy())))
+    model = Told(boxes=torch.rand(2, 4), scores=torch.rand(2), labels=torch.tensor([1, 0]), keypoints=points)
+    toolkit.loss(model, [shown])
+    assert torch.equal(model.targets[0]["keypoints"], points)
+    (found,) = toolkit.detect(model, [shown])
+    assert np.array_equal(np.stack(found.shapes or []), points[:1].numpy()), "0 is the background"
+    model.found["keypoints"] = points[:, :5]
+    with pytest.raises(MetricError, match=r"a tensor of shape \(2, 5, 3\) as keypoints; .* must be n x 17 x 3"):
+        toolkit.detect(model, [shown])
+
+
 def test_a_loss_that_is_not_finite_is_named() -> None:
     model: Any = SMALL.build(CLASSES, seed=0)
     model.roi_heads.box_predictor.cls_score.bias.data[0] = torch.nan
@@ -173,6 +225,18 @@ def test_a_loss_that_is_not_finite_is_named() -> None:
         ({"head": 0}, "width=64 and head=0 must be at least 1"),
         ({"classification_loss": "focal"}, "classification_loss='focal' must be"),
         ({"weights": "coco.pth"}, "no weights for small_fpn"),
+        (
+            {"kind": "segm"},
+            "small_fpn finds no masks; detectors that do are maskrcnn_resnet50_fpn, maskrcnn_resnet50_fp",
+        ),
+        (
+            {"kind": "keypoints", "name": "maskrcnn_resnet50_fpn"},
+            "finds no keypoints; .* are keypointrcnn_resnet50_fpn",
+        ),
+        (
+            {"kind": "segm", "name": "maskrcnn_resnet50_fpn", "classification_loss": "ap"},
+            "'ap' is for metrics of boxes; masks have torchvision's own losses: leave it out",
+        ),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -263,6 +264,45 @@ def test_a_run_is_evaluated_on_its_test_classes(run: Path, folder: Path, capsys:
     assert other[0]["mean"] == pytest.approx(methods["pretrained"]["validation"][0])
 
 
+def test_a_run_is_compared_with_another_and_with_itself_before(run: Path, folder: Path) -> None:
+    shutil.copytree(run, folder / "other")
+    for file in (folder / "other").glob("seed-*/tuned.safetensors"):
+        torch.manual_seed(0)
+        weights = load_file(file)
+        save_file({k: v + 0.1 * torch.randn(v.shape) if v.dim() > 1 else v for k, v in weights.items()}, file)
+    asked, rival = ("--run-dir", str(run), "--ks", "1"), ("--against", "other")
+    theirs, crossed, itself = (
+        {row["gallery"]: row for row in evaluate(folder, *options)["galleries"]}
+        for options in (
+            ("--run-dir", "other", *asked[2:]),
+            (*asked, *rival),
+            ("--run-dir", "other", *asked[2:], *rival),
+        )
+    )
+
+    def compared(row: Any) -> tuple[str, float]:
+        against = row["against"]
+        assert against["differences"]["recall_at_1"] == pytest.approx(
+            row["recall"]["1"] - against["values"]["recall_at_1"]
+        )
+        return against["embeddings"], against["values"]["recall_at_1"]
+
+    for model, tuned in (("seed-0/model", "seed-0/tuned"), ("seed-1/model", "seed-1/tuned")):
+        assert theirs[tuned]["recall"] != theirs[model]["recall"]
+        assert compared(crossed[model]) == (f"other/{model}", theirs[model]["recall"]["1"])
+        assert compared(crossed[tuned]) == (f"other/{tuned}", theirs[tuned]["recall"]["1"])
+        assert compared(itself[tuned]) == (f"other/{model}", theirs[model]["recall"]["1"])
+        assert "against" not in itself[model]
+    settings = json.loads((folder / "other" / "run.json").read_text())
+    settings["data"]["test_classes"] = ["2", "5"]
+    (folder / "other" / "run.json").write_text(json.dumps(settings))
+    with pytest.raises(SystemExit, match="other/seed-0/model is of another test part; compare runs on the same data"):
+        evaluate(folder, *asked, *rival)
+    (folder / "other" / "seed-1" / "tuned.safetensors").unlink()
+    with pytest.raises(SystemExit, match=r"other has no finished seed 1, which .*; compare runs of the same seeds"):
+        evaluate(folder, *asked, *rival)
+
+
 def test_other_folders_are_no_runs(run: Path, folder: Path) -> None:
     (folder / "begun").mkdir()
     (folder / "begun" / "run.json").write_text((run / "run.json").read_text())
@@ -334,11 +374,32 @@ def test_a_model_and_folders_of_images(embedder: Path, tuned: bool) -> None:
     assert report["galleries"][0]["without_match"] == 4  # c0 is not in the gallery
 
 
+def test_images_are_embedded_by_other_weights_too(embedder: Path) -> None:
+    gallery = ("--gallery-images", "gallery", "--gallery-images", "images")
+    torch.manual_seed(1)
+    save_file(build_model("conv4", torch.Size([1, 8, 8]), 4, 4).state_dict(), embedder / "other.safetensors")
+    ours = evaluate(embedder, *MODEL, *gallery, "--against", "other.safetensors")["galleries"]
+    other = ("--weights", "other.safetensors", "--ks", "1", "2")
+    theirs = evaluate(embedder, *IMAGES, *other, *gallery)["galleries"]
+    for own, rival in zip(ours, theirs, strict=True):
+        assert own["against"]["embeddings"] == "other.safetensors"
+        assert {k: own["against"]["values"][f"recall_at_{k}"] for k in ("1", "2")} == rival["recall"]
+    tuned = ("--adapter", "adapter.safetensors", "--against", "model.safetensors")
+    (row,), (plain,) = (evaluate(embedder, *MODEL, *more)["galleries"] for more in (tuned, ()))
+    assert {k: row["against"]["values"][f"recall_at_{k}"] for k in ("1", "2")} == plain["recall"], "without the adapter"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (IMAGES, "--images needs --config-file, which describes the model, and --weights, its state dict"),
         ((*MODEL, "--labels", "q_labels.npy"), "--labels can't be used with --images"),
+        ((*MODEL, "--against", "q.npy"), "q.npy holds embeddings; with --images, --against takes other weights"),
+        ((*MODEL, "--against", "q.safetensors"), "q.safetensors holds no weights for Embedder"),
+        (
+            (*MODEL, "--against", "model.safetensors", "--against-gallery", "a.npy"),
+            "--against-gallery can't be used with --images",
+        ),
         ((*QUERIES, "--gallery-images", "images"), "--gallery-images can't be used with --embeddings"),
         ((*IMAGES, "--weights", "q.safetensors"), "q.safetensors holds no weights for Embedder"),
         ((*MODEL, "--adapter", "model.safetensors"), "model.safetensors has format None"),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -22,7 +23,7 @@ from metricopt_ext.adapters.attach import load_adapter
 from metricopt_ext.data import training_state
 from metricopt_ext.detection import build, scenes
 from metricopt_ext.detection.build import build_metric, build_toolkit
-from metricopt_ext.detection.coco import write_coco
+from metricopt_ext.detection.coco import read_coco, write_coco
 from metricopt_ext.detection.config import DetectionConfig
 from metricopt_ext.detection.data import load_splits
 from metricopt_ext.detection.records import DetectionSet
@@ -436,7 +437,11 @@ def test_published_weights_are_whole_where_nothing_trains_them(overrides: list[s
     [
         (["data.nmae=voc"], r"unknown key 'data\.nmae'; did you mean 'data\.name'\?"),
         (["toolkit=mmdet"], r"toolkit='mmdet' is none of detectron2, torchvision"),
-        (["metric.name=ap50"], r"metric\.name='ap50' is none of AP50, AP, AP75, F1; name your own function"),
+        (
+            ["metric.name=ap50"],
+            r"metric\.name='ap50' is none of F1, AP50, AP, AP75, segm/AP50, .*/AP75; name your own function",
+        ),
+        (["metric.name=keypoints/AP"], r"keypoints are read with data\.name=coco, from .*, not with data\.name=scenes"),
         (["metric.kwargs={a: 1}"], r"metric\.kwargs is a key of metric\.name=MODULE:FUNCTION"),
         (["metric.name=math:fsum", "metric.bounds=[1,0]"], r"metric\.bounds=\[.*\]: it must be two finite numbers"),
         (["metric.definition=coco50"], r"metric\.definition='coco50' is none of voc_11_point, voc, coco"),
@@ -680,6 +685,85 @@ def test_a_detector_of_ones_own_is_tuned_and_judged(
     assert refusal.startswith("model.name=our_detectors:detector builds a detector with torchvision's interface, for")
     refusal = refused("--config-file", plain, "--output-dir", tmp_path / "r", *base, "model.folder=.")
     assert refusal.startswith("model.folder is a key of model.name=MODULE:FUNCTION; this run has another model")
+
+
+MASKS = """
+from our_detectors import AnchorGenerator, BackboneWithFPN, SmallBackbone
+from torchvision.models.detection import MaskRCNN
+from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
+
+def masks(num_classes):
+    backbone = BackboneWithFPN(SmallBackbone(8), {"layer2": "0", "layer3": "1", "layer4": "2"}, [16, 32, 64], 16)
+    anchors = AnchorGenerator(tuple((48 / 2**i,) for i in (3, 2, 1, 0)), ((1.0,),) * 4)
+    numbers = {f"rpn_post_nms_top_n_{when}": 30 for when in ("train", "test")} | {"box_score_thresh": 0.0}
+    sizes = {"min_size": 48, "max_size": 48, "box_detections_per_img": 20, "box_batch_size_per_image": 32}
+    heads = {"box_head": TwoMLPHead(16 * 49, 16), "mask_head": MaskRCNNHeads(16, (8,), 1)}
+    model = MaskRCNN(backbone, num_classes, rpn_anchor_generator=anchors, **sizes, **numbers, **heads)
+    model.roi_heads.box_predictor = FastRCNNPredictor(16, num_classes)
+    model.roi_heads.mask_predictor = MaskRCNNPredictor(8, 8, num_classes)
+    model.roi_heads.mask_predictor.mask_fcn_logits.bias.data.fill_(0.5)
+    return model.double()
+"""
+
+
+def with_discs(folder: Path, seed: int, images: int) -> Path:
+    """Write images of bright discs, and COCO's file of them."""
+    rng = np.random.default_rng(seed)
+    content: dict[str, Any] = {"images": [], "annotations": [], "categories": [{"id": 3, "name": "disc"}]}
+    for i in range(images):
+        pixels, (x, y), radius = rng.integers(60, 120, (48, 48, 3), dtype=np.uint8), rng.integers(20, 28, 2), 18
+        turns = np.linspace(0, 2 * np.pi, 17)[:-1]
+        corners = np.stack([x + radius * np.cos(turns), y + radius * np.sin(turns)], 1)
+        rows, columns = np.mgrid[:48, :48]
+        pixels[(rows - y) ** 2 + (columns - x) ** 2 < radius**2] = 230
+        Image.fromarray(pixels).save(folder / f"{seed}-{i}.png")
+        content["images"].append({"id": i, "file_name": f"{seed}-{i}.png", "width": 48, "height": 48})
+        box = [float(x - radius), float(y - radius), 2.0 * radius, 2.0 * radius]
+        entry = {"id": i + 1, "image_id": i, "category_id": 3, "bbox": box, "iscrowd": 0}
+        content["annotations"].append({**entry, "segmentation": [corners.flatten().tolist()], "area": 1000.0})
+    (folder / f"{seed}.json").write_text(json.dumps(content))
+    return folder / f"{seed}.json"
+
+
+@pytest.mark.slow
+def test_a_detector_of_masks_is_tuned_for_their_ap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    coco_metric = pytest.importorskip("metricopt_ext.detection.coco_metric").coco_metric
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    (tmp_path / "our_detectors.py").write_text(OWN)
+    (tmp_path / "our_masks.py").write_text(MASKS)
+    train, val, test = (with_discs(tmp_path, seed, 4) for seed in range(3))
+    sizes = {"model.min_size", "model.max_size", "model.proposals"}
+    base = [each for each in without_scenes(TINY) if each.partition("=")[0] not in sizes] + ["model.steps=20"]
+    config = tmp_path / "mine.yaml"
+    parts = {"train": str(train), "val": str(val), "test": str(test)}
+    model = {"name": "our_masks:masks", "folder": str(tmp_path)}
+    config.write_text(json.dumps({"data": {"name": "coco", **parts}, "model": model}))
+    asked = ["metric.name=segm/AP", "metric.definition=coco", "adapter.placement=backbone", "metric.also=[AP50]"]
+    run = ["--config-file", config, "--output-dir", tmp_path / "run", *base, *asked]
+    call(*run)
+    report, seed = content_of(tmp_path / "run"), tmp_path / "run" / "seed-0"
+    assert report["metric"]["name"] == "segm/AP"
+    fresh = sys.modules["our_masks"].masks(2)
+    metric_of = {}
+    for name, file in (("model", seed / "model.safetensors"), ("tuned", seed / "tuned.pth")):
+        load_checkpoint(fresh, file)
+        data = json.loads(test.read_text())
+        images = [image.load().double() / 255 for image in read_coco(test, tmp_path).images]
+        for each in (*data["annotations"], *data["categories"]):  # the detector's label
+            each.update({"category_id": 1} if "category_id" in each else {"id": 1})
+        metric_of[name] = 1 - coco_metric(images, data, kind="segm").judge(fresh.eval()).cost
+    assert report["methods"]["metricopt"]["test"] == [pytest.approx(metric_of["tuned"], abs=1e-9)]
+    assert report["methods"]["pretrained"]["test"] == [pytest.approx(metric_of["model"], abs=1e-9)]
+    assert 0 < metric_of["model"] < 1
+
+    said = refused(*run[:3], tmp_path / "other", *run[4:], "data.size=24")
+    assert said.startswith("masks are as large as their images, which are not scaled down: leave data.size")
+    content = json.loads(train.read_text())
+    del content["annotations"][2]["segmentation"]
+    train.write_text(json.dumps(content))
+    said = refused(*run[:3], tmp_path / "other", *run[4:])
+    assert "annotation 2 has no segmentation, which --iou-type segm (kind='segm') and metric.name=segm/AP50" in said
 
 
 def test_hugging_faces_detectors_are_tuned_and_judged(tmp_path: Path) -> None:

@@ -1,0 +1,155 @@
+"""Embeddings of data that are asked for again and again: what the model computes before phi is kept."""
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.before_phi import cut_before_phi
+from metricopt_ext.adapters.calls import CONVOLUTIONS
+from metricopt_ext.adapters.modulation import weight_of
+from metricopt_ext.adapters.sequence import Cut, attributes_of, modules_of, run
+from metricopt_ext.data.parts import part_size
+from metricopt_ext.utils.kept_outputs import circumstances, digest_of_model, structure_of_model
+from metricopt_ext.utils.words import counted
+
+WORTH = 0.25  # of a pass's work: what takes less of it before phi is not kept
+STRUCTURES = 8  # of models, of which it is remembered where they are cut
+
+
+def embed(model: nn.Module, x: Tensor) -> Tensor:
+    """Return the embeddings, ``n x d``, of images, in batches; the caller sets evaluation mode."""
+    return torch.cat([model(part) for part in x.split(part_size(x))])
+
+
+class _Cut(NamedTuple):
+    """A cut, and what tells whether the first part computes the same.
+
+    Attributes:
+        cut: The cut.
+        before: Has the modules and tensors that the first part uses, of the latest model.
+    """
+
+    cut: Cut
+    before: nn.Module
+
+    def state(self, model: nn.Module) -> str:
+        """Return what identifies all that the first part of a model depends on but its input."""
+        modules, tensors = modules_of(self.cut.before), attributes_of(self.cut.before)
+        self.before._modules = {name.replace(".", " "): model.get_submodule(name) for name in modules}
+        self.before._buffers = {name.replace(".", " "): _attribute(model, name) for name in tensors}
+        return f"{self.cut.before} {digest_of_model(self.before)}"
+
+
+class KeptFeatures:
+    """Embeds the same data by models with other phi, to the last bit as `embed` does.
+
+    What comes before the first layer that phi acts on is computed once for each part of the data, and anew where
+    weights or BatchNorm's statistics there change. It is kept if it takes a fourth or more of what linear layers and
+    convolutions multiply in a pass. In training, with gradients, and where a model can't be cut (`cut_before_phi`), it
+    is run whole.
+
+    Args:
+        x: The data, ``n x ...``, which nothing may change.
+        gib: Memory for what is kept, in GiB; what no longer fits is computed whenever it is needed, and one warning
+            says so. 0 keeps nothing.
+
+    Attributes:
+        nbytes: Memory that is taken.
+    """
+
+    def __init__(self, x: Tensor, gib: float) -> None:
+        self.x, self.gib, self.nbytes = x, gib, 0
+        self._cuts: OrderedDict[str, _Cut | None] = OrderedDict()
+        self._kept: OrderedDict[str, dict[int, Tensor]] = OrderedDict()  # by what it depends on, and the first example
+        self._told = False
+
+    def embed(self, model: nn.Module) -> Tensor:
+        """Return the embeddings, ``n x d``."""
+        if not self.gib or model.training or torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            return embed(model, self.x)
+        structure = structure_of_model(model)
+        if (made := self._cut(model, structure)) is None:
+            return embed(model, self.x)
+        cut, state = made.cut, f"{made.state(model)} {circumstances(self.x.device)}"
+        kept = self._kept.setdefault(state, {})
+        self._kept.move_to_end(state)
+        size, found = part_size(self.x), list[Tensor]()
+        for at in range(0, len(self.x), size):
+            features = kept[at] if at in kept else run(model, cut.before, cut.given, self.x[at : at + size], cut.kept)
+            changes = features._version
+            found.append(run(model, cut.after, cut.kept, features))
+            if features._version != changes:  # in place: it can't be used again
+                self._forget(structure)
+                return embed(model, self.x)
+            if at not in kept:
+                self._keep(state, at, features)
+        return torch.cat(found)
+
+    def _cut(self, model: nn.Module, structure: str) -> _Cut | None:
+        """Return where a model is cut; None where it is not, or where that is not worth it."""
+        if structure not in self._cuts:
+            cut = cut_before_phi(model)
+            worth = cut is not None and self._is_worth(model, cut)
+            self._cuts[structure] = _Cut(cut, nn.Module()) if cut is not None and worth else None
+            if len(self._cuts) > STRUCTURES:
+                self._cuts.popitem(last=False)
+        return self._cuts[structure]
+
+    def _is_worth(self, model: nn.Module, cut: Cut) -> bool:
+        with _counted(model) as work:
+            features = run(model, cut.before, cut.given, self.x[:1], cut.kept)
+            if not isinstance(features, Tensor):
+                return False
+            before = sum(work)
+            run(model, cut.after, cut.kept, features)
+        return before >= WORTH * sum(work) > 0
+
+    def _keep(self, state: str, at: int, features: Tensor) -> None:
+        size, most = features.untyped_storage().nbytes(), int(self.gib * 2**30)
+        while self.nbytes + size > most and len(self._kept) > 1:  # what other weights gave goes first
+            _, gone = self._kept.popitem(last=False)
+            self.nbytes -= sum(each.untyped_storage().nbytes() for each in gone.values())
+        if self.nbytes + size <= most:
+            self._kept[state][at] = features
+            self.nbytes += size
+        elif not self._told:
+            self._told = True
+            there = sum(len(each) for each in self._kept[state].values())
+            warnings.warn(
+                f"what is computed before phi of {there} of {counted(len(self.x), 'image')} fills"
+                f" adapter.keep_gib={self.gib:g}; that of the others is computed whenever it is needed",
+                stacklevel=3,
+            )
+
+    def _forget(self, structure: str) -> None:
+        self._cuts[structure] = None
+        self._kept.clear()
+        self.nbytes = 0
+
+
+@contextmanager
+def _counted(model: nn.Module) -> Iterator[list[int]]:
+    """Yield a list to which each linear layer and convolution that is run adds how often it multiplies."""
+    work = list[int]()
+
+    def count(layer: nn.Module, inputs: Any, output: Any) -> None:
+        weight = weight_of(layer)
+        work.append(weight.numel() * output.numel() // weight.shape[0])
+
+    layers = [each for each in model.modules() if isinstance(each, (nn.Linear, *CONVOLUTIONS))]
+    handles = [each.register_forward_hook(count) for each in layers]
+    try:
+        yield work
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _attribute(model: nn.Module, name: str) -> Any:
+    owner, _, own = name.rpartition(".")
+    return getattr(model.get_submodule(owner), own)
