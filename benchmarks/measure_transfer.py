@@ -40,11 +40,13 @@ from metricopt_ext.evidence.transfer import followed
 from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.rounds import meta_train
+from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.tuning import finetune
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.tasks.trajectory import TrajectoryStore
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.files import write_json
+from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.value.fitting import fit_value_function, measure
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.rotated import RotatedValueFunction
@@ -92,11 +94,16 @@ def measure_transfer(
     """Run every seed and write the report; returns its content."""
     for each in (source, target):
         each.check()
+    if inputs and "recipe" not in learners:
+        raise ConfigError("--inputs describe the recipe's trajectories; name recipe among --learners")
     subject, rows = kind.describe(target), []
-    for seed in range(target.seed, target.seed + target.seeds):
-        file = folder / f"seed-{seed}" / "row.json"
-        rows.append(kept_json(file, KINDS, partial(run_seed, kind, (source, target), learners, inputs, folder, seed)))
-        print(f"seed {seed}: {rows[-1]['seconds']:.0f} s", flush=True)
+    run = partial(run_seed, kind, (source, target), learners, inputs, folder)
+    with sole_writer(folder):
+        settings = {"from": source.as_dict(), "learners": learners, "inputs": inputs, **target.as_dict()}
+        open_run(folder, settings, resume=True, files=[*source.data_files(), *target.data_files()])
+        for seed in range(target.seed, target.seed + target.seeds):
+            rows.append(kept_json(folder / f"seed-{seed}" / "row.json", KINDS, partial(run, seed)))
+            print(f"seed {seed}: {rows[-1]['seconds']:.0f} s", flush=True)
     sign = 1 if subject.maximize else -1
     tests = {name: np.array([row["test"][name] for row in rows]) for name in rows[0]["test"]}
     gains = {}
@@ -155,8 +162,6 @@ def run_seed(
             ends[f"phi by {learner}, {name}"] = followed(own, f, target, target.origin(), seed)[-1]
             ranks[f"phi by {learner}, {name}"] = ranked(f, data) if name != "fresh" else _spearman_of(f)
     for name in inputs:
-        if not seen:
-            raise ConfigError("--inputs describe the recipe's trajectories; name recipe among --learners")
         for what, f in described(name, sides, seen, seed).items():
             steps, lr = config.finetune.steps, config.finetune.lr
             policy = MetricOptStep(f, lr, steps=steps, even_untrusted=True)
@@ -196,14 +201,17 @@ def described(
     name: str, sides: list[Experiment[Any]], seen: list[Observations], seed: int
 ) -> dict[str, DescribedValueFunction]:
     """Learn f of a description on both tasks; returns it as followed on the second."""
-    describes = [DESCRIPTIONS[name](each) for each in sides]
+    describes, recipe = [DESCRIPTIONS[name](each) for each in sides], sides[1].config.build_strategy()
+    assert isinstance(recipe, Recipe)
     fits = []
     for describe, data in zip(describes, seen, strict=True):
         with torch.no_grad():
             points = describe(data.phi).float()
         scale = points.std(0).clamp(min=1e-6)
-        folds = Recipe().folds_for(int(data.trajectory.max()) + 1)
-        f = fit_value_function(replace(data, phi=points / scale, signature=None), folds=folds, seed=seed).f
+        folds = recipe.folds_for(int(data.trajectory.max()) + 1)
+        f = fit_value_function(
+            replace(data, phi=points / scale, signature=None), recipe.learners, folds=folds, seed=seed
+        ).f
         fits.append((f, scale, float(data.phi.norm(dim=1).quantile(0.95))))
     (moved, scale, radius), (fresh, own_scale, own_radius) = fits
     there = describes[1]
