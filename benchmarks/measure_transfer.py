@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from described_change import DescribedValueFunction, Description, LayerChange, OutputChange
 from kept import kept_json
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.classification.models import SmallCNN
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.cli import RUNS_CODE, TASKS, experiment_of
@@ -52,6 +53,7 @@ from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.rotated import RotatedValueFunction
 from metricopt_ext.value.value_function import ValueFunction
 
+BATCHNORM = "batchnorm"  # re-estimated on the deployment's inputs
 SEEN = 256  # inputs of a description, at most
 KINDS = {"seed": int, "test": dict, "ranks": dict, "queries": dict, "seconds": float}
 DESCRIPTIONS: dict[str, Callable[[Experiment[Any]], Description]] = {
@@ -110,15 +112,17 @@ def measure_transfer(
     for name in tests:
         learner, _, what = name.partition(", ")
         if what == "transferred":
-            for other in ("pretrained", "loss", f"{learner}, fresh", f"{learner}, placebo"):
+            free = [each for each in ("pretrained", "loss", BATCHNORM) if each in tests]
+            for other in (*free, f"{learner}, fresh", f"{learner}, placebo"):
                 gain = (sign * (tests[name] - tests[other])).tolist()
                 gains[f"{name} over {other}"] = {"mean": float(np.mean(gain)), "error": standard_error(gain)}
+    ranks = {name: float(np.mean([row["ranks"][name] for row in rows])) for name in rows[0]["ranks"]}
     content = {
         "task": subject.task,
         "metric": {"name": subject.metric, "maximize": subject.maximize},
         "test": {name: {"mean": float(values.mean())} for name, values in tests.items()},
         "gains": gains,
-        "ranks": {name: float(np.mean([row["ranks"][name] for row in rows])) for name in rows[0]["ranks"]},
+        "ranks": ranks,
         "per_seed": rows,
         "configs": [source.as_dict(), target.as_dict()],
     }
@@ -127,7 +131,7 @@ def measure_transfer(
     print_table(["end", "test"], [[name, f"{values.mean():.4f}"] for name, values in tests.items()], title=title)
     table = [[name, f"{each['mean']:+.4f} ±{each['error']:.4f}"] for name, each in gains.items()]
     print_table(["gain, positive is better", "mean ±standard error"], table, title="paired by seed")
-    print_table(["f", "Spearman"], [[k, f"{v:.2f}"] for k, v in content["ranks"].items()], title="how f ranks points")
+    print_table(["f", "Spearman"], [[k, f"{v:.2f}"] for k, v in ranks.items()], title="how f ranks points")
     return content
 
 
@@ -168,9 +172,12 @@ def run_seed(
             ends[f"{name}, {what}"] = finetune(target, policy, steps, seed)[-1].detach()
             ranks[f"{name}, {what}"] = ranked(f, seen[1]) if what != "fresh" else _spearman_of(f)
     tested = target.judged_by(second.test_metric)
+    test = {name: judge(tested, phi.detach()) for name, phi in ends.items()}
+    if isinstance(start := second.start("batchnorm"), Start):  # which the inputs alone give, for nothing
+        test[BATCHNORM] = judge(tested, start)
     return {
         "seed": seed,
-        "test": {name: judge(tested, phi.detach()) for name, phi in ends.items()},
+        "test": test,
         "ranks": ranks,
         "queries": {name: each.task.metric.ledger.spent for name, each in zip(("from", "to"), sides, strict=True)},
         "seconds": time.perf_counter() - began,
