@@ -25,13 +25,10 @@ from metricopt_ext.evidence.run_config import (
     memory_of,
 )
 from metricopt_ext.evidence.siblings import SiblingsConfig
-from metricopt_ext.methods.recipe_settings import checked_weights
-from metricopt_ext.search.optimizer import LOSS_WEIGHT, METRIC_STEP
 from metricopt_ext.tasks.besides import BesidesConfig
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.config import MISSING, config_section, default_of, known_keys
-from metricopt_ext.value.loading import load_value_function
 
 TABLE = "csv"  # the data.name that brings the keys of a table
 MISSING_NUMBERS = ("mean", "median", "indicator")
@@ -238,6 +235,11 @@ class ClassifierAdapterConfig(AdapterConfig):
         """Whether phi has offsets, whose number only the model says."""
         return self.outputs or self.kind == "outputs"
 
+    @property
+    def known_dim(self) -> int | None:
+        """The dimension of phi; None if only the model says it."""
+        return None if self.acts_on_logits else self.dim
+
 
 @dataclass
 class MetricConfig(BesidesConfig):
@@ -283,15 +285,6 @@ class ClassifierShiftConfig(ShiftConfig):
 
 
 @dataclass
-class TransferConfig:
-    """Reuse of another run's value function, without queries, next to the same f rotated at random (a placebo)."""
-
-    value_function: str = ""  # a value_function.safetensors for phi of the same dimension
-    loss_weight: float = LOSS_WEIGHT
-    metric_step: float = METRIC_STEP
-
-
-@dataclass
 class SecondRoundConfig:
     """Finetuning of theta under the tuned phi, and of phi again (paper, Table 4, last row).
 
@@ -318,7 +311,6 @@ class ClassificationConfig(RunConfig):
     metric: MetricConfig = field(default_factory=MetricConfig)
     shift: ClassifierShiftConfig = field(default_factory=ClassifierShiftConfig)
     siblings: SiblingsConfig | None = field(default=None, metadata=brought_by(*siblings_of("classifiers")))
-    transfer: TransferConfig | None = field(default=None, metadata=brought_by("transfer"))
     second_round: SecondRoundConfig | None = field(default=None, metadata=brought_by("second_round"))
     batch_size: int = 100  # of the loss while finetuning
     # GiB that the activations of a population may take which is chosen (population=null); null: 1, or 0.75 with
@@ -432,12 +424,7 @@ class ClassificationConfig(RunConfig):
         return [Path(each) for each in (self.data.root, *parts, images) if each]
 
     def check(self) -> None:
-        """Reject what would only fail after work has been done (see `RunConfig.check`).
-
-        Raises:
-            FileFormatError: The value function to transfer can't be read.
-            ValueFunctionError: It was fitted for another dimension.
-        """
+        """Reject what would only fail after work has been done (see `RunConfig.check`)."""
         check_at_least(1, {"batch_size": self.batch_size, "model.batch_size": self.model.batch_size})
         self.activations()
         self._check_kind()
@@ -469,11 +456,6 @@ class ClassificationConfig(RunConfig):
         self.model.check()
         if self.adapter.temperature and not self.adapter.acts_on_logits:
             raise ConfigError("adapter.temperature=true needs adapter.outputs=true, or adapter.kind=outputs")
-        if self.transfer:
-            with config_section("transfer"):
-                checked_weights((self.transfer.loss_weight, self.transfer.metric_step))
-            if not self.transfer.value_function:
-                raise ConfigError("methods=[transfer] needs transfer.value_function=FILE, of another run")
         if self.second_round:
             self.needs_recipe("second_round")
             with config_section("second_round"):
@@ -489,8 +471,6 @@ class ClassificationConfig(RunConfig):
         super().check()
         if self.siblings:
             self.siblings.check(self.trained_methods)
-        if self.transfer:
-            load_value_function(self.transfer.value_function, None if self.adapter.acts_on_logits else self.adapter.dim)
 
     def least_dim(self) -> int:
         """Return the dimension of phi as far as it is known before the model; of offsets there is one at least."""
@@ -506,5 +486,4 @@ class ClassificationConfig(RunConfig):
             ConfigError, BudgetError, ValueFunctionError: As from `check`.
         """
         self.check_queries(dim)
-        if self.transfer:
-            load_value_function(self.transfer.value_function, dim)
+        self.check_transfer(dim)

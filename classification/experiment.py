@@ -15,7 +15,7 @@ from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.classification.adapter import attach, tuned_part
 from metricopt_ext.classification.besides import besides
 from metricopt_ext.classification.classifier import classifier, steps_of, train, untrained
-from metricopt_ext.classification.config import ClassificationConfig, TransferConfig
+from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.data import stratified_parts
 from metricopt_ext.classification.groups import groups_of, metric_halves, strata
 from metricopt_ext.classification.kept_features import Rest
@@ -45,7 +45,7 @@ from metricopt_ext.data.rare import Rare, rare_groups
 from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.data.training import train_supervised
 from metricopt_ext.evidence.bootstrap import error_of, within_groups
-from metricopt_ext.evidence.contenders import along_path, at_each_budget, ending_at
+from metricopt_ext.evidence.contenders import at_each_budget, ending_at
 from metricopt_ext.evidence.correlation import CorrelationReport, correlation_report
 from metricopt_ext.evidence.experiment import Experiment, State, Subject
 from metricopt_ext.evidence.method import Contender, Earlier, End, Method, Planned
@@ -58,8 +58,6 @@ from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.second_round import run_second_round
 from metricopt_ext.methods.short_finetunes import Training
 from metricopt_ext.methods.siblings.training import TrainingTask
-from metricopt_ext.methods.tuning import finetune
-from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.tasks.batches import Batches, BlockBatches, TensorBatches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Settings
@@ -69,9 +67,6 @@ from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
-from metricopt_ext.value.loading import load_value_function
-from metricopt_ext.value.rotated import RotatedValueFunction
-from metricopt_ext.value.value_function import ValueFunction
 
 PRIORS = {"prior": 1.0, "prior_twice": 2.0}  # strengths of logit adjustment that a search may begin from
 UNGROUPED = ("regression", "segmentation")  # whose examples are of no class
@@ -187,11 +182,6 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
                 methods["logit_adjustment"] = planned(ending_at(lambda task: adjust_logits(task, x, counts)))
                 budgets["logit_adjustment_tuned"] = default_of(tune_adjustment, "evals")
         methods |= {name: planned(contenders[name], queries, self.seed) for name, queries in budgets.items()}
-        if transfer := config.transfer:
-            f = load_value_function(transfer.value_function, self.task.dim).to(self.task.adapter.phi.device)
-            turned = RotatedValueFunction(f, self.seed)
-            methods["transferred"] = planned(self._following(transfer, f), 0, self.seed)
-            methods["placebo"] = planned(self._following(transfer, turned), 0, self.seed)
         if config.second_round:
             methods["second_round"] = self._second_round
         for name in config.trained_methods:
@@ -413,12 +403,6 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
     def _batches(self, part: Split) -> TensorBatches:
         balanced = self.config.balanced and self.target.kind not in UNGROUPED
         return TensorBatches(part.x, part.y, self.config.batch_size, balanced=balanced)
-
-    def _following(self, settings: TransferConfig, f: ValueFunction) -> Contender:
-        """Return what finetunes under another run's f, trusted or not."""
-        steps, lr = self.config.finetune.steps, self.config.finetune.lr
-        policy = MetricOptStep(f, lr, settings.metric_step, settings.loss_weight, steps, even_untrusted=True)
-        return along_path(lambda task, start, seed: finetune(task, policy, steps, seed, start))
 
     def _second_round(self, earlier: Earlier) -> Planned:
         """Return what makes a merged model by a second round, from where MetricOpt ended."""

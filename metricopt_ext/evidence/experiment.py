@@ -27,6 +27,7 @@ from metricopt_ext.evidence.passes import CountedTask, Counter
 from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.evidence.rivals import metricopt_result, usual_methods
 from metricopt_ext.evidence.run_config import SHARE, SOUP, RunConfig, SettingsConfig, TrainingConfig
+from metricopt_ext.evidence.transfer import transferred_methods
 from metricopt_ext.evidence.whole_network import LabelParts, whole_network_start
 from metricopt_ext.methods.batchnorm_starts import batchnorm_line
 from metricopt_ext.methods.more_inference import MoreInference, more_inference
@@ -155,9 +156,9 @@ class Experiment(ABC, Generic[Config]):
         """Return the validation data's inputs, in parts of about one size, and labelled batches for the loss."""
 
     def methods(self, resume: bool = False, watcher: Watcher | None = None) -> dict[str, Method]:
-        """Return the methods to compare, by name; see `rivals.usual_methods`."""
+        """Return the methods to compare, by name; see `rivals.usual_methods` and `transfer.transferred_methods`."""
         inputs, batches = self.validation()
-        return usual_methods(
+        methods = usual_methods(
             self.config,
             self.seed,
             starts=self.starts() if self.config.method.name == "search" else None,  # the others have no use for them
@@ -167,6 +168,7 @@ class Experiment(ABC, Generic[Config]):
             resume=resume,
             watcher=watcher,
         )
+        return {**methods, **transferred_methods(self.config, self.task, self.seed, self.watcher)}
 
     def starts(self) -> dict[str, Start | StartLine]:
         """Return what a method may begin from besides phi = 0: what the settings name, as far as it applies."""

@@ -68,7 +68,7 @@ def test_a_search_needs_its_starts_a_design_and_an_end(starts: list[str], least:
         ("search_queries=some", "search_queries='some': it must be a number, or same"),
         (
             "methods=[sl_r]",
-            "methods=['sl_r']: 'sl_r' is none of metricopt_paper, metricopt_learned, refined, settings in this tool",
+            "methods=['sl_r']: 'sl_r' is none of metricopt_paper, metricopt_learned, refined, settings, transfer in",
         ),
         ("starts=[labels]", "'labels' is none of loss_finetune, batchnorm, prior"),
         ("guard.confidence=0.4", "guard_confidence is 0.4; it must be at least 0.5 and below 1"),
