@@ -48,6 +48,10 @@ class SLConfig:
     universal_lr: float = UniversalTraining.lr
     # sl_u, sl_r: a universal surrogate (sl_u.safetensors of another run) to begin with; what it cost is not counted
     begin: str = ""
+    network: str = SurrogateLearning.network  # plain, or published: the authors' code's, as are the other three's
+    thresholds: int = SurrogateLearning.thresholds  # 0, or as many percentiles of a batch, 100, one batch query each
+    judged: str = SurrogateLearning.judged  # training, or evaluation: without dropout, while the surrogate learns
+    first: str = SurrogateLearning.first  # model, or surrogate: whose steps come first in an iteration
     evals: int = SurrogateLearning.evals  # validation queries for the history, which decide nothing
 
     def build(self, method: SurrogateLearning) -> SurrogateLearning:
@@ -68,6 +72,10 @@ class SLConfig:
             clip=clip,
             universal=UniversalTraining(self.universal_steps, lr=self.universal_lr, clip=clip),
             begin=load_set_loss(self.begin) if self.begin and method.surrogate != "scratch" else None,
+            network=self.network,  # type: ignore[arg-type]
+            thresholds=self.thresholds,
+            judged=self.judged,  # type: ignore[arg-type]
+            first=self.first,  # type: ignore[arg-type]
             evals=self.evals,
         )
 

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metricopt_ext.errors import DataError
+from metricopt_ext.methods.siblings.best_threshold import lowest_cost
 from metricopt_ext.methods.siblings.clipped_adam import ClippedAdam
-from metricopt_ext.methods.siblings.set_network import SetNetwork, forward, to_weights
+from metricopt_ext.methods.siblings.set_network import EPSILON, NETWORKS, Network, SetNetwork, forward, to_weights
 from metricopt_ext.methods.siblings.unfinished import History, Unfinished
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.utils.checks import check_above, check_finite, check_integer
@@ -22,27 +23,33 @@ from metricopt_ext.utils.seeding import generator
 
 FILE_FORMAT = "metricopt_ext/set_loss/1"
 G, H = (30, 30), (10, 10, 1)  # neurons (section 4.1)
+DESCRIBED = ("outputs", "metric", "network")  # what a file says besides
 BLOCK = 1000  # universal batches that are drawn together
 
 
 class SetLoss(nn.Module):
     """A loss of a whole batch, in any order: h(1/N sum_i g(y_i, yhat_i)) (Eq. 2), with g 30-30 and h 10-10-1.
 
-    Each layer but the last is followed by a leaky ReLU, which the paper states for its prediction model alone. A
-    label and its score enter as (y, yhat) with y in {0, 1} and yhat the logit as it is; one of C classes as its
+    A label and its score enter as (y, yhat) with y in {0, 1} and yhat the logit as it is; one of C classes as its
     one-hot vector with the C logits.
 
     Args:
         outputs: Logits per example: 1, or the number C of classes.
         metric: Name of the metric whose cost it stands for; a file keeps it.
+        network: ``"plain"`` or ``"published"``, see `set_network`; the paper states no activation for g and h.
+
+    Raises:
+        ValueError: A value is rejected; the message gives it.
     """
 
-    def __init__(self, outputs: int = 1, metric: str = "") -> None:
+    def __init__(self, outputs: int = 1, metric: str = "", network: Network = "plain") -> None:
         super().__init__()
         check_integer(1, outputs=outputs)
-        self.outputs, self.metric = outputs, metric
+        check_network(network)
+        self.outputs, self.metric, self.network = outputs, metric, network
         self.g = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise((2 * outputs, *G)))
         self.h = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise((G[-1], *H)))
+        self.norm = nn.BatchNorm1d(G[0], EPSILON, track_running_stats=False) if network == "published" else None
         self.layers = (*self.g, *self.h)  # a tuple: no other way to the same parameters
 
     def forward(self, scores: Tensor, labels: Tensor) -> Tensor:
@@ -87,11 +94,12 @@ class SetLoss(nn.Module):
         return torch.cat([F.one_hot(labels, self.outputs).to(scores.dtype), scores], 1)
 
     def _weights(self) -> list[Tensor]:
-        return [tensor for layer in self.layers for tensor in (layer.weight, layer.bias)]
+        parts = self.layers if self.norm is None else (*self.layers, self.norm)
+        return [tensor for part in parts for tensor in (part.weight, part.bias)]
 
     def save(self, path: str | Path) -> None:
         """Write it to a safetensors file; `load_set_loss` reads it."""
-        write_tensors(path, self.state_dict(), FILE_FORMAT, {"outputs": self.outputs, "metric": self.metric})
+        write_tensors(path, self.state_dict(), FILE_FORMAT, {name: getattr(self, name) for name in DESCRIBED})
 
 
 def load_set_loss(path: str | Path) -> SetLoss:
@@ -102,7 +110,18 @@ def load_set_loss(path: str | Path) -> SetLoss:
     """
     tensors, described = read_tensors(path, FILE_FORMAT)
     with content_of(path, "surrogate loss that it describes"):
-        return module_of(path, tensors, lambda: SetLoss(described["outputs"], described["metric"]))
+        network = described.get("network", "plain")  # older files have no other
+        return module_of(path, tensors, lambda: SetLoss(described["outputs"], described["metric"], network))
+
+
+def check_network(network: str) -> None:
+    """Reject a network that is not in `set_network.NETWORKS`.
+
+    Raises:
+        ValueError: It is rejected.
+    """
+    if network not in NETWORKS:
+        raise ValueError(f"network is {network!r}; it must be one of {', '.join(NETWORKS)}")
 
 
 @dataclass(frozen=True)
@@ -116,6 +135,7 @@ class UniversalTraining:
         std: sigma of it.
         lr: Adam's rate.
         clip: Largest norm of a gradient.
+        thresholds: See `best_threshold.lowest_cost`; each is a query.
         records: About how many points of its history are kept.
     """
 
@@ -125,6 +145,7 @@ class UniversalTraining:
     std: float = 1.0
     lr: float = 1e-5
     clip: float | None = 1e-5
+    thresholds: int = 0
     records: int = 200
 
     def __post_init__(self) -> None:
@@ -134,6 +155,7 @@ class UniversalTraining:
             ValueError: A value is rejected; the message gives it.
         """
         check_integer(1, steps=self.steps, records=self.records)
+        check_integer(0, thresholds=self.thresholds)
         check_above(0, std=self.std, lr=self.lr, clip=self.clip)
         check_finite(mean=self.mean, positive=self.positive)
         if not 0 < self.positive < 1:
@@ -149,7 +171,7 @@ class UniversalTraining:
         watcher: Watcher | None = None,
         left: Unfinished | None = None,
     ) -> History:
-        """Train a surrogate in place, ``steps`` queries of the batch metric.
+        """Train a surrogate in place, ``steps`` queries of the batch metric, or ``thresholds`` times as many.
 
         Args:
             surrogate: The network.
@@ -171,7 +193,7 @@ class UniversalTraining:
             first, history = left.go_on("universal", **parts) if left is not None else (0, {})
             history.setdefault("universal", [])
             for step, (scores, labels) in enumerate(self.batches(surrogate, size, seed, first), first):
-                true = metric.cost(scores, labels, "universal")
+                true = lowest_cost(metric, scores, labels, self.thresholds, "universal")
                 distance, gradients = surrogate.distance(scores, labels, true)
                 optimizer.descend(gradients)
                 if step % every == 0 or step == self.steps - 1:
