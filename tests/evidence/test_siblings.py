@@ -91,6 +91,7 @@ def test_what_is_set_reaches_ala(tmp_path: Path) -> None:
 def test_what_is_set_reaches_the_method(tmp_path: Path) -> None:
     SetLoss(3, "f1").save(tmp_path / "f1.safetensors")
     values: dict[str, Any] = {"iterations": 7, "model_steps": 2, "surrogate_steps": 4, "model_lr": 0.1, "evals": 3}
+    values |= {"network": "published", "thresholds": 5, "judged": "evaluation", "first": "surrogate"}
     config = SiblingsConfig(
         sl=SLConfig(
             **values,
