@@ -170,7 +170,7 @@ def learn_and_judge(config: ClassificationConfig, folder: Path, seed: int, watch
     )
     began = time.perf_counter()
     with seeded_streams(seed, device):
-        loss = RelationalLoss(spec.name).to(task.parameters()[0])
+        loss = RelationalLoss(spec.name, reloss.absolute).to(task.parameters()[0])
         training, heldout = reloss.source().draw(task, seed, watcher)
         history = reloss.relational_training().learn(loss, training, heldout, seed=seed, watcher=watcher)
     seconds = time.perf_counter() - began

@@ -98,6 +98,8 @@ class ReLossConfig:
     loss_lr: float = RelationalTraining.lr
     weight_decay: float = RelationalTraining.weight_decay
     penalty: float = RelationalTraining.penalty  # lambda
+    gradient: str = RelationalTraining.gradient  # whose norm it is of: probabilities (a batch's), logits (an example's)
+    absolute: bool = RelationalTraining.absolute  # whether the loss is the mean of the network's absolute values
     steepness: float = RelationalTraining.steepness  # of the soft ranks
     # A learned loss (reloss.safetensors of another run) instead of learning one; what it cost is not counted
     begin: str = ""
@@ -134,6 +136,8 @@ class ReLossConfig:
             self.loss_lr,
             weight_decay=self.weight_decay,
             penalty=self.penalty,
+            gradient=self.gradient,  # type: ignore[arg-type]
+            absolute=self.absolute,
             steepness=self.steepness,
         )
 

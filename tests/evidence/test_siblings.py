@@ -133,6 +133,8 @@ def test_what_is_set_reaches_reloss(tmp_path: Path) -> None:
             loss_lr=0.3,
             weight_decay=0.4,
             penalty=5.0,
+            gradient="logits",
+            absolute=True,
             steepness=6.0,
             begin=str(tmp_path / "f1.safetensors"),
         )
@@ -142,7 +144,7 @@ def test_what_is_set_reaches_reloss(tmp_path: Path) -> None:
     assert not built.cross_entropy
     assert {name: getattr(built, name) for name in ours} == ours
     assert built.source == BatchSource(9, 4, 0.3, RandomOutputs(2.0), Checkpoints(5, 0.2, 3))
-    assert built.training == RelationalTraining(6, 8, 0.3, 0.4, 5.0, 6.0)
+    assert built.training == RelationalTraining(6, 8, 0.3, 0.4, 5.0, 6.0, gradient="logits", absolute=True)
     assert built.begin is not None
     assert built.begin.metric == "f1"
 
