@@ -166,6 +166,11 @@ class ALAConfig:
     offset: float = AdaptiveLossAlignment.offset  # ala_focal: alpha
     begin: str = ""  # a policy (ala.safetensors of another run) to begin with; what it cost is not counted
     learn: bool = AdaptiveLossAlignment.learn  # false: the policy stays as it is, with children=1 and no query
+    # ala: policy, or confusion: Eq. 7's matrix for Phi, a baseline, with learn=false and children=1
+    controller: str = AdaptiveLossAlignment.controller
+    # What the reward is of: validation_metric, validation_loss, train_metric (batch queries) or train_loss
+    reward: str = AdaptiveLossAlignment.reward
+    reward_batches: int = AdaptiveLossAlignment.reward_batches  # that the last three are of
 
     def build(self, method: AdaptiveLossAlignment, fresh_children: bool) -> AdaptiveLossAlignment:
         """Return a method with these settings.

@@ -74,6 +74,9 @@ def test_what_is_set_reaches_ala(tmp_path: Path) -> None:
         "offset": 0.7,
         "lowest": -0.5,
         "learn": False,
+        "controller": "policy",
+        "reward": "train_loss",
+        "reward_batches": 3,
     }
     assert sorted([*values, "begin"]) == sorted(vars(ALAConfig()))
     config = EmbedderSiblingsConfig("scratch", ALAConfig(**values, begin=str(tmp_path / "policy.safetensors")))
