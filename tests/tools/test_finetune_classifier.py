@@ -320,9 +320,9 @@ def test_sibling_methods_on_request(trains: str, tmp_path: Path) -> None:
 def test_reloss_on_request_and_losses_beside_the_metric(tmp_path: Path) -> None:
     reloss = {"steps": 4, "training": 20, "heldout": 8, "checkpoints": 2, "checkpoint_steps": 3, "loss_steps": 2}
     overrides = [f"siblings.reloss.{name}={value}" for name, value in {**reloss, "loss_batches": 6, "evals": 2}.items()]
-    tool.run(config_of("methods=[reloss,reloss_only]", *overrides), tmp_path / "run", resume=False)
+    tool.run(config_of("methods=[reloss,reloss_only]", "loss.name=lovasz", *overrides), tmp_path / "run", resume=False)
     content = json.loads((tmp_path / "run" / "report.json").read_text())
-    folder, losses = tmp_path / "run" / "seed-0", ("cross-entropy", "ReLoss and cross-entropy", "ReLoss alone")
+    folder, losses = tmp_path / "run" / "seed-0", ("lovasz", "ReLoss and cross-entropy", "ReLoss alone")
     for name in ("reloss", "reloss_only"):
         spent = content["methods"][name]
         assert (spent["batch_queries"], spent["queries_total"]) == (28, 2)
@@ -656,6 +656,7 @@ def table(folder: Path, positives: int) -> list[str]:
             ["metric.name=sklearn.metrics:f1_score", "metric.bounds=[0]"],
             r"metric\.bounds=\[0\.0\]: it must be two finite numbers",
         ),
+        (["loss.name=focal"], r"loss\.name='focal' is none of aucpr, cost_sensitive,"),
         (["data.name=csv"], r"data\.name=csv needs data\.target=COLUMN"),
         (["queries=15"], r"15 queries are too few .* give at least 16"),
         (["method.evals=9"], r"method: evals is 9; a task of 3 steps has 4 points"),
