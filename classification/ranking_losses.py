@@ -1,7 +1,7 @@
 """Losses of how a classifier ranks examples: of pairs, and an upper bound of the area under precision and recall.
 
 Both are of each class against the rest, by the log-odds of that class, and the mean over the classes that a batch has
-examples of and others; of two classes, of class 1.
+examples of and others; of two classes, of class 1. Time and memory grow with the square of the batch.
 """
 
 import torch

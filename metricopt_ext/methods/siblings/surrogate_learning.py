@@ -110,7 +110,8 @@ class SurrogateLearning(Sibling):
             raise ConfigError(f"the surrogate to begin with takes {self.begin.outputs} logits, the model has {outputs}")
         if self.begin.network != self.network:
             raise ConfigError(
-                f"the surrogate to begin with has network={self.begin.network!r}, the settings have {self.network!r}"
+                f"the surrogate to begin with has network={self.begin.network!r}, the settings have {self.network!r};"
+                " give the same (siblings.sl.network)"
             )
         if self.begin.metric != task.batch_metric.name:
             raise ConfigError(
