@@ -173,7 +173,8 @@ class RelationalTraining:
     ) -> History:
         """Train a loss in place, and leave it as it ranked the held-out batches best.
 
-        It begins with the sign that ranks the first training batches in the cost's order.
+        It begins with the sign that ranks the first training batches in the cost's order, and is turned again where it
+        ranks the held-out ones against it.
 
         Args:
             loss: The loss.
@@ -210,7 +211,9 @@ class RelationalTraining:
             optimizer.step()
             if step not in checked:
                 continue
-            reached = self._spearman(loss, heldout)
+            if (reached := self._spearman(loss, heldout)) < 0:  # absolute values may turn where the network crosses 0
+                loss.turn()
+                reached = self._spearman(loss, heldout)
             values = {"spearman": reached, "objective": objective.item(), "penalty": penalty.item()}
             for name, value in values.items():
                 history[name].append((step, value))

@@ -195,6 +195,26 @@ def test_a_loss_that_rises_with_the_metric_is_turned_before() -> None:
     assert histories[0]["spearman"][0][1] > 0
 
 
+def test_absolute_values_that_rank_the_wrong_way_are_turned_on_the_way() -> None:
+    # |10 p - 1| falls with p up to 1/10 and rises beyond: it begins right on small p and is wrong on the held-out ones.
+    loss = made(absolute=True)
+    with torch.no_grad():
+        for layer in loss.layers:
+            layer.weight.zero_()  # type: ignore[union-attr, operator]
+            layer.bias.zero_()  # type: ignore[union-attr, operator]
+            layer.weight[0, 0] = 1  # type: ignore[union-attr, index]
+        loss.layers[-1].weight[0, 0] = 10  # type: ignore[union-attr, index]
+        loss.layers[-1].bias.fill_(-1)  # type: ignore[union-attr, operator]
+    small, large = torch.linspace(0.01, 0.09, 8).double(), torch.linspace(0.2, 0.9, 8).double()
+    training, heldout = (
+        RankedBatches(p[:, None].expand(8, 5), torch.ones(8, 5).double(), 1 - p) for p in (small, large)
+    )
+    history = RelationalTraining(1, batches=8, checks=1, lr=1e-9).learn(loss, training, heldout)
+    assert history["spearman"] == [(0, pytest.approx(1))]
+    with torch.no_grad():
+        assert spearmanr(loss.of_probabilities(heldout.probabilities), heldout.costs).statistic == pytest.approx(1)
+
+
 def test_each_batch_is_used_before_any_is_again() -> None:
     order = RelationalTraining(5, batches=4)._order(8, 0)
     assert len(order) == 20
