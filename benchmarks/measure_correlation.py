@@ -27,10 +27,12 @@ from kept import kept_json
 from metricopt_ext.classification.classifier import untrained
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.data import stratified_parts
-from metricopt_ext.classification.losses import classification_loss, cross_entropy
+from metricopt_ext.classification.losses import cross_entropy
+from metricopt_ext.classification.named_loss import named_loss
 from metricopt_ext.classification.named_metric import build_metric, try_metric
 from metricopt_ext.classification.split_metric import batch_metric, model_metric
 from metricopt_ext.classification.splits import load_splits
+from metricopt_ext.classification.targets import Target
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.cli import RUNS_CODE
 from metricopt_ext.evidence.command import errors_in_one_line
@@ -165,12 +167,12 @@ def learn_and_judge(config: ClassificationConfig, folder: Path, seed: int, watch
         predict=lambda model, batch: (model(batch[0]), batch[1]),
         batch_metric=batch_metric(spec),
         metric=model_metric(spec, splits.validation),
-        loss=classification_loss,
+        loss=named_loss(config, Target("classes", splits.num_classes)),
         build=lambda number: untrained(config, splits, number),
     )
     began = time.perf_counter()
     with seeded_streams(seed, device):
-        loss = RelationalLoss(spec.name).to(task.parameters()[0])
+        loss = RelationalLoss(spec.name, reloss.absolute).to(task.parameters()[0])
         training, heldout = reloss.source().draw(task, seed, watcher)
         history = reloss.relational_training().learn(loss, training, heldout, seed=seed, watcher=watcher)
     seconds = time.perf_counter() - began

@@ -1,18 +1,20 @@
 """The classifier that a config describes: loaded, resumed or trained."""
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from metricopt_ext.classification.adapter import attach, check_adapter, tuned_part
 from metricopt_ext.classification.cifar_files import from_published
 from metricopt_ext.classification.config import ClassificationConfig, ModelConfig, SecondRoundConfig
-from metricopt_ext.classification.losses import classification_loss, loss_of
+from metricopt_ext.classification.losses import loss_of
 from metricopt_ext.classification.models import CifarResNet, build_model, torchvision_segmenters
+from metricopt_ext.classification.named_loss import named_loss
 from metricopt_ext.classification.published import load_published, of_segmentation, published
 from metricopt_ext.classification.splits import target_in
 from metricopt_ext.classification.targets import Target
@@ -45,11 +47,12 @@ def classifier(
     def trained(model: nn.Module, file: Path) -> None:
         if target.kind != "regression":
             balanced = settings.balanced and target.kind != "segmentation"
-            train(model, splits.train, settings, balanced, seed, target, checkpoint=file, **own)
+            loss = named_loss(config, target)
+            train(model, splits.train, settings, balanced, seed, loss, checkpoint=file, **own)
             return
         last, mean = last_linear(model), float(splits.train.y.mean())
         part = replace(splits.train, y=(splits.train.y - mean) / target.scale)
-        train(model, part, settings, False, seed, Target("regression", 1), checkpoint=file, **own)
+        train(model, part, settings, False, seed, loss_of(Target("regression", 1)), checkpoint=file, **own)
         in_units_of(last, mean, target.scale)
 
     return pretrained(
@@ -146,16 +149,15 @@ def train(
     config: ModelConfig | SecondRoundConfig,
     balanced: bool,
     seed: int,
-    target: Target | None = None,
+    loss: Callable[[nn.Module, Any], Tensor],
     **options: Any,
 ) -> None:
-    """Train a model's trainable parameters by the target's loss, cross-entropy by default, on balanced batches or not.
+    """Train a model's trainable parameters by a loss of a model on a batch, on balanced batches or not.
 
     Further options are those of `train_supervised`.
     """
     batches = TensorBatches(part.x, part.y, config.batch_size, balanced=balanced)
     options |= {"steps": steps_of(config, part), "lr": config.lr, "seed": seed, "augment": config.augment}
-    loss = classification_loss if target is None else loss_of(target)
     train_supervised(model, loss, batches, **options)
 
 

@@ -277,6 +277,14 @@ class OwnClassifierMetricConfig(OwnMetricConfig, MetricConfig):
 
 
 @dataclass
+class LossConfig:
+    """The loss in place of cross-entropy: the classifier is trained and phi is finetuned by it."""
+
+    name: str = "cross_entropy"  # aucpr, cost_sensitive, cross_entropy, large_margin, lovasz or pairwise_auc
+    params: dict[str, Any] = field(default_factory=dict)  # its arguments, e.g. {anchors: 10}
+
+
+@dataclass
 class ClassifierShiftConfig(ShiftConfig):
     """How validation and test differ from what the loss sees: in their images, or in their class ratio."""
 
@@ -301,7 +309,7 @@ class SecondRoundConfig:
 class ClassificationConfig(RunConfig):
     """A whole run of `tools/finetune_classifier.py`."""
 
-    CHOICES = (*RunConfig.CHOICES, "data.name", "data.kind")
+    CHOICES = (*RunConfig.CHOICES, "data.name", "data.kind", "loss.name")
     NAMED_MODEL = NamedClassifierConfig
     OWN_METRIC = OwnClassifierMetricConfig
 
@@ -310,6 +318,7 @@ class ClassificationConfig(RunConfig):
     adapter: ClassifierAdapterConfig = field(default_factory=ClassifierAdapterConfig)
     metric: MetricConfig = field(default_factory=MetricConfig)
     shift: ClassifierShiftConfig = field(default_factory=ClassifierShiftConfig)
+    loss: LossConfig | None = None  # there if loss.name is
     siblings: SiblingsConfig | None = field(default=None, metadata=brought_by(*siblings_of("classifiers")))
     second_round: SecondRoundConfig | None = field(default=None, metadata=brought_by("second_round"))
     batch_size: int = 100  # of the loss while finetuning
@@ -335,6 +344,8 @@ class ClassificationConfig(RunConfig):
         if isinstance(name, str):
             kind = KINDS_OF_DATA.get((name, str(choices.get("data.kind"))), DATA.get(name, DataConfig))
             made.data = kind(name)  # type: ignore[attr-defined]
+        if "loss.name" in choices:
+            made.loss = LossConfig()  # type: ignore[attr-defined]
         if choices.get("data.kind") in ("multilabel", "ordinal"):
             made.starts.append("thresholds")
         return made
@@ -342,6 +353,8 @@ class ClassificationConfig(RunConfig):
     def why_absent(self, key: str) -> str:
         """Return which choice would bring a key that this run lacks; see `config.Choosing`."""
         section, _, rest = key.partition(".")
+        if section == "loss" and (not rest or rest in known_keys(LossConfig)):
+            return f"{key} is a key of loss.name=NAME; this run has cross-entropy"
         bringing = [name for name, kind in DATA.items() if section == "data" and rest in known_keys(kind)]
         if not bringing and section == "data" and rest in known_keys(LabelledImagesConfig):
             return (
@@ -391,6 +404,8 @@ class ClassificationConfig(RunConfig):
                 )
         if data.kind == "classes":
             return
+        if self.loss:
+            raise ConfigError(f"loss.name={self.loss.name} is for classes, not for data.kind={data.kind}")
         if data.positive:
             raise ConfigError(f"data.positive={data.positive!r} is for two classes, not for data.kind={data.kind}")
         if self.trained_methods:

@@ -19,8 +19,8 @@ from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.data import stratified_parts
 from metricopt_ext.classification.groups import groups_of, metric_halves, strata
 from metricopt_ext.classification.kept_features import Rest
-from metricopt_ext.classification.losses import cross_entropy, loss_of
 from metricopt_ext.classification.metrics import MetricSpec
+from metricopt_ext.classification.named_loss import named_loss, score_loss
 from metricopt_ext.classification.named_metric import build_metric, try_metric
 from metricopt_ext.classification.nelder_mead import tune_cut_points, tune_line
 from metricopt_ext.classification.offsets import (
@@ -99,6 +99,8 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         """Return what a run is about."""
         metric, data = build_metric(config.metric, config.data.kind), config.data.name
         besides(config.metric, config.data.kind)  # refuses what is no metric
+        if config.loss:
+            named_loss(config, Target("classes", 2))  # refuses what is no loss
         config.check_settings(("flip", "crops", "temperature"))
         shown = data if config.data.imbalance == 1 else f"long-tailed {data}"
         shown = shown if config.shift.kind == "none" else f"shifted {shown}"
@@ -131,7 +133,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         adapter = attach(model, config, seed, splits.train.x, target.scale)
         task = FinetuneTask(
             adapter,
-            loss=loss_of(target),
+            loss=named_loss(config, target),
             batches=self._batches(splits.train),
             metric=model_metric(
                 metric,
@@ -276,9 +278,11 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         def batches(balanced: bool) -> TensorBatches:
             return TensorBatches(part.x, part.y, min(settings.batch_size, len(part)), balanced=balanced)
 
+        loss = named_loss(self.config, self.target)
+
         def trained(model: nn.Module, batches: Batches, **options: Any) -> None:
             more = {name: getattr(settings, name) for name in ("optimizer", "weight_decay", "bfloat16")}
-            train_supervised(model, loss_of(self.target), batches, augment=settings.augment and seen, **options, **more)
+            train_supervised(model, loss, batches, augment=settings.augment and seen, **options, **more)
 
         balanced = settings.balanced and grouped
         return Training(
@@ -348,7 +352,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
                 yield self._scores(end, batch.x), batch.y
 
         known = replace(spec, function=lambda scores, labels: value_of(spec, scores, judged[0]), columns=())
-        own = {self.target.loss_name: cross_entropy if self.target.kind == "classes" else self.target.loss}
+        own = score_loss(self.config, self.target)
         return correlation_report({**own, **losses}, batch_metric(known), outputs())
 
     @torch.no_grad()
@@ -415,7 +419,8 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
 
         def train_theta(model: nn.Module) -> None:
             balanced = config.model.balanced and self.target.kind not in UNGROUPED
-            train(model, self.splits.train, settings, balanced, self.seed, self.target)
+            loss = named_loss(config, self.target)
+            train(model, self.splits.train, settings, balanced, self.seed, loss)
 
         def second_round(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> nn.Module:
             again = task.copied()

@@ -48,6 +48,10 @@ class SLConfig:
     universal_lr: float = UniversalTraining.lr
     # sl_u, sl_r: a universal surrogate (sl_u.safetensors of another run) to begin with; what it cost is not counted
     begin: str = ""
+    network: str = SurrogateLearning.network  # plain, or published: the authors' code's, as are the other three's
+    thresholds: int = SurrogateLearning.thresholds  # 0, or as many percentiles of a batch, 100, one batch query each
+    judged: str = SurrogateLearning.judged  # training, or evaluation: without dropout, while the surrogate learns
+    first: str = SurrogateLearning.first  # model, or surrogate: whose steps come first in an iteration
     evals: int = SurrogateLearning.evals  # validation queries for the history, which decide nothing
 
     def build(self, method: SurrogateLearning) -> SurrogateLearning:
@@ -68,6 +72,10 @@ class SLConfig:
             clip=clip,
             universal=UniversalTraining(self.universal_steps, lr=self.universal_lr, clip=clip),
             begin=load_set_loss(self.begin) if self.begin and method.surrogate != "scratch" else None,
+            network=self.network,  # type: ignore[arg-type]
+            thresholds=self.thresholds,
+            judged=self.judged,  # type: ignore[arg-type]
+            first=self.first,  # type: ignore[arg-type]
             evals=self.evals,
         )
 
@@ -90,6 +98,8 @@ class ReLossConfig:
     loss_lr: float = RelationalTraining.lr
     weight_decay: float = RelationalTraining.weight_decay
     penalty: float = RelationalTraining.penalty  # lambda
+    gradient: str = RelationalTraining.gradient  # whose norm it is of: probabilities (a batch's), logits (an example's)
+    absolute: bool = RelationalTraining.absolute  # whether the loss is the mean of the network's absolute values
     steepness: float = RelationalTraining.steepness  # of the soft ranks
     # A learned loss (reloss.safetensors of another run) instead of learning one; what it cost is not counted
     begin: str = ""
@@ -126,6 +136,8 @@ class ReLossConfig:
             self.loss_lr,
             weight_decay=self.weight_decay,
             penalty=self.penalty,
+            gradient=self.gradient,  # type: ignore[arg-type]
+            absolute=self.absolute,
             steepness=self.steepness,
         )
 
@@ -154,6 +166,11 @@ class ALAConfig:
     offset: float = AdaptiveLossAlignment.offset  # ala_focal: alpha
     begin: str = ""  # a policy (ala.safetensors of another run) to begin with; what it cost is not counted
     learn: bool = AdaptiveLossAlignment.learn  # false: the policy stays as it is, with children=1 and no query
+    # ala: policy, or confusion: Eq. 7's matrix for Phi, a baseline, with learn=false and children=1
+    controller: str = AdaptiveLossAlignment.controller
+    # What the reward is of: validation_metric, validation_loss, train_metric (batch queries) or train_loss
+    reward: str = AdaptiveLossAlignment.reward
+    reward_batches: int = AdaptiveLossAlignment.reward_batches  # that the last three are of
 
     def build(self, method: AdaptiveLossAlignment, fresh_children: bool) -> AdaptiveLossAlignment:
         """Return a method with these settings.

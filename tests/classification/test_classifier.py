@@ -14,6 +14,7 @@ from metricopt_ext.classification.classifier import classifier, in_units_of, las
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.models import SmallCNN, TabularMLP
 from metricopt_ext.classification.predictions import predict
+from metricopt_ext.classification.ranking_losses import PairwiseAUC
 from metricopt_ext.classification.splits import load_splits
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.utils.config import load_config
@@ -55,6 +56,18 @@ def test_training_depends_on_the_seed_alone_and_is_kept(tmp_path: Path, monkeypa
     with pytest.raises(DataError, match=r"weights\.pt holds no weights for SmallCNN: it lacks ") as caught:
         classifier(config, splits, 0, tmp_path / "e")
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_training_is_by_the_loss_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, seen = config_of("loss.name=pairwise_auc"), []
+    splits = load_splits(config, 0)
+    monkeypatch.setattr(
+        making, "train_supervised", lambda model, loss, batches, **_: seen.append((model, loss, batches))
+    )
+    classifier(config, splits, 0, tmp_path)
+    ((model, loss, batches),) = seen
+    x, y = batches(0, 0, 0)
+    assert torch.equal(loss(model, (x, y)), PairwiseAUC()(model(x), y))
 
 
 def test_training_has_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,12 @@
 """Losses compared with their definitions."""
 
+import pytest
 import torch
 from torch import nn
 
-from metricopt_ext.classification.losses import classification_loss, cross_entropy, loss_of
+from metricopt_ext.classification.losses import CostSensitive, classification_loss, cross_entropy, loss_of
 from metricopt_ext.classification.targets import IGNORED, Target
+from metricopt_ext.errors import ConfigError
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.tensor([0, 1, 1, 0, 1, 0])
@@ -16,6 +18,40 @@ def test_cross_entropy_of_one_logit_is_that_of_the_two_it_stands_for() -> None:
     expected = -both.log_softmax(1)[torch.arange(6), Y].mean()
     torch.testing.assert_close(cross_entropy(logit, Y), expected)
     torch.testing.assert_close(cross_entropy(both, Y), expected)
+
+
+def test_weights_are_those_of_classes_and_of_mean_1() -> None:
+    logits, weights = X[:, :3], [1.0, 2.0, 6.0]
+    labels = torch.tensor([0, 1, 2, 2, 1, 0])
+    each = -logits.log_softmax(1)[torch.arange(6), labels]
+    expected = (torch.tensor(weights, dtype=torch.float64)[labels] / 3 * each).mean()
+    torch.testing.assert_close(CostSensitive(weights)(logits, labels), expected)
+    both = torch.stack([torch.zeros(6, dtype=torch.float64), X[:, 0]], 1)
+    torch.testing.assert_close(CostSensitive([1.0, 4.0])(X[:, 0], Y), CostSensitive([1.0, 4.0])(both, Y))
+
+
+def test_the_best_probability_passes_a_half_where_both_decisions_cost_the_same() -> None:
+    costs = [[0.0, 5.0], [1.0, -1.0]]  # deciding 1 costs 5 (1 - p) - p, deciding 0 costs p: the same at p = 5 / 7
+    loss, share = CostSensitive.of_costs(costs), 5 / 7
+    zero = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    each = torch.stack([loss(zero[:1], torch.tensor([y])) for y in (0, 1)])
+    ((1 - share) * each[0] + share * each[1]).backward()
+    assert zero.grad is not None
+    assert abs(float(zero.grad[0])) < 1e-12
+
+
+def test_costs_of_several_classes_are_averages_over_the_others() -> None:
+    found = CostSensitive.of_costs([[0.0, 2.0, 4.0], [1.0, 0.0, 1.0], [7.0, 3.0, 0.0]]).weights
+    torch.testing.assert_close(found, torch.tensor([3.0, 1.0, 5.0], dtype=torch.float64) / 3)
+
+
+def test_weights_that_are_none_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"weights\[1\] is 0.0; it must be above 0"):
+        CostSensitive([1.0, 0.0])
+    with pytest.raises(ValueError, match="it must be a number for each class"):
+        CostSensitive([1.0])
+    with pytest.raises(ConfigError, match="the loss has 3 weights, and the data 2 classes"):
+        CostSensitive([1.0, 1.0, 1.0])(X[:, 0], Y)
 
 
 def test_the_loss_is_that_of_what_is_predicted() -> None:

@@ -74,6 +74,9 @@ def test_what_is_set_reaches_ala(tmp_path: Path) -> None:
         "offset": 0.7,
         "lowest": -0.5,
         "learn": False,
+        "controller": "policy",
+        "reward": "train_loss",
+        "reward_batches": 3,
     }
     assert sorted([*values, "begin"]) == sorted(vars(ALAConfig()))
     config = EmbedderSiblingsConfig("scratch", ALAConfig(**values, begin=str(tmp_path / "policy.safetensors")))
@@ -91,6 +94,7 @@ def test_what_is_set_reaches_ala(tmp_path: Path) -> None:
 def test_what_is_set_reaches_the_method(tmp_path: Path) -> None:
     SetLoss(3, "f1").save(tmp_path / "f1.safetensors")
     values: dict[str, Any] = {"iterations": 7, "model_steps": 2, "surrogate_steps": 4, "model_lr": 0.1, "evals": 3}
+    values |= {"network": "published", "thresholds": 5, "judged": "evaluation", "first": "surrogate"}
     config = SiblingsConfig(
         sl=SLConfig(
             **values,
@@ -132,6 +136,8 @@ def test_what_is_set_reaches_reloss(tmp_path: Path) -> None:
             loss_lr=0.3,
             weight_decay=0.4,
             penalty=5.0,
+            gradient="logits",
+            absolute=True,
             steepness=6.0,
             begin=str(tmp_path / "f1.safetensors"),
         )
@@ -141,7 +147,7 @@ def test_what_is_set_reaches_reloss(tmp_path: Path) -> None:
     assert not built.cross_entropy
     assert {name: getattr(built, name) for name in ours} == ours
     assert built.source == BatchSource(9, 4, 0.3, RandomOutputs(2.0), Checkpoints(5, 0.2, 3))
-    assert built.training == RelationalTraining(6, 8, 0.3, 0.4, 5.0, 6.0)
+    assert built.training == RelationalTraining(6, 8, 0.3, 0.4, 5.0, 6.0, gradient="logits", absolute=True)
     assert built.begin is not None
     assert built.begin.metric == "f1"
 

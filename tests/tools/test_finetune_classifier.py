@@ -38,6 +38,7 @@ from metricopt_ext.data.halves import stratified_halves
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.evidence.method import SIBLINGS, Reached
+from metricopt_ext.evidence.siblings import SiblingsConfig
 from metricopt_ext.methods.siblings.ala import AdaptiveLossAlignment
 from metricopt_ext.methods.siblings.loss_policy import load_loss_policy
 from metricopt_ext.methods.siblings.relational_loss import load_relational_loss
@@ -319,9 +320,9 @@ def test_sibling_methods_on_request(trains: str, tmp_path: Path) -> None:
 def test_reloss_on_request_and_losses_beside_the_metric(tmp_path: Path) -> None:
     reloss = {"steps": 4, "training": 20, "heldout": 8, "checkpoints": 2, "checkpoint_steps": 3, "loss_steps": 2}
     overrides = [f"siblings.reloss.{name}={value}" for name, value in {**reloss, "loss_batches": 6, "evals": 2}.items()]
-    tool.run(config_of("methods=[reloss,reloss_only]", *overrides), tmp_path / "run", resume=False)
+    tool.run(config_of("methods=[reloss,reloss_only]", "loss.name=lovasz", *overrides), tmp_path / "run", resume=False)
     content = json.loads((tmp_path / "run" / "report.json").read_text())
-    folder, losses = tmp_path / "run" / "seed-0", ("cross-entropy", "ReLoss and cross-entropy", "ReLoss alone")
+    folder, losses = tmp_path / "run" / "seed-0", ("lovasz", "ReLoss and cross-entropy", "ReLoss alone")
     for name in ("reloss", "reloss_only"):
         spent = content["methods"][name]
         assert (spent["batch_queries"], spent["queries_total"]) == (28, 2)
@@ -482,6 +483,39 @@ def test_a9a_in_its_own_layout(tmp_path: Path) -> None:
     assert content["methods"]["pretrained"]["test"] == [pytest.approx(sklearn.metrics.f1_score(labels, logits > 0))]
     assert not (tmp_path / "run" / "seed-0" / "examples.png").exists()  # there is nothing to look at
     assert "batchnorm_validation" in content["methods"]
+
+
+def made_set(folder: Path, features: int, kind: str) -> list[str]:
+    """Write 400 examples of classes 1 and 2 with a feature of 0 to 3858 and others of 0 or 1; return its settings."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 2, (400, features))
+    x[:, 0] = rng.integers(0, 3859, 400)
+    y = 1 + (x[:, 0] + 500 * rng.normal(size=400) > 2000)
+    if kind == "libsvm":
+        rows = [f"{c} " + " ".join(f"{i}:{v}" for i, v in enumerate(row, 1) if v) for c, row in zip(y, x, strict=True)]
+    else:
+        rows = [",".join([*(f"f{i}" for i in range(features)), "class"])]
+        rows += [",".join(map(str, [*row, c])) for c, row in zip(y, x, strict=True)]
+    (folder / "set").write_text("\n".join(rows) + "\n")
+    return [f"data.root={folder / 'set'}", *(["data.name=csv", "data.target=class"] if kind == "csv" else [])]
+
+
+@pytest.mark.parametrize(("name", "features"), [("covertype", 54), ("skin", 3)])
+@pytest.mark.parametrize("kind", ["libsvm", "csv"])
+def test_the_sets_of_sl_are_read_as_either_file(name: str, features: int, kind: str, tmp_path: Path) -> None:
+    file = ROOT / "configs" / "siblings" / f"{name}.yaml"
+    config = load_config(ClassificationConfig, file, made_set(tmp_path, features, kind))
+    config.check()
+    splits = load_splits(config, 0)
+    assert [len(part) for part in (splits.train, splits.validation, splits.test)] == [288, 32, 80]
+    assert splits.class_names == ("1", "2")
+    assert splits.train.x.shape[1:] == (features,)
+    assert float(splits.train.x.mean(0).abs().max()) < 1e-5
+    assert float((splits.train.x.std(0, unbiased=False) - 1).abs().max()) < 1e-5
+    larger = splits.train.x[splits.train.y == 1, 0].mean() - splits.train.x[splits.train.y == 0, 0].mean()
+    assert larger > 1  # class 2 counts as positive
+    assert isinstance(config.siblings, SiblingsConfig)
+    assert config.siblings.build("sl_s").iterations == 30_000  # type: ignore[attr-defined]
 
 
 def test_a9a_under_another_class_ratio_and_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -655,6 +689,7 @@ def table(folder: Path, positives: int) -> list[str]:
             ["metric.name=sklearn.metrics:f1_score", "metric.bounds=[0]"],
             r"metric\.bounds=\[0\.0\]: it must be two finite numbers",
         ),
+        (["loss.name=focal"], r"loss\.name='focal' is none of aucpr, cost_sensitive,"),
         (["data.name=csv"], r"data\.name=csv needs data\.target=COLUMN"),
         (["queries=15"], r"15 queries are too few .* give at least 16"),
         (["method.evals=9"], r"method: evals is 9; a task of 3 steps has 4 points"),

@@ -100,7 +100,9 @@ class ClassCorrelation(AdaptiveLoss):
         return torch.zeros(len(self.rows), dtype=torch.float64)
 
     def matrix(self, parameters: Tensor) -> Tensor:
-        """Return Phi as a matrix, ``c x c``."""
+        """Return Phi as a matrix, ``c x c``, which the parameters may be already."""
+        if parameters.dim() == 2:
+            return parameters
         matrix = torch.eye(self.classes, dtype=parameters.dtype)
         matrix[self.rows, self.columns] = matrix[self.columns, self.rows] = parameters
         return matrix
@@ -125,6 +127,11 @@ class ClassCorrelation(AdaptiveLoss):
         counts = member.sum(0)[:, None]
         confusions = -(member.t() @ log_probabilities(scores)) / counts.clamp(min=1)
         return torch.where(counts > 0, confusions, math.log(self.classes))
+
+    def confusion_matrix(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """Return C of Eq. 7 over its largest entry, ``c x c`` in double precision: a Phi within the limits, [0, 1]."""
+        confusions = self.confusions(scores, labels).detach().to("cpu", torch.float64)
+        return confusions / confusions.max()
 
 
 def check_lowest(lowest: float) -> None:

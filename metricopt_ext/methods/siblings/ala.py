@@ -21,6 +21,7 @@ from metricopt_ext.methods.siblings.adaptive_losses import (
     check_lowest,
 )
 from metricopt_ext.methods.siblings.loss_policy import ACTIONS, LossPolicy, Reinforce, States
+from metricopt_ext.methods.siblings.loss_reward import REWARDS, Reward, reward_cost
 from metricopt_ext.methods.siblings.sibling import Sibling
 from metricopt_ext.methods.siblings.training import TrainingTask
 from metricopt_ext.methods.siblings.unfinished import History, Unfinished
@@ -30,6 +31,8 @@ from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
 
 Optimizer = Literal["sgd", "adam"]
+Controller = Literal["policy", "confusion"]
+CONTROLLERS: tuple[Controller, ...] = ("policy", "confusion")
 OPTIMIZERS: tuple[Optimizer, ...] = ("sgd", "adam")
 
 
@@ -65,6 +68,12 @@ class AdaptiveLossAlignment(Sibling):
         begin: A policy that was learned before, instead of a random one; it is not changed.
         learn: Whether the policy learns. One that does not needs no reward, and so no query of the metric; there is
             nothing to choose a child by, so it must be alone.
+        controller: What sets Phi: the ``"policy"``, or as a baseline of Table 1 the ``"confusion"`` matrix of Eq. 7 at
+            each time step, in place of Phi (`ClassCorrelation.confusion_matrix`). That learns nothing, so it goes with
+            ``learn=False`` and one child.
+        reward: What the reward is the improvement of (Fig. 3): the ``"validation_metric"``, or by `reward_cost`
+            ``"validation_loss"``, ``"train_metric"`` or ``"train_loss"``; the best child is chosen by the same.
+        reward_batches: Batches that the last three are of.
     """
 
     loss: str = "classes"
@@ -88,6 +97,9 @@ class AdaptiveLossAlignment(Sibling):
     offset: float = 1.0
     begin: LossPolicy | None = field(default=None, compare=False, repr=False)
     learn: bool = True
+    controller: Controller = "policy"
+    reward: Reward = "validation_metric"
+    reward_batches: int = 20
 
     def __post_init__(self) -> None:
         """Reject what is out of range.
@@ -99,12 +111,14 @@ class AdaptiveLossAlignment(Sibling):
             ("loss", self.loss, FAMILIES),
             ("optimizer", self.optimizer, OPTIMIZERS),
             ("link", self.link, LINKS),
+            ("controller", self.controller, CONTROLLERS),
+            ("reward", self.reward, REWARDS),
         ):
             if value not in known:
                 raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
         check_integer(1, iterations=self.iterations, action_steps=self.action_steps, reward_evals=self.reward_evals)
         check_integer(1, children=self.children, history=self.history, memory=self.memory)
-        check_integer(1, validation_batches=self.validation_batches)
+        check_integer(1, validation_batches=self.validation_batches, reward_batches=self.reward_batches)
         check_above(0, gamma=self.gamma, model_lr=self.model_lr, offset=self.offset)
         check_at_least(0, beta=self.beta, policy_lr=self.policy_lr, decay=self.decay, momentum=self.momentum)
         check_lowest(self.lowest)
@@ -126,7 +140,13 @@ class AdaptiveLossAlignment(Sibling):
                 f"begin is a policy for loss={self.begin.family!r} and history={self.begin.history}, but loss is"
                 f" {self.loss!r} and history is {self.history}"
             )
-        if not self.learn and (self.begin is None or self.children != 1):
+        if self.controller == "confusion":
+            if self.loss != ClassCorrelation.family or self.learn or self.children != 1 or self.begin is not None:
+                raise ValueError(
+                    "controller is 'confusion'; that needs loss = 'classes', learn = False and children = 1, without a"
+                    " policy in begin"
+                )
+        elif not self.learn and (self.begin is None or self.children != 1):
             raise ValueError("learn is False; that needs a policy in begin, and children = 1")
 
     def check(self, task: TrainingTask) -> None:
@@ -161,13 +181,16 @@ class AdaptiveLossAlignment(Sibling):
             return ClassCorrelation(2 if scores.dim() == 1 else scores.shape[1], self.link, self.lowest)
         return DistanceMixture() if self.loss == DistanceMixture.family else FocalWeighting(self.offset)
 
-    def run(self, task: TrainingTask, seed: int, watcher: Watcher, left: Unfinished) -> tuple[LossPolicy, History]:
+    def run(
+        self, task: TrainingTask, seed: int, watcher: Watcher, left: Unfinished
+    ) -> tuple[LossPolicy | None, History]:
         """Train the children and the policy; the best child's weights become the task's model's.
 
         Returns:
-            The policy, and the history, means over children at each action's end: ``"reward"``; ``"baseline"``, its
-            moving average; ``"change"``, the mean of |Phi - Phi_0|; ``"loss"``; ``"metric"``, the value that was
-            queried last. Without learning there are ``"change"`` and ``"loss"`` alone.
+            The policy, None if none sets Phi, and the history, means over children at each action's end: ``"reward"``;
+            ``"baseline"``, its moving average; ``"change"``, the mean of |Phi - Phi_0|; ``"loss"``; ``"metric"``, the
+            value that the reward was last of, or ``"rewarded loss"``. Without learning there are ``"change"`` and
+            ``"loss"`` alone.
         """
         loss = self.adaptive_loss(task)
         policy = LossPolicy.of(loss, self.history) if self.begin is None else copy.deepcopy(self.begin)
@@ -177,18 +200,28 @@ class AdaptiveLossAlignment(Sibling):
         actions = self.iterations // self.action_steps
         for t in range(actions):
             watcher.stage(f"ALA, {100 * t // actions}%")
+            if self.controller == "confusion":
+                children[0].take_confusions(t)
+                children[0].descend(t)
+                self._keep(history, t, children, [], 0.0)
+                continue
             states = [child.observe(t) for child in children]
             choices = [policy.sample(s, generator(seed, "action", t, i)) for i, s in enumerate(states)]
             rewards = [child.train(t, choice) for child, choice in zip(children, choices, strict=True)]
             if self.learn:
                 learner.remember(states, choices, rewards)
                 learner.update(generator(seed, "replay", t))
-            for name, value in self._seen(children, rewards, learner.baseline).items():
-                history.setdefault(name, []).append(((t + 1) * self.action_steps, value))
+            self._keep(history, t, children, rewards, learner.baseline)
         best = min(children, key=lambda child: child.discounted)
         if best is not children[0]:
             task.model.load_state_dict(best.task.model.state_dict())
-        return policy, history
+        return (None if self.controller == "confusion" else policy), history
+
+    def _keep(
+        self, history: History, t: int, children: Sequence["Child"], rewards: Sequence[float], baseline: float
+    ) -> None:
+        for name, value in self._seen(children, rewards, baseline).items():
+            history.setdefault(name, []).append(((t + 1) * self.action_steps, value))
 
     def _models(self, task: TrainingTask, seed: int) -> list[TrainingTask]:
         """Return the children's tasks, the first of them the task itself."""
@@ -207,9 +240,10 @@ class AdaptiveLossAlignment(Sibling):
         }
         if not self.learn:
             return seen
-        values = [child.task.metric.to_value(child.last_cost) for child in children]
-        metric = sum(values) / len(values)
-        return {"reward": sum(rewards) / len(rewards), "baseline": baseline, "metric": metric, **seen}
+        cost = sum(child.last_cost for child in children) / len(children)
+        loss = self.reward.endswith("loss")
+        last = {"rewarded loss": cost} if loss else {"metric": children[0].task.metric.to_value(cost)}
+        return {"reward": sum(rewards) / len(rewards), "baseline": baseline, **last, **seen}
 
 
 class Child:
@@ -223,9 +257,9 @@ class Child:
         index: Its number; it has batches of its own.
 
     Attributes:
-        parameters: Phi_t, ``u``.
+        parameters: Phi_t, ``u``, or a whole matrix, ``c x c``, of confusions.
         discounted: M_t of Eq. 4, of costs.
-        last_cost: The cost that was queried last.
+        last_cost: What the reward was last of.
         last_loss: The loss of the last batch.
     """
 
@@ -238,7 +272,7 @@ class Child:
         self.optimizer = self._optimizer()
         self.last_cost = self.last_loss = self.discounted = 0.0
         if method.learn:  # no iteration has moved the model yet, so that all terms of M_0 are the same
-            self.last_cost = task.metric.cost(task.model, "reward")
+            self.last_cost = self._cost()
             self.discounted = discounted_sum([self.last_cost] * method.reward_evals, method.gamma)
 
     def observe(self, t: int) -> Tensor:
@@ -247,11 +281,7 @@ class Child:
         Raises:
             FloatingPointError: The model's scores are not finite.
         """
-        assert self.task.validation is not None  # `check` has seen to it
-        v, model = self.method.validation_batches, self.task.model
-        with evaluating(model), torch.no_grad():
-            seen = [self.task.predict(model, self.task.validation(self.seed, self.index, v * t + i)) for i in range(v)]
-            statistics = torch.stack([self.loss.statistics(*each) for each in self._together(seen)]).mean(0)
+        statistics = torch.stack([self.loss.statistics(*each) for each in self._seen(t)]).mean(0)
         iteration = t * self.method.action_steps
         if not statistics.isfinite().all():
             raise FloatingPointError(
@@ -259,15 +289,34 @@ class Child:
             )
         return self.states.observe(statistics, self.parameters, iteration / self.method.iterations)
 
+    def take_confusions(self, t: int) -> None:
+        """Take the confusion matrix of validation batches for Phi."""
+        assert isinstance(self.loss, ClassCorrelation)  # `__post_init__` has seen to it
+        ((scores, labels),) = self._seen(t)
+        self.parameters = self.loss.confusion_matrix(scores, labels)
+
     def train(self, t: int, choices: Tensor) -> float:
         """Take an action, ``u`` places in `ACTIONS`, train for K iterations and return the reward, -1, 0 or 1 (Eq. 5).
 
         Raises:
             FloatingPointError: The loss is no longer finite.
         """
-        k, evals, costs = self.method.action_steps, self.method.reward_evals if self.method.learn else 0, []
         change = self.method.beta * torch.tensor(ACTIONS, dtype=torch.float64)[choices]
         self.parameters = self.loss.moved(self.parameters, change)
+        costs = self.descend(t)
+        if not costs:
+            return 0.0
+        before, self.discounted = self.discounted, discounted_sum(costs, self.method.gamma)
+        self.last_cost = costs[-1]
+        return float((before > self.discounted) - (before < self.discounted))
+
+    def descend(self, t: int) -> list[float]:
+        """Train for K iterations under Phi as it is; returns what the reward is of after the last of them.
+
+        Raises:
+            FloatingPointError: The loss is no longer finite.
+        """
+        k, evals, costs = self.method.action_steps, self.method.reward_evals if self.method.learn else 0, []
         for j in range(k):
             scores, labels = self.task.predict(self.task.model, self.task.batches(self.seed, self.index, t * k + j))
             loss = self.loss.loss(self.parameters, scores, labels)
@@ -276,19 +325,29 @@ class Child:
             self.optimizer.step()
             if j >= k - evals:
                 self._keep(loss, t * k + j)
-                costs.append(self.task.metric.cost(self.task.model, "reward"))
+                costs.append(self._cost())
         self._keep(loss, t * k + k - 1)
         self.optimizer.zero_grad(set_to_none=True)
-        if not costs:
-            return 0.0
-        before, self.discounted = self.discounted, discounted_sum(costs, self.method.gamma)
-        self.last_cost = costs[-1]
-        return float((before > self.discounted) - (before < self.discounted))
+        return costs
 
     @property
     def change(self) -> float:
         """The mean of |Phi_t - Phi_0|."""
-        return float((self.parameters - self.loss.initial()).abs().mean())
+        initial = self.loss.initial()
+        if self.parameters.dim() == 2:
+            initial = torch.eye(len(self.parameters), dtype=torch.float64)
+        return float((self.parameters - initial).abs().mean())
+
+    def _cost(self) -> float:
+        return reward_cost(self.task, self.method.reward, self.method.reward_batches, self.seed)
+
+    def _seen(self, t: int) -> list[tuple[Tensor, Tensor]]:
+        """Return scores and labels of the validation batches of a time step, as the loss takes statistics of them."""
+        assert self.task.validation is not None  # `check` has seen to it
+        v, model = self.method.validation_batches, self.task.model
+        with evaluating(model), torch.no_grad():
+            batches = [self.task.validation(self.seed, self.index, v * t + i) for i in range(v)]
+            return self._together([self.task.predict(model, batch) for batch in batches])
 
     def _together(self, seen: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """Return the batches as one for classes, which need examples each; apart for pairs, as the loss has them."""

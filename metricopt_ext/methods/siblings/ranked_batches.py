@@ -23,17 +23,21 @@ class RankedBatches:
 
     Attributes:
         probabilities: The true class's probability of each example, ``N x n``.
+        slopes: The length of that probability's gradient in the example's logits, ``N x n``.
         costs: Each batch's cost by the metric, ``N``; lower is better.
     """
 
     probabilities: Tensor
+    slopes: Tensor
     costs: Tensor
 
     def split(self, first: int) -> tuple["RankedBatches", "RankedBatches"]:
         """Return the first batches, all if there are fewer, and the others."""
-        first = min(first, len(self.costs))
-        probabilities, costs = self.probabilities, self.costs
-        return RankedBatches(probabilities[:first], costs[:first]), RankedBatches(probabilities[first:], costs[first:])
+        return self.take(slice(first)), self.take(slice(first, None))
+
+    def take(self, rows: slice | Tensor) -> "RankedBatches":
+        """Return some of the batches, by a slice or by their numbers."""
+        return RankedBatches(self.probabilities[rows], self.slopes[rows], self.costs[rows])
 
 
 def true_class_log_probability(scores: Tensor, labels: Tensor) -> Tensor:
@@ -57,6 +61,23 @@ def true_class_log_probability(scores: Tensor, labels: Tensor) -> Tensor:
     if scores.dim() == 1:
         return F.logsigmoid(torch.where(labels == 1, scores, -scores))
     return scores.log_softmax(1).gather(1, labels.unsqueeze(1)).squeeze(1)
+
+
+def slope_in_logits(scores: Tensor, labels: Tensor) -> Tensor:
+    """Return the length of the gradient of the true class's probability in the logits of each example, ``n``.
+
+    It is p (1 - p) of a single logit, and p |e - q| of several, with the classes' probabilities q and the true one's e.
+
+    Args:
+        scores: Logits, ``n`` for one of two classes, or ``n x c``.
+        labels: ``n`` integers.
+    """
+    if scores.dim() == 1:
+        return scores.sigmoid() * (-scores).sigmoid()
+    probabilities = scores.softmax(1)
+    true = F.one_hot(labels, scores.shape[1]).to(scores)
+    length: Tensor = (true * probabilities).sum(1) * (true - probabilities).norm(dim=1)
+    return length
 
 
 @dataclass(frozen=True)
@@ -158,10 +179,12 @@ class BatchSource:
         with evaluating(task.model), torch.no_grad():
             like, labels = task.predict(task.model, task.batches(seed, STREAM, 0))
         size, outputs = len(labels), 1 if like.dim() == 1 else like.shape[1]
-        probabilities, costs = like.new_empty(len(are_random), size), like.new_empty(len(are_random))
+        probabilities, slopes = like.new_empty(2, len(are_random), size)
+        costs = like.new_empty(len(are_random))
 
         def ask(row: int, scores: Tensor, labels: Tensor) -> None:
             probabilities[row] = true_class_log_probability(scores, labels).exp()
+            slopes[row] = slope_in_logits(scores, labels)
             costs[row] = task.batch_metric.cost(scores, labels, "reloss")
 
         watcher.stage("random outputs")
@@ -174,4 +197,4 @@ class BatchSource:
             with torch.no_grad():
                 for row in rows[k::count]:
                     ask(row, *task.predict(model, task.batches(seed, STREAM, row)))
-        return RankedBatches(probabilities, costs).split(self.training)
+        return RankedBatches(probabilities, slopes, costs).split(self.training)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,8 @@ from metricopt_ext.utils.files import content_of, module_of, read_tensors, write
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
 
+Gradient = Literal["probabilities", "logits"]
+GRADIENTS: tuple[Gradient, ...] = ("probabilities", "logits")
 FILE_FORMAT = "metricopt_ext/relational_loss/1"
 WIDTH, LAYERS = 128, 4  # 33,409 parameters: section A.3's 33.4K, which Eq. 10's three layers would not have
 
@@ -27,11 +30,13 @@ class RelationalLoss(nn.Module):
 
     Args:
         metric: Name of the metric that it ranks by; a file keeps it.
+        absolute: Whether it is the mean of the network's absolute values, as in the authors' code, so that no loss is
+            below 0; a file keeps it.
     """
 
-    def __init__(self, metric: str = "") -> None:
+    def __init__(self, metric: str = "", absolute: bool = False) -> None:
         super().__init__()
-        self.metric = metric
+        self.metric, self.absolute = metric, absolute
         widths = (1, *[WIDTH] * (LAYERS - 1), 1)
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
 
@@ -52,18 +57,23 @@ class RelationalLoss(nn.Module):
         hidden = probabilities.unsqueeze(-1)
         for layer in self.layers[:-1]:
             hidden = F.elu(layer(hidden))
-        losses: Tensor = self.layers[-1](hidden).mean((-2, -1))
-        return losses
+        values: Tensor = self.layers[-1](hidden)
+        return (values.abs() if self.absolute else values).mean((-2, -1))
 
     @torch.no_grad()
     def turn(self) -> None:
-        """Negate it, for any probabilities."""
-        self.layers[-1].weight.neg_()  # type: ignore[operator]
-        self.layers[-1].bias.neg_()  # type: ignore[operator]
+        """Let it rank the other way: negate it or, if that changes nothing, take 1 - p for p."""
+        layer: nn.Linear = self.layers[0 if self.absolute else -1]  # type: ignore[assignment]
+        if self.absolute:
+            layer.bias.add_(layer.weight[:, 0])
+            layer.weight.neg_()
+        else:
+            layer.weight.neg_()
+            layer.bias.neg_()
 
     def save(self, path: str | Path) -> None:
         """Write it to a safetensors file; `load_relational_loss` reads it."""
-        write_tensors(path, self.state_dict(), FILE_FORMAT, {"metric": self.metric})
+        write_tensors(path, self.state_dict(), FILE_FORMAT, {"metric": self.metric, "absolute": self.absolute})
 
 
 def load_relational_loss(path: str | Path) -> RelationalLoss:
@@ -74,19 +84,26 @@ def load_relational_loss(path: str | Path) -> RelationalLoss:
     """
     tensors, described = read_tensors(path, FILE_FORMAT)
     with content_of(path, "relational loss that it describes"):
-        loss = module_of(path, tensors, lambda: RelationalLoss(described["metric"]))
+        absolute = described.get("absolute", False)  # older files say nothing
+        if not isinstance(absolute, bool):
+            raise ValueError(f"absolute is {absolute!r}")
+        loss = module_of(path, tensors, lambda: RelationalLoss(described["metric"], absolute))
         return loss.to(next(iter(tensors.values())))
 
 
-def gradient_penalty(losses: Tensor, inputs: Tensor) -> Tensor:
+def gradient_penalty(losses: Tensor, inputs: Tensor, slopes: Tensor | None = None) -> Tensor:
     """Return (||gradient|| - 1)^2 for each batch (Eq. 8), ``N``, itself with a gradient.
 
     Args:
         losses: ``N``; each depends on its own row of inputs alone.
         inputs: What the losses were computed from, ``N x n``, requiring a gradient. The norm is that of a whole row:
             as Eq. 8 has it, for the loss of a batch and the gradient in all of its predictions.
+        slopes: The lengths of the inputs' gradients in the logits, ``N x n``. With them the norm is that of the
+            gradient in an example's logits, and the mean over examples is returned, as in the authors' code.
     """
     (gradient,) = torch.autograd.grad(losses.sum(), inputs, create_graph=True)
+    if slopes is not None:
+        return ((gradient * slopes).abs() - 1).square().mean(1)
     penalties: Tensor = (gradient.norm(dim=1) - 1).square()
     return penalties
 
@@ -103,6 +120,9 @@ class RelationalTraining:
         penalty: lambda, the gradient penalty's weight (Eq. 9), at least 0.
         steepness: Of the soft ranks; see `soft_spearman.soft_ranks`.
         checks: How often the correlation with the held-out batches' costs is measured; the best loss is returned.
+        gradient: Whose norm is penalised: that in a batch's ``"probabilities"``, or that in the ``"logits"`` of each
+            example, as in the authors' code, which has ``batches=256`` and ``absolute=True`` besides.
+        absolute: See `RelationalLoss`; of a loss that is learned anew.
     """
 
     steps: int = 400
@@ -112,6 +132,8 @@ class RelationalTraining:
     penalty: float = 10.0
     steepness: float = 5.0
     checks: int = 20
+    gradient: Gradient = "probabilities"
+    absolute: bool = False
 
     def __post_init__(self) -> None:
         """Reject what is out of range.
@@ -119,24 +141,26 @@ class RelationalTraining:
         Raises:
             ValueError: A value is rejected; the message gives it.
         """
+        if self.gradient not in GRADIENTS:
+            raise ValueError(f"gradient is {self.gradient!r}; it must be one of {', '.join(GRADIENTS)}")
         check_integer(1, steps=self.steps, checks=self.checks)
         check_integer(2, batches=self.batches)
         check_above(0, lr=self.lr, steepness=self.steepness)
         check_at_least(0, weight_decay=self.weight_decay, penalty=self.penalty)
 
-    def objective(self, loss: RelationalLoss, probabilities: Tensor, costs: Tensor) -> tuple[Tensor, Tensor]:
+    def objective(self, loss: RelationalLoss, batches: RankedBatches) -> tuple[Tensor, Tensor]:
         """Return the two terms of Eq. 9, scalars: rho_S of losses and metric, and the mean penalty without lambda.
 
         The metric is the cost's negative, which is higher where it is better, so rho_S is to fall to -1.
 
         Args:
             loss: The loss.
-            probabilities: The true class's, ``N x n``.
-            costs: The batches' costs, ``N``.
+            batches: N of them.
         """
-        inputs = probabilities.detach().requires_grad_(True)
+        inputs = batches.probabilities.detach().requires_grad_(True)
         losses = loss.of_probabilities(inputs)
-        return -soft_spearman(losses, costs, self.steepness), gradient_penalty(losses, inputs).mean()
+        penalties = gradient_penalty(losses, inputs, batches.slopes if self.gradient == "logits" else None)
+        return -soft_spearman(losses, batches.costs, self.steepness), penalties.mean()
 
     def learn(
         self,
@@ -149,7 +173,8 @@ class RelationalTraining:
     ) -> History:
         """Train a loss in place, and leave it as it ranked the held-out batches best.
 
-        It begins with the sign that ranks the first training batches in the cost's order.
+        It begins with the sign that ranks the first training batches in the cost's order, and is turned again where it
+        ranks the held-out ones against it.
 
         Args:
             loss: The loss.
@@ -177,7 +202,7 @@ class RelationalTraining:
         order = self._order(len(training.costs), seed)
         for step in range(self.steps):
             rows = order[step * self.batches : (step + 1) * self.batches].to(training.costs.device)
-            rho, penalty = self.objective(loss, training.probabilities[rows], training.costs[rows])
+            rho, penalty = self.objective(loss, training.take(rows))
             objective = rho + self.penalty * penalty
             if not torch.isfinite(objective):
                 raise FloatingPointError(f"the objective is {objective.item()} at step {step}; lower the rate")
@@ -186,7 +211,9 @@ class RelationalTraining:
             optimizer.step()
             if step not in checked:
                 continue
-            reached = self._spearman(loss, heldout)
+            if (reached := self._spearman(loss, heldout)) < 0:  # absolute values may turn where the network crosses 0
+                loss.turn()
+                reached = self._spearman(loss, heldout)
             values = {"spearman": reached, "objective": objective.item(), "penalty": penalty.item()}
             for name, value in values.items():
                 history[name].append((step, value))

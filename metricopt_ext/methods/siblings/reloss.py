@@ -78,7 +78,8 @@ class ReLoss(Sibling):
             `RelationalTraining.learn`; ``"loss"``, what the model descends; ``"metric"``, the ``evals`` values of its
             metric.
         """
-        loss = RelationalLoss(task.batch_metric.name).to(task.parameters()[0])
+        absolute = self.training.absolute if self.begin is None else self.begin.absolute
+        loss = RelationalLoss(task.batch_metric.name, absolute).to(task.parameters()[0])
         history: History = {}
         if self.begin is not None:
             loss.load_state_dict(self.begin.state_dict())

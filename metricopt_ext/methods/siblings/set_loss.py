@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metricopt_ext.errors import DataError
+from metricopt_ext.methods.siblings.best_threshold import lowest_cost
 from metricopt_ext.methods.siblings.clipped_adam import ClippedAdam
+from metricopt_ext.methods.siblings.set_network import EPSILON, NETWORKS, Network, SetNetwork, forward, to_weights
 from metricopt_ext.methods.siblings.unfinished import History, Unfinished
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.utils.checks import check_above, check_finite, check_integer
@@ -21,28 +23,33 @@ from metricopt_ext.utils.seeding import generator
 
 FILE_FORMAT = "metricopt_ext/set_loss/1"
 G, H = (30, 30), (10, 10, 1)  # neurons (section 4.1)
-SLOPE = 0.01  # of the leaky ReLU below 0
+DESCRIBED = ("outputs", "metric", "network")  # what a file says besides
 BLOCK = 1000  # universal batches that are drawn together
 
 
 class SetLoss(nn.Module):
     """A loss of a whole batch, in any order: h(1/N sum_i g(y_i, yhat_i)) (Eq. 2), with g 30-30 and h 10-10-1.
 
-    Each layer but the last is followed by a leaky ReLU, which the paper states for its prediction model alone. A
-    label and its score enter as (y, yhat) with y in {0, 1} and yhat the logit as it is; one of C classes as its
+    A label and its score enter as (y, yhat) with y in {0, 1} and yhat the logit as it is; one of C classes as its
     one-hot vector with the C logits.
 
     Args:
         outputs: Logits per example: 1, or the number C of classes.
         metric: Name of the metric whose cost it stands for; a file keeps it.
+        network: ``"plain"`` or ``"published"``, see `set_network`; the paper states no activation for g and h.
+
+    Raises:
+        ValueError: A value is rejected; the message gives it.
     """
 
-    def __init__(self, outputs: int = 1, metric: str = "") -> None:
+    def __init__(self, outputs: int = 1, metric: str = "", network: Network = "plain") -> None:
         super().__init__()
         check_integer(1, outputs=outputs)
-        self.outputs, self.metric = outputs, metric
+        check_network(network)
+        self.outputs, self.metric, self.network = outputs, metric, network
         self.g = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise((2 * outputs, *G)))
         self.h = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise((G[-1], *H)))
+        self.norm = nn.BatchNorm1d(G[0], EPSILON, track_running_stats=False) if network == "published" else None
         self.layers = (*self.g, *self.h)  # a tuple: no other way to the same parameters
 
     def forward(self, scores: Tensor, labels: Tensor) -> Tensor:
@@ -55,7 +62,7 @@ class SetLoss(nn.Module):
         Raises:
             DataError: The scores have another shape.
         """
-        loss: Tensor = _SetNetwork.apply(self._inputs(scores, labels), *self._weights())
+        loss: Tensor = SetNetwork.apply(self._inputs(scores, labels), *self._weights())
         return loss
 
     @torch.no_grad()
@@ -73,9 +80,9 @@ class SetLoss(nn.Module):
         Raises:
             DataError: The scores have another shape.
         """
-        loss, kept = _forward(self._inputs(scores, labels), self._weights())
+        loss, kept = forward(self._inputs(scores, labels), self._weights())
         error = loss - true
-        return error.abs(), _to_weights(kept, error.sign())[1]
+        return error.abs(), to_weights(kept, error.sign())[1]
 
     def _inputs(self, scores: Tensor, labels: Tensor) -> Tensor:
         """Return (y, yhat) of each example, ``N x 2`` or ``N x 2C``."""
@@ -87,71 +94,12 @@ class SetLoss(nn.Module):
         return torch.cat([F.one_hot(labels, self.outputs).to(scores.dtype), scores], 1)
 
     def _weights(self) -> list[Tensor]:
-        return [tensor for layer in self.layers for tensor in (layer.weight, layer.bias)]
+        parts = self.layers if self.norm is None else (*self.layers, self.norm)
+        return [tensor for part in parts for tensor in (part.weight, part.bias)]
 
     def save(self, path: str | Path) -> None:
         """Write it to a safetensors file; `load_set_loss` reads it."""
-        write_tensors(path, self.state_dict(), FILE_FORMAT, {"outputs": self.outputs, "metric": self.metric})
-
-
-# Eq. 2 with its derivative written out: autograd visits every small operation, which takes three times as long.
-
-
-def _forward(inputs: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return h of the mean of g, a scalar, and what the derivative needs."""
-    w1, b1, w2, b2, w3, b3, w4, b4, w5, b5 = weights
-    a1 = F.leaky_relu(torch.addmm(b1, inputs, w1.t()), SLOPE)
-    a2 = F.leaky_relu(torch.addmm(b2, a1, w2.t()), SLOPE)
-    mean = a2.mean(0)
-    a3 = F.leaky_relu(torch.addmv(b3, w3, mean), SLOPE)
-    a4 = F.leaky_relu(torch.addmv(b4, w4, a3), SLOPE)
-    return torch.addmv(b5, w5, a4)[0], (inputs, a1, a2, mean, a3, a4, w1, w2, w3, w4, w5)
-
-
-def _to_weights(kept: Sequence[Tensor], gradient: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the gradient before the first layer, ``N x 30``, and those of all weights."""
-    inputs, a1, a2, mean, a3, a4, _, w2, w3, w4, w5 = kept
-    d5 = gradient.reshape(1)
-    d4 = _below(w5.t() @ d5, a4)
-    d3 = _below(w4.t() @ d4, a3)
-    d2 = _below((w3.t() @ d3 / len(inputs)).expand_as(a2), a2)
-    d1 = _below(d2 @ w2, a1)
-    of_g = d1.t() @ inputs, d1.sum(0), d2.t() @ a1, d2.sum(0)
-    return d1, (*of_g, torch.outer(d3, mean), d3, torch.outer(d4, a3), d4, torch.outer(d5, a4), d5)
-
-
-def _to_inputs(kept: Sequence[Tensor], gradient: Tensor) -> Tensor:
-    """Return the gradient in the inputs, ``N x 2`` or ``N x 2C``, alone."""
-    inputs, a1, a2, _, a3, a4, w1, w2, w3, w4, w5 = kept
-    d3 = _below(w4.t() @ _below(w5.t() @ gradient.reshape(1), a4), a3)
-    d2 = _below((w3.t() @ d3 / len(inputs)).expand_as(a2), a2)
-    return _below(d2 @ w2, a1) @ w1
-
-
-def _below(gradient: Tensor, activated: Tensor) -> Tensor:
-    """Return the gradient before a leaky ReLU from that after it; its output has the sign of its input."""
-    return torch.ops.aten.leaky_relu_backward(gradient, activated, SLOPE, True)  # type: ignore[no-any-return]
-
-
-class _SetNetwork(torch.autograd.Function):
-    """Eq. 2 for autograd."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, *weights: Tensor) -> Tensor:
-        """Return h of the mean of g."""
-        loss, kept = _forward(inputs, weights)
-        ctx.save_for_backward(*kept)
-        return loss
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of inputs and weights; those of weights only if they are trained."""
-        kept = ctx.saved_tensors
-        if not any(ctx.needs_input_grad[1:]):
-            return _to_inputs(kept, gradient), *(None,) * 10
-        first, of_weights = _to_weights(kept, gradient)
-        return first @ kept[6], *of_weights
+        write_tensors(path, self.state_dict(), FILE_FORMAT, {name: getattr(self, name) for name in DESCRIBED})
 
 
 def load_set_loss(path: str | Path) -> SetLoss:
@@ -162,7 +110,18 @@ def load_set_loss(path: str | Path) -> SetLoss:
     """
     tensors, described = read_tensors(path, FILE_FORMAT)
     with content_of(path, "surrogate loss that it describes"):
-        return module_of(path, tensors, lambda: SetLoss(described["outputs"], described["metric"]))
+        network = described.get("network", "plain")  # older files have no other
+        return module_of(path, tensors, lambda: SetLoss(described["outputs"], described["metric"], network))
+
+
+def check_network(network: str) -> None:
+    """Reject a network that is not in `set_network.NETWORKS`.
+
+    Raises:
+        ValueError: It is rejected.
+    """
+    if network not in NETWORKS:
+        raise ValueError(f"network is {network!r}; it must be one of {', '.join(NETWORKS)}")
 
 
 @dataclass(frozen=True)
@@ -176,6 +135,7 @@ class UniversalTraining:
         std: sigma of it.
         lr: Adam's rate.
         clip: Largest norm of a gradient.
+        thresholds: See `best_threshold.lowest_cost`; each is a query.
         records: About how many points of its history are kept.
     """
 
@@ -185,6 +145,7 @@ class UniversalTraining:
     std: float = 1.0
     lr: float = 1e-5
     clip: float | None = 1e-5
+    thresholds: int = 0
     records: int = 200
 
     def __post_init__(self) -> None:
@@ -194,6 +155,7 @@ class UniversalTraining:
             ValueError: A value is rejected; the message gives it.
         """
         check_integer(1, steps=self.steps, records=self.records)
+        check_integer(0, thresholds=self.thresholds)
         check_above(0, std=self.std, lr=self.lr, clip=self.clip)
         check_finite(mean=self.mean, positive=self.positive)
         if not 0 < self.positive < 1:
@@ -209,7 +171,7 @@ class UniversalTraining:
         watcher: Watcher | None = None,
         left: Unfinished | None = None,
     ) -> History:
-        """Train a surrogate in place, ``steps`` queries of the batch metric.
+        """Train a surrogate in place, ``steps`` queries of the batch metric, or ``thresholds`` times as many.
 
         Args:
             surrogate: The network.
@@ -231,7 +193,7 @@ class UniversalTraining:
             first, history = left.go_on("universal", **parts) if left is not None else (0, {})
             history.setdefault("universal", [])
             for step, (scores, labels) in enumerate(self.batches(surrogate, size, seed, first), first):
-                true = metric.cost(scores, labels, "universal")
+                true = lowest_cost(metric, scores, labels, self.thresholds, "universal")
                 distance, gradients = surrogate.distance(scores, labels, true)
                 optimizer.descend(gradients)
                 if step % every == 0 or step == self.steps - 1:

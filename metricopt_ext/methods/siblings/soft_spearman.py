@@ -1,5 +1,6 @@
 """Spearman's rank correlation with a gradient, through the soft ranks of a differentiable sorting network."""
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 STEEPNESS = 5.0
-LEAST_NORM = 1e-12  # of centred ranks; below it all values are equal and correlate with nothing
+LEAST_NORM = 1e-12  # of what is centred; below it all values are equal and correlate with nothing
 
 
 @lru_cache(maxsize=8)
@@ -37,6 +38,9 @@ def soft_ranks(values: Tensor, steepness: float = STEEPNESS) -> Tensor:
 def soft_spearman(values: Tensor, target: Tensor, steepness: float = STEEPNESS) -> Tensor:
     """Return Spearman's correlation (ReLoss, Eq. 6) of the soft ranks of values with the true ranks of a target.
 
+    The values are ranked at mean 0 and variance 1. As they are, a sorting network hardly swaps values that differ by
+    less than its steepness tells apart: with a spread of 0.1 the correlation would be near 0, of either sign.
+
     Args:
         values: ``n``, at least 2; the gradient is theirs alone.
         target: ``n``; equal entries share the mean of their ranks.
@@ -45,7 +49,8 @@ def soft_spearman(values: Tensor, target: Tensor, steepness: float = STEEPNESS) 
     Returns:
         A scalar in [-1, 1]; 0 if either has a single value throughout.
     """
-    return _unit(soft_ranks(values, steepness)) @ _unit(_ranks(target).to(values))
+    standard = _unit(values) * math.sqrt(len(values))
+    return _unit(soft_ranks(standard, steepness)) @ _unit(_ranks(target).to(values))
 
 
 def spearman(values: Tensor, target: Tensor) -> float:
@@ -63,7 +68,7 @@ def _ranks(values: Tensor) -> Tensor:
     return torch.from_numpy(np.asarray(rankdata(values.detach().numpy(force=True))))
 
 
-def _unit(ranks: Tensor) -> Tensor:
-    centred = ranks - ranks.mean()
+def _unit(values: Tensor) -> Tensor:
+    centred = values - values.mean()
     unit: Tensor = centred / centred.norm().clamp(min=LEAST_NORM)
     return unit

@@ -1,13 +1,16 @@
 """Learning Surrogate Losses (Grabocka et al., 2019): the model descends a loss that is learned beside it."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.methods.siblings.best_threshold import lowest_cost
 from metricopt_ext.methods.siblings.clipped_adam import ClippedAdam
-from metricopt_ext.methods.siblings.set_loss import SetLoss, UniversalTraining, finite
+from metricopt_ext.methods.siblings.set_loss import SetLoss, UniversalTraining, check_network, finite
+from metricopt_ext.methods.siblings.set_network import Network
 from metricopt_ext.methods.siblings.sibling import Sibling
 from metricopt_ext.methods.siblings.training import TrainingTask
 from metricopt_ext.methods.siblings.unfinished import History, Part, Unfinished
@@ -16,8 +19,12 @@ from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.progress import Watcher
 
 Surrogate = Literal["universal", "scratch", "refined"]
+Judged = Literal["training", "evaluation"]
+First = Literal["model", "surrogate"]
 ALTERNATING = "alternating"  # the stage of Algorithm 1
 SURROGATES: tuple[Surrogate, ...] = ("universal", "scratch", "refined")
+JUDGED: tuple[Judged, ...] = ("training", "evaluation")
+FIRST: tuple[First, ...] = ("model", "surrogate")
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,8 @@ class SurrogateLearning(Sibling):
     The defaults are the paper's (section 4.1): Adam at 1e-5 with the gradients' norm clipped to 1e-5 before, so that
     Adam, which is all but indifferent to a gradient's scale, normalises what clipping left.
     While the surrogate learns, the model predicts as it does while it learns itself, in training mode.
+    Four of the settings are readings of the paper; ``network="published"``, ``thresholds=100``, ``judged="evaluation"``
+    and ``first="surrogate"`` are those of its first author's code.
 
     Attributes:
         surrogate: ``"universal"`` (SL-U) learns it on random scores alone (Eq. 3) and trains the model on it as it is;
@@ -39,6 +48,12 @@ class SurrogateLearning(Sibling):
         clip: Largest norm of a gradient, of the model and of the surrogate; None for no limit.
         universal: How the universal surrogate is learned, one query of the batch metric for each of its steps.
         begin: A universal surrogate that was learned before, instead of learning one; it is not changed.
+        network: The surrogate's; see `set_network`.
+        thresholds: How many percentiles of each batch's logits are tried as a threshold, one query each, for the lowest
+            cost (`best_threshold.lowest_cost`), in the universal training too; 0 for the threshold 0.
+        judged: What the true cost is of: the ``"training"`` mode's scores, which the surrogate sees too, or those of
+            the ``"evaluation"`` mode, without dropout, while the surrogate sees the training mode's.
+        first: What comes first in an iteration, the ``"model"``'s steps, as in the paper, or the ``"surrogate"``'s.
         evals: Queries of the metric of the model, spread evenly over the iterations, the last at their end; they
             decide nothing.
         records: About how many points of the history are kept.
@@ -53,6 +68,10 @@ class SurrogateLearning(Sibling):
     clip: float | None = 1e-5
     universal: UniversalTraining = field(default_factory=UniversalTraining)
     begin: SetLoss | None = field(default=None, compare=False, repr=False)
+    network: Network = "plain"
+    thresholds: int = 0
+    judged: Judged = "training"
+    first: First = "model"
     evals: int = 0
     records: int = 200
 
@@ -64,9 +83,13 @@ class SurrogateLearning(Sibling):
         """
         if self.surrogate not in SURROGATES:
             raise ValueError(f"surrogate is {self.surrogate!r}; it must be one of {', '.join(SURROGATES)}")
+        for name, value, known in (("judged", self.judged, JUDGED), ("first", self.first, FIRST)):
+            if value not in known:
+                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+        check_network(self.network)
         check_integer(1, iterations=self.iterations, model_steps=self.model_steps, records=self.records)
         check_integer(1, surrogate_steps=self.surrogate_steps)
-        check_integer(0, evals=self.evals)
+        check_integer(0, evals=self.evals, thresholds=self.thresholds)
         check_above(0, model_lr=self.model_lr, surrogate_lr=self.surrogate_lr, clip=self.clip)
         if self.evals > self.iterations:
             raise ValueError(f"evals is {self.evals}; it must be at most iterations = {self.iterations}")
@@ -85,6 +108,11 @@ class SurrogateLearning(Sibling):
             return
         if self.begin.outputs != outputs:
             raise ConfigError(f"the surrogate to begin with takes {self.begin.outputs} logits, the model has {outputs}")
+        if self.begin.network != self.network:
+            raise ConfigError(
+                f"the surrogate to begin with has network={self.begin.network!r}, the settings have {self.network!r};"
+                " give the same (siblings.sl.network)"
+            )
         if self.begin.metric != task.batch_metric.name:
             raise ConfigError(
                 f"the surrogate to begin with stands for {self.begin.metric!r}, the metric is"
@@ -99,12 +127,13 @@ class SurrogateLearning(Sibling):
             model descends; ``"distance"``, that of Eq. 5; ``"metric"``, the ``evals`` values of the model's metric.
         """
         outputs, size = _shape(task)
-        surrogate = SetLoss(outputs, task.batch_metric.name).to(task.parameters()[0])
+        surrogate = SetLoss(outputs, task.batch_metric.name, self.network).to(task.parameters()[0])
         history: History = {}
         if self.begin is not None:
             surrogate.load_state_dict(self.begin.state_dict())
         elif self.surrogate != "scratch" and left.stage != ALTERNATING:
-            history = self.universal.learn(surrogate, task.batch_metric, size, seed=seed, watcher=watcher, left=left)
+            universal = replace(self.universal, thresholds=self.thresholds)
+            history = universal.learn(surrogate, task.batch_metric, size, seed=seed, watcher=watcher, left=left)
         return surrogate, self.alternate(task, surrogate, seed, watcher, left, history)
 
     def alternate(
@@ -134,25 +163,36 @@ class SurrogateLearning(Sibling):
                 history = {**(earlier or {}), "surrogate": [], "distance": [], "metric": []}
             step = first * steps
             surrogate.requires_grad_(False)  # autograd is for the model's steps; the surrogate's have their gradients
+
+            def batch() -> Any:
+                nonlocal step
+                step += 1
+                return task.batches(seed, 0, step - 1)
+
+            def descend() -> Tensor:  # lines 3-7
+                for _ in range(self.model_steps):
+                    loss: Tensor = surrogate(*task.predict(task.model, batch()))
+                    alpha.step(loss)
+                return loss
+
+            def learn() -> Tensor:  # lines 8-13
+                for _ in range(self.surrogate_steps):
+                    scores, labels, true = self._judged(task, batch())
+                    distance, gradients = surrogate.distance(scores, labels, true)
+                    beta.descend(gradients)
+                return distance
+
+            turns = (
+                {"surrogate": descend} if self.surrogate == "universal" else {"surrogate": descend, "distance": learn}
+            )
+            if self.first == "surrogate":
+                turns = dict(reversed(turns.items()))
             for iteration in range(first, self.iterations):
                 kept = iteration % every == 0 or iteration == self.iterations - 1
-                for _ in range(self.model_steps):  # lines 3-7
-                    scores, labels = task.predict(task.model, task.batches(seed, 0, step))
-                    loss = surrogate(scores, labels)
-                    alpha.step(loss)
-                    step += 1
-                if kept:
-                    history["surrogate"].append((iteration, finite(loss, iteration)))
-                if self.surrogate != "universal":
-                    for _ in range(self.surrogate_steps):  # lines 8-13
-                        with torch.no_grad():
-                            scores, labels = task.predict(task.model, task.batches(seed, 0, step))
-                        true = task.batch_metric.cost(scores, labels, "surrogate")
-                        distance, gradients = surrogate.distance(scores, labels, true)
-                        beta.descend(gradients)
-                        step += 1
+                for name, turn in turns.items():
+                    reached = turn()
                     if kept:
-                        history["distance"].append((iteration, finite(distance, iteration)))
+                        history[name].append((iteration, finite(reached, iteration)))
                 if iteration in judged:
                     value = task.metric.to_value(task.metric.cost(task.model, "history"))
                     history["metric"].append((iteration, value))
@@ -161,6 +201,16 @@ class SurrogateLearning(Sibling):
                 left.keep(ALTERNATING, iteration + 1, history, **parts)
         surrogate.requires_grad_(True)
         return {name: points for name, points in history.items() if points}
+
+    @torch.no_grad()
+    def _judged(self, task: TrainingTask, batch: Any) -> tuple[Tensor, Tensor, float]:
+        """Return what the surrogate sees of a batch, scores and labels, and the true cost."""
+        scores, labels = task.predict(task.model, batch)
+        judged = scores
+        if self.judged == "evaluation":
+            with evaluating(task.model):
+                judged, _ = task.predict(task.model, batch)
+        return scores, labels, lowest_cost(task.batch_metric, judged, labels, self.thresholds, "surrogate")
 
 
 def _shape(task: TrainingTask) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.methods.siblings import ala
 from metricopt_ext.methods.siblings.ala import AdaptiveLossAlignment, Child, discounted_sum
 from metricopt_ext.methods.siblings.loss_policy import LossPolicy, load_loss_policy
 from metricopt_ext.methods.siblings.training import TrainingTask
@@ -229,6 +230,67 @@ def test_a_policy_that_learns_on_leaves_the_one_it_began_with(training_task: Mak
     assert isinstance(product, LossPolicy)
     assert all(torch.equal(kept[name], each) for name, each in begun.state_dict().items())
     assert any(not torch.equal(kept[name], each) for name, each in product.state_dict().items())
+
+
+@pytest.mark.parametrize(("reward", "name"), [("train_metric", "metric"), ("train_loss", "rewarded loss")])
+def test_the_reward_and_the_best_child_are_of_what_was_chosen(
+    reward: Any, name: str, training_task: Make, monkeypatch: pytest.MonkeyPatch, calls: Any
+) -> None:
+    left = iter([0.25, *(0.25, 0.5), *(0.25, 0.5), *(0.75, 0.125), *(0.5, 0.375)])
+    seen: list[Any] = []
+
+    def told(task: TrainingTask, *asked: Any) -> float:
+        seen.append(asked)
+        return next(left)
+
+    monkeypatch.setattr(ala, "reward_cost", told)
+    method = AdaptiveLossAlignment(**{**SHORT, "children": 1}, gamma=0.5, reward=reward, reward_batches=4)
+    trained = method.train(training_task(), seed=6)
+    assert set(seen) == {(reward, 4, 6)}
+    assert [r for _, r in trained.history["reward"]] == [-1.0, 0.0, 1.0, -1.0]
+    assert [v for _, v in trained.history[name]] == pytest.approx([0.5, 0.5, 0.125, 0.375])
+    assert calls.metric == 0
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_the_confusion_matrix_takes_the_place_of_phi(outputs: int, training_task: Make, calls: Any) -> None:
+    task = training_task("model", outputs, dropout=0.0)
+    method = AdaptiveLossAlignment(**{**SHORT, "children": 1}, controller="confusion", learn=False)
+    plain = task.copied()
+    trained = method.train(task, seed=5)
+    assert (calls.metric, calls.batch_metric, trained.product, trained.queries) == (0, 0, None, {})
+    assert set(trained.history) == {"change", "loss"}
+
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    for t in range(4):
+        with evaluating(plain.model), torch.no_grad():
+            seen = [plain.predict(plain.model, plain.validation(5, 0, 5 * t + v)) for v in range(5)]  # type: ignore[misc]
+        y = torch.cat([labels for _, labels in seen])
+        logs = logs_of(torch.cat([scores for scores, _ in seen]))
+        confusions = torch.stack([-logs[y == k].mean(0) for k in range(logs.shape[1])])  # Eq. 7
+        phi = confusions / confusions.max()
+        plain.model.train()
+        for j in range(3):
+            scores, labels = plain.predict(plain.model, plain.batches(5, 0, 3 * t + j))
+            loss = -(phi[labels] * logs_of(scores)).sum(1).sigmoid().mean()  # Eq. 6
+            sgd.zero_grad()
+            loss.backward()
+            sgd.step()
+        change = (phi - torch.eye(len(phi))).abs().mean()
+        for name, value in (("loss", loss), ("change", change)):
+            assert trained.history[name][t][0] == 3 * t + 3
+            assert trained.history[name][t][1] == pytest.approx(value.item(), abs=1e-12)
+
+
+def logs_of(scores: Tensor) -> Tensor:
+    """Log-probabilities of all classes, of one logit too."""
+    return (scores if scores.dim() == 2 else torch.stack([torch.zeros_like(scores), scores], 1)).log_softmax(1)
+
+
+@pytest.mark.parametrize("settings", [{}, {"learn": False}, {"learn": False, "children": 1, "loss": "focal"}])
+def test_a_confusion_matrix_learns_nothing_of_one_classifier(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="needs loss = 'classes', learn = False and children = 1"):
+        AdaptiveLossAlignment(controller="confusion", **settings)
 
 
 @pytest.mark.parametrize("loss", ["mixture", "focal"])

@@ -16,6 +16,7 @@ from metricopt_ext.methods.siblings.ranked_batches import (
     BatchSource,
     RandomOutputs,
     RankedBatches,
+    slope_in_logits,
     true_class_log_probability,
 )
 from metricopt_ext.methods.siblings.training import TrainingTask
@@ -31,6 +32,16 @@ def test_it_is_the_negative_of_cross_entropy() -> None:
     one, binary = scores[:, 0], labels % 2
     expected = -F.binary_cross_entropy_with_logits(one, binary.double(), reduction="none")
     assert torch.allclose(true_class_log_probability(one, binary), expected)
+
+
+@pytest.mark.parametrize("outputs", [1, 2, 5])
+def test_slopes_are_the_lengths_of_autograds_gradients(outputs: int) -> None:
+    rng = torch.Generator().manual_seed(1)
+    scores = torch.randn((7, outputs) if outputs > 1 else 7, generator=rng, dtype=torch.float64).requires_grad_()
+    labels = torch.randint(max(2, outputs), (7,), generator=rng)
+    (gradient,) = torch.autograd.grad(true_class_log_probability(scores, labels).exp().sum(), scores)
+    expected = gradient.reshape(7, -1).norm(dim=1)
+    assert torch.allclose(slope_in_logits(scores, labels), expected, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize(("scores", "labels"), [((3, 2, 2), 3), ((4,), 3), ((), 3)])
@@ -98,6 +109,7 @@ def test_each_batch_is_of_its_generator_and_has_its_cost(
         for model in source.checkpoints.models(task, 2)
     ]
     probabilities = torch.cat([training.probabilities, heldout.probabilities])
+    slopes = torch.cat([training.slopes, heldout.slopes])
     costs, model, seen = torch.cat([training.costs, heldout.costs]), task.model.eval(), 0
     are_random = source.are_random(2).tolist()
     assert 0 < sum(are_random) < 14
@@ -111,6 +123,7 @@ def test_each_batch_is_of_its_generator_and_has_its_cost(
             x, labels = task.batches(2, STREAM, row)
             scores = model(x).detach()
         assert torch.allclose(probabilities[row], true_class_log_probability(scores, labels).exp())
+        assert torch.allclose(slopes[row], slope_in_logits(scores, labels))
         decided = (scores > 0).long() if outputs == 1 else scores.argmax(1)
         assert float(costs[row]) == pytest.approx(float((decided != labels).double().mean()))
 
@@ -126,10 +139,12 @@ def test_without_random_batches_none_is_and_without_others_nothing_is_trained(
 
 
 def test_a_split_keeps_the_order() -> None:
-    batches = RankedBatches(torch.arange(6.0).reshape(3, 2), torch.arange(3.0))
+    batches = RankedBatches(torch.arange(6.0).reshape(3, 2), -torch.arange(6.0).reshape(3, 2), torch.arange(3.0))
     first, rest = batches.split(2)
     assert (first.costs.tolist(), rest.costs.tolist()) == ([0, 1], [2])
     assert torch.equal(rest.probabilities, torch.tensor([[4.0, 5.0]]))
+    assert torch.equal(first.slopes, -first.probabilities)
+    assert batches.take(torch.tensor([2, 0])).costs.tolist() == [2, 0]
     assert len(batches.split(9)[0].costs) == 3
 
 

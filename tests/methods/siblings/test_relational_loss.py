@@ -10,7 +10,12 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.methods.siblings.ranked_batches import RandomOutputs, RankedBatches, true_class_log_probability
+from metricopt_ext.methods.siblings.ranked_batches import (
+    RandomOutputs,
+    RankedBatches,
+    slope_in_logits,
+    true_class_log_probability,
+)
 from metricopt_ext.methods.siblings.relational_loss import (
     RelationalLoss,
     RelationalTraining,
@@ -22,9 +27,9 @@ from metricopt_ext.methods.siblings.soft_spearman import soft_spearman
 from metricopt_ext.utils.seeding import generator
 
 
-def made(seed: int = 0) -> RelationalLoss:
+def made(seed: int = 0, absolute: bool = False) -> RelationalLoss:
     torch.manual_seed(seed)
-    return RelationalLoss("accuracy").double()
+    return RelationalLoss("accuracy", absolute).double()
 
 
 def naive(loss: RelationalLoss, probability: float) -> tuple[float, float]:
@@ -93,6 +98,32 @@ def test_the_penalty_has_a_gradient_in_the_weights() -> None:
         assert float(slope[place]) == pytest.approx((sides[0] - sides[1]) / (2 * step), abs=1e-6)
 
 
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_the_penalty_in_the_logits_is_autograds_of_each_example(outputs: int) -> None:
+    loss, rng = made(absolute=True), generator(5, "test")
+    scores, labels = RandomOutputs().draw(6, outputs, rng)
+    scores = scores.double().requires_grad_(True)
+    (gradient,) = torch.autograd.grad(loss(scores, labels), scores)
+    expected = (gradient.reshape(6, -1).norm(dim=1) - 1).square().mean()
+    inputs = true_class_log_probability(scores, labels).exp().detach()[None].requires_grad_(True)
+    batches = RankedBatches(inputs, slope_in_logits(scores.detach(), labels)[None], torch.zeros(1))
+    found = gradient_penalty(loss.of_probabilities(inputs), inputs, batches.slopes)
+    assert found.item() == pytest.approx(float(expected), abs=1e-12)
+    several = RankedBatches(*(torch.cat([each, each]) for each in (inputs, batches.slopes, torch.zeros(1))))
+    _, penalty = RelationalTraining(gradient="logits").objective(loss, several)
+    assert penalty.item() == pytest.approx(float(expected), abs=1e-12)
+
+
+def test_absolute_values_are_averaged_and_turning_mirrors_the_probability() -> None:
+    loss = made(2, absolute=True)
+    probabilities = torch.rand(3, 5, generator=generator(3, "test")).double()
+    values = [[abs(naive(loss, p)[0]) for p in row] for row in probabilities.tolist()]
+    assert loss.of_probabilities(probabilities).tolist() == pytest.approx(np.mean(values, 1).tolist(), abs=1e-12)
+    before = loss.of_probabilities(probabilities)
+    loss.turn()
+    assert torch.allclose(loss.of_probabilities(1 - probabilities), before, rtol=0, atol=1e-12)
+
+
 def test_a_slope_of_norm_1_is_not_penalised() -> None:
     inputs = torch.rand(4, 9).double().requires_grad_(True)
     assert float(gradient_penalty(3 * inputs.mean(1), inputs).detach().max()) < 1e-24
@@ -103,7 +134,7 @@ def test_the_objective_is_eq_9() -> None:
     loss, training = made(), RelationalTraining(steepness=3.0)
     probabilities = torch.rand(5, 4, generator=generator(2, "test")).double()
     costs = torch.tensor([0.1, 0.4, 0.2, 0.2, 0.9]).double()
-    rho, penalty = training.objective(loss, probabilities, costs)
+    rho, penalty = training.objective(loss, RankedBatches(probabilities, torch.zeros(5, 4), costs))
     inputs = probabilities.clone().requires_grad_(True)
     losses = loss.of_probabilities(inputs)
     assert float(rho.detach()) == pytest.approx(float(soft_spearman(losses, -costs, 3.0).detach()), abs=1e-12)
@@ -112,14 +143,15 @@ def test_the_objective_is_eq_9() -> None:
 
 def ranked(batches: int, seed: int) -> tuple[RankedBatches, Tensor]:
     """Return random batches with their misclassification rate, and their cross-entropy."""
-    probabilities, costs, entropies = [], [], []
+    probabilities, slopes, costs, entropies = [], [], [], []
     for i in range(batches):
         scores, labels = RandomOutputs().draw(60, 6, generator(seed, "test", i))
         logs = true_class_log_probability(scores.double(), labels)
         probabilities.append(logs.exp())
+        slopes.append(slope_in_logits(scores.double(), labels))
         entropies.append(-logs.mean())
         costs.append((scores.argmax(1) != labels).double().mean())
-    return RankedBatches(torch.stack(probabilities), torch.stack(costs)), torch.stack(entropies)
+    return RankedBatches(torch.stack(probabilities), torch.stack(slopes), torch.stack(costs)), torch.stack(entropies)
 
 
 TRAINING = RelationalTraining(20, batches=16, checks=4)
@@ -163,6 +195,26 @@ def test_a_loss_that_rises_with_the_metric_is_turned_before() -> None:
     assert histories[0]["spearman"][0][1] > 0
 
 
+def test_absolute_values_that_rank_the_wrong_way_are_turned_on_the_way() -> None:
+    # |10 p - 1| falls with p up to 1/10 and rises beyond: it begins right on small p and is wrong on the held-out ones.
+    loss = made(absolute=True)
+    with torch.no_grad():
+        for layer in loss.layers:
+            layer.weight.zero_()  # type: ignore[union-attr, operator]
+            layer.bias.zero_()  # type: ignore[union-attr, operator]
+            layer.weight[0, 0] = 1  # type: ignore[union-attr, index]
+        loss.layers[-1].weight[0, 0] = 10  # type: ignore[union-attr, index]
+        loss.layers[-1].bias.fill_(-1)  # type: ignore[union-attr, operator]
+    small, large = torch.linspace(0.01, 0.09, 8).double(), torch.linspace(0.2, 0.9, 8).double()
+    training, heldout = (
+        RankedBatches(p[:, None].expand(8, 5), torch.ones(8, 5).double(), 1 - p) for p in (small, large)
+    )
+    history = RelationalTraining(1, batches=8, checks=1, lr=1e-9).learn(loss, training, heldout)
+    assert history["spearman"] == [(0, pytest.approx(1))]
+    with torch.no_grad():
+        assert spearmanr(loss.of_probabilities(heldout.probabilities), heldout.costs).statistic == pytest.approx(1)
+
+
 def test_each_batch_is_used_before_any_is_again() -> None:
     order = RelationalTraining(5, batches=4)._order(8, 0)
     assert len(order) == 20
@@ -171,10 +223,10 @@ def test_each_batch_is_used_before_any_is_again() -> None:
 
 
 def test_a_file_holds_it_bit_for_bit(tmp_path: Path) -> None:
-    for loss in (made(), made(1).float()):
+    for loss in (made(), made(1, absolute=True).float()):
         loss.save(tmp_path / "loss.safetensors")
         loaded = load_relational_loss(tmp_path / "loss.safetensors")
-        assert loaded.metric == "accuracy"
+        assert (loaded.metric, loaded.absolute) == ("accuracy", loss.absolute)
         for (name, a), b in zip(loss.state_dict().items(), loaded.state_dict().values(), strict=True):
             assert a.dtype == b.dtype, name
             assert torch.equal(a, b), name
@@ -197,6 +249,7 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
         ({"checks": 0}, "checks is 0; it must be at least 1"),
         ({"lr": 0.0}, "lr is 0.0; it must be above 0"),
         ({"steepness": 0.0}, "steepness is 0.0; it must be above 0"),
+        ({"gradient": "scores"}, "gradient is 'scores'; it must be one of probabilities, logits"),
         ({"penalty": -1.0}, "penalty is -1.0; it must be at least 0"),
         ({"weight_decay": -1.0}, "weight_decay is -1.0; it must be at least 0"),
     ],

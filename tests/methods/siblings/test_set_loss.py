@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.errors import DataError, FileFormatError
 from metricopt_ext.methods.siblings.set_loss import SetLoss, UniversalTraining, load_set_loss
+from metricopt_ext.methods.siblings.set_network import NETWORKS, Network
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.utils.files import write_tensors
 
@@ -127,13 +128,20 @@ def test_other_scores_are_refused(outputs: int, shape: tuple[int, ...], expected
         surrogate(outputs)(torch.zeros(shape, dtype=torch.float64), torch.zeros(4, dtype=torch.long))
 
 
-def test_a_file_gives_back_the_same_loss(tmp_path: Path) -> None:
-    net = SetLoss(3, "f1")
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_file_gives_back_the_same_loss(tmp_path: Path, network: Network) -> None:
+    net = SetLoss(3, "f1", network)
     net.save(tmp_path / "loss.safetensors")
     again = load_set_loss(tmp_path / "loss.safetensors")
     scores, labels = batch(3)
-    assert (again.outputs, again.metric) == (3, "f1")
+    assert (again.outputs, again.metric, again.network) == (3, "f1", network)
     assert torch.equal(again(scores.float(), labels), net(scores.float(), labels))
+
+
+def test_a_file_of_an_older_version_has_the_plain_network(tmp_path: Path) -> None:
+    described, net = {"outputs": 1, "metric": "mcr"}, SetLoss(network="plain")
+    write_tensors(tmp_path / "old.safetensors", net.state_dict(), "metricopt_ext/set_loss/1", described)
+    assert load_set_loss(tmp_path / "old.safetensors").network == "plain"
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

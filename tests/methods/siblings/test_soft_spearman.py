@@ -42,6 +42,24 @@ def test_a_single_value_correlates_with_nothing() -> None:
     assert float(soft_spearman(values, one)) == spearman(values, one) == spearman(one, values) == 0
 
 
+@pytest.mark.parametrize("spread", [1e-6, 0.01, 1.0, 1e6])
+def test_the_spread_and_the_level_of_values_do_not_matter(spread: float) -> None:
+    values, target = spaced(16, 2), spaced(16, 3)
+    expected = soft_spearman(values, target)
+    assert float(soft_spearman(values * spread + 7 * spread, target)) == pytest.approx(float(expected), abs=1e-9)
+
+
+def test_losses_of_a_small_spread_are_ranked_as_scipy_ranks_them() -> None:
+    # Without the common scale this relaxation was from -0.13 to 0.42 in 60 such draws, below 0 in a fifth of them.
+    rng = torch.Generator().manual_seed(0)
+    for _ in range(6):
+        values, noise = torch.randn(2, 64, generator=rng, dtype=torch.float64)
+        target = values + noise
+        soft, exact = float(soft_spearman(0.01 * values, target)), spearmanr(values, target).statistic
+        assert abs(soft - exact) < 0.05
+        assert exact > 0.4
+
+
 def test_the_gradient_is_that_of_the_soft_correlation() -> None:
     target = spaced(6, 6)
     values = spaced(6, 7).requires_grad_(True)

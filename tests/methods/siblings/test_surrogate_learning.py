@@ -7,6 +7,7 @@ from dataclasses import replace
 from statistics import mean
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -36,22 +37,36 @@ def algorithm_1(task: TrainingTask, surrogate: SetLoss, method: SurrogateLearnin
             nn.utils.clip_grad_norm_(parameters, method.clip)
         optimizer.step()
 
-    for _ in range(method.iterations):
+    def of_the_model() -> None:
         for _ in range(method.model_steps):
             x, y = next(batches)
             loss = surrogate(model(x), y)
             descend(loss, alpha, task.parameters())
         seen["surrogate"].append(float(loss.detach()))
-        if method.surrogate == "universal":
-            continue
+
+    def of_the_surrogate() -> None:
         for _ in range(method.surrogate_steps):
             x, y = next(batches)
-            scores = model(x).detach()
-            decided = (scores > 0).long() if scores.dim() == 1 else scores.argmax(1)
-            true = (decided != y).double().mean()
+            scores = judged = model(x).detach()
+            if method.judged == "evaluation":
+                judged = model.eval()(x).detach()
+                model.train()
+            at = (
+                np.percentile(judged, np.arange(method.thresholds) * 100 / method.thresholds)
+                if method.thresholds
+                else []
+            )
+            decided = [(judged >= each).long() for each in at]
+            decided = decided or [(judged > 0).long() if judged.dim() == 1 else judged.argmax(1)]
+            true = min((each != y).double().mean() for each in decided)
             distance = (true - surrogate(scores, y)).abs()
             descend(distance, beta, list(surrogate.parameters()))
         seen["distance"].append(float(distance.detach()))
+
+    turns = [of_the_model] if method.surrogate == "universal" else [of_the_model, of_the_surrogate]
+    for _ in range(method.iterations):
+        for turn in turns[::-1] if method.first == "surrogate" else turns:
+            turn()
     return {name: values for name, values in seen.items() if values}
 
 
@@ -76,6 +91,40 @@ def test_it_is_algorithm_1(
     assert history.keys() == expected.keys()
     for name, points in history.items():
         assert points == [(i, pytest.approx(value, abs=1e-9)) for i, value in enumerate(expected[name])]
+
+
+@pytest.mark.parametrize(
+    "reading",
+    [
+        {"first": "surrogate"},
+        {"judged": "evaluation"},
+        {"thresholds": 10},
+        {"network": "published", "first": "surrogate", "judged": "evaluation", "thresholds": 100},
+    ],
+)
+def test_each_reading_of_the_authors_code_is_what_it_says(
+    reading: dict[str, Any], training_task: Callable[..., TrainingTask]
+) -> None:
+    task = training_task("model", 1, dropout=0.0)  # BatchNorm alone tells the modes apart
+    method = SurrogateLearning("scratch", iterations=4, **RATES, **reading)
+    torch.manual_seed(9)
+    net = SetLoss(1, "mcr", method.network).double()
+    plain, plain_net = task.copied(), copy.deepcopy(net)
+    expected = algorithm_1(plain, plain_net, method, seed=2)
+    task.model.train()
+    before = task.batch_metric.ledger.spent
+    history = method.alternate(task, net, 2, Watcher(), Unfinished(task, {}))
+    assert task.batch_metric.ledger.spent - before == 40 * max(1, method.thresholds)
+    assert task.model.training
+    for (name, a), b in zip(net.state_dict().items(), plain_net.state_dict().values(), strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=1e-9), name
+    for name, points in history.items():
+        assert points == [(i, pytest.approx(value, abs=1e-9)) for i, value in enumerate(expected[name])]
+
+
+def test_the_universal_training_has_the_same_thresholds(training_task: Callable[..., TrainingTask]) -> None:
+    method = SurrogateLearning("universal", iterations=1, universal=UniversalTraining(steps=3), thresholds=4, **RATES)
+    assert method.train(training_task()).batch_queries == {"universal": 12}
 
 
 def test_a_universal_surrogate_stays_as_it_is_and_the_others_move(training_task: Callable[..., TrainingTask]) -> None:
@@ -138,9 +187,25 @@ def test_a_surrogate_that_does_not_fit_is_refused_before_any_query(
         SurrogateLearning(begin=SetLoss(3, "mcr")).train(training_task())
     with pytest.raises(ConfigError, match="the surrogate to begin with stands for 'f1', the metric is 'mcr'"):
         SurrogateLearning(begin=SetLoss(1, "f1")).train(training_task())
+    with pytest.raises(ConfigError, match="to begin with has network='published', the settings have 'plain'"):
+        SurrogateLearning(begin=SetLoss(1, "mcr", "published"), network="plain").train(training_task())
     with pytest.raises(ValueError, match="surrogate is 'scratch', which begins with random weights"):
         SurrogateLearning("scratch", begin=SetLoss())
     assert (calls.metric, calls.batch_metric) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"network": "tanh"}, "network is 'tanh'; it must be one of plain, published"),
+        ({"judged": "eval"}, "judged is 'eval'; it must be one of training, evaluation"),
+        ({"first": "metric"}, "first is 'metric'; it must be one of model, surrogate"),
+        ({"thresholds": -1}, "thresholds is -1; it must be at least 0"),
+    ],
+)
+def test_other_readings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SurrogateLearning(**settings)
 
 
 def test_scores_of_another_shape_are_refused_before_any_query(
