@@ -173,6 +173,11 @@ PAPER: dict[str, list[str]] = {
     "P = 12": ["method.count=12"],
     "k = 1": ["method.history=1"],
     "s^2 = 0.1": ["method.variance=0.1"],
+    "kernel: RBF alone": ["method.kernel=rbf"],
+    "sigma of the posterior": ["method.sigma=posterior"],
+    "k from the first step": ["method.history_grows=false"],
+    "ends at random": ["method.ends=random"],
+    "multi-similarity mining": ["method.miner=multi_similarity"],
     **BOTH,
 }
 

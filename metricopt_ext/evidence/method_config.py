@@ -25,7 +25,7 @@ from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.config import config_section, is_optional_section, known_keys
 from metricopt_ext.value.learners import Learner, NeuralLearner, RidgeLearner
 from metricopt_ext.value.loading import load_value_function
-from metricopt_ext.value.objective import sampled_triplets
+from metricopt_ext.value.objective import Miner, hardest_triplets, multi_similarity_triplets, sampled_triplets
 from metricopt_ext.value.observations import Labeller
 from metricopt_ext.value.reptile import ReptileLearner
 from metricopt_ext.value.value_function import ValueFunction
@@ -33,6 +33,7 @@ from metricopt_ext.value.value_function import ValueFunction
 DEFAULT = Recipe()
 LEARNERS: dict[str, Learner] = {"neural": NeuralLearner(), "ridge": RidgeLearner(), "reptile": ReptileLearner()}
 DEFAULT_LEARNERS = [name for name, learner in LEARNERS.items() if learner in DEFAULT.learners]
+MINERS: dict[str, Miner] = {"hardest": hardest_triplets, "multi_similarity": multi_similarity_triplets}
 BROUGHT_BY = "brought by"  # in the metadata of a field: the methods that bring its section
 
 
@@ -194,43 +195,64 @@ class PaperSettings:
     SECTION: ClassVar[str] = "paper"
 
     evals: int = Recipe.evals  # K
+    ends: str = Algorithm1.ends  # of the T steps: observed, or random: all K are drawn from 1 ... T
     start_std: float = Algorithm1.start_std
     optimizer: str = Algorithm1.optimizer  # sgd or adam
     metric_rate: float = Algorithm1.metric_rate  # alpha_t
     history: int = Algorithm1.history  # k of Eq. 3
+    history_grows: bool = Algorithm1.history_grows  # false: Eq. 3 divides by k from the first step on
     count: int = Algorithm1.count  # P of Eq. 4
     variance: float = Algorithm1.variance  # s^2 of Eq. 4
     labels: str = "gp_always"  # observed, linear, gp (interpolated if that shows skill) or gp_always
-    sigma: bool = True  # false: all labels count as equally certain (Fig. 3b)
+    kernel: str = "rbf_constant"  # of the Gaussian process; rbf: without the constant
+    # true: of an observation, noise included; posterior: without it; false: all labels are equally certain (Fig. 3b)
+    sigma: str = "true"
     # reptile (as printed), reptile_mixed (many tasks in a meta-batch), offline (Fig. 3b), neural or ridge
     learner: str = "reptile"
     gamma: float = ReptileLearner.paper().objective.gamma  # weight of the regression in Eq. 2, of learners but ridge
     beta: float = ReptileLearner.paper().objective.beta  # of the ordinal term; 0: none (Fig. 3a)
+    miner: str = "hardest"  # of the triplets, for reptile and reptile_mixed; or multi_similarity
 
     def build(self, finetune: FinetuneConfig) -> Algorithm1:
         """Return the algorithm; see `MethodConfig.build`."""
         with config_section(self.SECTION):
-            labels = labeller(self.labels)
-            if not self.sigma:
-                from metricopt_ext.value.labels import WithoutSigma
-
-                labels = WithoutSigma(labels)
             return Algorithm1(
                 steps=finetune.steps,
                 evals=self.evals,
+                ends=self.ends,  # type: ignore[arg-type]
                 lr=finetune.lr,
                 start_std=self.start_std,
                 optimizer=self.optimizer,  # type: ignore[arg-type]
                 metric_rate=self.metric_rate,
                 history=self.history,
+                history_grows=self.history_grows,
                 count=self.count,
                 variance=self.variance,
-                labels=labels,
+                labels=self._labels(),
                 learner=self._learner(),
             )
 
+    def _labels(self) -> Labeller:
+        from metricopt_ext.value.labels import GaussianProcessLabels, WithoutSigma
+
+        labels, sigma = labeller(self.labels), str(self.sigma).lower()  # YAML's true and false arrive as True and False
+        one_of("kernel", self.kernel, ("rbf_constant", "rbf"))
+        one_of("sigma", sigma, ("true", "posterior", "false"))
+        if isinstance(labels, GaussianProcessLabels):
+            labels = replace(labels, levels=self.kernel == "rbf_constant", noisy=sigma != "posterior")
+        elif self.kernel == "rbf" or sigma == "posterior":
+            wrong = "kernel is 'rbf'" if self.kernel == "rbf" else "sigma is 'posterior'"
+            raise ValueError(f"{wrong}, but labels is {self.labels!r}; only gp and gp_always have a Gaussian process")
+        return WithoutSigma(labels) if sigma == "false" else labels
+
     def _learner(self) -> Learner:
-        objective = replace(ReptileLearner.paper().objective, gamma=self.gamma, beta=self.beta)
+        one_of("miner", self.miner, [*MINERS])
+        if self.miner != "hardest" and self.learner not in ("reptile", "reptile_mixed"):
+            raise ValueError(
+                f"miner is {self.miner!r}, but learner is {self.learner!r}; only reptile and reptile_mixed mine"
+            )
+        miner = MINERS[self.miner]
+        objective = replace(ReptileLearner.paper().objective, gamma=self.gamma, beta=self.beta, miner=miner)
         known: dict[str, Learner] = {
             "reptile": replace(ReptileLearner.paper(), objective=objective),
             "reptile_mixed": ReptileLearner(objective=objective),
@@ -238,9 +260,18 @@ class PaperSettings:
             "neural": NeuralLearner(objective=replace(objective, miner=sampled_triplets)),
             "ridge": RidgeLearner(),
         }
-        if self.learner not in known:
-            raise ValueError(f"learner is {self.learner!r}; it must be one of {', '.join(known)}")
+        one_of("learner", self.learner, [*known])
         return known[self.learner]
+
+
+def one_of(name: str, value: str, choices: Sequence[str]) -> None:
+    """Reject a value that is none of the choices.
+
+    Raises:
+        ValueError: It is none of them; the message lists them.
+    """
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
 
 
 @dataclass

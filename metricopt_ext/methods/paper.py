@@ -20,7 +20,7 @@ from metricopt_ext.methods.result import RecipeDetails, Result, of_learner, outc
 from metricopt_ext.methods.strategy import Context, LearningStrategy
 from metricopt_ext.methods.tuning import FRESH, evaluate_ends, finetune
 from metricopt_ext.search.guided_es import es_direction
-from metricopt_ext.tasks.rollout import Policy, collect, rollout
+from metricopt_ext.tasks.rollout import Ends, Policy, check_observations, collect, rollout
 from metricopt_ext.tasks.split_half import evaluations_where_used
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
@@ -69,12 +69,15 @@ class Algorithm1(LearningStrategy[RecipeDetails]):
 
     Attributes:
         steps: T.
-        evals: K, both ends included; 5% of T in the paper.
+        evals: K; 5% of T in the paper.
         lr: Rate of SGD or Adam on the loss, not given in the paper.
         metric_rate: alpha_t, not given in the paper.
         optimizer: The optimizer whose trajectories are collected and whose steps span the search space.
         start_std: Standard deviation of phi_0, not given in the paper.
+        ends: Whether both ends are among the K steps, or all are random; see `rollout.observation_steps`.
         history: k of Eq. 3.
+        history_grows: Let Eq. 3 divide by the number of directions so far until there are k; otherwise by k from the
+            first step on, as printed.
         count: P of Eq. 4.
         variance: s^2 of Eq. 4.
         learner: Lines 5-6: Reptile with one SGD step on each task, each taken once, at alpha = 0.005, eta from 1 to 0,
@@ -88,7 +91,9 @@ class Algorithm1(LearningStrategy[RecipeDetails]):
     metric_rate: float = 1.0
     optimizer: Literal["sgd", "adam"] = "sgd"
     start_std: float = 0.2
+    ends: Ends = "observed"
     history: int = 3
+    history_grows: bool = True
     count: int = 3
     variance: float = 0.01
     learner: Learner | None = None
@@ -105,8 +110,7 @@ class Algorithm1(LearningStrategy[RecipeDetails]):
         check_integer(1, steps=self.steps, evals=self.evals, history=self.history, count=self.count)
         check_above(0, lr=self.lr, start_std=self.start_std, variance=self.variance)
         check_at_least(0, metric_rate=self.metric_rate)
-        if not 2 <= self.evals <= self.steps + 1:
-            raise ValueError(f"evals is {self.evals}; it must be from 2 (both ends) to steps + 1 = {self.steps + 1}")
+        check_observations(self.steps, self.evals, self.ends)
 
     def meta_train(
         self,
@@ -136,6 +140,7 @@ class Algorithm1(LearningStrategy[RecipeDetails]):
             steps=self.steps,
             evals=self.evals,
             seed=seed,
+            ends=self.ends,
         )
         return ranks.on_first(lambda: self.learn(trajectories, seed))
 
@@ -277,6 +282,12 @@ class GuidedSearch:
         s = self.settings
         self.past = [*self.past, self.rule.step(history[..., -1, :])][-s.history :]  # past k steps of SGD or Adam
         u = es_direction(  # lines 11-13
-            self.f, phi, torch.stack(self.past, -2), generator=self.rng, count=s.count, variance=s.variance
+            self.f,
+            phi,
+            torch.stack(self.past, -2),
+            generator=self.rng,
+            count=s.count,
+            variance=s.variance,
+            k=None if s.history_grows else s.history,
         )
         return phi - s.metric_rate * u  # line 14

@@ -40,7 +40,7 @@ def apply_covariance(basis: Tensor, rank: Tensor, vector: Tensor) -> Tensor:
 
     Args:
         basis: U, ``... x d x k``.
-        rank: Number of its non-zero columns, ``...``.
+        rank: Number of its non-zero columns, ``...``, or another k to divide by.
         vector: ``... x d``.
 
     Returns:
@@ -105,6 +105,7 @@ def es_direction(
     generator: torch.Generator,
     count: int = 3,
     variance: float = 0.01,
+    k: int | None = None,
 ) -> Tensor:
     """Estimate the direction u_t from values of f alone, by antithetic perturbations (Eq. 4).
 
@@ -117,15 +118,21 @@ def es_direction(
         generator: Source of the perturbations.
         count: Number P of antithetic pairs, at least 1.
         variance: s^2, above 0.
+        k: Eq. 3 divides by this, at least 1, however many directions the history has; None divides by their number,
+            so that tr Sigma = 1.
 
     Returns:
         The direction to descend against, ``... x d``.
 
     Raises:
-        ValueError: ``count`` or ``variance`` is out of range.
+        ValueError: ``count``, ``variance`` or ``k`` is out of range.
     """
     check_above(0, variance=variance)
-    delta = perturbations(*orthonormal_basis(history), count, variance**0.5, generator)
+    basis, rank = orthonormal_basis(history)
+    if k is not None:
+        check_integer(1, k=k)
+        rank = torch.full_like(rank, k)
+    delta = perturbations(basis, rank, count, variance**0.5, generator)
     return estimated_direction(delta, f(antithetic(phi, delta)), variance)
 
 

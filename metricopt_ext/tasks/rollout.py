@@ -1,7 +1,7 @@
 """Rollouts: finetuning a population of phi for T steps, and observing the metric along them (Algorithm 1, line 3)."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.seeding import generator
+
+Ends = Literal["observed", "random"]
 
 
 class Policy(Protocol):
@@ -62,17 +64,41 @@ def rollout(
     return torch.stack(points, 1), torch.stack(losses, 1)
 
 
-def observation_steps(steps: int, evals: int, seed: int, index: int) -> Tensor:
-    """Return K ascending steps in 0..T at which the metric is evaluated: both ends, the others drawn at random.
+def observation_steps(steps: int, evals: int, seed: int, index: int, *, ends: Ends = "observed") -> Tensor:
+    """Return K ascending steps at which the metric is evaluated.
+
+    Args:
+        steps: T.
+        evals: K.
+        seed: The run's seed.
+        index: The task's index.
+        ends: ``"observed"``: steps 0 and T, and others drawn at random between them. ``"random"``: all are drawn at
+            random from 1 ... T, as the paper has it.
 
     Raises:
-        ValueError: T or K is not an integer, or K is below 2 or above T + 1.
+        ValueError: T or K is not an integer, ``ends`` is unknown, or K is below 2 or above the number of steps that
+            there are to observe.
     """
     check_integer(0, steps=steps, evals=evals)
-    if not 2 <= evals <= steps + 1:
-        raise ValueError(f"evals is {evals}; it must be from 2 (both ends) to steps + 1 = {steps + 1}")
+    check_observations(steps, evals, ends)
+    if ends == "random":
+        return (torch.randperm(steps, generator=generator(seed, "observe", index))[:evals] + 1).sort().values
     inner = torch.randperm(steps - 1, generator=generator(seed, "observe", index))[: evals - 2] + 1
     return torch.cat([torch.tensor([0, steps]), inner]).sort().values
+
+
+def check_observations(steps: int, evals: int, ends: str) -> None:
+    """Reject a K that T steps don't allow; arguments as in `observation_steps`.
+
+    Raises:
+        ValueError: ``ends`` is unknown, or K is out of range.
+    """
+    if ends not in get_args(Ends):
+        raise ValueError(f"ends is {ends!r}; it must be 'observed' or 'random'")
+    if ends == "random" and not 2 <= evals <= steps:
+        raise ValueError(f"evals is {evals}; it must be from 2 to steps = {steps} (ends is 'random')")
+    if not 2 <= evals <= steps + 1:
+        raise ValueError(f"evals is {evals}; it must be from 2 (both ends) to steps + 1 = {steps + 1}")
 
 
 def collect(
@@ -86,6 +112,7 @@ def collect(
     steps: int,
     evals: int,
     seed: int,
+    ends: Ends = "observed",
 ) -> list[Trajectory]:
     """Run one round of tasks and observe the metric K times along each (Algorithm 1, line 3).
 
@@ -103,6 +130,7 @@ def collect(
         steps: T.
         evals: K.
         seed: The run's seed.
+        ends: Whether both ends are observed; see `observation_steps`.
 
     Returns:
         The trajectories in the order of ``indices``.
@@ -122,7 +150,7 @@ def collect(
         together = unfinished[at : at + ranks.world()]
         runs = list(ranks.each(run, together))
         missing = [
-            (index, phi[row], loss[row], observation_steps(steps, evals, seed, index))
+            (index, phi[row], loss[row], observation_steps(steps, evals, seed, index, ends=ends))
             for chunk, (phi, loss) in zip(together, runs, strict=True)
             for row, index in enumerate(chunk)
             if store.get(round, index) is None

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -123,7 +123,7 @@ class GaussianProcess:
 
     @classmethod
     @num_threads(1)
-    def fit(cls, trajectories: Sequence[Trajectory], *, warped: bool = False) -> "GaussianProcess":
+    def fit(cls, trajectories: Sequence[Trajectory], *, warped: bool = False, levels: bool = True) -> "GaussianProcess":
         """Maximise the exact marginal likelihood, summed over trajectories (Rasmussen & Williams, Eq. 5.8).
 
         The 5 to 10 points of one trajectory do not determine a length scale; those of all do. Constant trajectories
@@ -132,6 +132,7 @@ class GaussianProcess:
         Args:
             trajectories: At least one.
             warped: Whether to fit ``warp`` too.
+            levels: Whether to fit ``level_scale``; without it the kernel is the paper's, RBF alone.
 
         Raises:
             ValueFunctionError: There is no trajectory, or a cost is not finite.
@@ -141,8 +142,9 @@ class GaussianProcess:
         _check(trajectories)
         varying = [t for t in trajectories if not _is_constant(t)] or trajectories
         level, mean, std = _moments(varying)
-        start = cls(0.2, 1.0, 0.1, level, 10.0 if warped else 0.0, mean, std)
-        fits = [replace(start, length_scale=length)._climb(varying) for length in LENGTH_SCALE_STARTS]
+        start = cls(0.2, 1.0, 0.1, level if levels else 0.0, 10.0 if warped else 0.0, mean, std)
+        fixed = {name for name, free in (("warp", warped), ("level_scale", levels)) if not free}
+        fits = [replace(start, length_scale=length)._climb(varying, fixed) for length in LENGTH_SCALE_STARTS]
         return max(fits, key=lambda process: process.log_likelihood(varying))
 
     @num_threads(1)
@@ -241,13 +243,13 @@ class GaussianProcess:
     def _batches(self, trajectories: Sequence[Trajectory]) -> list[tuple[Tensor, Tensor]]:
         return [self._data([trajectories[row] for row in rows]) for rows in _alike(trajectories, lambda t: len(t.cost))]
 
-    def _climb(self, trajectories: Sequence[Trajectory]) -> "GaussianProcess":
+    def _climb(self, trajectories: Sequence[Trajectory], fixed: Collection[str]) -> "GaussianProcess":
         """Climb from these hyper-parameters to a maximum of the likelihood, by L-BFGS, bounded by a sigmoid.
 
         This uses torch's L-BFGS: scipy's L-BFGS-B loses more time to threads that wait for each other.
         """
         model, batches, points = _Model(self), self._batches(trajectories), sum(len(t.cost) for t in trajectories)
-        names = [name for name in BOUNDS if name != "warp" or self.warp > 0]
+        names = [name for name in BOUNDS if name not in fixed]
         low, high = torch.tensor([BOUNDS[name] for name in names], dtype=torch.float64).log().unbind(1)
         start = torch.tensor([getattr(self, name) for name in names], dtype=torch.float64).log()
         free = ((start - low) / (high - low)).logit(eps=0.01).requires_grad_()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.utils.words import counted
-from metricopt_ext.value.gaussian_process import GaussianProcess, Skill
+from metricopt_ext.value.gaussian_process import BOUNDS, GaussianProcess, Skill
 from metricopt_ext.value.observations import Labeller, Observations, common_signature
 
 
@@ -50,25 +50,33 @@ class GaussianProcessLabels:
     Attributes:
         always: Label all steps in any case, as the paper does.
         warped: Stretch time at the start of trajectories, as far as the likelihood favours it.
+        levels: Let the kernel be RBF plus a constant, the level of each trajectory; otherwise RBF alone, as printed.
+        noisy: Let sigma be that of a further observation; otherwise that of the metric itself, as printed.
     """
 
     always: bool = False
     warped: bool = False
+    levels: bool = True
+    noisy: bool = True
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> Labels:
         """Return the labels with the skill that decided which points get one.
 
         An interpolated label is as uncertain as another observation at that step would be. An observed one keeps its
-        cost, and its uncertainty is the noise.
+        cost, and its uncertainty is the noise. Without ``noisy``, sigma is the posterior's standard deviation at every
+        step, observed ones included, but at least that of the least noise in `gaussian_process.BOUNDS`.
 
         Raises:
             ValueFunctionError: As in `GaussianProcess.fit` and `GaussianProcess.posterior`.
         """
-        process = GaussianProcess.fit(trajectories, warped=self.warped)
+        process = GaussianProcess.fit(trajectories, warped=self.warped, levels=self.levels)
         skill = process.leave_one_out(trajectories)
         if not (self.always or skill.skilful):
             return _observed(trajectories, skill)
         means, stds = zip(*process.posterior(trajectories), strict=True)
+        if not self.noisy:
+            least = process.std * BOUNDS["noise"][0] ** 0.5
+            return _dense(trajectories, means, [std.clamp(min=least) for std in stds], None, "gp", skill)
         sigmas = [(std.square() + process.noise_std**2).sqrt() for std in stds]
         return _dense(trajectories, means, sigmas, process.noise_std, "gp", skill)
 
@@ -97,11 +105,14 @@ def _dense(
     trajectories: Sequence[Trajectory],
     costs: Sequence[Tensor],
     sigmas: Sequence[Tensor],
-    observed_sigma: float,
+    observed_sigma: float | None,
     kind: str,
     skill: Skill | None = None,
 ) -> Labels:
-    """Gather all steps, ``T + 1`` labels and sigmas for each trajectory; observed costs replace their labels."""
+    """Gather all steps, ``T + 1`` labels and sigmas for each trajectory.
+
+    Observed costs replace their labels, and the sigma of observed ones replaces theirs, if one is given.
+    """
     counts = torch.tensor([len(t.phi) for t in trajectories])
     first = counts.cumsum(0) - counts
     places = torch.cat([start + t.observed for start, t in zip(first, trajectories, strict=True)])
@@ -109,7 +120,8 @@ def _dense(
     cost, sigma = torch.cat(list(costs)), torch.cat(list(sigmas))
     observed[places] = True
     cost[places] = torch.cat([t.cost for t in trajectories])
-    sigma[places] = observed_sigma
+    if observed_sigma is not None:
+        sigma[places] = observed_sigma
     return Labels(
         phi=torch.cat([t.phi for t in trajectories]).float(),
         cost=cost.double(),

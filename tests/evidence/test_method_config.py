@@ -17,8 +17,9 @@ from metricopt_ext.methods.siblings.algorithm_s1 import AlgorithmS1
 from metricopt_ext.search.learned_objective import LearnedObjective
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
-from metricopt_ext.utils.config import load_config
+from metricopt_ext.utils.config import known_keys, load_config
 from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels, WithoutSigma
+from metricopt_ext.value.objective import multi_similarity_triplets
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.reptile import ReptileLearner
 
@@ -120,6 +121,24 @@ def test_each_part_of_the_paper_s_algorithm_is_a_key() -> None:
             assert load_config(RunConfig, None, [*overrides, *more]).build_strategy().labels == labels  # type: ignore[union-attr]
 
 
+def test_literal_readings_of_the_paper_are_keys() -> None:
+    keys = ["kernel=rbf", "sigma=posterior", "history_grows=false", "ends=random", "miner=multi_similarity"]
+    overrides = ["method.name=paper", *(f"method.{key}" for key in keys)]
+    built = load_config(RunConfig, None, overrides).build_strategy()
+    assert isinstance(built, Algorithm1)
+    assert built.labels == GaussianProcessLabels(always=True, levels=False, noisy=False)
+    assert (built.history_grows, built.ends) == (False, "random")
+    assert isinstance(built.learner, ReptileLearner)
+    assert built.learner.objective.miner is multi_similarity_triplets
+    default = load_config(RunConfig, None, ["method.name=paper"]).build_strategy()
+    assert isinstance(default, Algorithm1)
+    assert default.labels == GaussianProcessLabels(always=True)
+    assert default.learner == ReptileLearner.paper()
+    in_a_file = load_config(RunConfig, {"method": {"name": "paper", "sigma": False}}).build_strategy()
+    assert in_a_file.labels == WithoutSigma(GaussianProcessLabels(always=True))  # type: ignore[union-attr]
+    assert not {"method.kernel", "method.miner", "method.ends"} & set(known_keys(RunConfig()))
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -128,11 +147,28 @@ def test_each_part_of_the_paper_s_algorithm_is_a_key() -> None:
         ("method.count=0", "method: count is 0"),
         ("method.gamma=-1", "method: gamma is -1.0"),
         ("method.optimizer=rmsprop", "method: optimizer is 'rmsprop'"),
+        ("method.kernel=matern", "method: kernel is 'matern'; it must be one of rbf_constant, rbf"),
+        ("method.sigma=noise", "method: sigma is 'noise'; it must be one of true, posterior, false"),
+        ("method.ends=first", "method: ends is 'first'; it must be 'observed' or 'random'"),
+        ("method.miner=easy", "method: miner is 'easy'; it must be one of hardest, multi_similarity"),
     ],
 )
 def test_impossible_parts_are_refused_before_any_work(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_config(RunConfig, None, ["method.name=paper", override]).check()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["kernel=rbf", "labels=linear"], "kernel is 'rbf', but labels is 'linear'; only gp and gp_always have"),
+        (["sigma=posterior", "labels=observed"], "sigma is 'posterior', but labels is 'observed'; only gp"),
+        (["miner=multi_similarity", "learner=offline"], "but learner is 'offline'; only reptile and reptile_mixed"),
+    ],
+)
+def test_a_part_that_would_change_nothing_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(RunConfig, None, ["method.name=paper", *(f"method.{each}" for each in overrides)]).check()
 
 
 def test_the_learned_optimizer_of_nothing_but_defaults_is_the_library_s() -> None:

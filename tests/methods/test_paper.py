@@ -14,6 +14,7 @@ from torch import Tensor
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.methods.paper import Algorithm1, LossOptimizer
 from metricopt_ext.search.guided_es import es_direction
+from metricopt_ext.tasks.rollout import observation_steps
 from metricopt_ext.tasks.trajectory import TrajectoryStore
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.fitting import assign_folds
@@ -47,9 +48,10 @@ def test_each_member_of_a_population_moves_as_if_it_were_alone(name: Any, refere
     assert torch.allclose(phi, torch.stack([p.detach() for p in alone]), rtol=0, atol=1e-12)
 
 
-def test_meta_test_is_lines_9_to_16(quadratic: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("grows", [True, False])
+def test_meta_test_is_lines_9_to_16(quadratic: Callable[..., Any], grows: bool) -> None:
     task = quadratic(dim=5, dtype=torch.float32)
-    f, settings = known_f(task), Algorithm1(steps=6, evals=2, lr=0.1, metric_rate=0.05)
+    f, settings = known_f(task), Algorithm1(steps=6, evals=2, lr=0.1, metric_rate=0.05, history_grows=grows)
     points = settings.meta_test(task, f, torch.zeros(5), seed=3, index=2)
 
     rng = generator(3, "perturbation", 2)
@@ -58,7 +60,8 @@ def test_meta_test_is_lines_9_to_16(quadratic: Callable[..., Any]) -> None:
         assert torch.allclose(points[step], phi[0], atol=1e-6)
         _, gradient = task.loss_and_gradient(phi, 3, [2], step)
         past = [*past, 0.1 * gradient][-3:]
-        u = es_direction(f, phi, torch.stack(past, 1), generator=rng, count=3, variance=0.01)
+        k = None if grows else 3
+        u = es_direction(f, phi, torch.stack(past, 1), generator=rng, count=3, variance=0.01, k=k)
         phi = phi - 0.05 * u
     assert torch.allclose(points[6], phi[0], atol=1e-6)
     assert task.queries == 0
@@ -201,6 +204,15 @@ def test_trajectories_of_meta_training_follow_the_loss_alone(quadratic: Callable
     assert torch.allclose(policy(phi, gradient[:, None], 0), phi - 0.1 * task.curvature * (phi - task.centre))
 
 
+def test_random_ends_are_what_is_observed(quadratic: Callable[..., Any]) -> None:
+    store = TrajectoryStore()
+    settings = Algorithm1(steps=8, evals=3, ends="random", learner=RidgeLearner(), labels=Observations.of)
+    settings.meta_train(quadratic(dim=3), tasks=6, seed=4, store=store)
+    for trajectory in store:
+        expected = observation_steps(8, 3, 4, trajectory.index, ends="random")
+        assert torch.equal(trajectory.observed, expected)
+
+
 @pytest.mark.parametrize(
     ("wrong", "value"),
     [
@@ -214,6 +226,7 @@ def test_trajectories_of_meta_training_follow_the_loss_alone(quadratic: Callable
         ("metric_rate", math.inf),
         ("steps", 20.0),
         ("history", True),
+        ("ends", "first"),
     ],
 )
 def test_impossible_settings_are_printed(wrong: str, value: Any) -> None:

@@ -177,6 +177,24 @@ def test_expected_estimate_is_the_analytic_direction() -> None:
     assert float((u - expected).norm() / expected.norm()) < 0.01
 
 
+@pytest.mark.parametrize("history", [rand(1, 6, seed=1), rand(2, 6, seed=1), rand(3, 6, seed=1)])
+def test_k_as_printed_divides_by_itself_from_the_first_gradient_on(history: Tensor) -> None:
+    """With k = 3: s (e1 / sqrt(2d) + U e2 / sqrt(6)), and with three gradients the same as without it."""
+    phi, d = rand(6), 6
+    u = es_direction(wavy, phi, history, generator=rng(5), count=4, variance=0.04, k=3)
+    basis, _ = orthonormal_basis(history)
+    draws = rng(5)
+    e1 = torch.randn(4, d, generator=draws, dtype=torch.float64)
+    e2 = torch.randn(4, len(history), generator=draws, dtype=torch.float64)
+    expected = torch.zeros(d).double()
+    for i in range(4):
+        delta = 0.2 * (e1[i] / (2 * d) ** 0.5 + basis @ e2[i] / 6**0.5)
+        expected += delta * (wavy(phi + delta) - wavy(phi - delta)) / (0.04 * 4)
+    torch.testing.assert_close(u, expected, rtol=1e-10, atol=1e-12)
+    grown = es_direction(wavy, phi, history, generator=rng(5), count=4, variance=0.04)
+    assert torch.allclose(u, grown) == (len(history) == 3)
+
+
 def test_rows_draw_independently() -> None:
     phi, history = torch.zeros(2, 6).double(), rand(3, 6).expand(2, 3, 6)
     first, second = es_direction(lambda p: p.sum(-1), phi, history, generator=rng())
@@ -208,7 +226,7 @@ def test_draws_come_from_the_generator_alone() -> None:
     assert torch.equal(es_direction(wavy, phi, history, generator=rng(3)), first)
 
 
-@pytest.mark.parametrize(("setting", "value"), [("count", 0), ("variance", 0.0), ("variance", -1.0)])
+@pytest.mark.parametrize(("setting", "value"), [("count", 0), ("variance", 0.0), ("variance", -1.0), ("k", 0)])
 def test_impossible_sampling_is_refused(setting: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{setting} is {value}"):
         es_direction(lambda p: p.sum(-1), rand(4), rand(2, 4), generator=rng(), **{setting: value})  # type: ignore[arg-type]

@@ -86,6 +86,18 @@ def test_inner_observations_are_drawn_evenly() -> None:
     assert len({tuple(steps) for steps in others}) == 10
 
 
+def test_random_ends_are_drawn_as_evenly_as_the_other_steps() -> None:
+    drawn = [observation_steps(10, 4, 3, index, ends="random") for index in range(2500)]
+    assert all(each.tolist() == sorted(set(each.tolist())) and len(each) == 4 for each in drawn)
+    counts = torch.cat(drawn).bincount(minlength=11)
+    assert counts[0] == 0
+    assert (counts[1:] - 1000).abs().max() < 150
+    assert observation_steps(4, 4, 0, 0, ends="random").tolist() == [1, 2, 3, 4]
+    for evals in (1, 5):
+        with pytest.raises(ValueError, match=rf"evals is {evals}; it must be from 2 to steps = 4 \(ends is 'random'\)"):
+            observation_steps(4, evals, 0, 0, ends="random")
+
+
 @pytest.mark.parametrize(("steps", "evals"), [(10, 1), (10, 0), (10, 12), (1, 3)])
 def test_impossible_observations(steps: int, evals: int) -> None:
     with pytest.raises(ValueError, match=rf"evals is {evals}; .* steps \+ 1 = {steps + 1}"):

@@ -165,6 +165,41 @@ def test_no_other_search_climbs_higher(noise_only: Callable[..., list[Trajectory
         assert name == "warp" or low <= getattr(fitted, name) <= high
 
 
+def test_without_levels_the_kernel_is_rbf_alone(sampled: Callable[..., list[Trajectory]]) -> None:
+    """The likelihood and the posterior written out in numpy; no neighbour of the fit is more likely."""
+    data = sampled(8, 5, length_scale=0.3, noise=0.05, level=1.0)
+    fitted = GaussianProcess.fit(data, levels=False)
+    assert fitted.level_scale == 0
+    assert GaussianProcess.fit(data).level_scale > 0.1
+
+    def kernel(p: GaussianProcess, a: Any, b: Any) -> Any:
+        return p.output_scale * np.exp(-((a[:, None] - b) ** 2) / (2 * p.length_scale**2))
+
+    def covariance(p: GaussianProcess, t: Trajectory) -> Any:
+        times = t.observed.numpy() / 40
+        return kernel(p, times, times) + p.noise * np.eye(len(times))
+
+    def log_likelihood(p: GaussianProcess) -> float:
+        total = 0.0
+        for t in data:
+            y, k = (t.cost.numpy() - p.mean) / p.std, covariance(p, t)
+            total -= 0.5 * (y @ np.linalg.solve(k, y) + np.linalg.slogdet(2 * np.pi * k)[1])
+        return total
+
+    best = log_likelihood(fitted)
+    for name in ("length_scale", "output_scale", "noise"):
+        for factor in (0.9, 1.1):
+            rival = replace(fitted, **{name: factor * getattr(fitted, name)})
+            assert log_likelihood(rival) <= best + 1e-5 or not BOUNDS[name][0] < getattr(rival, name) < BOUNDS[name][1]
+    for t, (mean, std) in zip(data, fitted.posterior(data), strict=True):
+        times, grid = t.observed.numpy() / 40, np.arange(41) / 40
+        cross, y = kernel(fitted, grid, times), (t.cost.numpy() - fitted.mean) / fitted.std
+        expected = cross @ np.linalg.solve(covariance(fitted, t), y)
+        variance = fitted.output_scale - (cross * np.linalg.solve(covariance(fitted, t), cross.T).T).sum(1)
+        np.testing.assert_allclose(mean, fitted.mean + fitted.std * expected, rtol=1e-7, atol=1e-9)
+        np.testing.assert_allclose(std, fitted.std * np.sqrt(variance), rtol=1e-5, atol=1e-7)
+
+
 def test_fit_is_deterministic_and_draws_nothing(mixed: Callable[..., list[Trajectory]]) -> None:
     data, state = mixed(), torch.get_rng_state()
     first, second = GaussianProcess.fit(data, warped=True), GaussianProcess.fit(data, warped=True)

@@ -63,6 +63,23 @@ def test_gaussian_process_labels(mixed: Callable[..., list[Trajectory]], warped:
     assert labels.sigma[dense].min() >= labels.sigma[labels.observed].max()
 
 
+def test_labels_as_printed(sampled: Callable[..., list[Trajectory]], along: Callable[..., Trajectory]) -> None:
+    """RBF alone, sigma without the noise: the posterior's at every step, above 0 where nothing varies too."""
+    data = [
+        *sampled(4, 5, length_scale=0.3, noise=0.05, level=1.0),
+        along(40, [0, 5, 10, 20, 40], [0.4, 0.4, 0.4, 0.4, 0.4], index=9),
+    ]
+    process = GaussianProcess.fit(data, levels=False)
+    labels = GaussianProcessLabels(always=True, levels=False, noisy=False)(data)
+    assert_dense(labels, data)
+    posteriors = process.posterior(data)
+    means, stds = (torch.cat([p[i] for p in posteriors]) for i in (0, 1))
+    torch.testing.assert_close(labels.cost[~labels.observed], means[~labels.observed])
+    least = 0.01 * process.std
+    torch.testing.assert_close(labels.sigma, stds.clamp(min=least).float())
+    torch.testing.assert_close(labels.sigma[-41:], torch.full((41,), least))
+
+
 def equal(ours: Observations, theirs: Observations) -> bool:
     pairs = [(getattr(ours, name), value) for name, value in vars(theirs).items()]
     return all(torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b for a, b in pairs)
