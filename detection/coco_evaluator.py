@@ -1,5 +1,6 @@
 """COCO's numbers of detections that are given batch by batch, with the arguments and keys of torchmetrics."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metricopt_ext.detection.ap50 import METRICS, RECALLS
+from metricopt_ext.detection.ap50 import METRICS, RECALLS, beyond_limit, told_beyond_limit
 from metricopt_ext.detection.coco_summary import Summary, summarize
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
 from metricopt_ext.detection.tables import FoundTable, TruthTable
 from metricopt_ext.errors import DataError
+from metricopt_ext.utils.words import brief
 
 BoxFormat = Literal["xyxy", "xywh", "cxcywh"]
 IouType = Literal["bbox", "segm"]
@@ -48,7 +50,9 @@ class CocoEvaluator:
         average: Literal["macro", "micro"] = "macro",
     ) -> None:
         self.kinds: tuple[IouType, ...] = (iou_type,) if isinstance(iou_type, str) else tuple(iou_type)
-        self.most = sorted(max_detection_thresholds or (1, 10, 100))
+        self.most = sorted((1, 10, 100) if max_detection_thresholds is None else map(int, max_detection_thresholds))
+        if not self.kinds:
+            raise DataError(f"iou_type={iou_type!r} has no kind; name {' or '.join(GIVEN)}")
         for name, value, known in (
             ("box_format", box_format, get_args(BoxFormat)),
             ("average", average, ("macro", "micro")),
@@ -59,7 +63,7 @@ class CocoEvaluator:
         if len(self.most) != 3 or self.most[0] < 1:
             raise DataError(f"max_detection_thresholds={self.most} must be three numbers, each at least 1")
         self.box_format, self.class_metrics, self.average = box_format, class_metrics, average
-        self.ious = METRICS["AP"] if iou_thresholds is None else tuple(sorted(iou_thresholds))
+        self.ious = METRICS["AP"] if iou_thresholds is None else tuple(sorted(map(float, iou_thresholds)))
         self.recalls = RECALLS["coco"] if rec_thresholds is None else np.sort(np.asarray(rec_thresholds, dtype=float))
         if not len(self.ious) or not len(self.recalls) or not ((self.recalls >= 0) & (self.recalls <= 1)).all():
             raise DataError("iou_thresholds and rec_thresholds must have a number, and those be from 0 to 1")
@@ -80,7 +84,8 @@ class CocoEvaluator:
                 square pixels, of which 0 is not known.
 
         Raises:
-            DataError: They are not so, or of different numbers of images.
+            DataError: They are not so, or of different numbers of images; boxes of ``target`` are not finite, or end
+                before they begin; or masks are neither 0 nor 1, or of another size than in ``target``.
         """
         for what, images in (("preds", preds), ("target", target)):
             if not isinstance(images, Sequence):
@@ -93,12 +98,17 @@ class CocoEvaluator:
             for i, (own, there) in enumerate(zip(preds, target, strict=True))
             for kind in self.kinds
         ]
+        for place, (_, found, annotated) in enumerate(read):
+            _check_sizes([*(found.shapes or ()), *(annotated.shapes or ())], f"target[{place // len(self.kinds)}]")
         for kind, found, annotated in read:  # all of them or none
             self._found[kind].append(found)
             self._truth[kind].append(annotated)
 
     def compute(self) -> dict[str, Tensor]:
-        """Return the numbers of all images, in float64, by torchmetrics' names; -1 for one of no object."""
+        """Return the numbers of all images, in float64, by torchmetrics' names; -1 for one of no object.
+
+        A warning counts detections beyond the largest of ``max_detection_thresholds``.
+        """
         numbers: dict[str, Tensor] = {}
         for kind in self.kinds:
             prefix = f"{kind}_" if len(self.kinds) > 1 else ""
@@ -110,6 +120,8 @@ class CocoEvaluator:
                 summary = self._summary(one, whole, kind)
             else:
                 summary = each or self._summary(found, truth, kind)
+            if cut := told_beyond_limit(beyond_limit(found, self.most[-1]), self.most[-1]):
+                warnings.warn(f"{cut}; max_detection_thresholds counts more", stacklevel=2)
             told = self._named(summary.numbers)
             if each is not None:
                 known = [self._named(each.per_class.get(name, {})) for name in truth.classes]
@@ -152,11 +164,18 @@ class CocoEvaluator:
 
     def _annotated(self, own: Mapping[str, Tensor], kind: IouType, where: str, place: int) -> Annotated:
         boxes, areas, shapes = self._compared(own, kind, where)
+        known = (boxes.isfinite() & (boxes[:, 2:] >= boxes[:, :2]).repeat(1, 2)).all(dim=1)
+        if not known.all():
+            wrong = own["boxes"][int((~known).nonzero()[0])].tolist()
+            raise DataError(
+                f"{where} has the box {brief(wrong)}, which is not finite or ends before it begins;"
+                f" box_format={self.box_format!r} says how boxes are written"
+            )
         none = torch.zeros(len(boxes), dtype=torch.bool)
         crowd = _part(own, "iscrowd", where, len(boxes)).bool() if "iscrowd" in own else none
         if "area" in own:
             told = _part(own, "area", where, len(boxes)).double()
-            areas = torch.where(told > 0, told, areas)
+            areas = torch.where((told > 0) & told.isfinite(), told, areas)
         labels = _labels(own, where, len(boxes))
         return Annotated(place, Path(), 0, 0, boxes, labels, none, crowd, areas=areas, shapes=shapes)
 
@@ -183,9 +202,19 @@ def _masks(given: Tensor, where: str) -> tuple[Tensor, Tensor, list[Any]]:
 
     if given.numel() and given.ndim != 3:
         raise DataError(f"{where} has masks of the shape {tuple(given.shape)}; it must be n x h x w")
+    if given.is_floating_point() and not ((given == 0) | (given == 1)).all():
+        raise DataError(f"{where} has masks of the type {given.dtype}, not of 0 and 1; give masks > 0.5, or as fits")
     shapes = masks_from(given.detach().cpu().bool().numpy())
     areas = torch.tensor([pixels_of(each) for each in shapes], dtype=torch.float64)
     return torch.zeros(len(shapes), 4, dtype=torch.float64), areas, shapes
+
+
+def _check_sizes(masks: Sequence[Any], where: str) -> None:
+    if len(sizes := sorted({tuple(each["size"]) for each in masks})) > 1:
+        raise DataError(
+            f"{where} and its preds have masks of {' and '.join(map(str, sizes))} pixels; resize them to the image's"
+            " height and width"
+        )
 
 
 def _tensor(own: Mapping[str, Any], key: str, where: str) -> Tensor:
@@ -198,7 +227,7 @@ def _part(own: Mapping[str, Any], key: str, where: str, count: int) -> Tensor:
     found = _tensor(own, key, where)
     if found.shape != (count,):
         raise DataError(f"{where} has {key} of the shape {tuple(found.shape)}; it must be {count}, one for each")
-    return found.detach().cpu()
+    return found.detach().to("cpu", copy=True)  # its buffer may be filled again
 
 
 def _labels(own: Mapping[str, Any], where: str, count: int) -> Tensor:

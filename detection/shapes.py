@@ -40,7 +40,7 @@ def mask_of(shape: Any, where: str, height: int = 0, width: int = 0) -> Mask:
     from pycocotools import mask
 
     if isinstance(shape, dict):
-        size = shape.get("size")
+        size = _whole(shape.get("size"))
         if not (isinstance(size, list) and len(size) == 2 and all(type(each) is int and each > 0 for each in size)):
             raise DataError(f"{where} has a segmentation of the size {brief(size)}; it must be [height, width]")
         if height and width and size != [height, width]:
@@ -49,13 +49,13 @@ def mask_of(shape: Any, where: str, height: int = 0, width: int = 0) -> Mask:
                 " and width"
             )
         _check_size(size[0], size[1], where)
-        runs = _runs(shape.get("counts"), where)
-        if runs[1:].min(initial=1) < 1 or runs[:1].min(initial=0) < 0 or int(runs.sum()) != size[0] * size[1]:
+        runs = _runs(_whole(shape.get("counts")), where)
+        if runs.min(initial=0) < 0 or int(runs.sum()) != size[0] * size[1]:
             raise DataError(
-                f"{where} has a segmentation whose runs are of {int(runs.sum())} pixels, or not all longer than 0;"
-                f" its size, {size[0]} x {size[1]}, needs {size[0] * size[1]}"
+                f"{where} has a segmentation whose runs are of {int(runs.sum())} pixels, or some below 0; its size,"
+                f" {size[0]} x {size[1]}, needs {size[0] * size[1]}"
             )
-        made: Mask = mask.frPyObjects({"size": size, "counts": runs.tolist()}, *size)
+        made: Mask = mask.frPyObjects({"size": size, "counts": _joined(runs).tolist()}, *size)
         return made
     if not isinstance(shape, list):
         raise DataError(f"{where} has the segmentation {brief(shape)}; it must be polygons or a run-length encoding")
@@ -72,9 +72,10 @@ def _check_size(height: int, width: int, where: str) -> None:
 
 
 def _polygons(shape: list[Any], where: str) -> list[list[float]]:
-    """Polygons, each ``[x, y, x, y, ...]`` of three corners or more."""
+    """Polygons, each ``[x, y, x, y, ...]`` of three corners or more; beside one such, those of fewer have no pixel."""
     long = 0.0
-    for each in shape:
+    whole = [each for each in shape if not (isinstance(each, list) and len(each) in (0, 2, 4))]
+    for each in whole or shape:
         if not (isinstance(each, list) and len(each) >= 6 and len(each) % 2 == 0):
             raise DataError(f"{where} has the polygon {brief(each)}; it must be [x, y, x, y, x, y, ...] in pixels")
         if not all(type(number) in (int, float) and abs(number) <= FURTHEST for number in each):  # NaN is not
@@ -87,7 +88,23 @@ def _polygons(shape: list[Any], where: str) -> list[list[float]]:
         raise DataError(
             f"{where} has polygons with an outline of {long:.0f} pixels; at most {LONGEST_OUTLINE} are read"
         )
-    return shape
+    return whole
+
+
+def _whole(values: Any) -> Any:
+    """A list with integers in place of such floats as 5.0, which some programs write."""
+    if not isinstance(values, list):
+        return values
+    return [int(each) if isinstance(each, float) and each.is_integer() else each for each in values]
+
+
+def _joined(runs: Integers) -> Integers:
+    """The same runs, with those joined that a run of no pixels parts."""
+    kept = np.flatnonzero(runs)
+    inside = kept % 2
+    starts = np.flatnonzero(np.diff(inside, prepend=-1))
+    lengths = np.add.reduceat(runs[kept], starts)
+    return np.concatenate([[0], lengths]) if inside[0] else lengths
 
 
 def _runs(counts: Any, where: str) -> Integers:

@@ -16,7 +16,7 @@ from metricopt_ext.retrieval.recall import as_ids, check_options
 class RankingMetrics:
     """The metrics of `ranking_metrics`, of all batches since the last `reset`.
 
-    Embeddings are kept on the CPU, as they were given. Under torchrun `compute` gathers those of all processes, so
+    Copies of the embeddings are kept on the CPU. Under torchrun `compute` gathers those of all processes, so
     each of them must call it, and returns the same everywhere; a ``DistributedSampler`` repeats examples to share them
     evenly, which ``rows`` tells apart.
 
@@ -83,9 +83,9 @@ class RankingMetrics:
         Raises:
             DataError: They differ in number, or are not what they should be.
         """
-        kept = torch.as_tensor(embeddings).detach().cpu()
+        kept = _copied(embeddings)
         given = {"labels": labels, "cameras": cameras, "rows": rows}
-        batch = {name: torch.from_numpy(as_ids(each, "", name)) for name, each in given.items() if each is not None}
+        batch = {name: _copied(as_ids(each, "", name)) for name, each in given.items() if each is not None}
         if kept.ndim != 2 or any(len(each) != len(kept) for each in batch.values()):
             sizes = ", ".join(f"{len(each)} {name}" for name, each in batch.items())
             raise DataError(
@@ -134,3 +134,11 @@ class RankingMetrics:
             _, first = np.unique(whole["rows"].numpy(), return_index=True)
             whole = {name: each[torch.from_numpy(first)] for name, each in whole.items()}
         return whole
+
+
+def _copied(values: Array) -> Tensor:
+    """A copy on the CPU: loops may fill the same buffer with the next batch."""
+    if isinstance(values, Tensor):
+        return values.detach().to("cpu", copy=True)
+    found = np.asarray(values)
+    return torch.from_numpy(np.array(found, dtype=found.dtype.newbyteorder("="), order="C"))

@@ -14,6 +14,7 @@ from metricopt_ext.retrieval.recall import check_options, nearest
 from metricopt_ext.utils.seeding import generator
 
 CAMERA = "camera"  # the column of a part whose images have cameras
+JUNK = -1  # in place of an identity: parts of bodies and what else is no image of Market-1501
 Cameras = npt.NDArray[Any]  # a number for each image, n
 Labels = npt.NDArray[np.int64]
 

@@ -206,9 +206,8 @@ def _judged(search: Search, options: Options) -> tuple[Recall, Values, Overlap |
             if search.cameras is not None:
                 recalls = {k: found.values[f"recall_at_{k}"] for k in ks}
                 recall = Recall(recalls, found.queries, found.without_match, found.gallery, rows=found.rows)
-    for each in caught:
-        if each.category is UserWarning:
-            print(f"note: {search.name}: {each.message}")
+    for said in dict.fromkeys(str(each.message) for each in caught if each.category is UserWarning):
+        print(f"note: {search.name}: {said}")
     hits = {f"recall_at_{k}": recall.places < k for k in ks} if search.cameras is None else ranked
     hits = {f"recall_at_{k}": np.asarray(hits[f"recall_at_{k}"], np.float64) for k in ks}
     return recall, {**hits, "mean": np.mean(list(hits.values()), axis=0), **ranked}, near

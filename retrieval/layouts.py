@@ -24,7 +24,7 @@ from metricopt_ext.data.images import (
 from metricopt_ext.data.labelled import Labelled
 from metricopt_ext.data.streamed import as_inputs, stacked
 from metricopt_ext.errors import DataError
-from metricopt_ext.retrieval.cameras import CAMERA
+from metricopt_ext.retrieval.cameras import CAMERA, JUNK
 from metricopt_ext.utils.files import read_bounded
 from metricopt_ext.utils.words import brief, counted
 
@@ -38,7 +38,7 @@ MAT_BYTES = 1 << 27  # of Cars196's annotations, whose own have 1 MB
 # Market-1501's folders, by part, and what its files' names say: the identity and the camera, as 0002_c1s1_000451_03.jpg
 MARKET = {"train": "bounding_box_train", "query": "query", "gallery": "bounding_box_test"}
 SEEN = re.compile(r"(?P<identity>-1|[0-9]+)_c(?P<camera>[0-9]+)(?![0-9]).*")
-JUNK, DISTRACTOR = -1, 0  # in place of an identity: parts of bodies, which are no images of a set; and of nobody asked
+DISTRACTOR = 0  # in place of an identity: images of nobody asked for
 
 # What folders of queries and of what they search are called, in lower case.
 QUERIES, GALLERIES = ("query", "queries"), ("gallery", "index", "database")

@@ -3,6 +3,7 @@
 All come from the exact places of a query's matches, the gallery items with its label, in the order of `recall_at_k`.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metricopt_ext.errors import DataError
-from metricopt_ext.retrieval.cameras import shown_elsewhere
+from metricopt_ext.retrieval.cameras import JUNK, shown_elsewhere
 from metricopt_ext.retrieval.intervals import interval
 from metricopt_ext.retrieval.neighbours import Array, Distance, Search, chunks, with_bar
 from metricopt_ext.retrieval.recall import (
@@ -19,6 +20,7 @@ from metricopt_ext.retrieval.recall import (
     check_gallery,
     check_options,
     check_vectors,
+    copies_in_gallery,
     drawn_queries,
     with_match,
 )
@@ -122,15 +124,16 @@ def ranking_metrics(
         ks: Numbers of neighbours, each at least 1.
         gallery: Embeddings ``m x d`` and labels ``m`` to be searched; None to search the queries themselves.
         cameras: The cameras of queries and gallery, ``n`` and ``m`` integers; gallery items of a query's label by its
-            camera are ignored then (Zheng et al., Scalable Person Re-identification: A Benchmark, ICCV 2015).
+            camera are ignored then (Zheng et al., Scalable Person Re-identification: A Benchmark, ICCV 2015). So are
+            all of label -1, Market-1501's junk, unless a query has it; a warning counts them.
         distance: As in `recall_at_k`.
         query_subset: As in `recall_at_k`.
         seed: As in `recall_at_k`.
         progress: Title of a progress bar on stderr; None for no bar.
 
     Raises:
-        DataError: As in `recall_at_k`; an unknown name; cameras that are not one integer for each item; or no query
-            whose identity another camera shows.
+        DataError: As in `recall_at_k`; an unknown name; cameras that are no pair, or not one integer for each item; or
+            no query whose identity another camera shows.
 
     Example:
         >>> embeddings, labels = np.array([[0.0], [1.0], [3.0], [3.5]]), np.array([0, 1, 0, 1])
@@ -153,7 +156,14 @@ def ranking_metrics(
     if cameras is None:
         rows, ignored = with_match(own, item_labels, includes_queries=gallery is None), None
     else:
-        theirs, others = (_cameras(*each) for each in ((cameras[0], own, ""), (cameras[1], item_labels, "gallery ")))
+        theirs, others = _pair_of_cameras(cameras, own, item_labels)
+        if gallery is not None and JUNK not in own and (kept := item_labels != JUNK).any() and not kept.all():
+            warnings.warn(
+                f"{len(kept) - int(kept.sum())} of {len(kept)} gallery items left out: their label is {JUNK}, by which"
+                " Market-1501 marks junk",
+                stacklevel=2,
+            )
+            items, item_labels, others = items.take(np.flatnonzero(kept)), item_labels[kept], others[kept]
         rows = shown_elsewhere(own, theirs, item_labels, others)
 
         def ignored(row: int, matches: Integers) -> npt.NDArray[np.bool_]:
@@ -161,6 +171,10 @@ def ranking_metrics(
             return same
 
     chosen = drawn_queries(rows, query_subset, seed)
+    if gallery is not None and cameras is None:  # a copy has the query's camera
+        _, said = copies_in_gallery(queries, own, items, item_labels, chosen)
+        if said:
+            warnings.warn(said, stacklevel=2)
     search = Search(queries, items, distance, 1, own=gallery is None)
     found = np.array(
         [
@@ -209,6 +223,12 @@ def _precisions(places: Integers) -> npt.NDArray[np.float64]:
 def _gain(places: Integers) -> float:
     """The discounted cumulative gain of matches at these places, from 0."""
     return float((1 / np.log2(places + 2)).sum())
+
+
+def _pair_of_cameras(cameras: Any, labels: Integers, item_labels: Integers) -> tuple[Integers, Integers]:
+    if not isinstance(cameras, tuple | list) or len(cameras) != 2:
+        raise DataError("cameras must be a pair, those of the queries and those of the gallery")
+    return _cameras(cameras[0], labels, ""), _cameras(cameras[1], item_labels, "gallery ")
 
 
 def _cameras(cameras: Array, labels: Integers, whose: str) -> Integers:

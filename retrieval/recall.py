@@ -668,7 +668,7 @@ def copies_in_gallery(queries: Vectors, labels: Any, items: Vectors, item_labels
     coarse = max(floats, key=lambda dtype: torch.finfo(dtype).eps, default=None)
     count = f"of {len(chosen)} queries"
     remedy = (
-        "leave them out of the gallery (in Python, a gallery may start with all queries and say so:"
+        "leave them out of the gallery (recall_at_k takes one that starts with all queries, too:"
         " gallery_starts_with_queries=True)"
     )
     own, theirs = (fingerprints(Vectors(each.given), coarse) for each in (queries, items))

@@ -290,10 +290,22 @@ def search_files(arguments: argparse.Namespace) -> "Iterator[Search]":
     rivals = arguments.against_gallery or [None] * max(1, len(embeddings))
     for (name, items), seen, rival in zip(others, read_cameras(arguments), rivals, strict=True):
         other = None
+        if items is not None and seen is not None:
+            items = items[0], numbered_junk(items[1], queries[1], names)
         if arguments.against is not None:
             own = against(arguments.against, queries, names), rival and against(rival, items or queries, names)
             other = Search(str(arguments.against), *own, seen)
         yield Search(name, queries, items, seen, names.names, other)
+
+
+def numbered_junk(labels: Any, queries: Any, names: Names) -> Any:
+    """Return a gallery's labels with -1 for the name ``-1``, Market-1501's junk, unless it is a query's."""
+    from metricopt_ext.retrieval.cameras import JUNK
+
+    number = (names.names or []).index(str(JUNK)) if str(JUNK) in (names.names or []) else None
+    if number is None or number in queries:
+        return labels
+    return np.where(labels == number, JUNK, labels)
 
 
 def against(path: Path, items: Items, names: Names) -> Items:
@@ -541,7 +553,7 @@ def equal_items(queries: Items, items: Items) -> bool:
     from metricopt_ext.retrieval.neighbours import Vectors
     from metricopt_ext.retrieval.recall import as_ids
 
-    if tuple(queries[0].shape) != tuple(items[0].shape) or len(items[0].shape) != 2:
+    if tuple(queries[0].shape) != tuple(items[0].shape) or len(items[0].shape) != 2 or 0 in items[0].shape:
         return False
     if not np.array_equal(as_ids(queries[1]), as_ids(items[1], "gallery ")):
         return False
@@ -554,7 +566,8 @@ def repeated(items: Items) -> int:
     from metricopt_ext.retrieval.neighbours import Vectors, fingerprints
     from metricopt_ext.retrieval.recall import as_ids
 
-    if len(items[0].shape) != 2 or tuple(items[1].shape)[:1] != tuple(items[0].shape)[:1]:
+    shape = tuple(items[0].shape)
+    if len(shape) != 2 or 0 in shape or tuple(items[1].shape)[:1] != shape[:1]:
         return 0  # which is refused
     known = np.column_stack([fingerprints(Vectors(items[0])).view(np.int64), as_ids(items[1])])
     _, counts = np.unique(known, axis=0, return_counts=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.data.labelled import MAX_BYTES
-from metricopt_ext.data.numerals import WHOLE, plain_number
+from metricopt_ext.data.numerals import MISSING, WHOLE, plain_number
 from metricopt_ext.data.parquet import PARQUET, parquet_table
 from metricopt_ext.data.text_files import DELIMITERS, TEXT_SHARE, content_of, decoded, rows_of_cells
 from metricopt_ext.errors import DataError
@@ -132,6 +132,10 @@ class Names:
         wrong = next((each for each in flat if not isinstance(each, str)), None)
         if wrong is not None or "" in flat:
             raise DataError(f"{path} has the label {brief(wrong or '')}; each must be a number, or text")
+        blank = next((each for each in flat if each.lower() in MISSING), None)
+        others = {each for each in flat if each.lower() not in MISSING} if blank is not None else ()
+        if others and all(plain_number(each) is not None for each in others):
+            raise DataError(f"{path} has the label {brief(blank)} among numbers, as if it were missing; leave such out")
         numbers = [self._numbers.setdefault(each, len(self._numbers)) for each in flat]
         return np.array(numbers, dtype=np.int64).reshape(named.shape)
 
@@ -159,9 +163,11 @@ def _npy(path: Path, name: str, shape: bool) -> Any:
 
 def _mapped(path: Path) -> Any:
     try:
+        with open_regular(path) as file:
+            _header(file)  # which says what to do about Python objects
         return np.lib.format.open_memmap(path, mode="r")
     except Exception as error:  # its header is parsed as Python, with errors of many types
-        raise DataError(f"{path} is not a .npy file of numbers ({brief(error)})") from error
+        raise DataError(f"{path} is not a .npy file of numbers or text ({brief(error)})") from error
 
 
 def _npz(path: Path, name: str, shape: bool) -> Any:
@@ -192,7 +198,7 @@ def _header(file: Any) -> tuple[tuple[int, ...], np.dtype[Any], int]:
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, _, kind = read(file)
     if kind.hasobject:
-        raise ValueError("it holds Python objects; save numbers, or text as an array of type str")
+        raise ValueError("it holds Python objects; save numbers, or text as labels.astype(str)")
     return shape, kind, file.tell()
 
 
@@ -304,17 +310,19 @@ def _numbers_in(path: Path, name: str, cells: Sequence[str], lines: Sequence[int
     """A column of numbers, ``n`` float64."""
     for cell, line in zip(cells, lines, strict=True):
         if plain_number(cell) is None:
+            decimal = cell.replace(",", ".")
             raise DataError(
                 f"{path}: column {name!r} must be of numbers, as a dimension of the embeddings, got"
-                f" {brief(cell)} in row {line}"
+                f" {brief(cell)} in row {line}" + "; write decimals with a point" * (plain_number(decimal) is not None)
             )
     return np.array(cells, dtype=np.float64)
 
 
 def _labels_in(cells: Sequence[str]) -> Any:
-    """A column of whole numbers, ``n`` int64, of numbers, or else of text."""
-    if all(WHOLE.fullmatch(cell) and len(cell) < 19 for cell in cells):
-        return np.array(cells).astype(np.int64)
+    """A column of whole numbers, ``n`` int64, of numbers, or else of text, as are digits beyond int64."""
+    if all(map(WHOLE.fullmatch, cells)):
+        short = all(len(cell) < 19 or (len(cell) <= 20 and abs(int(cell)) < 1 << 63) for cell in cells)
+        return np.array([int(cell) for cell in cells], dtype=np.int64) if short else np.array(cells)
     numbers = [plain_number(cell) for cell in cells]
     return np.array(cells) if None in numbers else np.array(numbers, dtype=np.float64)
 

@@ -122,6 +122,9 @@ def test_numbers_stay_as_they_are_and_are_not_mixed_with_names(tmp_path: Path) -
         numbered(NAMES, tmp_path / "b")
     with pytest.raises(DataError, match="has the label ''"):
         Names().numbered(np.array(["a", ""]), tmp_path / "c")
+    with pytest.raises(DataError, match="has the label 'nan' among numbers, as if it were missing; leave such out"):
+        Names().numbered(np.array(["12", "nan", "7.0"]), tmp_path / "c")
+    assert Names().numbered(np.array(["none", "any", "7"]), tmp_path / "c").tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -130,6 +133,11 @@ def test_numbers_stay_as_they_are_and_are_not_mixed_with_names(tmp_path: Path) -
         ("a.npz", lambda path: np.savez(path, weights=X), "has no array 'embeddings', only 'weights'"),
         ("a.npz", lambda path: np.savez(path, x=X, feats=X), "has 'x' and 'feats'; call the one to use 'embeddings'"),
         ("a.npz", lambda path: np.savez(path, x=np.array([{}], dtype=object)), "it holds Python objects"),
+        (
+            "a.npy",
+            lambda path: np.save(path, Y.astype(object)),
+            r"Python objects; save numbers, or text as labels.asty",
+        ),
         ("a.npz", lambda path: path.write_bytes(b"PK\x03\x04 torn"), r"is not a \.npz file"),
         ("a.pt", lambda path: torch.save({"x": X}, path), "can't be read without running code of its own"),
         ("a.pt", lambda path: torch.save({"x": [1, "a"]}, path), "labels that are numbers and labels that are text"),
@@ -225,3 +233,22 @@ def test_an_npy_file_may_stay_on_the_disk(tmp_path: Path) -> None:
     (tmp_path / "x.npy").write_bytes(b"no array")
     with pytest.raises(DataError, match=r"x\.npy is not a \.npy file of numbers"):
         read_array(tmp_path / "x.npy", "embeddings", mapped=True)
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        (["1290000000000000001", "-9"], [1290000000000000001, -9]),
+        (["9223372036854775808", "9223372036854775809"], ["9223372036854775808", "9223372036854775809"]),
+        (["9" * 5000, "01"], ["9" * 5000, "01"]),
+    ],
+)
+def test_ids_of_many_digits_stay_apart(tmp_path: Path, labels: list[str], expected: list[Any]) -> None:
+    (tmp_path / "a.csv").write_text("label\n" + "\n".join(labels))
+    assert read_array(tmp_path / "a.csv", "labels").tolist() == expected
+
+
+def test_decimal_commas_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("f0;f1;label\n1,5;2;0\n")
+    with pytest.raises(DataError, match="got '1,5' in row 2; write decimals with a point"):
+        read_array(tmp_path / "a.csv", "embeddings")

@@ -152,10 +152,45 @@ def test_boxes_are_of_the_format(box_format: Any, value: int) -> None:
 
 def test_more_detections_count_on_demand() -> None:
     preds = [found(*[MOVED] * 101, LARGE, labels=[0] * 102, scores=[0.9] * 101 + [0.1])]
-    few = computed(preds, [there(LARGE, labels=[0])])
+    with pytest.warns(UserWarning, match="does not count 2 detections beyond the 100 best.*max_detection_thresholds"):
+        few = computed(preds, [there(LARGE, labels=[0])])
     more = computed(preds, [there(LARGE, labels=[0])], max_detection_thresholds=[1, 10, 1000])
     assert few["mar_100"] == pytest.approx(0.6)
     assert (more["mar_10"], more["mar_1000"]) == (pytest.approx(0.6), pytest.approx(1))
+
+
+def test_thresholds_may_be_arrays_and_tensors() -> None:
+    preds, target = drawn(0)
+    ious, most = [0.5, 0.75], [1, 10, 100]
+    expected = computed(preds, target, iou_thresholds=ious, max_detection_thresholds=most)
+    given = {"iou_thresholds": torch.tensor(ious), "max_detection_thresholds": np.array(most)}
+    assert computed(preds, target, **given) == expected
+
+
+def test_a_buffer_may_be_filled_again() -> None:
+    """What was given is kept, not what became of it."""
+    preds, target = drawn(0)
+    evaluator = CocoEvaluator()
+    for own, known in zip(preds, target, strict=True):
+        evaluator.update([own], [known])
+        for each in (*own.values(), *known.values()):
+            each.zero_()
+    assert {name: value.tolist() for name, value in evaluator.compute().items()} == computed(*drawn(0))
+
+
+def test_masks_are_of_0_and_1_and_of_one_size() -> None:
+    pytest.importorskip("pycocotools")
+    square = torch.zeros(1, 8, 8, dtype=torch.float32)
+    square[:, 2:5, 2:5] = 1
+    known = [{"labels": torch.tensor([0]), "masks": square}]
+    own = {"labels": torch.tensor([0]), "scores": torch.tensor([0.5])}
+    assert computed([{**own, "masks": square}], known, iou_type="segm")["map"] == pytest.approx(1)
+    for masks, message in (
+        (square * 0.9, r"preds\[0\] has masks of the type torch.float32, not of 0 and 1; give masks > 0.5"),
+        (square[:, :7], r"target\[0\] and its preds have masks of \(7, 8\) and \(8, 8\) pixels; resize them"),
+    ):
+        with pytest.raises(DataError, match=message):
+            CocoEvaluator(iou_type="segm").update([{**own, "masks": masks}], known)
 
 
 def test_reset_forgets_and_a_refused_batch_is_not_taken() -> None:
@@ -179,6 +214,12 @@ def test_reset_forgets_and_a_refused_batch_is_not_taken() -> None:
         ([{**NOTHING, "labels": [1]}], [NO_OBJECT], r"preds\[0\] must have 'labels', a tensor; got list"),
         ([NOTHING], [{"boxes": torch.zeros(2, 3), "labels": torch.zeros(2)}], r"boxes of the shape \(2, 3\)"),
         ([NOTHING], [there(LARGE, labels=[1, 2])], r"labels of the shape \(2,\); it must be 1, one for each"),
+        (
+            [NOTHING],
+            [there(LARGE, [9, 9, 30, 4], labels=[0, 1])],
+            r"has the box \[9.0, 9.0, 30.0, 4.0\].*box_format='xyxy'",
+        ),
+        ([NOTHING], [there([1, 1, float("nan"), 4], labels=[1])], r"box \[1.0, 1.0, nan, 4.0\], which is not finite"),
         ([NOTHING], [there(LARGE, labels=[1.0])], "labels of the type torch.float32; they must be integers"),  # type: ignore[list-item]
     ],
 )
@@ -194,6 +235,7 @@ def test_wrong_arguments_and_numbers_are_named() -> None:
         ({"average": "weighted"}, "average='weighted' is none of macro, micro"),
         ({"max_detection_thresholds": [1, 10]}, r"\[1, 10\] must be three numbers"),
         ({"rec_thresholds": [0.5, 1.5]}, "be from 0 to 1"),
+        ({"iou_type": ()}, "has no kind; name bbox or segm"),
     ):
         with pytest.raises(DataError, match=message):
             CocoEvaluator(**options)

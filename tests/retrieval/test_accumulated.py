@@ -96,3 +96,25 @@ def test_processes_judge_their_shares_together(forked: Any) -> None:
     x, y, _ = drawn(31, 0)
     printed = [json.loads(line) for line in forked(SHARES, 2).splitlines() if line.startswith("{")]
     assert printed == 2 * [ranking_metrics(x, y, ["recall", "ndcg"], (1, 4)).values]
+
+
+def test_a_buffer_may_be_filled_again() -> None:
+    """What was given is kept, not what became of it."""
+    x, y, _ = drawn(30, 0)
+    metric = RankingMetrics(NAMES, KS)
+    buffer, numbers, tensor = np.empty((10, 3)), np.empty(10, dtype=np.int64), torch.empty(10, 3, dtype=torch.float64)
+    for start in (0, 10, 20):
+        part = slice(start, start + 10)
+        buffer[:], numbers[:] = x[part], y[part]
+        tensor.copy_(torch.from_numpy(x[part]))
+        metric.update(tensor if start else buffer, numbers)
+    assert metric.compute() == ranking_metrics(x, y, NAMES, KS).values
+
+
+def test_arrays_of_another_byte_order_and_reversed_ones_are_read() -> None:
+    x, y, _ = drawn(30, 0)
+    metric = RankingMetrics(NAMES, KS)
+    metric.update(x[::-1].astype(">f8"), y[::-1].astype(">i4"))
+    metric.update(x[::-1], y[::-1], gallery=True)
+    with pytest.warns(UserWarning, match="30 of 30 queries are in the gallery too"):
+        assert metric.compute()["recall_at_1"] == 1

@@ -226,3 +226,27 @@ def test_what_is_impossible_is_refused(options: dict[str, Any], message: str) ->
 
 def test_each_metric_is_described() -> None:
     assert set(RANKED) == set(NAMES) - {"recall"}
+
+
+def test_junk_is_left_out_by_the_rule_of_cameras() -> None:
+    """Market-1501's own evaluation ignores it: the numbers are those of a gallery without it."""
+    rng = np.random.default_rng(0)
+    x, items = rng.normal(size=(12, 3)), rng.normal(size=(40, 3))
+    labels, item_labels = np.arange(12) % 3, rng.integers(-1, 3, 40)
+    seen, theirs = rng.integers(2, size=12), rng.integers(2, size=40)
+    kept = item_labels != -1
+    expected = ranking_metrics(x, labels, gallery=(items[kept], item_labels[kept]), cameras=(seen, theirs[kept]))
+    for gallery in ((items, item_labels), (torch.from_numpy(items), torch.from_numpy(item_labels))):
+        with pytest.warns(UserWarning, match=rf"{(~kept).sum()} of 40 gallery items left out: their label is -1"):
+            assert ranking_metrics(x, labels, gallery=gallery, cameras=(seen, theirs)) == expected
+    own = np.where(labels == 0, -1, labels)  # a class, as queries have it
+    whole = ranking_metrics(x, own, ["recall"], gallery=(items, item_labels), cameras=(seen, theirs))
+    assert whole.gallery == 40
+
+
+def test_queries_in_a_gallery_are_told() -> None:
+    x, y = np.random.default_rng(0).normal(size=(20, 3)), np.arange(20) % 4
+    with pytest.warns(UserWarning, match="20 of 20 queries are in the gallery too.*they find themselves"):
+        ranking_metrics(x, y, ["ndcg"], gallery=(x, y))
+    with pytest.raises(DataError, match="cameras must be a pair"):
+        ranking_metrics(x, y, cameras=(y,))  # type: ignore[arg-type]

@@ -117,6 +117,22 @@ def test_on_the_command_line(folder: Path) -> None:
     assert "pytorch-metric-learning" in report["versions"]
 
 
+def test_junk_by_its_name_is_left_out_by_the_rule_of_cameras(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (x, y), (gallery, labels) = items(folder, "q"), items(folder, "a")
+    names = {"q_names": y.astype(str), "a_names": np.where(np.arange(60) % 4, labels.astype(str), "-1")}
+    for name, each in {**names, "q_seen": np.arange(40) % 3, "a_seen": np.arange(60) % 2}.items():
+        np.save(folder / f"{name}.npy", each)
+    options = ("--gallery-embeddings", "a.npy", "--gallery-labels", "a_names.npy", "--gallery-cameras", "a_seen.npy")
+    query = ("--embeddings", "q.npy", "--labels", "q_names.npy", "--cameras", "q_seen.npy")
+    (row,) = evaluate(folder, *query, *options, "--ks", "1")["galleries"]
+    kept, seen = np.arange(60) % 4 > 0, np.arange(60) % 2
+    expected = ranking_metrics(
+        x, y, ["recall"], gallery=(gallery[kept], labels[kept]), cameras=(np.arange(40) % 3, seen[kept])
+    )
+    assert (row["size"], row["recall"]["1"]) == (45, expected.values["recall_at_1"])
+    assert "note: a.npy: 15 of 60 gallery items left out: their label is -1" in capsys.readouterr().out
+
+
 def test_several_galleries(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     galleries = [("--gallery-embeddings", f"{name}.npy", "--gallery-labels", f"{name}_labels.npy") for name in "ab"]
     report = evaluate(folder, *QUERIES, *galleries[0], *galleries[1], "--ks", "1", "3", "--distance", "ip")
@@ -592,6 +608,7 @@ def test_wide_tables_are_whole(folder: Path, capsys: pytest.CaptureFixture[str])
         (("--embeddings", "broken.npy", "--labels", "q_labels.npy"), "broken.npy is not a .npy file of numbers"),
         (("--embeddings", "short.npy", "--labels", "q_labels.npy"), "short.npy is not a .npy file of numbers"),
         (("--embeddings", "objects.npy", "--labels", "q_labels.npy"), "objects.npy is not a .npy file of numbers"),
+        (("--embeddings", "flat.npy", "--labels", "q_labels.npy"), "n and d at least 1, got shape (40, 0)"),
         (("--embeddings", "broken.safetensors"), "broken.safetensors is truncated or not a safetensors file"),
         (("--embeddings", "half.safetensors"), "half.safetensors has no tensor 'labels', only 'embeddings'"),
         (("--embeddings", "q.npy", "--labels", "a_labels.npy"), "must match in number, got 40 and 60"),
@@ -667,6 +684,7 @@ def test_bad_input_ends_with_one_line(folder: Path, arguments: tuple[str, ...], 
     (folder / "broken.npy").write_text("1 2 3")
     (folder / "short.npy").write_bytes((folder / "q.npy").read_bytes()[:-40])
     np.save(folder / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)
+    np.save(folder / "flat.npy", np.empty((40, 0)))
     (folder / "broken.safetensors").write_bytes((folder / "q.safetensors").read_bytes()[:-40])
     save_file({"embeddings": torch.zeros(3, 2)}, folder / "half.safetensors")
     with pytest.raises(SystemExit) as caught:
