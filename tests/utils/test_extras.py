@@ -56,6 +56,12 @@ CALLS = {
         "faiss",
         "retrieval",
     ),
+    "benchmarks/measure_transfer": (
+        "--task classification --config-file configs/classification/digits.yaml --output-dir out",
+        "omegaconf",
+        "classification",
+    ),
+    "benchmarks/reproduce_figure3": ("--output-dir out", "omegaconf", "classification"),
     "tools/train_detector": ("--config-file configs/detection/detectron2/scenes.yaml", "detectron2", ""),
 }
 NEED_NONE = {
