@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-outcomes test-python test-lowest benchmarks-smoke docs quality style clean
+.PHONY: help demo test test-outcomes test-python test-lowest test-wheel benchmarks-smoke docs quality style clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -61,6 +61,19 @@ test-lowest: .venv-lowest/.installed  ## run the tests of files on the least fil
 	$(PYTHON) -m venv .venv-lowest
 	.venv-lowest/bin/python -m pip install $(PIP_ARGS) $(LOWEST) -e '.[classification,retrieval,detection,dev]'
 	touch $@
+
+# Where no checkout is in reach, so that what the wheel lacks is missed.
+WHEEL := $(abspath out/wheel)
+
+test-wheel: $(STAMP)  ## install the wheel into an empty environment elsewhere, and run the program there
+	rm -rf $(WHEEL)
+	$(BIN)/python -m build --no-isolation --outdir $(WHEEL)
+	$(PYTHON) -m venv $(WHEEL)/venv
+	$(WHEEL)/venv/bin/python -m pip install $(PIP_ARGS) "$$(echo $(WHEEL)/*.whl)[classification]"
+	cd $(WHEEL) && venv/bin/metricopt configs && venv/bin/metricopt doctor
+	cd $(WHEEL) && venv/bin/metricopt finetune-classifier --config-file configs/classification/digits.yaml --output-dir run device=cpu queries=20 seeds=1
+	cd $(WHEEL) && venv/bin/python -c "import json; run = json.load(open('run/report.json')); assert run['methods'], run"
+	rm -rf $(WHEEL)/venv
 
 SMOKE := out/benchmarks-smoke
 TOY := --config-file configs/classification/digits.yaml
