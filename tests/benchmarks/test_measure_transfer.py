@@ -54,7 +54,8 @@ def test_the_first_tasks_f_is_followed_on_the_second_beside_a_fresh_one(
     rows = content["per_seed"]
     names = ["phi by recipe", "outputs"]
     whats = ["fresh", "transferred", "placebo"]
-    assert list(rows[0]["test"]) == ["pretrained", "loss", *(f"{name}, {what}" for name in names for what in whats)]
+    ends = [f"{name}, {what}" for name in names for what in whats]
+    assert list(rows[0]["test"]) == ["pretrained", "loss", *ends, "batchnorm"]
     for name in names:
         gains = [row["test"][f"{name}, transferred"] - row["test"][f"{name}, placebo"] for row in rows]
         told = content["gains"][f"{name}, transferred over {name}, placebo"]
