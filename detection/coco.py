@@ -43,8 +43,8 @@ def read_coco(
 
     Boxes ``[x, y, width, height]`` become the edges ``(x, y, x + width, y + height)``, and are not clipped to their
     images: one warning says how many are outside them, or partly, which a training leaves out or clips
-    (`records.inside`). Those without area are left out, with one warning. (pycocotools counts those of area 0 as
-    objects, so its AP50 can differ.)
+    (`records.inside`). Those without area are left out, with one warning, as are annotations of images that are not
+    listed. (pycocotools counts boxes of area 0 as objects, so its AP50 can differ.) An area below 0 is not told.
 
     Args:
         annotations: The JSON file.

@@ -46,7 +46,10 @@ class Entries(ABC):
 
     @abstractmethod
     def shapes(self, kind: Kind, images: Integers, ids: Sequence[Id], sizes: Integers) -> list[Any] | None:
-        """Return their masks or keypoints, in their images, which have these ids and sizes; None for boxes."""
+        """Return their masks or keypoints, in their images, which have these ids and sizes; None for boxes.
+
+        One of an unknown image, -1, has None.
+        """
 
     @abstractmethod
     def boxes(self) -> Floats:
@@ -117,6 +120,9 @@ class Objects(Entries):
 
         shapes, size = list[Any](), 0
         for (entry, where), place in zip(self.entries, images.tolist(), strict=True):
+            if place < 0:
+                shapes.append(None)
+                continue
             width, height = sizes[place].tolist()
             shapes.append(_shape(entry, where, kind, ids[place], width, height))
             size += len(shapes[-1]["counts"]) if kind == "segm" else 0
@@ -229,7 +235,10 @@ def _extent(entry: Any, where: str, kind: Kind, shape: Any) -> tuple[list[float]
     if kind == "segm" or (kind == "bbox" and isinstance(told, dict)):
         mask = shape if kind == "segm" else mask_of(told, where)
         return box_around(mask), pixels_of(mask)
-    box = box_around_points(shape) if kind == "keypoints" else box_of(entry, where)
+    points = shape if kind == "keypoints" else None if told else get(entry, "keypoints")
+    if isinstance(points, list) and points and len(points) % 3 == 0 and all(map(_is_finite, points)):
+        points = np.array(points, dtype=np.float64).reshape(-1, 3)
+    box = box_around_points(points) if isinstance(points, np.ndarray) else box_of(entry, where)
     return box, box[2] * box[3]
 
 

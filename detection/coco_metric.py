@@ -16,7 +16,7 @@ from metricopt_ext.detection.box_kinds import refuse_corners, refuse_normalised
 from metricopt_ext.detection.coco_entries import area_of, box_of, flag_of, side_of
 from metricopt_ext.detection.ids import Id, checked_id, choose, distinct, examples, known_of, number, written_ways
 from metricopt_ext.detection.metric import halves_of_images
-from metricopt_ext.detection.shapes import masks_from
+from metricopt_ext.detection.shapes import Booleans, masks_from
 from metricopt_ext.detection.tables import KINDS, Kind
 from metricopt_ext.errors import DataError, MetricError
 from metricopt_ext.tasks.metric import Metric, with_halves
@@ -93,9 +93,9 @@ def coco_metric(
 
     def function(model: nn.Module) -> Any:
         results = []
-        for image_id, image in zip(ids, images, strict=True):
+        for entry, image in zip(content["images"], images, strict=True):
             found = model([image])[0] if detect is None else detect(model, image)
-            results += _results(image_id, found, kind)
+            results += _results(entry, found, kind)
         _tell_of(results, sorted(truth.cats), kind, told)
         if "readings" not in told:
             told.add("readings")
@@ -288,15 +288,19 @@ def _compare_readings(truth: COCO, results: list[dict[str, Any]], ids: list[Id],
                 )
 
 
-def _results(image_id: Id, found: Mapping[str, Tensor], kind: Kind) -> list[dict[str, Any]]:
-    """What is found in an image, as entries of COCO's file of results."""
+def _results(image: Mapping[str, Any], found: Mapping[str, Tensor], kind: Kind) -> list[dict[str, Any]]:
+    """What is found in an image, which has this entry in the annotations, as entries of COCO's file of results."""
     shapes: list[Any]
+    image_id: Id = image["id"]
     given, inner = {"bbox": ("boxes", (4,)), "segm": ("masks", ()), "keypoints": ("keypoints", ())}[kind]
+    if not isinstance(found, Mapping) or not {given, "scores", "labels"} <= found.keys():
+        got = ", ".join(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
+        raise MetricError(f"the detector gave {got} in image {brief(image_id)}; they must be {given}, scores, labels")
     found = {key: torch.as_tensor(found[key]) for key in (given, "scores", "labels")}
     if not found["scores"].ndim == found["labels"].ndim == 1:
         sizes = " and ".join(f"{key} of shape {tuple(found[key].shape)}" for key in ("scores", "labels"))
         raise MetricError(f"the detector gave {sizes} in image {brief(image_id)}; they must be n and n")
-    for key in ("scores", "labels") if kind == "segm" else (given, "scores", "labels"):
+    for key in (given, "scores", "labels"):
         if not torch.isfinite(found[key]).all():
             raise MetricError(f"the detector gave {key} that are NaN or infinite in image {brief(image_id)}")
     if len(found["labels"]) != len(found["scores"]) or len(found[given]) != len(found["scores"]):
@@ -311,14 +315,36 @@ def _results(image_id: Id, found: Mapping[str, Tensor], kind: Kind) -> list[dict
         corners = found["boxes"].double().reshape(-1, 4)
         shapes = torch.cat([corners[:, :2], corners[:, 2:] - corners[:, :2]], dim=1).tolist()
     elif kind == "segm":
-        shapes = masks_from((found["masks"][:, 0] >= 0.5).numpy(force=True))
+        shapes = masks_from(_masks(found["masks"], image))
     else:
+        if (size := found["keypoints"][:1].numel()) not in (0, 51):
+            raise MetricError(
+                f"the detector gave keypoints of {size} numbers in image {brief(image_id)}; they must be n x 17 x 3"
+            )
         shapes = found["keypoints"].flatten(1).tolist()
     scores, labels = found["scores"].tolist(), found["labels"].tolist()
     return [
         {"image_id": image_id, "category_id": label, "score": score, KINDS[kind]: shape}
         for shape, score, label in zip(shapes, scores, labels, strict=True)
     ]
+
+
+def _masks(given: Tensor, image: Mapping[str, Any]) -> Booleans:
+    """Masks, ``n x h x w``, of the size of their image."""
+    if not (given.ndim == 3 or (given.ndim == 4 and given.shape[1] == 1)):
+        raise MetricError(
+            f"the detector gave masks of shape {tuple(given.shape)} in image {brief(image['id'])}; they must be"
+            " n x 1 x h x w"
+        )
+    masks = given if given.ndim == 3 else given[:, 0]
+    sides = tuple(side_of(image, key, "", shown=False) for key in ("height", "width"))
+    if len(masks) and all(sides) and masks.shape[1:] != sides:
+        raise MetricError(
+            f"the detector gave masks of {masks.shape[1]} x {masks.shape[2]} pixels in image {brief(image['id'])},"
+            f" which has {sides[0]} x {sides[1]}, height and width; let detect=... resize them"
+        )
+    found: Booleans = (masks >= 0.5).numpy(force=True)
+    return found
 
 
 def _value(truth: COCO, results: list[dict[str, Any]], ids: list[Id], kind: Kind, name: Name) -> float:

@@ -102,31 +102,48 @@ def read_truth(
         pixels = [size if all(size) else size_of(key, name) for key, name, size in zip(ids, names, pixels, strict=True)]
     sizes = np.array(pixels, dtype=np.int64).reshape(-1, 2)
 
-    at = choose(written_ways(tuple(images)), entries.distinct("image_id"), "image_id", "")
+    there, ways = entries.distinct("image_id"), written_ways(tuple(images))
+    at = max((known_of(way, there) for way in ways), key=len)
+    if not at or len(at) == len(there):
+        at = choose(ways, there, "image_id", "")
     ways = class_ways(tuple(categories), tuple(categories.values()))
     known = choose(ways, entries.distinct("category_id"), "category_id", "")
     places, labels = entries.places("image_id", at), entries.places("category_id", known)
     numbers = entries.boxes()
     shapes = entries.shapes(kind, places, ids, sizes)
-    kept: Booleans = np.ones(len(entries), dtype=bool)
+    kept: Booleans = places >= 0
+    if left := len(kept) - int(kept.sum()):  # as in a file whose list of images was cut
+        unknown = next(key for key in there if key not in at)
+        warnings.warn(
+            f"{annotations}: {left} of {counted(len(kept), 'annotation')} left out, of images that are not listed, such"
+            f" as {brief(unknown)}",
+            stacklevel=2,
+        )
+    flat: Booleans = kept & (numbers[:, 2:] <= 0).any(1)
     if kind == "bbox" and not strict:
-        kept &= (numbers[:, 2:] > 0).all(1)
+        kept &= ~flat
     crowd, areas = entries.crowds(kept), entries.areas()
+    if not strict:  # pycocotools does not count an object of such an area
+        areas = np.where(areas < 0, np.nan, areas)
     if kind == "segm":
         from metricopt_ext.detection.shapes import pixels_of
 
         told = zip(areas.tolist(), shapes or (), strict=True)
-        areas = np.array([pixels_of(shape) if np.isnan(area) else area for area, shape in told], dtype=np.float64)
+        areas = np.array(
+            [pixels_of(shape) if np.isnan(area) and shape is not None else area for area, shape in told],
+            dtype=np.float64,
+        )
     if kind == "keypoints":
         entries.refuse_missing_area(areas)
     called = [Path(name).name or str(key) for name, key in zip(names, ids, strict=True)]
-    if not kept.all():
-        flat = [called[place] for place in places[~kept]]
-        more = f" and {len(flat) - NAMED} more" if len(flat) > NAMED else ""
+    if not kept[flat].all():
+        of = [called[place] for place in places[flat]]
+        more = f" and {len(of) - NAMED} more" if len(of) > NAMED else ""
         warnings.warn(
-            f"boxes in {annotations}: {len(flat)} without area left out ({', '.join(flat[:NAMED])}{more})", stacklevel=2
+            f"boxes in {annotations}: {len(of)} without area left out ({', '.join(of[:NAMED])}{more})", stacklevel=2
         )
     chosen = _as_pycocotools(entries.ids(), places, str(annotations)) if strict else np.flatnonzero(kept)
+    chosen = chosen[kept[chosen]]
     rows = chosen[np.argsort(places[chosen], kind="stable")]
     edges = np.concatenate([numbers[:, :2], numbers[:, :2] + numbers[:, 2:]], axis=1)
     truth = TruthTable(
@@ -286,6 +303,10 @@ def _parsed(path: Path, data: bytes) -> Any:
     try:
         return parse_json(data)
     except ValueError as error:
+        if data.startswith(b"\x1f\x8b"):
+            raise DataError(f"{path} is packed by gzip; unpack it: gunzip {path.name}") from error
+        if str(error).startswith("Extra data: line 2 "):  # the first line is whole
+            raise DataError(f"{path} has a JSON value on each line; it must be one, as [{{...}}, {{...}}]") from error
         raise DataError(f"{path} is truncated or not JSON ({brief(error)})") from error
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metricopt_ext.detection.tables import Booleans, Floats, FoundTable, Integers, Objects, TruthTable
-from metricopt_ext.errors import MetricError
+from metricopt_ext.errors import DataError, MetricError
 
 Definition = Literal["voc_11_point", "voc", "coco"]
 DEFINITIONS: tuple[Definition, ...] = get_args(Definition)
@@ -157,6 +157,11 @@ class Things:
     def of(truth: TruthTable, definition: Definition) -> "Things":
         """Sort the objects for a definition."""
         shape = len(truth), len(truth.classes)
+        if len(truth.labels) and not 0 <= truth.labels.min() <= truth.labels.max() < shape[1]:
+            raise DataError(
+                f"objects have labels from {truth.labels.min()} to {truth.labels.max()}; they count the"
+                f" {len(truth.classes)} classes from 0"
+            )
         keys, boxes = truth.places * len(truth.classes) + truth.labels, truth.boxes + ORIGIN[definition]
         ignored, crowd = truth.crowd, truth.crowd
         if definition != "coco":

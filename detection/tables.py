@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, Union
 import numpy as np
 import numpy.typing as npt
 
-from metricopt_ext.errors import MetricError
+from metricopt_ext.errors import DataError, MetricError
+from metricopt_ext.utils.words import brief
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,21 +71,39 @@ class TruthTable:
 
     @staticmethod
     def of(dataset: "TruthLike") -> "TruthTable":
-        """Return the table of records, or what is one."""
+        """Return the table of records, or what is one.
+
+        Raises:
+            DataError: A record's parts are not of one length, its boxes not of four finite numbers, or its labels no
+                integers.
+        """
         if isinstance(dataset, TruthTable):
             return dataset
         images = dataset.images
         counts = [len(image.labels) for image in images]
+        for image, n in zip(images, counts, strict=True):
+            boxes_fit = image.boxes.shape == (n, 4) or not (n or image.boxes.numel())
+            if not (boxes_fit and len(image.difficult) == len(image.crowd) == n):
+                raise DataError(
+                    f"image {brief(image.image_id)} has boxes of shape {tuple(image.boxes.shape)}, {n} labels,"
+                    f" {len(image.difficult)} as difficult and {len(image.crowd)} as crowd; they must be n x 4, n, n, n"
+                )
         told = any(image.areas is not None for image in images)
+        boxes, labels = _joined([image.boxes.reshape(-1, 4) for image in images]).reshape(-1, 4), _labels(images)
+        places = np.repeat(np.arange(len(images)), counts)
+        if not (finite := np.isfinite(boxes).all(1)).all():
+            row = int(finite.argmin())
+            where = f"image {brief(images[places[row]].image_id)}"
+            raise DataError(f"{where} has the box {brief(boxes[row].tolist())}; its edges must be finite")
         return TruthTable(
             dataset.classes,
             getattr(dataset, "category_ids", ()),
             [image.image_id for image in images],
             [image.path.as_posix() if image.path and image.path.name else "" for image in images],
             np.array([(image.width, image.height) for image in images], dtype=np.int64).reshape(-1, 2),
-            np.repeat(np.arange(len(images)), counts),
-            _joined([image.boxes for image in images]).reshape(-1, 4),
-            _joined([image.labels for image in images]).astype(np.int64),
+            places,
+            boxes,
+            labels,
             _joined([image.difficult for image in images]).astype(bool),
             _joined([image.crowd for image in images]).astype(bool),
             _areas(images, counts) if told else np.full(sum(counts), np.nan),
@@ -123,6 +142,7 @@ class FoundTable:
         """Return the table of records, or what is one.
 
         Raises:
+            DataError: Labels are no integers.
             MetricError: A record's parts are not of one length, or its boxes not of four numbers.
         """
         if isinstance(detections, FoundTable):
@@ -143,7 +163,7 @@ class FoundTable:
             np.repeat(np.arange(len(counts)), counts),
             _joined([found.boxes.reshape(-1, 4) for found in detections]).reshape(-1, 4),
             _joined([found.scores for found in detections]),
-            _joined([found.labels for found in detections]).astype(np.int64),
+            _labels(detections),
             _areas(detections, counts) if told else np.full(sum(counts), np.nan),
             _shapes(detections),
         )
@@ -192,6 +212,15 @@ def _joined(parts: "Sequence[Tensor]") -> Array:
     from metricopt_ext.detection.records import as_array
 
     return as_array(torch.cat(list(parts)))
+
+
+def _labels(records: Sequence[Any]) -> Integers:
+    found = _joined([record.labels for record in records])
+    with np.errstate(invalid="ignore"):  # NaN is refused
+        labels = found.astype(np.int64)
+    if (wrong := labels != found).any():
+        raise DataError(f"labels must be integers, got {found[wrong][0]:g}")
+    return labels
 
 
 def _areas(records: Sequence[Any], counts: Sequence[int]) -> Floats:

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from metricopt_ext.detection.boxes_outside import shown_files
+from metricopt_ext.detection.boxes_outside import shown_files, warn_of_boxes_outside
 from metricopt_ext.detection.records import Annotated, DetectionSet
+from metricopt_ext.detection.tables import TruthTable
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import read_bounded
 from metricopt_ext.utils.words import brief, counted, shortened
@@ -141,7 +142,9 @@ def read_yolo(images: Path | Sequence[Path], classes: Sequence[str], *, max_byte
             stacklevel=2,
         )
     read = [_annotated(name, file, found, classes) for name, file, found in zip(names, files, labels, strict=True)]
-    return DetectionSet(tuple(classes), read)
+    dataset = DetectionSet(tuple(classes), read)
+    warn_of_boxes_outside(shown, TruthTable.of(dataset), [file.name for file in files])
+    return dataset
 
 
 def _annotated(name: str, image: Path, labels: Path | None, classes: Sequence[str]) -> Annotated:
@@ -174,7 +177,7 @@ def _rows(file: Path, classes: Sequence[str]) -> list[tuple[int, tuple[float, ..
         if not words:
             continue
         where = f"line {number} of {file}"
-        label = int(words[0]) if words[0].isdecimal() and len(words[0]) < 9 else -1
+        label = _whole(words[0])
         if not 0 <= label < len(classes):
             raise DataError(
                 f"{where} has the class {brief(words[0])}; it must be a number from 0 to {len(classes) - 1}, of"
@@ -182,6 +185,15 @@ def _rows(file: Path, classes: Sequence[str]) -> list[tuple[int, tuple[float, ..
             )
         rows.append((label, _edges([_share(word, where) for word in words[1:]], where)))
     return rows
+
+
+def _whole(word: str) -> int:
+    """The number of a class, as 1, or as numpy.savetxt writes it, 1.0 or 1e+00; -1 for what is none."""
+    try:
+        value = -1.0 if "_" in word else float(word)
+    except ValueError:
+        return -1
+    return int(value) if value.is_integer() else -1
 
 
 def _edges(shares: Sequence[float], where: str) -> tuple[float, ...]:

@@ -161,8 +161,9 @@ class AccuracyCalculator(accuracy_calculator.AccuracyCalculator):  # type: ignor
                 **self._options,
             )
             values = self._get_accuracy(exact, places=recall.places, query_labels=as_ids(query_labels)[recall.rows])
-        if others and self._options["distance"] == "cosine":
-            query, reference = _unit_length(query), None if reference is None else _unit_length(reference)
+        if others:
+            unit = self._options["distance"] == "cosine"
+            query, reference = _prepared(query, unit), None if reference is None else _prepared(reference, unit)
         recalls = [name for name in others if name in self._ks]  # which may need more neighbours than the others
         for names in (recalls, [name for name in others if name not in self._ks]):
             if names:
@@ -239,8 +240,12 @@ class RecallCalculator(AccuracyCalculator):
         super().__init__(tuple(include) or recalls, exclude, ks=ks, **options)
 
 
-def _unit_length(embeddings: Array) -> Tensor:
-    return F.normalize(torch.as_tensor(embeddings).float())
+def _prepared(embeddings: Array, unit: bool) -> Tensor:
+    """What pytorch-metric-learning searches, FAISS in one piece of memory; scaled to length 1 for the cosine."""
+    if not isinstance(embeddings, Tensor):
+        found = np.asarray(embeddings)
+        embeddings = torch.from_numpy(np.array(found, dtype=found.dtype.newbyteorder("="), order="C"))
+    return F.normalize(embeddings.float()) if unit else embeddings.contiguous()
 
 
 def _check_apart(labels: Array, whose: str) -> None:

@@ -662,9 +662,7 @@ def copies_in_gallery(queries: Vectors, labels: Any, items: Vectors, item_labels
 
     Copies may be of lower precision. What is calculated again differs in its last digits, which few coordinates show.
     """
-    given = [queries.given[:1], items.given[:1]]
-    first = [each if isinstance(each, Tensor) else torch.from_numpy(np.array(each)) for each in given]
-    floats = [each.dtype for each in first if each.is_floating_point()]
+    floats = [dtype for dtype in map(_dtype, (queries.given, items.given)) if dtype.is_floating_point]
     coarse = max(floats, key=lambda dtype: torch.finfo(dtype).eps, default=None)
     count = f"of {len(chosen)} queries"
     remedy = (
@@ -697,6 +695,14 @@ def copies_in_gallery(queries: Vectors, labels: Any, items: Vectors, item_labels
         f"at least {near} {count} are in the gallery too, nearly the same embedding with the same label, as if"
         f" calculated again: they find themselves, so recall is too high; {remedy}"
     )
+
+
+def _dtype(given: Array) -> torch.dtype:
+    """The type of embeddings: of an array's the one that torch has, whatever the byte order; float64 is the finest."""
+    if isinstance(given, Tensor):
+        return given.dtype
+    kinds = {2: torch.float16, 4: torch.float32}
+    return kinds.get(given.dtype.itemsize, torch.float64) if given.dtype.kind == "f" else torch.int64
 
 
 def _found_again(own: Any, labels: Any, theirs: Any, item_labels: Any) -> tuple[int, int]:

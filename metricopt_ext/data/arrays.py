@@ -25,7 +25,8 @@ SUFFIXES = (".npy", *NPZ, ".safetensors", *TORCH, *HDF5, *PARQUET, *TABLES)
 # What people call them, besides "embeddings" and "labels".
 OTHER_NAMES = {
     "embeddings": ("embedding", "features", "feature", "feats", "vectors", "x", "X"),
-    "labels": ("label", "targets", "target", "classes", "ids", "y", "Y"),
+    "labels": ("label", "targets", "target", "classes", "class", "ids", "pids", "pid", "y", "Y"),
+    "cameras": ("camera", "cams", "cam", "camids", "camid"),
 }
 NUMBERED = re.compile(r"(?P<name>.*?)(?P<number>[0-9]+)")  # a column of a table with one for each dimension
 
@@ -233,15 +234,26 @@ def _torch(path: Path, name: str, shape: bool) -> Any:
     if not isinstance(content, dict):
         raise DataError(f"{path} holds a {type(content).__name__}; it must be a dict of tensors, or a pair of them")
     found = content[_named(path, name, [each for each in content if isinstance(each, str)], "tensor")]
-    found = found if isinstance(found, Tensor) else _listed(path, found)
+    found = found if isinstance(found, Tensor) else _listed(path, name, found)
     return tuple(found.shape) if shape else found
 
 
-def _listed(path: Path, values: Any) -> Any:
-    if not isinstance(values, list | tuple) or not all(type(each) in (int, str) for each in values):
-        raise DataError(f"{path} has labels of type {type(values).__name__}; they must be a tensor, or a list of text")
-    if len({type(each) for each in values}) > 1:
+def _listed(path: Path, name: str, values: Any) -> Any:
+    """A list of numbers or of text, ``n``, or of rows of numbers, ``n x d``, which may be tensors."""
+    kinds = {type(each) for each in values} if isinstance(values, list | tuple) else set()
+    if str in kinds and kinds & {int, float}:
         raise DataError(f"{path} has labels that are numbers and labels that are text; write them alike")
+    if kinds == {Tensor} and len({each.shape for each in values}) == 1:
+        return torch.stack(list(values))
+    if kinds <= {list, tuple} and all(type(each) in (int, float) for row in values for each in row):
+        widths = {len(row) for row in values}
+    else:
+        widths = {1} if kinds == {str} or kinds <= {int, float} else set()
+    if not kinds or len(widths) != 1:
+        raise DataError(
+            f"{path} has {name!r} of type {type(values).__name__}; it must be a tensor, or a list of text, of numbers,"
+            " or of rows of one length"
+        )
     return np.array(values)
 
 

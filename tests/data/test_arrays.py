@@ -106,6 +106,18 @@ def test_both_lie_in_one_file(tmp_path: Path, file: str, names: tuple[str, str],
     assert (read_shape(path, "embeddings"), read_shape(path, "labels")) == ((4, 3), (4,))
 
 
+@pytest.mark.parametrize(
+    ("x", "y"), [(list(torch.from_numpy(X)), Y.astype(float).tolist()), (X.tolist(), list(torch.from_numpy(Y)))]
+)
+def test_lists_are_read_from_a_torch_file(tmp_path: Path, x: Any, y: Any) -> None:
+    torch.save({"embeddings": x, "pids": y, "camids": [3, 1, 2, 3], "torn": [[1, 2], [3]]}, tmp_path / "a.pt")
+    assert np.array_equal(np.asarray(read_array(tmp_path / "a.pt", "embeddings")), X)
+    assert np.array_equal(np.asarray(read_array(tmp_path / "a.pt", "labels")), Y)
+    assert read_array(tmp_path / "a.pt", "cameras").tolist() == [3, 1, 2, 3]
+    with pytest.raises(DataError, match="has 'torn' of type list; it must be a tensor, or a list of text, of numbers"):
+        read_array(tmp_path / "a.pt", "torn")
+
+
 def test_names_are_numbered_over_all_files(tmp_path: Path) -> None:
     numbered = Names().numbered
     assert numbered(NAMES, tmp_path / "a").tolist() == [0, 1, 2, 1]

@@ -1,6 +1,7 @@
 """COCO's formats: what is read is what was written, pycocotools agrees, and what is wrong is named."""
 
 import contextlib
+import gzip
 import io
 import json
 import warnings
@@ -9,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from PIL import Image
 
 from metricopt_ext.detection.ap50 import average_precision
 from metricopt_ext.detection.coco import CocoSet, read_coco, read_detections, write_coco, write_detections
+from metricopt_ext.detection.coco_tables import read_truth
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
 from metricopt_ext.errors import DataError
 
@@ -190,7 +193,10 @@ def changed(key: str, place: int, **fields: Any) -> Any:
         (changed("annotations", 1, bbox=None, segmentation={"counts": "x"}), "has a segmentation of the size None"),
         (changed("annotations", 1, bbox=None, segmentation=[[1, 2, 3]]), "its segmentation is no list of polygons"),
         (changed("categories", 0, name="stop sign"), "several categories named 'stop sign'"),
-        (changed("annotations", 1, image_id=8), "annotation 1 has the unknown image_id 8; known: 7, 70, 71"),
+        (
+            {**CONTENT, "annotations": [{**CONTENT["annotations"][1], "image_id": 8}]},
+            "annotation 0 has the unknown image_id 8; known: 7, 70, 71",
+        ),
         (changed("annotations", 1, category_id=1), "annotation 1 has the unknown category_id 1; known: 13, 90"),
         (changed("annotations", 1, bbox=[1, 2, 3]), r"annotation 1 has the bbox \[1, 2, 3\]; it must be 4 finite"),
     ],
@@ -405,6 +411,40 @@ def test_masks_and_boxes_of_other_areas_are_no_corners(tmp_path: Path, expected:
         each(gt["annotations"], area=area)
         assert value(tmp_path, gt, results()) == pytest.approx(expected, abs=1e-12)
         gt = truth()
+
+
+def test_packed_results_and_those_of_a_line_each_are_named(tmp_path: Path, data: CocoSet) -> None:
+    lines = "\n".join(json.dumps(entry) for entry in RESULTS).encode()
+    for content, message in ((gzip.compress(lines), "packed by gzip; unpack it"), (lines, "a JSON value on each line")):
+        (tmp_path / "dt.json").write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            read_detections(tmp_path / "dt.json", data)
+
+
+def test_annotations_of_images_that_are_not_listed_are_left_out(tmp_path: Path, expected: float) -> None:
+    """As by pycocotools, and said: a list of images is cut more often than their annotations are."""
+    gt = truth()
+    gt["annotations"] += [{**gt["annotations"][0], "id": 90 + i, "image_id": 77 + i} for i in range(2)]
+    with pytest.warns(UserWarning, match="2 of 6 annotations left out, of images that are not listed, such as 77"):
+        assert value(tmp_path, gt, results()) == pytest.approx(expected, abs=1e-12)
+
+
+def test_an_object_of_an_area_below_0_counts(tmp_path: Path, expected: float) -> None:
+    """The area of its box is its own; pycocotools leaves the object out, without a word."""
+    gt = truth()
+    gt["annotations"][0]["area"] = -5
+    assert value(tmp_path, gt, results()) == pytest.approx(expected, abs=1e-12)
+    path = written(tmp_path / "annotations.json", gt)
+    assert np.isnan(read_truth(path).areas).tolist() == [True, False, False, False]
+    assert read_truth(path, strict=True).areas[0] == -5
+
+
+def test_results_of_keypoints_have_the_boxes_around_them(tmp_path: Path, expected: float) -> None:
+    dt = results()
+    for entry in dt:
+        x, y, w, h = entry.pop("bbox")
+        entry["keypoints"] = [x, y + h, 1, x + w, y, 1, x + w / 2, y + h / 2, 0]
+    assert value(tmp_path, truth(), dt) == pytest.approx(expected, abs=1e-12)
 
 
 def test_image_ids_from_0_in_a_set_from_1_are_warned_of(tmp_path: Path, expected: float) -> None:

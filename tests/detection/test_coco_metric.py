@@ -167,7 +167,7 @@ def test_a_detector_without_masks_is_named() -> None:
     metric = coco_metric(
         pictures(0), truth(1), kind="segm", detect=lambda *_: {"scores": torch.ones(1), "labels": torch.ones(1)}
     )
-    with pytest.raises(MetricError, match="masks"):
+    with pytest.raises(MetricError, match="gave scores, labels in image 10; they must be masks, scores, labels"):
         metric.judge(nn.Identity())
 
 
@@ -420,6 +420,35 @@ def test_scores_that_are_no_numbers_are_refused(kind: Kind) -> None:
     metric = coco_metric(pictures(0), truth(1), kind=kind, detect=lambda *_: {**Finder().find(0), "scores": [math.inf]})
     with pytest.raises(MetricError, match="the detector gave scores that are NaN or infinite in image 10"):
         metric.judge(nn.Identity())
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("segm", lambda masks: masks[..., :40], r"masks of 50 x 40 pixels in image 10, which has 50 x 50, height and"),
+        (
+            "segm",
+            lambda masks: masks[:, :, None],
+            r"masks of shape \(1, 1, 1, 50, 50\) in image 10; they must be n x 1 x",
+        ),
+        ("segm", lambda masks: masks * math.nan, "masks that are NaN or infinite in image 10"),
+        ("keypoints", lambda points: points[..., :2], "keypoints of 34 numbers in image 10; they must be n x 17 x 3"),
+    ],
+)
+def test_masks_and_keypoints_of_another_kind_are_refused(kind: Kind, change: Any, message: str) -> None:
+    """Masks of another size would hit nothing, without a word."""
+    key, whole = {"segm": "masks", "keypoints": "keypoints"}[kind], Finder().find(0)
+    metric = coco_metric(pictures(0), truth(1), kind=kind, detect=lambda *_: {**whole, key: change(whole[key])})
+    with pytest.raises(MetricError, match=message):
+        metric.judge(nn.Identity())
+
+
+def test_masks_may_lack_their_channel() -> None:
+    whole = Finder().find(0)
+    metric = coco_metric(
+        pictures(0), truth(1), kind="segm", detect=lambda *_: {**whole, "masks": whole["masks"][:, 0]}, halves=()
+    )
+    assert value(metric, nn.Identity())[0] == pytest.approx(1)
 
 
 def of_kinds(box: list[float], label: int) -> Any:

@@ -1,12 +1,17 @@
+import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("PIL")
 
+from metricopt_ext.detection.ap50 import average_precision
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
 from metricopt_ext.detection.tables import FoundTable, TruthTable, as_one_class
+from metricopt_ext.errors import DataError
 
 
 def image(labels: list[int], areas: list[float] | None = None) -> Annotated:
@@ -42,3 +47,23 @@ def test_all_classes_are_one_in_the_order_of_classes() -> None:
     assert (one.labels.tolist(), found.labels.tolist()) == ([0, 0], [0, 0])
     assert one.boxes.tolist() == [[4, 5, 6, 7], [0, 1, 2, 3]]
     assert found.boxes.tolist() == torch.eye(4)[[1, 0]].tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"boxes": torch.tensor([[0.0, 0, 1, 1], [0, 0, math.nan, 1]])},
+            r"image 'a' has the box \[0.0, 0.0, nan, 1.0\]",
+        ),
+        ({"boxes": torch.zeros(2, 5)}, r"'a' has boxes of shape \(2, 5\), 2 labels, 2 as difficult and 2 as crowd"),
+        ({"labels": torch.tensor([0, 1, 1])}, r"has boxes of shape \(2, 4\), 3 labels"),
+        ({"labels": torch.tensor([0.0, 1.5])}, "labels must be integers, got 1.5"),
+        ({"labels": torch.tensor([1, 2])}, "objects have labels from 1 to 2; they count the 2 classes from 0"),
+        ({"crowd": torch.zeros(1, dtype=torch.bool)}, "2 as difficult and 1 as crowd"),
+    ],
+)
+def test_records_that_contradict_themselves_are_refused(change: Any, message: str) -> None:
+    none = [Detections(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.int64))]
+    with pytest.raises(DataError, match=message):
+        average_precision(none, DetectionSet(("x", "y"), [replace(image([0, 1]), **change)]), "coco")

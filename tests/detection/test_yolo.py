@@ -40,11 +40,24 @@ def test_an_image_without_labels_has_no_objects_and_is_counted(images: Path) -> 
         read_yolo(images, ("cat", "dog"))
 
 
+def test_classes_may_be_written_as_numpy_writes_them(images: Path) -> None:
+    (images.parent / "labels/a.txt").write_text("1.0 0.5 0.5 0.25 0.5\n1.000e+00 0.5 0.5 0.25 0.5\n")
+    assert read_yolo(images, ("cat", "dog")).images[0].labels.tolist() == [1, 1]
+
+
+def test_boxes_without_area_are_told(images: Path) -> None:
+    """They count as objects that nothing finds, as in COCO's evaluation."""
+    (images.parent / "labels/a.txt").write_text("0 0.5 0.5 0 0.5\n")
+    with pytest.warns(UserWarning, match=r"1 without area, left out of training \(a.png\); an evaluation counts them"):
+        assert read_yolo(images, ("cat", "dog")).images[0].boxes.tolist() == [[20, 5, 20, 15]]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("2 0.5 0.5 0.2 0.2", "line 1 of .*a.txt has the class '2'; it must be a number from 0 to 1"),
         ("cat 0.5 0.5 0.2 0.2", "has the class 'cat'"),
+        ("0.5 0.5 0.5 0.2 0.2", "has the class '0.5'"),
         ("0 20 10 8 4", "has '20'; it must be a share"),
         ("0 0.5 0.5 nan 0.2", "has 'nan'; it must be a share"),
         ("0 0.5 0.5 0.2", "has 3 numbers after the class"),

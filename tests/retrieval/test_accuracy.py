@@ -154,3 +154,13 @@ def test_what_contradicts_itself_is_refused() -> None:
         RecallCalculator(ks=(1,)).get_accuracy(*drawn(30), include=("recall_at_3",))
     with pytest.raises(ValueError, match="mutually exclusive"):
         AccuracyCalculator(avg_of_avgs=True, return_per_class=True)
+
+
+def test_embeddings_may_lie_anyhow_in_memory() -> None:
+    """Every other row of a tensor, and an array of another byte order; FAISS ended in an AssertionError."""
+    x, y = drawn(60)
+    calculator = AccuracyCalculator(("mean_average_precision", "recall_at_1"), ks=(1,), device=CPU)
+    expected = calculator.get_accuracy(x[::2].clone(), y[::2], x[1::2].clone(), y[1::2])
+    assert calculator.get_accuracy(x[::2], y[::2], x[1::2], y[1::2]) == expected
+    swapped = x.numpy().astype(">f4")
+    assert calculator.get_accuracy(swapped[::2], y[::2], swapped[1::2], y[1::2]) == expected

@@ -302,6 +302,19 @@ def test_queries_in_the_gallery_are_counted_by_content() -> None:
         recall_at_k(x[:100], y[:100], (1,), gallery=(x, y), gallery_starts_with_queries=True)
 
 
+@pytest.mark.parametrize("kind", [">f4", ">f2", np.longdouble, np.uint16])
+def test_a_gallery_may_be_an_array_of_any_type(kind: Any) -> None:
+    rng = np.random.default_rng(0)
+    x, items = (rng.integers(40, size=(n, 3)).astype(kind) for n in (20, 30))
+    y, labels = rng.integers(4, size=20), rng.integers(4, size=30)
+    items[:2], labels[:2] = x[:2], y[:2]
+    found = []
+    for change in (kind, np.float64):
+        with pytest.warns(UserWarning, match="of 20 queries are in the gallery too"):
+            found.append(recall_at_k(x.astype(change), y, (1, 2), gallery=(items.astype(change), labels)))
+    assert found[0] == found[1]
+
+
 def test_queries_in_the_gallery_under_other_labels_are_counted() -> None:
     x, y = clusters(250)
     with pytest.warns(
