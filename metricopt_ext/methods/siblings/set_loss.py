@@ -42,7 +42,7 @@ class SetLoss(nn.Module):
         ValueError: A value is rejected; the message gives it.
     """
 
-    def __init__(self, outputs: int = 1, metric: str = "", network: Network = "plain") -> None:
+    def __init__(self, outputs: int = 1, metric: str = "", network: Network = "published") -> None:
         super().__init__()
         check_integer(1, outputs=outputs)
         check_network(network)

@@ -68,7 +68,7 @@ class SurrogateLearning(Sibling):
     clip: float | None = 1e-5
     universal: UniversalTraining = field(default_factory=UniversalTraining)
     begin: SetLoss | None = field(default=None, compare=False, repr=False)
-    network: Network = "plain"
+    network: Network = "published"
     thresholds: int = 0
     judged: Judged = "training"
     first: First = "model"

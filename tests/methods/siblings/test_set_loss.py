@@ -19,7 +19,7 @@ from metricopt_ext.utils.files import write_tensors
 
 def surrogate(outputs: int = 1, seed: int = 0) -> SetLoss:
     torch.manual_seed(seed)
-    return SetLoss(outputs, "mcr").double()
+    return SetLoss(outputs, "mcr", "plain").double()
 
 
 def batch(outputs: int = 1, size: int = 7, seed: int = 1) -> tuple[Tensor, Tensor]:
