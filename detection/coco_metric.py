@@ -16,8 +16,8 @@ from metricopt_ext.detection.box_kinds import refuse_corners, refuse_normalised
 from metricopt_ext.detection.coco_entries import area_of, box_of, flag_of, side_of
 from metricopt_ext.detection.ids import Id, checked_id, choose, distinct, examples, known_of, number, written_ways
 from metricopt_ext.detection.metric import halves_of_images
-from metricopt_ext.detection.shapes import Booleans, masks_from
-from metricopt_ext.detection.tables import KINDS, Kind
+from metricopt_ext.detection.shapes import masks_from
+from metricopt_ext.detection.tables import KINDS, Booleans, Kind
 from metricopt_ext.errors import DataError, MetricError
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.utils.words import brief, counted
