@@ -33,9 +33,10 @@ class SurrogateLearning(Sibling):
 
     The defaults are the paper's (section 4.1): Adam at 1e-5 with the gradients' norm clipped to 1e-5 before, so that
     Adam, which is all but indifferent to a gradient's scale, normalises what clipping left.
-    While the surrogate learns, the model predicts as it does while it learns itself, in training mode.
+    While the surrogate learns, it sees the model's scores in training mode.
     Four of the settings are readings of the paper; ``network="published"``, ``thresholds=100``, ``judged="evaluation"``
-    and ``first="surrogate"`` are those of its first author's code.
+    and ``first="surrogate"`` are those of its first author's code. The first of them alone is a default: with the plain
+    network one of five seeds did not learn.
 
     Attributes:
         surrogate: ``"universal"`` (SL-U) learns it on random scores alone (Eq. 3) and trains the model on it as it is;
