@@ -797,6 +797,7 @@ def test_files(quadratic: Callable[..., Any], tmp_path: Path, learner: Any) -> N
         "trajectories",
         "identity.json",
         "evaluations.json",
+        "README.md",
         "value_function.safetensors",
         "adapter.safetensors",
     }
