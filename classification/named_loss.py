@@ -52,9 +52,9 @@ def _made(config: ClassificationConfig) -> Any:
     }
     if name not in known:
         raise ConfigError(f"loss.name={name!r} is none of {', '.join(known)}")
+    if name == "cost_sensitive" and not params:
+        return _of_metric(config)
     try:
-        if name == "cost_sensitive" and not params:
-            return _of_metric(config)
         return known[name](**params)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"loss: {name} does not take {params}: {error}") from error
@@ -66,4 +66,7 @@ def _of_metric(config: ClassificationConfig) -> CostSensitive:
             "loss.name=cost_sensitive takes its weights from metric.name=expected_cost without metric.prior, or from"
             " loss.params={weights: [1.0, 2.0]}, one for each class"
         )
-    return CostSensitive.of_costs(config.metric.costs)
+    try:
+        return CostSensitive.of_costs(config.metric.costs)
+    except ValueError as error:
+        raise ConfigError(f"metric.costs under loss.name=cost_sensitive: {error}") from error

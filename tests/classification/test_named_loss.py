@@ -64,7 +64,7 @@ def test_costs_come_from_the_metric() -> None:
     expected = CostSensitive([2.0, 1.0, 3.0])(NET(X), Y)
     assert named_loss(config, TARGET)(NET, (X, Y)) == expected
     for other in (config_of("loss.name=cost_sensitive"), config_of(*PRIOR, costs)):
-        with pytest.raises(ConfigError, match="takes its weights from metric"):
+        with pytest.raises(ConfigError, match=r"^loss\.name=cost_sensitive takes its weights from metric"):
             named_loss(other, TARGET)
 
 
@@ -93,3 +93,10 @@ def test_they_are_for_classes() -> None:
     config = load_config(ClassificationConfig, None, [*table, "loss.name=lovasz", "metric.name=mean_absolute_error"])
     with pytest.raises(ConfigError, match=r"loss\.name=lovasz is for classes, not for data\.kind=ordinal"):
         config.check()
+
+
+def test_costs_that_give_no_weight_are_refused_by_their_key() -> None:
+    costs = "metric.costs=[[0.0,0.0,0.0],[1.0,0.0,1.0],[3.0,3.0,0.0]]"
+    config = config_of("loss.name=cost_sensitive", "metric.name=expected_cost", costs)
+    with pytest.raises(ConfigError, match=r"^metric\.costs under loss\.name=cost_sensitive: "):
+        named_loss(config, TARGET)
