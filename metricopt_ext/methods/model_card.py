@@ -1,6 +1,5 @@
 """The page of a run's folder that says what the adapter in it is of, as model hubs show it."""
 
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ from metricopt_ext.methods.result import Result
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.utils.files import write_atomically
+from metricopt_ext.utils.installation import DISTRIBUTION, installed
 from metricopt_ext.utils.words import and_more, counted
 
 CARD = "README.md"
@@ -61,7 +61,7 @@ def model_card(result: Result[Any], adapter: Adapter, metric: Metric) -> str:
             "adapter.merge()  # an ordinary model again; adapter.remove() gives the old one back, bit for bit",
             "```",
             "",
-            f"Made by metricopt-ext {_version()}.",
+            f"Made by {DISTRIBUTION} {installed(DISTRIBUTION) or '(not installed)'}.",
             "",
         ]
     )
@@ -89,10 +89,3 @@ def described(adapter: Adapter) -> str:
 def write_card(folder: Path, result: Result[Any], adapter: Adapter, metric: Metric) -> None:
     """Write a run's card into its folder."""
     write_atomically(folder / CARD, model_card(result, adapter, metric).encode())
-
-
-def _version() -> str:
-    try:
-        return version("metricopt-ext")
-    except PackageNotFoundError:
-        return "(not installed)"
