@@ -29,17 +29,20 @@ from torch import Tensor
 from adam_policy import AdamPolicy
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
-from metricopt_ext.evidence.cli import RUNS_CODE
-from metricopt_ext.evidence.command import errors_in_one_line
-from metricopt_ext.evidence.report import paired_interval, spread
-from metricopt_ext.evidence.style import new_figure, save_figure
-from metricopt_ext.methods.paper import END_QUERIES, Algorithm1
+from metricopt_ext.experiment.cli import RUNS_CODE
+from metricopt_ext.experiment.command import errors_in_one_line
+from metricopt_ext.experiment.report import paired_interval, spread
+from metricopt_ext.experiment.style import new_figure, save_figure
+from metricopt_ext.methods.algorithm1 import END_QUERIES, Algorithm1
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import RecipeDetails, Result
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.tuning import finetune, metric_policy
 from metricopt_ext.plain import in_markdown
+from metricopt_ext.runtime.identity import sole_writer
+from metricopt_ext.runtime.parallel import run_seeds
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.tasks.rollout import Policy
@@ -47,10 +50,7 @@ from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.described import from_json
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.files import content_of, read_json, write_atomically, write_json
-from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import Machine, deterministic
-from metricopt_ext.utils.parallel import run_seeds
-from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.fitting import Fit

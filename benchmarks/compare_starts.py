@@ -24,32 +24,32 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from metricopt_ext.comparison.comparison import Plan
+from metricopt_ext.comparison.comparison_report import standard_error
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.evidence.cli import RUNS_CODE, TASKS, experiment_of
-from metricopt_ext.evidence.command import errors_in_one_line
-from metricopt_ext.evidence.compare import judge
-from metricopt_ext.evidence.contenders import at_each_budget, loss_path
-from metricopt_ext.evidence.contest import Plan
-from metricopt_ext.evidence.contest_report import standard_error
-from metricopt_ext.evidence.experiment import Experiment
-from metricopt_ext.evidence.method import METHODS, Begun, Contender
-from metricopt_ext.evidence.report import spread
-from metricopt_ext.evidence.style import direction, markdown_table, new_figure, save_figure
+from metricopt_ext.experiment.baselines import at_each_budget, loss_path
+from metricopt_ext.experiment.cli import RUNS_CODE, TASKS, experiment_of
+from metricopt_ext.experiment.command import errors_in_one_line
+from metricopt_ext.experiment.compare import judge
+from metricopt_ext.experiment.experiment import Experiment
+from metricopt_ext.experiment.method import METHODS, Begun, Contender
+from metricopt_ext.experiment.report import spread
+from metricopt_ext.experiment.style import direction, markdown_table, new_figure, save_figure
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe_settings import StepWeights
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.tuning import FRESH, tune_start
 from metricopt_ext.plain import in_markdown
+from metricopt_ext.runtime.identity import sole_writer
+from metricopt_ext.runtime.parallel import run_seeds
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_at_least
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.files import holds, read_json, write_atomically, write_json
-from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import Machine, deterministic
-from metricopt_ext.utils.parallel import run_seeds
-from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.fitting import Fit
 

@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from metricopt_ext.evidence.command import errors_in_one_line
-from metricopt_ext.evidence.style import print_table
+from metricopt_ext.experiment.command import errors_in_one_line
+from metricopt_ext.experiment.style import print_table
 from metricopt_ext.methods.assess import assess
 from metricopt_ext.methods.assessment import RECOMMENDATIONS, Assessment, Recommendation
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tools.assess import assess_seed, read
 from metricopt_ext.tools.compare import seed_range
 from metricopt_ext.utils.files import write_json
-from metricopt_ext.utils.progress import Watcher
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "compare"
 NOISE = "noise"

@@ -34,25 +34,25 @@ from metricopt_ext.classification.split_metric import batch_metric, model_metric
 from metricopt_ext.classification.splits import load_splits
 from metricopt_ext.classification.targets import Target
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.evidence.cli import RUNS_CODE
-from metricopt_ext.evidence.command import errors_in_one_line
-from metricopt_ext.evidence.correlation import CorrelationReport, correlation_report
-from metricopt_ext.evidence.report import paired_interval, spread
-from metricopt_ext.evidence.siblings import ReLossConfig, SiblingsConfig
-from metricopt_ext.evidence.style import direction, markdown_table, print_table
+from metricopt_ext.experiment.cli import RUNS_CODE
+from metricopt_ext.experiment.command import errors_in_one_line
+from metricopt_ext.experiment.correlation import CorrelationReport, correlation_report
+from metricopt_ext.experiment.report import paired_interval, spread
+from metricopt_ext.experiment.siblings import ReLossConfig, SiblingsConfig
+from metricopt_ext.experiment.style import direction, markdown_table, print_table
 from metricopt_ext.methods.run_folder import open_run
-from metricopt_ext.methods.siblings.ranked_batches import true_class_log_probability
-from metricopt_ext.methods.siblings.relational_loss import RelationalLoss
-from metricopt_ext.methods.siblings.training import TrainingTask
 from metricopt_ext.plain import in_markdown, plain
+from metricopt_ext.runtime.identity import sole_writer
+from metricopt_ext.runtime.parallel import run_seeds
+from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.siblings.reloss.ranked_batches import true_class_log_probability
+from metricopt_ext.siblings.reloss.relational_loss import RelationalLoss
+from metricopt_ext.siblings.training import TrainingTask
 from metricopt_ext.tasks.batches import BlockBatches
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.files import write_atomically, write_json
-from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import Machine, deterministic
-from metricopt_ext.utils.parallel import run_seeds
-from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import seeded_streams
 from metricopt_ext.utils.versions import versions
 from metricopt_ext.utils.words import counted

@@ -24,8 +24,8 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias
 from metricopt_ext.classification.losses import classification_loss
 from metricopt_ext.classification.models import build_model
-from metricopt_ext.evidence.command import errors_in_one_line
-from metricopt_ext.evidence.style import markdown_table, print_table
+from metricopt_ext.experiment.command import errors_in_one_line
+from metricopt_ext.experiment.style import markdown_table, print_table
 from metricopt_ext.search.optimizer import MetricOpt
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric

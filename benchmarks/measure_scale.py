@@ -22,20 +22,21 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import distributed, nn
+import torch.distributed as dist
+from torch import nn
 
 from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.evidence.command import errors_in_one_line
-from metricopt_ext.evidence.style import print_table
+from metricopt_ext.experiment.command import errors_in_one_line
+from metricopt_ext.experiment.style import print_table
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.runtime import distributed
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils import ranks
 from metricopt_ext.utils.files import write_json
-from metricopt_ext.utils.progress import Watcher
 
 DIM, CLASSES = 32, 10
 
@@ -55,7 +56,7 @@ class Traffic:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Count what goes through torch.distributed's exchanges of objects, which are the ranks' only ones."""
-        gather, broadcast = distributed.all_gather_object, distributed.broadcast_object_list
+        gather, broadcast = dist.all_gather_object, dist.broadcast_object_list
 
         def gathering(parts: list[Any], sent: bytes, *more: Any, **options: Any) -> None:
             self.exchanges, self.sent = self.exchanges + 1, self.sent + len(sent)
@@ -66,8 +67,8 @@ class Traffic:
             broadcast(sent, *more, **options)
 
         with (
-            mock.patch.object(distributed, "all_gather_object", gathering),
-            mock.patch.object(distributed, "broadcast_object_list", broadcasting),
+            mock.patch.object(dist, "all_gather_object", gathering),
+            mock.patch.object(dist, "broadcast_object_list", broadcasting),
         ):
             yield
 
@@ -81,7 +82,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=500, help="images that an evaluation looks at")
     parser.add_argument("--output", type=Path, help="receives the figures as JSON")
     arguments = parser.parse_args()
-    with errors_in_one_line(ValueError), ranks.joined(), ranks.sharing(vars(arguments)):
+    with errors_in_one_line(ValueError), distributed.joined(), distributed.sharing(vars(arguments)):
         torch.set_num_threads(1)
         measure(arguments.strategy, arguments.queries, arguments.sleep, arguments.images, arguments.output)
 
@@ -113,8 +114,8 @@ def measure(strategy: str, queries: int, sleep: float, images: int, output: Path
     with traffic.counted():
         optimize_metric(task, queries=queries, strategy=recipe if strategy == "recipe" else None, watcher=Watcher())
         seconds = time.perf_counter() - began
-        asked = list(ranks.each(lambda own: (len(spent), sum(spent)), range(ranks.world())))
-    evaluations = sum(number for number, _ in asked) - (ranks.world() - 1)  # all make the first
+        asked = list(distributed.each(lambda own: (len(spent), sum(spent)), range(distributed.world())))
+    evaluations = sum(number for number, _ in asked) - (distributed.world() - 1)  # all make the first
 
     def waves(world: int) -> int:
         if strategy == "search":
@@ -122,11 +123,11 @@ def measure(strategy: str, queries: int, sleep: float, images: int, output: Path
         return recipe_waves(recipe, recipe.tasks_per_round(queries, DIM), evaluations, world)
 
     each = sum(total for _, total in asked) / sum(number for number, _ in asked)
-    serial = seconds - waves(ranks.world()) * each
+    serial = seconds - waves(distributed.world()) * each
     figures = {
-        "ranks": ranks.world(),
+        "ranks": distributed.world(),
         "evaluations": evaluations,
-        "waves": waves(ranks.world()),
+        "waves": waves(distributed.world()),
         "seconds of an evaluation": each,
         "seconds": seconds,
         "serial seconds": serial,
@@ -134,7 +135,7 @@ def measure(strategy: str, queries: int, sleep: float, images: int, output: Path
         "exchanges": traffic.exchanges,
         "megabytes sent by the first rank": traffic.sent / 1e6,
     }
-    if ranks.rank() == 0:
+    if distributed.rank() == 0:
         rows = [(name, f"{value:.2f}" if isinstance(value, float) else str(value)) for name, value in figures.items()]
         print_table([f"{strategy}, {queries} queries", "measured"], rows)
         if output is not None:

@@ -22,15 +22,15 @@ import numpy as np
 
 from kept import kept_json
 from metricopt_ext.adapters.start import Start
+from metricopt_ext.comparison.comparison_report import standard_error
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.evidence.cli import RUNS_CODE, TASKS, experiment_of
-from metricopt_ext.evidence.command import errors_in_one_line
-from metricopt_ext.evidence.compare import judge
-from metricopt_ext.evidence.contest_report import standard_error
-from metricopt_ext.evidence.experiment import Experiment
-from metricopt_ext.evidence.report import paired_interval, spread
-from metricopt_ext.evidence.run_config import RunConfig
-from metricopt_ext.evidence.style import direction, markdown_table, print_table
+from metricopt_ext.experiment.cli import RUNS_CODE, TASKS, experiment_of
+from metricopt_ext.experiment.command import errors_in_one_line
+from metricopt_ext.experiment.compare import judge
+from metricopt_ext.experiment.experiment import Experiment
+from metricopt_ext.experiment.report import paired_interval, spread
+from metricopt_ext.experiment.run_config import RunConfig
+from metricopt_ext.experiment.style import direction, markdown_table, print_table
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run_folder import open_run
@@ -38,14 +38,14 @@ from metricopt_ext.methods.searched import search_results
 from metricopt_ext.methods.starts import with_start
 from metricopt_ext.methods.tuning import finetune, metric_policy
 from metricopt_ext.plain import in_markdown
+from metricopt_ext.runtime.identity import sole_writer
+from metricopt_ext.runtime.parallel import run_seeds
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.files import write_atomically, write_json
-from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import Machine, deterministic
-from metricopt_ext.utils.parallel import run_seeds
-from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.versions import versions
 from metricopt_ext.utils.words import counted
 

@@ -27,27 +27,27 @@ from described_change import DescribedValueFunction, Description, LayerChange, O
 from kept import kept_json
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.classification.models import SmallCNN
+from metricopt_ext.comparison.comparison_report import standard_error
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.evidence.cli import RUNS_CODE, TASKS, experiment_of
-from metricopt_ext.evidence.command import errors_in_one_line
-from metricopt_ext.evidence.compare import judge
-from metricopt_ext.evidence.contenders import loss_path
-from metricopt_ext.evidence.contest_report import standard_error
-from metricopt_ext.evidence.experiment import Experiment
-from metricopt_ext.evidence.method_config import TransferConfig, method_named
-from metricopt_ext.evidence.run_config import RunConfig
-from metricopt_ext.evidence.style import direction, print_table
-from metricopt_ext.evidence.transfer import followed
-from metricopt_ext.methods.paper import Algorithm1
+from metricopt_ext.experiment.baselines import loss_path
+from metricopt_ext.experiment.cli import RUNS_CODE, TASKS, experiment_of
+from metricopt_ext.experiment.command import errors_in_one_line
+from metricopt_ext.experiment.compare import judge
+from metricopt_ext.experiment.experiment import Experiment
+from metricopt_ext.experiment.method_config import TransferConfig, method_named
+from metricopt_ext.experiment.run_config import RunConfig
+from metricopt_ext.experiment.style import direction, print_table
+from metricopt_ext.experiment.transfer import followed
+from metricopt_ext.methods.algorithm1 import Algorithm1
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.rounds import meta_train
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.tuning import finetune
+from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.tasks.trajectory import TrajectoryStore
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.files import write_json
-from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.value.fitting import fit_value_function, measure
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.rotated import RotatedValueFunction

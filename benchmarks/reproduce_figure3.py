@@ -27,20 +27,20 @@ from torch import Tensor
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.errors import ValueFunctionError
-from metricopt_ext.evidence.cli import RUNS_CODE
-from metricopt_ext.evidence.command import errors_in_one_line
-from metricopt_ext.evidence.report import paired_interval
-from metricopt_ext.evidence.style import new_figure, save_figure
-from metricopt_ext.methods.paper import Algorithm1, GuidedSearch
+from metricopt_ext.experiment.cli import RUNS_CODE
+from metricopt_ext.experiment.command import errors_in_one_line
+from metricopt_ext.experiment.report import paired_interval
+from metricopt_ext.experiment.style import new_figure, save_figure
+from metricopt_ext.methods.algorithm1 import Algorithm1, GuidedSearch
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.tuning import FRESH
+from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.tasks.rollout import Policy, collect, rollout
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.files import read_json, write_atomically, write_json
-from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import Machine, deterministic
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from metricopt_ext.evidence.claims import OURS, all_pairs, entry_of, guard_blocks, holm, pair, rivals_of, shown
-from metricopt_ext.evidence.command import errors_in_one_line
-from metricopt_ext.evidence.contest_report import heading, load, means_in_markdown
-from metricopt_ext.evidence.method import METHODS
-from metricopt_ext.evidence.style import markdown_table
+from metricopt_ext.comparison.claims import OURS, all_pairs, entry_of, guard_blocks, holm, pair, rivals_of, shown
+from metricopt_ext.comparison.comparison_report import heading, load, means_in_markdown
+from metricopt_ext.experiment.command import errors_in_one_line
+from metricopt_ext.experiment.method import METHODS
+from metricopt_ext.experiment.style import markdown_table
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.utils.files import content_of, write_atomically
 from metricopt_ext.utils.words import counted

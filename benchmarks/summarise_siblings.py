@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from metricopt_ext.errors import DataError, MetricOptError
-from metricopt_ext.evidence.method import SIBLINGS
-from metricopt_ext.evidence.record import SeedRecord
-from metricopt_ext.evidence.report import paired_interval
-from metricopt_ext.evidence.style import print_table
-from metricopt_ext.methods.siblings.kept import read_numbers
+from metricopt_ext.experiment.method import SIBLINGS
+from metricopt_ext.experiment.record import SeedRecord
+from metricopt_ext.experiment.report import paired_interval
+from metricopt_ext.experiment.style import print_table
+from metricopt_ext.siblings.kept import read_numbers
 from metricopt_ext.utils.files import content_of
 
 HEADER = ["", "first", "last", "later half", "seeds"]

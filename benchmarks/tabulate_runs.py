@@ -14,12 +14,12 @@ from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
+from metricopt_ext.comparison.claims import shown
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.evidence.claims import shown
-from metricopt_ext.evidence.command import errors_in_one_line
-from metricopt_ext.evidence.method import METHODS
-from metricopt_ext.evidence.report import paired_interval, spread
-from metricopt_ext.evidence.style import direction, markdown_table
+from metricopt_ext.experiment.command import errors_in_one_line
+from metricopt_ext.experiment.method import METHODS
+from metricopt_ext.experiment.report import paired_interval, spread
+from metricopt_ext.experiment.style import direction, markdown_table
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.utils.described import Finite, read_shaped
 from metricopt_ext.utils.files import content_of, write_atomically

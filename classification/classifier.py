@@ -24,8 +24,8 @@ from metricopt_ext.data.pretrained import pretrained
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.data.training import train_supervised
 from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.tasks.batches import TensorBatches
-from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.state_dict import load_state, read_state_dict
 from metricopt_ext.utils.words import shortened

@@ -13,9 +13,9 @@ from metricopt_ext.data.images import ImageSize, centre_crop
 from metricopt_ext.data.named_model import NamedModelConfig
 from metricopt_ext.data.own_parts import given_parts
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.evidence.method import METHODS, siblings_of
-from metricopt_ext.evidence.method_config import brought_by, either
-from metricopt_ext.evidence.run_config import (
+from metricopt_ext.experiment.method import METHODS, siblings_of
+from metricopt_ext.experiment.method_config import brought_by, either
+from metricopt_ext.experiment.run_config import (
     MEMORY_GIB,
     AdapterConfig,
     RunConfig,
@@ -24,7 +24,7 @@ from metricopt_ext.evidence.run_config import (
     check_at_least,
     memory_of,
 )
-from metricopt_ext.evidence.siblings import SiblingsConfig
+from metricopt_ext.experiment.siblings import SiblingsConfig
 from metricopt_ext.tasks.besides import BesidesConfig
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.utils.checks import check_above, check_integer

@@ -44,20 +44,21 @@ from metricopt_ext.data.parts import large_parts, part_size
 from metricopt_ext.data.rare import Rare, rare_groups
 from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.data.training import train_supervised
-from metricopt_ext.evidence.bootstrap import error_of, within_groups
-from metricopt_ext.evidence.contenders import at_each_budget, ending_at
-from metricopt_ext.evidence.correlation import CorrelationReport, correlation_report
-from metricopt_ext.evidence.experiment import Experiment, State, Subject
-from metricopt_ext.evidence.method import Contender, Earlier, End, Method, Planned
-from metricopt_ext.evidence.rivals import metricopt_result, planned
-from metricopt_ext.evidence.siblings import SiblingsConfig, learned_losses, plot_histories, training
-from metricopt_ext.evidence.whole_network import LabelParts, held_third
+from metricopt_ext.experiment.baselines import at_each_budget, ending_at
+from metricopt_ext.experiment.bootstrap import error_of, within_groups
+from metricopt_ext.experiment.correlation import CorrelationReport, correlation_report
+from metricopt_ext.experiment.experiment import Experiment, State, Subject
+from metricopt_ext.experiment.method import Contender, Earlier, End, Method, Planned
+from metricopt_ext.experiment.siblings import SiblingsConfig, learned_losses, plot_histories, training
+from metricopt_ext.experiment.usual_methods import metricopt_result, planned
+from metricopt_ext.experiment.whole_network import LabelParts, held_third
 from metricopt_ext.methods.batchnorm_starts import tent_start
 from metricopt_ext.methods.prior_starts import em_prior_start, moved_by
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.second_round import run_second_round
 from metricopt_ext.methods.short_finetunes import Training
-from metricopt_ext.methods.siblings.training import TrainingTask
+from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.siblings.training import TrainingTask
 from metricopt_ext.tasks.batches import Batches, BlockBatches, TensorBatches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Settings
@@ -65,7 +66,6 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import config_section, default_of
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.modes import evaluating
-from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
 
 PRIORS = {"prior": 1.0, "prior_twice": 2.0}  # strengths of logit adjustment that a search may begin from

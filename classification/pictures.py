@@ -8,7 +8,7 @@ from torch import Tensor
 
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.streamed import is_streamed
-from metricopt_ext.evidence.style import new_figure, save_figure
+from metricopt_ext.experiment.style import new_figure, save_figure
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
 

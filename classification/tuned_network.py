@@ -34,11 +34,11 @@ from metricopt_ext.data.halves import Halves
 from metricopt_ext.data.precision import check_told_apart
 from metricopt_ext.methods.pipeline import check_plan, optimize_metric
 from metricopt_ext.methods.prior_starts import moved_by
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
-from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import seeded_streams
 from metricopt_ext.utils.words import brief
 

@@ -34,11 +34,11 @@ from metricopt_ext.detection.toolkit import Toolkit
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit, has_proposals
 from metricopt_ext.detection.train import train_detector
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.tasks.besides import NO_BOUNDS, class_number, of_class, own_function
 from metricopt_ext.tasks.own_metric import own_metric
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.extras import require
-from metricopt_ext.utils.progress import Watcher
 
 F1 = MeanF1.name
 TOOLKITS = ("detectron2", "torchvision", "transformers")

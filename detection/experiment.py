@@ -36,8 +36,8 @@ from metricopt_ext.detection.proposals import proposal_recall
 from metricopt_ext.detection.task import ExampleBatches, InputsOnDisk, detection_loss, jittered
 from metricopt_ext.detection.toolkit import Toolkit, told_inference
 from metricopt_ext.detection.train import train_detector
-from metricopt_ext.evidence.bootstrap import error_of, within_groups
-from metricopt_ext.evidence.experiment import Experiment, State, Subject
+from metricopt_ext.experiment.bootstrap import error_of, within_groups
+from metricopt_ext.experiment.experiment import Experiment, State, Subject
 from metricopt_ext.methods.short_finetunes import Training
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric

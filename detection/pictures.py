@@ -10,7 +10,7 @@ from torch import Tensor
 from metricopt_ext.detection.proposals import box_iou
 from metricopt_ext.detection.records import Annotated, Detections
 from metricopt_ext.detection.toolkit import Example
-from metricopt_ext.evidence.style import new_figure, save_figure
+from metricopt_ext.experiment.style import new_figure, save_figure
 
 RIGHT, WRONG, MISSED, COVER, LOST = "#35c759", "#ff3b30", "#ffd60a", "#0a84ff", "#ff3b30"
 WIDTH = 2.8  # of an image, in inches

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from metricopt_ext.evidence.style import new_figure, save_figure
+from metricopt_ext.experiment.style import new_figure, save_figure
 
 NAMED = 5  # classes with a colour and a name, those of the least AP50
 LETTERS = 40  # of such a name

@@ -15,7 +15,7 @@ from metricopt_ext.detection.records import Annotated
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc import write_voc
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.identity import claim
+from metricopt_ext.runtime.identity import claim
 
 SPLITS = ("train", "val", "test")
 SHARES = (0.6, 0.15, 0.25)  # of the 1,797 digits that each split pastes

@@ -8,8 +8,8 @@ from torch import nn
 
 from metricopt_ext.data.training_state import TrainingState
 from metricopt_ext.detection.toolkit import Toolkit
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.tasks.batches import Batches
-from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator, seeded_streams
 
 

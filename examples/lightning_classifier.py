@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.functional.classification import multiclass_f1_score
 
-from metricopt_ext.methods.lightning import SearchPhi  # +
+from metricopt_ext.integrations.lightning import SearchPhi  # +
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--epochs", type=int, default=15)

@@ -35,13 +35,13 @@ from metricopt_ext.retrieval.metrics import Draws, EmbeddingMetric, besides, emb
 from metricopt_ext.retrieval.models import Embedder, build_model
 from metricopt_ext.retrieval.own_data import own_parts
 from metricopt_ext.retrieval.proxies import PerClass, Together, fitted_proxies
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.batches import ClassBatches
 from metricopt_ext.tasks.metric import Halved, Metric, with_halves
 from metricopt_ext.tasks.task import Loss
 from metricopt_ext.utils.config import config_section
 from metricopt_ext.utils.modes import evaluating
-from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.state_dict import load_checkpoint
 from metricopt_ext.utils.words import counted

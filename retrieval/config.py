@@ -7,9 +7,9 @@ from typing import Any
 from metricopt_ext.data.named_model import NamedModelConfig
 from metricopt_ext.data.own_parts import given_parts
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.evidence.method import siblings_of
-from metricopt_ext.evidence.method_config import brought_by
-from metricopt_ext.evidence.run_config import (
+from metricopt_ext.experiment.method import siblings_of
+from metricopt_ext.experiment.method_config import brought_by
+from metricopt_ext.experiment.run_config import (
     MEMORY_GIB,
     AdapterConfig,
     RunConfig,
@@ -18,7 +18,7 @@ from metricopt_ext.evidence.run_config import (
     check_at_least,
     memory_of,
 )
-from metricopt_ext.evidence.siblings import EmbedderSiblingsConfig
+from metricopt_ext.experiment.siblings import EmbedderSiblingsConfig
 from metricopt_ext.tasks.besides import BesidesConfig
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.utils.config import MISSING

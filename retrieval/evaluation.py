@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metricopt_ext.errors import DataError
-from metricopt_ext.evidence.style import print_table
+from metricopt_ext.experiment.style import print_table
 from metricopt_ext.retrieval.approximate import Index, Overlap, recall_by_index
 from metricopt_ext.retrieval.intervals import difference_interval, interval
 from metricopt_ext.retrieval.neighbours import Distance

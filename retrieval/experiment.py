@@ -17,16 +17,15 @@ from metricopt_ext.data.parts import large_parts
 from metricopt_ext.data.rare import Rare, rare_groups
 from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.data.training import train_supervised
-from metricopt_ext.evidence.bootstrap import error_of, jackknife_error, of_groups
-from metricopt_ext.evidence.contenders import at_start
-from metricopt_ext.evidence.experiment import Experiment, State, Subject
-from metricopt_ext.evidence.method import Contender, Method
-from metricopt_ext.evidence.rivals import planned
-from metricopt_ext.evidence.run_config import memory_of
-from metricopt_ext.evidence.siblings import EmbedderSiblingsConfig, plot_histories, training
-from metricopt_ext.evidence.whole_network import FEWEST_CLASSES, LabelParts, held_third
+from metricopt_ext.experiment.baselines import at_start
+from metricopt_ext.experiment.bootstrap import error_of, jackknife_error, of_groups
+from metricopt_ext.experiment.experiment import Experiment, State, Subject
+from metricopt_ext.experiment.method import Contender, Method
+from metricopt_ext.experiment.run_config import memory_of
+from metricopt_ext.experiment.siblings import EmbedderSiblingsConfig, plot_histories, training
+from metricopt_ext.experiment.usual_methods import planned
+from metricopt_ext.experiment.whole_network import FEWEST_CLASSES, LabelParts, held_third
 from metricopt_ext.methods.short_finetunes import Training
-from metricopt_ext.methods.siblings.training import TrainingTask
 from metricopt_ext.retrieval.build import (
     attach,
     batch_metric,
@@ -48,6 +47,8 @@ from metricopt_ext.retrieval.pictures import plot_neighbours, plot_recalls, save
 from metricopt_ext.retrieval.recall import hits_at_k
 from metricopt_ext.retrieval.settings import FURTHER, retrieval_settings
 from metricopt_ext.retrieval.whitening_start import lda_whitening_start, whitened, whitening_start
+from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.siblings.training import TrainingTask
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Settings
@@ -56,7 +57,6 @@ from metricopt_ext.utils.config import config_section
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.files import write_json
 from metricopt_ext.utils.modes import evaluating
-from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
 

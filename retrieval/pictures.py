@@ -10,8 +10,8 @@ from torch import Tensor
 
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.evidence.method import METHODS
-from metricopt_ext.evidence.style import new_figure, over_seeds, save_figure
+from metricopt_ext.experiment.method import METHODS
+from metricopt_ext.experiment.style import new_figure, over_seeds, save_figure
 from metricopt_ext.retrieval.cameras import CAMERA, Cameras, Seen, hits_across_cameras, nearest_across_cameras
 from metricopt_ext.retrieval.recall import nearest, recall_at_k
 from metricopt_ext.utils.described import Finite, read_shaped

@@ -18,11 +18,11 @@ from metricopt_ext.methods.result import Result
 from metricopt_ext.retrieval.few_classes import FewClasses
 from metricopt_ext.retrieval.judged import JudgedEmbeddings, Processing
 from metricopt_ext.retrieval.task import memories
+from metricopt_ext.runtime.progress import watched
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.modes import evaluating
-from metricopt_ext.utils.progress import watched
 from metricopt_ext.utils.seeding import generator, seeded_streams
 from metricopt_ext.utils.words import counted
 

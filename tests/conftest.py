@@ -12,6 +12,8 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -327,3 +329,63 @@ def catalog() -> Iterator[Any]:
     for name in set(data.DatasetCatalog.list()) - before:
         data.DatasetCatalog.remove(name)
         data.MetadataCatalog.remove(name)
+
+
+class Html(HTMLParser):
+    """What a browser would find in a page: elements with their attributes, and the texts in them."""
+
+    EMPTY = ("meta", "img")  # without an end
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.tables: list[list[list[str]]] = []
+        self._found: list[tuple[str, list[str]]] = []
+        self._open: list[tuple[str, list[str]]] = []
+        self.feed(text)
+        self.close()
+        assert not self._open
+
+    def texts(self, name: str) -> list[str]:
+        return ["".join(parts) for each, parts in self._found if each == name]
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag == "table":
+            self.tables.append([])
+        if tag == "tr":
+            self.tables[-1].append([])
+        if tag not in self.EMPTY:
+            self._open.append((tag, []))
+
+    def handle_endtag(self, tag: str) -> None:
+        name, parts = self._open.pop()
+        assert name == tag  # elements are nested
+        self._found.append((name, parts))
+        if tag in ("th", "td"):
+            self.tables[-1][-1].append("".join(parts))
+
+    def handle_data(self, data: str) -> None:
+        for _, parts in self._open:
+            parts.append(data)
+
+    def check(self) -> None:
+        """Reject scripts, whatever is loaded from elsewhere, and what a reader of the screen would miss."""
+        names = [name for name, _ in self.elements]
+        assert not {"script", "link", "iframe", "object", "embed", "base", "form"} & set(names)
+        for name, attributes in self.elements:
+            assert not any(key.startswith("on") or key == "href" for key in attributes), name
+            assert attributes.get("src", "data:image/png;base64,").startswith("data:image/png;base64,")
+            assert name != "img" or attributes["alt"]
+        assert not any(word in style for style in self.texts("style") for word in ("url(", "@import", "http"))
+        assert self.elements[0] == ("html", {"lang": "en"})
+        levels = [int(name[1]) for name in names if name in ("h1", "h2", "h3")]
+        assert levels[0] == 1
+        assert levels.count(1) == 1
+        assert all(after <= before + 1 for before, after in pairwise(levels))
+
+
+@pytest.fixture
+def html() -> Callable[[str], Html]:
+    """Read a page."""
+    return Html

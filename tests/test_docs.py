@@ -19,7 +19,7 @@ import torch
 
 import metricopt_ext as mo
 from metricopt_ext.__main__ import main
-from metricopt_ext.evidence.cli import TASKS, experiment_of
+from metricopt_ext.experiment.cli import TASKS, experiment_of
 from metricopt_ext.utils.config import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -114,7 +114,7 @@ def test_commands_have_options_and_keys_that_exist(page: Path) -> None:
 def options_of(tool: str) -> set[str]:
     """Return the options that a tool's source names, and the shared ones that it gets from elsewhere."""
     common = "program_switches" if "tools/tune_" in tool else "cli"
-    shared = DETECTRON2 if "train_detector" in tool else options_in(ROOT / f"metricopt_ext/evidence/{common}.py")
+    shared = DETECTRON2 if "train_detector" in tool else options_in(ROOT / f"metricopt_ext/experiment/{common}.py")
     return options_in(ROOT / tool) | shared
 
 

@@ -29,13 +29,14 @@ from torch import nn
 import metricopt_ext as mo
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.errors import MetricOptError
-from metricopt_ext.methods.paper import Algorithm1
+from metricopt_ext.methods.algorithm1 import Algorithm1
 from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.runtime import distributed
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils import files, ranks
-from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.utils import files
 from metricopt_ext.value.learners import RidgeLearner
 
 ROOT = Path(__file__).parents[1]
@@ -387,7 +388,7 @@ for name in ("time", "monotonic", "perf_counter"):
     setattr(time, name + "_ns", jumping(getattr(time, name + "_ns"), 10**9))
 
 from rich.console import Console
-from metricopt_ext.utils.progress import Bars
+from metricopt_ext.runtime.progress import Bars
 from tests.test_faults import STRATEGIES, make_task, work
 
 folder = Path(sys.argv[1])
@@ -419,9 +420,9 @@ def work_on_ranks() -> None:
     """Run all strategies on the ranks of torchrun; each says which process it is, and what it ended with."""
     folder = Path(sys.argv[1])
     rank = os.environ["RANK"]
-    with ranks.joined():
+    with distributed.joined():
         files.write_json(folder / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{rank}.json", {"process": os.getpid()})
-        ends = {name: work(make_task(), name, folder / name, ranks.restarted(), Watcher()) for name in STRATEGIES}
+        ends = {name: work(make_task(), name, folder / name, distributed.restarted(), Watcher()) for name in STRATEGIES}
     files.write_json(folder / f"{rank}.json", ends)
 
 

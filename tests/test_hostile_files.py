@@ -37,6 +37,8 @@ from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.labelled_images import read_labels
 from metricopt_ext.classification.libsvm import load_libsvm
 from metricopt_ext.classification.tables import load_csv
+from metricopt_ext.comparison import comparison, comparison_report
+from metricopt_ext.comparison.joined import joined
 from metricopt_ext.data.arrays import read_array
 from metricopt_ext.data.images import MAX_PIXELS, Limits, load_image_folder
 from metricopt_ext.data.parquet import parquet_cells
@@ -46,18 +48,17 @@ from metricopt_ext.detection.records import Annotated
 from metricopt_ext.detection.voc import read_voc
 from metricopt_ext.detection.yolo import read_yolo, read_yolo_file
 from metricopt_ext.errors import DataError, MetricOptError
-from metricopt_ext.evidence import contest, contest_report
-from metricopt_ext.evidence.joined import joined
-from metricopt_ext.evidence.record import Outcome, SeedRecord
-from metricopt_ext.methods.siblings.kept import NUMBERS, load_kept
-from metricopt_ext.methods.siblings.loss_policy import LossPolicy, load_loss_policy
-from metricopt_ext.methods.siblings.relational_loss import RelationalLoss, load_relational_loss
-from metricopt_ext.methods.siblings.set_loss import SetLoss, load_set_loss
-from metricopt_ext.methods.siblings.training import TrainingTask
-from metricopt_ext.methods.siblings.unfinished import Unfinished
+from metricopt_ext.experiment.record import Outcome, SeedRecord
 from metricopt_ext.retrieval.data import load_stanford_online_products
 from metricopt_ext.retrieval.layouts import load_cars196, load_in_shop
+from metricopt_ext.runtime.identity import claim
 from metricopt_ext.search.update_rule import UpdateRule, load_update_rule
+from metricopt_ext.siblings.ala.loss_policy import LossPolicy, load_loss_policy
+from metricopt_ext.siblings.kept import NUMBERS, load_kept
+from metricopt_ext.siblings.reloss.relational_loss import RelationalLoss, load_relational_loss
+from metricopt_ext.siblings.sl.set_loss import SetLoss, load_set_loss
+from metricopt_ext.siblings.training import TrainingTask
+from metricopt_ext.siblings.unfinished import Unfinished
 from metricopt_ext.tasks import kept_evaluations
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.cached_metric import CachedMetric
@@ -67,7 +68,6 @@ from metricopt_ext.utils import files
 from metricopt_ext.utils.checkpoint_file import read_checkpoint
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.files import save_checkpoint, write_json
-from metricopt_ext.utils.identity import claim
 from metricopt_ext.utils.machine import Machine
 from metricopt_ext.utils.state_dict import load_checkpoint
 from metricopt_ext.value.gp import GPValueFunction
@@ -504,10 +504,10 @@ REPORT = {
 
 def read_comparison(path: Path) -> None:
     """Read a comparison, and make of it what tools make."""
-    content = contest_report.load(path)
+    content = comparison_report.load(path)
     with files.content_of(path, "comparison"):
-        whole = contest_report.paired(joined([content], ["a"]))
-        contest_report.markdown(whole)
+        whole = comparison_report.paired(joined([content], ["a"]))
+        comparison_report.markdown(whole)
 
 
 CONFIG = (
@@ -541,7 +541,7 @@ LOADERS: dict[str, Loader] = {
     "sibling": Loader(write_kept, lambda path: load_kept(nn.Linear(2, 2), path.parent, "x")),
     "row": Loader(
         parsed("r.json", {"seed": 0, "method": "a", "cells": {}, "errors": {}, "least": 1, "machine": "m"}),
-        contest.finished,
+        comparison.finished,
     ),
     "comparison": Loader(parsed("comparison.json", COMPARISON), read_comparison),
     "report": Loader(

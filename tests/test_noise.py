@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import metricopt_ext as mo
-from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.runtime.progress import Watcher
 
 SEEDS = 40
 DEVIATION = 0.05  # of the metric, on [0, 1]

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TASKS = ("classification", "detection", "retrieval")
 LINKED = (*TASKS, "configs", "tools")  # folders at the top level that metricopt_ext has symlinks to
 CONFIG = "configs/classification/digits.yaml"
-PAGE = "metricopt_ext/evidence/page.html"
+PAGE = "metricopt_ext/experiment/page.html"
 FILES = (
     "CHANGELOG.md",
     "CITATION.cff",

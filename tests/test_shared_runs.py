@@ -15,17 +15,17 @@ import torch
 from torch import nn
 import metricopt_ext as mo
 from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.evidence.command import errors_in_one_line
-from metricopt_ext.methods.paper import Algorithm1
+from metricopt_ext.experiment.command import errors_in_one_line
+from metricopt_ext.methods.algorithm1 import Algorithm1
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.siblings.algorithm_s1 import AlgorithmS1
+from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Setting, Settings
 from metricopt_ext.tasks.task import FinetuneTask, OutputLoss
-from metricopt_ext.utils import ranks
-from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.runtime import distributed
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.value.learners import RidgeLearner
 
 torch.set_num_threads(1)
@@ -103,7 +103,7 @@ def run(name):
         kept |= {"path": run.path, "rule": learned.rule.weights.detach(), "quality": repr(learned.f.quality)}
     return kept
 
-with errors_in_one_line(keeps=out), ranks.joined():
+with errors_in_one_line(keeps=out), distributed.joined():
     ends = {name: run(name) for name in STRATEGIES}
     torch.save({"ends": ends, "asked": asked}, out / f"{os.environ['RANK']}.pt")
 """

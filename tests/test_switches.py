@@ -11,8 +11,8 @@ import pytest
 
 from metricopt_ext.classification.config import DATA, KINDS_OF_DATA
 from metricopt_ext.detection.config import DATA as DETECTION_DATA
-from metricopt_ext.evidence.cli import TASKS, experiment_of
-from metricopt_ext.evidence.method_config import METHODS, section_of
+from metricopt_ext.experiment.cli import TASKS, experiment_of
+from metricopt_ext.experiment.method_config import METHODS, section_of
 from metricopt_ext.utils.config import is_optional_section, known_keys
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,8 +66,8 @@ def switches_of(file: Path) -> set[str]:
 
 # What tools that name these words have from a module besides their own.
 SHARED = {
-    "main_of": switches_of(ROOT / "metricopt_ext/evidence/cli.py"),  # those that finetune
-    "program_switches": switches_of(ROOT / "metricopt_ext/evidence/program_switches.py"),  # those that run a command
+    "main_of": switches_of(ROOT / "metricopt_ext/experiment/cli.py"),  # those that finetune
+    "program_switches": switches_of(ROOT / "metricopt_ext/experiment/program_switches.py"),  # those that run a command
 }
 SHOW = "--show-config"
 TOOLS = {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import metricopt_ext as mo
-from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.runtime.progress import Watcher
 
 D, STEPS = 4, 4
 
@@ -90,7 +90,7 @@ def test_processes_follow_as_one_does(forked: Any, tmp_path: Path) -> None:
 import sys
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from metricopt_ext.utils.ranks import left_in_order
+from metricopt_ext.runtime.distributed import left_in_order
 
 @left_in_order()
 def main():

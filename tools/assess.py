@@ -19,23 +19,23 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.evidence.cli import RUNS_CODE, TASKS, experiment_of
-from metricopt_ext.evidence.command import errors_in_one_line
-from metricopt_ext.evidence.experiment import Experiment
-from metricopt_ext.evidence.run_config import RunConfig
-from metricopt_ext.evidence.style import direction, print_points
+from metricopt_ext.experiment.cli import RUNS_CODE, TASKS, experiment_of
+from metricopt_ext.experiment.command import errors_in_one_line
+from metricopt_ext.experiment.experiment import Experiment
+from metricopt_ext.experiment.run_config import RunConfig
+from metricopt_ext.experiment.style import direction, print_points
 from metricopt_ext.methods.assess import assess
 from metricopt_ext.methods.assessment import QUERIES, Assessment
 from metricopt_ext.methods.run_folder import QUERIES as OPEN
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.plain import plain
+from metricopt_ext.runtime import distributed
+from metricopt_ext.runtime.identity import sole_writer
+from metricopt_ext.runtime.progress import watched
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.utils import ranks
 from metricopt_ext.utils.config import load_config
-from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import deterministic
 from metricopt_ext.utils.packaged import existing_config
-from metricopt_ext.utils.progress import watched
 from metricopt_ext.utils.words import brief
 
 
@@ -50,11 +50,11 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="go on in the output folder")
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. metric.name=f1 data.root=FOLDER")
     arguments = parser.parse_intermixed_args()
-    with errors_in_one_line(ValueError, keeps=arguments.output_dir, resume="--resume"), ranks.joined():
+    with errors_in_one_line(ValueError, keeps=arguments.output_dir, resume="--resume"), distributed.joined():
         experiment, config = read(arguments.config, arguments.overrides)
         subject = experiment.describe(config)
         found = assess_seed(experiment, config, arguments.queries, arguments.output_dir, arguments.resume)
-        if ranks.rank() == 0:
+        if distributed.rank() == 0:
             print(plain(f"{subject.title}: {subject.metric} ({direction(subject.maximize)}), seed {config.seed}"))
             print_points(found.lines())
 
@@ -128,8 +128,8 @@ def assess_seed(
         raise ConfigError(f"method.name={config.method.name} does not go on from these queries: leave --output-dir out")
     open_settings = {key: value for key, value in config.as_dict().items() if key != OPEN}
     seed = config.seed
-    with deterministic(config.deterministic, config.threads), ranks.sharing(open_settings), ExitStack() as held:
-        run, kept = folder, folder if ranks.rank() == 0 else None
+    with deterministic(config.deterministic, config.threads), distributed.sharing(open_settings), ExitStack() as held:
+        run, kept = folder, folder if distributed.rank() == 0 else None
         if kept is not None:
             held.enter_context(sole_writer(kept))
             open_run(kept, open_settings, resume, config.data_files())

@@ -24,26 +24,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from metricopt_ext.comparison.comparison import Plan, run_seed
+from metricopt_ext.comparison.comparison_page import contest_page
+from metricopt_ext.comparison.comparison_report import gather, load, paired, print_report, write
+from metricopt_ext.comparison.joined import joined
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.evidence.cli import RUNS_CODE, TASKS, experiment_of
-from metricopt_ext.evidence.command import add_show_config, errors_in_one_line
-from metricopt_ext.evidence.contest import Plan, run_seed
-from metricopt_ext.evidence.contest_page import contest_page
-from metricopt_ext.evidence.contest_report import gather, load, paired, print_report, write
-from metricopt_ext.evidence.joined import joined
-from metricopt_ext.evidence.report_page import FILE as PAGE
-from metricopt_ext.evidence.run_config import check_at_least
-from metricopt_ext.evidence.style import print_written
+from metricopt_ext.experiment.cli import RUNS_CODE, TASKS, experiment_of
+from metricopt_ext.experiment.command import add_show_config, errors_in_one_line
+from metricopt_ext.experiment.report_page import FILE as PAGE
+from metricopt_ext.experiment.run_config import check_at_least
+from metricopt_ext.experiment.style import print_written
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.plain import plain
-from metricopt_ext.utils import ranks
+from metricopt_ext.runtime import distributed
+from metricopt_ext.runtime.identity import sole_writer
+from metricopt_ext.runtime.parallel import run_seeds
 from metricopt_ext.utils.config import COMMAND_LINE, load_with_origins
 from metricopt_ext.utils.extras import require
 from metricopt_ext.utils.files import content_of
-from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import deterministic
 from metricopt_ext.utils.packaged import PACKAGE, existing_config
-from metricopt_ext.utils.parallel import run_seeds
 from metricopt_ext.utils.shown_config import shown_config
 from metricopt_ext.utils.words import counted
 
@@ -109,7 +109,7 @@ def main() -> None:
     add_show_config(parser)
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. budgets=[20,60] data.root=FOLDER")
     arguments = parser.parse_intermixed_args()
-    with errors_in_one_line(ValueError, keeps=arguments.output_dir), ranks.joined():
+    with errors_in_one_line(ValueError, keeps=arguments.output_dir), distributed.joined():
         if arguments.join:
             if arguments.config_file or arguments.overrides or arguments.seeds:
                 parser.error("--join takes folders, and --output-dir, alone")
@@ -215,10 +215,10 @@ def compare(config: CompareConfig, subject: Any, folder: Path) -> dict[str, Any]
             f"metric.subject_to: {', '.join(heedless)} can't respect constraints; leave them out of methods"
         )
     settings = {**subject.as_dict(), "task": config.task, "budgets": config.budgets, "starts": config.starts}
-    with deterministic(subject.deterministic, config.threads), ranks.sharing(settings), ExitStack() as held:
-        ranks.only_first(partial(held.enter_context, sole_writer(folder)))
-        ranks.only_first(lambda: open_run(folder, settings, resume=True, files=subject.data_files()))
-        if ranks.rank() == 0:
+    with deterministic(subject.deterministic, config.threads), distributed.sharing(settings), ExitStack() as held:
+        distributed.only_first(partial(held.enter_context, sole_writer(folder)))
+        distributed.only_first(lambda: open_run(folder, settings, resume=True, files=subject.data_files()))
+        if distributed.rank() == 0:
             methods = counted(len(plan.methods), "method")
             print(plain(f"{about.title}: {about.metric}, {methods} from seed {config.seed} on"))
         largest = max(plan.budgets)
@@ -232,7 +232,7 @@ def compare(config: CompareConfig, subject: Any, folder: Path) -> dict[str, Any]
             metric=about.metric,
         )
         described = {**asdict(config), "of_task": subject.as_dict()}
-        return ranks.only_first(lambda: report(gather(folder, plan, about, described), folder)) or {}
+        return distributed.only_first(lambda: report(gather(folder, plan, about, described), folder)) or {}
 
 
 def join(folders: Sequence[Path]) -> dict[str, Any]:

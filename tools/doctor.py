@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.evidence.command import errors_in_one_line
-from metricopt_ext.evidence.style import print_points
+from metricopt_ext.experiment.command import errors_in_one_line
+from metricopt_ext.experiment.style import print_points
 from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.extras import DETECTRON2_SOURCE
 from metricopt_ext.utils.installation import DISTRIBUTION, Extra, detectron2, extras, installed
 from metricopt_ext.utils.machine import Machine, deterministic
-from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
 

@@ -30,8 +30,8 @@ from zipfile import is_zipfile
 import numpy as np
 
 from metricopt_ext.errors import DataError, MetricOptError
-from metricopt_ext.evidence.command import add_show_config, errors_in_one_line, show_config, shows_config
-from metricopt_ext.evidence.style import print_table, print_written
+from metricopt_ext.experiment.command import add_show_config, errors_in_one_line, show_config, shows_config
+from metricopt_ext.experiment.style import print_table, print_written
 from metricopt_ext.plain import plain
 from metricopt_ext.utils.files import write_json
 from metricopt_ext.utils.versions import versions

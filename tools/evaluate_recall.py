@@ -45,7 +45,7 @@ from torch import nn
 
 from metricopt_ext.data.arrays import Names, array_names, holds_several, read_array, read_shape
 from metricopt_ext.errors import ConfigError, DataError, MetricOptError
-from metricopt_ext.evidence.command import add_show_config, errors_in_one_line, show_config, shows_config
+from metricopt_ext.experiment.command import add_show_config, errors_in_one_line, show_config, shows_config
 from metricopt_ext.utils.files import write_json
 from metricopt_ext.utils.versions import versions
 

@@ -18,7 +18,7 @@ function and what --resume needs. docs/classification.md explains the keys.
 from functools import partial
 
 from metricopt_ext.classification.experiment import ClassificationExperiment
-from metricopt_ext.evidence.cli import main_of, run_and_report
+from metricopt_ext.experiment.cli import main_of, run_and_report
 
 main = partial(main_of, __doc__, ClassificationExperiment, "metric.name=f1 data.root=FOLDER")
 run = partial(run_and_report, ClassificationExperiment)

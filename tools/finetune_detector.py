@@ -12,7 +12,7 @@ report.html (all in one file, to hand on), report.json, report.md and plots, and
 
 from functools import partial
 
-from metricopt_ext.evidence.cli import main_of, run_and_report
+from metricopt_ext.experiment.cli import main_of, run_and_report
 from metricopt_ext.utils.extras import naming_extras
 
 with naming_extras():

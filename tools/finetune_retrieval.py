@@ -14,7 +14,7 @@ part, adapter, value function and what --resume needs. tools/evaluate_recall.py 
 
 from functools import partial
 
-from metricopt_ext.evidence.cli import main_of, run_and_report
+from metricopt_ext.experiment.cli import main_of, run_and_report
 from metricopt_ext.utils.extras import naming_extras
 
 with naming_extras():

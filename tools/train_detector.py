@@ -35,11 +35,11 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from metricopt_ext.errors import ConfigError, MetricOptError
 from metricopt_ext.plain import MESSAGE, plain
+from metricopt_ext.runtime.distributed import left_in_order
+from metricopt_ext.runtime.stopping import ending_when_stopped
 from metricopt_ext.utils.extras import naming_extras
 from metricopt_ext.utils.files import write_json
 from metricopt_ext.utils.machine import restart_deterministically
-from metricopt_ext.utils.ranks import left_in_order
-from metricopt_ext.utils.stopping import ending_when_stopped
 
 with naming_extras():
     from detectron2.checkpoint import DetectionCheckpointer

@@ -36,9 +36,9 @@ from pathlib import Path
 from typing import Any
 
 from metricopt_ext.errors import ConfigError, FileFormatError
-from metricopt_ext.evidence.cli import LOG
-from metricopt_ext.evidence.command import errors_in_one_line
-from metricopt_ext.evidence.program_switches import (
+from metricopt_ext.experiment.cli import LOG
+from metricopt_ext.experiment.command import errors_in_one_line
+from metricopt_ext.experiment.program_switches import (
     Scores,
     add_score_switches,
     add_setting_switches,
@@ -50,7 +50,7 @@ from metricopt_ext.evidence.program_switches import (
     told_besides,
     told_of_settings,
 )
-from metricopt_ext.evidence.program_trials import TrialError
+from metricopt_ext.experiment.program_trials import TrialError
 from metricopt_ext.plain import plain
 from metricopt_ext.tasks.inference_file import INFERENCE, save_inference
 from metricopt_ext.tasks.program_score import CHECKPOINT, TRIAL
@@ -147,13 +147,13 @@ def run(arguments: argparse.Namespace, scores: Scores) -> dict[str, Any]:
     """
     from metricopt_ext.adapters.mixed_file import MixedFile
     from metricopt_ext.adapters.skeleton import Norms, chosen
-    from metricopt_ext.evidence.checkpoint_run import CheckpointRun
-    from metricopt_ext.evidence.settings_run import SettingsRun
+    from metricopt_ext.experiment.checkpoint_run import CheckpointRun
+    from metricopt_ext.experiment.settings_run import SettingsRun
+    from metricopt_ext.runtime.identity import sole_writer
+    from metricopt_ext.runtime.progress import Bars
+    from metricopt_ext.runtime.run_log import run_log, telling_warnings
     from metricopt_ext.utils.checkpoint_file import read_checkpoint
-    from metricopt_ext.utils.identity import sole_writer
     from metricopt_ext.utils.imports import import_named
-    from metricopt_ext.utils.progress import Bars
-    from metricopt_ext.utils.run_log import run_log, telling_warnings
 
     check_writable(arguments.output)
     gradients = arguments.gradients
@@ -271,7 +271,7 @@ def identity(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def show_plan(arguments: argparse.Namespace, scores: Scores, one: Any, unchanged: Any) -> None:
     """Print what would move, how long the run would take and how much disk it needs."""
-    from metricopt_ext.evidence.style import print_table
+    from metricopt_ext.experiment.style import print_table
     from metricopt_ext.utils.words import counted, duration
 
     if scores.settings is not None:
@@ -305,7 +305,7 @@ def report(
         tuned: What the run on the checkpoint found.
         seconds: How long both took.
     """
-    from metricopt_ext.evidence.style import print_table, print_written
+    from metricopt_ext.experiment.style import print_table, print_written
     from metricopt_ext.methods.constrained import besides
     from metricopt_ext.utils.files import write_json
     from metricopt_ext.utils.program import filled

@@ -26,9 +26,9 @@ from contextlib import ExitStack
 from typing import Any
 
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.evidence.cli import LOG
-from metricopt_ext.evidence.command import errors_in_one_line
-from metricopt_ext.evidence.program_switches import (
+from metricopt_ext.experiment.cli import LOG
+from metricopt_ext.experiment.command import errors_in_one_line
+from metricopt_ext.experiment.program_switches import (
     Scores,
     add_score_switches,
     add_setting_switches,
@@ -39,18 +39,18 @@ from metricopt_ext.evidence.program_switches import (
     show_end,
     told_of_settings,
 )
-from metricopt_ext.evidence.program_trials import TrialError
-from metricopt_ext.evidence.settings_run import SettingsOutcome, SettingsRun
-from metricopt_ext.evidence.style import print_table, print_written
+from metricopt_ext.experiment.program_trials import TrialError
+from metricopt_ext.experiment.settings_run import SettingsOutcome, SettingsRun
+from metricopt_ext.experiment.style import print_table, print_written
 from metricopt_ext.plain import plain
+from metricopt_ext.runtime.identity import sole_writer
+from metricopt_ext.runtime.progress import Bars
+from metricopt_ext.runtime.run_log import run_log, telling_warnings
 from metricopt_ext.tasks.inference_file import INFERENCE, save_inference
 from metricopt_ext.tasks.program_score import TRIAL, Score
 from metricopt_ext.tasks.program_settings import ProgramSettings
 from metricopt_ext.utils.files import write_json
-from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.program import filled
-from metricopt_ext.utils.progress import Bars
-from metricopt_ext.utils.run_log import run_log, telling_warnings
 from metricopt_ext.utils.versions import versions
 from metricopt_ext.utils.words import counted, duration
 

@@ -31,11 +31,11 @@ from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, traject
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.rounds import learn_in_rounds
+from metricopt_ext.runtime import distributed
+from metricopt_ext.runtime.identity import claim
+from metricopt_ext.runtime.progress import Bars, Watcher
 from metricopt_ext.tasks.recording import Recording
 from metricopt_ext.tasks.trajectory import Trajectory
-from metricopt_ext.utils import ranks
-from metricopt_ext.utils.identity import claim
-from metricopt_ext.utils.progress import Bars, Watcher
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.fitting import Fit
 
@@ -97,7 +97,7 @@ def meta_train(
 
     queries = meta.rounds * meta.tasks * settings.metric.evals
     alike = {"seed": settings.seed, "tasks": meta.tasks}
-    with progress(cfg, metric.name, queries) as watcher, ranks.joined(), ranks.sharing(alike):
+    with progress(cfg, metric.name, queries) as watcher, distributed.joined(), distributed.sharing(alike):
         watcher.on_file(len(_stored(runs)) * settings.metric.evals)
 
         def collect(round: int, indices: Sequence[int], fit: Fit | None) -> list[Trajectory]:
@@ -111,7 +111,7 @@ def meta_train(
                 with alone():
                     return _run(_config_of(runs, recipe, followed, round, index), trainer_class, watcher)
 
-            finished = ranks.each(run, missing)
+            finished = distributed.each(run, missing)
             for index in indices:
                 trajectory = stored[round, index] if index not in missing else next(finished)
                 on_main_process(partial(_keep, runs, trajectory))

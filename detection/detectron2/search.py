@@ -27,10 +27,10 @@ from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.soups import soup_starts
+from metricopt_ext.runtime import distributed
+from metricopt_ext.runtime.identity import claim
 from metricopt_ext.tasks.metric import Query
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils import ranks
-from metricopt_ext.utils.identity import claim
 from metricopt_ext.utils.modes import in_mode
 from metricopt_ext.utils.seeding import generator, seeded_streams
 from metricopt_ext.utils.words import counted
@@ -95,7 +95,7 @@ def search(cfg: CfgNode, resume: bool = False, trainer_class: type[MetricOptTrai
             population=1,
         )
     with closing(written), progress(cfg, metric.name, queries) as watcher:
-        with ranks.joined(), alone(), task.metric.observed_by(written):
+        with distributed.joined(), alone(), task.metric.observed_by(written):
             run = optimize_metric(
                 task,
                 queries=queries,

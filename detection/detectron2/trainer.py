@@ -28,9 +28,9 @@ from metricopt_ext.detection.detectron2.identity import identity_of_run, identit
 from metricopt_ext.detection.detectron2.weights import load_weights
 from metricopt_ext.detection.metric import kind_of
 from metricopt_ext.errors import DataError, MetricOptError
+from metricopt_ext.runtime.identity import claim
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.trajectory import TrajectoryStore
-from metricopt_ext.utils.identity import claim
 from metricopt_ext.utils.seeding import generator
 
 

@@ -25,10 +25,10 @@ from metricopt_ext.adapters.signature import Outputs, Signature
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.adapters.wrappers import COMPILED, PARALLEL
 from metricopt_ext.errors import AdapterError, FileFormatError
+from metricopt_ext.runtime.identity import fingerprint
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.described import from_json
 from metricopt_ext.utils.files import check_tensors, content_of, read_tensors, write_tensors
-from metricopt_ext.utils.identity import fingerprint
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.weights import same_bits
 from metricopt_ext.utils.words import brief, nearest, shortened

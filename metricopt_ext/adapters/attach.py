@@ -37,9 +37,9 @@ from metricopt_ext.adapters.modulation import (
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.adapters.wrappers import bare_name, is_unused, unwrapped
 from metricopt_ext.errors import AdapterError, FileFormatError
+from metricopt_ext.runtime.identity import fingerprint
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.files import check_tensors, content_of
-from metricopt_ext.utils.identity import fingerprint
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.modes import PINNED
 from metricopt_ext.utils.seeding import generator

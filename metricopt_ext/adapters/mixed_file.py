@@ -14,8 +14,8 @@ from metricopt_ext.adapters.modulation import OutputOffsets
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.adapters.skeleton import LOGITS, chosen
 from metricopt_ext.errors import AdapterError
+from metricopt_ext.runtime.identity import fingerprint_of_files
 from metricopt_ext.utils.checkpoint_file import CheckpointFile
-from metricopt_ext.utils.identity import fingerprint_of_files
 from metricopt_ext.utils.words import brief
 
 

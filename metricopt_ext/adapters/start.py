@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from metricopt_ext.errors import AdapterError
+from metricopt_ext.runtime.identity import fingerprint
 from metricopt_ext.utils.checks import check_finite
-from metricopt_ext.utils.identity import fingerprint
 from metricopt_ext.utils.weights import same_bits
 from metricopt_ext.utils.words import brief
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from metricopt_ext.utils import ranks
+from metricopt_ext.runtime import distributed
 from metricopt_ext.utils.files import save_checkpoint
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.state_dict import load_checkpoint
@@ -62,8 +62,8 @@ def pretrained(
             load(model, weights, entry)
         else:
             train(model.to(device), folder / TRAINING)
-    if ranks.world() > 1:
-        model.load_state_dict(ranks.on_first(model.state_dict))
+    if distributed.world() > 1:
+        model.load_state_dict(distributed.on_first(model.state_dict))
     if not kept.exists():
         save_checkpoint(kept, model.state_dict())
     (folder / TRAINING).unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.data.images import flip_and_shift
 from metricopt_ext.data.training_state import TrainingState
-from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.utils.seeding import generator
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.errors import FileFormatError
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.utils.files import check_tensors, content_of, read_tensors, write_tensors
-from metricopt_ext.utils.progress import Watcher
 
 FILE_FORMAT = "metricopt_ext.training"
 KEEP_EVERY = 60.0  # seconds of training that a kill may cost

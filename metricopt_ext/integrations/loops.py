@@ -16,12 +16,12 @@ from metricopt_ext.adapters.wrappers import unwrapped
 from metricopt_ext.errors import ConfigError, DataError, MetricError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.tasks.batches import DatasetBatches
 from metricopt_ext.tasks.metric import Halved, Metric
 from metricopt_ext.tasks.task import FinetuneTask, Loss
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.modes import in_mode
-from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import seeded_streams
 
 FILM = partial(attach_film, dim=32)  # numbers that suit 60 to 300 queries
@@ -191,7 +191,7 @@ def in_step(options: dict[str, Any]) -> dict[str, Any]:
     if options.get("output_dir") is not None:
         raise ConfigError(
             f"output_dir={str(options['output_dir'])!r} is for one process, and here {distributed.get_world_size()}"
-            " judge together; leave it out, or let each judge all data under ranks.joined()"
+            " judge together; leave it out, or let each judge all data under distributed.joined()"
         )
     return options if distributed.get_rank() == 0 else {"watcher": Watcher(), **options}
 

@@ -13,13 +13,13 @@ from metricopt_ext.methods.run_folder import identity_of
 from metricopt_ext.methods.searched import first_answers
 from metricopt_ext.methods.starts import all_starts
 from metricopt_ext.methods.strategy import check_strategy
+from metricopt_ext.runtime import distributed
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.undone import undone_if_cut_short
-from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_integer
-from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.words import counted
 
 
@@ -97,13 +97,13 @@ def assess(
     if queries > task.metric.ledger.left:
         left = task.metric.ledger.left
         raise BudgetError(f"{counted(queries, 'query')} requested, {left} left in the metric's own budget")
-    kept = output_dir is not None or ranks.several()
+    kept = output_dir is not None or distributed.several()
     identity = identity_of(search, task, starts, seed=seed, size={}) if kept else {}
     with ExitStack() as run:
         task, folder, shown = run.enter_context(taken(task, identity, queries, output_dir, resume, watcher))
         run.enter_context(task.adapter.applied(Start(task.origin())))
         run.enter_context(task.keeping_weights())
-        on_file = ranks.only_first(lambda: folder.kept_evaluations(task.metric))
+        on_file = distributed.only_first(lambda: folder.kept_evaluations(task.metric))
         shown.on_file(0 if on_file is None else min(queries, on_file.answered * repeats))
         run.enter_context(folder.own_ledger(task.metric, queries))
         found = first_answers(

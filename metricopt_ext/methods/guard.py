@@ -19,9 +19,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from metricopt_ext.runtime import distributed
 from metricopt_ext.tasks.metric import Evaluation, Metric, noise_of, stacked_halves
 from metricopt_ext.tasks.split_half import TELLING, chance_of_gain, fault_of_halves, reliability_of
-from metricopt_ext.utils import ranks
 
 # What tells a gain from chance.
 Guard = Literal["halves", "repeats", "held-out", "none"]
@@ -203,7 +203,7 @@ def _telling(
     fault = fault_of_halves([*candidates.values(), *visited])
     if not fault:
         return candidates, visited
-    if ranks.rank() == 0:
+    if distributed.rank() == 0:
         warnings.warn(
             f"the metric's halves {fault}, so they don't tell a gain from chance and are not used; let them be its"
             " values on two random halves of its data",

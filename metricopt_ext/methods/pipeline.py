@@ -11,22 +11,22 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import BudgetError, MetricError
 from metricopt_ext.methods.guard import CONFIDENCE, deviates
-from metricopt_ext.methods.kept_aside import check_kept_aside, confirmed
+from metricopt_ext.methods.holdout import check_kept_aside, confirmed
 from metricopt_ext.methods.result import Own, Result
 from metricopt_ext.methods.run_folder import KEPT_ASIDE, RunFolder, identity_of, settled
 from metricopt_ext.methods.searched import runner_of
 from metricopt_ext.methods.starts import all_starts
 from metricopt_ext.methods.strategy import Context, LearningStrategy, check_constraints, sized
+from metricopt_ext.runtime import distributed
+from metricopt_ext.runtime.identity import fingerprint_of_code
+from metricopt_ext.runtime.progress import Watcher, watched
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.population import Population
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.telling import telling
 from metricopt_ext.tasks.undone import undone_if_cut_short
-from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_integer
-from metricopt_ext.utils.identity import fingerprint_of_code
-from metricopt_ext.utils.progress import Watcher, watched
 from metricopt_ext.utils.words import and_more, counted
 
 
@@ -55,8 +55,8 @@ def optimize_metric(
     metric sees is kept (`Result.guard`). Any start that was applied before is ignored: continue from it by
     ``starts={"mine": adapter.as_start()}``, or `Adapter.merge` it and attach a new adapter.
 
-    Processes that have joined (`ranks.joined`), under torchrun or in a process group of your own, each call this with
-    the same arguments: they share the evaluations and rollouts, and all return what one would (docs/scale.md).
+    Processes that have joined (`distributed.joined`), under torchrun or in a process group of your own, each call this
+    with the same arguments: they share the evaluations and rollouts, and all return what one would (docs/scale.md).
 
     After an error, or Ctrl-C at any moment, the model has the phi, modes, hooks and weights that it had before.
 
@@ -116,7 +116,7 @@ def optimize_metric(
     if kept_aside is not None:
         check_kept_aside(task, kept_aside, starts)
         task = task.judged_by(task.metric.guarded_otherwise()) if task.metric.require_guard else task
-    kept = output_dir is not None or ranks.several()
+    kept = output_dir is not None or distributed.several()
     identity = identity_of(runner, task, starts, seed=seed, size=size) if kept else {}
     if kept and kept_aside is not None:
         identity["kept aside"] = [fingerprint_of_code(kept_aside.function), guard_confidence]
@@ -125,12 +125,12 @@ def optimize_metric(
         base = run.enter_context(ExitStack())
         base.enter_context(task.adapter.applied(Start(task.origin())))
         base.enter_context(task.keeping_weights())
-        looked = ranks.on_first(task.look)  # first, so that what fails costs nothing
+        looked = distributed.on_first(task.look)  # first, so that what fails costs nothing
         result = runner.run(Context(task, queries, folder, shown, size, guard_confidence, seed, starts))
         if kept_aside is not None:
             shown.stage("data kept aside")
             result = confirmed(result, task.judged_by(folder.cached(kept_aside, KEPT_ASIDE)), guard_confidence)
-        result = ranks.on_first(lambda: looked_at(result, task, looked))
+        result = distributed.on_first(lambda: looked_at(result, task, looked))
         base.close()
         task.adapter.apply(result.start_of(result.chosen))
         folder.keep(task, result)
@@ -159,7 +159,7 @@ def taken(
         watcher: Notified of progress.
     """
     with ExitStack() as run:
-        run.enter_context(ranks.sharing({"queries": queries, **identity}))
+        run.enter_context(distributed.sharing({"queries": queries, **identity}))
         task = settled(task, identity, output_dir)
         folder = RunFolder(output_dir, identity)
         run.enter_context(folder.writing(resume))

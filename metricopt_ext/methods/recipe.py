@@ -9,7 +9,7 @@ from metricopt_ext.methods.result import RecipeDetails, Result, of_learner, outc
 from metricopt_ext.methods.rounds import meta_train
 from metricopt_ext.methods.strategy import Context, LearningStrategy
 from metricopt_ext.methods.tuning import choose_setting, tune_start
-from metricopt_ext.utils.identity import described
+from metricopt_ext.runtime.identity import described
 
 
 @dataclass(frozen=True)

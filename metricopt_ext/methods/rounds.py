@@ -8,6 +8,8 @@ import torch
 
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.methods.recipe_settings import RecipeSettings
+from metricopt_ext.runtime import distributed
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.search.optimizer import LossStep, MetricOptStep
 from metricopt_ext.tasks.rollout import Policy, collect
 from metricopt_ext.tasks.split_half import evaluations_where_used, seen_on_half
@@ -15,9 +17,7 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.telling import telling
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.tasks.undone import undone_if_cut_short
-from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_integer
-from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.value_function import ValueFunction
 
@@ -54,8 +54,8 @@ def meta_train(
     """
     recipe = recipe or RecipeSettings()
     store = TrajectoryStore() if store is None else store
-    with ranks.sharing({"tasks": tasks, "seed": seed}):
-        shown = Watcher() if watcher is None or ranks.rank() > 0 else watcher
+    with distributed.sharing({"tasks": tasks, "seed": seed}):
+        shown = Watcher() if watcher is None or distributed.rank() > 0 else watcher
         with telling(task, shown):
             return _meta_train(task, tasks, recipe, seed, store, shown)
 
@@ -121,12 +121,12 @@ def learn_in_rounds(
         skill = "loss only" if fit is None or fit.f.quality is None else f"f at {fit.f.quality.spearman:.2f}"
         watcher.stage(f"round {round + 1}/{recipe.rounds}, {skill}")
         seen = collect(round, range(round * tasks, (round + 1) * tasks), fit)
-        fit = ranks.on_first(partial(recipe.fit, seen, seed))
+        fit = distributed.on_first(partial(recipe.fit, seen, seed))
         fit.f.to(device)
         if fit.f.quality is not None:
             watcher.quality(sum(len(trajectory.cost) for trajectory in seen), fit.f.quality.spearman)
     assert fit is not None
-    half_fits = tuple(f.to(device) for f in ranks.on_first(lambda: _fit_halves(seen, recipe, seed)))
+    half_fits = tuple(f.to(device) for f in distributed.on_first(lambda: _fit_halves(seen, recipe, seed)))
     watcher.say(f"value function ({fit.f.kind}): {fit.f.quality}")
     return replace(fit, visited=evaluations_where_used(seen), half_fits=half_fits)
 

@@ -17,6 +17,15 @@ from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.model_card import write_card
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.tuned_settings import shown
+from metricopt_ext.runtime import distributed
+from metricopt_ext.runtime.identity import (
+    Held,
+    claim,
+    fingerprint,
+    fingerprint_of_code,
+    fingerprint_of_files,
+    sole_writer,
+)
 from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.inference_file import INFERENCE, changed_inference, save_inference
 from metricopt_ext.tasks.kept_evaluations import KeptEvaluations
@@ -25,16 +34,7 @@ from metricopt_ext.tasks.population import Population
 from metricopt_ext.tasks.settings import Settings, Value
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import TRAJECTORIES, TrajectoryStore
-from metricopt_ext.utils import ranks
 from metricopt_ext.utils.files import read_json, remove_unfinished, to_json, write_json
-from metricopt_ext.utils.identity import (
-    Held,
-    claim,
-    fingerprint,
-    fingerprint_of_code,
-    fingerprint_of_files,
-    sole_writer,
-)
 
 IDENTITY, EVALUATIONS, KEPT_ASIDE = "identity.json", "evaluations.json", "kept_aside.json"
 ADAPTER = "adapter.safetensors"  # written last: it says that a run has finished
@@ -69,7 +69,7 @@ class RunFolder:
     def trajectories(self) -> TrajectoryStore:
         """What was collected, empty in a new run."""
         folder = None if self.path is None else self.path / TRAJECTORIES
-        store = ranks.on_first(lambda: TrajectoryStore(folder, self.identity))
+        store = distributed.on_first(lambda: TrajectoryStore(folder, self.identity))
         store.check = self.check_held
         return store
 
@@ -91,7 +91,7 @@ class RunFolder:
         """
         with ExitStack() as held:
             if (path := self.path) is not None:
-                ranks.on_first(lambda: self._take(path, held, resume))
+                distributed.on_first(lambda: self._take(path, held, resume))
             yield
 
     def check(self, resume: bool) -> None:
@@ -182,7 +182,7 @@ class RunFolder:
             task: Has the adapter, the metric, and the settings.
             result: The run's.
         """
-        ranks.on_first(lambda: self._write(task, result))
+        distributed.on_first(lambda: self._write(task, result))
         self._charge()
 
     def _write(self, task: FinetuneTask, result: Result[Any]) -> None:
@@ -411,7 +411,7 @@ def settled(task: FinetuneTask, identity: dict[str, Any], folder: str | Path | N
                     return Population(number, same)
         return chosen
 
-    population = ranks.on_first(kept)
+    population = distributed.on_first(kept)
     identity["population"] = int(population)
     return task.with_population(int(population), population.why)
 

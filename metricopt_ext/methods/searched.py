@@ -18,6 +18,8 @@ from metricopt_ext.methods.result import Own, Result, SearchDetails
 from metricopt_ext.methods.starts import all_starts, with_start
 from metricopt_ext.methods.strategy import Context, LearningStrategy, check_strategy
 from metricopt_ext.methods.trials import Trials
+from metricopt_ext.runtime import distributed
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.search.strategy import SearchStrategy, check_checkpoints
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.kept_evaluations import KeptEvaluation, KeptEvaluations
@@ -25,8 +27,6 @@ from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.tasks.settings import Value
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.telling import telling
-from metricopt_ext.utils import ranks
-from metricopt_ext.utils.progress import Watcher
 
 # A budget that the first trials of a search do not come near.
 OUT_OF_SIGHT = 1000
@@ -61,7 +61,7 @@ class SearchLoop(LearningStrategy[SearchDetails]):
     def run(self, context: Context) -> Result:
         """Search, and tell what is on file again (see `LearningStrategy`)."""
         task, folder, watcher = context.task, context.folder, context.watcher
-        kept = ranks.only_first(lambda: folder.kept_evaluations(task.metric))
+        kept = distributed.only_first(lambda: folder.kept_evaluations(task.metric))
         watcher.on_file(0 if kept is None else kept.answered * task.metric.repeats)
         with folder.own_ledger(task.metric, context.queries):
             (result,) = search_results(
@@ -162,7 +162,7 @@ def search_results(
                 if trials is not None and asked.kept is None:
                     trials.tell_evaluation(asked.id, evaluation)
                 first.told(asked)
-            yield ranks.on_first(lambda: None if trials is None else trials.outcome())  # type: ignore[arg-type, return-value]
+            yield distributed.on_first(lambda: None if trials is None else trials.outcome())  # type: ignore[arg-type, return-value]
         if trials is not None and (moved := trials.moved()):
             watcher.say(moved)
 
@@ -198,7 +198,7 @@ def first_answers(
         for asked, evaluation in first.timed(_evaluated(models, trials, most, watcher, most)):
             if trials is not None and asked.kept is None:
                 trials.tell_evaluation(asked.id, evaluation)
-        return ranks.on_first(lambda: trials.assessment(most, first.seconds))  # type: ignore[union-attr]
+        return distributed.on_first(lambda: trials.assessment(most, first.seconds))  # type: ignore[union-attr]
 
 
 @contextmanager
@@ -216,7 +216,7 @@ def _begun(
     search.check(task)
     task.check_loss(seed, 2)
     evaluations = kept or KeptEvaluations(None, task.metric)
-    trials = ranks.only_first(
+    trials = distributed.only_first(
         lambda: Trials(task, search, candidates, queries, evaluations, seed, confidence)  # the others only evaluate
     )
     with ExitStack() as held:
@@ -326,7 +326,7 @@ def _evaluated(
         ]
 
     metric, stage, of_queries = models.metric, "", 0
-    while batch := ranks.on_first(next_batch):
+    while batch := distributed.on_first(next_batch):
         for (name, settings, _), group in groupby(batch, lambda asked: asked.group):
             same = list(group)
             starting = same[0].stage == "starts"

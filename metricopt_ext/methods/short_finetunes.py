@@ -13,12 +13,12 @@ from torch import nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.data.training import train_supervised
 from metricopt_ext.errors import FileFormatError
+from metricopt_ext.runtime import distributed
+from metricopt_ext.runtime.identity import fingerprint, same
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.files import read_tensors, write_tensors
-from metricopt_ext.utils.identity import fingerprint, same
 from metricopt_ext.utils.seeding import generator, seeded_streams
 from metricopt_ext.utils.words import brief, counted
 
@@ -134,9 +134,9 @@ def short_finetunes(
         FileFormatError: A file there is of other finetunes, or damaged.
     """
     files = [folder / f"finetune-{number}.safetensors" for number in range(count)]
-    ranks.only_first(lambda: _make(files, task, training, share, seed, say))
-    for file in files if ranks.world() > 1 else ():
-        tensors, described = ranks.on_first(partial(read_tensors, file, FILE_FORMAT))
+    distributed.only_first(lambda: _make(files, task, training, share, seed, say))
+    for file in files if distributed.world() > 1 else ():
+        tensors, described = distributed.on_first(partial(read_tensors, file, FILE_FORMAT))
         if not file.exists():
             write_tensors(file, tensors, FILE_FORMAT, described)
     return files

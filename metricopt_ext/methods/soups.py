@@ -17,8 +17,8 @@ from metricopt_ext.errors import AdapterError, BudgetError
 from metricopt_ext.methods.short_finetunes import Training, check_finetunes, short_finetunes
 from metricopt_ext.methods.starts import reestimate_batchnorm, with_start
 from metricopt_ext.plain import plain
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.weights import same_bits
 from metricopt_ext.utils.words import counted
 

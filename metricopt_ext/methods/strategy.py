@@ -10,13 +10,13 @@ from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.result import Own, Result
 from metricopt_ext.methods.run_folder import RunFolder
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import TrajectoryStore
 from metricopt_ext.utils.checks import check_instance
-from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.words import brief
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from metricopt_ext.methods.guard import CONFIDENCE, Verdict, check_guarded, decide_among
 from metricopt_ext.methods.recipe_settings import RecipeSettings, StepWeights, checked_weights
 from metricopt_ext.methods.strategy import check_constraints
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.search.optimizer import LossStep, MetricOptStep
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.rollout import Policy, rollout
@@ -17,7 +18,6 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.telling import telling
 from metricopt_ext.tasks.undone import undone_if_cut_short
 from metricopt_ext.utils.checks import check_integer
-from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.value.adapted import AdaptedValueFunction
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.value_function import ValueFunction

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.errors import BudgetError
+from metricopt_ext.runtime import distributed
 from metricopt_ext.tasks.constraints import Constraint, Limits
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.gp import GPValueFunction
@@ -404,7 +404,7 @@ class SearchStrategy(ABC):
         check_budget(task, queries, self.least_queries(task.dim))
         state = self.begin(task, start, queries, seed=seed)
         evaluate(task, state)
-        return ranks.on_first(state.end)
+        return distributed.on_first(state.end)
 
 
 def check_budget(task: FinetuneTask, queries: int, least: int) -> None:
@@ -467,13 +467,13 @@ def evaluate(task: FinetuneTask, state: SearchState) -> None:
     """
     while True:
         state.subject_to(task.metric.constraints)
-        before, points = ranks.on_first(lambda: (len(state.points), state.ask()))
+        before, points = distributed.on_first(lambda: (len(state.points), state.ask()))
         if not len(points):
             return
         for index, evaluation in enumerate(
             task.evaluate_each(points, "search", partial(_numbered, before, state.queries))
         ):
-            if ranks.rank() == 0:
+            if distributed.rank() == 0:
                 state.tell(index, evaluation)
 
 

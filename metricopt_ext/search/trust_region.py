@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from metricopt_ext.runtime import distributed
 from metricopt_ext.search.descent import descend
 from metricopt_ext.search.feasibility import Aim, Feasibility, seen_within
 from metricopt_ext.search.probe import check_dim, probe
@@ -31,7 +32,6 @@ from metricopt_ext.search.strategy import (
 from metricopt_ext.search.visited import Visited
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.threads import num_threads
@@ -178,7 +178,7 @@ class GuidedTrustRegion(SearchStrategy):
         for queries in checkpoints:
             state.queries = queries
             evaluate(task, state)
-            yield ranks.on_first(state.end)
+            yield distributed.on_first(state.end)
 
 
 class GuidedState(SearchState):

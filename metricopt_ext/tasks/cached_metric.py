@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError
+from metricopt_ext.runtime import distributed
 from metricopt_ext.tasks.kept_evaluations import KeptEvaluation, KeptEvaluations, KeptPoint, same_point
 from metricopt_ext.tasks.metric import Evaluation, Item, Metric
 from metricopt_ext.tasks.settings import Values
-from metricopt_ext.utils import ranks
 
 
 class CachedMetric(Metric):
@@ -43,7 +43,7 @@ class CachedMetric(Metric):
             self._kept = KeptEvaluations(path, metric, check)
             return [self._kept.told[id] for id in sorted(self._kept.told)]
 
-        self._unused = ranks.on_first(read)
+        self._unused = distributed.on_first(read)
         self._start, self._next = Start(torch.zeros(0)), len(self._unused)
         self.on_file = len(self._unused)
 

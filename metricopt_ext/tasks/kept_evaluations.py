@@ -13,10 +13,10 @@ from torch import Tensor
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import FileFormatError
+from metricopt_ext.runtime.identity import fingerprint
 from metricopt_ext.tasks.metric import CostScale, Evaluation, Pairs
 from metricopt_ext.utils.described import from_json
 from metricopt_ext.utils.files import read_json, to_json, write_atomically
-from metricopt_ext.utils.identity import fingerprint
 from metricopt_ext.utils.words import brief
 
 # What is not in the file where there is none of it.

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, MetricError, RankError, UnguardedError, WeightsError
+from metricopt_ext.runtime import distributed
+from metricopt_ext.runtime.identity import ROUNDING
+from metricopt_ext.runtime.time_limit import call_within
 from metricopt_ext.tasks.constraints import parse_constraints
 from metricopt_ext.tasks.settings import Values, needs, takes
-from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_above, check_integer
-from metricopt_ext.utils.identity import ROUNDING
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.modes import evaluating
-from metricopt_ext.utils.time_limit import call_within
 from metricopt_ext.utils.weights import kept_weights
 from metricopt_ext.utils.words import and_more, brief, counted
 
@@ -290,7 +290,7 @@ class Metric(CostScale):
         self._worst: Evaluation | None = None
         self._reported = self._halved = self._lacked = False
         self._pairs = 0  # how many it reports, once known
-        self._compared = 0  # the session of `ranks` in which all were seen to find the same value
+        self._compared = 0  # the session of `distributed` in which all were seen to find the same value
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -356,8 +356,8 @@ class Metric(CostScale):
     def each(self, judged: Callable[[Item], Evaluation], items: Sequence[Item], purpose: str) -> Iterator[Evaluation]:
         """Yield the evaluation of each item, in order; one query each, or as many as it is repeated.
 
-        Ranks that share the work (`ranks`) evaluate as many items at once as there are of them, and each books all.
-        The first is evaluated by each of them, as one query: what they find must be the same.
+        Ranks that share the work (`distributed`) evaluate as many items at once as there are of them, and each books
+        all. The first is evaluated by each of them, as one query: what they find must be the same.
 
         Args:
             judged: ``judged(item)`` has `judge` evaluate a model.
@@ -412,12 +412,14 @@ class Metric(CostScale):
 
         at = 0
         while at < len(items):
-            compared = ranks.world() == 1 or self._compared == ranks.session()
-            possible = int(min(ranks.world() if compared else 1, self.ledger.left / self.repeats))
+            compared = distributed.world() == 1 or self._compared == distributed.session()
+            possible = int(min(distributed.world() if compared else 1, self.ledger.left / self.repeats))
             wave = items[at : at + max(1, possible)]
             self.ledger.spend(purpose, len(wave) * self.repeats)
             try:
-                for outcome in ranks.each(tried, wave) if compared else [self._on_all_ranks(partial(tried, wave[0]))]:
+                for outcome in (
+                    distributed.each(tried, wave) if compared else [self._on_all_ranks(partial(tried, wave[0]))]
+                ):
                     evaluation = outcome if isinstance(outcome, Evaluation) else self._skipped(outcome)
                     self.saw(evaluation)
                     yield evaluation
@@ -428,7 +430,7 @@ class Metric(CostScale):
 
     def _on_all_ranks(self, tried: Callable[[], Evaluation | MetricError]) -> Evaluation | MetricError:
         """Return the first rank's evaluation of an item, if no rank fails and all find the same."""
-        found = ranks.everywhere(tried)
+        found = distributed.everywhere(tried)
         for number, outcome in enumerate(found):
             if isinstance(outcome, MetricError):
                 return outcome
@@ -440,7 +442,7 @@ class Metric(CostScale):
                     f" {number}, for the same model: each rank's metric must see all the data (no shard of it, no"
                     " DistributedSampler), and draw the same at random"
                 )
-        self._compared = ranks.session()
+        self._compared = distributed.session()
         return found[0]
 
     def _agree(self, a: Evaluation, b: Evaluation) -> bool:
@@ -491,7 +493,7 @@ class Metric(CostScale):
         if number > self.failures or self._worst is None:
             self.failed = number
             raise error
-        if ranks.rank() == 0:
+        if distributed.rank() == 0:
             warnings.warn(
                 f"{error}; the worst value so far is taken in its place (failure {number} of {self.failures} that may"
                 " be)",

@@ -6,9 +6,9 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
+from metricopt_ext.runtime import distributed
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
-from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.seeding import generator
 
@@ -146,9 +146,9 @@ def collect(
         starts = task.starts(start_std, seed, chunk)
         return rollout(task, starts, policy_of(chunk), steps=steps, seed=seed, indices=chunk)
 
-    for at in range(0, len(unfinished), ranks.world()):
-        together = unfinished[at : at + ranks.world()]
-        runs = list(ranks.each(run, together))
+    for at in range(0, len(unfinished), distributed.world()):
+        together = unfinished[at : at + distributed.world()]
+        runs = list(distributed.each(run, together))
         missing = [
             (index, phi[row], loss[row], observation_steps(steps, evals, seed, index, ends=ends))
             for chunk, (phi, loss) in zip(together, runs, strict=True)

@@ -17,12 +17,12 @@ from metricopt_ext.adapters.effect import check_effect
 from metricopt_ext.adapters.modulation import CONTEXT_NAME
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, MetricError, WeightsError
+from metricopt_ext.runtime import distributed
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.entropy import entropy
 from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.tasks.population import MEMORY, Population, Together, alike, choose, together
 from metricopt_ext.tasks.settings import Settings, Value, Values
-from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.folded_batch_norm import FoldedBatchNorm
 from metricopt_ext.utils.modes import kept_modes
@@ -361,7 +361,7 @@ class FinetuneTask:
             MetricError: The metric failed.
             BudgetError: The budget is spent.
         """
-        points = ranks.on_first(lambda: list(phi))
+        points = distributed.on_first(lambda: list(phi))
         for point in points[:1]:
             self.adapter.check_phi(point)
         evaluations = self.metric.each(self._judge, points, purpose)
@@ -388,7 +388,9 @@ class FinetuneTask:
             except BaseException:
                 put_back_different(self.adapter.model, kept)
                 raise
-            for changed in ranks.each(lambda _: put_back_different(self.adapter.model, kept), range(ranks.world())):
+            for changed in distributed.each(
+                lambda _: put_back_different(self.adapter.model, kept), range(distributed.world())
+            ):
                 if changed:
                     raise WeightsError(
                         f"metric {self.metric.name!r} or the loss changed the model's {and_more(changed)}; all was put"

@@ -3,9 +3,9 @@
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.tasks.metric import Query
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.progress import Watcher
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.errors import FileFormatError
+from metricopt_ext.runtime import distributed
+from metricopt_ext.runtime.identity import claim
 from metricopt_ext.tasks.metric import Evaluation, stacked_halves
-from metricopt_ext.utils import ranks
 from metricopt_ext.utils.described import from_json
 from metricopt_ext.utils.files import check_tensors, content_of, read_tensors, write_tensors
-from metricopt_ext.utils.identity import claim
 from metricopt_ext.utils.words import brief
 
 FILE_FORMAT = "metricopt_ext/trajectory/2"
@@ -124,7 +124,7 @@ class TrajectoryStore:
         key = trajectory.round, trajectory.index
         if key in self._items:
             raise ValueError(f"trajectory {trajectory.index} of round {trajectory.round} is already stored")
-        if self.folder is not None and ranks.rank() == 0:
+        if self.folder is not None and distributed.rank() == 0:
             if self.check is not None:
                 self.check()
             _write(self.folder / f"round-{trajectory.round}-task-{trajectory.index:05d}.safetensors", trajectory)
@@ -132,7 +132,7 @@ class TrajectoryStore:
 
     def share(self) -> None:
         """Take what the first of the ranks that share the work has."""
-        self._items = ranks.on_first(lambda: self._items)
+        self._items = distributed.on_first(lambda: self._items)
 
     @property
     def queries(self) -> int:

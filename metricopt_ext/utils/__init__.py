@@ -1,1 +1,1 @@
-"""What every package uses: files, seeds, configs, progress, processes."""
+"""What every package uses: files, configs, seeds, modules, words."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.utils.words import counted
-from metricopt_ext.value.gaussian_process import BOUNDS, GaussianProcess, Skill
+from metricopt_ext.value.interpolation import BOUNDS, GaussianProcess, Skill
 from metricopt_ext.value.observations import Labeller, Observations, common_signature
 
 

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.evidence.contest import Plan
-from metricopt_ext.evidence.experiment import Experiment
-from metricopt_ext.evidence.method_config import FinetuneConfig, RecipeConfig
-from metricopt_ext.evidence.run_config import RunConfig
+from metricopt_ext.comparison.comparison import Plan
+from metricopt_ext.experiment.experiment import Experiment
+from metricopt_ext.experiment.method_config import FinetuneConfig, RecipeConfig
+from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.searched import search_results
 from metricopt_ext.methods.tuning import FRESH, finetune, tune_start
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.utils.machine import Machine
-from metricopt_ext.utils.progress import Watcher
 
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "configs" / "classification" / "digits.yaml"

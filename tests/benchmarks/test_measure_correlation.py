@@ -12,9 +12,9 @@ import torch
 
 from metricopt_ext.classification.classifier import untrained
 from metricopt_ext.classification.config import ClassificationConfig
-from metricopt_ext.methods.siblings.relational_loss import load_relational_loss
+from metricopt_ext.runtime.identity import sole_writer
+from metricopt_ext.siblings.reloss.relational_loss import load_relational_loss
 from metricopt_ext.utils.config import load_config
-from metricopt_ext.utils.identity import sole_writer
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "measure_correlation.py"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from metricopt_ext.utils.identity import sole_writer
+from metricopt_ext.runtime.identity import sole_writer
 
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "configs" / "classification" / "digits.yaml"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.methods.paper import Algorithm1
+from metricopt_ext.methods.algorithm1 import Algorithm1
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.utils.config import load_config

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from metricopt_ext.evidence.record import Outcome, SeedRecord
+from metricopt_ext.experiment.record import Outcome, SeedRecord
 from metricopt_ext.utils.files import write_json
 from metricopt_ext.utils.machine import Machine
 

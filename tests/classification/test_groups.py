@@ -18,7 +18,7 @@ from metricopt_ext.classification.split_metric import model_metric, value_of
 from metricopt_ext.classification.splits import load_splits
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import ConfigError, DataError
-from metricopt_ext.evidence.cli import run_and_report
+from metricopt_ext.experiment.cli import run_and_report
 from metricopt_ext.utils.config import load_config
 
 SCORER = '''

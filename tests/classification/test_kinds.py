@@ -16,7 +16,7 @@ from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.classification.predictions import predict, scores_at
 from metricopt_ext.classification.splits import load_splits
 from metricopt_ext.errors import ConfigError, DataError
-from metricopt_ext.evidence.cli import run_and_report
+from metricopt_ext.experiment.cli import run_and_report
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.state_dict import load_checkpoint
 

@@ -17,7 +17,7 @@ from metricopt_ext.classification.splits import load_splits
 from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.data.streamed import is_streamed
 from metricopt_ext.errors import ConfigError, DataError
-from metricopt_ext.evidence.cli import run_and_report
+from metricopt_ext.experiment.cli import run_and_report
 from metricopt_ext.utils.config import load_config
 
 NAMES = ("cloudy", "primary", "road", "water")

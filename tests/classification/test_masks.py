@@ -28,7 +28,7 @@ from metricopt_ext.classification.target_metrics import target_metric
 from metricopt_ext.classification.targets import Target
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import ConfigError, DataError
-from metricopt_ext.evidence.cli import run_and_report
+from metricopt_ext.experiment.cli import run_and_report
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.state_dict import load_checkpoint

@@ -28,11 +28,11 @@ from metricopt_ext.classification.targets import Target
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.streamed import StreamedImages, as_inputs, changed
 from metricopt_ext.errors import DataError
-from metricopt_ext.evidence.compare import compare
-from metricopt_ext.evidence.contenders import at_each_budget, ending_at
-from metricopt_ext.evidence.method import Method
-from metricopt_ext.evidence.passes import Passes, noticing, passes_of
-from metricopt_ext.evidence.rivals import planned
+from metricopt_ext.experiment.baselines import at_each_budget, ending_at
+from metricopt_ext.experiment.compare import compare
+from metricopt_ext.experiment.method import Method
+from metricopt_ext.experiment.passes import Passes, noticing, passes_of
+from metricopt_ext.experiment.usual_methods import planned
 from metricopt_ext.methods.prior_starts import line_offsets, prior_offsets
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask

@@ -20,7 +20,7 @@ from metricopt_ext.classification.settings import classification_settings, view_
 from metricopt_ext.classification.split_metric import model_metric
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.streamed import StreamedImages, as_inputs
-from metricopt_ext.evidence.passes import Noticing
+from metricopt_ext.experiment.passes import Noticing
 from metricopt_ext.tasks.metric import Metric
 
 SIDE = 16

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from metricopt_ext.data import training_state
 from metricopt_ext.data.training import train_supervised
 from metricopt_ext.errors import FileFormatError
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.tasks.batches import TensorBatches
-from metricopt_ext.utils.progress import Watcher
 
 STEPS = 12
 

@@ -19,8 +19,8 @@ from metricopt_ext.detection.experiment import DetectionExperiment
 from metricopt_ext.detection.records import Detections, DetectionSet
 from metricopt_ext.detection.task import load_examples
 from metricopt_ext.detection.toolkit import Example
-from metricopt_ext.evidence.experiment import State
-from metricopt_ext.evidence.method_config import FinetuneConfig, TransferConfig
+from metricopt_ext.experiment.experiment import State
+from metricopt_ext.experiment.method_config import FinetuneConfig, TransferConfig
 from metricopt_ext.methods.tuning import finetune
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.tasks.metric import Metric

@@ -15,7 +15,7 @@ import metricopt_ext as mo
 from metricopt_ext.errors import AdapterError, ConfigError, DataError, MetricError
 from metricopt_ext.integrations import huggingface
 from metricopt_ext.integrations.huggingface import tune_trainer
-from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.runtime.progress import Watcher
 
 transformers = pytest.importorskip("transformers", reason="the extra `examples` is not installed")
 

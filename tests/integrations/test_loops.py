@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 import metricopt_ext as mo
 from metricopt_ext.errors import DataError, MetricError
 from metricopt_ext.integrations.loops import loader_batches, on_device, tune_model
-from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.runtime.progress import Watcher
 
 X = torch.randn(60, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = (X[:, 0] > 0.5).long()
@@ -179,7 +179,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from metricopt_ext.errors import ConfigError, MetricError
 from metricopt_ext.integrations.loops import tune_model
 from metricopt_ext.tasks.metric import with_halves
-from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.runtime.progress import Watcher
 
 ROWS = torch.arange(60)
 distributed.init_process_group("gloo")

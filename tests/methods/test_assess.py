@@ -21,12 +21,12 @@ from metricopt_ext.methods.assessment import QUERIES
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.starts import batchnorm_start
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.tasks.metric import Ledger, Metric, Query
 from metricopt_ext.tasks.settings import Setting, Settings
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.progress import Watcher
 
 
 class Heard(Watcher):

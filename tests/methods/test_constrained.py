@@ -16,20 +16,20 @@ from torch import Tensor
 from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
+from metricopt_ext.methods.algorithm1 import Algorithm1
+from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
 from metricopt_ext.methods.constrained import Constrained, decide_within
 from metricopt_ext.methods.guard import CONFIDENCE, Decision, decide
-from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.search import Search
-from metricopt_ext.methods.siblings.algorithm_s1 import AlgorithmS1
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.constraints import Limits, parse_constraints
 from metricopt_ext.tasks.metric import Evaluation, Metric
-from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.value.learners import RidgeLearner
 
 Make = Callable[..., Any]

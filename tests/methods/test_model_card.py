@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.methods.model_card import CARD, described, model_card
 from metricopt_ext.methods.pipeline import optimize_metric
-from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.runtime.progress import Watcher
 
 
 def test_a_finished_run_has_a_card_that_says_what_it_is(quadratic: Callable[..., Any], tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ import torch
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.more_inference import PURPOSE, MoreInference, more_inference
 from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.settings import Setting, Settings
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.progress import Watcher
 
 Make = Callable[..., Any]
 GAINS = {"size": 1.0, "flip": 0.5, "soft": 0.1}  # of what each taken alone lowers the distance by

@@ -25,11 +25,11 @@ from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.search import Search
 from metricopt_ext.methods.searched import search_results
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Evaluation, Ledger, Metric
-from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.value.gp import GPValueFunction
 
 Make = Callable[..., Any]

@@ -26,12 +26,13 @@ from metricopt_ext.errors import (
     ValueFunctionError,
     WeightsError,
 )
+from metricopt_ext.methods.algorithm1 import Algorithm1
 from metricopt_ext.methods.guard import CONFIDENCE
-from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import RecipeDetails, Result
 from metricopt_ext.methods.tuning import FRESH, finetune, metric_policy
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.search.strategy import SearchStrategy as Search
@@ -39,7 +40,6 @@ from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.rollout import rollout
 from metricopt_ext.utils import weights
-from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
 from metricopt_ext.value.loading import load_value_function
 from metricopt_ext.value.observations import Observations

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.rounds import learn_in_rounds, meta_train
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
-from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.value.learners import RidgeLearner
 from metricopt_ext.value.value_function import ValueFunction
 

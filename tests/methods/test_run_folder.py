@@ -18,15 +18,15 @@ from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.run_folder import FORMAT, IDENTITY, claim_open, identity_of, load_run, open_run, settled
 from metricopt_ext.methods.search import Search
+from metricopt_ext.runtime import distributed
+from metricopt_ext.runtime.identity import sole_writer
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.inference_file import load_inference
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.population import Population
 from metricopt_ext.tasks.settings import Setting, Settings
-from metricopt_ext.utils import ranks
-from metricopt_ext.utils.identity import sole_writer
-from metricopt_ext.utils.progress import Watcher
 
 
 def test_a_run_folder_is_not_mixed(tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ def test_a_chosen_population_is_said_kept_and_taken_up_again(quadratic: Callable
 def test_a_chosen_population_is_that_of_the_first_rank(
     quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranks, "on_first", lambda function: Population(16, "the first rank has room for it"))
+    monkeypatch.setattr(distributed, "on_first", lambda function: Population(16, "the first rank has room for it"))
     for population, expected in ((None, 16), (3, 3)):
         task, identity = quadratic(population=population), dict[str, Any]()
         task = settled(task, identity, None)

@@ -17,13 +17,13 @@ from metricopt_ext.errors import AdapterError, BudgetError, FileFormatError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.search import Search
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.kept_evaluations import KeptEvaluations
 from metricopt_ext.tasks.metric import Evaluation, Ledger, Metric
 from metricopt_ext.utils.files import UNFINISHED
-from metricopt_ext.utils.progress import Watcher
 
 Make = Callable[..., Any]
 STRATEGIES = [GuidedTrustRegion(), CMAES(), GuidedES(), RandomSearch()]

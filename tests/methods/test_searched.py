@@ -22,10 +22,10 @@ from metricopt_ext.methods.run_folder import load_run
 from metricopt_ext.methods.searched import search_results
 from metricopt_ext.methods.start_lines import line_between
 from metricopt_ext.methods.starts import batchnorm_start
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.value.loading import load_value_function
 
 NEAR = {"near": 0.8, "far": -3.0}  # starts at so much of the goal

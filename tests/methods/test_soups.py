@@ -17,9 +17,9 @@ from metricopt_ext.errors import AdapterError, BudgetError, DataError
 from metricopt_ext.methods.short_finetunes import Training
 from metricopt_ext.methods.soups import soup_starts
 from metricopt_ext.methods.starts import reestimate_batchnorm, with_start
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.progress import Watcher
 
 X = torch.randn(64, 3, generator=torch.Generator().manual_seed(5))
 Y = (X.sum(1) > 0).long()

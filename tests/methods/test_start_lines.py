@@ -23,8 +23,8 @@ from metricopt_ext.methods.start_lines import (
     mixed,
     planned_lines,
 )
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.tasks.metric import Evaluation, Metric
-from metricopt_ext.utils.progress import Watcher
 
 E = torch.eye(4, dtype=torch.float64)
 

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from metricopt_ext.errors import BudgetError
-from metricopt_ext.methods.paper import Algorithm1
+from metricopt_ext.methods.algorithm1 import Algorithm1
+from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.run_folder import RunFolder
-from metricopt_ext.methods.siblings.algorithm_s1 import AlgorithmS1
 from metricopt_ext.methods.strategy import Context, check_strategy
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.ngopt import NGOpt
 from metricopt_ext.search.random_search import RandomSearch
@@ -19,7 +20,6 @@ from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.search.turbo import TuRBO
 from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.trajectory import TrajectoryStore
-from metricopt_ext.utils.progress import Watcher
 
 LEARNERS = [Recipe(), Algorithm1(), AlgorithmS1()]
 SEARCHES = [GuidedTrustRegion(), CMAES(), GuidedES(), RandomSearch(), NGOpt(), TuRBO()]

@@ -13,19 +13,19 @@ import torch
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
-from metricopt_ext.methods.paper import Algorithm1
+from metricopt_ext.methods.algorithm1 import Algorithm1
+from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.search import Search
-from metricopt_ext.methods.siblings.algorithm_s1 import AlgorithmS1
 from metricopt_ext.methods.tuned_settings import SETTINGS
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Setting, Settings
-from metricopt_ext.utils.progress import Watcher
 
 Make = Callable[..., Any]
 BEST, WORTH = 8.0, 0.5  # of the setting "size", and what each doubling away from it costs

@@ -12,7 +12,7 @@ from PIL import Image
 
 from metricopt_ext.data.splits import PARTS
 from metricopt_ext.errors import ConfigError, DataError
-from metricopt_ext.evidence.cli import run_and_report
+from metricopt_ext.experiment.cli import run_and_report
 from metricopt_ext.retrieval.build import build_metric, built, load_splits
 from metricopt_ext.retrieval.cameras import (
     CAMERA,

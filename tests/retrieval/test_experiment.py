@@ -15,17 +15,17 @@ pytest.importorskip("pytorch_metric_learning")
 from metricopt_ext.data.halves import class_draws
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.evidence.experiment import State
-from metricopt_ext.evidence.method import Begun
+from metricopt_ext.experiment.experiment import State
+from metricopt_ext.experiment.method import Begun
 from metricopt_ext.methods.tuning import finetune
 from metricopt_ext.retrieval.build import embed_with
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.experiment import RetrievalExperiment
 from metricopt_ext.retrieval.recall import hits_at_k, recall_at_k
 from metricopt_ext.retrieval.whitening_start import whitened
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.utils.config import load_config
-from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.value.rotated import RotatedValueFunction
 from metricopt_ext.value.value_function import RidgeValueFunction
 

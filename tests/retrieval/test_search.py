@@ -30,9 +30,9 @@ from metricopt_ext.retrieval.search import (
     trainer_task,
     tune_with_trainer,
 )
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.utils.progress import Watcher
 
 CPU = torch.device("cpu")
 D, CLASSES, BATCH, QUERIES = 6, 8, 16, 24

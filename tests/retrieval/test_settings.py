@@ -18,7 +18,7 @@ from sklearn.decomposition import PCA
 import metricopt_ext as mo
 from metricopt_ext.data.halves import class_draws
 from metricopt_ext.data.labelled import Split
-from metricopt_ext.evidence.passes import Noticing
+from metricopt_ext.experiment.passes import Noticing
 from metricopt_ext.retrieval.accuracy import RecallCalculator
 from metricopt_ext.retrieval.build import build_metric
 from metricopt_ext.retrieval.cameras import CAMERA

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 from metricopt_ext.errors import BudgetError, DataError, MetricError, UnguardedError, WeightsError
+from metricopt_ext.runtime import distributed
 from metricopt_ext.tasks.metric import (
     Evaluation,
     Halved,
@@ -27,7 +28,6 @@ from metricopt_ext.tasks.metric import (
     stacked_pairs,
     with_halves,
 )
-from metricopt_ext.utils import ranks
 
 
 def constant(value: Any) -> Callable[[], Any]:
@@ -747,7 +747,7 @@ import torch
 from torch import distributed, nn
 from metricopt_ext.errors import RankError
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.utils import ranks
+from metricopt_ext.runtime import distributed
 
 distributed.init_process_group("gloo")
 own, calls = distributed.get_rank(), []
@@ -787,7 +787,7 @@ METRICS = {
 for name, (function, options, right) in METRICS.items():
     metric = Metric(function, maximize=True, **options)
     try:
-        with ranks.joined(), ranks.sharing():
+        with distributed.joined(), distributed.sharing():
             said = len(list(metric.each(metric.judge, [nn.Identity()] * 3, "test")))
         assert metric.ledger.spent == 3 * metric.repeats
     except RuntimeError as error:
@@ -854,9 +854,9 @@ def test_what_is_on_file_is_booked_and_told_as_such() -> None:
 def test_queries_that_are_asked_at_once_are_told_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Query] = []
     metric = Metric(lambda: 0.5, maximize=True)
-    monkeypatch.setattr(ranks, "world", lambda: 2)
-    monkeypatch.setattr(ranks, "session", lambda: metric._compared)
-    monkeypatch.setattr(ranks, "each", lambda ask, items: map(ask, items))
+    monkeypatch.setattr(distributed, "world", lambda: 2)
+    monkeypatch.setattr(distributed, "session", lambda: metric._compared)
+    monkeypatch.setattr(distributed, "each", lambda ask, items: map(ask, items))
     with metric.observed_by(told.append):
         list(metric.each(metric.judge, [nn.Identity()] * 3, "search"))
     assert [query.spent for query in told] == [1, 2, 3]

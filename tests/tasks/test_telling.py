@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from metricopt_ext.runtime.progress import Watcher
 from metricopt_ext.tasks.telling import Telling, telling
-from metricopt_ext.utils.progress import Watcher
 
 
 class Listening(Watcher):

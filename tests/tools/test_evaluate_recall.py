@@ -24,7 +24,7 @@ from pytorch_metric_learning.utils.inference import CustomKNN
 
 from metricopt_ext.adapters.attach import attach_film, load_adapter
 from metricopt_ext.classification.config import ClassificationConfig
-from metricopt_ext.evidence.cli import run_and_report
+from metricopt_ext.experiment.cli import run_and_report
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.data import load_digits
 from metricopt_ext.retrieval.experiment import RetrievalExperiment

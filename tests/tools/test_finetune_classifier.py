@@ -37,12 +37,12 @@ from metricopt_ext.classification.splits import load_splits
 from metricopt_ext.data.halves import stratified_halves
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import ConfigError, DataError
-from metricopt_ext.evidence.method import SIBLINGS, Reached
-from metricopt_ext.evidence.siblings import SiblingsConfig
-from metricopt_ext.methods.siblings.ala import AdaptiveLossAlignment
-from metricopt_ext.methods.siblings.loss_policy import load_loss_policy
-from metricopt_ext.methods.siblings.relational_loss import load_relational_loss
-from metricopt_ext.methods.siblings.set_loss import SetLoss, load_set_loss
+from metricopt_ext.experiment.method import SIBLINGS, Reached
+from metricopt_ext.experiment.siblings import SiblingsConfig
+from metricopt_ext.siblings.ala.ala import AdaptiveLossAlignment
+from metricopt_ext.siblings.ala.loss_policy import load_loss_policy
+from metricopt_ext.siblings.reloss.relational_loss import load_relational_loss
+from metricopt_ext.siblings.sl.set_loss import SetLoss, load_set_loss
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import load_config

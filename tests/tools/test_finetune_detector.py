@@ -30,7 +30,7 @@ from metricopt_ext.detection.records import DetectionSet
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.detection.voc import read_voc
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.evidence import method_config
+from metricopt_ext.experiment import method_config
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask

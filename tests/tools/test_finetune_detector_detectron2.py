@@ -19,7 +19,7 @@ from metricopt_ext.detection.build import build_toolkit
 from metricopt_ext.detection.config import DetectionConfig
 from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit, detections_of
 from metricopt_ext.detection.voc import read_voc
-from metricopt_ext.evidence import method_config
+from metricopt_ext.experiment import method_config
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.value.learners import RidgeLearner

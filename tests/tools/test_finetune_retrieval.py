@@ -24,15 +24,15 @@ from metricopt_ext.data.halves import class_draws, class_halves
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.errors import ConfigError, DataError, MetricError
-from metricopt_ext.evidence import method_config
+from metricopt_ext.experiment import method_config
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.siblings.ala import AdaptiveLossAlignment
-from metricopt_ext.methods.siblings.loss_policy import load_loss_policy
 from metricopt_ext.retrieval import build
 from metricopt_ext.retrieval.build import build_loss, build_metric, class_batches, embedder, load_splits
 from metricopt_ext.retrieval.config import LossConfig, MetricConfig, RetrievalConfig
 from metricopt_ext.retrieval.losses import SmoothAPLoss
 from metricopt_ext.retrieval.models import Conv4, Embedder, build_model
+from metricopt_ext.siblings.ala.ala import AdaptiveLossAlignment
+from metricopt_ext.siblings.ala.loss_policy import load_loss_policy
 from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import load_config

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from metricopt_ext.evidence.cli import experiment_of
+from metricopt_ext.experiment.cli import experiment_of
 from metricopt_ext.utils.config import leaf_keys, load_config
 
 ROOT = Path(__file__).parents[2]

@@ -39,9 +39,9 @@ def arguments(tool: str, folder: Path, *overrides: str) -> list[str]:
 # All tools in the same ranks, one after the other: to start a process takes longer than what these runs do.
 RANKS = """
 import json, runpy, sys
-from metricopt_ext.utils import ranks
+from metricopt_ext.runtime import distributed
 
-with ranks.joined():
+with distributed.joined():
     for script, *arguments in json.loads(sys.argv[1]):
         sys.argv = [script, *arguments]
         runpy.run_path(script, run_name="__main__")

@@ -74,7 +74,7 @@ NEED_NONE = {
 # Each tool runs in a fork, so that torch is imported once and what one tool imports is not there for the next.
 SCRIPT = """
 import json, os, runpy, sys
-import metricopt_ext.evidence.cli
+import metricopt_ext.experiment.cli
 
 blocked, calls, root = json.loads(sys.argv[1])
 
@@ -122,7 +122,7 @@ sys.meta_path.insert(0, Blocking)
 import torch
 from torch import nn
 import metricopt_ext as mo
-import metricopt_ext.evidence.method
+import metricopt_ext.experiment.method
 
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
@@ -228,7 +228,7 @@ def test_a_search_does_without_any_extra(tmp_path: Path) -> None:
 
 
 def test_reloss_asks_for_its_extra_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    from metricopt_ext.evidence.siblings import ReLossConfig
+    from metricopt_ext.experiment.siblings import ReLossConfig
 
     ReLossConfig().relational_training()
     monkeypatch.setattr("metricopt_ext.utils.extras.find_spec", lambda module: None)

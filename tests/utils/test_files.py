@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from metricopt_ext.errors import AdapterError, FileFormatError
+from metricopt_ext.runtime.identity import claim
 from metricopt_ext.utils import files
 from metricopt_ext.utils.files import (
     check_tensors,
@@ -26,7 +27,6 @@ from metricopt_ext.utils.files import (
     write_json,
     write_tensors,
 )
-from metricopt_ext.utils.identity import claim
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])

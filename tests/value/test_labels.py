@@ -11,7 +11,7 @@ import torch
 
 from metricopt_ext.tasks.rollout import observation_steps
 from metricopt_ext.tasks.trajectory import Trajectory
-from metricopt_ext.value.gaussian_process import GaussianProcess
+from metricopt_ext.value.interpolation import GaussianProcess
 from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels, WithoutSigma
 from metricopt_ext.value.observations import Observations
 

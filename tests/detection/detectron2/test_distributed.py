@@ -31,10 +31,10 @@ from metricopt_ext.detection.detectron2.search import search
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, trajectory_store
 from metricopt_ext.detection.records import DetectionSet
 from metricopt_ext.errors import MetricOptError
+from metricopt_ext.runtime.distributed import left_in_order
+from metricopt_ext.runtime.identity import fingerprint
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.trajectory import TrajectoryStore
-from metricopt_ext.utils.identity import fingerprint
-from metricopt_ext.utils.ranks import left_in_order
 from metricopt_ext.value.loading import load_value_function
 from metricopt_ext.value.value_function import Quality, RidgeValueFunction
 

@@ -37,12 +37,12 @@ from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, traject
 from metricopt_ext.detection.records import DetectionSet
 from metricopt_ext.errors import ConfigError, DataError, FileFormatError, MetricError, ValueFunctionError
 from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.runtime.progress import Bars, Watcher
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.recording import Recording
 from metricopt_ext.tasks.rollout import observation_steps
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
-from metricopt_ext.utils.progress import Bars, Watcher
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.fitting import fit_value_function
 from metricopt_ext.value.loading import load_value_function

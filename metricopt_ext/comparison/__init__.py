@@ -1,0 +1,1 @@
+"""Comparisons: methods at several budgets over seeds, their files, claims and report."""

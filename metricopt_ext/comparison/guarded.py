@@ -1,0 +1,72 @@
+"""What a guarded run came to on test: the step of its search, and the whole of it from the model as it was trained."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+from metricopt_ext.experiment.experiment import State
+from metricopt_ext.methods.result import Result
+from metricopt_ext.methods.starts import with_start
+from metricopt_ext.tasks.task import FinetuneTask
+
+TRAINED = "pretrained"  # what files and tables call the model as it was trained, a result's "start"
+
+
+class Change(NamedTuple):
+    """A difference of the test metric, positive if better, and its standard error, None if unknown."""
+
+    value: float
+    error: float | None
+
+
+def record_of(
+    result: Result, task: FinetuneTask, *, scale: float, change: Callable[[State, State], Change]
+) -> dict[str, Any]:
+    """Return a record of what the guard decided.
+
+    Args:
+        result: The run's.
+        task: Its task.
+        scale: How much the metric changes when the cost changes by 1.
+        change: What going from one state to another changes on test.
+
+    Returns:
+        Plain data: ``kept``, the name of what was kept; ``gain`` and the other terms of the guard's `Verdict` on the
+        end, in the metric's units; of the search's step, from its start to its end, whether it, or a part of it, was
+        ``accepted``, and its ``change`` on test with its ``error``; and ``whole``, of the whole run from the model as
+        it was trained: whether anything else was ``accepted``, the ``change`` on test of what was kept with its
+        ``error``, and that of the ``best`` by the metric of start and end, kept or not.
+    """
+    verdict, begun = result.verdict, result.begun_at
+    searched = with_start(task, result.candidates[begun])
+
+    def state(name: str) -> State:
+        start = result.start_of(name)
+        same = start.of_the_same(result.candidates[begun])
+        return State(searched if same else with_start(task, start), start.phi)
+
+    @cache
+    def between(before: str, after: str) -> Change:
+        return change(state(before), state(after))
+
+    better = max if task.metric.maximize else min
+    best = better((begun, "search"), key=lambda name: result.values[name])
+    step, run, possible = between(begun, "search"), between("start", result.chosen), between("start", best)
+    return {
+        "kept": TRAINED if result.chosen == "start" else result.chosen,
+        "accepted": result.chosen in ("search", "part"),
+        "gain": scale * verdict.gain,
+        "chance": None if verdict.chance is None else scale * verdict.chance,
+        "optimism": scale * verdict.optimism,
+        "reliability": verdict.reliability,
+        "candidates": verdict.candidates,
+        "change": step.value,
+        "error": step.error,
+        "whole": {
+            "accepted": result.chosen != "start",
+            "change": run.value,
+            "error": run.error,
+            "best": possible.value,
+            "best_error": possible.error,
+        },
+    }

@@ -1,0 +1,1 @@
+"""Experiments: one seed of a task's tool, its config, methods, record, report and command line."""

@@ -1,0 +1,416 @@
+"""The methods of a comparison: each asks the metric alone, from one beginning, and says where it stood.
+
+Every call of the metric is one query, whoever makes it. What a query costs the model is another matter, and is counted
+besides (`passes`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.start import Start, StartLine
+from metricopt_ext.errors import ConfigError, MetricError
+from metricopt_ext.experiment.method import METHODS, Begun, Contender, End, Meter, Reached, end_of, now
+from metricopt_ext.experiment.method_config import FinetuneConfig
+from metricopt_ext.experiment.run_config import RunConfig
+from metricopt_ext.methods.guard import CONFIDENCE
+from metricopt_ext.methods.new_classes import held_back
+from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.result import Result
+from metricopt_ext.methods.searched import search_results
+from metricopt_ext.methods.strategy import LearningStrategy
+from metricopt_ext.methods.trials import ranked
+from metricopt_ext.methods.tuned_settings import accepted
+from metricopt_ext.methods.tuning import finetune
+from metricopt_ext.runtime.progress import Watcher, Within
+from metricopt_ext.search.optimizer import LossStep
+from metricopt_ext.search.settings_gp import SettingsGPState
+from metricopt_ext.search.settings_stage import SettingsState
+from metricopt_ext.search.strategy import SearchStrategy
+from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.constraints import Limits
+from metricopt_ext.tasks.kept_evaluations import KeptEvaluation, KeptEvaluations, KeptPoint
+from metricopt_ext.tasks.metric import Evaluation, Ledger, Query
+from metricopt_ext.tasks.settings import Settings
+from metricopt_ext.tasks.task import FinetuneTask
+
+
+def without() -> Settings:
+    """Say that a task has no settings of inference.
+
+    Raises:
+        ConfigError: Always.
+    """
+    raise ConfigError("this task has no settings of inference")
+
+
+def usual_contenders(config: RunConfig, settings: Callable[[], Settings] = without) -> dict[str, Contender]:
+    """Return what every task's comparison can run, by name.
+
+    Args:
+        config: The task's settings.
+        settings: Returns the settings of inference of its model.
+    """
+    search = config.build_strategy()
+    own = ours(search if isinstance(search, GuidedTrustRegion) else None, config.guard.confidence)
+
+    def best_step(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> Tensor:
+        return best_of_loss_finetune(task, loss_path(task, config.finetune, seed, start), queries)
+
+    made = {name: entry.factory(config.finetune) for name, entry in METHODS.items() if entry.factory is not None}
+    return {
+        "loss_finetune_best": at_each_budget(best_step, least=lambda dim: 2),
+        **{name: searching(each) for name, each in made.items() if isinstance(each, SearchStrategy)},
+        "ours": own,
+        **_with_settings(own, settings, config.guard.confidence),
+    }
+
+
+def _with_settings(own: Contender, settings: Callable[[], Settings], confidence: float) -> dict[str, Contender]:
+    """Return what tunes settings of inference, by name: what is free, each alone, presets too, and then phi."""
+
+    def free(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+        meter, found = Meter(task), settings()
+        start = replace(begun.starts[begun.chosen], settings=found.first)
+        yield from (meter.reached(start) for _ in budgets)
+
+    return {
+        "settings_free": Contender(free),
+        "settings_lines": tuning_settings(lambda: settings().without_presets(), confidence),
+        "settings": tuning_settings(settings, confidence),
+        "settings_gp": tuning_settings(settings, confidence, SettingsGPState),
+        "settings+phi": with_settings_of(own, settings),
+    }
+
+
+def loss_path(task: FinetuneTask, settings: FinetuneConfig, seed: int, start: Tensor | None = None) -> Tensor:
+    """Finetune for the loss alone from a start, by default phi = 0; returns the visited phi, ``(T + 1) x d``."""
+    return finetune(task, LossStep(settings.lr), settings.steps, seed, start)
+
+
+def best_of_loss_finetune(task: FinetuneTask, points: Tensor, evals: int) -> Tensor:
+    """Evaluate the metric at evenly spaced points of a loss-only finetune and return the best, ``d`` (paper, Table 1).
+
+    Args:
+        task: The task.
+        points: The visited phi, ``(T + 1) x d``.
+        evals: Number of queries, both ends included; all points if that is T + 1 or more.
+    """
+    chosen = torch.linspace(0, len(points) - 1, min(evals, len(points))).round().long()
+    costs = task.costs_at(points[chosen], "loss_finetune_best")
+    return points[chosen[costs.argmin()]]
+
+
+def ours(search: GuidedTrustRegion | None = None, confidence: float = CONFIDENCE) -> Contender:
+    """Make a contender of the guided search as `optimize_metric` runs it: its starts, its points and its guard.
+
+    Args:
+        search: The search.
+        confidence: How sure the guard must be, at least 0.5 and below 1.
+    """
+    engine = search or GuidedTrustRegion()
+
+    def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+        starts: dict[str, Start | StartLine] = {**begun.starts, **begun.lines}
+        starts.pop("start", None)
+        numbers = [begun.spent + queries for queries in budgets]
+        ends = 1 + held_back(engine, task.metric)  # what each smaller budget asks for itself alone
+        limited = with_budget(task, max(numbers) + (len(numbers) - 1) * ends)
+        known, meter, elsewhere = on_file(begun, limited), Meter(limited), 0
+        for result in search_results(
+            limited, numbers, engine, starts=starts, confidence=confidence, seed=seed, kept=known
+        ):
+            reached = now()
+            spent, before = result.queries_per_start - begun.spent, elsewhere
+            elsewhere = limited.metric.ledger.spent - result.queries_per_start
+            meter.forget_last_queries(elsewhere - before)  # a smaller budget's end, which this one has elsewhere
+            end = end_of(task, result.start_of(result.chosen))
+            yield replace(meter.reached(end), queries=spent, queries_per_start=spent, result=result)
+            meter.forget_since(reached)  # what was reached is judged meanwhile
+
+    return Contender(run, engine.least_queries, anytime=True, constrained=True)
+
+
+def in_order(settings: Settings, first: Evaluation, queries: int, seed: int) -> SettingsState:
+    """Begin to tune settings one after another, as a run does, which draws nothing."""
+    return SettingsState(settings, first, queries)
+
+
+def tuning_settings(
+    settings: Callable[[], Settings],
+    confidence: float = CONFIDENCE,
+    begin: Callable[[Settings, Evaluation, int, int], SettingsState | SettingsGPState] = in_order,
+) -> Contender:
+    """Make a contender of a search over settings of inference alone, at the chosen start.
+
+    Args:
+        settings: Returns the settings; what they say of queries bounds it, whatever the budget.
+        confidence: The guard's.
+        begin: Begins the search, from the settings, their first evaluation, a number of queries and a seed.
+    """
+
+    def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+        for queries in budgets:
+            tuned = settings()
+            limited, start = begun.of(with_budget(task.with_settings(tuned), queries))
+            meter, first = Meter(limited), begun.asked.get(begun.chosen)
+            if first is None or tuned.changed(tuned.first):
+                first, queries = limited.evaluate(start, "settings"), queries - 1
+            state = begin(tuned, first, queries, seed)
+            while batch := state.ask():
+                for index, values in enumerate(batch):
+                    state.tell(index, limited.with_values(values).evaluate(start, "settings"))
+            end = state.end()
+            kept = end.values if accepted(end, confidence) else tuned.first
+            yield meter.reached(replace(begun.starts[begun.chosen], settings=kept))
+
+    return Contender(run)
+
+
+def with_settings_of(contender: Contender, settings: Callable[[], Settings]) -> Contender:
+    """Return a contender whose task has settings of inference, at the best of the same starts."""
+
+    def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+        found = settings()
+        if found.changed(found.first):  # the starts were asked without
+            begun = replace(begun, asked={})
+        return contender.run(task.with_settings(found), begun, budgets, seed)
+
+    return replace(contender, run=run)
+
+
+def on_file(begun: Begun, task: FinetuneTask) -> KeptEvaluations:
+    """Return the evaluations of the starts that were asked, as a run that is resumed has them on file."""
+    kept = KeptEvaluations(None, task.metric)
+    names = ["start", *(name for name in begun.starts if name != "start")]
+    for id, name in enumerate(names):
+        if name in begun.asked:
+            start = begun.starts[name]
+            point = KeptPoint.of(id, start.phi, start)
+            kept.tell(KeptEvaluation.told(point, begun.asked[name], task.metric.repeats))
+    return kept
+
+
+def optimizing(
+    strategy: SearchStrategy | LearningStrategy[Any],
+    *,
+    starts: Mapping[str, Start | StartLine] | None = None,
+    confidence: float = CONFIDENCE,
+    output_dir: Path | None = None,
+    resume: bool = False,
+    watcher: Watcher,
+) -> Contender:
+    """Make a contender of `optimize_metric`, at one budget and from the model as it was trained; see there.
+
+    Args:
+        strategy: How it works.
+        starts: What it may begin from besides phi = 0.
+        confidence: How sure the guard must be.
+        output_dir: Receives what it keeps.
+        resume: Continue what an interrupted run left there.
+        watcher: Notified of progress.
+    """
+
+    def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+        (queries,), meter = budgets, Meter(task)
+        result: Result[Any] = optimize_metric(
+            task,
+            queries=queries,
+            strategy=strategy,
+            starts=starts,
+            guard_confidence=confidence,
+            seed=seed,
+            output_dir=output_dir,
+            resume=resume,
+            watcher=watcher,
+        )
+        task.adapter.apply(Start(task.origin()))  # the other methods begin from the base
+        end, path = end_of(task, result.start_of(result.chosen)), result.path if result.details.finetunes else None
+        yield replace(meter.reached(end), queries_per_start=result.queries_per_start, path=path, result=result)
+
+    return Contender(run)
+
+
+def searching(search: SearchStrategy) -> Contender:
+    """Make a contender of a search on the metric.
+
+    Args:
+        search: The search.
+    """
+    if not search.anytime:
+        each = at_each_budget(
+            lambda task, start, queries, seed: search(task, start, queries, seed=seed).phi, search.least_queries
+        )
+        return replace(each, constrained=True)
+
+    def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+        (limited, start), stopped = begun.of(with_budget(task, max(budgets))), None
+        trace = Trace(limited)
+        try:
+            with limited.metric.observed_by(trace):
+                search(limited, start, max(budgets), seed=seed)
+        except MetricError as error:
+            stopped = error  # what was reached before counts
+        for queries in budgets:
+            if stopped is not None and queries > len(trace.points):
+                raise stopped
+            best = trace.best(queries)
+            yield replace(best, end=begun.standing(task, best.end))
+
+    return Contender(run, search.least_queries, anytime=True, constrained=True)
+
+
+def at_each_budget(
+    run: Callable[[FinetuneTask, Tensor, int, int], End | None],
+    least: Callable[[int], int] = lambda dim: 0,
+) -> Contender:
+    """Make a contender of a function that is run once for each budget.
+
+    Args:
+        run: ``run(task, start, queries, seed)`` returns the end, or None if it does not apply. The task is on the model
+            of the start.
+        least: See `Contender`.
+    """
+
+    def each(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+        for queries in budgets:
+            limited, start = begun.of(with_budget(task, queries))
+            meter, end = Meter(limited), run(limited, start, queries, seed)
+            if end is not None:
+                yield meter.reached(begun.standing(task, end))
+
+    return Contender(each, least)
+
+
+def ending_at(run: Callable[[FinetuneTask], End | None]) -> Contender:
+    """Make a contender, which takes no queries, of a function of the task that returns an end; see `at_each_budget`."""
+    return at_each_budget(lambda task, *_: run(task))
+
+
+def at_start(make: Callable[[FinetuneTask], Start | nn.Module | None], queries: int = 0) -> Contender:
+    """Make a contender that ends at a start, of the model as it was trained, whatever else there is to begin from.
+
+    Args:
+        make: Makes the start of the task, or a model, whose queries are counted; None if it does not apply.
+        queries: How many it asks meanwhile, at least.
+    """
+
+    def each(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+        limited = with_budget(task, max(budgets))
+        meter, start = Meter(limited), make(limited)
+        if start is not None:
+            reached = meter.reached(end_of(limited, start) if isinstance(start, Start) else start)
+            yield from (reached for _ in budgets)
+
+    return Contender(each, least=lambda dim: queries, anytime=True)
+
+
+def along_path(run: Callable[[FinetuneTask, Tensor, int], Tensor]) -> Contender:
+    """Make a contender, which takes no queries, of a function that finetunes.
+
+    Args:
+        run: ``run(task, start, seed)`` returns the visited phi, ``(T + 1) x d``.
+    """
+
+    def each(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+        limited, start = begun.of(with_budget(task, 0))
+        meter, path = Meter(limited), run(limited, start, seed)
+        reached = replace(meter.reached(begun.standing(task, path[-1])), path=path)
+        yield from (reached for _ in budgets)
+
+    return Contender(each)
+
+
+def told(contender: Contender, title: str, watcher: Watcher) -> Contender:
+    """Return a contender whose queries a watcher is told of now and then.
+
+    Args:
+        contender: The contender.
+        title: Its displayed name.
+        watcher: The watcher, whose own queries are another method's.
+    """
+
+    def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+        shown = Within(watcher, title, max(budgets) + begun.spent)
+        observed = task.judged_by(task.metric.with_observers(Spent(shown, begun.spent)))
+        return contender.run(observed, begun, budgets, seed)
+
+    return replace(contender, run=run)
+
+
+def staged(contender: Contender, watcher: Watcher, before: str = "", after: str = "") -> Contender:
+    """Return a contender that tells a watcher of a stage before it begins, or after it has ended."""
+
+    def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+        if before:
+            watcher.stage(before)
+        yield from contender.run(task, begun, budgets, seed)
+        if after:
+            watcher.stage(after)
+
+    return replace(contender, run=run)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A query: the evaluation of phi, and what was spent when it was answered, with phi, ``d``, as its end."""
+
+    evaluation: Evaluation
+    reached: Reached
+
+
+class Trace:
+    """An observer that keeps the points at which a metric was evaluated.
+
+    Args:
+        task: What it spends is counted from now on. Its metric's constraints are respected; their bounds are numbers.
+
+    Attributes:
+        points: One for each query that was answered.
+    """
+
+    def __init__(self, task: FinetuneTask) -> None:
+        self.meter, self.constraints = Meter(task), task.metric.constraints
+        self.points: list[Point] = []
+
+    def __call__(self, query: Query) -> None:
+        """Keep a query."""
+        phi = Adapter(query.item).phi if isinstance(query.item, nn.Module) else query.item
+        assert phi is not None
+        self.points.append(Point(query.evaluation, self.meter.reached(phi.detach().clone())))
+
+    def best(self, queries: int) -> Reached:
+        """Return what was reached by the first so many queries: the best phi, ``d``, as of `DirectState.end`."""
+        limits = Limits.of(self.constraints, self.points[0].evaluation)
+        best = min(self.points[:queries], key=lambda point: ranked(point.evaluation, limits))
+        return replace(self.points[queries - 1].reached, end=best.reached.end)
+
+
+class Spent:
+    """An observer that tells a watcher of the queries of several metrics, whatever their ledgers.
+
+    Args:
+        watcher: Notified of each query.
+        queries: Those that were spent before.
+    """
+
+    def __init__(self, watcher: Watcher, queries: int = 0) -> None:
+        self.watcher, self.queries = watcher, queries
+
+    def __call__(self, query: Query) -> None:
+        """Count a query, unless it was asked before."""
+        if not query.on_file:
+            self.queries += 1
+            self.watcher.query(self.queries, query.value)
+
+
+def with_budget(task: FinetuneTask, queries: int) -> FinetuneTask:
+    """Return the task with a ledger of its own that refuses any query beyond so many."""
+    metric = task.metric.with_new_ledger()
+    metric.ledger = Ledger(queries)
+    return task.judged_by(metric)

@@ -1,0 +1,89 @@
+"""Methods side by side on one task: each with its own ledger, each end judged once on the test data."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.experiment.method import METHODS, End, Method, Reached, check_known
+from metricopt_ext.experiment.record import Outcome
+from metricopt_ext.methods.starts import with_start
+from metricopt_ext.runtime import distributed
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.words import counted
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The outcomes of the methods in a comparison, by name.
+
+    Attributes:
+        results: Where each stood; those that do not apply are left out.
+        outcomes: The outcome of each end, one for each number of queries that the method reports.
+        curves: Validation metric along a method's path, ``T + 1`` numbers, if it has one. No method sees them.
+    """
+
+    results: dict[str, tuple[Reached, ...]]
+    outcomes: dict[str, list[Outcome]]
+    curves: dict[str, list[float]]
+
+
+def compare(task: FinetuneTask, test_metric: Metric, methods: Mapping[str, Method]) -> Comparison:
+    """Run methods one after another, then judge all of their ends.
+
+    Of ranks that share the work, the first alone runs the methods that can't be shared, and judges.
+
+    Args:
+        task: The task; its metric looks at the validation data.
+        test_metric: The same metric on the test data.
+        methods: By name, ordered so that each finds where those stood that it continues from.
+
+    Raises:
+        ConfigError: A method has no entry in `METHODS`; none was run.
+    """
+    check_known(methods)
+    results: dict[str, tuple[Reached, ...]] = {}
+    for name, method in methods.items():
+        entry, own = METHODS[name], task.judged_by(task.metric.with_new_ledger())
+        run = partial(_run, method, own, results)
+        reached = run() if entry.shared else distributed.only_first(run)
+        if not reached:
+            continue
+        if entry.kind == "free" and reached[-1].queries:
+            spent = counted(reached[-1].queries, "query")
+            raise ConfigError(f"method {name!r} is free in METHODS, but spent {spent}")
+        before = results[entry.after][-1] if entry.after else None
+        results[name] = tuple(each.after(before) if before else each for each in reached)
+    return distributed.only_first(lambda: _judged(task, test_metric, results)) or Comparison(results, {}, {})
+
+
+def _run(method: Method, task: FinetuneTask, earlier: Mapping[str, tuple[Reached, ...]]) -> tuple[Reached, ...]:
+    return method(earlier).run(task)
+
+
+def _judged(task: FinetuneTask, test_metric: Metric, results: dict[str, tuple[Reached, ...]]) -> Comparison:
+    validation, test = task.judged_by(task.metric.with_new_ledger()), task.judged_by(test_metric)
+
+    def outcome(each: Reached) -> Outcome:
+        values = judge(validation, each.end), judge(test, each.end)
+        return Outcome(*values, each.queries, each.queries_per_start, each.seconds, each.batch_queries)
+
+    outcomes = {name: [outcome(each) for each in reached] for name, reached in results.items()}
+    paths = {name: reached[-1].path for name, reached in results.items() if reached[-1].path is not None}
+    curves = {name: [judge(validation, phi) for phi in path] for name, path in paths.items()}
+    return Comparison(results, outcomes, curves)
+
+
+def judge(task: FinetuneTask, end: End) -> float:
+    """Return the task's metric, in its own units, of a phi of its model, another model, or a start; one query."""
+    if isinstance(end, nn.Module):
+        cost = task.cost_of(end, "judge")
+    elif isinstance(end, Start):
+        cost = with_start(task, end).cost(end.phi, "judge")
+    else:
+        cost = task.cost(end, "judge")
+    return task.metric.to_value(cost)

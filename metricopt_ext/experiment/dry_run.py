@@ -1,0 +1,328 @@
+"""What a run of a tool would do, and about how long it would take, without doing it: ``--dry-run``."""
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.adapters.start import Start, StartLine
+from metricopt_ext.data.reading import HEADER as COLUMNS
+from metricopt_ext.experiment.experiment import SOUP_FOLDER, Experiment
+from metricopt_ext.experiment.method import METHODS, check_known, now
+from metricopt_ext.experiment.run_config import SHARE, SOUP, SOUPS, RunConfig
+from metricopt_ext.experiment.style import direction, print_points, print_table
+from metricopt_ext.methods.algorithm1 import END_QUERIES, Algorithm1
+from metricopt_ext.methods.model_card import CARD
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.run_folder import ADAPTER
+from metricopt_ext.methods.start_lines import PlannedLine, divided, planned_lines
+from metricopt_ext.plain import plain
+from metricopt_ext.runtime import distributed
+from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.search.probe import GRADIENTS
+from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.inference_file import INFERENCE
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.machine import deterministic
+from metricopt_ext.utils.threads import num_threads
+from metricopt_ext.utils.words import and_more, counted, duration
+
+LANDSCAPE = 169  # evaluations for the picture of the first seed's landscape
+TRAINING = 10.0  # seconds for which a model is trained at most
+
+
+class Work(NamedTuple):
+    """What a part of a seed's run is made of.
+
+    Attributes:
+        queries: Evaluations of the metric.
+        steps: Loss steps of one phi.
+        wide: Loss steps of several phi at once.
+        width: How many these are.
+    """
+
+    queries: int = 0
+    steps: int = 0
+    wide: int = 0
+    width: int = 1
+
+
+class Trial(Watcher):
+    """Cuts each training short that goes on for longer than some seconds: it is for the pace alone.
+
+    Args:
+        seconds: The limit; a training takes one step at least.
+
+    Attributes:
+        left_out: How many seconds the steps left out would have taken, as fast as those before.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self.left_out = seconds, 0.0
+
+    def goes_on(self, taken: int, left: int, seconds: float) -> bool:
+        """End a training that has taken long enough."""
+        if seconds < self._seconds:
+            return True
+        self.left_out += seconds * left / taken
+        return False
+
+
+def dry_run(experiment: type[Experiment[Any]], config: RunConfig, folder: Path) -> None:
+    """Print what a run would do, from its settings and a probe of its first seed; nothing is written or charged.
+
+    Processes of torchrun wait for the first, which does it alone.
+
+    Args:
+        experiment: What each seed runs.
+        config: The settings.
+        folder: The output folder, which is not looked at.
+
+    Raises:
+        MetricOptError: As the run itself would: data, settings or metric are not usable.
+    """
+    config.check()
+    experiment.describe(config)
+    with deterministic(config.deterministic, config.threads), distributed.sharing(config.as_dict()):
+        at_once, world = min(config.workers, config.seeds), distributed.world()
+        if world > 1:
+            at_once = world if config.seeds >= world else 1
+        distributed.only_first(lambda: _show(experiment, config, folder, at_once, world))
+
+
+def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at_once: int, world: int) -> None:
+    with TemporaryDirectory() as own, num_threads(config.threads):
+        began, cut = now(), Trial(TRAINING)
+        made = experiment(replace(config, starts=[]), Path(own), config.seed, cut)  # starts are for the search alone
+        prepared, task, rare = now() - began + cut.left_out, made.task, made.rare()
+        config.check_queries(task.dim)
+        methods = list(made.methods())
+        check_known(methods)
+        found = sorted(path.name for path in Path(own).iterdir())
+        strategy = config.build_strategy()
+        found_starts = {name: made.start(name) for name in config.starts if name not in ("loss_finetune", *SOUPS)}
+        plan, work = planned(strategy, config, task.dim, task.at_once, found_starts, task.adapter.base_state_dict())
+        one, wide, query = _probe(task, work.width, config.seed)
+    subject = experiment.describe(config)
+    rivals = known_queries(config, methods)
+    unknown = [name for name in methods if METHODS[name].kind == "queries" and name not in {*rivals, "metricopt"}]
+    more, widened = besides(config, methods, strategy), of_more_inference(config)
+    asked = (work.queries + sum(rivals.values()) + more.queries + widened) * query
+    soups = config.method.name == "search" and any(name in SOUPS for name in config.starts)
+    again = SOUP * SHARE * prepared if soups else 0.0
+    seconds = prepared + again + asked + (work.steps + more.steps) * one + work.wide * wide
+
+    rows = [
+        ("seeds", f"{config.seeds} ({config.seed} to {config.seed + config.seeds - 1}), {at_once} at a time"),
+        ("method", f"{config.method.name}, phi of {counted(task.dim, 'coordinate')}"),
+        *plan,
+        ("queries of MetricOpt", f"{work.queries} of {config.queries} at most"),
+        *((f"queries of {METHODS[name].title}", f"{queries} at most") for name, queries in rivals.items()),
+        *((f"queries of {METHODS[name].title}", "not known before") for name in unknown),
+        ("other evaluations", f"{more.queries} for curves, tests and pictures"),
+        *([("more inference", f"{widened} evaluations at most, of what was kept")] if widened else []),
+        (f"files in {folder}", ", ".join(files_of_run(config))),
+        (f"files in {folder}/seed-N", ", ".join(dict.fromkeys([*found, *files_of_seed(config, made.own_files)]))),
+        ("peak memory so far", _peak_memory()),
+        ("preparing a seed takes about", duration(prepared)),
+        ("an evaluation takes", _seconds(query)),
+        (f"a loss step takes, of 1 and of {work.width} phi", f"{_seconds(one)}, {_seconds(wide)}"),
+        ("a seed takes about", duration(seconds)),
+        ("the run takes about", duration(math.ceil(config.seeds / at_once) * seconds)),
+    ]
+    print(plain(f"{subject.title}: {subject.metric} ({direction(subject.maximize)})"))
+    if made.reading is not None:
+        print_points(made.reading.lines())
+    if made.reading is not None and made.reading.columns:
+        print_table(COLUMNS, made.reading.rows(), left=len(COLUMNS))
+    print_table(["dry run, of each seed", ""], [list(row) for row in rows], left=2)
+    shared = f" It is for one process: {world} ranks share queries and rollouts." if at_once == 1 < world else ""
+    notes = [
+        "The time is that of a probe, the second of two evaluations and of two loss steps, times the planned numbers."
+        " Serial work is not in it: fits of f and what it proposes, the training of further methods, pictures."
+        + shared,
+        "Nothing was written to the output folder, and no query was charged.",
+    ]
+    if rare:
+        notes.insert(0, f"{rare}.")
+    if cut.left_out:
+        notes.append(
+            f"The model was trained for {TRAINING:g} seconds; at this pace its training takes {duration(cut.left_out)}"
+            " more. The other times are those of a model that is hardly trained, which may predict faster or slower."
+        )
+    print_points(notes)
+
+
+def planned(
+    strategy: GuidedTrustRegion | Recipe | Algorithm1,
+    config: RunConfig,
+    dim: int,
+    population: int,
+    found: Mapping[str, Start | StartLine | None] | None = None,
+    base: Mapping[str, Tensor] | None = None,
+) -> tuple[list[tuple[str, str]], Work]:
+    """Return what MetricOpt does on a seed, as rows of a table, and its work.
+
+    Args:
+        strategy: How MetricOpt works.
+        config: The settings.
+        dim: Dimension of phi.
+        population: Tasks computed together.
+        found: The starts but for the loss-only finetune and soups, which take training, by name; None of those that do
+            not apply.
+        base: What a start does not replace, by name.
+    """
+
+    def waves(tasks: int) -> int:
+        return math.ceil(tasks / population)
+
+    if isinstance(strategy, Recipe):
+        tasks = strategy.tasks_per_round(config.queries, dim)
+        collected, tried = strategy.rounds * tasks * strategy.evals, strategy.choice_queries
+        rows = [
+            ("rounds", f"{strategy.rounds} of {counted(tasks, 'task')}"),
+            ("tasks", f"{strategy.rounds * tasks} of {counted(strategy.steps, 'step')}, {strategy.evals} queries each"),
+            ("then", f"{tried} queries to choose settings, {strategy.start_queries} for the start and its guard"),
+        ]
+        wide = (strategy.rounds * waves(tasks) + waves(tried)) * strategy.steps
+        # The guard's ends: by the loss alone, by f, and by each half's f.
+        asked = collected + tried + strategy.start_queries
+        return rows, Work(asked, 4 * strategy.steps, wide, min(tasks, population))
+    if isinstance(strategy, Algorithm1):
+        tasks = strategy.tasks(config.queries)
+        rows = [
+            ("tasks", f"{tasks} of {counted(strategy.steps, 'step')}, {strategy.evals} queries each"),
+            ("then", f"{END_QUERIES} queries for the guard"),
+        ]
+        asked, wide = tasks * strategy.evals + END_QUERIES, waves(tasks) * strategy.steps
+        return rows, Work(asked, 2 * strategy.steps, wide, min(tasks, population))
+    fixed, lines = divided({name: start for name, start in (found or {}).items() if start is not None})
+    soups = [name for name in config.starts if name in SOUPS]
+    starts = 1 + len(fixed) + len(soups) + ("loss_finetune" in config.starts)
+    spare = config.queries - strategy.least_queries(dim, starts)
+    planned = planned_lines(lines, fixed, config.queries, spare, base or {})
+    along = sum(each.queries for each in planned.values())
+    on_lines = sum(len(each.holds) for each in planned.values() if each.queries)
+    left = config.queries - starts - along - 1  # the end is a query of its own
+    design = min(strategy.design_size(dim), left)
+    batches = math.ceil((left - design) / strategy.batch)
+    rows = [
+        ("starts", f"{starts - on_lines}, a query each"),
+        *((f"the line {name}", _along(each)) for name, each in planned.items()),
+        ("design", f"{counted(design, 'query')} around the best of these"),
+        ("batches", f"about {batches} of {strategy.batch} queries, and a query for the end"),
+    ]
+    if soups:
+        finetunes = f"{SOUP} finetunes of the model, {SHARE:.0%} of its training each: {SOUP * SHARE:.0%} more training"
+        rows.insert(1, (and_more(soups), finetunes))
+    steps = config.finetune.steps if "loss_finetune" in config.starts else 0
+    return rows, Work(config.queries, steps, waves(GRADIENTS), min(GRADIENTS, population))
+
+
+def _along(line: PlannedLine) -> str:
+    if not line.queries:
+        return "not looked along, as there are too few queries"
+    among = f", those of {' and '.join(line.holds)} among them" if line.holds else ""
+    return f"{line.queries + len(line.holds)} queries{among}"
+
+
+def known_queries(config: RunConfig, methods: list[str]) -> dict[str, int]:
+    """Return the queries of the methods beside MetricOpt whose number the settings give, at most."""
+    searched = config.queries if isinstance(config.search_queries, str) else config.search_queries
+    known = {
+        "loss_finetune_best": min(config.best_evals, config.finetune.steps + 1),
+        "guided_es": searched,
+        "cma_es": searched,
+        "metricopt_paper": config.queries,
+        "metricopt_learned": (config.learned and config.learned.queries) or config.queries,
+        "refined": config.refined.queries if config.refined else 0,
+    }
+    return {name: queries for name, queries in known.items() if name in methods}
+
+
+def besides(config: RunConfig, methods: list[str], strategy: GuidedTrustRegion | Recipe | Algorithm1) -> Work:
+    """Return what is not MetricOpt's and not a query: loss finetunes, curves along them, verdicts, the landscape."""
+    paths = [name for name in ("loss_finetune", "loss_finetune_validation") if name in methods]
+    curves, steps = len(paths) * (config.finetune.steps + 1), len(paths) * config.finetune.steps
+    if not isinstance(strategy, GuidedTrustRegion):
+        curves, steps = curves + strategy.steps + 1, steps + strategy.steps
+    return Work(curves + 2 * len(methods) + (LANDSCAPE if config.pictures else 0), steps)
+
+
+def of_more_inference(config: RunConfig) -> int:
+    """Return the evaluations of what more inference would give, at most: of what was kept, and for each factor."""
+    if config.settings is None:
+        return 0
+    factors = [each for each in config.settings.more if each > config.settings.inference]
+    return 1 + len(factors) * config.settings.queries if factors else 0
+
+
+def files_of_run(config: RunConfig) -> list[str]:
+    """Return the names of what a run leaves in its folder, besides its seeds' folders and pictures of one task."""
+    course = "search.png" if config.method.name == "search" else "finetuning.png"
+    reports = ["report.json", "report.md", "report.html"]
+    predicted = [] if config.method.name == "paper" else ["value_function.png"]  # of held-out predictions
+    tuned = [] if config.settings is None else ["settings.png"]
+    return ["run.json", "log.txt", *reports, "methods.png", course, *predicted, *tuned, "events"]
+
+
+def files_of_seed(config: RunConfig, own: tuple[str, ...]) -> list[str]:
+    """Return the names of what a run leaves in a seed's folder.
+
+    Args:
+        config: The settings.
+        own: What the task adds.
+    """
+    names = ["identity.json", "evaluations.json", CARD, ADAPTER, "value_function.safetensors", "record.json"]
+    if config.method.name != "search":
+        names.insert(2, "trajectories")
+    elif any(name in SOUPS for name in config.starts):
+        names.append(SOUP_FOLDER)
+    if config.settings is not None:
+        names.insert(names.index(ADAPTER), INFERENCE)
+    return [*names, *own]
+
+
+def _probe(task: FinetuneTask, width: int, seed: int) -> tuple[float, float, float]:
+    """Return the seconds of a loss step of one phi and of several at once, and of an evaluation of the metric."""
+    own = replace(task, metric=task.metric.with_new_ledger())
+
+    def steps(number: int) -> Callable[[], object]:
+        phi, indices = own.origin().expand(number, -1), range(number)
+        return lambda: own.loss_and_gradient(phi, seed, indices, 0)
+
+    one = _second_time(steps(1))
+    wide = one if width == 1 else _second_time(steps(width))
+    return one, wide, _second_time(lambda: own.evaluate(own.origin(), "probe"))
+
+
+def _second_time(call: Callable[[], object]) -> float:
+    """Return how many seconds the second of two calls takes; the first warms up."""
+    call()
+    began = now()
+    call()
+    return now() - began
+
+
+def _seconds(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _peak_memory() -> str:
+    """Return the largest memory of this process so far, and of the GPU."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        shown = "unknown"
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        shown = f"{peak / 1e9 if sys.platform == 'darwin' else peak * 1024 / 1e9:.2f} GB"
+    if torch.cuda.is_available():
+        shown += f", {torch.cuda.max_memory_allocated() / 1e9:.2f} GB of the GPU"
+    return shown

@@ -1,0 +1,405 @@
+"""One seed of any task's tool: set it up, run MetricOpt beside its rivals, keep the record."""
+
+import copy
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from metricopt_ext.adapters.start import Start, StartLine
+from metricopt_ext.data.rare import Rare
+from metricopt_ext.data.reading import Reading
+from metricopt_ext.errors import ConfigError, MetricError
+from metricopt_ext.experiment.baselines import along_path, at_start, loss_path, usual_contenders, without
+from metricopt_ext.experiment.compare import Comparison, compare
+from metricopt_ext.experiment.correlation import CorrelationReport
+from metricopt_ext.experiment.events import query_events
+from metricopt_ext.experiment.method import STANDING, Contender, End, Method
+from metricopt_ext.experiment.passes import CountedTask, Counter
+from metricopt_ext.experiment.record import SeedRecord
+from metricopt_ext.experiment.run_config import SHARE, SOUP, RunConfig, SettingsConfig, TrainingConfig
+from metricopt_ext.experiment.transfer import transferred_methods
+from metricopt_ext.experiment.usual_methods import metricopt_result, usual_methods
+from metricopt_ext.experiment.whole_network import LabelParts, whole_network_start
+from metricopt_ext.methods.batchnorm_starts import batchnorm_line
+from metricopt_ext.methods.more_inference import MoreInference, more_inference
+from metricopt_ext.methods.result import Result
+from metricopt_ext.methods.setting_lines import setting_lines
+from metricopt_ext.methods.short_finetunes import Training
+from metricopt_ext.methods.soups import soup_starts
+from metricopt_ext.methods.starts import batchnorm_start, has_batchnorm
+from metricopt_ext.runtime import distributed
+from metricopt_ext.runtime.progress import Several, Watcher
+from metricopt_ext.tasks.batches import Batches
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.settings import Settings
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.files import save_checkpoint
+from metricopt_ext.utils.machine import Machine
+
+SOUP_FOLDER = "soup"  # of a seed's folder, if a start is a soup
+MIXED = 0.75  # share of the deployment's in mixed BatchNorm statistics, best or next to it on clean and shifted images
+
+Config = TypeVar("Config", bound=RunConfig)
+
+
+class Subject(NamedTuple):
+    """What a run is about.
+
+    Attributes:
+        task: What is finetuned, e.g. ``"classification/a9a"``.
+        title: The same in words.
+        metric: The metric's name.
+        maximize: Whether higher is better.
+        explained: What the metric is, in a line; empty if its name says it.
+    """
+
+    task: str
+    title: str
+    metric: str
+    maximize: bool = True
+    explained: str = ""
+
+
+class State(NamedTuple):
+    """A model as a method leaves it.
+
+    Attributes:
+        task: The task, on the model of the start that phi belongs to.
+        phi: ``d``.
+    """
+
+    task: FinetuneTask
+    phi: Tensor
+
+
+class Experiment(ABC, Generic[Config]):
+    """A trained model with an adapter, ready to be finetuned: one seed of one task's tool.
+
+    Args:
+        config: The settings.
+        folder: The seed's folder; the model is saved there, and loaded from there once trained.
+        seed: Each seed has a fresh split, model and value function.
+        watcher: Notified of the model's training.
+
+    Attributes:
+        config_type: The settings' class.
+        own_files: Names of what `finish` leaves in the folder, as far as every run has it.
+        task: Its loss sees the train data, its metric the validation data.
+        test_metric: The same metric on the test data.
+        reading: How the file of the data was read, None where there is nothing to say; `prepare` sets it.
+
+    Raises:
+        MetricOptError: Data, settings or metric are not usable; the message says which.
+    """
+
+    config_type: ClassVar[type[RunConfig]]
+    own_files: ClassVar[tuple[str, ...]] = ("tuned.safetensors",)
+    reading: Reading | None = None
+
+    def __init__(self, config: Config, folder: Path, seed: int, watcher: Watcher | None = None) -> None:
+        self.config, self.folder, self.seed, self.watcher = config, folder, seed, watcher or Watcher()
+        self._charged: list[Counter] = []  # those that a soup's finetunes, which are made once, count in already
+        task, self.test_metric = self.prepare()
+        self.task = task.judged_by(
+            task.metric.with_settings(**vars(config.evaluation), require_guard=config.guard.required)
+        )
+        if config.settings is not None:
+            self.task = self.task.with_settings(self.settings)
+
+    @classmethod
+    @abstractmethod
+    def describe(cls, config: Any) -> Subject:
+        """Return what a run is about.
+
+        Raises:
+            ConfigError: There is no such metric, loss or model; this is checked before any work is done.
+        """
+
+    @classmethod
+    def plot_seeds(cls, folder: Path, seeds: Sequence[int]) -> list[Path]:
+        """Draw the task's own pictures of all seeds into the run's folder, and return their paths."""
+        return []
+
+    @abstractmethod
+    def prepare(self) -> tuple[FinetuneTask, Metric]:
+        """Load the data, train the model or load it from the folder, and return the task and the test metric."""
+
+    def rare(self) -> Rare | None:
+        """Return of which groups the metric sees few examples; None where all have enough, or a task has no groups."""
+        return None
+
+    @cached_property
+    def settings(self) -> Settings:
+        """The settings of inference that the configuration names, or the usual ones, within its limits.
+
+        Raises:
+            ConfigError: The task has none, or not that one.
+        """
+        return (self.config.settings or SettingsConfig()).limit(self.own_settings())
+
+    def own_settings(self) -> Settings:
+        """Return the settings of inference that the configuration names, or the usual ones; see `settings`."""
+        title = self.describe(self.config).title
+        raise ConfigError(f"{title} has no settings of inference")
+
+    @abstractmethod
+    def validation(self) -> tuple[Sequence[Any], Batches]:
+        """Return the validation data's inputs, in parts of about one size, and labelled batches for the loss."""
+
+    def methods(self, resume: bool = False, watcher: Watcher | None = None) -> dict[str, Method]:
+        """Return the methods to compare, by name; see `rivals.usual_methods` and `transfer.transferred_methods`."""
+        inputs, batches = self.validation()
+        methods = usual_methods(
+            self.config,
+            self.seed,
+            starts=self.starts() if self.config.method.name == "search" else None,  # the others have no use for them
+            inputs=inputs,
+            batches=batches,
+            folder=self.folder,
+            resume=resume,
+            watcher=watcher,
+        )
+        return {**methods, **transferred_methods(self.config, self.task, self.seed, self.watcher)}
+
+    def starts(self) -> dict[str, Start | StartLine]:
+        """Return what a method may begin from besides phi = 0: what the settings name, as far as it applies."""
+        named = {name: self.start(name) for name in self.config.starts}
+        return {name: start for name, start in named.items() if start is not None}
+
+    def start(self, name: str) -> Start | StartLine | None:
+        """Return one of `run_config.STARTS`, or of a comparison's further ones, or None if it does not apply."""
+        if name == "loss_finetune":
+            return Start(loss_path(self.task, self.config.finetune, self.seed)[-1])
+        if name == "batchnorm":
+            return batchnorm_start(self.task, self.validation()[0])
+        if name in ("batchnorm_line", "batchnorm_mixed"):
+            line = batchnorm_line(self.task, self.validation()[0])
+            return line.at(MIXED) if line is not None and name == "batchnorm_mixed" else line
+        if name == "whole_network_labels":
+            return self._whole_network()
+        if name == "soup_greedy":
+            return self._soup(kind="greedy")
+        return self._soup(recalibrated=name == "soup_batchnorm") if name in ("soup", "soup_batchnorm") else None
+
+    def training(self) -> Training | None:
+        """Return how the model was trained, for the finetunes of a soup; None where a task has no soups."""
+        return None
+
+    def label_parts(self) -> LabelParts | None:
+        """Return the metric's labelled data in two, for a rival that trains on them; None where a task has none."""
+        return None
+
+    def _whole_network(self) -> Start | None:
+        training, parts, model = self.training(), self.label_parts(), getattr(self.config, "model", None)
+        if training is None or parts is None or self.task.loss is None:
+            return None
+        optimizer = model.optimizer if isinstance(model, TrainingConfig) else "adamw"
+        return whole_network_start(
+            self.task, self.task.loss, parts, lr=training.lr, optimizer=optimizer, seed=self.seed
+        )
+
+    def _soup(self, recalibrated: bool = False, kind: str = "uniform") -> Start | None:
+        """Return the mean of short finetunes, kept in the folder; or None if there is no BatchNorm to re-estimate."""
+        training = self.training()
+        if training is None or (recalibrated and not has_batchnorm(self.task.adapter.model)):
+            return None
+        if isinstance(self.task, CountedTask) and not any(each is self.task.losses for each in self._charged):
+            self.task.losses.count += SOUP * training.share_of(SHARE)
+            self._charged.append(self.task.losses)
+        (start,) = soup_starts(
+            self.task,
+            finetunes=SOUP,
+            training=training,
+            share=SHARE,
+            kinds=(kind,),
+            recalibrate=self.validation()[0] if recalibrated else None,
+            seed=self.seed,
+            output_dir=self.folder / SOUP_FOLDER,
+            watcher=self.watcher,
+        ).values()
+        return start
+
+    @classmethod
+    def contenders(cls, config: Any, subject: "Experiment[Any] | None" = None) -> dict[str, Contender]:
+        """Return what a comparison can run, by name: what needs scores alone, and a finetune on validation labels.
+
+        A task may add its own.
+
+        Args:
+            config: The settings.
+            subject: The experiment whose data they may look at; None where only names and least budgets are asked for.
+        """
+
+        def on_labels(task: FinetuneTask, start: Tensor, seed: int) -> Tensor:
+            assert subject is not None
+            _, batches = subject.validation()
+            return loss_path(replace(task, batches=batches), config.finetune, seed, start)
+
+        def made(name: str, task: FinetuneTask) -> Start | None:
+            own = copy.copy(subject)  # on the task that counts what the method spends
+            assert own is not None
+            own.task = task
+            start = own.start(name)
+            assert not isinstance(start, StartLine)
+            return start
+
+        def settings() -> Settings:
+            return without() if subject is None else subject.settings
+
+        asked = {"soup_greedy": SOUP}
+        at_starts = {name: at_start(partial(made, name), asked.get(name, 0)) for name in STANDING}
+        return {**usual_contenders(config, settings), "loss_finetune_validation": along_path(on_labels), **at_starts}
+
+    def test_error(self, before: State, after: State) -> float | None:
+        """Return the standard error of the test metric's difference between two states, None if it is unknown."""
+        return None
+
+    def correlations(self, ends: Sequence[End]) -> CorrelationReport | None:
+        """Correlate losses with the metric over batches of scores and labels; None where a task has no such batches.
+
+        Args:
+            ends: Where the methods ended.
+        """
+        return None
+
+    @contextmanager
+    def as_trained(self) -> Iterator[None]:
+        """Take out for a while what a start replaced that a search has kept; phi stays."""
+        adapter = self.task.adapter
+        with adapter.applied(Start(adapter.phi)):
+            yield
+
+    def finish(self) -> None:
+        """Write the tuned model, phi merged, once the model has MetricOpt's phi; a task may add more."""
+        save_checkpoint(self.folder / "tuned.safetensors", self.task.adapter.merged_state_dict())
+
+
+def run_seed(
+    experiment_type: type[Experiment[Any]], config: RunConfig, folder: Path, resume: bool, seed: int, watcher: Watcher
+) -> SeedRecord:
+    """Run one seed and keep all of it in ``folder/seed-N``; a seed whose record exists is not run again.
+
+    Of ranks that share a seed, each trains the model, and then takes the first one's; that one alone keeps anything.
+
+    Args:
+        experiment_type: What to run.
+        config: The settings.
+        folder: The run's folder.
+        resume: Continue what an interrupted run left there.
+        seed: The seed.
+        watcher: Notified of progress.
+
+    Raises:
+        MetricOptError: Data, settings or metric are not usable; the message says which.
+    """
+    run, folder = folder, folder / f"seed-{seed}"
+    record_file = folder / "record.json"
+    if record := distributed.on_first(
+        lambda: SeedRecord.load(record_file) if resume and record_file.exists() else None
+    ):
+        watcher.stage("on file")
+        before, after = (record.outcomes[name][-1] for name in ("pretrained", "metricopt"))
+        watcher.on_file(after.queries_total)
+        watcher.query(after.queries_total, after.validation)
+        watcher.outcome(before.validation, after.validation)
+        watcher.done()
+        return record
+    watcher.stage("train the model")
+    subject, kept = experiment_type.describe(config), run / "events" / folder.name / "queries"
+    with (
+        nullcontext(folder) if distributed.rank() == 0 else TemporaryDirectory() as own,
+        query_events(kept, subject.metric, subject.maximize, config.queries) as events,
+    ):
+        shown = Several(watcher, events)  # the other ranks' events are told nothing
+        experiment = experiment_type(config, Path(own), seed, shown)
+        if (
+            (rare := experiment.rare()) and seed == config.seed and distributed.rank() == 0
+        ):  # the report counts other seeds
+            warnings.warn(str(rare), stacklevel=2)
+        comparison = compare(experiment.task, experiment.test_metric, experiment.methods(resume, shown))
+        record = distributed.on_first(lambda: _recorded(experiment, comparison))
+    watcher.done()
+    return record
+
+
+def _besides(experiment: Experiment[Any], result: Result[Any]) -> dict[str, dict[str, tuple[float, float]]]:
+    """Return what counts besides the metric, before and after; the adapter has what was kept."""
+    if not result.also:
+        return {}
+    test = experiment.task.judged_by(experiment.test_metric)
+    after = test.with_values(result.start_of(result.chosen).settings).look()
+    with test.adapter.applied(Start(test.origin())):
+        before = test.look()
+    return {
+        name: {"validation": pair, "test": (before[name], after[name])}
+        for name, pair in result.also.items()
+        if name in after
+    }
+
+
+def _more(experiment: Experiment[Any], result: Result[Any]) -> list[MoreInference]:
+    """Return what settings would give if inference might take longer; the run is done, so what fails is left out."""
+    config, task = experiment.config.settings, experiment.task
+    if config is None:
+        return []
+    own = task.judged_by(task.metric.with_new_ledger())
+    try:
+        return list(more_inference(own, result, most=config.more, confidence=experiment.config.guard.confidence))
+    except MetricError as error:
+        warnings.warn(f"{error}; so it is not known what more inference would give", stacklevel=2)
+        return []
+
+
+def _recorded(experiment: Experiment[Any], comparison: Comparison) -> SeedRecord:
+    """Set MetricOpt's end, and write the record, the first seed's pictures and the tuned model."""
+    config, folder, seed, task = experiment.config, experiment.folder, experiment.seed, experiment.task
+    result = metricopt_result(comparison.results)
+    task.adapter.apply(result.start_of(result.chosen))
+    to_value = task.metric.to_value
+    searched = [] if result.details.finetunes else [to_value(cost) for cost in result.costs]
+    correlations = experiment.correlations([reached[-1].end for reached in comparison.results.values()])
+    if correlations is not None and config.pictures and seed == config.seed:
+        correlations.plot(folder / "correlations.png")
+    record = SeedRecord(
+        seed=seed,
+        outcomes=comparison.outcomes,
+        quality=None if result.fit is None else result.fit.f.quality,
+        candidates={} if result.fit is None else result.fit.candidates,
+        kept=result.chosen,
+        setting=getattr(result.details, "setting", None),
+        split_half=None if math.isnan(result.split_half) else result.split_half,
+        chance=result.chance,
+        guard=result.guard,
+        curves=comparison.curves,
+        true=[] if result.fit is None else [to_value(cost) for cost in result.fit.true.tolist()],
+        predicted=[] if result.fit is None else [to_value(cost) for cost in result.fit.predicted.tolist()],
+        machine=Machine.current(task.adapter.phi.device),
+        searched=searched,
+        correlations={} if correlations is None else correlations.to_json()["correlations"],
+        queries=result.queries,
+        rare=experiment.rare(),
+        reading=experiment.reading,
+        also=_besides(experiment, result),
+        settings={} if result.settings is None else dict(result.settings.changes),
+        lines=[] if result.settings is None else setting_lines(experiment.settings, result.settings),
+        more=_more(experiment, result),
+        holding=None if result.constrained is None else result.constrained.holding,
+    )
+    if config.pictures and seed == config.seed:
+        from metricopt_ext.experiment.value_plots import draw_value_function
+
+        shown = [(name, comparison.results[name][-1].path) for name in ("loss_finetune", "metricopt")]
+        paths = {name: path for name, path in shown if path is not None}
+        draw_value_function(task.judged_by(task.metric.with_new_ledger()), result, paths, folder)
+    experiment.finish()
+    record.save(folder / "record.json")
+    return record

@@ -1,0 +1,353 @@
+"""What a method is to a comparison: its entry in the registry, where it begins, and what it says of where it stands."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.start import Start, StartLine
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.experiment.method_config import FinetuneConfig
+from metricopt_ext.experiment.passes import Passes, passes_of, queries_cost
+from metricopt_ext.methods.result import Result
+from metricopt_ext.methods.starts import with_start
+from metricopt_ext.search.direct import CMAES, GuidedES
+from metricopt_ext.search.ngopt import NGOpt
+from metricopt_ext.search.noisy_ei import NoisyEI
+from metricopt_ext.search.optuna_sampler import OptunaSampler
+from metricopt_ext.search.random_search import RandomSearch
+from metricopt_ext.search.strategy import SearchStrategy
+from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.search.turbo import TuRBO
+from metricopt_ext.siblings.ala.ala import AdaptiveLossAlignment
+from metricopt_ext.siblings.reloss.reloss import ReLoss
+from metricopt_ext.siblings.sibling import Sibling
+from metricopt_ext.siblings.sl.surrogate_learning import SurrogateLearning
+from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.task import FinetuneTask
+
+Kind = Literal["free", "queries"]
+Needs = Literal["scores", "inputs", "labels", "another f", "batch metric"]
+End = Tensor | nn.Module | Start
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How a method is shown in tables and plots.
+
+    Attributes:
+        title: Its displayed name.
+        colour: Its colour, ``#rrggbb``.
+        kind: ``free`` spends no metric query of its own, ``queries`` does.
+        needs: What it needs from the data that the metric sees: the metric's scores alone, the inputs, or the labels
+            too; or the value function of another run; or the metric of any scores and labels, to ask on training
+            batches.
+        training: Whether it needs examples of the training too.
+        standing: Whether it ends at the start of its name, of the model as it was trained, whatever else begins there.
+        after: The method that it continues from: what that one spent counts as its own too.
+        shared: Whether ranks share its work (`distributed`), by `optimize_metric`.
+        trains: What it trains, of a sibling method: classifiers, or embedders for the distances between them.
+        factory: Makes the search or the sibling method that it is, from the settings of finetuning; None of what a
+            task makes. With it, an entry is all that a comparison needs.
+    """
+
+    title: str
+    colour: str
+    kind: Kind
+    needs: Needs = "scores"
+    training: bool = False
+    standing: bool = False
+    after: str = ""
+    shared: bool = False
+    trains: Literal["", "classifiers", "embedders"] = ""
+    factory: Callable[[FinetuneConfig], SearchStrategy | Sibling] | None = None
+
+
+def _sibling(
+    title: str,
+    colour: str,
+    method: Sibling,
+    needs: Needs = "batch metric",
+    trains: Literal["classifiers", "embedders"] = "classifiers",
+) -> Entry:
+    return Entry(title, colour, "queries", needs, training=True, trains=trains, factory=lambda config: method)
+
+
+def _start(title: str, colour: str, needs: Needs = "scores", *, training: bool = False, kind: Kind = "free") -> Entry:
+    return Entry(title, colour, kind, needs, training=training, standing=True)
+
+
+# Every method that a comparison can run, by name, in the order of tables.
+METHODS: dict[str, Entry] = {
+    "pretrained": Entry("pretrained", "#9a9a9a", "free"),
+    "loss_finetune": Entry("loss finetune", "#d98c3f", "free", training=True),
+    "loss_finetune_best": Entry("loss finetune, best step", "#b5651d", "queries", training=True, after="loss_finetune"),
+    "threshold": Entry("tuned threshold", "#5b7db1", "queries", "inputs"),
+    "class_offsets": Entry("tuned class offsets", "#34568b", "queries"),
+    "label_thresholds": Entry("a threshold per label", "#4a6fa5", "queries"),
+    "cut_points": Entry("tuned cut points", "#27406b", "queries"),
+    "recalibration": Entry("tuned shift and scale", "#6d87b3", "queries"),
+    "logit_adjustment": Entry("logit adjustment", "#a3b8d9", "free"),
+    "logit_adjustment_tuned": Entry("logit adjustment, tuned", "#7f95c4", "queries"),
+    "batchnorm_validation": Entry("BatchNorm on validation", "#8a6fb0", "free", "inputs"),
+    "loss_finetune_validation": Entry("loss on validation labels", "#4f8f8b", "free", "labels"),
+    "whole_network_labels": _start("whole network on labels", "#1f5f5b", "labels"),
+    "em_prior": _start("EM prior", "#9fb6c9", "inputs"),
+    "tent": _start("TENT", "#b79ad1", "inputs"),
+    "batchnorm_mixed": _start("BatchNorm, statistics mixed", "#6a4c93", "inputs"),
+    "whitening": _start("PCA whitening", "#c9a0b8", "inputs"),
+    "lda_whitening": _start("LDA whitening", "#a05a80", "labels"),
+    "soup": _start("uniform soup", "#d9b08c", training=True),
+    "soup_greedy": _start("greedy soup", "#bf8040", training=True, kind="queries"),
+    "guided_es": Entry(
+        "Guided ES on the metric",
+        "#2f6fa3",
+        "queries",
+        training=True,
+        factory=lambda config: GuidedES(lr=config.lr),
+    ),
+    "cma_es": Entry("CMA-ES on the metric", "#6aa3cf", "queries", factory=lambda config: CMAES()),
+    "random_search": Entry("random search", "#b7b7b7", "queries", factory=lambda config: RandomSearch()),
+    "ngopt": Entry("NGOpt on the metric", "#3b8f6b", "queries", factory=lambda config: NGOpt()),
+    "turbo": Entry("TuRBO on the metric", "#8fbf8f", "queries", factory=lambda config: TuRBO()),
+    "noisy_ei": Entry("BoTorch, noisy EI", "#5a9a8a", "queries", factory=lambda config: NoisyEI()),
+    "optuna_tpe": Entry("Optuna, TPE", "#b08fbf", "queries", factory=lambda config: OptunaSampler("tpe")),
+    "optuna_gp": Entry("Optuna, GP", "#8a6f9a", "queries", factory=lambda config: OptunaSampler("gp")),
+    "best_start": Entry("best free start", "#555555", "queries"),
+    "ours": Entry(
+        "MetricOpt, guided search",
+        "#d7191c",
+        "queries",
+        training=True,
+        factory=lambda config: GuidedTrustRegion(),
+    ),
+    "settings_free": Entry("free settings", "#d9c9a3", "free"),
+    "settings_lines": Entry("settings, one by one", "#c2a878", "queries"),
+    "settings": Entry("settings", "#a5854e", "queries"),
+    "settings_gp": Entry("settings, GP over all", "#e0c068", "queries"),
+    "settings+phi": Entry("settings, then MetricOpt", "#8c1515", "queries", training=True),
+    "transferred": Entry("f of another run", "#7f9c3c", "free", "another f", training=True),
+    "placebo": Entry("the same f, turned", "#b9c58f", "free", "another f", training=True),
+    "metricopt": Entry("MetricOpt", "#c02942", "queries", training=True, shared=True),
+    "metricopt_paper": Entry("MetricOpt, Algorithm 1", "#e57fb0", "queries", training=True, shared=True),
+    "metricopt_learned": Entry("MetricOpt, learned", "#8e1b8e", "queries", training=True, shared=True),
+    "refined": Entry("MetricOpt, then CMA-ES", "#e0607a", "queries", training=True, after="metricopt"),
+    "second_round": Entry("MetricOpt, second round", "#7a1f3d", "queries", training=True, after="metricopt"),
+    "sl_u": _sibling("SL, universal surrogate", "#c9b458", SurrogateLearning("universal")),
+    "sl_s": _sibling("SL, surrogate from scratch", "#a88f2a", SurrogateLearning("scratch")),
+    "sl_r": _sibling("SL, refined surrogate", "#7d6608", SurrogateLearning("refined")),
+    "reloss": _sibling("ReLoss and cross-entropy", "#1b7f79", ReLoss()),
+    "reloss_only": _sibling("ReLoss alone", "#6fb7b0", ReLoss(cross_entropy=False)),
+    "ala": _sibling("ALA, class correlations", "#3a7d44", AdaptiveLossAlignment("classes"), "labels"),
+    "ala_mixture": _sibling(
+        "ALA, distance mixture", "#5fa36a", AdaptiveLossAlignment("mixture"), "labels", "embedders"
+    ),
+    "ala_focal": _sibling("ALA, focal weighting", "#93c49b", AdaptiveLossAlignment("focal"), "labels", "embedders"),
+}
+
+# The methods whose ends have settings of inference.
+TUNES_SETTINGS = tuple(name for name in METHODS if name.startswith("settings"))
+
+# The methods that end at a start, which may begin the others too.
+STANDING = tuple(name for name, entry in METHODS.items() if entry.standing)
+
+# The sibling methods by name, with their papers' settings.
+SIBLINGS: dict[str, Sibling] = {
+    name: entry.factory(FinetuneConfig())  # type: ignore[misc]
+    for name, entry in METHODS.items()
+    if entry.trains and entry.factory is not None
+}
+
+
+def siblings_of(trains: str) -> tuple[str, ...]:
+    """Return the names of the sibling methods that train ``"classifiers"``, or those that train ``"embedders"``."""
+    return tuple(name for name in SIBLINGS if METHODS[name].trains == trains)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Where a method begins.
+
+    Attributes:
+        starts: What there was to choose from, by name: ``"start"``, phi = 0 of the model as it was trained, among them
+            if any was asked.
+        chosen: The one that it begins from.
+        spent: Queries that were spent on the choice.
+        asked: The metric's evaluations of the starts, for a search that learns from them too.
+        lines: Lines of starts, by name, which `optimize_metric` looks along; the other methods do not.
+    """
+
+    starts: Mapping[str, Start]
+    chosen: str
+    spent: int = 0
+    asked: Mapping[str, Evaluation] = field(default_factory=dict)
+    lines: Mapping[str, StartLine] = field(default_factory=dict)
+
+    @classmethod
+    def at(cls, phi: Tensor) -> "Begun":
+        """Begin at a phi, ``d``, of the model as it was trained, without a choice."""
+        return cls({"given": Start(phi)}, "given")
+
+    def of(self, task: FinetuneTask) -> tuple[FinetuneTask, Tensor]:
+        """Return the task on the model of the chosen start, and its phi, ``d``."""
+        start = self.starts[self.chosen]
+        return with_start(task, start), start.phi
+
+    def standing(self, task: FinetuneTask, end: End) -> End:
+        """Return an end, a phi of the chosen start's model or else as it is, as the task itself can judge it."""
+        return end_of(task, replace(self.starts[self.chosen], phi=end)) if isinstance(end, Tensor) else end
+
+
+def end_of(task: FinetuneTask, start: Start) -> End:
+    """Return what can be judged of a start: itself if it has settings of inference, else its phi, ``d``, or a model.
+
+    That is a copy of the task's, if the start replaces tensors, to which it is applied.
+    """
+    if start.settings:
+        return start
+    return with_start(task, start).adapter.model if start.replaced else start.phi
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Where a method stood after a number of metric queries.
+
+    Attributes:
+        end: phi, ``d``, of the task's model; or its own model, whose weights it may have trained; or a start, with
+            settings of inference.
+        queries: Metric queries spent by then.
+        queries_per_start: How many of these each further start costs again.
+        seconds: Wall-clock seconds spent by then.
+        passes: What that cost the model, if it was counted.
+        batch_queries: Evaluations of the metric on batches of scores and labels, besides ``queries``.
+        path: The visited phi, ``(T + 1) x d``, for a plot along finetuning; None if there is none.
+        result: What `optimize_metric` returned, or would have, of what is guarded.
+    """
+
+    end: End
+    queries: int
+    queries_per_start: int
+    seconds: float
+    passes: Passes | None = None
+    batch_queries: int = 0
+    path: Tensor | None = None
+    result: Result[Any] | None = None
+
+    def after_choice(self, queries: int) -> "Reached":
+        """Return the same with the queries counted that choosing the start took."""
+        return replace(self, queries=self.queries + queries, queries_per_start=self.queries_per_start + queries)
+
+    def after(self, before: "Reached") -> "Reached":
+        """Return the same with what was spent before counted too."""
+        return replace(
+            self,
+            queries=before.queries + self.queries,
+            queries_per_start=before.queries_per_start + self.queries_per_start,
+            seconds=before.seconds + self.seconds,
+            batch_queries=before.batch_queries + self.batch_queries,
+        )
+
+
+# (task, where it begins, budgets in ascending order, seed) -> where it stood at each budget, in that order. What was
+# spent on choosing the start has been taken off the budgets before. A method whose queries follow from its settings
+# says where it stood whatever the budgets; one that does not apply, nothing. It may leave the model with any phi, but
+# with its original weights.
+Run = Callable[[FinetuneTask, Begun, Sequence[int], int], Iterator[Reached]]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A method of a comparison: a baseline, a sibling or ours.
+
+    Attributes:
+        run: Runs it.
+        least: The smallest budget that it can do with in d dimensions.
+        anytime: Whether its queries are the same whatever the budget, so that one run serves all budgets.
+        constrained: Whether its end respects the metric's constraints, if any point that it asks does.
+    """
+
+    run: Run
+    least: Callable[[int], int] = lambda dim: 0
+    anytime: bool = False
+    constrained: bool = False
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A contender as a tool runs it.
+
+    Attributes:
+        contender: The contender.
+        budgets: Its budgets, without what was spent on choosing the start.
+        seed: Its seed.
+        begun: Where it begins; None: at phi = 0 of the model as it was trained.
+    """
+
+    contender: Contender
+    budgets: tuple[int, ...] = (0,)
+    seed: int = 0
+    begun: Begun | None = None
+
+    def run(self, task: FinetuneTask) -> tuple[Reached, ...]:
+        """Return where it stood, with what choosing the start took; nothing if it does not apply."""
+        begun = self.begun or Begun.at(task.origin())
+        found = self.contender.run(task, begun, self.budgets, self.seed)
+        return tuple(each.after_choice(begun.spent) for each in found)
+
+
+# Where the methods before stood, by name: what a method continues from.
+Earlier = Mapping[str, tuple[Reached, ...]]
+Method = Callable[[Earlier], Planned]
+
+
+class Meter:
+    """Counts what a method spends from now on: queries of its task's ledger, seconds, and passes if they are counted.
+
+    Args:
+        task: The method's task.
+    """
+
+    def __init__(self, task: FinetuneTask) -> None:
+        self.task, self.spent, self.passes, self.began = task, task.metric.ledger.spent, passes_of(task), now()
+
+    def reached(self, end: End) -> Reached:
+        """Return where the method stands."""
+        spent, seconds, passes = self.task.metric.ledger.spent - self.spent, now() - self.began, passes_of(self.task)
+        if passes is not None and self.passes is not None:
+            passes -= self.passes
+        return Reached(end, spent, spent, seconds, passes)
+
+    def forget_last_queries(self, queries: int) -> None:
+        """Do not count the last queries, which a run that was to end elsewhere would not have made."""
+        self.spent += queries
+        if self.passes is not None:
+            self.passes += queries_cost(self.task, queries)
+
+    def forget_since(self, moment: float) -> None:
+        """Do not count the seconds since then; see `now`."""
+        self.began += now() - moment
+
+
+def now() -> float:
+    """Return seconds on a clock, once the GPU has finished its work."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def check_known(names: Iterable[str]) -> None:
+    """Reject methods that are not in `METHODS`, or run before those that they continue from, before anything runs.
+
+    Raises:
+        ConfigError: There is such a method; the message names it.
+    """
+    before: set[str] = set()
+    for name in names:
+        if name not in METHODS:
+            raise ConfigError(f"method {name!r} has no entry in METHODS; the choices are {', '.join(METHODS)}")
+        if (after := METHODS[name].after) and after not in before:
+            raise ConfigError(f"method {name!r} continues from {after!r}, which must run before it")
+        before.add(name)

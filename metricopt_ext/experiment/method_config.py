@@ -1,0 +1,438 @@
+"""The settings of methods. A key exists only for what a chosen method reads.
+
+- ``method`` holds those of the method that ``method.name`` chooses.
+- A ``metric.name=MODULE:FUNCTION`` brings the keys of a metric of the user's own to ``metric``.
+- Each of ``methods``, which run beside it, brings a section (`brought_by`); several may share one.
+- What every run reads, such as ``finetune``, is always there.
+
+A key of what is not chosen is refused by the name of the choice that would bring it (`choice_of`).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar, get_args
+
+from metricopt_ext.errors import ConfigError, ValueFunctionError
+from metricopt_ext.methods.algorithm1 import Algorithm1
+from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.recipe_settings import checked_weights
+from metricopt_ext.search.learned_objective import LearnedObjective
+from metricopt_ext.search.optimizer import LOSS_WEIGHT, METRIC_STEP
+from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.utils.checks import check_above, check_integer
+from metricopt_ext.utils.config import config_section, is_optional_section, known_keys
+from metricopt_ext.value.learners import Learner, NeuralLearner, RidgeLearner
+from metricopt_ext.value.loading import load_value_function
+from metricopt_ext.value.objective import Miner, hardest_triplets, multi_similarity_triplets, sampled_triplets
+from metricopt_ext.value.observations import Labeller
+from metricopt_ext.value.reptile import ReptileLearner
+from metricopt_ext.value.value_function import ValueFunction
+
+DEFAULT = Recipe()
+LEARNERS: dict[str, Learner] = {"neural": NeuralLearner(), "ridge": RidgeLearner(), "reptile": ReptileLearner()}
+DEFAULT_LEARNERS = [name for name, learner in LEARNERS.items() if learner in DEFAULT.learners]
+MINERS: dict[str, Miner] = {"hardest": hardest_triplets, "multi_similarity": multi_similarity_triplets}
+BROUGHT_BY = "brought by"  # in the metadata of a field: the methods that bring its section
+
+
+def brought_by(*methods: str) -> dict[str, tuple[str, ...]]:
+    """Return the metadata of a field for a section that is there if one of these is among ``methods``, or else None."""
+    return {BROUGHT_BY: methods}
+
+
+def bring_sections(config: Any, methods: Sequence[str]) -> None:
+    """Give a config the sections, with their defaults, that these methods bring and that it lacks."""
+    for each in fields(config):
+        if BROUGHT_BY in each.metadata:
+            if getattr(config, each.name) is None and set(each.metadata[BROUGHT_BY]) & set(methods):
+                setattr(config, each.name, section_of(each.type)())
+            if (section := getattr(config, each.name)) is not None:
+                bring_sections(section, methods)
+
+
+def section_of(kind: Any) -> Any:
+    """Return the class of a section that may be None."""
+    return next(each for each in get_args(kind) if each is not type(None))
+
+
+def methods_with_sections(config: Any) -> list[str]:
+    """Return the methods that bring a section of a config's class, each once."""
+    return list(dict.fromkeys(name for each in fields(config) for name in each.metadata.get(BROUGHT_BY, ())))
+
+
+def methods_bringing(config: Any, key: str) -> list[str]:
+    """Return the methods that bring a key to a config's class; none if no method does."""
+    head, _, rest = key.partition(".")
+    for each in fields(config):
+        if each.name == head and is_optional_section(each.type):
+            section, methods = section_of(each.type), list(each.metadata.get(BROUGHT_BY, ()))
+            if not rest or rest in known_keys(section):
+                return methods
+            return [name for name in methods_bringing(section, rest) if name in methods]
+    return []
+
+
+def either(names: Sequence[str]) -> str:
+    """Return names in a list that ends in or."""
+    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+@dataclass
+class FinetuneConfig:
+    """Finetuning of phi by the loss alone: that of a start and of rivals, and of the runs that others learn from."""
+
+    steps: int = Recipe.steps  # T
+    lr: float = Recipe.lr  # of the loss step; Guided ES as a rival steps at it, too
+
+    def check(self) -> None:
+        """Reject what can't be run.
+
+        Raises:
+            ConfigError: A value is out of range.
+        """
+        with config_section("finetune"):
+            check_integer(2, steps=self.steps)
+            check_above(0, lr=self.lr)
+
+
+@dataclass
+class MethodConfig:
+    """How MetricOpt works; each of `METHODS` adds its own keys."""
+
+    name: str = ""
+
+    def build(self, finetune: FinetuneConfig) -> GuidedTrustRegion | Recipe | Algorithm1:
+        """Return the method.
+
+        Args:
+            finetune: Length and rate of the loss's finetuning.
+
+        Raises:
+            ConfigError: A value is out of range.
+        """
+        raise NotImplementedError
+
+
+@dataclass
+class SearchConfig(MethodConfig):
+    """A search of phi from one start, from 20 queries up: the fields of `metricopt_ext.GuidedTrustRegion`; see there.
+
+    Radii are in units of the probed scale.
+    """
+
+    name: str = "search"
+    design: int = GuidedTrustRegion.design  # largest number of points of the first design
+    batch: int = GuidedTrustRegion.batch  # queries between two fits
+    radius: float = GuidedTrustRegion.radius  # largest first radius of the region
+    least_radius: float = GuidedTrustRegion.least_radius
+    largest_radius: float = GuidedTrustRegion.largest_radius
+    grow: float = GuidedTrustRegion.grow  # factor on it after success
+    shrink: float = GuidedTrustRegion.shrink  # factor on it after failure
+    boldness: float = GuidedTrustRegion.boldness  # largest tau
+
+    def build(self, finetune: FinetuneConfig) -> GuidedTrustRegion:
+        """Return the search; see `MethodConfig.build`."""
+        with config_section("method"):
+            return GuidedTrustRegion(**{key: value for key, value in vars(self).items() if key != "name"})
+
+
+@dataclass
+class RecipeConfig(MethodConfig):
+    """f from many finetuning runs, for many starts: the fields of `metricopt_ext.Recipe` that a run may set; see there.
+
+    ``finetune`` gives steps and lr.
+    """
+
+    name: str = "recipe"
+    evals: int = Recipe.evals
+    rounds: int = Recipe.rounds
+    start_std: float = Recipe.start_std
+    trials: int = Recipe.trials
+    folds: int = Recipe.folds
+    labels: str = "observed"  # observed, linear, gp (interpolated if that shows skill) or gp_always
+    learners: list[str] = field(default_factory=DEFAULT_LEARNERS.copy)  # any of neural, ridge, reptile
+    adapt_queries: int = Recipe.adapt_queries  # spent along each start's finetuning to adapt f to it; 0 uses f as it is
+
+    def build(self, finetune: FinetuneConfig) -> Recipe:
+        """Return the recipe; see `MethodConfig.build`."""
+        with config_section("method"):
+            own = {**vars(self), **vars(finetune), "labels": labeller(self.labels), "learners": self._learners()}
+            return Recipe(**{key: value for key, value in own.items() if key != "name"})
+
+    def _learners(self) -> tuple[Learner, ...]:
+        unknown = [name for name in self.learners if name not in LEARNERS]
+        if unknown or not self.learners:
+            raise ValueError(f"learners is {self.learners}; it must name one or more of {', '.join(LEARNERS)}")
+        return tuple(LEARNERS[name] for name in self.learners)
+
+
+def labeller(name: str) -> Labeller:
+    """Return a labeller by its name in the settings.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    if name == "observed":
+        return DEFAULT.labels
+    from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels
+
+    known: dict[str, Labeller] = {
+        "linear": LinearLabels(),
+        "gp": GaussianProcessLabels(),
+        "gp_always": GaussianProcessLabels(always=True),
+    }
+    if name not in known:
+        raise ValueError(f"labels is {name!r}; it must be observed, {', '.join(known)}")
+    return known[name]
+
+
+@dataclass
+class PaperSettings:
+    """What a run may change of Algorithm 1 as printed, part by part; ``finetune`` gives steps (T) and lr."""
+
+    SECTION: ClassVar[str] = "paper"
+
+    evals: int = Recipe.evals  # K
+    ends: str = Algorithm1.ends  # of the T steps: observed, or random: all K are drawn from 1 ... T
+    start_std: float = Algorithm1.start_std
+    optimizer: str = Algorithm1.optimizer  # sgd or adam
+    metric_rate: float = Algorithm1.metric_rate  # alpha_t
+    history: int = Algorithm1.history  # k of Eq. 3
+    history_grows: bool = Algorithm1.history_grows  # false: Eq. 3 divides by k from the first step on
+    count: int = Algorithm1.count  # P of Eq. 4
+    variance: float = Algorithm1.variance  # s^2 of Eq. 4
+    labels: str = "gp_always"  # observed, linear, gp (interpolated if that shows skill) or gp_always
+    kernel: str = "rbf_constant"  # of the Gaussian process; rbf: without the constant
+    # true: of an observation, noise included; posterior: without it; false: all labels are equally certain (Fig. 3b)
+    sigma: str = "true"
+    # reptile (as printed), reptile_mixed (many tasks in a meta-batch), offline (Fig. 3b), neural or ridge
+    learner: str = "reptile"
+    gamma: float = ReptileLearner.paper().objective.gamma  # weight of the regression in Eq. 2, of learners but ridge
+    beta: float = ReptileLearner.paper().objective.beta  # of the ordinal term; 0: none (Fig. 3a)
+    miner: str = "hardest"  # of the triplets, for reptile and reptile_mixed; or multi_similarity
+
+    def build(self, finetune: FinetuneConfig) -> Algorithm1:
+        """Return the algorithm; see `MethodConfig.build`."""
+        with config_section(self.SECTION):
+            return Algorithm1(
+                steps=finetune.steps,
+                evals=self.evals,
+                ends=self.ends,  # type: ignore[arg-type]
+                lr=finetune.lr,
+                start_std=self.start_std,
+                optimizer=self.optimizer,  # type: ignore[arg-type]
+                metric_rate=self.metric_rate,
+                history=self.history,
+                history_grows=self.history_grows,
+                count=self.count,
+                variance=self.variance,
+                labels=self._labels(),
+                learner=self._learner(),
+            )
+
+    def _labels(self) -> Labeller:
+        from metricopt_ext.value.labels import GaussianProcessLabels, WithoutSigma
+
+        labels, sigma = labeller(self.labels), str(self.sigma).lower()  # YAML's true and false arrive as True and False
+        one_of("kernel", self.kernel, ("rbf_constant", "rbf"))
+        one_of("sigma", sigma, ("true", "posterior", "false"))
+        if isinstance(labels, GaussianProcessLabels):
+            labels = replace(labels, levels=self.kernel == "rbf_constant", noisy=sigma != "posterior")
+        elif self.kernel == "rbf" or sigma == "posterior":
+            wrong = "kernel is 'rbf'" if self.kernel == "rbf" else "sigma is 'posterior'"
+            raise ValueError(f"{wrong}, but labels is {self.labels!r}; only gp and gp_always have a Gaussian process")
+        return WithoutSigma(labels) if sigma == "false" else labels
+
+    def _learner(self) -> Learner:
+        one_of("miner", self.miner, [*MINERS])
+        if self.miner != "hardest" and self.learner not in ("reptile", "reptile_mixed"):
+            raise ValueError(
+                f"miner is {self.miner!r}, but learner is {self.learner!r}; only reptile and reptile_mixed mine"
+            )
+        miner = MINERS[self.miner]
+        objective = replace(ReptileLearner.paper().objective, gamma=self.gamma, beta=self.beta, miner=miner)
+        known: dict[str, Learner] = {
+            "reptile": replace(ReptileLearner.paper(), objective=objective),
+            "reptile_mixed": ReptileLearner(objective=objective),
+            "offline": replace(NeuralLearner.offline(), objective=replace(objective, miner=sampled_triplets)),
+            "neural": NeuralLearner(objective=replace(objective, miner=sampled_triplets)),
+            "ridge": RidgeLearner(),
+        }
+        one_of("learner", self.learner, [*known])
+        return known[self.learner]
+
+
+def one_of(name: str, value: str, choices: Sequence[str]) -> None:
+    """Reject a value that is none of the choices.
+
+    Raises:
+        ValueError: It is none of them; the message lists them.
+    """
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+
+
+@dataclass
+class PaperConfig(PaperSettings, MethodConfig):
+    """The paper's Algorithm 1 as printed, but for what these keys change."""
+
+    SECTION: ClassVar[str] = "method"
+
+    name: str = "paper"
+
+
+METHODS: dict[str, type[MethodConfig]] = {"search": SearchConfig, "recipe": RecipeConfig, "paper": PaperConfig}
+
+
+def method_named(name: Any) -> MethodConfig:
+    """Return the settings of one of `METHODS`, with their defaults.
+
+    Raises:
+        ConfigError: There is no such method.
+    """
+    if name not in [*METHODS]:
+        raise ConfigError(f"method.name={name!r}: it must be one of {either([*METHODS])}")
+    return METHODS[name]()
+
+
+def choice_of(config: Any, key: str) -> Iterator[str]:
+    """Yield the choice that would bring a key to a run's config, and what the run has in its place; nothing if none."""
+    names = [name for name, each in METHODS.items() if key in {f"method.{known}" for known in known_keys(each)}]
+    if names:
+        yield f"method.name={either(names)}"
+        yield f"method.name={config.method.name}"
+    elif methods := methods_bringing(config, key):
+        yield f"{either(methods)} among methods"
+        yield f"methods=[{','.join(config.methods)}]"
+
+
+@dataclass
+class LearnedConfig:
+    """How the method ``metricopt_learned`` learns its optimizer; see `AlgorithmS1`.
+
+    ``finetune`` gives steps (T), and the lr of the loss-only finetune that it is compared with.
+    """
+
+    queries: int = 0  # metric queries in all; 0: as many as MetricOpt has
+    evals: int = Recipe.evals  # K
+    start_std: float = AlgorithmS1.start_std
+    tasks: int = AlgorithmS1.tasks  # collected in a meta-iteration; 1 as printed
+    updates: int = AlgorithmS1.updates  # of the optimizer in a meta-iteration; 1 as printed
+    pairs: int = AlgorithmS1.pairs  # antithetic pairs of perturbed weights for each update
+    rate: float = AlgorithmS1.rate  # Adam's, on the optimizer's weights
+    variance: float = AlgorithmS1.variance  # epsilon^2 of Eq. 7
+    estimator: str = AlgorithmS1.estimator  # combined, reparameterised, or score (for a loss without 2nd derivatives)
+    metric_weight: float = LearnedObjective.metric_weight  # lambda of Eq. 6
+    sharpness: float = 0.0  # beta of Eq. 6; 0: T/2
+    coordinatewise: bool = AlgorithmS1.coordinatewise  # false: one network sees the whole of phi
+    sees_loss: bool = AlgorithmS1.sees_loss  # false: for trainers that only call step()
+    sees_metric: bool = AlgorithmS1.sees_metric  # true costs evals - 1 queries for each start
+    hidden: int = AlgorithmS1.hidden  # units
+    step: float = AlgorithmS1.step  # typical change of a coordinate of phi in a step
+    labels: str = "observed"  # observed, linear, gp or gp_always, as for the recipe
+    mixed: bool = True  # f is adapted to batches that mix tasks; false: to one task at a time by SGD, as printed
+
+    def build(self, finetune: FinetuneConfig) -> AlgorithmS1:
+        """Return the algorithm.
+
+        Raises:
+            ConfigError: A value is out of range.
+        """
+        with config_section("learned"):
+            check_integer(0, queries=self.queries)
+            same = ("tasks", "updates", "pairs", "rate", "variance", "coordinatewise", "sees_loss", "sees_metric")
+            return AlgorithmS1(
+                steps=finetune.steps,
+                evals=self.evals,
+                start_std=self.start_std,
+                lr=finetune.lr,
+                objective=LearnedObjective(self.metric_weight, self.sharpness or None),
+                estimator=self.estimator,  # type: ignore[arg-type]
+                value=ReptileLearner() if self.mixed else ReptileLearner.paper(),
+                labels=labeller(self.labels),
+                hidden=self.hidden,
+                step=self.step,
+                **{name: getattr(self, name) for name in same},
+            )
+
+
+@dataclass
+class RefinedConfig:
+    """How the method ``refined`` works: CMA-ES, continuing from a recipe's end point."""
+
+    queries: int = 100
+
+
+@dataclass
+class TransferConfig:
+    """Reuse of another run's value function, without queries, next to the same f rotated at random (a placebo).
+
+    After method.name=paper phi follows it as Algorithm 1 does, and as a recipe does after any other.
+    """
+
+    # A value_function.safetensors for phi of the same dimension, or a run's folder: each seed takes that of its number
+    value_function: str = ""
+    loss_weight: float = LOSS_WEIGHT
+    metric_step: float = METRIC_STEP
+
+    def check(self, method: str, seeds: Sequence[int], dim: int | None) -> None:
+        """Reject what can't be followed.
+
+        Args:
+            method: The run's ``method.name``.
+            seeds: The run's seeds.
+            dim: The dimension of phi; None if only the model says it.
+
+        Raises:
+            ConfigError: A value is out of range or of no use, or a seed has no file.
+            FileFormatError: A file can't be read.
+            ValueFunctionError: It was fitted for another dimension.
+        """
+        with config_section("transfer"):
+            weights = checked_weights((self.loss_weight, self.metric_step))
+        if not self.value_function:
+            raise ConfigError(
+                "methods=[transfer] needs transfer.value_function=FILE, of another run, or that run's folder"
+            )
+        if method == PaperConfig.name and weights != (LOSS_WEIGHT, METRIC_STEP):
+            raise ConfigError(
+                f"transfer.loss_weight={self.loss_weight} and transfer.metric_step={self.metric_step}: Algorithm 1 has"
+                " neither; leave both out and set method.metric_rate, or set method.name=recipe"
+            )
+        for path in dict.fromkeys(map(self.file, seeds)):
+            self.load(path, dim)
+
+    def file(self, seed: int) -> Path:
+        """Return the file of a seed's f.
+
+        Raises:
+            ConfigError: A run's folder is given, which lacks it.
+        """
+        given = Path(self.value_function)
+        if not given.is_dir():
+            return given
+        own = given / f"seed-{seed}" / "value_function.safetensors"
+        if not own.is_file():
+            raise ConfigError(
+                f"transfer.value_function={given} has no {own.relative_to(given)}: run that seed there (a search may"
+                " end without an f), choose other seeds, or give one file for all"
+            )
+        return own
+
+    @staticmethod
+    def load(path: Path, dim: int | None) -> ValueFunction:
+        """Return the f of a file.
+
+        Raises:
+            FileFormatError: It can't be read.
+            ValueFunctionError: It was fitted for another dimension than this, if it is known.
+        """
+        f = load_value_function(path)
+        if dim is not None and f.dim != dim:
+            raise ValueFunctionError(
+                f"transfer.value_function: {path} was fitted for phi of dimension {f.dim}, this run's phi has {dim}:"
+                " set adapter.dim as in that run (offsets of logits count besides), or learn f with this adapter.dim"
+            )
+        return f

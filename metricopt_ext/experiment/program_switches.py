@@ -1,0 +1,278 @@
+"""Switches of the tools that score by a command: which there are, how they are read, what is said of settings."""
+
+import argparse
+import shutil
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.experiment.program_trials import NAME
+from metricopt_ext.experiment.settings_run import SettingsOutcome
+from metricopt_ext.experiment.style import print_table
+from metricopt_ext.methods.constrained import Constrained
+from metricopt_ext.plain import plain
+from metricopt_ext.tasks.constraints import parse_constraints
+from metricopt_ext.tasks.program_score import TRIAL, Printed, ProgramScore, Written
+from metricopt_ext.tasks.program_settings import FORMS, ProgramSettings
+from metricopt_ext.tasks.settings import Values
+from metricopt_ext.utils.program import command_words, last_lines
+from metricopt_ext.utils.words import brief
+
+TAIL = 20  # lines of a failed trial's log that are shown
+
+# What a run depends on, so that another is not taken for it.
+IDENTITY = ("score", "parse", "parse_json", "halves", "holdout", "repeats", "minimize", "queries")
+
+
+def add_score_switches(parser: argparse.ArgumentParser, scored: str) -> None:
+    """Add what says how a command scores, and how often it may be run.
+
+    Args:
+        parser: The tool's command line.
+        scored: What the command prints a number for.
+    """
+    parser.add_argument("--score", required=True, metavar="COMMAND", help=f"prints the number for {scored}")
+    reads = parser.add_mutually_exclusive_group(required=True)
+    reads.add_argument("--parse", metavar="REGEX", help="its first group is the number; the last match counts")
+    reads.add_argument("--parse-json", metavar="FILE:KEY", help="where COMMAND writes the number; KEY may have dots")
+    parser.add_argument(
+        "--queries", required=True, type=int, metavar="N", help="how many times COMMAND may be run by the search"
+    )
+    parser.add_argument(
+        "--output-dir",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="folder of the run: logs, report, what --resume needs",
+    )
+    parser.add_argument(
+        "--holdout", metavar="COMMAND", help="the same for data that --score does not see: two or three runs at the end"
+    )
+    parser.add_argument(
+        "--halves", nargs=2, metavar=("REGEX_A", "REGEX_B"), help="the number on two random halves of the data"
+    )
+    parser.add_argument(
+        "--also",
+        action="append",
+        default=[],
+        metavar="NAME=WHERE",
+        help="another number, shown before and after; WHERE is a REGEX with --parse, and else FILE:KEY; repeat it",
+    )
+    parser.add_argument(
+        "--subject-to",
+        action="append",
+        default=[],
+        metavar="'NAME: LIMIT'",
+        help="a limit on such a number, e.g. 'accuracy: >= start - 0.005', which the search and the guard respect",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=1, metavar="N", help="runs of COMMAND for one trial, if its number is noisy"
+    )
+    parser.add_argument("--minimize", action="store_true", help="lower is better")
+    parser.add_argument("--timeout", type=float, metavar="S", help="seconds that one run of COMMAND may take")
+    parser.add_argument("--failures", type=int, default=0, metavar="N", help="how many trials may fail; default none")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="how many runs of COMMAND at once; the result is the same"
+    )
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted run in DIR")
+
+
+def add_setting_switches(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """Add what says which settings there are in the command."""
+    parser.add_argument(
+        "--setting",
+        action="append",
+        required=required,
+        default=None if required else [],
+        metavar="NAME=SPEC",
+        help=f"takes the place of {{NAME}} in COMMAND; SPEC is {FORMS} (scale: linear, log, logit); repeat it for more",
+    )
+    parser.add_argument(
+        "--default",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="what it is now; else the middle of its interval, or the first of its values",
+    )
+
+
+class Scores(NamedTuple):
+    """What the switches say.
+
+    Attributes:
+        score: Scores on the data that the search sees.
+        holdout: Scores on other data; None without any.
+        settings: Settings in the commands; None without any.
+        subject_to: Constraints on other numbers of theirs, by name.
+    """
+
+    score: ProgramScore
+    holdout: ProgramScore | None
+    settings: ProgramSettings | None
+    subject_to: dict[str, str]
+
+    def at(self, values: Values) -> tuple[ProgramScore, ProgramScore | None]:
+        """Return what scores with values of the settings, if there are any, and the defaults of others."""
+        if self.settings is None:
+            return self.score, self.holdout
+        texts = self.settings.texts(values)
+        return self.score.at(texts), self.holdout and self.holdout.at(texts)
+
+
+def read_scores(
+    arguments: argparse.Namespace, least: Sequence[tuple[str, int]] = (), needed: Sequence[str] = ()
+) -> Scores:
+    """Check the switches that `add_score_switches` and `add_setting_switches` added.
+
+    Args:
+        arguments: The command line.
+        least: Further switches of integers, with the least that each may be.
+        needed: Names that must be in braces in the commands.
+
+    Raises:
+        ConfigError: A switch is out of range, or clashes with another.
+    """
+    for switch, bound in (("queries", 1), ("repeats", 1), ("failures", 0), ("jobs", 1), *least):
+        if (value := getattr(arguments, switch)) < bound:
+            raise ConfigError(f"--{switch} {value}: it must be at least {bound}")
+    if arguments.timeout is not None and not arguments.timeout > 0:
+        raise ConfigError(f"--timeout {arguments.timeout:g}: it must be above 0")
+    number = Printed(arguments.parse, "--parse") if arguments.parse else Written(arguments.parse_json, "--parse-json")
+    also = _also(arguments.also, Printed if arguments.parse else Written)
+    subject_to = _subject_to(arguments.subject_to, also)
+    for place, each in zip((arguments.parse_json, *arguments.also), (number, *also.values()), strict=True):
+        if arguments.jobs > 1 and isinstance(each, Written) and each.shared:
+            raise ConfigError(f"--jobs {arguments.jobs}: all would write {place}; put {{trial}} in its name")
+    halves = [Printed(each, "--halves") for each in arguments.halves or ()]
+    if arguments.default and not arguments.setting:
+        raise ConfigError(f"--default {arguments.default[0]}: there is no --setting; add one, or leave it out")
+    settings = None
+    if arguments.setting:
+        settings = ProgramSettings(arguments.setting, arguments.default, arguments.queries)
+
+    def score(command: str, switch: str) -> ProgramScore:
+        words = command_words(command, switch, needed=needed)
+        if settings is not None:
+            settings.check_command(words, switch, [*needed, TRIAL])
+        if shutil.which(words[0]) is None:
+            raise ConfigError(f"{switch}: there is no program {words[0]!r}")
+        both = (halves[0], halves[1]) if halves and switch == "--score" else None
+        others = also if switch == "--score" else {}
+        return ProgramScore(words, number, both, others, arguments.repeats, arguments.timeout)
+
+    holdout = score(arguments.holdout, "--holdout") if arguments.holdout else None
+    return Scores(score(arguments.score, "--score"), holdout, settings, subject_to)
+
+
+def _also(given: Sequence[str], reader: type[Printed] | type[Written]) -> dict[str, Printed | Written]:
+    """Return where other numbers are, by name.
+
+    Raises:
+        ConfigError: One is no NAME=WHERE, or its name is taken.
+    """
+    found = dict[str, Printed | Written]()
+    for text in given:
+        name, _, where = text.partition("=")
+        name = name.strip()
+        if not (name and where):
+            raise ConfigError(f"--also {brief(text)}: it must be NAME=WHERE, e.g. 'accuracy=accuracy: ([0-9.]+)'")
+        if name in (NAME, *found):
+            raise ConfigError(f"--also {brief(text)}: there is a {brief(name)} already; use another name")
+        found[name] = reader(where, f"--also {name}")
+    return found
+
+
+def _subject_to(given: Sequence[str], also: Collection[str]) -> dict[str, str]:
+    """Return the constraints on such numbers, by name.
+
+    Raises:
+        ConfigError: One is no 'NAME: LIMIT', or nothing reads its number.
+    """
+    found = dict[str, str]()
+    for text in given:
+        name, _, limit = (each.strip() for each in text.rpartition(":"))
+        if name in found:
+            raise ConfigError(f"--subject-to {brief(text)}: {brief(name)} has a limit already")
+        try:
+            parse_constraints({name: limit}, NAME)
+        except ValueError as error:
+            raise ConfigError(f"--subject-to {brief(text)}: it must be 'NAME: LIMIT'; {error}") from error
+        if name not in also:
+            raise ConfigError(f"--subject-to {brief(text)}: nothing reads {brief(name)}; add --also {name}=WHERE")
+        found[name] = limit
+    return found
+
+
+def print_settings(settings: ProgramSettings, values: Values | None = None) -> None:
+    """Print what each setting is and may be, and what it becomes if that is known."""
+    before, after = settings.texts({}), settings.texts(values or {})
+    rows = [
+        [name, settings[name].said, f"{before[name]}{' (assumed)' if name in settings.assumed else ''}", after[name]]
+        for name in settings.names
+    ]
+    if values is None:
+        print_table(["setting", "may be", "now"], [row[:3] for row in rows], left=2)
+        return
+    changed = [i for i, name in enumerate(settings.names) if name in settings.changed(values)]
+    print_table(["setting", "may be", "before", "after"], rows, left=2, bold=changed)
+
+
+def told_of_settings(settings: ProgramSettings, tuned: SettingsOutcome) -> dict[str, Any]:
+    """Return what a report says of a run on settings."""
+    defaults, best, kept = (settings.texts(each) for each in ({}, tuned.best_values, tuned.values))
+    return {
+        "before": tuned.before.value,
+        "after": tuned.after.value,
+        "best": tuned.best,
+        **told_besides(tuned.also, tuned.constrained),
+        "settings": {
+            name: {"before": defaults[name], "best": best[name], "after": kept[name]} for name in settings.names
+        },
+        "assumed": list(settings.assumed),
+        "guard": {
+            "by": tuned.guard,
+            "chance": tuned.verdict.chance,
+            "optimism": tuned.verdict.optimism,
+            "needed": tuned.verdict.needed,
+            "held out": tuned.aside,
+        },
+        "queries": tuned.queries,
+        "failed": tuned.failed,
+        "seconds of a trial": {"before": tuned.before.seconds, "after": tuned.after.seconds},
+    }
+
+
+def told_besides(also: Mapping[str, tuple[float, float]], constrained: Constrained | None) -> dict[str, Any]:
+    """Return what a report says of other numbers than the score: before and after, and their limits."""
+    return {
+        **(
+            {"also": {name: {"before": before, "after": after} for name, (before, after) in also.items()}}
+            if also
+            else {}
+        ),
+        **({} if constrained is None else {"subject to": constrained.limits.texts()}),
+    }
+
+
+def as_written(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the switches as JSON."""
+    return {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
+
+
+def show_end(log: Path) -> None:
+    """Print the last lines of a failed trial's log."""
+    print(plain(f"the end of {log}:"), *(plain(line) for line in last_lines(log, TAIL)), sep="\n", file=sys.stderr)
+
+
+def identity_of(arguments: argparse.Namespace, *more: str) -> dict[str, Any]:
+    """Return what the run depends on, so that another is not taken for it.
+
+    Args:
+        arguments: The command line: `IDENTITY`, and what is given of other numbers and settings.
+        more: Further switches.
+    """
+    settings = {"setting": arguments.setting, "default": arguments.default} if arguments.setting else {}
+    others = {name: getattr(arguments, name) for name in ("also", "subject_to") if getattr(arguments, name)}
+    return {name: getattr(arguments, name) for name in (*IDENTITY, *more)} | others | settings

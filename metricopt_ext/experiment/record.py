@@ -1,0 +1,183 @@
+"""The record of one seed: each method's outcome and how good the value function was."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from metricopt_ext.data.rare import Rare
+from metricopt_ext.data.reading import Reading
+from metricopt_ext.errors import FileFormatError
+from metricopt_ext.experiment.method import METHODS
+from metricopt_ext.methods.guard import Guard
+from metricopt_ext.methods.more_inference import MoreInference
+from metricopt_ext.methods.recipe_settings import StepWeights
+from metricopt_ext.methods.setting_lines import SettingLine
+from metricopt_ext.utils.checks import check_at_least, check_integer
+from metricopt_ext.utils.described import LARGEST, from_json
+from metricopt_ext.utils.files import read_json, write_json
+from metricopt_ext.utils.machine import Machine
+from metricopt_ext.utils.words import brief
+from metricopt_ext.value.value_function import Quality
+
+SEED = "seed-"  # before a seed's number, in the name of its folder
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one method reached, in the metric's own units.
+
+    Attributes:
+        validation: Metric on the data that queries see.
+        test: Metric on the test data, evaluated once.
+        queries_total: Metric queries spent.
+        queries_per_start: How many of these each further start costs again.
+        seconds: Wall-clock seconds; of a method that was interrupted, since it went on.
+        batch_queries: Evaluations of the metric on batches of scores and labels, besides ``queries_total``.
+    """
+
+    validation: float
+    test: float
+    queries_total: int
+    queries_per_start: int
+    seconds: float
+    batch_queries: int = 0
+
+
+@dataclass(frozen=True)
+class SeedRecord:
+    """All that a report needs of one seed; a seed is a fresh split, model and value function.
+
+    Attributes:
+        seed: The seed.
+        outcomes: By method, one for each number of queries that it reports.
+        quality: Held-out quality of the value function in use; None if there is none, as the metric never varied.
+        candidates: Held-out quality of each kind of value function that was fitted.
+        kept: Which end point the guard kept.
+        setting: How boldly f was followed; None for a search.
+        split_half: Correlation of the metric's halves over random phi; None if it does not report them.
+        chance: Standard deviation of the chance part of a validation gain; None if nothing told.
+        guard: What told it; see `Result.guard`.
+        curves: Validation metric along finetuning by method, ``steps + 1`` numbers each. Evaluated for the plot; no
+            method sees them.
+        true: Metric at held-out points where f is used.
+        predicted: What f predicted there before it saw them.
+        machine: What the seed was computed on.
+        searched: Validation metric at each query of a search, in order.
+        correlations: Rank correlations of each loss with the metric on test batches, ``"spearman"`` and ``"kendall"``,
+            None where undefined; empty for a task without batches of scores.
+        queries: MetricOpt's metric queries by what they were for.
+        rare: Groups of which the metric saw few examples.
+        reading: How the file of the data was read; None where there is nothing to say.
+        also: Other quantities than the metric, by name and by ``"validation"`` and ``"test"``: of the pretrained model,
+            and of what was kept.
+        holding: How many of the points that were asked satisfy the constraints; None without any.
+        settings: Settings of inference that were changed, by name: before and after.
+        lines: What was asked of each setting, the others as they were.
+        more: What settings would give if inference might take longer.
+    """
+
+    seed: int
+    outcomes: dict[str, list[Outcome]]
+    quality: Quality | None
+    candidates: dict[str, Quality]
+    kept: str
+    setting: StepWeights | None
+    split_half: float | None
+    chance: float | None
+    guard: Guard
+    curves: dict[str, list[float]]
+    true: list[float]
+    predicted: list[float]
+    machine: Machine
+    searched: list[float] = field(default_factory=list)
+    correlations: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    queries: dict[str, int] = field(default_factory=dict)
+    rare: Rare | None = None
+    reading: Reading | None = None
+    also: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
+    holding: int | None = None
+    settings: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    lines: list[SettingLine] = field(default_factory=list)
+    more: list[MoreInference] = field(default_factory=list)
+
+    def save(self, path: Path) -> None:
+        """Write the record as JSON."""
+        write_json(path, asdict(self))
+
+    def _check(self, folder: str) -> None:
+        """Reject what a report can't be made of.
+
+        Raises:
+            ValueError: A method of every report is missing, one is unknown or ended nowhere, or a number is impossible.
+        """
+        if self.seed < 0 or (folder.startswith(SEED) and folder != f"{SEED}{self.seed}"):
+            raise ValueError(f"it is of seed {self.seed}, but stands in {folder}")
+        for name in ("pretrained", "metricopt", *self.outcomes):
+            if name not in METHODS:
+                raise ValueError(f"it has the method {brief(name)}, which does not exist")
+            if not self.outcomes.get(name):
+                raise ValueError(f"it has no outcome of {name}")
+            for each in self.outcomes[name]:
+                _check_values("validation and test", [each.validation, each.test])
+                check_at_least(0, seconds=each.seconds)
+                for key in ("queries_total", "queries_per_start", "batch_queries"):
+                    check_integer(0, **{key: getattr(each, key)})
+        check_integer(0, **self.queries)
+        if len(self.true) != len(self.predicted):
+            raise ValueError(f"it has {len(self.true)} true values and {len(self.predicted)} predicted ones")
+        for name, parts in self.also.items():
+            if set(parts) != {"validation", "test"}:
+                raise ValueError(f"it has {brief(name)} on {brief(sorted(parts))}; it must be on validation and test")
+            for pair in parts.values():
+                _check_values(name, pair)
+        for line in self.lines:
+            if len(line.values) != len(line.metric):
+                points = f"{len(line.values)} values of {brief(line.name)}"
+                raise ValueError(f"it has {points}, and the metric at {len(line.metric)}")
+            _check_values(line.name, line.metric)
+        for more in self.more:
+            _check_values("more", [more.most, more.factor, more.before, more.value])
+            check_integer(0, tried=more.tried, queries=more.queries)
+        for name, values in {**self.curves, "true": self.true, "searched": self.searched}.items():
+            _check_values(name, values)
+
+    @classmethod
+    def load(cls, path: Path) -> "SeedRecord":
+        """Read a record.
+
+        Raises:
+            FileFormatError: The file holds something else, or stands in the folder of another seed.
+        """
+        content = read_json(path)
+        try:
+            record = from_json(cls, content)
+            record._check(path.parent.name)
+            return record
+        except ValueError as error:
+            raise FileFormatError(
+                f"{path} is not the record of a seed: {brief(error)}; delete it to regenerate it"
+            ) from error
+
+
+def _check_values(name: str, values: Sequence[float]) -> None:
+    for value in values:
+        if not abs(value) <= LARGEST:  # NaN is not
+            raise ValueError(f"{brief(name)} has the value {value}; it must be finite, and at most {LARGEST:.0e}")
+
+
+def check_alike(records: Sequence[SeedRecord]) -> None:
+    """Reject records that were not made with the same settings, as their curves have other lengths.
+
+    Raises:
+        FileFormatError: Two of them differ.
+    """
+    first: dict[str, SeedRecord] = {}
+    for record in records:
+        for name, curve in record.curves.items():
+            other = first.setdefault(name, record)
+            if len(curve) != len(other.curves[name]):
+                raise FileFormatError(
+                    f"the records of seeds {other.seed} and {record.seed} have {len(other.curves[name])} and"
+                    f" {len(curve)} points of the curve {brief(name)}; delete the record.json of the wrong one"
+                )

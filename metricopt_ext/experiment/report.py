@@ -1,0 +1,606 @@
+"""The evidence in one place: methods side by side over seeds, as JSON, Markdown and a table on the terminal."""
+
+import collections
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from metricopt_ext.data.reading import HEADER as COLUMNS
+from metricopt_ext.data.reading import Reading
+from metricopt_ext.experiment.method import METHODS
+from metricopt_ext.experiment.record import SeedRecord
+from metricopt_ext.experiment.style import direction, markdown_table, print_points, print_table
+from metricopt_ext.methods.guard import Guard, deviates
+from metricopt_ext.methods.result import kept
+from metricopt_ext.methods.tuned_settings import shown
+from metricopt_ext.plain import in_markdown
+from metricopt_ext.utils.files import write_atomically, write_json
+from metricopt_ext.utils.versions import versions
+from metricopt_ext.utils.words import counted
+from metricopt_ext.value.value_function import Quality
+
+
+class Interval(NamedTuple):
+    """A mean with the ends of its confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+GAINS = "MetricOpt's gains on test, paired by seed; positive is better"
+ELSEWHERE = "What it cost elsewhere: of the pretrained model, and of what the guard kept"
+QUANTITIES = ["quantity", "validation", "test", "subject to"]
+OVER = ["over", "gain", "95% interval", "shown"]
+# What the terminal does not show.
+MORE_NOTES = (
+    "seconds: wall-clock time, the mean over seeds; of a method that was interrupted, since it went on.",
+    "needs: of the data that the metric sees, the metric's scores alone, the inputs, or the labels too; another f: the"
+    " value function of another run; batch metric: the metric of any scores and labels, asked on training batches.",
+)
+BATCH_NOTE = "batch queries: besides, evaluations of the metric on batches of scores and labels."
+SPENT = "MetricOpt's queries by what they were for"
+MORE = "What settings would give if inference took longer, on validation; what was kept stays"
+MORE_HEADER = ["inference, at most", "takes", "validation", "more than chance", "by"]
+GUARD_AND_F = "The guard and the value function f, means over seeds"
+PREDICTED = "How well the metric is predicted on points that it was not fitted to, where f is used"
+IN_USE = "value function in use"
+PREDICTORS = ["predictor", "Spearman", "mean absolute error, as a cost"]
+RANKED = (
+    "How well a loss ranks batches of test data, under every method's model, as the metric does (1: a lower loss always"
+    " is a better metric)"
+)
+LOSSES = ["loss", "Spearman", "Kendall"]
+UNITS = (
+    "Spearman's rank correlation is 1 for a perfect order and 0 for none. A cost is lower where the metric is better:"
+    " the metric mapped to [0, 1] by its bounds or, for one without bounds, itself with that sign."
+)
+DIGITS = 4  # after the point, of a metric
+FROM_OUR_START = ("metricopt", "guided_es", "cma_es", "refined")  # from the best free start, as MetricOpt's search
+HEADER = ["method", "validation", "test", "queries", "per start", "seconds"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that a tool reports about a run.
+
+    Attributes:
+        task: What was finetuned, e.g. ``"classification/a9a"``.
+        metric: The metric's name.
+        maximize: Whether higher is better.
+        records: One for each seed.
+        config: The run's settings.
+    """
+
+    task: str
+    metric: str
+    maximize: bool
+    records: list[SeedRecord]
+    config: dict[str, Any]
+
+    @property
+    def methods(self) -> list[str]:
+        """Names of the methods that any seed has, in the order of the tables."""
+        return [name for name in METHODS if any(name in record.outcomes for record in self.records)]
+
+    def title(self, method: str) -> str:
+        """Return a method's name in tables and plots, with the number of seeds that have it if some lack it."""
+        seeds, missing = len(self.records), sum(method not in record.outcomes for record in self.records)
+        return METHODS[method].title + (f" ({seeds - missing} of {seeds} seeds)" if missing else "")
+
+    def needs(self, method: str) -> str:
+        """Return what a method needs of the data that the metric sees, its free starts included."""
+        searched = self.config.get("method", {}).get("name") == "search"
+        start_needs_inputs = searched and "batchnorm" in self.config.get("starts", [])
+        return "inputs" if method in FROM_OUR_START and start_needs_inputs else METHODS[method].needs
+
+    def values(self, method: str, column: str) -> list[float]:
+        """Return one number of a method's last `Outcome`, e.g. ``"test"``, for each seed that has the method."""
+        return [value for value in self._by_seed(method, column) if value is not None]
+
+    @property
+    def batch_queried(self) -> bool:
+        """Whether a method evaluated the metric on batches."""
+        return any(value > 0 for name in self.methods for value in self.values(name, "batch_queries"))
+
+    def _by_seed(self, method: str, column: str) -> list[float | None]:
+        """Return one number of a method's last `Outcome` for each seed, None if the method is missing."""
+        found = [record.outcomes.get(method) for record in self.records]
+        return [getattr(outcomes[-1], column) if outcomes else None for outcomes in found]
+
+    @property
+    def searched(self) -> bool:
+        """Whether MetricOpt was a search, not a recipe."""
+        return all(record.searched for record in self.records)
+
+    @property
+    def predicts(self) -> bool:
+        """Whether a value function made predictions of what it was not fitted to; not under ``method.name=paper``."""
+        return any(record.predicted for record in self.records)
+
+    @property
+    def quality(self) -> list[Quality]:
+        """Held-out quality of the value function, one for each seed that has one."""
+        return [record.quality for record in self.records if record.quality is not None]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of report.json."""
+
+        def mean(values: Sequence[float]) -> float | None:
+            return float(np.mean(values)) if values else None
+
+        return {
+            "task": self.task,
+            "metric": {"name": self.metric, "maximize": self.maximize},
+            "seeds": [record.seed for record in self.records],
+            "methods": {
+                name: {
+                    "validation": self._by_seed(name, "validation"),
+                    "test": self._by_seed(name, "test"),
+                    "queries_total": max(self.values(name, "queries_total")),
+                    "queries_per_start": max(self.values(name, "queries_per_start")),
+                    "seconds": mean(self.values(name, "seconds")),
+                    "batch_queries": max(self.values(name, "batch_queries")),
+                }
+                for name in self.methods
+            },
+            "value_function": {
+                "heldout_spearman": mean([q.spearman for q in self.quality]),
+                "heldout_mae": mean([q.mae for q in self.quality]),
+                "constant_mae": mean([q.constant_mae for q in self.quality]),
+                "trusted": [q.trusted for q in self.quality],
+                "per_seed": [vars(q) for q in self.quality],
+                "candidates": [{k: vars(q) for k, q in record.candidates.items()} for record in self.records],
+            },
+            "correlations": [record.correlations for record in self.records],
+            "split_half": [record.split_half for record in self.records],
+            "guard": self.guard,
+            "also": self.also(),
+            "holding": [record.holding for record in self.records],
+            "rare": [None if record.rare is None else vars(record.rare) for record in self.records],
+            "chance": [record.chance for record in self.records],
+            "kept": [record.kept for record in self.records],
+            "queries": [record.queries for record in self.records],
+            "settings": [record.setting for record in self.records],
+            "inference": [record.settings for record in self.records],
+            "more_inference": [[asdict(each) for each in record.more] for record in self.records],
+            "reading": None if self.reading is None else asdict(self.reading),
+            "machines": [vars(record.machine) for record in self.records],
+            "versions": versions(),
+            "config": self.config,
+        }
+
+    @property
+    def reading(self) -> Reading | None:
+        """How the file of the data was read, as the first seed has it; None where there is nothing to say."""
+        return self.records[0].reading
+
+    def also(self) -> dict[str, dict[str, dict[str, list[float | None]]]]:
+        """Return other quantities than the metric: by name, part, and before and after, a number for each seed."""
+        names = dict.fromkeys(name for record in self.records for name in record.also)
+
+        def by_seed(name: str, part: str, place: int) -> list[float | None]:
+            return [record.also[name][part][place] if name in record.also else None for record in self.records]
+
+        return {
+            name: {
+                part: {"before": by_seed(name, part, 0), "after": by_seed(name, part, 1)}
+                for part in ("validation", "test")
+            }
+            for name in names
+        }
+
+    def elsewhere(self) -> list[list[str]]:
+        """Return a row for each other quantity under `QUANTITIES`; none if there are no others."""
+
+        def change(parts: dict[str, list[float | None]]) -> str:
+            before, after = ([value for value in parts[when] if value is not None] for when in ("before", "after"))
+            return f"{spread(before)} → {spread(after)}"
+
+        bounds = self.config.get("metric", {}).get("subject_to", {})
+        return [
+            [name, change(parts["validation"]), change(parts["test"]), bounds.get(name, "")]
+            for name, parts in self.also().items()
+        ]
+
+    def on_constraints(self) -> list[str]:
+        """Say whether the constraints could be satisfied; nothing without any."""
+        known = [record.holding for record in self.records if record.holding is not None]
+        if not known:
+            return []
+        bounds = self.config.get("metric", {}).get("subject_to", {})
+        said = " and ".join(f"{name} {text}" for name, text in bounds.items())
+        nowhere = sum(not holding for holding in known)
+        stayed = (
+            f"; in {counted(nowhere, 'seed')} nothing that was asked satisfies that, and the model stayed as it was"
+        )
+        return [
+            f"Subject to {said} on validation{stayed if nowhere else ''}. MetricOpt and the searches on the metric"
+            " respect that; no other method does"
+        ]
+
+    def read(self) -> tuple[str, list[list[str]]]:
+        """Return how the data were read: a sentence, and the columns' rows under `reading.HEADER`; empty if nothing."""
+        if self.reading is None:
+            return "", []
+        filled = f"; in the first seed, {self.reading.filled}" if self.reading.filled else ""
+        return f"The data were read as {self.reading.found}{filled}", self.reading.rows()
+
+    @property
+    def guard(self) -> Guard:
+        """What told gains from chance, in all seeds; ``"none"`` if nothing did in one of them."""
+        told = [record.guard for record in self.records]
+        return "none" if "none" in told else told[0]
+
+    def gain(self, over: str, part: str = "test") -> Interval:
+        """Return MetricOpt's gain over a method, over the seeds that have it; see `paired_interval`.
+
+        Positive is better whatever the metric's direction.
+        """
+        pairs = zip(self._by_seed("metricopt", part), self._by_seed(over, part), strict=True)
+        gains = [ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None]
+        return paired_interval(np.array(gains) * (1 if self.maximize else -1))
+
+    def markdown(self) -> str:
+        """Return the content of report.md."""
+        lines = [
+            f"# {in_markdown(self.heading)}",
+            "",
+            in_markdown(self.verdict()),
+            "",
+            *markdown_table(*self.table()),
+            "",
+            *(f"- {in_markdown(line)}" for line in (*self.notes(), *MORE_NOTES)),
+            "",
+            f"{GAINS}:",
+            "",
+            *(f"- {in_markdown(line)}" for line in self.on_gains()),
+            "",
+            *self._elsewhere_in_markdown(),
+            f"{GUARD_AND_F}:",
+            "",
+            *(f"- {in_markdown(line)}" for line in (*self.on_guard(), *self.on_f())),
+            "",
+            *self._more_in_markdown(),
+            f"{SPENT}:",
+            "",
+            *markdown_table(*self.spent()),
+            "",
+            in_markdown(self.computed_on()),
+            "",
+        ]
+        said, columns = self.read()
+        if said:
+            lines += [f"{in_markdown(said)}.", "", *([*markdown_table(COLUMNS, columns), ""] if columns else [])]
+        if predictors := [(f"**{name}**" if name == IN_USE else name, *row) for name, *row in self.predictors()]:
+            lines += [f"{PREDICTED}:", "", *markdown_table(PREDICTORS, predictors), ""]
+        if losses := self.losses():
+            lines += [f"{RANKED}:", "", *markdown_table(LOSSES, losses), ""]
+        return "\n".join([*lines, UNITS, ""])
+
+    def _elsewhere_in_markdown(self) -> list[str]:
+        rows = self.elsewhere()
+        said = [f"- {in_markdown(line)}" for line in self.on_constraints()]
+        return (
+            [f"{ELSEWHERE}:", "", *markdown_table(QUANTITIES, rows), "", *said, *([""] if said else [])] if rows else []
+        )
+
+    @property
+    def heading(self) -> str:
+        """What the report is about."""
+        return f"{self.task}: {self.metric} ({direction(self.maximize)})"
+
+    def verdict(self) -> str:
+        """Say in one sentence what came out: before and after, what the guard did, and whether it may be chance."""
+        parts = []
+        for part in ("test", "validation"):
+            before, after = (spread(self.values(name, part)) for name in ("pretrained", "metricopt"))
+            parts.append(f"{before} → {after} on {part}")
+        seeds = len(self.records)
+        over = f" (mean ± standard deviation over {seeds} seeds)" if seeds > 1 else ""
+        said = f"{self.metric} ({direction(self.maximize)}): {' and '.join(parts)}{over}"
+        return f"{said}; {self._accepted()}; {self._beside_the_best()}."
+
+    def _accepted(self) -> str:
+        """Say what the guard did, and whether the gain may be chance."""
+        seeds, left = len(self.records), sum(record.kept == "start" for record in self.records)
+        known = self.guard != "none"
+        if left == seeds:
+            why = "no gain on validation exceeded what chance explains" if known else "validation showed no gain"
+            return f"the guard left the model as it was{' in every seed' if seeds > 1 else ''}, as {why}"
+        where = "" if seeds == 1 else f" in {seeds - left} of {seeds} seeds"
+        beside = f" and left the model as it was in {left}" if left else ""
+        guard = f"the guard accepted the change{where}{beside}" + (
+            "" if known else ", unguarded: nobody can tell how much of it is chance"
+        )
+        return f"{guard}; the gain on test, {self._gain_in_words('pretrained')}"
+
+    def _beside_the_best(self) -> str:
+        """Say how MetricOpt compares with the best method on test."""
+        best = self.best("test")
+        if "metricopt" in best:
+            return "no other method has a better one on test"
+        top = next(name for name in self.methods if name in best)
+        value = np.mean(self.values(top, "test"))
+        return (
+            f"the best on test is {self.title(top)} with {value:.{DIGITS}f}, and MetricOpt's difference from it,"
+            f" {self._gain_in_words(top)}"
+        )
+
+    def _gain_in_words(self, over: str) -> str:
+        mean, low, high = gain = self.gain(over)
+        interval = "" if math.isnan(low) else f" (95% interval [{low:+.4f}, {high:+.4f}])"
+        return f"{mean:+.4f}{interval}, {chance_in_words(gain)}"
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Return the table of methods: the titles of its columns, and its rows."""
+        return [*self._header(), "needs"], [
+            [*row, self.needs(name)] for name, row in zip(self.methods, self._rows(), strict=True)
+        ]
+
+    def best(self, part: str) -> set[str]:
+        """Return the methods whose mean validation or test metric, to the digits that are shown, is the best."""
+        shown = {name: round(float(np.mean(self.values(name, part))), DIGITS) for name in self.methods}
+        top = (max if self.maximize else min)(shown.values())
+        return {name for name, value in shown.items() if value == top}
+
+    def notes(self) -> list[str]:
+        """Say what the table's numbers are."""
+        one = len(self.records) == 1
+        spread = "One seed: " if one else f"Mean ± standard deviation over {len(self.records)} seeds; each is "
+        return [
+            f"{spread}a fresh split, model and value function. validation: data that the metric's queries see; test:"
+            " data that only the finished models see.",
+            "queries: metric queries in all; per start: of these, what finetuning one more start costs again.",
+            *([BATCH_NOTE] if self.batch_queried else []),
+        ]
+
+    def spent(self) -> tuple[list[str], list[list[str]]]:
+        """Return MetricOpt's queries of each seed by what they were for: titles and rows of a table."""
+        purposes = list(dict.fromkeys(purpose for record in self.records for purpose in record.queries))
+        rows = []
+        for record in self.records:
+            ours = record.outcomes["metricopt"][-1]
+            each = [str(record.queries.get(purpose, 0)) for purpose in purposes]
+            rows.append([str(record.seed), *each, str(ours.queries_total), f"{ours.seconds:.1f}"])
+        return ["seed", *(purpose.replace("_", " ") for purpose in purposes), "in all", "seconds"], rows
+
+    def computed_on(self) -> str:
+        """Say which machines the digits are of."""
+        machines = dict.fromkeys(str(record.machine) for record in self.records)
+        return (
+            f"Computed on {'; '.join(machines)}. Training amplifies rounding, so other processors, instruction sets and"
+            " numbers of threads give other digits."
+        )
+
+    def findings(self) -> list[str]:
+        """Say in words what the numbers show, both gains and failures."""
+        return [*self.on_gains(), *self.on_constraints(), *self.on_guard(), *self.on_f(), *self.on_data()]
+
+    def on_gains(self) -> list[str]:
+        """Say how MetricOpt compares with each other method."""
+        return [
+            f"MetricOpt against {over}: {gain} on test"
+            + (f", 95% interval {interval}: {verdict}" if interval else f" ({verdict})")
+            for over, gain, interval, verdict in self.gains()
+        ]
+
+    def gains(self) -> list[tuple[str, str, str, str]]:
+        """Return each rival's title, MetricOpt's gain over it, the gain's interval, and what it shows."""
+        rows = []
+        for name in self.methods:
+            if name == "metricopt":
+                continue
+            mean, low, high = self.gain(name)
+            verdict = "a gain" if low > 0 else "a loss" if high < 0 else "no gain shown"
+            shown = ("", "one seed, no interval") if math.isnan(low) else (f"[{low:+.4f}, {high:+.4f}]", verdict)
+            rows.append((self.title(name), f"{mean:+.4f}", *shown))
+        return rows
+
+    def on_guard(self) -> list[str]:
+        """Say what counted as chance and what the guard kept."""
+        lines, seeds = [], counted(len(self.records), "seed")
+        halves = [record.split_half for record in self.records if record.split_half is not None]
+        chances = [record.chance for record in self.records if record.chance is not None]
+        if halves and chances:
+            chance, confidence = np.mean(chances), self.config["guard"]["confidence"]
+            left = sum(record.kept == "start" for record in self.records)
+            lines.append(
+                f"Split-half correlation of the metric over phi: {np.mean(halves):.2f} (near 0 no method can"
+                f" help). Gains on validation below {deviates(confidence) * chance:.4f}, and what they are expected to"
+                f" lose on other data, count as chance: the model was left as it was in {left} of {seeds}"
+            )
+        counts = collections.Counter(record.kept for record in self.records)
+        kept_in = ", ".join(f"{kept(name)} in {count}" for name, count in counts.most_common())
+        return [*lines, f"Kept by the guard: {kept_in}", *self.on_settings()]
+
+    def on_settings(self) -> list[str]:
+        """Say which settings of inference were changed, in how many seeds; nothing where none were tuned."""
+        if not self.config.get("settings"):
+            return []
+        changes = collections.Counter(
+            f"{name} {shown(before)} → {shown(after)}"
+            for record in self.records
+            for name, (before, after) in record.settings.items()
+        )
+        changed_in = ", ".join(f"{change} in {count}" for change, count in changes.most_common())
+        return [f"Settings of inference: {changed_in or 'as they were'}; validation and test are by these"]
+
+    def more(self) -> list[list[str]]:
+        """Return what more inference would give, a row for each factor under `MORE_HEADER`; none where nothing would.
+
+        The first row is of what was kept.
+        """
+        records = [record for record in self.records if record.more]
+        if not records:
+            return []
+        rows = [["as it is", "", spread([record.more[0].before for record in records]), "", ""]]
+        for most in sorted({each.most for record in records for each in record.more}):
+            those = [each for record in records for each in record.more if each.most == most]
+            counts = collections.Counter(
+                f"{name} {shown(before)} → {shown(after)}"
+                for each in those
+                for name, (before, after) in each.changes.items()
+            )
+            rows.append(
+                [
+                    f"{most:g} times",
+                    f"{np.mean([each.factor for each in those]):.3g}",
+                    spread([each.value for each in those]),
+                    f"{sum(each.sure for each in those)} of {len(those)}",
+                    ", ".join(f"{change} in {count}" for change, count in counts.most_common()) or "nothing gains",
+                ]
+            )
+        return rows
+
+    def on_more(self) -> str:
+        """Say how what more inference would give was asked."""
+        queries = sum(each.queries for record in self.records for each in record.more)
+        return (
+            f"Asked of what was kept after the run, by {counted(queries, 'query')} beyond its own; the best of several"
+            " on validation, and so a little too good. To have it, run again with settings.inference"
+        )
+
+    def _more_in_markdown(self) -> list[str]:
+        rows = self.more()
+        said = [f"{MORE}:", "", *markdown_table(MORE_HEADER, rows), "", f"{in_markdown(self.on_more())}.", ""]
+        return said if rows else []
+
+    def on_data(self) -> list[str]:
+        """Say of what the metric saw few examples."""
+        rare = [(record.seed, record.rare) for record in self.records if record.rare is not None]
+        if not rare:
+            return []
+        (seed, first), seeds = rare[0], counted(len(self.records), "seed")
+        return [f"Rare in {len(rare)} of {seeds}; in seed {seed}, {first}"]
+
+    def on_f(self) -> list[str]:
+        """Say how well f predicted, and in how many seeds it is to be trusted; nothing if there was no f."""
+        if not self.quality:
+            return []
+        trusted = sum(quality.trusted for quality in self.quality)
+        spearman = np.mean([quality.spearman for quality in self.quality])
+        mae = np.mean([quality.mae for quality in self.quality])
+        rivals = {"a constant": [quality.constant_mae for quality in self.quality]}
+        so_far = [quality.incumbent_mae for quality in self.quality if quality.incumbent_mae is not None]
+        if so_far:
+            rivals["the best so far"] = so_far
+        against = " and ".join(f"{np.mean(errors):.4f} of {name}" for name, errors in rivals.items())
+        where = "before each query" if self.searched else "on held-out trajectories"
+        return [
+            f"Value function {where}: Spearman {spearman:.2f}, mean absolute error {mae:.4f} of the cost"
+            f" against {against}; trusted in {trusted} of {counted(len(self.records), 'seed')}"
+        ]
+
+    def print(self) -> None:
+        """Print the tables and the findings."""
+        print_table(
+            self._header()[:-1],  # seconds would not fit into 80 columns; report.md has them
+            [row[:-1] for row in self._rows()],
+            title=f"{self.heading}, {counted(len(self.records), 'seed')}",
+            bold=[i for i, name in enumerate(self.methods) if name == "metricopt"],
+        )
+        print()
+        print_points(self.notes())
+        print()
+        said, columns = self.read()
+        if said:
+            print_points([f"{said}."])
+            print()
+        if columns:
+            print_table(COLUMNS, columns, left=len(COLUMNS))
+            print()
+        print_table(OVER, self.gains(), title=GAINS)
+        print()
+        if elsewhere := self.elsewhere():
+            print_table(QUANTITIES, elsewhere, title=ELSEWHERE)
+            print()
+        if more := self.more():
+            print_table(MORE_HEADER, more, title=MORE)
+            print()
+        print_points([*self.on_constraints(), *self.on_guard(), *([self.on_more()] if more else []), *self.on_f()])
+
+    def write(self, folder: str | Path) -> list[Path]:
+        """Write report.json and report.md; returns their paths."""
+        paths = [Path(folder, "report.json"), Path(folder, "report.md")]
+        write_json(paths[0], self.to_json())
+        write_atomically(paths[1], self.markdown().encode())
+        return paths
+
+    def losses(self) -> list[tuple[str, str, str]]:
+        """Return how well losses rank batches as the metric does, a row for each; none if that was not measured."""
+
+        def over_seeds(name: str, key: str) -> str:
+            found = [record.correlations.get(name, {}).get(key) for record in self.records]
+            known = [value for value in found if value is not None]
+            return spread(known) if known else "undefined"
+
+        names = dict.fromkeys(name for record in self.records for name in record.correlations)
+        return [(name, over_seeds(name, "spearman"), over_seeds(name, "kendall")) for name in names]
+
+    def predictors(self) -> list[tuple[str, str, str]]:
+        """Return how well f in use and each that was fitted predict, a row for each."""
+        rows = {IN_USE: self.quality} if self.quality else {}
+        for name in self.records[0].candidates:
+            qualities = [record.candidates[name] for record in self.records if name in record.candidates]
+            if len(qualities) == len(self.records):
+                rows["fitted: " + name.replace("_", " ")] = qualities
+        return [(name, spread([q.spearman for q in qs]), spread([q.mae for q in qs])) for name, qs in rows.items()]
+
+    def _header(self) -> list[str]:
+        return [*HEADER[:-1], *(["batch queries"] if self.batch_queried else []), HEADER[-1]]
+
+    def _rows(self) -> list[list[str]]:
+        asked = self.batch_queried
+        return [
+            [
+                self.title(name),
+                spread(self.values(name, "validation")),
+                spread(self.values(name, "test")),
+                f"{max(self.values(name, 'queries_total')):.0f}",
+                f"{max(self.values(name, 'queries_per_start')):.0f}",
+                *([f"{max(self.values(name, 'batch_queries')):.0f}"] if asked else []),
+                f"{np.mean(self.values(name, 'seconds')):.1f}",
+            ]
+            for name in self.methods
+        ]
+
+
+def paired_interval(differences: Any, level: float = 0.95) -> Interval:
+    """Return the mean of paired differences and the ends of its Student-t interval (NaN for a single pair).
+
+    Args:
+        differences: One number per seed, ``n``.
+        level: Confidence level.
+    """
+    from scipy.stats import t
+
+    values = np.asarray(differences, dtype=float)
+    mean, n = float(values.mean()), len(values)
+    if n < 2:
+        return Interval(mean, math.nan, math.nan)
+    half = float(t.ppf((1 + level) / 2, n - 1) * values.std(ddof=1) / math.sqrt(n))
+    return Interval(mean, mean - half, mean + half)
+
+
+def chance_in_words(interval: Interval) -> str:
+    """Say of a gain's 95% interval over seeds whether it is significant."""
+    if math.isnan(interval.low):
+        return "not known to be significant, as it is of one seed"
+    return (
+        "is significant at 5%"
+        if interval.low > 0
+        else "is a loss, significant at 5%"
+        if interval.high < 0
+        else "is not significant at 5%"
+    )
+
+
+def spread(values: Sequence[float]) -> str:
+    """Format mean and standard deviation over seeds."""
+    mean = f"{np.mean(values):.4f}"
+    return mean if len(values) < 2 else f"{mean} ±{np.std(values, ddof=1):.4f}"

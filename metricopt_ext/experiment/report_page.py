@@ -1,0 +1,209 @@
+"""A run as a page to hand on: what report.md says, the pictures beside it, and what to do with the outcome."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from metricopt_ext.data.reading import HEADER as COLUMNS
+from metricopt_ext.experiment.page import Code, Figure, Folded, Page, Part, Points, Section, Table, Text
+from metricopt_ext.experiment.report import (
+    ELSEWHERE,
+    GAINS,
+    IN_USE,
+    LOSSES,
+    MORE,
+    MORE_HEADER,
+    MORE_NOTES,
+    OVER,
+    PREDICTED,
+    PREDICTORS,
+    QUANTITIES,
+    RANKED,
+    SPENT,
+    UNITS,
+    Report,
+)
+from metricopt_ext.utils.files import to_json
+from metricopt_ext.utils.versions import versions
+
+FILE = "report.html"
+TERMS = (
+    "MetricOpt freezes a trained model and moves a small vector, phi, that modulates it. Each evaluation of the metric"
+    " on the validation data is a query. A value function, f, fitted to all queries so far, predicts the metric from"
+    " phi and proposes the next ones. At the end the guard keeps a change only if its gain on validation exceeds what"
+    " chance and the choice of the best among many explain. The test data are not looked at until then."
+)
+TRUST = (
+    "f is to be trusted if it ranks points that it was not fitted to above chance, errs less than a constant, and, near"
+    " the points that it holds best, errs less than these are better than where it began. If it is not, do not follow"
+    " it in a training of your own; the outcome above does not depend on that, as it was measured by the metric itself."
+)
+NOT_COUNTED = (
+    "The other methods' queries and seconds are in the table of methods. Not counted, as no method sees them: the test"
+    " metric, and the evaluations that only a picture shows."
+)
+PATHS = "Paths are relative to the folder of this report. Each seed has its own model: these lines take that of {}."
+REFUSED = (
+    "No seed has a change to keep: the tuned models are as they were. More validation examples show smaller gains; more"
+    " layers in phi, or more queries, may find larger ones."
+)
+MORE_SEEDS = (
+    "For surer intervals, repeat the command of this run with --resume and more seeds, e.g. seeds={}: finished seeds"
+    " are taken from their files."
+)
+# What the pictures show, by the names of their files.
+CAPTIONS = {
+    "methods": "Each method's metric on test. The means are in the table above.",
+    "search": "The metric on validation at each query of the search, and the best so far.",
+    "settings": "The metric on validation along each setting, the others as they were, at the value that it had and at"
+    " what was kept.",
+    "finetuning": "The metric on validation along finetuning, and what the guard kept.",
+    "value_function": "What f predicted against what the metric was: the nearer to the diagonal, the better.",
+    "siblings": "What the sibling methods measured while they trained, a line for each seed.",
+    "recalls": "Recall@k on test for many k, before and after.",
+    "landscape": "f and the metric itself on a plane through the visited phi. Alike is good.",
+    "interpolation": "The metric as observed along trajectories, and what was interpolated between.",
+    "embedding": "Where f's network places the visited phi, coloured by the metric.",
+    "correlations": "Each loss against the metric on batches of test data.",
+    "examples": "Test images on which the classifier changed its mind, with the classes before and after.",
+    "neighbours": "Test queries whose nearest neighbours changed, before and after.",
+    "detections": "Detections on test images, before and after.",
+    "proposals_pretrained": "Proposals on test images, before.",
+    "proposals_metricopt": "Proposals on test images, after.",
+}
+
+
+def report_page(report: Report, folder: Path, pictures: Sequence[Path], tuned: str) -> Page:
+    """Return a run as a page; its numbers are those of report.md.
+
+    Args:
+        report: The report.
+        folder: The run's folder.
+        pictures: Those of the whole run, PNG; the first seed's are found in its folder.
+        tuned: Name of a seed's file with the tuned model.
+    """
+    header, rows = report.table()
+    ours = [row for row, name in enumerate(report.methods) if name == "metricopt"]
+    best = {(report.methods.index(name), header.index(part)) for part in COMPARED for name in report.best(part)}
+    methods = Table(
+        "Methods on the same data. Marked: the best of a column.", header, rows, best, ours, {0, len(header) - 1}
+    )
+    gains = Table(f"{GAINS}.", OVER, report.gains(), words={0, 3})
+    first = report.records[0].seed
+    own = sorted((folder / f"seed-{first}").glob("*.png"))
+    return Page(
+        report.heading,
+        report.verdict(),
+        [
+            Section("Methods", [Text(TERMS), methods, Points([*report.notes(), *MORE_NOTES])]),
+            Section("Gains", [gains, Points(report.on_guard())]),
+            *_elsewhere(report),
+            Section(
+                "Plots",
+                [
+                    *(_figure(path, report.metric) for path in pictures),
+                    *(_figure(path, report.metric, f" Seed {first}.") for path in own),
+                ],
+            ),
+            *_more(report),
+            Section("Quality of f", _quality(report)),
+            *_data(report),
+            Section("Queries", [Table(SPENT, *report.spent()), Text(NOT_COUNTED)]),
+            settings(report.config),
+            environment(report.computed_on(), versions()),
+            Section("What to do next", _next_steps(report, folder, tuned)),
+        ],
+    )
+
+
+COMPARED = ("validation", "test")
+
+
+def _figure(path: Path, metric: str, whose: str = "") -> Figure:
+    caption = CAPTIONS.get(path.stem, f"{path.stem.replace('_', ' ').capitalize()}.") + whose
+    return Figure(path, f"Plot, {metric}: {caption}", caption)
+
+
+def _elsewhere(report: Report) -> list[Section]:
+    """Return the section on other quantities than the metric, if there are any."""
+    rows, said = report.elsewhere(), report.on_constraints()
+    if not rows:
+        return []
+    return [
+        Section(
+            "Elsewhere", [Table(f"{ELSEWHERE}.", QUANTITIES, rows, words={0, 3}), *([Points(said)] if said else [])]
+        )
+    ]
+
+
+def _more(report: Report) -> list[Section]:
+    """Return the section on what more inference would give, if anything would."""
+    rows = report.more()
+    if not rows:
+        return []
+    table = Table(f"{MORE}.", MORE_HEADER, rows, words={0, 4})
+    return [Section("More inference", [table, Text(f"{report.on_more()}.")])]
+
+
+def _data(report: Report) -> list[Section]:
+    """Return the section on how the data were read, if there is something to say."""
+    said, columns = report.read()
+    if not said:
+        return []
+    table = [Table("Columns as they were read.", COLUMNS, columns, words={0, 1, 4})] if columns else []
+    return [Section("Data", [Text(f"{said}."), *table])]
+
+
+def _quality(report: Report) -> list[Part]:
+    if not report.quality:
+        return [Text("There is no f: the metric never varied.")]
+    predictors = report.predictors()
+    ours = [row for row, (name, *_) in enumerate(predictors) if name == IN_USE]
+    parts: list[Part] = [
+        Points(report.on_f()),
+        Text(TRUST),
+        Table(f"{PREDICTED}.", PREDICTORS, predictors, ours=ours),
+    ]
+    if losses := report.losses():
+        parts.append(Table(f"{RANKED}.", LOSSES, losses))
+    return [*parts, Text(UNITS)]
+
+
+def settings(config: dict[str, object]) -> Section:
+    """Return the section with all settings."""
+    text = to_json(config, indent=2, ensure_ascii=False)
+    return Section("Settings", [Folded("All settings, defaults included", [Code("Settings", text)])])
+
+
+def environment(computed_on: str, found: dict[str, str]) -> Section:
+    """Return the section with the machine and the versions."""
+    table = Table("Versions that the numbers depend on.", ["package", "version"], list(found.items()), words={0, 1})
+    return Section("Environment", [Folded("Machine and versions", [Text(computed_on), table])])
+
+
+def _next_steps(report: Report, folder: Path, tuned: str) -> list[Part]:
+    more = Text(MORE_SEEDS.format(max(5, 2 * len(report.records))))
+    changed = [record for record in report.records if record.kept != "start"]
+    if not changed:
+        return [Text(REFUSED), more]
+    record = changed[0]
+    seed = f"seed-{record.seed}"
+    load = "safetensors.torch.load_file" if tuned.endswith(".safetensors") else "torch.load"
+    lines = [
+        "import metricopt_ext as mo",
+        "import safetensors.torch" if tuned.endswith(".safetensors") else "import torch",
+        "",
+        "# Export: the tuned model is an ordinary checkpoint, phi merged.",
+        f'weights = {load}("{seed}/{tuned}")',
+        "",
+        "# Merge: phi in the model that it was learned for; remove() would take it out again.",
+        f'adapter = mo.load_run(model, "{seed}")',
+    ]
+    lines.append("adapter.merge()")
+    if record.quality is not None and record.quality.trusted:
+        lines += [
+            "",
+            "# Follow f in a training of your own, in place of merge().",
+            f'f = mo.load_value_function("{seed}/value_function.safetensors")',
+            "optimizer = mo.MetricOpt(adapter.parameters(), f, lr=0.1, steps=50)",
+        ]
+    return [Text(PATHS.format(f"seed {record.seed}")), Code("Python lines", "\n".join(lines)), more]

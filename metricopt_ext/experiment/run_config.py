@@ -1,0 +1,459 @@
+"""The settings that the tools of all tasks share; each key is a field here and nowhere else."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from metricopt_ext.data.images import MAX_PIXELS, Limits
+from metricopt_ext.data.labelled import MAX_BYTES
+from metricopt_ext.data.named_model import NamedModelConfig
+from metricopt_ext.data.shift import ImageShift
+from metricopt_ext.data.training import OPTIMIZERS
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.experiment.method import SIBLINGS
+from metricopt_ext.experiment.method_config import (
+    FinetuneConfig,
+    LearnedConfig,
+    MethodConfig,
+    PaperSettings,
+    RefinedConfig,
+    SearchConfig,
+    TransferConfig,
+    bring_sections,
+    brought_by,
+    choice_of,
+    method_named,
+    methods_with_sections,
+)
+from metricopt_ext.methods.algorithm1 import Algorithm1
+from metricopt_ext.methods.guard import CONFIDENCE, deviates
+from metricopt_ext.methods.more_inference import FACTORS
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.search.direct import CMAES, GuidedES
+from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.besides import BesidesConfig
+from metricopt_ext.tasks.own_metric import OwnMetricConfig
+from metricopt_ext.tasks.population import MEMORY
+from metricopt_ext.tasks.settings import Settings
+from metricopt_ext.utils.checks import check_above, check_finite, check_integer
+from metricopt_ext.utils.config import as_plain, config_section, known_keys
+from metricopt_ext.utils.words import nearest
+
+# All free starts of the tools, and those that are on by default; each is made by `Experiment.start`.
+SOUPS = ("soup", "soup_batchnorm", "soup_prior")
+STARTS = (
+    "loss_finetune",
+    "batchnorm",
+    "prior",
+    "prior_twice",
+    "prior_line",
+    "thresholds",
+    "batchnorm_line",
+    "batchnorm_mixed",
+    "em_prior",
+    "tent",
+    "whitening",
+    *SOUPS,
+)
+USUAL_STARTS = STARTS[:5]
+LINES = ("prior_line", "batchnorm_line")  # which take queries that are to spare, and none where there are not
+SOUP, SHARE = 6, 0.1  # finetunes of a soup, and the share of the training that each repeats
+MEMORY_GIB = MEMORY / 2**30
+VARIANTS = ("metricopt_paper", "metricopt_learned")  # the paper's own forms, run beside MetricOpt
+USUAL = "usual"  # settings that are worth it, in place of their names
+LEARNERS = (*VARIANTS, "refined", "second_round")  # those of ``methods`` that respect no constraints
+
+
+@dataclass
+class AdapterConfig:
+    """Where phi acts, by FiLM."""
+
+    layers: list[str] = field(default_factory=list)  # name patterns; empty: all norms
+    dim: int = 16
+
+    @property
+    def known_dim(self) -> int | None:
+        """The dimension of phi; None if only the model says it."""
+        return self.dim
+
+
+@dataclass
+class TrainingConfig:
+    """How a model is trained before anything else happens."""
+
+    # A checkpoint to use instead of training (.safetensors, or a file of torch without pickled code) ...
+    weights: str = ""
+    entry: str = ""  # ... and the state dict's key in it, with dots into further dictionaries; empty: found
+    epochs: int = 10
+    optimizer: str = "adamw"  # or sgd, with Nesterov's momentum; which is better for convolutions in long trainings
+    lr: float = 1e-3  # peak rate, with a one-cycle schedule
+    weight_decay: float = 0.0  # adamw: share of the rate by which weights shrink in a step; sgd: factor of the penalty
+    augment: bool = False  # images: random flips and shifts by up to 4 pixels while training
+
+    def check(self) -> None:
+        """Reject what can't be trained with.
+
+        Raises:
+            ConfigError: A value is out of range.
+        """
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigError(f"model.optimizer={self.optimizer!r} is none of {', '.join(OPTIMIZERS)}")
+        with config_section("model"):
+            check_above(0, lr=self.lr)
+            check_finite(weight_decay=self.weight_decay)
+        check_at_least(1, {"model.epochs": self.epochs})
+        check_at_least(0, {"model.weight_decay": self.weight_decay})
+
+
+@dataclass
+class ShiftConfig:
+    """How validation and test images differ from those that the loss sees; see `ImageShift`."""
+
+    kind: str = "none"  # none or image
+    contrast: float = ImageShift.contrast  # factor on each image's contrast, in (0, 1]
+    brightness: float = ImageShift.brightness  # added to every pixel, in [-1, 1]
+    noise_std: float = ImageShift.noise_std  # standard deviation of pixel noise
+    rotation_degrees: float = ImageShift.rotation_degrees  # angles are uniform within plus or minus this
+
+    def image_shift(self) -> ImageShift:
+        """Return the shift of images.
+
+        Raises:
+            ValueError: A value is out of range.
+        """
+        return ImageShift(self.contrast, self.brightness, self.noise_std, self.rotation_degrees)
+
+
+@dataclass
+class EvaluationConfig:
+    """How the metric is evaluated on the validation data; see `Metric`."""
+
+    failures: int = 0  # evaluations that may fail: the worst value so far is taken in their place
+    timeout: float | None = None  # seconds that an evaluation may take; null: no limit
+
+
+@dataclass
+class GuardConfig:
+    """When the guard keeps what was found; see `methods.guard`."""
+
+    confidence: float = CONFIDENCE  # how sure it must be that a gain is not chance, in [0.5, 1)
+    required: bool = False  # refuse a metric that reports no halves: nobody could tell a gain of it from chance
+
+
+@dataclass
+class SettingsConfig:
+    """Settings of inference that the search tunes before phi; see `tasks.settings.Settings`."""
+
+    names: list[str] = field(default_factory=lambda: [USUAL])  # which, best first; usual: those that are worth it
+    inference: float = 1.0  # factor on inference time that they may take, at least 1
+    queries: int = 10  # of MetricOpt's queries, so many at most are for them
+    free: bool = True  # whether what costs nothing and can't lower the metric is changed at once, for the metric alone
+    # The report shows what settings would give if inference took so many times as long: of what was kept, asked after
+    # the run by at most as many queries each, which are not among the run's. []: none.
+    more: list[float] = field(default_factory=lambda: list(FACTORS))
+
+    @property
+    def chosen(self) -> list[str]:
+        """The names, none for the usual ones."""
+        return [] if self.names == [USUAL] else list(self.names)
+
+    def check_known(self, known: Sequence[str]) -> None:
+        """Reject names that a task does not have.
+
+        Args:
+            known: The names of its settings; none of a task without any.
+
+        Raises:
+            ConfigError: One is not among them.
+        """
+        if not known:
+            raise ConfigError("methods has settings, but this task has no settings of inference; leave it out")
+        for name in self.chosen:
+            if name not in known:
+                raise ConfigError(f"settings.names={self.names}: there is no {name!r}{nearest(name, list(known))}")
+
+    def limit(self, settings: Settings) -> Settings:
+        """Return settings within these limits."""
+        return settings.limited(inference=self.inference, queries=self.queries, free=self.free)
+
+    def check(self) -> None:
+        """Reject values that are out of range.
+
+        Raises:
+            ConfigError: One is.
+        """
+        with config_section("settings"):
+            check_integer(0, queries=self.queries)
+            check_finite(inference=self.inference)
+            for each in self.more:
+                check_finite(more=each)
+        check_at_least(1, {"settings.inference": self.inference, "settings.more": min(self.more, default=None)})
+        if not self.names or (USUAL in self.names and len(self.names) > 1):
+            raise ConfigError(f"settings.names={self.names}: it must be [{USUAL}], or name each")
+
+
+@dataclass
+class RunConfig:
+    """The settings that every task's tool shares; a task adds its data, model and metric.
+
+    Which of those of methods there are is `method_config`'s rule.
+    """
+
+    CHOICES: ClassVar[tuple[str, ...]] = ("method.name", "methods", "metric.name", "model.name")
+    NAMED_MODEL: ClassVar[type[NamedModelConfig] | None] = None  # the section model, if they `are_of` model.name
+    OWN_METRIC: ClassVar[type[OwnMetricConfig] | None] = None  # the section metric, if metric.name is MODULE:FUNCTION
+
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    method: MethodConfig = field(
+        default_factory=SearchConfig
+    )  # how MetricOpt works; method.name: search, recipe, paper
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    # What the search may begin from besides the model as it is, where it applies; each costs a query, a line three to
+    # six. loss_finetune, batchnorm (re-estimated on the validation inputs), prior and prior_twice (classifiers with
+    # outputs in phi: logits adjusted by the class shares, with strength 1 and 2), prior_line (with all strengths),
+    # thresholds (of several labels, or cut points of ranks, with outputs in phi: those at which as many train examples
+    # are predicted as there are; on where data.kind has them). By name also batchnorm_line (statistics between train's
+    # and validation's), batchnorm_mixed (three quarters validation's), em_prior (shares by EM), tent (BatchNorm by the
+    # entropy), whitening (of embeddings), soup (the mean of six finetunes of the whole model by a tenth of its training
+    # each: 60% more training), and soup_batchnorm and soup_prior (the same with that besides).
+    starts: list[str] = field(default_factory=lambda: list(USUAL_STARTS))
+    queries: int = 600  # MetricOpt's metric queries in total
+    population: int | None = None  # tasks computed together; null: as many of 1, 4, 16, 32 as fit, if it can be
+    best_evals: int = 51  # queries of the rival "loss finetune + best"
+    # Of each direct search, Guided ES and CMA-ES, from the same start; same: as many as MetricOpt spent; 0: none.
+    search_queries: int | str = 0
+    # Further methods to run, each of which brings a section. settings: MetricOpt tunes inference before phi, where
+    # the task has any. The paper's own metricopt_paper and metricopt_learned; refined, after a recipe; siblings of
+    # MetricOpt, sl_u, sl_s, sl_r, reloss, reloss_only and ala for classifiers, ala_mixture and ala_focal for embedders;
+    # transfer, another run's f; second_round for classifiers.
+    methods: list[str] = field(default_factory=list)
+    paper: PaperSettings | None = field(default=None, metadata=brought_by("metricopt_paper"))
+    learned: LearnedConfig | None = field(default=None, metadata=brought_by("metricopt_learned"))
+    refined: RefinedConfig | None = field(default=None, metadata=brought_by("refined"))
+    settings: SettingsConfig | None = field(default=None, metadata=brought_by("settings"))
+    transfer: TransferConfig | None = field(default=None, metadata=brought_by("transfer"))
+    seeds: int = 5  # number of seeds, each a fresh split, model and value function
+    seed: int = 0  # the first of them
+    pictures: bool = True  # of the first seed's value function; its landscape evaluates the metric another 169 times
+    workers: int = 1  # seeds that run in parallel, each in its own process
+    threads: int = 1  # CPU threads of each
+    device: str = "auto"  # auto, cpu, cuda, cuda:0, ...
+    # What files of data may take, so that a small one can't fill the memory. They have no influence on results.
+    max_bytes: int = MAX_BYTES  # of memory, for a set as it is loaded, or a part of one that comes in parts
+    max_pixels: int = MAX_PIXELS  # of an image as it is stored
+    # The kernels and number of threads that every processor has, deterministic algorithms on a GPU; slower. Whether
+    # processors of different makers then give the same digits is not tested.
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        """Add the sections that ``methods`` bring."""
+        bring_sections(self, self.methods)
+
+    @classmethod
+    def chosen(cls, choices: Mapping[str, Any]) -> "RunConfig":
+        """Return the defaults where these choices are made; see `config.Choosing`."""
+        methods = choices.get("methods")
+        named = [each for each in methods if isinstance(each, str)] if isinstance(methods, list) else []
+        made = cls(method=method_named(choices.get("method.name", SearchConfig.name)), methods=named)
+        if cls.NAMED_MODEL and cls.NAMED_MODEL.are_of(str(choices.get("model.name", ""))):
+            made.model = cls.NAMED_MODEL()  # type: ignore[attr-defined]
+        if cls.OWN_METRIC and ":" in str(choices.get("metric.name", "")):
+            made.metric = cls.OWN_METRIC()  # type: ignore[attr-defined]
+        return made
+
+    def why_absent(self, key: str) -> str:
+        """Return which choice would bring a key that this run lacks; see `config.Choosing`."""
+        section, _, rest = key.partition(".")
+        if self.OWN_METRIC and section == "metric" and rest.partition(".")[0] in known_keys(self.OWN_METRIC):
+            return f"{key} is a key of metric.name=MODULE:FUNCTION, a metric of your own; this run has one of the tool"
+        if self.NAMED_MODEL and section == "model" and rest.partition(".")[0] in known_keys(self.NAMED_MODEL):
+            return f"{key} is a key of model.name={self.NAMED_MODEL.NAMES}; this run has another model"
+        found = [*choice_of(self, key)]
+        return f"{key} is a key of {found[0]}; this run has {found[1]}" if found else ""
+
+    @property
+    def limits(self) -> Limits:
+        """Return what loaders of images take as their bounds."""
+        return Limits(max_bytes=self.max_bytes, max_pixels=self.max_pixels)
+
+    def check(self) -> None:
+        """Reject what would only fail after work has been done.
+
+        Raises:
+            ConfigError: A value is out of range.
+            BudgetError: There are too few queries; the message says how many are needed.
+        """
+        check_at_least(1, {"max_bytes": self.max_bytes, "max_pixels": self.max_pixels})
+        check_at_least(1, {n: getattr(self, n) for n in ("population", "best_evals", "seeds", "workers", "threads")})
+        check_at_least(1, {"adapter.dim": self.adapter.dim})
+        check_at_least(0, {"seed": self.seed})
+        self.finetune.check()
+        with config_section("guard.confidence"):
+            deviates(self.guard.confidence)
+        with config_section("evaluation"):
+            check_integer(0, failures=self.evaluation.failures)
+            check_above(0, timeout=self.evaluation.timeout)
+        unknown = [name for name in self.starts if name not in STARTS]
+        if unknown:
+            raise ConfigError(f"starts={self.starts}: {unknown[0]!r} is none of {', '.join(STARTS)}")
+        self._check_settings()
+        self._check_methods()
+        self._check_besides()
+        self.needs_recipe("refined")
+        self.check_queries(self.least_dim())
+        self.check_transfer(self.adapter.known_dim)
+
+    def check_settings(self, known: Sequence[str]) -> None:
+        """Reject settings of inference that a task does not have; see `SettingsConfig.check_known`."""
+        if self.settings is not None:
+            self.settings.check_known(known)
+
+    @property
+    def _fixed_starts(self) -> int:
+        """How many starts are asked first, the model as it was trained among them."""
+        return 1 + sum(name not in LINES for name in self.starts)
+
+    @property
+    def named_settings(self) -> list[str]:
+        """Names of the settings of inference to tune; none for the usual ones."""
+        return [] if self.settings is None else self.settings.chosen
+
+    def _check_settings(self) -> None:
+        if self.settings is None:
+            return
+        self.settings.check()
+        if self.method.name != "search":
+            raise ConfigError(
+                f"methods={self.methods}: method.name={self.method.name} tunes no settings; set method.name=search,"
+                " or leave settings out of methods"
+            )
+        if phi_alone := [name for name in self.methods if name in LEARNERS]:
+            raise ConfigError(f"methods={self.methods}: {phi_alone[0]} tunes no settings; leave it or settings out")
+
+    def _check_methods(self) -> None:
+        known = methods_with_sections(self)
+        unknown = [name for name in self.methods if name not in known]
+        if unknown:
+            raise ConfigError(f"methods={self.methods}: {unknown[0]!r} is none of {', '.join(known)} in this tool")
+
+    def _check_besides(self) -> None:
+        metric = getattr(self, "metric", None)
+        if not isinstance(metric, BesidesConfig):
+            return
+        metric.check_besides(str(getattr(metric, "name", "")))
+        learning = [] if self.method.name == "search" else [f"method.name={self.method.name}"]
+        learning += [f"methods={self.methods}: {name}" for name in self.methods if name in LEARNERS]
+        if metric.subject_to and learning:
+            raise ConfigError(
+                f"metric.subject_to={metric.subject_to}: {learning[0]} can't respect constraints; set"
+                " method.name=search and leave learners out, or move the names to metric.also"
+            )
+
+    def needs_recipe(self, name: str) -> None:
+        """Reject one of ``methods`` that continues from a recipe where MetricOpt is none.
+
+        Raises:
+            ConfigError: It is among them, and MetricOpt is no recipe.
+        """
+        if name in self.methods and self.method.name != "recipe":
+            raise ConfigError(f"methods={self.methods}: {name} continues from a recipe's end: set method.name=recipe")
+
+    @property
+    def trained_methods(self) -> list[str]:
+        """Those of ``methods`` that train a copy of the model by the siblings' protocol."""
+        return [name for name in self.methods if name in SIBLINGS]
+
+    def least_dim(self) -> int:
+        """Return the dimension of phi as far as it is known before the model."""
+        return self.adapter.dim
+
+    def check_queries(self, dim: int) -> None:
+        """Reject numbers of queries that are too small for phi.
+
+        Args:
+            dim: The dimension of phi.
+
+        Raises:
+            ConfigError: A search on the true metric has too few.
+            BudgetError: MetricOpt has too few; the message says how many are needed.
+        """
+        phi = f"adapter.dim={dim}" if dim == self.adapter.dim else f"phi of dimension {dim}"
+        searched, least = self._searched(), max(search.least_queries(dim) for search in (GuidedES(), CMAES()))
+        least += self._fixed_starts if self.method.name == "search" else 0
+        if searched and searched < least:
+            raise ConfigError(f"search_queries={searched}: it must be at least {least} for {phi}, or 0")
+        if self.refined and self.refined.queries < (least := CMAES().least_queries(dim)):
+            raise ConfigError(f"refined.queries={self.refined.queries}: it must be at least {least} for {phi}")
+        if self.learned:
+            self.learned.build(self.finetune).iterations(self.learned.queries or self.queries)
+        if self.paper:
+            self.paper.build(self.finetune).tasks(self.queries)
+        self.build_strategy().size(self.queries, dim, self._fixed_starts)
+
+    def check_transfer(self, dim: int | None) -> None:
+        """Reject a value function of another run that can't be followed here, if there is one.
+
+        Args:
+            dim: The dimension of phi; None if only the model says it.
+
+        Raises:
+            ConfigError, FileFormatError, ValueFunctionError: As from `TransferConfig.check`.
+        """
+        if self.transfer:
+            self.transfer.check(self.method.name, range(self.seed, self.seed + self.seeds), dim)
+
+    def _searched(self) -> int:
+        if isinstance(self.search_queries, str) and self.search_queries != "same":
+            raise ConfigError(f"search_queries={self.search_queries!r}: it must be a number, or same")
+        return self.queries if isinstance(self.search_queries, str) else self.search_queries
+
+    def build_strategy(self) -> GuidedTrustRegion | Recipe | Algorithm1:
+        """Return how MetricOpt works.
+
+        Raises:
+            ConfigError: A value is out of range.
+        """
+        return self.method.build(self.finetune)
+
+    def data_files(self) -> list[Path]:
+        """Return the files and folders that the data is read from; none for data that comes with a package."""
+        return []
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the settings as plain data."""
+        return as_plain(self)
+
+
+def memory_of(config: "RunConfig", gib: float) -> float:
+    """Return a key ``memory`` in bytes.
+
+    Args:
+        config: The settings that have it.
+        gib: Its value.
+
+    Raises:
+        ConfigError: It is no number above 0, or the population is given, which it does not bound.
+    """
+    if config.population is not None and gib != MEMORY_GIB:
+        raise ConfigError(
+            f"memory={gib} bounds a population that is chosen; this run has population={config.population}: leave out"
+            " memory, or set population=null"
+        )
+    if not 0 < gib < math.inf:
+        raise ConfigError(f"memory={gib}: it must be a number of GiB above 0")
+    return gib * 2**30
+
+
+def check_at_least(least: int, values: Mapping[str, float | None]) -> None:
+    """Reject settings below a minimum; None, meaning no value, passes.
+
+    Raises:
+        ConfigError: A value is below it; the message names its key.
+    """
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise ConfigError(f"{name}={value}: it must be at least {least}")

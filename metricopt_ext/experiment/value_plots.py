@@ -1,0 +1,161 @@
+"""Pictures of a value function: the labels it learns from, what it made of them, and the path of finetuning on it."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from metricopt_ext.experiment.method import METHODS
+from metricopt_ext.experiment.style import new_figure, save_figure
+from metricopt_ext.methods.result import RecipeDetails, Result
+from metricopt_ext.methods.starts import with_start
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.value.interpolation import GaussianProcess
+from metricopt_ext.value.observations import Observations
+from metricopt_ext.value.value_function import NeuralValueFunction, ValueFunction
+
+
+def draw_value_function(
+    task: FinetuneTask,
+    result: Result[Any],
+    paths: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    grid: int = 13,
+) -> list[Path]:
+    """Draw all pictures of a run's value function into a folder; returns their paths, none if there is no f.
+
+    Args:
+        task: Its metric is evaluated ``grid * grid`` times, for the landscape; give it its own ledger.
+        result: What `optimize_metric` returned.
+        paths: Visited phi by method, ``(T + 1) x d`` each; the run's own path is added.
+        folder: Where the PNG files go.
+        grid: Points along each side of the landscape.
+    """
+    if result.fit is None:
+        return []
+    f = result.fit.f
+    there = with_start(task, result.candidates[result.begun_at])
+    shown = {**paths, "metricopt": result.path}
+    landscape = plot_landscape(there, f, shown, folder / "landscape.png", grid=grid)
+    if not isinstance(result.details, RecipeDetails):
+        return [landscape]
+    trajectories = result.details.trajectories
+    process = GaussianProcess.fit(trajectories)
+    some = trajectories[:: max(1, len(trajectories) // 6)][:6]
+    note = f"Gaussian process, leave-one-out {process.leave_one_out(trajectories)}".partition(" (")[0]
+    drawn = [
+        plot_interpolation(some, process.posterior(some), task.metric, folder / "interpolation.png", note),
+        landscape,
+    ]
+    if isinstance(f, NeuralValueFunction):
+        drawn.append(plot_embedding(f, Observations.of(trajectories), task.metric, folder / "embedding.png"))
+    return drawn
+
+
+def plot_interpolation(
+    trajectories: Sequence[Trajectory],
+    posterior: Sequence[tuple[Tensor, Tensor]],
+    metric: Any,
+    path: str | Path,
+    note: str = "",
+) -> Path:
+    """Draw the metric observed along trajectories and the band in between (paper, Fig. 2b).
+
+    Args:
+        trajectories: The trajectories, one panel each.
+        posterior: For each, mean and standard deviation of the cost at all steps, ``T + 1`` each.
+        metric: The `Metric`, for its name and units.
+        path: The PNG file.
+        note: Title of the figure, e.g. the interpolation's leave-one-out skill.
+    """
+    n = len(trajectories)
+    columns = min(n, 3)
+    rows = -(-n // columns)
+    figure, panels = new_figure(3.1 * columns, 2.3 * rows + 0.3, rows, columns, sharex=True, sharey=True)
+    for axes, trajectory, (mean, std) in zip(panels.flat, trajectories, posterior, strict=False):
+        steps = np.arange(len(mean))
+        middle, low, high = (_values(metric, cost) for cost in (mean, mean - 2 * std, mean + 2 * std))
+        axes.fill_between(steps, low, high, color="#4f8f8b", alpha=0.2, linewidth=0)
+        axes.plot(steps, middle, color="#4f8f8b", linewidth=1.2)
+        axes.plot(trajectory.observed, _values(metric, trajectory.cost), "o", color="black", markersize=4)
+        kind = "loss only" if trajectory.round == 0 else f"on policy, round {trajectory.round + 1}"
+        axes.set_title(f"task {trajectory.index}, {kind}", fontsize=8)
+    for axes in panels.flat[n:]:
+        axes.set_visible(False)
+    for axes in panels.flat[n - columns : n]:  # the lowest of each column
+        axes.set_xlabel("finetuning step")
+        axes.tick_params(labelbottom=True)
+    for axes in panels[:, 0]:
+        axes.set_ylabel(metric.name)
+    figure.suptitle("\n".join(filter(None, ["dots: observed; line, band: interpolated, ± 2 std", note])), fontsize=9)
+    return save_figure(figure, path)
+
+
+def plot_embedding(f: NeuralValueFunction, data: Observations, metric: Any, path: str | Path) -> Path:
+    """Draw the first member's embedding of the observed points, two principal components, by metric (Fig. 2c)."""
+    with torch.no_grad():
+        points = data.phi.to(f.radius)[:, None].expand(-1, f.members_count, -1)
+        features = f.features(points)[:, 0].double().cpu()
+    centred = features - features.mean(0)
+    _, s, directions = torch.linalg.svd(centred, full_matrices=False)
+    flat = centred @ directions[:2].T
+    explained = float(s[:2].square().sum() / s.square().sum().clamp(min=1e-300))
+    figure, panels = new_figure(5.0, 4.2)
+    dots = panels[0, 0].scatter(flat[:, 0], flat[:, 1], c=_values(metric, data.cost), s=10, cmap="viridis")
+    figure.colorbar(dots, ax=panels[0, 0], label=metric.name)
+    panels[0, 0].set_title(f"value function's embedding, {explained:.0%} of its variance", fontsize=9)
+    panels[0, 0].set_xlabel("first principal component")
+    panels[0, 0].set_ylabel("second principal component")
+    panels[0, 0].set_xticks([])
+    panels[0, 0].set_yticks([])
+    return save_figure(figure, path)
+
+
+def plot_landscape(
+    task: FinetuneTask, f: ValueFunction, paths: Mapping[str, Tensor], path: str | Path, *, grid: int = 13
+) -> Path:
+    """Draw f and the true metric on the plane that best fits the paths (paper, Fig. 1 and S2).
+
+    Args:
+        task: Its metric is evaluated ``grid * grid`` times; give it its own ledger (`FinetuneTask.judged_by`).
+        f: The value function.
+        paths: Visited phi by method, ``(T + 1) x d`` each.
+        path: The PNG file.
+        grid: Points along each side.
+    """
+    visited = torch.cat(list(paths.values()))
+    plane = torch.linalg.svd(visited.double(), full_matrices=False)[2][:2].to(visited)
+    flat = {name: (points @ plane.T).cpu() for name, points in paths.items()}
+    everything = torch.cat(list(flat.values()))
+    low, high = everything.amin(0), everything.amax(0)
+    margin = 0.25 * float((high - low).max()) or 0.1
+    axis = [torch.linspace(float(low[i]) - margin, float(high[i]) + margin, grid) for i in range(2)]
+    mesh = torch.stack(torch.meshgrid(*axis, indexing="xy"), -1)
+    points = mesh.to(visited) @ plane
+    with torch.no_grad():
+        predicted = _values(task.metric, f(points).cpu())
+    true = _values(task.metric, task.costs_at(points.flatten(0, 1), "picture").view(grid, grid))
+    figure, panels = new_figure(9.4, 4.0, 1, 2, sharex=True, sharey=True)
+    for axes, values, title in zip(panels.flat, (predicted, true), ("value function", "true metric"), strict=True):
+        filled = axes.contourf(axis[0], axis[1], values, levels=14, cmap="viridis")
+        figure.colorbar(filled, ax=axes, label=task.metric.name)
+        for name, line in flat.items():
+            axes.plot(line[:, 0], line[:, 1], color="white", linewidth=3.2)
+            axes.plot(line[:, 0], line[:, 1], color=METHODS[name].colour, linewidth=1.8, label=METHODS[name].title)
+            axes.plot(line[-1, 0], line[-1, 1], "o", color=METHODS[name].colour, markeredgecolor="white", markersize=7)
+        axes.plot(0, 0, "s", color="white", markeredgecolor="black", markersize=6)
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel("first direction of the paths")
+    panels[0, 0].set_ylabel("second direction")
+    panels[0, 0].legend(fontsize=8, loc="best")
+    figure.suptitle("the plane in phi that best fits the paths; square: phi = 0, dots: their ends", fontsize=9)
+    return save_figure(figure, path)
+
+
+def _values(metric: Any, costs: Tensor) -> Any:
+    return metric.to_value(costs.double().numpy())

@@ -1,0 +1,253 @@
+"""A search in one line of a script under PyTorch Lightning: a callback at the end of fit."""
+
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import lightning as L
+from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.integrations.lightning_checkpoints import load_best, save_tuned, warn_of_older_weights
+from metricopt_ext.methods.pipeline import check_plan, optimize_metric
+from metricopt_ext.methods.result import Result
+from metricopt_ext.methods.run_folder import RunFolder
+from metricopt_ext.tasks.batches import DatasetBatches
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.kept_modules import KeptModules
+
+# Names of what is usually better if lower.
+LOWER = re.compile(r"loss|err|mae|mse|nll|perplexity|(?<![a-z])(wer|cer|eer|fid|ece)(?![a-z])", re.IGNORECASE)
+
+PLANNED = ("strategy", "starts", "guard_confidence", "seed")  # options that can be checked before training
+
+
+class SearchPhi(L.Callback):
+    """Searches phi at the end of ``Trainer.fit`` for what the module's own validation logs.
+
+    The loss is that of ``training_step``, on the trainer's training data; what the step logs meanwhile is dropped. Each
+    query is one pass of ``validation_step`` over the trainer's validation data, by a trainer without loggers and
+    callbacks, on one device. It begins from the best checkpoint, if the trainer keeps one, and ends with phi merged:
+    the module is an ordinary one again, and the checkpoints that Lightning reloads, ``"best"`` and ``"last"``, have the
+    tuned weights. What was in them is beside them, in files that end in ``.untuned``. Checkpoints that are folders of
+    shards stay as they are, and a warning names them; a module that FSDP or DeepSpeed's stage 3 shards is refused
+    before training. Settings, adapter and data are
+    checked before the first training step, what the validation logs after the sanity check or the first validation.
+
+    Args:
+        monitor: What to tune, by the name under which ``validation_step`` logs it.
+        queries: Passes over the validation data that may be spent.
+        halves: Names under which it is logged on two random halves of the data; they tell the guard what is chance.
+        maximize: Whether higher is better.
+        bounds: Lowest and highest possible value; None for a metric without known bounds.
+        attach: Attaches the adapter to the module; by default FiLM on every normalisation layer (`attach_film`). It is
+            called before training too, for a check, and that adapter is removed.
+        merge: Whether phi is merged and the checkpoints are rewritten. If False, the search begins from the last
+            weights, the module keeps its adapter, with the phi that the guard kept, and a warning names the files that
+            lack it.
+        options: Further arguments of `optimize_metric`, e.g. ``seed`` and ``output_dir``.
+
+    Raises:
+        ValueError: ``halves`` name one value twice, or ``monitor`` itself.
+
+    Attributes:
+        adapter: The module's adapter, after fit; of no use once it is merged.
+        run: What the search did, after fit.
+
+    Raises:
+        TypeError: An option is none of `optimize_metric`.
+        ValueError: ``bounds`` are none.
+
+    Example:
+        >>> search = SearchPhi("val_f1", queries=100)  # doctest: +SKIP
+        >>> L.Trainer(callbacks=[search]).fit(module, train_loader, val_loader)  # doctest: +SKIP
+        >>> print(search.run)  # doctest: +SKIP
+    """
+
+    adapter: Adapter
+    run: Result
+
+    def __init__(
+        self,
+        monitor: str,
+        *,
+        queries: int,
+        halves: tuple[str, str] | None = None,
+        maximize: bool = True,
+        bounds: tuple[float, float] | None = (0.0, 1.0),
+        attach: Callable[[nn.Module], Adapter] = attach_film,
+        merge: bool = True,
+        **options: Any,
+    ) -> None:
+        if halves is not None and len({monitor, *halves}) != len(halves) + 1:
+            raise ValueError(
+                f"halves are {halves} of {monitor!r}; give the names of its values on two halves of the data"
+            )
+        self.monitor, self.halves, self.attach, self.merge = monitor, halves, attach, merge
+        self.queries, self.maximize, self.bounds, self.options = queries, maximize, bounds, options
+        if maximize and LOWER.search(monitor):
+            warnings.warn(f"{monitor!r} will be maximised; set maximize=False if lower is better", stacklevel=2)
+        inspect.signature(optimize_metric).bind(None, queries=queries, **options)
+        self._metric(lambda model: None)
+
+    def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Check the settings, the folder, and on the module that it can be adapted.
+
+        Raises:
+            AdapterError, ValueError, BudgetError: As from ``attach`` and `optimize_metric`.
+            FileFormatError, OSError: ``output_dir`` holds another run, or can't be written to.
+            ConfigError: The module optimizes by itself, so its training step returns no loss to follow.
+        """
+        if not module.automatic_optimization:
+            raise ConfigError(
+                f"{type(module).__name__}.automatic_optimization is False; SearchPhi needs a training_step that returns"
+                " the loss and takes no steps"
+            )
+        adapter = self.attach(module)
+        try:
+            given = {name: self.options[name] for name in PLANNED if name in self.options}
+            check_plan(adapter, self._metric(lambda model: None), queries=self.queries, **given)
+            for start in (given.get("starts") or {}).values():
+                adapter.check(start)
+        finally:
+            adapter.remove()
+        if trainer.is_global_zero:
+            RunFolder(self.options.get("output_dir"), {}).check(self.options.get("resume", False))
+
+    def on_sanity_check_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Check that the validation logs what is asked for, unless it logs nothing yet."""
+        if logged := trainer.logged_metrics:
+            self._check_logged(logged, "; if it does later, set num_sanity_val_steps=0")
+
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Check that the validation logs what is asked for, before more is trained."""
+        if not trainer.sanity_checking:
+            self._check_logged(trainer.logged_metrics)
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Check that there are batches to draw, and validation data.
+
+        Raises:
+            DataError: There are none.
+        """
+        self._batches(trainer)
+
+    def on_fit_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Attach the adapter, search, and merge phi; after an error the module is as it was.
+
+        Raises:
+            MetricError: The validation does not log ``monitor`` or one of the halves.
+            DataError: The training data can't be drawn in batches, or there is no validation data.
+            Others: As from `optimize_metric`.
+        """
+        drawn = self._batches(trainer)
+        validation = trainer.val_dataloaders
+
+        def validate(model: L.LightningModule) -> Any:
+            scores: dict[str, Any] = {}
+            for each in _quiet_trainer().validate(model, validation, verbose=False):  # of each loader
+                scores |= each
+            self._check_logged(scores)
+            return scores[self.monitor], None if self.halves is None else [scores[half] for half in self.halves]
+
+        before, put_back = KeptModules(module), None
+        try:
+            if self.merge:
+                put_back = load_best(trainer, module)
+            self.adapter = adapter = self.attach(module)
+            task = FinetuneTask(
+                adapter,
+                loss=_training_loss,
+                batches=lambda *place: move_data_to_device(drawn(*place), module.device),
+                metric=self._metric(validate),
+                population=1,  # a training step can be any code
+            )
+            self.run = optimize_metric(task, queries=self.queries, **self.options)
+            moved = bool(adapter.phi.any()) or bool(adapter.context.originals)
+            if self.merge:
+                adapter.merge()
+            module.trainer = trainer
+        except BaseException:
+            before.put_back()  # without an adapter
+            if put_back is not None:
+                put_back()
+            module.trainer = trainer
+            raise
+        if moved:
+            if self.merge:
+                save_tuned(trainer)
+            warn_of_older_weights(trainer, self.merge)
+
+    def _metric(self, function: Callable[[Any], Any]) -> Metric:
+        return Metric(function, maximize=self.maximize, bounds=self.bounds, name=self.monitor)
+
+    def _check_logged(self, scores: Iterable[str], remedy: str = "") -> None:
+        """Refuse names that the validation does not log.
+
+        Raises:
+            ConfigError: It does not log one.
+        """
+        for name in (self.monitor, *(self.halves or ())):
+            if name not in scores:
+                logged = ", ".join(scores) or "nothing"
+                raise ConfigError(f"validation_step does not log {name!r}; it logs {logged}{remedy}")
+
+    def _batches(self, trainer: L.Trainer) -> DatasetBatches:
+        """Return the trainer's training data as batches that can be drawn again.
+
+        Raises:
+            DataError: They can't; or there is no validation data.
+        """
+        loader: Any = trainer.train_dataloader
+        dataset = getattr(loader, "dataset", None)
+        if dataset is None or isinstance(dataset, IterableDataset):
+            raise DataError(
+                f"the training data is a {type(loader).__name__}; SearchPhi needs a DataLoader with an index"
+            )
+        if not trainer.val_dataloaders:
+            raise DataError(
+                f"there is no validation data, on which to ask for {self.monitor!r}; give fit a loader of it"
+            )
+        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        if size is None:
+            raise DataError(
+                "the training data's DataLoader has no batch_size, nor its batch_sampler; SearchPhi draws batches of"
+                " single examples, so give one of them a batch_size"
+            )
+        return DatasetBatches(dataset, size, collate=loader.collate_fn)
+
+
+def _quiet_trainer() -> L.Trainer:
+    return L.Trainer(
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def _training_loss(module: Any, batch: Any) -> Tensor:
+    """Return the loss of a training step, which logs nothing: no loop is there to take it."""
+    muted, before = dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None), dict(vars(module))
+
+    def unmute() -> None:
+        for name in muted.keys() - before.keys():
+            vars(module).pop(name, None)
+        vars(module).update({name: before[name] for name in muted.keys() & before.keys()})
+
+    try:
+        vars(module).update(muted)
+        returned: Any = module.training_step(batch, 0)
+        unmute()
+    except BaseException:
+        unmute()
+        raise
+    return returned["loss"] if isinstance(returned, Mapping) else returned  # type: ignore[no-any-return]

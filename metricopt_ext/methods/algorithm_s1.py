@@ -1,0 +1,582 @@
+"""Joint training of a value function and an optimizer (supplement B, Algorithm S1).
+
+The paper leaves open what the inputs of Eq. 5 are scaled by, where the metric among them comes from at meta-testing,
+and the rate of Adam on the optimizer's weights; `AlgorithmS1` says how they are read here.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.errors import BudgetError
+from metricopt_ext.methods.algorithm1 import END_QUERIES
+from metricopt_ext.methods.guard import decide_among
+from metricopt_ext.methods.result import Details, Result, of_learner, outcome
+from metricopt_ext.methods.strategy import Context, LearningStrategy
+from metricopt_ext.methods.tuning import FRESH, evaluate_ends, finetune
+from metricopt_ext.runtime import distributed
+from metricopt_ext.runtime.identity import described
+from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.search.learned_objective import LearnedObjective
+from metricopt_ext.search.optimizer import LossStep
+from metricopt_ext.search.unrolled import CostAt, unroll
+from metricopt_ext.search.update_rule import UpdateRule
+from metricopt_ext.search.variational import combine, gradient_samples
+from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.rollout import observation_steps
+from metricopt_ext.tasks.split_half import evaluations_where_used
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.tasks.telling import telling
+from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
+from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
+from metricopt_ext.utils.files import check_tensors, content_of, read_tensors, write_tensors
+from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.words import counted
+from metricopt_ext.value.fitting import Fit, measure
+from metricopt_ext.value.observations import Labeller, Observations
+from metricopt_ext.value.online import OnlineReptile
+from metricopt_ext.value.reptile import ReptileLearner
+from metricopt_ext.value.value_function import NeuralValueFunction
+
+Estimator = Literal["combined", "reparameterised", "score"]
+ESTIMATORS = ("combined", "reparameterised", "score")
+
+CHECKPOINT_FORMAT = "metricopt_ext/joint_training/1"
+
+# Task indices from here on are unrolled to train the optimizer, and never observed.
+UNROLLED = 2 * FRESH
+
+LEAST_ITERATIONS = 2
+
+
+@dataclass(frozen=True)
+class LearnedDetails(Details):
+    """What `AlgorithmS1` has to tell.
+
+    Attributes:
+        loss_finetune: Metric after the same number of steps on the loss alone.
+        learned: The optimizer, and the value function that trained it.
+    """
+
+    finetunes: ClassVar[bool] = True
+
+    loss_finetune: float
+    learned: "JointlyLearned"
+
+    def lines(self, result: Result[Any]) -> list[str]:
+        """Return how good f is."""
+        return [f"value function ({self.learned.f.kind}): {self.learned.f.quality}"]
+
+    def beside(self) -> str:
+        """Return what the loss alone comes to."""
+        return f" (loss-only {self.loss_finetune:.4f})"
+
+    def products(self) -> dict[str, UpdateRule]:
+        """Return the optimizer, by the name of its file."""
+        return {"update_rule": self.learned.rule}
+
+
+@dataclass(frozen=True)
+class AlgorithmS1(LearningStrategy[LearnedDetails]):
+    """Joint training of a value function and an optimizer, and finetuning with the optimizer alone (Algorithm S1).
+
+    A meta-iteration collects tasks under the optimizer as it is, adapts f to their metrics, and improves the optimizer
+    on further tasks, unrolled under perturbed weights, whose metric the adapted f predicts. Only collecting spends
+    queries. Printed are lambda, beta, epsilon^2 and everything of `paper`; the defaults of the others are ours:
+
+    - Eq. 5's metric is the cost as it was last observed, at the K steps of line 3. A rule that sees it needs
+      ``evals - 1`` queries for each start at meta-testing too; ``sees_metric=False`` hides it and needs none.
+    - f is adapted on meta-batches that mix the newest tasks with earlier ones; batches of one task, as printed, let
+      BatchNorm normalise away what differs between tasks.
+
+    Attributes:
+        steps: T.
+        evals: K, both ends included.
+        start_std: Standard deviation of phi_0.
+        tasks: Tasks collected in a meta-iteration; 1 as printed.
+        updates: Steps of Adam on the optimizer's weights in a meta-iteration; 1 as printed.
+        pairs: Antithetic pairs of perturbed weights for each of them, each with a task of its own.
+        rate: Adam's rate.
+        variance: epsilon^2 of Eq. 7.
+        estimator: Of the gradient of Eq. 7: ``combined``, ``reparameterised`` or ``score``. The last does without
+            second derivatives, for a loss that has none.
+        clip: Largest length of a gradient.
+        objective: Eq. 6.
+        value: How f is adapted (line 5).
+        labels: Line 4; by default the observed points alone.
+        replay: Latest tasks that f is adapted from.
+        coordinatewise: Whether the optimizer is; see `UpdateRule`.
+        sees_loss: Whether the loss is among the optimizer's inputs.
+        sees_metric: Whether the metric is.
+        hidden: The optimizer's hidden units.
+        step: Typical change of a coordinate of phi in a step.
+        lr: Rate of the loss-only finetune that the guard compares with.
+    """
+
+    steps: int = 50
+    evals: int = 5
+    start_std: float = 0.2
+    tasks: int = 4
+    updates: int = 1
+    pairs: int = 8
+    rate: float = 3e-3
+    variance: float = 0.01
+    estimator: Estimator = "combined"
+    clip: float = 10.0
+    objective: LearnedObjective = field(default=LearnedObjective())
+    value: ReptileLearner = field(default=ReptileLearner())
+    labels: Labeller = Observations.of
+    replay: int = 256
+    coordinatewise: bool = True
+    sees_loss: bool = True
+    sees_metric: bool = True
+    hidden: int = 32
+    step: float = 0.02
+    lr: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Reject what the algorithm is not defined for.
+
+        Raises:
+            ValueError: A value is rejected; the message gives it.
+        """
+        check_integer(1, steps=self.steps, tasks=self.tasks, updates=self.updates, replay=self.replay)
+        check_integer(2, evals=self.evals, hidden=self.hidden)
+        check_integer(2 if self.estimator == "combined" else 1, pairs=self.pairs)  # two, to measure variances
+        check_at_least(0, start_std=self.start_std)
+        check_above(0, rate=self.rate, variance=self.variance, clip=self.clip, step=self.step, lr=self.lr)
+        if self.evals > self.steps + 1:
+            raise ValueError(f"evals is {self.evals}; it must be from 2 (both ends) to steps + 1 = {self.steps + 1}")
+        if self.estimator not in ESTIMATORS:
+            raise ValueError(f"estimator is {self.estimator!r}; it must be one of {', '.join(ESTIMATORS)}")
+        if self.replay < self.tasks:
+            raise ValueError(f"replay is {self.replay}; it must be at least tasks = {self.tasks}")
+
+    @classmethod
+    def paper(cls, steps: int = 200, evals: int = 10) -> "AlgorithmS1":
+        """Return what is printed: a task at a time, Gaussian-process labels, f by one step of SGD with hard mining."""
+        from metricopt_ext.value.labels import GaussianProcessLabels  # gpytorch is slow to import
+
+        return cls(
+            steps=steps,
+            evals=evals,
+            tasks=1,
+            value=ReptileLearner.paper(),
+            labels=GaussianProcessLabels(always=True),
+        )
+
+    @property
+    def start_queries(self) -> int:
+        """Queries of a start: what the optimizer sees on its way, and the ends."""
+        return END_QUERIES + (self.evals - 1 if self.sees_metric else 0)
+
+    def iterations(self, queries: int) -> int:
+        """Return the number of meta-iterations that a budget allows, one start's queries kept.
+
+        Raises:
+            BudgetError: Fewer than `LEAST_ITERATIONS`; the message says how many queries are needed.
+        """
+        each = self.tasks * self.evals
+        iterations = (queries - self.start_queries) // each
+        if iterations < LEAST_ITERATIONS:
+            raise BudgetError(
+                f"{queries} queries are too few for {LEAST_ITERATIONS} meta-iterations of"
+                f" {counted(self.tasks, 'task')} with {counted(self.evals, 'observation')} each and"
+                f" {self.start_queries} for the start: give at least {self.start_queries + LEAST_ITERATIONS * each},"
+                " or fewer tasks or evals"
+            )
+        return iterations
+
+    def size(self, evaluations: int, dim: int, starts: int = 1) -> dict[str, int]:
+        """Return the number of meta-iterations (see `LearningStrategy`)."""
+        return {"iterations": self.iterations(evaluations)}
+
+    def identity(self) -> dict[str, Any]:
+        """Return the settings, parts by their descriptions (see `LearningStrategy`)."""
+        return {"learned": {name: described(value) for name, value in vars(self).items()}}
+
+    def run(self, context: Context) -> Result[LearnedDetails]:
+        """Learn f, follow it, and let the guard decide (see `LearningStrategy`)."""
+        task, watcher, seed = context.task, context.watcher, context.seed
+        with context.folder.counted(task.metric, context.queries) as cached:
+            store, ledger, counted = context.folder.trajectories, cached.ledger, task.judged_by(cached)
+            context.retell(store, cached)
+            learned = self.meta_train(
+                task,
+                iterations=context.size["iterations"],
+                seed=seed,
+                store=store,
+                checkpoint=context.folder.joint_training,
+                watcher=watcher,
+            )
+            before = ledger.spent
+            watcher.stage("meta-test")
+            path = self.meta_test(counted, learned.rule, task.origin(), seed=seed)
+            loss_only = finetune(task, LossStep(self.lr), self.steps, seed)[-1]
+            ends = {"start": task.origin(), "loss_finetune": loss_only, "learned": path[-1]}
+            asked = evaluate_ends(counted, ends)
+        decision = decide_among(asked, evaluations_where_used(list(store)), context.confidence)
+        return Result(
+            **outcome(task.metric, asked, decision, ends),
+            **of_learner(task.metric, asked, task.origin(), list(store)),
+            queries=dict(ledger.spent_on),
+            queries_per_start=ledger.spent - before,
+            fit=Fit(learned.f),
+            path=path,
+            details=LearnedDetails(task.metric.to_value(asked["loss_finetune"].cost), learned),
+        )
+
+    def new_rule(self, dim: int, seed: int) -> UpdateRule:
+        """Return the optimizer that training begins with, for phi of dimension ``dim``."""
+        return UpdateRule(
+            None if self.coordinatewise else dim,
+            hidden=self.hidden,
+            step=self.step,
+            sees_loss=self.sees_loss,
+            sees_metric=self.sees_metric,
+            seed=seed,
+        )
+
+    def meta_train(
+        self,
+        task: FinetuneTask,
+        *,
+        iterations: int,
+        seed: int = 0,
+        store: TrajectoryStore | None = None,
+        checkpoint: Path | None = None,
+        watcher: Watcher | None = None,
+    ) -> "JointlyLearned":
+        """Learn an optimizer and the value function that trains it (lines 1-9).
+
+        Args:
+            task: Model, loss, batches and metric; ``iterations * tasks * evals`` queries are spent.
+            iterations: Number of meta-iterations.
+            seed: Seed of all draws.
+            store: Keeps the trajectories; those already in it are not observed again.
+            checkpoint: File of the state after each meta-iteration, from which a run continues; None for none. Of ranks
+                that share the work, the first alone reads and writes it.
+            watcher: Notified of progress.
+
+        Raises:
+            ValueError: ``iterations`` is not an integer of at least 1.
+            FloatingPointError: The loss is not finite somewhere.
+            AdapterError: The loss can't be differentiated twice, as under gradient checkpointing; ``estimator="score"``
+                does without.
+            BudgetError, MetricError: As from the metric; finished trajectories are in the store.
+        """
+        check_integer(1, iterations=iterations)
+        if self.estimator != "score":  # before a query is spent
+            task.check_loss(seed, 2, differentiable=True)
+        training = _Training(self, task, iterations, seed, TrajectoryStore() if store is None else store)
+        if checkpoint is not None:
+            training.load(checkpoint)
+        watcher = watcher or Watcher()
+        with telling(task, watcher):
+            while training.iteration < iterations:
+                if training.iteration % max(1, iterations // 10) == 0:
+                    watcher.stage(f"optimizer {training.iteration}/{iterations}")
+                training.advance()
+                if checkpoint is not None and distributed.rank() == 0:
+                    training.save(checkpoint)
+        return training.result()
+
+    def meta_test(
+        self, task: FinetuneTask, rule: UpdateRule, start: Tensor, *, seed: int = 0, index: int = FRESH
+    ) -> Tensor:
+        """Finetune a start with the optimizer alone (lines 10-14); the visited phi, ``(T + 1) x d``.
+
+        A rule that sees the metric has it evaluated at ``evals - 1`` steps.
+
+        Args:
+            task: What is finetuned.
+            rule: The optimizer.
+            start: phi_0, ``d``.
+            seed: Seed of the batches and of the steps at which the metric is evaluated.
+            index: The task's index, for its batches.
+        """
+        observed = observation_steps(self.steps, self.evals, seed, index)[:-1].tolist() if rule.sees_metric else []
+        cost = torch.full((1,), torch.nan, dtype=torch.float64)
+
+        def cost_at(phi: Tensor, step: int) -> Tensor:
+            if step in observed:
+                (evaluation,) = task.evaluate_at(phi, "meta_test", f"meta-test, step {step}; ")
+                cost[0] = evaluation.cost
+            return cost.to(phi)
+
+        run = unroll(task, rule, start[None], steps=self.steps, seed=seed, indices=[index], cost_at=cost_at)
+        return run.phi[0]
+
+    def collect(
+        self,
+        task: FinetuneTask,
+        rule: UpdateRule,
+        store: TrajectoryStore,
+        *,
+        iteration: int,
+        seed: int,
+    ) -> list[Trajectory]:
+        """Observe the metric K times along each task of a meta-iteration, under the optimizer (line 3)."""
+        indices = range(iteration * self.tasks, (iteration + 1) * self.tasks)
+        kept = [store.get(iteration, index) for index in indices]
+        if None not in kept:
+            return [trajectory for trajectory in kept if trajectory is not None]
+        observed = [observation_steps(self.steps, self.evals, seed, index) for index in indices]
+        evaluations: list[list[Evaluation]] = [[] for _ in indices]
+        costs = torch.full((len(indices),), torch.nan, dtype=torch.float64)
+
+        def cost_at(phi: Tensor, step: int) -> Tensor:
+            for row, (steps, known) in enumerate(zip(observed, kept, strict=True)):
+                if step not in steps:
+                    continue
+                if known is not None:
+                    costs[row] = known.cost[known.observed == step].item()
+                    continue
+                where = (
+                    f"meta-iteration {iteration}, task {indices[row]}, step {step}; {len(store)} trajectories kept; "
+                )
+                evaluations[row] += task.evaluate_at(phi[row][None], "collect", where)
+                costs[row] = evaluations[row][-1].cost
+            return costs.to(phi)
+
+        starts = task.starts(self.start_std, seed, indices)
+        run = unroll(task, rule, starts, steps=self.steps, seed=seed, indices=indices, cost_at=cost_at)
+        for row, known in enumerate(kept):
+            if known is None:
+                points, losses = run.phi[row].cpu(), run.loss[row].cpu()
+                signature = task.adapter.signature
+                store.add(
+                    Trajectory.of(iteration, indices[row], points, losses, observed[row], evaluations[row], signature)
+                )
+        return [trajectory for index in indices if (trajectory := store.get(iteration, index)) is not None]
+
+    def objective_of(
+        self,
+        task: FinetuneTask,
+        rule: UpdateRule,
+        f: NeuralValueFunction,
+        weights: Tensor,
+        *,
+        seed: int,
+        indices: Sequence[int],
+    ) -> Tensor:
+        """Return L_opt of finetuning runs under some weights, ``n``, with f in place of the metric (Eq. 6).
+
+        Args:
+            task: What is finetuned.
+            rule: The optimizer.
+            f: The adapted value function.
+            weights: The optimizer's weights in each run, ``n x W``.
+            seed: Seed of starts, batches and the steps at which the metric is known.
+            indices: The n task indices.
+        """
+        starts = task.starts(self.start_std, seed, indices)
+        observed = [set(observation_steps(self.steps, self.evals, seed, index).tolist()) for index in indices]
+        run = unroll(
+            task,
+            rule,
+            starts,
+            steps=self.steps,
+            seed=seed,
+            indices=indices,
+            cost_at=_predicted(f, observed) if rule.sees_metric else None,
+            weights=weights,
+            last_loss=True,
+            differentiable=weights.requires_grad,
+        )
+        with nullcontext() if weights.requires_grad else torch.no_grad():
+            return self.objective(f(run.phi), run.loss)
+
+    def gradient(
+        self, task: FinetuneTask, rule: UpdateRule, f: NeuralValueFunction, *, seed: int, update: int
+    ) -> tuple[Tensor, float]:
+        """Estimate the gradient of Eq. 7 in the optimizer's weights, ``W``, and its value.
+
+        Pairs are unrolled in parts of ``task.at_once`` runs.
+
+        Args:
+            task: What is finetuned.
+            rule: The optimizer.
+            f: The adapted value function.
+            seed: The run's seed.
+            update: Number of the update, which draws tasks and perturbations.
+        """
+        noise = torch.randn(self.pairs, len(rule.weights), generator=generator(seed, "weights", update))
+        noise = noise.to(rule.weights)
+        tasks = range(UNROLLED + update * self.pairs, UNROLLED + (update + 1) * self.pairs)
+        at_once = max(1, task.at_once // 2)
+        slopes, scores, values = [], [], []
+        for at in range(0, self.pairs, at_once):
+            some = list(tasks[at : at + at_once])
+
+            def objective(weights: Tensor, some: list[int] = some) -> Tensor:
+                flat = weights.flatten(0, 1)
+                return self.objective_of(task, rule, f, flat, seed=seed, indices=some * 2).view(2, -1)
+
+            part = gradient_samples(
+                objective,
+                rule.weights,
+                noise[at : at + at_once],
+                self.variance**0.5,
+                differentiate=self.estimator != "score",
+            )
+            slopes += [] if part.reparameterised is None else [part.reparameterised]
+            scores.append(part.score)
+            values.append(part.values)
+        score, value = torch.cat(scores), float(torch.cat(values, 1).mean())
+        if self.estimator == "score":
+            return score.mean(0), value
+        slope = torch.cat(slopes)
+        return (slope.mean(0) if self.estimator == "reparameterised" else combine(slope, score)), value
+
+
+def _predicted(f: NeuralValueFunction, observed: Sequence[set[int]]) -> CostAt:
+    """Return what each run knows of the metric if f answers in its place at the steps that would be observed."""
+    known: list[Tensor] = []
+
+    def cost_at(phi: Tensor, step: int) -> Tensor:
+        due = torch.tensor([step in steps for steps in observed], device=phi.device)
+        before = known[-1] if known else phi.new_full((len(phi),), torch.nan)
+        known[:] = [f(phi).to(phi).where(due, before) if due.any() else before]
+        return known[-1]
+
+    return cost_at
+
+
+@dataclass(frozen=True)
+class JointlyLearned:
+    """What joint training gives back.
+
+    Attributes:
+        rule: The optimizer, frozen.
+        f: The value function that trained it, adapted to the last tasks; its ``quality`` is of what it predicted along
+            the later half of the trajectories before it had seen them.
+        objectives: The smoothed objective (Eq. 7) at each update, as estimated.
+        trajectories: The trajectories that f was learned from.
+    """
+
+    rule: UpdateRule
+    f: NeuralValueFunction
+    objectives: tuple[float, ...]
+    trajectories: tuple[Trajectory, ...]
+
+
+class _Training:
+    """The state of lines 1-9 between meta-iterations."""
+
+    def __init__(
+        self, settings: AlgorithmS1, task: FinetuneTask, iterations: int, seed: int, store: TrajectoryStore
+    ) -> None:
+        self.settings, self.task, self.iterations, self.seed, self.store = settings, task, iterations, seed, store
+        self.rule = settings.new_rule(task.dim, seed).to(task.origin().device)  # line 1
+        self.adam = torch.optim.Adam([self.rule.weights], settings.rate)
+        self.value = OnlineReptile(settings.value, task.dim, seed)
+        self.iteration = 0
+        self.labelled: list[Observations] = []  # of the latest meta-iterations
+        self.predicted: list[Tensor] = []
+        self.objectives: list[float] = []
+
+    def advance(self) -> None:
+        """Run one meta-iteration (lines 3-7); of ranks, all observe the metric, and the first one learns."""
+        new = self.settings.collect(  # line 3
+            self.task, self.rule, self.store, iteration=self.iteration, seed=self.seed
+        )
+        state = distributed.on_first(lambda: self._learned(new))
+        if distributed.rank() > 0:
+            self._take(state)
+        self.iteration += 1
+
+    def _learned(self, new: Sequence[Trajectory]) -> dict[str, Tensor]:
+        """Learn from new trajectories (lines 4-7), and return the state."""
+        settings, task, f, i = self.settings, self.task, self.value.f, self.iteration
+        with torch.no_grad():
+            self.predicted.append(f.cpu()(torch.cat([t.observed_phi for t in new])).double())
+        self._label(new)  # line 4
+        self.value.adapt(Observations.joined(self.labelled), len(new), i)  # line 5
+        f.to(task.origin().device)
+        for update in range(i * settings.updates, (i + 1) * settings.updates):  # line 6
+            gradient, value = settings.gradient(task, self.rule, f, seed=self.seed, update=update)
+            self.rule.weights.grad = gradient * (settings.clip / gradient.norm().clamp(min=settings.clip))
+            self.adam.step()
+            self.objectives.append(value)
+        f.cpu()
+        self.value.update(1 - i / self.iterations)  # line 7
+        return self._state()
+
+    def _label(self, new: Sequence[Trajectory]) -> None:
+        self.labelled.append(self.settings.labels(new))
+        latest = max(1, self.settings.replay // self.settings.tasks)
+        self.labelled = self.labelled[-latest:]
+
+    def result(self) -> JointlyLearned:
+        """Return what was learned (line 9)."""
+        f, seen = self.value.f, list(self.store)
+        true = torch.cat([t.cost for t in seen])
+        trajectory = torch.arange(len(seen)).repeat_interleave(torch.tensor([len(t.cost) for t in seen]))
+        late = trajectory >= len(seen) // 2
+        f.quality = measure(torch.cat(self.predicted)[late], true[late], trajectory[late])
+        f.signature = self.task.adapter.signature
+        f.to(self.task.origin().device)
+        return JointlyLearned(self.rule.requires_grad_(False), f, tuple(self.objectives), tuple(seen))
+
+    def _state(self) -> dict[str, Tensor]:
+        """Return the state, the iteration apart, in main memory."""
+        adam = {f"adam.{name}": value for name, value in self.adam.state[self.rule.weights].items()}
+        tensors = {
+            "rule": self.rule.weights,
+            "predicted": torch.cat(self.predicted),
+            "objectives": torch.tensor(self.objectives, dtype=torch.float64),
+            **adam,
+            **{f"value.{name}": value for name, value in self.value.state_dict().items()},
+        }
+        return {name: value.detach().cpu() for name, value in tensors.items()}
+
+    def _take(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from a state, all but what is labelled."""
+        self.rule.weights.data.copy_(state["rule"])
+        self.adam.state[self.rule.weights] = {
+            name: each.to(self.rule.weights) if each.dim() else each  # steps stay on the CPU
+            for name, each in _under("adam.", state).items()
+        }
+        self.value.load_state_dict(_under("value.", state))
+        self.predicted, self.objectives = [state["predicted"]], state["objectives"].tolist()
+
+    def save(self, path: Path) -> None:
+        """Write the state."""
+        write_tensors(path, self._state(), CHECKPOINT_FORMAT, {"iteration": self.iteration})
+
+    def load(self, path: Path) -> None:
+        """Continue from what `save` wrote, if there is such a file, and the store's trajectories.
+
+        Raises:
+            FileFormatError: The file is corrupt.
+        """
+        kept = distributed.on_first(lambda: read_tensors(path, CHECKPOINT_FORMAT) if path.exists() else None)
+        if kept is None:
+            return
+        tensors, described = kept
+        with content_of(path, "state of a joint training"):
+            check_integer(1, iteration=described["iteration"])
+            adam, value = _under("adam.", tensors), _under("value.", tensors)
+            shape = self.rule.weights.shape
+            check_tensors(path, adam, {"step": (), "exp_avg": shape, "exp_avg_sq": shape})
+            check_tensors(path, value, {name: own.shape for name, own in self.value.state_dict().items()})
+            iteration = described["iteration"]
+            observed = sum(len(t.cost) for t in self.store if t.round < iteration)
+            own = {"rule": shape, "predicted": (observed,), "objectives": (iteration * self.settings.updates,)}
+            check_tensors(path, {name: tensors[name] for name in own}, own)
+            self.iteration = iteration
+            self._take(tensors)
+            latest = max(1, self.settings.replay // self.settings.tasks)
+            for iteration in range(max(0, self.iteration - latest), self.iteration):
+                self._label([t for t in self.store if t.round == iteration])
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return those whose names have a prefix, without it."""
+    return {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}

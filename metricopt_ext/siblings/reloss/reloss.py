@@ -1,0 +1,113 @@
+"""Relational Surrogate Loss Learning (Huang et al., 2022): train by a loss that ranks as the metric does."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.siblings.checkpoints import train
+from metricopt_ext.siblings.reloss.ranked_batches import BatchSource, true_class_log_probability
+from metricopt_ext.siblings.reloss.relational_loss import RelationalLoss, RelationalTraining
+from metricopt_ext.siblings.sibling import Sibling
+from metricopt_ext.siblings.training import TrainingTask
+from metricopt_ext.siblings.unfinished import History, Unfinished
+from metricopt_ext.utils.checks import check_above, check_integer
+from metricopt_ext.utils.modes import evaluating
+
+
+@dataclass(frozen=True)
+class ReLoss(Sibling):
+    """Learn a relational loss once (Algorithm 1), then train the model by it as it is (section 4.3, usage).
+
+    Attributes:
+        cross_entropy: Whether cross-entropy is added to the learned loss, with weight 1 each, as the paper recommends
+            (Table 10).
+        source: What the loss is learned from, one query of the batch metric for each batch.
+        training: How it is learned.
+        begin: A loss that was learned before, on this task or another, instead of learning one; it is not changed.
+        steps: Steps of the model.
+        lr: Peak rate of Adam for the model, with a one-cycle schedule.
+        evals: Queries of the metric of the model, spread evenly over its steps, the last at their end; they decide
+            nothing.
+        records: About how many points of the history of the model's loss are kept.
+    """
+
+    cross_entropy: bool = True
+    source: BatchSource = field(default_factory=BatchSource)
+    training: RelationalTraining = field(default_factory=RelationalTraining)
+    begin: RelationalLoss | None = field(default=None, compare=False, repr=False)
+    steps: int = 1000
+    lr: float = 0.003
+    evals: int = 0
+    records: int = 200
+
+    def __post_init__(self) -> None:
+        """Reject what is out of range.
+
+        Raises:
+            ValueError: A value is rejected; the message gives it.
+        """
+        check_integer(1, steps=self.steps, records=self.records)
+        check_integer(0, evals=self.evals)
+        check_above(0, lr=self.lr)
+        if self.evals > self.steps:
+            raise ValueError(f"evals is {self.evals}; it must be at most steps = {self.steps}")
+
+    def check(self, task: TrainingTask) -> None:
+        """Refuse scores that are no logits, and a loss of another metric.
+
+        Raises:
+            DataError: The scores are neither ``n`` nor ``n x c``.
+            ConfigError: ``begin`` does not fit the task.
+        """
+        with evaluating(task.model), torch.no_grad():
+            true_class_log_probability(*task.predict(task.model, task.batches(0, 0, 0)))
+        if self.begin is not None and self.begin.metric != task.batch_metric.name:
+            raise ConfigError(
+                f"the loss to begin with ranks by {self.begin.metric!r}, the metric is {task.batch_metric.name!r}"
+            )
+
+    def run(self, task: TrainingTask, seed: int, watcher: Watcher, left: Unfinished) -> tuple[RelationalLoss, History]:
+        """Learn the loss, unless there is one, and train the model by it.
+
+        Returns:
+            The loss, and the history: ``"spearman"``, ``"objective"`` and ``"penalty"`` of learning it, see
+            `RelationalTraining.learn`; ``"loss"``, what the model descends; ``"metric"``, the ``evals`` values of its
+            metric.
+        """
+        absolute = self.training.absolute if self.begin is None else self.begin.absolute
+        loss = RelationalLoss(task.batch_metric.name, absolute).to(task.parameters()[0])
+        history: History = {}
+        if self.begin is not None:
+            loss.load_state_dict(self.begin.state_dict())
+        else:
+            parts = self.source.draw(task, seed, watcher)
+            history |= self.training.learn(loss, *parts, seed=seed, watcher=watcher)
+        history |= self.descend(task, loss, seed, watcher)
+        return loss, history
+
+    def descend(self, task: TrainingTask, loss: RelationalLoss, seed: int, watcher: Watcher) -> History:
+        """Train the task's model in place by a learned loss, which stays as it is."""
+        every = max(1, self.steps // self.records)
+        judged = {self.steps * (i + 1) // self.evals - 1 for i in range(self.evals)}
+        losses: list[tuple[int, float]] = []
+        metric: list[tuple[int, float]] = []
+        loss.requires_grad_(False)
+
+        def total(model: nn.Module, batch: Any) -> Tensor:
+            true = true_class_log_probability(*task.predict(model, batch))
+            learned = loss.of_probabilities(true.exp())
+            return learned - true.mean() if self.cross_entropy else learned
+
+        for step, value in enumerate(train(task, total, steps=self.steps, lr=self.lr, seed=seed)):
+            if step % every == 0 or step == self.steps - 1:
+                losses.append((step, value))
+            if step in judged:
+                metric.append((step, task.metric.to_value(task.metric.cost(task.model, "history"))))
+            if step % max(1, self.steps // 20) == 0:
+                watcher.stage(f"model, {100 * step // self.steps}%")
+        loss.requires_grad_(True)
+        return {name: points for name, points in (("loss", losses), ("metric", metric)) if points}

@@ -1,0 +1,230 @@
+"""Learning Surrogate Losses (Grabocka et al., 2019): the model descends a loss that is learned beside it."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.siblings.clipped_adam import ClippedAdam
+from metricopt_ext.siblings.sibling import Sibling
+from metricopt_ext.siblings.sl.best_threshold import lowest_cost
+from metricopt_ext.siblings.sl.set_loss import SetLoss, UniversalTraining, check_network, finite
+from metricopt_ext.siblings.sl.set_network import Network
+from metricopt_ext.siblings.training import TrainingTask
+from metricopt_ext.siblings.unfinished import History, Part, Unfinished
+from metricopt_ext.utils.checks import check_above, check_integer
+from metricopt_ext.utils.modes import evaluating
+
+Surrogate = Literal["universal", "scratch", "refined"]
+Judged = Literal["training", "evaluation"]
+First = Literal["model", "surrogate"]
+ALTERNATING = "alternating"  # the stage of Algorithm 1
+SURROGATES: tuple[Surrogate, ...] = ("universal", "scratch", "refined")
+JUDGED: tuple[Judged, ...] = ("training", "evaluation")
+FIRST: tuple[First, ...] = ("model", "surrogate")
+
+
+@dataclass(frozen=True)
+class SurrogateLearning(Sibling):
+    """Algorithm 1: in turn, the model descends the surrogate (Eq. 4), which then learns the loss anew (Eq. 5).
+
+    The defaults are the paper's (section 4.1): Adam at 1e-5 with the gradients' norm clipped to 1e-5 before, so that
+    Adam, which is all but indifferent to a gradient's scale, normalises what clipping left.
+    While the surrogate learns, it sees the model's scores in training mode.
+    Four of the settings are readings of the paper; ``network="published"``, ``thresholds=100``, ``judged="evaluation"``
+    and ``first="surrogate"`` are those of its first author's code. The first of them alone is a default: with the plain
+    network one of five seeds did not learn.
+
+    Attributes:
+        surrogate: ``"universal"`` (SL-U) learns it on random scores alone (Eq. 3) and trains the model on it as it is;
+            ``"scratch"`` (SL-S) begins with random weights; ``"refined"`` (SL-R) with the universal surrogate.
+        iterations: T.
+        model_steps: K_alpha, steps of the model in an iteration.
+        surrogate_steps: K_beta, steps of the surrogate in an iteration, one query of the batch metric each.
+        model_lr: Adam's rate for the model.
+        surrogate_lr: Adam's rate for the surrogate.
+        clip: Largest norm of a gradient, of the model and of the surrogate; None for no limit.
+        universal: How the universal surrogate is learned, one query of the batch metric for each of its steps.
+        begin: A universal surrogate that was learned before, instead of learning one; it is not changed.
+        network: The surrogate's; see `set_network`.
+        thresholds: How many percentiles of each batch's logits are tried as a threshold, one query each, for the lowest
+            cost (`best_threshold.lowest_cost`), in the universal training too; 0 for the threshold 0.
+        judged: What the true cost is of: the ``"training"`` mode's scores, which the surrogate sees too, or those of
+            the ``"evaluation"`` mode, without dropout, while the surrogate sees the training mode's.
+        first: What comes first in an iteration, the ``"model"``'s steps, as in the paper, or the ``"surrogate"``'s.
+        evals: Queries of the metric of the model, spread evenly over the iterations, the last at their end; they
+            decide nothing.
+        records: About how many points of the history are kept.
+    """
+
+    surrogate: Surrogate = "refined"
+    iterations: int = 300_000
+    model_steps: int = 3
+    surrogate_steps: int = 10
+    model_lr: float = 1e-5
+    surrogate_lr: float = 1e-5
+    clip: float | None = 1e-5
+    universal: UniversalTraining = field(default_factory=UniversalTraining)
+    begin: SetLoss | None = field(default=None, compare=False, repr=False)
+    network: Network = "published"
+    thresholds: int = 0
+    judged: Judged = "training"
+    first: First = "model"
+    evals: int = 0
+    records: int = 200
+
+    def __post_init__(self) -> None:
+        """Reject what is out of range.
+
+        Raises:
+            ValueError: A value is rejected; the message gives it.
+        """
+        if self.surrogate not in SURROGATES:
+            raise ValueError(f"surrogate is {self.surrogate!r}; it must be one of {', '.join(SURROGATES)}")
+        for name, value, known in (("judged", self.judged, JUDGED), ("first", self.first, FIRST)):
+            if value not in known:
+                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+        check_network(self.network)
+        check_integer(1, iterations=self.iterations, model_steps=self.model_steps, records=self.records)
+        check_integer(1, surrogate_steps=self.surrogate_steps)
+        check_integer(0, evals=self.evals, thresholds=self.thresholds)
+        check_above(0, model_lr=self.model_lr, surrogate_lr=self.surrogate_lr, clip=self.clip)
+        if self.evals > self.iterations:
+            raise ValueError(f"evals is {self.evals}; it must be at most iterations = {self.iterations}")
+        if self.begin is not None and self.surrogate == "scratch":
+            raise ValueError("begin is a surrogate, but surrogate is 'scratch', which begins with random weights")
+
+    def check(self, task: TrainingTask) -> None:
+        """Refuse scores that are no logits, and a surrogate of other logits or of another metric.
+
+        Raises:
+            DataError: The scores are neither ``n`` nor ``n x c``.
+            ConfigError: ``begin`` does not fit the task.
+        """
+        outputs, _ = _shape(task)
+        if self.begin is None:
+            return
+        if self.begin.outputs != outputs:
+            raise ConfigError(f"the surrogate to begin with takes {self.begin.outputs} logits, the model has {outputs}")
+        if self.begin.network != self.network:
+            raise ConfigError(
+                f"the surrogate to begin with has network={self.begin.network!r}, the settings have {self.network!r};"
+                " give the same (siblings.sl.network)"
+            )
+        if self.begin.metric != task.batch_metric.name:
+            raise ConfigError(
+                f"the surrogate to begin with stands for {self.begin.metric!r}, the metric is"
+                f" {task.batch_metric.name!r}"
+            )
+
+    def run(self, task: TrainingTask, seed: int, watcher: Watcher, left: Unfinished) -> tuple[SetLoss, History]:
+        """Train the model and, but for a universal one, the surrogate; returns the surrogate and the history.
+
+        Returns:
+            The surrogate, and the history: ``"universal"``, the distance of Eq. 3; ``"surrogate"``, the loss that the
+            model descends; ``"distance"``, that of Eq. 5; ``"metric"``, the ``evals`` values of the model's metric.
+        """
+        outputs, size = _shape(task)
+        surrogate = SetLoss(outputs, task.batch_metric.name, self.network).to(task.parameters()[0])
+        history: History = {}
+        if self.begin is not None:
+            surrogate.load_state_dict(self.begin.state_dict())
+        elif self.surrogate != "scratch" and left.stage != ALTERNATING:
+            universal = replace(self.universal, thresholds=self.thresholds)
+            history = universal.learn(surrogate, task.batch_metric, size, seed=seed, watcher=watcher, left=left)
+        return surrogate, self.alternate(task, surrogate, seed, watcher, left, history)
+
+    def alternate(
+        self,
+        task: TrainingTask,
+        surrogate: SetLoss,
+        seed: int,
+        watcher: Watcher,
+        left: Unfinished,
+        earlier: History | None = None,
+    ) -> History:
+        """Run Algorithm 1 on the task's model and a surrogate, both in place; a universal one stays as it is.
+
+        Returns:
+            The earlier history, and what this one measured.
+        """
+        every = max(1, self.iterations // self.records)
+        steps = self.model_steps + (self.surrogate_steps if self.surrogate != "universal" else 0)
+        judged = {self.iterations * (i + 1) // self.evals - 1 for i in range(self.evals)}
+        with (
+            ClippedAdam(task.parameters(), self.model_lr, self.clip) as alpha,
+            ClippedAdam(surrogate.parameters(), self.surrogate_lr, self.clip) as beta,
+        ):
+            parts: dict[str, Part] = {"surrogate": surrogate, "alpha": alpha, "beta": beta}
+            first, history = left.go_on(ALTERNATING, **parts)
+            if first == 0:
+                history = {**(earlier or {}), "surrogate": [], "distance": [], "metric": []}
+            step = first * steps
+            surrogate.requires_grad_(False)  # autograd is for the model's steps; the surrogate's have their gradients
+
+            def batch() -> Any:
+                nonlocal step
+                step += 1
+                return task.batches(seed, 0, step - 1)
+
+            def descend() -> Tensor:  # lines 3-7
+                for _ in range(self.model_steps):
+                    loss: Tensor = surrogate(*task.predict(task.model, batch()))
+                    alpha.step(loss)
+                return loss
+
+            def learn() -> Tensor:  # lines 8-13
+                for _ in range(self.surrogate_steps):
+                    scores, labels, true = self._judged(task, batch())
+                    distance, gradients = surrogate.distance(scores, labels, true)
+                    beta.descend(gradients)
+                return distance
+
+            turns = (
+                {"surrogate": descend} if self.surrogate == "universal" else {"surrogate": descend, "distance": learn}
+            )
+            if self.first == "surrogate":
+                turns = dict(reversed(turns.items()))
+            for iteration in range(first, self.iterations):
+                kept = iteration % every == 0 or iteration == self.iterations - 1
+                for name, turn in turns.items():
+                    reached = turn()
+                    if kept:
+                        history[name].append((iteration, finite(reached, iteration)))
+                if iteration in judged:
+                    value = task.metric.to_value(task.metric.cost(task.model, "history"))
+                    history["metric"].append((iteration, value))
+                if iteration % max(1, self.iterations // 20) == 0:
+                    watcher.stage(f"SL, {100 * iteration // self.iterations}%")
+                left.keep(ALTERNATING, iteration + 1, history, **parts)
+        surrogate.requires_grad_(True)
+        return {name: points for name, points in history.items() if points}
+
+    @torch.no_grad()
+    def _judged(self, task: TrainingTask, batch: Any) -> tuple[Tensor, Tensor, float]:
+        """Return what the surrogate sees of a batch, scores and labels, and the true cost."""
+        scores, labels = task.predict(task.model, batch)
+        judged = scores
+        if self.judged == "evaluation":
+            with evaluating(task.model):
+                judged, _ = task.predict(task.model, batch)
+        return scores, labels, lowest_cost(task.batch_metric, judged, labels, self.thresholds, "surrogate")
+
+
+def _shape(task: TrainingTask) -> tuple[int, int]:
+    """Return the number of logits for each example, and of examples in a batch.
+
+    Raises:
+        DataError: The scores are neither ``n`` nor ``n x c``.
+    """
+    with evaluating(task.model), torch.no_grad():
+        scores, labels = task.predict(task.model, task.batches(0, 0, 0))
+    if not scores.is_floating_point() or scores.dim() not in (1, 2) or scores.shape[:1] != labels.shape:
+        raise DataError(
+            f"predict returned scores of shape {tuple(scores.shape)} and labels of shape {tuple(labels.shape)};"
+            " a surrogate loss takes n or n x c logits and n labels"
+        )
+    return (1 if scores.dim() == 1 else scores.shape[1]), len(labels)

@@ -1,0 +1,131 @@
+"""Claims: Holm's correction by hand, and paired tests beside SciPy."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from metricopt_ext.comparison.claims import all_pairs, guard_blocks, holm, pair, rivals_of, t_test
+
+
+def test_holm_by_hand() -> None:
+    """Of 0.01, 0.04, 0.03, 0.005: 4 x 0.005, 3 x 0.01, 2 x 0.03, and 0.04 raised to what comes before it."""
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.6, 0.5]) == [1.0, 1.0]
+    assert holm([]) == []
+    corrected = holm([0.02, math.nan, 0.03])
+    assert corrected[0] == pytest.approx(0.04)
+    assert math.isnan(corrected[1])
+    assert corrected[2] == pytest.approx(0.04)
+
+
+def test_holm_rejects_what_the_step_down_procedure_does() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        p, level = rng.uniform(size=12) ** 3, 0.05
+        rejected = np.zeros(12, dtype=bool)
+        for rank, i in enumerate(np.argsort(p)):  # as Holm (1979) states it
+            if p[i] > level / (12 - rank):
+                break
+            rejected[i] = True
+        assert ((np.array(holm(p.tolist())) <= level) == rejected).all()
+
+
+def test_t_test_is_scipys() -> None:
+    values = [0.3, -0.1, 0.4, 0.2]
+    assert t_test(values) == pytest.approx(scipy.stats.ttest_1samp(values, 0).pvalue)
+    assert math.isnan(t_test([0.3]))
+    assert t_test([0.0, 0.0]) == 1
+    assert t_test([0.5, 0.5]) == 0
+
+
+def content(maximize: bool = True, **methods: dict[str, list[float | None]]) -> dict[str, Any]:
+    return {
+        "metric": {"name": "m", "maximize": maximize},
+        "budgets": [20, 60, 150],
+        "seeds": [0, 1, 2],
+        "starts": {"pretrained": {"test": [0.5, 0.5, 0.5]}, "batchnorm": {"test": [0.5, 0.6, None]}},
+        "best_start": {"queries": 2, "test": [0.5, 0.6, 0.5]},
+        "methods": {
+            name: {"cells": {q: {"test": test} for q, test in cells.items()}} for name, cells in methods.items()
+        },
+        "guards": [],
+    }
+
+
+OURS = {"60": [0.8, 0.9, 0.7], "150": [0.9, 0.9, 0.9]}
+
+
+def test_pairs_are_by_seed_and_in_the_metrics_direction() -> None:
+    higher, lower = (content(maximize, ours=OURS, turbo={"60": [0.7, None, 0.75]}) for maximize in (True, False))
+    assert rivals_of(higher) == ["pretrained", "batchnorm", "best_start", "turbo"]
+    found = pair(higher, "turbo", 60)
+    assert found is not None
+    assert found.interval.mean == pytest.approx(0.025)
+    assert (found.wins, found.losses, found.seeds) == (1, 1, 2)
+    assert found.p == pytest.approx(scipy.stats.ttest_rel([0.8, 0.7], [0.7, 0.75]).pvalue)
+    opposite = pair(lower, "turbo", 60)
+    assert opposite is not None
+    assert opposite.interval.mean == pytest.approx(-0.025)
+    assert pair(higher, "turbo", 150) is None
+    assert pair(higher, "turbo", 20) is None
+    across = pair(higher, "best_start", 150, 60)
+    assert across is not None
+    assert across.interval.mean == pytest.approx(0.8 - 1.6 / 3)
+    assert pair(higher, "best_start", 1, 60) is None  # fewer queries than its choice takes
+    assert [(each.rival, each.budget) for each in all_pairs(higher)] == [
+        *((name, 60) for name in ("pretrained", "batchnorm", "best_start", "turbo")),
+        *((name, 150) for name in ("pretrained", "batchnorm", "best_start")),
+    ]
+
+
+def test_the_guards_statistics() -> None:
+    def guarded(change: float, accepted: bool, error: float | None = 0.01) -> dict[str, Any]:
+        return {"change": change, "accepted": accepted, "error": error}
+
+    guards = [
+        guarded(0.05, True),
+        guarded(0.03, False),
+        guarded(-0.02, True),
+        guarded(-0.2, False),
+        guarded(0.01, True),
+    ]
+    ((heading, step),) = guard_blocks(guards)
+    assert heading.startswith("The search's step")
+    assert step == [
+        "5 guarded runs, 3 accepted; mean change on test +0.0080",
+        "1 of 5 (20.0%) lose more than one standard error on test",
+        "1 of 2 (50.0%) accepted where the best candidate gains more than two standard errors on test",
+    ]
+    assert guard_blocks([guarded(0.05, True, None)])[0][1] == [
+        "1 guarded run, 1 accepted; mean change on test +0.0500",
+        "the standard errors of the changes on test are unknown",
+    ]
+
+
+def test_the_guards_statistics_over_whole_runs() -> None:
+    """Losses are of what was kept, and clear gains those of the best candidate; one run is of an earlier version."""
+    step = {"change": 0.5, "accepted": True, "error": 0.01}
+
+    def run(change: float, error: float, best: float, best_error: float) -> dict[str, Any]:
+        whole = {"accepted": change != 0, "change": change, "error": error, "best": best, "best_error": best_error}
+        return {**step, "whole": whole}
+
+    guards = [
+        run(0.05, 0.01, 0.05, 0.01),
+        run(0.0, 0.0, 0.05, 0.01),
+        run(-0.02, 0.01, 0.05, 0.03),
+        run(-0.02, 0.03, 0.05, 0.01),
+        step,
+    ]
+    blocks = guard_blocks(guards)
+    assert [points[0] for _, points in blocks] == [
+        "5 guarded runs, 5 accepted; mean change on test +0.5000",
+        "4 guarded runs, 3 accepted; mean change on test +0.0025",
+    ]
+    assert blocks[1][1][1:] == [
+        "1 of 4 (25.0%) lose more than one standard error on test",
+        "2 of 3 (66.7%) accepted where the best candidate gains more than two standard errors on test",
+    ]

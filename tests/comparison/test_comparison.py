@@ -1,0 +1,367 @@
+"""One seed of a comparison on a quadratic: the same start for all, a file for each, and errors that stop nothing."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from metricopt_ext.adapters.start import Start, StartLine
+from metricopt_ext.comparison.comparison import Plan, read_row, run_seed
+from metricopt_ext.errors import ConfigError, FileFormatError
+from metricopt_ext.experiment.baselines import at_each_budget, ours, searching, usual_contenders
+from metricopt_ext.experiment.experiment import Experiment, Subject
+from metricopt_ext.experiment.method import Begun, Contender, Reached
+from metricopt_ext.experiment.run_config import RunConfig
+from metricopt_ext.methods.guard import Decision, Verdict
+from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.search.direct import CMAES
+from metricopt_ext.search.random_search import RandomSearch
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.settings import Setting, Settings
+
+VERDICT = Verdict(gain=0.0, optimism=0.0, chance=1.0, reliability=0.5, candidates=3, needed=1.0)
+PLAN = Plan(("random_search", "cma_es", "ngopt", "turbo", "ours"), (4, 20, 60))
+
+
+def failing(task: Any, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+    if max(budgets) > 30:
+        raise RuntimeError("out of\nmemory")
+    yield Reached(begun.of(task)[1], 1, 1, 0.0)
+
+
+def greedy(task: Any, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+    for queries in budgets:
+        yield Reached(begun.of(task)[1], queries + 1, 1, 0.0)
+
+
+@pytest.fixture
+def experiment(quadratic: Callable[..., Any]) -> type[Experiment[Any]]:
+    """An experiment on the quadratic, whose second start is the best; contenders of all kinds."""
+
+    class Known(Experiment[RunConfig]):
+        config_type = RunConfig
+        built: ClassVar[list[int]] = []
+        contenders_now: ClassVar[dict[str, Contender]] = {
+            "random_search": searching(RandomSearch()),
+            "cma_es": searching(CMAES()),
+            "ngopt": Contender(failing, lambda dim: 1),
+            "turbo": Contender(greedy, lambda dim: 1, anytime=True),
+            "ours": at_each_budget(lambda *_: None, lambda dim: 1),
+        }
+
+        @classmethod
+        def describe(cls, config: Any) -> Subject:
+            return Subject("known", "quadratic", "distance", False)
+
+        def prepare(self) -> Any:
+            self.built.append(self.seed)
+            self.made = quadratic()
+            return self.made, self.made.metric.with_new_ledger()
+
+        def validation(self) -> Any:
+            raise AssertionError("no start of these needs it")
+
+        def starts(self) -> dict[str, Start]:
+            return {"half": Start(self.made.goal / 2)}
+
+        @classmethod
+        def contenders(cls, config: Any, subject: Any = None) -> dict[str, Contender]:
+            return cls.contenders_now
+
+    return Known
+
+
+def rows(folder: Path, seed: int = 5) -> dict[str, Any]:
+    return {path.stem: json.loads(path.read_text()) for path in (folder / f"seed-{seed}").glob("*.json")}
+
+
+def test_every_row_counts_the_choice_of_the_start(
+    experiment: Any, quadratic: Callable[..., Any], tmp_path: Path
+) -> None:
+    run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Watcher())
+    found, problem = rows(tmp_path), quadratic()
+    half = problem.goal / 2
+    assert found["starts"]["chosen"] == "half"
+    assert found["starts"]["test"]["half"] == problem.true_cost(half)
+    random = found["random_search"]
+    assert random["least"] == 2 + 2
+    assert {budget: cell["queries"] for budget, cell in random["cells"].items()} == {"4": 4, "20": 20, "60": 60}
+    ends = {budget: RandomSearch()(quadratic(), half, budget - 2, seed=5) for budget in (4, 20, 60)}
+    for budget, end in ends.items():
+        cell = random["cells"][str(budget)]
+        assert cell["test"] == cell["validation"] == end.cost
+        assert cell["guard"] is None
+    assert found["cma_es"]["least"] == CMAES().least_queries(4) + 2
+    assert list(found["cma_es"]["cells"]) == ["20", "60"]  # 4 are impossible
+    assert found["cma_es"]["cells"]["20"]["test"] == CMAES()(quadratic(), half, 18, seed=5).cost
+
+
+def test_every_row_counts_what_the_starts_cost_the_model(
+    experiment: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two starts are asked; one is found by seven batches of the loss, and one has buffers, for a pass of its own."""
+
+    def starts(self: Any) -> dict[str, Start]:
+        self.task.loss_and_gradient(self.task.starts(1.0, 0, range(7)), 0, range(7), 0)
+        self.task.adapter.model.register_buffer("seen", torch.zeros(1))
+        return {"half": Start(self.made.goal / 2, {"seen": torch.ones(1)})}
+
+    prepare = experiment.prepare
+
+    def running(self: Any) -> Any:
+        task, test = prepare(self)
+        x = torch.zeros(1, 2, dtype=torch.float64)
+        metric = Metric(lambda model: (model(x), task.distance(model))[1], maximize=False, bounds=None)
+        return task.judged_by(metric), test
+
+    monkeypatch.setattr(experiment, "starts", starts)
+    monkeypatch.setattr(experiment, "prepare", running)
+    experiment.contenders_now["ours"] = ours()
+    run_seed(experiment, RunConfig(), Plan(("random_search", "ours", "turbo"), (20, 60)), tmp_path, 5, Watcher())
+    found = rows(tmp_path)
+    assert found["starts"]["chosen"] == "half"
+    assert found["starts"]["passes"] == {"metric": 2 + 1, "loss": 7}
+    passes = {
+        name: {b: cell["passes"] for b, cell in found[name]["cells"].items()} for name in ("random_search", "ours")
+    }
+    assert passes == {
+        "random_search": {"20": {"metric": 21, "loss": 7}, "60": {"metric": 61, "loss": 7}},
+        "ours": {"20": {"metric": 21, "loss": 73}, "60": {"metric": 61, "loss": 73}},
+    }
+
+
+def test_ends_satisfy_constraints_that_are_relative_to_the_trained_model(
+    experiment: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best start lies beyond the limit, so another is chosen; each search ends within it, and gains."""
+    prepared, goals = experiment.prepare, list[Any]()
+
+    def prepare(self: Any) -> Any:
+        task, test = prepared(self)
+        goals.append(goal := task.problem.goal)
+
+        def both(model: Any) -> dict[str, float]:
+            along = float(goal @ model.metricopt.phi.detach() / goal.norm())
+            return {"distance": task.distance(model), "along": along}
+
+        limit = f"<= start + {0.4 * float(goal.norm())}"
+        metric = Metric(both, maximize=False, bounds=None, name="distance", subject_to={"along": limit})
+        return replace(task, metric=metric), test
+
+    def starts(self: Any) -> dict[str, Start]:
+        return {"half": Start(self.made.goal / 2), "less": Start(self.made.goal / 4)}
+
+    ends: dict[str, list[Any]] = {}
+
+    def noting(name: str, contender: Contender) -> Contender:
+        def run(task: Any, *rest: Any) -> Iterator[Reached]:
+            for reached in contender.run(task, *rest):
+                ends.setdefault(name, []).append(reached.end)
+                yield reached
+
+        return replace(contender, run=run)
+
+    monkeypatch.setattr(experiment, "prepare", prepare)
+    monkeypatch.setattr(experiment, "starts", starts)
+    own = {"random_search": searching(RandomSearch()), "cma_es": searching(CMAES()), "ours": ours()}
+    own = {name: noting(name, each) for name, each in own.items()}
+    monkeypatch.setattr(experiment, "contenders_now", own)
+    run_seed(experiment, RunConfig(), Plan(tuple(own), (40, 60)), tmp_path, 5, Watcher())
+    found = rows(tmp_path)
+    (goal,) = goals
+    assert found["starts"]["chosen"] == "less"
+    for name in own:
+        assert found[name]["errors"] == {}
+        assert len(ends[name]) == 2
+        for end, cell in zip(ends[name], found[name]["cells"].values(), strict=True):
+            assert float(goal @ end / goal.norm()) <= 0.4 * float(goal.norm()) + 1e-9
+            assert cell["validation"] <= found["starts"]["validation"]["less"]
+
+
+def test_errors_mark_their_cells_and_the_rest_goes_on(experiment: Any, tmp_path: Path) -> None:
+    run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Watcher())
+    found = rows(tmp_path)
+    assert list(found["ngopt"]["cells"]) == ["4", "20"]
+    assert found["ngopt"]["errors"] == {"60": "RuntimeError: out of memory"}
+    assert found["turbo"]["cells"] == {}
+    assert found["turbo"]["errors"] == dict.fromkeys(
+        ("4", "20", "60"), "BudgetError: 5 queries were spent of a budget of 4"
+    )
+    assert (found["ours"]["cells"], found["ours"]["errors"]) == ({}, {})  # does not apply
+    assert len(found["random_search"]["cells"]) == 3
+
+
+def test_only_what_is_missing_or_failed_is_run_again(experiment: Any, tmp_path: Path) -> None:
+    run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Watcher())
+    folder = tmp_path / "seed-5"
+    before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.json")}
+    experiment.contenders_now["ngopt"] = searching(RandomSearch())
+    experiment.contenders_now["turbo"] = searching(RandomSearch())
+    (folder / "cma_es.json").unlink()
+    run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Watcher())
+    after = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.json")}
+    assert {name for name in after if after[name] == before[name]} == {"random_search.json", "ours.json"}
+    assert rows(tmp_path)["ngopt"]["errors"] == {}
+    assert experiment.built == [5, 5]
+    run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Watcher())
+    assert experiment.built == [5, 5]  # nothing is missing
+
+
+def test_starts_can_be_chosen_by_name(experiment: Any, tmp_path: Path) -> None:
+    run_seed(experiment, RunConfig(), Plan(("random_search",), (4,), ("pretrained",)), tmp_path, 5, Watcher())
+    assert rows(tmp_path)["starts"]["chosen"] == "pretrained"
+    assert rows(tmp_path)["random_search"]["least"] == 2 + 1
+    with pytest.raises(ConfigError, match="'prior' is none of pretrained, half"):
+        run_seed(experiment, RunConfig(), Plan(("random_search",), (4,), ("prior",)), tmp_path, 6, Watcher())
+
+
+def test_a_guard_is_judged_on_the_test_data(
+    experiment: Any, quadratic: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment.contenders_now["ours"] = ours()
+    monkeypatch.setattr(experiment, "test_error", lambda self, before, after: float((after.phi - before.phi).norm()))
+    run_seed(experiment, RunConfig(), Plan(("ours",), (60,)), tmp_path, 5, Watcher())
+    problem = quadratic()
+    half = problem.goal / 2
+    alone = optimize_metric(quadratic(), queries=60, starts={"half": Start(half)}, seed=5, watcher=Watcher())
+    end = alone.ends["search"]
+    cell = rows(tmp_path)["ours"]["cells"]["60"]
+    guard = cell["guard"]
+    assert guard["accepted"]
+    assert guard["kept"] == "search"
+    assert guard["change"] == pytest.approx(problem.true_cost(half) - problem.true_cost(end))
+    assert guard["gain"] == pytest.approx(guard["change"])  # both look at the same metric here
+    assert guard["error"] == pytest.approx(float((end - half).norm()))
+    assert guard["whole"]["change"] == pytest.approx(problem.true_cost(0 * half) - problem.true_cost(end))
+    assert guard["whole"]["error"] == pytest.approx(float(end.norm()))
+    assert cell["test"] == problem.true_cost(end)
+
+
+def test_free_settings_hold_for_a_search_that_tunes_no_others(
+    experiment: Any, quadratic: Callable[..., Any], tmp_path: Path
+) -> None:
+    now = {"k": 0}
+
+    @contextmanager
+    def apply(values: dict[str, Any]) -> Iterator[None]:
+        before, now["k"] = now["k"], values["k"]
+        try:
+            yield
+        finally:
+            now["k"] = before
+
+    class Free(experiment):  # type: ignore[misc]
+        def prepare(self) -> Any:
+            self.made = task = quadratic()
+            distance = Metric(
+                lambda model: float(task.problem.distance(model)) + 0.3 * (now["k"] == 0), maximize=False, bounds=None
+            )
+            return task.judged_by(distance), distance.with_new_ledger()
+
+        def own_settings(self) -> Settings:
+            return Settings([Setting("k", values=(0, 1), default=0)], apply, alone=(), free={"k": 1})
+
+        @classmethod
+        def contenders(cls, config: Any, subject: Any = None) -> dict[str, Contender]:
+            return usual_contenders(config, lambda: subject.settings)
+
+    run_seed(Free, RunConfig(), Plan(("settings_free", "settings+phi"), (40,)), tmp_path, 5, Watcher())
+    found = rows(tmp_path)
+    free, both = (found[name]["cells"]["40"] for name in ("settings_free", "settings+phi"))
+    assert free["test"] == pytest.approx(found["starts"]["test"][found["starts"]["chosen"]] - 0.3)
+    assert both["test"] == both["validation"] < 0.1  # 0.3 more without what is free
+    assert both["guard"]["accepted"]
+    assert both["guard"]["change"] > 0
+
+
+@pytest.mark.parametrize(("kept", "share"), [("start", 0.0), ("half", 0.5)])
+def test_what_the_guard_refuses_ends_where_it_says(
+    experiment: Any,
+    quadratic: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kept: str,
+    share: float,
+) -> None:
+    monkeypatch.setattr("metricopt_ext.methods.trials.decide", lambda *_: Decision(kept, VERDICT))
+    experiment.contenders_now["ours"] = ours()
+    run_seed(experiment, RunConfig(), Plan(("ours",), (60,)), tmp_path, 5, Watcher())
+    cell, problem = rows(tmp_path)["ours"]["cells"]["60"], quadratic()
+    assert cell["test"] == cell["validation"] == problem.true_cost(share * problem.goal)
+    assert cell["guard"]["kept"] == ("half" if share else "pretrained")
+    assert not cell["guard"]["accepted"]
+    assert cell["guard"]["whole"]["accepted"] == (share > 0)
+    gain = problem.true_cost(0 * problem.goal) - problem.true_cost(share * problem.goal)
+    assert cell["guard"]["whole"]["change"] == pytest.approx(gain)
+
+
+def test_the_trained_model_is_always_among_the_starts(experiment: Any, tmp_path: Path) -> None:
+    run_seed(experiment, RunConfig(), Plan(("random_search",), (20,), ("half",)), tmp_path, 5, Watcher())
+    assert rows(tmp_path)["starts"]["validation"].keys() == {"pretrained", "half"}
+
+
+def test_a_comparison_runs_what_optimize_metric_does(
+    experiment: Any, quadratic: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks the same points as the product, in the same order, though it asked the starts before."""
+    told: list[Any] = []
+    prepare = experiment.prepare
+
+    def observed(self: Any) -> Any:
+        task, test = prepare(self)
+        return replace(task, metric=task.metric.with_observers(told.append)), test
+
+    def line(task: Any) -> StartLine:
+        return StartLine(lambda t: Start(t * torch.ones_like(task.origin())), -2.0, 2.0)
+
+    own = experiment.starts
+    monkeypatch.setattr(experiment, "prepare", observed)
+    monkeypatch.setattr(experiment, "starts", lambda self: {**own(self), "along": line(self.task)})
+    experiment.contenders_now["ours"] = ours()
+    run_seed(experiment, RunConfig(), Plan(("ours",), (60,)), tmp_path, 5, Watcher())
+    asked = [query.item for query in told if query.purpose in ("starts", "search") and not query.on_file]
+    alone: list[Any] = []
+    task = quadratic()
+    starts = {"half": Start(task.goal / 2), "along": line(task)}
+    with task.metric.observed_by(alone.append):
+        optimize_metric(task, queries=60, starts=starts, seed=5, watcher=Watcher())
+    assert torch.equal(torch.stack(asked), torch.stack([query.item for query in alone]))
+    assert len(asked) == 60
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (Plan(("a", "z"), (20,)), "'z' is none of a, b"),
+        (Plan((), (20,)), "one or more"),
+        (Plan(("a", "a"), (20,)), "each once"),
+        (Plan(("a",), ()), "budgets="),
+        (Plan(("a",), (20, 20)), "ascending"),
+        (Plan(("a",), (0, 20)), "at least 1"),
+    ],
+)
+def test_impossible_plans_are_refused(plan: Plan, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan.check(["b", "a"])
+
+
+def test_a_foreign_file_is_no_row(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"seed": 1}')
+    with pytest.raises(FileFormatError, match="not a row of a comparison"):
+        read_row(tmp_path / "a.json")
+
+
+def test_the_start_is_not_moved_by_a_contender(experiment: Any, tmp_path: Path) -> None:
+    """Contenders run in any order reach the same: none leaves a trace in the model, or in the start."""
+    orders = ("random_search", "cma_es"), ("cma_es", "random_search")
+    for number, names in enumerate(orders):
+        run_seed(experiment, RunConfig(), Plan(names, (20,)), tmp_path / str(number), 5, Watcher())
+    first, second = (rows(tmp_path / str(number)) for number in range(2))
+    for name in orders[0]:
+        assert first[name]["cells"]["20"]["test"] == second[name]["cells"]["20"]["test"]

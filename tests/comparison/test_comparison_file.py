@@ -1,0 +1,122 @@
+"""The files of a comparison: what has another shape is refused before a page is made of it."""
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metricopt_ext.comparison.comparison_file import read_comparison, read_row, read_starts
+from metricopt_ext.errors import FileFormatError
+
+RESULTS = sorted(Path(__file__).parents[2].glob("benchmarks/results/comparison/*.json"))
+COLUMN = {"validation": [0.5, None], "test": [0.5, 0.25]}
+CELL = {**COLUMN, "queries": [5, 5], "seconds": [0.5, 1], "passes": [{"metric": 5, "loss": 0}, None]}
+COMPARISON: dict[str, Any] = {
+    "task": "classification/toy",
+    "title": "net on toy",
+    "metric": {"name": "accuracy", "maximize": True},
+    "budgets": [5],
+    "seeds": [700, 701],
+    "starts": {"pretrained": COLUMN},
+    "best_start": {**CELL, "queries": 2, "chosen": ["pretrained", "pretrained"]},
+    "methods": {"ours": {"least": 3, "cells": {"5": CELL}, "errors": {}}},
+    "guards": [{"seed": 700, "method": "ours", "budget": 5, "accepted": True, "change": 0.1, "error": None}],
+    "machines": ["A processor"],
+    "versions": {"torch": "2.6"},
+    "config": {"task": "classification", "config": "a.yaml", "overrides": []},
+}
+
+
+def changed(content: dict[str, Any], at: str, value: Any) -> dict[str, Any]:
+    """A copy with another value at a path of keys, or without the last of them."""
+    whole = copy.deepcopy(content)
+    *path, last = at.split("/")
+    inner: Any = whole
+    for key in path:
+        inner = inner[int(key) if isinstance(inner, list) else key]
+    if value is ...:
+        del inner[last]
+    else:
+        inner[int(last) if isinstance(inner, list) else last] = value
+    return whole
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
+def test_what_was_published_is_read(file: Path) -> None:
+    assert read_comparison(file) == json.loads(file.read_text())
+
+
+def refused(read: Callable[[Path], Any], file: Path, content: dict[str, Any]) -> str:
+    file.write_text(json.dumps(content))
+    with pytest.raises(FileFormatError) as caught:
+        read(file)
+    error = str(caught.value)
+    assert error.startswith(f"{file} ")
+    assert error.endswith("; delete it to regenerate it")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "said"),
+    [
+        *((key, ..., f"has no '{key}'") for key in COMPARISON),
+        ("seeds", [], "it has no seeds"),
+        ("seeds", [-1, 3], r"seeds[0] is -1"),
+        ("seeds", ["../1", "2"], "of type int"),
+        ("seeds", [700], "'pretrained' has 2 values of validation, there are 1 seed"),
+        ("budgets", [], "no budgets"),
+        ("budgets", [0], "budgets[0] is 0"),
+        ("budgets", ["5"], "of type int"),
+        ("metric/maximize", "yes", "of type bool"),
+        ("metric/name", ["a"], "of type str"),
+        ("starts", {}, "no start 'pretrained'"),
+        ("starts/pretrained/test", [None, None], "it has no value of 'pretrained'"),
+        ("starts/pretrained/test/0", math.nan, "a finite number"),
+        ("starts/pretrained/test/0", 1e308, "a finite number"),
+        ("starts/pretrained/test", [0.5], "has 1 values of test"),
+        ("methods/ours/cells/5/queries", [5], "'ours, 5' has 1 values of queries"),
+        ("best_start/queries", "2", "of type int"),
+        ("best_start/seconds/0", -math.inf, "a finite number"),
+        ("methods/ours/cells/5/test/1", 10**40, "an integer of 64 bits"),
+        ("methods/ours/cells/5/passes/0", {"metric": "5"}, "of type int"),
+        ("methods/../x", {"least": 1, "cells": {}, "errors": {}}, ""),
+        ("methods/ours/errors", {"5": "down"}, "a list"),
+        ("guards/0/change", "a lot", "of type float"),
+        ("guards/0/whole", {"accepted": True}, "has no 'best'"),
+        ("machines", "A processor", "a list"),
+        ("config/task", "x; rm -rf ~", "it must be one of 'classification', 'detection', 'retrieval'"),
+        ("config/overrides", "a=1", "a list"),
+    ],
+)
+def test_another_shape_of_a_comparison_is_refused(at: str, value: Any, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "comparison.json"
+    file.write_text(json.dumps(COMPARISON))
+    assert read_comparison(file) == COMPARISON
+    whole = changed(COMPARISON, at, value) if said else {**COMPARISON, "methods": {"../x": value}}
+    assert (said or "the method '../x', which does not exist") in refused(read_comparison, file, whole)
+
+
+def test_rows_and_starts_of_another_shape_are_refused(tmp_path: Path) -> None:
+    cell = {"queries": 5, "validation": 0.5, "test": 0.5, "seconds": 1.0, "passes": None, "guard": None}
+    row = {"seed": 3, "method": "ours", "least": 2, "cells": {"5": cell}, "errors": {}, "machine": "A processor"}
+    file = tmp_path / "ours.json"
+    file.write_text(json.dumps(row))
+    assert read_row(file) == row
+    for at, value in [
+        ("cells", []),
+        ("cells/5/test", math.nan),
+        ("cells/5/guard", 3),
+        ("errors", []),
+        ("machine", ...),
+    ]:
+        assert "is not a row of a comparison: " in refused(read_row, file, changed(row, at, value))
+    starts = {"seed": 3, "chosen": "a", "validation": {"a": 0.5}, "test": {"a": 0.5}, "seconds": 1.0}
+    file = tmp_path / "starts.json"
+    file.write_text(json.dumps(starts))
+    assert read_starts(file) == starts
+    for at, value in [("chosen", "b"), ("chosen", 1), ("test", {}), ("validation/a", "high"), ("seconds", math.inf)]:
+        refused(read_starts, file, changed(starts, at, value))

@@ -1,0 +1,198 @@
+"""A comparison's report on rows with known numbers: means, the best of a column, gaps, and files for all seeds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metricopt_ext.comparison.comparison import Plan
+from metricopt_ext.comparison.comparison_report import (
+    gather,
+    load,
+    markdown,
+    paired,
+    print_report,
+    standard_error,
+    write,
+)
+from metricopt_ext.comparison.joined import joined
+from metricopt_ext.errors import DataError, FileFormatError
+from metricopt_ext.experiment.experiment import Subject
+
+SUBJECT = Subject("classification/toy", "net on toy", "accuracy", True)
+PLAN = Plan(("cma_es", "ours", "turbo"), (5, 20, 60))
+
+
+def put(folder: Path, seed: int, ours: float = 0.8, cma: float | None = 0.7) -> None:
+    """Write one seed's rows: CMA-ES can't do with 5 queries and may fail with 60, TuRBO does not apply."""
+
+    def cell(test: float, budget: int, guard: Any = None) -> dict[str, Any]:
+        passes = {"metric": budget + seed % 2, "loss": 64} if guard else None  # which are not counted for all
+        told = {"seconds": budget / 10, "passes": passes, "guard": guard}
+        return {"queries": budget, "validation": test, "test": test, **told}
+
+    guard = {"gain": 0.1, "chance": 0.01, "accepted": True, "change": 0.05, "error": 0.01}
+    failed = {} if cma is not None else {"60": "MetricError: down"}
+    rows = {
+        "starts": {
+            "seed": seed,
+            "chosen": "batchnorm",
+            "validation": {"pretrained": 0.4, "batchnorm": 0.6},
+            "test": {"pretrained": 0.5, "batchnorm": 0.6},
+            "seconds": 0.5,
+            "passes": {"metric": 2, "loss": 0},
+        },
+        "cma_es": {
+            "least": 18,
+            "cells": {"20": cell(0.65, 20), **({} if cma is None else {"60": cell(cma, 60)})},
+            "errors": failed,
+        },
+        "ours": {"least": 4, "cells": {str(q): cell(ours, q, guard) for q in (5, 20, 60)}, "errors": {}},
+        "turbo": {"least": 19, "cells": {}, "errors": {}},
+    }
+    (folder / f"seed-{seed}").mkdir(parents=True)
+    for name, row in rows.items():
+        content = {"method": name, "seed": seed, "machine": "A processor", **row}
+        (folder / f"seed-{seed}" / f"{name}.json").write_text(json.dumps(content))
+
+
+@pytest.fixture
+def content(tmp_path: Path) -> dict[str, Any]:
+    put(tmp_path, 701, ours=0.9)
+    put(tmp_path, 700, cma=None)
+    put(tmp_path, 702, ours=0.7)
+    return gather(tmp_path, PLAN, SUBJECT, {})
+
+
+def table(text: str) -> dict[str, list[str]]:
+    lines = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return {line[0]: [cell.strip() for cell in line[1:]] for line in lines if len(line) == 7}
+
+
+def test_all_seeds_are_taken_in_and_paired(content: dict[str, Any]) -> None:
+    assert content["seeds"] == [700, 701, 702]
+    assert content["methods"]["ours"]["cells"]["60"]["test"] == [0.8, 0.9, 0.7]
+    assert content["methods"]["cma_es"]["cells"]["60"]["test"] == [None, 0.7, 0.7]
+    assert content["best_start"]["test"] == [0.6] * 3
+    assert content["best_start"]["queries"] == 2
+    assert len(content["guards"]) == 9
+    pairs = {(each["rival"], each["budget"]): each for each in content["pairs"]}
+    assert pairs["cma_es", 60]["mean"] == pytest.approx(0.1)
+    assert (pairs["cma_es", 60]["wins"], pairs["cma_es", 60]["losses"], pairs["cma_es", 60]["seeds"]) == (1, 0, 2)
+    assert ("cma_es", 5) not in pairs
+    assert len(pairs) == 3 * 3 + 2
+    assert all(each["p_holm"] >= each["p"] for each in pairs.values())
+
+
+def test_the_table_marks_the_best_and_says_what_is_missing(content: dict[str, Any]) -> None:
+    text = markdown(content)
+    rows = table(text)
+    assert rows["method"] == ["needs", "5", "20", "60", "seconds", "passes"]
+    assert rows["pretrained"] == ["scores", "0.5000", "0.5000", "0.5000", "", ""]
+    assert rows["BatchNorm on validation"][0] == "inputs"
+    assert rows["best free start (2 queries)"] == ["inputs", "0.6000", "0.6000", "0.6000", "0.5", "2 + 0"]
+    assert rows["CMA-ES on the metric"] == ["inputs", "", "0.6500", "0.7000 (1 of 3 failed)", "6.0", ""]
+    ours = ["inputs, training data", "**0.8000**", "**0.8000**", "**0.8000**", "6.0", "60 + 64"]
+    assert rows["MetricOpt, guided search"] == ours
+    assert "- CMA-ES on the metric needs at least 18 queries" in text
+    assert "failed with 60 queries on 1 of 3 seeds: seed 700: MetricError: down" in text
+    assert "- TuRBO on the metric does not apply" in text
+    assert "9 guarded runs, 9 accepted; mean change on test +0.0500" in text
+
+
+def test_our_search_without_its_guard_is_shown_but_no_rival(content: dict[str, Any]) -> None:
+    """Where it ended is the start's test metric, 0.6, and the change of 0.3; all other rows have at most 0.8."""
+    for each in content["guards"]:
+        each["change"] = 0.3
+    content["guards"] = [each for each in content["guards"] if each["budget"] > 5 and each["seed"] > 700]
+    text = markdown(content)
+    assert table(text)["the same, unguarded"] == ["inputs, training data", "", "0.9000", "0.9000", "", ""]
+    assert table(text)["MetricOpt, guided search"][1:4] == ["**0.8000**"] * 3
+    assert text.count("unguarded") == 2  # its row and the note
+    assert list(table(text))[-2:] == ["MetricOpt, guided search", "the same, unguarded"]
+    lower = {**content, "metric": {"name": "cost", "maximize": False}}
+    assert table(markdown(lower))["the same, unguarded"][2] == "0.3000"
+
+
+def test_a_comparison_of_an_earlier_version_is_read(content: dict[str, Any], tmp_path: Path) -> None:
+    """It has neither passes nor whole runs, which are left blank."""
+    del content["best_start"]["passes"]
+    for method in content["methods"].values():
+        for cell in method["cells"].values():
+            del cell["passes"]
+    (tmp_path / "comparison.json").write_text(json.dumps(content))
+    earlier = load(tmp_path)
+    rows = table(markdown(earlier))
+    assert {row[-1] for name, row in rows.items() if name not in ("method", "---")} == {""}
+    assert rows["MetricOpt, guided search"][1:4] == ["**0.8000**"] * 3
+    page = markdown(earlier)
+    assert "9 guarded runs, 9 accepted" in page
+    assert "The whole run" not in page
+
+
+def test_whole_runs_are_reported_where_they_are_known(content: dict[str, Any]) -> None:
+    assert "The whole run" not in markdown(content)
+    whole = {"accepted": False, "change": 0.0, "error": 0.01, "best": 0.2, "best_error": 0.01}
+    content["guards"][0]["whole"] = whole
+    text = markdown(content)
+    assert "The search's step" in text
+    assert "1 guarded run, 0 accepted; mean change on test +0.0000" in text.partition("The whole run")[2]
+
+
+def test_a_rival_that_is_best_is_marked_too_and_lower_can_be_better(tmp_path: Path) -> None:
+    put(tmp_path, 700)
+    text = markdown(gather(tmp_path, PLAN, SUBJECT._replace(maximize=False), {}))
+    assert table(text)["pretrained"][1:4] == ["**0.5000**"] * 3
+    assert "nan" not in text.lower()
+
+
+def test_files_are_written_and_read(
+    content: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = write(content, tmp_path)
+    assert [path.name for path in paths] == ["comparison.json", "comparison.md", "comparison.png"]
+    assert load(tmp_path) == load(paths[0]) == content
+    assert paths[2].stat().st_size > 10_000
+    print_report(content)
+    printed = capsys.readouterr().out
+    assert "*0.8000" in printed
+    assert "against each, paired by seed" in printed
+
+
+def test_a_folder_without_seeds_or_comparison_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no seed"):
+        gather(tmp_path, PLAN, SUBJECT, {})
+    with pytest.raises(FileFormatError, match="run the comparison into"):
+        load(tmp_path)
+    (tmp_path / "comparison.json").write_text("{}")
+    with pytest.raises(FileFormatError, match="not a comparison's"):
+        load(tmp_path)
+
+
+def test_without_ours_there_is_a_table_alone(tmp_path: Path) -> None:
+    put(tmp_path, 700)
+    (tmp_path / "seed-700" / "ours.json").unlink()
+    found = gather(tmp_path, PLAN, SUBJECT, {})
+    assert found["pairs"] == found["guards"] == []
+    text = markdown(found)
+    assert "## " not in text
+    assert table(text)["CMA-ES on the metric"][3] == "**0.7000**"
+
+
+def test_joined_seeds_are_one_comparison(tmp_path: Path) -> None:
+    for seed, ours, cma in ((700, 0.9, 0.7), (701, 0.8, None), (702, 0.7, 0.75), (703, 0.6, 0.65)):
+        for folder in ("whole", "odd" if seed % 2 else "even"):
+            put(tmp_path / folder, seed, ours, cma)
+            if seed % 2:
+                (tmp_path / folder / f"seed-{seed}" / "turbo.json").unlink()
+    whole, even, odd = (gather(tmp_path / folder, PLAN, SUBJECT, {}) for folder in ("whole", "even", "odd"))
+    both = paired(joined([odd, even], ["odd", "even"]))
+    assert both["seeds"] == [700, 701, 702, 703]
+    assert both == whole
+    assert markdown(both) == markdown(whole)
+
+
+def test_the_standard_error_of_one_seed_is_no_band() -> None:
+    assert standard_error([0.5]) == 0
+    assert standard_error([1.0, 3.0]) == pytest.approx(1.0)

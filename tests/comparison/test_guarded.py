@@ -1,0 +1,96 @@
+"""What a guarded run came to on test, by hand: the search's step, and the whole run."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.comparison.guarded import TRAINED, Change, record_of
+from metricopt_ext.experiment.experiment import State
+from metricopt_ext.methods.start_lines import Point
+from metricopt_ext.methods.trials import Began, guarded
+from metricopt_ext.search.strategy import SearchResult
+from metricopt_ext.tasks.metric import Evaluation
+
+# Less than about 1 may be chance: the halves of each visited point are so far away from it.
+VISITED = tuple(Evaluation(10.0 * i, (10.0 * i + 1, 10.0 * i - 1)) for i in range(11))
+HEIGHTS = {"start": 0.0, "prior": 3.0, "search": 7.0}  # on test, as phi
+
+
+def change(before: State, after: State) -> Change:
+    """What is tested is phi's first coordinate; the error is 1, and 10 more between two models."""
+    return Change(float((after.phi - before.phi)[0]), 1.0 + 10 * (before.task is not after.task))
+
+
+def at(name: str) -> torch.Tensor:
+    return torch.tensor([HEIGHTS[name], 0, 0, 0], dtype=torch.float64)
+
+
+def run(task: Any, begun: float, ended: float, *, elsewhere: bool) -> dict[str, Any]:
+    """Record a run from 100 over a start, with other buffers or without, to an end."""
+    task.adapter.model.register_buffer("seen", torch.zeros(1))
+    other = Start(at("prior"), {"seen": torch.ones(1)} if elsewhere else {})
+    evaluation = Evaluation(ended, (ended, ended))
+    end = SearchResult(
+        phi=at("search"),
+        curve=(),
+        queries=12,
+        evaluation=evaluation,
+        points=torch.zeros(11, 4),
+        evaluations=VISITED,
+        predicted=torch.zeros(0, 2),
+        widened=1.0,
+    )
+    starts = {"start": Start(task.origin()), "prior": other}
+    asked = {name: Evaluation(cost, (cost, cost)) for name, cost in (("start", 100.0), ("prior", begun))}
+    best = min(asked, key=lambda name: asked[name].cost)
+    points = [Point(name, start, asked[name]) for name, start in starts.items()]
+    result = guarded(task, Began(starts, asked, best, points), end, 0.84)
+    record = record_of(result, task, scale=2.0, change=change)
+    verdict = result.verdict
+    assert [record[name] for name in ("gain", "chance", "optimism")] == [
+        2 * verdict.gain,
+        2 * verdict.chance,
+        2 * verdict.optimism,
+    ]
+    return record
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+@pytest.mark.parametrize(
+    ("begun", "ended", "kept", "whole", "best"),
+    [
+        (50.0, 0.0, "search", 7.0, 7.0),
+        (50.0, 49.9, "search", 7.0, 7.0),
+        (50.0, 50.1, "prior", 3.0, 3.0),
+        (99.9, 99.8, TRAINED, 0.0, 7.0),
+        (99.9, 0.0, "search", 7.0, 7.0),
+        (50.0, 60.0, "prior", 3.0, 3.0),
+        (99.9, 120.0, TRAINED, 0.0, 3.0),
+    ],
+)
+def test_a_whole_run_goes_from_the_model_as_it_was_trained(
+    quadratic: Callable[..., Any], begun: float, ended: float, kept: str, whole: float, best: float, elsewhere: bool
+) -> None:
+    record = run(quadratic(), begun, ended, elsewhere=elsewhere)
+    between = 11.0 if elsewhere else 1.0
+    assert record["kept"] == kept
+    assert (record["accepted"], record["change"], record["error"]) == (kept == "search", 4.0, 1.0)
+    assert record["whole"] == {
+        "accepted": kept != TRAINED,
+        "change": whole,
+        "error": 1.0 if kept == TRAINED else between,
+        "best": best,
+        "best_error": between,
+    }
+
+
+def test_a_search_from_the_model_as_it_was_trained_is_a_whole_run(quadratic: Callable[..., Any]) -> None:
+    for ended, accepted in ((0.0, True), (99.9, False)):
+        record = run(quadratic(), 200.0, ended, elsewhere=False)
+        assert record["kept"] == ("search" if accepted else TRAINED)
+        assert record["accepted"] == record["whole"]["accepted"] == accepted
+        assert record["change"] == record["whole"]["best"] == 7.0
+        assert record["whole"]["change"] == (7.0 if accepted else 0.0)

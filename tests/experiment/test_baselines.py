@@ -1,0 +1,288 @@
+"""Contenders on a quadratic: where each stood at each budget, and that no query goes uncounted."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.errors import BudgetError, ConfigError, MetricError
+from metricopt_ext.experiment.baselines import (
+    Trace,
+    along_path,
+    at_each_budget,
+    ours,
+    searching,
+    usual_contenders,
+    with_budget,
+)
+from metricopt_ext.experiment.compare import judge
+from metricopt_ext.experiment.method import METHODS, Begun, Contender, Entry
+from metricopt_ext.experiment.passes import Passes, noticing
+from metricopt_ext.experiment.run_config import RunConfig
+from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.search.direct import CMAES
+from metricopt_ext.search.random_search import RandomSearch
+from metricopt_ext.search.strategy import Batches, DirectState, SearchStrategy
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.settings import Setting, Settings
+from metricopt_ext.tasks.task import FinetuneTask
+
+BUDGETS = [20, 35, 60]
+
+
+def run(contender: Contender, task: Any, seed: int = 3) -> list[Any]:
+    return list(contender.run(task, Begun.at(task.starts(0.3, 0, [0])[0]), BUDGETS, seed))
+
+
+def test_one_run_of_an_anytime_search_serves_all_budgets(quadratic: Callable[..., Any]) -> None:
+    once = quadratic()
+    reached = run(searching(RandomSearch()), once)
+    assert once.queries == 60
+    anew = at_each_budget(lambda task, start, queries, seed: RandomSearch()(task, start, queries, seed=seed).phi)
+    each = run(anew, quadratic())
+    for a, b, budget in zip(reached, each, BUDGETS, strict=True):
+        assert torch.equal(a.end, b.end)
+        assert a.queries == b.queries == budget
+    assert [a.seconds for a in reached] == sorted(a.seconds for a in reached)
+    assert once.metric.ledger.spent == 0  # each contender counts in a ledger of its own
+
+
+def test_an_anytime_search_keeps_what_it_reached_before_the_metric_failed(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    task.problem.fail_after = 40
+    reached = searching(RandomSearch()).run(task, Begun.at(task.origin()), BUDGETS, 0)
+    assert [next(reached).queries, next(reached).queries] == [20, 35]
+    with pytest.raises(MetricError, match="query 41 of 60"):
+        next(reached)
+
+
+def test_other_searches_are_told_each_budget(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    reached = run(searching(CMAES()), task)
+    start = task.starts(0.3, 0, [0])[0]
+    for each, budget in zip(reached, BUDGETS, strict=True):
+        fresh = quadratic()
+        assert torch.equal(each.end, CMAES()(fresh, start, budget, seed=3).phi)
+    assert task.queries == sum(BUDGETS)
+
+
+def begun_at(task: Any, **phi: Tensor) -> Begun:
+    """Return a choice among phi = 0 and others, all of which were asked."""
+    starts = {name: Start(each) for name, each in {"start": task.origin(), **phi}.items()}
+    asked = {name: task.evaluate(start.phi, "starts") for name, start in starts.items()}
+    return Begun(starts, min(asked, key=lambda name: asked[name].cost), len(starts), asked)
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_ours_is_what_optimize_metric_does(quadratic: Callable[..., Any], accepted: bool) -> None:
+    """The same points and the same end at each budget, though the starts were asked by somebody else."""
+    task = quadratic()
+    near = task.goal / 2 if accepted else task.goal
+    begun, asked = begun_at(task, near=near, far=-near), task.queries
+    own = [budget - 3 for budget in BUDGETS]
+    for each, budget in zip(ours().run(task, begun, own, 3), BUDGETS, strict=True):
+        twin = quadratic()
+        alone = optimize_metric(
+            twin, queries=budget, starts={"near": Start(near), "far": Start(-near)}, seed=3, watcher=Watcher()
+        )
+        assert each.after_choice(3).queries == twin.queries == budget
+        assert torch.equal(each.result.points, alone.points)
+        assert each.result.costs == alone.costs
+        assert each.result.chosen == alone.chosen == ("search" if accepted else "near")
+        assert torch.equal(each.end, alone.ends[alone.chosen])
+    assert task.queries - asked == BUDGETS[-1] - 3 + 2  # the ends of the smaller budgets are elsewhere
+
+
+def test_a_share_of_the_way_is_kept_at_each_budget_where_classes_are_new(quadratic: Callable[..., Any]) -> None:
+    """As `optimize_metric` does; what a smaller budget asks for itself alone is not counted for a larger one."""
+
+    def made() -> Any:
+        task = quadratic()
+        goals = task.goal + 1.5 * torch.randn(12, task.dim, generator=torch.Generator().manual_seed(3)).double()
+
+        def metric(model: Any) -> Any:
+            costs = (model.metricopt.phi.detach() - goals).square().sum(1)
+            return float(costs.mean()), (float(costs[::2].mean()), float(costs[1::2].mean()))
+
+        return replace(task, metric=Metric(metric, maximize=False, bounds=None, name="distance", new_classes=True))
+
+    task = made()
+    begun = begun_at(task)
+    for each, budget in zip(ours().run(task, begun, [each - 1 for each in BUDGETS], 3), BUDGETS, strict=True):
+        alone = optimize_metric(made(), queries=budget, seed=3, watcher=Watcher())
+        assert each.result.chosen == alone.chosen == "part"
+        assert each.result.kept_share == alone.kept_share
+        assert torch.equal(each.end, alone.ends["part"])
+        assert each.after_choice(1).queries == budget
+
+
+def test_passes_are_those_of_the_queries_and_of_the_losses(quadratic: Callable[..., Any]) -> None:
+    """The metric runs the model; a check of the loss takes 2 batches or 1, the probe 64, Guided ES one a step."""
+    config = RunConfig()
+    config.finetune.steps = 30
+    contenders = usual_contenders(config)
+    expected = {
+        "ours": [(20, 66), (35, 66), (60, 66)],  # phi = 0 is asked too
+        "random_search": [(20, 0), (35, 0), (60, 0)],
+        "cma_es": [(20, 0), (35, 0), (60, 0)],
+        "guided_es": [(20, 1 + 1), (35, 1 + 2), (60, 1 + 4)],
+        "loss_finetune_best": [(20, 30), (31, 30), (31, 30)],
+    }
+    for name, passes in expected.items():
+        task = quadratic()
+        x = torch.zeros(1, 2, dtype=torch.float64)
+        metric = Metric(lambda model, task=task, x=x: (model(x), task.distance(model))[1], maximize=False, bounds=None)
+        reached = run(contenders[name], noticing(task.judged_by(metric)))
+        assert [(each.passes.metric, each.passes.loss) for each in reached] == passes, name
+        assert [each.queries for each in reached] == [metric for metric, _ in passes]
+
+
+def test_a_metric_that_runs_no_model_takes_no_passes(quadratic: Callable[..., Any]) -> None:
+    (*_, last) = run(ours(), noticing(quadratic()))
+    assert (last.queries, last.passes) == (60, Passes(0, 66))
+    assert run(ours(), quadratic())[-1].passes is None  # not counted
+
+
+def test_a_path_is_walked_once_from_where_it_begins(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    path = along_path(lambda task, start, seed: torch.stack([start, start + seed, task.goal]))
+    start = task.starts(0.3, 0, [0])[0]
+    reached = run(path, task)
+    assert [each.queries for each in reached] == [0, 0, 0]
+    for each in reached:
+        assert torch.equal(each.end, task.goal)
+        assert torch.equal(each.path[:2], torch.stack([start, start + 3]))
+
+    def asking(task: Any, start: Tensor, seed: int) -> Tensor:
+        task.cost(start, "secretly")
+        return start[None]
+
+    with pytest.raises(BudgetError):
+        run(along_path(asking), task)
+
+
+def test_a_method_that_does_not_apply_reaches_nothing(quadratic: Callable[..., Any]) -> None:
+    assert run(at_each_budget(lambda *_: None, least=lambda dim: 1), quadratic()) == []
+
+
+def test_best_step_of_the_loss_is_tried_at_no_more_points_than_queries(quadratic: Callable[..., Any]) -> None:
+    config = RunConfig()
+    config.finetune.steps = 30
+    task = quadratic(noise=0.0)
+    reached = run(usual_contenders(config)["loss_finetune_best"], task)
+    assert [each.queries for each in reached] == [20, 31, 31]
+
+
+def test_contenders_are_in_the_methods_table_and_say_what_they_need() -> None:
+    contenders = usual_contenders(RunConfig())
+    assert set(contenders) <= set(METHODS)
+    assert {name for name, each in contenders.items() if each.anytime} == {
+        *("random_search", "turbo", "noisy_ei", "optuna_tpe", "optuna_gp", "settings+phi", "ours")
+    }
+    assert {name: each.least(32) for name, each in contenders.items()} == {
+        "loss_finetune_best": 2,
+        "guided_es": 14,
+        "cma_es": 16,
+        "random_search": 2,
+        "ngopt": 2,
+        "turbo": 17,
+        "noisy_ei": 9,
+        "optuna_tpe": 2,
+        "optuna_gp": 2,
+        "ours": 9,
+        "settings_free": 0,
+        "settings_lines": 0,
+        "settings": 0,
+        "settings_gp": 0,
+        "settings+phi": 9,
+    }
+
+
+def moved_by(quadratic: Callable[..., Any]) -> tuple[Any, Settings]:
+    """A task whose metric an external number shifts: 2 is best, and each step away costs 0.3; and its settings."""
+    task, now = quadratic(), {"k": 0}
+
+    @contextmanager
+    def apply(values: dict[str, Any]) -> Iterator[None]:
+        before, now["k"] = now["k"], values["k"]
+        try:
+            yield
+        finally:
+            now["k"] = before
+
+    def distance(model: Any) -> Any:
+        value = float(task.problem.distance(model)) + 0.3 * abs(now["k"] - 2)
+        return value, (value + 1e-3, value - 1e-3)
+
+    settings = Settings([Setting("k", values=(0, 1, 2, 3), default=0)], apply)
+    return task.judged_by(Metric(distance, maximize=False, bounds=None, name="distance")), settings
+
+
+@pytest.mark.parametrize("name", ["settings_free", "settings_lines", "settings", "settings_gp", "settings+phi"])
+def test_settings_are_tuned_from_the_chosen_start(quadratic: Callable[..., Any], name: str) -> None:
+    task, settings = moved_by(quadratic)
+    contender = usual_contenders(RunConfig(), lambda: settings)[name]
+    reached = list(contender.run(task, Begun.at(task.origin()), [20, 40], 0))
+    assert [each.queries for each in reached] == {"settings_free": [0, 0], "settings+phi": [20, 40]}.get(name, [4, 4])
+    ends = [each.end for each in reached]
+    assert all(isinstance(end, Start) for end in ends)
+    assert [dict(end.settings) for end in ends] == [{"k": 0 if name == "settings_free" else 2}] * 2
+    judged = [judge(task.with_settings(settings), end) for end in ends]
+    plain = float(task.problem.distance(task.adapter.model))
+    expected = plain + (0.6 if name == "settings_free" else 0.0)
+    assert (
+        all(value < expected for value in judged) if name == "settings+phi" else judged == pytest.approx([expected] * 2)
+    )
+
+
+def test_a_task_without_settings_says_so() -> None:
+    with pytest.raises(ConfigError, match="this task has no settings of inference"):
+        list(usual_contenders(RunConfig())["settings"].run(None, Begun.at(torch.zeros(1)), [20], 0))  # type: ignore[arg-type]
+
+
+def test_what_was_reached_is_traced(quadratic: Callable[..., Any]) -> None:
+    task, told = quadratic(), []
+    observed = task.metric.with_observers(lambda query: told.append(query.value))
+    limited = with_budget(task.judged_by(observed), 3)
+    trace = Trace(limited)
+    points = [task.goal + 1, task.goal, task.goal]
+    with limited.metric.observed_by(trace):
+        costs = limited.costs_at(torch.stack(points), "search")
+    costs_told = [point.evaluation.cost for point in trace.points]
+    assert told == costs.tolist() == costs_told == [task.true_cost(p) for p in points]
+    best = [trace.best(queries) for queries in (1, 2, 3)]
+    ends: list[Tensor] = [each.end for each in best]
+    assert torch.equal(torch.stack(ends), torch.stack([points[0], points[1], points[1]]))
+    assert [each.queries for each in best] == [1, 2, 3]
+    with pytest.raises(BudgetError):
+        limited.cost(task.goal, "search")
+    assert task.metric.ledger.spent == 0
+
+
+@dataclass(frozen=True)
+class Nearby(SearchStrategy):
+    """A baseline in a few lines: one batch of small steps along the axes."""
+
+    def least_queries(self, dim: int, starts: int = 1) -> int:
+        return starts + 1
+
+    def begin(self, task: FinetuneTask, start: Tensor, queries: int, *, known: Any = (), seed: int = 0) -> DirectState:
+        def batches(state: DirectState) -> Batches:
+            yield start + 0.1 * torch.eye(len(start)).to(start).repeat(queries, 1)[: state.left]
+
+        return DirectState(start, queries, batches, known)
+
+
+def test_a_new_baseline_is_one_entry(quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = Entry("small steps", "#123456", "queries", factory=lambda settings: Nearby())
+    monkeypatch.setitem(METHODS, "nearby", entry)
+    task = quadratic()
+    reached = run(usual_contenders(RunConfig())["nearby"], task)
+    assert [each.queries for each in reached] == BUDGETS
+    assert optimize_metric(quadratic(), queries=20, strategy=Nearby(), watcher=Watcher()).queries_per_start == 20

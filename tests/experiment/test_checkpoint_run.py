@@ -1,0 +1,122 @@
+"""A run on a checkpoint: its trial files, how many programs run at once, whose the folder is."""
+
+import json
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from metricopt_ext.adapters.skeleton import Norms, chosen
+from metricopt_ext.errors import ConfigError, FileFormatError
+from metricopt_ext.experiment.checkpoint_run import CheckpointRun
+from metricopt_ext.experiment.program_trials import TrialError
+from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.tasks.program_score import Printed, ProgramScore, Score
+from metricopt_ext.utils.checkpoint_file import read_checkpoint
+
+# Keeps what it is given, and notes when it ran.
+KEEPING = """
+import shutil, sys, time
+began = time.monotonic()
+shutil.copy(sys.argv[1], f"seen-{sys.argv[2]}")
+time.sleep(0.1)
+print("score", (int(sys.argv[2]) if sys.argv[2].isdecimal() else 0) % 5)
+with open("times", "a") as file:
+    file.write(f"{sys.argv[2]} {began} {time.monotonic()}\\n")
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointRun:
+    monkeypatch.chdir(tmp_path)
+    save_file({"norm.weight": torch.ones(4), "norm.bias": torch.tensor([-0.0, 1, 2, 3])}, "in.safetensors")
+    return made(KEEPING)
+
+
+def made(code: str, *, repeats: int = 1, seed: int = 0) -> CheckpointRun:
+    file = read_checkpoint("in.safetensors")
+    words = [sys.executable, "-S", "-c", code, "{checkpoint}", "{trial}"]
+    score = ProgramScore(words, Printed(r"score (\S+)", "--parse"), repeats=repeats)
+    return CheckpointRun(file, Norms(file, chosen(file), dim=2, seed=seed), score, Path("out"), seed=seed)
+
+
+def test_the_unchanged_file_is_scored_bit_for_bit(run: CheckpointRun) -> None:
+    found = run.score_unchanged()
+    assert found == Score(0.0, None, None, found.seconds)
+    assert Path("seen-0").read_bytes() == Path("in.safetensors").read_bytes()
+    assert not run.begun()
+
+
+def test_each_trial_is_scored_once_by_as_many_programs_as_jobs(run: CheckpointRun) -> None:
+    unchanged = run.score_unchanged()
+    tuned = run.tune(12, unchanged=unchanged, jobs=3)
+    rows = [line.split() for line in Path("times").read_text().splitlines()]
+    assert sorted(int(row[0]) for row in rows) == list(range(12))
+    times = [(float(began), float(ended)) for _, began, ended in rows]
+    at_once = [sum(began <= each < ended for began, ended in times) for each, _ in times]
+    assert max(at_once) in (2, 3)  # a batch may end with fewer
+    assert [path.name for path in Path("out/trials").glob("*") if path.suffix != ".log"] == []
+    files = [load_file(f"seen-{n}") for n in range(12)]
+    assert len({tuple(each["norm.weight"].tolist()) for each in files}) == 12
+    run.write(Path("out.safetensors"), tuned)
+    assert tuned.changed
+    assert tuned.queries == {"score": 12}
+    (kept,) = [n for n in range(12) if Path("out.safetensors").read_bytes() == Path(f"seen-{n}").read_bytes()]
+    assert tuned.result.after == kept % 5
+
+
+def test_it_says_once_whether_it_is_worth_it(run: CheckpointRun) -> None:
+    """The twelfth trial may be one that fails: then the next one says it."""
+
+    class Heard(Watcher):
+        lines: ClassVar[list[str]] = []
+
+        def say(self, line: str) -> None:
+            self.lines.append(line)
+
+    code = 'import sys; n = int(sys.argv[2]); print("score", n % 5 if n != 11 else "none")'
+    made(code).tune(16, failures=1, watcher=Heard())
+    first, worth = (line for line in Heard.lines if not line.startswith("trial 11 failed"))
+    assert first == "score 0.0000 as trained; best of 11 queries +4.0000"
+    assert worth.startswith("worth it? undecided: nobody can tell a gain from chance")
+
+
+def test_repeats_count_as_queries(run: CheckpointRun) -> None:
+    repeated = made(KEEPING.replace("time.sleep(0.1)", ""), repeats=2)
+    with pytest.raises(ConfigError, match="--queries 12 with --repeats 2: 6 queries are too few"):
+        repeated.tune(12)
+    assert not Path("times").exists()
+    assert repeated.tune(23).queries == {"score": 22}
+
+
+def test_a_trial_that_fails_names_its_log(run: CheckpointRun) -> None:
+    failing = made("raise SystemExit(3)")
+    with pytest.raises(TrialError, match="unchanged checkpoint can't be scored: its exit status is 3") as caught:
+        failing.score_unchanged()
+    assert caught.value.log == Path("out/trials/0.log")
+
+
+def test_a_folder_is_of_one_run(run: CheckpointRun, tmp_path: Path) -> None:
+    run.claim({"score": "a"}, resume=False)
+    assert run.begun()
+    with pytest.raises(FileFormatError, match="holds an earlier run: add --resume"):
+        run.claim({"score": "a"}, resume=False)
+    with pytest.raises(FileFormatError, match="score was 'a', now 'b'"):
+        run.claim({"score": "b"}, resume=True)
+    leftovers = [tmp_path / "out/trials/3.safetensors", tmp_path / "out/trials/.3.safetensors.x.unfinished"]
+    for path in leftovers:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
+    run.claim({"score": "a"}, resume=True)
+    assert not any(path.exists() for path in leftovers)
+    save_file({"norm.weight": torch.zeros(4), "norm.bias": torch.zeros(4)}, "in.safetensors")
+    with pytest.raises(FileFormatError, match="content of the checkpoint was"):
+        run.claim({"score": "a"}, resume=True)
+    assert json.loads(Path("out/run.json").read_text())["moved"] == ["norm.weight", "norm.bias"]
+
+
+def test_disk_is_for_each_job_the_result_and_a_spare(run: CheckpointRun) -> None:
+    assert run.disk(3) == 5 * Path("in.safetensors").stat().st_size

@@ -1,0 +1,235 @@
+"""MetricOpt beside its rivals: outcomes against independent evaluation."""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.errors import ConfigError, FileFormatError
+from metricopt_ext.experiment.baselines import at_each_budget, best_of_loss_finetune, ending_at
+from metricopt_ext.experiment.compare import Comparison, compare
+from metricopt_ext.experiment.method import Contender, Planned, Reached
+from metricopt_ext.experiment.method_config import FinetuneConfig, RecipeConfig
+from metricopt_ext.experiment.run_config import RunConfig
+from metricopt_ext.experiment.usual_methods import planned, usual_methods
+from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.tuning import finetune, metric_policy
+from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.search.optimizer import LossStep
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.task import FinetuneTask
+
+SPENT, QUERIES = 45, 47
+CONFIG = RunConfig(
+    finetune=FinetuneConfig(10, 0.1),
+    method=RecipeConfig(evals=3, rounds=2, folds=2, trials=1, learners=["ridge"]),
+    queries=QUERIES,
+    best_evals=6,
+)
+RECIPE = CONFIG.build_strategy()
+assert isinstance(RECIPE, Recipe)
+USUAL = ["pretrained", "metricopt", "loss_finetune", "loss_finetune_best", "loss_finetune_validation"]
+
+
+class Hidden:
+    """The test metric: the distance to another goal, which counts how often it is called."""
+
+    def __init__(self, goal: Tensor) -> None:
+        self.goal, self.calls = goal, 0
+        self.metric = Metric(self, maximize=False, bounds=None, name="distance")
+
+    def at(self, phi: Tensor) -> float:
+        return float(((phi - self.goal) ** 2).sum())
+
+    def __call__(self, model: Any) -> float:
+        self.calls += 1
+        return self.at(model.metricopt.phi)
+
+
+def beside(
+    task: Any, folder: Path, more: Any = None, *, config: RunConfig = CONFIG, resume: bool = False
+) -> tuple[Comparison, Hidden]:
+    hidden = Hidden(task.goal + 0.1)
+    methods = usual_methods(config, 3, inputs=[], batches=task.batches, folder=folder, resume=resume)
+    return compare(task, hidden.metric, {**methods, **(more or {})}), hidden
+
+
+def without_seconds(comparison: Comparison) -> dict[str, Any]:
+    return {name: [replace(each, seconds=0.0) for each in of] for name, of in comparison.outcomes.items()}
+
+
+def test_outcomes_are_what_the_ends_are_worth(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    task, twin = quadratic(noise=2.0), quadratic(noise=2.0)
+    comparison, hidden = beside(task, tmp_path)
+    alone = optimize_metric(twin, queries=QUERIES, strategy=RECIPE, seed=3, watcher=Watcher())
+    path = finetune(twin, LossStep(0.1), 10, seed=3)
+    best = min((path[step] for step in (0, 2, 4, 6, 8, 10)), key=twin.true_cost)  # 6 evenly spaced of 11 points
+    ends = [torch.zeros(4, dtype=torch.float64), alone.ends[alone.chosen], path[-1], best, path[-1]]
+    assert list(comparison.outcomes) == list(comparison.results) == USUAL
+    for name, phi in zip(USUAL, ends, strict=True):
+        (outcome,) = comparison.outcomes[name]
+        assert outcome.validation == pytest.approx(task.true_cost(phi), rel=1e-12)
+        assert outcome.test == pytest.approx(hidden.at(phi), rel=1e-12)
+    assert not torch.equal(best, path[-1])
+    assert hidden.calls == hidden.metric.ledger.spent == len(ends)
+    steered = finetune(twin, metric_policy(alone.fit.f, RECIPE, alone.details.setting), 10, seed=3)
+    on_loss = [twin.true_cost(phi) for phi in path]
+    assert comparison.curves == {
+        "loss_finetune": on_loss,
+        "loss_finetune_validation": on_loss,  # here the labelled batches are those of the loss
+        "metricopt": [twin.true_cost(phi) for phi in steered],
+    }
+
+
+def test_metrics_of_higher_is_better_keep_their_units(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    lower, task = quadratic(), quadratic()
+    higher = replace(task, metric=Metric(lambda model: 100 - task.distance(model), maximize=True, bounds=(0, 100)))
+    a, b = beside(lower, tmp_path / "a")[0].outcomes, beside(higher, tmp_path / "b")[0].outcomes
+    for name in ("pretrained", "loss_finetune", "loss_finetune_best"):
+        assert b[name][0].validation == pytest.approx(100 - a[name][0].validation)
+    assert b["metricopt"][0].validation >= max(b["pretrained"][0].validation, b["loss_finetune"][0].validation)
+
+
+@pytest.mark.parametrize("best_evals", [1, 2, 5, 11, 51])
+def test_the_best_step_is_the_best_of_the_evaluated_ones(
+    quadratic: Callable[..., Any], tmp_path: Path, best_evals: int
+) -> None:
+    task = quadratic(noise=2.0)
+    comparison, _ = beside(task, tmp_path, config=replace(CONFIG, best_evals=best_evals))
+    path = finetune(task, LossStep(0.1), 10, seed=3)
+    evals = min(best_evals, 11)
+    steps = [0] if evals == 1 else [round(i * 10 / (evals - 1)) for i in range(evals)]
+    (outcome,) = comparison.outcomes["loss_finetune_best"]
+    assert outcome.validation == min(task.true_cost(path[step]) for step in steps)
+    assert (outcome.queries_total, outcome.queries_per_start) == (evals, evals)
+    twin = quadratic(noise=2.0)
+    assert task.true_cost(best_of_loss_finetune(twin, path, best_evals)) == outcome.validation
+    assert twin.queries == evals
+
+
+def test_each_method_is_charged_with_what_it_spent(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    def search(task: FinetuneTask) -> Tensor:
+        task.costs_at(torch.randn(4, task.dim), "search")
+        return task.origin()
+
+    more = {
+        "batchnorm_validation": planned(ending_at(lambda task: task.origin())),
+        "cma_es": planned(at_each_budget(lambda task, *_: search(task)), 4),
+        "refined": lambda earlier: Planned(at_each_budget(lambda task, *_: search(task)), (4,)),
+    }
+    task = quadratic()
+    outcomes = beside(task, tmp_path, more)[0].outcomes
+    assert {name: (o.queries_total, o.queries_per_start) for name, (o,) in outcomes.items()} == {
+        "pretrained": (0, 0),
+        "metricopt": (SPENT, 3),
+        "loss_finetune": (0, 0),
+        "loss_finetune_best": (6, 6),
+        "loss_finetune_validation": (0, 0),
+        "batchnorm_validation": (0, 0),
+        "cma_es": (4, 4),
+        "refined": (SPENT + 4, 3 + 4),
+    }
+    assert task.metric.ledger.spent == 0  # each had a ledger of its own
+
+
+def test_methods_may_end_at_a_phi_a_model_or_not_at_all(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    points = torch.randn(7, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def model(task: FinetuneTask) -> nn.Module:
+        other = copy.deepcopy(task.adapter.model)
+        other.metricopt.phi.data.copy_(points[3])
+        return other
+
+    def several(task: FinetuneTask, *_: Any) -> Iterator[Reached]:
+        return (Reached(points[i], 10 * i, i, 0.5 * i, path=points) for i in (2, 5))
+
+    task = quadratic()
+    more = {
+        "cma_es": planned(Contender(several)),
+        "second_round": planned(ending_at(model)),
+        "guided_es": planned(ending_at(lambda task: None)),
+    }
+    comparison, hidden = beside(task, tmp_path, more)
+    assert list(comparison.outcomes) == [*USUAL, "cma_es", "second_round"]
+    assert comparison.outcomes["second_round"][0].validation == task.true_cost(points[3])
+    for i, outcome in zip((2, 5), comparison.outcomes["cma_es"], strict=True):  # one for each number of queries
+        assert (outcome.validation, outcome.test) == (task.true_cost(points[i]), hidden.at(points[i]))
+        assert (outcome.queries_total, outcome.queries_per_start, outcome.seconds) == (10 * i, i, 0.5 * i)
+    assert hidden.calls == len(USUAL) + 3
+    assert comparison.curves["cma_es"] == [task.true_cost(phi) for phi in points]
+
+
+def test_seconds_are_booked_on_who_took_them(
+    quadratic: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, clock = quadratic(), [0.0]
+    monkeypatch.setattr("metricopt_ext.experiment.method.now", lambda: clock[0])
+
+    def takes_a_second(model: nn.Module) -> float:
+        clock[0] += 1
+        return task.distance(model)
+
+    def taking(seconds: float) -> Contender:
+        def run(task: FinetuneTask) -> Tensor:
+            clock[0] += seconds
+            return task.origin()
+
+        return ending_at(run)
+
+    slow = replace(task, metric=Metric(takes_a_second, maximize=False, bounds=None, name="distance"))
+    more = {"cma_es": planned(taking(7)), "refined": planned(taking(100))}
+    comparison, _ = beside(slow, tmp_path, more)
+    assert {name: outcome.seconds for name, (outcome,) in comparison.outcomes.items()} == {
+        "pretrained": 0,
+        "metricopt": SPENT,
+        "loss_finetune": 0,
+        "loss_finetune_best": 6,
+        "loss_finetune_validation": 0,
+        "cma_es": 7,
+        "refined": SPENT + 100,  # it goes on from MetricOpt, whose time it needs as well as its queries
+    }
+
+
+def test_an_interrupted_comparison_ends_as_an_uninterrupted_one(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    expected, _ = beside(quadratic(), tmp_path / "whole")
+
+    def interrupted(task: FinetuneTask) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        beside(quadratic(), tmp_path / "broken", {"cma_es": planned(ending_at(interrupted))})
+    comparison, _ = beside(quadratic(), tmp_path / "broken", resume=True)
+    assert without_seconds(comparison) == without_seconds(expected)
+    with pytest.raises(FileFormatError, match="holds an earlier run"):
+        beside(quadratic(), tmp_path / "broken")
+
+
+def test_a_method_without_an_entry_is_refused_before_anything_runs(
+    quadratic: Callable[..., Any], tmp_path: Path
+) -> None:
+    task = quadratic()
+    with pytest.raises(ConfigError, match="method 'mine' has no entry in METHODS; the choices are pretrained, "):
+        beside(task, tmp_path, {"mine": planned(ending_at(lambda task: task.origin()))})
+    assert task.queries == 0
+
+
+def test_a_method_must_come_after_the_one_that_it_continues_from(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    task = quadratic()
+    with pytest.raises(ConfigError, match="method 'refined' continues from 'metricopt', which must run before it"):
+        compare(task, task.metric, {"refined": planned(ending_at(lambda task: task.origin()))})
+    assert task.queries == 0
+
+
+def test_a_method_that_is_said_to_be_free_may_not_spend_queries(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    def spending(task: FinetuneTask, *_: Any) -> Tensor:
+        task.cost(task.origin(), "secretly")
+        return task.origin()
+
+    with pytest.raises(ConfigError, match="method 'batchnorm_validation' is free in METHODS, but spent 1 query"):
+        beside(quadratic(), tmp_path, {"batchnorm_validation": planned(at_each_budget(spending), 1)})

@@ -1,0 +1,290 @@
+"""What --dry-run prints, and that it does nothing else."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from metricopt_ext.adapters.start import Start, StartLine
+from metricopt_ext.data import training_state
+from metricopt_ext.errors import AdapterError, BudgetError, ConfigError
+from metricopt_ext.experiment import cli
+from metricopt_ext.experiment.dry_run import dry_run, files_of_run, files_of_seed, of_more_inference, planned
+from metricopt_ext.experiment.experiment import Experiment, Subject
+from metricopt_ext.experiment.method_config import (
+    FinetuneConfig,
+    PaperConfig,
+    PaperSettings,
+    RecipeConfig,
+    SearchConfig,
+)
+from metricopt_ext.experiment.run_config import AdapterConfig, RunConfig, SettingsConfig
+from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.tasks.metric import Ledger, Metric
+from metricopt_ext.tasks.task import FinetuneTask
+
+
+def settings(**change: Any) -> RunConfig:
+    given = {"queries": 60, "seeds": 2, "seed": 3, "best_evals": 4, "pictures": False, **change}
+    return RunConfig(adapter=AdapterConfig(dim=4), finetune=FinetuneConfig(10, 0.1), **given)
+
+
+SEARCH, PAPER = SearchConfig(), PaperConfig(evals=3, learner="ridge")
+RECIPE = RecipeConfig(evals=3, rounds=2, folds=2, trials=1, learners=["ridge"])
+
+
+@pytest.fixture
+def toy(quadratic: Callable[..., Any]) -> type[Experiment[Any]]:
+    """An experiment that counts its evaluations, and keeps the tasks that it prepared."""
+
+    class Toy(Experiment[RunConfig]):
+        config_type = RunConfig
+        own_files = ("phi.pt",)
+        evaluated = 0
+        made: list[FinetuneTask] = []  # noqa: RUF012
+
+        @classmethod
+        def describe(cls, config: RunConfig) -> Subject:
+            return Subject("toy/square", "squares", "distance", maximize=False)
+
+        def prepare(self) -> Any:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "model.safetensors").touch()
+            task = quadratic()
+            function = task.metric.function
+
+            def evaluated(model: Any) -> float:
+                Toy.evaluated += 1
+                return float(function(model))
+
+            metric = Metric(evaluated, **task.metric.settings, ledger=Ledger(60))
+            self.made.append(task.judged_by(metric))
+            return self.made[-1], metric.with_new_ledger()
+
+        def validation(self) -> Any:
+            return [], self.task.batches
+
+        def finish(self) -> None:
+            (self.folder / "phi.pt").touch()
+
+    return Toy
+
+
+def shown(toy: Any, config: RunConfig, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what is printed, each run of spaces as one."""
+    dry_run(toy, config, folder)
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_it_evaluates_the_metric_twice_charges_nothing_and_writes_nothing(
+    toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = shown(toy, settings(), tmp_path / "out", capsys)
+    (task,) = toy.made
+    assert toy.evaluated == 2
+    assert task.metric.ledger.spent == 0
+    assert list(tmp_path.iterdir()) == []
+    assert "the run takes about" in said
+    assert "fits of f" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "rows"),
+    [
+        (
+            {"workers": 2},
+            [
+                "seeds 2 (3 to 4), 2 at a time",
+                "starts 2, a query each",  # of those named, but one applies
+                "design 4 queries",
+                "batches about 14 of 4 queries",  # 60 - 2 - 4 - the end = 53
+                "queries of MetricOpt 60 of 60 at most",
+                "queries of loss finetune, best step 4 at most",
+            ],
+        ),
+        (
+            {"starts": ["batchnorm", "soup"]},
+            ["starts 2, a query each", "soup 6 finetunes of the model, 10% of its training each: 60% more training"],
+        ),
+        (
+            {"method": RECIPE, "methods": ["metricopt_paper"], "paper": PaperSettings(evals=3, learner="ridge")},
+            [
+                "seeds 2 (3 to 4), 1 at a time",
+                "rounds 2 of 8 tasks",  # (60 - 6 - 5) // 6
+                "tasks 16 of 10 steps, 3 queries each",
+                "then 6 queries to choose settings, 5 for the start and its guard",
+                "queries of MetricOpt 59 of 60 at most",
+                "queries of MetricOpt, Algorithm 1 60 at most",
+            ],
+        ),
+        (
+            {"method": PAPER},
+            ["tasks 19 of 10 steps, 3 queries each", "then 3 queries for the guard", "MetricOpt 60 of 60 at most"],
+        ),
+    ],
+)
+def test_the_table_has_the_planned_numbers(
+    change: dict[str, Any], rows: list[str], toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = shown(toy, settings(**change), tmp_path, capsys)
+    for row in rows:
+        assert row in said, said
+
+
+def test_the_table_says_what_lines_of_starts_take(toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 20 queries six are for lines, three each of two of three; a start that lies on one counts among its own."""
+
+    class Along(toy):  # type: ignore[misc]
+        def start(self, name: str) -> Any:
+            ways = {"prior_line": 0, "batchnorm_line": 1, "whitening": 2}
+            if name in ways:
+                return StartLine(lambda t: Start(t * torch.eye(4, dtype=torch.float64)[ways[name]]), -1.0, 1.0)
+            return Start(0.5 * torch.eye(4, dtype=torch.float64)[0]) if name == "prior" else None
+
+    lines = ["prior_line", "batchnorm_line", "whitening"]
+    said = shown(Along, settings(queries=20, starts=["prior", *lines]), tmp_path, capsys)
+    assert "starts 1, a query each" in said
+    assert "the line prior_line 3 queries, those of prior among them" in said
+    assert "the line batchnorm_line 3 queries" in said
+    assert "the line whitening not looked along, as there are too few queries" in said
+    assert "design 4 queries around the best of these" in said
+    assert "batches about 2 of 4 queries" in said  # 20 - 1 - 3 - 3 - 4 - the end = 8
+    assert "the line" not in shown(toy, settings(), tmp_path, capsys)
+
+
+def test_the_settings_file_is_named_if_there_are_settings() -> None:
+    names = [files_of_seed(settings(settings=chosen), ("own",)) for chosen in (None, SettingsConfig())]
+    assert [each for each in names[1] if each not in names[0]] == ["inference.yaml"]
+    names = [files_of_run(settings(settings=chosen)) for chosen in (None, SettingsConfig())]
+    assert [each for each in names[1] if each not in names[0]] == ["settings.png"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "most"),
+    [
+        (None, 0),
+        (SettingsConfig(), 1 + 2 * 10),
+        (SettingsConfig(inference=2.0, queries=5), 1 + 5),
+        (SettingsConfig(inference=6.0), 0),
+        (SettingsConfig(more=[]), 0),
+    ],
+)
+def test_more_inference_asks_at_most_so_much(chosen: SettingsConfig | None, most: int) -> None:
+    assert of_more_inference(settings(settings=chosen)) == most
+
+
+@pytest.mark.parametrize(("queries", "along", "batches"), [(30, 6, 5), (12, 4, 1), (9, 0, 1)])
+def test_the_plan_of_a_line_is_what_a_search_asks(
+    queries: int, along: int, batches: int, quadratic: Callable[..., Any]
+) -> None:
+    """The start, points of the line, pairs on opposite sides of the best of these, and what f proposes."""
+    way = torch.tensor([1.0, -2.0, 0.5, 0.0]).double()
+    line, task = StartLine(lambda t: Start(t * way), -2.0, 2.0), quadratic(4)
+    config = settings(queries=queries, starts=["prior_line"])
+    strategy = config.build_strategy()
+    rows, work = planned(strategy, config, 4, 1, {"prior_line": line})
+    assert [what for name, what in rows if name != "batches"] == [
+        "1, a query each",
+        f"{along} queries" if along else "not looked along, as there are too few queries",
+        f"{min(4, queries - 2 - along)} queries around the best of these",
+    ]
+    assert dict(rows)["batches"].startswith(f"about {batches} of 4 queries")
+    assert work.queries == queries
+    result = optimize_metric(task, queries=queries, starts={"line": line}, watcher=Watcher())
+    points, costs = result.points.double(), result.costs
+    off = (points - torch.outer(points @ way / (way @ way), way)).norm(dim=1)
+    assert (off < 1e-9).tolist() == [True] * (1 + along) + [False] * (len(points) - 1 - along)
+    best = points[min(range(1 + along), key=lambda at: costs[at])]
+    for pair in range(min(4, queries - 2 - along) // 4 * 2):
+        torch.testing.assert_close((points[1 + along + pair] + points[3 + along + pair]) / 2, best)
+    assert len(points) == queries - 1  # the end is a query of its own
+    assert result.queries == {"starts": 1 + along, "search": queries - 1 - along}
+
+
+def test_the_time_is_the_probes_times_the_plan() -> None:
+    config = settings(method=RECIPE)
+    _, work = planned(config.build_strategy(), config, 4, population=3)
+    # Two rounds of 8 tasks and 6 trials, three at a time, of 10 steps each; 4 ends of the guard, one by one.
+    assert work == (2 * 8 * 3 + 6 + 5, 4 * 10, (2 * 3 + 2) * 10, 3)
+
+
+@pytest.mark.parametrize("method", [SEARCH, RECIPE, PAPER], ids=lambda method: method.name)
+def test_the_files_are_those_of_a_run(
+    method: Any, toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tensorboard")
+    config, folder = settings(method=method, seeds=1), tmp_path / "out"
+    said = shown(toy, config, folder, capsys).replace(",", "").split()
+    cli.run_and_report(toy, config, folder, False)
+    left = {path.name for each in (folder, folder / "seed-3") for path in each.iterdir()}
+    assert left - {"seed-3", ".lock"} == {name for name in said if name in left} != set()
+    endings = (".json", ".png", ".md", ".safetensors", ".pt", ".txt")
+    assert {name for name in said if name.endswith(endings)} <= left
+
+
+def test_a_model_is_trained_for_its_pace_alone(
+    toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seconds = iter(range(10_000))
+    monkeypatch.setattr(training_state, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    taken: list[int] = []
+
+    class Trained(toy):  # type: ignore[misc]
+        def prepare(self) -> Any:
+            model = nn.Linear(1, 1)
+            state = training_state.TrainingState(
+                model, torch.optim.SGD(model.parameters(), 0.1), 610, {}, watcher=self.watcher
+            )
+            for step in state.steps_left():  # a second each
+                taken.append(step)
+                state.losses.append(0.0)
+            return super().prepare()
+
+    said = shown(Trained, settings(seeds=1), tmp_path, capsys)
+    assert taken == list(range(10))
+    assert "preparing a seed takes about 10 min" in said
+    assert "trained for 10 seconds; at this pace its training takes 10 min more" in said
+    assert "the run takes about 10 min" in said
+    assert "trained for" not in shown(toy, settings(), tmp_path, capsys)
+
+
+def test_what_a_run_would_refuse_is_refused(toy: Any, tmp_path: Path) -> None:
+    class Broken(toy):  # type: ignore[misc]
+        def prepare(self) -> Any:
+            task, metric = super().prepare()
+            return FinetuneTask(
+                task.adapter, loss=lambda model, batch: 1.0, batches=task.batches, metric=metric, population=1
+            ), metric
+
+    refused: list[tuple[Any, RunConfig, type[Exception], str]] = [
+        (toy, settings(method=RecipeConfig(labels="none")), ConfigError, "method: labels is 'none'"),
+        (toy, settings(queries=9), BudgetError, "9 queries are too few: GuidedTrustRegion"),
+        (Broken, settings(), AdapterError, "it must return a scalar tensor"),
+    ]
+    for experiment, config, error, message in refused:
+        messages = []
+        for number, run in enumerate((dry_run, lambda *given: cli.run_and_report(*given, False))):
+            with pytest.raises(error, match=message) as caught:
+                run(experiment, config, tmp_path / str(number))
+            messages.append(str(caught.value))
+        assert messages[0] == messages[1]
+
+
+def test_the_option_stops_before_the_run(
+    toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("queries: 60\npictures: false\nadapter: {dim: 4}\n")
+    monkeypatch.setattr(cli, "run_and_report", lambda *given: pytest.fail("was run"))
+    monkeypatch.setattr(
+        sys, "argv", ["tool.py", "--config-file", str(file), "--output-dir", str(tmp_path / "out"), "--dry-run"]
+    )
+    cli.main_of("A tool.", toy, "seeds=3")
+    assert "dry run" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()

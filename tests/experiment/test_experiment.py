@@ -1,0 +1,325 @@
+"""One seed of a real run, and several beside each other."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.classification.config import (
+    ClassificationConfig,
+    ClassifierAdapterConfig,
+    DataConfig,
+    MetricConfig,
+    ModelConfig,
+    TableConfig,
+)
+from metricopt_ext.classification.experiment import ClassificationExperiment
+from metricopt_ext.classification.predictions import predict_classes
+from metricopt_ext.comparison.comparison import Plan
+from metricopt_ext.comparison.comparison import run_seed as compare_seed
+from metricopt_ext.errors import FileFormatError, UnguardedError
+from metricopt_ext.experiment.cli import run_and_report
+from metricopt_ext.experiment.dry_run import dry_run
+from metricopt_ext.experiment.experiment import State, run_seed
+from metricopt_ext.experiment.method import Begun
+from metricopt_ext.experiment.method_config import FinetuneConfig, PaperConfig, RecipeConfig, SearchConfig
+from metricopt_ext.experiment.passes import counting
+from metricopt_ext.experiment.record import SeedRecord
+from metricopt_ext.experiment.run_config import EvaluationConfig
+from metricopt_ext.methods.starts import with_start
+from metricopt_ext.runtime.parallel import run_seeds
+from metricopt_ext.runtime.progress import Watcher
+
+
+def without_seconds(record: SeedRecord) -> SeedRecord:
+    outcomes = {name: [replace(each, seconds=0.0) for each in of] for name, of in record.outcomes.items()}
+    return replace(record, outcomes=outcomes)
+
+
+def tiny() -> ClassificationConfig:
+    return ClassificationConfig(
+        data=DataConfig(name="wine", fractions=[0.5, 0.25, 0.25], standardise=True),
+        model=ModelConfig(name="tabular_mlp", epochs=3, batch_size=30),
+        adapter=ClassifierAdapterConfig(kind="input_bias", dim=3),
+        metric=MetricConfig(name="mcr"),
+        finetune=FinetuneConfig(4, 0.1),
+        method=RecipeConfig(evals=2, rounds=1, folds=2, trials=0, start_std=1.0, learners=["ridge"]),
+        queries=30,
+        batch_size=9,
+        best_evals=2,
+    )
+
+
+def test_a_population_is_chosen_by_the_memory_that_is_given(tmp_path: Path) -> None:
+    config = tiny()
+    lines: dict[int, str] = {}
+    for gib in (1.0, 2**-30, 0.0):  # 0: room for 4 batches, but not for 16
+        config.memory = gib or 10 * size_of_one(lines[32]) / 2**30
+        population: Any = ClassificationExperiment(config, tmp_path, 3).task.population
+        lines[int(population)] = population.line
+    assert list(lines) == [32, 1, 4]
+    assert lines[1].endswith("over 9.54e-07 MiB")
+    config.population = 3
+    config.memory = 1.0
+    assert ClassificationExperiment(config, tmp_path, 3).task.population == 3
+
+
+def size_of_one(line: str) -> float:
+    """Return the bytes of one batch's activations, as a line says those of 32."""
+    return float(re.search(r"of 32 batches take ([\d.]+) MiB", line)[1]) * 2**20 / 32  # type: ignore[index]
+
+
+def test_a_metric_is_as_patient_as_the_settings_say(tmp_path: Path) -> None:
+    config = tiny()
+    config.evaluation = EvaluationConfig(failures=2, timeout=30.0)
+    metric = ClassificationExperiment(config, tmp_path, 3).task.metric
+    assert (metric.failures, metric.timeout, metric.ledger.spent) == (2, 30.0, 0)
+    assert not metric.require_guard
+    config.guard.required = True
+    metric = ClassificationExperiment(config, tmp_path, 3).task.metric
+    assert metric.require_guard
+    metric.function = lambda model: 0.5
+    with pytest.raises(UnguardedError, match="a guard is required"):
+        metric.evaluate(torch.nn.Identity(), "starts")
+
+
+def test_free_starts_are_what_the_free_methods_reach(tmp_path: Path) -> None:
+    experiment = ClassificationExperiment(tiny(), tmp_path, 3)
+    starts, methods = experiment.starts(), experiment.methods()
+    (loss,) = methods["loss_finetune"]({}).run(experiment.task)
+    assert torch.equal(starts["loss_finetune"].phi, loss.end)  # type: ignore[arg-type]
+    others = methods["batchnorm_validation"]({}).run(experiment.task)
+    assert ("batchnorm" in starts) == bool(others)
+    for other in others:
+        cost = with_start(experiment.task, starts["batchnorm"]).cost(starts["batchnorm"].phi, "judge")
+        assert cost == experiment.task.metric.cost(other.end, "judge")  # type: ignore[type-var]
+    assert "threshold" in experiment.contenders(experiment.config)
+
+
+def test_a_comparison_finetunes_on_validation_labels_as_the_tool_does(tmp_path: Path) -> None:
+    experiment = ClassificationExperiment(tiny(), tmp_path, 3)
+    (tools,) = experiment.methods()["loss_finetune_validation"]({}).run(experiment.task)
+    contender = experiment.contenders(experiment.config, experiment)["loss_finetune_validation"]
+    (one, other) = contender.run(experiment.task, Begun.at(experiment.task.origin()), [1, 9], 3)
+    assert torch.equal(one.end, tools.end)
+    assert torch.equal(other.end, one.end)
+    assert (one.queries, other.queries) == (0, 0)
+    assert contender.least(experiment.task.dim) == 0
+    (elsewhere,) = contender.run(experiment.task, Begun.at(torch.ones_like(one.end)), [1], 3)
+    assert not torch.equal(elsewhere.end, one.end)
+
+
+def with_soups(*more: str) -> ClassificationConfig:
+    return ClassificationConfig(
+        data=DataConfig(name="digits"),
+        model=ModelConfig(name="small_cnn", epochs=2, lr=0.01, balanced=True),
+        adapter=ClassifierAdapterConfig(layers=["norm*"], dim=3, outputs=True),
+        metric=MetricConfig(name="accuracy"),
+        finetune=FinetuneConfig(2, 0.1),
+        starts=["soup", *more],
+        queries=14,
+        pictures=False,
+    )
+
+
+def test_a_soup_is_a_start_where_it_is_asked_for_kept_in_the_seeds_folder(tmp_path: Path) -> None:
+    experiment = ClassificationExperiment(with_soups("soup_batchnorm", "soup_prior"), tmp_path, 3)
+    starts, base = experiment.starts(), experiment.task.adapter.base_state_dict()
+    assert list(starts) == ["soup", "soup_batchnorm", "soup_prior"]
+    assert experiment.task.metric.ledger.spent == 0
+    files = sorted((tmp_path / "soup").glob("finetune-*.safetensors"))
+    assert len(files) == 6
+    states = [load_file(file) for file in files]
+    for name, value in base.items():
+        if value.is_floating_point():
+            mean = torch.stack([state[name].double() for state in states]).mean(0).to(value.dtype)
+            assert torch.equal(starts["soup"].replaced[name], mean), name
+    recalibrated, prior = starts["soup_batchnorm"], starts["soup_prior"]
+    assert recalibrated.parameters.keys() == starts["soup"].parameters.keys()
+    assert not recalibrated.replaces_the_same(starts["soup"])
+    assert prior.replaces_the_same(starts["soup"])
+    assert torch.equal(prior.phi, experiment.start("prior").phi)  # type: ignore[union-attr]
+    training = experiment.training()
+    assert training.steps == max(1, 2 * len(experiment.splits.train) // experiment.config.model.batch_size)
+    assert (training.rebalanced is not None, training.augment is not None) == (True, True)
+
+
+def test_a_comparison_counts_the_passes_of_a_soup_once(tmp_path: Path) -> None:
+    experiment = ClassificationExperiment(with_soups("soup_batchnorm"), tmp_path, 3)
+    experiment.task = counted = counting(experiment.task)
+    experiment.starts()
+    assert counted.losses.count == 6 * experiment.training().share_of(0.1)
+
+
+def test_rivals_end_at_starts_that_cost_what_they_ask_and_begin_other_methods(tmp_path: Path) -> None:
+    names = ("whole_network_labels", "em_prior", "batchnorm_mixed", "soup", "soup_greedy", "whitening")
+    plan = Plan((*names, "random_search"), (5, 14), ("soup_greedy", "batchnorm"))
+    config = replace(with_soups(), starts=["loss_finetune"])
+    compare_seed(ClassificationExperiment, config, plan, tmp_path, 3, Watcher())
+    found = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "seed-3").glob("*.json")}
+    starts, cells = found["starts"], {name: found[name]["cells"] for name in plan.methods}
+    assert starts["test"].keys() == {"pretrained", "soup_greedy", "batchnorm"}
+    assert starts["queries"] == 3 + 6
+    assert {name: [cells[name][b]["queries"] for b in cells[name]] for name in names} == {
+        **{name: [0, 0] for name in names},
+        "soup_greedy": [6],  # five are too few
+        "whitening": [],  # of no classifier
+    }
+    assert cells["soup_greedy"]["14"]["test"] == starts["test"]["soup_greedy"]
+    assert cells["random_search"]["14"]["queries"] == 14
+    assert found["random_search"]["least"] > starts["queries"]
+    finetunes = 6 * max(1, round(0.1 * (2 * 1257 // 100)))
+    assert cells["soup"]["14"]["passes"] == {"metric": 0, "loss": finetunes}
+    assert cells["soup_greedy"]["14"]["passes"] == {"metric": 6, "loss": finetunes}
+    assert cells["em_prior"]["14"]["passes"] == {"metric": 0, "loss": 0}
+    assert 120 <= cells["whole_network_labels"]["14"]["passes"]["loss"] <= 180
+    assert cells["batchnorm_mixed"]["14"]["test"] not in (starts["test"]["batchnorm"], starts["test"]["pretrained"])
+
+
+def test_a_run_with_a_soup_ends_and_is_resumed(tmp_path: Path) -> None:
+    config = with_soups()
+    record = run_seed(ClassificationExperiment, config, tmp_path, False, 3, Watcher())
+    assert (tmp_path / "seed-3" / "soup" / "finetune-5.safetensors").exists()
+    assert record.outcomes["metricopt"][-1].queries_total <= 14
+    (tmp_path / "seed-3" / "record.json").unlink()
+    again = run_seed(ClassificationExperiment, config, tmp_path, True, 3, Watcher())
+    assert without_seconds(again).outcomes == without_seconds(record).outcomes
+
+
+def test_tables_have_soups_without_augmentation_and_quantities_without_balance(tmp_path: Path) -> None:
+    training = ClassificationExperiment(tiny(), tmp_path / "a", 3).training()
+    assert training.augment is None
+    assert training.rebalanced is not None
+    config = replace(
+        tiny(),
+        data=DataConfig(name="diabetes", kind="regression", standardise=True),
+        metric=MetricConfig(name="rmse"),
+        starts=["soup"],
+    )
+    experiment = ClassificationExperiment(config, tmp_path / "b", 3)
+    assert experiment.training().rebalanced is None
+    assert experiment.starts().keys() == {"soup"}
+
+
+METHODS = {"search": SearchConfig(), "recipe": tiny().method, "paper": PaperConfig(evals=2)}
+
+
+@pytest.mark.parametrize(("strategy", "made"), [("search", 1), ("recipe", 0), ("paper", 0)])
+def test_starts_are_made_for_a_search_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, made: int
+) -> None:
+    """To make them takes a finetune on the loss, which may fail, and a pass over the validation data."""
+    experiment, calls = ClassificationExperiment(replace(tiny(), method=METHODS[strategy]), tmp_path, 3), []
+    monkeypatch.setattr(experiment, "starts", lambda: calls.append("starts") or {})
+    assert "metricopt" in experiment.methods()
+    assert len(calls) == made
+
+
+def test_the_error_of_a_classifiers_difference_is_that_of_paired_examples(tmp_path: Path) -> None:
+    """For an error rate it is the root of sum_c n_c var_c, over n, with the variance of each class's differences."""
+    config = tiny()
+    config.data = DataConfig(name="breast_cancer", fractions=[0.3, 0.2, 0.5], standardise=True)
+    experiment = ClassificationExperiment(config, tmp_path, 3)
+    part, task = experiment.splits.test, experiment.task
+    ends = task.origin(), task.starts(3.0, 0, [0])[0]
+    wrong = [(predict_classes(task.adapter, phi, part.x) != part.y).double() for phi in ends]
+    change = wrong[1] - wrong[0]
+    assert change.abs().sum() > 10
+    classes = [change[part.y == label] for label in (0, 1)]
+    expected = math.sqrt(sum(len(each) * float(each.var(correction=0)) for each in classes)) / len(change)
+    before, after = (State(task, phi) for phi in ends)
+    assert experiment.test_error(before, after) == pytest.approx(expected, rel=0.2)  # 200 resamples: ± 5%
+    assert experiment.test_error(before, before) == 0
+
+
+def test_states_of_two_models_are_compared(tmp_path: Path) -> None:
+    """A model with other buffers is another state at the same phi."""
+    config = ClassificationConfig(
+        data=DataConfig(name="digits"), model=ModelConfig(name="small_cnn", epochs=1), metric=MetricConfig(name="mcr")
+    )
+    experiment = ClassificationExperiment(config, tmp_path, 0)
+    task, start = experiment.task, experiment.start("batchnorm")
+    assert start is not None
+    noisy = Start(start.phi, {name: torch.ones_like(value) for name, value in start.buffers.items()})
+    before, after = State(task, task.origin()), State(with_start(task, noisy), task.origin())
+    assert experiment.test_error(before, after) > 0
+    assert experiment.test_error(before, before) == experiment.test_error(after, after) == 0
+
+
+@pytest.mark.slow
+def test_workers_change_nothing_and_pass_their_errors_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny()
+    alone = run_seeds(
+        partial(run_seed, ClassificationExperiment, config, tmp_path / "a", False),
+        [4, 2],
+        queries=30,
+        workers=1,
+        threads=1,
+    )
+    assert [record.seed for record in alone] == [4, 2]
+    assert alone[0].outcomes["loss_finetune"] != alone[1].outcomes["loss_finetune"]
+    (tmp_path / "b" / "seed-1").mkdir(parents=True)
+    (tmp_path / "b" / "seed-1" / "record.json").write_text("{")
+    capsys.readouterr()
+    with pytest.raises(FileFormatError, match=r"seed-1.record\.json is not valid JSON"):
+        run_seeds(
+            partial(run_seed, ClassificationExperiment, config, tmp_path / "b", True),
+            [4, 2, 1],
+            queries=30,
+            workers=2,
+            threads=1,
+        )
+    for record in alone:
+        kept = SeedRecord.load(tmp_path / "b" / f"seed-{record.seed}" / "record.json")
+        assert without_seconds(kept) == without_seconds(record)
+    shown = capsys.readouterr().out
+    assert "seed 4  value function" in shown
+    assert "seed 2  value function" in shown
+
+
+def test_what_is_shown_as_pretrained_has_the_buffers_it_was_trained_with(tmp_path: Path) -> None:
+    config = ClassificationConfig(
+        data=DataConfig(name="digits"), model=ModelConfig(name="small_cnn", epochs=1), metric=MetricConfig(name="mcr")
+    )
+    experiment = ClassificationExperiment(config, tmp_path, 0)
+    start, model = experiment.start("batchnorm"), experiment.task.adapter.model
+    assert start is not None
+    trained = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    experiment.task.adapter.apply(start)
+    with experiment.as_trained():
+        assert all(torch.equal(buffer, trained[name]) for name, buffer in model.named_buffers())
+    assert all(torch.equal(dict(model.named_buffers())[name], value) for name, value in start.buffers.items())
+
+
+@pytest.mark.slow
+def test_a_class_that_the_metric_hardly_sees_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the log and before the first query, by the report and by a dry run; with enough examples, nowhere."""
+    rows = ["0,low"] * 300 + ["1,mid"] * 100 + ["2,seldom"] * 3  # 20% and 70% of 3 are none and two
+    (tmp_path / "t.csv").write_text("\n".join(["x,y", *rows]))
+    config = tiny()
+    config.data = TableConfig(name="csv", root=str(tmp_path / "t.csv"), target="y", fractions=[0.7, 0.1, 0.2])
+    config.seeds, config.pictures = 2, False
+    with pytest.warns(UserWarning, match=r"1 of 3 classes has fewer than 10 examples .* \('seldom' 0\)") as told:
+        run_and_report(ClassificationExperiment, config, tmp_path / "out", resume=False)
+    assert sum("fewer than 10 examples" in str(each.message) for each in told) == 1
+    log = (tmp_path / "out" / "log.txt").read_text()
+    assert "('seldom' 0)" in log
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["rare"] == [{"of": "class", "groups": 3, "rare": 1, "fewest": {"seldom": 0}}] * 2
+    capsys.readouterr()
+    dry_run(ClassificationExperiment, config, tmp_path / "dry")
+    assert "1 of 3 classes has fewer than 10 examples" in " ".join(capsys.readouterr().out.split())
+
+
+def test_common_classes_are_not_named(tmp_path: Path) -> None:
+    config = tiny()
+    config.data = DataConfig(name="breast_cancer", fractions=[0.5, 0.25, 0.25], standardise=True)
+    assert ClassificationExperiment(config, tmp_path, 0).rare() is None

@@ -1,0 +1,156 @@
+"""What a method is to a comparison."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.experiment.method import (
+    METHODS,
+    SIBLINGS,
+    Begun,
+    Contender,
+    Meter,
+    Planned,
+    Reached,
+    check_known,
+    siblings_of,
+)
+from metricopt_ext.experiment.passes import Passes, noticing
+from metricopt_ext.siblings.ala.ala import AdaptiveLossAlignment
+from metricopt_ext.siblings.reloss.reloss import ReLoss
+from metricopt_ext.siblings.sibling import Sibling
+from metricopt_ext.siblings.sl.surrogate_learning import SurrogateLearning
+from metricopt_ext.tasks.metric import Evaluation, Metric
+
+
+def test_every_method_has_a_title_and_a_colour_of_its_own() -> None:
+    for value in ("title", "colour"):
+        assert len({getattr(entry, value) for entry in METHODS.values()}) == len(METHODS)
+    assert all(len(entry.colour) == 7 and int(entry.colour[1:], 16) >= 0 for entry in METHODS.values())
+
+
+def test_a_method_comes_after_one_that_there_is() -> None:
+    names = list(METHODS)
+    for name, entry in METHODS.items():
+        assert not entry.after or names.index(entry.after) < names.index(name)
+
+
+def test_unknown_methods_are_refused_by_name() -> None:
+    check_known(METHODS)
+    with pytest.raises(ConfigError, match="method 'tresholds' has no entry in METHODS; the choices are pretrained"):
+        check_known(["metricopt", "tresholds"])
+
+
+def test_a_meter_counts_from_where_it_was_made(quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [5.0]
+    monkeypatch.setattr("metricopt_ext.experiment.method.now", lambda: clock[0])
+    task, end = quadratic(), torch.ones(4, dtype=torch.float64)
+    task.cost(end, "before")
+    meter = Meter(task)
+    task.costs_at(end[None].repeat(3, 1), "search")
+    clock[0] = 7.0
+    assert meter.reached(end) == Reached(end, 3, 3, 2.0)
+    assert meter.reached(end).after(Reached(end, 100, 10, 1.5)) == Reached(end, 103, 13, 3.5)
+
+
+def test_a_meter_forgets_what_it_is_told_to(quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [5.0]
+    monkeypatch.setattr("metricopt_ext.experiment.method.now", lambda: clock[0])
+    plain, end = quadratic(), torch.ones(4, dtype=torch.float64)
+    runs = Metric(lambda model: float(model.linear(torch.ones(1)).sum()), maximize=False, bounds=None)
+    model = nn.Module()
+    model.linear = nn.Linear(1, 1)
+    task = noticing(plain.judged_by(runs))
+    task.metric.cost(model, "before")
+    meter = Meter(task)
+    for _ in range(3):
+        task.metric.cost(model, "search")
+    task.loss_and_gradient(end[None].repeat(2, 1), 0, [0, 1], 0)
+    clock[0] = 7.0
+    assert meter.reached(end) == Reached(end, 3, 3, 2.0, Passes(3, 2))
+    clock[0] = 9.0
+    meter.forget_since(7.0)
+    meter.forget_last_queries(2)
+    assert meter.reached(end) == Reached(end, 1, 1, 2.0, Passes(1, 2))
+
+
+def test_a_planned_contender_begins_where_it_is_told_and_pays_for_the_choice(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    starts = {"start": Start(task.origin()), "half": Start(task.goal / 2)}
+    asked = {name: Evaluation(task.true_cost(start.phi)) for name, start in starts.items()}
+    seen: list[Any] = []
+
+    def run(task: Any, begun: Begun, budgets: Any, seed: int) -> Any:
+        seen.append((begun.chosen, tuple(budgets), seed))
+        yield Reached(begun.of(task)[1], 5, 3, 1.0)
+
+    begun = Begun(starts, "half", len(starts), asked)
+    (reached,) = Planned(Contender(run), (40,), 7, begun).run(task)
+    assert (reached.queries, reached.queries_per_start) == (7, 5)
+    assert torch.equal(reached.end, task.goal / 2)  # type: ignore[arg-type]
+    (plain,) = Planned(Contender(run)).run(task)
+    assert (plain.queries, plain.queries_per_start) == (5, 3)
+    assert torch.equal(plain.end, task.origin())  # type: ignore[arg-type]
+    assert seen == [("half", (40,), 7), ("given", (0,), 0)]
+    assert Planned(Contender(lambda *_: iter(()))).run(task) == ()
+
+
+def test_an_end_of_a_start_with_other_tensors_is_a_model(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    task.adapter.model.register_buffer("seen", torch.zeros(1))
+    start = Start(task.goal / 2, {"seen": torch.ones(1)})
+    own, phi = Begun({"other": start}, "other").of(task)
+    assert own.adapter.model is not task.adapter.model
+    assert torch.equal(phi, start.phi)
+    end = Begun({"other": start}, "other").standing(task, task.goal)
+    assert isinstance(end, nn.Module)
+    assert torch.equal(end.seen, torch.ones(1))
+    assert torch.equal(end.metricopt.phi, task.goal)
+    assert torch.equal(task.adapter.model.seen, torch.zeros(1))
+    assert Begun.at(phi).standing(task, task.goal) is task.goal
+    assert Begun.at(phi).standing(task, end) is end
+
+
+def test_every_sibling_has_settings_of_its_own() -> None:
+    assert all(isinstance(method, Sibling) for method in SIBLINGS.values())
+    assert len(set(map(repr, SIBLINGS.values()))) == len(SIBLINGS)
+
+
+def test_surrogate_learning_has_the_settings_of_its_paper() -> None:
+    for name, surrogate in {"sl_u": "universal", "sl_s": "scratch", "sl_r": "refined"}.items():
+        method = SIBLINGS[name]
+        assert isinstance(method, SurrogateLearning)
+        assert (method.surrogate, method.iterations, method.model_steps, method.surrogate_steps) == (
+            surrogate,
+            300_000,
+            3,
+            10,
+        )
+        assert method.model_lr == method.surrogate_lr == method.clip == 1e-5
+        assert (method.universal.positive, method.universal.mean, method.universal.std) == (0.5, 0.0, 1.0)
+        assert method.universal.lr == method.universal.clip == 1e-5
+
+
+def test_reloss_has_the_settings_of_its_paper() -> None:
+    for name, cross_entropy in {"reloss": True, "reloss_only": False}.items():
+        method = SIBLINGS[name]
+        assert isinstance(method, ReLoss)
+        assert method.cross_entropy == cross_entropy
+        assert (method.training.lr, method.training.weight_decay, method.training.penalty) == (0.01, 1e-4, 10.0)
+
+
+def test_adaptive_loss_alignment_has_the_settings_of_its_paper() -> None:
+    for name, loss in {"ala": "classes", "ala_mixture": "mixture", "ala_focal": "focal"}.items():
+        method = SIBLINGS[name]
+        assert isinstance(method, AdaptiveLossAlignment)
+        assert (method.loss, method.children, method.history, method.link) == (loss, 10, 10, "sigmoid")
+        assert method.action_steps == method.reward_evals == 200
+        assert (method.gamma, method.beta, method.policy_lr, method.offset) == (0.9, 0.1, 0.001, 1.0)
+        assert (method.optimizer, method.momentum) == ("sgd", 0.9)
+        assert (name in siblings_of("embedders")) == (loss != "classes")
+    assert {*siblings_of("embedders"), *siblings_of("classifiers")} == set(SIBLINGS)

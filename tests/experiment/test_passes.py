@@ -1,0 +1,111 @@
+"""Passes: what counts as one, whichever model runs, and what does not."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from metricopt_ext.errors import MetricError
+from metricopt_ext.experiment.passes import Noticing, Passes, counting, noticing, passes_of, queries_cost
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.task import FinetuneTask
+
+
+@pytest.fixture
+def running(quadratic: Callable[..., Any]) -> FinetuneTask:
+    """A quadratic task whose metric runs the model first."""
+    task = quadratic()
+
+    def distance(model: nn.Module) -> float:
+        model(torch.zeros(1, 2, dtype=torch.float64))
+        return float(task.problem.distance(model))
+
+    return noticing(task.judged_by(Metric(distance, maximize=False, bounds=None)))
+
+
+def test_passes_add_up() -> None:
+    assert Passes(5, 3) + Passes(2, 1) - Passes(1, 2) == Passes(6, 2)
+
+
+def test_a_query_is_a_pass_if_the_model_runs(running: FinetuneTask, quadratic: Callable[..., Any]) -> None:
+    points = torch.zeros(3, 4, dtype=torch.float64)
+    running.costs_at(points, "search")
+    assert passes_of(running) == Passes(metric=3)
+    assert queries_cost(running, 2) == Passes(metric=2)
+    still = noticing(quadratic())  # it reads phi alone
+    still.costs_at(points, "search")
+    assert still.metric.ledger.spent == 3
+    assert passes_of(still) == queries_cost(still, 2) == Passes()
+
+
+def test_a_task_that_counts_has_all_that_the_task_has(quadratic: Callable[..., Any]) -> None:
+    task = replace(quadratic(), memory=2.0**20)
+    for counted in (counting(task), noticing(task)):
+        own, others = vars(task), vars(counted)
+        assert own.keys() == others.keys() - {"losses"}
+        assert all(others[name] is own[name] for name in own.keys() - {"metric"})
+
+
+def test_it_does_not_matter_which_model_runs(running: FinetuneTask) -> None:
+    """Nor how deep in the metric it is; only modules without parameters of their own are none."""
+    part, wrapped = nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Softmax(dim=1))
+    x = torch.zeros(1, 2)
+    for model, passes in ((nn.Sequential(nn.ReLU(), part), 1), (wrapped, 0), (copy.deepcopy(part), 1)):
+        function = Noticing(lambda model: model(x).sum())
+        function(model)
+        assert (function.runs, function.last) == (passes, bool(passes))
+    running.copied().evaluate(running.origin(), "search")
+    assert passes_of(running) == Passes(metric=1)
+
+
+def test_only_what_runs_within_the_metric_counts(running: FinetuneTask) -> None:
+    running.adapter.model(torch.zeros(1, 2, dtype=torch.float64))
+    assert passes_of(running) == Passes()
+    function = Noticing(lambda: 0.5)
+    metric = Metric(function, maximize=True)
+    assert not metric.takes_model
+    assert metric.cost(running.adapter.model, "judge") == 0.5
+    assert function.runs == 0
+
+
+def test_a_pass_that_fails_is_one_and_leaves_no_hook(running: FinetuneTask) -> None:
+    def failing(model: nn.Module) -> float:
+        model(torch.zeros(1, 2, dtype=torch.float64))
+        raise OSError("down")
+
+    task = noticing(running.judged_by(Metric(failing, maximize=True)))
+    with pytest.raises(MetricError, match="down"):
+        task.evaluate(task.origin(), "search")
+    assert passes_of(task) == Passes(metric=1)
+    task.adapter.model(torch.zeros(1, 2, dtype=torch.float64))
+    assert passes_of(task) == Passes(metric=1)
+
+
+@pytest.mark.parametrize("population", [1, 2, 32])
+def test_losses_with_their_gradients_count_for_each_phi(quadratic: Callable[..., Any], population: int) -> None:
+    """One for each phi, however many go together; tasks that are made of a task share its count."""
+    task, phi = noticing(quadratic(population=population)), torch.zeros(5, 4, dtype=torch.float64)
+    before = passes_of(task)
+    task.loss_and_gradient(phi, 0, range(5), 0)
+    task.copied().judged_by(task.metric.with_new_ledger()).loss_and_gradient(phi[:2], 0, range(2), 0)
+    task.cost(task.origin(), "judge")
+    assert passes_of(task) == Passes(loss=7)
+    assert before == Passes()
+    assert passes_of(noticing(task)) == Passes()
+
+
+def test_a_task_that_counts_computes_what_it_did(quadratic: Callable[..., Any]) -> None:
+    task, phi = quadratic(), torch.ones(3, 4, dtype=torch.float64)
+    for found, expected in zip(
+        counting(task).loss_and_gradient(phi, 0, range(3), 1), task.loss_and_gradient(phi, 0, range(3), 1), strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
+def test_of_other_tasks_nothing_is_known(quadratic: Callable[..., Any]) -> None:
+    assert passes_of(quadratic()) is None
+    assert queries_cost(quadratic(), 2) == Passes()

@@ -1,0 +1,162 @@
+"""Records of seeds on disk."""
+
+import json
+import math
+import re
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metricopt_ext.errors import FileFormatError
+from metricopt_ext.experiment.record import Outcome, SeedRecord, check_alike
+from metricopt_ext.methods.more_inference import MoreInference
+from metricopt_ext.methods.recipe_settings import StepWeights
+from metricopt_ext.methods.setting_lines import SettingLine
+from metricopt_ext.utils.machine import Machine
+from metricopt_ext.value.value_function import Quality
+
+
+def test_a_record_survives_its_file(tmp_path: Path) -> None:
+    quality = Quality(0.5, 0.1, 0.2, 9, 3, 0.1, 0.2)
+    record = SeedRecord(
+        seed=3,
+        outcomes={
+            "pretrained": [Outcome(0.1, 0.2, 0, 0, 0.0)],
+            "metricopt": [Outcome(0.3, 0.2, 9, 9, 1.0)],
+            "cma_es": [Outcome(0.5, 0.4, 10, 10, 0.1), Outcome(0.6, 0.5, 20, 20, 0.2)],
+        },
+        quality=quality,
+        candidates={"ridge": quality},
+        kept="metricopt",
+        setting=StepWeights(0.0, 0.15),
+        split_half=0.5,
+        chance=0.01,
+        guard="halves",
+        curves={"metricopt": [0.1, 0.2]},
+        true=[0.5],
+        predicted=[0.25],
+        machine=Machine("A processor", "AVX2", 1, "cpu"),
+        also={"recall[a]": {"validation": (0.1 + 0.2, 1 / 3), "test": (0.0, 1.0)}},
+        holding=7,
+        lines=[
+            SettingLine("size", "values", 1.0, 1.41, [0.84, 1.0, 1.41], [0.1, 0.2, 1 / 3]),
+            SettingLine("flip", "values", False, True, [False, True], [0.1, 0.2]),
+        ],
+        more=[MoreInference(2.0, 1.99, {"size": 1.41, "flip": False}, {"size": (1.0, 1.41)}, 0.2, 1 / 3, 5, True, 6)],
+    )
+    record.save(tmp_path / "record.json")
+    assert SeedRecord.load(tmp_path / "record.json") == record
+
+
+OUTCOME = asdict(Outcome(0.5, 0.5, 1, 1, 0.1))
+LINE = asdict(SettingLine("size", "values", 1.0, 2.0, [1.0, 2.0], [0.1, 0.2]))
+MORE = asdict(MoreInference(2.0, 2.0, {"size": 2.0}, {"size": (1.0, 2.0)}, 0.1, 0.2, 1, True, 2))
+
+
+def without(name: str, whole: dict[str, Any]) -> str:
+    return json.dumps({**whole, "outcomes": {key: each for key, each in whole["outcomes"].items() if key != name}})
+
+
+def having(whole: dict[str, Any], **outcomes: Any) -> str:
+    return json.dumps({**whole, "outcomes": {**whole["outcomes"], **outcomes}})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda whole: json.dumps(whole)[:100],
+        lambda whole: "",
+        lambda whole: "[1, 2]",
+        lambda whole: json.dumps({key: value for key, value in whole.items() if key != "outcomes"}),
+        lambda whole: json.dumps({key: value for key, value in whole.items() if key != "curves"}),
+        lambda whole: json.dumps({**whole, "surplus": 1}),
+        lambda whole: json.dumps({**whole, "outcomes": []}),
+        lambda whole: json.dumps({**whole, "quality": {"spearman": 1.0}}),
+        lambda whole: json.dumps({**whole, "setting": 0.3}),
+        lambda whole: json.dumps({**whole, "guard": "thirds"}),
+        lambda whole: json.dumps({**whole, "machine": {"processor": "A processor"}}),
+        lambda whole: without("metricopt", whole),
+        lambda whole: without("pretrained", whole),
+        lambda whole: having(whole, metricopt=[]),
+        lambda whole: having(whole, refined=[]),
+        lambda whole: having(whole, **{"../../owned": [OUTCOME]}),
+        lambda whole: having(whole, metricopt=[OUTCOME | {"test": math.nan}]),
+        lambda whole: having(whole, metricopt=[OUTCOME | {"validation": math.inf}]),
+        lambda whole: having(whole, metricopt=[OUTCOME | {"validation": 10**400}]),
+        lambda whole: having(whole, metricopt=[OUTCOME | {"validation": -1e300}]),
+        lambda whole: having(whole, metricopt=[OUTCOME | {"test": None}]),
+        lambda whole: having(whole, metricopt=[OUTCOME | {"queries_total": -1}]),
+        lambda whole: having(whole, metricopt=[OUTCOME | {"seconds": -1.0}]),
+        lambda whole: having(whole, metricopt=OUTCOME),
+        lambda whole: json.dumps({**whole, "seed": -1}),
+        lambda whole: json.dumps({**whole, "seed": "../0"}),
+        lambda whole: json.dumps({**whole, "seed": 10**30}),
+        lambda whole: json.dumps({**whole, "curves": {"metricopt": [math.nan]}}),
+        lambda whole: json.dumps({**whole, "searched": [math.inf]}),
+        lambda whole: json.dumps({**whole, "predicted": [0.5, 0.5]}),
+        lambda whole: json.dumps({**whole, "queries": {"search": -3}}),
+        lambda whole: json.dumps({**whole, "queries": {"search": 3.5}}),
+        lambda whole: json.dumps({**whole, "also": {"a": {"validation": [0.1, 0.2]}}}),
+        lambda whole: json.dumps({**whole, "also": {"a": {"validation": [0.1, 0.2], "test": [0.1]}}}),
+        lambda whole: json.dumps({**whole, "also": {"a": {"validation": [0.1, math.nan], "test": [0.1, 0.2]}}}),
+        lambda whole: json.dumps({**whole, "holding": "all"}),
+        lambda whole: json.dumps({**whole, "lines": [LINE | {"values": [1.0]}]}),
+        lambda whole: json.dumps({**whole, "lines": [LINE | {"metric": [0.1, math.nan]}]}),
+        lambda whole: json.dumps({**whole, "lines": [{"name": "size"}]}),
+        lambda whole: json.dumps({**whole, "more": [MORE | {"value": math.inf}]}),
+        lambda whole: json.dumps({**whole, "more": [MORE | {"queries": -1}]}),
+        lambda whole: json.dumps({**whole, "more": [MORE | {"changes": {"size": [1.0]}}]}),
+    ],
+)
+def test_a_damaged_record_is_refused(tmp_path: Path, damage: Any) -> None:
+    outcome = Outcome(0.5, 0.5, 1, 1, 0.1)
+    quality = {
+        "spearman": 0.5,
+        "mae": 0.1,
+        "constant_mae": 0.2,
+        "points": 9,
+        "trajectories": 3,
+        "near_mae": 0.1,
+        "headroom": 0.2,
+    }
+    whole = {
+        "seed": 0,
+        "outcomes": {"pretrained": [asdict(outcome)], "metricopt": [asdict(outcome)]},
+        "quality": quality,
+        "candidates": {"ridge": quality},
+        "kept": "start",
+        "setting": [0.0, 0.1],
+        "split_half": None,
+        "chance": None,
+        "guard": "none",
+        "curves": {},
+        "true": [0.5],
+        "predicted": [0.5],
+        "machine": {"processor": "A processor", "capability": "AVX2", "threads": 1, "device": "cpu"},
+    }
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(whole))
+    assert SeedRecord.load(path).outcomes == {"pretrained": [outcome], "metricopt": [outcome]}
+    path.write_text(damage(whole))
+    with pytest.raises(FileFormatError, match=rf"{re.escape(str(path))} .*delete it to regenerate it"):
+        SeedRecord.load(path)
+
+
+def test_a_record_of_another_seed_is_refused(tmp_path: Path, report: Any) -> None:
+    record = report().records[0]
+    record.save(tmp_path / "seed-4" / "record.json")
+    assert SeedRecord.load(tmp_path / "seed-4" / "record.json") == record
+    shutil.copytree(tmp_path / "seed-4", tmp_path / "seed-5")
+    with pytest.raises(FileFormatError, match=r"seed-5/record\.json is not .*it is of seed 4, but stands in seed-5"):
+        SeedRecord.load(tmp_path / "seed-5" / "record.json")
+
+
+def test_records_of_other_lengths_are_not_put_together(report: Any) -> None:
+    first, second, third = report().records
+    check_alike([first, second, third])
+    longer = replace(second, curves={"metricopt": [*second.curves["metricopt"], 0.5]})
+    with pytest.raises(FileFormatError, match="of seeds 4 and 5 have 3 and 4 points of the curve 'metricopt'; delete"):
+        check_alike([first, longer, third])

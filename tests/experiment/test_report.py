@@ -1,0 +1,314 @@
+"""What is stated about a run: numbers against numpy and scipy, words against the intervals they name."""
+
+import json
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+from metricopt_ext.experiment.method import METHODS
+from metricopt_ext.experiment.plots import plot_methods
+from metricopt_ext.experiment.report import Report, paired_interval, spread
+
+
+def refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is not JSON")
+
+
+def test_report_json(report: Callable[..., Report], tmp_path: Path) -> None:
+    made = report()
+    assert made.write(tmp_path) == [tmp_path / "report.json", tmp_path / "report.md"]
+    content = json.loads((tmp_path / "report.json").read_text(), parse_constant=refuse)
+    assert content["task"] == "classification/toy"
+    assert content["metric"] == {"name": "accuracy", "maximize": True}
+    assert content["seeds"] == [4, 5, 6]
+    assert list(content["methods"]) == list(METHODS)
+    for column, (name, method) in enumerate(content["methods"].items()):
+        numbers = {"queries_total", "queries_per_start", "seconds", "batch_queries"}
+        assert set(method) == {"validation", "test", *numbers}
+        assert method["validation"] == [record.outcomes[name][-1].validation for record in made.records]
+        assert method["test"] == [record.outcomes[name][-1].test for record in made.records]
+        assert (method["queries_total"], method["queries_per_start"]) == (10 * column, column)
+        assert method["seconds"] == pytest.approx(1 + column)
+    f = content["value_function"]
+    assert f["heldout_spearman"] == pytest.approx((0.1 + 0.9 + 0.9) / 3)
+    assert f["heldout_mae"] == pytest.approx((0.2 + 0.01 + 0.01) / 3)
+    assert f["constant_mae"] == pytest.approx(0.1)
+    assert f["trusted"] == [False, True, True]
+    assert [quality["spearman"] for quality in f["per_seed"]] == [0.1, 0.9, 0.9]
+    assert [set(kinds) for kinds in f["candidates"]] == [{"neural", "ridge"}] * 3
+    assert content["kept"] == ["start", "metricopt", "metricopt"]
+    machine = {"processor": "A processor", "capability": "AVX2", "threads": 1, "device": "cpu"}
+    assert content["machines"] == [machine] * 3
+    assert content["versions"]["torch"] == torch.__version__.partition("+")[0]
+    assert content["queries"] == [{}] * 3
+    assert content["config"] == {"queries": 600, "guard": {"confidence": 0.84}}
+
+
+@pytest.mark.parametrize("maximize", [True, False])
+def test_a_gain_is_positive_where_metricopt_is_better(report: Callable[..., Report], maximize: bool) -> None:
+    tests = {"pretrained": [0.5, 0.6, 0.7], "metricopt": [0.6, 0.8, 0.9]}
+    mean, low, high = report(tests, maximize=maximize).gain("pretrained")
+    sign = 1 if maximize else -1
+    assert mean == pytest.approx(sign * 0.5 / 3)
+    assert (low > 0, high < 0) == (maximize, not maximize)
+    made = report(tests, maximize=maximize)
+    ours, theirs = (np.array(made.values(name, "validation")) for name in ("metricopt", "pretrained"))
+    assert made.gain("pretrained", "validation")[0] == pytest.approx(sign * float((ours - theirs).mean()))
+
+
+@pytest.mark.parametrize("level", [0.95, 0.8])
+@pytest.mark.parametrize("n", [2, 5, 10])
+def test_intervals_are_those_of_the_paired_t_test(n: int, level: float) -> None:
+    differences = np.random.default_rng(n).normal(0.3, 1, n)
+    expected = scipy.stats.ttest_1samp(differences, 0).confidence_interval(level)
+    mean, low, high = paired_interval(differences, level)
+    assert mean == pytest.approx(differences.mean())
+    assert (low, high) == pytest.approx((expected.low, expected.high))
+
+
+def test_one_seed_gives_no_interval(report: Callable[..., Report], capsys: pytest.CaptureFixture[str]) -> None:
+    mean, low, high = paired_interval([0.25])
+    assert mean == 0.25
+    assert math.isnan(low)
+    assert math.isnan(high)
+    single = report({"pretrained": [0.5], "metricopt": [0.75]}, seeds=1)
+    assert "MetricOpt against pretrained: +0.2500 on test (one seed, no interval)" in single.findings()
+    assert "One seed: " in single.markdown()
+    assert "1 seeds" not in single.markdown()
+    single.print()
+    shown = capsys.readouterr().out
+    assert "accuracy (higher is better), 1 seed\n" in shown
+    assert "±" not in shown
+    assert "interval [" not in single.markdown()
+    assert "±" not in single.markdown()
+
+
+@pytest.mark.parametrize("maximize", [True, False])
+@pytest.mark.parametrize(
+    ("differences", "verdict"),
+    [
+        ([0.1, 0.12, 0.11], "a gain"),
+        ([-0.1, -0.12, -0.11], "a loss"),
+        ([0.1, -0.1, 0.05], "no gain shown"),
+        ([0.2, 0.1, -0.02], "no gain shown"),
+        ([0.0, 0.0, 0.0], "no gain shown"),
+    ],
+)
+def test_words_follow_the_interval(
+    report: Callable[..., Report], differences: list[float], verdict: str, maximize: bool
+) -> None:
+    sign = 1 if maximize else -1
+    tests = {"pretrained": [0.5] * 3, "metricopt": [0.5 + sign * difference for difference in differences]}
+    made = report(tests, maximize=maximize)
+    (line,) = (line for line in made.findings() if "against pretrained:" in line)
+    mean, half = statistics.mean(differences), 4.302652729911275 * statistics.stdev(differences) / math.sqrt(3)
+    assert line.endswith(f": {verdict}")
+    assert f"95% interval [{mean - half:+.4f}, {mean + half:+.4f}]" in line.replace("-0.0000", "+0.0000")
+    assert f"- {line}" in made.markdown()
+
+
+def test_findings_tell_whether_f_was_trusted(report: Callable[..., Report]) -> None:
+    *_, halves, last, quality = report().findings()
+    assert "Value function on held-out trajectories: Spearman 0.63" in quality
+    assert "mean absolute error 0.0733 of the cost against 0.1000 of a constant; trusted in 2 of 3 seeds" in quality
+    assert "over phi: 0.75" in halves
+    assert "Gains on validation below 0.0099" in halves  # 0.84 of a normal distribution lie below 0.994 deviations
+    assert halves.endswith("the model was left as it was in 1 of 3 seeds")
+    assert last == "Kept by the guard: MetricOpt in 2, the model as it was in 1"
+
+
+@pytest.mark.parametrize("method", ["metricopt", "guided_es", "cma_es", "refined"])
+def test_what_may_begin_from_batchnorm_needs_the_inputs(report: Callable[..., Report], method: str) -> None:
+    made = report()
+    assert made.needs(method) == "scores"
+    made.config.update(method={"name": "search"}, starts=["loss_finetune"])
+    assert made.needs(method) == "scores"
+    made.config.update(starts=["loss_finetune", "batchnorm"])
+    assert made.needs(method) == "inputs"
+    assert made.needs("pretrained") == "scores"
+
+
+def test_findings_on_a_search_tell_what_f_said_before_each_query(report: Callable[..., Report]) -> None:
+    made = report()
+    for record, mae in zip(made.records, (0.02, 0.03, 0.04), strict=True):
+        object.__setattr__(record, "quality", replace(record.quality, incumbent_mae=mae))
+        object.__setattr__(record, "searched", [0.5, 0.7])
+    *_, quality = made.findings()
+    assert "Value function before each query: Spearman 0.63, mean absolute error 0.0733 of the cost" in quality
+    assert "against 0.1000 of a constant and 0.0300 of the best so far; trusted in 2 of 3 seeds" in quality
+    for record in made.records:
+        object.__setattr__(record, "quality", None)  # the metric never varied
+    assert not any("Value function" in line for line in made.findings())
+    assert made.to_json()["value_function"]["heldout_mae"] is None
+
+
+@pytest.mark.parametrize("maximize", [True, False])
+def test_the_markdown_table_has_a_row_per_method(report: Callable[..., Report], maximize: bool, tmp_path: Path) -> None:
+    made = report(maximize=maximize)
+    made.write(tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert text == made.markdown()
+    assert text.startswith(f"# classification/toy: accuracy ({'higher' if maximize else 'lower'} is better)\n")
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    header, rule, *rows = table[: len(METHODS) + 2]
+    assert header[:4] == ["method", "validation", "test", "queries"]
+    assert len(rule) == len(header) == 7
+    assert [row[0] for row in rows] == [entry.title for entry in METHODS.values()]
+    for name, row in zip(METHODS, rows, strict=True):
+        for part, cell in (("validation", row[1]), ("test", row[2])):
+            values = made.values(name, part)
+            assert cell == f"{statistics.mean(values):.4f} ±{statistics.stdev(values):.4f}"
+        assert row[3] == str(10 * list(METHODS).index(name))
+        assert row[4] == str(list(METHODS).index(name))
+        assert row[6] == METHODS[name].needs
+    assert "Computed on A processor (AVX2, 1 thread). Training amplifies rounding, so other processors" in text
+
+
+def test_methods_that_did_not_run_are_left_out(report: Callable[..., Report]) -> None:
+    made = report()
+    for record in made.records:
+        del record.outcomes["batchnorm_validation"]
+    assert made.methods == [name for name in METHODS if name != "batchnorm_validation"]
+    assert METHODS["batchnorm_validation"].title not in made.markdown()
+
+
+def test_a_method_that_some_seeds_lack_is_shown_as_such(report: Callable[..., Report], tmp_path: Path) -> None:
+    made = report()
+    del made.records[1].outcomes["cma_es"]
+    ours = made.values("metricopt", "test")
+    theirs = [record.outcomes["cma_es"][-1].test for record in (made.records[0], made.records[2])]
+    assert made.values("cma_es", "test") == theirs
+    assert made.gain("cma_es") == paired_interval([ours[0] - theirs[0], ours[2] - theirs[1]])
+    assert made.title("cma_es") == "CMA-ES on the metric (2 of 3 seeds)"
+    assert made.title("metricopt") == "MetricOpt"
+    assert made.to_json()["methods"]["cma_es"]["test"] == [theirs[0], None, theirs[1]]
+    assert f"| CMA-ES on the metric (2 of 3 seeds) | {spread(made.values('cma_es', 'validation'))} |" in made.markdown()
+    assert any("against CMA-ES on the metric (2 of 3 seeds): " in line for line in made.findings())
+    assert plot_methods(made, tmp_path / "methods.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("columns", ["80", "40"])
+def test_the_table_never_cuts_a_number(
+    report: Callable[..., Report], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    made = report()
+    del made.records[1].outcomes["cma_es"]  # its title becomes long
+    made.print()
+    shown = capsys.readouterr().out
+    for name in made.methods:
+        assert spread(made.values(name, "validation")) in shown
+        assert spread(made.values(name, "test")) in shown
+    assert "per start" in shown
+
+
+def test_spread() -> None:
+    assert spread([0.25]) == "0.2500"
+    assert spread([0.0, 1.0]) == "0.5000 ±0.7071"
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_the_table_fits_into_80_columns(
+    report: Callable[..., Report], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, scale: float
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    made = report({name: [scale * (0.5 + i / 20) * f for f in (1, 1.2, 1.4)] for i, name in enumerate(METHODS)})
+    made.print()
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert "classification/toy: accuracy (higher is better), 3 seeds" in shown
+    for name, entry in METHODS.items():
+        (line,) = (line for line in shown.splitlines() if line.startswith(f"{entry.title} ") and "±" in line)
+        assert len(line) <= 80
+        assert line.count("±") == 2
+        assert spread(made.values(name, "test")) in line
+        assert spread(made.values(name, "validation")) in line
+        assert line.split()[-2:] == [str(10 * list(METHODS).index(name)), str(list(METHODS).index(name))]
+    gains = [line.split(": ")[0].removeprefix("MetricOpt against ") for line in made.findings()[:-3]]
+    assert len(gains) == len(METHODS) - 1
+    for title in gains:
+        mean, low, high = made.gain(next(name for name in METHODS if METHODS[name].title == title))
+        (line,) = (line for line in shown.splitlines() if line.startswith(f"{title} ") and "±" not in line)
+        assert line.split()[-5:-2] == [f"{mean:+.4f}", f"[{low:+.4f},", f"{high:+.4f}]"]
+        assert line.endswith(("a gain", "a loss"))
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    sentences = " ".join(shown.split())
+    for line in made.findings()[-2:]:
+        assert line in sentences
+    assert "Mean ± standard deviation over 3 seeds" in sentences
+    assert "positive is better" in sentences
+
+
+def test_batch_queries_have_a_column_if_there_are_any(report: Callable[..., Report]) -> None:
+    made = report()
+    assert "batch queries" not in made.markdown()
+    assert made.to_json()["methods"]["sl_s"]["batch_queries"] == 0
+    for record in made.records:
+        record.outcomes["sl_s"] = [replace(outcome, batch_queries=4321) for outcome in record.outcomes["sl_s"]]
+    assert made.to_json()["methods"]["sl_s"]["batch_queries"] == 4321
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in made.markdown().splitlines()]
+    header = next(row for row in table if row[0] == "method")
+    asked = {row[0]: row[header.index("batch queries")] for row in table if len(row) == len(header)}
+    assert header.index("batch queries") == header.index("seconds") - 1
+    assert (asked["SL, surrogate from scratch"], asked["MetricOpt"]) == ("4321", "0")
+    assert "- batch queries: besides, evaluations of the metric on batches of scores and labels." in made.markdown()
+
+
+# --- What it cost elsewhere ----------------------------------------------------------------------------------------
+
+
+def elsewhere(made: Report, holding: list[int | None]) -> Report:
+    """Give each record another quantity, and the number of points that satisfy the constraints."""
+    records = [
+        replace(
+            record,
+            also={"recall[a]": {"validation": (0.5, 0.6 + row / 10), "test": (0.4, 0.3)}, "ece": ECE},
+            holding=holding[row],
+        )
+        for row, record in enumerate(made.records)
+    ]
+    bounds = {} if holding[0] is None else {"recall[a]": ">= start"}
+    return replace(made, records=records, config={**made.config, "metric": {"subject_to": bounds}})
+
+
+ECE = {"validation": (0.02, 0.04), "test": (0.03, 0.05)}
+
+
+def test_other_quantities_stand_beside_the_gain(
+    report: Callable[..., Report], capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = elsewhere(report(), [None, None, None])
+    content = made.to_json()
+    assert content["also"]["recall[a]"] == {
+        "validation": {"before": [0.5] * 3, "after": [0.6, 0.7, 0.8]},
+        "test": {"before": [0.4] * 3, "after": [0.3] * 3},
+    }
+    assert content["holding"] == [None] * 3
+    row = ["recall[a]", "0.5000 ±0.0000 → 0.7000 ±0.1000", "0.4000 ±0.0000 → 0.3000 ±0.0000", ""]
+    assert made.elsewhere()[0] == row
+    assert "| recall\\[a\\] |" in made.markdown() or "| recall[a] |" in made.markdown()
+    assert "What it cost elsewhere" in made.markdown()
+    made.print()
+    assert "What it cost elsewhere" in capsys.readouterr().out
+    assert made.on_constraints() == []
+
+
+def test_without_other_quantities_nothing_is_said(report: Callable[..., Report]) -> None:
+    made = report()
+    assert made.to_json()["also"] == {}
+    assert "elsewhere" not in made.markdown()
+
+
+def test_constraints_are_said_with_where_nothing_satisfied_them(report: Callable[..., Report]) -> None:
+    (line,) = elsewhere(report(), [3, 40, 1]).on_constraints()
+    assert line.startswith("Subject to recall[a] >= start on validation. MetricOpt and the searches on the metric")
+    (line,) = elsewhere(report(), [3, 0, 0]).on_constraints()
+    assert "on validation; in 2 seeds nothing that was asked satisfies that, and the model stayed as it was." in line
+    assert line in elsewhere(report(), [3, 0, 0]).findings()

@@ -1,0 +1,248 @@
+"""The search at the end of a fit under PyTorch Lightning, and MetricOpt as a module's optimizer."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+
+import metricopt_ext as mo
+from metricopt_ext.errors import AdapterError, BudgetError, ConfigError, DataError, FileFormatError
+from metricopt_ext.integrations.lightning import SearchPhi
+from metricopt_ext.runtime.progress import Watcher
+
+D = 4
+X = torch.randn(48, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+Y = (X[:, 0] > 0.5).long()
+BATCHES = DataLoader(TensorDataset(X, Y), batch_size=16)
+
+
+class Module(L.LightningModule):
+    """A classifier whose training step logs and returns a dict, as the host allows."""
+
+    def __init__(self, optimizer: Callable[[Any], Any] = lambda module: None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 2)).double()
+        self.optimizer = optimizer
+        self.validated = self.trained = 0
+
+    def training_step(self, batch: Any, index: int) -> dict[str, Tensor]:
+        self.trained += 1
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("train_loss", loss)
+        return {"loss": loss}
+
+    def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
+        self.validated += 1
+        right = (self.net(batch[0]).argmax(1) == batch[1]).double() * 0.5
+        right += self.net(batch[0]).softmax(1).gather(1, batch[1][:, None])[:, 0] * 0.5
+        self.log_dict({"score": right.mean(), "even": right[::2].mean(), "odd": right[1::2].mean()})
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self)
+
+
+def trainer(**options: Any) -> Any:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "barebones": False}
+    return L.Trainer(accelerator="cpu", enable_model_summary=False, **{"max_epochs": 1, **quiet, **options})
+
+
+def search(**options: Any) -> SearchPhi:
+    attach = lambda module: mo.attach_film(module, dim=D)  # noqa: E731
+    return SearchPhi(**{"monitor": "score", "queries": 14, "attach": attach, "watcher": Watcher(), **options})
+
+
+def test_metric_opt_under_lightning_is_metric_opt_in_a_loop() -> None:
+    """Lightning gives the optimizer a closure that computes the gradient."""
+
+    def follow(module: Module) -> mo.MetricOpt:
+        f = mo.RidgeValueFunction(D, 2).double()
+        f.coefficients.copy_(torch.randn(2 * D, 2, generator=torch.Generator().manual_seed(5)))
+        f.radius.fill_(2.0)
+        f.gradient_floor.fill_(0.1)
+        return mo.MetricOpt(mo.Adapter(module).parameters(), f.eval(), lr=0.2, steps=10, even_untrusted=True)
+
+    phis = []
+    for host in (True, False):
+        module = Module(follow)
+        adapter = mo.attach_film(module, dim=D)
+        if host:
+            trainer(max_epochs=2).fit(module, BATCHES)
+        else:
+            optimizer = follow(module)
+            for x, y in [*BATCHES, *BATCHES]:
+                optimizer.zero_grad()
+                F.cross_entropy(module.net(x), y).backward()
+                optimizer.step()
+        phis.append(adapter.phi.detach())
+    assert float(phis[0].norm()) > 0.1
+    torch.testing.assert_close(*phis, rtol=1e-12, atol=1e-12)
+
+
+def test_the_search_asks_the_modules_own_validation() -> None:
+    module, callback = Module(), search(halves=("even", "odd"))
+    host = trainer(callbacks=[callback], num_sanity_val_steps=0)
+    host.fit(module, BATCHES, DataLoader(TensorDataset(X, Y), batch_size=48))
+    assert module.validated == 1 + 14  # its own epoch
+    assert sum(callback.run.queries.values()) == 14
+    assert callback.run.guard == "halves"
+    assert callback.run.after >= callback.run.before
+    assert module.trainer is host
+    (scores,) = trainer().validate(module, DataLoader(TensorDataset(X, Y), batch_size=48), verbose=False)
+    assert scores["score"] == pytest.approx(callback.run.after, abs=1e-12)
+    assert not {"log", "log_dict"} & vars(module).keys()
+    assert module.state_dict().keys() == Module().state_dict().keys()  # phi is merged
+    assert all(parameter.requires_grad for parameter in module.parameters())
+
+
+def test_the_adapter_stays_if_it_is_asked_for() -> None:
+    module, callback = Module(), search(merge=False)
+    trainer(callbacks=[callback]).fit(module, BATCHES, BATCHES)
+    assert callback.adapter.dim == D
+    assert "net.1.weight" in callback.adapter.merge().state_dict()
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(zip(X, Y, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "data", "error", "message"),
+    [
+        ({"monitor": "f1"}, BATCHES, ConfigError, r"does not log 'f1'; it logs .*score, even, odd"),
+        ({"halves": ("even", "uneven")}, BATCHES, ConfigError, "does not log 'uneven'"),
+        ({"queries": 3}, BATCHES, BudgetError, "3 queries are too few"),
+        ({"queries": -1}, BATCHES, ValueError, "queries is -1"),
+        ({"seed": 0.5}, BATCHES, ValueError, "seed is 0.5"),
+        ({"guard_confidence": 2.0}, BATCHES, ValueError, "confidence"),
+        ({"strategy": mo.CMAES}, BATCHES, ValueError, "strategy is the class CMAES"),
+        ({"starts": {"mine": mo.Start(torch.zeros(D + 1))}}, BATCHES, AdapterError, r"phi has shape \(5,\)"),
+        ({"attach": lambda module: mo.attach_film(module, "net.9")}, BATCHES, AdapterError, "matches no layer"),
+        ({}, DataLoader(Stream(), batch_size=16), DataError, "needs a DataLoader with an index"),
+    ],
+)
+def test_what_it_can_not_search_is_said_before_training(
+    options: dict[str, Any], data: Any, error: type[Exception], message: str
+) -> None:
+    module = Module()
+    weights = {name: each.clone() for name, each in module.state_dict().items()}
+    with pytest.raises(error, match=message):
+        trainer(callbacks=[search(**options)]).fit(module, data, BATCHES)
+    assert module.trained == 0
+    assert module.state_dict().keys() == weights.keys()  # the adapter that was tried is gone
+    assert all(torch.equal(each, weights[name]) for name, each in module.state_dict().items())
+
+
+@pytest.mark.parametrize("options", [{"querys": 30}, {"task": None}])
+def test_options_that_there_are_not(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"querys|task"):
+        search(**options)
+    with pytest.raises(ValueError, match="bounds"):
+        search(bounds=(1.0, 0.0))
+
+
+def test_a_folder_that_can_not_be_used_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "identity.json").touch()
+    for name, error in {"used": FileFormatError, "file/below": OSError}.items():
+        module = Module()
+        with pytest.raises(error, match=name.split("/")[0]):
+            trainer(callbacks=[search(output_dir=tmp_path / name)]).fit(module, BATCHES, BATCHES)
+        assert module.trained == 0
+
+
+def test_without_a_sanity_check_the_first_validation_tells() -> None:
+    module = Module()
+    with pytest.raises(ConfigError, match="does not log 'f1'"):
+        trainer(callbacks=[search(monitor="f1")], num_sanity_val_steps=0, max_epochs=5).fit(module, BATCHES, BATCHES)
+    assert module.trained == len(BATCHES)
+
+
+def test_a_module_that_takes_its_own_steps_is_refused() -> None:
+    module = Module()
+    module.automatic_optimization = False
+    with pytest.raises(ConfigError, match="automatic_optimization is False"):
+        trainer(callbacks=[search()]).fit(module, BATCHES, BATCHES)
+
+
+def test_several_validation_loaders() -> None:
+    module, callback = Module(), search(monitor="score/dataloader_idx_1")
+    trainer(callbacks=[callback]).fit(module, BATCHES, [BATCHES, DataLoader(TensorDataset(X, Y), batch_size=48)])
+    assert sum(callback.run.queries.values()) == 14
+
+
+class Averaging(L.Callback):
+    """Keeps an average of the weights, as Lightning's own does since 2.6."""
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        self.average = AveragedModel(module)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_files_that_are_older_than_the_search_are_named(
+    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of the fit, and an average of its weights, lack phi."""
+    module, checkpoint = Module(lambda module: torch.optim.SGD(module.parameters(), 0.01)), ModelCheckpoint(tmp_path)
+
+    def found(task: Any, **options: Any) -> None:
+        task.adapter.set_phi(torch.full((D,), 0.5 * kept))
+
+    callback = search(merge=False)
+    monkeypatch.setattr("metricopt_ext.integrations.lightning.optimize_metric", found)
+    callbacks = [callback, checkpoint, Averaging()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(callbacks=callbacks, enable_checkpointing=True).fit(module, BATCHES, BATCHES)
+    said = [str(each.message) for each in caught if "phi" in str(each.message)]
+    assert len(said) == 2 * kept
+    if kept:
+        assert said[0].startswith(f"{checkpoint.best_model_path} was saved before the search and lacks phi")
+        assert said[1].startswith("Averaging saves its own average of the weights, which lacks phi")
+
+
+def test_it_needs_validation_data() -> None:
+    with pytest.raises(DataError, match="no validation data"):
+        trainer(callbacks=[search()]).fit(Module(), BATCHES)
+
+
+@pytest.mark.parametrize("halves", [("even", "even"), ("score", "odd"), ("score", "score")])
+def test_its_halves_are_two_other_values(halves: tuple[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"halves are \(.*\) of 'score'; give the names of its values on two halves"):
+        search(halves=halves)
+
+
+@pytest.mark.parametrize("monitor", ["val_loss", "Error rate", "val/WER"])
+def test_a_loss_that_would_be_maximised_is_warned_of(monitor: str) -> None:
+    with pytest.warns(UserWarning, match=f"'{monitor}' will be maximised; set maximize=False if lower is better"):
+        search(monitor=monitor)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        search(monitor=monitor, maximize=False)
+        search(monitor="val_power")
+
+
+def test_the_batches_are_as_large_as_the_samplers() -> None:
+    data = TensorDataset(X, Y)
+    callback, host = search(), trainer()
+    sampler = BatchSampler(SequentialSampler(data), 12, drop_last=False)
+    host.fit(
+        Module(lambda module: torch.optim.SGD(module.parameters(), lr=0.1)),
+        DataLoader(data, batch_sampler=sampler),
+        BATCHES,
+    )
+    assert len(callback._batches(host)(0, 0, 0)[0]) == 12
+    whole = DataLoader(data, batch_sampler=[list(range(24)), list(range(24, 48))])
+    with pytest.raises(DataError, match="has no batch_size, nor its batch_sampler"):
+        trainer(callbacks=[callback]).fit(Module(), whole, BATCHES)

@@ -1,0 +1,234 @@
+"""Algorithm 1 as printed, against its formulas and on a toy problem with a known answer."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import mean
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import spearmanr
+from torch import Tensor
+
+from metricopt_ext.errors import ValueFunctionError
+from metricopt_ext.methods.algorithm1 import Algorithm1, LossOptimizer
+from metricopt_ext.search.guided_es import es_direction
+from metricopt_ext.tasks.rollout import observation_steps
+from metricopt_ext.tasks.trajectory import TrajectoryStore
+from metricopt_ext.utils.seeding import generator
+from metricopt_ext.value.fitting import assign_folds
+from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
+from metricopt_ext.value.observations import Observations
+from metricopt_ext.value.reptile import SGD, ReptileLearner
+from metricopt_ext.value.value_function import NeuralValueFunction, RidgeValueFunction
+
+
+def known_f(task: Any) -> RidgeValueFunction:
+    """|phi - goal|^2 itself, as a value function."""
+    f = RidgeValueFunction(task.dim)
+    f.coefficients[:, 0] = torch.cat([-2 * task.goal, torch.ones(task.dim)]).float()
+    f.intercept.fill_(float((task.goal**2).sum()))
+    f.set_domain(torch.randn(20, task.dim))
+    return f
+
+
+@pytest.mark.parametrize(("name", "reference"), [("sgd", torch.optim.SGD), ("adam", torch.optim.Adam)])
+def test_each_member_of_a_population_moves_as_if_it_were_alone(name: Any, reference: Any) -> None:
+    torch.manual_seed(0)
+    gradients = torch.randn(7, 3, 4, dtype=torch.float64)
+    rule, phi = LossOptimizer(name, 0.05), torch.zeros(3, 4, dtype=torch.float64)
+    alone = [torch.zeros(4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    optimizers = [reference([p], 0.05) for p in alone]
+    for gradient in gradients:
+        phi = phi - rule.step(gradient)
+        for p, optimizer, g in zip(alone, optimizers, gradient, strict=True):
+            p.grad = g
+            optimizer.step()
+    assert torch.allclose(phi, torch.stack([p.detach() for p in alone]), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_meta_test_is_lines_9_to_16(quadratic: Callable[..., Any], grows: bool) -> None:
+    task = quadratic(dim=5, dtype=torch.float32)
+    f, settings = known_f(task), Algorithm1(steps=6, evals=2, lr=0.1, metric_rate=0.05, history_grows=grows)
+    points = settings.meta_test(task, f, torch.zeros(5), seed=3, index=2)
+
+    rng = generator(3, "perturbation", 2)
+    phi, past = torch.zeros(1, 5), []
+    for step in range(6):
+        assert torch.allclose(points[step], phi[0], atol=1e-6)
+        _, gradient = task.loss_and_gradient(phi, 3, [2], step)
+        past = [*past, 0.1 * gradient][-3:]
+        k = None if grows else 3
+        u = es_direction(f, phi, torch.stack(past, 1), generator=rng, count=3, variance=0.01, k=k)
+        phi = phi - 0.05 * u
+    assert torch.allclose(points[6], phi[0], atol=1e-6)
+    assert task.queries == 0
+
+    f.signature = replace(task.adapter.signature, seed=1)
+    with pytest.raises(ValueFunctionError, match="another adapter, of seed 1, not 0"):
+        settings.meta_test(task, f, torch.zeros(5))
+
+
+@pytest.mark.outcome
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_known_f_leads_to_the_metrics_optimum_not_the_losss(quadratic: Callable[..., Any], optimizer: Any) -> None:
+    task = quadratic(dim=4, dtype=torch.float32)
+    settings = Algorithm1(steps=300, evals=2, lr=0.05, metric_rate=0.2, optimizer=optimizer)
+    ends = [settings.meta_test(task, known_f(task), torch.zeros(4), seed=seed)[-1] for seed in range(3)]
+    assert mean(map(task.true_cost, ends)) < 0.02  # at worst 1e-13 ± 1e-13
+    assert task.true_cost(task.centre) > 1
+
+
+@pytest.mark.outcome
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_learns_f_from_loss_only_trajectories_and_lowers_the_metric_with_it(
+    quadratic: Callable[..., Any], optimizer: Any
+) -> None:
+    settings = Algorithm1(
+        steps=20, evals=5, lr=0.05, metric_rate=0.05, start_std=1.5, optimizer=optimizer, learner=RidgeLearner()
+    )
+    left, start = [], torch.zeros(3)
+    for seed in range(3):
+        task = quadratic(dim=3, dtype=torch.float32)
+        f = settings.meta_train(task, tasks=30, seed=seed)
+        assert task.queries == 30 * 5
+        end = settings.meta_test(task, f, start, seed=seed)[-1]
+        left.append(task.true_cost(end) / task.true_cost(start))
+    assert mean(left) < 0.7  # at worst 0.11 ± 0.04
+
+
+@pytest.mark.outcome
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("learner", "seeds"),
+    [
+        (replace(ReptileLearner.paper(), passes=150, tasks=32, points=4), range(3)),
+        (replace(NeuralLearner.offline(), iterations=500), range(3)),
+    ],
+    ids=["reptile", "offline"],
+)
+def test_online_and_offline_meta_training_lower_a_metric_that_the_loss_does_not_know(
+    quadratic: Callable[..., Any], learner: Any, seeds: range
+) -> None:
+    """The two schemes of Fig. 3b on toy problems whose optima are known, in the mean of several seeds.
+
+    Reptile is given meta-batches of many tasks: with one task in each, as printed, it did not lower the metric in the
+    mean of 20 seeds. The bound is at least four standard errors of a mean of three seeds from what more gave.
+    """
+    settings = Algorithm1(steps=20, evals=6, lr=0.05, metric_rate=0.05, start_std=1.5, learner=learner)
+    changes = []
+    for seed in seeds:
+        task, rng = quadratic(dim=3, dtype=torch.float32), torch.Generator().manual_seed(1000 + seed)
+        task.problem.centre, task.problem.goal = torch.randn(2, 3, generator=rng)
+        f = settings.meta_train(task, tasks=60, seed=seed)
+        assert task.queries == 60 * 6
+        starts = task.starts(0.5, 10_000 + seed, range(8))
+        ends = [settings.meta_test(task, f, start, seed=seed, index=i)[-1] for i, start in enumerate(starts)]
+        before, after = (sum(map(task.true_cost, points)) for points in (starts, ends))
+        changes.append(after / before - 1)
+    assert mean(changes) < -0.4  # of 8 and 10 seeds at worst -0.75 ± 0.05
+
+
+def test_the_papers_learner_is_the_default_and_gives_the_papers_network(quadratic: Callable[..., Any]) -> None:
+    task = quadratic(dim=3, dtype=torch.float32)
+    settings = Algorithm1(steps=10, evals=4, lr=0.05)
+    with pytest.warns(UserWarning, match="f gets only 6 updates") as warned:
+        f = settings.meta_train(task, tasks=6)
+    assert sum("updates" in str(warning.message) for warning in warned) == 1  # and none of the fits that measure it
+    assert isinstance(f, NeuralValueFunction)
+    assert f.members_count == 1
+    assert not f.training
+    assert f(torch.randn(7, 3)).shape == (7,)
+    paper = ReptileLearner.paper()
+    assert (paper.passes, paper.objective.gamma, paper.objective.beta) == (1, 10, 1)
+    assert paper.inner is SGD
+    assert SGD.keywords == {"lr": 0.005}
+
+
+@pytest.mark.parametrize("noise", [False, True])
+def test_quality_is_that_of_the_same_learner_on_tasks_it_has_not_seen(
+    quadratic: Callable[..., Any], noise: bool
+) -> None:
+    """A metric that is noise is predicted by no f; f itself has seen all tasks."""
+    task, rng = quadratic(dim=3, dtype=torch.float32), torch.Generator().manual_seed(0)
+    if noise:
+        task.problem.true_cost = lambda phi: float(torch.rand((), generator=rng))
+    learner = RidgeLearner()
+    settings = Algorithm1(steps=20, evals=5, lr=0.05, start_std=1.5, learner=learner, labels=Observations.of)
+    store = TrajectoryStore()
+    f = settings.meta_train(task, tasks=20, seed=1, store=store)
+    assert task.queries == 20 * 5
+    data = Observations.of(store)
+    alone = learner(data, torch.full_like(data.trajectory, -1), 1, 1)
+    assert torch.equal(f(data.phi), alone(data.phi))
+
+    fold = assign_folds(data.trajectory, 4, 1)
+    predicted = torch.empty(len(fold), dtype=torch.float64)
+    for held_out in range(4):  # each fold by a learner that is given nothing of it
+        inside = fold == held_out
+        rest = replace(data, **{name: v[~inside] for name, v in vars(data).items() if isinstance(v, Tensor)})
+        fitted = learner(rest, torch.full_like(rest.trajectory, -1), 1, 1)
+        predicted[inside] = fitted(data.phi[inside])
+    late = data.progress >= 0.5
+    assert f.quality is not None
+    assert f.quality.trajectories == 20
+    assert f.quality.spearman == pytest.approx(spearmanr(predicted[late], data.cost[late]).statistic, abs=0.01)
+    assert f.quality.mae == pytest.approx(
+        float((predicted - data.cost)[late].abs().mean()), abs=1e-4 * f.quality.constant_mae
+    )
+    assert f.trusted or noise
+    assert f.signature == task.adapter.signature
+
+
+def test_too_few_tasks_to_measure_quality_are_refused_before_any_query(quadratic: Callable[..., Any]) -> None:
+    task = quadratic(dim=3, dtype=torch.float32)
+    settings = Algorithm1(steps=10, evals=4, lr=0.05, learner=RidgeLearner())
+    with pytest.raises(ValueFunctionError, match=r"3 tasks are too few .* give at least 4"):
+        settings.meta_train(task, tasks=3)
+    assert task.queries == 0
+    store = TrajectoryStore()
+    settings.meta_train(task, tasks=4, store=store)
+    with pytest.raises(ValueError, match=r"tasks is 4\.0; it must be an integer"):
+        settings.meta_train(task, tasks=4.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueFunctionError, match="3 tasks are too few"):
+        settings.learn(list(store)[:3])
+
+
+def test_trajectories_of_meta_training_follow_the_loss_alone(quadratic: Callable[..., Any]) -> None:
+    task = quadratic(dim=3, noise=0.0)
+    policy = Algorithm1(lr=0.1).loss_only()
+    phi: Tensor = torch.randn(2, 3, dtype=torch.float64)
+    _, gradient = task.loss_and_gradient(phi, 0, [0, 1], 0)
+    assert torch.allclose(policy(phi, gradient[:, None], 0), phi - 0.1 * task.curvature * (phi - task.centre))
+
+
+def test_random_ends_are_what_is_observed(quadratic: Callable[..., Any]) -> None:
+    store = TrajectoryStore()
+    settings = Algorithm1(steps=8, evals=3, ends="random", learner=RidgeLearner(), labels=Observations.of)
+    settings.meta_train(quadratic(dim=3), tasks=6, seed=4, store=store)
+    for trajectory in store:
+        expected = observation_steps(8, 3, 4, trajectory.index, ends="random")
+        assert torch.equal(trajectory.observed, expected)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "value"),
+    [
+        ("optimizer", "lbfgs"),
+        ("steps", 0),
+        ("evals", 1),
+        ("evals", 202),
+        ("count", 0),
+        ("lr", 0.0),
+        ("variance", -1.0),
+        ("metric_rate", math.inf),
+        ("steps", 20.0),
+        ("history", True),
+        ("ends", "first"),
+    ],
+)
+def test_impossible_settings_are_printed(wrong: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{wrong} is {value!r}"):
+        Algorithm1(**{wrong: value})

@@ -1,0 +1,368 @@
+"""Algorithm S1: its bookkeeping line by line, and what it learns on problems with a known answer."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.errors import AdapterError, BudgetError, FileFormatError, MetricError
+from metricopt_ext.methods.algorithm_s1 import UNROLLED, AlgorithmS1, LearnedDetails
+from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.tuning import FRESH
+from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.search.learned_objective import LearnedObjective
+from metricopt_ext.search.learned_optimizer import LearnedOptimizer
+from metricopt_ext.search.unrolled import unroll
+from metricopt_ext.search.update_rule import load_update_rule
+from metricopt_ext.search.variational import combine
+from metricopt_ext.tasks.batches import TensorBatches
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.rollout import observation_steps
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.tasks.trajectory import TrajectoryStore
+from metricopt_ext.utils.seeding import generator
+from metricopt_ext.value.loading import load_value_function
+from metricopt_ext.value.observations import Observations
+from metricopt_ext.value.online import OnlineReptile
+
+QUICK = AlgorithmS1(steps=5, evals=3, tasks=2, pairs=3, start_std=0.5, hidden=4, step=0.1)
+
+
+def known_f(task: Any, settings: AlgorithmS1 = QUICK) -> Any:
+    """A value function that was adapted to two tasks."""
+    store, rule = TrajectoryStore(), settings.new_rule(task.dim, 0)
+    trajectories = settings.collect(task, rule, store, iteration=0, seed=0)
+    value = OnlineReptile(settings.value, task.dim, 0)
+    value.adapt(Observations.of(trajectories), len(trajectories), 0)
+    return value.f
+
+
+def test_defaults_are_supplement_b_s() -> None:
+    settings = AlgorithmS1()
+    assert (settings.objective.metric_weight, settings.objective.sharpness, settings.variance) == (50, None, 0.01)
+    paper = AlgorithmS1.paper()
+    assert (paper.tasks, paper.updates, paper.value.tasks, paper.steps, paper.evals) == (1, 1, 1, 200, 10)
+
+
+@pytest.mark.parametrize("sees_metric", [False, True])
+def test_line_3_observes_the_metric_along_the_optimizer_s_own_tasks(
+    quadratic: Callable[..., Any], sees_metric: bool
+) -> None:
+    task, store, told = quadratic(3), TrajectoryStore(), []
+    settings = replace(QUICK, sees_metric=sees_metric)
+    rule = settings.new_rule(3, 0)
+    with task.metric.observed_by(told.append):
+        trajectories = settings.collect(task, rule, store, iteration=4, seed=2)
+    assert [t.index for t in trajectories] == [8, 9]
+    assert task.queries == len(told) == 2 * 3
+    assert task.metric.ledger.spent_on == {"collect": 6}
+    for t in trajectories:
+        assert t.round == 4
+        assert torch.equal(t.observed, observation_steps(5, 3, 2, t.index))
+        assert t.cost.tolist() == [task.true_cost(phi) for phi in t.observed_phi]
+        phi, memory, cost = task.starts(0.5, 2, [t.index]), None, torch.tensor([math.nan]).double()
+        for step in range(5):
+            torch.testing.assert_close(t.phi[step], phi[0], rtol=1e-10, atol=1e-12)
+            loss, gradient = task.loss_and_gradient(phi, 2, [t.index], step)
+            if step in t.observed:
+                cost = torch.tensor([task.true_cost(phi[0])], dtype=torch.float64)
+            change, memory = rule.propose(phi, gradient, loss, cost, memory)
+            phi = phi + change.detach()
+        torch.testing.assert_close(t.phi[5], phi[0], rtol=1e-10, atol=1e-12)
+    assert settings.collect(task, rule, store, iteration=4, seed=2) == trajectories
+    assert task.queries == 6
+
+
+def test_what_is_stored_is_not_observed_again(quadratic: Callable[..., Any]) -> None:
+    whole, part = TrajectoryStore(), TrajectoryStore()
+    settings, task = QUICK, quadratic(3)
+    rule = settings.new_rule(3, 0)
+    first, second = settings.collect(task, rule, whole, iteration=0, seed=2)
+    part.add(second)
+    spent = task.queries
+    again, same = settings.collect(task, rule, part, iteration=0, seed=2)
+    assert task.queries == spent + 3
+    assert same is second
+    assert torch.equal(again.phi, first.phi)
+    assert torch.equal(again.cost, first.cost)
+
+
+def test_the_objective_is_eq_6_with_f_in_place_of_the_metric(quadratic: Callable[..., Any]) -> None:
+    task, settings = quadratic(3), replace(QUICK, objective=LearnedObjective(7.0, loss_offset=0.1))
+    f, rule = known_f(task, settings), settings.new_rule(3, 0).double()
+    task.problem.queries = 0
+    values = settings.objective_of(
+        task, rule, f, rule.weights.detach().expand(2, -1), seed=3, indices=[UNROLLED, UNROLLED + 1]
+    )
+    for row, index in enumerate((UNROLLED, UNROLLED + 1)):
+        observed = observation_steps(5, 3, 3, index).tolist()
+        costs: list[Tensor] = []
+
+        def cost_at(phi: Tensor, step: int, observed: list[int] = observed, costs: list[Tensor] = costs) -> Tensor:
+            costs.append(f(phi).double() if step in observed else costs[-1])
+            return costs[-1]
+
+        start = task.starts(0.5, 3, [index])
+        run = unroll(task, rule, start, steps=5, seed=3, indices=[index], cost_at=cost_at, last_loss=True)
+        predicted, total = f(run.phi[0]).tolist(), 0.0
+        for t in range(1, 6):
+            best = min(predicted[:t])
+            total += 7 * math.log1p(math.exp(2.5 * (predicted[t] - best) / max(abs(predicted[t]), 0.01))) / 5
+            total += (math.log(run.loss[0, t] + 0.1) - math.log(run.loss[0, 0] + 0.1)) / 5
+        assert float(values[row]) == pytest.approx(total, rel=1e-5)
+    assert task.queries == 0
+
+
+@pytest.mark.parametrize("estimator", ["combined", "reparameterised", "score"])
+@pytest.mark.parametrize("population", [2, 32])
+def test_line_6_combines_estimates_of_a_task_for_each_pair(
+    quadratic: Callable[..., Any], estimator: Any, population: int
+) -> None:
+    task, settings = quadratic(3, population=population), replace(QUICK, estimator=estimator)
+    f, rule = known_f(task), settings.new_rule(3, 0).double()
+    gradient, value = settings.gradient(task, rule, f, seed=1, update=4)
+
+    noise = torch.randn(3, len(rule.weights), generator=generator(1, "weights", 4)).double()
+    slopes, scores, values = [], [], []
+    for pair in range(3):
+        sides = []
+        for sign in (1, -1):
+            w = (rule.weights.detach() + sign * 0.1 * noise[pair])[None].requires_grad_(True)
+            index = UNROLLED + 4 * 3 + pair
+            loss = settings.objective_of(task, rule, f, w, seed=1, indices=[index])
+            (slope,) = torch.autograd.grad(loss.sum(), w)
+            sides.append((float(loss.detach()), slope[0]))
+        values += [side[0] for side in sides]
+        slopes.append((sides[0][1] + sides[1][1]) / 2)
+        scores.append(noise[pair] * (sides[0][0] - sides[1][0]) / 0.2)
+    by = {
+        "combined": combine(torch.stack(slopes), torch.stack(scores)),
+        "reparameterised": torch.stack(slopes).mean(0),
+        "score": torch.stack(scores).mean(0),
+    }
+    # f is in single precision, and the score divides a difference of its predictions.
+    torch.testing.assert_close(gradient, by[estimator], rtol=1e-3, atol=2e-3 * float(by[estimator].abs().max()))
+    assert value == pytest.approx(sum(values) / 6, rel=1e-5)
+
+
+def test_a_meta_iteration_is_lines_3_to_7_in_order(
+    quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, called, etas = quadratic(3), [], []
+    settings = replace(QUICK, updates=2, rate=0.05)
+
+    def spy(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(self: Any, *args: Any, **options: Any) -> Any:
+            called.append(name)
+            if name == "update":
+                etas.append(args[0])
+            return original(self, *args, **options)
+
+        monkeypatch.setattr(owner, name, wrapped)
+
+    for owner, name in ((AlgorithmS1, "collect"), (OnlineReptile, "adapt"), (AlgorithmS1, "gradient"),
+                        (OnlineReptile, "update")):  # fmt: skip
+        spy(owner, name)
+    store = TrajectoryStore()
+    result = settings.meta_train(task, iterations=3, seed=1, store=store)
+    assert called == ["collect", "adapt", "gradient", "gradient", "update"] * 3
+    assert etas == pytest.approx([1, 2 / 3, 1 / 3])
+    assert task.queries == len(store) * 3 == 3 * 2 * 3
+    assert len(result.objectives) == 6
+    assert result.f.quality is not None
+    assert result.f.quality.points == 9  # of the later half of the tasks
+    assert result.f.signature == task.adapter.signature
+    assert not torch.equal(result.rule.weights, settings.new_rule(3, 1).weights)
+
+
+def test_steps_on_the_weights_are_adam_s_on_clipped_gradients(
+    quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, settings = quadratic(3), replace(QUICK, rate=0.05, clip=2.0)
+    size = len(settings.new_rule(3, 0).weights)
+    fakes = [torch.full((size,), value) for value in (3.0, -1e-3, 0.5)]
+    given = iter(fakes)
+    monkeypatch.setattr(AlgorithmS1, "gradient", lambda *args, **options: (next(given), 0.0))
+    result = settings.meta_train(task, iterations=3, seed=0)
+    weights = torch.nn.Parameter(settings.new_rule(3, 0).weights.detach().clone())
+    adam = torch.optim.Adam([weights], 0.05)
+    for fake in fakes:
+        weights.grad = fake * min(1.0, 2.0 / float(fake.norm()))
+        adam.step()
+    torch.testing.assert_close(result.rule.weights.detach(), weights.detach(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("sees_metric", [True, False])
+def test_meta_testing_is_the_optimizer_alone(quadratic: Callable[..., Any], sees_metric: bool) -> None:
+    task, settings = quadratic(3), replace(QUICK, sees_metric=sees_metric)
+    rule = settings.new_rule(3, 0)
+    path = settings.meta_test(task, rule, task.origin(), seed=2)
+    assert task.metric.ledger.spent_on == ({"meta_test": 2} if sees_metric else {})
+
+    observed = observation_steps(5, 3, 2, FRESH)[:-1].tolist()
+    task.adapter.set_phi(task.origin())
+    optimizer = LearnedOptimizer(task.adapter.parameters(), rule)
+    for step in range(5):
+        torch.testing.assert_close(task.adapter.phi.detach(), path[step], rtol=1e-6, atol=1e-7)
+        if step in observed:
+            optimizer.observe(cost=task.true_cost(task.adapter.phi.detach()))
+        optimizer.zero_grad()
+        loss = task.loss(task.adapter.model, task.batches(2, FRESH, step))
+        loss.backward()
+        optimizer.observe(loss=loss.item())
+        optimizer.step()
+    torch.testing.assert_close(task.adapter.phi.detach(), path[5], rtol=1e-6, atol=1e-7)
+
+
+def test_the_paper_s_own_parts_run(quadratic: Callable[..., Any]) -> None:
+    settings = replace(AlgorithmS1.paper(steps=6, evals=4), pairs=2, hidden=4)
+    task = quadratic(3)
+    result = settings.meta_train(task, iterations=3)
+    assert task.queries == 3 * 4
+    assert len(result.trajectories) == 3
+    assert all(math.isfinite(value) for value in result.objectives)
+
+
+@pytest.mark.outcome
+@pytest.mark.slow
+def test_it_lowers_a_metric_that_the_loss_does_not_know(quadratic: Callable[..., Any]) -> None:
+    """The metric's optimum lies off the loss's; mean of three problems, as a share of what the loss's optimum costs."""
+    settings = AlgorithmS1(
+        steps=15, evals=4, start_std=0.5, step=0.1, tasks=4, rate=1e-2, coordinatewise=False, sees_metric=False
+    )
+    left = []
+    for seed in range(3):
+        task = quadratic(3, dtype=torch.float32)
+        rng = torch.Generator().manual_seed(seed)
+        task.problem.goal = task.centre + 0.5 * torch.randn(3, generator=rng)
+        rule = settings.meta_train(task, iterations=40, seed=seed).rule
+        end = settings.meta_test(task, rule, task.origin(), seed=seed)[-1]
+        left.append(task.true_cost(end) / task.true_cost(task.centre))
+    assert sum(left) / len(left) < 0.7  # 0.15, standard error 0.08
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"steps": 0}, "steps is 0"),
+        ({"evals": 1}, "evals is 1"),
+        ({"evals": 52}, r"evals is 52; it must be from 2 \(both ends\) to steps \+ 1 = 51"),
+        ({"pairs": 1}, "pairs is 1; it must be at least 2"),
+        ({"pairs": 0, "estimator": "score"}, "pairs is 0; it must be at least 1"),
+        ({"estimator": "best"}, "estimator is 'best'"),
+        ({"variance": 0.0}, "variance is 0.0"),
+        ({"replay": 2}, "replay is 2; it must be at least tasks = 4"),
+        ({"clip": math.inf}, "clip is inf"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AlgorithmS1(**settings)
+
+
+# --- As a strategy of optimize_metric: what it spends and keeps, and that a run goes on where it stopped -------------
+
+
+@pytest.mark.parametrize("sees_metric", [True, False])
+def test_every_query_is_counted(quadratic: Callable[..., Any], sees_metric: bool, tmp_path: Path) -> None:
+    settings, task = replace(QUICK, sees_metric=sees_metric), quadratic(3)
+    per_start = 3 + 2 * sees_metric
+    assert settings.start_queries == per_start
+    result = optimize_metric(
+        task, queries=2 * 6 + per_start + 5, strategy=settings, output_dir=tmp_path, watcher=Watcher()
+    )
+    assert isinstance(result.details, LearnedDetails)
+    spent = {"collect": 12, **({"meta_test": 2} if sees_metric else {}), "guard": 3}
+    assert result.queries == task.metric.ledger.spent_on == spent
+    assert task.queries == sum(spent.values())
+    assert result.queries_per_start == per_start
+    assert torch.equal(task.adapter.phi, result.ends[result.chosen])
+    assert torch.equal(result.path[-1], result.ends["learned"])
+    assert result.before == task.true_cost(task.origin())
+    assert result.after == min(task.true_cost(phi) for phi in result.ends.values()) == result.best
+    assert torch.equal(
+        load_update_rule(tmp_path / "update_rule.safetensors").weights, result.details.learned.rule.weights
+    )
+    f = load_value_function(tmp_path / "value_function.safetensors")
+    assert torch.equal(f(result.path), result.details.learned.f(result.path))
+    assert "value function (neural)" in str(result)
+
+
+def test_gradient_checkpointing_is_refused_before_any_query_or_does_no_harm() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(checkpoint(self.norm, x, use_reentrant=False))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    batches = TensorBatches(torch.randn(12, 6), torch.arange(12) % 3, 6)
+    metric = Metric(lambda: asked.append(None) or len(asked) / 1000, maximize=True)
+    asked: list[None] = []
+    task = FinetuneTask(attach_film(Net(), dim=3), loss=loss, batches=batches, metric=metric)
+    with pytest.raises(AdapterError, match=r"uses gradient checkpointing.*turn it off"):
+        QUICK.meta_train(task, iterations=1)
+    assert not asked
+    assert replace(QUICK, estimator="score").meta_train(task, iterations=1).f is not None
+    assert asked
+
+
+def test_too_few_queries_are_refused_before_any(quadratic: Callable[..., Any]) -> None:
+    task = quadratic(3)
+    with pytest.raises(BudgetError, match=r"16 queries are too few .* give at least 17, or fewer"):
+        optimize_metric(task, queries=16, strategy=QUICK, watcher=Watcher())
+    task = quadratic(3, budget=20)
+    with pytest.raises(BudgetError, match="30 queries requested, 20 left"):
+        optimize_metric(task, queries=30, strategy=QUICK, watcher=Watcher())
+    assert task.queries == 0
+
+
+@pytest.mark.parametrize("fail_after", [1, 7, 20, 24, 26])
+def test_a_run_that_was_interrupted_ends_the_same(
+    quadratic: Callable[..., Any], fail_after: int, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"queries": 29, "strategy": QUICK, "seed": 3, "watcher": Watcher()}
+    whole = optimize_metric(quadratic(3), **options)
+    task = quadratic(3)
+    task.problem.fail_after = fail_after
+    with pytest.raises(MetricError, match="server is down"):
+        optimize_metric(task, output_dir=tmp_path, **options)
+    task.problem.fail_after = None
+    with pytest.raises(FileFormatError, match="holds an earlier run"):
+        optimize_metric(task, output_dir=tmp_path, **options)
+    with pytest.raises(FileFormatError, match=r"learned\.rate was"):
+        optimize_metric(task, output_dir=tmp_path, resume=True, **{**options, "strategy": replace(QUICK, rate=0.5)})
+    resumed = optimize_metric(task, output_dir=tmp_path, resume=True, **options)
+    assert torch.equal(resumed.details.learned.rule.weights, whole.details.learned.rule.weights)
+    assert torch.equal(resumed.path, whole.path)
+    assert resumed.queries == whole.queries
+    assert resumed.details.learned.objectives == whole.details.learned.objectives
+    assert resumed.details.learned.f.quality == whole.details.learned.f.quality
+    assert task.queries <= 1 + 29 + 2 * 3  # the tasks in flight at most are observed again
+
+
+def test_it_follows_its_seed_and_leaves_global_streams_alone(quadratic: Callable[..., Any]) -> None:
+    ends = []
+    for seed, stream in ((1, 0), (1, 5), (2, 0)):
+        task = quadratic(3)
+        torch.manual_seed(stream)
+        before = torch.get_rng_state()
+        ends.append(optimize_metric(task, queries=17, strategy=QUICK, seed=seed, watcher=Watcher()).path)
+        assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[0], ends[2])

@@ -1,0 +1,196 @@
+"""What data kept aside change about a run, on tasks known in closed form."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.errors import AdapterError, BudgetError, FileFormatError, MetricError
+from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.result import Result
+from metricopt_ext.methods.starts import batchnorm_start
+from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.search.direct import CMAES
+from metricopt_ext.tasks.kept_evaluations import digest_of
+from metricopt_ext.tasks.metric import Ledger, Metric
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.value.learners import RidgeLearner
+
+RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners=(RidgeLearner(),))
+
+
+def away_from(point: Tensor) -> Metric:
+    """The squared distance from a point, as a metric of data kept aside."""
+    return Metric(
+        lambda model: float((model.metricopt.phi.detach() - point).square().sum()),
+        maximize=False,
+        bounds=None,
+        name="aside",
+        ledger=Ledger(3),
+    )
+
+
+def run(task: Any, *, queries: int = 30, **arguments: Any) -> Result:
+    return optimize_metric(task, queries=queries, watcher=Watcher(), **arguments)
+
+
+@pytest.mark.parametrize(("strategy", "queries"), [(None, 30), (CMAES(sigma0=0.3), 60), (RECIPE, 47)])
+def test_what_is_worse_on_data_kept_aside_is_not_kept(
+    quadratic: Callable[..., Any], strategy: Any, queries: int
+) -> None:
+    task, without = quadratic(), quadratic()
+    metric = away_from(task.origin())
+    result = run(task, queries=queries, strategy=strategy, kept_aside=metric)
+    expected = run(without, queries=queries, strategy=strategy)
+    assert expected.chosen != "start"
+    assert (result.chosen, result.after) == ("start", result.before)
+    assert not task.adapter.phi.any()
+    assert list(result.aside) == ["start", expected.chosen]
+    assert result.aside["start"] == 0.0
+    assert result.aside[expected.chosen] == pytest.approx(float(without.adapter.phi.detach().square().sum()), rel=1e-12)
+    assert metric.ledger.spent_on == {"kept aside": 2}
+    assert task.metric.ledger.spent_on == without.metric.ledger.spent_on
+    assert f"the best candidate has {result.best:.4f}, but the data kept aside do not confirm it" in str(result)
+    assert "on the data kept aside: the model as it was 0.0000, " in str(result)
+
+
+@pytest.mark.parametrize(("strategy", "queries"), [(None, 30), (CMAES(sigma0=0.3), 60), (RECIPE, 47)])
+def test_what_is_better_there_too_is_kept(quadratic: Callable[..., Any], strategy: Any, queries: int) -> None:
+    task, without = quadratic(), quadratic()
+    result = run(task, queries=queries, strategy=strategy, kept_aside=away_from(task.goal))
+    expected = run(without, queries=queries, strategy=strategy)
+    assert torch.equal(task.adapter.phi, without.adapter.phi)
+    assert (result.chosen, result.after) == (expected.chosen, expected.after)
+    assert result.aside[expected.chosen] == pytest.approx(expected.after, rel=1e-12)
+    assert "do not confirm it" not in str(result)
+    assert expected.aside == {}
+    assert "kept aside" not in str(expected)
+
+
+def test_the_start_that_a_search_began_from_is_a_candidate(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    near = 0.8 * task.goal
+    result = run(task, starts={"near": Start(near), "far": Start(-3 * task.goal)}, kept_aside=away_from(near))
+    assert list(result.aside) == ["start", "near", "search"]
+    assert (result.chosen, result.after) == ("near", result.starts["near"])
+    assert torch.equal(task.adapter.phi, near)
+    assert "kept the start 'near'" in str(result)
+
+
+def test_nothing_is_asked_about_a_model_that_was_left_as_it_was(
+    halved: Callable[..., Any], quadratic: Callable[..., Any]
+) -> None:
+    task, metric = halved(quadratic(), 1e4), away_from(quadratic().goal)
+    result = run(task, kept_aside=metric)
+    assert (result.chosen, result.aside, metric.ledger.spent) == ("start", {}, 0)
+
+
+@pytest.mark.parametrize("agrees", [True, False])
+def test_each_candidate_has_the_buffers_of_its_start(agrees: bool, tmp_path: Path) -> None:
+    """The metric prefers BatchNorm statistics of the inputs; so do the data kept aside, or those of the training."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).eval()
+    x, trained = 3 * torch.randn(64, 3) + 1, model[1].running_mean.clone()
+    inputs = model[0](x).mean(0).detach()
+
+    def gap(mean: Tensor) -> Callable[[nn.Module], float]:
+        return lambda model: float(
+            (model[1].running_mean - mean).abs().mean() + 0.1 * (model.metricopt.phi - 1).square().mean()  # type: ignore[index, union-attr, operator]
+        )
+
+    task = FinetuneTask(
+        attach_film(model, dim=3),
+        loss=lambda model, batch: model(batch).square().mean(),
+        batches=lambda seed, task, step: x[(task + step) % 8 :: 8],
+        metric=Metric(gap(inputs), maximize=False, bounds=None, name="gap"),
+    )
+    start = batchnorm_start(task, x.split(16))
+    assert start is not None
+    metric = Metric(gap(inputs if agrees else trained), maximize=False, bounds=None, name="aside")
+    result = run(task, starts={"batchnorm": start}, kept_aside=metric, output_dir=tmp_path)
+    assert list(result.aside) == ["start", "batchnorm", "search"]
+    kept = json.loads((tmp_path / "kept_aside.json").read_text())["evaluations"]
+    assert [each["replaced"] == digest_of(start) for each in kept] == [False, True, True]
+    assert result.chosen == ("search" if agrees else "start")
+    assert torch.allclose(model[1].running_mean, inputs if agrees else trained, rtol=0, atol=1e-5)
+    if agrees:
+        assert result.aside["search"] == result.after
+
+
+def test_a_run_that_is_resumed_does_not_ask_the_data_kept_aside_again(
+    quadratic: Callable[..., Any], tmp_path: Path
+) -> None:
+    task = quadratic()
+    expected = run(quadratic(), kept_aside=away_from(task.origin()))
+    asked = 0
+
+    def breaks(model: nn.Module) -> float:
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            raise ConnectionError("the server is down")
+        return float(model.metricopt.phi.detach().square().sum())  # type: ignore[union-attr, operator]
+
+    metric = Metric(breaks, maximize=False, bounds=None, name="aside")
+    with pytest.raises(MetricError, match=r"metric 'aside' raised ConnectionError: the server is down \('search'; "):
+        run(task, kept_aside=metric, output_dir=tmp_path)
+    for queries in (3, 3):  # the one that failed, and none
+        again = quadratic()
+        result = run(again, kept_aside=metric, output_dir=tmp_path, resume=True)
+        assert asked == queries
+        assert again.queries == 0
+        assert str(result) == str(expected)
+        assert result.aside == expected.aside
+    with pytest.raises(FileFormatError, match="kept aside"):
+        run(quadratic(), kept_aside=away_from(task.goal), output_dir=tmp_path, resume=True)
+    with pytest.raises(FileFormatError, match="kept aside"):
+        run(quadratic(), output_dir=tmp_path, resume=True)
+
+
+def test_what_can_not_judge_a_run_is_refused_before_any_query(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    task = quadratic()
+    blind = Metric(lambda: 0.0, maximize=False, bounds=None, name="aside")
+    higher = Metric(lambda model: 0.0, maximize=True, bounds=None, name="aside")
+    two = Metric(lambda model: 0.0, maximize=False, bounds=None, name="aside", ledger=Ledger(2))
+    buffers = {"there": Start(task.origin(), {}, {"bias": torch.ones_like(task.adapter.model.bias)})}
+    for arguments, error, what in (
+        ({"kept_aside": lambda model: 0.0}, ValueError, "kept_aside is <function .*it must be a Metric, of data"),
+        ({"kept_aside": task.metric}, ValueError, "kept_aside is 'distance' itself, which the search sees"),
+        ({"kept_aside": higher}, ValueError, "of kept_aside, 'aside', higher is better, unlike of 'distance'"),
+        ({"kept_aside": two}, BudgetError, "kept_aside takes up to 3 queries, 2 are left in its budget"),
+        (
+            {"kept_aside": blind, "starts": buffers},
+            AdapterError,
+            "start 'there' replaces .*bias.* metric 'aside' does not take",
+        ),
+    ):
+        with pytest.raises(error, match=what):  # type: ignore[call-overload]
+            run(task, output_dir=tmp_path / "run", **arguments)  # type: ignore[arg-type]
+    assert task.queries == 0
+    assert not (tmp_path / "run").exists()
+
+
+def test_data_kept_aside_are_a_guard_where_one_is_required(quadratic: Callable[..., Any]) -> None:
+    task, plain = quadratic(), quadratic()
+    metric = task.metric
+    strict = Metric(
+        metric.function,
+        maximize=metric.maximize,
+        bounds=metric.bounds,
+        name=metric.name,
+        ledger=metric.ledger,
+        require_guard=True,
+    )
+    result = run(task.judged_by(strict), kept_aside=away_from(task.goal))
+    assert result.guard == "held-out"
+    gains = [result.before - result.after, result.aside["start"] - result.aside[result.chosen]]
+    assert result.chance == pytest.approx(abs(gains[0] - gains[1]) / 2, abs=1e-12)
+    assert result.after == run(plain).after
+    assert metric.ledger.spent == 30

@@ -1,0 +1,335 @@
+"""Processes under torchrun: what they share, what they refuse, and how they end when one of them dies."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from metricopt_ext.runtime import distributed
+
+# Each rank says what it saw; the script ends with an error if a rank saw something else than it should.
+SHARED = """
+import os
+import torch
+from metricopt_ext.errors import ConfigError, MetricError
+from metricopt_ext.runtime import distributed
+
+assert (distributed.world(), distributed.rank(), distributed.several()) == (1, 0, False)
+def outside():
+    with distributed.sharing({"own": os.environ["RANK"]}):
+        assert (distributed.world(), distributed.rank(), distributed.several()) == (1, 0, False)
+
+outside()
+with distributed.joined():
+    number, own = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    assert distributed.several() == (number > 1)
+    assert (distributed.world(), distributed.rank()) == (1, 0)
+    with distributed.sharing({"seed": 3, "loss": 0.5 + 1e-7 * own}), distributed.sharing():
+        assert (distributed.world(), distributed.rank()) == (number, own)
+
+        ran = []
+        def square(item):
+            assert (distributed.world(), distributed.rank()) == (1, 0)
+            ran.append(item)
+            return torch.tensor(item) ** 2
+        assert [int(x) for x in distributed.each(square, range(7))] == [0, 1, 4, 9, 16, 25, 36]
+        assert ran == list(range(own, 7, number)), ran
+        assert list(distributed.each(square, [])) == []
+
+        def failing(item):
+            if item == 2:
+                raise MetricError(f"item {item} on rank {own}")
+            return item
+        seen = []
+        try:
+            for x in distributed.each(failing, range(6)):
+                seen.append(x)
+        except MetricError as error:
+            assert str(error) == f"item 2 on rank {2 % number}", error
+        assert seen == [0, 1]
+
+        assert distributed.on_first(lambda: (own, torch.full((2,), 1 / 3)))[0] == 0
+        try:
+            distributed.on_first(lambda: failing(2))
+            raise SystemExit("no error")
+        except MetricError as error:
+            assert str(error) == "item 2 on rank 0"
+        class Local(Exception):
+            def __reduce__(self):
+                raise TypeError("not to be sent")
+        def unsent():
+            raise Local("what happened")
+        try:
+            distributed.on_first(unsent)
+            raise SystemExit("no error")
+        except (Local, RuntimeError) as error:
+            assert "what happened" in str(error), error
+        with distributed.apart():
+            assert distributed.world() == 1 and not distributed.several()
+            with distributed.sharing({"own": own}):
+                assert distributed.world() == 1
+        assert distributed.world() == number
+    try:
+        with distributed.sharing({"queries": 60 + own}):
+            assert number == 1
+    except ConfigError as error:
+        assert "queries is " in str(error) and "give all ranks the same" in str(error), error
+    assert distributed.world() == 1
+print(f"rank {own} is done")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 3])
+def test_what_is_shared_is_the_same_on_every_rank(torchrun: Any, world: int) -> None:
+    process = torchrun(SHARED, world)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert sorted(re.findall(r"rank (\d) is done", output)) == [str(rank) for rank in range(world)]
+
+
+LEAVING = """
+import sys, time
+from pathlib import Path
+from torch import distributed
+from metricopt_ext.runtime import distributed
+
+folder = Path(sys.argv[1])
+with distributed.joined():
+    own = distributed.get_rank()
+    if own == 1:
+        if sys.argv[2] == "fails":
+            raise SystemExit("failed")
+        time.sleep(1)
+        (folder / f"{sys.argv[2]} has come").touch()
+assert not distributed.is_initialized()
+assert sys.argv[2] == "fails" or (folder / f"{sys.argv[2]} has come").exists()
+print(f"rank {own} has left")
+"""
+
+
+@pytest.mark.slow
+def test_ranks_leave_together(torchrun: Any, tmp_path: Path) -> None:
+    """Several runs at once: a rank that ended while others still spoke to it was seen to abort on a busy machine."""
+    runs = [torchrun(LEAVING, 2, str(tmp_path), f"run {number}") for number in range(4)]
+    for run in runs:
+        output, _ = run.communicate(timeout=300)
+        assert run.returncode == 0, output
+        assert sorted(re.findall(r"rank (\d) has left", output)) == ["0", "1"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_is_not_waited_for(torchrun: Any, tmp_path: Path) -> None:
+    process = torchrun(LEAVING, 2, str(tmp_path), "fails")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert "failed" in output
+
+
+def test_a_process_alone_shares_with_nobody() -> None:
+    assert (distributed.world(), distributed.rank(), distributed.several(), distributed.restarted()) == (
+        1,
+        0,
+        False,
+        False,
+    )
+    with distributed.joined(), distributed.sharing({"seed": 0}):
+        assert (distributed.world(), distributed.rank()) == (1, 0)
+        ran: list[int] = []
+        results = distributed.each(lambda item: ran.append(item) or item, [1, 2, 3])
+        assert next(results) == 1
+        assert ran == [1]  # the next one runs when it is asked for
+        assert list(results) == [2, 3]
+        tensor = torch.zeros(2)
+        assert distributed.on_first(lambda: tensor) is tensor
+
+
+LEFT = """
+import time
+import torch
+from torch import distributed, nn
+from torch.distributed import all_reduce
+from metricopt_ext.errors import RankError
+from metricopt_ext.runtime import distributed
+
+distributed.init_process_group("gloo")
+own, group = distributed.get_rank(), distributed.group.WORLD
+
+def ended(program):
+    began = time.monotonic()
+    try:
+        with distributed.joined():
+            program()
+        return "a result", time.monotonic() - began
+    except BaseException as error:
+        return f"{type(error).__name__} {error}", time.monotonic() - began
+
+def interrupted(error, rank):
+    def work(item):
+        if item >= 2 and own == rank:
+            raise error
+    def program():
+        with distributed.sharing():
+            list(distributed.each(work, range(4)))
+    return program
+
+def between(error, rank, ends=False):
+    def program():
+        with distributed.sharing():
+            list(distributed.each(lambda item: item, range(4)))
+            if own == rank:
+                raise error
+            ends or distributed.on_first(lambda: 3)
+    return program
+
+def before():
+    with distributed.sharing({"own": Unpackable() if own == 1 else 0}):
+        pass
+
+class Unpackable:
+    def __reduce__(self):
+        raise OSError("not to be sent")
+
+PROGRAMS = {
+    "KeyboardInterrupt": (interrupted(KeyboardInterrupt(), 1), 1),
+    "SystemExit": (interrupted(SystemExit(3), 0), 0),
+    "GeneratorExit": (interrupted(GeneratorExit(), 1), 1),
+    "KeyboardInterrupt ": (between(KeyboardInterrupt(), 0), 0),
+    "KeyError": (between(KeyError("own"), 1), 1),
+    "ValueError": (between(ValueError(), 0, ends=True), 0),
+    "TypeError": (before, 1),
+}
+for name, (program, rank) in PROGRAMS.items():
+    end, seconds = ended(program)
+    assert seconds < 60, (name, seconds)
+    if own == rank:
+        assert end.startswith(name), (name, end)
+    else:
+        assert end.startswith("RankError") and f"rank {rank}, by {name.strip()}" in end, (name, end)
+    with distributed.joined(), distributed.sharing():  # they can begin anew
+        assert list(distributed.each(lambda item: item + own, range(4))) == [0, 2, 2, 4]
+
+def swallowed(item):
+    try:
+        distributed.barrier()
+    except RuntimeError:
+        pass
+
+def on_rank_1(item):
+    if own == 1:
+        distributed.all_gather_object([None, None], item)
+
+wrapped = nn.parallel.DistributedDataParallel(nn.BatchNorm1d(2))  # evaluates as it is, but sends its buffers first
+functional = __import__("torch.distributed._functional_collectives", fromlist=["all_reduce"])
+WAITS = {
+    "allreduce": lambda item: all_reduce(torch.ones(1)),
+    "barrier": swallowed,
+    "allgather": on_rank_1,
+    "broadcast": lambda item: distributed.broadcast(torch.ones(1), 0),
+    "recv": lambda item: distributed.recv(torch.ones(1), 1 - own),
+    "monitored_barrier": lambda item: distributed.monitored_barrier(),
+    "_broadcast_coalesced": lambda item: wrapped(torch.ones(3, 2)),
+    "_resolve_group": lambda item: functional.all_reduce(torch.ones(1), "sum", group),
+    "get": lambda item: distributed.distributed_c10d._get_default_store().get("what nobody sets"),
+}
+for name, work in WAITS.items():
+    def program():
+        with distributed.sharing():
+            list(distributed.each(work, range(2)))
+    end, seconds = ended(program)
+    assert seconds < 30 and end.startswith("RankError") and f"({name})" in end and "all the data" in end, (name, end)
+    distributed.barrier()
+total = torch.ones(1)
+all_reduce(total)  # elsewhere all is as it was
+assert total == 2
+distributed.destroy_process_group()
+print(f"rank {own} is done")
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_ends_the_others(torchrun: Any) -> None:
+    """In the metric, between two exchanges and at the end; also where it goes on, and calls what waits for others."""
+    process = torchrun(LEFT, 2)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert sorted(re.findall(r"rank (\d) is done", output)) == ["0", "1"]
+
+
+WAITING = """
+import os, sys, time
+from pathlib import Path
+from metricopt_ext.experiment.command import errors_in_one_line
+from metricopt_ext.runtime import distributed
+
+folder = Path(sys.argv[1])
+
+def work(item):
+    (folder / f"{distributed.restarted()}-{item}-{os.getpid()}").touch()
+    time.sleep(0 if distributed.restarted() else 600 * (item == 1))
+    return item
+
+with errors_in_one_line(), distributed.joined(), distributed.sharing():
+    assert list(distributed.each(work, range(4))) == [0, 1, 2, 3]
+    print("went on" if distributed.restarted() else "ended", flush=True)
+"""
+
+
+def kill_the_working(folder: Path) -> None:
+    """Kill the rank that works on item 1, while the other waits for it."""
+    until = time.monotonic() + 300
+    while not (working := list(folder.glob("False-1-*"))):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    os.kill(int(working[0].name.rpartition("-")[2]), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
+    """Without torchrun, which stops the others as soon as it looks: here they have to notice by themselves."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": "2",
+    }
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", WAITING, str(tmp_path)],
+            env={**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        kill_the_working(tmp_path)
+        output, _ = both[0].communicate(timeout=300)  # not the ten minutes that the item of the other takes
+    finally:
+        for process in both:
+            process.kill()
+            process.communicate()
+    assert both[0].returncode == 1
+    assert "error: another rank has ended" in output
+    assert "ended" not in output.splitlines()
+
+
+@pytest.mark.slow
+def test_torchrun_starts_them_again(torchrun: Any, tmp_path: Path) -> None:
+    process = torchrun(WAITING, 2, str(tmp_path), options=("--max-restarts=1",))
+    kill_the_working(tmp_path)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert output.count("went on") == 2
+    assert len(list(tmp_path.glob("True-*"))) == 4

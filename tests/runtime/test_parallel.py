@@ -1,0 +1,167 @@
+"""Seeds one after another and side by side; workers that end with their parent."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.runtime.parallel import run_seeds
+from metricopt_ext.runtime.progress import Watcher
+
+
+@pytest.mark.parametrize(("workers", "threads"), [(0, 1), (1, 0), (-1, 1)])
+def test_workers_and_threads_are_at_least_one(workers: int, threads: int) -> None:
+    with pytest.raises(ConfigError, match=f"workers={workers}, threads={threads}: both must be at least 1"):
+        run_seeds(lambda seed, watcher: pytest.fail("was run"), [0], queries=1, workers=workers, threads=threads)
+
+
+def test_the_number_of_threads_is_put_back() -> None:
+    before = torch.get_num_threads()
+    seen = run_seeds(lambda seed, watcher: torch.get_num_threads(), [0], queries=1, workers=1, threads=before + 1)
+    assert seen == [before + 1]
+    assert torch.get_num_threads() == before
+
+
+def test_the_number_of_threads_is_put_back_after_an_error() -> None:
+    def failing(seed: int, watcher: Watcher) -> None:
+        raise ConfigError("no")
+
+    before = torch.get_num_threads()
+    with pytest.raises(ConfigError):
+        run_seeds(failing, [0, 1], queries=1, workers=1, threads=before + 1)
+    assert torch.get_num_threads() == before
+
+
+# A tool with two workers, each of which says who it is and works on.
+TOOL = """
+import os, sys, time
+from pathlib import Path
+from metricopt_ext.experiment.command import errors_in_one_line
+from metricopt_ext.runtime.parallel import run_seeds
+
+FOLDER = Path(sys.argv[1])
+
+def run(seed, watcher):
+    watcher.stage("working")
+    (FOLDER / f"{os.getpid()}.worker").touch()
+    if sys.argv[2:] == ["--kill-one"] and seed == 1:
+        os.kill(os.getpid(), 9)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    with errors_in_one_line(keeps=FOLDER, resume="--resume"):
+        run_seeds(run, [0, 1], queries=1, workers=2, threads=1)
+"""
+
+
+def until(condition: Callable[[], bool], seconds: float) -> bool:
+    give_up = time.monotonic() + seconds
+    while not condition() and time.monotonic() < give_up:
+        time.sleep(0.05)
+    return condition()
+
+
+def alive(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"  # whoever should have waited for it is gone
+
+
+def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    script = folder / "tool.py"
+    script.write_text(TOOL)
+    command = [sys.executable, script, folder, *arguments]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=heed_interrupts,
+    )
+
+
+def heed_interrupts() -> None:
+    """Undo what a shell does to its background jobs, which may have started the tests: these ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def workers(folder: Path) -> list[int]:
+    return [int(file.stem) for file in folder.glob("*.worker")]
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc")
+
+
+@needs_proc
+@pytest.mark.parametrize(
+    ("number", "whole_terminal", "status"),
+    [(signal.SIGTERM, False, 143), (signal.SIGINT, True, 130), (signal.SIGKILL, False, -9)],
+)
+def test_workers_end_with_their_parent(number: int, whole_terminal: bool, status: int, tmp_path: Path) -> None:
+    """A signal reaches the parent alone, as from a batch system, or all processes, as Ctrl-C does."""
+    tool = started(tmp_path)
+    assert until(lambda: len(workers(tmp_path)) == 2, 300)
+    (os.killpg if whole_terminal else os.kill)(tool.pid, number)
+    _, said = tool.communicate(timeout=300)
+    assert tool.returncode == status
+    assert until(lambda: not any(map(alive, workers(tmp_path))), 120)
+    if number != signal.SIGKILL:
+        script = f"{Path(sys.orig_argv[0]).name} {tmp_path / 'tool.py'} {tmp_path}"
+        assert said == f"stopped; what is finished is kept in {tmp_path}. To go on:\n  {script} --resume\n"
+
+
+@needs_proc
+def test_a_worker_that_dies_ends_the_run(tmp_path: Path) -> None:
+    tool = started(tmp_path, "--kill-one")
+    _, said = tool.communicate(timeout=300)
+    assert tool.returncode == 1
+    assert "BrokenProcessPool" in said
+    assert until(lambda: not any(map(alive, workers(tmp_path))), 120)
+
+
+# A tool whose two workers tell of a stage, a query and a warning; its log is printed at the end.
+TELLING = """
+import sys, warnings
+from metricopt_ext.runtime.parallel import run_seeds
+
+def run(seed, watcher):
+    watcher.stage("working")
+    warnings.warn(f"odd {seed}")
+    watcher.query(1, 0.5)
+    watcher.done()
+
+if __name__ == "__main__":
+    log = []
+    run_seeds(run, [0, 1], queries=1, workers=int(sys.argv[1]), threads=1, metric="accuracy", log=log.append)
+    print("logged", *sorted(log), sep="\\n")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_log_has_what_workers_tell_and_their_warnings(workers: int, tmp_path: Path) -> None:
+    script = tmp_path / "tool.py"
+    script.write_text(TELLING)
+    run = subprocess.run([sys.executable, script, str(workers)], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    shown, logged = run.stdout.split("logged\n")
+    lines = [
+        line.format(seed)
+        for seed in (0, 1)
+        for line in ("seed {0}  done; 1 of 1 queries spent, 0 left; accuracy 0.5000", "seed {0}  working")
+    ]
+    told = [f"seed {seed}  working; 1 of 1 queries spent, 0 left; accuracy 0.5000" for seed in (0, 1)]
+    warned = [f"seed {seed}  warning: UserWarning: odd {seed}" for seed in (0, 1)]
+    assert logged.splitlines() == sorted([*lines, *told, *warned])
+    assert sorted(shown.splitlines()) == sorted([*lines, *told])
+    assert run.stderr.count("UserWarning: odd") == 2  # Python shows them as ever

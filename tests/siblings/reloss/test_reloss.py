@@ -1,0 +1,101 @@
+"""ReLoss: the model's steps against a plain loop, and the loss that it takes from elsewhere."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.siblings.checkpoints import Checkpoints
+from metricopt_ext.siblings.reloss.ranked_batches import BatchSource
+from metricopt_ext.siblings.reloss.relational_loss import RelationalLoss, RelationalTraining
+from metricopt_ext.siblings.reloss.reloss import ReLoss
+from metricopt_ext.siblings.training import TrainingTask
+
+
+def made() -> RelationalLoss:
+    torch.manual_seed(4)
+    return RelationalLoss("mcr").double()
+
+
+@pytest.mark.parametrize("cross_entropy", [True, False])
+@pytest.mark.parametrize("trains", ["phi", "model"])
+def test_the_model_descends_the_learned_loss_with_or_without_cross_entropy(
+    cross_entropy: bool, trains: Any, training_task: Callable[..., TrainingTask]
+) -> None:
+    task, loss = training_task(trains, 3, dropout=0.0), made()
+    plain = task.copied()
+    kept = {name: value.clone() for name, value in loss.state_dict().items()}
+    for each in (task, plain):
+        each.model.train()
+    history = ReLoss(cross_entropy, steps=3, lr=0.05).descend(task, loss, 6, Watcher())
+
+    optimizer = torch.optim.Adam(plain.parameters(), 0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=3)
+    expected = []
+    for step in range(3):
+        x, y = plain.batches(6, 0, step)
+        scores = plain.model(x)
+        value = loss(scores, y) + (F.cross_entropy(scores, y) if cross_entropy else 0)
+        expected.append((step, pytest.approx(value.item(), abs=1e-12)))
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        schedule.step()
+    assert history["loss"] == expected
+    for (name, a), b in zip(plain.model.state_dict().items(), task.model.state_dict().values(), strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=1e-9), name
+    assert all(torch.equal(kept[name], value) for name, value in loss.state_dict().items())
+    assert all(parameter.requires_grad for parameter in loss.parameters())
+
+
+def test_a_loss_that_was_learned_before_costs_nothing_and_stays(training_task: Callable[..., TrainingTask]) -> None:
+    begin = made()
+    method = ReLoss(begin=begin, steps=2)
+    for outputs in (1, 3):  # of another number of classes, too
+        result = method.train(training_task("model", outputs))
+        assert result.batch_queries == result.queries == {}
+        assert isinstance(result.product, RelationalLoss)
+        assert result.product is not begin
+        for (name, a), b in zip(begin.state_dict().items(), result.product.state_dict().values(), strict=True):
+            assert torch.equal(a, b), name
+
+
+def test_its_history_is_thinned_and_has_the_end(training_task: Callable[..., TrainingTask]) -> None:
+    history = ReLoss(begin=made(), steps=9, records=3, evals=2).train(training_task("model")).history
+    assert [step for step, _ in history["loss"]] == [0, 3, 6, 8]
+    assert [step for step, _ in history["metric"]] == [3, 8]
+    assert set(history) == {"loss", "metric"}
+
+
+def test_what_it_learns_is_in_its_history(training_task: Callable[..., TrainingTask]) -> None:
+    method = ReLoss(
+        source=BatchSource(12, 4, checkpoints=Checkpoints(3, count=2)),
+        training=RelationalTraining(4, batches=6, checks=2),
+        steps=2,
+    )
+    history = method.train(training_task("model")).history
+    assert [step for step, _ in history["spearman"]] == [1, 3]
+    assert all(-1 <= value <= 1 for _, value in history["spearman"])
+    assert set(history) == {"spearman", "objective", "penalty", "loss"}
+
+
+def test_a_loss_of_another_metric_is_refused_before_any_query(
+    training_task: Callable[..., TrainingTask], calls: Any
+) -> None:
+    with pytest.raises(ConfigError, match="the loss to begin with ranks by 'f1', the metric is 'mcr'"):
+        ReLoss(begin=RelationalLoss("f1")).train(training_task())
+    assert (calls.metric, calls.batch_metric) == (0, 0)
+
+
+def test_scores_of_another_shape_are_refused_before_any_query(
+    training_task: Callable[..., TrainingTask], calls: Any
+) -> None:
+    task = replace(training_task(), predict=lambda model, batch: (model(batch[0])[:5], batch[1]))
+    with pytest.raises(DataError, match=r"scores have shape \(5,\) and labels \(12,\)"):
+        ReLoss().train(task)
+    assert (calls.metric, calls.batch_metric) == (0, 0)

@@ -1,0 +1,284 @@
+"""The contract that every registered sibling method keeps, whatever it does.
+
+A new method joins by its entry in `METHODS` and one in `CASES`.
+"""
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.errors import BudgetError, MetricError
+from metricopt_ext.experiment.method import SIBLINGS
+from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.siblings.checkpoints import Checkpoints
+from metricopt_ext.siblings.reloss.ranked_batches import BatchSource
+from metricopt_ext.siblings.reloss.relational_loss import RelationalTraining
+from metricopt_ext.siblings.sibling import Sibling, Trained
+from metricopt_ext.siblings.sl.set_loss import UniversalTraining
+from metricopt_ext.siblings.training import TRAINS, TrainingTask
+from metricopt_ext.tasks.batch_metric import BatchMetric
+from metricopt_ext.tasks.metric import Ledger, Metric
+
+# Three children: one query before, then two for each of four actions.
+ALA = {"iterations": 12, "action_steps": 3, "reward_evals": 2, "children": 3, "validation_batches": 2, "model_lr": 0.05}
+SL = {"iterations": 4, "model_lr": 0.01, "surrogate_lr": 0.01, "evals": 2, "universal": UniversalTraining(steps=5)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """How the contract runs a method.
+
+    Attributes:
+        settings: Settings under which it takes a moment.
+        queries: What it then spends of the model's metric, by purpose.
+        batch_queries: What it then spends of the batch's metric, by purpose.
+        refused: Settings that it refuses, and the message.
+        trains: What it can train.
+        outputs: Numbers that the model it trains returns of an example.
+    """
+
+    settings: dict[str, Any]
+    queries: dict[str, int]
+    batch_queries: dict[str, int]
+    refused: list[tuple[dict[str, Any], str]]
+    trains: tuple[str, ...] = field(default=TRAINS)
+    outputs: int = 1
+
+
+SL_REFUSED = [
+    ({"surrogate": "refind"}, "surrogate is 'refind'; it must be one of universal, scratch, refined"),
+    ({"iterations": 0}, "iterations is 0; it must be at least 1"),
+    ({"model_steps": 0}, "model_steps is 0; it must be at least 1"),
+    ({"surrogate_steps": 0.5}, "surrogate_steps is 0.5; it must be an integer"),
+    ({"model_lr": 0.0}, "model_lr is 0.0; it must be above 0"),
+    ({"surrogate_lr": -1.0}, "surrogate_lr is -1.0; it must be above 0"),
+    ({"clip": 0.0}, "clip is 0.0; it must be above 0"),
+    ({"iterations": 3, "evals": 4}, "evals is 4; it must be at most iterations = 3"),
+]
+RELOSS = {
+    "steps": 4,
+    "lr": 0.01,
+    "evals": 2,
+    "source": BatchSource(8, 4, checkpoints=Checkpoints(3, count=2)),
+    "training": RelationalTraining(2, batches=4),
+}
+RELOSS_REFUSED = [
+    ({"steps": 0}, "steps is 0; it must be at least 1"),
+    ({"records": 0}, "records is 0; it must be at least 1"),
+    ({"lr": 0.0}, "lr is 0.0; it must be above 0"),
+    ({"steps": 3, "evals": 4}, "evals is 4; it must be at most steps = 3"),
+]
+ALA_REFUSED = [
+    ({"loss": "triplet"}, "loss is 'triplet'; it must be one of classes, mixture, focal"),
+    ({"optimizer": "rmsprop"}, "optimizer is 'rmsprop'; it must be one of sgd, adam"),
+    ({"lowest": 0.1}, "lowest is 0.1; it must be at most 0"),
+    ({"lowest": -1.1}, "lowest is -1.1; it must be at least -1"),
+    ({"link": "log"}, "link is 'log'; it must be one of sigmoid, none"),
+    ({"iterations": 300}, "iterations is 300; it must be a multiple of action_steps = 200"),
+    ({"reward_evals": 201}, "reward_evals is 201; it must be at most action_steps = 200"),
+    ({"reward_evals": 0}, "reward_evals is 0; it must be at least 1"),
+    ({"children": 0}, "children is 0; it must be at least 1"),
+    ({"gamma": 1.1}, "gamma is 1.1; it must be at most 1"),
+    ({"gamma": 0}, "gamma is 0; it must be above 0"),
+    ({"beta": -0.1}, "beta is -0.1; it must be at least 0"),
+    ({"decay": 1.0}, "decay is 1.0; it must be below 1"),
+    ({"momentum": 1.0}, "momentum is 1.0; it must be below 1"),
+    ({"memory": 0}, "memory is 0; it must be at least 1"),
+    ({"validation_batches": 0}, "validation_batches is 0; it must be at least 1"),
+    ({"policy_lr": -1.0}, "policy_lr is -1.0; it must be at least 0"),
+    ({"model_lr": 0.0}, "model_lr is 0.0; it must be above 0"),
+    ({"offset": 0.0}, "offset is 0.0; it must be above 0"),
+    ({"learn": False}, "learn is False; that needs a policy in begin, and children = 1"),
+]
+CASES = {
+    "sl_u": Case(SL, {"history": 2}, {"universal": 5}, SL_REFUSED),
+    "sl_s": Case(SL, {"history": 2}, {"surrogate": 40}, SL_REFUSED),
+    "sl_r": Case(SL, {"history": 2}, {"universal": 5, "surrogate": 40}, SL_REFUSED),
+    "reloss": Case(RELOSS, {"history": 2}, {"reloss": 12}, RELOSS_REFUSED),
+    "reloss_only": Case(RELOSS, {"history": 2}, {"reloss": 12}, RELOSS_REFUSED),
+    "ala": Case(ALA, {"reward": 27}, {}, ALA_REFUSED),
+    "ala_mixture": Case(ALA, {"reward": 27}, {}, ALA_REFUSED, outputs=3),
+    "ala_focal": Case(ALA, {"reward": 27}, {}, ALA_REFUSED, outputs=3),
+}
+
+runs = [(name, trains) for name, case in CASES.items() for trains in case.trains]
+every_run = pytest.mark.parametrize(("name", "trains"), runs)
+
+
+def made(name: str, make: Callable[..., TrainingTask], trains: Any = "model") -> TrainingTask:
+    return make(trains, CASES[name].outputs)
+
+
+def small(name: str) -> Sibling:
+    return replace(SIBLINGS[name], **CASES[name].settings)  # type: ignore[type-var]
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def changed(before: dict[str, Tensor], model: nn.Module) -> set[str]:
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    return {key for key in before if not torch.equal(before[key], after[key])}
+
+
+def same(a: Trained, b: Trained) -> bool:
+    return not changed(state(a.model), b.model) and a.history == b.history
+
+
+def test_every_registered_method_is_under_contract() -> None:
+    assert list(CASES) == list(SIBLINGS)
+
+
+@every_run
+def test_it_counts_every_query_of_both_kinds_by_purpose(
+    name: str, trains: Any, training_task: Callable[..., TrainingTask], calls: Any
+) -> None:
+    task, case = made(name, training_task, trains), CASES[name]
+    task.metric.ledger.spend("earlier", 7)
+    task.batch_metric.ledger.spend("surrogate", 3)
+    result = small(name).train(task)
+    assert (result.queries, result.batch_queries) == (case.queries, case.batch_queries)
+    assert (calls.metric, calls.batch_metric) == (sum(case.queries.values()), sum(case.batch_queries.values()))
+    assert task.metric.ledger.spent == calls.metric + 7
+    assert task.batch_metric.ledger.spent == calls.batch_metric + 3
+    assert result.seconds > 0
+
+
+@every_run
+def test_it_trains_a_copy_and_what_it_says_alone(
+    name: str, trains: Any, training_task: Callable[..., TrainingTask]
+) -> None:
+    task = made(name, training_task, trains)
+    task.model.train()
+    modes = [module.training for module in task.model.modules()]
+    flags = [parameter.requires_grad for parameter in task.model.parameters()]
+    before = state(task.model)
+    result = small(name).train(task)
+    assert not changed(before, task.model)
+    assert [module.training for module in task.model.modules()] == modes
+    assert [parameter.requires_grad for parameter in task.model.parameters()] == flags
+    assert all(parameter.grad is None for parameter in task.model.parameters())
+
+    differs = changed(before, result.model)
+    assert result.trained == trains
+    assert not any(module.training for module in result.model.modules())
+    if trains == "phi":
+        assert differs == {"metricopt.phi"}
+        assert result.phi is not None
+        assert torch.equal(result.phi, result.model.state_dict()["metricopt.phi"])
+    else:
+        assert result.phi is None
+        assert {key for key, _ in task.model.named_parameters()} <= differs
+    assert len({p.untyped_storage().data_ptr() for p in result.model.parameters()}) == len(flags)
+    copy.deepcopy(result.model)
+
+
+@every_run
+def test_it_repeats_itself_for_a_seed_and_no_other(
+    name: str, trains: Any, training_task: Callable[..., TrainingTask]
+) -> None:
+    first, again, other = (small(name).train(made(name, training_task, trains), seed=seed) for seed in (3, 3, 4))
+    assert same(first, again)
+    assert not same(first, other)
+
+
+@every_run
+def test_it_neither_touches_the_global_streams_nor_depends_on_them(
+    name: str, trains: Any, training_task: Callable[..., TrainingTask]
+) -> None:
+    task, results = made(name, training_task, trains), []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        before = torch.get_rng_state(), str(np.random.get_state()), random.getstate()
+        results.append(small(name).train(task))
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert (str(np.random.get_state()), random.getstate()) == before[1:]
+    assert same(*results)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_its_history_can_be_plotted(name: str, training_task: Callable[..., TrainingTask]) -> None:
+    history = small(name).train(made(name, training_task)).history
+    assert history
+    for points in history.values():
+        steps = [step for step, _ in points]
+        assert steps == sorted(set(steps))
+        assert all(isinstance(step, int) and np.isfinite(value) for step, value in points)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_tells_how_far_it_is(name: str, training_task: Callable[..., TrainingTask]) -> None:
+    told = []
+
+    class Listening(Watcher):
+        def stage(self, description: str) -> None:
+            told.append(description)
+
+    small(name).train(made(name, training_task), watcher=Listening())
+    assert told
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_it_learned_besides_can_be_saved(
+    name: str, training_task: Callable[..., TrainingTask], tmp_path: Path
+) -> None:
+    product = small(name).train(made(name, training_task)).product
+    if product is not None:
+        product.save(tmp_path / "product.safetensors")
+        assert (tmp_path / "product.safetensors").stat().st_size > 0
+
+
+@pytest.mark.parametrize(("name", "settings", "message"), [(n, *each) for n, c in CASES.items() for each in c.refused])
+def test_bad_settings_are_refused(name: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(SIBLINGS[name], **settings)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_bad_seed_is_refused_before_any_work(
+    name: str, training_task: Callable[..., TrainingTask], calls: Any
+) -> None:
+    with pytest.raises(ValueError, match="seed is -1; it must be at least 0"):
+        small(name).train(made(name, training_task), seed=-1)
+    assert (calls.metric, calls.batch_metric) == (0, 0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_spent_budgets_and_failing_metrics_stop_it_and_leave_the_model(
+    name: str, training_task: Callable[..., TrainingTask]
+) -> None:
+    task = made(name, training_task)
+    before = state(task.model)
+
+    def fails(*arguments: Any) -> float:
+        raise OSError("the server is down")
+
+    kinds: dict[str, tuple[Any, Any]] = {
+        "metric": (
+            Metric(lambda model: 0.5, maximize=False, ledger=Ledger(0)),
+            Metric(lambda m: fails(), maximize=False),
+        ),
+        "batch_metric": (
+            BatchMetric(lambda scores, labels: 0.5, maximize=False, ledger=Ledger(0)),
+            BatchMetric(fails, maximize=False),
+        ),
+    }
+    asked = {"metric": CASES[name].queries, "batch_metric": CASES[name].batch_queries}
+    for kind in (kind for kind, queries in asked.items() if queries):
+        with pytest.raises(BudgetError):
+            small(name).train(replace(task, **{kind: kinds[kind][0]}))
+        with pytest.raises(MetricError, match="the server is down"):
+            small(name).train(replace(task, **{kind: kinds[kind][1]}))
+    assert not changed(before, task.model)

@@ -1,0 +1,396 @@
+"""Interpolation in time: against scikit-learn, against naive loops, and on data whose answer is known."""
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+from sklearn.gaussian_process import GaussianProcessRegressor
+from sklearn.gaussian_process.kernels import RBF, ConstantKernel
+
+from metricopt_ext.errors import ValueFunctionError
+from metricopt_ext.tasks.rollout import observation_steps
+from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.value.interpolation import BOUNDS, GaussianProcess, Skill
+from metricopt_ext.value.labels import GaussianProcessLabels
+
+PLAIN = GaussianProcess(length_scale=0.3, output_scale=1.7, noise=0.02, mean=0.4, std=0.1)
+PROCESSES = [
+    PLAIN,
+    replace(PLAIN, level_scale=2.5),
+    replace(PLAIN, level_scale=0.3, warp=20.0, noise=1e-4),
+    replace(PLAIN, length_scale=0.02, mean=-3.0, std=1e3),
+]
+
+
+def stretched(process: GaussianProcess, times: Any) -> Any:
+    times = np.asarray(times, dtype=np.float64)
+    return np.log1p(process.warp * times) / np.log1p(process.warp) if process.warp else times
+
+
+def reference(process: GaussianProcess, steps: int, observed: Any, cost: Any) -> GaussianProcessRegressor:
+    kernel = ConstantKernel(process.output_scale) * RBF(process.length_scale)
+    if process.level_scale:
+        kernel = kernel + ConstantKernel(process.level_scale)
+    regressor = GaussianProcessRegressor(kernel, alpha=process.noise, optimizer=None)
+    targets = (np.asarray(cost) - process.mean) / process.std
+    return regressor.fit(stretched(process, np.asarray(observed) / steps)[:, None], targets)
+
+
+# --- Against scikit-learn --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_posterior_is_sklearns(mixed: Callable[..., list[Trajectory]], process: GaussianProcess) -> None:
+    trajectories = mixed()
+    posteriors = process.posterior(trajectories)
+    assert len(posteriors) == len(trajectories)
+    for trajectory, (mean, std) in zip(trajectories, posteriors, strict=True):
+        steps = len(trajectory.phi) - 1
+        gp = reference(process, steps, trajectory.observed, trajectory.cost)
+        expected, spread = gp.predict(stretched(process, np.arange(steps + 1) / steps)[:, None], return_std=True)
+        assert mean.dtype == std.dtype == torch.float64
+        assert not mean.requires_grad
+        np.testing.assert_allclose(mean, process.mean + process.std * expected, rtol=1e-9, atol=1e-9 * process.std)
+        np.testing.assert_allclose(std, process.std * spread, rtol=1e-7, atol=1e-9 * process.std)
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_log_likelihood_is_sklearns(mixed: Callable[..., list[Trajectory]], process: GaussianProcess) -> None:
+    expected = 0.0
+    for t in mixed():
+        gp = reference(process, len(t.phi) - 1, t.observed, t.cost)
+        expected += gp.log_marginal_likelihood_value_ - len(t.cost) * math.log(process.std)
+    assert process.log_likelihood(mixed()) == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_left_out_predictions_are_those_of_a_refit(
+    mixed: Callable[..., list[Trajectory]], process: GaussianProcess
+) -> None:
+    for trajectory, predicted in zip(mixed(), process.predict_left_out(mixed()), strict=True):
+        steps, times = len(trajectory.phi) - 1, trajectory.observed / (len(trajectory.phi) - 1)
+        assert predicted.dtype == torch.float64
+        for k in range(len(times)):
+            others = [i for i in range(len(times)) if i != k]
+            gp = reference(process, steps, trajectory.observed[others], trajectory.cost[others])
+            expected = process.mean + process.std * gp.predict(stretched(process, times[k : k + 1].double())[:, None])
+            np.testing.assert_allclose(predicted[k], expected[0], rtol=1e-6, atol=1e-6 * process.std)
+
+
+def test_neighbours_in_a_batch_change_nothing(mixed: Callable[..., list[Trajectory]]) -> None:
+    together = PLAIN.posterior(mixed())
+    for trajectory, (mean, std) in zip(mixed(), together, strict=True):
+        ((mean_alone, std_alone),) = PLAIN.posterior([trajectory])
+        torch.testing.assert_close(mean, mean_alone, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(std, std_alone, rtol=1e-12, atol=1e-12)
+
+
+# --- Fitting -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.outcome
+@pytest.mark.parametrize("level", [0.0, 1.0, 30.0])
+def test_fit_recovers_hyper_parameters(sampled: Callable[..., list[Trajectory]], level: float) -> None:
+    data = sampled(300, 8, length_scale=0.15, noise=0.1, level=level)
+    process = GaussianProcess.fit(data)
+    assert process.length_scale == pytest.approx(0.15, rel=0.1)  # 0.148 ± 0.002
+    assert process.noise_std == pytest.approx(0.1, rel=0.2)  # 0.097 ± 0.003
+    assert process.std**2 * process.output_scale == pytest.approx(1, rel=0.2)  # 0.97 ± 0.04
+    # 0.14 ± 0.12, 1.02 ± 0.03 and 30.0 ± 1.0
+    assert process.std * math.sqrt(process.level_scale) == pytest.approx(level, rel=0.15, abs=0 if level else 0.6)
+    assert process.warp == 0
+
+
+@pytest.mark.outcome
+def test_fit_recovers_warped_time(sampled: Callable[..., list[Trajectory]]) -> None:
+    data = sampled(300, 8, length_scale=0.15, noise=0.05, level=1, warp=20)
+    plain, warped = GaussianProcess.fit(data), GaussianProcess.fit(data, warped=True)
+    assert warped.log_likelihood(data) > plain.log_likelihood(data) + 100  # 1363 ± 18 more
+    assert 2.1 < math.log(warped.warp) < 4.1  # 3.1 ± 0.17, in truth 3.0
+    assert warped.length_scale == pytest.approx(0.15, rel=0.2)  # 0.149 ± 0.006
+
+
+@pytest.mark.parametrize("kind", ["smooth", "white", "trend", "wiggly"])
+def test_no_grid_point_is_more_likely(
+    along: Callable[..., Trajectory], sampled: Callable[..., list[Trajectory]], kind: str
+) -> None:
+    rng = np.random.default_rng(1)
+    if kind == "smooth":
+        data = sampled(12, 6, length_scale=0.4, noise=0.02, level=1)
+    elif kind == "wiggly":
+        data = sampled(12, 10, length_scale=0.06, noise=0.02, level=0)
+    else:
+        slope = 3.0 * (kind == "trend")
+        data = [
+            along(30, steps, rng.normal(size=6) + slope * np.array(steps) / 30)
+            for steps in (observation_steps(30, 6, 0, i).tolist() for i in range(12))
+        ]
+    fitted = GaussianProcess.fit(data)
+    best = fitted.log_likelihood(data)
+    for length_scale in (0.02, 0.06, 0.2, 0.6, 2.0):
+        for output_scale in (0.1, 1.0, 10.0):
+            for noise in (1e-3, 1e-2, 0.1, 1.0):
+                for level in (1e-3, 1.0, 30.0):
+                    rival = replace(
+                        fitted, length_scale=length_scale, output_scale=output_scale, noise=noise, level_scale=level
+                    )
+                    assert rival.log_likelihood(data) <= best + 1e-5
+
+
+@pytest.mark.parametrize("length_scale", [0.03, 0.8])
+def test_no_other_search_climbs_higher(noise_only: Callable[..., list[Trajectory]], length_scale: float) -> None:
+    data = noise_only(1, 0.5)  # two maxima: a search from 0.8 ends at the lower one
+    fitted = GaussianProcess.fit(data)
+    names = ["length_scale", "output_scale", "noise", "level_scale"]
+
+    def loss(logs: Any) -> float:
+        return -replace(fitted, **dict(zip(names, np.exp(logs).tolist(), strict=True))).log_likelihood(data)
+
+    found = minimize(
+        loss,
+        np.log([length_scale, 1, 0.1, 1]),
+        method="Nelder-Mead",
+        bounds=np.log([BOUNDS[name] for name in names]),
+        options={"maxfev": 300},
+    )
+    assert fitted.log_likelihood(data) >= -found.fun - 1e-4
+    for name, (low, high) in BOUNDS.items():
+        assert name == "warp" or low <= getattr(fitted, name) <= high
+
+
+def test_without_levels_the_kernel_is_rbf_alone(sampled: Callable[..., list[Trajectory]]) -> None:
+    """The likelihood and the posterior written out in numpy; no neighbour of the fit is more likely."""
+    data = sampled(8, 5, length_scale=0.3, noise=0.05, level=1.0)
+    fitted = GaussianProcess.fit(data, levels=False)
+    assert fitted.level_scale == 0
+    assert GaussianProcess.fit(data).level_scale > 0.1
+
+    def kernel(p: GaussianProcess, a: Any, b: Any) -> Any:
+        return p.output_scale * np.exp(-((a[:, None] - b) ** 2) / (2 * p.length_scale**2))
+
+    def covariance(p: GaussianProcess, t: Trajectory) -> Any:
+        times = t.observed.numpy() / 40
+        return kernel(p, times, times) + p.noise * np.eye(len(times))
+
+    def log_likelihood(p: GaussianProcess) -> float:
+        total = 0.0
+        for t in data:
+            y, k = (t.cost.numpy() - p.mean) / p.std, covariance(p, t)
+            total -= 0.5 * (y @ np.linalg.solve(k, y) + np.linalg.slogdet(2 * np.pi * k)[1])
+        return total
+
+    best = log_likelihood(fitted)
+    for name in ("length_scale", "output_scale", "noise"):
+        for factor in (0.9, 1.1):
+            rival = replace(fitted, **{name: factor * getattr(fitted, name)})
+            assert log_likelihood(rival) <= best + 1e-5 or not BOUNDS[name][0] < getattr(rival, name) < BOUNDS[name][1]
+    for t, (mean, std) in zip(data, fitted.posterior(data), strict=True):
+        times, grid = t.observed.numpy() / 40, np.arange(41) / 40
+        cross, y = kernel(fitted, grid, times), (t.cost.numpy() - fitted.mean) / fitted.std
+        expected = cross @ np.linalg.solve(covariance(fitted, t), y)
+        variance = fitted.output_scale - (cross * np.linalg.solve(covariance(fitted, t), cross.T).T).sum(1)
+        np.testing.assert_allclose(mean, fitted.mean + fitted.std * expected, rtol=1e-7, atol=1e-9)
+        np.testing.assert_allclose(std, fitted.std * np.sqrt(variance), rtol=1e-5, atol=1e-7)
+
+
+def test_fit_is_deterministic_and_draws_nothing(mixed: Callable[..., list[Trajectory]]) -> None:
+    data, state = mixed(), torch.get_rng_state()
+    first, second = GaussianProcess.fit(data, warped=True), GaussianProcess.fit(data, warped=True)
+    assert first == second
+    assert torch.equal(torch.get_rng_state(), state)
+    for (mean, std), (mean2, std2) in zip(first.posterior(data), second.posterior(data), strict=True):
+        assert torch.equal(mean, mean2)
+        assert torch.equal(std, std2)
+
+
+@pytest.mark.parametrize(("scale", "shift"), [(1e-7, 0.3), (1e5, -1e6), (-2.0, 0.0)])
+def test_units_of_the_cost_do_not_matter(sampled: Callable[..., list[Trajectory]], scale: float, shift: float) -> None:
+    data = sampled(10, 6, length_scale=0.3, noise=0.1, level=1)
+    moved = [replace(t, cost=scale * t.cost + shift) for t in data]
+    ours, theirs = GaussianProcess.fit(data).posterior(data), GaussianProcess.fit(moved).posterior(moved)
+    for (mean, std), (mean2, std2) in zip(ours, theirs, strict=True):
+        torch.testing.assert_close((mean2 - shift) / scale, mean, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(std2 / abs(scale), std, rtol=1e-2, atol=1e-3)
+
+
+# --- Awkward trajectories ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("others", [[], [0.7] * 3])
+def test_constant_trajectories_only(along: Callable[..., Trajectory], others: list[float]) -> None:
+    data = [along(9, [0, 4, 9], [0.25] * 3, index=i) for i in range(3)]
+    data += [along(9, [0, 2, 5, 9], [cost] * 4, index=9) for cost in others]
+    process = GaussianProcess.fit(data)
+    for trajectory, (mean, std) in zip(data, process.posterior(data), strict=True):
+        assert torch.equal(mean, trajectory.cost[:1].expand(10))
+        assert not std.any()
+    labels = GaussianProcessLabels(always=True)(data)
+    assert (labels.sigma > 0).all()
+    assert not process.leave_one_out(data).skilful
+
+
+def test_a_constant_trajectory_among_others(
+    along: Callable[..., Trajectory], sampled: Callable[..., list[Trajectory]]
+) -> None:
+    varying = sampled(10, 6, length_scale=0.3, noise=0.1, level=1)
+    data = [*varying[:4], along(40, [0, 10, 40], [5.0] * 3, index=77), *varying[4:]]
+    process = GaussianProcess.fit(data)
+    assert process == GaussianProcess.fit(varying)
+    assert process.leave_one_out(data) == process.leave_one_out(varying)
+    labels = GaussianProcessLabels(always=True)(data)
+    mine = labels.trajectory == 4
+    assert (labels.cost[mine] == 5).all()
+    torch.testing.assert_close(labels.sigma[mine], torch.full((41,), process.noise_std))
+
+
+def test_two_equal_points_are_no_constant(along: Callable[..., Trajectory]) -> None:
+    process = GaussianProcess(length_scale=0.2, output_scale=1.0, noise=0.0025, level_scale=1.0)
+    ((mean, std),) = process.posterior([along(40, [0, 40], [0.5, 0.5])])
+    assert std[20] > 10 * process.noise_std
+    assert mean.isfinite().all()
+
+
+@pytest.mark.parametrize("gap", [1e-15, 1e-12, 1e-6])
+def test_nearly_constant_trajectories(along: Callable[..., Trajectory], gap: float) -> None:
+    data = [along(20, [0, 7, 8, 20], [0.5, 0.5, 0.5 + i * gap, 0.5], index=i) for i in range(5)]
+    data.append(along(20, [0, 19, 20], [0.9, 0.9, 0.9 - gap], index=5))
+    labels = GaussianProcessLabels(always=True)(data)
+    assert labels.cost.isfinite().all()
+    assert (labels.sigma > 1e-6).all()  # in proportion to the costs, not to their rounding
+    assert ((labels.cost - torch.tensor([0.5] * 5 + [0.9])[labels.trajectory]).abs() < 100 * gap + 1e-3).all()
+
+
+@pytest.mark.filterwarnings("ignore:A not p.d.")
+def test_singular_covariance_names_the_trajectory(along: Callable[..., Trajectory]) -> None:
+    stiff = GaussianProcess(length_scale=1e6, output_scale=1e14, noise=1e-30)
+    fine, bad = along(1000, [0, 1000], [0.1, 0.2], index=3), along(1000, [0, 1], [0.1, 0.2], index=8, round=2)
+    assert len(stiff.posterior([fine, fine])) == 2
+    for use in (stiff.posterior, stiff.predict_left_out):
+        with pytest.raises(ValueFunctionError, match="trajectory 8 of round 2"):
+            use([fine, bad, fine])
+
+
+@pytest.mark.parametrize("cost", [math.nan, math.inf])
+def test_costs_that_are_not_finite_name_the_trajectory(
+    along: Callable[..., Trajectory], mixed: Callable[..., list[Trajectory]], cost: float
+) -> None:
+    data = [*mixed(), along(10, [0, 5, 10], [0.1, cost, 0.2], index=8, round=2)]
+    for use in (GaussianProcess.fit, PLAIN.posterior, PLAIN.predict_left_out):
+        with pytest.raises(ValueFunctionError, match="trajectory 8 of round 2"):
+            use(data)
+
+
+def test_nothing_to_fit() -> None:
+    with pytest.raises(ValueFunctionError, match="no trajectory"):
+        GaussianProcess.fit([])
+
+
+@pytest.mark.parametrize("wrong", [{"noise": 0.0}, {"length_scale": -1.0}, {"std": math.inf}, {"level_scale": -0.1}])
+def test_impossible_hyper_parameters(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        replace(PLAIN, **wrong)
+
+
+# --- Uncertainty and size ----------------------------------------------------------------------------------------
+
+
+def test_uncertainty_grows_away_from_observations(along: Callable[..., Trajectory]) -> None:
+    ((_, std),) = replace(PLAIN, level_scale=1.0).posterior([along(100, [0, 20, 100], [0.1, 0.5, 0.3])])
+    assert (std[20:60].diff() > 0).all()
+    assert (std[65:].diff() < 0).all()
+    assert (std[20] < std[10]) & (std[10] < std[60])
+    assert std[20] < PLAIN.noise_std < std[60] < PLAIN.std * math.sqrt(2.7)
+
+
+def test_rounding_leaves_no_negative_variance(along: Callable[..., Trajectory]) -> None:
+    level = GaussianProcess(length_scale=3.0, output_scale=1e-3, noise=1e-9, level_scale=1e7)
+    ((_, std),) = level.posterior([along(1200, [0, 400, 800, 1200], [0.1, 0.2, 0.3, 0.4])])
+    assert std.isfinite().all()
+
+
+def test_no_covariance_between_all_steps(along: Callable[..., Trajectory]) -> None:
+    steps = 200_000  # steps x steps float64 would take 320 GB
+    ((mean, std),) = PLAIN.posterior([along(steps, [0, 60_000, steps], [0.1, 0.5, 0.3])])
+    assert mean.shape == std.shape == (steps + 1,)
+
+
+# --- Skill ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.outcome
+@pytest.mark.parametrize("warped", [False, True])
+@pytest.mark.parametrize("level", [0.0, 0.5, 10.0])
+def test_noise_shows_no_skill(noise_only: Callable[..., list[Trajectory]], level: float, warped: bool) -> None:
+    skills = [
+        GaussianProcess.fit(data, warped=warped).leave_one_out(data)
+        for data in (noise_only(seed, level) for seed in range(5))
+    ]
+    assert np.mean([skill.skill for skill in skills]) < 0.12  # 0.02 ± 0.02
+    assert sum(skill.skilful for skill in skills) < 2  # 0.14 ± 0.37
+
+
+@pytest.mark.outcome
+@pytest.mark.parametrize("level", [0.0, 10.0])
+def test_smooth_curves_show_skill(sampled: Callable[..., list[Trajectory]], level: float) -> None:
+    skills = [
+        GaussianProcess.fit(data).leave_one_out(data)
+        for data in (sampled(12, 8, length_scale=0.3, noise=0.05, level=level, seed=seed) for seed in range(4))
+    ]
+    assert all(skill.skilful for skill in skills)  # in each of 48 runs
+    assert np.mean([skill.skill for skill in skills]) > 0.5  # 0.86 ± 0.02
+    assert np.mean([skill.gp_mae / skill.linear_mae for skill in skills]) < 0.9  # 0.58 ± 0.06
+    assert np.mean([skill.linear_mae / skill.constant_mae for skill in skills]) < 0.9  # 0.25 ± 0.04
+
+
+def test_skill_is_its_definition(along: Callable[..., Trajectory], mixed: Callable[..., list[Trajectory]]) -> None:
+    data = [t for t in mixed() if len(t.cost) > 2]
+    skill = PLAIN.leave_one_out([*data, along(10, [0, 10], [0.1, 0.2]), along(10, [0, 5, 10], [0.3] * 3)])
+    means = np.array([float(t.cost.mean()) for t in data])
+    freedom = sum(len(t.cost) - 1 for t in data)
+    within = sum(float(((t.cost - t.cost.mean()) ** 2).sum()) for t in data) / freedom
+    between = max(means.var() - within * np.mean([1 / len(t.cost) for t in data]), 0)
+    overall = float(torch.cat([t.cost for t in data]).mean())
+    errors: list[list[list[float]]] = []
+    for t, predicted in zip(data, PLAIN.predict_left_out(data), strict=True):
+        errors.append([])
+        for k in range(1, len(t.cost) - 1):
+            others = np.delete(t.cost.numpy(), k)
+            shrunk = overall + between / (between + within / len(others)) * (others.mean() - overall)
+            linear = np.interp(t.observed[k], np.delete(t.observed.numpy(), k), others)
+            errors[-1].append([abs(guess - float(t.cost[k])) for guess in (float(predicted[k]), shrunk, linear)])
+    flat = np.concatenate([np.array(of_one) for of_one in errors])
+    np.testing.assert_allclose([skill.gp_mae, skill.constant_mae, skill.linear_mae], flat.mean(0), rtol=1e-9)
+    gains = [np.mean([e[1] - e[0] for e in of_one]) for of_one in errors]
+    assert skill.gain_error == pytest.approx(np.std(gains, ddof=1) / len(gains) ** 0.5)
+    assert (skill.points, skill.trajectories) == (len(flat), len(data))
+    assert skill.skill == pytest.approx(1 - skill.gp_mae / skill.constant_mae)
+
+
+@pytest.mark.parametrize(
+    ("gp", "error", "skilful"), [(0.5, 0.1, True), (0.5, 0.3, False), (0.95, 0.001, False), (1.2, 0.001, False)]
+)
+def test_skill_needs_size_and_certainty(gp: float, error: float, skilful: bool) -> None:
+    assert Skill(gp, 1.0, 1.0, error, 30, 10).skilful is skilful
+
+
+def test_one_trajectory_or_two_points_show_no_skill(
+    along: Callable[..., Trajectory], sampled: Callable[..., list[Trajectory]]
+) -> None:
+    assert not PLAIN.leave_one_out(sampled(1, 10, length_scale=0.3, noise=0.01, level=0)).skilful
+    ends = PLAIN.leave_one_out([along(10, [0, 10], [0.1, 0.2], index=i) for i in range(20)])
+    assert (ends.points, ends.skill, ends.skilful) == (0, 0.0, False)
+
+
+# --- Cost ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_package_does_without_gpytorch() -> None:
+    code = "import sys, metricopt_ext; sys.exit('gpytorch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
