@@ -42,7 +42,7 @@ from metricopt_ext.methods.tuning import finetune, metric_policy
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.runtime.parallel import run_seeds
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.tasks.rollout import Policy
@@ -275,7 +275,7 @@ def chosen(variants: Mapping[str, Any], changes: Sequence[str] | None) -> dict[s
 
 
 def ablate_seed(
-    file: str, overrides: list[str], folder: Path, changes: Sequence[str] | None, seed: int, watcher: Watcher
+    file: str, overrides: list[str], folder: Path, changes: Sequence[str] | None, seed: int, callback: Callback
 ) -> dict[str, Row]:
     """Run every variant on one seed; those already on file are not run again."""
     folder = folder / f"seed-{seed}"
@@ -288,11 +288,11 @@ def ablate_seed(
 
     def remember(name: str, compute: Callable[[], Row]) -> None:
         if name not in rows:
-            watcher.stage(name)
+            callback.stage(name)
             rows[name] = compute()
             write_json(record, {variant: asdict(row) for variant, row in rows.items()})
 
-    watcher.stage(DEFAULT)
+    callback.stage(DEFAULT)
     recipe = config.build_strategy()
     if isinstance(recipe, Recipe):
         ready = ClassificationExperiment(config, folder, seed)
@@ -313,9 +313,9 @@ def ablate_seed(
     else:
         remember(DEFAULT, lambda: whole(file, overrides, folder, seed))
     for done, (name, added) in enumerate(chosen(runs_of(config), changes).items()):
-        watcher.stage(f"{name} (run {done + 1})")
+        callback.stage(f"{name} (run {done + 1})")
         remember(name, lambda added=added: whole(file, [*overrides, *added], folder, seed))  # type: ignore[misc]
-    watcher.done()
+    callback.done()
     return rows
 
 
@@ -343,7 +343,7 @@ def run(ready: ClassificationExperiment, seed: int) -> Result[RecipeDetails]:
     """Run the whole strategy on separately counted queries."""
     task, strategy = ready.task.judged_by(ready.task.metric.with_new_ledger()), ready.config.build_strategy()
     assert isinstance(strategy, (Recipe, Algorithm1))
-    return optimize_metric(task, queries=ready.config.queries, strategy=strategy, seed=seed, watcher=Watcher())
+    return optimize_metric(task, queries=ready.config.queries, strategy=strategy, seed=seed, callback=Callback())
 
 
 def whole(file: str, overrides: list[str], folder: Path, seed: int) -> Row:

@@ -42,7 +42,7 @@ from metricopt_ext.methods.tuning import FRESH, tune_start
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.runtime.parallel import run_seeds
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_at_least
@@ -120,7 +120,7 @@ def compare_starts(task: str, config: Any, folder: Path, starts: int, plan: Plan
 
 
 def run_seed(
-    experiment: type[Experiment[Any]], config: Any, folder: Path, starts: int, plan: Plan, seed: int, watcher: Watcher
+    experiment: type[Experiment[Any]], config: Any, folder: Path, starts: int, plan: Plan, seed: int, callback: Callback
 ) -> dict[str, Any]:
     """Learn one value function and tune all new starts; returns what is on file of it.
 
@@ -133,11 +133,11 @@ def run_seed(
         raise FileFormatError(f"{record} holds no points of a comparison; delete it to regenerate it")
     missing = [name for name in plan.methods if name not in row["points"]]
     if missing:
-        watcher.stage("train the model")
+        callback.stage("train the model")
         ready, recipe = experiment(config, folder, seed), config.build_strategy()
         task, test = ready.task, ready.task.judged_by(ready.test_metric)
         result = optimize_metric(
-            task, queries=config.queries, strategy=recipe, seed=seed, output_dir=folder, resume=True, watcher=watcher
+            task, queries=config.queries, strategy=recipe, seed=seed, output_dir=folder, resume=True, callback=callback
         )
         assert result.fit is not None
         assert result.fit.f.quality is not None
@@ -153,10 +153,10 @@ def run_seed(
             return [(reached.queries, judge(test, reached.end)) for reached in found]
 
         for name in missing:
-            watcher.stage(METHODS[name].title)
+            callback.stage(METHODS[name].title)
             row["points"][name] = np.mean([points(name, number) for number in range(starts)], axis=0).tolist()
             write_json(record, row)
-    watcher.done()
+    callback.done()
     return row
 
 

@@ -18,7 +18,7 @@ from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.style import print_table
 from metricopt_ext.methods.assess import assess
 from metricopt_ext.methods.assessment import RECOMMENDATIONS, Assessment, Recommendation
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tools.assess import assess_seed, read
 from metricopt_ext.tools.compare import seed_range
@@ -108,7 +108,7 @@ def of_noise(seeds: Sequence[int], folder: Path, overrides: Sequence[str]) -> di
             return sum(halves) / 2, halves
 
         metric = Metric(noise, maximize=True, bounds=None, name="noise")
-        said[seed] = assess(made.task.judged_by(metric), starts=made.starts(), seed=seed, watcher=Watcher())
+        said[seed] = assess(made.task.judged_by(metric), starts=made.starts(), seed=seed, callback=Callback())
     return said
 
 

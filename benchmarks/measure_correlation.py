@@ -44,7 +44,7 @@ from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.plain import in_markdown, plain
 from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.runtime.parallel import run_seeds
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.reloss.ranked_batches import true_class_log_probability
 from metricopt_ext.siblings.reloss.relational_loss import RelationalLoss
 from metricopt_ext.siblings.training import TrainingTask
@@ -144,17 +144,17 @@ def gain_note(rival: str, gain: Any, gains: list[float]) -> str:
     )
 
 
-def run_seed(config: ClassificationConfig, folder: Path, seed: int, watcher: Watcher) -> dict[str, Any]:
+def run_seed(config: ClassificationConfig, folder: Path, seed: int, callback: Callback) -> dict[str, Any]:
     """Return what comes out for a seed, from its file if it is there."""
     file = folder / f"seed-{seed}.json"
-    watcher.stage("on file" if file.exists() else "random outputs")
-    row = kept_json(file, KINDS, lambda: learn_and_judge(config, folder, seed, watcher))
-    watcher.query(row["batch_queries"], row["correlations"]["ReLoss"]["spearman"])
-    watcher.done()
+    callback.stage("on file" if file.exists() else "random outputs")
+    row = kept_json(file, KINDS, lambda: learn_and_judge(config, folder, seed, callback))
+    callback.query(row["batch_queries"], row["correlations"]["ReLoss"]["spearman"])
+    callback.done()
     return row
 
 
-def learn_and_judge(config: ClassificationConfig, folder: Path, seed: int, watcher: Watcher) -> dict[str, Any]:
+def learn_and_judge(config: ClassificationConfig, folder: Path, seed: int, callback: Callback) -> dict[str, Any]:
     """Learn a loss, judge it on another network's outputs, and return what came out."""
     device = choose_device(config.device)
     splits = load_splits(config, seed).to(device)
@@ -173,11 +173,11 @@ def learn_and_judge(config: ClassificationConfig, folder: Path, seed: int, watch
     began = time.perf_counter()
     with seeded_streams(seed, device):
         loss = RelationalLoss(spec.name, reloss.absolute).to(task.parameters()[0])
-        training, heldout = reloss.source().draw(task, seed, watcher)
-        history = reloss.relational_training().learn(loss, training, heldout, seed=seed, watcher=watcher)
+        training, heldout = reloss.source().draw(task, seed, callback)
+        history = reloss.relational_training().learn(loss, training, heldout, seed=seed, callback=callback)
     seconds = time.perf_counter() - began
     loss.save(folder / f"seed-{seed}.safetensors")
-    watcher.stage("another network")
+    callback.stage("another network")
     report = judged(config, task, loss, splits.test, seed)
     report.plot(folder / f"seed-{seed}.png")
     return {

@@ -31,7 +31,7 @@ from metricopt_ext.experiment.style import print_table
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.runtime import distributed
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric
@@ -112,7 +112,7 @@ def measure(strategy: str, queries: int, sleep: float, images: int, output: Path
     recipe = Recipe()
     traffic, began = Traffic(), time.perf_counter()
     with traffic.counted():
-        optimize_metric(task, queries=queries, strategy=recipe if strategy == "recipe" else None, watcher=Watcher())
+        optimize_metric(task, queries=queries, strategy=recipe if strategy == "recipe" else None, callback=Callback())
         seconds = time.perf_counter() - began
         asked = list(distributed.each(lambda own: (len(spent), sum(spent)), range(distributed.world())))
     evaluations = sum(number for number, _ in asked) - (distributed.world() - 1)  # all make the first

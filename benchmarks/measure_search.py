@@ -40,7 +40,7 @@ from metricopt_ext.methods.tuning import finetune, metric_policy
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.runtime.parallel import run_seeds
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
@@ -150,22 +150,22 @@ def run_seed(
     budgets: Sequence[int],
     folder: Path,
     seed: int,
-    watcher: Watcher,
+    callback: Callback,
 ) -> dict[str, Any]:
     """Return what comes out for a seed, from its file if it is there."""
     file = folder / f"seed-{seed}" / "row.json"
-    watcher.stage("on file" if file.exists() else "train the first model")
+    callback.stage("on file" if file.exists() else "train the first model")
 
     def make(seed: int) -> Experiment[Any]:
         return experiment_type(config, folder / f"seed-{seed}", seed)
 
-    row = kept_json(file, KINDS, lambda: search_both(make, seed, budgets, watcher))
-    watcher.done()
+    row = kept_json(file, KINDS, lambda: search_both(make, seed, budgets, callback))
+    callback.done()
     return row
 
 
 def search_both(
-    make: Callable[[int], Experiment[Any]], seed: int, budgets: Sequence[int], watcher: Watcher
+    make: Callable[[int], Experiment[Any]], seed: int, budgets: Sequence[int], callback: Callback
 ) -> dict[str, Any]:
     """Search one model, follow its f, and search another with and without the first one's phi.
 
@@ -173,16 +173,16 @@ def search_both(
         make: Trains the model of a seed.
         seed: The first model's.
         budgets: The second model's, ascending.
-        watcher: Notified of progress.
+        callback: Notified of progress.
     """
     first = make(seed)
-    (run,) = search(first, {}, [first.config.queries], watcher)
-    watcher.stage("train the second model")
+    (run,) = search(first, {}, [first.config.queries], callback)
+    callback.stage("train the second model")
     second = make(seed + OTHER)
     like = second.starts().get(run.begun_at)  # the first model's phi is worth something under such buffers alone
     previous = replace(like, phi=run.ends["search"]) if isinstance(like, Start) else Start(run.ends["search"])
     others: dict[str, dict[str, Start]] = {"alone": {}, PREVIOUS: {PREVIOUS: previous}}
-    second_runs = {kind: search(second, more, budgets, watcher) for kind, more in others.items()}
+    second_runs = {kind: search(second, more, budgets, callback) for kind, more in others.items()}
     return {
         "seed": seed,
         "search": tested(first, run, "search"),
@@ -198,7 +198,7 @@ def search_both(
 
 
 def search(
-    experiment: Experiment[Any], more: dict[str, Start], budgets: Sequence[int], watcher: Watcher
+    experiment: Experiment[Any], more: dict[str, Start], budgets: Sequence[int], callback: Callback
 ) -> list[Result]:
     """Search an experiment's model from its own starts and more."""
     task, config = experiment.task, experiment.config
@@ -214,7 +214,7 @@ def search(
             starts=starts,
             confidence=config.guard.confidence,
             seed=experiment.seed,
-            watcher=watcher,
+            callback=callback,
         )
     )
 

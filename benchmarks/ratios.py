@@ -237,7 +237,7 @@ def search(name: str, make: Callable[[int], Searched], turns: int, size: int, po
         evaluate = partial(metric, adapter.model)
         evaluate()
         before = [timed(evaluate) for _ in range(5)]
-        query = timed(partial(mo.optimize_metric, task, queries=QUERIES, watcher=mo.Watcher())) / QUERIES
+        query = timed(partial(mo.optimize_metric, task, queries=QUERIES, callback=mo.Callback())) / QUERIES
         plain = float(np.median(before + [timed(evaluate) for _ in range(5)]))
         if turn or turns == 1:  # the first search also imports
             pairs.append((query, plain))

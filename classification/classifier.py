@@ -24,7 +24,7 @@ from metricopt_ext.data.pretrained import pretrained
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.data.training import train_supervised
 from metricopt_ext.errors import ConfigError, DataError
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.state_dict import load_state, read_state_dict
@@ -32,7 +32,7 @@ from metricopt_ext.utils.words import shortened
 
 
 def classifier(
-    config: ClassificationConfig, splits: Splits, seed: int, folder: Path, watcher: Watcher | None = None
+    config: ClassificationConfig, splits: Splits, seed: int, folder: Path, callback: Callback | None = None
 ) -> nn.Module:
     """Return the classifier: loaded, resumed from ``folder``, or trained and kept there as ``model.safetensors``.
 
@@ -41,7 +41,7 @@ def classifier(
     """
     settings = config.model
     own: dict[str, Any] = {name: getattr(settings, name) for name in ("optimizer", "weight_decay", "bfloat16")}
-    own["watcher"] = watcher
+    own["callback"] = callback
     target = target_in(config, splits)
 
     def trained(model: nn.Module, file: Path) -> None:

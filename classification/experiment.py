@@ -57,7 +57,7 @@ from metricopt_ext.methods.prior_starts import em_prior_start, moved_by
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.second_round import run_second_round
 from metricopt_ext.methods.short_finetunes import Training
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.training import TrainingTask
 from metricopt_ext.tasks.batches import Batches, BlockBatches, TensorBatches
 from metricopt_ext.tasks.metric import Metric
@@ -116,7 +116,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         self.reading = splits.reading
         if self.reading is not None and seed == config.seed:
             for line in self.reading.lines():
-                self.watcher.say(line)
+                self.callback.say(line)
         self.target = target = target_in(config, splits)
         for name in PARTS:
             check_part(getattr(splits, name), target, name)
@@ -127,7 +127,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         if config.trained_methods:
             self._sibling_batches()
         metric = self._metric
-        model = tuned_part(classifier(config, splits, seed, self.folder, self.watcher), config)
+        model = tuned_part(classifier(config, splits, seed, self.folder, self.callback), config)
         if isinstance(model, Rest):
             self.splits = splits = model.features(splits)
         adapter = attach(model, config, seed, splits.train.x, target.scale)
@@ -172,10 +172,10 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         part = self.splits.validation
         return large_parts(part.x), self._batches(part)
 
-    def methods(self, resume: bool = False, watcher: Watcher | None = None) -> dict[str, Method]:
+    def methods(self, resume: bool = False, callback: Callback | None = None) -> dict[str, Method]:
         """Return the usual methods, what adds constants to the logits, and any others that the settings select."""
         config, x = self.config, self.splits.validation.x
-        methods, contenders = super().methods(resume, watcher), self.contenders(config, self)
+        methods, contenders = super().methods(resume, callback), self.contenders(config, self)
         budgets = {RIVALS[self.target.kind]: config.queries} if self.target.kind in RIVALS else {}
         if self.target.kind == "classes":
             budgets = {"threshold": default_of(tune_threshold, "evals"), "class_offsets": config.queries}
@@ -194,7 +194,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
                 self._with_threshold,
                 folder=self.folder,
                 resume=resume,
-                watcher=watcher,
+                callback=callback,
             )
             methods[name] = planned(sibling, 0, self.seed)
         return methods

@@ -34,7 +34,7 @@ from metricopt_ext.data.halves import Halves
 from metricopt_ext.data.precision import check_told_apart
 from metricopt_ext.methods.pipeline import check_plan, optimize_metric
 from metricopt_ext.methods.prior_starts import moved_by
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.tasks.task import FinetuneTask
@@ -365,7 +365,7 @@ class TunedNetwork(BaseEstimator):  # type: ignore[misc]
             batches=TensorBatches(x, y, self.batch_size, more=[w]),
             metric=Metric(lambda: with_halves(judged, halves), maximize=True, bounds=None, name=self._name()),
         )
-        run = optimize_metric(task, queries=self.queries, starts=starts or None, seed=seed, watcher=Watcher())
+        run = optimize_metric(task, queries=self.queries, starts=starts or None, seed=seed, callback=Callback())
         adapter.merge()
         return run
 

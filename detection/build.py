@@ -34,7 +34,7 @@ from metricopt_ext.detection.toolkit import Toolkit
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit, has_proposals
 from metricopt_ext.detection.train import train_detector
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.besides import NO_BOUNDS, class_number, of_class, own_function
 from metricopt_ext.tasks.own_metric import own_metric
 from metricopt_ext.utils.device import choose_device
@@ -243,7 +243,7 @@ def detector(
     splits: DetectionSplits,
     seed: int,
     folder: Path,
-    watcher: Watcher | None = None,
+    callback: Callback | None = None,
 ) -> nn.Module:
     """Return the detector: loaded, resumed from ``folder``, or trained and kept there as ``model.safetensors``.
 
@@ -257,7 +257,7 @@ def detector(
     def train(model: nn.Module, checkpoint: Path) -> None:
         if settings.steps:
             options: dict[str, Any] = {"steps": settings.steps, "lr": settings.lr, "seed": seed}
-            train_detector(toolkit, model, batches, **options, checkpoint=checkpoint, watcher=watcher)
+            train_detector(toolkit, model, batches, **options, checkpoint=checkpoint, callback=callback)
 
     return pretrained(
         lambda: toolkit.build(len(splits.classes), seed),

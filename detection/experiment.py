@@ -90,14 +90,14 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         if splits.found:
             self.reading = Reading("; ".join(splits.found))
             for line in self.reading.lines() if seed == config.seed else ():
-                self.watcher.say(line)
+                self.callback.say(line)
         metric.try_on(truth_of(splits.validation, splits.classes))
         also = besides(config.metric, splits.classes)
         for each, part in product(also.values(), (splits.validation, splits.test)):
             each.try_on(truth_of(part, splits.classes))
-        model = detector(config, self.toolkit, splits, seed, folder, self.watcher)
+        model = detector(config, self.toolkit, splits, seed, folder, self.callback)
         if seed == config.seed and (told := told_inference(self.toolkit.inference(model))):
-            self.watcher.say(f"objects are found {told}")
+            self.callback.say(f"objects are found {told}")
         adapter = attach(self.toolkit, model, config.adapter, seed)
         self.used, classes = remembering(self.toolkit, adapter, config.adapter), splits.classes
         halves = random_halves(len(splits.validation), seed)

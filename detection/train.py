@@ -8,7 +8,7 @@ from torch import nn
 
 from metricopt_ext.data.training_state import TrainingState
 from metricopt_ext.detection.toolkit import Toolkit
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.utils.seeding import generator, seeded_streams
 
@@ -26,7 +26,7 @@ def train_detector(
     weight_decay: float = 1e-4,
     clip: float = 10.0,
     checkpoint: Path | None = None,
-    watcher: Watcher | None = None,
+    callback: Callback | None = None,
 ) -> list[float]:
     """Train a detector by SGD with momentum: a linear warm-up, then a cosine decay to 0.
 
@@ -44,7 +44,7 @@ def train_detector(
         weight_decay: Of SGD.
         clip: Maximum length of the gradient; longer ones are shortened to it.
         checkpoint: File to go on from if it exists, written once a minute; None for none.
-        watcher: Notified of progress.
+        callback: Notified of progress.
 
     Returns:
         The loss of each step.
@@ -57,7 +57,7 @@ def train_detector(
     settings |= {"weight_decay": weight_decay, "clip": clip}
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=weight_decay)
-    state = TrainingState(model, optimizer, steps, settings, checkpoint, watcher)
+    state = TrainingState(model, optimizer, steps, settings, checkpoint, callback)
     for step in state.steps_left():
         rise, fall = min(1.0, (step + 1) / max(1, warmup)), (1 + math.cos(math.pi * step / steps)) / 2
         optimizer.param_groups[0]["lr"] = lr * rise * fall

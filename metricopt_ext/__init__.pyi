@@ -39,7 +39,7 @@ from .methods.starts import batchnorm_start as batchnorm_start
 from .methods.trials import Trial as Trial
 from .methods.tuning import Tuned as Tuned
 from .methods.tuning import tune_start as tune_start
-from .runtime.progress import Watcher as Watcher
+from .runtime.progress import Callback as Callback
 from .search.direct import CMAES as CMAES
 from .search.direct import GuidedES as GuidedES
 from .search.learned_optimizer import LearnedOptimizer as LearnedOptimizer

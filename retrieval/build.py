@@ -35,7 +35,7 @@ from metricopt_ext.retrieval.metrics import Draws, EmbeddingMetric, besides, emb
 from metricopt_ext.retrieval.models import Embedder, build_model
 from metricopt_ext.retrieval.own_data import own_parts
 from metricopt_ext.retrieval.proxies import PerClass, Together, fitted_proxies
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.batches import ClassBatches
 from metricopt_ext.tasks.metric import Halved, Metric, with_halves
@@ -295,7 +295,7 @@ def load_splits(config: RetrievalConfig, seed: int) -> Splits:
 
 
 def embedder(
-    config: RetrievalConfig, splits: Splits, seed: int, folder: Path, watcher: Watcher | None = None
+    config: RetrievalConfig, splits: Splits, seed: int, folder: Path, callback: Callback | None = None
 ) -> nn.Module:
     """Return the embedder: loaded, resumed from ``folder``, or trained and kept there as ``model.safetensors``.
 
@@ -305,7 +305,7 @@ def embedder(
     settings, shape = config.model, splits.train.x.shape[1:]
     return pretrained(
         lambda: built(settings, shape, settings.trunk_weights),
-        lambda model, checkpoint: train(model, splits.train, config, seed, checkpoint, watcher),
+        lambda model, checkpoint: train(model, splits.train, config, seed, checkpoint, callback),
         check=lambda model: attach(model, config, seed).merge(),
         weights=settings.weights or (settings.name if has_weights(settings.name) else ""),
         entry=settings.entry,
@@ -369,7 +369,7 @@ def train(
     config: RetrievalConfig,
     seed: int,
     checkpoint: Path | None = None,
-    watcher: Watcher | None = None,
+    callback: Callback | None = None,
 ) -> None:
     """Train an embedder by the surrogate loss, with proxies that it has but no memory; see `train_supervised`."""
     from metricopt_ext.retrieval.task import embedding_loss
@@ -392,7 +392,7 @@ def train(
         weight_decay=settings.weight_decay,
         augment=settings.augment,
         checkpoint=checkpoint,
-        watcher=watcher,
+        callback=callback,
     )
 
 

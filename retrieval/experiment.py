@@ -47,7 +47,7 @@ from metricopt_ext.retrieval.pictures import plot_neighbours, plot_recalls, save
 from metricopt_ext.retrieval.recall import hits_at_k
 from metricopt_ext.retrieval.settings import FURTHER, retrieval_settings
 from metricopt_ext.retrieval.whitening_start import lda_whitening_start, whitened, whitening_start
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.training import TrainingTask
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
@@ -97,13 +97,13 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         self.reading = self.splits.reading
         if self.reading is not None and seed == config.seed:
             for line in self.reading.lines():
-                self.watcher.say(line)
+                self.callback.say(line)
         self.validation()  # too few pairs for a batch are found here rather than after training
         try_metric(config.metric, self.splits.validation.y, config.model.embedding)
         whole = replace(config.metric, query_subset=0)
         test = build_metric(whole, self.splits.test, queries=queries_of(self.splits), constrained=False)
         validation, batches = self.splits.validation, class_batches(self.splits.train, config.loss)
-        model = embedder(config, self.splits, seed, self.folder, self.watcher)
+        model = embedder(config, self.splits, seed, self.folder, self.callback)
         self._loss = build_loss(config.loss, model, (self.splits.train, self.splits.validation), seed)
         task = FinetuneTask(
             attach(model, config, seed),
@@ -123,9 +123,9 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
             self._siblings.build(name).check(self._training(task))
         classes = self.splits.classes_of("validation")
         if seed == config.seed:
-            self.watcher.say(f"validation has {counted(len(classes), 'class')}; test has others")
-        told = FewClasses(task.metric, lambda: len(classes), self.watcher.say, config.guard.confidence)
-        task.metric.observers.append(told)
+            self.callback.say(f"validation has {counted(len(classes), 'class')}; test has others")
+        told = FewClasses(task.metric, lambda: len(classes), self.callback.say, config.guard.confidence)
+        task.metric.callbacks.append(told)
         return task, test
 
     def own_settings(self) -> Settings:
@@ -142,7 +142,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         if not names and len(x) <= width:
             others = [name for name in settings.names if name != "whitening"]
             if self.seed == self.config.seed:
-                self.watcher.say(
+                self.callback.say(
                     f"settings: no whitening, as {len(x)} validation images are too few for {width} dimensions"
                 )
             return settings.only(others) if others else settings.limited(queries=0)
@@ -168,12 +168,12 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
             return lda_whitening_start(self.task, self.validation()[0], self.splits.validation.y)
         return super().start(name)
 
-    def methods(self, resume: bool = False, watcher: Watcher | None = None) -> dict[str, Method]:
+    def methods(self, resume: bool = False, callback: Callback | None = None) -> dict[str, Method]:
         """Return the usual methods, and the sibling methods that the settings select."""
-        config, methods = self.config, super().methods(resume, watcher)
+        config, methods = self.config, super().methods(resume, callback)
         for name in config.trained_methods:
             sibling = training(
-                name, self._siblings.build(name), self._training, folder=self.folder, resume=resume, watcher=watcher
+                name, self._siblings.build(name), self._training, folder=self.folder, resume=resume, callback=callback
             )
             methods[name] = planned(sibling, 0, self.seed)
         return methods

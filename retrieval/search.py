@@ -18,7 +18,7 @@ from metricopt_ext.methods.result import Result
 from metricopt_ext.retrieval.few_classes import FewClasses
 from metricopt_ext.retrieval.judged import JudgedEmbeddings, Processing
 from metricopt_ext.retrieval.task import memories
-from metricopt_ext.runtime.progress import watched
+from metricopt_ext.runtime.progress import progress_of
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.kept_modules import KeptModules
@@ -100,10 +100,10 @@ def search_with_trainer(
     models = KeptModules(*trainer.models.values())  # the loss and the metric are of all of them
     confidence = options.get("guard_confidence", CONFIDENCE)
     try:
-        with watched(options.pop("watcher", None), task.metric.name, queries) as shown:
+        with progress_of(options.pop("callback", None), task.metric.name, queries) as shown:
             told = FewClasses(task.metric, lambda: len(classes), shown.say, confidence)
-            task.metric.observers.append(told)
-            run: Result = optimize_metric(task, queries=queries, seed=seed, watcher=shown, **options)
+            task.metric.callbacks.append(told)
+            run: Result = optimize_metric(task, queries=queries, seed=seed, callback=shown, **options)
         return run
     except BaseException:
         models.put_back()

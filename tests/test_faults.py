@@ -32,7 +32,7 @@ from metricopt_ext.errors import MetricOptError
 from metricopt_ext.methods.algorithm1 import Algorithm1
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.runtime import distributed
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -71,7 +71,7 @@ def make_task(timeout: float | None = None) -> FinetuneTask:
     )
 
 
-def work(task: FinetuneTask, name: str, folder: Path, resume: bool, watcher: Watcher | None = None) -> str:
+def work(task: FinetuneTask, name: str, folder: Path, resume: bool, callback: Callback | None = None) -> str:
     """Run a strategy in a folder and return its result as text, without a digit lost."""
     strategy, queries = STRATEGIES[name]
     with threadpool_limits(1):  # torchrun's processes have one thread of linear algebra, others as many as cores
@@ -82,7 +82,7 @@ def work(task: FinetuneTask, name: str, folder: Path, resume: bool, watcher: Wat
             seed=1,
             output_dir=folder,
             resume=resume,
-            watcher=watcher,
+            callback=callback,
         )
     numbers = (result.before, result.after, result.best, result.chance, result.optimism, result.needed)
     return json.dumps(
@@ -169,12 +169,12 @@ def act(order: dict[str, Any]) -> None:
     faulty = Faulty(folder, order.get("fault", ""), order.get("at"))
     began, task = time.perf_counter(), make_task()
     try:
-        end["result"] = work(task, order["strategy"], folder, order["resume"], Watcher())
+        end["result"] = work(task, order["strategy"], folder, order["resume"], Callback())
     except (MetricOptError, OSError) as error:
         end["error"] = f"{type(error).__name__}: {error}"
         if order.get("again"):  # in the same process, once there is room
             faulty.at = None
-            end["result"] = work(task, order["strategy"], folder, True, Watcher())
+            end["result"] = work(task, order["strategy"], folder, True, Callback())
     end |= {"steps": faulty.steps, "seconds": time.perf_counter() - began}
     Path(f"{folder}.json").write_text(json.dumps(end))
 
@@ -422,7 +422,9 @@ def work_on_ranks() -> None:
     rank = os.environ["RANK"]
     with distributed.joined():
         files.write_json(folder / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{rank}.json", {"process": os.getpid()})
-        ends = {name: work(make_task(), name, folder / name, distributed.restarted(), Watcher()) for name in STRATEGIES}
+        ends = {
+            name: work(make_task(), name, folder / name, distributed.restarted(), Callback()) for name in STRATEGIES
+        }
     files.write_json(folder / f"{rank}.json", ends)
 
 

@@ -83,7 +83,7 @@ def searched(adapter: mo.Adapter, inputs: dict[str, Tensor]) -> mo.Result:
         metric=mo.Metric(accuracy, maximize=True),
     )
     assert task.population == 1
-    return mo.optimize_metric(task, queries=10, watcher=mo.Watcher())
+    return mo.optimize_metric(task, queries=10, callback=mo.Callback())
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:transformers")
@@ -160,5 +160,5 @@ def test_a_recurrent_classifier(kind: Callable[..., nn.Module], tmp_path: Path) 
         metric=mo.Metric(accuracy, maximize=True),
     )
     assert task.population == 1
-    result = mo.optimize_metric(task, queries=16, watcher=mo.Watcher())
+    result = mo.optimize_metric(task, queries=16, callback=mo.Callback())
     assert result.after == pytest.approx(accuracy(adapter.merge()))

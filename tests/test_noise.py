@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import metricopt_ext as mo
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 
 SEEDS = 40
 DEVIATION = 0.05  # of the metric, on [0, 1]
@@ -64,7 +64,7 @@ def changed(strategy: str, source: str, seed: int) -> bool:
             queries=repeats * evaluations,
             strategy=method,
             seed=seed,
-            watcher=Watcher(),
+            callback=Callback(),
             **more,
         )
     assert result.guard == source or (source == "held-out" and result.best == result.before)
@@ -98,7 +98,7 @@ def run_with(halves: Callable[[float], Any], strategy: str, kept_aside: bool = F
     queries = options.get("repeats", 1) * evaluations
     more = {"kept_aside": task_of(lambda: drawn(rng)).metric} if kept_aside else {}
     task = task_of(value, **options)
-    return mo.optimize_metric(task, queries=queries, strategy=method, watcher=Watcher(), **more)
+    return mo.optimize_metric(task, queries=queries, strategy=method, callback=Callback(), **more)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -136,10 +136,12 @@ def test_one_number_is_unguarded_and_refused_where_a_guard_is_required(strategy:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        result: mo.Result = mo.optimize_metric(task_of(value), queries=evaluations, strategy=method, watcher=Watcher())
+        result: mo.Result = mo.optimize_metric(
+            task_of(value), queries=evaluations, strategy=method, callback=Callback()
+        )
     assert (result.guard, result.chance, result.needed) == ("none", None, None)
     assert "unguarded" in str(result).splitlines()[0]
     asked, strict = 0, task_of(value, require_guard=True)
     with pytest.raises(mo.errors.UnguardedError, match=r"'noise' returns one number, .* let it return \(value, \(half"):
-        mo.optimize_metric(strict, queries=evaluations, strategy=method, watcher=Watcher())
+        mo.optimize_metric(strict, queries=evaluations, strategy=method, callback=Callback())
     assert (asked, strict.metric.ledger.spent_on) == (1, {})  # one call shows it, and no query counts

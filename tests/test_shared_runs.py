@@ -25,7 +25,7 @@ from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Setting, Settings
 from metricopt_ext.tasks.task import FinetuneTask, OutputLoss
 from metricopt_ext.runtime import distributed
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.value.learners import RidgeLearner
 
 torch.set_num_threads(1)
@@ -84,9 +84,9 @@ def run(name):
     if name == "lines":  # of statistics, each on a model of its own, and of phi
         along = mo.StartLine(lambda t: mo.Start(t * torch.ones_like(task.origin())), -1.0, 1.0)
         starts = {"statistics": mo.batchnorm_line(task, [2 * x + 1]), "along": along}
-    first = name == "assessed" and mo.assess(task, 11, seed=1, output_dir=out / name, watcher=Watcher())
+    first = name == "assessed" and mo.assess(task, 11, seed=1, output_dir=out / name, callback=Callback())
     run = mo.optimize_metric(
-        task, queries=queries, strategy=strategy, starts=starts, seed=1, output_dir=out / name, watcher=Watcher(),
+        task, queries=queries, strategy=strategy, starts=starts, seed=1, output_dir=out / name, callback=Callback(),
         resume=bool(first),
         kept_aside=Metric(aside, maximize=True, name="aside") if name == "kept_aside" else None,
     )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import metricopt_ext as mo
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 
 D, STEPS = 4, 4
 
@@ -76,7 +76,7 @@ def searched(forward: Callable[[nn.Module], Callable[[Tensor], Tensor]], **optio
         metric=mo.Metric(lambda: float(F.cross_entropy(called(X), Y)), maximize=False, bounds=None),
         **options,
     )
-    run = mo.optimize_metric(task, queries=14, watcher=Watcher())
+    run = mo.optimize_metric(task, queries=14, callback=Callback())
     return adapter.phi.detach(), run
 
 
@@ -197,7 +197,7 @@ def test_a_search_under_autocast_moves_phi_in_its_own_precision() -> None:
         ).loss_and_gradient(point, 0, [0], 0)[1]
     assert rounded.dtype == torch.float32
     assert float(F.cosine_similarity(rounded, exact)) > 0.98
-    run = mo.optimize_metric(task, queries=14, watcher=Watcher())
+    run = mo.optimize_metric(task, queries=14, callback=Callback())
     assert run.after < run.before
     assert adapter.phi.dtype == torch.float32
     assert adapter.phi.detach().bfloat16().float().ne(adapter.phi.detach()).any()

@@ -31,7 +31,7 @@ from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.plain import plain
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import sole_writer
-from metricopt_ext.runtime.progress import watched
+from metricopt_ext.runtime.progress import progress_of
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.machine import deterministic
@@ -134,7 +134,7 @@ def assess_seed(
             held.enter_context(sole_writer(kept))
             open_run(kept, open_settings, resume, config.data_files())
         own = (kept or Path(held.enter_context(TemporaryDirectory()))) / f"seed-{seed}"
-        shown = held.enter_context(watched(None, experiment.describe(config).metric, queries))
+        shown = held.enter_context(progress_of(None, experiment.describe(config).metric, queries))
         shown.stage("train the model")
         made = experiment(config, own, seed, shown)
         return assess(
@@ -146,7 +146,7 @@ def assess_seed(
             seed=seed,
             output_dir=None if run is None else run / own.name,
             resume=resume,
-            watcher=shown,
+            callback=shown,
         )
 
 

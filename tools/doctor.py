@@ -21,7 +21,7 @@ from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.style import print_points
 from metricopt_ext.methods.pipeline import optimize_metric
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -128,7 +128,7 @@ def _searched() -> str | None:
         batches=TensorBatches(x[:32], hidden[:32], batch_size=16),
         metric=Metric(distance, maximize=False, name="distance"),
     )
-    result = optimize_metric(task, queries=QUERIES, watcher=Watcher())
+    result = optimize_metric(task, queries=QUERIES, callback=Callback())
     kept = outputs(model, x)
     if not result.after < 0.5 * result.before:
         return f"a search of {QUERIES} queries went from {result.before:.4f} to {result.after:.4f} only"

@@ -194,7 +194,7 @@ def run(arguments: argparse.Namespace, scores: Scores) -> dict[str, Any]:
         held.enter_context(telling_warnings(log))
         began = time.monotonic()
         with Bars(log=log) as bars:
-            watcher = bars.watch("score", arguments.queries, "score")
+            callback = bars.watch("score", arguments.queries, "score")
             first = None
             if scores.settings is not None:
                 first = SettingsRun(
@@ -211,7 +211,7 @@ def run(arguments: argparse.Namespace, scores: Scores) -> dict[str, Any]:
                     defaults=unchanged,
                     jobs=arguments.jobs,
                     failures=arguments.failures,
-                    watcher=watcher,
+                    callback=callback,
                 )
                 one.score, one.holdout = scores.at(first.values)
                 if first.constrained is not None:  # relative to the defaults, not to what was kept of them
@@ -224,7 +224,7 @@ def run(arguments: argparse.Namespace, scores: Scores) -> dict[str, Any]:
                 jobs=arguments.jobs,
                 failures=arguments.failures - (0 if first is None else first.failed),
                 resume=arguments.resume,
-                watcher=watcher,
+                callback=callback,
                 before=spent,
             )
         one.write(arguments.output, tuned)

@@ -107,16 +107,16 @@ def run(arguments: argparse.Namespace, scores: Scores) -> dict[str, Any]:
         held.enter_context(telling_warnings(log))
         began = time.monotonic()
         with Bars(log=log) as bars:
-            watcher = bars.watch("score", arguments.queries, "score")
+            callback = bars.watch("score", arguments.queries, "score")
             tuned = one.tune(
                 arguments.queries,
                 defaults=defaults,
                 jobs=arguments.jobs,
                 failures=arguments.failures,
-                watcher=watcher,
+                callback=callback,
             )
-            watcher.outcome(tuned.before.value, tuned.after.value)
-            watcher.done()
+            callback.outcome(tuned.before.value, tuned.after.value)
+            callback.done()
         return report(arguments, scores, tuned, time.monotonic() - began)
 
 

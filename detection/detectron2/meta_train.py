@@ -33,7 +33,7 @@ from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.rounds import learn_in_rounds
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import claim
-from metricopt_ext.runtime.progress import Bars, Watcher
+from metricopt_ext.runtime.progress import Bars, Callback
 from metricopt_ext.tasks.recording import Recording
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.utils.words import counted
@@ -97,8 +97,8 @@ def meta_train(
 
     queries = meta.rounds * meta.tasks * settings.metric.evals
     alike = {"seed": settings.seed, "tasks": meta.tasks}
-    with progress(cfg, metric.name, queries) as watcher, distributed.joined(), distributed.sharing(alike):
-        watcher.on_file(len(_stored(runs)) * settings.metric.evals)
+    with progress(cfg, metric.name, queries) as callback, distributed.joined(), distributed.sharing(alike):
+        callback.on_file(len(_stored(runs)) * settings.metric.evals)
 
         def collect(round: int, indices: Sequence[int], fit: Fit | None) -> list[Trajectory]:
             followed = "" if fit is None else os.path.join(own, "f.safetensors")
@@ -109,7 +109,7 @@ def meta_train(
 
             def run(index: int) -> Trajectory:
                 with alone():
-                    return _run(_config_of(runs, recipe, followed, round, index), trainer_class, watcher)
+                    return _run(_config_of(runs, recipe, followed, round, index), trainer_class, callback)
 
             finished = distributed.each(run, missing)
             for index in indices:
@@ -117,17 +117,17 @@ def meta_train(
                 on_main_process(partial(_keep, runs, trajectory))
                 first, last = (metric.to_value(cost) for cost in trajectory.cost[[0, -1]].tolist())
                 spent = (index + 1) * settings.metric.evals
-                watcher.query(spent, last)
+                callback.query(spent, last)
                 LOGGER.info(
                     f"Round {round + 1} of {meta.rounds}, run {index + 1} of {meta.rounds * meta.tasks}: {metric.name}"
                     f" {first:.4f} -> {last:.4f}; {queries - spent} of {queries} queries left"
                 )
             return [trajectory for trajectory in _stored(runs).values() if trajectory.round <= round]
 
-        fit = learn_in_rounds(collect, recipe, tasks=meta.tasks, seed=settings.seed, watcher=watcher)
+        fit = learn_in_rounds(collect, recipe, tasks=meta.tasks, seed=settings.seed, callback=callback)
         if fit.f.quality:
-            watcher.say(f"f's held-out Spearman {fit.f.quality.spearman:.2f}")
-        watcher.done()
+            callback.say(f"f's held-out Spearman {fit.f.quality.spearman:.2f}")
+        callback.done()
     if comm.is_main_process():
         fit.f.save(path)
         shutil.rmtree(scratch, ignore_errors=True)
@@ -202,7 +202,7 @@ def _keep(cfg: CfgNode, trajectory: Trajectory) -> None:
         store.add(trajectory)
 
 
-def _run(cfg: CfgNode, trainer_class: type[MetricOptTrainer], watcher: Watcher) -> Trajectory:
+def _run(cfg: CfgNode, trainer_class: type[MetricOptTrainer], callback: Callback) -> Trajectory:
     recordings: list[Recording] = []
 
     class Run(trainer_class):  # type: ignore[valid-type,misc]
@@ -221,7 +221,7 @@ def _run(cfg: CfgNode, trainer_class: type[MetricOptTrainer], watcher: Watcher) 
 
             def show(trainer: Any) -> None:
                 values = values_of(recording)
-                watcher.query(earlier + len(values), values[-1])
+                callback.query(earlier + len(values), values[-1])
 
             return [*hooks, CallbackHook(before_train=show, after_step=show)]
 
@@ -234,7 +234,7 @@ def _run(cfg: CfgNode, trainer_class: type[MetricOptTrainer], watcher: Watcher) 
 
 
 @contextmanager
-def progress(cfg: CfgNode, name: str, queries: int) -> Iterator[Watcher]:
+def progress(cfg: CfgNode, name: str, queries: int) -> Iterator[Callback]:
     """Show the queries on the main process, instead of Detectron2's log on the terminal."""
     if not logging.getLogger("detectron2").isEnabledFor(logging.INFO):
         setup_logger()  # which the first trainer would do otherwise
@@ -250,13 +250,13 @@ def progress(cfg: CfgNode, name: str, queries: int) -> Iterator[Watcher]:
     try:
         if comm.is_main_process():
             with Bars() as bars:
-                watcher = bars.watch(name, queries, name)
+                callback = bars.watch(name, queries, name)
                 log = Path(cfg.OUTPUT_DIR) / "log.txt"
                 if log.exists():
-                    watcher.say(f"the runs' log is in {log}")
-                yield watcher
+                    callback.say(f"the runs' log is in {log}")
+                yield callback
         else:
-            yield Watcher()
+            yield Callback()
     finally:
         for handler, level in zip(handlers, levels, strict=True):
             handler.setLevel(level)

@@ -94,8 +94,8 @@ def search(cfg: CfgNode, resume: bool = False, trainer_class: type[MetricOptTrai
             metric=metric.with_new_ledger(),
             population=1,
         )
-    with closing(written), progress(cfg, metric.name, queries) as watcher:
-        with distributed.joined(), alone(), task.metric.observed_by(written):
+    with closing(written), progress(cfg, metric.name, queries) as callback:
+        with distributed.joined(), alone(), task.metric.calling(written):
             run = optimize_metric(
                 task,
                 queries=queries,
@@ -104,7 +104,7 @@ def search(cfg: CfgNode, resume: bool = False, trainer_class: type[MetricOptTrai
                 seed=settings.seed,
                 output_dir=folder / FOLDER,
                 resume=resume,
-                watcher=watcher,
+                callback=callback,
             )
         outcome = {"before": run.before, "after": run.after, "best": run.best}
         scalars = {f"{metric.name}_{name}": each for name, each in outcome.items()}
@@ -196,7 +196,7 @@ class LoaderBatches:
 
 
 class Written:
-    """An observer that has Detectron2's log and writers tell each value, at the number of the query.
+    """A callback that has Detectron2's log and writers tell each value, at the number of the query.
 
     Args:
         output_dir: Receives ``metrics.json`` and TensorBoard's events.

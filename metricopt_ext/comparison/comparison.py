@@ -24,7 +24,7 @@ from metricopt_ext.methods.start_lines import divided
 from metricopt_ext.methods.starts import all_starts, best_start, with_start
 from metricopt_ext.methods.trials import best_of
 from metricopt_ext.plain import MESSAGE, plain
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -106,7 +106,7 @@ def shown(start: str) -> str:
 
 
 def run_seed(
-    experiment_type: type[Experiment[Any]], config: RunConfig, plan: Plan, folder: Path, seed: int, watcher: Watcher
+    experiment_type: type[Experiment[Any]], config: RunConfig, plan: Plan, folder: Path, seed: int, callback: Callback
 ) -> None:
     """Run one seed and keep its starts and each method's row in ``folder/seed-N``.
 
@@ -118,7 +118,7 @@ def run_seed(
         plan: What to run on it.
         folder: The comparison's folder.
         seed: The seed.
-        watcher: Notified of progress.
+        callback: Notified of progress.
 
     Raises:
         MetricOptError: Data, settings or metric are not usable; the message says which.
@@ -126,12 +126,12 @@ def run_seed(
     folder = folder / f"seed-{seed}"
     missing = [name for name in plan.methods if not finished(folder / f"{name}.json")]
     if missing or not (folder / STARTS).exists():
-        watcher.stage("train the model")
-        experiment = experiment_type(config, folder, seed, watcher)
+        callback.stage("train the model")
+        experiment = experiment_type(config, folder, seed, callback)
         experiment.task = made = counting(experiment.task.with_settings(None))  # but for the rows that tune some
         before = made.metric.ledger.spent
-        spent = Spent(watcher)
-        watcher.stage("starts")
+        spent = Spent(callback)
+        callback.stage("starts")
         began = now()
         known = chosen_starts(all_starts(made, offered(experiment, plan.starts)), plan.starts)
         asking = made.metric.ledger.spent - before
@@ -146,14 +146,14 @@ def run_seed(
             experiment.task = experiment.task.judged_by(metric)
         contenders = experiment.contenders(config, experiment)
         for name in missing:
-            watcher.stage(METHODS[name].title)
+            callback.stage(METHODS[name].title)
             begins = Opening(Begun.at(made.origin()), 0.0, Passes()) if METHODS[name].standing else opening
             row = _Row(experiment, begins, spent)
             write_json(
                 folder / f"{name}.json",
                 {"method": name, **row.run(contenders[name], plan.budgets_of(name), name in TUNES_SETTINGS)},
             )
-    watcher.done()
+    callback.done()
 
 
 def finished(file: Path) -> bool:
@@ -183,7 +183,7 @@ def chosen_starts(found: Mapping[str, Start | StartLine], wanted: Sequence[str])
 
 def _fresh(task: FinetuneTask, spent: Spent) -> FinetuneTask:
     fresh = noticing(task)
-    return fresh.judged_by(fresh.metric.with_observers(spent))
+    return fresh.judged_by(fresh.metric.with_callbacks(spent))
 
 
 def _passes(made: CountedTask, asked: FinetuneTask, starts: Mapping[str, Start | StartLine]) -> Passes:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.data.images import flip_and_shift
 from metricopt_ext.data.training_state import TrainingState
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.utils.seeding import generator
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -32,7 +32,7 @@ def train_supervised(
     augment: bool = False,
     bfloat16: bool = False,
     checkpoint: Path | None = None,
-    watcher: Watcher | None = None,
+    callback: Callback | None = None,
 ) -> None:
     """Train a model's trainable parameters with a one-cycle schedule; leaves it in evaluation mode.
 
@@ -51,7 +51,7 @@ def train_supervised(
         augment: Whether images are flipped and shifted at random, see `images.flip_and_shift`.
         bfloat16: Whether convolutions and matrix products are computed in bfloat16, and images' channels lie last.
         checkpoint: File to go on from if it exists, written once a minute; None for none.
-        watcher: Notified of progress.
+        callback: Notified of progress.
 
     Raises:
         FileFormatError: The checkpoint is corrupt or from another training.
@@ -62,7 +62,7 @@ def train_supervised(
     schedule = torch.optim.lr_scheduler.OneCycleLR(descent, lr, total_steps=steps)
     settings = {"optimizer": optimizer, "lr": lr, "seed": seed, "weight_decay": weight_decay}
     settings |= {"augment": augment, "bfloat16": bfloat16}
-    state = TrainingState(model, descent, steps, settings, checkpoint, watcher)
+    state = TrainingState(model, descent, steps, settings, checkpoint, callback)
     schedule.last_epoch, device = len(state.losses), next(model.parameters()).device
     model.train()
     for step in state.steps_left():

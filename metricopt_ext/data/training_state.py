@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.utils.files import check_tensors, content_of, read_tensors, write_tensors
 
 FILE_FORMAT = "metricopt_ext.training"
@@ -28,7 +28,7 @@ class TrainingState:
         steps: Number of steps.
         settings: What a training that goes on must have in common with the one that was killed; JSON.
         file: Where the state is kept, and read from if it exists; None to keep nothing.
-        watcher: Notified of progress; may end the training early, see `Watcher.goes_on`.
+        callback: Notified of progress; may end the training early, see `Callback.goes_on`.
 
     Attributes:
         losses: The loss of each step taken; the caller appends to it.
@@ -49,11 +49,11 @@ class TrainingState:
         steps: int,
         settings: dict[str, Any],
         file: Path | None = None,
-        watcher: Watcher | None = None,
+        callback: Callback | None = None,
     ) -> None:
         self.losses: list[float] = []
         self._model, self._optimizer, self._steps, self._file = model, optimizer, steps, file
-        self._settings, self._watcher = {"steps": steps, **settings}, watcher or Watcher()
+        self._settings, self._callback = {"steps": steps, **settings}, callback or Callback()
         self._parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self._device = next(model.parameters()).device
         if file is not None and file.exists():
@@ -66,13 +66,13 @@ class TrainingState:
         for step in range(first, self._steps):
             yield step
             now = time.monotonic()
-            if not self._watcher.goes_on(step + 1 - first, self._steps - step - 1, now - began):
+            if not self._callback.goes_on(step + 1 - first, self._steps - step - 1, now - began):
                 return
             if self._file is not None and now - kept >= KEEP_EVERY:
                 self._save(self._file)
                 kept = now
             if now - told >= TELL_EVERY:
-                self._watcher.stage(f"train the model, {100 * (step + 1) // self._steps}%")
+                self._callback.stage(f"train the model, {100 * (step + 1) // self._steps}%")
                 told = now
 
     def _save(self, path: Path) -> None:

@@ -27,7 +27,7 @@ from metricopt_ext.methods.strategy import LearningStrategy
 from metricopt_ext.methods.trials import ranked
 from metricopt_ext.methods.tuned_settings import accepted
 from metricopt_ext.methods.tuning import finetune
-from metricopt_ext.runtime.progress import Watcher, Within
+from metricopt_ext.runtime.progress import Callback, Within
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.search.settings_gp import SettingsGPState
 from metricopt_ext.search.settings_stage import SettingsState
@@ -203,7 +203,7 @@ def optimizing(
     confidence: float = CONFIDENCE,
     output_dir: Path | None = None,
     resume: bool = False,
-    watcher: Watcher,
+    callback: Callback,
 ) -> Contender:
     """Make a contender of `optimize_metric`, at one budget and from the model as it was trained; see there.
 
@@ -213,7 +213,7 @@ def optimizing(
         confidence: How sure the guard must be.
         output_dir: Receives what it keeps.
         resume: Continue what an interrupted run left there.
-        watcher: Notified of progress.
+        callback: Notified of progress.
     """
 
     def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
@@ -227,7 +227,7 @@ def optimizing(
             seed=seed,
             output_dir=output_dir,
             resume=resume,
-            watcher=watcher,
+            callback=callback,
         )
         task.adapter.apply(Start(task.origin()))  # the other methods begin from the base
         end, path = end_of(task, result.start_of(result.chosen)), result.path if result.details.finetunes else None
@@ -252,7 +252,7 @@ def searching(search: SearchStrategy) -> Contender:
         (limited, start), stopped = begun.of(with_budget(task, max(budgets))), None
         trace = Trace(limited)
         try:
-            with limited.metric.observed_by(trace):
+            with limited.metric.calling(trace):
                 search(limited, start, max(budgets), seed=seed)
         except MetricError as error:
             stopped = error  # what was reached before counts
@@ -326,32 +326,32 @@ def along_path(run: Callable[[FinetuneTask, Tensor, int], Tensor]) -> Contender:
     return Contender(each)
 
 
-def told(contender: Contender, title: str, watcher: Watcher) -> Contender:
-    """Return a contender whose queries a watcher is told of now and then.
+def told(contender: Contender, title: str, callback: Callback) -> Contender:
+    """Return a contender whose queries a callback is told of now and then.
 
     Args:
         contender: The contender.
         title: Its displayed name.
-        watcher: The watcher, whose own queries are another method's.
+        callback: The callback, whose own queries are another method's.
     """
 
     def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
-        shown = Within(watcher, title, max(budgets) + begun.spent)
-        observed = task.judged_by(task.metric.with_observers(Spent(shown, begun.spent)))
+        shown = Within(callback, title, max(budgets) + begun.spent)
+        observed = task.judged_by(task.metric.with_callbacks(Spent(shown, begun.spent)))
         return contender.run(observed, begun, budgets, seed)
 
     return replace(contender, run=run)
 
 
-def staged(contender: Contender, watcher: Watcher, before: str = "", after: str = "") -> Contender:
-    """Return a contender that tells a watcher of a stage before it begins, or after it has ended."""
+def staged(contender: Contender, callback: Callback, before: str = "", after: str = "") -> Contender:
+    """Return a contender that tells a callback of a stage before it begins, or after it has ended."""
 
     def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
         if before:
-            watcher.stage(before)
+            callback.stage(before)
         yield from contender.run(task, begun, budgets, seed)
         if after:
-            watcher.stage(after)
+            callback.stage(after)
 
     return replace(contender, run=run)
 
@@ -365,7 +365,7 @@ class Point:
 
 
 class Trace:
-    """An observer that keeps the points at which a metric was evaluated.
+    """A callback that keeps the points at which a metric was evaluated.
 
     Args:
         task: What it spends is counted from now on. Its metric's constraints are respected; their bounds are numbers.
@@ -392,21 +392,21 @@ class Trace:
 
 
 class Spent:
-    """An observer that tells a watcher of the queries of several metrics, whatever their ledgers.
+    """Tells a callback of the queries of several metrics, whatever their ledgers.
 
     Args:
-        watcher: Notified of each query.
+        callback: Notified of each query.
         queries: Those that were spent before.
     """
 
-    def __init__(self, watcher: Watcher, queries: int = 0) -> None:
-        self.watcher, self.queries = watcher, queries
+    def __init__(self, callback: Callback, queries: int = 0) -> None:
+        self.callback, self.queries = callback, queries
 
     def __call__(self, query: Query) -> None:
         """Count a query, unless it was asked before."""
         if not query.on_file:
             self.queries += 1
-            self.watcher.query(self.queries, query.value)
+            self.callback.query(self.queries, query.value)
 
 
 def with_budget(task: FinetuneTask, queries: int) -> FinetuneTask:

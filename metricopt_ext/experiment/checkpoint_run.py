@@ -19,7 +19,7 @@ from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.search import Search
 from metricopt_ext.methods.trials import Trial
 from metricopt_ext.runtime.identity import fingerprint, fingerprint_of_files
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import CostScale
 from metricopt_ext.tasks.program_score import Failed, ProgramScore, Score
@@ -141,7 +141,7 @@ class CheckpointRun(ProgramRun):
         jobs: int = 1,
         failures: int = 0,
         resume: bool = False,
-        watcher: Watcher | None = None,
+        callback: Callback | None = None,
         before: int = 0,
     ) -> Tuned:
         """Search, have the guard decide, and ask the data held out if there are any.
@@ -152,7 +152,7 @@ class CheckpointRun(ProgramRun):
             jobs: How many programs run at once; the result does not depend on it.
             failures: How many trials may fail.
             resume: Continue what an interrupted run left in the folder.
-            watcher: Notified of progress.
+            callback: Notified of progress.
             before: Runs of the program that it was told of already.
 
         Raises:
@@ -161,22 +161,22 @@ class CheckpointRun(ProgramRun):
             FileFormatError: As from `Search`.
             OSError: A file can't be written.
         """
-        watcher = watcher or Watcher()
+        callback = callback or Callback()
         with self._searching(queries, resume) as search:
-            watcher.stage("search")
+            callback.stage("search")
             if search.spent:
-                watcher.on_file(before + search.spent * self.score.repeats)
-            self._ask_and_tell(search, unchanged, jobs, failures, watcher, before)
+                callback.on_file(before + search.spent * self.score.repeats)
+            self._ask_and_tell(search, unchanged, jobs, failures, callback, before)
             result: Result = search.result()
             failed = search.failed
             spent = {NAME: search.spent * self.score.repeats}
         if self.holdout is not None and result.chosen != "start":
-            watcher.stage("data held out")
+            callback.stage("data held out")
             aside = self._held_out(self.holdout, result)
             result = preferred(result, aside, _scale(self.maximize), CONFIDENCE)
             spent["held out"] = len(aside) * self.holdout.repeats
-        watcher.outcome(result.before, result.after)
-        watcher.done()
+        callback.outcome(result.before, result.after)
+        callback.done()
         return Tuned(result, spent, failed, result.ends[result.chosen])
 
     def _searching(self, queries: int, resume: bool) -> Search:
@@ -197,7 +197,7 @@ class CheckpointRun(ProgramRun):
             raise ConfigError(f"--queries {queries} with --repeats {self.score.repeats}: {error}") from error
 
     def _ask_and_tell(
-        self, search: Search, unchanged: Score | None, jobs: int, failures: int, watcher: Watcher, before: int
+        self, search: Search, unchanged: Score | None, jobs: int, failures: int, callback: Callback, before: int
     ) -> None:
         """Score all that the search asks for, several at once, and tell it each score when it is there."""
         said = search.spent >= FIRST  # whether it is worth it, when it was run before
@@ -205,15 +205,15 @@ class CheckpointRun(ProgramRun):
         def tell(trial: Trial, found: Score | Failed) -> None:
             if isinstance(found, Score):
                 search.tell(trial.id, found.value, halves=found.halves, noise=found.noise, also=found.also)
-                watcher.query(before + search.spent * self.score.repeats, found.value)
+                callback.query(before + search.spent * self.score.repeats, found.value)
                 nonlocal said
                 if search.spent >= FIRST and not said:
                     said = True
                     for line in search.assessment(FIRST).brief():
-                        watcher.say(line)
+                        callback.say(line)
                 return
             # One too many stays open, so that --resume tries it again.
-            self.allow(trial.id, found, search.failed, failures, watcher)
+            self.allow(trial.id, found, search.failed, failures, callback)
             search.fail(trial.id, found.reason)
 
         side_by_side(

@@ -24,7 +24,7 @@ from metricopt_ext.methods.run_folder import ADAPTER
 from metricopt_ext.methods.start_lines import PlannedLine, divided, planned_lines
 from metricopt_ext.plain import plain
 from metricopt_ext.runtime import distributed
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.probe import GRADIENTS
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.inference_file import INFERENCE
@@ -53,7 +53,7 @@ class Work(NamedTuple):
     width: int = 1
 
 
-class Trial(Watcher):
+class Trial(Callback):
     """Cuts each training short that goes on for longer than some seconds: it is for the pace alone.
 
     Args:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from metricopt_ext.experiment.report import Report
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 
 FLUSHED = 5  # seconds until an event is in its file
 
 
-class QueryEvents(Watcher):
+class QueryEvents(Callback):
     """Writes a seed's queries as TensorBoard events as it goes on; the x axis is the query's number.
 
     ``queries/<metric>`` is the validation metric of each query, ``queries/best`` the best so far, ``queries/left`` the
@@ -59,7 +59,7 @@ class QueryEvents(Watcher):
 
 
 @contextmanager
-def query_events(folder: Path, metric: str, maximize: bool, queries: int) -> Iterator[Watcher]:
+def query_events(folder: Path, metric: str, maximize: bool, queries: int) -> Iterator[Callback]:
     """Yield a `QueryEvents`, and close it at the end, however that comes."""
     importlib.import_module("torch.utils.tensorboard")  # takes a second or two, which would count as the first query's
     events = QueryEvents(folder, metric, maximize, queries)

@@ -37,7 +37,7 @@ from metricopt_ext.methods.short_finetunes import Training
 from metricopt_ext.methods.soups import soup_starts
 from metricopt_ext.methods.starts import batchnorm_start, has_batchnorm
 from metricopt_ext.runtime import distributed
-from metricopt_ext.runtime.progress import Several, Watcher
+from metricopt_ext.runtime.progress import Callback, Several
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Settings
@@ -88,7 +88,7 @@ class Experiment(ABC, Generic[Config]):
         config: The settings.
         folder: The seed's folder; the model is saved there, and loaded from there once trained.
         seed: Each seed has a fresh split, model and value function.
-        watcher: Notified of the model's training.
+        callback: Notified of the model's training.
 
     Attributes:
         config_type: The settings' class.
@@ -105,8 +105,8 @@ class Experiment(ABC, Generic[Config]):
     own_files: ClassVar[tuple[str, ...]] = ("tuned.safetensors",)
     reading: Reading | None = None
 
-    def __init__(self, config: Config, folder: Path, seed: int, watcher: Watcher | None = None) -> None:
-        self.config, self.folder, self.seed, self.watcher = config, folder, seed, watcher or Watcher()
+    def __init__(self, config: Config, folder: Path, seed: int, callback: Callback | None = None) -> None:
+        self.config, self.folder, self.seed, self.callback = config, folder, seed, callback or Callback()
         self._charged: list[Counter] = []  # those that a soup's finetunes, which are made once, count in already
         task, self.test_metric = self.prepare()
         self.task = task.judged_by(
@@ -155,7 +155,7 @@ class Experiment(ABC, Generic[Config]):
     def validation(self) -> tuple[Sequence[Any], Batches]:
         """Return the validation data's inputs, in parts of about one size, and labelled batches for the loss."""
 
-    def methods(self, resume: bool = False, watcher: Watcher | None = None) -> dict[str, Method]:
+    def methods(self, resume: bool = False, callback: Callback | None = None) -> dict[str, Method]:
         """Return the methods to compare, by name; see `rivals.usual_methods` and `transfer.transferred_methods`."""
         inputs, batches = self.validation()
         methods = usual_methods(
@@ -166,9 +166,9 @@ class Experiment(ABC, Generic[Config]):
             batches=batches,
             folder=self.folder,
             resume=resume,
-            watcher=watcher,
+            callback=callback,
         )
-        return {**methods, **transferred_methods(self.config, self.task, self.seed, self.watcher)}
+        return {**methods, **transferred_methods(self.config, self.task, self.seed, self.callback)}
 
     def starts(self) -> dict[str, Start | StartLine]:
         """Return what a method may begin from besides phi = 0: what the settings name, as far as it applies."""
@@ -224,7 +224,7 @@ class Experiment(ABC, Generic[Config]):
             recalibrate=self.validation()[0] if recalibrated else None,
             seed=self.seed,
             output_dir=self.folder / SOUP_FOLDER,
-            watcher=self.watcher,
+            callback=self.callback,
         ).values()
         return start
 
@@ -284,7 +284,7 @@ class Experiment(ABC, Generic[Config]):
 
 
 def run_seed(
-    experiment_type: type[Experiment[Any]], config: RunConfig, folder: Path, resume: bool, seed: int, watcher: Watcher
+    experiment_type: type[Experiment[Any]], config: RunConfig, folder: Path, resume: bool, seed: int, callback: Callback
 ) -> SeedRecord:
     """Run one seed and keep all of it in ``folder/seed-N``; a seed whose record exists is not run again.
 
@@ -296,7 +296,7 @@ def run_seed(
         folder: The run's folder.
         resume: Continue what an interrupted run left there.
         seed: The seed.
-        watcher: Notified of progress.
+        callback: Notified of progress.
 
     Raises:
         MetricOptError: Data, settings or metric are not usable; the message says which.
@@ -306,20 +306,20 @@ def run_seed(
     if record := distributed.on_first(
         lambda: SeedRecord.load(record_file) if resume and record_file.exists() else None
     ):
-        watcher.stage("on file")
+        callback.stage("on file")
         before, after = (record.outcomes[name][-1] for name in ("pretrained", "metricopt"))
-        watcher.on_file(after.queries_total)
-        watcher.query(after.queries_total, after.validation)
-        watcher.outcome(before.validation, after.validation)
-        watcher.done()
+        callback.on_file(after.queries_total)
+        callback.query(after.queries_total, after.validation)
+        callback.outcome(before.validation, after.validation)
+        callback.done()
         return record
-    watcher.stage("train the model")
+    callback.stage("train the model")
     subject, kept = experiment_type.describe(config), run / "events" / folder.name / "queries"
     with (
         nullcontext(folder) if distributed.rank() == 0 else TemporaryDirectory() as own,
         query_events(kept, subject.metric, subject.maximize, config.queries) as events,
     ):
-        shown = Several(watcher, events)  # the other ranks' events are told nothing
+        shown = Several(callback, events)  # the other ranks' events are told nothing
         experiment = experiment_type(config, Path(own), seed, shown)
         if (
             (rare := experiment.rare()) and seed == config.seed and distributed.rank() == 0
@@ -327,7 +327,7 @@ def run_seed(
             warnings.warn(str(rare), stacklevel=2)
         comparison = compare(experiment.task, experiment.test_metric, experiment.methods(resume, shown))
         record = distributed.on_first(lambda: _recorded(experiment, comparison))
-    watcher.done()
+    callback.done()
     return record
 
 

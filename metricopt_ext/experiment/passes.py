@@ -109,7 +109,7 @@ def counting(task: FinetuneTask) -> CountedTask:
 def noticing(task: FinetuneTask) -> CountedTask:
     """Return the same task with an empty ledger and its passes counted from now on; see `passes_of`."""
     metric = Metric(Noticing(task.metric.function), **task.metric.settings)
-    return counting(task.judged_by(metric.with_observers(*task.metric.observers)))
+    return counting(task.judged_by(metric.with_callbacks(*task.metric.callbacks)))
 
 
 def passes_of(task: FinetuneTask) -> Passes | None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from metricopt_ext.errors import FileFormatError, MetricError
 from metricopt_ext.runtime.identity import claim
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.program_score import Failed, Score
 from metricopt_ext.utils.files import remove_unfinished
 from metricopt_ext.utils.program import Programs
@@ -71,7 +71,7 @@ class ProgramRun:
         claim(self.folder / IDENTITY, {"format": FORMAT, **described})
         remove_unfinished(self.folder)
 
-    def allow(self, trial: int, found: Failed, failed: int, failures: int, watcher: Watcher) -> None:
+    def allow(self, trial: int, found: Failed, failed: int, failures: int, callback: Callback) -> None:
         """Say that a trial failed.
 
         Args:
@@ -79,7 +79,7 @@ class ProgramRun:
             found: Why.
             failed: How many failed before.
             failures: How many may.
-            watcher: Is told.
+            callback: Is told.
 
         Raises:
             TrialError: It is one too many.
@@ -88,7 +88,7 @@ class ProgramRun:
         if failed >= failures:
             allowed = f"{counted(failures, 'trial')} may fail (--failures {failures})"
             raise TrialError(f"{name} failed: {found.reason}; {allowed}", log)
-        watcher.say(f"{name} failed: {found.reason}; its output is in {log}")
+        callback.say(f"{name} failed: {found.reason}; its output is in {log}")
 
 
 def side_by_side(

@@ -14,7 +14,7 @@ from metricopt_ext.methods.holdout import best_aside
 from metricopt_ext.methods.result import with_so_little_data
 from metricopt_ext.methods.trials import ranked
 from metricopt_ext.methods.tuned_settings import SETTINGS_CONFIDENCE
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.settings_stage import SettingsState
 from metricopt_ext.tasks.constraints import Limits, parse_constraints
 from metricopt_ext.tasks.metric import CostScale, Evaluation
@@ -267,7 +267,7 @@ class SettingsRun(ProgramRun):
         defaults: Score | None = None,
         jobs: int = 1,
         failures: int = 0,
-        watcher: Watcher | None = None,
+        callback: Callback | None = None,
     ) -> SettingsOutcome:
         """Search, have the guard decide, and ask the data held out if there are any.
 
@@ -278,7 +278,7 @@ class SettingsRun(ProgramRun):
             defaults: What `score_defaults` found, which is the first trial; None to score them again.
             jobs: How many programs run at once; the result does not depend on it.
             failures: How many trials may fail.
-            watcher: Notified of progress.
+            callback: Notified of progress.
 
         Raises:
             TrialError: More trials failed.
@@ -286,23 +286,23 @@ class SettingsRun(ProgramRun):
             FileFormatError: The folder holds something else than the scores of a run.
             OSError: A file can't be written.
         """
-        watcher, repeats = watcher or Watcher(), self.score.repeats
+        callback, repeats = callback or Callback(), self.score.repeats
         self.check(queries)
         ledger = _Ledger(self.folder / EVALUATIONS, self.settings.names)
-        watcher.stage("settings")
+        callback.stage("settings")
         if ledger.spent:
-            watcher.on_file(ledger.spent * repeats)
+            callback.on_file(ledger.spent * repeats)
         first = self.settings.texts(self.settings.defaults)
         if ledger.found(first) is None:
             ledger.keep(first, defaults or self.score_defaults())
-            watcher.query(ledger.spent * repeats, self._at(ledger, self.settings.defaults).value)
+            callback.query(ledger.spent * repeats, self._at(ledger, self.settings.defaults).value)
         before = self._at(ledger, self.settings.defaults)
         visited = [self._evaluation(before)]
         limits = Limits.of(self.constraints, visited[0])
         rank = partial(ranked, limits=limits)
         state = SettingsState(self.settings, visited[0], queries // repeats - 1, rank)
         while batch := state.ask():
-            self._score_batch(ledger, len(visited), batch, jobs, failures, watcher)
+            self._score_batch(ledger, len(visited), batch, jobs, failures, callback)
             found = [ledger.found(self.settings.texts(values)) for values in batch]
             known = [*visited, *(self._evaluation(each) for each in found if isinstance(each, Score))]
             worst = max(known, key=lambda each: each.cost)._replace(failed=True)
@@ -311,7 +311,7 @@ class SettingsRun(ProgramRun):
                 state.tell(index, visited[-1])
         tuned = self._decided(ledger, before, state.end().values, visited, limits)
         if self.holdout is not None and tuned.changed:
-            watcher.stage("data held out")
+            callback.stage("data held out")
             tuned = self._confirmed(ledger, tuned)
         return tuned
 
@@ -322,7 +322,7 @@ class SettingsRun(ProgramRun):
         batch: Sequence[Values],
         jobs: int,
         failures: int,
-        watcher: Watcher,
+        callback: Callback,
     ) -> None:
         """Score what is not on file of a batch, several at once, and keep it; what is in it twice is scored once."""
         new = {json.dumps(self.settings.texts(values)): (first + index, values) for index, values in enumerate(batch)}
@@ -337,10 +337,10 @@ class SettingsRun(ProgramRun):
             number, values = trial
             if isinstance(found, Failed):
                 # One too many is not on file, so that --resume tries it again.
-                self.allow(number, found, ledger.failed, failures, watcher)
+                self.allow(number, found, ledger.failed, failures, callback)
             ledger.keep(self.settings.texts(values), found)
             if isinstance(found, Score):
-                watcher.query(ledger.spent * self.score.repeats, found.value)
+                callback.query(ledger.spent * self.score.repeats, found.value)
 
         side_by_side(ask, lambda programs, trial: self._scored(programs, self.score, *trial), tell, jobs)
 

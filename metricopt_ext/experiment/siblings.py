@@ -13,7 +13,7 @@ from metricopt_ext.experiment.correlation import ScoreLoss
 from metricopt_ext.experiment.method import METHODS, SIBLINGS, Begun, Contender, Reached, now, siblings_of
 from metricopt_ext.experiment.method_config import brought_by
 from metricopt_ext.experiment.style import new_figure, save_figure
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.ala.ala import AdaptiveLossAlignment
 from metricopt_ext.siblings.ala.loss_policy import load_loss_policy
 from metricopt_ext.siblings.checkpoints import Checkpoints
@@ -262,7 +262,7 @@ def training(
     *,
     folder: Path,
     resume: bool = False,
-    watcher: Watcher | None = None,
+    callback: Callback | None = None,
 ) -> Contender:
     """Make a contender of a sibling method: train, keep what came out in the folder, then tune the threshold.
 
@@ -275,12 +275,12 @@ def training(
         tune: Tunes what it trained by queries of the task's metric; returns None where that does not apply.
         folder: Receives its files.
         resume: Take what a finished training left there, and go on with one that a kill ended.
-        watcher: Notified of its progress.
+        callback: Notified of its progress.
     """
-    watcher = watcher or Watcher()
+    callback = callback or Callback()
 
     def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
-        watcher.stage(METHODS[name].title)
+        callback.stage(METHODS[name].title)
         own, _ = begun.of(task)
         training_task = make(own)
         trained = load_kept(training_task.copied().model, folder, name) if resume else None
@@ -288,7 +288,7 @@ def training(
             unfinished = folder / f"{name}_training.safetensors"
             if not resume:
                 unfinished.unlink(missing_ok=True)
-            trained = method.train(training_task, seed=seed, watcher=watcher, unfinished=unfinished)
+            trained = method.train(training_task, seed=seed, callback=callback, unfinished=unfinished)
             keep(trained, folder, name)
             unfinished.unlink(missing_ok=True)
         queries, asked = sum(trained.queries.values()), sum(trained.batch_queries.values())

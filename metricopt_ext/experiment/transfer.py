@@ -12,14 +12,14 @@ from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.usual_methods import planned
 from metricopt_ext.methods.algorithm1 import Algorithm1
 from metricopt_ext.methods.tuning import FRESH, finetune
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.value.rotated import RotatedValueFunction
 from metricopt_ext.value.value_function import ValueFunction
 
 
-def transferred_methods(config: RunConfig, task: FinetuneTask, seed: int, watcher: Watcher) -> dict[str, Method]:
+def transferred_methods(config: RunConfig, task: FinetuneTask, seed: int, callback: Callback) -> dict[str, Method]:
     """Return what follows another run's f from phi = 0, trusted or not, and the same f turned.
 
     None without ``transfer``. Neither asks the metric, so no guard decides: their ends are what they are.
@@ -28,7 +28,7 @@ def transferred_methods(config: RunConfig, task: FinetuneTask, seed: int, watche
         config: The run's settings.
         task: What is finetuned.
         seed: Seed of batches, perturbations and the placebo's rotation.
-        watcher: Told where f comes from other layers.
+        callback: Told where f comes from other layers.
 
     Raises:
         ConfigError: There is no file for this seed.
@@ -43,7 +43,7 @@ def transferred_methods(config: RunConfig, task: FinetuneTask, seed: int, watche
     if f.signature is not None and own is not None:
         check_transfers(f.signature, own, str(path))
         if seed == config.seed and (f.signature.layers, f.signature.channels) != (own.layers, own.channels):
-            watcher.say(
+            callback.say(
                 f"transfer: {path} was fitted for other layers, on which phi acts by other matrices; what it is worth"
                 " here, the placebo beside it shows"
             )

@@ -27,7 +27,7 @@ from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.searched import runner_of
 from metricopt_ext.methods.starts import reestimate_batchnorm
 from metricopt_ext.methods.tuned_settings import SETTINGS
-from metricopt_ext.runtime.progress import Watcher, Within
+from metricopt_ext.runtime.progress import Callback, Within
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.task import FinetuneTask
@@ -42,7 +42,7 @@ def usual_methods(
     batches: Batches,
     folder: Path | None = None,
     resume: bool = False,
-    watcher: Watcher | None = None,
+    callback: Callback | None = None,
 ) -> dict[str, Method]:
     """Return the methods that the settings select, by name.
 
@@ -54,16 +54,16 @@ def usual_methods(
         batches: Batches of the labelled validation data, as the loss takes them.
         folder: Receives what MetricOpt keeps.
         resume: Let MetricOpt continue what an interrupted run left there.
-        watcher: Notified of its progress.
+        callback: Notified of its progress.
     """
-    shown, strategy = watcher or Watcher(), config.build_strategy()
+    shown, strategy = callback or Callback(), config.build_strategy()
     metricopt = optimizing(
         strategy,
         starts=starts if runner_of(strategy).takes_starts else None,
         confidence=config.guard.confidence,
         output_dir=folder,
         resume=resume,
-        watcher=shown,
+        callback=shown,
     )
 
     def loss_finetune(task: FinetuneTask, start: Tensor, seed: int) -> Tensor:
@@ -94,7 +94,7 @@ def usual_methods(
             rival = told(contenders[name], METHODS[name].title, shown)
             methods[name] = where_metricopt_began(rival, config.search_queries, seed)
     for name in (name for name in config.methods if name in VARIANTS):
-        methods[name] = variant(name, config, seed, folder=folder, resume=resume, watcher=shown)
+        methods[name] = variant(name, config, seed, folder=folder, resume=resume, callback=shown)
     if refined := config.refined:
         methods["refined"] = lambda earlier: Planned(
             searching(CMAES()), (refined.queries,), seed, Begun.at(phi_of(metricopt_result(earlier)))
@@ -139,7 +139,7 @@ def where_metricopt_began(contender: Contender, queries: int | str, seed: int) -
 
 
 def variant(
-    name: str, config: RunConfig, seed: int, *, folder: Path | None = None, resume: bool = False, watcher: Watcher
+    name: str, config: RunConfig, seed: int, *, folder: Path | None = None, resume: bool = False, callback: Callback
 ) -> Method:
     """Make a method of one of `run_config.VARIANTS`, from phi = 0.
 
@@ -150,7 +150,7 @@ def variant(
         seed: Seed of all draws.
         folder: The seed's folder; the method keeps its work in a folder of its own name there.
         resume: Continue what an interrupted run left there.
-        watcher: Told the stages, and of queries now and then: those counted are MetricOpt's.
+        callback: Told the stages, and of queries now and then: those counted are MetricOpt's.
     """
     settings = (config.learned or LearnedConfig()) if name == "metricopt_learned" else (config.paper or PaperSettings())
     queries = (settings.queries if isinstance(settings, LearnedConfig) else 0) or config.queries
@@ -160,9 +160,9 @@ def variant(
         confidence=config.guard.confidence,
         output_dir=None if folder is None else folder / name,
         resume=resume,
-        watcher=Within(watcher, title, queries),
+        callback=Within(callback, title, queries),
     )
-    return planned(staged(contender, watcher, before=title), queries, seed)
+    return planned(staged(contender, callback, before=title), queries, seed)
 
 
 def metricopt_result(earlier: Earlier) -> Result[Any]:

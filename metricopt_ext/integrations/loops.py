@@ -16,7 +16,7 @@ from metricopt_ext.adapters.wrappers import unwrapped
 from metricopt_ext.errors import ConfigError, DataError, MetricError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.batches import DatasetBatches
 from metricopt_ext.tasks.metric import Halved, Metric
 from metricopt_ext.tasks.task import FinetuneTask, Loss
@@ -193,7 +193,7 @@ def in_step(options: dict[str, Any]) -> dict[str, Any]:
             f"output_dir={str(options['output_dir'])!r} is for one process, and here {distributed.get_world_size()}"
             " judge together; leave it out, or let each judge all data under distributed.joined()"
         )
-    return options if distributed.get_rank() == 0 else {"watcher": Watcher(), **options}
+    return options if distributed.get_rank() == 0 else {"callback": Callback(), **options}
 
 
 def of_first(values: Tensor) -> Tensor:

@@ -169,15 +169,15 @@ class Algorithm1(LearningStrategy[RecipeDetails]):
 
     def run(self, context: Context) -> Result[RecipeDetails]:
         """Learn f, follow it, and let the guard decide (see `LearningStrategy`)."""
-        task, watcher, seed = context.task, context.watcher, context.seed
+        task, callback, seed = context.task, context.callback, context.seed
         with context.folder.counted(task.metric, context.queries) as cached:
             store, ledger, counted = context.folder.trajectories, cached.ledger, task.judged_by(cached)
             context.retell(store, cached)
-            watcher.stage("meta-train")
+            callback.stage("meta-train")
             f = self.meta_train(task, tasks=context.size["tasks"], seed=seed, store=store)
             if f.quality is not None:
-                watcher.quality(store.queries, f.quality.spearman)
-            watcher.stage("meta-test")
+                callback.quality(store.queries, f.quality.spearman)
+            callback.stage("meta-test")
             start = task.origin()
             loss_only = finetune(task, self.loss_only(), self.steps, seed)[-1]
             path = self.meta_test(task, f, start, seed=seed, index=FRESH)

@@ -21,17 +21,17 @@ from metricopt_ext.methods.strategy import Context, LearningStrategy
 from metricopt_ext.methods.tuning import FRESH, evaluate_ends, finetune
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import described
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.learned_objective import LearnedObjective
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.search.unrolled import CostAt, unroll
 from metricopt_ext.search.update_rule import UpdateRule
 from metricopt_ext.search.variational import combine, gradient_samples
 from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.notifying import notifying
 from metricopt_ext.tasks.rollout import observation_steps
 from metricopt_ext.tasks.split_half import evaluations_where_used
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.tasks.telling import telling
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
 from metricopt_ext.utils.files import check_tensors, content_of, read_tensors, write_tensors
@@ -202,7 +202,7 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
 
     def run(self, context: Context) -> Result[LearnedDetails]:
         """Learn f, follow it, and let the guard decide (see `LearningStrategy`)."""
-        task, watcher, seed = context.task, context.watcher, context.seed
+        task, callback, seed = context.task, context.callback, context.seed
         with context.folder.counted(task.metric, context.queries) as cached:
             store, ledger, counted = context.folder.trajectories, cached.ledger, task.judged_by(cached)
             context.retell(store, cached)
@@ -212,10 +212,10 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
                 seed=seed,
                 store=store,
                 checkpoint=context.folder.joint_training,
-                watcher=watcher,
+                callback=callback,
             )
             before = ledger.spent
-            watcher.stage("meta-test")
+            callback.stage("meta-test")
             path = self.meta_test(counted, learned.rule, task.origin(), seed=seed)
             loss_only = finetune(task, LossStep(self.lr), self.steps, seed)[-1]
             ends = {"start": task.origin(), "loss_finetune": loss_only, "learned": path[-1]}
@@ -250,7 +250,7 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
         seed: int = 0,
         store: TrajectoryStore | None = None,
         checkpoint: Path | None = None,
-        watcher: Watcher | None = None,
+        callback: Callback | None = None,
     ) -> "JointlyLearned":
         """Learn an optimizer and the value function that trains it (lines 1-9).
 
@@ -261,7 +261,7 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
             store: Keeps the trajectories; those already in it are not observed again.
             checkpoint: File of the state after each meta-iteration, from which a run continues; None for none. Of ranks
                 that share the work, the first alone reads and writes it.
-            watcher: Notified of progress.
+            callback: Notified of progress.
 
         Raises:
             ValueError: ``iterations`` is not an integer of at least 1.
@@ -276,11 +276,11 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
         training = _Training(self, task, iterations, seed, TrajectoryStore() if store is None else store)
         if checkpoint is not None:
             training.load(checkpoint)
-        watcher = watcher or Watcher()
-        with telling(task, watcher):
+        callback = callback or Callback()
+        with notifying(task, callback):
             while training.iteration < iterations:
                 if training.iteration % max(1, iterations // 10) == 0:
-                    watcher.stage(f"optimizer {training.iteration}/{iterations}")
+                    callback.stage(f"optimizer {training.iteration}/{iterations}")
                 training.advance()
                 if checkpoint is not None and distributed.rank() == 0:
                     training.save(checkpoint)

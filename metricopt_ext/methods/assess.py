@@ -14,7 +14,7 @@ from metricopt_ext.methods.searched import first_answers
 from metricopt_ext.methods.starts import all_starts
 from metricopt_ext.methods.strategy import check_strategy
 from metricopt_ext.runtime import distributed
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.task import FinetuneTask
@@ -34,7 +34,7 @@ def assess(
     seed: int = 0,
     output_dir: str | Path | None = None,
     resume: bool = False,
-    watcher: Watcher | None = None,
+    callback: Callback | None = None,
 ) -> Assessment:
     """Say by a few queries whether finetuning for the metric is worth more of them, and what else would do.
 
@@ -58,7 +58,7 @@ def assess(
         seed: Seed of all draws.
         output_dir: Keeps the evaluations; None keeps nothing.
         resume: Go on with what is in ``output_dir``, of an assessment or of a run; what is on file is not asked again.
-        watcher: Notified of progress; by default a bar on the terminal, or plain lines where there is none.
+        callback: Notified of progress; by default a bar on the terminal, or plain lines where there is none.
 
     Returns:
         The assessment, in the metric's own units.
@@ -100,7 +100,7 @@ def assess(
     kept = output_dir is not None or distributed.several()
     identity = identity_of(search, task, starts, seed=seed, size={}) if kept else {}
     with ExitStack() as run:
-        task, folder, shown = run.enter_context(taken(task, identity, queries, output_dir, resume, watcher))
+        task, folder, shown = run.enter_context(taken(task, identity, queries, output_dir, resume, callback))
         run.enter_context(task.adapter.applied(Start(task.origin())))
         run.enter_context(task.keeping_weights())
         on_file = distributed.only_first(lambda: folder.kept_evaluations(task.metric))
@@ -113,7 +113,7 @@ def assess(
             starts=starts,
             confidence=guard_confidence,
             seed=seed,
-            watcher=shown,
+            callback=shown,
             kept=on_file,
         )
         shown.done()

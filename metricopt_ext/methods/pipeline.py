@@ -19,12 +19,12 @@ from metricopt_ext.methods.starts import all_starts
 from metricopt_ext.methods.strategy import Context, LearningStrategy, check_constraints, sized
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import fingerprint_of_code
-from metricopt_ext.runtime.progress import Watcher, watched
+from metricopt_ext.runtime.progress import Callback, progress_of
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.notifying import notifying
 from metricopt_ext.tasks.population import Population
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.tasks.telling import telling
 from metricopt_ext.tasks.undone import undone_if_cut_short
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.words import and_more, counted
@@ -42,7 +42,7 @@ def optimize_metric(
     seed: int = 0,
     output_dir: str | Path | None = None,
     resume: bool = False,
-    watcher: Watcher | None = None,
+    callback: Callback | None = None,
 ) -> Result[Own]:
     """Finetune a frozen model's phi for its metric within a number of metric queries.
 
@@ -76,7 +76,7 @@ def optimize_metric(
             `AlgorithmS1`, ``inference.yaml`` of a task with settings (`load_inference`) and, last,
             ``adapter.safetensors`` with all that was kept (`load_run`); None keeps nothing.
         resume: Continue what an interrupted run left in ``output_dir``; the result is the same bit for bit.
-        watcher: Notified of progress; by default a bar on the terminal, or plain lines where there is none.
+        callback: Notified of progress; by default a bar on the terminal, or plain lines where there is none.
 
     Returns:
         The result; what was kept is applied to the model, phi and what its start replaced (`Adapter.apply`).
@@ -121,7 +121,7 @@ def optimize_metric(
     if kept and kept_aside is not None:
         identity["kept aside"] = [fingerprint_of_code(kept_aside.function), guard_confidence]
     with ExitStack() as run:
-        task, folder, shown = run.enter_context(taken(task, identity, queries, output_dir, resume, watcher))
+        task, folder, shown = run.enter_context(taken(task, identity, queries, output_dir, resume, callback))
         base = run.enter_context(ExitStack())
         base.enter_context(task.adapter.applied(Start(task.origin())))
         base.enter_context(task.keeping_weights())
@@ -146,25 +146,25 @@ def taken(
     queries: int,
     output_dir: str | Path | None,
     resume: bool,
-    watcher: Watcher | None,
-) -> Iterator[tuple[FinetuneTask, RunFolder, Watcher]]:
-    """Take a run's folder and watcher, and yield the task with the population of the run, and both.
+    callback: Callback | None,
+) -> Iterator[tuple[FinetuneTask, RunFolder, Callback]]:
+    """Take a run's folder and callback, and yield the task with the population of the run, and both.
 
     Args:
         task: The task.
         identity: What the run depends on (`identity_of`).
-        queries: Those of the run, for the watcher.
+        queries: Those of the run, for the callback.
         output_dir: As of `optimize_metric`, as for the rest.
         resume: Whether to continue what is in the folder.
-        watcher: Notified of progress.
+        callback: Notified of progress.
     """
     with ExitStack() as run:
         run.enter_context(distributed.sharing({"queries": queries, **identity}))
         task = settled(task, identity, output_dir)
         folder = RunFolder(output_dir, identity)
         run.enter_context(folder.writing(resume))
-        shown = run.enter_context(watched(watcher, task.metric.name, queries))
-        run.enter_context(telling(task, shown))
+        shown = run.enter_context(progress_of(callback, task.metric.name, queries))
+        run.enter_context(notifying(task, shown))
         if isinstance(task.population, Population) and task.population.why:
             shown.say(task.population.line)
         yield task, folder, shown

@@ -29,13 +29,13 @@ class Recipe(RecipeSettings, LearningStrategy[RecipeDetails]):
 
     def run(self, context: Context) -> Result[RecipeDetails]:
         """Learn f, follow it, and let the guard decide (see `LearningStrategy`)."""
-        task, watcher, seed = context.task, context.watcher, context.seed
+        task, callback, seed = context.task, context.callback, context.seed
         with context.folder.counted(task.metric, context.queries) as cached:
             store, ledger = context.folder.trajectories, cached.ledger
             context.retell(store, cached)
-            fit = meta_train(task, tasks=context.size["tasks"], recipe=self, seed=seed, store=store, watcher=watcher)
+            fit = meta_train(task, tasks=context.size["tasks"], recipe=self, seed=seed, store=store, callback=callback)
             counted = task.judged_by(cached)
-            watcher.stage("choose settings")
+            callback.stage("choose settings")
             setting = choose_setting(counted, fit, self, seed)
             before = ledger.spent
             tuned = tune_start(
@@ -45,7 +45,7 @@ class Recipe(RecipeSettings, LearningStrategy[RecipeDetails]):
                 setting=setting,
                 guard_confidence=context.confidence,
                 seed=seed,
-                watcher=watcher,
+                callback=callback,
             )
         return Result(
             **outcome(task.metric, tuned.evaluations, Decision(tuned.chosen, tuned.verdict), tuned.ends),

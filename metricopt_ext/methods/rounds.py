@@ -9,12 +9,12 @@ import torch
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.methods.recipe_settings import RecipeSettings
 from metricopt_ext.runtime import distributed
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.optimizer import LossStep, MetricOptStep
+from metricopt_ext.tasks.notifying import notifying
 from metricopt_ext.tasks.rollout import Policy, collect
 from metricopt_ext.tasks.split_half import evaluations_where_used, seen_on_half
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.tasks.telling import telling
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.tasks.undone import undone_if_cut_short
 from metricopt_ext.utils.checks import check_integer
@@ -34,7 +34,7 @@ def meta_train(
     recipe: RecipeSettings | None = None,
     seed: int = 0,
     store: TrajectoryStore | None = None,
-    watcher: Watcher | None = None,
+    callback: Callback | None = None,
 ) -> Fit:
     """Learn a value function from rounds of ``tasks`` trajectories (Algorithm 1, meta-training).
 
@@ -47,7 +47,7 @@ def meta_train(
         recipe: How f is learned.
         seed: Seed of all draws.
         store: Keeps the trajectories; those already in it are not collected again.
-        watcher: Notified of progress.
+        callback: Notified of progress.
 
     Raises:
         ValueError: ``tasks`` is not an integer of at least 2.
@@ -55,13 +55,13 @@ def meta_train(
     recipe = recipe or RecipeSettings()
     store = TrajectoryStore() if store is None else store
     with distributed.sharing({"tasks": tasks, "seed": seed}):
-        shown = Watcher() if watcher is None or distributed.rank() > 0 else watcher
-        with telling(task, shown):
+        shown = Callback() if callback is None or distributed.rank() > 0 else callback
+        with notifying(task, shown):
             return _meta_train(task, tasks, recipe, seed, store, shown)
 
 
 def _meta_train(
-    task: FinetuneTask, tasks: int, recipe: RecipeSettings, seed: int, store: TrajectoryStore, watcher: Watcher
+    task: FinetuneTask, tasks: int, recipe: RecipeSettings, seed: int, store: TrajectoryStore, callback: Callback
 ) -> Fit:
     store.share()
 
@@ -79,7 +79,9 @@ def _meta_train(
         )
         return [trajectory for trajectory in store if trajectory.round <= round]
 
-    return learn_in_rounds(collect_round, recipe, tasks=tasks, seed=seed, watcher=watcher, device=task.origin().device)
+    return learn_in_rounds(
+        collect_round, recipe, tasks=tasks, seed=seed, callback=callback, device=task.origin().device
+    )
 
 
 def _collection_policy(fit: Fit | None, recipe: RecipeSettings, seed: int, chunk: Sequence[int]) -> Policy:
@@ -96,7 +98,7 @@ def learn_in_rounds(
     *,
     tasks: int,
     seed: int,
-    watcher: Watcher,
+    callback: Callback,
     device: torch.device | str = "cpu",
 ) -> Fit:
     """Learn f from rounds of ``tasks`` trajectories (Algorithm 1, meta-training).
@@ -109,7 +111,7 @@ def learn_in_rounds(
         recipe: Number of rounds, and how f is fitted.
         tasks: Number of tasks in a round.
         seed: Seed of the fits.
-        watcher: Notified of progress.
+        callback: Notified of progress.
         device: Device that f is put on.
 
     Raises:
@@ -119,15 +121,15 @@ def learn_in_rounds(
     fit: Fit | None = None
     for round in range(recipe.rounds):
         skill = "loss only" if fit is None or fit.f.quality is None else f"f at {fit.f.quality.spearman:.2f}"
-        watcher.stage(f"round {round + 1}/{recipe.rounds}, {skill}")
+        callback.stage(f"round {round + 1}/{recipe.rounds}, {skill}")
         seen = collect(round, range(round * tasks, (round + 1) * tasks), fit)
         fit = distributed.on_first(partial(recipe.fit, seen, seed))
         fit.f.to(device)
         if fit.f.quality is not None:
-            watcher.quality(sum(len(trajectory.cost) for trajectory in seen), fit.f.quality.spearman)
+            callback.quality(sum(len(trajectory.cost) for trajectory in seen), fit.f.quality.spearman)
     assert fit is not None
     half_fits = tuple(f.to(device) for f in distributed.on_first(lambda: _fit_halves(seen, recipe, seed)))
-    watcher.say(f"value function ({fit.f.kind}): {fit.f.quality}")
+    callback.say(f"value function ({fit.f.kind}): {fit.f.quality}")
     return replace(fit, visited=evaluations_where_used(seen), half_fits=half_fits)
 
 

@@ -19,14 +19,14 @@ from metricopt_ext.methods.starts import all_starts, with_start
 from metricopt_ext.methods.strategy import Context, LearningStrategy, check_strategy
 from metricopt_ext.methods.trials import Trials
 from metricopt_ext.runtime import distributed
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.strategy import SearchStrategy, check_checkpoints
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.kept_evaluations import KeptEvaluation, KeptEvaluations
 from metricopt_ext.tasks.metric import Evaluation, Metric
+from metricopt_ext.tasks.notifying import notifying
 from metricopt_ext.tasks.settings import Value
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.tasks.telling import telling
 
 # A budget that the first trials of a search do not come near.
 OUT_OF_SIGHT = 1000
@@ -60,9 +60,9 @@ class SearchLoop(LearningStrategy[SearchDetails]):
 
     def run(self, context: Context) -> Result:
         """Search, and tell what is on file again (see `LearningStrategy`)."""
-        task, folder, watcher = context.task, context.folder, context.watcher
+        task, folder, callback = context.task, context.folder, context.callback
         kept = distributed.only_first(lambda: folder.kept_evaluations(task.metric))
-        watcher.on_file(0 if kept is None else kept.answered * task.metric.repeats)
+        callback.on_file(0 if kept is None else kept.answered * task.metric.repeats)
         with folder.own_ledger(task.metric, context.queries):
             (result,) = search_results(
                 task,
@@ -71,7 +71,7 @@ class SearchLoop(LearningStrategy[SearchDetails]):
                 starts=context.starts,
                 confidence=context.confidence,
                 seed=context.seed,
-                watcher=watcher,
+                callback=callback,
                 kept=kept,
             )
         return result
@@ -123,7 +123,7 @@ def search_results(
     starts: Mapping[str, Start | StartLine] | None = None,
     confidence: float = CONFIDENCE,
     seed: int = 0,
-    watcher: Watcher | None = None,
+    callback: Callback | None = None,
     kept: KeptEvaluations | None = None,
 ) -> Iterator[Result]:
     """Run a search once, and yield the guarded result that each number of queries would have had.
@@ -141,30 +141,30 @@ def search_results(
             first checkpoint (`line_queries`).
         confidence: How sure the guard must be, at least 0.5 and below 1.
         seed: Seed of all draws.
-        watcher: Notified of progress.
+        callback: Notified of progress.
         kept: Keeps the evaluations, on the first rank; those on file are told and booked, and not made again.
 
     Raises:
         WeightsError: As from `FinetuneTask.keeping_weights`.
         ValueError, BudgetError, AdapterError, MetricError: As from `optimize_metric` and `all_starts`.
     """
-    search, watcher = search or GuidedTrustRegion(), watcher or Watcher()
+    search, callback = search or GuidedTrustRegion(), callback or Callback()
     candidates = all_starts(task, starts or {})
     numbers = [queries // task.metric.repeats for queries in checkpoints]
     fixed = sum(isinstance(each, Start) for each in candidates.values())
     check_checkpoints(search, task, numbers, starts=fixed, held_back=held_back(search, task.metric))
-    with _begun(task, search, candidates, numbers[0], confidence, seed, watcher, kept) as (models, trials):
-        first = FirstLines(trials, watcher)
+    with _begun(task, search, candidates, numbers[0], confidence, seed, callback, kept) as (models, trials):
+        first = FirstLines(trials, callback)
         for queries in numbers:
             if trials is not None:
                 trials.extend(queries)
-            for asked, evaluation in first.timed(_evaluated(models, trials, queries, watcher)):
+            for asked, evaluation in first.timed(_evaluated(models, trials, queries, callback)):
                 if trials is not None and asked.kept is None:
                     trials.tell_evaluation(asked.id, evaluation)
                 first.told(asked)
             yield distributed.on_first(lambda: None if trials is None else trials.outcome())  # type: ignore[arg-type, return-value]
         if trials is not None and (moved := trials.moved()):
-            watcher.say(moved)
+            callback.say(moved)
 
 
 def first_answers(
@@ -175,7 +175,7 @@ def first_answers(
     starts: Mapping[str, Start | StartLine],
     confidence: float = CONFIDENCE,
     seed: int = 0,
-    watcher: Watcher,
+    callback: Callback,
     kept: KeptEvaluations | None = None,
 ) -> Assessment:
     """Ask the first trials of a search, as `search_results` asks them, and return what they say.
@@ -187,15 +187,15 @@ def first_answers(
         starts: As of `search_results`, as for the rest.
         confidence: The guard's.
         seed: Seed of all draws.
-        watcher: Notified of progress.
+        callback: Notified of progress.
         kept: Keeps the evaluations, for the search that goes on.
     """
     candidates = all_starts(task, starts)
     # No end is asked for within the first trials, and no batch cut, if the budget is out of sight.
     queries = OUT_OF_SIGHT + most
-    with _begun(task, search, candidates, queries, confidence, seed, watcher, kept) as (models, trials):
-        first = FirstLines(trials, Watcher())
-        for asked, evaluation in first.timed(_evaluated(models, trials, most, watcher, most)):
+    with _begun(task, search, candidates, queries, confidence, seed, callback, kept) as (models, trials):
+        first = FirstLines(trials, Callback())
+        for asked, evaluation in first.timed(_evaluated(models, trials, most, callback, most)):
             if trials is not None and asked.kept is None:
                 trials.tell_evaluation(asked.id, evaluation)
         return distributed.on_first(lambda: trials.assessment(most, first.seconds))  # type: ignore[union-attr]
@@ -209,7 +209,7 @@ def _begun(
     queries: int,
     confidence: float,
     seed: int,
-    watcher: Watcher,
+    callback: Callback,
     kept: KeptEvaluations | None,
 ) -> Iterator[tuple["_Models", Trials | None]]:
     """Yield the task of each start, on its own model, and the search's trials, which the first rank alone has."""
@@ -220,7 +220,7 @@ def _begun(
         lambda: Trials(task, search, candidates, queries, evaluations, seed, confidence)  # the others only evaluate
     )
     with ExitStack() as held:
-        held.enter_context(telling(task, watcher))
+        held.enter_context(notifying(task, callback))
         yield _Models(task, candidates, held), trials
 
 
@@ -267,11 +267,11 @@ class FirstLines:
 
     Args:
         trials: The run's; None on ranks that only evaluate.
-        watcher: What is said goes there.
+        callback: What is said goes there.
     """
 
-    def __init__(self, trials: Trials | None, watcher: Watcher) -> None:
-        self._trials, self._watcher = trials, watcher
+    def __init__(self, trials: Trials | None, callback: Callback) -> None:
+        self._trials, self._callback = trials, callback
         self._said, self._spent, self._new, self._told, self._of_settings = trials is None, 0.0, 0, 0, 0
 
     @property
@@ -300,11 +300,11 @@ class FirstLines:
         if self._told >= min(QUERIES, self._trials.queries - self._of_settings):  # type: ignore[union-attr]
             self._said = True
             for line in self._trials.assessment(asked.id + 1, self.seconds).brief():  # type: ignore[union-attr]
-                self._watcher.say(line)
+                self._callback.say(line)
 
 
 def _evaluated(
-    models: _Models, trials: Trials | None, queries: int, watcher: Watcher, most: int | None = None
+    models: _Models, trials: Trials | None, queries: int, callback: Callback, most: int | None = None
 ) -> Iterator[tuple[Asked, Evaluation]]:
     """Yield what the search asks for with its evaluation, until there is nothing more to ask, or so many were asked."""
 
@@ -331,7 +331,7 @@ def _evaluated(
             same = list(group)
             starting = same[0].stage == "starts"
             if stage != (stage := same[0].stage):
-                watcher.stage(stage)
+                callback.stage(stage)
             for asked in same:
                 if asked.kept is not None and not asked.kept.given_up:
                     known = asked.kept.evaluation or metric.stand_in()
@@ -347,4 +347,4 @@ def _evaluated(
                     yield from zip(new, task.with_values(settings).evaluate_each(points, stage, where), strict=True)
         if trials is not None and (quality := trials.quality()) is not None and quality[0] > of_queries:
             of_queries = quality[0]
-            watcher.quality(metric.ledger.spent, quality[1])
+            callback.quality(metric.ledger.spent, quality[1])

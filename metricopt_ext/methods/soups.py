@@ -17,7 +17,7 @@ from metricopt_ext.errors import AdapterError, BudgetError
 from metricopt_ext.methods.short_finetunes import Training, check_finetunes, short_finetunes
 from metricopt_ext.methods.starts import reestimate_batchnorm, with_start
 from metricopt_ext.plain import plain
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.weights import same_bits
 from metricopt_ext.utils.words import counted
@@ -38,7 +38,7 @@ def soup_starts(
     entry: str | None = None,
     seed: int = 0,
     output_dir: str | Path | None = None,
-    watcher: Watcher | None = None,
+    callback: Callback | None = None,
 ) -> dict[str, Start]:
     """Return the averages of several models as starts, which the metric judges like any others.
 
@@ -66,7 +66,7 @@ def soup_starts(
         entry: The state dict's key in each file of torch; None to find it.
         seed: Seed of finetunes.
         output_dir: Keeps finetunes, which are resumed there; None keeps nothing.
-        watcher: Told what finetunes and queries it takes, before; by default both are printed.
+        callback: Told what finetunes and queries it takes, before; by default both are printed.
 
     Raises:
         ValueError: Not exactly one of ``checkpoints`` and ``finetunes`` is given, or a number or name can't be.
@@ -81,7 +81,7 @@ def soup_starts(
         >>> mo.optimize_metric(task, queries=60, starts=starts)  # doctest: +SKIP
     """
     files = _check(task, checkpoints, finetunes, kinds)
-    tell = watcher.say if watcher is not None else _print
+    tell = callback.say if callback is not None else _print
     with ExitStack() as temporary:
         if checkpoints is None:
             folder = output_dir or temporary.enter_context(tempfile.TemporaryDirectory())

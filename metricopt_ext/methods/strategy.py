@@ -10,7 +10,7 @@ from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.result import Own, Result
 from metricopt_ext.methods.run_folder import RunFolder
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.metric import Evaluation, Metric
@@ -28,7 +28,7 @@ class Context:
         task: Model, loss, batches and metric.
         queries: The budget, the metric's repeats among them.
         folder: Keeps the run's work.
-        watcher: Notified of progress.
+        callback: Notified of progress.
         size: What `LearningStrategy.size` makes of the budget.
         confidence: How sure the guard must be, at least 0.5 and below 1.
         seed: Seed of all draws.
@@ -38,7 +38,7 @@ class Context:
     task: FinetuneTask
     queries: int
     folder: RunFolder
-    watcher: Watcher
+    callback: Callback
     size: dict[str, int]
     confidence: float = CONFIDENCE
     seed: int = 0
@@ -47,7 +47,7 @@ class Context:
     def retell(self, store: TrajectoryStore, cached: CachedMetric) -> None:
         """Book the queries of trajectories on file, which are not collected again, and tell of them."""
         metric = self.task.metric
-        self.watcher.on_file((store.queries + cached.on_file) * metric.repeats)
+        self.callback.on_file((store.queries + cached.on_file) * metric.repeats)
         for trajectory in store:
             for cost in trajectory.cost.tolist():
                 metric.ledger.spend("collect", metric.repeats)

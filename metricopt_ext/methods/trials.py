@@ -258,7 +258,7 @@ class Trials:
         """How many evaluations have failed, in earlier processes too."""
         return sum(each.failed for each in self._kept.told.values())
 
-    # --- Telling -------------------------------------------------------------------------------------------------
+    # --- Notifying -------------------------------------------------------------------------------------------------
 
     def tell(
         self,

@@ -9,13 +9,13 @@ from torch import Tensor
 from metricopt_ext.methods.guard import CONFIDENCE, Verdict, check_guarded, decide_among
 from metricopt_ext.methods.recipe_settings import RecipeSettings, StepWeights, checked_weights
 from metricopt_ext.methods.strategy import check_constraints
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.optimizer import LossStep, MetricOptStep
 from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.notifying import notifying
 from metricopt_ext.tasks.rollout import Policy, rollout
 from metricopt_ext.tasks.split_half import optimism_of_gain
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.tasks.telling import telling
 from metricopt_ext.tasks.undone import undone_if_cut_short
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.value.adapted import AdaptedValueFunction
@@ -64,7 +64,7 @@ def tune_start(
     index: int = FRESH,
     guard_confidence: float = CONFIDENCE,
     seed: int = 0,
-    watcher: Watcher | None = None,
+    callback: Callback | None = None,
 ) -> Tuned:
     """Finetune one start under a value function learned earlier; at most ``recipe.start_queries`` queries.
 
@@ -83,7 +83,7 @@ def tune_start(
         index: The task index, for the batches; a different one for each start.
         guard_confidence: How sure the guard must be that a gain is not chance, at least 0.5 and below 1.
         seed: Seed of batches and search.
-        watcher: Notified of progress.
+        callback: Notified of progress.
 
     Raises:
         ValueFunctionError: f was fitted for another adapter.
@@ -92,13 +92,13 @@ def tune_start(
     """
     check_constraints(task.metric, "tune_start")
     fit.f.check_fits(task.adapter.signature)
-    recipe, watcher = recipe or RecipeSettings(), watcher or Watcher()
+    recipe, callback = recipe or RecipeSettings(), callback or Callback()
     start = task.origin() if start is None else start
     setting = recipe.settings[0] if setting is None else checked_weights(setting)
     check_integer(0, index=index, seed=seed)
 
-    with telling(task, watcher):
-        return _tuned(task, fit, recipe, setting, start, index, guard_confidence, seed, watcher)
+    with notifying(task, callback):
+        return _tuned(task, fit, recipe, setting, start, index, guard_confidence, seed, callback)
 
 
 def _tuned(
@@ -110,17 +110,17 @@ def _tuned(
     index: int,
     guard_confidence: float,
     seed: int,
-    watcher: Watcher,
+    callback: Callback,
 ) -> Tuned:
     def follow(policy: Policy) -> Tensor:
         return finetune(task, policy, recipe.steps, seed, start, index)
 
-    watcher.stage("finetune")
+    callback.stage("finetune")
     loss_only = follow(LossStep(recipe.lr))
     path = follow(metric_policy(fit.f, recipe, setting)) if fit.f.trusted else loss_only
     ends = {"start": start, "loss_finetune": loss_only[-1], "metricopt": path[-1]}
 
-    watcher.stage("guard")
+    callback.stage("guard")
     evaluations: dict[str, Evaluation] = {}
     visited = list(fit.visited)
     for name, phi in ends.items():
@@ -136,7 +136,7 @@ def _tuned(
     led = optimism_of_gain(crossed)
 
     if recipe.adapt_queries and fit.f.trusted:
-        watcher.stage("adapt f")
+        callback.stage("adapt f")
         steps = torch.linspace(0, recipe.steps, recipe.adapt_queries + 2).round().long()
         inner = [evaluate(task, path[step], "adapt", f"adapting f, step {step}") for step in steps[1:-1].tolist()]
         along = [evaluations["start"], *inner, evaluations["metricopt"]]
@@ -145,7 +145,7 @@ def _tuned(
         evaluations["adapted"] = evaluate(task, ends["adapted"], "guard", "end guard, adapted")
 
     if recipe.refine is not None:
-        watcher.stage("refine on the metric")
+        callback.stage("refine on the metric")
         best = ends[min(evaluations, key=lambda name: evaluations[name].cost)]
         found = recipe.refine(task, best, recipe.refine_queries, seed=seed)
         ends["refined"], evaluations["refined"] = found.phi, found.evaluation

@@ -13,7 +13,7 @@ import torch
 
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.runtime import distributed
-from metricopt_ext.runtime.progress import Bars, QueueWatcher, Watcher, relay
+from metricopt_ext.runtime.progress import Bars, Callback, QueueCallback, relay
 from metricopt_ext.runtime.run_log import telling_warnings
 from metricopt_ext.utils.machine import use_deterministic
 from metricopt_ext.utils.threads import num_threads
@@ -24,7 +24,7 @@ _progress: Any = None  # in a worker: the queue on which it reports
 
 
 def run_seeds(
-    run: Callable[[int, Watcher], Record],
+    run: Callable[[int, Callback], Record],
     seeds: Sequence[int],
     *,
     queries: int,
@@ -42,7 +42,7 @@ def run_seeds(
     once; after any other error, the seeds that were begun are finished.
 
     Args:
-        run: ``run(seed, watcher)``; picklable if there are several workers.
+        run: ``run(seed, callback)``; picklable if there are several workers.
         seeds: The seeds.
         queries: Queries of one seed, for the progress bars.
         workers: Number of processes, at least 1. Each has its own copy of data and model.
@@ -69,8 +69,8 @@ def run_seeds(
                 return [_told(run, seed, bars.watch(_name(seed), queries, metric)) for seed in seeds]
         context = multiprocessing.get_context("spawn")
         queue: Any = context.SimpleQueue()
-        watchers = {_name(seed): bars.watch(_name(seed), queries, metric) for seed in seeds}
-        relaying = threading.Thread(target=relay, args=(queue, watchers), daemon=True)
+        callbacks = {_name(seed): bars.watch(_name(seed), queries, metric) for seed in seeds}
+        relaying = threading.Thread(target=relay, args=(queue, callbacks), daemon=True)
         relaying.start()
         setting = queue, threads, torch.are_deterministic_algorithms_enabled()
         pool = ProcessPoolExecutor(at_once, context, initializer=_set_up, initargs=setting)
@@ -91,7 +91,7 @@ def run_seeds(
 
 
 def _run_on_ranks(
-    run: Callable[[int, Watcher], Record],
+    run: Callable[[int, Callback], Record],
     seeds: Sequence[int],
     queries: int,
     threads: int,
@@ -108,18 +108,18 @@ def _run_on_ranks(
             bars.expect(name, len(own), queries, 1)
 
         def watched(seed: int) -> Record:
-            return _told(run, seed, Watcher() if silent else bars.watch(_name(seed), queries, metric))
+            return _told(run, seed, Callback() if silent else bars.watch(_name(seed), queries, metric))
 
         return [watched(seed) for seed in seeds] if together else list(distributed.each(watched, seeds))
 
 
-def _run(run: Callable[[int, Watcher], Record], seed: int) -> Record:
-    return _told(run, seed, QueueWatcher(_progress, _name(seed)))
+def _run(run: Callable[[int, Callback], Record], seed: int) -> Record:
+    return _told(run, seed, QueueCallback(_progress, _name(seed)))
 
 
-def _told(run: Callable[[int, Watcher], Record], seed: int, watcher: Watcher) -> Record:
-    with telling_warnings(watcher.warning):
-        return run(seed, watcher)
+def _told(run: Callable[[int, Callback], Record], seed: int, callback: Callback) -> Record:
+    with telling_warnings(callback.warning):
+        return run(seed, callback)
 
 
 def _set_up(queue: Any, threads: int, deterministic: bool) -> None:

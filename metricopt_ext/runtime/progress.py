@@ -14,7 +14,7 @@ from metricopt_ext.utils.words import duration
 INTERVAL = 30.0  # seconds between two lines of a log, unless a tenth of the queries was spent
 
 
-class Watcher:
+class Callback:
     """Is notified of a run's progress; this one shows nothing."""
 
     def stage(self, description: str) -> None:
@@ -55,7 +55,7 @@ def _passed(method: str) -> Any:
     return told
 
 
-class _Passing(Watcher):
+class _Passing(Callback):
     """Passes everything on."""
 
     stage, on_file, query, quality = (_passed(each) for each in ("stage", "on_file", "query", "quality"))
@@ -66,28 +66,28 @@ class _Passing(Watcher):
 
 
 class Several(_Passing):
-    """Passes everything on to several watchers, in their order."""
+    """Passes everything on to several callbacks, in their order."""
 
-    def __init__(self, *watchers: Watcher) -> None:
-        self._watchers = watchers
+    def __init__(self, *callbacks: Callback) -> None:
+        self._callbacks = callbacks
 
     def _pass(self, method: str, *arguments: Any) -> None:
-        for watcher in self._watchers:
-            getattr(watcher, method)(*arguments)
+        for callback in self._callbacks:
+            getattr(callback, method)(*arguments)
 
 
-class Within(Watcher):
+class Within(Callback):
     """Shows a part of a run, whose queries are not among the run's, as a stage of it that takes long.
 
     Args:
-        watcher: The run's.
+        callback: The run's.
         name: The part's.
         total: Queries that the part may spend.
         clock: Returns seconds, to space out what is said.
     """
 
-    def __init__(self, watcher: Watcher, name: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._watcher, self._name, self._total, self._clock = watcher, name, total, clock
+    def __init__(self, callback: Callback, name: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._callback, self._name, self._total, self._clock = callback, name, total, clock
         self._told = clock()
 
     def stage(self, description: str) -> None:
@@ -100,19 +100,19 @@ class Within(Watcher):
 
     def say(self, line: str) -> None:
         """Pass on."""
-        self._watcher.say(line)
+        self._callback.say(line)
 
     def warning(self, line: str) -> None:
         """Pass on."""
-        self._watcher.warning(line)
+        self._callback.warning(line)
 
     def _tell(self, description: str) -> None:
         if self._clock() - self._told >= INTERVAL:
-            self._watcher.stage(f"{self._name}, {description}")
+            self._callback.stage(f"{self._name}, {description}")
             self._told = self._clock()
 
 
-class QueueWatcher(_Passing):
+class QueueCallback(_Passing):
     """Passes everything on through a queue, from another process to `relay`."""
 
     def __init__(self, queue: Any, name: str) -> None:
@@ -122,10 +122,10 @@ class QueueWatcher(_Passing):
         self._queue.put((self._name, method, arguments))
 
 
-def relay(queue: Any, watchers: dict[str, Watcher]) -> None:
-    """Pass each `QueueWatcher` message on to the watcher of that name, until None comes through the queue."""
+def relay(queue: Any, callbacks: dict[str, Callback]) -> None:
+    """Pass each `QueueCallback` message on to the callback of that name, until None comes through the queue."""
     for name, method, arguments in iter(queue.get, None):
-        getattr(watchers[name], method)(*arguments)
+        getattr(callbacks[name], method)(*arguments)
 
 
 class Bars(AbstractContextManager["Bars"]):
@@ -154,10 +154,10 @@ class Bars(AbstractContextManager["Bars"]):
         self._progress = _bars_on(self._console) if self._console.is_interactive and not lines else None
         self._whole: _Whole | None = None
 
-    def watch(self, name: str, total: int, metric: str = "") -> Watcher:
+    def watch(self, name: str, total: int, metric: str = "") -> Callback:
         """Show a run of ``total`` queries of a metric."""
         run = name, metric, Pace(total, self._clock)
-        shown: list[Watcher] = [
+        shown: list[Callback] = [
             _Lines(self._print, *run, self._clock) if self._progress is None else _Bar(self._progress, *run)
         ]
         if self._log is not None:
@@ -220,16 +220,16 @@ def _bars_on(console: Any) -> Any:
 
 
 @contextmanager
-def watched(watcher: Watcher | None, name: str, total: int) -> Iterator[Watcher]:
-    """Yield the watcher or, if there is none, one that shows a run of ``total`` queries of the metric of that name.
+def progress_of(callback: Callback | None, name: str, total: int) -> Iterator[Callback]:
+    """Yield the callback or, if there is none, one that shows a run of ``total`` queries of the metric of that name.
 
     Of ranks that share the run, the first alone shows it.
     """
     if distributed.rank() > 0:
-        yield Watcher()
+        yield Callback()
         return
-    if watcher is not None:
-        yield watcher
+    if callback is not None:
+        yield callback
         return
     with Bars() as bars:
         yield bars.watch(name, total, name)
@@ -239,7 +239,7 @@ def _print_on(console: Any, line: str) -> None:
     console.print(plain(line, MESSAGE), markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
-class _Timed(Watcher):
+class _Timed(Callback):
     """Keeps the pace of one run's queries."""
 
     def __init__(self, pace: Pace) -> None:
@@ -384,8 +384,8 @@ class _Whole:
         if progress is not None:
             self._row = progress.add_task("", total=self._total, name=name, seen="")
 
-    def next(self) -> Watcher:
-        """Return the watcher of the next run."""
+    def next(self) -> Callback:
+        """Return the callback of the next run."""
         self._begun += 1
         return _Part(self, self._paces[self._begun - 1])
 

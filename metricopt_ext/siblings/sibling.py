@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.training import TrainingTask, Trains
 from metricopt_ext.siblings.unfinished import History, Unfinished, difference
 from metricopt_ext.utils.checks import check_integer
@@ -62,7 +62,9 @@ class Sibling(ABC):
         """Refuse a task that the method can't train, before any query; the model is left unchanged."""
 
     @abstractmethod
-    def run(self, task: TrainingTask, seed: int, watcher: Watcher, left: Unfinished) -> tuple[Product | None, History]:
+    def run(
+        self, task: TrainingTask, seed: int, callback: Callback, left: Unfinished
+    ) -> tuple[Product | None, History]:
         """Train ``task.model``, a copy in training mode, in place.
 
         torch's global stream is seeded, so that dropout may draw from it. Queries go through ``task.metric`` and
@@ -74,14 +76,14 @@ class Sibling(ABC):
         """
 
     def train(
-        self, task: TrainingTask, *, seed: int = 0, watcher: Watcher | None = None, unfinished: Path | None = None
+        self, task: TrainingTask, *, seed: int = 0, callback: Callback | None = None, unfinished: Path | None = None
     ) -> Trained:
         """Train a copy of the task's model; the task's own model and the global random streams stay as they are.
 
         Args:
             task: Model, batches and metrics. What is spent is charged to both metrics' ledgers as it is.
             seed: Seed of all draws.
-            watcher: Notified of progress.
+            callback: Notified of progress.
             unfinished: File where the state of a long training is kept, and gone on from if it exists; None for none.
 
         Raises:
@@ -97,7 +99,7 @@ class Sibling(ABC):
         left = Unfinished(own, {"method": repr(self), "trains": task.trains, "seed": seed}, unfinished)
         own.model.train()
         with seeded_streams(generator(seed, "sibling").initial_seed(), task.device):
-            product, history = self.run(own, seed, watcher or Watcher(), left)
+            product, history = self.run(own, seed, callback or Callback(), left)
         own.model.eval()
         if task.device.type == "cuda":
             torch.cuda.synchronize()

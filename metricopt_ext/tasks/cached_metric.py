@@ -36,7 +36,7 @@ class CachedMetric(Metric):
 
     def __init__(self, metric: Metric, path: Path | None, check: Callable[[], None] = lambda: None) -> None:
         super().__init__(metric.function, **metric.settings, ledger=metric.ledger)
-        self.metric, self.observers = metric, metric.observers
+        self.metric, self.callbacks = metric, metric.callbacks
         self._kept: KeptEvaluations | None = None  # of ranks that share a run, the first alone has it
 
         def read() -> list[KeptEvaluation]:

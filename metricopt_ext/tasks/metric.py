@@ -115,7 +115,7 @@ class Evaluation(NamedTuple):
 
 
 class Query(NamedTuple):
-    """A query that was answered, as its metric's observers are told of it.
+    """A query that was answered, as its metric's callbacks are told of it.
 
     Attributes:
         item: What was judged: a model, or phi, ``d``; None of a trajectory on file, whose points are not looked up.
@@ -134,7 +134,7 @@ class Query(NamedTuple):
     on_file: bool = False
 
 
-Observer = Callable[[Query], None]
+OnQuery = Callable[[Query], None]
 
 
 class CostScale:
@@ -245,7 +245,7 @@ class Metric(CostScale):
     Attributes:
         constraints: What ``subject_to`` says.
         takes_model: Whether all that is evaluated at a query takes the model, and so can judge a copy of it.
-        observers: Each is told of every `Query`, once whoever asked has the answer, and has kept what it keeps.
+        callbacks: Each is told of every `Query`, once whoever asked has the answer, and has kept what it keeps.
             Metrics that are made of this one begin with the same.
         failed: How many evaluations have failed.
 
@@ -285,7 +285,7 @@ class Metric(CostScale):
         self.constraints = parse_constraints(subject_to, name)
         asked = [function, *(self.also[each] for each in self.subject_to if each in self.also)]
         self.takes_model = all(map(_takes_model, asked))
-        self.observers: list[Observer] = []
+        self.callbacks: list[OnQuery] = []
         self.failed = 0
         self._worst: Evaluation | None = None
         self._reported = self._halved = self._lacked = False
@@ -305,25 +305,25 @@ class Metric(CostScale):
     def with_settings(self, **changes: Any) -> "Metric":
         """Return the same metric, with an empty ledger and other ``settings``."""
         metric = Metric(self.function, **{**self.settings, **changes})
-        metric.observers = list(self.observers)
+        metric.callbacks = list(self.callbacks)
         return metric
 
-    def with_observers(self, *observers: Observer) -> "Metric":
-        """Return the same metric, with the same ledger, and more observers."""
+    def with_callbacks(self, *callbacks: OnQuery) -> "Metric":
+        """Return the same metric, with the same ledger, and more callbacks."""
         metric = self.with_settings()
         metric.ledger = self.ledger
-        metric.observers += observers
+        metric.callbacks += callbacks
         return metric
 
     @contextmanager
-    def observed_by(self, *observers: Observer) -> Iterator[None]:
-        """Have observers told of what is asked inside the ``with`` block, each once, however often it is named."""
-        before = list(self.observers)
-        self.observers += [each for each in observers if each not in before]
+    def calling(self, *callbacks: OnQuery) -> Iterator[None]:
+        """Have callbacks told of what is asked inside the ``with`` block, each once, however often it is named."""
+        before = list(self.callbacks)
+        self.callbacks += [each for each in callbacks if each not in before]
         try:
             yield
         finally:
-            self.observers[:] = before
+            self.callbacks[:] = before
 
     def guarded_otherwise(self) -> "Metric":
         """Return the same metric, with the same ledger, for a run in which something else tells chance."""
@@ -388,12 +388,12 @@ class Metric(CostScale):
     def tell(
         self, evaluation: Evaluation, purpose: str, item: Any = None, spent: int | None = None, *, on_file: bool = False
     ) -> None:
-        """Tell the observers of a query that was answered, booked and kept (see `Query`)."""
-        if self.observers:
+        """Tell the callbacks of a query that was answered, booked and kept (see `Query`)."""
+        if self.callbacks:
             spent = self.ledger.spent if spent is None else spent
             query = Query(item, evaluation, self.to_value(evaluation.cost), purpose, spent, on_file)
-            for observer in tuple(self.observers):
-                observer(query)
+            for callback in tuple(self.callbacks):
+                callback(query)
 
     def answers(
         self, judged: Callable[[Item], Evaluation], items: Sequence[Item], purpose: str

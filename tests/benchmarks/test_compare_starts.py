@@ -20,7 +20,7 @@ from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.searched import search_results
 from metricopt_ext.methods.tuning import FRESH, finetune, tune_start
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.utils.machine import Machine
@@ -120,11 +120,11 @@ def test_points_are_means_over_the_starts_of_what_each_method_finds(
     config = RunConfig(finetune=FinetuneConfig(6, 0.1), method=method, queries=60, best_evals=3)
     recipe = method.build(config.finetune)
     names = ("pretrained", "loss_finetune", "loss_finetune_best", "guided_es", "cma_es", "ours", "metricopt", "refined")
-    row = tool.run_seed(Known, config, tmp_path, 2, Plan(names, (12, 30)), 5, Watcher())
+    row = tool.run_seed(Known, config, tmp_path, 2, Plan(names, (12, 30)), 5, Callback())
     assert json.loads((tmp_path / "seed-5" / "points.json").read_text()) == row
 
     task = quadratic()
-    result = optimize_metric(task, queries=60, strategy=recipe, seed=5, watcher=Watcher())
+    result = optimize_metric(task, queries=60, strategy=recipe, seed=5, callback=Callback())
     expected: dict[str, list[list[tuple[int, float]]]] = {name: [] for name in names}
     for number in range(2):
         index, seed = FRESH + 1000 + number, 5 + number

@@ -101,9 +101,9 @@ def test_a_seed_on_file_is_not_computed_again(tmp_path: Path, monkeypatch: pytes
     (first,) = json.loads((tmp_path / "correlation.json").read_text())["per_seed"]
     original, computed = tool.learn_and_judge, []
 
-    def spy(config: Any, folder: Path, seed: int, watcher: Any) -> dict[str, Any]:
+    def spy(config: Any, folder: Path, seed: int, callback: Any) -> dict[str, Any]:
         computed.append(seed)
-        return original(config, folder, seed, watcher)
+        return original(config, folder, seed, callback)
 
     monkeypatch.setattr(tool, "learn_and_judge", spy)
     call(*given, "seeds=2")

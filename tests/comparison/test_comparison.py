@@ -19,7 +19,7 @@ from metricopt_ext.experiment.method import Begun, Contender, Reached
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.methods.guard import Decision, Verdict
 from metricopt_ext.methods.pipeline import optimize_metric
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.tasks.metric import Metric
@@ -84,7 +84,7 @@ def rows(folder: Path, seed: int = 5) -> dict[str, Any]:
 def test_every_row_counts_the_choice_of_the_start(
     experiment: Any, quadratic: Callable[..., Any], tmp_path: Path
 ) -> None:
-    run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Watcher())
+    run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Callback())
     found, problem = rows(tmp_path), quadratic()
     half = problem.goal / 2
     assert found["starts"]["chosen"] == "half"
@@ -123,7 +123,7 @@ def test_every_row_counts_what_the_starts_cost_the_model(
     monkeypatch.setattr(experiment, "starts", starts)
     monkeypatch.setattr(experiment, "prepare", running)
     experiment.contenders_now["ours"] = ours()
-    run_seed(experiment, RunConfig(), Plan(("random_search", "ours", "turbo"), (20, 60)), tmp_path, 5, Watcher())
+    run_seed(experiment, RunConfig(), Plan(("random_search", "ours", "turbo"), (20, 60)), tmp_path, 5, Callback())
     found = rows(tmp_path)
     assert found["starts"]["chosen"] == "half"
     assert found["starts"]["passes"] == {"metric": 2 + 1, "loss": 7}
@@ -172,7 +172,7 @@ def test_ends_satisfy_constraints_that_are_relative_to_the_trained_model(
     own = {"random_search": searching(RandomSearch()), "cma_es": searching(CMAES()), "ours": ours()}
     own = {name: noting(name, each) for name, each in own.items()}
     monkeypatch.setattr(experiment, "contenders_now", own)
-    run_seed(experiment, RunConfig(), Plan(tuple(own), (40, 60)), tmp_path, 5, Watcher())
+    run_seed(experiment, RunConfig(), Plan(tuple(own), (40, 60)), tmp_path, 5, Callback())
     found = rows(tmp_path)
     (goal,) = goals
     assert found["starts"]["chosen"] == "less"
@@ -185,7 +185,7 @@ def test_ends_satisfy_constraints_that_are_relative_to_the_trained_model(
 
 
 def test_errors_mark_their_cells_and_the_rest_goes_on(experiment: Any, tmp_path: Path) -> None:
-    run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Watcher())
+    run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Callback())
     found = rows(tmp_path)
     assert list(found["ngopt"]["cells"]) == ["4", "20"]
     assert found["ngopt"]["errors"] == {"60": "RuntimeError: out of memory"}
@@ -198,27 +198,27 @@ def test_errors_mark_their_cells_and_the_rest_goes_on(experiment: Any, tmp_path:
 
 
 def test_only_what_is_missing_or_failed_is_run_again(experiment: Any, tmp_path: Path) -> None:
-    run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Watcher())
+    run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Callback())
     folder = tmp_path / "seed-5"
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.json")}
     experiment.contenders_now["ngopt"] = searching(RandomSearch())
     experiment.contenders_now["turbo"] = searching(RandomSearch())
     (folder / "cma_es.json").unlink()
-    run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Watcher())
+    run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Callback())
     after = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.json")}
     assert {name for name in after if after[name] == before[name]} == {"random_search.json", "ours.json"}
     assert rows(tmp_path)["ngopt"]["errors"] == {}
     assert experiment.built == [5, 5]
-    run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Watcher())
+    run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Callback())
     assert experiment.built == [5, 5]  # nothing is missing
 
 
 def test_starts_can_be_chosen_by_name(experiment: Any, tmp_path: Path) -> None:
-    run_seed(experiment, RunConfig(), Plan(("random_search",), (4,), ("pretrained",)), tmp_path, 5, Watcher())
+    run_seed(experiment, RunConfig(), Plan(("random_search",), (4,), ("pretrained",)), tmp_path, 5, Callback())
     assert rows(tmp_path)["starts"]["chosen"] == "pretrained"
     assert rows(tmp_path)["random_search"]["least"] == 2 + 1
     with pytest.raises(ConfigError, match="'prior' is none of pretrained, half"):
-        run_seed(experiment, RunConfig(), Plan(("random_search",), (4,), ("prior",)), tmp_path, 6, Watcher())
+        run_seed(experiment, RunConfig(), Plan(("random_search",), (4,), ("prior",)), tmp_path, 6, Callback())
 
 
 def test_a_guard_is_judged_on_the_test_data(
@@ -226,10 +226,10 @@ def test_a_guard_is_judged_on_the_test_data(
 ) -> None:
     experiment.contenders_now["ours"] = ours()
     monkeypatch.setattr(experiment, "test_error", lambda self, before, after: float((after.phi - before.phi).norm()))
-    run_seed(experiment, RunConfig(), Plan(("ours",), (60,)), tmp_path, 5, Watcher())
+    run_seed(experiment, RunConfig(), Plan(("ours",), (60,)), tmp_path, 5, Callback())
     problem = quadratic()
     half = problem.goal / 2
-    alone = optimize_metric(quadratic(), queries=60, starts={"half": Start(half)}, seed=5, watcher=Watcher())
+    alone = optimize_metric(quadratic(), queries=60, starts={"half": Start(half)}, seed=5, callback=Callback())
     end = alone.ends["search"]
     cell = rows(tmp_path)["ours"]["cells"]["60"]
     guard = cell["guard"]
@@ -271,7 +271,7 @@ def test_free_settings_hold_for_a_search_that_tunes_no_others(
         def contenders(cls, config: Any, subject: Any = None) -> dict[str, Contender]:
             return usual_contenders(config, lambda: subject.settings)
 
-    run_seed(Free, RunConfig(), Plan(("settings_free", "settings+phi"), (40,)), tmp_path, 5, Watcher())
+    run_seed(Free, RunConfig(), Plan(("settings_free", "settings+phi"), (40,)), tmp_path, 5, Callback())
     found = rows(tmp_path)
     free, both = (found[name]["cells"]["40"] for name in ("settings_free", "settings+phi"))
     assert free["test"] == pytest.approx(found["starts"]["test"][found["starts"]["chosen"]] - 0.3)
@@ -291,7 +291,7 @@ def test_what_the_guard_refuses_ends_where_it_says(
 ) -> None:
     monkeypatch.setattr("metricopt_ext.methods.trials.decide", lambda *_: Decision(kept, VERDICT))
     experiment.contenders_now["ours"] = ours()
-    run_seed(experiment, RunConfig(), Plan(("ours",), (60,)), tmp_path, 5, Watcher())
+    run_seed(experiment, RunConfig(), Plan(("ours",), (60,)), tmp_path, 5, Callback())
     cell, problem = rows(tmp_path)["ours"]["cells"]["60"], quadratic()
     assert cell["test"] == cell["validation"] == problem.true_cost(share * problem.goal)
     assert cell["guard"]["kept"] == ("half" if share else "pretrained")
@@ -302,7 +302,7 @@ def test_what_the_guard_refuses_ends_where_it_says(
 
 
 def test_the_trained_model_is_always_among_the_starts(experiment: Any, tmp_path: Path) -> None:
-    run_seed(experiment, RunConfig(), Plan(("random_search",), (20,), ("half",)), tmp_path, 5, Watcher())
+    run_seed(experiment, RunConfig(), Plan(("random_search",), (20,), ("half",)), tmp_path, 5, Callback())
     assert rows(tmp_path)["starts"]["validation"].keys() == {"pretrained", "half"}
 
 
@@ -315,7 +315,7 @@ def test_a_comparison_runs_what_optimize_metric_does(
 
     def observed(self: Any) -> Any:
         task, test = prepare(self)
-        return replace(task, metric=task.metric.with_observers(told.append)), test
+        return replace(task, metric=task.metric.with_callbacks(told.append)), test
 
     def line(task: Any) -> StartLine:
         return StartLine(lambda t: Start(t * torch.ones_like(task.origin())), -2.0, 2.0)
@@ -324,13 +324,13 @@ def test_a_comparison_runs_what_optimize_metric_does(
     monkeypatch.setattr(experiment, "prepare", observed)
     monkeypatch.setattr(experiment, "starts", lambda self: {**own(self), "along": line(self.task)})
     experiment.contenders_now["ours"] = ours()
-    run_seed(experiment, RunConfig(), Plan(("ours",), (60,)), tmp_path, 5, Watcher())
+    run_seed(experiment, RunConfig(), Plan(("ours",), (60,)), tmp_path, 5, Callback())
     asked = [query.item for query in told if query.purpose in ("starts", "search") and not query.on_file]
     alone: list[Any] = []
     task = quadratic()
     starts = {"half": Start(task.goal / 2), "along": line(task)}
-    with task.metric.observed_by(alone.append):
-        optimize_metric(task, queries=60, starts=starts, seed=5, watcher=Watcher())
+    with task.metric.calling(alone.append):
+        optimize_metric(task, queries=60, starts=starts, seed=5, callback=Callback())
     assert torch.equal(torch.stack(asked), torch.stack([query.item for query in alone]))
     assert len(asked) == 60
 
@@ -361,7 +361,7 @@ def test_the_start_is_not_moved_by_a_contender(experiment: Any, tmp_path: Path) 
     """Contenders run in any order reach the same: none leaves a trace in the model, or in the start."""
     orders = ("random_search", "cma_es"), ("cma_es", "random_search")
     for number, names in enumerate(orders):
-        run_seed(experiment, RunConfig(), Plan(names, (20,)), tmp_path / str(number), 5, Watcher())
+        run_seed(experiment, RunConfig(), Plan(names, (20,)), tmp_path / str(number), 5, Callback())
     first, second = (rows(tmp_path / str(number)) for number in range(2))
     for name in orders[0]:
         assert first[name]["cells"]["20"]["test"] == second[name]["cells"]["20"]["test"]

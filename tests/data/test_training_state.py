@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from metricopt_ext.data import training_state
 from metricopt_ext.data.training import train_supervised
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.batches import TensorBatches
 
 STEPS = 12
 
 
-class Told(Watcher):
+class Told(Callback):
     def __init__(self) -> None:
         self.stages: list[str] = []
 
@@ -42,7 +42,7 @@ class Training:
         self.file, self.model, self.taken = file, model, 0
         self.settings = {"steps": STEPS, "lr": 0.05, "seed": 4, "augment": True, **settings}
 
-    def train(self, killed: int = -1, watcher: Watcher | None = None) -> None:
+    def train(self, killed: int = -1, callback: Callback | None = None) -> None:
         x = torch.randn(30, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 
         def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -52,7 +52,7 @@ class Training:
             return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
         batches = TensorBatches(x, torch.arange(30) % 3, 10)
-        train_supervised(self.model, loss, batches, **self.settings, checkpoint=self.file, watcher=watcher)
+        train_supervised(self.model, loss, batches, **self.settings, checkpoint=self.file, callback=callback)
 
 
 @pytest.fixture
@@ -103,12 +103,12 @@ def test_it_is_kept_once_a_minute_and_told_each_half_minute(tmp_path: Path, monk
     clock = SimpleNamespace(monotonic=lambda: float(next(seconds)))  # each step takes 11 seconds
     monkeypatch.setattr(training_state, "time", clock)
     monkeypatch.setattr(training_state, "write_tensors", lambda _, tensors, *__: kept.append(len(tensors["losses"])))
-    Training(tmp_path / "t.safetensors", small_net(0)).train(watcher=told)
+    Training(tmp_path / "t.safetensors", small_net(0)).train(callback=told)
     assert kept == [6, 12]
     assert told.stages == [f"train the model, {share}%" for share in (25, 50, 75, 100)]
 
 
-class Ending(Watcher):
+class Ending(Callback):
     """Ends a training that has gone on for some seconds."""
 
     def __init__(self, seconds: float) -> None:
@@ -120,25 +120,25 @@ class Ending(Watcher):
         return seconds < self.seconds
 
 
-def test_a_watcher_may_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_callback_may_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds, ending = iter(range(0, 1000, 11)), Ending(30.0)
     monkeypatch.setattr(training_state, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
     training = Training(None, small_net(0))
-    training.train(watcher=ending)
+    training.train(callback=ending)
     assert training.taken == 3
     assert ending.seen == [(1, STEPS - 1, 11.0), (2, STEPS - 2, 22.0), (3, STEPS - 3, 33.0)]
     training.train()  # in full again
     assert training.taken == 3 + STEPS
 
 
-def test_a_watcher_that_lets_it_go_on_changes_nothing() -> None:
+def test_a_callback_that_lets_it_go_on_changes_nothing() -> None:
     training = Training(None, small_net(0))
-    training.train(watcher=Ending(600.0))
+    training.train(callback=Ending(600.0))
     assert training.taken == STEPS
 
 
 def test_a_short_training_keeps_and_tells_nothing(tmp_path: Path) -> None:
     told = Told()
-    Training(tmp_path / "t.safetensors", small_net(0)).train(watcher=told)
+    Training(tmp_path / "t.safetensors", small_net(0)).train(callback=told)
     assert not list(tmp_path.iterdir())
     assert not told.stages

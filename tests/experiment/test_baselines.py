@@ -25,7 +25,7 @@ from metricopt_ext.experiment.method import METHODS, Begun, Contender, Entry
 from metricopt_ext.experiment.passes import Passes, noticing
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.methods.pipeline import optimize_metric
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.strategy import Batches, DirectState, SearchStrategy
@@ -89,7 +89,7 @@ def test_ours_is_what_optimize_metric_does(quadratic: Callable[..., Any], accept
     for each, budget in zip(ours().run(task, begun, own, 3), BUDGETS, strict=True):
         twin = quadratic()
         alone = optimize_metric(
-            twin, queries=budget, starts={"near": Start(near), "far": Start(-near)}, seed=3, watcher=Watcher()
+            twin, queries=budget, starts={"near": Start(near), "far": Start(-near)}, seed=3, callback=Callback()
         )
         assert each.after_choice(3).queries == twin.queries == budget
         assert torch.equal(each.result.points, alone.points)
@@ -115,7 +115,7 @@ def test_a_share_of_the_way_is_kept_at_each_budget_where_classes_are_new(quadrat
     task = made()
     begun = begun_at(task)
     for each, budget in zip(ours().run(task, begun, [each - 1 for each in BUDGETS], 3), BUDGETS, strict=True):
-        alone = optimize_metric(made(), queries=budget, seed=3, watcher=Watcher())
+        alone = optimize_metric(made(), queries=budget, seed=3, callback=Callback())
         assert each.result.chosen == alone.chosen == "part"
         assert each.result.kept_share == alone.kept_share
         assert torch.equal(each.end, alone.ends["part"])
@@ -248,11 +248,11 @@ def test_a_task_without_settings_says_so() -> None:
 
 def test_what_was_reached_is_traced(quadratic: Callable[..., Any]) -> None:
     task, told = quadratic(), []
-    observed = task.metric.with_observers(lambda query: told.append(query.value))
+    observed = task.metric.with_callbacks(lambda query: told.append(query.value))
     limited = with_budget(task.judged_by(observed), 3)
     trace = Trace(limited)
     points = [task.goal + 1, task.goal, task.goal]
-    with limited.metric.observed_by(trace):
+    with limited.metric.calling(trace):
         costs = limited.costs_at(torch.stack(points), "search")
     costs_told = [point.evaluation.cost for point in trace.points]
     assert told == costs.tolist() == costs_told == [task.true_cost(p) for p in points]
@@ -285,4 +285,4 @@ def test_a_new_baseline_is_one_entry(quadratic: Callable[..., Any], monkeypatch:
     task = quadratic()
     reached = run(usual_contenders(RunConfig())["nearby"], task)
     assert [each.queries for each in reached] == BUDGETS
-    assert optimize_metric(quadratic(), queries=20, strategy=Nearby(), watcher=Watcher()).queries_per_start == 20
+    assert optimize_metric(quadratic(), queries=20, strategy=Nearby(), callback=Callback()).queries_per_start == 20

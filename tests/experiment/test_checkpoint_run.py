@@ -13,7 +13,7 @@ from metricopt_ext.adapters.skeleton import Norms, chosen
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.experiment.checkpoint_run import CheckpointRun
 from metricopt_ext.experiment.program_trials import TrialError
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.program_score import Printed, ProgramScore, Score
 from metricopt_ext.utils.checkpoint_file import read_checkpoint
 
@@ -71,14 +71,14 @@ def test_each_trial_is_scored_once_by_as_many_programs_as_jobs(run: CheckpointRu
 def test_it_says_once_whether_it_is_worth_it(run: CheckpointRun) -> None:
     """The twelfth trial may be one that fails: then the next one says it."""
 
-    class Heard(Watcher):
+    class Heard(Callback):
         lines: ClassVar[list[str]] = []
 
         def say(self, line: str) -> None:
             self.lines.append(line)
 
     code = 'import sys; n = int(sys.argv[2]); print("score", n % 5 if n != 11 else "none")'
-    made(code).tune(16, failures=1, watcher=Heard())
+    made(code).tune(16, failures=1, callback=Heard())
     first, worth = (line for line in Heard.lines if not line.startswith("trial 11 failed"))
     assert first == "score 0.0000 as trained; best of 11 queries +4.0000"
     assert worth.startswith("worth it? undecided: nobody can tell a gain from chance")

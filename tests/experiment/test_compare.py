@@ -20,7 +20,7 @@ from metricopt_ext.experiment.usual_methods import planned, usual_methods
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.tuning import finetune, metric_policy
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -67,7 +67,7 @@ def without_seconds(comparison: Comparison) -> dict[str, Any]:
 def test_outcomes_are_what_the_ends_are_worth(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     task, twin = quadratic(noise=2.0), quadratic(noise=2.0)
     comparison, hidden = beside(task, tmp_path)
-    alone = optimize_metric(twin, queries=QUERIES, strategy=RECIPE, seed=3, watcher=Watcher())
+    alone = optimize_metric(twin, queries=QUERIES, strategy=RECIPE, seed=3, callback=Callback())
     path = finetune(twin, LossStep(0.1), 10, seed=3)
     best = min((path[step] for step in (0, 2, 4, 6, 8, 10)), key=twin.true_cost)  # 6 evenly spaced of 11 points
     ends = [torch.zeros(4, dtype=torch.float64), alone.ends[alone.chosen], path[-1], best, path[-1]]

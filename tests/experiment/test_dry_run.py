@@ -25,7 +25,7 @@ from metricopt_ext.experiment.method_config import (
 )
 from metricopt_ext.experiment.run_config import AdapterConfig, RunConfig, SettingsConfig
 from metricopt_ext.methods.pipeline import optimize_metric
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask
 
@@ -196,7 +196,7 @@ def test_the_plan_of_a_line_is_what_a_search_asks(
     ]
     assert dict(rows)["batches"].startswith(f"about {batches} of 4 queries")
     assert work.queries == queries
-    result = optimize_metric(task, queries=queries, starts={"line": line}, watcher=Watcher())
+    result = optimize_metric(task, queries=queries, starts={"line": line}, callback=Callback())
     points, costs = result.points.double(), result.costs
     off = (points - torch.outer(points @ way / (way @ way), way)).norm(dim=1)
     assert (off < 1e-9).tolist() == [True] * (1 + along) + [False] * (len(points) - 1 - along)
@@ -239,7 +239,7 @@ def test_a_model_is_trained_for_its_pace_alone(
         def prepare(self) -> Any:
             model = nn.Linear(1, 1)
             state = training_state.TrainingState(
-                model, torch.optim.SGD(model.parameters(), 0.1), 610, {}, watcher=self.watcher
+                model, torch.optim.SGD(model.parameters(), 0.1), 610, {}, callback=self.callback
             )
             for step in state.steps_left():  # a second each
                 taken.append(step)

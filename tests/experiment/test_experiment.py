@@ -36,7 +36,7 @@ from metricopt_ext.experiment.record import SeedRecord
 from metricopt_ext.experiment.run_config import EvaluationConfig
 from metricopt_ext.methods.starts import with_start
 from metricopt_ext.runtime.parallel import run_seeds
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 
 
 def without_seconds(record: SeedRecord) -> SeedRecord:
@@ -163,7 +163,7 @@ def test_rivals_end_at_starts_that_cost_what_they_ask_and_begin_other_methods(tm
     names = ("whole_network_labels", "em_prior", "batchnorm_mixed", "soup", "soup_greedy", "whitening")
     plan = Plan((*names, "random_search"), (5, 14), ("soup_greedy", "batchnorm"))
     config = replace(with_soups(), starts=["loss_finetune"])
-    compare_seed(ClassificationExperiment, config, plan, tmp_path, 3, Watcher())
+    compare_seed(ClassificationExperiment, config, plan, tmp_path, 3, Callback())
     found = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "seed-3").glob("*.json")}
     starts, cells = found["starts"], {name: found[name]["cells"] for name in plan.methods}
     assert starts["test"].keys() == {"pretrained", "soup_greedy", "batchnorm"}
@@ -186,11 +186,11 @@ def test_rivals_end_at_starts_that_cost_what_they_ask_and_begin_other_methods(tm
 
 def test_a_run_with_a_soup_ends_and_is_resumed(tmp_path: Path) -> None:
     config = with_soups()
-    record = run_seed(ClassificationExperiment, config, tmp_path, False, 3, Watcher())
+    record = run_seed(ClassificationExperiment, config, tmp_path, False, 3, Callback())
     assert (tmp_path / "seed-3" / "soup" / "finetune-5.safetensors").exists()
     assert record.outcomes["metricopt"][-1].queries_total <= 14
     (tmp_path / "seed-3" / "record.json").unlink()
-    again = run_seed(ClassificationExperiment, config, tmp_path, True, 3, Watcher())
+    again = run_seed(ClassificationExperiment, config, tmp_path, True, 3, Callback())
     assert without_seconds(again).outcomes == without_seconds(record).outcomes
 
 

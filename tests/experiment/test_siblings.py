@@ -24,7 +24,7 @@ from metricopt_ext.experiment.siblings import (
     training,
 )
 from metricopt_ext.experiment.usual_methods import planned
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.ala.ala import AdaptiveLossAlignment
 from metricopt_ext.siblings.ala.loss_policy import LossPolicy
 from metricopt_ext.siblings.checkpoints import Checkpoints
@@ -207,7 +207,7 @@ class Nudge(Sibling):
         self.runs = self.earlier = 0
         self.fails = False
 
-    def run(self, task: TrainingTask, seed: int, watcher: Watcher, left: Unfinished) -> tuple[None, dict[str, Any]]:
+    def run(self, task: TrainingTask, seed: int, callback: Callback, left: Unfinished) -> tuple[None, dict[str, Any]]:
         self.runs += 1
         self.earlier, history = left.go_on("nudge")
         left.keep("nudge", self.earlier + 1, history)

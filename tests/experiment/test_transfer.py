@@ -18,7 +18,7 @@ from metricopt_ext.experiment.run_config import AdapterConfig, RunConfig
 from metricopt_ext.experiment.transfer import check_transfers, transferred_methods
 from metricopt_ext.methods.tuning import FRESH, finetune
 from metricopt_ext.retrieval.config import RetrievalConfig
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.value.rotated import RotatedValueFunction
@@ -32,7 +32,7 @@ HOSTS: list[tuple[type[RunConfig], list[str]]] = [
 ]
 
 
-class Saying(Watcher):
+class Saying(Callback):
     """Keeps what is said."""
 
     def __init__(self) -> None:
@@ -73,21 +73,21 @@ def test_a_recipes_f_is_followed_as_it_was_saved_beside_its_placebo_without_a_qu
     assert {name: value.tolist() for name, value in loaded.state_dict().items()} == {
         name: value.tolist() for name, value in f.state_dict().items()
     }
-    methods = transferred_methods(following(file), task, 5, Watcher())
+    methods = transferred_methods(following(file), task, 5, Callback())
     for name, each in (("transferred", f), ("placebo", RotatedValueFunction(f, 5))):
         (reached,) = methods[name]({}).run(task)
         policy = MetricOptStep(each, 0.2, 0.4, 0.7, 6, even_untrusted=True)
         assert torch.equal(reached.path, finetune(task, policy, 6, 5))  # type: ignore[arg-type]
         assert torch.equal(reached.end, reached.path[-1])  # type: ignore[arg-type, index]
         assert reached.queries == reached.queries_per_start == task.queries == 0  # what the report says, and the calls
-    assert not transferred_methods(RunConfig(), task, 5, Watcher())
+    assert not transferred_methods(RunConfig(), task, 5, Callback())
 
 
 def test_after_the_paper_f_is_followed_by_algorithm_1(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     task, file = quadratic(dtype=torch.float32), tmp_path / "f.safetensors"
     f = saved_f(file, task.dim)
     config = following(file, method=PaperConfig(metric_rate=0.3, evals=3))
-    (reached,) = transferred_methods(config, task, 5, Watcher())["transferred"]({}).run(task)
+    (reached,) = transferred_methods(config, task, 5, Callback())["transferred"]({}).run(task)
     algorithm: Any = config.build_strategy()
     assert torch.equal(reached.path, algorithm.meta_test(task, f, task.origin(), seed=5, index=FRESH))  # type: ignore[arg-type]
     assert task.queries == 0

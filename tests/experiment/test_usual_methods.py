@@ -26,7 +26,7 @@ from metricopt_ext.experiment.usual_methods import planned, usual_methods, varia
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.tuning import FRESH
 from metricopt_ext.runtime import progress
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.update_rule import load_update_rule
 from metricopt_ext.tasks.batches import TensorBatches
@@ -73,14 +73,14 @@ def test_searches_that_take_long_say_how_far_they_are(
 ) -> None:
     told: list[str] = []
 
-    class Stages(Watcher):
+    class Stages(Callback):
         def stage(self, description: str) -> None:
             told.append(description)
 
     monkeypatch.setattr(progress, "INTERVAL", 0.0)
     task = quadratic()
     config = RunConfig(finetune=FinetuneConfig(steps=6, lr=0.2), search_queries=30)
-    usual = usual_methods(config, 5, inputs=[], batches=task.batches, watcher=Stages())
+    usual = usual_methods(config, 5, inputs=[], batches=task.batches, callback=Stages())
     usual["cma_es"]({"metricopt": (Reached(task.origin(), 9, 9, 0.0),)}).run(task)
     assert told == [f"{METHODS['cma_es'].title}, {n} of 30 queries" for n in range(1, 31)]
 
@@ -150,7 +150,7 @@ def test_the_learned_optimizer_runs_where_it_is_asked_for(quadratic: Callable[..
     (reached,) = methods["metricopt_learned"]({}).run(task)
     strategy = SMALL.build(FINETUNE)
     assert strategy.lr == 0.2
-    expected = optimize_metric(quadratic(3), queries=30, strategy=strategy, seed=5, watcher=Watcher())
+    expected = optimize_metric(quadratic(3), queries=30, strategy=strategy, seed=5, callback=Callback())
     assert isinstance(reached.end, torch.Tensor)
     assert torch.equal(reached.end, expected.ends[expected.chosen])
     assert reached.path is not None
@@ -159,7 +159,7 @@ def test_the_learned_optimizer_runs_where_it_is_asked_for(quadratic: Callable[..
     assert reached.queries_per_start == expected.queries_per_start == 5
     kept = load_update_rule(tmp_path / "metricopt_learned" / "update_rule.safetensors")
     assert torch.equal(kept.weights, expected.details.learned.rule.weights)
-    resumed = variant("metricopt_learned", CONFIG, 5, folder=tmp_path, resume=True, watcher=Watcher())
+    resumed = variant("metricopt_learned", CONFIG, 5, folder=tmp_path, resume=True, callback=Callback())
     (again,) = resumed({}).run(quadratic(3))
     assert torch.equal(again.path, reached.path)  # type: ignore[arg-type]
 
@@ -171,7 +171,7 @@ def test_algorithm_1_runs_beside_another_strategy(quadratic: Callable[..., Any],
     task = quadratic(3)
     methods = usual_methods(config, 5, starts={}, inputs=[], batches=task.batches, folder=tmp_path)
     (reached,) = methods["metricopt_paper"]({}).run(task)
-    expected = optimize_metric(quadratic(3), queries=30, strategy=PAPER.build(FINETUNE), seed=5, watcher=Watcher())
+    expected = optimize_metric(quadratic(3), queries=30, strategy=PAPER.build(FINETUNE), seed=5, callback=Callback())
     assert isinstance(reached.end, torch.Tensor)
     assert torch.equal(reached.end, expected.ends[expected.chosen])
     assert reached.queries == task.queries == sum(expected.queries.values()) <= 30
@@ -197,7 +197,7 @@ def test_too_little_is_refused_before_any_work() -> None:
 def test_one_that_takes_long_says_how_far_it_is(
     name: str, quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Stages(Watcher):
+    class Stages(Callback):
         told: ClassVar[list[str]] = []
 
         def stage(self, description: str) -> None:
@@ -209,7 +209,7 @@ def test_one_that_takes_long_says_how_far_it_is(
     monkeypatch.setattr(progress, "INTERVAL", 0.0)
     Stages.told.clear()
     config = RunConfig(finetune=FINETUNE, learned=SMALL, queries=30, paper=PAPER)
-    variant(name, config, 5, watcher=Stages())({}).run(quadratic(3))
+    variant(name, config, 5, callback=Stages())({}).run(quadratic(3))
     title = METHODS[name].title
     assert Stages.told[0] == title
     assert {f"{title}, {n} of 30 queries" for n in (1, 10, 20)} <= set(Stages.told)

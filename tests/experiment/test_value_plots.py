@@ -13,13 +13,13 @@ from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import RecipeDetails, Result
 from metricopt_ext.methods.tuning import finetune, metric_policy
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
 
 
 def run(task: Any, learner: Any) -> tuple[Result[RecipeDetails], dict[str, torch.Tensor]]:
     recipe = Recipe(steps=8, evals=4, rounds=2, folds=2, trials=0, learners=(learner,))
-    result = optimize_metric(task, queries=80, strategy=recipe, watcher=Watcher())
+    result = optimize_metric(task, queries=80, strategy=recipe, callback=Callback())
     return result, {"metricopt": finetune(task, metric_policy(result.fit.f, recipe, (0.3, 0.3)), 8, 0)}
 
 

@@ -15,7 +15,7 @@ import metricopt_ext as mo
 from metricopt_ext.errors import AdapterError, ConfigError, DataError, MetricError
 from metricopt_ext.integrations import huggingface
 from metricopt_ext.integrations.huggingface import tune_trainer
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 
 transformers = pytest.importorskip("transformers", reason="the extra `examples` is not installed")
 
@@ -68,7 +68,7 @@ def trainer(folder: Path, **options: Any) -> Any:
 
 def tuned(host: Any, *arguments: Any, **options: Any) -> Any:
     attach = lambda model: mo.attach_film(model, dim=4, outputs=mo.Outputs())  # noqa: E731
-    return tune_trainer(host, *arguments, **{"queries": 16, "attach": attach, "watcher": Watcher(), **options})
+    return tune_trainer(host, *arguments, **{"queries": 16, "attach": attach, "callback": Callback(), **options})
 
 
 class Counted(transformers.TrainerCallback):
@@ -123,8 +123,8 @@ def test_the_population_is_what_the_model_can_do(masked: bool, population: int, 
 
     host, said = trainer(tmp_path, num_train_epochs=1), list[str]()
     host.data_collator = collated
-    shown = type("Shown", (Watcher,), {"say": lambda self, line: said.append(line)})()
-    run = tuned(host, "likelihood", watcher=shown)
+    shown = type("Shown", (Callback,), {"say": lambda self, line: said.append(line)})()
+    run = tuned(host, "likelihood", callback=shown)
     assert said[0].startswith(f"population {population}: ")
     assert host.evaluate()["eval_likelihood"] == pytest.approx(run.after, abs=1e-6)
 

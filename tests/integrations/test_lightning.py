@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 import metricopt_ext as mo
 from metricopt_ext.errors import AdapterError, BudgetError, ConfigError, DataError, FileFormatError
 from metricopt_ext.integrations.lightning import SearchPhi
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 
 D = 4
 X = torch.randn(48, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -58,7 +58,7 @@ def trainer(**options: Any) -> Any:
 
 def search(**options: Any) -> SearchPhi:
     attach = lambda module: mo.attach_film(module, dim=D)  # noqa: E731
-    return SearchPhi(**{"monitor": "score", "queries": 14, "attach": attach, "watcher": Watcher(), **options})
+    return SearchPhi(**{"monitor": "score", "queries": 14, "attach": attach, "callback": Callback(), **options})
 
 
 def test_metric_opt_under_lightning_is_metric_opt_in_a_loop() -> None:

@@ -16,7 +16,7 @@ import metricopt_ext as mo
 from metricopt_ext.errors import MetricError
 from metricopt_ext.integrations.lightning import SearchPhi
 from metricopt_ext.integrations.lightning_checkpoints import best_of, reloaded
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 
 X = torch.randn(48, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = (X[:, 0] > 0.5).long()
@@ -63,7 +63,7 @@ def fitted(callback: SearchPhi, folder: Path, **options: Any) -> tuple[Any, Clas
 def search(**options: Any) -> SearchPhi:
     attach = lambda module: mo.attach_film(module, dim=4, outputs=mo.Outputs())  # noqa: E731
     return SearchPhi(
-        "score", **{"queries": 14, "halves": ("even", "odd"), "attach": attach, "watcher": Watcher(), **options}
+        "score", **{"queries": 14, "halves": ("even", "odd"), "attach": attach, "callback": Callback(), **options}
     )
 
 

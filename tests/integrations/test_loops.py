@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 import metricopt_ext as mo
 from metricopt_ext.errors import DataError, MetricError
 from metricopt_ext.integrations.loops import loader_batches, on_device, tune_model
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 
 X = torch.randn(60, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = (X[:, 0] > 0.5).long()
@@ -36,7 +36,7 @@ def likelihood(model: nn.Module) -> tuple[float, list[float]]:
 
 
 def tuned(model: nn.Module, metric: Any, **options: Any) -> Any:
-    options = {"queries": 20, "watcher": Watcher(), "attach": lambda inner: mo.attach_film(inner, dim=4), **options}
+    options = {"queries": 20, "callback": Callback(), "attach": lambda inner: mo.attach_film(inner, dim=4), **options}
     return tune_model(model, LOADER, loss, metric, **options)
 
 
@@ -59,8 +59,8 @@ def test_the_model_is_an_ordinary_one_again_and_the_one_that_was_judged_best(wra
 def test_how_many_phi_are_computed_at_once_is_chosen_unless_it_is_given() -> None:
     seen: list[str] = []
     for population in (None, 1):
-        shown = type("Shown", (Watcher,), {"say": lambda self, line: seen.append(line)})()
-        tuned(network(), likelihood, population=population, watcher=shown)
+        shown = type("Shown", (Callback,), {"say": lambda self, line: seen.append(line)})()
+        tuned(network(), likelihood, population=population, callback=shown)
     assert [line for line in seen if line.startswith("population")] == [next(iter(seen))]
     assert seen[0].startswith("population 32: the activations of 32 batches take ")
 
@@ -74,7 +74,7 @@ def test_the_search_is_the_one_of_the_parts() -> None:
         batches=mo.DatasetBatches(LOADER.dataset, 20),
         metric=mo.Metric(likelihood, maximize=True),
     )
-    assert mo.optimize_metric(task, queries=20, watcher=Watcher()).after == run.after
+    assert mo.optimize_metric(task, queries=20, callback=Callback()).after == run.after
     adapter.merge()
     assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), other.state_dict().values(), strict=True))
 
@@ -102,7 +102,7 @@ def test_a_loss_that_is_there_in_training_mode_alone() -> None:
         return loss(model, batch)
 
     before = torch.get_rng_state()
-    tune_model(network(), LOADER, noisy, likelihood, queries=20, training=True, watcher=Watcher())
+    tune_model(network(), LOADER, noisy, likelihood, queries=20, training=True, callback=Callback())
     assert modes == {True}
     assert len(set(drawn)) == 1
     assert torch.equal(before, torch.get_rng_state())
@@ -111,7 +111,7 @@ def test_a_loss_that_is_there_in_training_mode_alone() -> None:
 def test_a_criterion_of_outputs_and_targets() -> None:
     ours, other = network(), network()
     tuned(ours, likelihood)
-    options = {"queries": 20, "watcher": Watcher(), "attach": lambda inner: mo.attach_film(inner, dim=4)}
+    options = {"queries": 20, "callback": Callback(), "attach": lambda inner: mo.attach_film(inner, dim=4)}
     tune_model(other, LOADER, nn.CrossEntropyLoss(), likelihood, **options)
     assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), other.state_dict().values(), strict=True))
 
@@ -179,7 +179,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from metricopt_ext.errors import ConfigError, MetricError
 from metricopt_ext.integrations.loops import tune_model
 from metricopt_ext.tasks.metric import with_halves
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 
 ROWS = torch.arange(60)
 distributed.init_process_group("gloo")
@@ -202,7 +202,7 @@ def fails():
     return 0.5
 
 loss = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
-run = tune_model(wrapped, DataLoader(TensorDataset(x, y), 20), loss, metric, queries=16, watcher=Watcher())
+run = tune_model(wrapped, DataLoader(TensorDataset(x, y), 20), loss, metric, queries=16, callback=Callback())
 try:
     tune_model(model, DataLoader(TensorDataset(x, y), 20), loss, fails, queries=16)
 except MetricError as error:

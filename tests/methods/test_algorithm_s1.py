@@ -17,7 +17,7 @@ from metricopt_ext.errors import AdapterError, BudgetError, FileFormatError, Met
 from metricopt_ext.methods.algorithm_s1 import UNROLLED, AlgorithmS1, LearnedDetails
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.tuning import FRESH
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.learned_objective import LearnedObjective
 from metricopt_ext.search.learned_optimizer import LearnedOptimizer
 from metricopt_ext.search.unrolled import unroll
@@ -59,7 +59,7 @@ def test_line_3_observes_the_metric_along_the_optimizer_s_own_tasks(
     task, store, told = quadratic(3), TrajectoryStore(), []
     settings = replace(QUICK, sees_metric=sees_metric)
     rule = settings.new_rule(3, 0)
-    with task.metric.observed_by(told.append):
+    with task.metric.calling(told.append):
         trajectories = settings.collect(task, rule, store, iteration=4, seed=2)
     assert [t.index for t in trajectories] == [8, 9]
     assert task.queries == len(told) == 2 * 3
@@ -279,7 +279,7 @@ def test_every_query_is_counted(quadratic: Callable[..., Any], sees_metric: bool
     per_start = 3 + 2 * sees_metric
     assert settings.start_queries == per_start
     result = optimize_metric(
-        task, queries=2 * 6 + per_start + 5, strategy=settings, output_dir=tmp_path, watcher=Watcher()
+        task, queries=2 * 6 + per_start + 5, strategy=settings, output_dir=tmp_path, callback=Callback()
     )
     assert isinstance(result.details, LearnedDetails)
     spent = {"collect": 12, **({"meta_test": 2} if sees_metric else {}), "guard": 3}
@@ -325,10 +325,10 @@ def test_gradient_checkpointing_is_refused_before_any_query_or_does_no_harm() ->
 def test_too_few_queries_are_refused_before_any(quadratic: Callable[..., Any]) -> None:
     task = quadratic(3)
     with pytest.raises(BudgetError, match=r"16 queries are too few .* give at least 17, or fewer"):
-        optimize_metric(task, queries=16, strategy=QUICK, watcher=Watcher())
+        optimize_metric(task, queries=16, strategy=QUICK, callback=Callback())
     task = quadratic(3, budget=20)
     with pytest.raises(BudgetError, match="30 queries requested, 20 left"):
-        optimize_metric(task, queries=30, strategy=QUICK, watcher=Watcher())
+        optimize_metric(task, queries=30, strategy=QUICK, callback=Callback())
     assert task.queries == 0
 
 
@@ -336,7 +336,7 @@ def test_too_few_queries_are_refused_before_any(quadratic: Callable[..., Any]) -
 def test_a_run_that_was_interrupted_ends_the_same(
     quadratic: Callable[..., Any], fail_after: int, tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"queries": 29, "strategy": QUICK, "seed": 3, "watcher": Watcher()}
+    options: dict[str, Any] = {"queries": 29, "strategy": QUICK, "seed": 3, "callback": Callback()}
     whole = optimize_metric(quadratic(3), **options)
     task = quadratic(3)
     task.problem.fail_after = fail_after
@@ -362,7 +362,7 @@ def test_it_follows_its_seed_and_leaves_global_streams_alone(quadratic: Callable
         task = quadratic(3)
         torch.manual_seed(stream)
         before = torch.get_rng_state()
-        ends.append(optimize_metric(task, queries=17, strategy=QUICK, seed=seed, watcher=Watcher()).path)
+        ends.append(optimize_metric(task, queries=17, strategy=QUICK, seed=seed, callback=Callback()).path)
         assert torch.equal(before, torch.get_rng_state())
     assert torch.equal(ends[0], ends[1])
     assert not torch.equal(ends[0], ends[2])

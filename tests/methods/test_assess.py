@@ -21,7 +21,7 @@ from metricopt_ext.methods.assessment import QUERIES
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.starts import batchnorm_start
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.tasks.metric import Ledger, Metric, Query
@@ -29,7 +29,7 @@ from metricopt_ext.tasks.settings import Setting, Settings
 from metricopt_ext.tasks.task import FinetuneTask
 
 
-class Heard(Watcher):
+class Heard(Callback):
     """Keeps what is said."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ def asked_of(call: Callable[[FinetuneTask], Any], task: FinetuneTask) -> list[An
     def note(query: Query) -> None:
         found.append((query.item.metricopt.phi if isinstance(query.item, nn.Module) else query.item).tolist())  # type: ignore[union-attr, operator]
 
-    with task.metric.observed_by(note):
+    with task.metric.calling(note):
         call(task)
     return found
 
@@ -111,11 +111,11 @@ def test_the_union_is_the_search_alone_byte_for_byte(queries: int, tmp_path: Pat
     """Whether the first batches are cut or not; the ledger has each query once."""
     alone, heard = Shifted(), Heard()
     expected = optimize_metric(
-        alone.task, queries=30, starts=alone.starts, seed=2, output_dir=tmp_path / "alone", watcher=heard
+        alone.task, queries=30, starts=alone.starts, seed=2, output_dir=tmp_path / "alone", callback=heard
     )
     both = Shifted(Ledger(30))
     found = assess(
-        both.task, queries, starts=both.starts, seed=2, output_dir=tmp_path / "both", watcher=(first := Heard())
+        both.task, queries, starts=both.starts, seed=2, output_dir=tmp_path / "both", callback=(first := Heard())
     )
     assert (found.queries, both.calls, first.spent) == (queries, queries, list(range(1, queries + 1)))
     assert both.task.metric.ledger.spent == 0  # the run that goes on is charged
@@ -127,7 +127,7 @@ def test_the_union_is_the_search_alone_byte_for_byte(queries: int, tmp_path: Pat
         seed=2,
         output_dir=tmp_path / "both",
         resume=True,
-        watcher=(second := Heard()),
+        callback=(second := Heard()),
     )
     assert (second.filed, both.calls, alone.calls) == (queries, 30, 30)
     assert both.task.metric.ledger.spent == 30
@@ -138,27 +138,27 @@ def test_the_union_is_the_search_alone_byte_for_byte(queries: int, tmp_path: Pat
 
 
 def test_it_asks_what_the_search_asks_first() -> None:
-    first = asked_of(lambda task: assess(task, 14, seed=4, watcher=Watcher()), Shifted().task)
-    run = asked_of(lambda task: optimize_metric(task, queries=24, seed=4, watcher=Watcher()), Shifted().task)
+    first = asked_of(lambda task: assess(task, 14, seed=4, callback=Callback()), Shifted().task)
+    run = asked_of(lambda task: optimize_metric(task, queries=24, seed=4, callback=Callback()), Shifted().task)
     assert first == run[:14]
 
 
 def test_without_a_folder_it_is_charged_at_once() -> None:
     shifted = Shifted(Ledger(20))
-    found = assess(shifted.task, starts=shifted.starts, watcher=Watcher())
+    found = assess(shifted.task, starts=shifted.starts, callback=Callback())
     assert (found.queries, shifted.calls, shifted.task.metric.ledger.spent) == (QUERIES, QUERIES, QUERIES)
     assert found.seconds > 0
     with pytest.raises(BudgetError, match="12 queries requested, 8 left"):
-        assess(shifted.task, starts=shifted.starts, watcher=Watcher())
+        assess(shifted.task, starts=shifted.starts, callback=Callback())
 
 
 def test_an_interrupted_one_goes_on(tmp_path: Path) -> None:
     whole, cut, again = Shifted(), Shifted(), Shifted()
-    assess(whole.task, starts=whole.starts, output_dir=tmp_path / "whole", watcher=Watcher())
+    assess(whole.task, starts=whole.starts, output_dir=tmp_path / "whole", callback=Callback())
     cut.most = 7
     with pytest.raises(KeyboardInterrupt):
-        assess(cut.task, starts=cut.starts, output_dir=tmp_path / "cut", watcher=Watcher())
-    found = assess(again.task, starts=again.starts, output_dir=tmp_path / "cut", resume=True, watcher=Watcher())
+        assess(cut.task, starts=cut.starts, output_dir=tmp_path / "cut", callback=Callback())
+    found = assess(again.task, starts=again.starts, output_dir=tmp_path / "cut", resume=True, callback=Callback())
     assert (again.calls, found.queries) == (QUERIES - 7, QUERIES)
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
@@ -166,10 +166,10 @@ def test_an_interrupted_one_goes_on(tmp_path: Path) -> None:
 def test_a_runs_folder_tells_without_a_query(tmp_path: Path) -> None:
     shifted = Shifted()
     heard = Heard()
-    optimize_metric(shifted.task, queries=24, starts=shifted.starts, output_dir=tmp_path, watcher=heard)
+    optimize_metric(shifted.task, queries=24, starts=shifted.starts, output_dir=tmp_path, callback=heard)
     before = contents(tmp_path)
     again = Shifted()
-    found = assess(again.task, starts=again.starts, output_dir=tmp_path, resume=True, watcher=Watcher())
+    found = assess(again.task, starts=again.starts, output_dir=tmp_path, resume=True, callback=Callback())
     assert (again.calls, found.queries) == (0, QUERIES)
     assert found.brief()[1:] == heard.worth
     assert contents(tmp_path) == before
@@ -177,28 +177,28 @@ def test_a_runs_folder_tells_without_a_query(tmp_path: Path) -> None:
 
 def test_another_run_is_refused(tmp_path: Path) -> None:
     shifted = Shifted()
-    assess(shifted.task, starts=shifted.starts, output_dir=tmp_path, watcher=Watcher())
+    assess(shifted.task, starts=shifted.starts, output_dir=tmp_path, callback=Callback())
     kept = contents(tmp_path)
     with pytest.raises(FileFormatError, match="holds an earlier run; resume it"):
-        assess(shifted.task, starts=shifted.starts, output_dir=tmp_path, watcher=Watcher())
+        assess(shifted.task, starts=shifted.starts, output_dir=tmp_path, callback=Callback())
     with pytest.raises(FileFormatError, match="holds another run: starts"):
-        optimize_metric(shifted.task, queries=24, output_dir=tmp_path, resume=True, watcher=Watcher())
+        optimize_metric(shifted.task, queries=24, output_dir=tmp_path, resume=True, callback=Callback())
     with pytest.raises(FileFormatError, match="holds another run: seed was 0, now 1"):
-        assess(shifted.task, starts=shifted.starts, seed=1, output_dir=tmp_path, resume=True, watcher=Watcher())
+        assess(shifted.task, starts=shifted.starts, seed=1, output_dir=tmp_path, resume=True, callback=Callback())
     assert contents(tmp_path) == kept
     optimize_metric(
-        shifted.task, queries=24, starts=shifted.starts, output_dir=tmp_path, resume=True, watcher=Watcher()
+        shifted.task, queries=24, starts=shifted.starts, output_dir=tmp_path, resume=True, callback=Callback()
     )
     with pytest.raises(FileFormatError, match="queries was 24, now 25"):
         optimize_metric(
-            shifted.task, queries=25, starts=shifted.starts, output_dir=tmp_path, resume=True, watcher=Watcher()
+            shifted.task, queries=25, starts=shifted.starts, output_dir=tmp_path, resume=True, callback=Callback()
         )
 
 
 def test_any_search_whose_queries_do_not_depend_on_its_budget_will_do() -> None:
-    first = asked_of(lambda task: assess(task, 8, strategy=RandomSearch(), watcher=Watcher()), Shifted().task)
+    first = asked_of(lambda task: assess(task, 8, strategy=RandomSearch(), callback=Callback()), Shifted().task)
     run = asked_of(
-        lambda task: optimize_metric(task, queries=20, strategy=RandomSearch(), watcher=Watcher()), Shifted().task
+        lambda task: optimize_metric(task, queries=20, strategy=RandomSearch(), callback=Callback()), Shifted().task
     )
     assert first == run[:8]
 
@@ -206,16 +206,16 @@ def test_any_search_whose_queries_do_not_depend_on_its_budget_will_do() -> None:
 @pytest.mark.parametrize("strategy", [CMAES(), Recipe()])
 def test_others_are_refused(strategy: Any) -> None:
     with pytest.raises(ValueError, match="asks first depends on its budget; assess with a search such as"):
-        assess(Shifted().task, strategy=strategy, watcher=Watcher())
+        assess(Shifted().task, strategy=strategy, callback=Callback())
 
 
 def test_too_few_queries_are_refused_before_the_first() -> None:
     shifted = Shifted()
     with pytest.raises(BudgetError, match="3 queries are too few: the 3 starts and a point of the search take 4"):
-        assess(shifted.task, 3, starts=shifted.starts, watcher=Watcher())
+        assess(shifted.task, 3, starts=shifted.starts, callback=Callback())
     task = replace(shifted.task, metric=shifted.task.metric.with_settings(repeats=2))
     with pytest.raises(BudgetError, match="7 queries are too few: the 3 starts and a point of the search take 8"):
-        assess(task, 7, starts=shifted.starts, watcher=Watcher())
+        assess(task, 7, starts=shifted.starts, callback=Callback())
     assert shifted.calls == 0
 
 
@@ -223,7 +223,7 @@ def test_a_required_guard_is_required_here_too() -> None:
     task = Shifted().task
     number = Metric(lambda model: 0.5, maximize=True, name="number", require_guard=True)
     with pytest.raises(UnguardedError):
-        assess(task.judged_by(number), watcher=Watcher())
+        assess(task.judged_by(number), callback=Callback())
     assert number.ledger.spent == 0
 
 
@@ -232,7 +232,7 @@ def test_repeats_are_queries() -> None:
     noisy = Metric(
         lambda model: shifted.accuracy(model)[0] - 0.01 * rng.random(), maximize=True, name="noisy", repeats=2
     )
-    found = assess(shifted.task.judged_by(noisy), 16, starts=shifted.starts, watcher=Watcher())
+    found = assess(shifted.task.judged_by(noisy), 16, starts=shifted.starts, callback=Callback())
     assert (found.queries, shifted.calls, found.guard) == (16, 16, "repeats")
     assert found.recommendation in ("search", "BatchNorm on the deployment's inputs")
     if found.search_queries is not None:
@@ -246,7 +246,7 @@ def test_repeats_are_queries() -> None:
 def test_statistics_that_are_wrong_are_the_first_thing_to_mend() -> None:
     """BatchNorm's start takes the accuracy from a half to nine tenths; a search may then be said to add to it."""
     shifted = Shifted()
-    found = assess(shifted.task, starts=shifted.starts, watcher=Watcher())
+    found = assess(shifted.task, starts=shifted.starts, callback=Callback())
     assert found.best_start == "batchnorm"
     assert found.headroom > 0.2
     assert found.smallest is not None
@@ -256,9 +256,9 @@ def test_statistics_that_are_wrong_are_the_first_thing_to_mend() -> None:
 
 def test_every_run_says_it_by_its_first_queries_and_asks_none_for_it() -> None:
     heard, shifted = Heard(), Shifted()
-    run = optimize_metric(shifted.task, queries=24, starts=shifted.starts, seed=1, watcher=heard)
+    run = optimize_metric(shifted.task, queries=24, starts=shifted.starts, seed=1, callback=heard)
     other = Shifted()
-    found = assess(other.task, starts=other.starts, seed=1, watcher=Watcher())
+    found = assess(other.task, starts=other.starts, seed=1, callback=Callback())
     said = [re.sub(r" of \S+ s ", " ", line) for line in heard.lines[-2:]]
     assert said == [re.sub(r" of \S+ s ", " ", line) for line in found.brief()]
     assert shifted.calls == sum(run.queries.values()) == 24
@@ -277,7 +277,7 @@ def test_on_noise_it_says_do_not() -> None:
             return sum(halves) / 2, halves
 
         task = shifted.task.judged_by(Metric(noise, maximize=True, name="noise"))
-        said.append(assess(task, starts=shifted.starts, seed=seed, watcher=Watcher()).recommendation)
+        said.append(assess(task, starts=shifted.starts, seed=seed, callback=Callback()).recommendation)
     assert said.count("do not") >= 36
 
 
@@ -312,7 +312,7 @@ class Sized:
 
 def test_settings_are_asked_besides_and_told_apart_from_phi(quadratic: Any) -> None:
     sized = Sized(quadratic, gain=0.5)
-    found = assess(sized.task, watcher=Watcher())
+    found = assess(sized.task, callback=Callback())
     assert found.queries == sized.calls == QUERIES + 10
     assert found.best_start == "settings"
     assert found.headroom == pytest.approx(0.5)
@@ -322,35 +322,35 @@ def test_settings_are_asked_besides_and_told_apart_from_phi(quadratic: Any) -> N
 
 
 def test_where_settings_alone_gain_they_are_advised(quadratic: Any) -> None:
-    found = assess(Sized(quadratic, gain=0.5, goal=0.0).task, watcher=Watcher())
+    found = assess(Sized(quadratic, gain=0.5, goal=0.0).task, callback=Callback())
     assert (found.best_start, found.recommendation) == ("settings", "settings of inference")
     assert "the start 'settings' gains 0.5000, and no other point more" in str(found)
 
 
 def test_where_no_setting_gains_it_is_as_without_any(quadratic: Any) -> None:
     sized = Sized(quadratic, gain=-0.5)
-    found = assess(sized.task, watcher=Watcher())
+    found = assess(sized.task, callback=Callback())
     assert (found.best_start, found.headroom) == ("", 0.0)
-    without = assess(sized.task.with_settings(None), QUERIES + 8, watcher=Watcher())
+    without = assess(sized.task.with_settings(None), QUERIES + 8, callback=Callback())
     assert found.found == without.found
 
 
 def test_queries_that_the_settings_take_alone_are_too_few(quadratic: Any) -> None:
     sized = Sized(quadratic, gain=0.5)
     with pytest.raises(BudgetError, match="the 1 start, 10 choices of settings and a point of the search take 12"):
-        assess(sized.task, 11, watcher=Watcher())
+        assess(sized.task, 11, callback=Callback())
     assert sized.calls == 0
 
 
 def test_a_run_too_short_for_its_settings_refuses_the_folder(quadratic: Any, tmp_path: Path) -> None:
-    assess(Sized(quadratic, gain=0.5).task, output_dir=tmp_path, watcher=Watcher())
+    assess(Sized(quadratic, gain=0.5).task, output_dir=tmp_path, callback=Callback())
     sized = Sized(quadratic, gain=0.5)
     with pytest.raises(FileFormatError, match="there are too few queries to try as many; give more"):
-        optimize_metric(sized.task, queries=7, output_dir=tmp_path, resume=True, watcher=Watcher())
+        optimize_metric(sized.task, queries=7, output_dir=tmp_path, resume=True, callback=Callback())
     assert sized.calls == 0
 
 
 def test_a_short_run_with_settings_says_it_too(quadratic: Any) -> None:
     heard = Heard()
-    optimize_metric(Sized(quadratic, gain=0.5).task, queries=13, watcher=heard)
+    optimize_metric(Sized(quadratic, gain=0.5).task, queries=13, callback=heard)
     assert len(heard.worth) == 1

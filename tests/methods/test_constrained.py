@@ -24,7 +24,7 @@ from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.search import Search
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.trust_region import GuidedTrustRegion
@@ -76,7 +76,7 @@ def toy(quadratic: Make) -> Toy:
 
 
 def go(task: Any, queries: int = 40, **arguments: Any) -> Result:
-    return optimize_metric(task, queries=queries, **{"watcher": Watcher(), **arguments})
+    return optimize_metric(task, queries=queries, **{"callback": Callback(), **arguments})
 
 
 # --- What it achieves --------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def test_without_any_a_run_asks_the_very_points_of_a_number_alone(quadratic: Mak
 def test_a_direct_search_ends_at_the_best_that_satisfies_them(toy: Toy, strategy: Any) -> None:
     told = []
     task = toy.judged(subject_to={"along": "<= start + 0.02"})
-    with task.metric.observed_by(lambda query: told.append(query.evaluation)):
+    with task.metric.calling(lambda query: told.append(query.evaluation)):
         run = go(task, 40, strategy=strategy)
     holding = [each.cost for each in told if (each.also or {})["along"] <= 0.02]
     assert min(each.cost for each in told) < min(holding)

@@ -16,7 +16,7 @@ from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.starts import batchnorm_start
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.tasks.kept_evaluations import digest_of
 from metricopt_ext.tasks.metric import Ledger, Metric
@@ -38,7 +38,7 @@ def away_from(point: Tensor) -> Metric:
 
 
 def run(task: Any, *, queries: int = 30, **arguments: Any) -> Result:
-    return optimize_metric(task, queries=queries, watcher=Watcher(), **arguments)
+    return optimize_metric(task, queries=queries, callback=Callback(), **arguments)
 
 
 @pytest.mark.parametrize(("strategy", "queries"), [(None, 30), (CMAES(sigma0=0.3), 60), (RECIPE, 47)])

@@ -11,13 +11,13 @@ from omegaconf import OmegaConf
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.methods.model_card import CARD, described, model_card
 from metricopt_ext.methods.pipeline import optimize_metric
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 
 
 def test_a_finished_run_has_a_card_that_says_what_it_is(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     task = quadratic()
     task = task.judged_by(task.metric.with_settings(data="40 scores of 4 judges"))
-    result = optimize_metric(task, queries=30, output_dir=tmp_path, watcher=Watcher())
+    result = optimize_metric(task, queries=30, output_dir=tmp_path, callback=Callback())
     card = (tmp_path / CARD).read_text()
     _, head, body = card.split("---\n", 2)
     assert OmegaConf.create(head) == {
@@ -34,14 +34,14 @@ def test_a_finished_run_has_a_card_that_says_what_it_is(quadratic: Callable[...,
 
 def test_data_of_which_nobody_told_are_asked_for(quadratic: Callable[..., Any]) -> None:
     task = quadratic()
-    result = optimize_metric(task, queries=30, watcher=Watcher())
+    result = optimize_metric(task, queries=30, callback=Callback())
     assert "write down which, and how many examples" in model_card(result, task.adapter, task.metric)
 
 
 def test_names_are_text_and_not_markup(quadratic: Callable[..., Any]) -> None:
     task = quadratic()
     task = task.judged_by(task.metric.with_settings(name="<b>a|b"))
-    result = optimize_metric(task, queries=30, watcher=Watcher())
+    result = optimize_metric(task, queries=30, callback=Callback())
     card = model_card(replace(result, metric="<b>a|b"), task.adapter, task.metric)
     assert "<b>" not in card
     assert "| | &lt;b>a\\|b (lower is better) |" in card

@@ -12,7 +12,7 @@ import torch
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.more_inference import PURPOSE, MoreInference, more_inference
 from metricopt_ext.methods.pipeline import optimize_metric
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.settings import Setting, Settings
 from metricopt_ext.tasks.task import FinetuneTask
@@ -57,7 +57,7 @@ class Slow:
 
 
 def run(task: FinetuneTask) -> Any:
-    return optimize_metric(task, queries=40, watcher=Watcher())
+    return optimize_metric(task, queries=40, callback=Callback())
 
 
 def test_each_factor_has_its_best_settings_and_nothing_changes(quadratic: Make) -> None:

@@ -25,7 +25,7 @@ from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.search import Search
 from metricopt_ext.methods.searched import search_results
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.search.trust_region import GuidedTrustRegion
@@ -172,14 +172,14 @@ def of_classes(task: Any, spread: float, *, new: bool = True, classes: int = 12,
 
 
 def run_of(task: Any, queries: int = 30, **options: Any) -> Result:
-    return optimize_metric(task, queries=queries, watcher=Watcher(), **options)
+    return optimize_metric(task, queries=queries, callback=Callback(), **options)
 
 
 def test_a_part_of_the_way_is_kept_known_and_paid_for_within_the_budget(quadratic: Make) -> None:
     """The metric is asked 30 times in all, the last time at what is kept."""
     asked: list[Tensor] = []
     task = of_classes(quadratic(), 1.5, queries=30)
-    task.metric.observers.append(lambda query: asked.append(query.item))
+    task.metric.callbacks.append(lambda query: asked.append(query.item))
     result = run_of(task)
     share = result.kept_share
     assert share is not None

@@ -32,7 +32,7 @@ from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import RecipeDetails, Result
 from metricopt_ext.methods.tuning import FRESH, finetune, metric_policy
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.search.strategy import SearchStrategy as Search
@@ -51,7 +51,7 @@ COLLECTED, CHOOSING, SPENT, QUERIES = 36, 6, 45, 47
 
 
 def go(task: Any, *, queries: int = QUERIES, recipe: Recipe = RECIPE, **arguments: Any) -> Result[RecipeDetails]:
-    return optimize_metric(task, queries=queries, strategy=recipe, **{"watcher": Watcher(), **arguments})
+    return optimize_metric(task, queries=queries, strategy=recipe, **{"callback": Callback(), **arguments})
 
 
 def assert_same(a: Result[RecipeDetails], b: Result[RecipeDetails]) -> None:
@@ -112,7 +112,7 @@ def test_a_phi_that_the_model_held_before_counts_for_nothing(quadratic: Callable
     plain, tuned = quadratic(), quadratic()
     tuned.adapter.set_phi(tuned.goal)
     for task in (plain, tuned):
-        optimize_metric(task, queries=QUERIES, strategy=strategy, watcher=Watcher())
+        optimize_metric(task, queries=QUERIES, strategy=strategy, callback=Callback())
     assert torch.equal(tuned.adapter.phi, plain.adapter.phi)
 
 
@@ -129,9 +129,9 @@ def test_the_guard_keeps_a_start_that_nothing_beats(quadratic: Callable[..., Any
 
 def test_an_f_without_skill_is_not_followed(quadratic: Callable[..., Any], backwards: Any) -> None:
     task, said = quadratic(), []
-    watcher = Watcher()
-    watcher.say = said.append  # type: ignore[method-assign]
-    result = go(task, watcher=watcher, recipe=replace(RECIPE, learners=(backwards,)))
+    callback = Callback()
+    callback.say = said.append  # type: ignore[method-assign]
+    result = go(task, callback=callback, recipe=replace(RECIPE, learners=(backwards,)))
     assert not result.fit.f.trusted
     assert torch.equal(result.ends["metricopt"], result.ends["loss_finetune"])
     assert torch.equal(result.ends["metricopt"], finetune(task, LossStep(0.1), 10, 0)[-1])
@@ -221,7 +221,7 @@ def test_what_is_no_integer_is_refused_before_anything_is_asked_or_written(
     ((name, value),) = wrong.items()
     arguments = {"queries": QUERIES, "strategy": strategy, "output_dir": tmp_path / "run", **wrong}
     with pytest.raises(ValueError, match=f"{name} is {value}; it must be"):
-        optimize_metric(task, watcher=Watcher(), **arguments)
+        optimize_metric(task, callback=Callback(), **arguments)
     assert task.queries == 0
     assert not (tmp_path / "run").exists()
 
@@ -248,7 +248,7 @@ def test_integers_of_numpy_are_integers(quadratic: Callable[..., Any], tmp_path:
 def test_a_loss_without_a_gradient_costs_no_query(quadratic: Callable[..., Any], strategy: Any) -> None:
     task = replace(quadratic(), loss=lambda model, batch: (model.metricopt.value() > 0).sum())
     with pytest.raises(AdapterError, match="has no gradient in phi"):
-        optimize_metric(task, queries=QUERIES, strategy=strategy, watcher=Watcher())
+        optimize_metric(task, queries=QUERIES, strategy=strategy, callback=Callback())
     assert task.queries == 0
 
 
@@ -260,10 +260,10 @@ def test_a_loss_that_fails_for_several_phi_at_once_costs_no_query(quadratic: Cal
 
     task = quadratic()
     with pytest.raises(AdapterError, match="population=1"):
-        optimize_metric(replace(task, loss=loss), queries=QUERIES, strategy=strategy, watcher=Watcher())
+        optimize_metric(replace(task, loss=loss), queries=QUERIES, strategy=strategy, callback=Callback())
     assert task.queries == 0
     alone, plain = (
-        optimize_metric(replace(task, loss=each, population=1), queries=QUERIES, strategy=strategy, watcher=Watcher())
+        optimize_metric(replace(task, loss=each, population=1), queries=QUERIES, strategy=strategy, callback=Callback())
         for each in (loss, task.loss)
     )
     assert str(alone) == str(plain)
@@ -297,7 +297,7 @@ def test_a_change_of_the_weights_ends_the_run_at_its_query(
     task = quadratic()
     before = task.problem.layer.weight.detach().clone()
     with pytest.raises(WeightsError, match=r"^metric 'distance' or the loss changed the model's weight in a way that"):
-        optimize_metric(changing(task, 4, 1), queries=queries, strategy=strategy, watcher=Watcher())
+        optimize_metric(changing(task, 4, 1), queries=queries, strategy=strategy, callback=Callback())
     assert task.queries == 4
     assert torch.equal(task.problem.layer.weight, before)
 
@@ -311,7 +311,7 @@ def test_any_changed_entry_is_found_at_the_end(
     before = task.problem.layer.weight.detach().clone()
     with pytest.raises(WeightsError, match=r"^metric 'distance' or the loss changed the model's weight; all was put"):
         optimize_metric(
-            changing(task, 4, 1), queries=queries, strategy=strategy, watcher=Watcher(), output_dir=tmp_path
+            changing(task, 4, 1), queries=queries, strategy=strategy, callback=Callback(), output_dir=tmp_path
         )
     assert task.queries > 4
     assert torch.equal(task.problem.layer.weight, before)
@@ -325,13 +325,13 @@ def test_an_interrupted_run_leaves_the_weights_as_they_were(
     task = quadratic()
     before = task.problem.layer.weight.detach().clone()
 
-    class Stop(Watcher):
+    class Stop(Callback):
         def query(self, spent: int, value: float) -> None:
             if spent == 9:
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        optimize_metric(changing(task, 4, 1), queries=30, watcher=Stop())
+        optimize_metric(changing(task, 4, 1), queries=30, callback=Stop())
     assert torch.equal(task.problem.layer.weight, before)
 
 
@@ -350,7 +350,7 @@ def test_a_loss_that_changes_the_weights_is_refused(
 
     folder = {"output_dir": tmp_path} if kept else {}
     with pytest.raises(WeightsError, match="or the loss changed the model's weight"):
-        optimize_metric(replace(task, loss=loss), queries=30, watcher=Watcher(), **folder)
+        optimize_metric(replace(task, loss=loss), queries=30, callback=Callback(), **folder)
     assert torch.equal(task.problem.layer.weight, before)
 
 
@@ -386,12 +386,12 @@ def test_f_has_the_precision_of_its_data_whatever_the_default(
     assert result.after < 0.5 * result.before  # over 8 seeds 0.11 of it (0.05), with and without vector instructions
 
 
-def test_the_watcher_learns_of_every_query_and_stage(
+def test_the_callback_learns_of_every_query_and_stage(
     quadratic: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     stages, spent, seen = [], [], []
 
-    class Recorder(Watcher):
+    class Recorder(Callback):
         def stage(self, description: str) -> None:
             stages.append(description)
 
@@ -405,18 +405,18 @@ def test_the_watcher_learns_of_every_query_and_stage(
         def done(self) -> None:
             stages.append("done")
 
-    result = go(quadratic(), watcher=Recorder())
+    result = go(quadratic(), callback=Recorder())
     assert spent == list(range(1, SPENT + 1))
     assert seen[-3] == result.before
     assert stages[0] == "round 1/2, loss only"
     assert re.fullmatch(r"round 2/2, f at -?[01]\.\d\d", stages[1])
     assert stages[2:] == ["choose settings", "finetune", "guard", (result.before, result.after), "done"]
     kept = f"distance {result.before:.4f} -> {result.after:.4f}"
-    go(quadratic(), watcher=None)
+    go(quadratic(), callback=None)
     assert f"distance  done; 45 of 47 queries spent, 2 left; {kept}\n" in capsys.readouterr().out
 
 
-class Numbers(Watcher):
+class Numbers(Callback):
     """Keeps the values of queries, how many of them are on file, and f's qualities."""
 
     def __init__(self) -> None:
@@ -444,7 +444,7 @@ def test_a_resumed_run_tells_of_all_queries_and_which_were_on_file(
     quadratic: Callable[..., Any], tmp_path: Path, strategy: Any
 ) -> None:
     whole, begun, resumed = Numbers(), Numbers(), Numbers()
-    result = go(quadratic(), recipe=strategy, watcher=whole)
+    result = go(quadratic(), recipe=strategy, callback=whole)
     task, calls = quadratic(), 0
     function = task.metric.function
 
@@ -455,8 +455,8 @@ def test_a_resumed_run_tells_of_all_queries_and_which_were_on_file(
 
     broken = task.judged_by(Metric(failing, **task.metric.settings))
     with pytest.raises(MetricError):
-        go(broken, recipe=strategy, watcher=begun, output_dir=tmp_path)
-    go(broken, recipe=strategy, watcher=resumed, output_dir=tmp_path, resume=True)
+        go(broken, recipe=strategy, callback=begun, output_dir=tmp_path)
+    go(broken, recipe=strategy, callback=resumed, output_dir=tmp_path, resume=True)
     assert begun.kept == whole.kept == 0
     assert begun.values == whole.values[:31]
     assert resumed.kept == (30 if hasattr(strategy, "evals") else 31)  # trajectories of 3 queries are kept whole
@@ -469,13 +469,13 @@ def test_a_resumed_run_tells_of_all_queries_and_which_were_on_file(
 
 def test_f_is_measured_after_each_round_and_after_each_batch_that_it_proposed(quadratic: Callable[..., Any]) -> None:
     recipe, search = Numbers(), Numbers()
-    go(quadratic(), watcher=recipe)
+    go(quadratic(), callback=recipe)
     assert [queries for queries, _ in recipe.qualities] == [
         6 * 3,
         12 * 3,
     ]  # two rounds of six tasks
     task = quadratic()
-    go(task, recipe=GuidedTrustRegion(), queries=40, watcher=search)
+    go(task, recipe=GuidedTrustRegion(), queries=40, callback=search)
     first = 1 + GuidedTrustRegion().design_size(task.dim)
     assert [queries for queries, _ in search.qualities] == [*range(first + 4, 40, 4), 39]  # the last query is the end's
 
@@ -690,9 +690,9 @@ def test_a_run_is_not_resumed_under_other_settings(
 def test_a_strategy_is_not_given_the_answers_of_another(
     quadratic: Callable[..., Any], tmp_path: Path, first: Any, second: Any
 ) -> None:
-    optimize_metric(quadratic(), queries=QUERIES, strategy=first, output_dir=tmp_path, watcher=Watcher())
+    optimize_metric(quadratic(), queries=QUERIES, strategy=first, output_dir=tmp_path, callback=Callback())
     task = quadratic()
-    arguments = {"queries": QUERIES, "output_dir": tmp_path, "resume": True, "watcher": Watcher()}
+    arguments = {"queries": QUERIES, "output_dir": tmp_path, "resume": True, "callback": Callback()}
     with pytest.raises(FileFormatError, match="holds another run"):
         optimize_metric(task, strategy=second, **arguments)
     assert task.queries == 0
@@ -845,7 +845,7 @@ def test_a_failed_run_is_charged_unless_its_work_is_kept(
         task = quadratic(budget=100)
         task.problem.fail_after = 30
         with pytest.raises(MetricError, match="server is down"):
-            optimize_metric(task, queries=QUERIES, strategy=strategy, output_dir=folder, watcher=Watcher())
+            optimize_metric(task, queries=QUERIES, strategy=strategy, output_dir=folder, callback=Callback())
         assert task.queries == 31
         assert task.metric.ledger.spent == charged
 
@@ -859,7 +859,7 @@ each_search = pytest.mark.parametrize("search", SEARCHES, ids=lambda search: typ
 @each_search
 def test_direct_search_is_a_strategy_on_the_same_ledger(quadratic: Callable[..., Any], search: Search) -> None:
     task, alone = quadratic(), quadratic()
-    result = optimize_metric(task, queries=100, strategy=search, seed=3, watcher=Watcher())
+    result = optimize_metric(task, queries=100, strategy=search, seed=3, callback=Callback())
     found = search(alone, alone.origin(), 100, seed=3)
     assert torch.equal(task.adapter.phi, found.phi)
     assert result.after == result.best == found.cost == task.true_cost(task.adapter.phi.detach()) <= result.before
@@ -874,21 +874,23 @@ def test_direct_search_is_a_strategy_on_the_same_ledger(quadratic: Callable[...,
 def test_a_resumed_search_asks_nothing_twice(
     quadratic: Callable[..., Any], tmp_path: Path, search: Search, after: int
 ) -> None:
-    expected = optimize_metric(quadratic(), queries=100, strategy=search, watcher=Watcher())
+    expected = optimize_metric(quadratic(), queries=100, strategy=search, callback=Callback())
     broken, resumed = quadratic(), quadratic()
     broken.problem.fail_after = after
     with pytest.raises(MetricError, match="server is down"):
-        optimize_metric(broken, queries=100, strategy=search, output_dir=tmp_path, watcher=Watcher())
+        optimize_metric(broken, queries=100, strategy=search, output_dir=tmp_path, callback=Callback())
     with pytest.raises(FileFormatError, match="holds an earlier run"):
-        optimize_metric(resumed, queries=100, strategy=search, output_dir=tmp_path, watcher=Watcher())
+        optimize_metric(resumed, queries=100, strategy=search, output_dir=tmp_path, callback=Callback())
     for change in ({"queries": 90}, {"seed": 1}):
         with pytest.raises(FileFormatError, match=f"{next(iter(change))} was"):
             optimize_metric(
                 resumed,
-                **{"queries": 100, "strategy": search, "output_dir": tmp_path, "watcher": Watcher()} | change,
+                **{"queries": 100, "strategy": search, "output_dir": tmp_path, "callback": Callback()} | change,
                 resume=True,
             )
-    result = optimize_metric(resumed, queries=100, strategy=search, output_dir=tmp_path, resume=True, watcher=Watcher())
+    result = optimize_metric(
+        resumed, queries=100, strategy=search, output_dir=tmp_path, resume=True, callback=Callback()
+    )
     assert str(result) == str(expected)
     assert torch.equal(result.ends["search"], expected.ends["search"])
     assert resumed.queries == 100 - after
@@ -903,7 +905,7 @@ def test_too_small_a_budget_for_a_search_is_refused(quadratic: Callable[..., Any
     task = quadratic()
     least = search.least_queries(4)
     with pytest.raises(BudgetError, match=f"{least - 1} queries are too few: .* needs at least {least}"):
-        optimize_metric(task, queries=least - 1, strategy=search, watcher=Watcher())
+        optimize_metric(task, queries=least - 1, strategy=search, callback=Callback())
     assert task.queries == 0
 
 
@@ -961,7 +963,7 @@ def test_bad_arguments_cost_nothing_and_leave_nothing(
 ) -> None:
     task = quadratic()
     with pytest.raises(error, match=what):
-        optimize_metric(task, **{"queries": 60, "output_dir": tmp_path / "run", "watcher": Watcher(), **arguments})
+        optimize_metric(task, **{"queries": 60, "output_dir": tmp_path / "run", "callback": Callback(), **arguments})
     assert task.queries == 0
     assert not (tmp_path / "run").exists()
 
@@ -975,8 +977,8 @@ def test_a_gain_that_may_be_chance_leaves_the_model_as_it_was(
     halved: Callable[..., Any], quadratic: Callable[..., Any], strategy: Any
 ) -> None:
     sure, unsure = halved(quadratic(), 0.01), halved(quadratic(), 1000.0)
-    kept = optimize_metric(sure, queries=QUERIES, strategy=strategy, watcher=Watcher())
-    left = optimize_metric(unsure, queries=QUERIES, strategy=strategy, watcher=Watcher())
+    kept = optimize_metric(sure, queries=QUERIES, strategy=strategy, callback=Callback())
+    left = optimize_metric(unsure, queries=QUERIES, strategy=strategy, callback=Callback())
     assert kept.best == kept.after == left.best < left.after == left.before == kept.before
     assert (left.chosen, unsure.adapter.phi.any()) == ("start", False)
     assert 0 < kept.chance < 0.02  # at worst 0.005 ± 0.001
@@ -1007,7 +1009,7 @@ def test_repeats_share_the_budget(quadratic: Callable[..., Any], strategy: Any, 
         return task.distance(model) + 0.3 * float(torch.randn((), generator=rng))
 
     metric = Metric(noisy, maximize=False, bounds=None, repeats=2, ledger=Ledger(queries))
-    result = optimize_metric(task.judged_by(metric), queries=queries, strategy=strategy, watcher=Watcher())
+    result = optimize_metric(task.judged_by(metric), queries=queries, strategy=strategy, callback=Callback())
     assert task.problem.queries == metric.ledger.spent == sum(result.queries.values())
     assert metric.ledger.spent == spent or (spent is None and 2 * COLLECTED < metric.ledger.spent <= 2 * SPENT)
     if strategy is None:  # f and the guard know of the noise
@@ -1022,5 +1024,5 @@ def test_too_few_queries_for_repeats_say_so(quadratic: Callable[..., Any]) -> No
     with pytest.raises(
         BudgetError, match=r"6 queries are too few: .* needs at least 7 \(each an evaluation of 3 queries"
     ):
-        optimize_metric(quadratic().judged_by(metric), queries=20, watcher=Watcher())
+        optimize_metric(quadratic().judged_by(metric), queries=20, callback=Callback())
     assert metric.ledger.spent == 0

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.rounds import learn_in_rounds, meta_train
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.value.learners import RidgeLearner
 from metricopt_ext.value.value_function import ValueFunction
@@ -85,7 +85,7 @@ def test_all_value_functions_are_where_phi_is(
         assert any(f is other and device == task.origin().device for other, device in moved)
 
 
-class Telling(Watcher):
+class Notifying(Callback):
     """Keeps what it is told."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ def square(phi: Tensor) -> Tensor:
 def test_rounds_are_collected_by_anyone_and_each_follows_the_fit_before() -> None:
     given: list[tuple[int, list[int], Any]] = []
     seen: list[Trajectory] = []
-    watcher = Telling()
+    callback = Notifying()
 
     def collect(round: int, indices: Any, fit: Any) -> list[Trajectory]:
         given.append((round, list(indices), fit))
@@ -122,7 +122,7 @@ def test_rounds_are_collected_by_anyone_and_each_follows_the_fit_before() -> Non
         return seen
 
     recipe = replace(RECIPE, rounds=3)
-    fit = learn_in_rounds(collect, recipe, tasks=4, seed=5, watcher=watcher)
+    fit = learn_in_rounds(collect, recipe, tasks=4, seed=5, callback=callback)
     assert [(round, indices) for round, indices, _ in given] == [
         (0, [0, 1, 2, 3]),
         (1, [4, 5, 6, 7]),
@@ -136,8 +136,8 @@ def test_rounds_are_collected_by_anyone_and_each_follows_the_fit_before() -> Non
     assert torch.equal(fit.f.coefficients, recipe.fit(seen, 5).f.coefficients)
     assert ([each.halves for each in fit.visited], fit.half_fits) == ([None] * len(fit.visited), ())
     skills = [f"{followed.f.quality.spearman:.2f}" for _, _, followed in given[1:]]
-    assert watcher.stages == ["round 1/3, loss only", f"round 2/3, f at {skills[0]}", f"round 3/3, f at {skills[1]}"]
-    assert watcher.lines == [f"value function (ridge): {fit.f.quality}"]
+    assert callback.stages == ["round 1/3, loss only", f"round 2/3, f at {skills[0]}", f"round 3/3, f at {skills[1]}"]
+    assert callback.lines == [f"value function (ridge): {fit.f.quality}"]
 
 
 def test_each_half_of_the_metrics_data_gets_an_f_of_its_own() -> None:
@@ -146,7 +146,7 @@ def test_each_half_of_the_metrics_data_gets_an_f_of_its_own() -> None:
 
     made = [walk(index, square, round=0, halves=apart) for index in range(8)]
     recipe = replace(RECIPE, rounds=1)
-    fit = learn_in_rounds(lambda *round: made, recipe, tasks=8, seed=5, watcher=Watcher())
+    fit = learn_in_rounds(lambda *round: made, recipe, tasks=8, seed=5, callback=Callback())
     assert len(fit.half_fits) == 2
     for factor, f in zip((1.5, 0.5), fit.half_fits, strict=True):
         alone = recipe.fit([replace(each, cost=factor * each.cost, halves=None) for each in made], 5).f
@@ -161,6 +161,6 @@ def test_a_half_that_never_differs_leaves_both_without_an_f() -> None:
         return torch.stack([2 * costs, torch.zeros_like(costs)], dim=1)
 
     made = [walk(index, square, round=0, halves=stuck) for index in range(8)]
-    fit = learn_in_rounds(lambda *round: made, replace(RECIPE, rounds=1), tasks=8, seed=5, watcher=Watcher())
+    fit = learn_in_rounds(lambda *round: made, replace(RECIPE, rounds=1), tasks=8, seed=5, callback=Callback())
     assert fit.half_fits == ()
     assert all(each.halves is not None for each in fit.visited)

@@ -20,7 +20,7 @@ from metricopt_ext.methods.run_folder import FORMAT, IDENTITY, claim_open, ident
 from metricopt_ext.methods.search import Search
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import sole_writer
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.inference_file import load_inference
@@ -136,10 +136,10 @@ def test_another_line_is_another_run(quadratic: Callable[..., Any], tmp_path: Pa
     assert found[0] == found[1]
     assert len(set(found)) == 4
     task, again = quadratic(), quadratic()
-    optimize_metric(task, queries=20, starts={"along": lines[0]}, output_dir=tmp_path, watcher=Watcher())
+    optimize_metric(task, queries=20, starts={"along": lines[0]}, output_dir=tmp_path, callback=Callback())
     with pytest.raises(FileFormatError, match=r"holds another run: starts\.along was"):
         optimize_metric(
-            again, queries=20, starts={"along": lines[2]}, output_dir=tmp_path, resume=True, watcher=Watcher()
+            again, queries=20, starts={"along": lines[2]}, output_dir=tmp_path, resume=True, callback=Callback()
         )
     assert again.queries == 0
 
@@ -148,7 +148,7 @@ def test_a_finished_run_is_loaded_and_an_unfinished_one_says_what_it_lacks(
     quadratic: Callable[..., Any], tmp_path: Path
 ) -> None:
     kept, folder = quadratic(), tmp_path / "out" / "seed-3"
-    optimize_metric(kept, queries=30, output_dir=folder, watcher=Watcher())
+    optimize_metric(kept, queries=30, output_dir=folder, callback=Callback())
     for each in (folder, tmp_path / "out"):  # a seed, and the tool's folder that has it alone
         assert torch.equal(load_run(quadratic().adapter.remove(), each).phi, kept.adapter.phi)
     (tmp_path / "out" / "seed-11").mkdir()
@@ -185,7 +185,7 @@ def test_settings_of_inference_are_beside_the_adapter_and_loading_says_so(
         )
         return replace(made, metric=metric, settings=Settings([sizes, flips], apply))
 
-    result = optimize_metric(task(gain=1.0), queries=30, output_dir=tmp_path / "a", watcher=Watcher())
+    result = optimize_metric(task(gain=1.0), queries=30, output_dir=tmp_path / "a", callback=Callback())
     assert result.settings is not None
     assert load_inference(tmp_path / "a") == result.settings.after == {"size": 4.0, "flip": False}
     said = (
@@ -228,7 +228,7 @@ def test_settings_are_set_on_a_model_that_can_hold_them(quadratic: Callable[...,
         model.size = 1.0
         metric = Metric(lambda model: made.distance(model) - model.size, maximize=False, bounds=None, name="distance")
         task = replace(made, metric=metric, settings=settings(model, **options))
-        optimize_metric(task, queries=30, output_dir=folder, watcher=Watcher())
+        optimize_metric(task, queries=30, output_dir=folder, callback=Callback())
 
     finished(tmp_path / "a", alone=["size"], free={"many": 300})
     assert load_inference(tmp_path / "a") == {"size": 4.0, "many": 300}
@@ -248,7 +248,7 @@ def test_settings_are_set_on_a_model_that_can_hold_them(quadratic: Callable[...,
     with pytest.raises(ValueError, match="there is no setting 'size'"):
         load_run(model, tmp_path / "a", Settings([Setting("k", 1, 2, default=1)], lambda values: nullcontext()))
     assert not hasattr(model, "metricopt")
-    optimize_metric(quadratic(), queries=30, output_dir=tmp_path / "b", watcher=Watcher())
+    optimize_metric(quadratic(), queries=30, output_dir=tmp_path / "b", callback=Callback())
     with pytest.raises(FileFormatError, match="as its run tuned no settings; leave settings out"):
         load_run(model, tmp_path / "b", settings(model))
 
@@ -263,7 +263,7 @@ def test_settings_are_written_without_packages_and_loading_says_what_it_lacks(
         for module in ("omegaconf", "yaml"):
             without.setitem(sys.modules, module, None)
         task = replace(quadratic(), settings=settings)
-        optimize_metric(task, queries=30, output_dir=tmp_path, watcher=Watcher())
+        optimize_metric(task, queries=30, output_dir=tmp_path, callback=Callback())
         with pytest.warns(UserWarning, match="has settings of inference, and no one can tell which without omegaconf"):
             load_run(quadratic().adapter.remove(), tmp_path)
     assert load_inference(tmp_path) == {"size": 2}
@@ -276,7 +276,7 @@ def test_settings_are_written_without_packages_and_loading_says_what_it_lacks(
 
 
 def test_only_a_recipe_s_run_has_trajectories(quadratic: Callable[..., Any], tmp_path: Path) -> None:
-    optimize_metric(quadratic(), queries=30, strategy=CMAES(), output_dir=tmp_path, watcher=Watcher())
+    optimize_metric(quadratic(), queries=30, strategy=CMAES(), output_dir=tmp_path, callback=Callback())
     assert {path.name for path in tmp_path.iterdir()} == {
         ".lock",
         "identity.json",
@@ -290,11 +290,11 @@ def test_only_a_recipe_s_run_has_trajectories(quadratic: Callable[..., Any], tmp
 def test_two_runs_do_not_write_to_one_folder(quadratic: Callable[..., Any], strategy: Any, tmp_path: Path) -> None:
     task = quadratic()
     with sole_writer(tmp_path), pytest.raises(FileFormatError, match="is being written by another process"):
-        optimize_metric(task, queries=100, strategy=strategy, output_dir=tmp_path, resume=True, watcher=Watcher())
+        optimize_metric(task, queries=100, strategy=strategy, output_dir=tmp_path, resume=True, callback=Callback())
     assert task.metric.ledger.spent == 0
 
 
-class Heard(Watcher):
+class Heard(Callback):
     """Keeps what a run says."""
 
     def __init__(self) -> None:
@@ -308,7 +308,7 @@ def test_a_chosen_population_is_said_kept_and_taken_up_again(quadratic: Callable
     def go(resume: bool = False, **task: Any) -> list[str]:
         heard = Heard()
         optimize_metric(
-            quadratic(**task), queries=20, strategy=CMAES(), output_dir=tmp_path, resume=resume, watcher=heard
+            quadratic(**task), queries=20, strategy=CMAES(), output_dir=tmp_path, resume=resume, callback=heard
         )
         return [line for line in heard.lines if line.startswith("population")]
 

@@ -17,7 +17,7 @@ from metricopt_ext.errors import AdapterError, BudgetError, FileFormatError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.search import Search
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.trust_region import GuidedTrustRegion
@@ -46,7 +46,7 @@ def test_the_loop_is_optimize_metric_byte_for_byte(quadratic: Make, tmp_path: Pa
     """Each batch told in reverse, and the second half by another object that goes on from the folder."""
     whole, task, again = quadratic(), quadratic(), quadratic()
     expected = optimize_metric(
-        whole, queries=45, strategy=strategy, seed=3, output_dir=tmp_path / "whole", watcher=Watcher()
+        whole, queries=45, strategy=strategy, seed=3, output_dir=tmp_path / "whole", callback=Callback()
     )
     first = Search(task, 45, strategy=strategy, seed=3, output_dir=tmp_path / "asked")
     while first.spent < 22:
@@ -146,7 +146,7 @@ def test_what_the_search_would_ask_today_does_not_move_a_cost(
     task = quadratic()
     task.problem.fail_after = 25
     with pytest.raises(Exception, match="server is down"):
-        optimize_metric(task, queries=40, output_dir=tmp_path, watcher=Watcher())
+        optimize_metric(task, queries=40, output_dir=tmp_path, callback=Callback())
     import metricopt_ext.search.trust_region as module
 
     original, said = module.probe, list[str]()
@@ -157,12 +157,12 @@ def test_what_the_search_would_ask_today_does_not_move_a_cost(
 
     monkeypatch.setattr(module, "probe", other)
 
-    class Saying(Watcher):
+    class Saying(Callback):
         def say(self, line: str) -> None:
             said.append(line)
 
     resumed = quadratic()
-    result = optimize_metric(resumed, queries=40, output_dir=tmp_path, resume=True, watcher=Saying())
+    result = optimize_metric(resumed, queries=40, output_dir=tmp_path, resume=True, callback=Saying())
     assert resumed.problem.queries == 15
     assert [resumed.true_cost(point) for point in result.points] == pytest.approx(list(result.costs), rel=1e-12)
     assert len([line for line in said if "kept points are not what the search would ask for today" in line]) == 1
@@ -327,7 +327,7 @@ def test_a_result_needs_the_least_queries(quadratic: Make) -> None:
     assert sum(early.queries.values()) == least
     assert len(early.points) == least  # the open batch's answers among them
     tell_all(search, task.distance)
-    whole = optimize_metric(quadratic(), queries=30, watcher=Watcher())
+    whole = optimize_metric(quadratic(), queries=30, callback=Callback())
     assert str(search.result()) == str(whole)
 
 

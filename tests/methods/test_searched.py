@@ -22,7 +22,7 @@ from metricopt_ext.methods.run_folder import load_run
 from metricopt_ext.methods.searched import search_results
 from metricopt_ext.methods.start_lines import line_between
 from metricopt_ext.methods.starts import batchnorm_start
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -32,7 +32,7 @@ NEAR = {"near": 0.8, "far": -3.0}  # starts at so much of the goal
 
 
 def guided(task: Any, *, queries: int = 30, **arguments: Any) -> Result:
-    return optimize_metric(task, queries=queries, **{"watcher": Watcher(), **arguments})
+    return optimize_metric(task, queries=queries, **{"callback": Callback(), **arguments})
 
 
 def starts_of(task: Any, **shares: float) -> dict[str, Start]:
@@ -329,7 +329,7 @@ def test_failures_count_over_resumes(quadratic: Callable[..., Any], tmp_path: Pa
                 warnings.simplefilter("ignore")
                 try:
                     search = judged(stop)
-                    optimize_metric(search, queries=90, seed=1, output_dir=folder, resume=at > 0, watcher=Watcher())
+                    optimize_metric(search, queries=90, seed=1, output_dir=folder, resume=at > 0, callback=Callback())
                 except KeyboardInterrupt:
                     continue
                 except MetricError as error:
@@ -351,28 +351,28 @@ def test_a_folder_that_is_removed_or_replaced_ends_the_run(quadratic: Callable[.
                 shutil.rmtree(folder)
                 if replaced:
                     with torch.enable_grad():
-                        optimize_metric(quadratic(), queries=24, seed=5, output_dir=folder, watcher=Watcher())
+                        optimize_metric(quadratic(), queries=24, seed=5, output_dir=folder, callback=Callback())
             return float(task.distance(model))
 
         broken = task.judged_by(Metric(metric, maximize=False, bounds=None, name="distance"))
         with pytest.raises(FileFormatError, match="was removed or replaced while this run wrote to it, so the run"):
-            optimize_metric(broken, queries=24, seed=1, output_dir=folder, watcher=Watcher())
+            optimize_metric(broken, queries=24, seed=1, output_dir=folder, callback=Callback())
         assert task.problem.queries == 13
         assert folder.exists() == replaced
         if replaced:  # what the other run left is whole
             resumed = quadratic()
-            optimize_metric(resumed, queries=24, seed=5, output_dir=folder, resume=True, watcher=Watcher())
+            optimize_metric(resumed, queries=24, seed=5, output_dir=folder, resume=True, callback=Callback())
             assert resumed.problem.queries == 0
 
 
 @pytest.mark.parametrize("damage", [b'{"format": 5, ', None, b"[]"])
 def test_work_without_its_identity_is_refused(quadratic: Callable[..., Any], tmp_path: Path, damage: Any) -> None:
-    optimize_metric(quadratic(), queries=24, seed=1, output_dir=tmp_path, watcher=Watcher())
+    optimize_metric(quadratic(), queries=24, seed=1, output_dir=tmp_path, callback=Callback())
     identity = tmp_path / "identity.json"
     identity.unlink() if damage is None else identity.write_bytes(damage)
     for seed in (1, 2):
         with pytest.raises(FileFormatError, match="so nobody can tell which run they are of; use another output") as e:
-            optimize_metric(quadratic(), queries=24, seed=seed, output_dir=tmp_path, resume=True, watcher=Watcher())
+            optimize_metric(quadratic(), queries=24, seed=seed, output_dir=tmp_path, resume=True, callback=Callback())
         assert "delete" not in str(e.value)
 
 
@@ -388,13 +388,13 @@ def test_a_loss_that_draws_without_a_seed_loses_no_query(quadratic: Callable[...
     begun, resumed, said = unseeded(), unseeded(), []
     begun.problem.fail_after = 25
     with pytest.raises(MetricError, match="server is down"):
-        optimize_metric(begun, queries=40, output_dir=tmp_path, watcher=Watcher())
+        optimize_metric(begun, queries=40, output_dir=tmp_path, callback=Callback())
 
-    class Saying(Watcher):
+    class Saying(Callback):
         def say(self, line: str) -> None:
             said.append(line)
 
-    result = optimize_metric(resumed, queries=40, output_dir=tmp_path, resume=True, watcher=Saying())
+    result = optimize_metric(resumed, queries=40, output_dir=tmp_path, resume=True, callback=Saying())
     assert resumed.problem.queries == 15
     assert [resumed.true_cost(point) for point in result.points] == pytest.approx(list(result.costs), rel=1e-12)
     assert [line for line in said if "the search was told the kept ones" in line]

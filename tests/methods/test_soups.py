@@ -17,7 +17,7 @@ from metricopt_ext.errors import AdapterError, BudgetError, DataError
 from metricopt_ext.methods.short_finetunes import Training
 from metricopt_ext.methods.soups import soup_starts
 from metricopt_ext.methods.starts import reestimate_batchnorm, with_start
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask
 
@@ -136,7 +136,7 @@ def test_statistics_are_estimated_anew_on_inputs(files: list[Path], kinds: list[
 # --- Greedy ------------------------------------------------------------------------------------------------------
 
 
-class Lines(Watcher):
+class Lines(Callback):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
@@ -156,9 +156,9 @@ def test_greedy_takes_in_what_is_no_worse_and_asks_once_a_file(files: list[Path]
         asked.append(float(model.last.bias[0]))
         return -abs(asked[-1] - 1.6)
 
-    task, watcher = task_of(metric, bounds=None), Lines()
+    task, callback = task_of(metric, bounds=None), Lines()
     order = sorted(files, key=lambda path: _loss(task, path))  # all alike: a bias for both classes alike
-    start = soup_starts(task, files, kinds=["greedy"], watcher=watcher)["greedy_soup"]
+    start = soup_starts(task, files, kinds=["greedy"], callback=callback)["greedy_soup"]
     kept: list[float] = []
     expected, best = [], float("inf")
     for path in order:
@@ -169,7 +169,7 @@ def test_greedy_takes_in_what_is_no_worse_and_asks_once_a_file(files: list[Path]
     assert asked == pytest.approx(expected)
     assert float(start.parameters["last.bias"][0]) == pytest.approx(sum(kept) / len(kept))
     assert task.metric.ledger.spent_on == {"soups": 3}
-    assert watcher.lines == ["greedy soup: 3 queries, of an average each"]
+    assert callback.lines == ["greedy soup: 3 queries, of an average each"]
 
 
 def _loss(task: FinetuneTask, path: Path) -> float:

@@ -23,7 +23,7 @@ from metricopt_ext.methods.start_lines import (
     mixed,
     planned_lines,
 )
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.metric import Evaluation, Metric
 
 E = torch.eye(4, dtype=torch.float64)
@@ -215,7 +215,7 @@ def test_what_a_line_finds_is_where_the_design_is(quadratic: Callable[..., Any])
     """The search begins from the fixed start, and knows the line, so that the guard judges the whole way."""
     task = quadratic()
     goal = StartLine(lambda t: Start(t * task.goal), -1.0, 2.0)
-    result = optimize_metric(task, queries=30, starts={"towards": goal}, watcher=Watcher())
+    result = optimize_metric(task, queries=30, starts={"towards": goal}, callback=Callback())
     assert result.queries == task.metric.ledger.spent_on == {"starts": 7, "search": 23}
     assert result.begun_at == "start"
     assert result.starts.keys() == {"start", "towards"}
@@ -292,7 +292,7 @@ def test_a_line_is_looked_along_though_it_gains_by_chance_alone(quadratic: Calla
         return float(halves.mean()), tuple(halves.tolist())  # type: ignore[return-value]
 
     task = task.judged_by(Metric(noise, maximize=False, bounds=None))
-    result = optimize_metric(task, queries=30, starts={"a": along()}, watcher=Watcher())
+    result = optimize_metric(task, queries=30, starts={"a": along()}, callback=Callback())
     assert result.chosen == "start"
 
 
@@ -303,5 +303,5 @@ def test_a_line_that_does_not_fit_costs_no_query(quadratic: Callable[..., Any]) 
         (StartLine(lambda t: Start(0 * E[0], {"no": torch.ones(1)}), 0.0, 1.0), "start 'a': the model has no buffer"),
     ):
         with pytest.raises(AdapterError, match=message):
-            optimize_metric(task, queries=30, starts={"a": line}, watcher=Watcher())
+            optimize_metric(task, queries=30, starts={"a": line}, callback=Callback())
     assert task.queries == 0

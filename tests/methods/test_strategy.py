@@ -12,7 +12,7 @@ from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.run_folder import RunFolder
 from metricopt_ext.methods.strategy import Context, check_strategy
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.ngopt import NGOpt
 from metricopt_ext.search.random_search import RandomSearch
@@ -53,13 +53,13 @@ def test_what_is_no_strategy_is_refused(wrong: Any, message: str) -> None:
 
 
 def test_what_is_on_file_is_booked_and_told(quadratic: Callable[..., Any]) -> None:
-    class Noting(Watcher):
+    class Noting(Callback):
         kept = 0
 
         def on_file(self, queries: int) -> None:
             self.kept = queries
 
-    task, watcher = quadratic(), Noting()
-    context = Context(task, 40, RunFolder(None, {}), watcher, {})
+    task, callback = quadratic(), Noting()
+    context = Context(task, 40, RunFolder(None, {}), callback, {})
     context.retell(TrajectoryStore(), CachedMetric(task.metric, None))
-    assert (watcher.kept, task.metric.ledger.spent) == (0, 0)
+    assert (callback.kept, task.metric.ledger.spent) == (0, 0)

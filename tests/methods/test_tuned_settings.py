@@ -20,7 +20,7 @@ from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.search import Search
 from metricopt_ext.methods.tuned_settings import SETTINGS
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.trust_region import GuidedTrustRegion
@@ -70,7 +70,7 @@ class Toy:
 
 
 def run(task: Any, queries: int = 40, **options: Any) -> Result:
-    return optimize_metric(task, queries=queries, watcher=Watcher(), **options)
+    return optimize_metric(task, queries=queries, callback=Callback(), **options)
 
 
 def test_settings_are_tuned_first_and_then_phi(quadratic: Make) -> None:

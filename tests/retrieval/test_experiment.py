@@ -23,7 +23,7 @@ from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.experiment import RetrievalExperiment
 from metricopt_ext.retrieval.recall import hits_at_k, recall_at_k
 from metricopt_ext.retrieval.whitening_start import whitened
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.value.rotated import RotatedValueFunction
@@ -69,7 +69,7 @@ def test_a_population_is_chosen_by_the_memory_that_is_given(tmp_path: Path) -> N
 def test_it_says_how_many_classes_there_are_before_the_first_query_and_what_they_can_tell_at_it(tmp_path: Path) -> None:
     lines: list[str] = []
 
-    class Saying(Watcher):
+    class Saying(Callback):
         def say(self, line: str) -> None:
             lines.append(line)
 
@@ -131,7 +131,7 @@ def test_a_soup_is_a_start_where_it_is_asked_for(tmp_path: Path) -> None:
 def test_a_whitening_is_left_out_where_validation_images_are_too_few(tmp_path: Path) -> None:
     lines: list[str] = []
 
-    class Saying(Watcher):
+    class Saying(Callback):
         def say(self, line: str) -> None:
             lines.append(line)
 

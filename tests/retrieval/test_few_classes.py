@@ -34,7 +34,7 @@ def test_it_is_said_at_the_first_query_in_the_metrics_units(known: int) -> None:
     metric = Metric(
         lambda: (float(values.mean()), divided(values)), maximize=True, bounds=(0, 100), name="recall", new_classes=True
     )
-    metric.observers.append(FewClasses(metric, lambda: known, lines.append, confidence=0.9))
+    metric.callbacks.append(FewClasses(metric, lambda: known, lines.append, confidence=0.9))
     for _ in range(2):
         metric.evaluate(nn.Identity(), "x")
     error, needed = float(values.std()) / 8**0.5, NormalDist().inv_cdf(0.9)
@@ -48,6 +48,6 @@ def test_it_is_said_at_the_first_query_in_the_metrics_units(known: int) -> None:
 def test_without_halves_nothing_is_said() -> None:
     lines: list[str] = []
     metric = Metric(lambda: 0.5, maximize=True)
-    metric.observers.append(FewClasses(metric, lambda: 8, lines.append))
+    metric.callbacks.append(FewClasses(metric, lambda: 8, lines.append))
     metric.evaluate(nn.Identity(), "x")
     assert lines == []

@@ -30,7 +30,7 @@ from metricopt_ext.retrieval.search import (
     trainer_task,
     tune_with_trainer,
 )
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.tasks.metric import Metric
 
@@ -104,7 +104,7 @@ def make_trainer(trunk: nn.Module, kind: Any = trainers.MetricLossOnly, **option
 
 
 def search(trainer: Any, tester: Any, adapter: mo.Adapter, queries: int = QUERIES, **options: Any) -> mo.Result:
-    options = {"dataset_dict": {"val": pairs(7, 4.0)}, "metric": "recall_at_1", "watcher": Watcher(), **options}
+    options = {"dataset_dict": {"val": pairs(7, 4.0)}, "metric": "recall_at_1", "callback": Callback(), **options}
     return search_with_trainer(trainer, tester, adapter, queries=queries, **options)
 
 
@@ -402,13 +402,13 @@ def test_a_start_with_other_statistics() -> None:
 def test_it_says_how_many_classes_there_are_and_what_they_can_tell() -> None:
     lines: list[str] = []
 
-    class Saying(Watcher):
+    class Saying(Callback):
         def say(self, line: str) -> None:
             lines.append(line)
 
     trunk = make_trunk()
     adapter = mo.attach_film(trunk, dim=D)
-    run = search(make_trainer(trunk), make_tester(), adapter, watcher=Saying())
+    run = search(make_trainer(trunk), make_tester(), adapter, callback=Saying())
     told = [line for line in lines if " classes: a gain that differs as much between classes can be told " in line]
     assert len(told) == 1
     assert told[0].startswith(f"{run.metric} is {run.before:.4f} at first, with a standard error of 0.")
@@ -526,7 +526,7 @@ def test_classes_kept_aside_have_the_last_word() -> None:
 def test_one_call_attaches_searches_and_merges(part: str) -> None:
     ours, parts = make_trainer(make_trunk()), make_trainer(make_trunk())
     attach = lambda model: mo.attach_film(model, dim=D)  # noqa: E731
-    options: dict[str, Any] = {"metric": "recall_at_1", "watcher": Watcher(), "queries": QUERIES}
+    options: dict[str, Any] = {"metric": "recall_at_1", "callback": Callback(), "queries": QUERIES}
     names = set(ours.models[part].state_dict())
     run = tune_with_trainer(ours, make_tester(), {"val": pairs(7, 4.0)}, part=part, attach=attach, **options)
     adapter = attach(parts.models[part])

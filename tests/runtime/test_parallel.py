@@ -13,24 +13,24 @@ import torch
 
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.runtime.parallel import run_seeds
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 
 
 @pytest.mark.parametrize(("workers", "threads"), [(0, 1), (1, 0), (-1, 1)])
 def test_workers_and_threads_are_at_least_one(workers: int, threads: int) -> None:
     with pytest.raises(ConfigError, match=f"workers={workers}, threads={threads}: both must be at least 1"):
-        run_seeds(lambda seed, watcher: pytest.fail("was run"), [0], queries=1, workers=workers, threads=threads)
+        run_seeds(lambda seed, callback: pytest.fail("was run"), [0], queries=1, workers=workers, threads=threads)
 
 
 def test_the_number_of_threads_is_put_back() -> None:
     before = torch.get_num_threads()
-    seen = run_seeds(lambda seed, watcher: torch.get_num_threads(), [0], queries=1, workers=1, threads=before + 1)
+    seen = run_seeds(lambda seed, callback: torch.get_num_threads(), [0], queries=1, workers=1, threads=before + 1)
     assert seen == [before + 1]
     assert torch.get_num_threads() == before
 
 
 def test_the_number_of_threads_is_put_back_after_an_error() -> None:
-    def failing(seed: int, watcher: Watcher) -> None:
+    def failing(seed: int, callback: Callback) -> None:
         raise ConfigError("no")
 
     before = torch.get_num_threads()
@@ -48,8 +48,8 @@ from metricopt_ext.runtime.parallel import run_seeds
 
 FOLDER = Path(sys.argv[1])
 
-def run(seed, watcher):
-    watcher.stage("working")
+def run(seed, callback):
+    callback.stage("working")
     (FOLDER / f"{os.getpid()}.worker").touch()
     if sys.argv[2:] == ["--kill-one"] and seed == 1:
         os.kill(os.getpid(), 9)
@@ -134,11 +134,11 @@ TELLING = """
 import sys, warnings
 from metricopt_ext.runtime.parallel import run_seeds
 
-def run(seed, watcher):
-    watcher.stage("working")
+def run(seed, callback):
+    callback.stage("working")
     warnings.warn(f"odd {seed}")
-    watcher.query(1, 0.5)
-    watcher.done()
+    callback.query(1, 0.5)
+    callback.done()
 
 if __name__ == "__main__":
     log = []

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from metricopt_ext.runtime.progress import INTERVAL, Bars, QueueWatcher, Several, Watcher, Within, relay
+from metricopt_ext.runtime.progress import INTERVAL, Bars, Callback, QueueCallback, Several, Within, relay
 
 
-class Recorder(Watcher):
+class Recorder(Callback):
     """Keeps what it is told."""
 
     def __init__(self) -> None:
@@ -43,15 +43,15 @@ class Recorder(Watcher):
         self.told.append(("done",))
 
 
-def tell_everything(watcher: Watcher) -> list[tuple[object, ...]]:
-    watcher.stage("guard")
-    watcher.on_file(2)
-    watcher.query(3, 0.71)
-    watcher.quality(3, 0.5)
-    watcher.say("value function: 50 %")
-    watcher.warning("UserWarning: odd")
-    watcher.outcome(0.6, 0.71)
-    watcher.done()
+def tell_everything(callback: Callback) -> list[tuple[object, ...]]:
+    callback.stage("guard")
+    callback.on_file(2)
+    callback.query(3, 0.71)
+    callback.quality(3, 0.5)
+    callback.say("value function: 50 %")
+    callback.warning("UserWarning: odd")
+    callback.outcome(0.6, 0.71)
+    callback.done()
     return [
         ("stage", "guard"),
         ("on_file", 2),
@@ -64,27 +64,27 @@ def tell_everything(watcher: Watcher) -> list[tuple[object, ...]]:
     ]
 
 
-def test_a_plain_watcher_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    tell_everything(Watcher())
+def test_a_plain_callback_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    tell_everything(Callback())
     assert capsys.readouterr() == ("", "")
 
 
-def test_everything_goes_through_a_queue_to_the_watcher_of_its_name() -> None:
+def test_everything_goes_through_a_queue_to_the_callback_of_its_name() -> None:
     messages: queue.Queue[object] = queue.Queue()
-    watchers: dict[str, Watcher] = {"seed 0": Recorder(), "seed 1": Recorder()}
-    expected = tell_everything(QueueWatcher(messages, "seed 1"))
-    QueueWatcher(messages, "seed 0").stage("train the model")
+    callbacks: dict[str, Callback] = {"seed 0": Recorder(), "seed 1": Recorder()}
+    expected = tell_everything(QueueCallback(messages, "seed 1"))
+    QueueCallback(messages, "seed 0").stage("train the model")
     messages.put(None)
-    QueueWatcher(messages, "seed 0").stage("never heard of")
-    relaying = threading.Thread(target=relay, args=(messages, watchers), daemon=True)
+    QueueCallback(messages, "seed 0").stage("never heard of")
+    relaying = threading.Thread(target=relay, args=(messages, callbacks), daemon=True)
     relaying.start()
     relaying.join(10)
     assert not relaying.is_alive()
-    assert watchers["seed 1"].told == expected  # type: ignore[attr-defined]
-    assert watchers["seed 0"].told == [("stage", "train the model")]  # type: ignore[attr-defined]
+    assert callbacks["seed 1"].told == expected  # type: ignore[attr-defined]
+    assert callbacks["seed 0"].told == [("stage", "train the model")]  # type: ignore[attr-defined]
 
 
-def test_several_watchers_are_all_told_everything() -> None:
+def test_several_callbacks_are_all_told_everything() -> None:
     first, second = Recorder(), Recorder()
     assert first.told == second.told == []
     expected = tell_everything(Several(first, second))
@@ -123,11 +123,11 @@ def test_each_run_has_a_bar_with_stage_queries_and_metric() -> None:
 
 def test_a_bar_ends_with_the_outcome_whatever_the_last_query_returned() -> None:
     bars = Bars(terminal(120))
-    watcher = bars.watch("seed 0", 600, "accuracy")
-    watcher.query(597, 0.5500)
-    watcher.outcome(0.6000, 0.7100)
-    watcher.done()
-    watcher.stage("other methods")
+    callback = bars.watch("seed 0", 600, "accuracy")
+    callback.query(597, 0.5500)
+    callback.outcome(0.6000, 0.7100)
+    callback.done()
+    callback.stage("other methods")
     shown = on_screen(bars)
     assert "597/600 queries accuracy 0.6000 -> 0.7100" in shown
     assert "0.5500" not in shown
@@ -138,10 +138,10 @@ def test_a_bar_ends_with_the_outcome_whatever_the_last_query_returned() -> None:
 def test_bars_cut_no_number_off(columns: int) -> None:
     bars = Bars(terminal(columns))
     for seed in (300, 301):
-        watcher = bars.watch(f"seed {seed}", 1000, "mean Recall@1,2,4")
-        watcher.stage("round 10/12, loss only")
-        watcher.query(987, 0.7624)
-        watcher.outcome(0.7624, 0.8441)
+        callback = bars.watch(f"seed {seed}", 1000, "mean Recall@1,2,4")
+        callback.stage("round 10/12, loss only")
+        callback.query(987, 0.7624)
+        callback.outcome(0.7624, 0.8441)
     shown = on_screen(bars, columns)
     assert "…" not in shown
     assert all(len(line) <= columns for line in shown.splitlines())
@@ -152,11 +152,11 @@ def test_bars_cut_no_number_off(columns: int) -> None:
 def test_bars_stay_on_the_screen_and_lines_stand_above_them() -> None:
     console = terminal(120)
     with Bars(console) as bars:
-        watcher = bars.watch("seed 3", 9, "recall")
-        watcher.stage("guard")
-        watcher.query(7, 0.5)
-        watcher.say("value function: " + 200 * "x")  # no line is cut
-        watcher.done()
+        callback = bars.watch("seed 3", 9, "recall")
+        callback.stage("guard")
+        callback.query(7, 0.5)
+        callback.say("value function: " + 200 * "x")  # no line is cut
+        callback.done()
         bars.watch("", total=9).say("without a name")
     shown = console.file.getvalue()
     assert "seed 3  value function: " + 200 * "x" + "\n" in shown
@@ -167,12 +167,12 @@ def test_bars_stay_on_the_screen_and_lines_stand_above_them() -> None:
 @pytest.mark.parametrize("console", [terminal(120), Console(file=io.StringIO(), width=120)], ids=["bars", "lines"])
 def test_brackets_and_colons_of_names_are_shown_as_they_are(console: Any) -> None:
     with Bars(console) as bars:
-        watcher = bars.watch("run [/red][a]", 9, "[/red]f[1] :key:")
-        watcher.query(7, 0.5)
-        watcher.say("value function of :key: [/c]")
-        watcher.outcome(0.5, 0.6)
-        watcher.done()
-        watcher.stage("guard [/b]")
+        callback = bars.watch("run [/red][a]", 9, "[/red]f[1] :key:")
+        callback.query(7, 0.5)
+        callback.say("value function of :key: [/c]")
+        callback.outcome(0.5, 0.6)
+        callback.done()
+        callback.stage("guard [/b]")
     shown = console.file.getvalue()
     assert "run [/red][a]  value function of :key: [/c]\n" in shown
     assert "guard [/b]" in shown
@@ -183,12 +183,12 @@ def test_brackets_and_colons_of_names_are_shown_as_they_are(console: Any) -> Non
 def test_what_a_terminal_would_obey_is_written_out(console: Any) -> None:
     hostile, written_out = "\x1b]0;owned\r\x07\u202e.", r"\x1b]0;owned\r\x07\u202e."
     with Bars(console) as bars:
-        watcher = bars.watch(f"run {hostile}", 9, f"f1 {hostile}")
-        watcher.stage(f"stage {hostile}")
-        watcher.query(7, 0.5)
-        watcher.say(f"value function of {hostile}")
-        watcher.outcome(0.5, 0.6)
-        watcher.stage(f"guard {hostile}")
+        callback = bars.watch(f"run {hostile}", 9, f"f1 {hostile}")
+        callback.stage(f"stage {hostile}")
+        callback.query(7, 0.5)
+        callback.say(f"value function of {hostile}")
+        callback.outcome(0.5, 0.6)
+        callback.stage(f"guard {hostile}")
     shown = console.file.getvalue()
     assert "\x1b]0;" not in shown
     assert "\u202e" not in shown
@@ -200,8 +200,8 @@ def test_what_a_terminal_would_obey_is_written_out(console: Any) -> None:
 # --- Without a terminal ------------------------------------------------------------------------------------------
 
 
-def lines_of(tell: Callable[[Watcher, Callable[[float], None]], None], total: int) -> list[str]:
-    """What is printed where there is no terminal; ``tell`` is given the watcher and what lets seconds pass."""
+def lines_of(tell: Callable[[Callback, Callable[[float], None]], None], total: int) -> list[str]:
+    """What is printed where there is no terminal; ``tell`` is given the callback and what lets seconds pass."""
     now = 0.0
 
     def wait(seconds: float) -> None:
@@ -214,15 +214,15 @@ def lines_of(tell: Callable[[Watcher, Callable[[float], None]], None], total: in
 
 
 def test_without_a_terminal_each_stage_is_a_line_and_the_last_has_the_outcome() -> None:
-    def tell(watcher: Watcher, wait: Callable[[float], None]) -> None:
-        watcher.stage("train the model")
-        watcher.stage("round 1/6, loss only")
-        watcher.query(1, 0.7100)
-        watcher.stage("guard")
-        watcher.outcome(0.6000, 0.7100)
-        watcher.done()
-        watcher.stage("other methods")
-        watcher.done()
+    def tell(callback: Callback, wait: Callable[[float], None]) -> None:
+        callback.stage("train the model")
+        callback.stage("round 1/6, loss only")
+        callback.query(1, 0.7100)
+        callback.stage("guard")
+        callback.outcome(0.6000, 0.7100)
+        callback.done()
+        callback.stage("other methods")
+        callback.done()
 
     assert lines_of(tell, 600) == [
         "seed 0  train the model",
@@ -244,10 +244,10 @@ def test_without_a_terminal_each_stage_is_a_line_and_the_last_has_the_outcome() 
     ],
 )
 def test_without_a_terminal_queries_are_told_now_and_then(total: int, seconds: float, told: list[int]) -> None:
-    def tell(watcher: Watcher, wait: Callable[[float], None]) -> None:
+    def tell(callback: Callback, wait: Callable[[float], None]) -> None:
         for spent in range(1, 200):
             wait(seconds)
-            watcher.query(spent, spent / 1000)
+            callback.query(spent, spent / 1000)
 
     assert [line.partition("; about")[0] for line in lines_of(tell, total)] == [
         f"seed 0  waiting; {spent} of {total} queries spent, {total - spent} left; accuracy {spent / 1000:.4f}"
@@ -259,18 +259,18 @@ def test_without_a_terminal_queries_are_told_now_and_then(total: int, seconds: f
 
 
 def test_lines_and_bars_say_how_long_a_runs_queries_take() -> None:
-    def tell(watcher: Watcher, wait: Callable[[float], None]) -> None:
-        watcher.stage("train the model")
+    def tell(callback: Callback, wait: Callable[[float], None]) -> None:
+        callback.stage("train the model")
         wait(1000)  # which is not the queries'
-        watcher.stage("search")
-        watcher.on_file(20)
+        callback.stage("search")
+        callback.on_file(20)
         for spent in range(1, 21):  # read from files in no time, which is not the queries' either
-            watcher.query(spent, 0.5)
+            callback.query(spent, 0.5)
         for spent in range(21, 24):
             wait(30)
-            watcher.query(spent, 0.5)
-        watcher.outcome(0.5, 0.6)
-        watcher.done()
+            callback.query(spent, 0.5)
+        callback.outcome(0.5, 0.6)
+        callback.done()
 
     lines = lines_of(tell, 31)
     assert lines[-4:] == [
@@ -285,11 +285,11 @@ def test_lines_and_bars_say_how_long_a_runs_queries_take() -> None:
     bars = Bars(terminal(120), clock=lambda: now[0])
     tell(bars.watch("seed 0", 31, "accuracy"), lambda seconds: now.__setitem__(0, now[0] + seconds))
     assert "accuracy 0.5000 -> 0.6000" in on_screen(bars)
-    watcher = bars.watch("seed 1", 31, "accuracy")
+    callback = bars.watch("seed 1", 31, "accuracy")
     for spent in (1, 2, 3):
         now[0] += 10
         assert "left" not in on_screen(bars)
-        watcher.query(spent, 0.5)
+        callback.query(spent, 0.5)
     assert "3/31 queries accuracy 0.5000; about 5 min left" in on_screen(bars)  # 28 of 10 seconds
 
 

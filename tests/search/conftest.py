@@ -26,7 +26,7 @@ def keeps_to_protocol(quadratic: Callable[..., Any]) -> Callable[[Search, int], 
         for budget in (least, queries):
             task, seen = quadratic(dim=8, budget=budget), []
             start = task.starts(0.3, 0, [0])[0]
-            with task.metric.observed_by(lambda query, seen=seen: seen.append(query.evaluation.cost)):
+            with task.metric.calling(lambda query, seen=seen: seen.append(query.evaluation.cost)):
                 result = search(task, start, budget)
             assert task.metric.ledger.spent_on == {"search": budget}
             assert task.queries == len(seen) == budget
@@ -40,7 +40,7 @@ def keeps_to_protocol(quadratic: Callable[..., Any]) -> Callable[[Search, int], 
             task, seen = quadratic(dim=8), []
             before = _global_streams()
             model = {name: value.clone() for name, value in task.adapter.model.state_dict().items()}
-            with task.metric.observed_by(lambda query, seen=seen: seen.append(query.evaluation.cost)):
+            with task.metric.calling(lambda query, seen=seen: seen.append(query.evaluation.cost)):
                 search(task, task.origin(), queries, seed=seed)
             unchanged = _global_streams() == before  # by name: pytest would print all numbers
             assert unchanged

@@ -62,7 +62,7 @@ def test_loss_alone_leads_to_its_own_optimum(quadratic: Make) -> None:
     task = quadratic(noise=0.0)
     asked: list[float] = []
     search = GuidedES(pairs=1, step=0.0, loss_weight=1.0, lr=0.2)
-    with task.metric.observed_by(lambda query: asked.append(query.evaluation.cost)):
+    with task.metric.calling(lambda query: asked.append(query.evaluation.cost)):
         search(task, task.origin(), 1 + 3 * 20)
     phi = task.origin()
     for step in range(20):
@@ -74,7 +74,7 @@ def test_steps_follow_the_pseudocode(quadratic: Make) -> None:
     task, d, k = quadratic(dim=6), 6, 2
     search = GuidedES(pairs=3, scale=0.1, step=0.2, loss_weight=0.5, lr=0.3, history=k)
     asked: list[float] = []
-    with task.metric.observed_by(lambda query: asked.append(query.evaluation.cost)):
+    with task.metric.calling(lambda query: asked.append(query.evaluation.cost)):
         search(task, task.origin(), 1 + 5 * 7, seed=4)
 
     phi, rng, past = task.origin(), generator(4, "guided_es"), []
@@ -110,7 +110,7 @@ def test_budget_is_spent_to_the_query(quadratic: Make, search: Search, dim: int)
     for queries in [*range(least, least + 20), 100, 151]:
         task = quadratic(dim=dim, budget=queries)
         seen: list[float] = []
-        with task.metric.observed_by(lambda query, seen=seen: seen.append(query.evaluation.cost)):
+        with task.metric.calling(lambda query, seen=seen: seen.append(query.evaluation.cost)):
             result = search(task, task.origin(), queries)
         assert task.metric.ledger.spent_on == {"search": queries}
         assert task.queries == len(seen) == queries
@@ -132,7 +132,7 @@ def test_no_query_asks_twice(quadratic: Make, search: Search) -> None:
     for queries in range(search.least_queries(4), search.least_queries(4) + 30):
         task = quadratic()
         seen: list[float] = []
-        with task.metric.observed_by(lambda query, seen=seen: seen.append(query.evaluation.cost)):
+        with task.metric.calling(lambda query, seen=seen: seen.append(query.evaluation.cost)):
             search(task, task.origin(), queries)
         assert len(set(seen)) == queries
 

@@ -72,7 +72,7 @@ def assert_same(a: SearchResult, b: SearchResult) -> None:
 @pytest.mark.parametrize("queries", [7, 8, 12, 13, 14, 30, 61])
 def test_exactly_the_queries_are_asked_and_booked(quadratic: Callable[..., Any], queries: int) -> None:
     task, told = quadratic(budget=queries), []
-    with task.metric.observed_by(lambda query: told.append(query.evaluation.cost)):
+    with task.metric.calling(lambda query: told.append(query.evaluation.cost)):
         end = SEARCH(task, task.origin(), queries)
     assert task.queries == queries == end.queries
     assert task.metric.ledger.spent_on == {"search": queries}

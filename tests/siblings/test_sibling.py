@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.errors import BudgetError, MetricError
 from metricopt_ext.experiment.method import SIBLINGS
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.checkpoints import Checkpoints
 from metricopt_ext.siblings.reloss.ranked_batches import BatchSource
 from metricopt_ext.siblings.reloss.relational_loss import RelationalTraining
@@ -222,11 +222,11 @@ def test_its_history_can_be_plotted(name: str, training_task: Callable[..., Trai
 def test_it_tells_how_far_it_is(name: str, training_task: Callable[..., TrainingTask]) -> None:
     told = []
 
-    class Listening(Watcher):
+    class Listening(Callback):
         def stage(self, description: str) -> None:
             told.append(description)
 
-    small(name).train(made(name, training_task), watcher=Listening())
+    small(name).train(made(name, training_task), callback=Listening())
     assert told
 
 

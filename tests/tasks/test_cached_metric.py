@@ -42,14 +42,14 @@ def test_what_is_on_file_of_a_point_is_answered_and_booked_but_not_asked(tmp_pat
     path = tmp_path / "evaluations.json"
     broken = CachedMetric(counting(3, halves), path)
     seen: list[Query] = []
-    with broken.metric.observed_by(seen.append):
+    with broken.metric.calling(seen.append):
         told = ask(broken, 5, 6, 7)
     with pytest.raises(MetricError, match="down"):
         ask(broken, 8)
     metric = counting(halves=halves)
     again = CachedMetric(metric, path)
     assert again.on_file == 3
-    metric.observers.append(seen.append)
+    metric.callbacks.append(seen.append)
     assert ask(again, 7, 5, purpose="first") == [told[2], told[0]]  # by the point, whatever the order
     assert ask(again, 8, 6, 9, purpose="second") == [
         *ask(counting(halves=halves), 8),

@@ -808,11 +808,11 @@ def test_ranks_must_find_the_same_and_not_wait_for_each_other(torchrun: Any) -> 
     assert output.count("is done") == 2
 
 
-def test_observers_are_told_of_a_query_once_whoever_asked_has_the_answer() -> None:
+def test_callbacks_are_told_of_a_query_once_whoever_asked_has_the_answer() -> None:
     values, told = iter([0.25, 0.75]), []
     metric = Metric(lambda: next(values), maximize=True, bounds=(0, 2))
     model = nn.Identity()
-    with metric.observed_by(told.append):
+    with metric.calling(told.append):
         answers = metric.each(metric.judge, [model, model], "search")
         assert (next(answers).cost, told) == (0.875, [])  # the first is told once the second is asked for
         assert next(answers).cost == 0.625
@@ -824,28 +824,28 @@ def test_observers_are_told_of_a_query_once_whoever_asked_has_the_answer() -> No
     ]
 
 
-def test_an_observer_is_told_inside_its_block_alone_and_once() -> None:
+def test_a_callback_is_told_inside_its_block_alone_and_once() -> None:
     told: list[Query] = []
     metric = Metric(lambda: 0.5, maximize=True)
-    with metric.observed_by(told.append), metric.observed_by(told.append):
+    with metric.calling(told.append), metric.calling(told.append):
         metric.cost(nn.Identity(), "a")
         metric.with_new_ledger().cost(nn.Identity(), "of a copy")
     metric.cost(nn.Identity(), "b")
     assert [(query.purpose, query.spent) for query in told] == [("a", 1), ("of a copy", 1)]
 
 
-def test_a_metric_with_observers_shares_the_ledger() -> None:
+def test_a_metric_with_callbacks_shares_the_ledger() -> None:
     told: list[Query] = []
     metric = Metric(lambda: 0.5, maximize=True)
-    metric.with_observers(told.append).cost(nn.Identity(), "a")
+    metric.with_callbacks(told.append).cost(nn.Identity(), "a")
     assert metric.ledger.spent == len(told) == 1
-    assert metric.observers == []
+    assert metric.callbacks == []
 
 
 def test_what_is_on_file_is_booked_and_told_as_such() -> None:
     told: list[Query] = []
     metric = Metric(lambda: 0.5, maximize=True, repeats=2)
-    with metric.observed_by(told.append):
+    with metric.calling(told.append):
         assert list(metric.repeat(Evaluation(0.25), "search")) == [Evaluation(0.25)]
     assert [tuple(query) for query in told] == [(None, Evaluation(0.25), 0.75, "search", 2, True)]
     assert metric.ledger.spent_on == {"search": 2}
@@ -857,7 +857,7 @@ def test_queries_that_are_asked_at_once_are_told_one_by_one(monkeypatch: pytest.
     monkeypatch.setattr(distributed, "world", lambda: 2)
     monkeypatch.setattr(distributed, "session", lambda: metric._compared)
     monkeypatch.setattr(distributed, "each", lambda ask, items: map(ask, items))
-    with metric.observed_by(told.append):
+    with metric.calling(told.append):
         list(metric.each(metric.judge, [nn.Identity()] * 3, "search"))
     assert [query.spent for query in told] == [1, 2, 3]
 
@@ -964,7 +964,7 @@ def test_a_function_besides_leaves_the_model_as_it_was() -> None:
 def test_what_a_metric_was_made_with_goes_with_it() -> None:
     also, subject_to = {"a": constant(1.0)}, {"a": ">= start", "b": "<= 2"}
     metric = several({"f1": 0.5, "b": 1.0}, also=also, subject_to=subject_to)
-    for other in (metric, metric.with_new_ledger(), metric.with_settings(failures=1), metric.with_observers()):
+    for other in (metric, metric.with_new_ledger(), metric.with_settings(failures=1), metric.with_callbacks()):
         assert (other.also, other.subject_to) == (also, subject_to)
         assert [str(each) for each in other.constraints] == ["a >= start", "b <= 2"]
     assert metric.evaluate(nn.Identity(), "x").also == {"a": 1.0, "b": 1.0}

@@ -120,7 +120,7 @@ def run(task: Any, store: TrajectoryStore, indices: Sequence[int] = range(5), **
 def test_collected_trajectories(quadratic: Make, population: int) -> None:
     task, store, costs = quadratic(population=population), TrajectoryStore(), []
     indices = [3, 1, 4, 0, 5]
-    with task.metric.observed_by(lambda query: costs.append(query.evaluation.cost)):
+    with task.metric.calling(lambda query: costs.append(query.evaluation.cost)):
         found = run(task, store, indices, round=2)
     assert [trajectory.index for trajectory in found] == indices
     assert task.metric.ledger.spent_on == {"collect": 15}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.errors import ConfigError, DataError
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.ala.adaptive_losses import (
     FAMILIES,
     LINKS,
@@ -182,7 +182,7 @@ class AdaptiveLossAlignment(Sibling):
         return DistanceMixture() if self.loss == DistanceMixture.family else FocalWeighting(self.offset)
 
     def run(
-        self, task: TrainingTask, seed: int, watcher: Watcher, left: Unfinished
+        self, task: TrainingTask, seed: int, callback: Callback, left: Unfinished
     ) -> tuple[LossPolicy | None, History]:
         """Train the children and the policy; the best child's weights become the task's model's.
 
@@ -199,7 +199,7 @@ class AdaptiveLossAlignment(Sibling):
         history: History = {}
         actions = self.iterations // self.action_steps
         for t in range(actions):
-            watcher.stage(f"ALA, {100 * t // actions}%")
+            callback.stage(f"ALA, {100 * t // actions}%")
             if self.controller == "confusion":
                 children[0].take_confusions(t)
                 children[0].descend(t)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metricopt_ext.errors import DataError
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.checkpoints import Checkpoints
 from metricopt_ext.siblings.training import TrainingTask
 from metricopt_ext.utils.checks import check_above, check_finite, check_integer
@@ -159,14 +159,14 @@ class BatchSource:
         return torch.rand(self.training + self.heldout, generator=generator(seed, "random or not")) < self.random
 
     def draw(
-        self, task: TrainingTask, seed: int, watcher: Watcher | None = None
+        self, task: TrainingTask, seed: int, callback: Callback | None = None
     ) -> tuple[RankedBatches, RankedBatches]:
         """Draw the batches and ask for their costs; ``training + heldout`` queries of the task's batch metric.
 
         Args:
             task: What the network is trained by, and the metric.
             seed: Seed of all draws but dropout's.
-            watcher: Notified of progress.
+            callback: Notified of progress.
 
         Returns:
             The training and the held-out batches.
@@ -175,7 +175,7 @@ class BatchSource:
             DataError: The task's scores are no logits.
             FloatingPointError: The network's training diverged.
         """
-        watcher, are_random = watcher or Watcher(), self.are_random(seed)
+        callback, are_random = callback or Callback(), self.are_random(seed)
         with evaluating(task.model), torch.no_grad():
             like, labels = task.predict(task.model, task.batches(seed, STREAM, 0))
         size, outputs = len(labels), 1 if like.dim() == 1 else like.shape[1]
@@ -187,13 +187,13 @@ class BatchSource:
             slopes[row] = slope_in_logits(scores, labels)
             costs[row] = task.batch_metric.cost(scores, labels, "reloss")
 
-        watcher.stage("random outputs")
+        callback.stage("random outputs")
         for row in are_random.nonzero().flatten().tolist():
             scores, drawn = self.outputs.draw(size, outputs, generator(seed, "random outputs", row))
             ask(row, scores.to(like), drawn.to(labels.device))
         rows, count = (~are_random).nonzero().flatten().tolist(), self.checkpoints.count
         for k, model in enumerate(self.checkpoints.models(task, seed) if rows else ()):
-            watcher.stage(f"outputs of checkpoint {k + 1} of {count}")
+            callback.stage(f"outputs of checkpoint {k + 1} of {count}")
             with torch.no_grad():
                 for row in rows[k::count]:
                     ask(row, *task.predict(model, task.batches(seed, STREAM, row)))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.reloss.ranked_batches import RankedBatches, true_class_log_probability
 from metricopt_ext.siblings.reloss.soft_spearman import soft_spearman, spearman
 from metricopt_ext.siblings.unfinished import History
@@ -169,7 +169,7 @@ class RelationalTraining:
         heldout: RankedBatches,
         *,
         seed: int = 0,
-        watcher: Watcher | None = None,
+        callback: Callback | None = None,
     ) -> History:
         """Train a loss in place, and leave it as it ranked the held-out batches best.
 
@@ -181,7 +181,7 @@ class RelationalTraining:
             training: What it learns from; each batch is used once before any is used again.
             heldout: What it is chosen by.
             seed: Seed of the order.
-            watcher: Notified of progress.
+            callback: Notified of progress.
 
         Returns:
             ``"spearman"``, of the loss and the cost on the held-out batches, in [-1, 1], higher is better;
@@ -190,7 +190,7 @@ class RelationalTraining:
         Raises:
             FloatingPointError: The objective is no longer finite.
         """
-        watcher = watcher or Watcher()
+        callback = callback or Callback()
         # Random weights rise with the metric as often as they fall. The penalty would keep them so: between the two
         # slopes of norm 1 lies one of 0.
         if self._spearman(loss, training.split(self.batches)[0]) < 0:
@@ -219,7 +219,7 @@ class RelationalTraining:
                 history[name].append((step, value))
             if reached > best:
                 best, kept = reached, {name: value.clone() for name, value in loss.state_dict().items()}
-            watcher.stage(f"relational loss, {100 * (step + 1) // self.steps}%")
+            callback.stage(f"relational loss, {100 * (step + 1) // self.steps}%")
         loss.load_state_dict(kept)
         return dict(history)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.checkpoints import train
 from metricopt_ext.siblings.reloss.ranked_batches import BatchSource, true_class_log_probability
 from metricopt_ext.siblings.reloss.relational_loss import RelationalLoss, RelationalTraining
@@ -70,7 +70,9 @@ class ReLoss(Sibling):
                 f"the loss to begin with ranks by {self.begin.metric!r}, the metric is {task.batch_metric.name!r}"
             )
 
-    def run(self, task: TrainingTask, seed: int, watcher: Watcher, left: Unfinished) -> tuple[RelationalLoss, History]:
+    def run(
+        self, task: TrainingTask, seed: int, callback: Callback, left: Unfinished
+    ) -> tuple[RelationalLoss, History]:
         """Learn the loss, unless there is one, and train the model by it.
 
         Returns:
@@ -84,12 +86,12 @@ class ReLoss(Sibling):
         if self.begin is not None:
             loss.load_state_dict(self.begin.state_dict())
         else:
-            parts = self.source.draw(task, seed, watcher)
-            history |= self.training.learn(loss, *parts, seed=seed, watcher=watcher)
-        history |= self.descend(task, loss, seed, watcher)
+            parts = self.source.draw(task, seed, callback)
+            history |= self.training.learn(loss, *parts, seed=seed, callback=callback)
+        history |= self.descend(task, loss, seed, callback)
         return loss, history
 
-    def descend(self, task: TrainingTask, loss: RelationalLoss, seed: int, watcher: Watcher) -> History:
+    def descend(self, task: TrainingTask, loss: RelationalLoss, seed: int, callback: Callback) -> History:
         """Train the task's model in place by a learned loss, which stays as it is."""
         every = max(1, self.steps // self.records)
         judged = {self.steps * (i + 1) // self.evals - 1 for i in range(self.evals)}
@@ -108,6 +110,6 @@ class ReLoss(Sibling):
             if step in judged:
                 metric.append((step, task.metric.to_value(task.metric.cost(task.model, "history"))))
             if step % max(1, self.steps // 20) == 0:
-                watcher.stage(f"model, {100 * step // self.steps}%")
+                callback.stage(f"model, {100 * step // self.steps}%")
         loss.requires_grad_(True)
         return {name: points for name, points in (("loss", losses), ("metric", metric)) if points}

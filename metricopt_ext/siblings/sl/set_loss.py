@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metricopt_ext.errors import DataError
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.clipped_adam import ClippedAdam
 from metricopt_ext.siblings.sl.best_threshold import lowest_cost
 from metricopt_ext.siblings.sl.set_network import EPSILON, NETWORKS, Network, SetNetwork, forward, to_weights
@@ -168,7 +168,7 @@ class UniversalTraining:
         size: int,
         *,
         seed: int = 0,
-        watcher: Watcher | None = None,
+        callback: Callback | None = None,
         left: Unfinished | None = None,
     ) -> History:
         """Train a surrogate in place, ``steps`` queries of the batch metric, or ``thresholds`` times as many.
@@ -178,7 +178,7 @@ class UniversalTraining:
             metric: What it is to predict the cost of.
             size: N, labels in a batch.
             seed: Seed of the batches.
-            watcher: Notified of progress.
+            callback: Notified of progress.
             left: Keeps the state, of a training that this is the first stage of.
 
         Returns:
@@ -187,7 +187,7 @@ class UniversalTraining:
         Raises:
             FloatingPointError: The distance is no longer finite.
         """
-        watcher, every = watcher or Watcher(), max(1, self.steps // self.records)
+        callback, every = callback or Callback(), max(1, self.steps // self.records)
         with ClippedAdam(surrogate.parameters(), self.lr, self.clip) as optimizer:
             parts: dict[str, Any] = {"surrogate": surrogate, "optimizer": optimizer}
             first, history = left.go_on("universal", **parts) if left is not None else (0, {})
@@ -199,7 +199,7 @@ class UniversalTraining:
                 if step % every == 0 or step == self.steps - 1:
                     history["universal"].append((step, finite(distance, step)))
                 if step % max(1, self.steps // 20) == 0:
-                    watcher.stage(f"SL, universal, {100 * step // self.steps}%")
+                    callback.stage(f"SL, universal, {100 * step // self.steps}%")
                 if left is not None:
                     left.keep("universal", step + 1, history, **parts)
         return history

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.errors import ConfigError, DataError
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.clipped_adam import ClippedAdam
 from metricopt_ext.siblings.sibling import Sibling
 from metricopt_ext.siblings.sl.best_threshold import lowest_cost
@@ -120,7 +120,7 @@ class SurrogateLearning(Sibling):
                 f" {task.batch_metric.name!r}"
             )
 
-    def run(self, task: TrainingTask, seed: int, watcher: Watcher, left: Unfinished) -> tuple[SetLoss, History]:
+    def run(self, task: TrainingTask, seed: int, callback: Callback, left: Unfinished) -> tuple[SetLoss, History]:
         """Train the model and, but for a universal one, the surrogate; returns the surrogate and the history.
 
         Returns:
@@ -134,15 +134,15 @@ class SurrogateLearning(Sibling):
             surrogate.load_state_dict(self.begin.state_dict())
         elif self.surrogate != "scratch" and left.stage != ALTERNATING:
             universal = replace(self.universal, thresholds=self.thresholds)
-            history = universal.learn(surrogate, task.batch_metric, size, seed=seed, watcher=watcher, left=left)
-        return surrogate, self.alternate(task, surrogate, seed, watcher, left, history)
+            history = universal.learn(surrogate, task.batch_metric, size, seed=seed, callback=callback, left=left)
+        return surrogate, self.alternate(task, surrogate, seed, callback, left, history)
 
     def alternate(
         self,
         task: TrainingTask,
         surrogate: SetLoss,
         seed: int,
-        watcher: Watcher,
+        callback: Callback,
         left: Unfinished,
         earlier: History | None = None,
     ) -> History:
@@ -198,7 +198,7 @@ class SurrogateLearning(Sibling):
                     value = task.metric.to_value(task.metric.cost(task.model, "history"))
                     history["metric"].append((iteration, value))
                 if iteration % max(1, self.iterations // 20) == 0:
-                    watcher.stage(f"SL, {100 * iteration // self.iterations}%")
+                    callback.stage(f"SL, {100 * iteration // self.iterations}%")
                 left.keep(ALTERNATING, iteration + 1, history, **parts)
         surrogate.requires_grad_(True)
         return {name: points for name, points in history.items() if points}

@@ -37,7 +37,7 @@ from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, traject
 from metricopt_ext.detection.records import DetectionSet
 from metricopt_ext.errors import ConfigError, DataError, FileFormatError, MetricError, ValueFunctionError
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.runtime.progress import Bars, Watcher
+from metricopt_ext.runtime.progress import Bars, Callback
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.recording import Recording
@@ -685,7 +685,7 @@ def test_ap_of_boxes_is_our_own_evaluator_s(tiny_config: Any) -> None:
     assert result["AP"] == pytest.approx(50)
 
 
-class Seen(Watcher):
+class Seen(Callback):
     """Remembers what a bar would show."""
 
     def __init__(self) -> None:
@@ -702,8 +702,8 @@ def test_meta_training_tells_its_progress(
     logged: list[logging.LogRecord],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    watcher = Seen()
-    monkeypatch.setattr(Bars, "watch", lambda self, name, total, metric: watcher if name == "miss" else Watcher())
+    callback = Seen()
+    monkeypatch.setattr(Bars, "watch", lambda self, name, total, metric: callback if name == "miss" else Callback())
     cfg = to_meta_train()
 
     def judge(model: Any) -> float:
@@ -714,12 +714,12 @@ def test_meta_training_tells_its_progress(
     default_setup(cfg, Namespace(config_file=""))
     capsys.readouterr()
     meta_train(cfg, tmp_path / "f.safetensors")
-    assert [spent for spent, _ in watcher.queries] == sorted(spent for spent, _ in watcher.queries)
-    assert {spent for spent, _ in watcher.queries} == set(range(1, 25))
+    assert [spent for spent, _ in callback.queries] == sorted(spent for spent, _ in callback.queries)
+    assert {spent for spent, _ in callback.queries} == set(range(1, 25))
     folder = Path(cfg.OUTPUT_DIR) / "trajectories"
     store = TrajectoryStore(folder, json.loads((folder / "identity.json").read_text()))
     shown = [10 * cost for trajectory in store for cost in trajectory.cost.tolist()]
-    assert list(dict(watcher.queries).values())[:2] == shown[:2]
+    assert list(dict(callback.queries).values())[:2] == shown[:2]
 
     said = [record.getMessage() for record in logged if record.getMessage().startswith("Round")]
     ends = [10 * trajectory.cost[[0, -1]] for trajectory in store]
@@ -728,7 +728,7 @@ def test_meta_training_tells_its_progress(
         for i, (first, last) in enumerate(ends)
     ]
     assert "Round 1 of 2, run 1 of 8" in (Path(cfg.OUTPUT_DIR) / "log.txt").read_text()
-    assert "queries left" not in capsys.readouterr().out  # the watcher tells it there
+    assert "queries left" not in capsys.readouterr().out  # the callback tells it there
 
 
 @pytest.mark.parametrize(

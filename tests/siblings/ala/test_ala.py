@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.errors import ConfigError, DataError
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.ala import ala
 from metricopt_ext.siblings.ala.ala import AdaptiveLossAlignment, Child, discounted_sum
 from metricopt_ext.siblings.ala.loss_policy import LossPolicy, load_loss_policy
@@ -92,7 +92,7 @@ def test_it_is_algorithm_1(trains: Any, optimizer: Any, training_task: Make) -> 
     begun = LossPolicy("classes", 2)
     task.model.train()
     own = task.copied()
-    policy, history = replace(method, begin=begun).run(own, 5, Watcher(), Unfinished(own, {}))
+    policy, history = replace(method, begin=begun).run(own, 5, Callback(), Unfinished(own, {}))
 
     # The same, line by line.
     theirs = LossPolicy("classes", 2)

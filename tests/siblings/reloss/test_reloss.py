@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from metricopt_ext.errors import ConfigError, DataError
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.checkpoints import Checkpoints
 from metricopt_ext.siblings.reloss.ranked_batches import BatchSource
 from metricopt_ext.siblings.reloss.relational_loss import RelationalLoss, RelationalTraining
@@ -32,7 +32,7 @@ def test_the_model_descends_the_learned_loss_with_or_without_cross_entropy(
     kept = {name: value.clone() for name, value in loss.state_dict().items()}
     for each in (task, plain):
         each.model.train()
-    history = ReLoss(cross_entropy, steps=3, lr=0.05).descend(task, loss, 6, Watcher())
+    history = ReLoss(cross_entropy, steps=3, lr=0.05).descend(task, loss, 6, Callback())
 
     optimizer = torch.optim.Adam(plain.parameters(), 0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=3)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from metricopt_ext.errors import ConfigError, DataError
-from metricopt_ext.runtime.progress import Watcher
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.sl.set_loss import SetLoss, UniversalTraining
 from metricopt_ext.siblings.sl.surrogate_learning import SurrogateLearning
 from metricopt_ext.siblings.training import TrainingTask
@@ -83,7 +83,7 @@ def test_it_is_algorithm_1(
     plain, plain_net = task.copied(), copy.deepcopy(net)
     expected = algorithm_1(plain, plain_net, method, seed=2)
     task.model.train()
-    history = method.alternate(task, net, 2, Watcher(), Unfinished(task, {}))
+    history = method.alternate(task, net, 2, Callback(), Unfinished(task, {}))
     for (name, a), b in zip(task.model.state_dict().items(), plain.model.state_dict().values(), strict=True):
         assert torch.allclose(a, b, rtol=0, atol=1e-9), name
     for a, b in zip(net.parameters(), plain_net.parameters(), strict=True):
@@ -113,7 +113,7 @@ def test_each_reading_of_the_authors_code_is_what_it_says(
     expected = algorithm_1(plain, plain_net, method, seed=2)
     task.model.train()
     before = task.batch_metric.ledger.spent
-    history = method.alternate(task, net, 2, Watcher(), Unfinished(task, {}))
+    history = method.alternate(task, net, 2, Callback(), Unfinished(task, {}))
     assert task.batch_metric.ledger.spent - before == 40 * max(1, method.thresholds)
     assert task.model.training
     for (name, a), b in zip(net.state_dict().items(), plain_net.state_dict().values(), strict=True):
