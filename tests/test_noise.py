@@ -56,7 +56,7 @@ def changed(strategy: str, source: str, seed: int) -> bool:
         return (sum(halves) / 2, halves) if source == "halves" else sum(halves) / 2
 
     repeats = 3 if source == "repeats" else 1
-    more = {"kept_aside": task_of(value).metric} if source == "held-out" else {}
+    more = {"holdout": task_of(value).metric} if source == "held-out" else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # f is not to be trusted
         result: mo.Result = mo.optimize_metric(
@@ -87,7 +87,7 @@ def test_noise_changes_the_model_in_few_seeds(strategy: str, source: str) -> Non
     assert sum(changed(strategy, source, seed) for seed in range(SEEDS // 2 if few else SEEDS)) <= most
 
 
-def run_with(halves: Callable[[float], Any], strategy: str, kept_aside: bool = False, **options: Any) -> mo.Result:
+def run_with(halves: Callable[[float], Any], strategy: str, holdout: bool = False, **options: Any) -> mo.Result:
     """Run a strategy on noise that tells halves which can't be of two halves of data."""
     (method, evaluations), rng = STRATEGIES[strategy], random.Random(0)
 
@@ -96,7 +96,7 @@ def run_with(halves: Callable[[float], Any], strategy: str, kept_aside: bool = F
         return drew, halves(drew)
 
     queries = options.get("repeats", 1) * evaluations
-    more = {"kept_aside": task_of(lambda: drawn(rng)).metric} if kept_aside else {}
+    more = {"holdout": task_of(lambda: drawn(rng)).metric} if holdout else {}
     task = task_of(value, **options)
     return mo.optimize_metric(task, queries=queries, strategy=method, callback=Callback(), **more)
 
@@ -119,7 +119,7 @@ def test_where_halves_are_none_chance_is_taken_from_elsewhere() -> None:
         repeated = run_with(lambda value: (value, value), "CMA-ES", repeats=3, require_guard=True)
     assert repeated.guard == "repeats"
     with pytest.warns(UserWarning, match="the metric's halves"):
-        aside = run_with(lambda value: (value, value), "CMA-ES", kept_aside=True, require_guard=True)
+        aside = run_with(lambda value: (value, value), "CMA-ES", holdout=True, require_guard=True)
     assert aside.best != aside.before
     assert aside.guard == "held-out"
 

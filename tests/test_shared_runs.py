@@ -33,7 +33,7 @@ out = Path(sys.argv[1])
 STRATEGIES = {
     "search": (None, 45),
     "assessed": (None, 45),
-    "kept_aside": (None, 45),
+    "holdout": (None, 45),
     "settings": (None, 45),
     "lines": (None, 45),
     "recipe": (Recipe(steps=6, evals=3, rounds=2, folds=2, trials=1, learners=(RidgeLearner(),)), 62),
@@ -73,7 +73,7 @@ def run(name):
         loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
         batches=TensorBatches(x, y, batch_size=30),
         metric=Metric(
-            score if name != "kept_aside" else lambda model: score(model)[0],  # without halves any gain is kept
+            score if name != "holdout" else lambda model: score(model)[0],  # without halves any gain is kept
             maximize=True, bounds=(0, 2), name="score",
         ),
         population=3,
@@ -88,7 +88,7 @@ def run(name):
     run = mo.optimize_metric(
         task, queries=queries, strategy=strategy, starts=starts, seed=1, output_dir=out / name, callback=Callback(),
         resume=bool(first),
-        kept_aside=Metric(aside, maximize=True, name="aside") if name == "kept_aside" else None,
+        holdout=Metric(aside, maximize=True, name="aside") if name == "holdout" else None,
     )
     kept = {"phi": task.adapter.phi.detach(), "before": run.before, "after": run.after, "best": run.best,
             "queries": run.queries, "spent": task.metric.ledger.spent_on, "text": str(run), "aside": run.aside,
@@ -129,7 +129,7 @@ def test_the_result_does_not_depend_on_the_number_of_ranks(forked: Any, tmp_path
         return ends, files
 
     (alone,), files = results(1)
-    assert alone["ends"]["kept_aside"]["aside"].keys() == {"start", "search"}
+    assert alone["ends"]["holdout"]["aside"].keys() == {"start", "search"}
     # Adapters, functions, the trajectories of recipe, paper and learned; the learned optimizer, and its training.
     assert len(files) == 10 + 8 + 16 + 12 + 10 + 2
     changed, tried = alone["ends"]["settings"]["settings"]

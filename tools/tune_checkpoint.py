@@ -330,7 +330,7 @@ def report(
             "chance": result.chance,
             "optimism": result.optimism,
             "needed": result.needed,
-            "held out": result.aside,
+            "held out": result.holdout,
         },
         "queries": queries,
         "failed": tuned.failed,
@@ -361,7 +361,7 @@ def report(
         print(plain(line))
     for line in [] if result.constrained is None else result.constrained.lines(result.chosen):
         print(plain(line))
-    for name, value in result.aside.items():
+    for name, value in result.holdout.items():
         print(plain(f"held out, {name}: {value:.4f}"))
     if result.best != result.after:
         print(f"the best candidate has {result.best:.4f}, but {result.doubt()}")

@@ -236,7 +236,7 @@ def told_of_settings(settings: ProgramSettings, tuned: SettingsOutcome) -> dict[
             "chance": tuned.verdict.chance,
             "optimism": tuned.verdict.optimism,
             "needed": tuned.verdict.needed,
-            "held out": tuned.aside,
+            "held out": tuned.holdout,
         },
         "queries": tuned.queries,
         "failed": tuned.failed,

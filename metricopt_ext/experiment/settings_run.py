@@ -10,7 +10,7 @@ from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.experiment.program_trials import HELD_OUT, NAME, ProgramRun, TrialError, ending, side_by_side
 from metricopt_ext.methods.constrained import Constrained, besides, decide_within
 from metricopt_ext.methods.guard import CONFIDENCE, Decision, Guard, Verdict, decide_among
-from metricopt_ext.methods.holdout import best_aside
+from metricopt_ext.methods.holdout import best_on_holdout
 from metricopt_ext.methods.result import with_so_little_data
 from metricopt_ext.methods.trials import ranked
 from metricopt_ext.methods.tuned_settings import SETTINGS_CONFIDENCE
@@ -136,7 +136,7 @@ class SettingsOutcome:
         after: What was found for what was kept.
         best: The score of the best candidate.
         verdict: What the guard thinks of it.
-        aside: Scores on data held out, of the defaults and of the best candidate; empty without any.
+        holdout: Scores on data held out, of the defaults and of the best candidate; empty without any.
         queries: Runs of the program, by purpose; those on data held out are counted apart.
         failed: Trials that failed.
         constrained: How the run stands to its constraints; None without any.
@@ -148,7 +148,7 @@ class SettingsOutcome:
     after: Score
     best: float
     verdict: Verdict
-    aside: dict[str, float]
+    holdout: dict[str, float]
     queries: dict[str, int]
     failed: int
     constrained: Constrained | None = None
@@ -180,7 +180,7 @@ class SettingsOutcome:
         lines = besides(self.also, self.constrained)
         if self.constrained is not None:
             lines += self.constrained.lines(AFTER if self.changed else BEFORE)
-        lines += [f"held out, {name}: {value:.4f}" for name, value in self.aside.items()]
+        lines += [f"held out, {name}: {value:.4f}" for name, value in self.holdout.items()]
         if self.changed:
             before, after = self.before.seconds, self.after.seconds
             lines.append(f"a trial took {before:.3g} s with the defaults, and {after:.3g} s with these settings")
@@ -195,8 +195,8 @@ class SettingsOutcome:
         return lines
 
     def _doubt(self) -> str:
-        if self.aside:
-            return "the data kept aside do not confirm it"
+        if self.holdout:
+            return "the held-out data do not confirm it"
         if self.verdict.gain <= 0:
             return "it gains nothing"
         return with_so_little_data((self.verdict.needed or 0) + self.verdict.optimism)
@@ -391,9 +391,9 @@ class SettingsRun(ProgramRun):
                     ledger.keep(texts, found, held_out=True)
                 aside[name] = found.value
         seen = {BEFORE: tuned.before.value, AFTER: tuned.after.value}
-        chosen, verdict = best_aside(seen, aside, self._scale, tuned.guard, CONFIDENCE)
+        chosen, verdict = best_on_holdout(seen, aside, self._scale, tuned.guard, CONFIDENCE)
         queries = {**tuned.queries, "held out": len(aside) * self.holdout.repeats}
-        tuned = replace(tuned, verdict=verdict or tuned.verdict, aside=aside, queries=queries)
+        tuned = replace(tuned, verdict=verdict or tuned.verdict, holdout=aside, queries=queries)
         return tuned if chosen == AFTER else replace(tuned, values=self.settings.defaults, after=tuned.before)
 
     def _at(self, ledger: _Ledger, values: Values) -> Score:

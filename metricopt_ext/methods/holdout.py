@@ -15,8 +15,8 @@ from metricopt_ext.tasks.task import FinetuneTask
 CANDIDATES = 3  # at most: the model as it was, the start that the search began from, and the search's end
 
 
-def check_kept_aside(task: FinetuneTask, metric: Metric, starts: Mapping[str, Start | StartLine]) -> None:
-    """Refuse a metric that can't judge a run on data kept aside.
+def check_holdout(task: FinetuneTask, metric: Metric, starts: Mapping[str, Start | StartLine]) -> None:
+    """Refuse a metric that can't judge a run on held-out data.
 
     Raises:
         ValueError: It is no metric, or the one that the run sees, or of another direction.
@@ -24,20 +24,20 @@ def check_kept_aside(task: FinetuneTask, metric: Metric, starts: Mapping[str, St
         BudgetError: Its ledger has too few queries left.
     """
     if not isinstance(metric, Metric):
-        raise ValueError(f"kept_aside is {metric!r}; it must be a Metric, of data that task.metric does not see")
+        raise ValueError(f"holdout is {metric!r}; it must be a Metric, of data that task.metric does not see")
     if metric is task.metric or metric.function is task.metric.function:
-        raise ValueError(f"kept_aside is {metric.name!r} itself, which the search sees; it must be of other data")
+        raise ValueError(f"holdout is {metric.name!r} itself, which the search sees; it must be of other data")
     if metric.maximize != task.metric.maximize:
         better = "higher" if metric.maximize else "lower"
-        raise ValueError(f"of kept_aside, {metric.name!r}, {better} is better, unlike of {task.metric.name!r}")
+        raise ValueError(f"of holdout, {metric.name!r}, {better} is better, unlike of {task.metric.name!r}")
     all_starts(task.judged_by(metric), starts)
     if metric.ledger.left < CANDIDATES * metric.repeats:
         needed = CANDIDATES * metric.repeats
-        raise BudgetError(f"kept_aside takes up to {needed} queries, {metric.ledger.left} are left in its budget")
+        raise BudgetError(f"holdout takes up to {needed} queries, {metric.ledger.left} are left in its budget")
 
 
 def confirmed(result: Result[Own], task: FinetuneTask, confidence: float) -> Result[Own]:
-    """Return a run's result with what data kept aside prefer: what the guard kept, or a candidate that it had before.
+    """Return a run's result with what held-out data prefer: what the guard kept, or a candidate that it had before.
 
     The search has fitted phi to the data that its metric sees, both halves of them, so these can't tell what carries
     over to other classes, say. Other data can, by a comparison of two or three candidates, which owe nothing to them.
@@ -45,7 +45,7 @@ def confirmed(result: Result[Own], task: FinetuneTask, confidence: float) -> Res
 
     Args:
         result: What the guard made of the run; one that kept the model as it was is returned as it is.
-        task: The run's, judged on the data kept aside: a query for the model as it was, for the start that a search
+        task: The run's, judged on the held-out data: a query for the model as it was, for the start that a search
             began from, if that is another, and for what was kept.
         confidence: How sure to be of a gain that nothing else can tell from chance, at least 0.5 and below 1.
 
@@ -64,13 +64,13 @@ def confirmed(result: Result[Own], task: FinetuneTask, confidence: float) -> Res
 
 
 def values_of_candidates(result: Result[Any]) -> dict[str, float]:
-    """Return what data kept aside choose from, by name, with its value on the data that the search sees."""
+    """Return what held-out data choose from, by name, with its value on the data that the search sees."""
     found = {"start": result.before, result.begun_at: result.starts[result.begun_at], result.chosen: result.after}
     return {name: each for name, each in found.items() if result.constrained is None or result.constrained.allows(name)}
 
 
 def preferred(result: Result[Own], aside: Mapping[str, float], metric: CostScale, confidence: float) -> Result[Own]:
-    """Return a run's result with what data kept aside prefer; see `confirmed`.
+    """Return a run's result with what held-out data prefer; see `confirmed`.
 
     Args:
         result: What the guard made of the run.
@@ -79,21 +79,21 @@ def preferred(result: Result[Own], aside: Mapping[str, float], metric: CostScale
         confidence: As in `confirmed`.
     """
     values = values_of_candidates(result)
-    chosen, verdict = best_aside(values, aside, metric, result.guard, confidence)
-    result = replace(result, chosen=chosen, after=values[chosen], aside=dict(aside))
+    chosen, verdict = best_on_holdout(values, aside, metric, result.guard, confidence)
+    result = replace(result, chosen=chosen, after=values[chosen], holdout=dict(aside))
     if verdict is None:
         return result
     return replace(result, chance=verdict.chance, needed=verdict.needed, guard=verdict.guard)
 
 
-def best_aside(
+def best_on_holdout(
     values: Mapping[str, float], aside: Mapping[str, float], metric: CostScale, guard: Guard, confidence: float
 ) -> tuple[str, Verdict | None]:
-    """Return which candidate data kept aside prefer, and their verdict where nothing else told chance.
+    """Return which candidate held-out data prefer, and their verdict where nothing else told chance.
 
     Args:
         values: The candidates' values on the data that the search sees, by name, ``"start"`` among them.
-        aside: Their values on the data kept aside.
+        aside: Their values on the held-out data.
         metric: What the values mean.
         guard: What told chance before.
         confidence: As in `confirmed`.
@@ -112,8 +112,8 @@ def best_aside(
 
 
 def _cost(result: Result[Any], task: FinetuneTask, name: str) -> float:
-    """Return a candidate's cost on the data kept aside, in the model of the start that it belongs to."""
+    """Return a candidate's cost on the held-out data, in the model of the start that it belongs to."""
     start = result.start_of(name)
     judged = with_start(task, start).judged_by(task.metric.of(start))
-    (evaluation,) = judged.evaluate_at(start.phi[None], "kept aside", f"{name!r}; ")
+    (evaluation,) = judged.evaluate_at(start.phi[None], "holdout", f"{name!r}; ")
     return evaluation.cost

@@ -11,9 +11,9 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import BudgetError, MetricError
 from metricopt_ext.methods.guard import CONFIDENCE, deviates
-from metricopt_ext.methods.holdout import check_kept_aside, confirmed
+from metricopt_ext.methods.holdout import check_holdout, confirmed
 from metricopt_ext.methods.result import Own, Result
-from metricopt_ext.methods.run_folder import KEPT_ASIDE, RunFolder, identity_of, settled
+from metricopt_ext.methods.run_folder import HOLDOUT, RunFolder, identity_of, settled
 from metricopt_ext.methods.searched import runner_of
 from metricopt_ext.methods.starts import all_starts
 from metricopt_ext.methods.strategy import Context, LearningStrategy, check_constraints, sized
@@ -38,7 +38,7 @@ def optimize_metric(
     strategy: SearchStrategy | LearningStrategy[Own] | None = None,
     starts: Mapping[str, Start | StartLine] | None = None,
     guard_confidence: float = CONFIDENCE,
-    kept_aside: Metric | None = None,
+    holdout: Metric | None = None,
     seed: int = 0,
     output_dir: str | Path | None = None,
     resume: bool = False,
@@ -51,7 +51,7 @@ def optimize_metric(
     further one then costs a few queries (`tune_start`); `Algorithm1` does so as the paper prints it, and `AlgorithmS1`
     learns the optimizer of phi with f. A direct search (`CMAES`, `GuidedES`) does without f. In each case the guard has
     the last word: the model is left at phi = 0 unless the gain exceeds chance, as halves of the metric's data, repeats
-    or ``kept_aside`` show it. Without any of these the run is unguarded, and says so: the best on the data that the
+    or ``holdout`` show it. Without any of these the run is unguarded, and says so: the best on the data that the
     metric sees is kept (`Result.guard`). Any start that was applied before is ignored: continue from it by
     ``starts={"mine": adapter.as_start()}``, or `Adapter.merge` it and attach a new adapter.
 
@@ -69,8 +69,8 @@ def optimize_metric(
         starts: Of a search, what it may begin from besides phi = 0, by name: a `Start` costs a query, a `StartLine`
             three to six; all lines together at most a third.
         guard_confidence: How sure the guard must be that a gain is not chance, at least 0.5 and below 1.
-        kept_aside: The metric on data that ``task.metric`` does not see. What the guard would keep is kept only if it
-            is the best there, too (`Result.aside`); two or three queries at the end, of this metric's own ledger.
+        holdout: The metric on data that ``task.metric`` does not see. What the guard would keep is kept only if it
+            is the best there, too (`Result.holdout`); two or three queries at the end, of this metric's own ledger.
         seed: Seed of all draws.
         output_dir: Keeps what was collected, ``value_function.safetensors``, ``update_rule.safetensors`` of
             `AlgorithmS1`, ``inference.yaml`` of a task with settings (`load_inference`) and, last,
@@ -83,7 +83,7 @@ def optimize_metric(
 
     Raises:
         ValueError: A number is out of range, or ``strategy`` is a class, or has no use for ``starts``, or a start has a
-            name that is taken, or ``kept_aside`` is no metric of other data, or ``strategy`` can't respect what the
+            name that is taken, or ``holdout`` is no metric of other data, or ``strategy`` can't respect what the
             metric is subject to, or does not tune the task's settings.
         AdapterError: The loss is no scalar, or has no gradient in phi; or a start does not fit the model.
         BudgetError: ``queries`` is too small to plan with.
@@ -113,13 +113,13 @@ def optimize_metric(
         )
     starts = all_starts(task, starts or {})  # copies, as the model's own phi may be among them
     del starts["start"]
-    if kept_aside is not None:
-        check_kept_aside(task, kept_aside, starts)
+    if holdout is not None:
+        check_holdout(task, holdout, starts)
         task = task.judged_by(task.metric.guarded_otherwise()) if task.metric.require_guard else task
     kept = output_dir is not None or distributed.several()
     identity = identity_of(runner, task, starts, seed=seed, size=size) if kept else {}
-    if kept and kept_aside is not None:
-        identity["kept aside"] = [fingerprint_of_code(kept_aside.function), guard_confidence]
+    if kept and holdout is not None:
+        identity["holdout"] = [fingerprint_of_code(holdout.function), guard_confidence]
     with ExitStack() as run:
         task, folder, shown = run.enter_context(taken(task, identity, queries, output_dir, resume, callback))
         base = run.enter_context(ExitStack())
@@ -127,9 +127,9 @@ def optimize_metric(
         base.enter_context(task.keeping_weights())
         looked = distributed.on_first(task.look)  # first, so that what fails costs nothing
         result = runner.run(Context(task, queries, folder, shown, size, guard_confidence, seed, starts))
-        if kept_aside is not None:
-            shown.stage("data kept aside")
-            result = confirmed(result, task.judged_by(folder.cached(kept_aside, KEPT_ASIDE)), guard_confidence)
+        if holdout is not None:
+            shown.stage("held-out data")
+            result = confirmed(result, task.judged_by(folder.cached(holdout, HOLDOUT)), guard_confidence)
         result = distributed.on_first(lambda: looked_at(result, task, looked))
         base.close()
         task.adapter.apply(result.start_of(result.chosen))

@@ -164,7 +164,7 @@ class Result(Generic[Own]):
             ``"held-out"`` data, or ``"none"``: the run is unguarded, and any gain was kept.
         kept_share: How far to go towards the end of a search whose gain was believed, where the model will be judged on
             other classes than the metric's (`Metric.new_classes`), in the metric's units; None anywhere else.
-        aside: Metric on data kept aside, by candidate, what the guard would have kept last; empty without such data.
+        holdout: Metric on held-out data, by candidate, what the guard would have kept last; empty without such data.
         elsewhere: Other quantities than the metric (`Metric`: ``also``, ``subject_to``, a dict), by candidate and name,
             each in its own units, as far as they are known.
         constrained: How the run stands to its constraints; None without any.
@@ -196,7 +196,7 @@ class Result(Generic[Own]):
     guard: Guard = field(kw_only=True)
     strengths: dict[str, float] = field(kw_only=True, default_factory=dict)
     kept_share: KeptShare | None = field(kw_only=True, default=None)
-    aside: dict[str, float] = field(kw_only=True, default_factory=dict)
+    holdout: dict[str, float] = field(kw_only=True, default_factory=dict)
     elsewhere: dict[str, dict[str, float]] = field(kw_only=True, default_factory=dict)
     constrained: Constrained | None = field(kw_only=True, default=None)
     settings: TunedSettings | None = field(kw_only=True, default=None)
@@ -216,9 +216,9 @@ class Result(Generic[Own]):
         lines += [] if self.constrained is None else self.constrained.lines(self.chosen)
         if self.best != self.after:
             lines.append(f"the best candidate has {self.best:.4f}, but {self.doubt()}")
-        if self.aside:
-            shown = ", ".join(f"{kept(name)} {value:.4f}" for name, value in self.aside.items())
-            lines.append(f"on the data kept aside: {shown}")
+        if self.holdout:
+            shown = ", ".join(f"{kept(name)} {value:.4f}" for name, value in self.holdout.items())
+            lines.append(f"on the held-out data: {shown}")
         total = sum(self.queries.values())
         lines.append(f"queries: {total} ({spent}); {self.queries_per_start} for each further start")
         if self.guard == "none":
@@ -249,8 +249,8 @@ class Result(Generic[Own]):
 
     @property
     def overruled(self) -> bool:
-        """Whether data kept aside prefer another candidate than the guard."""
-        return bool(self.aside) and self.chosen != list(self.aside)[-1]
+        """Whether held-out data prefer another candidate than the guard."""
+        return bool(self.holdout) and self.chosen != list(self.holdout)[-1]
 
     def what_was_kept(self) -> str:
         """Say what was kept, and what share of the way if it is one."""
@@ -265,7 +265,7 @@ class Result(Generic[Own]):
     def doubt(self) -> str:
         """Say why the best candidate was not kept."""
         if self.overruled:
-            return "the data kept aside do not confirm it"
+            return "the held-out data do not confirm it"
         if self.kept_share is not None:
             return self.kept_share.doubt()
         if self.verdict.gain - self.verdict.optimism > (self.verdict.needed or 0):

@@ -36,7 +36,7 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import TRAJECTORIES, TrajectoryStore
 from metricopt_ext.utils.files import read_json, remove_unfinished, to_json, write_json
 
-IDENTITY, EVALUATIONS, KEPT_ASIDE = "identity.json", "evaluations.json", "kept_aside.json"
+IDENTITY, EVALUATIONS, HOLDOUT = "identity.json", "evaluations.json", "holdout.json"
 ADAPTER = "adapter.safetensors"  # written last: it says that a run has finished
 SETTINGS, SEEDS = "run.json", "seed-*"  # of a tool's run, and its seeds' folders
 QUERIES = "queries"  # the key of an identity that an assessment leaves open

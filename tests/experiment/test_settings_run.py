@@ -209,7 +209,7 @@ def test_chance_keeps_the_defaults() -> None:
 def test_data_held_out_have_the_last_word() -> None:
     tuned = made(CODE).tune(8)
     assert tuned.guard == "held-out"
-    assert tuned.aside == {"start": 0.5, "settings": 0.9}
+    assert tuned.holdout == {"start": 0.5, "settings": 0.9}
     assert tuned.queries == {"score": 5, "held out": 2}
     assert tuned.changed
     asked = len(ran())
@@ -218,8 +218,8 @@ def test_data_held_out_have_the_last_word() -> None:
     Path("out/settings.json").unlink()
     refused = made(CODE.replace("value = a", "value = -a")).tune(8)
     assert not refused.changed
-    assert refused.aside == {"start": -0.5, "settings": -0.9}
-    assert "the best candidate, a=0.9, has 0.9000, but the data kept aside do not confirm it" in refused.lines(
+    assert refused.holdout == {"start": -0.5, "settings": -0.9}
+    assert "the best candidate, a=0.9, has 0.9000, but the held-out data do not confirm it" in refused.lines(
         made().settings
     )
     Path("out/settings.json").unlink()

@@ -273,11 +273,11 @@ def test_a_part_of_the_way_is_kept_only_if_it_is_known_to_satisfy_them(toy: Toy)
     assert "the part of the way to the end of the search violates near >= 1, so it can't be kept" in again.lines()
 
 
-def test_data_kept_aside_do_not_bring_back_a_start_that_violates(toy: Toy) -> None:
+def test_held_out_data_do_not_bring_back_a_start_that_violates(toy: Toy) -> None:
     aside = Metric(lambda model: -toy.along(model.metricopt.phi.detach()), maximize=False, bounds=None, name="aside")
     starts = {"bad": Start(0.5 * toy.task.problem.goal)}
-    run = go(toy.judged(subject_to={"along": "<= -0.2"}), 40, starts=starts, kept_aside=aside)
-    assert "bad" not in run.aside
+    run = go(toy.judged(subject_to={"along": "<= -0.2"}), 40, starts=starts, holdout=aside)
+    assert "bad" not in run.holdout
 
 
 # --- Several values, from one function or several ------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What data kept aside change about a run, on tasks known in closed form."""
+"""What held-out data change about a run, on tasks known in closed form."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +27,7 @@ RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners
 
 
 def away_from(point: Tensor) -> Metric:
-    """The squared distance from a point, as a metric of data kept aside."""
+    """The squared distance from a point, as a metric of held-out data."""
     return Metric(
         lambda model: float((model.metricopt.phi.detach() - point).square().sum()),
         maximize=False,
@@ -42,43 +42,43 @@ def run(task: Any, *, queries: int = 30, **arguments: Any) -> Result:
 
 
 @pytest.mark.parametrize(("strategy", "queries"), [(None, 30), (CMAES(sigma0=0.3), 60), (RECIPE, 47)])
-def test_what_is_worse_on_data_kept_aside_is_not_kept(
-    quadratic: Callable[..., Any], strategy: Any, queries: int
-) -> None:
+def test_what_is_worse_on_held_out_data_is_not_kept(quadratic: Callable[..., Any], strategy: Any, queries: int) -> None:
     task, without = quadratic(), quadratic()
     metric = away_from(task.origin())
-    result = run(task, queries=queries, strategy=strategy, kept_aside=metric)
+    result = run(task, queries=queries, strategy=strategy, holdout=metric)
     expected = run(without, queries=queries, strategy=strategy)
     assert expected.chosen != "start"
     assert (result.chosen, result.after) == ("start", result.before)
     assert not task.adapter.phi.any()
-    assert list(result.aside) == ["start", expected.chosen]
-    assert result.aside["start"] == 0.0
-    assert result.aside[expected.chosen] == pytest.approx(float(without.adapter.phi.detach().square().sum()), rel=1e-12)
-    assert metric.ledger.spent_on == {"kept aside": 2}
+    assert list(result.holdout) == ["start", expected.chosen]
+    assert result.holdout["start"] == 0.0
+    assert result.holdout[expected.chosen] == pytest.approx(
+        float(without.adapter.phi.detach().square().sum()), rel=1e-12
+    )
+    assert metric.ledger.spent_on == {"holdout": 2}
     assert task.metric.ledger.spent_on == without.metric.ledger.spent_on
-    assert f"the best candidate has {result.best:.4f}, but the data kept aside do not confirm it" in str(result)
-    assert "on the data kept aside: the model as it was 0.0000, " in str(result)
+    assert f"the best candidate has {result.best:.4f}, but the held-out data do not confirm it" in str(result)
+    assert "on the held-out data: the model as it was 0.0000, " in str(result)
 
 
 @pytest.mark.parametrize(("strategy", "queries"), [(None, 30), (CMAES(sigma0=0.3), 60), (RECIPE, 47)])
 def test_what_is_better_there_too_is_kept(quadratic: Callable[..., Any], strategy: Any, queries: int) -> None:
     task, without = quadratic(), quadratic()
-    result = run(task, queries=queries, strategy=strategy, kept_aside=away_from(task.goal))
+    result = run(task, queries=queries, strategy=strategy, holdout=away_from(task.goal))
     expected = run(without, queries=queries, strategy=strategy)
     assert torch.equal(task.adapter.phi, without.adapter.phi)
     assert (result.chosen, result.after) == (expected.chosen, expected.after)
-    assert result.aside[expected.chosen] == pytest.approx(expected.after, rel=1e-12)
+    assert result.holdout[expected.chosen] == pytest.approx(expected.after, rel=1e-12)
     assert "do not confirm it" not in str(result)
-    assert expected.aside == {}
-    assert "kept aside" not in str(expected)
+    assert expected.holdout == {}
+    assert "holdout" not in str(expected)
 
 
 def test_the_start_that_a_search_began_from_is_a_candidate(quadratic: Callable[..., Any]) -> None:
     task = quadratic()
     near = 0.8 * task.goal
-    result = run(task, starts={"near": Start(near), "far": Start(-3 * task.goal)}, kept_aside=away_from(near))
-    assert list(result.aside) == ["start", "near", "search"]
+    result = run(task, starts={"near": Start(near), "far": Start(-3 * task.goal)}, holdout=away_from(near))
+    assert list(result.holdout) == ["start", "near", "search"]
     assert (result.chosen, result.after) == ("near", result.starts["near"])
     assert torch.equal(task.adapter.phi, near)
     assert "kept the start 'near'" in str(result)
@@ -88,13 +88,13 @@ def test_nothing_is_asked_about_a_model_that_was_left_as_it_was(
     halved: Callable[..., Any], quadratic: Callable[..., Any]
 ) -> None:
     task, metric = halved(quadratic(), 1e4), away_from(quadratic().goal)
-    result = run(task, kept_aside=metric)
-    assert (result.chosen, result.aside, metric.ledger.spent) == ("start", {}, 0)
+    result = run(task, holdout=metric)
+    assert (result.chosen, result.holdout, metric.ledger.spent) == ("start", {}, 0)
 
 
 @pytest.mark.parametrize("agrees", [True, False])
 def test_each_candidate_has_the_buffers_of_its_start(agrees: bool, tmp_path: Path) -> None:
-    """The metric prefers BatchNorm statistics of the inputs; so do the data kept aside, or those of the training."""
+    """The metric prefers BatchNorm statistics of the inputs; so do the held-out data, or those of the training."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).eval()
     x, trained = 3 * torch.randn(64, 3) + 1, model[1].running_mean.clone()
@@ -114,21 +114,21 @@ def test_each_candidate_has_the_buffers_of_its_start(agrees: bool, tmp_path: Pat
     start = batchnorm_start(task, x.split(16))
     assert start is not None
     metric = Metric(gap(inputs if agrees else trained), maximize=False, bounds=None, name="aside")
-    result = run(task, starts={"batchnorm": start}, kept_aside=metric, output_dir=tmp_path)
-    assert list(result.aside) == ["start", "batchnorm", "search"]
-    kept = json.loads((tmp_path / "kept_aside.json").read_text())["evaluations"]
+    result = run(task, starts={"batchnorm": start}, holdout=metric, output_dir=tmp_path)
+    assert list(result.holdout) == ["start", "batchnorm", "search"]
+    kept = json.loads((tmp_path / "holdout.json").read_text())["evaluations"]
     assert [each["replaced"] == digest_of(start) for each in kept] == [False, True, True]
     assert result.chosen == ("search" if agrees else "start")
     assert torch.allclose(model[1].running_mean, inputs if agrees else trained, rtol=0, atol=1e-5)
     if agrees:
-        assert result.aside["search"] == result.after
+        assert result.holdout["search"] == result.after
 
 
-def test_a_run_that_is_resumed_does_not_ask_the_data_kept_aside_again(
+def test_a_run_that_is_resumed_does_not_ask_the_held_out_data_again(
     quadratic: Callable[..., Any], tmp_path: Path
 ) -> None:
     task = quadratic()
-    expected = run(quadratic(), kept_aside=away_from(task.origin()))
+    expected = run(quadratic(), holdout=away_from(task.origin()))
     asked = 0
 
     def breaks(model: nn.Module) -> float:
@@ -140,17 +140,17 @@ def test_a_run_that_is_resumed_does_not_ask_the_data_kept_aside_again(
 
     metric = Metric(breaks, maximize=False, bounds=None, name="aside")
     with pytest.raises(MetricError, match=r"metric 'aside' raised ConnectionError: the server is down \('search'; "):
-        run(task, kept_aside=metric, output_dir=tmp_path)
+        run(task, holdout=metric, output_dir=tmp_path)
     for queries in (3, 3):  # the one that failed, and none
         again = quadratic()
-        result = run(again, kept_aside=metric, output_dir=tmp_path, resume=True)
+        result = run(again, holdout=metric, output_dir=tmp_path, resume=True)
         assert asked == queries
         assert again.queries == 0
         assert str(result) == str(expected)
-        assert result.aside == expected.aside
-    with pytest.raises(FileFormatError, match="kept aside"):
-        run(quadratic(), kept_aside=away_from(task.goal), output_dir=tmp_path, resume=True)
-    with pytest.raises(FileFormatError, match="kept aside"):
+        assert result.holdout == expected.holdout
+    with pytest.raises(FileFormatError, match="holdout"):
+        run(quadratic(), holdout=away_from(task.goal), output_dir=tmp_path, resume=True)
+    with pytest.raises(FileFormatError, match="holdout"):
         run(quadratic(), output_dir=tmp_path, resume=True)
 
 
@@ -161,12 +161,12 @@ def test_what_can_not_judge_a_run_is_refused_before_any_query(quadratic: Callabl
     two = Metric(lambda model: 0.0, maximize=False, bounds=None, name="aside", ledger=Ledger(2))
     buffers = {"there": Start(task.origin(), {}, {"bias": torch.ones_like(task.adapter.model.bias)})}
     for arguments, error, what in (
-        ({"kept_aside": lambda model: 0.0}, ValueError, "kept_aside is <function .*it must be a Metric, of data"),
-        ({"kept_aside": task.metric}, ValueError, "kept_aside is 'distance' itself, which the search sees"),
-        ({"kept_aside": higher}, ValueError, "of kept_aside, 'aside', higher is better, unlike of 'distance'"),
-        ({"kept_aside": two}, BudgetError, "kept_aside takes up to 3 queries, 2 are left in its budget"),
+        ({"holdout": lambda model: 0.0}, ValueError, "holdout is <function .*it must be a Metric, of data"),
+        ({"holdout": task.metric}, ValueError, "holdout is 'distance' itself, which the search sees"),
+        ({"holdout": higher}, ValueError, "of holdout, 'aside', higher is better, unlike of 'distance'"),
+        ({"holdout": two}, BudgetError, "holdout takes up to 3 queries, 2 are left in its budget"),
         (
-            {"kept_aside": blind, "starts": buffers},
+            {"holdout": blind, "starts": buffers},
             AdapterError,
             "start 'there' replaces .*bias.* metric 'aside' does not take",
         ),
@@ -177,7 +177,7 @@ def test_what_can_not_judge_a_run_is_refused_before_any_query(quadratic: Callabl
     assert not (tmp_path / "run").exists()
 
 
-def test_data_kept_aside_are_a_guard_where_one_is_required(quadratic: Callable[..., Any]) -> None:
+def test_held_out_data_are_a_guard_where_one_is_required(quadratic: Callable[..., Any]) -> None:
     task, plain = quadratic(), quadratic()
     metric = task.metric
     strict = Metric(
@@ -188,9 +188,9 @@ def test_data_kept_aside_are_a_guard_where_one_is_required(quadratic: Callable[.
         ledger=metric.ledger,
         require_guard=True,
     )
-    result = run(task.judged_by(strict), kept_aside=away_from(task.goal))
+    result = run(task.judged_by(strict), holdout=away_from(task.goal))
     assert result.guard == "held-out"
-    gains = [result.before - result.after, result.aside["start"] - result.aside[result.chosen]]
+    gains = [result.before - result.after, result.holdout["start"] - result.holdout[result.chosen]]
     assert result.chance == pytest.approx(abs(gains[0] - gains[1]) / 2, abs=1e-12)
     assert result.after == run(plain).after
     assert metric.ledger.spent == 30

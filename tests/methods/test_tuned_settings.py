@@ -290,27 +290,27 @@ def test_there_is_no_result_before_the_stage_is_over(quadratic: Make, told: int)
         search.result()
 
 
-def test_what_data_kept_aside_prefer_has_its_own_settings(quadratic: Make) -> None:
+def test_what_held_out_data_prefer_has_its_own_settings(quadratic: Make) -> None:
     toy = Toy(quadratic)
 
     def other(model: Any) -> float:
         return float(toy.task.distance(model)) + 20 * (toy.now["size"] == BEST)
 
     aside = Metric(other, maximize=False, bounds=None, name="aside")
-    result = run(toy.judged(), kept_aside=aside)
+    result = run(toy.judged(), holdout=aside)
     assert result.overruled
     assert result.chosen == "start"
-    assert result.aside["settings"] == pytest.approx(result.aside["start"] + 20)  # judged with their own in force
+    assert result.holdout["settings"] == pytest.approx(result.holdout["start"] + 20)  # judged with their own in force
     assert result.settings is not None
     assert result.settings.after == result.settings.before
     assert result.settings.factor == 1.0
     assert "settings: as they were; size 2 -> 8, kind hard -> soft gained (5 tried), but was not kept" in str(result)
 
 
-def test_what_data_kept_aside_confirm_keeps_its_settings(quadratic: Make) -> None:
+def test_what_held_out_data_confirm_keeps_its_settings(quadratic: Make) -> None:
     toy = Toy(quadratic)
     aside = Metric(lambda model: toy.distance(model)[0], maximize=False, bounds=None, name="aside")
-    result = run(toy.judged(), kept_aside=aside)
+    result = run(toy.judged(), holdout=aside)
     assert not result.overruled
     assert result.settings == run(Toy(quadratic).judged()).settings
 

@@ -510,16 +510,16 @@ def test_its_f_is_followed_by_the_trainer(tmp_path: Path) -> None:
     assert f(path[-1]) < f(path[0])
 
 
-def test_classes_kept_aside_have_the_last_word() -> None:
+def test_held_out_classes_have_the_last_word() -> None:
     trunk, tester = make_trunk(), make_tester()
     trainer, adapter = make_trainer(trunk), mo.attach_film(trunk, dim=D)
     aside = {"aside": pairs(8, 4.0)}
     other = trainer_task(trainer, tester, adapter, aside, split="aside", metric="recall_at_1")
-    run = search(trainer, tester, adapter, guard_confidence=0.5, kept_aside=other.metric)
+    run = search(trainer, tester, adapter, guard_confidence=0.5, holdout=other.metric)
     assert run.aside == {name: other.metric.to_value(other.cost(run.ends[name], "check")) for name in run.aside}
     assert set(run.aside) in ({"start", "search"}, {"start", "part"})
     assert run.chosen == max(run.aside, key=lambda name: run.aside[name])
-    assert other.metric.ledger.spent_on == {"kept aside": 2, "check": 2}
+    assert other.metric.ledger.spent_on == {"holdout": 2, "check": 2}
 
 
 @pytest.mark.parametrize("part", ["trunk", "embedder"])

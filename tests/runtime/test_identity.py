@@ -90,7 +90,7 @@ def test_functions_are_told_by_their_code() -> None:
 def test_code_is_the_same_in_another_process() -> None:
     code = """
 from metricopt_ext.runtime.identity import fingerprint_of_code
-from tests.utils.test_identity import made
+from tests.runtime.test_identity import made
 print(fingerprint_of_code(made(1.0)))
 """
     for hash_seed in "12":
