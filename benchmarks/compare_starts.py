@@ -8,7 +8,7 @@ r"""What a learned value function saves on every new start, and from how many st
 
 Each seed learns one value function (method.name=recipe, whatever the config says) and tunes several new starts, random
 phi of the same model on fresh batches, by MetricOpt, by MetricOpt followed by CMA-ES at several numbers of queries per
-start, guards included, and by contenders of tools/compare.py that learn nothing beforehand: by default Guided ES,
+start, guards included, and by baselines of tools/compare.py that learn nothing beforehand: by default Guided ES,
 CMA-ES and a guided search of its own from each start, at the same numbers, and the loss at its best step.
 Writes starts.json, starts.md and starts.png; an interrupted run continues where it stopped.
 """
@@ -32,7 +32,7 @@ from metricopt_ext.experiment.cli import RUNS_CODE, TASKS, experiment_of
 from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.compare import judge
 from metricopt_ext.experiment.experiment import Experiment
-from metricopt_ext.experiment.method import METHODS, Begun, Contender
+from metricopt_ext.experiment.method import METHODS, Baseline, Begun
 from metricopt_ext.experiment.report import spread
 from metricopt_ext.experiment.style import direction, markdown_table, new_figure, save_figure
 from metricopt_ext.methods.pipeline import optimize_metric
@@ -55,7 +55,7 @@ from metricopt_ext.value.fitting import Fit
 
 NEW = FRESH + 1000  # the task index of the first new start
 BUDGETS = (25, 50, 100, 200, 400, 800)
-CONTENDERS = ("loss_finetune_best", "guided_es", "cma_es", "ours")
+BASELINES = ("loss_finetune_best", "guided_es", "cma_es", "ours")
 ALWAYS = ("pretrained", "loss_finetune", "metricopt", "refined")
 
 
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--output-dir", required=True, type=Path, help="folder for all output files")
     parser.add_argument("--starts", type=int, default=4, help="new starts per seed")
     parser.add_argument("--budgets", type=int, nargs="*", default=BUDGETS, help="queries per start for the searches")
-    parser.add_argument("--methods", nargs="*", default=CONTENDERS, help="contenders, by their names in METHODS")
+    parser.add_argument("--methods", nargs="*", default=BASELINES, help="baselines, by their names in METHODS")
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. metric.name=f1 data.root=FOLDER")
     arguments = parser.parse_intermixed_args()
     with errors_in_one_line(ValueError, keeps=arguments.output_dir):
@@ -86,7 +86,7 @@ def compare_starts(task: str, config: Any, folder: Path, starts: int, plan: Plan
     config.check()
     experiment = experiment_of(task)
     about = experiment.describe(config)
-    plan.check(experiment.contenders(config))
+    plan.check(experiment.baselines(config))
     plan = replace(plan, methods=tuple(name for name in METHODS if name in (*ALWAYS, *plan.methods)))
     seeds = range(config.seed, config.seed + config.seeds)
     with deterministic(config.deterministic, config.threads), sole_writer(folder):
@@ -147,9 +147,9 @@ def run_seed(
 
         def points(name: str, number: int) -> list[tuple[int, float]]:
             start = task.starts(recipe.start_std, seed, [NEW + number])[0]
-            contender, budgets = runs[name]
-            possible = [queries for queries in budgets if queries >= contender.least(task.dim)]
-            found = contender.run(task, Begun.at(start), possible, seed + number) if possible else []
+            baseline, budgets = runs[name]
+            possible = [queries for queries in budgets if queries >= baseline.least(task.dim)]
+            found = baseline.run(task, Begun.at(start), possible, seed + number) if possible else []
             return [(reached.queries, judge(test, reached.end)) for reached in found]
 
         for name in missing:
@@ -162,7 +162,7 @@ def run_seed(
 
 def runs_of(
     ready: Experiment[Any], fit: Fit, setting: StepWeights, budgets: Sequence[int]
-) -> dict[str, tuple[Contender, Sequence[int]]]:
+) -> dict[str, tuple[Baseline, Sequence[int]]]:
     """Return every method with its numbers of queries per start; the n-th start is run with the seed + n."""
     config, recipe, refine = ready.config, ready.config.build_strategy(), CMAES()
     guard = recipe.start_queries
@@ -180,12 +180,12 @@ def runs_of(
         )
         return outcome.ends[outcome.chosen]
 
-    contenders = ready.contenders(config, ready)
+    baselines = ready.baselines(config, ready)
     return {
-        **{name: (contender, budgets) for name, contender in contenders.items()},
+        **{name: (baseline, budgets) for name, baseline in baselines.items()},
         "pretrained": (at_each_budget(lambda task, start, *_: start), [0]),
         "loss_finetune": (at_each_budget(lambda task, start, _, seed: loss_path(task, recipe, seed, start)[-1]), [0]),
-        "loss_finetune_best": (contenders["loss_finetune_best"], [config.best_evals]),
+        "loss_finetune_best": (baselines["loss_finetune_best"], [config.best_evals]),
         "metricopt": (at_each_budget(tuned), [guard]),
         "refined": (at_each_budget(tuned, lambda dim: guard + refine.least_queries(dim)), [guard + n for n in budgets]),
     }
@@ -199,16 +199,16 @@ def _over_seeds(points: list[list[tuple[float, float]]]) -> list[dict[str, Any]]
     ]
 
 
-def pays_from(content: dict[str, Any], rival: str) -> tuple[float, float]:
-    """Return from how many queries a rival matches MetricOpt at a new start, and from how many starts MetricOpt pays.
+def pays_from(content: dict[str, Any], baseline: str) -> tuple[float, float]:
+    """Return from how many queries a baseline matches MetricOpt at a new start, and from how many starts it pays.
 
-    Both are infinite if the rival never matches it, or if MetricOpt needs as many queries per start.
+    Both are infinite if the baseline never matches it, or if MetricOpt needs as many queries per start.
     """
     sign = 1 if content["metric"]["maximize"] else -1
     (ours,) = content["methods"]["metricopt"]
     matching = [
         point["queries"]
-        for point in content["methods"].get(rival, [])
+        for point in content["methods"].get(baseline, [])
         if sign * np.mean(point["test"]) >= sign * np.mean(ours["test"])
     ]
     if not matching or min(matching) <= ours["queries"]:
@@ -238,9 +238,9 @@ def markdown(content: dict[str, Any]) -> str:
         *markdown_table(["method", "queries per start", "test"], rows),
         "",
     ]
-    for rival in (name for name in content["methods"] if name not in (*ALWAYS, "loss_finetune_best")):
-        most = max(point["queries"] for point in content["methods"][rival])
-        (queries, starts), title = pays_from(content, rival), METHODS[rival].title
+    for baseline in (name for name in content["methods"] if name not in (*ALWAYS, "loss_finetune_best")):
+        most = max(point["queries"] for point in content["methods"][baseline])
+        (queries, starts), title = pays_from(content, baseline), METHODS[baseline].title
         if math.isinf(queries):
             least = math.ceil(content["queries_once"] / max(1, most - ours["queries"]))
             reached = f"did not reach MetricOpt's mean with up to {most:.0f} queries per start"

@@ -39,7 +39,7 @@ from metricopt_ext.utils.versions import versions
 SIZE = 300  # of an image; none is opened
 OBJECTS = 7  # maximum in an image
 
-Contender = Callable[[], float]
+Side = Callable[[], float]
 
 THEIRS = """
 import contextlib, io, sys
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     found, truth = draw(arguments.images, arguments.detections, arguments.classes, arguments.seed)
     with tempfile.TemporaryDirectory() as folder:
         coco = read_coco(write_coco(Path(folder) / "coco.json", truth))
-        rounds: dict[str, tuple[Contender, Contender | None]] = {
+        rounds: dict[str, tuple[Side, Side | None]] = {
             "coco": (lambda: average_precision(found, truth, "coco").mean, pycocotools(found, coco, Path(folder))),
             "voc": (
                 lambda: average_precision(found, truth, "voc", rounded=True).mean,
@@ -152,7 +152,7 @@ def random_boxes(rng: np.random.Generator, count: int) -> Any:
     return np.concatenate([corners, corners + rng.integers(10, 100, (count, 2))], axis=1).astype(float)
 
 
-def pycocotools(found: Sequence[Detections], truth: CocoSet, folder: Path) -> Contender:
+def pycocotools(found: Sequence[Detections], truth: CocoSet, folder: Path) -> Side:
     """Return what is measured: from COCO's results, as a list in memory, to AP50."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
@@ -175,7 +175,7 @@ def pycocotools(found: Sequence[Detections], truth: CocoSet, folder: Path) -> Co
     return evaluate
 
 
-def detectron2(found: Sequence[Detections], truth: DetectionSet, folder: Path, year: int) -> Contender | None:
+def detectron2(found: Sequence[Detections], truth: DetectionSet, folder: Path, year: int) -> Side | None:
     """Return what is measured: from instances in memory to AP50; None without Detectron2."""
     try:
         from detectron2.data import MetadataCatalog
@@ -202,7 +202,7 @@ def detectron2(found: Sequence[Detections], truth: DetectionSet, folder: Path, y
     return evaluate
 
 
-def from_files(found: Path, folder: Path) -> dict[str, tuple[Contender, Contender]]:
+def from_files(found: Path, folder: Path) -> dict[str, tuple[Side, Side]]:
     """Return what is measured from two JSON files on: ours and faster-coco-eval, in this process and in one's own."""
     from faster_coco_eval import COCO, COCOeval_faster
 
@@ -234,11 +234,11 @@ def from_files(found: Path, folder: Path) -> dict[str, tuple[Contender, Contende
     return {"files": (ours, theirs), "process": (our_process, their_process)}
 
 
-def compare(ours: Contender, theirs: Contender, repeats: int) -> dict[str, Any]:
+def compare(ours: Side, theirs: Side, repeats: int) -> dict[str, Any]:
     """Time both in turn; returns values and the fastest times."""
     times: list[list[float]] = [[], []]
     for _ in range(repeats):
-        value, their_value = (timed(contender, kept) for contender, kept in zip((ours, theirs), times, strict=True))
+        value, their_value = (timed(side, kept) for side, kept in zip((ours, theirs), times, strict=True))
     seconds, their_seconds = map(min, times)
     return {
         "value": value,
@@ -250,10 +250,10 @@ def compare(ours: Contender, theirs: Contender, repeats: int) -> dict[str, Any]:
     }
 
 
-def timed(contender: Contender, times: list[float]) -> float:
-    """Return the contender's value and record its time."""
+def timed(side: Side, times: list[float]) -> float:
+    """Return the side's value and record its time."""
     started = time.perf_counter()
-    value = contender()
+    value = side()
     times.append(time.perf_counter() - started)
     return value
 

@@ -89,10 +89,10 @@ def measure_correlation(config: ClassificationConfig, folder: Path) -> dict[str,
         most = reloss.training + reloss.heldout
         rows = run_seeds(run, seeds, queries=most, workers=config.workers, threads=config.threads, metric="Spearman")
     losses = list(rows[0]["correlations"])
-    rivals = [name for name in losses if name != "ReLoss"]
+    baselines = [name for name in losses if name != "ReLoss"]
     gains = {
         name: [row["correlations"]["ReLoss"]["spearman"] - row["correlations"][name]["spearman"] for row in rows]
-        for name in rivals
+        for name in baselines
     }
     intervals = {name: paired_interval(each) for name, each in gains.items()}
     content = {
@@ -110,7 +110,7 @@ def measure_correlation(config: ClassificationConfig, folder: Path) -> dict[str,
     ]
     queries, seconds = (np.mean([row[key] for row in rows]) for key in ("batch_queries", "seconds"))
     notes = [
-        *(gain_note(name, intervals[name], gains[name]) for name in rivals),
+        *(gain_note(name, intervals[name], gains[name]) for name in baselines),
         f"Learning it took {queries:.0f} batch queries and {seconds:.1f} seconds a seed, its network's training"
         f" included; judged on {rows[0]['outputs']} batches of test data a seed. Computed on {machine}.",
     ]
@@ -135,11 +135,11 @@ def settings_of(config: ClassificationConfig) -> tuple[SiblingsConfig, ReLossCon
     return config.siblings, config.siblings.reloss
 
 
-def gain_note(rival: str, gain: Any, gains: list[float]) -> str:
-    """Return a sentence about how far ReLoss's Spearman is above a rival's, over seeds."""
+def gain_note(baseline: str, gain: Any, gains: list[float]) -> str:
+    """Return a sentence about how far ReLoss's Spearman is above a baseline's, over seeds."""
     interval = f", 95% interval [{gain.low:+.4f}, {gain.high:+.4f}]" if len(gains) > 1 else ""
     return (
-        f"ReLoss's Spearman above that of {rival}: {gain.mean:+.4f}{interval}, over {counted(len(gains), 'seed')}"
+        f"ReLoss's Spearman above that of {baseline}: {gain.mean:+.4f}{interval}, over {counted(len(gains), 'seed')}"
         f" ({', '.join(f'{each:+.4f}' for each in gains)})."
     )
 

@@ -2,7 +2,7 @@
 
     python benchmarks/measure_recall.py --size 60502 --dim 512 --k 1000 --output-dir out/measure_recall
 
-Each contender runs in its own process on the same data, one after the other. Prints a table, writes report.json,
+Each side runs in its own process on the same data, one after the other. Prints a table, writes report.json,
 and fails if the recalls differ from raw FAISS'.
 """
 
@@ -37,10 +37,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1, help="runs of each; the fastest counts")
     parser.add_argument("--seed", type=int, default=0, help="seed of the embeddings")
     parser.add_argument("--output-dir", required=True, type=Path, help="folder for report.json")
-    parser.add_argument("--contender", help=argparse.SUPPRESS)
+    parser.add_argument("--side", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.contender is not None:
-        print(json.dumps(contend(arguments.contender, arguments)))
+    if arguments.side is not None:
+        print(json.dumps(measure_one(arguments.side, arguments)))
     else:
         with naming_extras():
             require("faiss")
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run all contenders, print and write the results; returns the report."""
+    """Run all sides, print and write the results; returns the report."""
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         # This process stays small: a child's peak memory starts from its parent's.
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     ours, raw, theirs = (results[name] for name in ROUNDS)
     report = {
         "task": "retrieval/measure_recall",
-        "contenders": results,
+        "sides": results,
         "same_recalls": ours["recall"] == raw["recall"],
         "time_ratio": ours["seconds"] / raw["seconds"],
         "memory_ratio": ours["peak_mb"] / theirs["peak_mb"],
@@ -78,18 +78,18 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def start(name: str, arguments: argparse.Namespace, folder: str) -> Any:
-    """Run one contender in a new process; returns what it measured."""
+    """Run one side in a new process; returns what it measured."""
     print(f"{name} ...", file=sys.stderr, flush=True)
     options = [
         f"--{key}={getattr(arguments, key.replace('-', '_'))}" for key in ("size", "dim", "k", "per-class", "seed")
     ]
-    command = [sys.executable, __file__, *options, f"--output-dir={folder}", f"--contender={name}"]
+    command = [sys.executable, __file__, *options, f"--output-dir={folder}", f"--side={name}"]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(output.splitlines()[-1])
 
 
-def contend(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure one contender, in this process; the data are in the output folder."""
+def measure_one(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure one side, in this process; the data are in the output folder."""
     folder = arguments.output_dir
     if name == "make data":
         make_data(arguments, folder)
@@ -163,9 +163,9 @@ def peak_mb() -> float:
 
 
 def print_report(report: dict[str, Any]) -> None:
-    """Print a line for each contender and the comparisons."""
+    """Print a line for each side and the comparisons."""
     print(f"{'':24}{'seconds':>9}{'peak MB':>9}{'of it before':>14}  recall")
-    for name, result in report["contenders"].items():
+    for name, result in report["sides"].items():
         recalls = "  ".join(f"@{k} {value:.4f}" for k, value in result["recall"].items())
         print(f"{name:24}{result['seconds']:9.2f}{result['peak_mb']:9.0f}{result['before_mb']:14.0f}  {recalls}")
     print(

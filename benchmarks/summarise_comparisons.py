@@ -4,8 +4,8 @@
     python benchmarks/summarise_comparisons.py benchmarks/results/comparison/*.json
 
 Reads what tools/compare.py left in each folder, or its comparison.json by any name. The page has MetricOpt with few
-queries against each rival with many, all comparisons at equal queries under one correction by Holm, and what the guards
-did. Writes summary.md, or prints it alone.
+queries against each baseline with many, all comparisons at equal queries under one correction by Holm, and what the
+guards did. Writes summary.md, or prints it alone.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from metricopt_ext.comparison.claims import OURS, all_pairs, entry_of, guard_blocks, holm, pair, rivals_of, shown
+from metricopt_ext.comparison.claims import OURS, all_pairs, baselines_of, entry_of, guard_blocks, holm, pair, shown
 from metricopt_ext.comparison.comparison_report import heading, load, means_in_markdown
 from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.method import METHODS
@@ -25,7 +25,7 @@ from metricopt_ext.utils.words import counted
 FEW, MANY = 60, 150
 LEVEL = 0.05
 
-# Rivals that search as ours does; the others set a threshold or offsets, follow a loss, or are free.
+# Baselines that search as ours does; the others set a threshold or offsets, follow a loss, or are free.
 SEARCHES = tuple(name for name, entry in METHODS.items() if entry.factory and not entry.trains and name != "ours")
 
 
@@ -72,7 +72,7 @@ def summary(contents: Mapping[str, Mapping[str, Any]]) -> str:
     """
     ours = METHODS[OURS].title
     lines = [f"# {ours} over {counted(len(contents), 'task')}", ""]
-    lines += [f"## {ours} with {FEW} queries against each rival with {MANY}", ""]
+    lines += [f"## {ours} with {FEW} queries against each baseline with {MANY}", ""]
     lines += ["Mean difference on test, positive if ours is better, and its 95% interval, paired by seed.", ""]
     lines += [*_fewer_queries(contents), "", "## At equal queries", ""]
     lines += [*_equal_queries(contents), "", "## Above all but the searches, each 95% interval above 0", ""]
@@ -84,15 +84,15 @@ def summary(contents: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _fewer_queries(contents: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    rivals = list(dict.fromkeys(rival for content in contents.values() for rival in rivals_of(content)))
+    baselines = list(dict.fromkeys(baseline for content in contents.values() for baseline in baselines_of(content)))
     rows, means = [], []
     for name, content in contents.items():
-        pairs = [pair(content, rival, MANY, FEW) for rival in rivals]
+        pairs = [pair(content, baseline, MANY, FEW) for baseline in baselines]
         means.append([None if each is None else each.interval.mean for each in pairs])
         rows.append([name, *("" if each is None else shown(each.interval) for each in pairs)])
     known = [[mean for mean in column if mean is not None] for column in zip(*means, strict=True)]
     rows.append(["at or above", *(f"{sum(mean >= 0 for mean in column)} of {len(column)}" for column in known)])
-    return markdown_table(["task", *(entry_of(rival).title for rival in rivals)], rows)
+    return markdown_table(["task", *(entry_of(baseline).title for baseline in baselines)], rows)
 
 
 def _equal_queries(contents: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -105,7 +105,9 @@ def _equal_queries(contents: Mapping[str, Mapping[str, Any]]) -> list[str]:
         worse = [each for each in clear if each.interval.mean < 0]
         rows.append([task, str(len(own)), str(len(clear) - len(worse)), str(len(worse))])
         below += [
-            in_markdown(f"- {task}, {each.budget} queries: {shown(each.interval)} below {entry_of(each.rival).title}")
+            in_markdown(
+                f"- {task}, {each.budget} queries: {shown(each.interval)} below {entry_of(each.baseline).title}"
+            )
             for each in worse
         ]
     table = markdown_table(["task", "comparisons", "above", "below"], rows)
@@ -117,12 +119,12 @@ def _above_all_but_searches(contents: Mapping[str, Mapping[str, Any]]) -> list[s
     budgets = sorted({budget for content in contents.values() for budget in content["budgets"]})
     rows = []
     for name, content in contents.items():
-        rivals = [rival for rival in rivals_of(content) if rival not in SEARCHES]
+        baselines = [baseline for baseline in baselines_of(content) if baseline not in SEARCHES]
         row = [name]
         for budget in budgets:
-            found = [pair(content, rival, budget) for rival in rivals] if budget in content["budgets"] else []
+            found = [pair(content, baseline, budget) for baseline in baselines] if budget in content["budgets"] else []
             pairs = [each for each in found if each is not None]
-            others = [entry_of(each.rival).title for each in pairs if not each.interval.low > 0]
+            others = [entry_of(each.baseline).title for each in pairs if not each.interval.low > 0]
             missed = ", ".join(others) if len(others) <= 3 else f"{len(others)} of {len(pairs)}"
             row.append("" if not pairs else f"not {missed}" if others else "yes")
         rows.append(row)

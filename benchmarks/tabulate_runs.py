@@ -117,10 +117,10 @@ def section(run: str, content: dict[str, Any], methods: Sequence[str] | None = N
         others = {other: mean for other, mean in means.items() if other != name}
         against = ""
         if others:
-            rival = max(others, key=others.__getitem__)
-            pairs = zip(own["test"], known[rival]["test"], strict=True)
+            baseline = max(others, key=others.__getitem__)
+            pairs = zip(own["test"], known[baseline]["test"], strict=True)
             gains = [sign * (a - b) for a, b in pairs if a is not None and b is not None]
-            against = f"{shown(paired_interval(gains))} {METHODS[rival].title}" if gains else ""
+            against = f"{shown(paired_interval(gains))} {METHODS[baseline].title}" if gains else ""
         value = spread(present(own["test"]))
         rows.append(
             [

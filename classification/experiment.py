@@ -1,4 +1,4 @@
-"""One seed of a classification run: train a classifier, finetune it for the metric, and run the rivals."""
+"""One seed of a classification run: train a classifier, finetune it for the metric, and run the baselines."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -48,7 +48,7 @@ from metricopt_ext.experiment.baselines import at_each_budget, ending_at
 from metricopt_ext.experiment.bootstrap import error_of, within_groups
 from metricopt_ext.experiment.correlation import CorrelationReport, correlation_report
 from metricopt_ext.experiment.experiment import Experiment, State, Subject
-from metricopt_ext.experiment.method import Contender, Earlier, End, Method, Planned
+from metricopt_ext.experiment.method import Baseline, Earlier, End, Method, Planned
 from metricopt_ext.experiment.siblings import SiblingsConfig, learned_losses, plot_histories, training
 from metricopt_ext.experiment.usual_methods import metricopt_result, planned
 from metricopt_ext.experiment.whole_network import LabelParts, held_third
@@ -70,7 +70,7 @@ from metricopt_ext.utils.seeding import generator
 
 PRIORS = {"prior": 1.0, "prior_twice": 2.0}  # strengths of logit adjustment that a search may begin from
 UNGROUPED = ("regression", "segmentation")  # whose examples are of no class
-RIVALS = {
+BASELINES = {
     "multilabel": "label_thresholds",
     "ordinal": "cut_points",
     "regression": "recalibration",
@@ -175,15 +175,15 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
     def methods(self, resume: bool = False, callback: Callback | None = None) -> dict[str, Method]:
         """Return the usual methods, what adds constants to the logits, and any others that the settings select."""
         config, x = self.config, self.splits.validation.x
-        methods, contenders = super().methods(resume, callback), self.contenders(config, self)
-        budgets = {RIVALS[self.target.kind]: config.queries} if self.target.kind in RIVALS else {}
+        methods, baselines = super().methods(resume, callback), self.baselines(config, self)
+        budgets = {BASELINES[self.target.kind]: config.queries} if self.target.kind in BASELINES else {}
         if self.target.kind == "classes":
             budgets = {"threshold": default_of(tune_threshold, "evals"), "class_offsets": config.queries}
             counts = torch.bincount(self.splits.train.y, minlength=self.splits.num_classes)
             if counts.min() > 0:  # a class that training lacks has no prior
                 methods["logit_adjustment"] = planned(ending_at(lambda task: adjust_logits(task, x, counts)))
                 budgets["logit_adjustment_tuned"] = default_of(tune_adjustment, "evals")
-        methods |= {name: planned(contenders[name], queries, self.seed) for name, queries in budgets.items()}
+        methods |= {name: planned(baselines[name], queries, self.seed) for name, queries in budgets.items()}
         if config.second_round:
             methods["second_round"] = self._second_round
         for name in config.trained_methods:
@@ -200,8 +200,8 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         return methods
 
     @classmethod
-    def contenders(cls, config: Any, subject: Experiment[Any] | None = None) -> dict[str, Contender]:
-        """Return the usual contenders, a tuned threshold, class offsets, and logits adjusted by a tuned strength."""
+    def baselines(cls, config: Any, subject: Experiment[Any] | None = None) -> dict[str, Baseline]:
+        """Return the usual baselines, a tuned threshold, class offsets, and logits adjusted by a tuned strength."""
 
         def threshold(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> nn.Module | None:
             assert isinstance(subject, ClassificationExperiment)
@@ -237,8 +237,8 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
                 "recalibration": recalibration,
                 **({"class_offsets": class_offsets} if kind == "segmentation" else {}),
             }
-        contenders = {name: at_each_budget(run, least=lambda dim: 2) for name, run in more.items()}
-        return {**super().contenders(config, subject), **contenders}
+        baselines = {name: at_each_budget(run, least=lambda dim: 2) for name, run in more.items()}
+        return {**super().baselines(config, subject), **baselines}
 
     def start(self, name: str) -> Start | StartLine | None:
         """Return one of `run_config.STARTS`, or None if it does not apply; see `Experiment.start`."""

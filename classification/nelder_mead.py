@@ -1,4 +1,4 @@
-"""The usual rivals where no class decides: cut points, or a shift and scale of predictions, found by Nelder-Mead."""
+"""The usual baselines where no class decides: cut points, or a shift and scale of predictions, found by Nelder-Mead."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The cheapest rivals of a classifier: constants added to its logits, a decision threshold among them."""
+"""The cheapest baselines of a classifier: constants added to its logits, a decision threshold among them."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""One seed of a detection run: train a detector, finetune it for its metric, and run the rivals."""
+"""One seed of a detection run: train a detector, finetune it for its metric, and run the baselines."""
 
 from collections.abc import Sequence
 from itertools import product

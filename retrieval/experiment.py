@@ -1,4 +1,4 @@
-"""One seed of a retrieval run: train an embedder, finetune it for its metric, and run the rivals."""
+"""One seed of a retrieval run: train an embedder, finetune it for its metric, and run the baselines."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from metricopt_ext.data.training import train_supervised
 from metricopt_ext.experiment.baselines import at_start
 from metricopt_ext.experiment.bootstrap import error_of, jackknife_error, of_groups
 from metricopt_ext.experiment.experiment import Experiment, State, Subject
-from metricopt_ext.experiment.method import Contender, Method
+from metricopt_ext.experiment.method import Baseline, Method
 from metricopt_ext.experiment.run_config import memory_of
 from metricopt_ext.experiment.siblings import EmbedderSiblingsConfig, plot_histories, training
 from metricopt_ext.experiment.usual_methods import planned
@@ -192,15 +192,15 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         )
 
     @classmethod
-    def contenders(cls, config: Any, subject: Experiment[Any] | None = None) -> dict[str, Contender]:
-        """Return the usual contenders, and whitenings, of models too into which they can't be merged."""
+    def baselines(cls, config: Any, subject: Experiment[Any] | None = None) -> dict[str, Baseline]:
+        """Return the usual baselines, and whitenings, of models too into which they can't be merged."""
 
         def whitening(labelled: bool, task: FinetuneTask) -> nn.Module:
             assert isinstance(subject, RetrievalExperiment)
             return whitened(task, subject.validation()[0], subject.splits.validation.y if labelled else None)
 
         more = {"whitening": at_start(partial(whitening, False)), "lda_whitening": at_start(partial(whitening, True))}
-        return {**super().contenders(config, subject), **more}
+        return {**super().baselines(config, subject), **more}
 
     def label_parts(self) -> LabelParts:
         """Return batches of two thirds of the classes, the metric on the others, and batches of all.

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from metricopt_ext.comparison.comparison import Plan, run_seed
-from metricopt_ext.comparison.comparison_page import contest_page
+from metricopt_ext.comparison.comparison_page import comparison_page
 from metricopt_ext.comparison.comparison_report import gather, load, paired, print_report, write
 from metricopt_ext.comparison.joined import joined
 from metricopt_ext.errors import ConfigError
@@ -208,9 +208,9 @@ def compare(config: CompareConfig, subject: Any, folder: Path) -> dict[str, Any]
         )
     experiment, plan = experiment_of(config.task), config.plan
     about = experiment.describe(subject)
-    contenders = experiment.contenders(subject)
-    plan.check(contenders)
-    if subject.metric.subject_to and (heedless := [name for name in plan.methods if not contenders[name].constrained]):
+    baselines = experiment.baselines(subject)
+    plan.check(baselines)
+    if subject.metric.subject_to and (heedless := [name for name in plan.methods if not baselines[name].constrained]):
         raise ConfigError(
             f"metric.subject_to: {', '.join(heedless)} can't respect constraints; leave them out of methods"
         )
@@ -222,7 +222,7 @@ def compare(config: CompareConfig, subject: Any, folder: Path) -> dict[str, Any]
             methods = counted(len(plan.methods), "method")
             print(plain(f"{about.title}: {about.metric}, {methods} from seed {config.seed} on"))
         largest = max(plan.budgets)
-        total = sum(largest if contenders[name].anytime else sum(plan.budgets) for name in plan.methods)
+        total = sum(largest if baselines[name].anytime else sum(plan.budgets) for name in plan.methods)
         run_seeds(
             partial(run_seed, experiment, subject, plan, folder),
             range(config.seed, config.seed + config.seeds),
@@ -246,7 +246,7 @@ def join(folders: Sequence[Path]) -> dict[str, Any]:
 def report(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Write and print a comparison's report; returns its content."""
     paths = write(content, folder)
-    paths.append(contest_page(content, folder).write(folder / PAGE))
+    paths.append(comparison_page(content, folder).write(folder / PAGE))
     print_report(content)
     print_written(*paths)
     return content

@@ -287,13 +287,13 @@ def search_files(arguments: argparse.Namespace) -> "Iterator[Search]":
         return
     check_galleries(embeddings, labels, queries)
     others = galleries(embeddings, labels, arguments.embeddings, queries, names)
-    rivals = arguments.against_gallery or [None] * max(1, len(embeddings))
-    for (name, items), seen, rival in zip(others, read_cameras(arguments), rivals, strict=True):
+    baselines = arguments.against_gallery or [None] * max(1, len(embeddings))
+    for (name, items), seen, baseline in zip(others, read_cameras(arguments), baselines, strict=True):
         other = None
         if items is not None and seen is not None:
             items = items[0], numbered_junk(items[1], queries[1], names)
         if arguments.against is not None:
-            own = against(arguments.against, queries, names), rival and against(rival, items or queries, names)
+            own = against(arguments.against, queries, names), baseline and against(baseline, items or queries, names)
             other = Search(str(arguments.against), *own, seen)
         yield Search(name, queries, items, seen, names.names, other)
 
@@ -397,14 +397,14 @@ def embed_images(arguments: argparse.Namespace) -> "Iterator[Search]":
         yield found[0]._replace(other=other)
 
 
-def embed_run(folder: Path, part: str, rival: Path | None = None) -> "Iterator[Search]":
+def embed_run(folder: Path, part: str, baseline: Path | None = None) -> "Iterator[Search]":
     """Embed a part of a run's data by each seed's models, before and after finetuning.
 
     Args:
         folder: The run's.
         part: The part's name.
-        rival: The folder of a run with whose models of the same seeds and names they are compared; the same folder to
-            compare those after finetuning with those before. None for no comparison.
+        baseline: The folder of a run with whose models of the same seeds and names they are compared; the same folder
+            to compare those after finetuning with those before. None for no comparison.
 
     Raises:
         DataError: A folder holds no run of retrieval, or one of another version; none of its seeds has finished, or
@@ -413,19 +413,19 @@ def embed_run(folder: Path, part: str, rival: Path | None = None) -> "Iterator[S
     from metricopt_ext.retrieval.build import load_splits
 
     config, seeds = read_run(folder)
-    itself = rival is not None and rival.samefile(folder)
-    theirs, known = (config, seeds) if rival is None or itself else read_run(rival)
+    itself = baseline is not None and baseline.samefile(folder)
+    theirs, known = (config, seeds) if baseline is None or itself else read_run(baseline)
     if missing := sorted({*seeds} - {*known}):
         raise DataError(
-            f"{rival} has no finished seed {missing[0]}, which {folder} has; compare runs of the same seeds"
+            f"{baseline} has no finished seed {missing[0]}, which {folder} has; compare runs of the same seeds"
         )
     for seed in seeds:
         splits = load_splits(config, seed)
         others = splits if theirs is config else load_splits(theirs, seed)
         for name in ("model", "tuned"):
             search, other = embedded_by(config, splits, part, folder / f"seed-{seed}" / name), None
-            if rival is not None and not (itself and name == "model"):
-                file = rival / f"seed-{seed}" / ("model" if itself else name)
+            if baseline is not None and not (itself and name == "model"):
+                file = baseline / f"seed-{seed}" / ("model" if itself else name)
                 other = embedded_by(theirs, others, part, file)._replace(name=str(file))
                 check_same_items(search, other, part)
             yield search._replace(other=other)

@@ -17,19 +17,19 @@ SOUPS: dict[str, Needs] = {"soup_batchnorm": "inputs", "soup_prior": "scores"}  
 
 
 class Pair(NamedTuple):
-    """Our method against a rival, paired by seed; positive is better for ours.
+    """Our method against a baseline, paired by seed; positive is better for ours.
 
     Attributes:
-        rival: Its name.
-        budget: The rival's queries.
+        baseline: Its name.
+        budget: The baseline's queries.
         interval: The mean difference of the test metric and its 95% interval.
         p: Two-sided p-value of the paired t-test; NaN for a single seed.
         wins: Seeds on which ours is better.
-        losses: Seeds on which the rival is better.
+        losses: Seeds on which the baseline is better.
         seeds: Seeds that have both.
     """
 
-    rival: str
+    baseline: str
     budget: int
     interval: Interval
     p: float
@@ -87,22 +87,22 @@ def tests(content: Mapping[str, Any], name: str, budget: int) -> list[float | No
     return None if cell is None else cell["test"]
 
 
-def rivals_of(content: Mapping[str, Any]) -> list[str]:
-    """Return the names of all rivals: free starts, the best of them, and the other methods."""
+def baselines_of(content: Mapping[str, Any]) -> list[str]:
+    """Return the names of all baselines: free starts, the best of them, and the other methods."""
     methods = (name for name in content["methods"] if name != OURS and name not in content["starts"])
     return [*content["starts"], "best_start", *methods]
 
 
-def pair(content: Mapping[str, Any], rival: str, budget: int, our_budget: int | None = None) -> Pair | None:
-    """Compare ours with a rival, or return None if no seed has both.
+def pair(content: Mapping[str, Any], baseline: str, budget: int, our_budget: int | None = None) -> Pair | None:
+    """Compare ours with a baseline, or return None if no seed has both.
 
     Args:
         content: What comparison.json holds.
-        rival: Its name.
+        baseline: Its name.
         budget: Its queries.
         our_budget: Ours, if they are others.
     """
-    ours, theirs = tests(content, OURS, our_budget or budget), tests(content, rival, budget)
+    ours, theirs = tests(content, OURS, our_budget or budget), tests(content, baseline, budget)
     if ours is None or theirs is None:
         return None
     sign = 1 if content["metric"]["maximize"] else -1
@@ -110,12 +110,12 @@ def pair(content: Mapping[str, Any], rival: str, budget: int, our_budget: int | 
     if not gains:
         return None
     wins, losses = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
-    return Pair(rival, budget, paired_interval(gains), t_test(gains), wins, losses, len(gains))
+    return Pair(baseline, budget, paired_interval(gains), t_test(gains), wins, losses, len(gains))
 
 
 def all_pairs(content: Mapping[str, Any]) -> list[Pair]:
-    """Compare ours with every rival at every budget."""
-    found = (pair(content, rival, budget) for budget in content["budgets"] for rival in rivals_of(content))
+    """Compare ours with every baseline at every budget."""
+    found = (pair(content, baseline, budget) for budget in content["budgets"] for baseline in baselines_of(content))
     return [each for each in found if each is not None]
 
 

@@ -1,4 +1,4 @@
-"""One seed of a comparison: every contender from the same start, each with its own file of what it reached.
+"""One seed of a comparison: every baseline from the same start, each with its own file of what it reached.
 
 What choosing the start took is on the account of each: queries, seconds, and passes of the model (`passes`).
 """
@@ -15,7 +15,7 @@ from metricopt_ext.errors import BudgetError, ConfigError
 from metricopt_ext.experiment.baselines import Spent
 from metricopt_ext.experiment.compare import judge
 from metricopt_ext.experiment.experiment import Experiment, State
-from metricopt_ext.experiment.method import METHODS, STANDING, TUNES_SETTINGS, Begun, Contender, End, Reached, now
+from metricopt_ext.experiment.method import METHODS, STANDING, TUNES_SETTINGS, Baseline, Begun, End, Reached, now
 from metricopt_ext.experiment.passes import CountedTask, Passes, counting, noticing, passes_of
 from metricopt_ext.experiment.run_config import STARTS as OFFERED
 from metricopt_ext.experiment.run_config import RunConfig
@@ -37,7 +37,7 @@ class Plan:
     """What a comparison runs.
 
     Attributes:
-        methods: Names of contenders, in any order.
+        methods: Names of baselines, in any order.
         budgets: Metric queries, ascending.
         starts: Names of the starts to choose from, besides the model as it was trained: the experiment's, or those of
             `STANDING`; empty for all that the experiment's settings name.
@@ -53,7 +53,7 @@ class Plan:
         """Reject what can't be run.
 
         Args:
-            known: Names of the contenders.
+            known: Names of the baselines.
 
         Raises:
             ConfigError: A method is unknown or named twice, or the budgets do not ascend from at least 1.
@@ -144,14 +144,14 @@ def run_seed(
         if limits is not None:  # as numbers, as a method may begin from another start than what they are relative to
             metric = experiment.task.metric.with_settings(subject_to=limits.texts())
             experiment.task = experiment.task.judged_by(metric)
-        contenders = experiment.contenders(config, experiment)
+        baselines = experiment.baselines(config, experiment)
         for name in missing:
             callback.stage(METHODS[name].title)
             begins = Opening(Begun.at(made.origin()), 0.0, Passes()) if METHODS[name].standing else opening
             row = _Row(experiment, begins, spent)
             write_json(
                 folder / f"{name}.json",
-                {"method": name, **row.run(contenders[name], plan.budgets_of(name), name in TUNES_SETTINGS)},
+                {"method": name, **row.run(baselines[name], plan.budgets_of(name), name in TUNES_SETTINGS)},
             )
     callback.done()
 
@@ -216,25 +216,25 @@ class _Row:
         self.judging = self.task
         self.validation_metric = self.task.metric.with_new_ledger()
 
-    def run(self, contender: Contender, budgets: Sequence[int], tunes_settings: bool = False) -> dict[str, Any]:
-        """Run a contender at all budgets and return its row; an error marks its budget and those that depend on it.
+    def run(self, baseline: Baseline, budgets: Sequence[int], tunes_settings: bool = False) -> dict[str, Any]:
+        """Run a baseline at all budgets and return its row; an error marks its budget and those that depend on it.
 
         Args:
-            contender: The contender.
+            baseline: The baseline.
             budgets: The budgets.
             tunes_settings: Whether its ends have settings of inference.
         """
         if tunes_settings:
             self.judging = self.task.with_settings(self.experiment.settings)
-        seed, least = self.experiment.seed, contender.least(self.task.dim) + self.begun.spent
+        seed, least = self.experiment.seed, baseline.least(self.task.dim) + self.begun.spent
         possible = [budget for budget in budgets if budget >= least]
         cells: dict[str, Any] = {}
         errors: dict[str, str] = {}
-        for group in [possible] if contender.anytime and possible else [[budget] for budget in possible]:
+        for group in [possible] if baseline.anytime and possible else [[budget] for budget in possible]:
             left = list(group)
             try:
                 own = [budget - self.begun.spent for budget in group]
-                for reached in contender.run(_fresh(self.task, self.spent), self.begun, own, seed):
+                for reached in baseline.run(_fresh(self.task, self.spent), self.begun, own, seed):
                     cells[str(left[0])] = self.cell(reached.after_choice(self.begun.spent), left[0])
                     left.pop(0)
             except Exception as error:

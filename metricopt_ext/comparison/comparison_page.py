@@ -30,7 +30,7 @@ QUALITY = (
 )
 
 
-def contest_page(content: dict[str, Any], folder: Path) -> Page:
+def comparison_page(content: dict[str, Any], folder: Path) -> Page:
     """Return a comparison as a page; its numbers are those of comparison.md.
 
     Args:

@@ -8,7 +8,17 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
-from metricopt_ext.comparison.claims import OURS, all_pairs, entry_of, guard_blocks, holm, pair, rivals_of, shown, tests
+from metricopt_ext.comparison.claims import (
+    OURS,
+    all_pairs,
+    baselines_of,
+    entry_of,
+    guard_blocks,
+    holm,
+    pair,
+    shown,
+    tests,
+)
 from metricopt_ext.comparison.comparison import Plan
 from metricopt_ext.comparison.comparison_file import STARTS, read_comparison, read_row, read_starts
 from metricopt_ext.comparison.guarded import TRAINED
@@ -104,7 +114,7 @@ def _gathered(
 
 
 def paired(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a comparison's content with ours paired with each rival, at each budget."""
+    """Return a comparison's content with ours paired with each baseline, at each budget."""
     return content | {"pairs": _pairs(content)}
 
 
@@ -170,7 +180,7 @@ def heading(content: dict[str, Any]) -> str:
 
 def verdict(content: dict[str, Any]) -> str:
     """Say in one sentence what came out at the largest number of queries, and whether it may be chance."""
-    budget, titles = content["budgets"][-1], {name: entry_of(name).title for name in (*rivals_of(content), OURS)}
+    budget, titles = content["budgets"][-1], {name: entry_of(name).title for name in (*baselines_of(content), OURS)}
     values = {name: tests(content, name, budget) for name in titles}
     means = {name: float(np.mean(_known(each))) for name, each in values.items() if each and _known(each)}
     top = (max if content["metric"]["maximize"] else min)(means, key=means.__getitem__)
@@ -195,17 +205,17 @@ def verdict(content: dict[str, Any]) -> str:
         else ""
     )
     over = f"the gain on test (with its 95% interval), {_difference(content, TRAINED, budget)}"
-    rival = (
+    baseline = (
         f"{best}, and MetricOpt's difference from it, {_difference(content, top, budget)}"
         if top != OURS
         else f"{best} itself"
     )
-    return f"{said}: MetricOpt {on_test} and {on_validation};{guard} {over}; {rival}."
+    return f"{said}: MetricOpt {on_test} and {on_validation};{guard} {over}; {baseline}."
 
 
-def _difference(content: dict[str, Any], rival: str, budget: int) -> str:
-    """Say by how much ours is better than a rival, and whether that may be chance."""
-    found = pair(content, rival, budget)
+def _difference(content: dict[str, Any], baseline: str, budget: int) -> str:
+    """Say by how much ours is better than a baseline, and whether that may be chance."""
+    found = pair(content, baseline, budget)
     return "is unknown" if found is None else f"{shown(found.interval)}, {chance_in_words(found.interval)}"
 
 
@@ -258,7 +268,9 @@ def notes(content: dict[str, Any]) -> list[str]:
         " included",
     ]
     if any(each["method"] == OURS for each in content["guards"]):
-        lines.append(f"{UNGUARDED}: where the same search ended, kept or not; it is no rival, nor marked as the best")
+        lines.append(
+            f"{UNGUARDED}: where the same search ended, kept or not; it is no baseline, nor marked as the best"
+        )
     if bounds := content.get("subject_to"):
         limits = " and ".join(f"{name} {limit}" for name, limit in bounds.items())
         lines.append(
@@ -371,7 +383,7 @@ def _pairs(content: dict[str, Any]) -> list[dict[str, Any]]:
 
     return [
         {
-            "rival": each.rival,
+            "baseline": each.baseline,
             "budget": each.budget,
             **{name: plain(value) for name, value in each.interval._asdict().items()},
             "p": plain(each.p),
@@ -392,7 +404,7 @@ def pair_rows(content: dict[str, Any]) -> list[list[str]]:
 
     return [
         [
-            entry_of(each["rival"]).title,
+            entry_of(each["baseline"]).title,
             str(each["budget"]),
             f"{each['mean']:+.4f}",
             "" if each["low"] is None else f"[{each['low']:+.4f}, {each['high']:+.4f}]",
@@ -400,7 +412,7 @@ def pair_rows(content: dict[str, Any]) -> list[list[str]]:
             str(each["losses"]),
             small(each["p"]),
             small(each["p_holm"]),
-            f"{_seconds(content, OURS, each['budget'])} / {_seconds(content, each['rival'], each['budget']) or '0'}",
+            f"{_seconds(content, OURS, each['budget'])} / {_seconds(content, each['baseline'], each['budget']) or '0'}",
         ]
         for each in content["pairs"]
     ]
@@ -435,7 +447,7 @@ class Row(NamedTuple):
 
 def _rows(content: dict[str, Any]) -> list[Row]:
     """Return all rows, that of our search without its guard last."""
-    names = [*rivals_of(content), *([OURS] if OURS in content["methods"] else [])]
+    names = [*baselines_of(content), *([OURS] if OURS in content["methods"] else [])]
     sign, seeds = (1 if content["metric"]["maximize"] else -1), len(content["seeds"])
     means: dict[str, list[float | None]] = {}
     for name in names:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import ConfigError, MetricError
-from metricopt_ext.experiment.method import METHODS, Begun, Contender, End, Meter, Reached, end_of, now
+from metricopt_ext.experiment.method import METHODS, Baseline, Begun, End, Meter, Reached, end_of, now
 from metricopt_ext.experiment.method_config import FinetuneConfig
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.methods.guard import CONFIDENCE
@@ -49,7 +49,7 @@ def without() -> Settings:
     raise ConfigError("this task has no settings of inference")
 
 
-def usual_contenders(config: RunConfig, settings: Callable[[], Settings] = without) -> dict[str, Contender]:
+def usual_baselines(config: RunConfig, settings: Callable[[], Settings] = without) -> dict[str, Baseline]:
     """Return what every task's comparison can run, by name.
 
     Args:
@@ -71,7 +71,7 @@ def usual_contenders(config: RunConfig, settings: Callable[[], Settings] = witho
     }
 
 
-def _with_settings(own: Contender, settings: Callable[[], Settings], confidence: float) -> dict[str, Contender]:
+def _with_settings(own: Baseline, settings: Callable[[], Settings], confidence: float) -> dict[str, Baseline]:
     """Return what tunes settings of inference, by name: what is free, each alone, presets too, and then phi."""
 
     def free(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
@@ -80,7 +80,7 @@ def _with_settings(own: Contender, settings: Callable[[], Settings], confidence:
         yield from (meter.reached(start) for _ in budgets)
 
     return {
-        "settings_free": Contender(free),
+        "settings_free": Baseline(free),
         "settings_lines": tuning_settings(lambda: settings().without_presets(), confidence),
         "settings": tuning_settings(settings, confidence),
         "settings_gp": tuning_settings(settings, confidence, SettingsGPState),
@@ -106,8 +106,8 @@ def best_of_loss_finetune(task: FinetuneTask, points: Tensor, evals: int) -> Ten
     return points[chosen[costs.argmin()]]
 
 
-def ours(search: GuidedTrustRegion | None = None, confidence: float = CONFIDENCE) -> Contender:
-    """Make a contender of the guided search as `optimize_metric` runs it: its starts, its points and its guard.
+def ours(search: GuidedTrustRegion | None = None, confidence: float = CONFIDENCE) -> Baseline:
+    """Make a baseline of the guided search as `optimize_metric` runs it: its starts, its points and its guard.
 
     Args:
         search: The search.
@@ -133,7 +133,7 @@ def ours(search: GuidedTrustRegion | None = None, confidence: float = CONFIDENCE
             yield replace(meter.reached(end), queries=spent, queries_per_start=spent, result=result)
             meter.forget_since(reached)  # what was reached is judged meanwhile
 
-    return Contender(run, engine.least_queries, anytime=True, constrained=True)
+    return Baseline(run, engine.least_queries, anytime=True, constrained=True)
 
 
 def in_order(settings: Settings, first: Evaluation, queries: int, seed: int) -> SettingsState:
@@ -145,8 +145,8 @@ def tuning_settings(
     settings: Callable[[], Settings],
     confidence: float = CONFIDENCE,
     begin: Callable[[Settings, Evaluation, int, int], SettingsState | SettingsGPState] = in_order,
-) -> Contender:
-    """Make a contender of a search over settings of inference alone, at the chosen start.
+) -> Baseline:
+    """Make a baseline of a search over settings of inference alone, at the chosen start.
 
     Args:
         settings: Returns the settings; what they say of queries bounds it, whatever the budget.
@@ -169,19 +169,19 @@ def tuning_settings(
             kept = end.values if accepted(end, confidence) else tuned.first
             yield meter.reached(replace(begun.starts[begun.chosen], settings=kept))
 
-    return Contender(run)
+    return Baseline(run)
 
 
-def with_settings_of(contender: Contender, settings: Callable[[], Settings]) -> Contender:
-    """Return a contender whose task has settings of inference, at the best of the same starts."""
+def with_settings_of(baseline: Baseline, settings: Callable[[], Settings]) -> Baseline:
+    """Return a baseline whose task has settings of inference, at the best of the same starts."""
 
     def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
         found = settings()
         if found.changed(found.first):  # the starts were asked without
             begun = replace(begun, asked={})
-        return contender.run(task.with_settings(found), begun, budgets, seed)
+        return baseline.run(task.with_settings(found), begun, budgets, seed)
 
-    return replace(contender, run=run)
+    return replace(baseline, run=run)
 
 
 def on_file(begun: Begun, task: FinetuneTask) -> KeptEvaluations:
@@ -204,8 +204,8 @@ def optimizing(
     output_dir: Path | None = None,
     resume: bool = False,
     callback: Callback,
-) -> Contender:
-    """Make a contender of `optimize_metric`, at one budget and from the model as it was trained; see there.
+) -> Baseline:
+    """Make a baseline of `optimize_metric`, at one budget and from the model as it was trained; see there.
 
     Args:
         strategy: How it works.
@@ -233,11 +233,11 @@ def optimizing(
         end, path = end_of(task, result.start_of(result.chosen)), result.path if result.details.finetunes else None
         yield replace(meter.reached(end), queries_per_start=result.queries_per_start, path=path, result=result)
 
-    return Contender(run)
+    return Baseline(run)
 
 
-def searching(search: SearchStrategy) -> Contender:
-    """Make a contender of a search on the metric.
+def searching(search: SearchStrategy) -> Baseline:
+    """Make a baseline of a search on the metric.
 
     Args:
         search: The search.
@@ -262,19 +262,19 @@ def searching(search: SearchStrategy) -> Contender:
             best = trace.best(queries)
             yield replace(best, end=begun.standing(task, best.end))
 
-    return Contender(run, search.least_queries, anytime=True, constrained=True)
+    return Baseline(run, search.least_queries, anytime=True, constrained=True)
 
 
 def at_each_budget(
     run: Callable[[FinetuneTask, Tensor, int, int], End | None],
     least: Callable[[int], int] = lambda dim: 0,
-) -> Contender:
-    """Make a contender of a function that is run once for each budget.
+) -> Baseline:
+    """Make a baseline of a function that is run once for each budget.
 
     Args:
         run: ``run(task, start, queries, seed)`` returns the end, or None if it does not apply. The task is on the model
             of the start.
-        least: See `Contender`.
+        least: See `Baseline`.
     """
 
     def each(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
@@ -284,16 +284,16 @@ def at_each_budget(
             if end is not None:
                 yield meter.reached(begun.standing(task, end))
 
-    return Contender(each, least)
+    return Baseline(each, least)
 
 
-def ending_at(run: Callable[[FinetuneTask], End | None]) -> Contender:
-    """Make a contender, which takes no queries, of a function of the task that returns an end; see `at_each_budget`."""
+def ending_at(run: Callable[[FinetuneTask], End | None]) -> Baseline:
+    """Make a baseline, which takes no queries, of a function of the task that returns an end; see `at_each_budget`."""
     return at_each_budget(lambda task, *_: run(task))
 
 
-def at_start(make: Callable[[FinetuneTask], Start | nn.Module | None], queries: int = 0) -> Contender:
-    """Make a contender that ends at a start, of the model as it was trained, whatever else there is to begin from.
+def at_start(make: Callable[[FinetuneTask], Start | nn.Module | None], queries: int = 0) -> Baseline:
+    """Make a baseline that ends at a start, of the model as it was trained, whatever else there is to begin from.
 
     Args:
         make: Makes the start of the task, or a model, whose queries are counted; None if it does not apply.
@@ -307,11 +307,11 @@ def at_start(make: Callable[[FinetuneTask], Start | nn.Module | None], queries: 
             reached = meter.reached(end_of(limited, start) if isinstance(start, Start) else start)
             yield from (reached for _ in budgets)
 
-    return Contender(each, least=lambda dim: queries, anytime=True)
+    return Baseline(each, least=lambda dim: queries, anytime=True)
 
 
-def along_path(run: Callable[[FinetuneTask, Tensor, int], Tensor]) -> Contender:
-    """Make a contender, which takes no queries, of a function that finetunes.
+def along_path(run: Callable[[FinetuneTask, Tensor, int], Tensor]) -> Baseline:
+    """Make a baseline, which takes no queries, of a function that finetunes.
 
     Args:
         run: ``run(task, start, seed)`` returns the visited phi, ``(T + 1) x d``.
@@ -323,14 +323,14 @@ def along_path(run: Callable[[FinetuneTask, Tensor, int], Tensor]) -> Contender:
         reached = replace(meter.reached(begun.standing(task, path[-1])), path=path)
         yield from (reached for _ in budgets)
 
-    return Contender(each)
+    return Baseline(each)
 
 
-def told(contender: Contender, title: str, callback: Callback) -> Contender:
-    """Return a contender whose queries a callback is told of now and then.
+def told(baseline: Baseline, title: str, callback: Callback) -> Baseline:
+    """Return a baseline whose queries a callback is told of now and then.
 
     Args:
-        contender: The contender.
+        baseline: The baseline.
         title: Its displayed name.
         callback: The callback, whose own queries are another method's.
     """
@@ -338,22 +338,22 @@ def told(contender: Contender, title: str, callback: Callback) -> Contender:
     def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
         shown = Within(callback, title, max(budgets) + begun.spent)
         observed = task.judged_by(task.metric.with_callbacks(Spent(shown, begun.spent)))
-        return contender.run(observed, begun, budgets, seed)
+        return baseline.run(observed, begun, budgets, seed)
 
-    return replace(contender, run=run)
+    return replace(baseline, run=run)
 
 
-def staged(contender: Contender, callback: Callback, before: str = "", after: str = "") -> Contender:
-    """Return a contender that tells a callback of a stage before it begins, or after it has ended."""
+def staged(baseline: Baseline, callback: Callback, before: str = "", after: str = "") -> Baseline:
+    """Return a baseline that tells a callback of a stage before it begins, or after it has ended."""
 
     def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
         if before:
             callback.stage(before)
-        yield from contender.run(task, begun, budgets, seed)
+        yield from baseline.run(task, begun, budgets, seed)
         if after:
             callback.stage(after)
 
-    return replace(contender, run=run)
+    return replace(baseline, run=run)
 
 
 @dataclass(frozen=True)

@@ -110,10 +110,10 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at
         plan, work = planned(strategy, config, task.dim, task.at_once, found_starts, task.adapter.base_state_dict())
         one, wide, query = _probe(task, work.width, config.seed)
     subject = experiment.describe(config)
-    rivals = known_queries(config, methods)
-    unknown = [name for name in methods if METHODS[name].kind == "queries" and name not in {*rivals, "metricopt"}]
+    baselines = known_queries(config, methods)
+    unknown = [name for name in methods if METHODS[name].kind == "queries" and name not in {*baselines, "metricopt"}]
     more, widened = besides(config, methods, strategy), of_more_inference(config)
-    asked = (work.queries + sum(rivals.values()) + more.queries + widened) * query
+    asked = (work.queries + sum(baselines.values()) + more.queries + widened) * query
     soups = config.method.name == "search" and any(name in SOUPS for name in config.starts)
     again = SOUP * SHARE * prepared if soups else 0.0
     seconds = prepared + again + asked + (work.steps + more.steps) * one + work.wide * wide
@@ -123,7 +123,7 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at
         ("method", f"{config.method.name}, phi of {counted(task.dim, 'coordinate')}"),
         *plan,
         ("queries of MetricOpt", f"{work.queries} of {config.queries} at most"),
-        *((f"queries of {METHODS[name].title}", f"{queries} at most") for name, queries in rivals.items()),
+        *((f"queries of {METHODS[name].title}", f"{queries} at most") for name, queries in baselines.items()),
         *((f"queries of {METHODS[name].title}", "not known before") for name in unknown),
         ("other evaluations", f"{more.queries} for curves, tests and pictures"),
         *([("more inference", f"{widened} evaluations at most, of what was kept")] if widened else []),

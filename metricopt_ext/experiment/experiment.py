@@ -1,4 +1,4 @@
-"""One seed of any task's tool: set it up, run MetricOpt beside its rivals, keep the record."""
+"""One seed of any task's tool: set it up, run MetricOpt beside its baselines, keep the record."""
 
 import copy
 import math
@@ -18,11 +18,11 @@ from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.data.rare import Rare
 from metricopt_ext.data.reading import Reading
 from metricopt_ext.errors import ConfigError, MetricError
-from metricopt_ext.experiment.baselines import along_path, at_start, loss_path, usual_contenders, without
+from metricopt_ext.experiment.baselines import along_path, at_start, loss_path, usual_baselines, without
 from metricopt_ext.experiment.compare import Comparison, compare
 from metricopt_ext.experiment.correlation import CorrelationReport
 from metricopt_ext.experiment.events import query_events
-from metricopt_ext.experiment.method import STANDING, Contender, End, Method
+from metricopt_ext.experiment.method import STANDING, Baseline, End, Method
 from metricopt_ext.experiment.passes import CountedTask, Counter
 from metricopt_ext.experiment.record import SeedRecord
 from metricopt_ext.experiment.run_config import SHARE, SOUP, RunConfig, SettingsConfig, TrainingConfig
@@ -156,7 +156,7 @@ class Experiment(ABC, Generic[Config]):
         """Return the validation data's inputs, in parts of about one size, and labelled batches for the loss."""
 
     def methods(self, resume: bool = False, callback: Callback | None = None) -> dict[str, Method]:
-        """Return the methods to compare, by name; see `rivals.usual_methods` and `transfer.transferred_methods`."""
+        """Return the methods to compare, by name; see `baselines.usual_methods` and `transfer.transferred_methods`."""
         inputs, batches = self.validation()
         methods = usual_methods(
             self.config,
@@ -195,7 +195,7 @@ class Experiment(ABC, Generic[Config]):
         return None
 
     def label_parts(self) -> LabelParts | None:
-        """Return the metric's labelled data in two, for a rival that trains on them; None where a task has none."""
+        """Return the metric's labelled data in two, for a baseline that trains on them; None where a task has none."""
         return None
 
     def _whole_network(self) -> Start | None:
@@ -229,7 +229,7 @@ class Experiment(ABC, Generic[Config]):
         return start
 
     @classmethod
-    def contenders(cls, config: Any, subject: "Experiment[Any] | None" = None) -> dict[str, Contender]:
+    def baselines(cls, config: Any, subject: "Experiment[Any] | None" = None) -> dict[str, Baseline]:
         """Return what a comparison can run, by name: what needs scores alone, and a finetune on validation labels.
 
         A task may add its own.
@@ -257,7 +257,7 @@ class Experiment(ABC, Generic[Config]):
 
         asked = {"soup_greedy": SOUP}
         at_starts = {name: at_start(partial(made, name), asked.get(name, 0)) for name in STANDING}
-        return {**usual_contenders(config, settings), "loss_finetune_validation": along_path(on_labels), **at_starts}
+        return {**usual_baselines(config, settings), "loss_finetune_validation": along_path(on_labels), **at_starts}
 
     def test_error(self, before: State, after: State) -> float | None:
         """Return the standard error of the test metric's difference between two states, None if it is unknown."""

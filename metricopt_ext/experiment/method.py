@@ -259,7 +259,7 @@ Run = Callable[[FinetuneTask, Begun, Sequence[int], int], Iterator[Reached]]
 
 
 @dataclass(frozen=True)
-class Contender:
+class Baseline:
     """A method of a comparison: a baseline, a sibling or ours.
 
     Attributes:
@@ -277,16 +277,16 @@ class Contender:
 
 @dataclass(frozen=True)
 class Planned:
-    """A contender as a tool runs it.
+    """A baseline as a tool runs it.
 
     Attributes:
-        contender: The contender.
+        baseline: The baseline.
         budgets: Its budgets, without what was spent on choosing the start.
         seed: Its seed.
         begun: Where it begins; None: at phi = 0 of the model as it was trained.
     """
 
-    contender: Contender
+    baseline: Baseline
     budgets: tuple[int, ...] = (0,)
     seed: int = 0
     begun: Begun | None = None
@@ -294,7 +294,7 @@ class Planned:
     def run(self, task: FinetuneTask) -> tuple[Reached, ...]:
         """Return where it stood, with what choosing the start took; nothing if it does not apply."""
         begun = self.begun or Begun.at(task.origin())
-        found = self.contender.run(task, begun, self.budgets, self.seed)
+        found = self.baseline.run(task, begun, self.budgets, self.seed)
         return tuple(each.after_choice(begun.spent) for each in found)
 
 

@@ -81,10 +81,10 @@ def either(names: Sequence[str]) -> str:
 
 @dataclass
 class FinetuneConfig:
-    """Finetuning of phi by the loss alone: that of a start and of rivals, and of the runs that others learn from."""
+    """Finetuning of phi by the loss alone: that of a start and of baselines, and of the runs that others learn from."""
 
     steps: int = Recipe.steps  # T
-    lr: float = Recipe.lr  # of the loss step; Guided ES as a rival steps at it, too
+    lr: float = Recipe.lr  # of the loss step; Guided ES as a baseline steps at it, too
 
     def check(self) -> None:
         """Reject what can't be run.

@@ -390,7 +390,7 @@ class Report:
         ]
 
     def gains(self) -> list[tuple[str, str, str, str]]:
-        """Return each rival's title, MetricOpt's gain over it, the gain's interval, and what it shows."""
+        """Return each baseline's title, MetricOpt's gain over it, the gain's interval, and what it shows."""
         rows = []
         for name in self.methods:
             if name == "metricopt":
@@ -485,11 +485,11 @@ class Report:
         trusted = sum(quality.trusted for quality in self.quality)
         spearman = np.mean([quality.spearman for quality in self.quality])
         mae = np.mean([quality.mae for quality in self.quality])
-        rivals = {"a constant": [quality.constant_mae for quality in self.quality]}
+        baselines = {"a constant": [quality.constant_mae for quality in self.quality]}
         so_far = [quality.incumbent_mae for quality in self.quality if quality.incumbent_mae is not None]
         if so_far:
-            rivals["the best so far"] = so_far
-        against = " and ".join(f"{np.mean(errors):.4f} of {name}" for name, errors in rivals.items())
+            baselines["the best so far"] = so_far
+        against = " and ".join(f"{np.mean(errors):.4f} of {name}" for name, errors in baselines.items())
         where = "before each query" if self.searched else "on held-out trajectories"
         return [
             f"Value function {where}: Spearman {spearman:.2f}, mean absolute error {mae:.4f} of the cost"

@@ -223,7 +223,7 @@ class RunConfig:
     starts: list[str] = field(default_factory=lambda: list(USUAL_STARTS))
     queries: int = 600  # MetricOpt's metric queries in total
     population: int | None = None  # tasks computed together; null: as many of 1, 4, 16, 32 as fit, if it can be
-    best_evals: int = 51  # queries of the rival "loss finetune + best"
+    best_evals: int = 51  # queries of the baseline "loss finetune + best"
     # Of each direct search, Guided ES and CMA-ES, from the same start; same: as many as MetricOpt spent; 0: none.
     search_queries: int | str = 0
     # Further methods to run, each of which brings a section. settings: MetricOpt tunes inference before phi, where

@@ -10,7 +10,7 @@ from torch import nn
 
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.correlation import ScoreLoss
-from metricopt_ext.experiment.method import METHODS, SIBLINGS, Begun, Contender, Reached, now, siblings_of
+from metricopt_ext.experiment.method import METHODS, SIBLINGS, Baseline, Begun, Reached, now, siblings_of
 from metricopt_ext.experiment.method_config import brought_by
 from metricopt_ext.experiment.style import new_figure, save_figure
 from metricopt_ext.runtime.progress import Callback
@@ -263,8 +263,8 @@ def training(
     folder: Path,
     resume: bool = False,
     callback: Callback | None = None,
-) -> Contender:
-    """Make a contender of a sibling method: train, keep what came out in the folder, then tune the threshold.
+) -> Baseline:
+    """Make a baseline of a sibling method: train, keep what came out in the folder, then tune the threshold.
 
     Its queries follow from its settings. It says where it stood before the threshold too.
 
@@ -298,7 +298,7 @@ def training(
             queries += task.metric.ledger.spent - before
             yield Reached(tuned, queries, queries, trained.seconds + now() - began, batch_queries=asked)
 
-    return Contender(run)
+    return Baseline(run)
 
 
 def learned_losses(folder: Path, names: Sequence[str]) -> dict[str, ScoreLoss]:

@@ -18,9 +18,9 @@ from metricopt_ext.experiment.baselines import (
     searching,
     staged,
     told,
-    usual_contenders,
+    usual_baselines,
 )
-from metricopt_ext.experiment.method import METHODS, Begun, Contender, Earlier, Meter, Method, Planned, Reached, end_of
+from metricopt_ext.experiment.method import METHODS, Baseline, Begun, Earlier, Meter, Method, Planned, Reached, end_of
 from metricopt_ext.experiment.method_config import LearnedConfig, PaperSettings
 from metricopt_ext.experiment.run_config import VARIANTS, RunConfig
 from metricopt_ext.methods.result import Result
@@ -87,12 +87,12 @@ def usual_methods(
         "loss_finetune_validation": planned(along_path(on_labels), 0, seed),
     }
     if config.settings is not None:
-        methods["settings"] = where_metricopt_began(Contender(_as_it_begins), "same", seed)
+        methods["settings"] = where_metricopt_began(Baseline(_as_it_begins), "same", seed)
     if config.search_queries:
-        contenders = usual_contenders(config)
+        baselines = usual_baselines(config)
         for name in ("guided_es", "cma_es"):
-            rival = told(contenders[name], METHODS[name].title, shown)
-            methods[name] = where_metricopt_began(rival, config.search_queries, seed)
+            baseline = told(baselines[name], METHODS[name].title, shown)
+            methods[name] = where_metricopt_began(baseline, config.search_queries, seed)
     for name in (name for name in config.methods if name in VARIANTS):
         methods[name] = variant(name, config, seed, folder=folder, resume=resume, callback=shown)
     if refined := config.refined:
@@ -107,18 +107,18 @@ def _as_it_begins(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed
     yield Meter(task).reached(end_of(task, begun.starts[begun.chosen]))
 
 
-def planned(contender: Contender, queries: int = 0, seed: int = 0) -> Method:
-    """Make a method of a contender at one budget, from phi = 0; it continues from no other."""
-    return lambda earlier: Planned(contender, (queries,), seed)
+def planned(baseline: Baseline, queries: int = 0, seed: int = 0) -> Method:
+    """Make a method of a baseline at one budget, from phi = 0; it continues from no other."""
+    return lambda earlier: Planned(baseline, (queries,), seed)
 
 
-def where_metricopt_began(contender: Contender, queries: int | str, seed: int) -> Method:
-    """Make a method of a contender from where MetricOpt's own search began, if it was one, and from phi = 0 else.
+def where_metricopt_began(baseline: Baseline, queries: int | str, seed: int) -> Method:
+    """Make a method of a baseline from where MetricOpt's own search began, if it was one, and from phi = 0 else.
 
     What was spent on choosing the start counts as the method's own too.
 
     Args:
-        contender: The contender.
+        baseline: The baseline.
         queries: Its budget, the choice of the start included; ``"same"`` for what MetricOpt spent.
         seed: Its seed.
     """
@@ -127,13 +127,13 @@ def where_metricopt_began(contender: Contender, queries: int | str, seed: int) -
         ours: Reached = earlier["metricopt"][-1]
         budget = ours.queries if isinstance(queries, str) else queries
         if ours.result is None or ours.result.details.finetunes:
-            return Planned(contender, (budget,), seed)
+            return Planned(baseline, (budget,), seed)
         candidates = ours.result.candidates
         settings = ours.result.settings  # the first of its values is a start's
         tried = 0 if settings is None else max(0, len(settings.tried) - 1)
         spent = sum(name != SETTINGS for name in candidates) + tried
         begun = Begun(candidates, ours.result.begun_at, spent=spent)
-        return Planned(contender, (budget - begun.spent,), seed, begun)
+        return Planned(baseline, (budget - begun.spent,), seed, begun)
 
     return method
 
@@ -155,14 +155,14 @@ def variant(
     settings = (config.learned or LearnedConfig()) if name == "metricopt_learned" else (config.paper or PaperSettings())
     queries = (settings.queries if isinstance(settings, LearnedConfig) else 0) or config.queries
     title = METHODS[name].title
-    contender = optimizing(
+    baseline = optimizing(
         settings.build(config.finetune),
         confidence=config.guard.confidence,
         output_dir=None if folder is None else folder / name,
         resume=resume,
         callback=Within(callback, title, queries),
     )
-    return planned(staged(contender, callback, before=title), queries, seed)
+    return planned(staged(baseline, callback, before=title), queries, seed)
 
 
 def metricopt_result(earlier: Earlier) -> Result[Any]:

@@ -1,4 +1,4 @@
-"""A rival with the deployment's labels: the whole network finetuned on them by the task's loss, and stopped early."""
+"""A baseline with the deployment's labels: the whole network finetuned on them by the task's loss, stopped early."""
 
 import copy
 from collections.abc import Iterable, Iterator

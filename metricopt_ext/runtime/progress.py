@@ -294,7 +294,7 @@ class _Bar(_Shown):
     def stage(self, description: str) -> None:
         super().stage(description)
         self._progress.start_task(self._task)
-        self._progress.tasks[self._task].stop_time = None  # rivals or new starts may follow a run that is done
+        self._progress.tasks[self._task].stop_time = None  # other methods or new starts may follow a run that is done
         self._progress.update(self._task, description=plain(description))
 
     def query(self, spent: int, value: float) -> None:

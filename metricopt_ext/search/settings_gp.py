@@ -1,4 +1,4 @@
-"""The rival of the stage over settings: a Gaussian process over all of them at once, with neither order nor presets."""
+"""The settings stage's baseline: a Gaussian process over all of them at once, with neither order nor presets."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -65,7 +65,7 @@ class NeuralLearner:
 
     @classmethod
     def offline(cls) -> "NeuralLearner":
-        """Return Reptile's rival in the paper's Fig. 3b: Eq. 2 on all trajectories stored offline."""
+        """Return Reptile's baseline in the paper's Fig. 3b: Eq. 2 on all trajectories stored offline."""
         return cls(iterations=2000, batch_size=64, nets=1, objective=Objective(gamma=10.0, beta=1.0))
 
     def __call__(self, data: Observations, fold: Tensor, folds: int, seed: int) -> ValueFunction:

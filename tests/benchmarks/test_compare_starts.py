@@ -152,7 +152,7 @@ def test_points_are_means_over_the_starts_of_what_each_method_finds(
             assert got == pytest.approx([sum(column) / 2 for column in zip(*points, strict=True)], abs=1e-12), name
 
 
-def content(rivals: list[tuple[float, float]], maximize: bool = True) -> dict[str, Any]:
+def content(baselines: list[tuple[float, float]], maximize: bool = True) -> dict[str, Any]:
     return {
         "task": "t",
         "metric": {"name": "m", "maximize": maximize},
@@ -163,13 +163,13 @@ def content(rivals: list[tuple[float, float]], maximize: bool = True) -> dict[st
         "spearman": [0.5],
         "methods": {
             "metricopt": [{"queries": 5.0, "test": [0.8]}],
-            "cma_es": [{"queries": queries, "test": [value]} for queries, value in rivals],
+            "cma_es": [{"queries": queries, "test": [value]} for queries, value in baselines],
         },
     }
 
 
 @pytest.mark.parametrize(
-    ("rivals", "maximize", "expected"),
+    ("baselines", "maximize", "expected"),
     [
         ([(25, 0.5), (65, 0.8), (125, 0.9)], True, (65, 10)),
         ([(25, 0.5), (66, 0.81)], True, (66, 10)),  # 9.8 starts
@@ -179,9 +179,9 @@ def content(rivals: list[tuple[float, float]], maximize: bool = True) -> dict[st
     ],
 )
 def test_from_how_many_starts_learning_pays(
-    rivals: list[tuple[float, float]], maximize: bool, expected: tuple[float, float]
+    baselines: list[tuple[float, float]], maximize: bool, expected: tuple[float, float]
 ) -> None:
-    assert tool.pays_from(content(rivals, maximize), "cma_es") == expected
+    assert tool.pays_from(content(baselines, maximize), "cma_es") == expected
 
 
 def test_the_words_follow_the_numbers() -> None:

@@ -27,12 +27,12 @@ measure_recall = load_tool()
 
 
 def test_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """All contenders in this process: the recalls are right, the times and sizes only there."""
+    """All sides in this process: the recalls are right, the times and sizes only there."""
     started: list[str] = []
 
     def start(name: str, arguments: argparse.Namespace, folder: str) -> Any:
         started.append(name)
-        return measure_recall.contend(name, argparse.Namespace(**{**vars(arguments), "output_dir": Path(folder)}))
+        return measure_recall.measure_one(name, argparse.Namespace(**{**vars(arguments), "output_dir": Path(folder)}))
 
     monkeypatch.setattr(measure_recall, "start", start)
     arguments = ["--size", "600", "--dim", "16", "--k", "120", "--repeats", "2", "--output-dir", str(tmp_path)]
@@ -40,7 +40,7 @@ def test_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     measure_recall.main()
     assert started == ["make data", *["ours", "raw FAISS", "pytorch-metric-learning"] * 2]
     report = json.loads((tmp_path / "report.json").read_text())
-    ours, raw, theirs = report["contenders"].values()
+    ours, raw, theirs = report["sides"].values()
     assert list(ours["recall"]) == ["1", "10", "100", "120"]
     assert ours["recall"] == raw["recall"]
     assert 0.01 < ours["recall"]["1"] < ours["recall"]["120"] <= 1

@@ -95,10 +95,10 @@ def test_the_report_has_what_the_written_models_do(tmp_path: Path, kind: str) ->
             logits = predict(model.eval(), splits.test.x).double().numpy()
         expected = reference(kind, logits, splits.test.y.numpy())
         assert content["methods"][name]["test"] == [pytest.approx(expected, rel=1e-5)]
-    rival = {"multilabel": "label_thresholds", "ordinal": "cut_points", "regression": "recalibration"}[kind]
-    assert rival in content["methods"]
+    baseline = {"multilabel": "label_thresholds", "ordinal": "cut_points", "regression": "recalibration"}[kind]
+    assert baseline in content["methods"]
     assert not {"threshold", "class_offsets", "logit_adjustment"} & set(content["methods"])
-    before, after = (content["methods"][name]["validation"][0] for name in ("pretrained", rival))
+    before, after = (content["methods"][name]["validation"][0] for name in ("pretrained", baseline))
     assert after <= before if kind == "regression" else after >= before
     if kind == "regression":
         assert np.abs(logits - splits.test.y.numpy()).mean() < 2e5  # in the target's units

@@ -230,11 +230,11 @@ def test_offsets_of_classes_are_found_for_pixels() -> None:
     assert len(calls) < 6  # the network's outputs are kept
 
 
-def test_the_report_has_the_rival_of_pixels(tmp_path: Path) -> None:
+def test_the_report_has_the_baseline_of_pixels(tmp_path: Path) -> None:
     config = config_of(write(tmp_path / "set"))
-    contenders = ClassificationExperiment.contenders(config)
-    assert "class_offsets" in contenders
-    assert "class_offsets" not in ClassificationExperiment.contenders(
+    baselines = ClassificationExperiment.baselines(config)
+    assert "class_offsets" in baselines
+    assert "class_offsets" not in ClassificationExperiment.baselines(
         load_config(
             ClassificationConfig, None, ["data.name=diabetes", "data.kind=regression", "model.name=tabular_mlp"]
         )

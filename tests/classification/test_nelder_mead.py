@@ -1,4 +1,4 @@
-"""Nelder-Mead within a number of evaluations, and the rivals that it makes."""
+"""Nelder-Mead within a number of evaluations, and the baselines that it makes."""
 
 import pytest
 import torch

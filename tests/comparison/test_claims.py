@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from metricopt_ext.comparison.claims import all_pairs, guard_blocks, holm, pair, rivals_of, t_test
+from metricopt_ext.comparison.claims import all_pairs, baselines_of, guard_blocks, holm, pair, t_test
 
 
 def test_holm_by_hand() -> None:
@@ -60,7 +60,7 @@ OURS = {"60": [0.8, 0.9, 0.7], "150": [0.9, 0.9, 0.9]}
 
 def test_pairs_are_by_seed_and_in_the_metrics_direction() -> None:
     higher, lower = (content(maximize, ours=OURS, turbo={"60": [0.7, None, 0.75]}) for maximize in (True, False))
-    assert rivals_of(higher) == ["pretrained", "batchnorm", "best_start", "turbo"]
+    assert baselines_of(higher) == ["pretrained", "batchnorm", "best_start", "turbo"]
     found = pair(higher, "turbo", 60)
     assert found is not None
     assert found.interval.mean == pytest.approx(0.025)
@@ -75,7 +75,7 @@ def test_pairs_are_by_seed_and_in_the_metrics_direction() -> None:
     assert across is not None
     assert across.interval.mean == pytest.approx(0.8 - 1.6 / 3)
     assert pair(higher, "best_start", 1, 60) is None  # fewer queries than its choice takes
-    assert [(each.rival, each.budget) for each in all_pairs(higher)] == [
+    assert [(each.baseline, each.budget) for each in all_pairs(higher)] == [
         *((name, 60) for name in ("pretrained", "batchnorm", "best_start", "turbo")),
         *((name, 150) for name in ("pretrained", "batchnorm", "best_start")),
     ]

@@ -13,9 +13,9 @@ import torch
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.comparison.comparison import Plan, read_row, run_seed
 from metricopt_ext.errors import ConfigError, FileFormatError
-from metricopt_ext.experiment.baselines import at_each_budget, ours, searching, usual_contenders
+from metricopt_ext.experiment.baselines import at_each_budget, ours, searching, usual_baselines
 from metricopt_ext.experiment.experiment import Experiment, Subject
-from metricopt_ext.experiment.method import Begun, Contender, Reached
+from metricopt_ext.experiment.method import Baseline, Begun, Reached
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.methods.guard import Decision, Verdict
 from metricopt_ext.methods.pipeline import optimize_metric
@@ -42,16 +42,16 @@ def greedy(task: Any, begun: Begun, budgets: Sequence[int], seed: int) -> Iterat
 
 @pytest.fixture
 def experiment(quadratic: Callable[..., Any]) -> type[Experiment[Any]]:
-    """An experiment on the quadratic, whose second start is the best; contenders of all kinds."""
+    """An experiment on the quadratic, whose second start is the best; baselines of all kinds."""
 
     class Known(Experiment[RunConfig]):
         config_type = RunConfig
         built: ClassVar[list[int]] = []
-        contenders_now: ClassVar[dict[str, Contender]] = {
+        baselines_now: ClassVar[dict[str, Baseline]] = {
             "random_search": searching(RandomSearch()),
             "cma_es": searching(CMAES()),
-            "ngopt": Contender(failing, lambda dim: 1),
-            "turbo": Contender(greedy, lambda dim: 1, anytime=True),
+            "ngopt": Baseline(failing, lambda dim: 1),
+            "turbo": Baseline(greedy, lambda dim: 1, anytime=True),
             "ours": at_each_budget(lambda *_: None, lambda dim: 1),
         }
 
@@ -71,8 +71,8 @@ def experiment(quadratic: Callable[..., Any]) -> type[Experiment[Any]]:
             return {"half": Start(self.made.goal / 2)}
 
         @classmethod
-        def contenders(cls, config: Any, subject: Any = None) -> dict[str, Contender]:
-            return cls.contenders_now
+        def baselines(cls, config: Any, subject: Any = None) -> dict[str, Baseline]:
+            return cls.baselines_now
 
     return Known
 
@@ -122,7 +122,7 @@ def test_every_row_counts_what_the_starts_cost_the_model(
 
     monkeypatch.setattr(experiment, "starts", starts)
     monkeypatch.setattr(experiment, "prepare", running)
-    experiment.contenders_now["ours"] = ours()
+    experiment.baselines_now["ours"] = ours()
     run_seed(experiment, RunConfig(), Plan(("random_search", "ours", "turbo"), (20, 60)), tmp_path, 5, Callback())
     found = rows(tmp_path)
     assert found["starts"]["chosen"] == "half"
@@ -159,19 +159,19 @@ def test_ends_satisfy_constraints_that_are_relative_to_the_trained_model(
 
     ends: dict[str, list[Any]] = {}
 
-    def noting(name: str, contender: Contender) -> Contender:
+    def noting(name: str, baseline: Baseline) -> Baseline:
         def run(task: Any, *rest: Any) -> Iterator[Reached]:
-            for reached in contender.run(task, *rest):
+            for reached in baseline.run(task, *rest):
                 ends.setdefault(name, []).append(reached.end)
                 yield reached
 
-        return replace(contender, run=run)
+        return replace(baseline, run=run)
 
     monkeypatch.setattr(experiment, "prepare", prepare)
     monkeypatch.setattr(experiment, "starts", starts)
     own = {"random_search": searching(RandomSearch()), "cma_es": searching(CMAES()), "ours": ours()}
     own = {name: noting(name, each) for name, each in own.items()}
-    monkeypatch.setattr(experiment, "contenders_now", own)
+    monkeypatch.setattr(experiment, "baselines_now", own)
     run_seed(experiment, RunConfig(), Plan(tuple(own), (40, 60)), tmp_path, 5, Callback())
     found = rows(tmp_path)
     (goal,) = goals
@@ -201,8 +201,8 @@ def test_only_what_is_missing_or_failed_is_run_again(experiment: Any, tmp_path: 
     run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Callback())
     folder = tmp_path / "seed-5"
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.json")}
-    experiment.contenders_now["ngopt"] = searching(RandomSearch())
-    experiment.contenders_now["turbo"] = searching(RandomSearch())
+    experiment.baselines_now["ngopt"] = searching(RandomSearch())
+    experiment.baselines_now["turbo"] = searching(RandomSearch())
     (folder / "cma_es.json").unlink()
     run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Callback())
     after = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.json")}
@@ -224,7 +224,7 @@ def test_starts_can_be_chosen_by_name(experiment: Any, tmp_path: Path) -> None:
 def test_a_guard_is_judged_on_the_test_data(
     experiment: Any, quadratic: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    experiment.contenders_now["ours"] = ours()
+    experiment.baselines_now["ours"] = ours()
     monkeypatch.setattr(experiment, "test_error", lambda self, before, after: float((after.phi - before.phi).norm()))
     run_seed(experiment, RunConfig(), Plan(("ours",), (60,)), tmp_path, 5, Callback())
     problem = quadratic()
@@ -268,8 +268,8 @@ def test_free_settings_hold_for_a_search_that_tunes_no_others(
             return Settings([Setting("k", values=(0, 1), default=0)], apply, alone=(), free={"k": 1})
 
         @classmethod
-        def contenders(cls, config: Any, subject: Any = None) -> dict[str, Contender]:
-            return usual_contenders(config, lambda: subject.settings)
+        def baselines(cls, config: Any, subject: Any = None) -> dict[str, Baseline]:
+            return usual_baselines(config, lambda: subject.settings)
 
     run_seed(Free, RunConfig(), Plan(("settings_free", "settings+phi"), (40,)), tmp_path, 5, Callback())
     found = rows(tmp_path)
@@ -290,7 +290,7 @@ def test_what_the_guard_refuses_ends_where_it_says(
     share: float,
 ) -> None:
     monkeypatch.setattr("metricopt_ext.methods.trials.decide", lambda *_: Decision(kept, VERDICT))
-    experiment.contenders_now["ours"] = ours()
+    experiment.baselines_now["ours"] = ours()
     run_seed(experiment, RunConfig(), Plan(("ours",), (60,)), tmp_path, 5, Callback())
     cell, problem = rows(tmp_path)["ours"]["cells"]["60"], quadratic()
     assert cell["test"] == cell["validation"] == problem.true_cost(share * problem.goal)
@@ -323,7 +323,7 @@ def test_a_comparison_runs_what_optimize_metric_does(
     own = experiment.starts
     monkeypatch.setattr(experiment, "prepare", observed)
     monkeypatch.setattr(experiment, "starts", lambda self: {**own(self), "along": line(self.task)})
-    experiment.contenders_now["ours"] = ours()
+    experiment.baselines_now["ours"] = ours()
     run_seed(experiment, RunConfig(), Plan(("ours",), (60,)), tmp_path, 5, Callback())
     asked = [query.item for query in told if query.purpose in ("starts", "search") and not query.on_file]
     alone: list[Any] = []
@@ -357,8 +357,8 @@ def test_a_foreign_file_is_no_row(tmp_path: Path) -> None:
         read_row(tmp_path / "a.json")
 
 
-def test_the_start_is_not_moved_by_a_contender(experiment: Any, tmp_path: Path) -> None:
-    """Contenders run in any order reach the same: none leaves a trace in the model, or in the start."""
+def test_the_start_is_not_moved_by_a_baseline(experiment: Any, tmp_path: Path) -> None:
+    """Baselines run in any order reach the same: none leaves a trace in the model, or in the start."""
     orders = ("random_search", "cma_es"), ("cma_es", "random_search")
     for number, names in enumerate(orders):
         run_seed(experiment, RunConfig(), Plan(names, (20,)), tmp_path / str(number), 5, Callback())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from metricopt_ext.comparison.comparison_page import contest_page
+from metricopt_ext.comparison.comparison_page import comparison_page
 from metricopt_ext.comparison.comparison_report import markdown, pair_rows, paired, verdict
 from metricopt_ext.experiment.style import new_figure, save_figure
 
@@ -60,7 +60,7 @@ def read(html: Callable[[str], Any], tmp_path: Path) -> Callable[[dict[str, Any]
 
     def make(content: dict[str, Any]) -> Any:
         save_figure(new_figure(10, 5)[0], tmp_path / "comparison.png")
-        seen = html(contest_page(content, tmp_path).html())
+        seen = html(comparison_page(content, tmp_path).html())
         seen.check()
         return seen
 
@@ -97,7 +97,7 @@ def test_the_verdict_is_of_the_largest_budget(read: Any) -> None:
     assert f"\n\n{said}\n\n" in markdown(content)
 
 
-def test_a_rival_that_is_better_is_in_the_verdict() -> None:
+def test_a_baseline_that_is_better_is_in_the_verdict() -> None:
     said = verdict(comparison([0.6, 0.65, 0.82]))
     assert "the best on test is CMA-ES on the metric with 0.7000, and MetricOpt's difference from it, -0.0100 [" in said
     assert said.endswith(", is not significant at 5%.")

@@ -77,7 +77,7 @@ def test_all_seeds_are_taken_in_and_paired(content: dict[str, Any]) -> None:
     assert content["best_start"]["test"] == [0.6] * 3
     assert content["best_start"]["queries"] == 2
     assert len(content["guards"]) == 9
-    pairs = {(each["rival"], each["budget"]): each for each in content["pairs"]}
+    pairs = {(each["baseline"], each["budget"]): each for each in content["pairs"]}
     assert pairs["cma_es", 60]["mean"] == pytest.approx(0.1)
     assert (pairs["cma_es", 60]["wins"], pairs["cma_es", 60]["losses"], pairs["cma_es", 60]["seeds"]) == (1, 0, 2)
     assert ("cma_es", 5) not in pairs
@@ -101,7 +101,7 @@ def test_the_table_marks_the_best_and_says_what_is_missing(content: dict[str, An
     assert "9 guarded runs, 9 accepted; mean change on test +0.0500" in text
 
 
-def test_our_search_without_its_guard_is_shown_but_no_rival(content: dict[str, Any]) -> None:
+def test_our_search_without_its_guard_is_shown_but_no_baseline(content: dict[str, Any]) -> None:
     """Where it ended is the start's test metric, 0.6, and the change of 0.3; all other rows have at most 0.8."""
     for each in content["guards"]:
         each["change"] = 0.3
@@ -140,7 +140,7 @@ def test_whole_runs_are_reported_where_they_are_known(content: dict[str, Any]) -
     assert "1 guarded run, 0 accepted; mean change on test +0.0000" in text.partition("The whole run")[2]
 
 
-def test_a_rival_that_is_best_is_marked_too_and_lower_can_be_better(tmp_path: Path) -> None:
+def test_a_baseline_that_is_best_is_marked_too_and_lower_can_be_better(tmp_path: Path) -> None:
     put(tmp_path, 700)
     text = markdown(gather(tmp_path, PLAN, SUBJECT._replace(maximize=False), {}))
     assert table(text)["pretrained"][1:4] == ["**0.5000**"] * 3

@@ -1,4 +1,4 @@
-"""Contenders on a quadratic: where each stood at each budget, and that no query goes uncounted."""
+"""Baselines on a quadratic: where each stood at each budget, and that no query goes uncounted."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,11 +17,11 @@ from metricopt_ext.experiment.baselines import (
     at_each_budget,
     ours,
     searching,
-    usual_contenders,
+    usual_baselines,
     with_budget,
 )
 from metricopt_ext.experiment.compare import judge
-from metricopt_ext.experiment.method import METHODS, Begun, Contender, Entry
+from metricopt_ext.experiment.method import METHODS, Baseline, Begun, Entry
 from metricopt_ext.experiment.passes import Passes, noticing
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.methods.pipeline import optimize_metric
@@ -36,8 +36,8 @@ from metricopt_ext.tasks.task import FinetuneTask
 BUDGETS = [20, 35, 60]
 
 
-def run(contender: Contender, task: Any, seed: int = 3) -> list[Any]:
-    return list(contender.run(task, Begun.at(task.starts(0.3, 0, [0])[0]), BUDGETS, seed))
+def run(baseline: Baseline, task: Any, seed: int = 3) -> list[Any]:
+    return list(baseline.run(task, Begun.at(task.starts(0.3, 0, [0])[0]), BUDGETS, seed))
 
 
 def test_one_run_of_an_anytime_search_serves_all_budgets(quadratic: Callable[..., Any]) -> None:
@@ -50,7 +50,7 @@ def test_one_run_of_an_anytime_search_serves_all_budgets(quadratic: Callable[...
         assert torch.equal(a.end, b.end)
         assert a.queries == b.queries == budget
     assert [a.seconds for a in reached] == sorted(a.seconds for a in reached)
-    assert once.metric.ledger.spent == 0  # each contender counts in a ledger of its own
+    assert once.metric.ledger.spent == 0  # each baseline counts in a ledger of its own
 
 
 def test_an_anytime_search_keeps_what_it_reached_before_the_metric_failed(quadratic: Callable[..., Any]) -> None:
@@ -126,7 +126,7 @@ def test_passes_are_those_of_the_queries_and_of_the_losses(quadratic: Callable[.
     """The metric runs the model; a check of the loss takes 2 batches or 1, the probe 64, Guided ES one a step."""
     config = RunConfig()
     config.finetune.steps = 30
-    contenders = usual_contenders(config)
+    baselines = usual_baselines(config)
     expected = {
         "ours": [(20, 66), (35, 66), (60, 66)],  # phi = 0 is asked too
         "random_search": [(20, 0), (35, 0), (60, 0)],
@@ -138,7 +138,7 @@ def test_passes_are_those_of_the_queries_and_of_the_losses(quadratic: Callable[.
         task = quadratic()
         x = torch.zeros(1, 2, dtype=torch.float64)
         metric = Metric(lambda model, task=task, x=x: (model(x), task.distance(model))[1], maximize=False, bounds=None)
-        reached = run(contenders[name], noticing(task.judged_by(metric)))
+        reached = run(baselines[name], noticing(task.judged_by(metric)))
         assert [(each.passes.metric, each.passes.loss) for each in reached] == passes, name
         assert [each.queries for each in reached] == [metric for metric, _ in passes]
 
@@ -175,17 +175,17 @@ def test_best_step_of_the_loss_is_tried_at_no_more_points_than_queries(quadratic
     config = RunConfig()
     config.finetune.steps = 30
     task = quadratic(noise=0.0)
-    reached = run(usual_contenders(config)["loss_finetune_best"], task)
+    reached = run(usual_baselines(config)["loss_finetune_best"], task)
     assert [each.queries for each in reached] == [20, 31, 31]
 
 
-def test_contenders_are_in_the_methods_table_and_say_what_they_need() -> None:
-    contenders = usual_contenders(RunConfig())
-    assert set(contenders) <= set(METHODS)
-    assert {name for name, each in contenders.items() if each.anytime} == {
+def test_baselines_are_in_the_methods_table_and_say_what_they_need() -> None:
+    baselines = usual_baselines(RunConfig())
+    assert set(baselines) <= set(METHODS)
+    assert {name for name, each in baselines.items() if each.anytime} == {
         *("random_search", "turbo", "noisy_ei", "optuna_tpe", "optuna_gp", "settings+phi", "ours")
     }
-    assert {name: each.least(32) for name, each in contenders.items()} == {
+    assert {name: each.least(32) for name, each in baselines.items()} == {
         "loss_finetune_best": 2,
         "guided_es": 14,
         "cma_es": 16,
@@ -227,8 +227,8 @@ def moved_by(quadratic: Callable[..., Any]) -> tuple[Any, Settings]:
 @pytest.mark.parametrize("name", ["settings_free", "settings_lines", "settings", "settings_gp", "settings+phi"])
 def test_settings_are_tuned_from_the_chosen_start(quadratic: Callable[..., Any], name: str) -> None:
     task, settings = moved_by(quadratic)
-    contender = usual_contenders(RunConfig(), lambda: settings)[name]
-    reached = list(contender.run(task, Begun.at(task.origin()), [20, 40], 0))
+    baseline = usual_baselines(RunConfig(), lambda: settings)[name]
+    reached = list(baseline.run(task, Begun.at(task.origin()), [20, 40], 0))
     assert [each.queries for each in reached] == {"settings_free": [0, 0], "settings+phi": [20, 40]}.get(name, [4, 4])
     ends = [each.end for each in reached]
     assert all(isinstance(end, Start) for end in ends)
@@ -243,7 +243,7 @@ def test_settings_are_tuned_from_the_chosen_start(quadratic: Callable[..., Any],
 
 def test_a_task_without_settings_says_so() -> None:
     with pytest.raises(ConfigError, match="this task has no settings of inference"):
-        list(usual_contenders(RunConfig())["settings"].run(None, Begun.at(torch.zeros(1)), [20], 0))  # type: ignore[arg-type]
+        list(usual_baselines(RunConfig())["settings"].run(None, Begun.at(torch.zeros(1)), [20], 0))  # type: ignore[arg-type]
 
 
 def test_what_was_reached_is_traced(quadratic: Callable[..., Any]) -> None:
@@ -283,6 +283,6 @@ def test_a_new_baseline_is_one_entry(quadratic: Callable[..., Any], monkeypatch:
     entry = Entry("small steps", "#123456", "queries", factory=lambda settings: Nearby())
     monkeypatch.setitem(METHODS, "nearby", entry)
     task = quadratic()
-    reached = run(usual_contenders(RunConfig())["nearby"], task)
+    reached = run(usual_baselines(RunConfig())["nearby"], task)
     assert [each.queries for each in reached] == BUDGETS
     assert optimize_metric(quadratic(), queries=20, strategy=Nearby(), callback=Callback()).queries_per_start == 20

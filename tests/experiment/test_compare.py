@@ -1,4 +1,4 @@
-"""MetricOpt beside its rivals: outcomes against independent evaluation."""
+"""MetricOpt beside its baselines: outcomes against independent evaluation."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.experiment.baselines import at_each_budget, best_of_loss_finetune, ending_at
 from metricopt_ext.experiment.compare import Comparison, compare
-from metricopt_ext.experiment.method import Contender, Planned, Reached
+from metricopt_ext.experiment.method import Baseline, Planned, Reached
 from metricopt_ext.experiment.method_config import FinetuneConfig, RecipeConfig
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.usual_methods import planned, usual_methods
@@ -151,7 +151,7 @@ def test_methods_may_end_at_a_phi_a_model_or_not_at_all(quadratic: Callable[...,
 
     task = quadratic()
     more = {
-        "cma_es": planned(Contender(several)),
+        "cma_es": planned(Baseline(several)),
         "second_round": planned(ending_at(model)),
         "guided_es": planned(ending_at(lambda task: None)),
     }
@@ -175,7 +175,7 @@ def test_seconds_are_booked_on_who_took_them(
         clock[0] += 1
         return task.distance(model)
 
-    def taking(seconds: float) -> Contender:
+    def taking(seconds: float) -> Baseline:
         def run(task: FinetuneTask) -> Tensor:
             clock[0] += seconds
             return task.origin()

@@ -101,19 +101,19 @@ def test_free_starts_are_what_the_free_methods_reach(tmp_path: Path) -> None:
     for other in others:
         cost = with_start(experiment.task, starts["batchnorm"]).cost(starts["batchnorm"].phi, "judge")
         assert cost == experiment.task.metric.cost(other.end, "judge")  # type: ignore[type-var]
-    assert "threshold" in experiment.contenders(experiment.config)
+    assert "threshold" in experiment.baselines(experiment.config)
 
 
 def test_a_comparison_finetunes_on_validation_labels_as_the_tool_does(tmp_path: Path) -> None:
     experiment = ClassificationExperiment(tiny(), tmp_path, 3)
     (tools,) = experiment.methods()["loss_finetune_validation"]({}).run(experiment.task)
-    contender = experiment.contenders(experiment.config, experiment)["loss_finetune_validation"]
-    (one, other) = contender.run(experiment.task, Begun.at(experiment.task.origin()), [1, 9], 3)
+    baseline = experiment.baselines(experiment.config, experiment)["loss_finetune_validation"]
+    (one, other) = baseline.run(experiment.task, Begun.at(experiment.task.origin()), [1, 9], 3)
     assert torch.equal(one.end, tools.end)
     assert torch.equal(other.end, one.end)
     assert (one.queries, other.queries) == (0, 0)
-    assert contender.least(experiment.task.dim) == 0
-    (elsewhere,) = contender.run(experiment.task, Begun.at(torch.ones_like(one.end)), [1], 3)
+    assert baseline.least(experiment.task.dim) == 0
+    (elsewhere,) = baseline.run(experiment.task, Begun.at(torch.ones_like(one.end)), [1], 3)
     assert not torch.equal(elsewhere.end, one.end)
 
 
@@ -159,7 +159,7 @@ def test_a_comparison_counts_the_passes_of_a_soup_once(tmp_path: Path) -> None:
     assert counted.losses.count == 6 * experiment.training().share_of(0.1)
 
 
-def test_rivals_end_at_starts_that_cost_what_they_ask_and_begin_other_methods(tmp_path: Path) -> None:
+def test_baselines_end_at_starts_that_cost_what_they_ask_and_begin_other_methods(tmp_path: Path) -> None:
     names = ("whole_network_labels", "em_prior", "batchnorm_mixed", "soup", "soup_greedy", "whitening")
     plan = Plan((*names, "random_search"), (5, 14), ("soup_greedy", "batchnorm"))
     config = replace(with_soups(), starts=["loss_finetune"])

@@ -12,8 +12,8 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.method import (
     METHODS,
     SIBLINGS,
+    Baseline,
     Begun,
-    Contender,
     Meter,
     Planned,
     Reached,
@@ -79,7 +79,7 @@ def test_a_meter_forgets_what_it_is_told_to(quadratic: Callable[..., Any], monke
     assert meter.reached(end) == Reached(end, 1, 1, 2.0, Passes(1, 2))
 
 
-def test_a_planned_contender_begins_where_it_is_told_and_pays_for_the_choice(quadratic: Callable[..., Any]) -> None:
+def test_a_planned_baseline_begins_where_it_is_told_and_pays_for_the_choice(quadratic: Callable[..., Any]) -> None:
     task = quadratic()
     starts = {"start": Start(task.origin()), "half": Start(task.goal / 2)}
     asked = {name: Evaluation(task.true_cost(start.phi)) for name, start in starts.items()}
@@ -90,14 +90,14 @@ def test_a_planned_contender_begins_where_it_is_told_and_pays_for_the_choice(qua
         yield Reached(begun.of(task)[1], 5, 3, 1.0)
 
     begun = Begun(starts, "half", len(starts), asked)
-    (reached,) = Planned(Contender(run), (40,), 7, begun).run(task)
+    (reached,) = Planned(Baseline(run), (40,), 7, begun).run(task)
     assert (reached.queries, reached.queries_per_start) == (7, 5)
     assert torch.equal(reached.end, task.goal / 2)  # type: ignore[arg-type]
-    (plain,) = Planned(Contender(run)).run(task)
+    (plain,) = Planned(Baseline(run)).run(task)
     assert (plain.queries, plain.queries_per_start) == (5, 3)
     assert torch.equal(plain.end, task.origin())  # type: ignore[arg-type]
     assert seen == [("half", (40,), 7), ("given", (0,), 0)]
-    assert Planned(Contender(lambda *_: iter(()))).run(task) == ()
+    assert Planned(Baseline(lambda *_: iter(()))).run(task) == ()
 
 
 def test_an_end_of_a_start_with_other_tensors_is_a_model(quadratic: Callable[..., Any]) -> None:

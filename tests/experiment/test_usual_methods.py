@@ -133,7 +133,7 @@ def test_searches_pay_for_the_settings_that_they_begin_with(quadratic: Callable[
     assert judge(task, tuned.end) == pytest.approx(judge(task, task.origin()) - 2)
 
 
-def test_a_contender_is_a_method_at_one_budget_where_it_applies(quadratic: Callable[..., Any]) -> None:
+def test_a_baseline_is_a_method_at_one_budget_where_it_applies(quadratic: Callable[..., Any]) -> None:
     task = quadratic()
     (reached,) = planned(searching(CMAES()), 30, 5)({}).run(task)
     assert reached.queries == reached.queries_per_start == task.queries == 30

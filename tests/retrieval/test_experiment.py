@@ -160,9 +160,9 @@ def test_labels_are_held_out_by_class_or_within_few_and_whitenings_end_a_compari
         torch.cat([batches(3, 0, step)[1] for step in range(20)]).unique() for batches in (many.fit, many.whole)
     )
     assert (len(fitted), len(whole)) == (6, 9)
-    contenders = experiment.contenders(config, experiment)
+    baselines = experiment.baselines(config, experiment)
     for name, labels in (("whitening", None), ("lda_whitening", y)):
-        (reached, _) = contenders[name].run(experiment.task, Begun.at(experiment.task.origin()), [5, 9], 3)
+        (reached, _) = baselines[name].run(experiment.task, Begun.at(experiment.task.origin()), [5, 9], 3)
         expected = whitened(experiment.task, experiment.validation()[0], labels)
         assert torch.equal(reached.end(part.x), expected(part.x))
         assert reached.queries == 0

@@ -1,4 +1,4 @@
-"""The rival of the stage over settings: what it asks stays within its bounds, and it learns from what it is told."""
+"""The baseline of the stage over settings: what it asks stays within its bounds, and it learns from what it is told."""
 
 from collections.abc import Callable
 from contextlib import nullcontext

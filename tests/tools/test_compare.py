@@ -208,7 +208,7 @@ def test_configs_can_be_run(file: Path) -> None:
         pytest.importorskip("faiss")
     experiment = tool.experiment_of(config.task)
     subject.check()
-    config.plan.check(experiment.contenders(subject))
+    config.plan.check(experiment.baselines(subject))
     assert experiment.describe(subject).metric
     assert config.seed == 810
 

@@ -286,13 +286,13 @@ def test_a_run_is_compared_with_another_and_with_itself_before(run: Path, folder
         torch.manual_seed(0)
         weights = load_file(file)
         save_file({k: v + 0.1 * torch.randn(v.shape) if v.dim() > 1 else v for k, v in weights.items()}, file)
-    asked, rival = ("--run-dir", str(run), "--ks", "1"), ("--against", "other")
+    asked, baseline = ("--run-dir", str(run), "--ks", "1"), ("--against", "other")
     theirs, crossed, itself = (
         {row["gallery"]: row for row in evaluate(folder, *options)["galleries"]}
         for options in (
             ("--run-dir", "other", *asked[2:]),
-            (*asked, *rival),
-            ("--run-dir", "other", *asked[2:], *rival),
+            (*asked, *baseline),
+            ("--run-dir", "other", *asked[2:], *baseline),
         )
     )
 
@@ -313,10 +313,10 @@ def test_a_run_is_compared_with_another_and_with_itself_before(run: Path, folder
     settings["data"]["test_classes"] = ["2", "5"]
     (folder / "other" / "run.json").write_text(json.dumps(settings))
     with pytest.raises(SystemExit, match="other/seed-0/model is of another test part; compare runs on the same data"):
-        evaluate(folder, *asked, *rival)
+        evaluate(folder, *asked, *baseline)
     (folder / "other" / "seed-1" / "tuned.safetensors").unlink()
     with pytest.raises(SystemExit, match=r"other has no finished seed 1, which .*; compare runs of the same seeds"):
-        evaluate(folder, *asked, *rival)
+        evaluate(folder, *asked, *baseline)
 
 
 def test_other_folders_are_no_runs(run: Path, folder: Path) -> None:
@@ -397,9 +397,9 @@ def test_images_are_embedded_by_other_weights_too(embedder: Path) -> None:
     ours = evaluate(embedder, *MODEL, *gallery, "--against", "other.safetensors")["galleries"]
     other = ("--weights", "other.safetensors", "--ks", "1", "2")
     theirs = evaluate(embedder, *IMAGES, *other, *gallery)["galleries"]
-    for own, rival in zip(ours, theirs, strict=True):
+    for own, baseline in zip(ours, theirs, strict=True):
         assert own["against"]["embeddings"] == "other.safetensors"
-        assert {k: own["against"]["values"][f"recall_at_{k}"] for k in ("1", "2")} == rival["recall"]
+        assert {k: own["against"]["values"][f"recall_at_{k}"] for k in ("1", "2")} == baseline["recall"]
     tuned = ("--adapter", "adapter.safetensors", "--against", "model.safetensors")
     (row,), (plain,) = (evaluate(embedder, *MODEL, *more)["galleries"] for more in (tuned, ()))
     assert {k: row["against"]["values"][f"recall_at_{k}"] for k in ("1", "2")} == plain["recall"], "without the adapter"
@@ -514,8 +514,8 @@ def test_differences_from_other_embeddings_are_paired(folder: Path, capsys: pyte
     np.savez(folder / "other.npz", embeddings=x + rng.normal(size=x.shape), labels=y)
     np.save(folder / "other_a.npy", other := gallery + rng.normal(size=gallery.shape))
     options = ("--ks", "1", "3", "--metrics", "ndcg")
-    rival = ("--against", "other.npz", "--against-gallery", "other_a.npy")
-    (row,) = evaluate(folder, *QUERIES, *A, *options, *rival)["galleries"]
+    baseline = ("--against", "other.npz", "--against-gallery", "other_a.npy")
+    (row,) = evaluate(folder, *QUERIES, *A, *options, *baseline)["galleries"]
     ours = ranking_metrics(x, y, ["recall", "ndcg"], (1, 3), gallery=(gallery, labels)).each
     theirs = ranking_metrics(
         np.load(folder / "other.npz")["embeddings"], y, ["recall", "ndcg"], (1, 3), gallery=(other, labels)

@@ -345,7 +345,7 @@ def test_a_sibling_method_on_ten_classes(tmp_path: Path) -> None:
     assert load_set_loss(tmp_path / "run" / "seed-0" / "sl_s.safetensors").outputs == 10
 
 
-def test_rivals_that_move_the_logits(finished: Path) -> None:
+def test_baselines_that_move_the_logits(finished: Path) -> None:
     """Offsets have MetricOpt's budget, and a model of several logits no threshold."""
     methods = json.loads((finished / "report.json").read_text())["methods"]
     assert "threshold" not in methods

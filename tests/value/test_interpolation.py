@@ -138,10 +138,10 @@ def test_no_grid_point_is_more_likely(
         for output_scale in (0.1, 1.0, 10.0):
             for noise in (1e-3, 1e-2, 0.1, 1.0):
                 for level in (1e-3, 1.0, 30.0):
-                    rival = replace(
+                    other = replace(
                         fitted, length_scale=length_scale, output_scale=output_scale, noise=noise, level_scale=level
                     )
-                    assert rival.log_likelihood(data) <= best + 1e-5
+                    assert other.log_likelihood(data) <= best + 1e-5
 
 
 @pytest.mark.parametrize("length_scale", [0.03, 0.8])
@@ -189,8 +189,8 @@ def test_without_levels_the_kernel_is_rbf_alone(sampled: Callable[..., list[Traj
     best = log_likelihood(fitted)
     for name in ("length_scale", "output_scale", "noise"):
         for factor in (0.9, 1.1):
-            rival = replace(fitted, **{name: factor * getattr(fitted, name)})
-            assert log_likelihood(rival) <= best + 1e-5 or not BOUNDS[name][0] < getattr(rival, name) < BOUNDS[name][1]
+            other = replace(fitted, **{name: factor * getattr(fitted, name)})
+            assert log_likelihood(other) <= best + 1e-5 or not BOUNDS[name][0] < getattr(other, name) < BOUNDS[name][1]
     for t, (mean, std) in zip(data, fitted.posterior(data), strict=True):
         times, grid = t.observed.numpy() / 40, np.arange(41) / 40
         cross, y = kernel(fitted, grid, times), (t.cost.numpy() - fitted.mean) / fitted.std
