@@ -32,7 +32,7 @@ from metricopt_ext.experiment.cli import RUNS_CODE, TASKS, experiment_of
 from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.compare import judge
 from metricopt_ext.experiment.experiment import Experiment
-from metricopt_ext.experiment.method import METHODS, Baseline, Begun
+from metricopt_ext.experiment.method import METHODS, Baseline, Begun, Entry
 from metricopt_ext.experiment.report import spread
 from metricopt_ext.experiment.style import direction, markdown_table, new_figure, save_figure
 from metricopt_ext.methods.pipeline import optimize_metric
@@ -55,8 +55,10 @@ from metricopt_ext.value.fitting import Fit
 
 NEW = FRESH + 1000  # the task index of the first new start
 BUDGETS = (25, 50, 100, 200, 400, 800)
-BASELINES = ("loss_finetune_best", "guided_es", "cma_es", "ours")
-ALWAYS = ("pretrained", "loss_finetune", "metricopt", "refined")
+BASELINES = ("loss_finetune_best", "guided_es", "cma_es", "metricopt")
+LEARNED = "learned_f"  # tuned by the f that was learned once
+ALWAYS = ("pretrained", "loss_finetune", LEARNED, "refined")
+ENTRIES = {**METHODS, LEARNED: Entry("MetricOpt, f learned before", "#c02942", "queries", training=True)}
 
 
 def main() -> None:
@@ -87,7 +89,7 @@ def compare_starts(task: str, config: Any, folder: Path, starts: int, plan: Plan
     experiment = experiment_of(task)
     about = experiment.describe(config)
     plan.check(experiment.baselines(config))
-    plan = replace(plan, methods=tuple(name for name in METHODS if name in (*ALWAYS, *plan.methods)))
+    plan = replace(plan, methods=tuple(name for name in ENTRIES if name in (*ALWAYS, *plan.methods)))
     seeds = range(config.seed, config.seed + config.seeds)
     with deterministic(config.deterministic, config.threads), sole_writer(folder):
         computed_on = str(Machine.current(choose_device(config.device), config.threads))
@@ -153,7 +155,7 @@ def run_seed(
             return [(reached.queries, judge(test, reached.end)) for reached in found]
 
         for name in missing:
-            callback.stage(METHODS[name].title)
+            callback.stage(ENTRIES[name].title)
             row["points"][name] = np.mean([points(name, number) for number in range(starts)], axis=0).tolist()
             write_json(record, row)
     callback.done()
@@ -186,7 +188,7 @@ def runs_of(
         "pretrained": (at_each_budget(lambda task, start, *_: start), [0]),
         "loss_finetune": (at_each_budget(lambda task, start, _, seed: loss_path(task, recipe, seed, start)[-1]), [0]),
         "loss_finetune_best": (baselines["loss_finetune_best"], [config.best_evals]),
-        "metricopt": (at_each_budget(tuned), [guard]),
+        LEARNED: (at_each_budget(tuned), [guard]),
         "refined": (at_each_budget(tuned, lambda dim: guard + refine.least_queries(dim)), [guard + n for n in budgets]),
     }
 
@@ -205,7 +207,7 @@ def pays_from(content: dict[str, Any], baseline: str) -> tuple[float, float]:
     Both are infinite if the baseline never matches it, or if MetricOpt needs as many queries per start.
     """
     sign = 1 if content["metric"]["maximize"] else -1
-    (ours,) = content["methods"]["metricopt"]
+    (ours,) = content["methods"][LEARNED]
     matching = [
         point["queries"]
         for point in content["methods"].get(baseline, [])
@@ -219,7 +221,7 @@ def pays_from(content: dict[str, Any], baseline: str) -> tuple[float, float]:
 def markdown(content: dict[str, Any]) -> str:
     """Return the content of starts.md."""
     metric, seeds = content["metric"], content["seeds"]
-    (ours,) = content["methods"]["metricopt"]
+    (ours,) = content["methods"][LEARNED]
     rows = [
         [title_of(name), f"{point['queries']:.0f}", spread(point["test"])]
         for name, points in content["methods"].items()
@@ -240,7 +242,7 @@ def markdown(content: dict[str, Any]) -> str:
     ]
     for baseline in (name for name in content["methods"] if name not in (*ALWAYS, "loss_finetune_best")):
         most = max(point["queries"] for point in content["methods"][baseline])
-        (queries, starts), title = pays_from(content, baseline), METHODS[baseline].title
+        (queries, starts), title = pays_from(content, baseline), ENTRIES[baseline].title
         if math.isinf(queries):
             least = math.ceil(content["queries_once"] / max(1, most - ours["queries"]))
             reached = f"did not reach MetricOpt's mean with up to {most:.0f} queries per start"
@@ -255,7 +257,7 @@ def markdown(content: dict[str, Any]) -> str:
 
 def title_of(name: str) -> str:
     """Return a method's title at a new start."""
-    return "the start itself" if name == "pretrained" else METHODS[name].title
+    return "the start itself" if name == "pretrained" else ENTRIES[name].title
 
 
 def plot(content: dict[str, Any], path: Path) -> None:
@@ -265,7 +267,7 @@ def plot(content: dict[str, Any], path: Path) -> None:
         x = [max(1.0, point["queries"]) for point in points]
         mean = np.array([np.mean(point["test"]) for point in points])
         error = np.array([standard_error(point["test"]) for point in points])
-        style = {"color": METHODS[name].colour, "marker": "o", "markersize": 4, "capsize": 2}
+        style = {"color": ENTRIES[name].colour, "marker": "o", "markersize": 4, "capsize": 2}
         axes.errorbar(x, mean, error, label=title_of(name), **style)
     axes.set_xscale("log")
     axes.set_xlabel("metric queries for each new start, guard included (1: none)")

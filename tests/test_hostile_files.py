@@ -488,7 +488,7 @@ COMPARISON = {
     "seeds": [700],
     "starts": {"pretrained": COLUMN},
     "best_start": {**CELL, "queries": 2, "chosen": ["pretrained"]},
-    "methods": {"ours": {"least": 3, "cells": {"5": CELL}, "errors": {}}},
+    "methods": {"metricopt": {"least": 3, "cells": {"5": CELL}, "errors": {}}},
     "guards": [{"seed": 700, "method": "ours", "budget": 5, "accepted": True, "change": 0.1, "error": None}],
     "machines": ["A processor"],
     "versions": {"torch": "2.6"},

@@ -10,7 +10,7 @@ from metricopt_ext.experiment.method import METHODS, Entry, Needs
 from metricopt_ext.experiment.report import Interval, paired_interval
 from metricopt_ext.utils.words import counted
 
-OURS = "ours"
+OURS = "metricopt"
 
 COLOURS = {"prior": "#b07aa1", "prior_twice": "#79437d"}  # of free starts that are no methods
 SOUPS: dict[str, Needs] = {"soup_batchnorm": "inputs", "soup_prior": "scores"}  # those among them, and what they need

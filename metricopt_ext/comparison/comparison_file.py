@@ -5,7 +5,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from metricopt_ext.comparison.guarded import TRAINED
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.experiment.method import METHODS
+from metricopt_ext.experiment.method import METHODS, RENAMED
 from metricopt_ext.experiment.passes import Passes
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.described import Finite, read_shaped
@@ -170,6 +170,8 @@ def read_comparison(file: Path) -> dict[str, Any]:
         FileFormatError: The file holds something else.
     """
     content = read_shaped(file, Comparison, "a comparison's")
+    content["methods"] = {RENAMED.get(name, name): each for name, each in content["methods"].items()}
+    content["guards"] = [{**each, "method": RENAMED.get(each["method"], each["method"])} for each in content["guards"]]
     try:
         _check(content)
     except ValueError as error:

@@ -57,7 +57,7 @@ def usual_baselines(config: RunConfig, settings: Callable[[], Settings] = withou
         settings: Returns the settings of inference of its model.
     """
     search = config.build_strategy()
-    own = ours(search if isinstance(search, GuidedTrustRegion) else None, config.guard.confidence)
+    own = metricopt(search if isinstance(search, GuidedTrustRegion) else None, config.guard.confidence)
 
     def best_step(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> Tensor:
         return best_of_loss_finetune(task, loss_path(task, config.finetune, seed, start), queries)
@@ -66,7 +66,7 @@ def usual_baselines(config: RunConfig, settings: Callable[[], Settings] = withou
     return {
         "loss_finetune_best": at_each_budget(best_step, least=lambda dim: 2),
         **{name: searching(each) for name, each in made.items() if isinstance(each, SearchStrategy)},
-        "ours": own,
+        "metricopt": own,
         **_with_settings(own, settings, config.guard.confidence),
     }
 
@@ -106,7 +106,7 @@ def best_of_loss_finetune(task: FinetuneTask, points: Tensor, evals: int) -> Ten
     return points[chosen[costs.argmin()]]
 
 
-def ours(search: GuidedTrustRegion | None = None, confidence: float = CONFIDENCE) -> Baseline:
+def metricopt(search: GuidedTrustRegion | None = None, confidence: float = CONFIDENCE) -> Baseline:
     """Make a baseline of the guided search as `optimize_metric` runs it: its starts, its points and its guard.
 
     Args:

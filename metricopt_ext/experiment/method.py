@@ -117,13 +117,6 @@ METHODS: dict[str, Entry] = {
     "optuna_tpe": Entry("Optuna, TPE", "#b08fbf", "queries", factory=lambda config: OptunaSampler("tpe")),
     "optuna_gp": Entry("Optuna, GP", "#8a6f9a", "queries", factory=lambda config: OptunaSampler("gp")),
     "best_start": Entry("best free start", "#555555", "queries"),
-    "ours": Entry(
-        "MetricOpt, guided search",
-        "#d7191c",
-        "queries",
-        training=True,
-        factory=lambda config: GuidedTrustRegion(),
-    ),
     "settings_free": Entry("free settings", "#d9c9a3", "free"),
     "settings_lines": Entry("settings, one by one", "#c2a878", "queries"),
     "settings": Entry("settings", "#a5854e", "queries"),
@@ -131,7 +124,14 @@ METHODS: dict[str, Entry] = {
     "settings+phi": Entry("settings, then MetricOpt", "#8c1515", "queries", training=True),
     "transferred": Entry("f of another run", "#7f9c3c", "free", "another f", training=True),
     "placebo": Entry("the same f, turned", "#b9c58f", "free", "another f", training=True),
-    "metricopt": Entry("MetricOpt", "#c02942", "queries", training=True, shared=True),
+    "metricopt": Entry(
+        "MetricOpt",
+        "#d7191c",
+        "queries",
+        training=True,
+        shared=True,
+        factory=lambda config: GuidedTrustRegion(),
+    ),
     "metricopt_paper": Entry("MetricOpt, Algorithm 1", "#e57fb0", "queries", training=True, shared=True),
     "metricopt_learned": Entry("MetricOpt, learned", "#8e1b8e", "queries", training=True, shared=True),
     "refined": Entry("MetricOpt, then CMA-ES", "#e0607a", "queries", training=True, after="metricopt"),
@@ -147,6 +147,9 @@ METHODS: dict[str, Entry] = {
     ),
     "ala_focal": _sibling("ALA, focal weighting", "#93c49b", AdaptiveLossAlignment("focal"), "labels", "embedders"),
 }
+
+# Names of earlier versions, which comparisons on file have.
+RENAMED = {"ours": "metricopt"}
 
 # The methods whose ends have settings of inference.
 TUNES_SETTINGS = tuple(name for name in METHODS if name.startswith("settings"))
@@ -346,6 +349,8 @@ def check_known(names: Iterable[str]) -> None:
     """
     before: set[str] = set()
     for name in names:
+        if name in RENAMED:
+            raise ConfigError(f"method {name!r} is called {RENAMED[name]!r} now")
         if name not in METHODS:
             raise ConfigError(f"method {name!r} has no entry in METHODS; the choices are {', '.join(METHODS)}")
         if (after := METHODS[name].after) and after not in before:

@@ -58,13 +58,13 @@ def run(folder: Path, *arguments: str, device: str = "cpu") -> dict[str, Any]:
 
 
 def test_all_methods_are_asked_for_their_budgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = run(tmp_path, "--starts", "2", "--methods", "loss_finetune_best", "cma_es", "ours", "threshold")
+    content = run(tmp_path, "--starts", "2", "--methods", "loss_finetune_best", "cma_es", "metricopt", "threshold")
     methods = {name: [point["queries"] for point in points] for name, points in content["methods"].items()}
     assert methods["pretrained"] == methods["loss_finetune"] == [0]
     assert methods["loss_finetune_best"] == [7]  # 51 by default, but there are no more steps
     assert methods["cma_es"] == [20]  # 8 are too few for a population
-    assert methods["ours"] == [8, 20]
-    (ours,) = methods["metricopt"]
+    assert methods["metricopt"] == [8, 20]
+    (ours,) = methods["learned_f"]
     assert 2 <= ours <= 5
     assert methods["refined"] == [ours + 20]
     assert "guided_es" not in methods  # it was not named
@@ -73,7 +73,7 @@ def test_all_methods_are_asked_for_their_budgets(tmp_path: Path, monkeypatch: py
     assert content["queries_once"] <= 60 - 2
     text = (tmp_path / "starts.md").read_text()
     assert "| CMA-ES on the metric | 20 |" in text
-    assert "| MetricOpt, guided search | 20 |" in text
+    assert "| MetricOpt | 20 |" in text
     assert "2 seeds from 7 on, 2 new starts each" in text
     assert f"Computed on {Machine.current(torch.device('cpu'), 1)}; other processors" in text
     assert (tmp_path / "starts.png").stat().st_size > 10_000
@@ -82,7 +82,7 @@ def test_all_methods_are_asked_for_their_budgets(tmp_path: Path, monkeypatch: py
     more = run(tmp_path, "--starts", "2", *named)
     assert [point["queries"] for point in more["methods"]["guided_es"]] == [20]
     assert more["methods"]["cma_es"] == content["methods"]["cma_es"]
-    assert "ours" not in more["methods"]
+    assert "metricopt" not in more["methods"]
     monkeypatch.setattr(tool, "optimize_metric", lambda *_, **__: pytest.fail("ran a seed again that is on file"))
     assert run(tmp_path, "--starts", "2", *named, device="auto") == more  # may change: how it is run, not what
     with pytest.raises(SystemExit, match="starts was 2, now 3"):
@@ -119,7 +119,16 @@ def test_points_are_means_over_the_starts_of_what_each_method_finds(
     method = RecipeConfig(evals=3, rounds=2, folds=2, trials=0, learners=["ridge"])
     config = RunConfig(finetune=FinetuneConfig(6, 0.1), method=method, queries=60, best_evals=3)
     recipe = method.build(config.finetune)
-    names = ("pretrained", "loss_finetune", "loss_finetune_best", "guided_es", "cma_es", "ours", "metricopt", "refined")
+    names = (
+        "pretrained",
+        "loss_finetune",
+        "loss_finetune_best",
+        "guided_es",
+        "cma_es",
+        "metricopt",
+        "learned_f",
+        "refined",
+    )
     row = tool.run_seed(Known, config, tmp_path, 2, Plan(names, (12, 30)), 5, Callback())
     assert json.loads((tmp_path / "seed-5" / "points.json").read_text()) == row
 
@@ -141,8 +150,8 @@ def test_points_are_means_over_the_starts_of_what_each_method_finds(
             "loss_finetune_best": [(3, min((path[0], path[3], path[-1]), key=task.true_cost))],
             "guided_es": [(30, GuidedES(lr=0.1)(task, start, 30, seed=seed).phi)],  # 12 are too few
             "cma_es": [(n, CMAES()(task, start, n, seed=seed).phi) for n in (12, 30)],
-            "ours": [(n, each.ends[each.chosen]) for n, each in zip((12, 30), guided, strict=True)],
-            "metricopt": [(3, tuned[0].ends[tuned[0].chosen])],
+            "metricopt": [(n, each.ends[each.chosen]) for n, each in zip((12, 30), guided, strict=True)],
+            "learned_f": [(3, tuned[0].ends[tuned[0].chosen])],
             "refined": [(3 + n, each.ends[each.chosen]) for n, each in zip((12, 30), tuned[1:], strict=True)],
         }
         for name, points in found.items():
@@ -162,7 +171,7 @@ def content(baselines: list[tuple[float, float]], maximize: bool = True) -> dict
         "queries_once": 600,
         "spearman": [0.5],
         "methods": {
-            "metricopt": [{"queries": 5.0, "test": [0.8]}],
+            "learned_f": [{"queries": 5.0, "test": [0.8]}],
             "cma_es": [{"queries": queries, "test": [value]} for queries, value in baselines],
         },
     }

@@ -45,8 +45,8 @@ OURS = {"60": [0.8, 0.9, 0.7], "150": [0.9, 0.9, 0.9]}
 
 def test_a_summary_states_gains_and_losses() -> None:
     better = {"60": [0.951, 0.952, 0.953], "150": [0.991, 0.992, 0.9935]}
-    page = tool.summary({"first": content(ours=OURS, turbo=better), "second": content(ours=OURS)})
-    assert "# MetricOpt, guided search over 2 tasks" in page
+    page = tool.summary({"first": content(metricopt=OURS, turbo=better), "second": content(metricopt=OURS)})
+    assert "# MetricOpt over 2 tasks" in page
     difference = np.array([0.8, 0.9, 0.7]) - better["150"]
     row = next(line for line in page.splitlines() if line.startswith("| first | +0.3000"))
     assert f"| {difference.mean():+.4f} [" in row

@@ -59,7 +59,7 @@ OURS = {"60": [0.8, 0.9, 0.7], "150": [0.9, 0.9, 0.9]}
 
 
 def test_pairs_are_by_seed_and_in_the_metrics_direction() -> None:
-    higher, lower = (content(maximize, ours=OURS, turbo={"60": [0.7, None, 0.75]}) for maximize in (True, False))
+    higher, lower = (content(maximize, metricopt=OURS, turbo={"60": [0.7, None, 0.75]}) for maximize in (True, False))
     assert baselines_of(higher) == ["pretrained", "batchnorm", "best_start", "turbo"]
     found = pair(higher, "turbo", 60)
     assert found is not None

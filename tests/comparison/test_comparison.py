@@ -13,7 +13,7 @@ import torch
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.comparison.comparison import Plan, read_row, run_seed
 from metricopt_ext.errors import ConfigError, FileFormatError
-from metricopt_ext.experiment.baselines import at_each_budget, ours, searching, usual_baselines
+from metricopt_ext.experiment.baselines import at_each_budget, metricopt, searching, usual_baselines
 from metricopt_ext.experiment.experiment import Experiment, Subject
 from metricopt_ext.experiment.method import Baseline, Begun, Reached
 from metricopt_ext.experiment.run_config import RunConfig
@@ -26,7 +26,7 @@ from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Setting, Settings
 
 VERDICT = Verdict(gain=0.0, optimism=0.0, chance=1.0, reliability=0.5, candidates=3, needed=1.0)
-PLAN = Plan(("random_search", "cma_es", "ngopt", "turbo", "ours"), (4, 20, 60))
+PLAN = Plan(("random_search", "cma_es", "ngopt", "turbo", "metricopt"), (4, 20, 60))
 
 
 def failing(task: Any, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
@@ -52,7 +52,7 @@ def experiment(quadratic: Callable[..., Any]) -> type[Experiment[Any]]:
             "cma_es": searching(CMAES()),
             "ngopt": Baseline(failing, lambda dim: 1),
             "turbo": Baseline(greedy, lambda dim: 1, anytime=True),
-            "ours": at_each_budget(lambda *_: None, lambda dim: 1),
+            "metricopt": at_each_budget(lambda *_: None, lambda dim: 1),
         }
 
         @classmethod
@@ -122,17 +122,17 @@ def test_every_row_counts_what_the_starts_cost_the_model(
 
     monkeypatch.setattr(experiment, "starts", starts)
     monkeypatch.setattr(experiment, "prepare", running)
-    experiment.baselines_now["ours"] = ours()
-    run_seed(experiment, RunConfig(), Plan(("random_search", "ours", "turbo"), (20, 60)), tmp_path, 5, Callback())
+    experiment.baselines_now["metricopt"] = metricopt()
+    run_seed(experiment, RunConfig(), Plan(("random_search", "metricopt", "turbo"), (20, 60)), tmp_path, 5, Callback())
     found = rows(tmp_path)
     assert found["starts"]["chosen"] == "half"
     assert found["starts"]["passes"] == {"metric": 2 + 1, "loss": 7}
     passes = {
-        name: {b: cell["passes"] for b, cell in found[name]["cells"].items()} for name in ("random_search", "ours")
+        name: {b: cell["passes"] for b, cell in found[name]["cells"].items()} for name in ("random_search", "metricopt")
     }
     assert passes == {
         "random_search": {"20": {"metric": 21, "loss": 7}, "60": {"metric": 61, "loss": 7}},
-        "ours": {"20": {"metric": 21, "loss": 73}, "60": {"metric": 61, "loss": 73}},
+        "metricopt": {"20": {"metric": 21, "loss": 73}, "60": {"metric": 61, "loss": 73}},
     }
 
 
@@ -169,7 +169,7 @@ def test_ends_satisfy_constraints_that_are_relative_to_the_trained_model(
 
     monkeypatch.setattr(experiment, "prepare", prepare)
     monkeypatch.setattr(experiment, "starts", starts)
-    own = {"random_search": searching(RandomSearch()), "cma_es": searching(CMAES()), "ours": ours()}
+    own = {"random_search": searching(RandomSearch()), "cma_es": searching(CMAES()), "metricopt": metricopt()}
     own = {name: noting(name, each) for name, each in own.items()}
     monkeypatch.setattr(experiment, "baselines_now", own)
     run_seed(experiment, RunConfig(), Plan(tuple(own), (40, 60)), tmp_path, 5, Callback())
@@ -193,7 +193,7 @@ def test_errors_mark_their_cells_and_the_rest_goes_on(experiment: Any, tmp_path:
     assert found["turbo"]["errors"] == dict.fromkeys(
         ("4", "20", "60"), "BudgetError: 5 queries were spent of a budget of 4"
     )
-    assert (found["ours"]["cells"], found["ours"]["errors"]) == ({}, {})  # does not apply
+    assert (found["metricopt"]["cells"], found["metricopt"]["errors"]) == ({}, {})  # does not apply
     assert len(found["random_search"]["cells"]) == 3
 
 
@@ -206,7 +206,7 @@ def test_only_what_is_missing_or_failed_is_run_again(experiment: Any, tmp_path: 
     (folder / "cma_es.json").unlink()
     run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Callback())
     after = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.json")}
-    assert {name for name in after if after[name] == before[name]} == {"random_search.json", "ours.json"}
+    assert {name for name in after if after[name] == before[name]} == {"random_search.json", "metricopt.json"}
     assert rows(tmp_path)["ngopt"]["errors"] == {}
     assert experiment.built == [5, 5]
     run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Callback())
@@ -224,14 +224,14 @@ def test_starts_can_be_chosen_by_name(experiment: Any, tmp_path: Path) -> None:
 def test_a_guard_is_judged_on_the_test_data(
     experiment: Any, quadratic: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    experiment.baselines_now["ours"] = ours()
+    experiment.baselines_now["metricopt"] = metricopt()
     monkeypatch.setattr(experiment, "test_error", lambda self, before, after: float((after.phi - before.phi).norm()))
-    run_seed(experiment, RunConfig(), Plan(("ours",), (60,)), tmp_path, 5, Callback())
+    run_seed(experiment, RunConfig(), Plan(("metricopt",), (60,)), tmp_path, 5, Callback())
     problem = quadratic()
     half = problem.goal / 2
     alone = optimize_metric(quadratic(), queries=60, starts={"half": Start(half)}, seed=5, callback=Callback())
     end = alone.ends["search"]
-    cell = rows(tmp_path)["ours"]["cells"]["60"]
+    cell = rows(tmp_path)["metricopt"]["cells"]["60"]
     guard = cell["guard"]
     assert guard["accepted"]
     assert guard["kept"] == "search"
@@ -290,9 +290,9 @@ def test_what_the_guard_refuses_ends_where_it_says(
     share: float,
 ) -> None:
     monkeypatch.setattr("metricopt_ext.methods.trials.decide", lambda *_: Decision(kept, VERDICT))
-    experiment.baselines_now["ours"] = ours()
-    run_seed(experiment, RunConfig(), Plan(("ours",), (60,)), tmp_path, 5, Callback())
-    cell, problem = rows(tmp_path)["ours"]["cells"]["60"], quadratic()
+    experiment.baselines_now["metricopt"] = metricopt()
+    run_seed(experiment, RunConfig(), Plan(("metricopt",), (60,)), tmp_path, 5, Callback())
+    cell, problem = rows(tmp_path)["metricopt"]["cells"]["60"], quadratic()
     assert cell["test"] == cell["validation"] == problem.true_cost(share * problem.goal)
     assert cell["guard"]["kept"] == ("half" if share else "pretrained")
     assert not cell["guard"]["accepted"]
@@ -323,8 +323,8 @@ def test_a_comparison_runs_what_optimize_metric_does(
     own = experiment.starts
     monkeypatch.setattr(experiment, "prepare", observed)
     monkeypatch.setattr(experiment, "starts", lambda self: {**own(self), "along": line(self.task)})
-    experiment.baselines_now["ours"] = ours()
-    run_seed(experiment, RunConfig(), Plan(("ours",), (60,)), tmp_path, 5, Callback())
+    experiment.baselines_now["metricopt"] = metricopt()
+    run_seed(experiment, RunConfig(), Plan(("metricopt",), (60,)), tmp_path, 5, Callback())
     asked = [query.item for query in told if query.purpose in ("starts", "search") and not query.on_file]
     alone: list[Any] = []
     task = quadratic()

@@ -23,8 +23,8 @@ COMPARISON: dict[str, Any] = {
     "seeds": [700, 701],
     "starts": {"pretrained": COLUMN},
     "best_start": {**CELL, "queries": 2, "chosen": ["pretrained", "pretrained"]},
-    "methods": {"ours": {"least": 3, "cells": {"5": CELL}, "errors": {}}},
-    "guards": [{"seed": 700, "method": "ours", "budget": 5, "accepted": True, "change": 0.1, "error": None}],
+    "methods": {"metricopt": {"least": 3, "cells": {"5": CELL}, "errors": {}}},
+    "guards": [{"seed": 700, "method": "metricopt", "budget": 5, "accepted": True, "change": 0.1, "error": None}],
     "machines": ["A processor"],
     "versions": {"torch": "2.6"},
     "config": {"task": "classification", "config": "a.yaml", "overrides": []},
@@ -78,13 +78,13 @@ def refused(read: Callable[[Path], Any], file: Path, content: dict[str, Any]) ->
         ("starts/pretrained/test/0", math.nan, "a finite number"),
         ("starts/pretrained/test/0", 1e308, "a finite number"),
         ("starts/pretrained/test", [0.5], "has 1 values of test"),
-        ("methods/ours/cells/5/queries", [5], "'ours, 5' has 1 values of queries"),
+        ("methods/metricopt/cells/5/queries", [5], "'metricopt, 5' has 1 values of queries"),
         ("best_start/queries", "2", "of type int"),
         ("best_start/seconds/0", -math.inf, "a finite number"),
-        ("methods/ours/cells/5/test/1", 10**40, "an integer of 64 bits"),
-        ("methods/ours/cells/5/passes/0", {"metric": "5"}, "of type int"),
+        ("methods/metricopt/cells/5/test/1", 10**40, "an integer of 64 bits"),
+        ("methods/metricopt/cells/5/passes/0", {"metric": "5"}, "of type int"),
         ("methods/../x", {"least": 1, "cells": {}, "errors": {}}, ""),
-        ("methods/ours/errors", {"5": "down"}, "a list"),
+        ("methods/metricopt/errors", {"5": "down"}, "a list"),
         ("guards/0/change", "a lot", "of type float"),
         ("guards/0/whole", {"accepted": True}, "has no 'best'"),
         ("machines", "A processor", "a list"),
@@ -102,8 +102,8 @@ def test_another_shape_of_a_comparison_is_refused(at: str, value: Any, said: str
 
 def test_rows_and_starts_of_another_shape_are_refused(tmp_path: Path) -> None:
     cell = {"queries": 5, "validation": 0.5, "test": 0.5, "seconds": 1.0, "passes": None, "guard": None}
-    row = {"seed": 3, "method": "ours", "least": 2, "cells": {"5": cell}, "errors": {}, "machine": "A processor"}
-    file = tmp_path / "ours.json"
+    row = {"seed": 3, "method": "metricopt", "least": 2, "cells": {"5": cell}, "errors": {}, "machine": "A processor"}
+    file = tmp_path / "metricopt.json"
     file.write_text(json.dumps(row))
     assert read_row(file) == row
     for at, value in [

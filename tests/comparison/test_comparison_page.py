@@ -40,10 +40,10 @@ def comparison(ours: list[float], *, maximize: bool = True, **change: Any) -> di
         "best_start": {"queries": 1, "chosen": ["pretrained"] * 3, "seconds": [0.5] * 3, "passes": [None] * 3, **start},
         "methods": {
             "cma_es": {"least": 18, "cells": cells([0.65] * 3, [0.7] * 3), "errors": {}},
-            "ours": {"least": 4, "cells": cells([0.8] * 3, ours), "errors": {}},
+            "metricopt": {"least": 4, "cells": cells([0.8] * 3, ours), "errors": {}},
         },
         "guards": [
-            {"seed": seed, "method": "ours", "budget": 60, **guard, "whole": refused if seed == 702 else whole}
+            {"seed": seed, "method": "metricopt", "budget": 60, **guard, "whole": refused if seed == 702 else whole}
             for seed in (700, 701, 702)
         ],
         "machines": ["A processor"],
@@ -92,7 +92,7 @@ def test_the_verdict_is_of_the_largest_budget(read: Any) -> None:
         "0.5000 → 0.9100 on test and 0.4500 → 0.9200 on validation; the guard accepted a change in 2 of 3 seeds" in said
     )
     assert "the gain on test (with its 95% interval), +0.4100 [+0.3852, +0.4348], is significant at 5%;" in said
-    assert said.endswith("the best on test is MetricOpt, guided search with 0.9100 itself.")
+    assert said.endswith("the best on test is MetricOpt with 0.9100 itself.")
     assert read(content).texts("p")[0] == said
     assert f"\n\n{said}\n\n" in markdown(content)
 

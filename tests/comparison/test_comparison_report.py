@@ -21,7 +21,7 @@ from metricopt_ext.errors import DataError, FileFormatError
 from metricopt_ext.experiment.experiment import Subject
 
 SUBJECT = Subject("classification/toy", "net on toy", "accuracy", True)
-PLAN = Plan(("cma_es", "ours", "turbo"), (5, 20, 60))
+PLAN = Plan(("cma_es", "metricopt", "turbo"), (5, 20, 60))
 
 
 def put(folder: Path, seed: int, ours: float = 0.8, cma: float | None = 0.7) -> None:
@@ -48,7 +48,7 @@ def put(folder: Path, seed: int, ours: float = 0.8, cma: float | None = 0.7) -> 
             "cells": {"20": cell(0.65, 20), **({} if cma is None else {"60": cell(cma, 60)})},
             "errors": failed,
         },
-        "ours": {"least": 4, "cells": {str(q): cell(ours, q, guard) for q in (5, 20, 60)}, "errors": {}},
+        "metricopt": {"least": 4, "cells": {str(q): cell(ours, q, guard) for q in (5, 20, 60)}, "errors": {}},
         "turbo": {"least": 19, "cells": {}, "errors": {}},
     }
     (folder / f"seed-{seed}").mkdir(parents=True)
@@ -72,7 +72,7 @@ def table(text: str) -> dict[str, list[str]]:
 
 def test_all_seeds_are_taken_in_and_paired(content: dict[str, Any]) -> None:
     assert content["seeds"] == [700, 701, 702]
-    assert content["methods"]["ours"]["cells"]["60"]["test"] == [0.8, 0.9, 0.7]
+    assert content["methods"]["metricopt"]["cells"]["60"]["test"] == [0.8, 0.9, 0.7]
     assert content["methods"]["cma_es"]["cells"]["60"]["test"] == [None, 0.7, 0.7]
     assert content["best_start"]["test"] == [0.6] * 3
     assert content["best_start"]["queries"] == 2
@@ -94,7 +94,7 @@ def test_the_table_marks_the_best_and_says_what_is_missing(content: dict[str, An
     assert rows["best free start (2 queries)"] == ["inputs", "0.6000", "0.6000", "0.6000", "0.5", "2 + 0"]
     assert rows["CMA-ES on the metric"] == ["inputs", "", "0.6500", "0.7000 (1 of 3 failed)", "6.0", ""]
     ours = ["inputs, training data", "**0.8000**", "**0.8000**", "**0.8000**", "6.0", "60 + 64"]
-    assert rows["MetricOpt, guided search"] == ours
+    assert rows["MetricOpt"] == ours
     assert "- CMA-ES on the metric needs at least 18 queries" in text
     assert "failed with 60 queries on 1 of 3 seeds: seed 700: MetricError: down" in text
     assert "- TuRBO on the metric does not apply" in text
@@ -108,15 +108,17 @@ def test_our_search_without_its_guard_is_shown_but_no_baseline(content: dict[str
     content["guards"] = [each for each in content["guards"] if each["budget"] > 5 and each["seed"] > 700]
     text = markdown(content)
     assert table(text)["the same, unguarded"] == ["inputs, training data", "", "0.9000", "0.9000", "", ""]
-    assert table(text)["MetricOpt, guided search"][1:4] == ["**0.8000**"] * 3
+    assert table(text)["MetricOpt"][1:4] == ["**0.8000**"] * 3
     assert text.count("unguarded") == 2  # its row and the note
-    assert list(table(text))[-2:] == ["MetricOpt, guided search", "the same, unguarded"]
+    assert list(table(text))[-2:] == ["MetricOpt", "the same, unguarded"]
     lower = {**content, "metric": {"name": "cost", "maximize": False}}
     assert table(markdown(lower))["the same, unguarded"][2] == "0.3000"
 
 
 def test_a_comparison_of_an_earlier_version_is_read(content: dict[str, Any], tmp_path: Path) -> None:
-    """It has neither passes nor whole runs, which are left blank."""
+    """It has neither passes nor whole runs, which are left blank, and calls MetricOpt ours."""
+    content["methods"]["ours"] = content["methods"].pop("metricopt")
+    content["guards"] = [{**each, "method": "ours"} for each in content["guards"]]
     del content["best_start"]["passes"]
     for method in content["methods"].values():
         for cell in method["cells"].values():
@@ -125,7 +127,7 @@ def test_a_comparison_of_an_earlier_version_is_read(content: dict[str, Any], tmp
     earlier = load(tmp_path)
     rows = table(markdown(earlier))
     assert {row[-1] for name, row in rows.items() if name not in ("method", "---")} == {""}
-    assert rows["MetricOpt, guided search"][1:4] == ["**0.8000**"] * 3
+    assert rows["MetricOpt"][1:4] == ["**0.8000**"] * 3
     page = markdown(earlier)
     assert "9 guarded runs, 9 accepted" in page
     assert "The whole run" not in page
@@ -172,7 +174,7 @@ def test_a_folder_without_seeds_or_comparison_is_refused(tmp_path: Path) -> None
 
 def test_without_ours_there_is_a_table_alone(tmp_path: Path) -> None:
     put(tmp_path, 700)
-    (tmp_path / "seed-700" / "ours.json").unlink()
+    (tmp_path / "seed-700" / "metricopt.json").unlink()
     found = gather(tmp_path, PLAN, SUBJECT, {})
     assert found["pairs"] == found["guards"] == []
     text = markdown(found)

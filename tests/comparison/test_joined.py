@@ -26,22 +26,22 @@ def content(seeds: list[int], methods: dict[str, dict[str, list[float]]], machin
         "starts": {"pretrained": {"validation": tens, "test": [float(seed) for seed in seeds]}},
         "best_start": {"queries": 2, "chosen": [f"start {seed}" for seed in seeds], "seconds": tens, "test": tens},
         "methods": {name: {"least": 5, "cells": cells(tests), "errors": {}} for name, tests in methods.items()},
-        "guards": [{"seed": seed, "method": "ours"} for seed in seeds],
+        "guards": [{"seed": seed, "method": "metricopt"} for seed in seeds],
         "machines": [machine],
     }
 
 
 def test_seeds_are_put_in_order_and_gaps_are_none() -> None:
-    first = content([3, 1], {"ours": {"20": [0.3, 0.1], "60": [0.33, 0.11]}})
-    second = content([2], {"ours": {"20": [0.2]}, "turbo": {"60": [0.9]}}, machine="B")
+    first = content([3, 1], {"metricopt": {"20": [0.3, 0.1], "60": [0.33, 0.11]}})
+    second = content([2], {"metricopt": {"20": [0.2]}, "turbo": {"60": [0.9]}}, machine="B")
     second["methods"]["turbo"]["least"] = 19
-    second["methods"]["ours"]["errors"] = {"60": ["seed 2: MetricError: down"]}
+    second["methods"]["metricopt"]["errors"] = {"60": ["seed 2: MetricError: down"]}
     both = joined([first, second], ["first", "second"])
     assert both["seeds"] == [1, 2, 3]
     assert both["starts"]["pretrained"] == {"validation": [10.0, 20.0, 30.0], "test": [1.0, 2.0, 3.0]}
     assert both["best_start"]["chosen"] == ["start 1", "start 2", "start 3"]
     assert both["best_start"]["queries"] == 2
-    ours, turbo = both["methods"]["ours"], both["methods"]["turbo"]
+    ours, turbo = both["methods"]["metricopt"], both["methods"]["turbo"]
     assert ours["cells"]["20"]["test"] == [0.1, 0.2, 0.3]
     assert ours["cells"]["60"]["seconds"] == [0.11, None, 0.33]
     assert ours["errors"] == {"60": ["seed 2: MetricError: down"]}
@@ -68,7 +68,7 @@ def test_settings_must_be_the_same_but_for_seeds_machines_and_methods() -> None:
         "of_task": {"guard": {"confidence": 0.93}, "data": {"root": "a"}},
     }
     first = content([1], {}) | {"config": config}
-    other = {"seed": 2, "workers": 2, "methods": ["ours"], "budgets": [20, 60]}
+    other = {"seed": 2, "workers": 2, "methods": ["metricopt"], "budgets": [20, 60]}
     same = content([2], {}) | {"config": {**other, "of_task": {"guard": {"confidence": 0.93}, "data": {}}}}
     assert joined([first, same], ["first", "same"])["seeds"] == [1, 2]
     unlike = content([2], {}) | {

@@ -15,7 +15,7 @@ from metricopt_ext.experiment.baselines import (
     Trace,
     along_path,
     at_each_budget,
-    ours,
+    metricopt,
     searching,
     usual_baselines,
     with_budget,
@@ -80,13 +80,13 @@ def begun_at(task: Any, **phi: Tensor) -> Begun:
 
 
 @pytest.mark.parametrize("accepted", [True, False])
-def test_ours_is_what_optimize_metric_does(quadratic: Callable[..., Any], accepted: bool) -> None:
+def test_it_is_what_optimize_metric_does(quadratic: Callable[..., Any], accepted: bool) -> None:
     """The same points and the same end at each budget, though the starts were asked by somebody else."""
     task = quadratic()
     near = task.goal / 2 if accepted else task.goal
     begun, asked = begun_at(task, near=near, far=-near), task.queries
     own = [budget - 3 for budget in BUDGETS]
-    for each, budget in zip(ours().run(task, begun, own, 3), BUDGETS, strict=True):
+    for each, budget in zip(metricopt().run(task, begun, own, 3), BUDGETS, strict=True):
         twin = quadratic()
         alone = optimize_metric(
             twin, queries=budget, starts={"near": Start(near), "far": Start(-near)}, seed=3, callback=Callback()
@@ -114,7 +114,7 @@ def test_a_share_of_the_way_is_kept_at_each_budget_where_classes_are_new(quadrat
 
     task = made()
     begun = begun_at(task)
-    for each, budget in zip(ours().run(task, begun, [each - 1 for each in BUDGETS], 3), BUDGETS, strict=True):
+    for each, budget in zip(metricopt().run(task, begun, [each - 1 for each in BUDGETS], 3), BUDGETS, strict=True):
         alone = optimize_metric(made(), queries=budget, seed=3, callback=Callback())
         assert each.result.chosen == alone.chosen == "part"
         assert each.result.kept_share == alone.kept_share
@@ -128,7 +128,7 @@ def test_passes_are_those_of_the_queries_and_of_the_losses(quadratic: Callable[.
     config.finetune.steps = 30
     baselines = usual_baselines(config)
     expected = {
-        "ours": [(20, 66), (35, 66), (60, 66)],  # phi = 0 is asked too
+        "metricopt": [(20, 66), (35, 66), (60, 66)],  # phi = 0 is asked too
         "random_search": [(20, 0), (35, 0), (60, 0)],
         "cma_es": [(20, 0), (35, 0), (60, 0)],
         "guided_es": [(20, 1 + 1), (35, 1 + 2), (60, 1 + 4)],
@@ -144,9 +144,9 @@ def test_passes_are_those_of_the_queries_and_of_the_losses(quadratic: Callable[.
 
 
 def test_a_metric_that_runs_no_model_takes_no_passes(quadratic: Callable[..., Any]) -> None:
-    (*_, last) = run(ours(), noticing(quadratic()))
+    (*_, last) = run(metricopt(), noticing(quadratic()))
     assert (last.queries, last.passes) == (60, Passes(0, 66))
-    assert run(ours(), quadratic())[-1].passes is None  # not counted
+    assert run(metricopt(), quadratic())[-1].passes is None  # not counted
 
 
 def test_a_path_is_walked_once_from_where_it_begins(quadratic: Callable[..., Any]) -> None:
@@ -183,7 +183,7 @@ def test_baselines_are_in_the_methods_table_and_say_what_they_need() -> None:
     baselines = usual_baselines(RunConfig())
     assert set(baselines) <= set(METHODS)
     assert {name for name, each in baselines.items() if each.anytime} == {
-        *("random_search", "turbo", "noisy_ei", "optuna_tpe", "optuna_gp", "settings+phi", "ours")
+        *("random_search", "turbo", "noisy_ei", "optuna_tpe", "optuna_gp", "settings+phi", "metricopt")
     }
     assert {name: each.least(32) for name, each in baselines.items()} == {
         "loss_finetune_best": 2,
@@ -195,7 +195,7 @@ def test_baselines_are_in_the_methods_table_and_say_what_they_need() -> None:
         "noisy_ei": 9,
         "optuna_tpe": 2,
         "optuna_gp": 2,
-        "ours": 9,
+        "metricopt": 9,
         "settings_free": 0,
         "settings_lines": 0,
         "settings": 0,

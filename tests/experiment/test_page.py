@@ -42,7 +42,7 @@ def test_each_part_is_there_as_it_was_given(html: Callable, picture: Path) -> No
     assert scopes == ["col"] * 3 + ["row"] * 2
     aligned = [attributes.get("class") for name, attributes in seen.elements if name == "td"]
     assert aligned == [None, "words", "best", "words"]
-    assert [attributes.get("class") for name, attributes in seen.elements if name == "tr"] == [None, "ours", None]
+    assert [attributes.get("class") for name, attributes in seen.elements if name == "tr"] == [None, "metricopt", None]
 
 
 def test_pictures_are_embedded_with_their_size_and_words(html: Callable, picture: Path) -> None:

@@ -90,7 +90,7 @@ def test_shards_and_resuming_give_one_comparison(tmp_path: Path, capsys: pytest.
             ("guided_es", 37, 3),
             ("cma_es", 37, 0),
             ("random_search", 37, 0),
-            ("ours", 37, 66),
+            ("metricopt", 37, 66),
         )
     }
     assert len(whole["guards"]) == 3 * 2
