@@ -32,7 +32,7 @@ from metricopt_ext.experiment.cli import RUNS_CODE, TASKS, experiment_of
 from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.compare import judge
 from metricopt_ext.experiment.experiment import Experiment
-from metricopt_ext.experiment.method import METHODS, Baseline, Begun, Entry
+from metricopt_ext.experiment.method import METHODS, Baseline, Entry, Started
 from metricopt_ext.experiment.report import spread
 from metricopt_ext.experiment.style import direction, markdown_table, new_figure, save_figure
 from metricopt_ext.methods.pipeline import optimize_metric
@@ -151,7 +151,7 @@ def run_seed(
             start = task.starts(recipe.start_std, seed, [NEW + number])[0]
             baseline, budgets = runs[name]
             possible = [queries for queries in budgets if queries >= baseline.least(task.dim)]
-            found = baseline.run(task, Begun.at(start), possible, seed + number) if possible else []
+            found = baseline.run(task, Started.at(start), possible, seed + number) if possible else []
             return [(reached.queries, judge(test, reached.end)) for reached in found]
 
         for name in missing:

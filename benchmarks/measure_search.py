@@ -115,14 +115,14 @@ def measure_search(
     for budget in map(str, budgets):
         alone, too = ([row["second"][kind][budget] for row in rows] for kind in ("alone", PREVIOUS))
         gain = paired_interval([sign * (b["test"] - a["test"]) for a, b in zip(alone, too, strict=True)])
-        begun = sum(each["begun_at"] == PREVIOUS for each in too)
+        started = sum(each["started_at"] == PREVIOUS for each in too)
         table.append(
             [
                 counted(int(budget), "query"),
                 *(spread([each["test"] for each in side]) for side in (alone, too)),
                 f"{gain.mean:+.4f}",
                 f"[{gain.low:+.4f}, {gain.high:+.4f}]" if len(rows) > 1 else "",
-                f"{begun} of {len(rows)}",
+                f"{started} of {len(rows)}",
             ]
         )
     title = f"{subject.title}: test {subject.metric} ({direction(subject.maximize)}), {counted(len(rows), 'seed')}"
@@ -179,7 +179,7 @@ def search_both(
     (run,) = search(first, {}, [first.config.queries], callback)
     callback.stage("train the second model")
     second = make(seed + OTHER)
-    like = second.starts().get(run.begun_at)  # the first model's phi is worth something under such buffers alone
+    like = second.starts().get(run.started_at)  # the first model's phi is worth something under such buffers alone
     previous = replace(like, phi=run.ends["search"]) if isinstance(like, Start) else Start(run.ends["search"])
     others: dict[str, dict[str, Start]] = {"alone": {}, PREVIOUS: {PREVIOUS: previous}}
     second_runs = {kind: search(second, more, budgets, callback) for kind, more in others.items()}
@@ -189,7 +189,7 @@ def search_both(
         "followed": followed(first, run),
         "second": {
             kind: {
-                str(budget): {"test": tested(second, each, each.chosen), "begun_at": each.begun_at}
+                str(budget): {"test": tested(second, each, each.chosen), "started_at": each.started_at}
                 for budget, each in zip(budgets, runs, strict=True)
             }
             for kind, runs in second_runs.items()
@@ -224,15 +224,15 @@ def followed(experiment: Experiment[Any], run: Result) -> float | None:
     if run.fit is None or not run.fit.f.trusted:
         return None
     recipe = Recipe(**vars(experiment.config.finetune))
-    task = with_start(experiment.task, run.candidates[run.begun_at])  # the model that f was learned for
+    task = with_start(experiment.task, run.candidates[run.started_at])  # the model that f was learned for
     path = finetune(task, metric_policy(run.fit.f, recipe, recipe.settings[0]), recipe.steps, experiment.seed)
     return judge(task.judged_by(experiment.test_metric), path[-1])
 
 
 def tested(experiment: Experiment[Any], run: Result, name: str) -> float:
     """Return the test metric of one of a search's ends."""
-    begun = run.begun_at if name == "search" else name
-    task = with_start(experiment.task, run.candidates[begun])
+    started = run.started_at if name == "search" else name
+    task = with_start(experiment.task, run.candidates[started])
     return judge(task.judged_by(experiment.test_metric), run.ends[name])
 
 

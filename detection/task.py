@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from metricopt_ext.data.archives import ZipReader
 from metricopt_ext.data.images import MAX_PIXELS
 from metricopt_ext.data.labelled import MAX_BYTES, check_bytes
-from metricopt_ext.data.streamed import Begun, threads
+from metricopt_ext.data.streamed import Reading, threads
 from metricopt_ext.detection.records import Annotated, DetectionSet
 from metricopt_ext.detection.toolkit import Example, Toolkit
 from metricopt_ext.errors import ConfigError
@@ -32,18 +32,18 @@ class ImagesOnDisk:
     """
 
     def __init__(self, read: Callable[[int], Tensor]) -> None:
-        self._begun = Begun(read)
+        self._reading = Reading(read)
         self._kept: OrderedDict[int, Tensor] = OrderedDict()
 
     def begin(self, place: int) -> None:
         """Begin to read an image in another thread, where the machine has the processors."""
         if threads() > 1 and place not in self._kept:
-            self._begun.begin([place])
+            self._reading.begin([place])
 
     def __getitem__(self, place: int) -> Tensor:
         """Return an image, read now unless it is kept or was begun."""
         if place not in self._kept:
-            pixels = self._begun.result(place)
+            pixels = self._reading.result(place)
             while len(self._kept) >= KEPT:
                 self._kept.popitem(last=False)
             self._kept[place] = pixels

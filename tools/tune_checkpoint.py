@@ -180,10 +180,10 @@ def run(arguments: argparse.Namespace, scores: Scores) -> dict[str, Any]:
         settings_budget(arguments, one.least_queries)  # refuses too few before anything runs
     with ExitStack() as held:
         held.enter_context(sole_writer(arguments.output_dir))
-        if one.begun() and not (arguments.resume or arguments.dry_run):
+        if one.started() and not (arguments.resume or arguments.dry_run):
             one.claim(identity(arguments), resume=False)
         unchanged = None
-        if not one.begun() or arguments.dry_run:
+        if not one.started() or arguments.dry_run:
             unchanged = one.score_unchanged()
             print(f"score of the unchanged checkpoint: {unchanged.value:.6g} ({unchanged.seconds:.1f} s)")
         if arguments.dry_run:

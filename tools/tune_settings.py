@@ -93,10 +93,10 @@ def run(arguments: argparse.Namespace, scores: Scores) -> dict[str, Any]:
     one.check(arguments.queries)
     with ExitStack() as held:
         held.enter_context(sole_writer(arguments.output_dir))
-        if one.begun() and not (arguments.resume or arguments.dry_run):
+        if one.started() and not (arguments.resume or arguments.dry_run):
             one.claim(identity_of(arguments), resume=False)
         defaults = None
-        if not one.begun() or arguments.dry_run:
+        if not one.started() or arguments.dry_run:
             defaults = one.score_defaults()
             print(f"score with the defaults: {defaults.value:.6g} ({defaults.seconds:.1f} s)")
         if arguments.dry_run and defaults is not None:

@@ -15,7 +15,7 @@ from metricopt_ext.errors import BudgetError, ConfigError
 from metricopt_ext.experiment.baselines import Spent
 from metricopt_ext.experiment.compare import judge
 from metricopt_ext.experiment.experiment import Experiment, State
-from metricopt_ext.experiment.method import METHODS, STANDING, TUNES_SETTINGS, Baseline, Begun, End, Reached, now
+from metricopt_ext.experiment.method import METHODS, STANDING, TUNES_SETTINGS, Baseline, End, Reached, Started, now
 from metricopt_ext.experiment.passes import CountedTask, Passes, counting, noticing, passes_of
 from metricopt_ext.experiment.run_config import STARTS as OFFERED
 from metricopt_ext.experiment.run_config import RunConfig
@@ -78,23 +78,23 @@ class Opening:
     """Where all methods of a seed begin, and what it took.
 
     Attributes:
-        begun: The starts, ``"start"`` among them, each with its evaluation: one query, beside what making it asked.
+        started: The starts, ``"start"`` among them, each with its evaluation: one query, beside what making it asked.
         seconds: What making and choosing them took.
         passes: What that cost the model.
     """
 
-    begun: Begun
+    started: Started
     seconds: float
     passes: Passes
 
     def record(self, task: FinetuneTask, test_metric: Metric) -> dict[str, Any]:
         """Return what is kept of it: every start's metric on the data that the metric sees and on the test data."""
-        begun, test = self.begun, task.judged_by(test_metric)
+        started, test = self.started, task.judged_by(test_metric)
         return {
-            "chosen": shown(begun.chosen),
-            "queries": begun.spent,
-            "validation": {shown(name): task.metric.to_value(each.cost) for name, each in begun.asked.items()},
-            "test": {shown(name): judge(with_start(test, start), start.phi) for name, start in begun.starts.items()},
+            "chosen": shown(started.chosen),
+            "queries": started.spent,
+            "validation": {shown(name): task.metric.to_value(each.cost) for name, each in started.asked.items()},
+            "test": {shown(name): judge(with_start(test, start), start.phi) for name, start in started.starts.items()},
             "seconds": self.seconds,
             "passes": asdict(self.passes),
         }
@@ -138,8 +138,8 @@ def run_seed(
         (starts, lines), asked = divided(known), _fresh(experiment.task, spent)
         _, evaluations = best_start(asked, starts)
         limits = Limits.of(experiment.task.metric.constraints, evaluations["start"])
-        begun = Begun(starts, best_of(evaluations, limits), len(starts) + asking, evaluations, lines)
-        opening = Opening(begun, now() - began, _passes(made, asked, known))
+        started = Started(starts, best_of(evaluations, limits), len(starts) + asking, evaluations, lines)
+        opening = Opening(started, now() - began, _passes(made, asked, known))
         write_json(folder / STARTS, {"seed": seed, **opening.record(experiment.task, experiment.test_metric)})
         if limits is not None:  # as numbers, as a method may begin from another start than what they are relative to
             metric = experiment.task.metric.with_settings(subject_to=limits.texts())
@@ -147,7 +147,7 @@ def run_seed(
         baselines = experiment.baselines(config, experiment)
         for name in missing:
             callback.stage(METHODS[name].title)
-            begins = Opening(Begun.at(made.origin()), 0.0, Passes()) if METHODS[name].standing else opening
+            begins = Opening(Started.at(made.origin()), 0.0, Passes()) if METHODS[name].standing else opening
             row = _Row(experiment, begins, spent)
             write_json(
                 folder / f"{name}.json",
@@ -211,7 +211,7 @@ class _Row:
 
     def __init__(self, experiment: Experiment[Any], opening: Opening, spent: Spent) -> None:
         self.experiment, self.opening, self.spent = experiment, opening, spent
-        self.task, self.begun = experiment.task, opening.begun
+        self.task, self.started = experiment.task, opening.started
         # Where a method tunes settings of inference, what it compared had the free ones, and so have all its ends
         self.judging = self.task
         self.validation_metric = self.task.metric.with_new_ledger()
@@ -226,16 +226,16 @@ class _Row:
         """
         if tunes_settings:
             self.judging = self.task.with_settings(self.experiment.settings)
-        seed, least = self.experiment.seed, baseline.least(self.task.dim) + self.begun.spent
+        seed, least = self.experiment.seed, baseline.least(self.task.dim) + self.started.spent
         possible = [budget for budget in budgets if budget >= least]
         cells: dict[str, Any] = {}
         errors: dict[str, str] = {}
         for group in [possible] if baseline.anytime and possible else [[budget] for budget in possible]:
             left = list(group)
             try:
-                own = [budget - self.begun.spent for budget in group]
-                for reached in baseline.run(_fresh(self.task, self.spent), self.begun, own, seed):
-                    cells[str(left[0])] = self.cell(reached.after_choice(self.begun.spent), left[0])
+                own = [budget - self.started.spent for budget in group]
+                for reached in baseline.run(_fresh(self.task, self.spent), self.started, own, seed):
+                    cells[str(left[0])] = self.cell(reached.after_choice(self.started.spent), left[0])
                     left.pop(0)
             except Exception as error:
                 message = plain(" ".join(f"{type(error).__name__}: {error}".split()), MESSAGE)

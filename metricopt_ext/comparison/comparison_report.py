@@ -66,15 +66,15 @@ def gather(folder: Path, plan: Plan, subject: Subject, config: dict[str, Any]) -
     seeds = sorted(int(name.removeprefix("seed-")) for name in names if re.fullmatch("seed-(0|[1-9][0-9]{0,17})", name))
     if not seeds:
         raise DataError(f"{folder} holds no seed of a comparison")
-    begun = [read_starts(folder / f"seed-{seed}" / STARTS) for seed in seeds]
+    started = [read_starts(folder / f"seed-{seed}" / STARTS) for seed in seeds]
     with content_of(folder, "comparison"):
-        return _gathered(folder, plan, subject, config, seeds, begun)
+        return _gathered(folder, plan, subject, config, seeds, started)
 
 
 def _gathered(
-    folder: Path, plan: Plan, subject: Subject, config: dict[str, Any], seeds: list[int], begun: list[dict[str, Any]]
+    folder: Path, plan: Plan, subject: Subject, config: dict[str, Any], seeds: list[int], started: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    names = list(dict.fromkeys(name for each in begun for name in each["test"]))
+    names = list(dict.fromkeys(name for each in started for name in each["test"]))
     present = [name for name in METHODS if any((folder / f"seed-{seed}" / f"{name}.json").exists() for seed in seeds)]
     rows = {name: [_row(folder / f"seed-{seed}" / f"{name}.json") for seed in seeds] for name in present}
     guards = [
@@ -93,14 +93,15 @@ def _gathered(
         "budgets": list(plan.budgets),
         "seeds": seeds,
         "starts": {
-            name: {part: [each[part].get(name) for each in begun] for part in ("validation", "test")} for name in names
+            name: {part: [each[part].get(name) for each in started] for part in ("validation", "test")}
+            for name in names
         },
         "best_start": {
-            "queries": max(each.get("queries", len(each["test"])) for each in begun),
-            "chosen": [each["chosen"] for each in begun],
-            "seconds": [each["seconds"] for each in begun],
-            "passes": [each.get("passes") for each in begun],
-            **{part: [each[part][each["chosen"]] for each in begun] for part in ("validation", "test")},
+            "queries": max(each.get("queries", len(each["test"])) for each in started),
+            "chosen": [each["chosen"] for each in started],
+            "seconds": [each["seconds"] for each in started],
+            "passes": [each.get("passes") for each in started],
+            **{part: [each[part][each["chosen"]] for each in started] for part in ("validation", "test")},
         },
         "methods": {name: _method(own, plan.budgets) for name, own in rows.items()},
         "guards": guards,
@@ -483,8 +484,8 @@ def _unguarded(content: dict[str, Any], budget: int) -> list[float | None] | Non
         for each in content["guards"]
         if each["method"] == OURS and each["budget"] == budget
     }
-    begun = zip(content["seeds"], content["best_start"]["test"], strict=True)
-    return [start + changes[seed] if seed in changes else None for seed, start in begun] if changes else None
+    started = zip(content["seeds"], content["best_start"]["test"], strict=True)
+    return [start + changes[seed] if seed in changes else None for seed, start in started] if changes else None
 
 
 def _seconds(content: dict[str, Any], name: str, budget: int | None = None) -> str:

@@ -37,12 +37,12 @@ def record_of(
         it was trained: whether anything else was ``accepted``, the ``change`` on test of what was kept with its
         ``error``, and that of the ``best`` by the metric of start and end, kept or not.
     """
-    verdict, begun = result.verdict, result.begun_at
-    searched = with_start(task, result.candidates[begun])
+    verdict, started = result.verdict, result.started_at
+    searched = with_start(task, result.candidates[started])
 
     def state(name: str) -> State:
         start = result.start_of(name)
-        same = start.of_the_same(result.candidates[begun])
+        same = start.of_the_same(result.candidates[started])
         return State(searched if same else with_start(task, start), start.phi)
 
     @cache
@@ -50,8 +50,8 @@ def record_of(
         return change(state(before), state(after))
 
     better = max if task.metric.maximize else min
-    best = better((begun, "search"), key=lambda name: result.values[name])
-    step, run, possible = between(begun, "search"), between("start", result.chosen), between("start", best)
+    best = better((started, "search"), key=lambda name: result.values[name])
+    step, run, possible = between(started, "search"), between("start", result.chosen), between("start", best)
     return {
         "kept": TRAINED if result.chosen == "start" else result.chosen,
         "accepted": result.chosen in ("search", "part"),

@@ -180,7 +180,7 @@ class _Decoder:
     key: int = field(default_factory=lambda: next(_KEYS))
 
     def __post_init__(self) -> None:
-        self.begun = Begun(self.one)
+        self.reading = Reading(self.one)
 
     def read(self, rows: Sequence[int]) -> Tensor:
         batch = torch.empty((len(rows), *self.shape), dtype=torch.uint8)
@@ -189,8 +189,8 @@ class _Decoder:
                 batch[place] = self.one(row)
                 self.tell(row)
             return batch
-        self.begun.begin(rows)
-        found = {row: self.begun.result(row) for row in dict.fromkeys(rows)}
+        self.reading.begin(rows)
+        found = {row: self.reading.result(row) for row in dict.fromkeys(rows)}
         for place, row in enumerate(rows):
             batch[place] = found[row]
             self.tell(row)
@@ -198,8 +198,8 @@ class _Decoder:
 
     def prepare(self, rows: Sequence[int]) -> None:
         if threads() > 1:
-            self.begun.keep(rows)
-            self.begun.begin(rows)
+            self.reading.keep(rows)
+            self.reading.begin(rows)
 
 
 @dataclass
@@ -262,7 +262,7 @@ def threads() -> int:
     return min(MOST_THREADS, _processors())
 
 
-class Begun:
+class Reading:
     """Images that threads were told to read, by their rows; a fork of the process, which has no threads, has none.
 
     Args:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import ConfigError, MetricError
-from metricopt_ext.experiment.method import METHODS, Baseline, Begun, End, Meter, Reached, end_of, now
+from metricopt_ext.experiment.method import METHODS, Baseline, End, Meter, Reached, Started, end_of, now
 from metricopt_ext.experiment.method_config import FinetuneConfig
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.methods.guard import CONFIDENCE
@@ -74,9 +74,9 @@ def usual_baselines(config: RunConfig, settings: Callable[[], Settings] = withou
 def _with_settings(own: Baseline, settings: Callable[[], Settings], confidence: float) -> dict[str, Baseline]:
     """Return what tunes settings of inference, by name: what is free, each alone, presets too, and then phi."""
 
-    def free(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+    def free(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
         meter, found = Meter(task), settings()
-        start = replace(begun.starts[begun.chosen], settings=found.first)
+        start = replace(started.starts[started.chosen], settings=found.first)
         yield from (meter.reached(start) for _ in budgets)
 
     return {
@@ -115,18 +115,18 @@ def metricopt(search: GuidedTrustRegion | None = None, confidence: float = CONFI
     """
     engine = search or GuidedTrustRegion()
 
-    def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
-        starts: dict[str, Start | StartLine] = {**begun.starts, **begun.lines}
+    def run(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+        starts: dict[str, Start | StartLine] = {**started.starts, **started.lines}
         starts.pop("start", None)
-        numbers = [begun.spent + queries for queries in budgets]
+        numbers = [started.spent + queries for queries in budgets]
         ends = 1 + held_back(engine, task.metric)  # what each smaller budget asks for itself alone
         limited = with_budget(task, max(numbers) + (len(numbers) - 1) * ends)
-        known, meter, elsewhere = on_file(begun, limited), Meter(limited), 0
+        known, meter, elsewhere = on_file(started, limited), Meter(limited), 0
         for result in search_results(
             limited, numbers, engine, starts=starts, confidence=confidence, seed=seed, kept=known
         ):
             reached = now()
-            spent, before = result.queries_per_start - begun.spent, elsewhere
+            spent, before = result.queries_per_start - started.spent, elsewhere
             elsewhere = limited.metric.ledger.spent - result.queries_per_start
             meter.forget_last_queries(elsewhere - before)  # a smaller budget's end, which this one has elsewhere
             end = end_of(task, result.start_of(result.chosen))
@@ -154,11 +154,11 @@ def tuning_settings(
         begin: Begins the search, from the settings, their first evaluation, a number of queries and a seed.
     """
 
-    def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+    def run(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
         for queries in budgets:
             tuned = settings()
-            limited, start = begun.of(with_budget(task.with_settings(tuned), queries))
-            meter, first = Meter(limited), begun.asked.get(begun.chosen)
+            limited, start = started.of(with_budget(task.with_settings(tuned), queries))
+            meter, first = Meter(limited), started.asked.get(started.chosen)
             if first is None or tuned.changed(tuned.first):
                 first, queries = limited.evaluate(start, "settings"), queries - 1
             state = begin(tuned, first, queries, seed)
@@ -167,7 +167,7 @@ def tuning_settings(
                     state.tell(index, limited.with_values(values).evaluate(start, "settings"))
             end = state.end()
             kept = end.values if accepted(end, confidence) else tuned.first
-            yield meter.reached(replace(begun.starts[begun.chosen], settings=kept))
+            yield meter.reached(replace(started.starts[started.chosen], settings=kept))
 
     return Baseline(run)
 
@@ -175,24 +175,24 @@ def tuning_settings(
 def with_settings_of(baseline: Baseline, settings: Callable[[], Settings]) -> Baseline:
     """Return a baseline whose task has settings of inference, at the best of the same starts."""
 
-    def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+    def run(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
         found = settings()
         if found.changed(found.first):  # the starts were asked without
-            begun = replace(begun, asked={})
-        return baseline.run(task.with_settings(found), begun, budgets, seed)
+            started = replace(started, asked={})
+        return baseline.run(task.with_settings(found), started, budgets, seed)
 
     return replace(baseline, run=run)
 
 
-def on_file(begun: Begun, task: FinetuneTask) -> KeptEvaluations:
+def on_file(started: Started, task: FinetuneTask) -> KeptEvaluations:
     """Return the evaluations of the starts that were asked, as a run that is resumed has them on file."""
     kept = KeptEvaluations(None, task.metric)
-    names = ["start", *(name for name in begun.starts if name != "start")]
+    names = ["start", *(name for name in started.starts if name != "start")]
     for id, name in enumerate(names):
-        if name in begun.asked:
-            start = begun.starts[name]
+        if name in started.asked:
+            start = started.starts[name]
             point = KeptPoint.of(id, start.phi, start)
-            kept.tell(KeptEvaluation.told(point, begun.asked[name], task.metric.repeats))
+            kept.tell(KeptEvaluation.told(point, started.asked[name], task.metric.repeats))
     return kept
 
 
@@ -216,7 +216,7 @@ def optimizing(
         callback: Notified of progress.
     """
 
-    def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+    def run(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
         (queries,), meter = budgets, Meter(task)
         result: Result[Any] = optimize_metric(
             task,
@@ -248,8 +248,8 @@ def searching(search: SearchStrategy) -> Baseline:
         )
         return replace(each, constrained=True)
 
-    def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
-        (limited, start), stopped = begun.of(with_budget(task, max(budgets))), None
+    def run(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+        (limited, start), stopped = started.of(with_budget(task, max(budgets))), None
         trace = Trace(limited)
         try:
             with limited.metric.calling(trace):
@@ -260,7 +260,7 @@ def searching(search: SearchStrategy) -> Baseline:
             if stopped is not None and queries > len(trace.points):
                 raise stopped
             best = trace.best(queries)
-            yield replace(best, end=begun.standing(task, best.end))
+            yield replace(best, end=started.standing(task, best.end))
 
     return Baseline(run, search.least_queries, anytime=True, constrained=True)
 
@@ -277,12 +277,12 @@ def at_each_budget(
         least: See `Baseline`.
     """
 
-    def each(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+    def each(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
         for queries in budgets:
-            limited, start = begun.of(with_budget(task, queries))
+            limited, start = started.of(with_budget(task, queries))
             meter, end = Meter(limited), run(limited, start, queries, seed)
             if end is not None:
-                yield meter.reached(begun.standing(task, end))
+                yield meter.reached(started.standing(task, end))
 
     return Baseline(each, least)
 
@@ -300,7 +300,7 @@ def at_start(make: Callable[[FinetuneTask], Start | nn.Module | None], queries: 
         queries: How many it asks meanwhile, at least.
     """
 
-    def each(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+    def each(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
         limited = with_budget(task, max(budgets))
         meter, start = Meter(limited), make(limited)
         if start is not None:
@@ -317,10 +317,10 @@ def along_path(run: Callable[[FinetuneTask, Tensor, int], Tensor]) -> Baseline:
         run: ``run(task, start, seed)`` returns the visited phi, ``(T + 1) x d``.
     """
 
-    def each(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
-        limited, start = begun.of(with_budget(task, 0))
+    def each(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+        limited, start = started.of(with_budget(task, 0))
         meter, path = Meter(limited), run(limited, start, seed)
-        reached = replace(meter.reached(begun.standing(task, path[-1])), path=path)
+        reached = replace(meter.reached(started.standing(task, path[-1])), path=path)
         yield from (reached for _ in budgets)
 
     return Baseline(each)
@@ -335,10 +335,10 @@ def told(baseline: Baseline, title: str, callback: Callback) -> Baseline:
         callback: The callback, whose own queries are another method's.
     """
 
-    def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
-        shown = Within(callback, title, max(budgets) + begun.spent)
-        observed = task.judged_by(task.metric.with_callbacks(Spent(shown, begun.spent)))
-        return baseline.run(observed, begun, budgets, seed)
+    def run(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+        shown = Within(callback, title, max(budgets) + started.spent)
+        observed = task.judged_by(task.metric.with_callbacks(Spent(shown, started.spent)))
+        return baseline.run(observed, started, budgets, seed)
 
     return replace(baseline, run=run)
 
@@ -346,10 +346,10 @@ def told(baseline: Baseline, title: str, callback: Callback) -> Baseline:
 def staged(baseline: Baseline, callback: Callback, before: str = "", after: str = "") -> Baseline:
     """Return a baseline that tells a callback of a stage before it begins, or after it has ended."""
 
-    def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+    def run(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
         if before:
             callback.stage(before)
-        yield from baseline.run(task, begun, budgets, seed)
+        yield from baseline.run(task, started, budgets, seed)
         if after:
             callback.stage(after)
 

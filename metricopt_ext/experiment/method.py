@@ -171,7 +171,7 @@ def siblings_of(trains: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Begun:
+class Started:
     """Where a method begins.
 
     Attributes:
@@ -190,7 +190,7 @@ class Begun:
     lines: Mapping[str, StartLine] = field(default_factory=dict)
 
     @classmethod
-    def at(cls, phi: Tensor) -> "Begun":
+    def at(cls, phi: Tensor) -> "Started":
         """Begin at a phi, ``d``, of the model as it was trained, without a choice."""
         return cls({"given": Start(phi)}, "given")
 
@@ -258,7 +258,7 @@ class Reached:
 # spent on choosing the start has been taken off the budgets before. A method whose queries follow from its settings
 # says where it stood whatever the budgets; one that does not apply, nothing. It may leave the model with any phi, but
 # with its original weights.
-Run = Callable[[FinetuneTask, Begun, Sequence[int], int], Iterator[Reached]]
+Run = Callable[[FinetuneTask, Started, Sequence[int], int], Iterator[Reached]]
 
 
 @dataclass(frozen=True)
@@ -286,19 +286,19 @@ class Planned:
         baseline: The baseline.
         budgets: Its budgets, without what was spent on choosing the start.
         seed: Its seed.
-        begun: Where it begins; None: at phi = 0 of the model as it was trained.
+        started: Where it begins; None: at phi = 0 of the model as it was trained.
     """
 
     baseline: Baseline
     budgets: tuple[int, ...] = (0,)
     seed: int = 0
-    begun: Begun | None = None
+    started: Started | None = None
 
     def run(self, task: FinetuneTask) -> tuple[Reached, ...]:
         """Return where it stood, with what choosing the start took; nothing if it does not apply."""
-        begun = self.begun or Begun.at(task.origin())
-        found = self.baseline.run(task, begun, self.budgets, self.seed)
-        return tuple(each.after_choice(begun.spent) for each in found)
+        started = self.started or Started.at(task.origin())
+        found = self.baseline.run(task, started, self.budgets, self.seed)
+        return tuple(each.after_choice(started.spent) for each in found)
 
 
 # Where the methods before stood, by name: what a method continues from.

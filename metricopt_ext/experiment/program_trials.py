@@ -50,7 +50,7 @@ class ProgramRun:
         """Return where a trial's output is."""
         return self.folder / TRIALS / f"{self.prefix}{trial}.log"
 
-    def begun(self) -> bool:
+    def started(self) -> bool:
         """Whether the folder holds a run."""
         return (self.folder / IDENTITY).exists()
 
@@ -64,7 +64,7 @@ class ProgramRun:
         Raises:
             FileFormatError: The folder holds a run, and ``resume`` is False or it is another.
         """
-        if self.begun() and not resume:
+        if self.started() and not resume:
             raise FileFormatError(
                 f"{self.folder} holds an earlier run: add --resume to continue it, or use another folder"
             )

@@ -10,7 +10,7 @@ from torch import nn
 
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.correlation import ScoreLoss
-from metricopt_ext.experiment.method import METHODS, SIBLINGS, Baseline, Begun, Reached, now, siblings_of
+from metricopt_ext.experiment.method import METHODS, SIBLINGS, Baseline, Reached, Started, now, siblings_of
 from metricopt_ext.experiment.method_config import brought_by
 from metricopt_ext.experiment.style import new_figure, save_figure
 from metricopt_ext.runtime.progress import Callback
@@ -279,9 +279,9 @@ def training(
     """
     callback = callback or Callback()
 
-    def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+    def run(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
         callback.stage(METHODS[name].title)
-        own, _ = begun.of(task)
+        own, _ = started.of(task)
         training_task = make(own)
         trained = load_kept(training_task.copied().model, folder, name) if resume else None
         if trained is None:

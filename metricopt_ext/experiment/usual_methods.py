@@ -20,7 +20,7 @@ from metricopt_ext.experiment.baselines import (
     told,
     usual_baselines,
 )
-from metricopt_ext.experiment.method import METHODS, Baseline, Begun, Earlier, Meter, Method, Planned, Reached, end_of
+from metricopt_ext.experiment.method import METHODS, Baseline, Earlier, Meter, Method, Planned, Reached, Started, end_of
 from metricopt_ext.experiment.method_config import LearnedConfig, PaperSettings
 from metricopt_ext.experiment.run_config import VARIANTS, RunConfig
 from metricopt_ext.methods.result import Result
@@ -97,14 +97,14 @@ def usual_methods(
         methods[name] = variant(name, config, seed, folder=folder, resume=resume, callback=shown)
     if refined := config.refined:
         methods["refined"] = lambda earlier: Planned(
-            searching(CMAES()), (refined.queries,), seed, Begun.at(phi_of(metricopt_result(earlier)))
+            searching(CMAES()), (refined.queries,), seed, Started.at(phi_of(metricopt_result(earlier)))
         )
     return methods
 
 
-def _as_it_begins(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+def _as_it_begins(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
     """Stay where MetricOpt's search of phi began: what is gained over that is phi's alone."""
-    yield Meter(task).reached(end_of(task, begun.starts[begun.chosen]))
+    yield Meter(task).reached(end_of(task, started.starts[started.chosen]))
 
 
 def planned(baseline: Baseline, queries: int = 0, seed: int = 0) -> Method:
@@ -132,8 +132,8 @@ def where_metricopt_began(baseline: Baseline, queries: int | str, seed: int) -> 
         settings = ours.result.settings  # the first of its values is a start's
         tried = 0 if settings is None else max(0, len(settings.tried) - 1)
         spent = sum(name != SETTINGS for name in candidates) + tried
-        begun = Begun(candidates, ours.result.begun_at, spent=spent)
-        return Planned(baseline, (budget - begun.spent,), seed, begun)
+        started = Started(candidates, ours.result.started_at, spent=spent)
+        return Planned(baseline, (budget - started.spent,), seed, started)
 
     return method
 

@@ -39,7 +39,7 @@ def draw_value_function(
     if result.fit is None:
         return []
     f = result.fit.f
-    there = with_start(task, result.candidates[result.begun_at])
+    there = with_start(task, result.candidates[result.started_at])
     shown = {**paths, "metricopt": result.path}
     landscape = plot_landscape(there, f, shown, folder / "landscape.png", grid=grid)
     if not isinstance(result.details, RecipeDetails):

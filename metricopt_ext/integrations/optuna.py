@@ -113,7 +113,7 @@ class MetricOptSampler(BaseSampler):
             if self._search is None or (self._search.study, self._search.box) != (study.study_name, box):
                 self._search = _BoxSearch(study.study_name, box, sign, self)
             self._search.catch_up(finished)
-            return box.params(self._search.point_for(trial.number)) if self._search.begun else {}
+            return box.params(self._search.point_for(trial.number)) if self._search.started else {}
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
@@ -122,7 +122,7 @@ class MetricOptSampler(BaseSampler):
         is_float = isinstance(param_distribution, FloatDistribution)
         if isinstance(param_distribution, FloatDistribution) and trial.number == 0:
             return Box({param_name: param_distribution}).params(torch.zeros(1, dtype=torch.float64))[param_name]
-        searching = self._search is not None and self._search.begun
+        searching = self._search is not None and self._search.started
         if (searching or not is_float) and param_name not in self._warned:
             self._warned.add(param_name)
             why = "not all trials have it with one range" if is_float else "it is no float; suggest_float is searched"
@@ -217,7 +217,7 @@ class _BoxSearch:
         return self._sign * value if value is not None and math.isfinite(value) else math.inf
 
     @property
-    def begun(self) -> bool:
+    def started(self) -> bool:
         """Whether a trial with a value is known."""
         return self._state is not None
 

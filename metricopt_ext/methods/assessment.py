@@ -154,14 +154,14 @@ class Assessment:
         return self.recommendation
 
 
-def kind_of(adapter: Adapter, point: Start, begun: Start | None = None) -> Kind:
+def kind_of(adapter: Adapter, point: Start, started: Start | None = None) -> Kind:
     """Return what a point changes: a start in the model as it was trained, another in the start of its search.
 
     Args:
         adapter: Knows which coordinates are offsets of the logits. Where all are, the search's own points are a
             search's, as any other.
         point: phi, and what its start replaces.
-        begun: Where the search began whose own point it is; None of a start.
+        started: Where the search began whose own point it is; None of a start.
     """
 
     def beyond_offsets(moved: Tensor) -> bool:
@@ -169,8 +169,8 @@ def kind_of(adapter: Adapter, point: Start, begun: Start | None = None) -> Kind:
         moved[adapter.offsets] = 0
         return bool(moved.any())
 
-    if begun is not None:
-        moved = point.phi - begun.phi
+    if started is not None:
+        moved = point.phi - started.phi
         alone = len(moved[adapter.offsets]) == len(moved)
         return "phi" if alone or beyond_offsets(moved) or not moved.any() else "offsets"
     if point.parameters or beyond_offsets(point.phi) or (point.buffers and point.phi.any()):
@@ -414,7 +414,7 @@ def queries_to_search(spent: int, dim: int, reliability: float, least: int = 0) 
 def first_told(
     adapter: Adapter,
     starts: Sequence[tuple[str, Start]],
-    begun: Start,
+    started: Start,
     answers: Sequence[tuple[int, Tensor, Evaluation]],
 ) -> list[Told]:
     """Return the answers of a search, in its order, with what they change.
@@ -422,12 +422,12 @@ def first_told(
     Args:
         adapter: The model's.
         starts: What was asked first, with its name, empty on a line of starts: those of the first trials, by number.
-        begun: The start that the search began from.
+        started: The start that the search began from.
         answers: Trials' numbers, points, ``d``, and the metric's evaluations.
     """
     told = []
     for index, phi, evaluation in answers:
-        name, at = starts[index] if index < len(starts) else ("", begun)
-        kind = kind_of(adapter, replace(at, phi=phi), begun if index >= len(starts) else None)
+        name, at = starts[index] if index < len(starts) else ("", started)
+        kind = kind_of(adapter, replace(at, phi=phi), started if index >= len(starts) else None)
         told.append(Told(name, kind, evaluation))
     return told

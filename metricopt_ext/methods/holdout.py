@@ -65,7 +65,7 @@ def confirmed(result: Result[Own], task: FinetuneTask, confidence: float) -> Res
 
 def values_of_candidates(result: Result[Any]) -> dict[str, float]:
     """Return what held-out data choose from, by name, with its value on the data that the search sees."""
-    found = {"start": result.before, result.begun_at: result.starts[result.begun_at], result.chosen: result.after}
+    found = {"start": result.before, result.started_at: result.starts[result.started_at], result.chosen: result.after}
     return {name: each for name, each in found.items() if result.constrained is None or result.constrained.allows(name)}
 
 

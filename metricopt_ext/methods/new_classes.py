@@ -89,8 +89,8 @@ def kept_share(end: SearchResult, start: Tensor) -> KeptShare | None:
     if halves is None or not evaluations:
         return None
     own, other = cross_gains(end.f, points, halves, start, end.phi)
-    begun = next(e for p, e in zip(end.points, end.evaluations, strict=True) if torch.equal(p, start))
-    gain = min(begun.cost - end.cost, end.gain_over(start))
+    started = next(e for p, e in zip(end.points, end.evaluations, strict=True) if torch.equal(p, start))
+    gain = min(started.cost - end.cost, end.gain_over(start))
     optimism, crossed = optimism_of(own, other), float(other.mean())
     share = share_of(optimism, gain) if crossed > 0 else 0.0
     return KeptShare(share, optimism, gain, crossed)

@@ -150,7 +150,7 @@ class Result(Generic[Own]):
         values: Metric of each candidate that the guard chose from.
         starts: Metric of each candidate that the run could begin from, ``"start"`` (phi = 0) among them.
         strengths: The t of those that are the best of a line (`StartLine`), by name.
-        begun_at: The candidate that it began from, the best of them.
+        started_at: The candidate that it began from, the best of them.
         candidates: What the run could begin from.
         verdict: What the guard thinks of the best end.
         fit: f with its held-out quality, and its predictions beside what was found; None without an f.
@@ -183,7 +183,7 @@ class Result(Generic[Own]):
     ends: dict[str, Tensor]
     values: dict[str, float]
     starts: dict[str, float]
-    begun_at: str
+    started_at: str
     candidates: Mapping[str, Start]
     verdict: Verdict
     fit: Fit | None
@@ -229,7 +229,7 @@ class Result(Generic[Own]):
             )
         if len(self.starts) > 1:
             shown = ", ".join(f"{name}{self._strength(name)} {value:.4f}" for name, value in self.starts.items())
-            lines.append(f"the search began from {kept(self.begun_at)}, the best of the starts ({shown})")
+            lines.append(f"the search began from {kept(self.started_at)}, the best of the starts ({shown})")
         return lines + self.details.lines(self)
 
     @property
@@ -240,7 +240,7 @@ class Result(Generic[Own]):
 
     def start_of(self, name: str) -> Start:
         """Return one of ``ends`` as a start for `Adapter.apply`, with what its own start replaces."""
-        return replace(self.candidates[name if name in self.candidates else self.begun_at], phi=self.ends[name])
+        return replace(self.candidates[name if name in self.candidates else self.started_at], phi=self.ends[name])
 
     def products(self) -> dict[str, ValueFunction | UpdateRule]:
         """Return what was learned, by the names of its files."""
@@ -326,7 +326,7 @@ def of_learner(
     """
     return {
         "starts": {"start": metric.to_value(candidates["start"].cost)},
-        "begun_at": "start",
+        "started_at": "start",
         "candidates": {"start": Start(origin)},
         "split_half": split_half_correlation(store),
         "points": torch.cat([trajectory.observed_phi for trajectory in store]),

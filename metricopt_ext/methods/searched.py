@@ -153,7 +153,7 @@ def search_results(
     numbers = [queries // task.metric.repeats for queries in checkpoints]
     fixed = sum(isinstance(each, Start) for each in candidates.values())
     check_checkpoints(search, task, numbers, starts=fixed, held_back=held_back(search, task.metric))
-    with _begun(task, search, candidates, numbers[0], confidence, seed, callback, kept) as (models, trials):
+    with _started(task, search, candidates, numbers[0], confidence, seed, callback, kept) as (models, trials):
         first = FirstLines(trials, callback)
         for queries in numbers:
             if trials is not None:
@@ -193,7 +193,7 @@ def first_answers(
     candidates = all_starts(task, starts)
     # No end is asked for within the first trials, and no batch cut, if the budget is out of sight.
     queries = OUT_OF_SIGHT + most
-    with _begun(task, search, candidates, queries, confidence, seed, callback, kept) as (models, trials):
+    with _started(task, search, candidates, queries, confidence, seed, callback, kept) as (models, trials):
         first = FirstLines(trials, Callback())
         for asked, evaluation in first.timed(_evaluated(models, trials, most, callback, most)):
             if trials is not None and asked.kept is None:
@@ -202,7 +202,7 @@ def first_answers(
 
 
 @contextmanager
-def _begun(
+def _started(
     task: FinetuneTask,
     search: SearchStrategy,
     candidates: Mapping[str, Start | StartLine],

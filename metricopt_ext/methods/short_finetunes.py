@@ -152,9 +152,9 @@ def _make(
     if batches is None or (training.train is None and task.loss is None):
         raise ValueError("finetunes need a loss and batches, and the task has none; give it loss= and batches=")
     steps, count = training.share_of(share), len(files)
-    begun = {"steps": steps, "base": fingerprint(base.state_dict()), "loss": task.first_loss(0), "seed": seed}
+    started = {"steps": steps, "base": fingerprint(base.state_dict()), "loss": task.first_loss(0), "seed": seed}
     runs = [
-        _Run(file, number, variant, {**asdict(variant), "lr": variant.rate * training.lr, **begun})
+        _Run(file, number, variant, {**asdict(variant), "lr": variant.rate * training.lr, **started})
         for number, (file, variant) in enumerate(zip(files, variants_of(training, count), strict=True))
     ]
     missing = [run for run in runs if not run.is_done()]

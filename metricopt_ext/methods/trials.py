@@ -139,7 +139,7 @@ class Trials:
         self._handed: set[int] = set()
         self._asked: dict[str, Evaluation] = {}  # of the starts
         self._first: list[tuple[str, Start]] = []  # all trials of starts, by their numbers; a line's without a name
-        self._begun = self._model = "start"  # where the search begins, and the given start whose model that is
+        self._started = self._model = "start"  # where the search begins, and the given start whose model that is
         self._moved = self._replayed = 0
         self._settled = True  # whether the search knows all answers to the batch
         self._held_back = 0  # of the evaluations, for what is kept
@@ -219,7 +219,7 @@ class Trials:
         kept = [each for each in told if self.task.settings is None or self.stage_of(each.id) != "settings"]
         worst, origin = self._worst(), self.task.origin()
         answers = [(each.id, each.at(origin), each.evaluation or worst) for each in kept]
-        first = first_told(self.task.adapter, self._first, self._starts[self._begun], answers)
+        first = first_told(self.task.adapter, self._first, self._starts[self._started], answers)
         besides = len(told) - len(kept)
         if SETTINGS in self._asked:
             of_starts = sum(each.id < self._initial for each in kept)
@@ -393,7 +393,7 @@ class Trials:
         first = self._end
         if self._state is None:
             if self._along is None:
-                self._along = self._lines_begun()
+                self._along = self._lines_started()
             name, asked_of = self._along.ask()
             if asked_of:
                 self._batch = _Batch(first, [self._made(id, name, at) for id, at in enumerate(asked_of, first)])
@@ -403,7 +403,7 @@ class Trials:
             if not self._chosen:
                 self._choose()
             if values := [] if self._stage is None else self._stage.ask():
-                at, self._settled = self._starts[self._begun], False
+                at, self._settled = self._starts[self._started], False
                 asked = enumerate((replace(at, settings=each) for each in values), first)
                 self._batch = _Batch(first, [self._made(id, self._model, each) for id, each in asked])
                 return True
@@ -414,7 +414,7 @@ class Trials:
         self._settled = not len(points)
         if self._settled and self._held_back and not self._shared:
             self._shared, points = True, self._part_of_the_way()
-        found = (replace(self._starts[self._begun], phi=point) for point in points)
+        found = (replace(self._starts[self._started], phi=point) for point in points)
         self._batch = _Batch(first, [self._made(id, self._model, each) for id, each in enumerate(found, first)])
         if self._settled and self._batch.trials:
             (self._part,) = self._batch.trials
@@ -423,7 +423,7 @@ class Trials:
     def _part_of_the_way(self) -> Tensor:
         """Return what the guard keeps of the way to the search's end, ``1 x d``; ``0 x d`` for nothing or all."""
         assert self._state is not None
-        end, start = self._state.end(), self._starts[self._begun].phi
+        end, start = self._state.end(), self._starts[self._started].phi
         _, share = decided(self.task, self._began, end, self._confidence, self._limits)
         if share is None or not 0 < share.share < 1:
             return start[None][:0]
@@ -495,7 +495,7 @@ class Trials:
             raise FileFormatError(f"{self._kept.path}: {error}; use another output folder") from error
         return True
 
-    def _lines_begun(self) -> StartLinesState:
+    def _lines_started(self) -> StartLinesState:
         """Begin to look along lines, by what the starts are, which were all answered."""
         worst, base = self._worst(), self.task.adapter.base_state_dict()
         self._asked = {trial.start: self._kept.told[trial.id].evaluation or worst for trial in self._batch.trials}
@@ -511,12 +511,15 @@ class Trials:
         self._chosen = True
         for name, best in self._along.best.items():
             self._starts[name], self._asked[name] = best.start, best.evaluation
-        limits, started = self._limits, len(self._along.points)
-        self._begun = self._model = self._origin()
+        limits, asked = self._limits, len(self._along.points)
+        self._started = self._model = self._origin()
         if self.task.settings is not None:
             left = self.queries - self._for_what_is_kept()
-            most = max(0, min((left - started) // 2, left - self._least - (started - self._fixed)))
-            first, values = self._asked[self._begun], self.task.with_values(self._starts[self._begun].settings).values
+            most = max(0, min((left - asked) // 2, left - self._least - (asked - self._fixed)))
+            first, values = (
+                self._asked[self._started],
+                self.task.with_values(self._starts[self._started].settings).values,
+            )
             self._stage = SettingsState(self.task.settings, first, most, lambda each: ranked(each, limits), values)
 
     def _origin(self) -> str:
@@ -536,7 +539,7 @@ class Trials:
 
     def _for_what_is_kept(self) -> int:
         """Return how many evaluations are held back; without halves, there is no share to keep."""
-        told = self._asked[self._begun].halves is not None
+        told = self._asked[self._started].halves is not None
         return held_back(self.strategy, self.task.metric) if told else 0
 
     def _begin(self) -> None:
@@ -548,11 +551,11 @@ class Trials:
         points = self._along.points
         elsewhere = 0 if self._stage is None else self._stage.asked
         if self._stage is not None and accepted(end := self._stage.end(), self._confidence):
-            self._starts[SETTINGS] = replace(self._starts[self._begun], settings=end.values)
-            self._asked[SETTINGS], self._begun = end.evaluation, SETTINGS
+            self._starts[SETTINGS] = replace(self._starts[self._started], settings=end.values)
+            self._asked[SETTINGS], self._started = end.evaluation, SETTINGS
             points = [*points, Point(SETTINGS, self._starts[SETTINGS], end.evaluation)]
             elsewhere -= 1  # the search knows it
-        limits, at = self._limits, self._starts[self._begun]
+        limits, at = self._limits, self._starts[self._started]
         known = [each for each in points if each.start.of_the_same(at)]
         elsewhere += len(points) - len(known)
         self._held_back = self._for_what_is_kept()
@@ -638,7 +641,7 @@ class Trials:
     @property
     def _began(self) -> "Began":
         assert self._along is not None
-        return Began(self._starts, self._asked, self._begun, self._along.points, self._along.strengths)
+        return Began(self._starts, self._asked, self._started, self._along.points, self._along.strengths)
 
 
 class Began(NamedTuple):
@@ -741,7 +744,7 @@ def guarded(
         limits: The metric's constraints; what violates one is not kept.
         stage: Where the stage over settings of inference ended; None without any.
     """
-    starts, asked, begun = began.starts, began.asked, began.name
+    starts, asked, started = began.starts, began.asked, began.name
     start, value, repeats = began.at.phi, task.metric.to_value, task.metric.repeats
     decision, share = decided(task, began, end, confidence, limits)
     candidates, ends = found(began, end, limits)
@@ -757,7 +760,7 @@ def guarded(
         path = torch.cat([path, ends[kept][None]]) if kept == "part" else path
     others = began.elsewhere
     tried = [] if stage is None else [each.evaluation for each in stage.tried[1:] if each.evaluation is not None]
-    others += [each for each in tried if begun != SETTINGS or each is not asked[begun]]
+    others += [each for each in tried if started != SETTINGS or each is not asked[started]]
     last = [end.evaluation] if end.queries > len(end.evaluations) else []  # a guided search's own
     constrained = Constrained.of(limits, candidates, [*others, *end.evaluations, *last])
     candidates = {name: each for name, each in candidates.items() if constrained is None or constrained.allows(name)}
@@ -772,7 +775,7 @@ def guarded(
         queries_per_start=evaluations * repeats,
         starts={name: value(each.cost) for name, each in asked.items()},
         strengths=dict(began.lines),
-        begun_at=begun,
+        started_at=started,
         fit=fit,
         points=end.points,
         split_half=correlation_of_halves(stacked_halves(end.evaluations)),
@@ -784,15 +787,17 @@ def guarded(
         ),
         kept_share=None if share is None else share.scaled(task.metric.scale),
         constrained=constrained,
-        settings=settings_of(task, starts[decision.kept if decision.kept in starts else begun], stage, starts[begun]),
+        settings=settings_of(
+            task, starts[decision.kept if decision.kept in starts else started], stage, starts[started]
+        ),
     )
 
 
-def settings_of(task: FinetuneTask, kept: Start, stage: SettingsEnd | None, begun: Start) -> TunedSettings | None:
+def settings_of(task: FinetuneTask, kept: Start, stage: SettingsEnd | None, started: Start) -> TunedSettings | None:
     """Return what became of a task's settings of inference; None of a task without any."""
     if task.settings is None:
         return None
-    values, first = (task.with_values(each.settings).values or {} for each in (kept, begun))
+    values, first = (task.with_values(each.settings).values or {} for each in (kept, started))
     return TunedSettings.of(task.settings, values, stage, task.metric, first)
 
 

@@ -27,7 +27,7 @@ class TunedSettings:
         free: Those that were changed before anything was asked, as they can't lower the metric.
         factor: How many times as long inference takes by ``after`` as by ``before``.
         tried: What was asked: values of every setting, and the metric there, in its own units.
-        begun: Those that the search of phi began with.
+        started: Those that the search of phi began with.
         untried: Why none was tried, if any might have been; empty otherwise.
     """
 
@@ -36,12 +36,12 @@ class TunedSettings:
     free: dict[str, Value]
     factor: float
     tried: tuple[tuple[dict[str, Value], float], ...]
-    begun: dict[str, Value]
+    started: dict[str, Value]
     untried: str = ""
 
     @classmethod
     def of(
-        cls, settings: Settings, after: Values, end: SettingsEnd | None, metric: Metric, begun: Values | None = None
+        cls, settings: Settings, after: Values, end: SettingsEnd | None, metric: Metric, started: Values | None = None
     ) -> "TunedSettings":
         """Make one.
 
@@ -50,7 +50,7 @@ class TunedSettings:
             after: Those of what was kept.
             end: The stage's end; None where it was not run.
             metric: Its units.
-            begun: Those that the search of phi began with; None for those that were kept.
+            started: Those that the search of phi began with; None for those that were kept.
         """
         known = () if end is None else end.tried
         tried = tuple((each.values, metric.to_value(each.evaluation.cost)) for each in known if each.evaluation)
@@ -64,7 +64,7 @@ class TunedSettings:
                     f"what else there is takes more than {settings.inference:g} times as long; allow more by inference="
                 )
         own = settings.defaults, settings.complete(after), settings.free, settings.factor(after)
-        return cls(*own, tried, settings.complete(after if begun is None else begun), untried)
+        return cls(*own, tried, settings.complete(after if started is None else started), untried)
 
     def of_kept(self, settings: Settings, after: Values) -> "TunedSettings":
         """Return the same where something else was kept, with settings of its own."""
@@ -94,7 +94,7 @@ class TunedSettings:
         tried = max(0, len(self.tried) - 1)
         changes = ", ".join(
             f"{name} {shown(old)} -> {shown(new)}"
-            for name, (old, new) in (self.changed or self._changed(self.begun)).items()
+            for name, (old, new) in (self.changed or self._changed(self.started)).items()
         )
         if self.changed:
             cost = "" if abs(self.factor - 1) < 0.005 else f"; inference takes {self.factor:.2f} times as long"

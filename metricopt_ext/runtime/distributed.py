@@ -167,12 +167,12 @@ def joined() -> Iterator[None]:
     Without either, or outside of this, a process works by itself.
     """
     global _joined
-    begun = launched() and not _initialized()
-    if begun:
+    started = launched() and not _initialized()
+    if started:
         _begin()
     before, _joined = _joined, _initialized()
     try:
-        with left_in_order() if begun else nullcontext():
+        with left_in_order() if started else nullcontext():
             yield
     finally:
         _joined = before

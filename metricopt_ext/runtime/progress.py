@@ -380,14 +380,14 @@ class _Whole:
     ) -> None:
         self._name, self._paces, self._at_once = name, paces, at_once
         self._clock, self._when, self._progress, self._tells = clock, clock(), progress, tells
-        self._total, self._begun = sum(pace.total for pace in paces), 0
+        self._total, self._started = sum(pace.total for pace in paces), 0
         if progress is not None:
             self._row = progress.add_task("", total=self._total, name=name, seen="")
 
     def next(self) -> Callback:
         """Return the callback of the next run."""
-        self._begun += 1
-        return _Part(self, self._paces[self._begun - 1])
+        self._started += 1
+        return _Part(self, self._paces[self._started - 1])
 
     def show(self) -> None:
         left, spent = seconds_left(self._paces, self._at_once), sum(pace.spent for pace in self._paces)

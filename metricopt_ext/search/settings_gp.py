@@ -53,8 +53,8 @@ class SettingsGPState:
             self._random = optuna.samplers.RandomSampler(seed=drawn(self._seeds))
             self._study = optuna.create_study(sampler=self._sampler)
         params = {name: self._parameter(name, settings.first[name]) for name in self._space}
-        begun = optuna.trial.create_trial(params=params, distributions=self._space, value=first.cost)
-        self._study.add_trial(begun)
+        started = optuna.trial.create_trial(params=params, distributions=self._space, value=first.cost)
+        self._study.add_trial(started)
 
     def ask(self) -> list[dict[str, Value]]:
         """Return the values to ask for, alone in a list; [] at the end."""

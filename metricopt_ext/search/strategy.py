@@ -154,7 +154,7 @@ class SearchState(ABC):
         self._open: Tensor = start[None][:0]
         self._answers: dict[int, Answer] = {}
         self._closed: Answers | None = Answers()  # what the search has not been sent yet
-        self._begun = self._broken = False  # whether it was asked before, and whether that ended by an error
+        self._started = self._broken = False  # whether it was asked before, and whether that ended by an error
 
     def subject_to(self, constraints: Sequence[Constraint]) -> None:
         """Respect constraints once the start is known, which is what they are relative to."""
@@ -180,13 +180,13 @@ class SearchState(ABC):
             closed, self._closed = self._closed, None
             self._broken = True
             try:
-                self._open = self._batches.send(closed if self._begun else None)  # type: ignore[arg-type]
+                self._open = self._batches.send(closed if self._started else None)  # type: ignore[arg-type]
             except StopIteration:
                 self._open = self.start[None][:0]
             except BaseException:
                 self._closed = closed
                 raise
-            self._begun, self._broken = True, False
+            self._started, self._broken = True, False
             if not len(self._open):
                 self._closed = Answers()  # more queries may be granted
         return self._open

@@ -219,7 +219,7 @@ class GuidedState(SearchState):
     @property
     def far(self) -> float:
         """By how much the cost of a point that is far worse exceeds the start's, chance aside."""
-        cost = self.visited.begun[1].cost
+        cost = self.visited.started[1].cost
         return FAR * (1 - cost) if self._bounded else FAR_UNBOUNDED * abs(cost)
 
     def batches(self) -> Batches:
@@ -347,7 +347,7 @@ class GuidedState(SearchState):
         """Return the mean of the best points by f if it was asked for and is as good as the best of them, or that."""
         visited = self.visited.with_more([] if self._ending is not None else self.answered())
         if not visited.varies():
-            f, (point, evaluation) = None, visited.begun
+            f, (point, evaluation) = None, visited.started
         else:
             f = self._ending.f if self._ending is not None else visited.fit(last=True)
             aim = self._aim(f, visited, last=True)

@@ -74,7 +74,7 @@ class Visited:
         return other
 
     @property
-    def begun(self) -> tuple[Tensor, Evaluation]:
+    def started(self) -> tuple[Tensor, Evaluation]:
         """The start and its evaluation."""
         return next((p, e) for p, e in zip(self.points, self.evaluations, strict=True) if torch.equal(p, self.start))
 
@@ -189,7 +189,7 @@ class Visited:
         if not asked:
             return None
         predictions = torch.tensor([self.ahead[at] for at in asked], dtype=torch.float64)
-        return measure_ahead(predictions, self.cost[asked].cpu(), self.begun[1].cost)
+        return measure_ahead(predictions, self.cost[asked].cpu(), self.started[1].cost)
 
     def predicted(self) -> Tensor:
         """Return what f predicted before it was queried, and what was found, ``m x 2``."""

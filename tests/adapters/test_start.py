@@ -281,12 +281,12 @@ def test_starts_of_the_same_model_differ_in_phi_alone() -> None:
 
 def test_merging_keeps_what_was_replaced_and_folds_phi_into_it() -> None:
     adapter = attach_film(Net().double().eval(), dim=3)
-    begun = start()
-    finite = {**begun.buffers, "norm.running_var": torch.ones(4)}
+    started = start()
+    finite = {**started.buffers, "norm.running_var": torch.ones(4)}
     doubled = Start(
-        begun.phi,
+        started.phi,
         {name: value.double() if value.is_floating_point() else value for name, value in finite.items()},
-        {name: value.double() for name, value in begun.parameters.items()},
+        {name: value.double() for name, value in started.parameters.items()},
     )
     adapter.apply(doubled)
     expected, base = adapter.model(X), base_of(adapter)

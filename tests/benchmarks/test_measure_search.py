@@ -58,15 +58,15 @@ def test_both_models_are_searched_and_f_is_followed(tmp_path: Path, capsys: pyte
         for runs in row["second"].values():
             assert list(runs) == ["20", "25"]
             assert all(0 <= run["test"] <= 1 for run in runs.values())
-        assert all(run["begun_at"] != "previous" for run in row["second"]["alone"].values())
+        assert all(run["started_at"] != "previous" for run in row["second"]["alone"].values())
     gaps = [row["followed"] - row["search"] for row in rows if row["followed"] is not None]
     assert content["followed"]["seeds"] == len(gaps)
     if gaps:
         assert content["followed"]["mean"] == pytest.approx(sum(gaps) / len(gaps))
-    begun = sum(row["second"]["previous"]["20"]["begun_at"] == "previous" for row in rows)
+    started = sum(row["second"]["previous"]["20"]["started_at"] == "previous" for row in rows)
     table = (tmp_path / "search.md").read_text()
     (line,) = [line for line in table.splitlines() if line.startswith("| 20 queries")]
-    assert line.endswith(f"| {begun} of 2 |")
+    assert line.endswith(f"| {started} of 2 |")
     assert line.split(" | ")[1] in capsys.readouterr().out
 
 

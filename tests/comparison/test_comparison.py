@@ -15,7 +15,7 @@ from metricopt_ext.comparison.comparison import Plan, read_row, run_seed
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.experiment.baselines import at_each_budget, metricopt, searching, usual_baselines
 from metricopt_ext.experiment.experiment import Experiment, Subject
-from metricopt_ext.experiment.method import Baseline, Begun, Reached
+from metricopt_ext.experiment.method import Baseline, Reached, Started
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.methods.guard import Decision, Verdict
 from metricopt_ext.methods.pipeline import optimize_metric
@@ -29,15 +29,15 @@ VERDICT = Verdict(gain=0.0, optimism=0.0, chance=1.0, reliability=0.5, candidate
 PLAN = Plan(("random_search", "cma_es", "ngopt", "turbo", "metricopt"), (4, 20, 60))
 
 
-def failing(task: Any, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+def failing(task: Any, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
     if max(budgets) > 30:
         raise RuntimeError("out of\nmemory")
-    yield Reached(begun.of(task)[1], 1, 1, 0.0)
+    yield Reached(started.of(task)[1], 1, 1, 0.0)
 
 
-def greedy(task: Any, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+def greedy(task: Any, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
     for queries in budgets:
-        yield Reached(begun.of(task)[1], queries + 1, 1, 0.0)
+        yield Reached(started.of(task)[1], queries + 1, 1, 0.0)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def at(name: str) -> torch.Tensor:
     return torch.tensor([HEIGHTS[name], 0, 0, 0], dtype=torch.float64)
 
 
-def run(task: Any, begun: float, ended: float, *, elsewhere: bool) -> dict[str, Any]:
+def run(task: Any, started: float, ended: float, *, elsewhere: bool) -> dict[str, Any]:
     """Record a run from 100 over a start, with other buffers or without, to an end."""
     task.adapter.model.register_buffer("seen", torch.zeros(1))
     other = Start(at("prior"), {"seen": torch.ones(1)} if elsewhere else {})
@@ -44,7 +44,7 @@ def run(task: Any, begun: float, ended: float, *, elsewhere: bool) -> dict[str, 
         widened=1.0,
     )
     starts = {"start": Start(task.origin()), "prior": other}
-    asked = {name: Evaluation(cost, (cost, cost)) for name, cost in (("start", 100.0), ("prior", begun))}
+    asked = {name: Evaluation(cost, (cost, cost)) for name, cost in (("start", 100.0), ("prior", started))}
     best = min(asked, key=lambda name: asked[name].cost)
     points = [Point(name, start, asked[name]) for name, start in starts.items()]
     result = guarded(task, Began(starts, asked, best, points), end, 0.84)
@@ -60,7 +60,7 @@ def run(task: Any, begun: float, ended: float, *, elsewhere: bool) -> dict[str, 
 
 @pytest.mark.parametrize("elsewhere", [True, False])
 @pytest.mark.parametrize(
-    ("begun", "ended", "kept", "whole", "best"),
+    ("started", "ended", "kept", "whole", "best"),
     [
         (50.0, 0.0, "search", 7.0, 7.0),
         (50.0, 49.9, "search", 7.0, 7.0),
@@ -72,9 +72,9 @@ def run(task: Any, begun: float, ended: float, *, elsewhere: bool) -> dict[str, 
     ],
 )
 def test_a_whole_run_goes_from_the_model_as_it_was_trained(
-    quadratic: Callable[..., Any], begun: float, ended: float, kept: str, whole: float, best: float, elsewhere: bool
+    quadratic: Callable[..., Any], started: float, ended: float, kept: str, whole: float, best: float, elsewhere: bool
 ) -> None:
-    record = run(quadratic(), begun, ended, elsewhere=elsewhere)
+    record = run(quadratic(), started, ended, elsewhere=elsewhere)
     between = 11.0 if elsewhere else 1.0
     assert record["kept"] == kept
     assert (record["accepted"], record["change"], record["error"]) == (kept == "search", 4.0, 1.0)

@@ -140,7 +140,7 @@ def test_a_forked_process_reads_what_its_parent_had_begun_to_read(monkeypatch: p
     images = disk.streamed()
     images.prepare(slice(None))
     first, process = images[:2], os.getpid()
-    for future in list(images._source.begun._futures.values()):  # type: ignore[attr-defined]
+    for future in list(images._source.reading._futures.values()):  # type: ignore[attr-defined]
         future.cancel()  # as in a fork, where no thread is left to read it
     monkeypatch.setattr(os, "getpid", lambda: process + 1)
     assert torch.equal(torch.cat([first, images[2:]]), disk.images)

@@ -21,7 +21,7 @@ from metricopt_ext.experiment.baselines import (
     with_budget,
 )
 from metricopt_ext.experiment.compare import judge
-from metricopt_ext.experiment.method import METHODS, Baseline, Begun, Entry
+from metricopt_ext.experiment.method import METHODS, Baseline, Entry, Started
 from metricopt_ext.experiment.passes import Passes, noticing
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.methods.pipeline import optimize_metric
@@ -37,7 +37,7 @@ BUDGETS = [20, 35, 60]
 
 
 def run(baseline: Baseline, task: Any, seed: int = 3) -> list[Any]:
-    return list(baseline.run(task, Begun.at(task.starts(0.3, 0, [0])[0]), BUDGETS, seed))
+    return list(baseline.run(task, Started.at(task.starts(0.3, 0, [0])[0]), BUDGETS, seed))
 
 
 def test_one_run_of_an_anytime_search_serves_all_budgets(quadratic: Callable[..., Any]) -> None:
@@ -56,7 +56,7 @@ def test_one_run_of_an_anytime_search_serves_all_budgets(quadratic: Callable[...
 def test_an_anytime_search_keeps_what_it_reached_before_the_metric_failed(quadratic: Callable[..., Any]) -> None:
     task = quadratic()
     task.problem.fail_after = 40
-    reached = searching(RandomSearch()).run(task, Begun.at(task.origin()), BUDGETS, 0)
+    reached = searching(RandomSearch()).run(task, Started.at(task.origin()), BUDGETS, 0)
     assert [next(reached).queries, next(reached).queries] == [20, 35]
     with pytest.raises(MetricError, match="query 41 of 60"):
         next(reached)
@@ -72,11 +72,11 @@ def test_other_searches_are_told_each_budget(quadratic: Callable[..., Any]) -> N
     assert task.queries == sum(BUDGETS)
 
 
-def begun_at(task: Any, **phi: Tensor) -> Begun:
+def started_at(task: Any, **phi: Tensor) -> Started:
     """Return a choice among phi = 0 and others, all of which were asked."""
     starts = {name: Start(each) for name, each in {"start": task.origin(), **phi}.items()}
     asked = {name: task.evaluate(start.phi, "starts") for name, start in starts.items()}
-    return Begun(starts, min(asked, key=lambda name: asked[name].cost), len(starts), asked)
+    return Started(starts, min(asked, key=lambda name: asked[name].cost), len(starts), asked)
 
 
 @pytest.mark.parametrize("accepted", [True, False])
@@ -84,9 +84,9 @@ def test_it_is_what_optimize_metric_does(quadratic: Callable[..., Any], accepted
     """The same points and the same end at each budget, though the starts were asked by somebody else."""
     task = quadratic()
     near = task.goal / 2 if accepted else task.goal
-    begun, asked = begun_at(task, near=near, far=-near), task.queries
+    started, asked = started_at(task, near=near, far=-near), task.queries
     own = [budget - 3 for budget in BUDGETS]
-    for each, budget in zip(metricopt().run(task, begun, own, 3), BUDGETS, strict=True):
+    for each, budget in zip(metricopt().run(task, started, own, 3), BUDGETS, strict=True):
         twin = quadratic()
         alone = optimize_metric(
             twin, queries=budget, starts={"near": Start(near), "far": Start(-near)}, seed=3, callback=Callback()
@@ -113,8 +113,8 @@ def test_a_share_of_the_way_is_kept_at_each_budget_where_classes_are_new(quadrat
         return replace(task, metric=Metric(metric, maximize=False, bounds=None, name="distance", new_classes=True))
 
     task = made()
-    begun = begun_at(task)
-    for each, budget in zip(metricopt().run(task, begun, [each - 1 for each in BUDGETS], 3), BUDGETS, strict=True):
+    started = started_at(task)
+    for each, budget in zip(metricopt().run(task, started, [each - 1 for each in BUDGETS], 3), BUDGETS, strict=True):
         alone = optimize_metric(made(), queries=budget, seed=3, callback=Callback())
         assert each.result.chosen == alone.chosen == "part"
         assert each.result.kept_share == alone.kept_share
@@ -228,7 +228,7 @@ def moved_by(quadratic: Callable[..., Any]) -> tuple[Any, Settings]:
 def test_settings_are_tuned_from_the_chosen_start(quadratic: Callable[..., Any], name: str) -> None:
     task, settings = moved_by(quadratic)
     baseline = usual_baselines(RunConfig(), lambda: settings)[name]
-    reached = list(baseline.run(task, Begun.at(task.origin()), [20, 40], 0))
+    reached = list(baseline.run(task, Started.at(task.origin()), [20, 40], 0))
     assert [each.queries for each in reached] == {"settings_free": [0, 0], "settings+phi": [20, 40]}.get(name, [4, 4])
     ends = [each.end for each in reached]
     assert all(isinstance(end, Start) for end in ends)
@@ -243,7 +243,7 @@ def test_settings_are_tuned_from_the_chosen_start(quadratic: Callable[..., Any],
 
 def test_a_task_without_settings_says_so() -> None:
     with pytest.raises(ConfigError, match="this task has no settings of inference"):
-        list(usual_baselines(RunConfig())["settings"].run(None, Begun.at(torch.zeros(1)), [20], 0))  # type: ignore[arg-type]
+        list(usual_baselines(RunConfig())["settings"].run(None, Started.at(torch.zeros(1)), [20], 0))  # type: ignore[arg-type]
 
 
 def test_what_was_reached_is_traced(quadratic: Callable[..., Any]) -> None:

@@ -47,7 +47,7 @@ def test_the_unchanged_file_is_scored_bit_for_bit(run: CheckpointRun) -> None:
     found = run.score_unchanged()
     assert found == Score(0.0, None, None, found.seconds)
     assert Path("seen-0").read_bytes() == Path("in.safetensors").read_bytes()
-    assert not run.begun()
+    assert not run.started()
 
 
 def test_each_trial_is_scored_once_by_as_many_programs_as_jobs(run: CheckpointRun) -> None:
@@ -101,7 +101,7 @@ def test_a_trial_that_fails_names_its_log(run: CheckpointRun) -> None:
 
 def test_a_folder_is_of_one_run(run: CheckpointRun, tmp_path: Path) -> None:
     run.claim({"score": "a"}, resume=False)
-    assert run.begun()
+    assert run.started()
     with pytest.raises(FileFormatError, match="holds an earlier run: add --resume"):
         run.claim({"score": "a"}, resume=False)
     with pytest.raises(FileFormatError, match="score was 'a', now 'b'"):

@@ -29,7 +29,7 @@ from metricopt_ext.errors import FileFormatError, UnguardedError
 from metricopt_ext.experiment.cli import run_and_report
 from metricopt_ext.experiment.dry_run import dry_run
 from metricopt_ext.experiment.experiment import State, run_seed
-from metricopt_ext.experiment.method import Begun
+from metricopt_ext.experiment.method import Started
 from metricopt_ext.experiment.method_config import FinetuneConfig, PaperConfig, RecipeConfig, SearchConfig
 from metricopt_ext.experiment.passes import counting
 from metricopt_ext.experiment.record import SeedRecord
@@ -108,12 +108,12 @@ def test_a_comparison_finetunes_on_validation_labels_as_the_tool_does(tmp_path: 
     experiment = ClassificationExperiment(tiny(), tmp_path, 3)
     (tools,) = experiment.methods()["loss_finetune_validation"]({}).run(experiment.task)
     baseline = experiment.baselines(experiment.config, experiment)["loss_finetune_validation"]
-    (one, other) = baseline.run(experiment.task, Begun.at(experiment.task.origin()), [1, 9], 3)
+    (one, other) = baseline.run(experiment.task, Started.at(experiment.task.origin()), [1, 9], 3)
     assert torch.equal(one.end, tools.end)
     assert torch.equal(other.end, one.end)
     assert (one.queries, other.queries) == (0, 0)
     assert baseline.least(experiment.task.dim) == 0
-    (elsewhere,) = baseline.run(experiment.task, Begun.at(torch.ones_like(one.end)), [1], 3)
+    (elsewhere,) = baseline.run(experiment.task, Started.at(torch.ones_like(one.end)), [1], 3)
     assert not torch.equal(elsewhere.end, one.end)
 
 

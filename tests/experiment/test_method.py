@@ -13,10 +13,10 @@ from metricopt_ext.experiment.method import (
     METHODS,
     SIBLINGS,
     Baseline,
-    Begun,
     Meter,
     Planned,
     Reached,
+    Started,
     check_known,
     siblings_of,
 )
@@ -85,12 +85,12 @@ def test_a_planned_baseline_begins_where_it_is_told_and_pays_for_the_choice(quad
     asked = {name: Evaluation(task.true_cost(start.phi)) for name, start in starts.items()}
     seen: list[Any] = []
 
-    def run(task: Any, begun: Begun, budgets: Any, seed: int) -> Any:
-        seen.append((begun.chosen, tuple(budgets), seed))
-        yield Reached(begun.of(task)[1], 5, 3, 1.0)
+    def run(task: Any, started: Started, budgets: Any, seed: int) -> Any:
+        seen.append((started.chosen, tuple(budgets), seed))
+        yield Reached(started.of(task)[1], 5, 3, 1.0)
 
-    begun = Begun(starts, "half", len(starts), asked)
-    (reached,) = Planned(Baseline(run), (40,), 7, begun).run(task)
+    started = Started(starts, "half", len(starts), asked)
+    (reached,) = Planned(Baseline(run), (40,), 7, started).run(task)
     assert (reached.queries, reached.queries_per_start) == (7, 5)
     assert torch.equal(reached.end, task.goal / 2)  # type: ignore[arg-type]
     (plain,) = Planned(Baseline(run)).run(task)
@@ -104,16 +104,16 @@ def test_an_end_of_a_start_with_other_tensors_is_a_model(quadratic: Callable[...
     task = quadratic()
     task.adapter.model.register_buffer("seen", torch.zeros(1))
     start = Start(task.goal / 2, {"seen": torch.ones(1)})
-    own, phi = Begun({"other": start}, "other").of(task)
+    own, phi = Started({"other": start}, "other").of(task)
     assert own.adapter.model is not task.adapter.model
     assert torch.equal(phi, start.phi)
-    end = Begun({"other": start}, "other").standing(task, task.goal)
+    end = Started({"other": start}, "other").standing(task, task.goal)
     assert isinstance(end, nn.Module)
     assert torch.equal(end.seen, torch.ones(1))
     assert torch.equal(end.metricopt.phi, task.goal)
     assert torch.equal(task.adapter.model.seen, torch.zeros(1))
-    assert Begun.at(phi).standing(task, task.goal) is task.goal
-    assert Begun.at(phi).standing(task, end) is end
+    assert Started.at(phi).standing(task, task.goal) is task.goal
+    assert Started.at(phi).standing(task, end) is end
 
 
 def test_every_sibling_has_settings_of_its_own() -> None:

@@ -97,8 +97,8 @@ def kept(report: Report, *names: str) -> Report:
 def test_the_verdict_says_what_the_guard_did(report: Callable[..., Report]) -> None:
     tests = {"pretrained": [0.5, 0.5, 0.5], "metricopt": [0.6, 0.62, 0.61]}
     made = report(tests)
-    begun = "accuracy (higher is better): 0.5000 ±0.0000 → 0.6100 ±0.0100 on test and "
-    assert made.verdict().startswith(begun)
+    started = "accuracy (higher is better): 0.5000 ±0.0000 → 0.6100 ±0.0100 on test and "
+    assert made.verdict().startswith(started)
     assert "accepted the change in 2 of 3 seeds and left the model as it was in 1; the gain on test" in made.verdict()
     assert "+0.1100 (95% interval [+0.0852, +0.1348]), is significant at 5%; " in made.verdict()
     both = kept(made, "metricopt", "search", "batchnorm")

@@ -249,7 +249,7 @@ def test_the_checkpoint_and_the_names_of_trials_reach_the_program() -> None:
 def test_a_folder_is_of_one_run() -> None:
     one = made()
     one.claim({"score": "a"}, resume=False)
-    assert one.begun()
+    assert one.started()
     with pytest.raises(FileFormatError, match="holds an earlier run: add --resume"):
         one.claim({"score": "a"}, resume=False)
     with pytest.raises(FileFormatError, match="score was 'a', now 'b'"):

@@ -95,7 +95,7 @@ def test_searches_begin_where_metricopt_s_own_did_and_pay_for_the_choice(
     usual = usual_methods(config, 5, starts=starts, inputs=[], batches=task.batches)
     (ours,) = usual["metricopt"]({}).run(task.judged_by(task.metric.with_new_ledger()))
     assert ours.result is not None
-    assert ours.result.begun_at == "near"
+    assert ours.result.started_at == "near"
     before = task.queries
     (theirs,) = usual["cma_es"]({"metricopt": (ours,)}).run(task)
     assert (theirs.queries, task.queries - before) == (40, 37)  # three starts were judged before
@@ -118,7 +118,7 @@ def test_searches_pay_for_the_settings_that_they_begin_with(quadratic: Callable[
     usual = usual_methods(config, 5, inputs=[], batches=task.batches)
     (ours,) = usual["metricopt"]({}).run(task.judged_by(task.metric.with_new_ledger()))
     assert ours.result is not None
-    assert (ours.result.begun_at, ours.result.queries["settings"]) == ("settings", 2)
+    assert (ours.result.started_at, ours.result.queries["settings"]) == ("settings", 2)
     before = task.queries
     (theirs,) = usual["cma_es"]({"metricopt": (ours,)}).run(task)
     assert (theirs.queries, task.queries - before) == (40, 37)  # a start and two choices of settings were judged before

@@ -172,7 +172,7 @@ def test_a_first_trial_that_fails_is_followed_by_random_ones_until_there_is_a_va
 
     study = study_of(objective, 12)
     assert len({params["x"] for params in params_of(study)}) == 12
-    assert study.sampler._search.begun
+    assert study.sampler._search.started
 
 
 def test_an_enqueued_point_is_where_the_search_begins() -> None:

@@ -323,9 +323,9 @@ def test_a_searchs_own_point_is_of_what_it_changes_in_its_start() -> None:
     adapter = attach_film(model, dim=4, outputs=Outputs("3", 3))
     assert (adapter.offsets.start, adapter.dim) == (4, 7)
     finetuned, offsets = torch.rand(7), torch.tensor([0.0] * 4 + [1, -1, 0.5])
-    for begun in (Start(torch.zeros(7)), Start(finetuned), Start(torch.zeros(7), {"1.running_mean": torch.ones(6)})):
-        points = [begun.phi + offsets, begun.phi + 1, begun.phi]
-        kinds = [kind_of(adapter, Start(phi, begun.buffers), begun) for phi in points]
+    for started in (Start(torch.zeros(7)), Start(finetuned), Start(torch.zeros(7), {"1.running_mean": torch.ones(6)})):
+        points = [started.phi + offsets, started.phi + 1, started.phi]
+        kinds = [kind_of(adapter, Start(phi, started.buffers), started) for phi in points]
         assert kinds == ["offsets", "phi", "phi"]
     assert kind_of(adapter, Start(offsets)) == "offsets"
     assert kind_of(adapter, Start(finetuned + offsets)) == "phi"
@@ -343,10 +343,10 @@ def test_answers_are_told_apart_by_their_number() -> None:
     model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).eval()
     adapter = attach_film(model, dim=4)
     zero, norm = torch.zeros(adapter.dim), {"1.running_mean": torch.ones(6)}
-    begun = Start(zero, norm)
-    starts = [("start", Start(zero)), ("batchnorm", begun), ("", begun)]  # the last is one of a line
+    started = Start(zero, norm)
+    starts = [("start", Start(zero)), ("batchnorm", started), ("", started)]  # the last is one of a line
     answers = [(id, zero + max(0, id - 2), Evaluation(0.5 - 0.1 * id)) for id in (0, 1, 2, 4)]  # one was given up
-    told = first_told(adapter, starts, begun, answers)
+    told = first_told(adapter, starts, started, answers)
     kinds = [("start", "trained"), ("batchnorm", "batchnorm"), ("", "batchnorm"), ("", "phi")]
     assert [each[:2] for each in told] == kinds
     assert [each.evaluation.cost for each in told] == pytest.approx([0.5, 0.4, 0.3, 0.1])

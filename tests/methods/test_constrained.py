@@ -175,10 +175,10 @@ def test_the_search_begins_from_the_best_start_that_satisfies_them(toy: Toy) -> 
     goal, normal = toy.task.problem.goal, toy.normal
     starts = {"beyond": Start(goal.clone()), "within": Start(0.2 * (goal - (normal @ goal) * normal))}
     run = go(toy.judged(subject_to={"along": "<= start + 0.1"}), 30, starts=starts)
-    assert run.begun_at == "within"
+    assert run.started_at == "within"
     assert run.also["along"][1] <= 0.1
     plain = go(toy.judged(subject_to={}), 30, starts=starts)
-    assert plain.begun_at == "beyond"
+    assert plain.started_at == "beyond"
 
 
 # --- The guard ---------------------------------------------------------------------------------------------------

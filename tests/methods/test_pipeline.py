@@ -443,7 +443,7 @@ class Numbers(Callback):
 def test_a_resumed_run_tells_of_all_queries_and_which_were_on_file(
     quadratic: Callable[..., Any], tmp_path: Path, strategy: Any
 ) -> None:
-    whole, begun, resumed = Numbers(), Numbers(), Numbers()
+    whole, started, resumed = Numbers(), Numbers(), Numbers()
     result = go(quadratic(), recipe=strategy, callback=whole)
     task, calls = quadratic(), 0
     function = task.metric.function
@@ -455,10 +455,10 @@ def test_a_resumed_run_tells_of_all_queries_and_which_were_on_file(
 
     broken = task.judged_by(Metric(failing, **task.metric.settings))
     with pytest.raises(MetricError):
-        go(broken, recipe=strategy, callback=begun, output_dir=tmp_path)
+        go(broken, recipe=strategy, callback=started, output_dir=tmp_path)
     go(broken, recipe=strategy, callback=resumed, output_dir=tmp_path, resume=True)
-    assert begun.kept == whole.kept == 0
-    assert begun.values == whole.values[:31]
+    assert started.kept == whole.kept == 0
+    assert started.values == whole.values[:31]
     assert resumed.kept == (30 if hasattr(strategy, "evals") else 31)  # trajectories of 3 queries are kept whole
     assert resumed.spent == whole.spent == list(range(1, len(whole.spent) + 1))
     assert resumed.values == whole.values

@@ -31,7 +31,7 @@ def searched(**change: Any) -> Result:
         "values": {"start": 0.5, "search": 0.75},
         "guard": "halves",
         "starts": {"start": 0.5},
-        "begun_at": "start",
+        "started_at": "start",
         "candidates": {"start": Start(torch.zeros(2))},
         "verdict": Verdict(0.25, 0.0, 0.0, 1.0, 1, 0.0),
         "fit": None,

@@ -254,7 +254,7 @@ def test_a_start_with_other_tensors_is_applied_and_kept(tmp_path: Path) -> None:
     assert means == {("start", 0.0), ("shifted", 2.0)}
     assert float(model[1].running_mean.mean()) == 0
     result = search.result()
-    assert result.begun_at == "shifted"
+    assert result.started_at == "shifted"
     assert float(model[1].running_mean.mean()) == 2
     assert torch.equal(load_adapter(make(), tmp_path / "adapter.safetensors").phi, adapter.phi)
 

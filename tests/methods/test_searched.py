@@ -41,7 +41,7 @@ def starts_of(task: Any, **shares: float) -> dict[str, Start]:
 
 def assert_same_search(a: Result, b: Result) -> None:
     assert str(a) == str(b)
-    for name in ("before", "after", "best", "chosen", "queries", "starts", "begun_at", "verdict", "costs", "details"):
+    for name in ("before", "after", "best", "chosen", "queries", "starts", "started_at", "verdict", "costs", "details"):
         assert getattr(a, name) == getattr(b, name), name
     assert torch.equal(a.points, b.points)
     assert all(torch.equal(phi, b.ends[name]) for name, phi in a.ends.items())
@@ -98,7 +98,7 @@ def test_starts_are_judged_first_and_the_search_begins_from_the_best(quadratic: 
     points = [torch.zeros_like(task.goal), 0.8 * task.goal, -3.0 * task.goal]
     assert torch.equal(result.points[:3], torch.stack(points))
     assert result.starts == dict(zip(("start", "near", "far"), map(task.true_cost, points), strict=True))
-    assert result.begun_at == "near"
+    assert result.started_at == "near"
     assert result.queries == task.metric.ledger.spent_on == {"starts": 3, "search": 27}
     assert task.queries == 30
     around = result.points[3:7]
@@ -137,7 +137,7 @@ def test_an_end_that_f_does_not_believe_in_is_left_with_other_words(quadratic: C
 def test_a_search_that_finds_nothing_keeps_the_start_that_gained(quadratic: Callable[..., Any]) -> None:
     task = quadratic()
     result = guided(task, starts=starts_of(task, goal=1.0))
-    assert (result.chosen, result.begun_at, result.after) == ("goal", "goal", 0.0)
+    assert (result.chosen, result.started_at, result.after) == ("goal", "goal", 0.0)
     assert torch.equal(task.adapter.phi, task.goal)
     assert "kept the start 'goal'" in str(result)
 
@@ -199,7 +199,7 @@ def test_batchnorm_statistics_stay_only_if_they_gain(gain: bool, tmp_path: Path)
     before = {name: value.clone() for name, value in host.model.named_buffers()}
     result = guided(task, starts={"batchnorm": host.start}, output_dir=tmp_path)
     changed = {name for name, value in host.model.named_buffers() if not torch.equal(value, before[name])}
-    assert result.begun_at == ("batchnorm" if gain else "start")
+    assert result.started_at == ("batchnorm" if gain else "start")
     assert changed == (set(host.start.buffers) if gain else set())
     assert result.start_of(result.chosen).buffers.keys() == changed
     assert result.after == task.metric.to_value(task.cost(task.adapter.phi.detach(), "check"))
@@ -212,12 +212,12 @@ def test_batchnorm_statistics_stay_only_if_they_gain(gain: bool, tmp_path: Path)
 def test_what_a_start_replaced_is_loaded_removed_and_resumed_with(kind: str, tmp_path: Path) -> None:
     host, fresh = Normed(), Normed()
     bare, task = copy.deepcopy(host.model.state_dict()), host.task()
-    begun = host.start
+    started = host.start
     if kind == "parameters":  # the same effect on the metric, by the layer before
         mean = host.model[0](host.x).mean(0).detach()
-        begun = Start(begun.phi, {}, {"0.bias": bare["0.bias"] - mean})
-    first = guided(task, starts={"other": begun}, output_dir=tmp_path)
-    assert first.begun_at == "other"
+        started = Start(started.phi, {}, {"0.bias": bare["0.bias"] - mean})
+    first = guided(task, starts={"other": started}, output_dir=tmp_path)
+    assert first.started_at == "other"
     assert first.chosen != "start"
     left = host.model(host.x)
     trained = fresh.model(host.x)
@@ -227,7 +227,7 @@ def test_what_a_start_replaced_is_loaded_removed_and_resumed_with(kind: str, tmp
     twin = copy.deepcopy(fresh.model)
     for adapter in (again, Adapter(twin)):
         assert all(torch.equal(value, bare[name]) for name, value in adapter.remove().state_dict().items())
-    resumed = guided(task, starts={"other": begun}, output_dir=tmp_path, resume=True)  # the model as the run left it
+    resumed = guided(task, starts={"other": started}, output_dir=tmp_path, resume=True)  # the model as the run left it
     assert_same_search(resumed, first)
     assert torch.equal(host.model(host.x), left)
     assert all(torch.equal(value, bare[name]) for name, value in task.adapter.remove().state_dict().items())
@@ -385,10 +385,10 @@ def test_a_loss_that_draws_without_a_seed_loses_no_query(quadratic: Callable[...
 
         return replace(task, loss=loss, population=1)
 
-    begun, resumed, said = unseeded(), unseeded(), []
-    begun.problem.fail_after = 25
+    started, resumed, said = unseeded(), unseeded(), []
+    started.problem.fail_after = 25
     with pytest.raises(MetricError, match="server is down"):
-        optimize_metric(begun, queries=40, output_dir=tmp_path, callback=Callback())
+        optimize_metric(started, queries=40, output_dir=tmp_path, callback=Callback())
 
     class Saying(Callback):
         def say(self, line: str) -> None:

@@ -283,7 +283,7 @@ def test_a_search_begins_from_a_soup_that_the_metric_likes_and_keeps_it(files: l
     task = task_of(likes_the_soup, bounds=None)
     starts = soup_starts(task, files, kinds=["uniform"])
     run = mo.optimize_metric(task, queries=12, starts=starts, output_dir=tmp_path / "run")
-    assert run.begun_at == "uniform_soup"
+    assert run.started_at == "uniform_soup"
     assert torch.equal(task.adapter.model.first.weight, mean_of((3, 1, 2))["first.weight"])
     found, expected = task.adapter.merged_state_dict(), mean_of((3, 1, 2))
     assert all(torch.equal(found[name], expected[name]) for name in expected if not name.startswith("norm"))

@@ -217,7 +217,7 @@ def test_what_a_line_finds_is_where_the_design_is(quadratic: Callable[..., Any])
     goal = StartLine(lambda t: Start(t * task.goal), -1.0, 2.0)
     result = optimize_metric(task, queries=30, starts={"towards": goal}, callback=Callback())
     assert result.queries == task.metric.ledger.spent_on == {"starts": 7, "search": 23}
-    assert result.begun_at == "start"
+    assert result.started_at == "start"
     assert result.starts.keys() == {"start", "towards"}
     assert result.starts["towards"] < 0.1 * result.before
     assert torch.equal(result.points[0], task.origin())
@@ -262,7 +262,7 @@ def test_asked_and_told_a_line_is_the_same(kind: str, quadratic: Callable[..., A
     result = search.result()
     assert stages.count("starts") == 8  # one more, as one was given up
     assert result.queries == {"starts": 7, "search": 23}
-    assert result.begun_at == "start"
+    assert result.started_at == "start"
     if kind == "resumed":
         once, again = lined(), tmp_path / "once"
         other = Search(once[0], queries=30, starts=once[1], output_dir=again)

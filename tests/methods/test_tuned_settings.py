@@ -82,7 +82,7 @@ def test_settings_are_tuned_first_and_then_phi(quadratic: Make) -> None:
     assert result.settings.after == {"size": BEST, "kind": "soft"}
     assert result.settings.changed == {"size": (2.0, BEST), "kind": ("hard", "soft")}
     assert result.settings.factor == pytest.approx(4.0)
-    assert result.begun_at == SETTINGS
+    assert result.started_at == SETTINGS
     assert result.chosen == "search"
     tried = [values for values, _ in result.settings.tried]
     assert [each["size"] for each in tried] == [2.0, 1.0, 4.0, 8.0, BEST, BEST]
@@ -252,7 +252,7 @@ def test_a_start_may_have_its_own(quadratic: Make) -> None:
     toy = Toy(quadratic, queries=0)
     task = toy.judged()
     result = run(task, starts={"large": Start(task.origin(), settings={"size": 4.0})})
-    assert result.begun_at == "large"
+    assert result.started_at == "large"
     assert result.settings is not None
     assert result.settings.after["size"] == 4.0
     with pytest.raises(ValueError, match=r"size is 5\.0; it must be 1\.0 or 2\.0"):

@@ -16,7 +16,7 @@ from metricopt_ext.data.halves import class_draws
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.experiment import State
-from metricopt_ext.experiment.method import Begun
+from metricopt_ext.experiment.method import Started
 from metricopt_ext.methods.tuning import finetune
 from metricopt_ext.retrieval.build import embed_with
 from metricopt_ext.retrieval.config import RetrievalConfig
@@ -162,7 +162,7 @@ def test_labels_are_held_out_by_class_or_within_few_and_whitenings_end_a_compari
     assert (len(fitted), len(whole)) == (6, 9)
     baselines = experiment.baselines(config, experiment)
     for name, labels in (("whitening", None), ("lda_whitening", y)):
-        (reached, _) = baselines[name].run(experiment.task, Begun.at(experiment.task.origin()), [5, 9], 3)
+        (reached, _) = baselines[name].run(experiment.task, Started.at(experiment.task.origin()), [5, 9], 3)
         expected = whitened(experiment.task, experiment.validation()[0], labels)
         assert torch.equal(reached.end(part.x), expected(part.x))
         assert reached.queries == 0

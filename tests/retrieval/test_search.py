@@ -392,7 +392,7 @@ def test_a_start_with_other_statistics() -> None:
     assert start is not None
     run = search(trainer, tester, adapter, starts={"batchnorm": start}, guard_confidence=0.5, seed=1)
     assert run.starts["batchnorm"] > run.starts["start"]
-    assert run.begun_at == "batchnorm"
+    assert run.started_at == "batchnorm"
     assert run.chosen != "start"  # at this confidence any gain of a start counts
     assert torch.equal(trunk[0].running_var, start.buffers["0.running_var"])
     found = tester.test(sets, 1, trunk, trainer.models["embedder"])

@@ -56,11 +56,11 @@ def test_a_bowl_of_truth_holds_chance_back(dim: int) -> None:
 
 def test_it_begins_anywhere_and_scales_with_chance() -> None:
     f, halves = fitted(3, 40)
-    begun, end = f.points[7], f.points[7] + torch.tensor([0.3, 0.0, 0.4], dtype=torch.float64)
-    found = climb_of_chance(f, halves, begun, end)
+    started, end = f.points[7], f.points[7] + torch.tensor([0.3, 0.0, 0.4], dtype=torch.float64)
+    found = climb_of_chance(f, halves, started, end)
     assert found == pytest.approx(0.5 * float(slope(3).norm()), rel=0.02)
-    assert climb_of_chance(f, 10 * halves, begun, end) == pytest.approx(10 * found, rel=1e-6)
-    assert climb_of_chance(f, halves.flip(1), begun, end) == pytest.approx(found, rel=0.02)
+    assert climb_of_chance(f, 10 * halves, started, end) == pytest.approx(10 * found, rel=1e-6)
+    assert climb_of_chance(f, halves.flip(1), started, end) == pytest.approx(found, rel=0.02)
 
 
 def test_without_chance_or_distance_nothing_is_climbed() -> None:

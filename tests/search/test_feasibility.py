@@ -25,7 +25,7 @@ def visited_with(bound: str, count: int = 20) -> tuple[Visited, Limits]:
     visited = Visited(torch.zeros(DIM, dtype=torch.float64), GPLearner(1.0, Spectrum.flat(DIM)))
     for phi in torch.cat([torch.zeros(1, DIM, dtype=torch.float64), points(count - 1)]):
         visited.add(phi, Evaluation(float((phi - 1).square().sum()), also={"first": float(phi[0]), "flat": 2.0}))
-    limits = Limits.of(parse_constraints({"first": bound, "flat": ">= 1"}, "cost"), visited.begun[1])
+    limits = Limits.of(parse_constraints({"first": bound, "flat": ">= 1"}, "cost"), visited.started[1])
     assert limits is not None
     return visited, limits
 

@@ -89,14 +89,14 @@ def test_it_is_algorithm_1(trains: Any, optimizer: Any, training_task: Make) -> 
     task = training_task(trains, 3, dropout=0.0)
     method = AdaptiveLossAlignment(**SHORT, optimizer=optimizer, policy_lr=0.05, beta=0.3, memory=2)
     torch.manual_seed(6)
-    begun = LossPolicy("classes", 2)
+    started = LossPolicy("classes", 2)
     task.model.train()
     own = task.copied()
-    policy, history = replace(method, begin=begun).run(own, 5, Callback(), Unfinished(own, {}))
+    policy, history = replace(method, begin=started).run(own, 5, Callback(), Unfinished(own, {}))
 
     # The same, line by line.
     theirs = LossPolicy("classes", 2)
-    theirs.load_state_dict(begun.state_dict())
+    theirs.load_state_dict(started.state_dict())
     adam = torch.optim.Adam(theirs.parameters(), lr=0.05)
     tasks = [task.copied() for _ in range(2)]
     sgd = [
@@ -221,14 +221,14 @@ def test_a_learned_policy_serves_another_number_of_classes_without_any_query(
 
 def test_a_policy_that_learns_on_leaves_the_one_it_began_with(training_task: Make) -> None:
     torch.manual_seed(0)
-    begun = LossPolicy("classes", 2)
-    kept = {name: each.clone() for name, each in begun.state_dict().items()}
+    started = LossPolicy("classes", 2)
+    kept = {name: each.clone() for name, each in started.state_dict().items()}
     # The sum of costs goes down, up, down, up: rewards that are not their baseline.
     values = [0.5, *(0.5, 0.6), *(0.5, 0.4), *(0.5, 0.6), *(0.5, 0.4)]
-    method = AdaptiveLossAlignment(**{**SHORT, "children": 1}, begin=begun)
+    method = AdaptiveLossAlignment(**{**SHORT, "children": 1}, begin=started)
     product = method.train(answering(training_task("model", 3), values)).product
     assert isinstance(product, LossPolicy)
-    assert all(torch.equal(kept[name], each) for name, each in begun.state_dict().items())
+    assert all(torch.equal(kept[name], each) for name, each in started.state_dict().items())
     assert any(not torch.equal(kept[name], each) for name, each in product.state_dict().items())
 
 

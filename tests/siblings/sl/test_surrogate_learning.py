@@ -131,13 +131,13 @@ def test_a_universal_surrogate_stays_as_it_is_and_the_others_move(training_task:
     for surrogate, moves in (("universal", False), ("refined", True)):
         method = SurrogateLearning(surrogate, iterations=2, universal=UniversalTraining(steps=3), **RATES)  # type: ignore[arg-type]
         torch.manual_seed(0)
-        begun = SetLoss(1, "mcr").double()
-        kept = copy.deepcopy(begun.state_dict())
-        learned = replace(method, begin=begun).train(training_task()).product
+        started = SetLoss(1, "mcr").double()
+        kept = copy.deepcopy(started.state_dict())
+        learned = replace(method, begin=started).train(training_task()).product
         assert isinstance(learned, SetLoss)
         differs = any(not torch.equal(kept[name], each) for name, each in learned.state_dict().items())
         assert differs == moves
-        assert all(torch.equal(kept[name], each) for name, each in begun.state_dict().items())
+        assert all(torch.equal(kept[name], each) for name, each in started.state_dict().items())
 
 
 def test_a_refined_surrogate_begins_with_the_universal_one(training_task: Callable[..., TrainingTask]) -> None:
