@@ -93,7 +93,7 @@ class Opening:
         return {
             "chosen": shown(started.chosen),
             "queries": started.spent,
-            "validation": {shown(name): task.metric.to_value(each.cost) for name, each in started.asked.items()},
+            "validation": {shown(name): task.metric.to_value(each.cost) for name, each in started.evaluated.items()},
             "test": {shown(name): judge(with_start(test, start), start.phi) for name, start in started.starts.items()},
             "seconds": self.seconds,
             "passes": asdict(self.passes),
@@ -135,11 +135,11 @@ def run_seed(
         began = now()
         known = chosen_starts(all_starts(made, offered(experiment, plan.starts)), plan.starts)
         asking = made.metric.ledger.spent - before
-        (starts, lines), asked = divided(known), _fresh(experiment.task, spent)
-        _, evaluations = best_start(asked, starts)
+        (starts, lines), fresh = divided(known), _fresh(experiment.task, spent)
+        _, evaluations = best_start(fresh, starts)
         limits = Limits.of(experiment.task.metric.constraints, evaluations["start"])
         started = Started(starts, best_of(evaluations, limits), len(starts) + asking, evaluations, lines)
-        opening = Opening(started, now() - began, _passes(made, asked, known))
+        opening = Opening(started, now() - began, _passes(made, fresh, known))
         write_json(folder / STARTS, {"seed": seed, **opening.record(experiment.task, experiment.test_metric)})
         if limits is not None:  # as numbers, as a method may begin from another start than what they are relative to
             metric = experiment.task.metric.with_settings(subject_to=limits.texts())
@@ -186,16 +186,16 @@ def _fresh(task: FinetuneTask, spent: Spent) -> FinetuneTask:
     return fresh.judged_by(fresh.metric.with_callbacks(spent))
 
 
-def _passes(made: CountedTask, asked: FinetuneTask, starts: Mapping[str, Start | StartLine]) -> Passes:
+def _passes(made: CountedTask, fresh: FinetuneTask, starts: Mapping[str, Start | StartLine]) -> Passes:
     """Return what making and choosing the starts cost the model.
 
     Args:
         made: The task that they were made of, which counted the batches of a loss-only finetune.
-        asked: The task that judged them.
+        fresh: The task that judged them.
         starts: The starts, and lines of them; buffers are estimated anew in a pass over the metric's inputs.
     """
     each = [start.ends[-1] if isinstance(start, StartLine) else start for start in starts.values()]
-    judged, looked = passes_of(asked), sum(bool(start.buffers) for start in each)
+    judged, looked = passes_of(fresh), sum(bool(start.buffers) for start in each)
     assert judged is not None
     return judged + Passes(looked, made.losses.count)
 

@@ -158,7 +158,7 @@ def tuning_settings(
         for queries in budgets:
             tuned = settings()
             limited, start = started.of(with_budget(task.with_settings(tuned), queries))
-            meter, first = Meter(limited), started.asked.get(started.chosen)
+            meter, first = Meter(limited), started.evaluated.get(started.chosen)
             if first is None or tuned.changed(tuned.first):
                 first, queries = limited.evaluate(start, "settings"), queries - 1
             state = begin(tuned, first, queries, seed)
@@ -178,7 +178,7 @@ def with_settings_of(baseline: Baseline, settings: Callable[[], Settings]) -> Ba
     def run(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
         found = settings()
         if found.changed(found.first):  # the starts were asked without
-            started = replace(started, asked={})
+            started = replace(started, evaluated={})
         return baseline.run(task.with_settings(found), started, budgets, seed)
 
     return replace(baseline, run=run)
@@ -189,10 +189,10 @@ def on_file(started: Started, task: FinetuneTask) -> KeptEvaluations:
     kept = KeptEvaluations(None, task.metric)
     names = ["start", *(name for name in started.starts if name != "start")]
     for id, name in enumerate(names):
-        if name in started.asked:
+        if name in started.evaluated:
             start = started.starts[name]
             point = KeptPoint.of(id, start.phi, start)
-            kept.tell(KeptEvaluation.told(point, started.asked[name], task.metric.repeats))
+            kept.tell(KeptEvaluation.evaluated(point, started.evaluated[name], task.metric.repeats))
     return kept
 
 
@@ -326,7 +326,7 @@ def along_path(run: Callable[[FinetuneTask, Tensor, int], Tensor]) -> Baseline:
     return Baseline(each)
 
 
-def told(baseline: Baseline, title: str, callback: Callback) -> Baseline:
+def notified(baseline: Baseline, title: str, callback: Callback) -> Baseline:
     """Return a baseline whose queries a callback is told of now and then.
 
     Args:

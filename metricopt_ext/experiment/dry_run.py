@@ -113,10 +113,10 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at
     baselines = known_queries(config, methods)
     unknown = [name for name in methods if METHODS[name].kind == "queries" and name not in {*baselines, "metricopt"}]
     more, widened = besides(config, methods, strategy), of_more_inference(config)
-    asked = (work.queries + sum(baselines.values()) + more.queries + widened) * query
+    queried = (work.queries + sum(baselines.values()) + more.queries + widened) * query
     soups = config.method.name == "search" and any(name in SOUPS for name in config.starts)
     again = SOUP * SHARE * prepared if soups else 0.0
-    seconds = prepared + again + asked + (work.steps + more.steps) * one + work.wide * wide
+    seconds = prepared + again + queried + (work.steps + more.steps) * one + work.wide * wide
 
     rows = [
         ("seeds", f"{config.seeds} ({config.seed} to {config.seed + config.seeds - 1}), {at_once} at a time"),
@@ -192,16 +192,16 @@ def planned(
         ]
         wide = (strategy.rounds * waves(tasks) + waves(tried)) * strategy.steps
         # The guard's ends: by the loss alone, by f, and by each half's f.
-        asked = collected + tried + strategy.start_queries
-        return rows, Work(asked, 4 * strategy.steps, wide, min(tasks, population))
+        queried = collected + tried + strategy.start_queries
+        return rows, Work(queried, 4 * strategy.steps, wide, min(tasks, population))
     if isinstance(strategy, Algorithm1):
         tasks = strategy.tasks(config.queries)
         rows = [
             ("tasks", f"{tasks} of {counted(strategy.steps, 'step')}, {strategy.evals} queries each"),
             ("then", f"{END_QUERIES} queries for the guard"),
         ]
-        asked, wide = tasks * strategy.evals + END_QUERIES, waves(tasks) * strategy.steps
-        return rows, Work(asked, 2 * strategy.steps, wide, min(tasks, population))
+        queried, wide = tasks * strategy.evals + END_QUERIES, waves(tasks) * strategy.steps
+        return rows, Work(queried, 2 * strategy.steps, wide, min(tasks, population))
     fixed, lines = divided({name: start for name, start in (found or {}).items() if start is not None})
     soups = [name for name in config.starts if name in SOUPS]
     starts = 1 + len(fixed) + len(soups) + ("loss_finetune" in config.starts)

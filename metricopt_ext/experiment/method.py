@@ -186,7 +186,7 @@ class Started:
     starts: Mapping[str, Start]
     chosen: str
     spent: int = 0
-    asked: Mapping[str, Evaluation] = field(default_factory=dict)
+    evaluated: Mapping[str, Evaluation] = field(default_factory=dict)
     lines: Mapping[str, StartLine] = field(default_factory=dict)
 
     @classmethod

@@ -233,8 +233,8 @@ class Report:
     @property
     def guard(self) -> Guard:
         """What told gains from chance, in all seeds; ``"none"`` if nothing did in one of them."""
-        told = [record.guard for record in self.records]
-        return "none" if "none" in told else told[0]
+        guards = [record.guard for record in self.records]
+        return "none" if "none" in guards else guards[0]
 
     def gain(self, over: str, part: str = "test") -> Interval:
         """Return MetricOpt's gain over a method, over the seeds that have it; see `paired_interval`.
@@ -555,7 +555,7 @@ class Report:
         return [*HEADER[:-1], *(["batch queries"] if self.batch_queried else []), HEADER[-1]]
 
     def _rows(self) -> list[list[str]]:
-        asked = self.batch_queried
+        on_batches = self.batch_queried
         return [
             [
                 self.title(name),
@@ -563,7 +563,7 @@ class Report:
                 spread(self.values(name, "test")),
                 f"{max(self.values(name, 'queries_total')):.0f}",
                 f"{max(self.values(name, 'queries_per_start')):.0f}",
-                *([f"{max(self.values(name, 'batch_queries')):.0f}"] if asked else []),
+                *([f"{max(self.values(name, 'batch_queries')):.0f}"] if on_batches else []),
                 f"{np.mean(self.values(name, 'seconds')):.1f}",
             ]
             for name in self.methods

@@ -329,9 +329,9 @@ class SettingsRun(ProgramRun):
         left = [trial for trial in new.values() if ledger.found(self.settings.texts(trial[1])) is None]
 
         def ask(count: int) -> list[tuple[int, Values]]:
-            asked = left[:count]
+            proposed = left[:count]
             del left[:count]
-            return asked
+            return proposed
 
         def tell(trial: tuple[int, Values], found: Score | Failed) -> None:
             number, values = trial

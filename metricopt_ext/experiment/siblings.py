@@ -291,12 +291,12 @@ def training(
             trained = method.train(training_task, seed=seed, callback=callback, unfinished=unfinished)
             keep(trained, folder, name)
             unfinished.unlink(missing_ok=True)
-        queries, asked = sum(trained.queries.values()), sum(trained.batch_queries.values())
-        yield Reached(trained.model, queries, queries, trained.seconds, batch_queries=asked)
+        queries, on_batches = sum(trained.queries.values()), sum(trained.batch_queries.values())
+        yield Reached(trained.model, queries, queries, trained.seconds, batch_queries=on_batches)
         before, began = task.metric.ledger.spent, now()
         if (tuned := tune(own, trained.model)) is not None:
             queries += task.metric.ledger.spent - before
-            yield Reached(tuned, queries, queries, trained.seconds + now() - began, batch_queries=asked)
+            yield Reached(tuned, queries, queries, trained.seconds + now() - began, batch_queries=on_batches)
 
     return Baseline(run)
 

@@ -14,10 +14,10 @@ from metricopt_ext.experiment.baselines import (
     best_of_loss_finetune,
     ending_at,
     loss_path,
+    notified,
     optimizing,
     searching,
     staged,
-    told,
     usual_baselines,
 )
 from metricopt_ext.experiment.method import METHODS, Baseline, Earlier, Meter, Method, Planned, Reached, Started, end_of
@@ -91,7 +91,7 @@ def usual_methods(
     if config.search_queries:
         baselines = usual_baselines(config)
         for name in ("guided_es", "cma_es"):
-            baseline = told(baselines[name], METHODS[name].title, shown)
+            baseline = notified(baselines[name], METHODS[name].title, shown)
             methods[name] = where_metricopt_began(baseline, config.search_queries, seed)
     for name in (name for name in config.methods if name in VARIANTS):
         methods[name] = variant(name, config, seed, folder=folder, resume=resume, callback=shown)

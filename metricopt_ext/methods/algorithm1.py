@@ -182,17 +182,17 @@ class Algorithm1(LearningStrategy[RecipeDetails]):
             loss_only = finetune(task, self.loss_only(), self.steps, seed)[-1]
             path = self.meta_test(task, f, start, seed=seed, index=FRESH)
             before, ends = ledger.spent, {"start": start, "loss_finetune": loss_only, "metricopt": path[-1]}
-            asked = evaluate_ends(counted, ends)
-        decision = decide_among(asked, evaluations_where_used(list(store)), context.confidence)
+            evaluated = evaluate_ends(counted, ends)
+        decision = decide_among(evaluated, evaluations_where_used(list(store)), context.confidence)
         return Result(
-            **outcome(task.metric, asked, decision, ends),
-            **of_learner(task.metric, asked, task.origin(), list(store)),
+            **outcome(task.metric, evaluated, decision, ends),
+            **of_learner(task.metric, evaluated, task.origin(), list(store)),
             queries=dict(ledger.spent_on),
             queries_per_start=ledger.spent - before,
             fit=Fit(f),
             path=path,
             details=RecipeDetails(
-                task.metric.to_value(asked["loss_finetune"].cost), StepWeights(0.0, self.metric_rate), tuple(store)
+                task.metric.to_value(evaluated["loss_finetune"].cost), StepWeights(0.0, self.metric_rate), tuple(store)
             ),
         )
 

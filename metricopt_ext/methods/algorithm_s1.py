@@ -219,16 +219,16 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
             path = self.meta_test(counted, learned.rule, task.origin(), seed=seed)
             loss_only = finetune(task, LossStep(self.lr), self.steps, seed)[-1]
             ends = {"start": task.origin(), "loss_finetune": loss_only, "learned": path[-1]}
-            asked = evaluate_ends(counted, ends)
-        decision = decide_among(asked, evaluations_where_used(list(store)), context.confidence)
+            evaluated = evaluate_ends(counted, ends)
+        decision = decide_among(evaluated, evaluations_where_used(list(store)), context.confidence)
         return Result(
-            **outcome(task.metric, asked, decision, ends),
-            **of_learner(task.metric, asked, task.origin(), list(store)),
+            **outcome(task.metric, evaluated, decision, ends),
+            **of_learner(task.metric, evaluated, task.origin(), list(store)),
             queries=dict(ledger.spent_on),
             queries_per_start=ledger.spent - before,
             fit=Fit(learned.f),
             path=path,
-            details=LearnedDetails(task.metric.to_value(asked["loss_finetune"].cost), learned),
+            details=LearnedDetails(task.metric.to_value(evaluated["loss_finetune"].cost), learned),
         )
 
     def new_rule(self, dim: int, seed: int) -> UpdateRule:

@@ -92,8 +92,8 @@ def assess(
     least = 2 + fixed + of_settings
     if queries // repeats < least:
         choices = f", {counted(of_settings, 'choice')} of settings" if of_settings else ""
-        asked = f"the {counted(fixed + 1, 'start')}{choices} and a point of the search"
-        raise BudgetError(f"{counted(queries, 'query')} are too few: {asked} take {least * repeats}")
+        queried = f"the {counted(fixed + 1, 'start')}{choices} and a point of the search"
+        raise BudgetError(f"{counted(queries, 'query')} are too few: {queried} take {least * repeats}")
     if queries > task.metric.ledger.left:
         left = task.metric.ledger.left
         raise BudgetError(f"{counted(queries, 'query')} requested, {left} left in the metric's own budget")

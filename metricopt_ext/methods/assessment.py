@@ -67,7 +67,7 @@ CHEAP: Mapping[Kind, Recommendation] = {
 }
 
 
-class Told(NamedTuple):
+class Evaluated(NamedTuple):
     """A point that the metric was asked at.
 
     Attributes:
@@ -182,7 +182,7 @@ def kind_of(adapter: Adapter, point: Start, started: Start | None = None) -> Kin
 
 def assessed(
     metric: Metric,
-    told: Sequence[Told],
+    evaluated: Sequence[Evaluated],
     dim: int,
     *,
     confidence: float = CONFIDENCE,
@@ -201,31 +201,31 @@ def assessed(
 
     Args:
         metric: Its units, and how often it is repeated.
-        told: The points, the model as it was trained first; those that failed don't count.
+        evaluated: The points, the model as it was trained first; those that failed don't count.
         dim: Dimension of phi.
         confidence: The guard's, at least 0.5 and below 1.
         least: The fewest evaluations that a search can do with.
         seconds: Seconds that a query took.
         besides: How many evaluations were spent on settings of inference that are not among the points.
     """
-    told = _telling([each for each in told if not each.evaluation.failed])
-    trained, points = told[0].evaluation, [each.evaluation for each in told]
-    best: dict[Kind, Told] = {}
-    for each in told[1:]:
+    evaluated = _with_halves([each for each in evaluated if not each.evaluation.failed])
+    trained, points = evaluated[0].evaluation, [each.evaluation for each in evaluated]
+    best: dict[Kind, Evaluated] = {}
+    for each in evaluated[1:]:
         if each.kind not in best or each.evaluation.cost < best[each.kind].evaluation.cost:
             best[each.kind] = each
     verdicts = {kind: judge(trained, each.evaluation, points, confidence) for kind, each in best.items()}
-    starts = [each for each in told[1:] if each.name]
+    starts = [each for each in evaluated[1:] if each.name]
     start = min(starts, key=lambda each: each.evaluation.cost, default=None)
     of_start = None if start is None else judge(trained, start.evaluation, points, confidence)
     lowest = min(each.cost for each in points)
     guard: Guard = next((each.guard for each in verdicts.values()), "none")
     known = guard != "none"
-    advised = _advised(metric, told, best, verdicts, dim, least, besides)
+    advised = _advised(metric, evaluated, best, verdicts, dim, least, besides)
     return Assessment(
         metric=metric.name,
         before=metric.to_value(trained.cost),
-        queries=(len(told) + besides) * metric.repeats,
+        queries=(len(evaluated) + besides) * metric.repeats,
         guard=guard,
         reliability=_reliability(points, guard) if known else math.nan,
         smallest=smallest_gain(trained, points, confidence) * metric.scale if known else None,
@@ -250,16 +250,16 @@ class _Advised(NamedTuple):
 
 def _advised(
     metric: Metric,
-    told: Sequence[Told],
-    best: Mapping[Kind, Told],
+    evaluated: Sequence[Evaluated],
+    best: Mapping[Kind, Evaluated],
     verdicts: Mapping[Kind, Verdict],
     dim: int,
     least: int,
     besides: int,
 ) -> _Advised:
     """Return what to do, and why."""
-    points = [each.evaluation for each in told]
-    n, shown = counted(len(told), "point"), f"{metric.name} "
+    points = [each.evaluation for each in evaluated]
+    n, shown = counted(len(evaluated), "point"), f"{metric.name} "
     if len(points) < TELLING:
         return _Advised("undecided", f"{n} of phi and its starts are too few to tell: ask more queries")
     if len({each.cost for each in points}) < 2:
@@ -282,7 +282,7 @@ def _advised(
     search = _Advised(
         "search",
         f"a point that it asked gains {_gain(metric, verdicts.get('phi'))}, and the guard would keep that",
-        queries_to_search(len(told) + besides, dim, reliability, least + besides) * metric.repeats,
+        queries_to_search(len(evaluated) + besides, dim, reliability, least + besides) * metric.repeats,
     )
     cheap = max((kind for kind in kept if kind in CHEAP), key=lambda kind: kept[kind].gain, default=None)
     if cheap is not None:
@@ -303,19 +303,19 @@ def _advised(
     return _Advised("do not", f"none of {n} gains more than by chance")
 
 
-def _called(told: Told) -> str:
-    return f"the start {told.name!r}" if told.name else "a point that was asked"
+def _called(evaluated: Evaluated) -> str:
+    return f"the start {evaluated.name!r}" if evaluated.name else "a point that was asked"
 
 
 def _gain(metric: Metric, verdict: Verdict | None) -> str:
     return "" if verdict is None else f"{verdict.gain * metric.scale:.4f}"
 
 
-def _telling(told: Sequence[Told]) -> list[Told]:
+def _with_halves(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
     """Return the points, without halves if these can't be of two halves of data."""
-    if not fault_of_halves([each.evaluation for each in told]):
-        return list(told)
-    return [each._replace(evaluation=each.evaluation._replace(halves=None)) for each in told]
+    if not fault_of_halves([each.evaluation for each in evaluated]):
+        return list(evaluated)
+    return [each._replace(evaluation=each.evaluation._replace(halves=None)) for each in evaluated]
 
 
 def _distinct(points: Sequence[Evaluation]) -> list[Evaluation]:
@@ -411,12 +411,12 @@ def queries_to_search(spent: int, dim: int, reliability: float, least: int = 0) 
     return most if wanted >= most else STEP * math.ceil(wanted / STEP)
 
 
-def first_told(
+def first_evaluated(
     adapter: Adapter,
     starts: Sequence[tuple[str, Start]],
     started: Start,
     answers: Sequence[tuple[int, Tensor, Evaluation]],
-) -> list[Told]:
+) -> list[Evaluated]:
     """Return the answers of a search, in its order, with what they change.
 
     Args:
@@ -425,9 +425,9 @@ def first_told(
         started: The start that the search began from.
         answers: Trials' numbers, points, ``d``, and the metric's evaluations.
     """
-    told = []
+    evaluated = []
     for index, phi, evaluation in answers:
         name, at = starts[index] if index < len(starts) else ("", started)
         kind = kind_of(adapter, replace(at, phi=phi), started if index >= len(starts) else None)
-        told.append(Told(name, kind, evaluation))
-    return told
+        evaluated.append(Evaluated(name, kind, evaluation))
+    return evaluated

@@ -23,24 +23,24 @@ class Constrained:
         limits: The constraints, with their bounds in the quantities' own units.
         violated: What each candidate violates, by name; what was refused for it among them.
         holding: Number of points that were asked and satisfy all.
-        asked: Number of points that were asked.
+        evaluated: Number of points that were evaluated.
     """
 
     limits: Limits
     violated: Mapping[str, tuple[Constraint, ...]]
     holding: int
-    asked: int
+    evaluated: int
 
     @classmethod
     def of(
-        cls, limits: Limits | None, candidates: Mapping[str, Evaluation], asked: Sequence[Evaluation]
+        cls, limits: Limits | None, candidates: Mapping[str, Evaluation], evaluated: Sequence[Evaluation]
     ) -> "Constrained | None":
         """Return how a run stands, None without constraints.
 
         Args:
             limits: The constraints.
             candidates: What the guard chose from, by name.
-            asked: All that was evaluated.
+            evaluated: All that was evaluated.
         """
         if limits is None:
             return None
@@ -48,7 +48,7 @@ class Constrained:
             name: limits.constraints if each.also is None else limits.violated(each)
             for name, each in candidates.items()
         }
-        return cls(limits, violated, sum(map(limits.hold, asked)), len(asked))
+        return cls(limits, violated, sum(map(limits.hold, evaluated)), len(evaluated))
 
     def allows(self, name: str) -> bool:
         """Whether a candidate may be kept: the model as it was trained, or what satisfies all."""
@@ -69,7 +69,7 @@ class Constrained:
         """
         if not self.holding:
             said = " and ".join(map(str, self.limits.constraints))
-            return [f"none of {self.asked} points that were asked satisfies {said}: the model stays as it was"]
+            return [f"none of {self.evaluated} points that were asked satisfies {said}: the model stays as it was"]
         lines = [
             f"{NAMED.get(name, f'the start {name!r}')} violates {' and '.join(map(str, each))}, so it can't be kept"
             for name, each in self.violated.items()
@@ -89,12 +89,12 @@ def besides(also: Mapping[str, tuple[float, float]], constrained: Constrained | 
         constrained: How the run stands to its constraints; None without any.
     """
 
-    def told(name: str) -> str:
+    def shown(name: str) -> str:
         before, after = also[name]
         bound = "" if constrained is None else constrained.bound(name)
         return f"{name} {before:.4f} -> {after:.4f}" + (f" ({bound})" if bound else "")
 
-    return [f"besides: {', '.join(map(told, also))}"] if also else []
+    return [f"besides: {', '.join(map(shown, also))}"] if also else []
 
 
 def decide_within(

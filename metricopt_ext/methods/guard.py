@@ -137,7 +137,7 @@ def decide(
             choice by expectation.
         lines: Names of the candidates that are the best along a line.
     """
-    candidates, visited = _telling(candidates, visited)
+    candidates, visited = _with_halves(candidates, visited)
     trained, *others, end = candidates
     kept = trained
     for name in others:
@@ -183,7 +183,7 @@ def decide_among(
         confidence: How sure to be that the end gains on the model as it was, at least 0.5 and below 1.
         overstated: By how much the gain of some ends is known to be overstated, by name; see `judge`.
     """
-    ends, visited = _telling(ends, visited)
+    ends, visited = _with_halves(ends, visited)
     was, *others = ends
     chosen_from = [*visited, *(ends[name] for name in others)]
 
@@ -196,7 +196,7 @@ def decide_among(
     return Decision(best if verdicts[best].accepted else was, verdicts[best])
 
 
-def _telling(
+def _with_halves(
     candidates: Mapping[str, Evaluation], visited: Sequence[Evaluation]
 ) -> tuple[Mapping[str, Evaluation], Sequence[Evaluation]]:
     """Return the evaluations without halves, and say so, if all of them together show that these are none."""

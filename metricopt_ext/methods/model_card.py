@@ -27,7 +27,7 @@ def model_card(result: Result[Any], adapter: Adapter, metric: Metric) -> str:
     better = "higher" if metric.maximize else "lower"
     model, (_, *said) = adapter.model, result.lines()
     parameters = sum(each.numel() for each in model.parameters()) - adapter.dim
-    asked = ", ".join(f"{counted(number, 'query')} for {purpose}" for purpose, number in result.queries.items())
+    queried = ", ".join(f"{counted(number, 'query')} for {purpose}" for purpose, number in result.queries.items())
     return "\n".join(
         [
             "---",
@@ -49,7 +49,7 @@ def model_card(result: Result[Any], adapter: Adapter, metric: Metric) -> str:
             "",
             f"- **What was tuned**: {in_markdown(described(adapter))}",
             f"- **The metric's data**: {in_markdown(metric.data) or UNTOLD}",
-            f"- **Asked**: {asked}",
+            f"- **Asked**: {queried}",
             f"- **Guard**: {GUARDED[result.guard]}",
             f"- **Kept**: {in_markdown(result.what_was_kept())}",
             *(f"- {in_markdown(line)}" for line in said),

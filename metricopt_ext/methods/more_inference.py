@@ -108,25 +108,25 @@ def more_inference(
     factors = [each for each in sorted(set(most)) if _allows_more(settings, kept, each)]
     if not factors:
         return ()
-    standing, told = with_start(task, start), list[tuple[Values, Evaluation]]()
+    standing, evaluated = with_start(task, start), list[tuple[Values, Evaluation]]()
 
-    def asked(values: Values) -> Evaluation:
-        found = next((each for known, each in told if known == values), None)
+    def evaluate(values: Values) -> Evaluation:
+        found = next((each for known, each in evaluated if known == values), None)
         if found is None:
             found = standing.with_values(values).evaluate(start.phi, PURPOSE)
-            told.append((values, found))
+            evaluated.append((values, found))
         return found
 
-    first = asked(kept)
+    first = evaluate(kept)
     trained = Evaluation(first.cost, also=result.elsewhere.get("start"))
     rank = partial(ranked, limits=Limits.of(task.metric.constraints, trained))
     found = list[MoreInference]()
     for factor in factors:
-        before = len(told) if found else 0
+        before = len(evaluated) if found else 0
         state = SettingsState(settings.limited(inference=factor, free=False), first, rank=rank, values=kept)
         while batch := state.ask():
             for index, values in enumerate(batch):
-                state.tell(index, None if settings.affords(values) else asked(values))
+                state.tell(index, None if settings.affords(values) else evaluate(values))
         end = state.end()
         one = MoreInference(
             most=factor,
@@ -135,9 +135,9 @@ def more_inference(
             changes={name: (kept[name], value) for name, value in end.values.items() if value != kept[name]},
             before=task.metric.to_value(first.cost),
             value=task.metric.to_value(end.evaluation.cost),
-            tried=state.asked,
+            tried=state.spent,
             sure=accepted(end, confidence),
-            queries=len(told) - before,
+            queries=len(evaluated) - before,
         )
         found.append(one)
     return tuple(found)

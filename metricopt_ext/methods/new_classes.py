@@ -39,14 +39,15 @@ class KeptShare:
         optimism: O, what of the gain is expected to be lost on other classes.
         gain: G, the smaller of the observed and of f's gain.
         crossed: The mean gain of one half's end as the other half's f sees it.
-        asked: Whether the metric was asked at what is kept, if that is neither start nor end; else f's mean stands in.
+        evaluated: Whether the metric was evaluated at what is kept, if that is neither start nor end; else f's mean
+            stands in.
     """
 
     share: float
     optimism: float
     gain: float
     crossed: float
-    asked: bool = True
+    evaluated: bool = True
 
     def point(self, start: Tensor, end: Tensor) -> Tensor:
         """Return what is to be kept, ``d``: t of the way from start to end, ``d`` each."""
@@ -154,5 +155,5 @@ def _with_halves(end: SearchResult) -> tuple[Tensor, Sequence[Evaluation]]:
     evaluations = [end.evaluations[at] for at in known]
     if not any(torch.equal(point, end.phi) for point in points):
         points, evaluations = [*points, end.phi], [*evaluations, end.evaluation]
-    told = [at for at, each in enumerate(evaluations) if each.halves is not None]
-    return torch.stack([points[at] for at in told] or [end.phi]), [evaluations[at] for at in told]
+    halved = [at for at, each in enumerate(evaluations) if each.halves is not None]
+    return torch.stack([points[at] for at in halved] or [end.phi]), [evaluations[at] for at in halved]

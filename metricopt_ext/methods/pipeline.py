@@ -231,8 +231,8 @@ def check_plan(
     if not runner.takes_constraints:
         check_constraints(metric, type(runner).__name__)
     if queries > metric.ledger.left:
-        asked = counted(queries, "query")
-        raise BudgetError(f"{asked} requested, {metric.ledger.left} left in the metric's own budget")
+        wanted = counted(queries, "query")
+        raise BudgetError(f"{wanted} requested, {metric.ledger.left} left in the metric's own budget")
     fixed = sum(not isinstance(each, StartLine) for each in (starts or {}).values())
     try:
         return sized(runner, queries // metric.repeats, adapter.dim, 1 + fixed, runner.held_back(metric))

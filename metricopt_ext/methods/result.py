@@ -256,8 +256,8 @@ class Result(Generic[Own]):
         """Say what was kept, and what share of the way if it is one."""
         if self.chosen != "part" or self.kept_share is None:
             return kept(self.chosen) + self._strength(self.chosen)
-        unasked = "" if self.kept_share.asked else " (what f takes its metric for, as it was not asked there)"
-        return f"{self.kept_share.share:.0%} of the way to the end of the search{unasked}"
+        unknown = "" if self.kept_share.evaluated else " (what f takes its metric for, as it was not asked there)"
+        return f"{self.kept_share.share:.0%} of the way to the end of the search{unknown}"
 
     def _strength(self, name: str) -> str:
         return f" (t = {self.strengths[name]:.4g})" if name in self.strengths else ""

@@ -77,7 +77,7 @@ class SearchLoop(LearningStrategy[SearchDetails]):
         return result
 
 
-class Asked(NamedTuple):
+class Proposed(NamedTuple):
     """What all ranks need of a trial.
 
     Attributes:
@@ -158,10 +158,10 @@ def search_results(
         for queries in numbers:
             if trials is not None:
                 trials.extend(queries)
-            for asked, evaluation in first.timed(_evaluated(models, trials, queries, callback)):
-                if trials is not None and asked.kept is None:
-                    trials.tell_evaluation(asked.id, evaluation)
-                first.told(asked)
+            for proposed, evaluation in first.timed(_evaluated(models, trials, queries, callback)):
+                if trials is not None and proposed.kept is None:
+                    trials.tell_evaluation(proposed.id, evaluation)
+                first.evaluated(proposed)
             yield distributed.on_first(lambda: None if trials is None else trials.outcome())  # type: ignore[arg-type, return-value]
         if trials is not None and (moved := trials.moved()):
             callback.say(moved)
@@ -195,9 +195,9 @@ def first_answers(
     queries = OUT_OF_SIGHT + most
     with _started(task, search, candidates, queries, confidence, seed, callback, kept) as (models, trials):
         first = FirstLines(trials, Callback())
-        for asked, evaluation in first.timed(_evaluated(models, trials, most, callback, most)):
-            if trials is not None and asked.kept is None:
-                trials.tell_evaluation(asked.id, evaluation)
+        for proposed, evaluation in first.timed(_evaluated(models, trials, most, callback, most)):
+            if trials is not None and proposed.kept is None:
+                trials.tell_evaluation(proposed.id, evaluation)
         return distributed.on_first(lambda: trials.assessment(most, first.seconds))  # type: ignore[union-attr]
 
 
@@ -246,20 +246,20 @@ class _Models:
         return self._task.metric
 
     @contextmanager
-    def at(self, asked: Asked) -> Iterator[FinetuneTask]:
+    def at(self, proposed: Proposed) -> Iterator[FinetuneTask]:
         """Yield the task of a trial, for a while if that is a start on a line: each such has another model."""
-        if asked.state is None:
-            yield self._tasks[asked.start]
-        elif asked.stage == "starts":
-            task = with_start(self._task, asked.state)
+        if proposed.state is None:
+            yield self._tasks[proposed.start]
+        elif proposed.stage == "starts":
+            task = with_start(self._task, proposed.state)
             with nullcontext() if task.adapter.model is self._task.adapter.model else task.keeping_weights():
                 yield task
         else:
-            if asked.start not in self._tasks:
-                self._tasks[asked.start] = task = with_start(self._task, asked.state)
+            if proposed.start not in self._tasks:
+                self._tasks[proposed.start] = task = with_start(self._task, proposed.state)
                 if task.adapter.model is not self._task.adapter.model:
                     self._held.enter_context(task.keeping_weights())
-            yield self._tasks[asked.start]
+            yield self._tasks[proposed.start]
 
 
 class FirstLines:
@@ -272,7 +272,7 @@ class FirstLines:
 
     def __init__(self, trials: Trials | None, callback: Callback) -> None:
         self._trials, self._callback = trials, callback
-        self._said, self._spent, self._new, self._told, self._of_settings = trials is None, 0.0, 0, 0, 0
+        self._said, self._spent, self._new, self._evaluated, self._of_settings = trials is None, 0.0, 0, 0, 0
 
     @property
     def seconds(self) -> float:
@@ -280,7 +280,7 @@ class FirstLines:
         assert self._trials is not None
         return self._spent / (self._new * self._trials.task.metric.repeats) if self._new else math.nan
 
-    def timed(self, answers: Iterator[tuple[Asked, Evaluation]]) -> Iterator[tuple[Asked, Evaluation]]:
+    def timed(self, answers: Iterator[tuple[Proposed, Evaluation]]) -> Iterator[tuple[Proposed, Evaluation]]:
         """Yield the answers, and count the time that new ones took."""
         while True:
             began = time.perf_counter()
@@ -291,29 +291,29 @@ class FirstLines:
                 self._spent, self._new = self._spent + time.perf_counter() - began, self._new + 1
             yield found
 
-    def told(self, asked: Asked) -> None:
+    def evaluated(self, proposed: Proposed) -> None:
         """Say it once enough trials of phi have been told."""
-        self._told += asked.stage != "settings"
-        self._of_settings += asked.stage == "settings"
-        if self._said or asked.stage == "settings":
+        self._evaluated += proposed.stage != "settings"
+        self._of_settings += proposed.stage == "settings"
+        if self._said or proposed.stage == "settings":
             return
-        if self._told >= min(QUERIES, self._trials.queries - self._of_settings):  # type: ignore[union-attr]
+        if self._evaluated >= min(QUERIES, self._trials.queries - self._of_settings):  # type: ignore[union-attr]
             self._said = True
-            for line in self._trials.assessment(asked.id + 1, self.seconds).brief():  # type: ignore[union-attr]
+            for line in self._trials.assessment(proposed.id + 1, self.seconds).brief():  # type: ignore[union-attr]
                 self._callback.say(line)
 
 
 def _evaluated(
     models: _Models, trials: Trials | None, queries: int, callback: Callback, most: int | None = None
-) -> Iterator[tuple[Asked, Evaluation]]:
+) -> Iterator[tuple[Proposed, Evaluation]]:
     """Yield what the search asks for with its evaluation, until there is nothing more to ask, or so many were asked."""
 
-    def next_batch() -> list[Asked]:
+    def next_batch() -> list[Proposed]:
         batch = [] if trials is None else trials.next_batch(most)
         if trials is None:
             return []
         return [
-            Asked(
+            Proposed(
                 trial.id,
                 trial.start,
                 trial.phi,
@@ -327,22 +327,22 @@ def _evaluated(
 
     metric, stage, of_queries = models.metric, "", 0
     while batch := distributed.on_first(next_batch):
-        for (name, settings, _), group in groupby(batch, lambda asked: asked.group):
+        for (name, settings, _), group in groupby(batch, lambda proposed: proposed.group):
             same = list(group)
             starting = same[0].stage == "starts"
             if stage != (stage := same[0].stage):
                 callback.stage(stage)
-            for asked in same:
-                if asked.kept is not None and not asked.kept.given_up:
-                    known = asked.kept.evaluation or metric.stand_in()
-                    yield from ((asked, each) for each in metric.repeat(known, stage, asked.phi))
-            new = [asked for asked in same if asked.kept is None]
+            for proposed in same:
+                if proposed.kept is not None and not proposed.kept.given_up:
+                    known = proposed.kept.evaluation or metric.stand_in()
+                    yield from ((proposed, each) for each in metric.repeat(known, stage, proposed.phi))
+            new = [proposed for proposed in same if proposed.kept is None]
 
-            def where(index: int, start: str = name if starting else "", new: list[Asked] = new) -> str:
+            def where(index: int, start: str = name if starting else "", new: list[Proposed] = new) -> str:
                 return f"start {start!r}; point 1 of 1" if start else f"query {new[index].id + 1} of {queries}"
 
             if new:
-                points = torch.stack([asked.phi for asked in new])
+                points = torch.stack([proposed.phi for proposed in new])
                 with models.at(new[0]) as task:
                     yield from zip(new, task.with_values(settings).evaluate_each(points, stage, where), strict=True)
         if trials is not None and (quality := trials.quality()) is not None and quality[0] > of_queries:

@@ -70,8 +70,8 @@ def planned_lines(
         places = PlacesOnLine(line, base)
         holds.append(tuple(name for name, start in left.items() if places.of(start) is not None))
         left = {name: start for name, start in left.items() if name not in holds[-1]}
-    asked = line_queries(queries, [len(each) for each in holds], spare)
-    return {name: PlannedLine(*each) for name, each in zip(lines, zip(asked, holds, strict=True), strict=True)}
+    shares = line_queries(queries, [len(each) for each in holds], spare)
+    return {name: PlannedLine(*each) for name, each in zip(lines, zip(shares, holds, strict=True), strict=True)}
 
 
 class Point(NamedTuple):
@@ -156,8 +156,8 @@ class StartLinesState:
             starts[index] = start
         self._answers[index] = evaluation
         if len(self._answers) == len(starts):
-            told = (self._answers[at] for at in range(len(starts)))
-            self.points += [Point(name, s, e) for s, e in zip(starts, told, strict=True) if e is not None]
+            evaluated = (self._answers[at] for at in range(len(starts)))
+            self.points += [Point(name, s, e) for s, e in zip(starts, evaluated, strict=True) if e is not None]
             self._open = "", []
 
     def _stage(self) -> Batches:
@@ -165,7 +165,7 @@ class StartLinesState:
             yield from self._along(name, line)
 
     def _along(self, name: str, line: StartLine) -> Batches:
-        trained, asked = self._fixed[0].start, len(self.points)
+        trained, before_it = self._fixed[0].start, len(self.points)
         before = min([*self._fixed, *self.best.values()], key=lambda each: self._rank(each.evaluation)).start
         if before is not trained and PlacesOnLine(line, self._base).of(trained) is not None:
             line = line.through(before)
@@ -180,7 +180,7 @@ class StartLinesState:
                     state.give_up(index)
                 else:
                     state.tell(index, each)
-        own, at = self.points[asked:], self._best(state)
+        own, at = self.points[before_it:], self._best(state)
         if own and at >= len(known):
             self.best[name], self.strengths[name] = own[at - len(known)], state.known[at][0]
 

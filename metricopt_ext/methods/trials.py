@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
-from metricopt_ext.methods.assessment import Assessment, Told, assessed, first_told
+from metricopt_ext.methods.assessment import Assessment, Evaluated, assessed, first_evaluated
 from metricopt_ext.methods.constrained import Constrained, decide_within
 from metricopt_ext.methods.guard import CONFIDENCE, LINE_CONFIDENCE, START_CONFIDENCE, Decision, decide
 from metricopt_ext.methods.new_classes import KeptShare, held_back, kept_share
@@ -137,7 +137,7 @@ class Trials:
         self._limits: Limits | None = None  # known with the start
         self._batch = _Batch(0, ())
         self._handed: set[int] = set()
-        self._asked: dict[str, Evaluation] = {}  # of the starts
+        self._evaluated: dict[str, Evaluation] = {}  # of the starts
         self._first: list[tuple[str, Start]] = []  # all trials of starts, by their numbers; a line's without a name
         self._started = self._model = "start"  # where the search begins, and the given start whose model that is
         self._moved = self._replayed = 0
@@ -160,7 +160,7 @@ class Trials:
         """
         check_integer(1, n=n)
         self._advance()
-        done = self._handed | self._kept.told.keys()
+        done = self._handed | self._kept.evaluations.keys()
         new = [trial for trial in self._batch.trials if trial.id not in done][:n]
         fresh = [trial for trial in new if trial.id not in self._kept.open]
         if fresh:
@@ -182,9 +182,9 @@ class Trials:
             return []
         trials, kept = self._batch.trials, self._kept
         trials = trials if most is None else trials[: most - self._batch.first]
-        new = [trial for trial in trials if trial.id not in kept.told and trial.id not in kept.open]
+        new = [trial for trial in trials if trial.id not in kept.evaluations and trial.id not in kept.open]
         kept.ask(map(self._kept_point, new), write=False)
-        return [(trial, kept.told.get(trial.id)) for trial in trials]
+        return [(trial, kept.evaluations.get(trial.id)) for trial in trials]
 
     def extend(self, queries: int) -> None:
         """Go on with a larger budget, in evaluations."""
@@ -215,15 +215,15 @@ class Trials:
             most: How many trials.
             seconds: Seconds that a query took.
         """
-        told = [each for id, each in sorted(self._kept.told.items()) if id < most and not each.given_up]
-        kept = [each for each in told if self.task.settings is None or self.stage_of(each.id) != "settings"]
+        evaluated = [each for id, each in sorted(self._kept.evaluations.items()) if id < most and not each.given_up]
+        kept = [each for each in evaluated if self.task.settings is None or self.stage_of(each.id) != "settings"]
         worst, origin = self._worst(), self.task.origin()
         answers = [(each.id, each.at(origin), each.evaluation or worst) for each in kept]
-        first = first_told(self.task.adapter, self._first, self._starts[self._started], answers)
-        besides = len(told) - len(kept)
-        if SETTINGS in self._asked:
+        first = first_evaluated(self.task.adapter, self._first, self._starts[self._started], answers)
+        besides = len(evaluated) - len(kept)
+        if SETTINGS in self._evaluated:
             of_starts = sum(each.id < self._initial for each in kept)
-            first.insert(of_starts, Told(SETTINGS, "settings", self._asked[SETTINGS]))
+            first.insert(of_starts, Evaluated(SETTINGS, "settings", self._evaluated[SETTINGS]))
             besides -= 1
         return assessed(
             self.task.metric,
@@ -256,7 +256,7 @@ class Trials:
     @property
     def failed(self) -> int:
         """How many evaluations have failed, in earlier processes too."""
-        return sum(each.failed for each in self._kept.told.values())
+        return sum(each.failed for each in self._kept.evaluations.values())
 
     # --- Notifying -------------------------------------------------------------------------------------------------
 
@@ -290,16 +290,16 @@ class Trials:
                 pairs = metric.costs_of(pairs_of(halves))
             error = None if noise is None else float(noise) / metric.scale
         except (TypeError, ValueError) as wrong:
-            told = f"{brief(value)}, halves {brief(halves)}, noise {brief(noise)}"
+            evaluated = f"{brief(value)}, halves {brief(halves)}, noise {brief(noise)}"
             raise ValueError(
-                f"{told}: tell a number, two for halves or None (or several pairs of two), and a number for"
+                f"{evaluated}: tell a number, two for halves or None (or several pairs of two), and a number for"
                 " noise or None"
             ) from wrong
         except MetricError as wrong:
             raise ValueError(str(wrong)) from wrong
         if error is not None and not 0 <= error < math.inf:
             raise ValueError(f"noise is {noise!r}; it must be a standard error, at least 0 and finite, or None")
-        before = {len(each.pairs) or 1 for each in self._kept.told.values() if each.halves is not None}
+        before = {len(each.pairs) or 1 for each in self._kept.evaluations.values() if each.halves is not None}
         if pairs is not None and before and len(pairs) not in before:
             raise ValueError(
                 f"trial {id} is told {counted(len(pairs), 'pair')} of halves, but others {before.pop()}; divide the"
@@ -312,7 +312,7 @@ class Trials:
         """Tell the metric's evaluation at a trial, as a cost; see `tell`, as for the errors."""
         if not self._repeated(id, evaluation):
             point = self._kept_point(self._trial(id))
-            self._kept.tell(KeptEvaluation.told(point, evaluation, self.task.metric.repeats))
+            self._kept.tell(KeptEvaluation.evaluated(point, evaluation, self.task.metric.repeats))
 
     def fail(self, id: int, reason: str = "") -> None:
         """Say that a trial's evaluation failed: it counts as a query, and the worst value of the run stands in for it.
@@ -333,7 +333,7 @@ class Trials:
                 f"trial 0 is the model as it was trained, so its value is needed: it failed ({brief(reason) or 'no'}"
                 " reason given); mend the scorer, and tell its value"
             )
-        self._kept.tell(KeptEvaluation.told(self._kept_point(trial), failed, self.task.metric.repeats))
+        self._kept.tell(KeptEvaluation.evaluated(self._kept_point(trial), failed, self.task.metric.repeats))
 
     def give_up(self, id: int) -> None:
         """Wait for a trial no longer: it costs no query, and its batch closes without it.
@@ -350,15 +350,16 @@ class Trials:
 
     def _repeated(self, id: int, evaluation: Evaluation | None) -> bool:
         """Whether a trial has this very answer already; another one is refused."""
-        told = self._kept.told.get(id)
-        if told is None:
+        evaluated = self._kept.evaluations.get(id)
+        if evaluated is None:
             return False
-        same = (
-            told.given_up if evaluation is None else told.failed if evaluation.failed else told.evaluation == evaluation
-        )
+        if evaluation is None:
+            same = evaluated.given_up
+        else:
+            same = evaluated.failed if evaluation.failed else evaluated.evaluation == evaluation
         if same:
             return True
-        said = "given up" if told.given_up else "a failure" if told.failed else "another value"
+        said = "given up" if evaluated.given_up else "a failure" if evaluated.failed else "another value"
         raise ValueError(f"trial {id} was told before, as {said}; what was told stays")
 
     def _trial(self, id: int) -> Trial:
@@ -381,7 +382,7 @@ class Trials:
 
     @property
     def _complete(self) -> bool:
-        return all(trial.id in self._kept.told for trial in self._batch.trials)
+        return all(trial.id in self._kept.evaluations for trial in self._batch.trials)
 
     def _go_on(self) -> bool:
         """Take the next batch; returns whether there is one."""
@@ -404,8 +405,8 @@ class Trials:
                 self._choose()
             if values := [] if self._stage is None else self._stage.ask():
                 at, self._settled = self._starts[self._started], False
-                asked = enumerate((replace(at, settings=each) for each in values), first)
-                self._batch = _Batch(first, [self._made(id, self._model, each) for id, each in asked])
+                proposed = enumerate((replace(at, settings=each) for each in values), first)
+                self._batch = _Batch(first, [self._made(id, self._model, each) for id, each in proposed])
                 return True
             self._begin()
         assert self._state is not None
@@ -438,12 +439,12 @@ class Trials:
         elif self._stage is not None:
             worst = self._worst()
             for index, trial in enumerate(self._batch.trials):
-                kept = self._kept.told[trial.id]
+                kept = self._kept.evaluations[trial.id]
                 self._stage.tell(index, None if kept.given_up else kept.evaluation or worst, trial.settings)
         elif self._along is not None:
             worst = self._worst()
             for index, trial in enumerate(self._batch.trials):
-                kept = self._kept.told[trial.id]
+                kept = self._kept.evaluations[trial.id]
                 self._along.tell(index, None if kept.given_up else kept.evaluation or worst, trial._state)
         self._settled = True
 
@@ -455,7 +456,7 @@ class Trials:
             name: The start whose model it is a point of.
             at: What would be asked for today.
         """
-        kept = self._kept.told.get(id) or self._kept.open.get(id)
+        kept = self._kept.evaluations.get(id) or self._kept.open.get(id)
         point = phi = at.phi
         if kept is not None:
             if moved := self._has_other_settings(kept, at):
@@ -498,9 +499,11 @@ class Trials:
     def _lines_started(self) -> StartLinesState:
         """Begin to look along lines, by what the starts are, which were all answered."""
         worst, base = self._worst(), self.task.adapter.base_state_dict()
-        self._asked = {trial.start: self._kept.told[trial.id].evaluation or worst for trial in self._batch.trials}
-        self._limits = limits = Limits.of(self.task.metric.constraints, self._asked["start"])
-        fixed = [Point(name, self._starts[name], evaluation) for name, evaluation in self._asked.items()]
+        self._evaluated = {
+            trial.start: self._kept.evaluations[trial.id].evaluation or worst for trial in self._batch.trials
+        }
+        self._limits = limits = Limits.of(self.task.metric.constraints, self._evaluated["start"])
+        fixed = [Point(name, self._starts[name], evaluation) for name, evaluation in self._evaluated.items()]
         spare = self.queries - held_back(self.strategy, self.task.metric) - self._least
         planned = planned_lines(self._lines, self._starts, self.queries, spare, base)
         return StartLinesState(self._lines, planned, fixed, base, lambda each: ranked(each, limits))
@@ -510,14 +513,14 @@ class Trials:
         assert self._along is not None
         self._chosen = True
         for name, best in self._along.best.items():
-            self._starts[name], self._asked[name] = best.start, best.evaluation
-        limits, asked = self._limits, len(self._along.points)
+            self._starts[name], self._evaluated[name] = best.start, best.evaluation
+        limits, on_lines = self._limits, len(self._along.points)
         self._started = self._model = self._origin()
         if self.task.settings is not None:
             left = self.queries - self._for_what_is_kept()
-            most = max(0, min((left - asked) // 2, left - self._least - (asked - self._fixed)))
+            most = max(0, min((left - on_lines) // 2, left - self._least - (on_lines - self._fixed)))
             first, values = (
-                self._asked[self._started],
+                self._evaluated[self._started],
                 self.task.with_values(self._starts[self._started].settings).values,
             )
             self._stage = SettingsState(self.task.settings, first, most, lambda each: ranked(each, limits), values)
@@ -530,17 +533,17 @@ class Trials:
         settings it is the best of all, as they are tuned there.
         """
         assert self._along is not None
-        best = best_of(self._asked, self._limits)
+        best = best_of(self._evaluated, self._limits)
         if best not in self._along.best or self.task.settings is not None:
             return best
-        fixed = [name for name in self._asked if name not in self._along.best]
-        same = {name: self._asked[name] for name in fixed if self._starts[name].of_the_same(self._starts[best])}
+        fixed = [name for name in self._evaluated if name not in self._along.best]
+        same = {name: self._evaluated[name] for name in fixed if self._starts[name].of_the_same(self._starts[best])}
         return best_of(same, self._limits) if same else best
 
     def _for_what_is_kept(self) -> int:
         """Return how many evaluations are held back; without halves, there is no share to keep."""
-        told = self._asked[self._started].halves is not None
-        return held_back(self.strategy, self.task.metric) if told else 0
+        evaluated = self._evaluated[self._started].halves is not None
+        return held_back(self.strategy, self.task.metric) if evaluated else 0
 
     def _begin(self) -> None:
         """Begin the search at the best of the starts, of which it knows those that differ in phi alone.
@@ -549,10 +552,10 @@ class Trials:
         """
         assert self._along is not None
         points = self._along.points
-        elsewhere = 0 if self._stage is None else self._stage.asked
+        elsewhere = 0 if self._stage is None else self._stage.spent
         if self._stage is not None and accepted(end := self._stage.end(), self._confidence):
             self._starts[SETTINGS] = replace(self._starts[self._started], settings=end.values)
-            self._asked[SETTINGS], self._started = end.evaluation, SETTINGS
+            self._evaluated[SETTINGS], self._started = end.evaluation, SETTINGS
             points = [*points, Point(SETTINGS, self._starts[SETTINGS], end.evaluation)]
             elsewhere -= 1  # the search knows it
         limits, at = self._limits, self._starts[self._started]
@@ -568,7 +571,7 @@ class Trials:
                 seed=self._seed,
             )
         self._state.limits = limits
-        lines = {name: self._asked[name] for name in self._along.best if self._starts[name].of_the_same(at)}
+        lines = {name: self._evaluated[name] for name in self._along.best if self._starts[name].of_the_same(at)}
         if lines:
             self._state.reached = self._starts[best_of(lines, limits)].phi
 
@@ -577,7 +580,7 @@ class Trials:
         assert self._state is not None
         worst = self._worst()
         for index, trial in enumerate(self._batch.trials):
-            kept = self._kept.told.get(trial.id)
+            kept = self._kept.evaluations.get(trial.id)
             if kept is not None and not kept.given_up:
                 self._state.tell(index, kept.evaluation or worst, trial.phi)
             elif kept is not None and self._complete:
@@ -585,7 +588,9 @@ class Trials:
 
     def _worst(self) -> Evaluation:
         """Return the worst evaluation so far, which stands in for those that failed."""
-        known = [kept.evaluation for id, kept in sorted(self._kept.told.items()) if id < self._end and kept.evaluation]
+        known = [
+            kept.evaluation for id, kept in sorted(self._kept.evaluations.items()) if id < self._end and kept.evaluation
+        ]
         return max(known, key=lambda each: each.cost)._replace(failed=True)
 
     @property
@@ -615,11 +620,11 @@ class Trials:
         """Return what `result` does, and leave the model and the folder as they are."""
         self._advance()
         over = self._state is not None and not self._batch.trials  # one query early if the metric never varied
-        least = self._least + (0 if self._stage is None else self._stage.asked)
+        least = self._least + (0 if self._stage is None else self._stage.spent)
         least += 0 if self._along is None else len(self._along.points) - self._fixed
         if self._along is not None and self._state is None:  # the search begins once all of these are answered
-            told = self._kept.told
-            least += sum(trial.id not in told or not told[trial.id].given_up for trial in self._batch.trials)
+            evaluated = self._kept.evaluations
+            least += sum(trial.id not in evaluated or not evaluated[trial.id].given_up for trial in self._batch.trials)
         if self._kept.answered < least and not over:
             missing = least - self._kept.answered
             raise BudgetError(
@@ -630,7 +635,7 @@ class Trials:
         if not self._settled:  # what is told of an open batch counts too
             self._tell_state()
         end = self._state.end()
-        part = None if self._part is None else self._kept.told.get(self._part.id)
+        part = None if self._part is None else self._kept.evaluations.get(self._part.id)
         if part is None or part.given_up or self._part is None:
             known = None
         else:
@@ -641,7 +646,7 @@ class Trials:
     @property
     def _began(self) -> "Began":
         assert self._along is not None
-        return Began(self._starts, self._asked, self._started, self._along.points, self._along.strengths)
+        return Began(self._starts, self._evaluated, self._started, self._along.points, self._along.strengths)
 
 
 class Began(NamedTuple):
@@ -656,7 +661,7 @@ class Began(NamedTuple):
     """
 
     starts: Mapping[str, Start]
-    asked: Mapping[str, Evaluation]
+    evaluated: Mapping[str, Evaluation]
     name: str
     points: Sequence[Point]
     lines: Mapping[str, float] = MappingProxyType({})
@@ -702,24 +707,24 @@ def ranked(evaluation: Evaluation, limits: Limits | None) -> tuple[bool, float]:
     return limits is not None and not limits.hold(evaluation), evaluation.cost
 
 
-def best_of(asked: Mapping[str, Evaluation], limits: Limits | None) -> str:
+def best_of(evaluated: Mapping[str, Evaluation], limits: Limits | None) -> str:
     """Return the name of the best evaluation, the first of equals."""
-    return min(asked, key=lambda name: ranked(asked[name], limits))
+    return min(evaluated, key=lambda name: ranked(evaluated[name], limits))
 
 
 def found(
     began: Began, end: SearchResult, limits: Limits | None = None
 ) -> tuple[dict[str, Evaluation], dict[str, Tensor]]:
     """Return the evaluations of what the guard chooses from, and the phi, ``d``, of these and all starts, by name."""
-    asked, candidates = began.asked, {"start": began.asked["start"]}
-    fixed = {name: each for name, each in asked.items() if name != SETTINGS and name not in began.lines}
+    evaluated, candidates = began.evaluated, {"start": began.evaluated["start"]}
+    fixed = {name: each for name, each in evaluated.items() if name != SETTINGS and name not in began.lines}
     if began.name == SETTINGS:  # and where they were tuned
-        before = best_of({name: each for name, each in asked.items() if name != SETTINGS}, limits)
-        candidates[before] = asked[before]
+        before = best_of({name: each for name, each in evaluated.items() if name != SETTINGS}, limits)
+        candidates[before] = evaluated[before]
     if began.lines:
         best = best_of(fixed, limits)
-        candidates |= {best: asked[best], **{name: asked[name] for name in asked if name in began.lines}}
-    candidates[began.name] = asked[began.name]
+        candidates |= {best: evaluated[best], **{name: evaluated[name] for name in evaluated if name in began.lines}}
+    candidates[began.name] = evaluated[began.name]
     ends = {name: each.phi for name, each in began.starts.items()}
     return {**candidates, "search": end.evaluation}, {**ends, "search": end.phi}
 
@@ -744,7 +749,7 @@ def guarded(
         limits: The metric's constraints; what violates one is not kept.
         stage: Where the stage over settings of inference ended; None without any.
     """
-    starts, asked, started = began.starts, began.asked, began.name
+    starts, evaluated, started = began.starts, began.evaluated, began.name
     start, value, repeats = began.at.phi, task.metric.to_value, task.metric.repeats
     decision, share = decided(task, began, end, confidence, limits)
     candidates, ends = found(began, end, limits)
@@ -752,7 +757,7 @@ def guarded(
     if share is not None and share.share < 1:
         kept = decision.otherwise
         if share.share > 0:
-            share = replace(share, asked=part is not None)
+            share = replace(share, evaluated=part is not None)
             ends["part"], candidates["part"] = part or _by_f(task.metric, end, share.point(start, end.phi))
             holds = limits is None or (part is not None and limits.hold(candidates["part"]))
             kept = "part" if holds and candidates["part"].cost < candidates[kept].cost else kept
@@ -760,7 +765,7 @@ def guarded(
         path = torch.cat([path, ends[kept][None]]) if kept == "part" else path
     others = began.elsewhere
     tried = [] if stage is None else [each.evaluation for each in stage.tried[1:] if each.evaluation is not None]
-    others += [each for each in tried if started != SETTINGS or each is not asked[started]]
+    others += [each for each in tried if started != SETTINGS or each is not evaluated[started]]
     last = [end.evaluation] if end.queries > len(end.evaluations) else []  # a guided search's own
     constrained = Constrained.of(limits, candidates, [*others, *end.evaluations, *last])
     candidates = {name: each for name, each in candidates.items() if constrained is None or constrained.allows(name)}
@@ -773,7 +778,7 @@ def guarded(
         **outcome(task.metric, candidates, decision, ends),
         queries={name: number * repeats for name, number in queries.items()},
         queries_per_start=evaluations * repeats,
-        starts={name: value(each.cost) for name, each in asked.items()},
+        starts={name: value(each.cost) for name, each in evaluated.items()},
         strengths=dict(began.lines),
         started_at=started,
         fit=fit,
@@ -809,21 +814,21 @@ def told_besides(also: Mapping[str, float] | None, metric: Metric) -> dict[str, 
     """
     if also is not None and not isinstance(also, Mapping):
         raise ValueError(f"also is {brief(also)}; it must map names to numbers, e.g. {{'accuracy': 0.9}}")
-    told = dict[str, float]()
+    evaluated = dict[str, float]()
     for name, value in (also or {}).items():
         try:
-            told[name] = float(value)
+            evaluated[name] = float(value)
         except (TypeError, ValueError) as wrong:
             raise ValueError(f"also has {brief(name)}: {brief(value)}; it must be a number") from wrong
-        if not isinstance(name, str) or not math.isfinite(told[name]):
+        if not isinstance(name, str) or not math.isfinite(evaluated[name]):
             raise ValueError(f"also has {brief(name)}: {brief(value)}; it must be a finite number with a name")
-    missing = [name for name in metric.subject_to if name not in told]
+    missing = [name for name in metric.subject_to if name not in evaluated]
     if missing:
-        known = f"told are {', '.join(map(repr, told))}" if told else "nothing was told"
+        known = f"told are {', '.join(map(repr, evaluated))}" if evaluated else "nothing was told"
         raise ValueError(
             f"the metric is subject to {missing[0]!r}, and {known} besides; tell(..., also={{{missing[0]!r}: VALUE}})"
         )
-    return told or None
+    return evaluated or None
 
 
 def _by_f(metric: Metric, end: SearchResult, point: Tensor) -> tuple[Tensor, Evaluation]:

@@ -31,16 +31,16 @@ class Box:
         """The start in the unit box, ``1 x d``."""
         return torch.full((1, self.dim), 0.5, dtype=torch.float64)
 
-    def asked(self, unit: Tensor) -> Generator[Tensor, Answers, tuple[Tensor, Tensor]]:
+    def proposed(self, unit: Tensor) -> Generator[Tensor, Answers, tuple[Tensor, Tensor]]:
         """Ask for points of the unit box, ``n x d``; return those that were answered, ``m x d``, and their costs.
 
         A point that was answered elsewhere (`Answer`) is returned as it was.
         """
         points = self._centre + (2 * unit - 1) * self.half_width
-        told = yield points.to(self.start)
-        moved = (told.points_as(points) - self._centre) / (2 * self.half_width) + 0.5
-        same = (told.points == points.to(self.start)).all(1, keepdim=True).cpu()
-        return torch.where(same, unit, moved)[told.known], told.costs[told.known]
+        evaluated = yield points.to(self.start)
+        moved = (evaluated.points_as(points) - self._centre) / (2 * self.half_width) + 0.5
+        same = (evaluated.points == points.to(self.start)).all(1, keepdim=True).cpu()
+        return torch.where(same, unit, moved)[evaluated.known], evaluated.costs[evaluated.known]
 
 
 def sobol(dim: int, count: int, seed: int) -> Tensor:

@@ -89,11 +89,11 @@ class GuidedES(SearchStrategy):
             gradients = torch.cat([gradient, gradients])[: self.history]
             delta = perturbations(*orthonormal_basis(gradients), self.pairs, variance**0.5, rng)
             points = antithetic(phi, delta)
-            told = yield points
-            if not torch.equal(told.points, points):
-                above, below = told.points.chunk(2)
+            evaluated = yield points
+            if not torch.equal(evaluated.points, points):
+                above, below = evaluated.points.chunk(2)
                 delta = (above - below) / 2
-            costs = told.costs if told.known.any() else torch.zeros(len(told))
+            costs = evaluated.costs if evaluated.known.any() else torch.zeros(len(evaluated))
             u = estimated_direction(delta, costs, variance)
             metric_step = self.step * root * normalize(u, dim=0, eps=torch.finfo(u.dtype).tiny)
             loss_step = self.loss_weight * self.lr * gradient[0]
@@ -155,10 +155,10 @@ class CMAES(SearchStrategy):
         options = {"randn": randn, "seed": math.nan, "popsize": population, **QUIET}
         strategy = cma.CMAEvolutionStrategy(start.double().cpu().numpy(), self.sigma0, options)
         while state.left > population:
-            asked = torch.tensor(np.stack(strategy.ask()))
-            told = yield asked.to(start)
-            if told.known.any():
-                strategy.tell(list(told.points_as(asked).numpy()), told.costs.tolist())
+            proposed = torch.tensor(np.stack(strategy.ask()))
+            evaluated = yield proposed.to(start)
+            if evaluated.known.any():
+                strategy.tell(list(evaluated.points_as(proposed).numpy()), evaluated.costs.tolist())
             (centre,) = (yield torch.tensor(strategy.mean)[None].to(start)).points
             centres.append(centre)
         yield from state.towards_mean(centres)

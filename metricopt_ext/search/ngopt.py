@@ -69,11 +69,11 @@ class NGOpt(SearchStrategy):
         while state.left:
             with own:
                 candidate = optimizer.ask()
-            asked = torch.tensor(candidate.value)[None]
-            ((point, evaluation),) = told = yield asked.to(state.start)
+            proposed = torch.tensor(candidate.value)[None]
+            ((point, evaluation),) = evaluated = yield proposed.to(state.start)
             with own:
-                if not torch.equal(point, asked[0].to(point)):
-                    candidate = candidate.spawn_child(new_value=told.points_as(asked)[0].numpy())
+                if not torch.equal(point, proposed[0].to(point)):
+                    candidate = candidate.spawn_child(new_value=evaluated.points_as(proposed)[0].numpy())
                 if evaluation is not None:
                     optimizer.tell(candidate, evaluation.cost)
 

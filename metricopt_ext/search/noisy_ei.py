@@ -86,7 +86,7 @@ class NoisyEI(SearchStrategy):
         x, y = box.middle, torch.tensor([state.start_cost], dtype=torch.float64)
         new = sobol(box.dim, min(self.initial - 1, state.left), drawn(seeds))
         while len(new):
-            new, costs = yield from box.asked(new)
+            new, costs = yield from box.proposed(new)
             x, y = torch.cat([x, new]), torch.cat([y, costs])
             new = self._propose(x, y, drawn(seeds))[: state.left] if state.left else x[:0]
 

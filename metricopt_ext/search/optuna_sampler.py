@@ -84,7 +84,7 @@ class OptunaSampler(SearchStrategy):
         def excesses(evaluation: Evaluation) -> list[float]:
             return [] if limits is None else list(limits.excesses(evaluation))
 
-        def told(unit: Tensor, evaluation: Evaluation) -> Any:
+        def as_trial(unit: Tensor, evaluation: Evaluation) -> Any:
             params = dict(zip(names, unit.clamp(0, 1).tolist(), strict=True))
             known = {} if limits is None else {"constraints": excesses(evaluation)}  # as Optuna keeps those it was told
             return optuna.trial.create_trial(
@@ -99,12 +99,12 @@ class OptunaSampler(SearchStrategy):
             kind = optuna.samplers.TPESampler if self.sampler == "tpe" else optuna.samplers.GPSampler
             heeded: dict[str, Any] = {} if limits is None else {"constraints_func": beyond}
             study = optuna.create_study(sampler=kind(seed=drawn(seeds), **heeded))
-            study.add_trial(told(box.middle[0], state.at_start))
+            study.add_trial(as_trial(box.middle[0], state.at_start))
         while state.left:
             with quiet(drawn(seeds)):
                 trial = study.ask(space)
                 unit = torch.tensor([[trial.params[name] for name in names]], dtype=torch.float64)
-            found, _ = yield from box.asked(unit)
+            found, _ = yield from box.proposed(unit)
             answers = state.evaluations[len(state.evaluations) - len(found) :]
             if len(found) and torch.equal(found, unit):
                 if limits is not None:
@@ -113,7 +113,7 @@ class OptunaSampler(SearchStrategy):
                 continue
             study.tell(trial, state=optuna.trial.TrialState.FAIL)  # nobody answered there
             for point, evaluation in zip(found, answers, strict=True):
-                study.add_trial(told(point, evaluation))
+                study.add_trial(as_trial(point, evaluation))
 
 
 @contextmanager

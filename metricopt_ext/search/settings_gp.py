@@ -47,14 +47,14 @@ class SettingsGPState:
         self._tried = [Tried(settings.first, first)]
         self._seeds = generator(seed, "settings_gp")
         self._trial: Any = None
-        self._asked = settings.first
+        self._proposed = settings.first
         with quiet(drawn(self._seeds)):
             self._sampler = optuna.samplers.GPSampler(seed=drawn(self._seeds), n_startup_trials=DRAWN)
             self._random = optuna.samplers.RandomSampler(seed=drawn(self._seeds))
             self._study = optuna.create_study(sampler=self._sampler)
         params = {name: self._parameter(name, settings.first[name]) for name in self._space}
-        started = optuna.trial.create_trial(params=params, distributions=self._space, value=first.cost)
-        self._study.add_trial(started)
+        first_trial = optuna.trial.create_trial(params=params, distributions=self._space, value=first.cost)
+        self._study.add_trial(first_trial)
 
     def ask(self) -> list[dict[str, Value]]:
         """Return the values to ask for, alone in a list; [] at the end."""
@@ -69,7 +69,7 @@ class SettingsGPState:
             parameters = self._trial.params.items()
             values = {**self.settings.first, **{name: self._value(name, each) for name, each in parameters}}
             if self.settings.affords(values) and all(each.values != values for each in self._tried):
-                self._asked = values
+                self._proposed = values
                 return [values]
             self._study.tell(self._trial, state=optuna.trial.TrialState.FAIL)
         return []
@@ -82,7 +82,7 @@ class SettingsGPState:
             evaluation: The metric's evaluation.
         """
         self._study.tell(self._trial, evaluation.cost)
-        self._tried.append(Tried(self._asked, evaluation))
+        self._tried.append(Tried(self._proposed, evaluation))
 
     def end(self) -> SettingsEnd:
         """Return the best of what was told, the first of equals."""

@@ -101,7 +101,7 @@ class SettingsState:
         self._answers: dict[int, Tried] = {}
 
     @property
-    def asked(self) -> int:
+    def spent(self) -> int:
         """How many queries were asked for and told, those that were given up not among them."""
         return sum(each.evaluation is not None for each in self._tried) - 1
 
@@ -145,7 +145,7 @@ class SettingsState:
         for name in self.settings.alone:
             setting = self.settings[name]
             yield from self._interval(setting) if setting.values is None else self._values(setting)
-        yield from self._asked(self._presets()[: self._left])
+        yield from self._proposed(self._presets()[: self._left])
 
     def _interval(self, setting: Setting) -> Batches:
         """Search along an interval from the best values so far.
@@ -168,7 +168,7 @@ class SettingsState:
         while len(points := line.ask()):
             times = points[:, 0].tolist()
             batch = [{**best.values, setting.name: setting.at(t)} for t in times]
-            yield from self._asked([values for values in batch if self._is_new(values)])
+            yield from self._proposed([values for values in batch if self._is_new(values)])
             found = [self._known(values) for values in batch]
             if not any(each is not None and each.evaluation is not None for each in found):
                 return  # what the line wants takes too long, or nobody waits for it
@@ -188,13 +188,13 @@ class SettingsState:
         assert setting.values is not None
         if not setting.ordered:
             others = [at(value) for value in setting.values if self._is_new(at(value))]
-            yield from self._asked(others[:left])
+            yield from self._proposed(others[:left])
             return
         numbers: list[Value] = sorted(setting.values, key=float)
         where = numbers.index(best.values[setting.name])
         beside = [at(numbers[i]) for i in (where - 1, where + 1, where + 2) if 0 <= i < len(numbers)]
         near = [values for values in beside if self._is_new(values)][:left]
-        yield from self._asked(near)
+        yield from self._proposed(near)
         left -= len(near)
         while left > 0:
             now = numbers.index(self._best().values[setting.name])
@@ -202,7 +202,7 @@ class SettingsState:
             new = [at(value) for value in further if now != where and self._is_new(at(value))]
             if not new:
                 return
-            yield from self._asked(new)
+            yield from self._proposed(new)
             left -= len(new)
 
     def _presets(self) -> list[dict[str, Value]]:
@@ -214,13 +214,13 @@ class SettingsState:
                 found.append(values)
         return found
 
-    def _asked(self, batch: Sequence[dict[str, Value]]) -> Batches:
+    def _proposed(self, batch: Sequence[dict[str, Value]]) -> Batches:
         if batch:
             yield list(batch)
 
     @property
     def _left(self) -> int:
-        return self.queries - self.asked
+        return self.queries - self.spent
 
     @property
     def _for_lines(self) -> int:

@@ -110,15 +110,15 @@ class Answers(tuple[Answer, ...]):
         costs = [worst if each.evaluation is None else each.evaluation.cost for each in self]
         return torch.tensor(costs, dtype=torch.float64)
 
-    def points_as(self, asked: Tensor) -> Tensor:
+    def points_as(self, proposed: Tensor) -> Tensor:
         """Return the points, ``n x d``, in the precision in which they were proposed: the proposals where they agree.
 
         Args:
-            asked: The proposals before they were rounded to phi's precision.
+            proposed: The proposals before they were rounded to phi's precision.
         """
         points = self.points
-        same = (asked.to(points) == points).all(1, keepdim=True).to(asked.device)
-        return torch.where(same, asked, points.to(asked))
+        same = (proposed.to(points) == points).all(1, keepdim=True).to(proposed.device)
+        return torch.where(same, proposed, points.to(proposed))
 
 
 # Yields a batch, ``n x d``, and is sent its answers; an empty batch says that there is nothing to ask right now.
@@ -227,8 +227,8 @@ class SearchState(ABC):
 
     def answered(self) -> list[tuple[Tensor, Evaluation]]:
         """Return what was told of the open batch, in its order."""
-        told = (self._answers[index] for index in sorted(self._answers))
-        return [(point, evaluation) for point, evaluation in told if evaluation is not None]
+        evaluated = (self._answers[index] for index in sorted(self._answers))
+        return [(point, evaluation) for point, evaluation in evaluated if evaluation is not None]
 
     @property
     def left(self) -> int:
@@ -417,8 +417,10 @@ def check_budget(task: FinetuneTask, queries: int, least: int) -> None:
     check_integer(0, queries=queries)
     if queries < least:
         raise ValueError(f"queries is {queries}; this search in {task.dim} dimensions needs at least {least}")
-    if (asked := queries * task.metric.repeats) > task.metric.ledger.left:
-        raise BudgetError(f"{counted(asked, 'query')} requested, {task.metric.ledger.left} left in the metric's budget")
+    if (wanted := queries * task.metric.repeats) > task.metric.ledger.left:
+        raise BudgetError(
+            f"{counted(wanted, 'query')} requested, {task.metric.ledger.left} left in the metric's budget"
+        )
 
 
 def check_checkpoints(

@@ -244,7 +244,7 @@ class GuidedState(SearchState):
     def close(self, answers: Answers) -> None:
         """Take a batch; the end's own query is kept apart."""
         if self._ending is not None and answers:
-            self._ending = self._ending._replace(mean=answers[0].point, asked=answers[0].evaluation)
+            self._ending = self._ending._replace(mean=answers[0].point, evaluated=answers[0].evaluation)
         else:
             super().close(answers)
 
@@ -298,9 +298,9 @@ class GuidedState(SearchState):
         visited = self.visited
         if not self.narrows or visited.widened * design.least < NARROWEST:
             return False
-        asked, centre = design.asked(visited), visited.evaluations[design.centre]
-        near = [visited.evaluations[at] for at, scale in asked.items() if scale == design.least]
-        if not near or min(visited.evaluations[at].cost for at in asked) < centre.cost:
+        proposed, centre = design.proposed(visited), visited.evaluations[design.centre]
+        near = [visited.evaluations[at] for at, scale in proposed.items() if scale == design.least]
+        if not near or min(visited.evaluations[at].cost for at in proposed) < centre.cost:
             return False
         chance = visited.chance(centre, near)
         far = max(self.far, BEYOND * chance if math.isfinite(chance) else 0.0)
@@ -310,7 +310,7 @@ class GuidedState(SearchState):
         """Return the first radius, from the last design: around it if that was as wide as the metric reacts."""
         if self.visited.widened > 1:
             return self.search.radius
-        scale = design.asked(self.visited).get(seen_within(self.limits, self.visited), SCALES[-1])
+        scale = design.proposed(self.visited).get(seen_within(self.limits, self.visited), SCALES[-1])
         return min(self.search.radius, max(self.search.least_radius, FIRST_RADIUS * scale))
 
     def _aim(self, f: GPValueFunction, visited: Visited | None = None, *, last: bool = False) -> Aim:
@@ -355,9 +355,9 @@ class GuidedState(SearchState):
             point, evaluation = visited.points[best], visited.evaluations[best]
             chance = visited.chance(evaluation, visited.best_quarter())
             slack = min(f.noise_std, chance)
-            asked = None if self._ending is None else self._ending.asked
-            if self._ending is not None and asked is not None and aim.prefers(asked, evaluation, slack):
-                point, evaluation = self._ending.mean, asked
+            evaluated = None if self._ending is None else self._ending.evaluated
+            if self._ending is not None and evaluated is not None and aim.prefers(evaluated, evaluation, slack):
+                point, evaluation = self._ending.mean, evaluated
             if visited.evaluations[seen].cost < evaluation.cost - chance:  # never where nothing tells chance
                 point, evaluation = visited.points[seen], visited.evaluations[seen]
             visited.complete(f, point)
@@ -369,7 +369,7 @@ class GuidedState(SearchState):
             evaluations=tuple(visited.evaluations),
             curve=falls([each.cost for each in visited.evaluations]),
             points=torch.stack(visited.points),
-            queries=len(visited.points) + (self._ending is not None and self._ending.asked is not None),
+            queries=len(visited.points) + (self._ending is not None and self._ending.evaluated is not None),
             learns=True,
             f=f,
             predicted=visited.predicted(),
@@ -392,7 +392,7 @@ class _Design(NamedTuple):
         """The scale of the smallest pairs."""
         return float(self.scales.min())
 
-    def asked(self, visited: Visited) -> dict[int, float]:
+    def proposed(self, visited: Visited) -> dict[int, float]:
         """Return the scales of those points that were answered, by their indices among the visited ones.
 
         Some may have been given up, others told meanwhile; one on file may be rounded otherwise.
@@ -411,4 +411,4 @@ class _Ending(NamedTuple):
 
     f: GPValueFunction
     mean: Tensor
-    asked: Evaluation | None = None
+    evaluated: Evaluation | None = None

@@ -88,12 +88,12 @@ class TuRBO(SearchStrategy):
         box, seeds = Box(state.start, self.half_width), generator(seed, "turbo")
         x, y = box.middle, torch.tensor([state.start_cost], dtype=torch.float64)
         while state.left:  # one region after another
-            new, costs = yield from box.asked(sobol(box.dim, min(self.initial - len(x), state.left), drawn(seeds)))
+            new, costs = yield from box.proposed(sobol(box.dim, min(self.initial - len(x), state.left), drawn(seeds)))
             x, y, region = torch.cat([x, new]), torch.cat([y, costs]), Region(math.ceil(box.dim / self.batch))
             while state.left and len(x) > 1 and region.length >= SHORTEST:
                 new = self._propose(x, y, region.length, drawn(seeds))[: state.left]
                 before = float(y.min())
-                new, costs = yield from box.asked(new)
+                new, costs = yield from box.proposed(new)
                 x, y = torch.cat([x, new]), torch.cat([y, costs])
                 region = region.after(float(y.min()) < before - IMPROVEMENT * abs(before))
             x, y = x[:0], y[:0]

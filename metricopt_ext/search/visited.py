@@ -59,11 +59,11 @@ class Visited:
         self.points.append(point)
         self.evaluations.append(evaluation)
 
-    def with_more(self, told: Sequence[tuple[Tensor, Evaluation]]) -> "Visited":
+    def with_more(self, evaluated: Sequence[tuple[Tensor, Evaluation]]) -> "Visited":
         """Return the same with more points, which this one does not get."""
         more = copy.copy(self)
         more.points, more.evaluations = list(self.points), list(self.evaluations)
-        for point, evaluation in told:
+        for point, evaluation in evaluated:
             more.add(point, evaluation)
         return more
 
@@ -185,17 +185,17 @@ class Visited:
 
     def quality(self) -> Quality | None:
         """Return how well was predicted what was queried since; None if nothing was."""
-        asked = self._asked()
-        if not asked:
+        predicted = self._predicted()
+        if not predicted:
             return None
-        predictions = torch.tensor([self.ahead[at] for at in asked], dtype=torch.float64)
-        return measure_ahead(predictions, self.cost[asked].cpu(), self.started[1].cost)
+        predictions = torch.tensor([self.ahead[at] for at in predicted], dtype=torch.float64)
+        return measure_ahead(predictions, self.cost[predicted].cpu(), self.started[1].cost)
 
     def predicted(self) -> Tensor:
         """Return what f predicted before it was queried, and what was found, ``m x 2``."""
-        asked = self._asked()
-        pairs = [(self.ahead[at][0], self.evaluations[at].cost) for at in asked]
+        predicted = self._predicted()
+        pairs = [(self.ahead[at][0], self.evaluations[at].cost) for at in predicted]
         return torch.tensor(pairs, dtype=torch.float64).view(-1, 2)
 
-    def _asked(self) -> list[int]:
+    def _predicted(self) -> list[int]:
         return [at for at in self.ahead if at < len(self.points)]

@@ -41,7 +41,7 @@ class CachedMetric(Metric):
 
         def read() -> list[KeptEvaluation]:
             self._kept = KeptEvaluations(path, metric, check)
-            return [self._kept.told[id] for id in sorted(self._kept.told)]
+            return [self._kept.evaluations[id] for id in sorted(self._kept.evaluations)]
 
         self._unused = distributed.on_first(read)
         self._start, self._next = Start(torch.zeros(0)), len(self._unused)
@@ -67,8 +67,8 @@ class CachedMetric(Metric):
             found, spent = self.metric.answers(judged, items[at:new], purpose), self.ledger.spent
             for point, evaluation in zip(points[at:new], found, strict=True):
                 if self._kept is not None:
-                    asked = KeptPoint.of(self._next, point, self._start)
-                    self._kept.tell(KeptEvaluation.told(asked, evaluation, self.repeats))
+                    proposed = KeptPoint.of(self._next, point, self._start)
+                    self._kept.tell(KeptEvaluation.evaluated(proposed, evaluation, self.repeats))
                 self._next += 1
                 yield evaluation
                 spent += self.repeats

@@ -99,7 +99,7 @@ class KeptEvaluation(KeptPoint):
     also: dict[str, float] | None = None
 
     @classmethod
-    def told(cls, point: KeptPoint, evaluation: Evaluation, asked: int) -> "KeptEvaluation":
+    def evaluated(cls, point: KeptPoint, evaluation: Evaluation, asked: int) -> "KeptEvaluation":
         """Make one of an evaluation; of a stand-in only the failure is kept."""
         failed = evaluation.failed
         if failed:
@@ -144,18 +144,18 @@ class KeptEvaluations:
 
     def __init__(self, path: Path | None, scale: CostScale, check: Callable[[], None] = lambda: None) -> None:
         self.path, self._check = path, check
-        self.told: dict[int, KeptEvaluation] = {}
+        self.evaluations: dict[int, KeptEvaluation] = {}
         self.open: dict[int, KeptPoint] = {}
         if path is not None and path.exists():
             content = _read(path, scale)
-            self.told = {each.id: each for each in content.evaluations}
+            self.evaluations = {each.id: each for each in content.evaluations}
             self.open = {each.id: each for each in content.open}
-        self._lines = {id: each.line for id, each in self.told.items()}
+        self._lines = {id: each.line for id, each in self.evaluations.items()}
 
     @property
     def answered(self) -> int:
         """How many points were evaluated, those that failed among them."""
-        return sum(not each.given_up for each in self.told.values())
+        return sum(not each.given_up for each in self.evaluations.values())
 
     def ask(self, points: Iterable[KeptPoint], *, write: bool = True) -> None:
         """Note points that are open from now on.
@@ -171,12 +171,12 @@ class KeptEvaluations:
     def tell(self, kept: KeptEvaluation) -> None:
         """Keep what became of a point; it is on disk when this returns."""
         line, opened = kept.line, self.open.get(kept.id)
-        self.told[kept.id], self._lines[kept.id] = kept, line
+        self.evaluations[kept.id], self._lines[kept.id] = kept, line
         self.open.pop(kept.id, None)
         try:
             self._write()
         except BaseException:
-            del self.told[kept.id], self._lines[kept.id]
+            del self.evaluations[kept.id], self._lines[kept.id]
             if opened is not None:
                 self.open[kept.id] = opened
             raise

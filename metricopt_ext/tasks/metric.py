@@ -283,8 +283,8 @@ class Metric(CostScale):
         self.require_guard, self.new_classes, self.data = require_guard, new_classes, data
         self.also, self.subject_to = _checked_functions(also, name), dict(subject_to or {})
         self.constraints = parse_constraints(subject_to, name)
-        asked = [function, *(self.also[each] for each in self.subject_to if each in self.also)]
-        self.takes_model = all(map(_takes_model, asked))
+        functions = [function, *(self.also[each] for each in self.subject_to if each in self.also)]
+        self.takes_model = all(map(_takes_model, functions))
         self.callbacks: list[OnQuery] = []
         self.failed = 0
         self._worst: Evaluation | None = None
@@ -552,9 +552,9 @@ class Metric(CostScale):
             if name in self.also:
                 also[name] = self._besides(name, model, settings)
             elif name not in also:
-                told = f"told {', '.join(map(brief, also))} besides" if also else "tells nothing besides"
+                known = f"told {', '.join(map(brief, also))} besides" if also else "tells nothing besides"
                 raise MetricError(
-                    f"subject_to names {brief(name)}, but metric {self.name!r} {told}; let it return a dict,"
+                    f"subject_to names {brief(name)}, but metric {self.name!r} {known}; let it return a dict,"
                     f" {{{self.name!r}: value, {name!r}: value}}, or give also={{{name!r}: function}}"
                 )
         return evaluation._replace(also=also) if also else evaluation
@@ -768,10 +768,10 @@ def _number_besides(returned: Any, name: Any, metric: str) -> float:
     return value
 
 
-def _mean_besides(told: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
+def _mean_besides(known: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
     """Return the means of what all of several calls told besides the metric."""
-    names = [name for name in told[0] if all(name in each for each in told)]
-    return {name: mean(each[name] for each in told) for name in names} or None
+    names = [name for name in known[0] if all(name in each for each in known)]
+    return {name: mean(each[name] for each in known) for name in names} or None
 
 
 def _agree_besides(a: Mapping[str, float], b: Mapping[str, float]) -> bool:

@@ -22,11 +22,11 @@ from metricopt_ext.methods.assessment import (
     ORDERS,
     RECOMMENDATIONS,
     Assessment,
+    Evaluated,
     Kind,
-    Told,
     assessed,
     by_chance,
-    first_told,
+    first_evaluated,
     kind_of,
     queries_to_search,
     smallest_gain,
@@ -57,10 +57,12 @@ def halved(value: float, apart: float) -> Evaluation:
     return Evaluation(1 - value, (1 - value - apart, 1 - value + apart))
 
 
-def case(values: Sequence[float], kinds: Sequence[tuple[str, Kind]] = WITH_STARTS, apart: float = 0.01) -> list[Told]:
+def case(
+    values: Sequence[float], kinds: Sequence[tuple[str, Kind]] = WITH_STARTS, apart: float = 0.01
+) -> list[Evaluated]:
     """Points of these values; how far apart their halves are goes up and down."""
     return [
-        Told(*kind, halved(value, apart * (1, -1, 0.5, -0.5)[i % 4]))
+        Evaluated(*kind, halved(value, apart * (1, -1, 0.5, -0.5)[i % 4]))
         for i, (value, kind) in enumerate(zip(values, kinds, strict=True))
     ]
 
@@ -68,9 +70,11 @@ def case(values: Sequence[float], kinds: Sequence[tuple[str, Kind]] = WITH_START
 # --- Noise ----------------------------------------------------------------------------------------------------------
 
 
-def noisy(rng: random.Random, kinds: Sequence[tuple[str, Kind]], draw: Callable[[random.Random], float]) -> list[Told]:
+def noisy(
+    rng: random.Random, kinds: Sequence[tuple[str, Kind]], draw: Callable[[random.Random], float]
+) -> list[Evaluated]:
     halves = [(draw(rng), draw(rng)) for _ in kinds]
-    return [Told(*kind, Evaluation(sum(half) / 2, half)) for kind, half in zip(kinds, halves, strict=True)]
+    return [Evaluated(*kind, Evaluation(sum(half) / 2, half)) for kind, half in zip(kinds, halves, strict=True)]
 
 
 @pytest.mark.parametrize("kinds", [WITH_STARTS, WITH_LINE, ALONE], ids=["starts", "line", "alone"])
@@ -109,7 +113,7 @@ def test_so_is_noise_that_repeats_show(repeats: int) -> None:
         for kind in WITH_STARTS:
             calls = torch.tensor([0.5 + 0.05 * rng.gauss(0, 1) for _ in range(repeats)], dtype=torch.float64)
             noise = float(calls.std()) / math.sqrt(repeats)
-            told.append(Told(*kind, Evaluation(float(calls.mean()), None, noise)))
+            told.append(Evaluated(*kind, Evaluation(float(calls.mean()), None, noise)))
         return assessed(metric_of(repeats=repeats), told, DIM).recommendation
 
     assert Counter(run() for _ in range(300))["do not"] >= 285
@@ -162,7 +166,7 @@ def test_repeats_are_compared_by_fishers_f() -> None:
 
 
 def test_without_halves_or_repeats_nobody_can_tell() -> None:
-    told = [Told(*kind, Evaluation(0.5 - 0.01 * i)) for i, kind in enumerate(WITH_STARTS)]
+    told = [Evaluated(*kind, Evaluation(0.5 - 0.01 * i)) for i, kind in enumerate(WITH_STARTS)]
     found = assessed(metric_of(), told, DIM)
     assert (found.recommendation, found.guard, found.smallest) == ("undecided", "none", None)
     assert math.isnan(found.reliability)
@@ -173,20 +177,20 @@ def test_without_halves_or_repeats_nobody_can_tell() -> None:
 
 
 def test_halves_that_are_none_count_for_none() -> None:
-    told = [Told(*kind, Evaluation(0.5 - 0.01 * i, (0.5 - 0.01 * i,) * 2)) for i, kind in enumerate(WITH_STARTS)]
+    told = [Evaluated(*kind, Evaluation(0.5 - 0.01 * i, (0.5 - 0.01 * i,) * 2)) for i, kind in enumerate(WITH_STARTS)]
     found = assessed(metric_of(), told, DIM)
     assert (found.recommendation, found.guard) == ("undecided", "none")
 
 
 @pytest.mark.parametrize("halves", [None, (0.4, 0.6)])
 def test_a_constant_metric_tells_nothing(halves: Any) -> None:
-    found = assessed(metric_of(), [Told(*kind, Evaluation(0.5, halves)) for kind in ALONE], DIM)
+    found = assessed(metric_of(), [Evaluated(*kind, Evaluation(0.5, halves)) for kind in ALONE], DIM)
     assert (found.recommendation, found.found, found.best_start, found.headroom) == ("undecided", 0, "", 0)
     assert "one value at all of 12 points" in found.reason
 
 
 def test_what_repeats_exactly_is_believed() -> None:
-    told = [Told(*kind, Evaluation(0.5 - 0.01 * i, None, 0.0)) for i, kind in enumerate(WITH_STARTS)]
+    told = [Evaluated(*kind, Evaluation(0.5 - 0.01 * i, None, 0.0)) for i, kind in enumerate(WITH_STARTS)]
     found = assessed(metric_of(repeats=2), told, DIM)
     assert (found.guard, found.smallest, found.reliability, found.queries) == ("repeats", 0, 1, 24)
     assert (found.recommendation, found.search_queries) == ("search", 2 * 40)  # 12 and a slope for each of 24, in tens
@@ -194,7 +198,7 @@ def test_what_repeats_exactly_is_believed() -> None:
 
 def test_what_failed_does_not_count() -> None:
     told = case([0.5, 0.5, 0.5, 0.9, 0.8, *np.linspace(0.3, 0.6, 7)])
-    lost = Told("", "phi", Evaluation(1.0, None, None, failed=True))
+    lost = Evaluated("", "phi", Evaluation(1.0, None, None, failed=True))
     assert assessed(metric_of(), [*told, lost], DIM) == assessed(metric_of(), told, DIM)
 
 
@@ -346,7 +350,7 @@ def test_answers_are_told_apart_by_their_number() -> None:
     started = Start(zero, norm)
     starts = [("start", Start(zero)), ("batchnorm", started), ("", started)]  # the last is one of a line
     answers = [(id, zero + max(0, id - 2), Evaluation(0.5 - 0.1 * id)) for id in (0, 1, 2, 4)]  # one was given up
-    told = first_told(adapter, starts, started, answers)
+    told = first_evaluated(adapter, starts, started, answers)
     kinds = [("start", "trained"), ("batchnorm", "batchnorm"), ("", "batchnorm"), ("", "phi")]
     assert [each[:2] for each in told] == kinds
     assert [each.evaluation.cost for each in told] == pytest.approx([0.5, 0.4, 0.3, 0.1])

@@ -104,7 +104,7 @@ def test_a_constraint_that_binds_nowhere_changes_nothing(quadratic: Make) -> Non
     plain, bound = (go(Toy(quadratic).judged(subject_to=each), 24) for each in ({}, {"along": "<= 1e9"}))
     assert torch.allclose(plain.points, bound.points, atol=1e-9)
     assert bound.constrained is not None
-    assert bound.constrained.holding == bound.constrained.asked == 24
+    assert bound.constrained.holding == bound.constrained.evaluated == 24
 
 
 def test_without_any_a_run_asks_the_very_points_of_a_number_alone(quadratic: Make, tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_what_was_refused_is_said() -> None:
     candidates = {"start": at(0.9, 0.6), "prior": at(0.5, 0.4), "search": at(0.1, 0.4)}
     constrained = Constrained.of(LIMITS, candidates, [*candidates.values()])
     assert constrained is not None
-    assert (constrained.holding, constrained.asked) == (1, 3)
+    assert (constrained.holding, constrained.evaluated) == (1, 3)
     assert [constrained.allows(name) for name in candidates] == [True, False, False]
     assert constrained.bound("a") == ">= 0.5000"
     assert constrained.bound("b") == ""
@@ -254,7 +254,7 @@ def test_a_part_of_the_way_is_kept_only_if_it_is_known_to_satisfy_them(toy: Toy)
     run = go(toy.judged(halved, new_classes=True), 40)
     assert run.kept_share is not None
     assert 0 < run.kept_share.share < 1
-    assert run.kept_share.asked
+    assert run.kept_share.evaluated
     assert run.chosen == "part"
     assert run.also["along"][1] == pytest.approx(toy.along(run.ends["part"]))
     assert run.also["along"][1] <= toy.limit

@@ -185,7 +185,7 @@ def test_a_part_of_the_way_is_kept_known_and_paid_for_within_the_budget(quadrati
     assert share is not None
     assert result.chosen == "part"
     assert 0 < share.share < 1
-    assert share.asked
+    assert share.evaluated
     assert share.share == pytest.approx(1 - 1.5 * share.optimism / (2 * share.gain))
     start, end, kept = (result.ends[name] for name in ("start", "search", "part"))
     assert torch.allclose(kept, start + share.share * (end - start))
@@ -302,7 +302,7 @@ def test_ask_and_tell_ends_as_the_run_does_and_has_fs_mean_before(quadratic: Mak
     assert torch.equal(result.ends["part"], expected.ends["part"])
     assert early is not None
     assert early.kept_share is not None
-    assert not early.kept_share.asked
+    assert not early.kept_share.evaluated
     assert "(what f takes its metric for, as it was not asked there)" in str(early)
     assert early.after == pytest.approx(result.after, rel=0.05)
 

@@ -273,7 +273,7 @@ def test_several_pairs_of_halves_are_told_and_kept_and_their_number_must_stay(qu
     with pytest.raises(ValueError, match="on a half of its data, outside"):
         search.tell(start.id, 1.0, halves=((1.0, 0.5), (0.5, 3.0)))
     search.tell(start.id, 1.0, halves=((1.0, 0.5), (0.5, 2.0)))
-    kept = KeptEvaluations(tmp_path / "evaluations.json", task.metric).told[0].evaluation
+    kept = KeptEvaluations(tmp_path / "evaluations.json", task.metric).evaluations[0].evaluation
     assert kept == Evaluation(0.5, (0.5, 0.75), pairs=((0.5, 0.75), (0.75, 0.0)))
     (trial,) = search.ask()
     with pytest.raises(ValueError, match="trial 1 is told 1 pair of halves, but others 2; divide the data"):

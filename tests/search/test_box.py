@@ -13,7 +13,7 @@ START = torch.tensor([1.0, -2.0], dtype=torch.float32)
 
 
 def told(box: Box, unit: torch.Tensor, answers: Any) -> Any:
-    asking = box.asked(unit)
+    asking = box.proposed(unit)
     points = next(asking)
     with pytest.raises(StopIteration) as stopped:
         asking.send(Answers(answers(points)))

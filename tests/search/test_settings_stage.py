@@ -45,7 +45,7 @@ def test_numbers_are_followed_outwards_while_they_gain() -> None:
     batches = run(state, lambda values: abs(values["size"] - 566) / 1000)
     assert asked("size", batches) == [[283, 400, 476], [566], [673]]
     assert state.end().values == {"size": 566}
-    assert state.asked == 5
+    assert state.spent == 5
 
 
 def test_numbers_are_followed_downwards_too() -> None:
@@ -160,7 +160,7 @@ def test_queries_are_never_exceeded(queries: int) -> None:
     settings = made(SIZE, SOFT, FLIP, presets=presets, inference=9.0, queries=queries)
     state = SettingsState(settings, Evaluation(0.5))
     number = sum(map(len, run(state, lambda values: 0.5 - 1e-4 * values["size"] - 0.1 * values["soft"])))
-    assert number == state.asked <= queries
+    assert number == state.spent <= queries
     assert number >= min(queries, 10)
     fewer = SettingsState(settings, Evaluation(0.5), queries=2)
     assert sum(map(len, run(fewer, lambda values: 0.4))) == min(queries, 2)
@@ -193,7 +193,7 @@ def test_what_was_given_up_costs_no_query_and_is_not_asked_again() -> None:
     state = SettingsState(made(SIZE), Evaluation(0.5))
     batches = run(state, lambda values: None if values["size"] == 400 else values["size"] / 1000)
     assert asked("size", batches) == [[283, 400, 476], [238], [200]]
-    assert state.asked == 4
+    assert state.spent == 4
 
 
 def test_answers_of_an_earlier_sitting_are_taken_as_they_are() -> None:

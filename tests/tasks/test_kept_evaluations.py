@@ -37,32 +37,32 @@ def test_points_and_answers_come_back_bit_for_bit(tmp_path: Path, dtype: torch.d
     kept = KeptEvaluations(path, UNBOUNDED)
     kept.ask(points)
     evaluation = Evaluation(0.1 + 0.2, (1 / 3, 2 / 3), 1e-17)
-    kept.tell(KeptEvaluation.told(points[2], evaluation, 3))
-    kept.tell(KeptEvaluation.told(points[0], Evaluation(9.0, failed=True), 3))
+    kept.tell(KeptEvaluation.evaluated(points[2], evaluation, 3))
+    kept.tell(KeptEvaluation.evaluated(points[0], Evaluation(9.0, failed=True), 3))
     kept.tell(KeptEvaluation.without(points[1]))
     again = KeptEvaluations(path, UNBOUNDED)
     assert again.open == {3: points[3]}
-    assert again.told == kept.told
-    assert again.told[2].evaluation == evaluation
-    assert [(each.failed, each.given_up, each.asked) for _, each in sorted(again.told.items())] == [
+    assert again.evaluations == kept.evaluations
+    assert again.evaluations[2].evaluation == evaluation
+    assert [(each.failed, each.given_up, each.asked) for _, each in sorted(again.evaluations.items())] == [
         (True, False, 3),
         (False, True, 0),
         (False, False, 3),
     ]
     assert again.answered == 2
-    assert torch.equal(again.told[2].at(phi(dtype)), phi(dtype) * 2)
+    assert torch.equal(again.evaluations[2].at(phi(dtype)), phi(dtype) * 2)
     assert path.read_bytes() == path.read_bytes()
 
 
 def test_pairs_of_halves_come_back_bit_for_bit_and_a_file_without_any_is_as_before(tmp_path: Path) -> None:
     kept = KeptEvaluations(tmp_path / "kept.json", UNBOUNDED)
     one, several = Evaluation(0.1, (1 / 3, 2 / 3)), Evaluation.of(0.1, [(1 / 3, 2 / 3), (0.1 + 0.2, 1e-17)], 0.5)
-    kept.tell(KeptEvaluation.told(KeptPoint.of(0, phi(torch.float32), START), one, 1))
+    kept.tell(KeptEvaluation.evaluated(KeptPoint.of(0, phi(torch.float32), START), one, 1))
     assert "pairs" not in (tmp_path / "kept.json").read_text()
-    kept.tell(KeptEvaluation.told(KeptPoint.of(1, phi(torch.float32), START), several, 1))
+    kept.tell(KeptEvaluation.evaluated(KeptPoint.of(1, phi(torch.float32), START), several, 1))
     again = KeptEvaluations(tmp_path / "kept.json", UNBOUNDED)
-    assert again.told == kept.told
-    assert [again.told[id].evaluation for id in (0, 1)] == [one, several]
+    assert again.evaluations == kept.evaluations
+    assert [again.evaluations[id].evaluation for id in (0, 1)] == [one, several]
 
 
 def test_a_refused_write_changes_nothing(tmp_path: Path) -> None:
@@ -73,8 +73,8 @@ def test_a_refused_write_changes_nothing(tmp_path: Path) -> None:
     point = KeptPoint.of(0, phi(torch.float32), START)
     kept.ask([point], write=False)
     with pytest.raises(FileFormatError, match="gone"):
-        kept.tell(KeptEvaluation.told(point, Evaluation(0.5), 1))
-    assert (kept.told, kept.open) == ({}, {0: point})
+        kept.tell(KeptEvaluation.evaluated(point, Evaluation(0.5), 1))
+    assert (kept.evaluations, kept.open) == ({}, {0: point})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -110,7 +110,7 @@ def test_an_answer_that_can_be_none_is_not_believed(
     path, scale = tmp_path / "kept.json", CostScale(maximize=False, bounds=bounds, name="x")
     written(path, **changes)
     if not refused:
-        assert KeptEvaluations(path, scale).told[0].cost == changes.get("cost", 0.5)
+        assert KeptEvaluations(path, scale).evaluations[0].cost == changes.get("cost", 0.5)
         return
     with pytest.raises(FileFormatError, match=refused) as caught:
         KeptEvaluations(path, scale)
@@ -172,23 +172,23 @@ def test_other_quantities_come_back_bit_for_bit_and_are_not_there_without_any(tm
     kept = KeptEvaluations(path, UNBOUNDED)
     also = {"recall[person]": 0.1 + 0.2, "ece": 5e-324, "big": -1.7976931348623157e308, "\u00e9 \n": 1 / 3}
     evaluation = Evaluation(0.3, (1 / 3, 2 / 3), also=also)
-    kept.tell(KeptEvaluation.told(points[0], evaluation, 1))
-    kept.tell(KeptEvaluation.told(points[1], Evaluation(0.5), 1))
-    kept.tell(KeptEvaluation.told(points[2], Evaluation(9.0, failed=True, also=also), 1))
+    kept.tell(KeptEvaluation.evaluated(points[0], evaluation, 1))
+    kept.tell(KeptEvaluation.evaluated(points[1], Evaluation(0.5), 1))
+    kept.tell(KeptEvaluation.evaluated(points[2], Evaluation(9.0, failed=True, also=also), 1))
     again = KeptEvaluations(path, UNBOUNDED)
-    assert again.told == kept.told
-    assert again.told[0].evaluation == evaluation
-    assert again.told[2].also is None, "a stand-in's are another evaluation's"
+    assert again.evaluations == kept.evaluations
+    assert again.evaluations[0].evaluation == evaluation
+    assert again.evaluations[2].also is None, "a stand-in's are another evaluation's"
     assert path.read_text().count('"also"') == 1
     before = path.read_bytes()
-    again.tell(again.told[1])
+    again.tell(again.evaluations[1])
     assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("also", ['{"a": NaN}', '{"a": Infinity}', '{"a": "1"}', "[1.0]", '{"a": true}', '{"a": null}'])
 def test_other_quantities_that_are_no_numbers_are_refused(tmp_path: Path, also: str) -> None:
     point = KeptPoint.of(0, phi(torch.float32), START)
-    line = KeptEvaluation.told(point, Evaluation(0.5, also={"a": 0.25}), 1).line.replace('{"a": 0.25}', also)
+    line = KeptEvaluation.evaluated(point, Evaluation(0.5, also={"a": 0.25}), 1).line.replace('{"a": 0.25}', also)
     content = _content([], f"[{line}]")
     path = tmp_path / "kept.json"
     path.write_text(f'{{"checksum": "{_checksum(content)}", {content}}}')
@@ -205,11 +205,11 @@ def test_a_point_is_of_a_model_and_its_settings(tmp_path: Path) -> None:
     kept = KeptEvaluations(tmp_path / "kept.json", UNBOUNDED)
     kept.ask([point])
     assert KeptEvaluations(tmp_path / "kept.json", UNBOUNDED).open == {0: point}
-    kept.tell(KeptEvaluation.told(point, Evaluation(0.5), 1))
-    assert KeptEvaluations(tmp_path / "kept.json", UNBOUNDED).told[0].settings == REPLACING.settings
+    kept.tell(KeptEvaluation.evaluated(point, Evaluation(0.5), 1))
+    assert KeptEvaluations(tmp_path / "kept.json", UNBOUNDED).evaluations[0].settings == REPLACING.settings
 
 
 def test_a_file_without_settings_is_as_before(tmp_path: Path) -> None:
     kept = KeptEvaluations(tmp_path / "kept.json", UNBOUNDED)
-    kept.tell(KeptEvaluation.told(KeptPoint.of(0, phi(torch.float32), START), Evaluation(0.5), 1))
+    kept.tell(KeptEvaluation.evaluated(KeptPoint.of(0, phi(torch.float32), START), Evaluation(0.5), 1))
     assert "settings" not in (tmp_path / "kept.json").read_text()
