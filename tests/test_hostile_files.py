@@ -54,7 +54,7 @@ from metricopt_ext.retrieval.layouts import load_cars196, load_in_shop
 from metricopt_ext.runtime.identity import claim
 from metricopt_ext.search.update_rule import UpdateRule, load_update_rule
 from metricopt_ext.siblings.ala.loss_policy import LossPolicy, load_loss_policy
-from metricopt_ext.siblings.kept import NUMBERS, load_kept
+from metricopt_ext.siblings.kept import NUMBERS, load_trained
 from metricopt_ext.siblings.reloss.relational_loss import RelationalLoss, load_relational_loss
 from metricopt_ext.siblings.sl.set_loss import SetLoss, load_set_loss
 from metricopt_ext.siblings.training import TrainingTask
@@ -538,7 +538,7 @@ LOADERS: dict[str, Loader] = {
     ),
     "identity": Loader(parsed("run.json", {"seed": 1}), lambda path: claim(path, {"seed": 1})),
     "record": Loader(write_record, SeedRecord.load),
-    "sibling": Loader(write_kept, lambda path: load_kept(nn.Linear(2, 2), path.parent, "x")),
+    "sibling": Loader(write_kept, lambda path: load_trained(nn.Linear(2, 2), path.parent, "x")),
     "row": Loader(
         parsed("r.json", {"seed": 0, "method": "a", "cells": {}, "errors": {}, "least": 1, "machine": "m"}),
         comparison.finished,

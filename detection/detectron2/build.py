@@ -21,7 +21,7 @@ from metricopt_ext.detection.detectron2.hooks import (
     EvaluationLog,
     MergedCheckpoint,
     ReplayedSteps,
-    TrajectoryRecorder,
+    TrajectoryHook,
 )
 from metricopt_ext.detection.detectron2.placements import film_layers
 from metricopt_ext.search.learned_optimizer import LearnedOptimizer
@@ -133,7 +133,7 @@ def finetuning_hooks(
     recording = Recording(adapter, metric, store, steps=steps, evals=evals, seed=seed, round=round, index=index)
     return [
         replayed,
-        TrajectoryRecorder(recording),
+        TrajectoryHook(recording),
         EvaluationLog(recording),
         BestCheckpoint(recording, best),
         MergedCheckpoint(adapter, merged, recording),

@@ -22,7 +22,7 @@ from metricopt_ext.utils.words import counted
 LOGGER = logging.getLogger("detectron2.metricopt")  # a child of Detectron2's, which has the handlers
 
 
-class TrajectoryRecorder(HookBase):  # type: ignore[misc]
+class TrajectoryHook(HookBase):  # type: ignore[misc]
     """Records the first T steps of a trainer as a trajectory.
 
     phi_0 is what the adapter holds when training starts. The trainer's checkpoints keep what was recorded, if the hook
@@ -35,7 +35,7 @@ class TrajectoryRecorder(HookBase):  # type: ignore[misc]
     Example:
         >>> recording = Recording(adapter, metric, TrajectoryStore(folder), steps=200, evals=10)  # doctest: +SKIP
         >>> trainer = SimpleTrainer(model, loader, optimizer)  # doctest: +SKIP
-        >>> trainer.register_hooks([TrajectoryRecorder(recording)])  # doctest: +SKIP
+        >>> trainer.register_hooks([TrajectoryHook(recording)])  # doctest: +SKIP
         >>> trainer.train(0, 200)  # doctest: +SKIP
     """
 

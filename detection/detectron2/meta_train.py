@@ -22,7 +22,7 @@ from metricopt_ext.detection.detectron2.hooks import (
     LOGGER,
     BestCheckpoint,
     MergedCheckpoint,
-    TrajectoryRecorder,
+    TrajectoryHook,
     values_of,
 )
 from metricopt_ext.detection.detectron2.identity import identity_of_trainer
@@ -210,10 +210,10 @@ def _run(cfg: CfgNode, trainer_class: type[MetricOptTrainer], callback: Callback
 
         def build_hooks(self) -> list[HookBase]:
             hooks = [each for each in super().build_hooks() if not isinstance(each, BestCheckpoint | MergedCheckpoint)]
-            recordings[:] = [each.recording for each in hooks if isinstance(each, TrajectoryRecorder)]
+            recordings[:] = [each.recording for each in hooks if isinstance(each, TrajectoryHook)]
             if len(recordings) != 1:
                 raise TypeError(
-                    f"{trainer_class.__name__}.build_hooks returned {counted(len(recordings), 'TrajectoryRecorder')};"
+                    f"{trainer_class.__name__}.build_hooks returned {counted(len(recordings), 'TrajectoryHook')};"
                     " meta-training needs one: keep the hooks of MetricOptTrainer.build_hooks"
                 )
             (recording,) = recordings

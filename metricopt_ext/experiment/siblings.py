@@ -17,7 +17,7 @@ from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.ala.ala import AdaptiveLossAlignment
 from metricopt_ext.siblings.ala.loss_policy import load_loss_policy
 from metricopt_ext.siblings.checkpoints import Checkpoints
-from metricopt_ext.siblings.kept import Measured, keep, load_kept
+from metricopt_ext.siblings.kept import Measured, keep, load_trained
 from metricopt_ext.siblings.reloss.ranked_batches import BatchSource, RandomOutputs
 from metricopt_ext.siblings.reloss.relational_loss import RelationalTraining, load_relational_loss
 from metricopt_ext.siblings.reloss.reloss import ReLoss
@@ -283,7 +283,7 @@ def training(
         callback.stage(METHODS[name].title)
         own, _ = started.of(task)
         training_task = make(own)
-        trained = load_kept(training_task.copied().model, folder, name) if resume else None
+        trained = load_trained(training_task.copied().model, folder, name) if resume else None
         if trained is None:
             unfinished = folder / f"{name}_training.safetensors"
             if not resume:

@@ -52,7 +52,7 @@ def read_numbers(file: Path) -> dict[str, Any]:
     return content
 
 
-def load_kept(model: nn.Module, folder: Path, name: str) -> Trained | None:
+def load_trained(model: nn.Module, folder: Path, name: str) -> Trained | None:
     """Return what `keep` wrote, without its product, or None if it did not finish.
 
     Args:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from metricopt_ext.errors import DataError, FileFormatError
-from metricopt_ext.siblings.kept import keep, load_kept
+from metricopt_ext.siblings.kept import keep, load_trained
 from metricopt_ext.siblings.sibling import Trained
 from metricopt_ext.siblings.sl.set_loss import load_set_loss
 from metricopt_ext.siblings.sl.surrogate_learning import SurrogateLearning
@@ -27,7 +27,7 @@ def test_all_but_the_product_comes_back(
     task = training_task(trains)
     result = trained(task)
     keep(result, tmp_path, "sl_s")
-    again = load_kept(task.copied().model.train(), tmp_path, "sl_s")
+    again = load_trained(task.copied().model.train(), tmp_path, "sl_s")
     assert again is not None
     for name, tensor in result.model.state_dict().items():
         assert torch.equal(again.model.state_dict()[name], tensor)
@@ -40,19 +40,19 @@ def test_all_but_the_product_comes_back(
 
 def test_what_did_not_finish_is_not_there(training_task: Callable[..., TrainingTask], tmp_path: Path) -> None:
     task = training_task()
-    assert load_kept(task.model, tmp_path, "sl_s") is None
+    assert load_trained(task.model, tmp_path, "sl_s") is None
     keep(trained(task), tmp_path, "sl_s")
     (tmp_path / "sl_s.json").unlink()
-    assert load_kept(task.model, tmp_path, "sl_s") is None
+    assert load_trained(task.model, tmp_path, "sl_s") is None
 
 
 def test_other_files_are_refused(training_task: Callable[..., TrainingTask], tmp_path: Path) -> None:
     task = training_task()
     keep(trained(task), tmp_path, "sl_s")
     with pytest.raises(DataError, match="holds no weights for Net"):
-        load_kept(training_task(outputs=3).model, tmp_path, "sl_s")
+        load_trained(training_task(outputs=3).model, tmp_path, "sl_s")
     content = json.loads((tmp_path / "sl_s.json").read_text())
     del content["seconds"]
     (tmp_path / "sl_s.json").write_text(json.dumps(content))
     with pytest.raises(FileFormatError, match=r"sl_s\.json is not what a sibling method left"):
-        load_kept(task.model, tmp_path, "sl_s")
+        load_trained(task.model, tmp_path, "sl_s")

@@ -31,7 +31,7 @@ from metricopt_ext.detection.ap_loss import ap_loss
 from metricopt_ext.detection.detectron2.config import metricopt_settings
 from metricopt_ext.detection.detectron2.datasets import records_of, register, registered_truth
 from metricopt_ext.detection.detectron2.evaluator import ap50_metric
-from metricopt_ext.detection.detectron2.hooks import LOGGER, BestCheckpoint, TrajectoryRecorder
+from metricopt_ext.detection.detectron2.hooks import LOGGER, BestCheckpoint, TrajectoryHook
 from metricopt_ext.detection.detectron2.meta_train import meta_train
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, trajectory_store
 from metricopt_ext.detection.records import DetectionSet
@@ -335,7 +335,7 @@ def test_hooks_in_a_simple_trainer(tiny_config: Any, tmp_path: Path) -> None:
     store = TrajectoryStore()
     recording = Recording(adapter, Metric(judge, maximize=False), store, steps=4, evals=3, seed=1)
     path = tmp_path / "best.pth"
-    recorded = run(TrajectoryRecorder(recording), BestCheckpoint(recording, path))
+    recorded = run(TrajectoryHook(recording), BestCheckpoint(recording, path))
     assert torch.equal(recorded, run())  # the metric's queries disturb nothing
     assert modes == [False] * 3
     (trajectory,) = store
@@ -344,9 +344,9 @@ def test_hooks_in_a_simple_trainer(tiny_config: Any, tmp_path: Path) -> None:
     assert torch.equal(best, trajectory.observed_phi[trajectory.cost.argmin()])
     assert len(trajectory.loss) == 4
     with pytest.raises(FileFormatError, match="trajectory 0 of round 0 is already stored"):
-        run(TrajectoryRecorder(Recording(adapter, Metric(judge, maximize=False), store, steps=4, evals=3)))
+        run(TrajectoryHook(Recording(adapter, Metric(judge, maximize=False), store, steps=4, evals=3)))
     simple = SimpleTrainer(model, [], None, gather_metric_period=5)
-    hook = TrajectoryRecorder(Recording(adapter, Metric(judge, maximize=False), TrajectoryStore(), steps=4, evals=3))
+    hook = TrajectoryHook(Recording(adapter, Metric(judge, maximize=False), TrajectoryStore(), steps=4, evals=3))
     simple.register_hooks([hook])
     simple.run_step = lambda: None
     with pytest.raises(ConfigError, match="gather_metric_period=1"):
@@ -616,7 +616,7 @@ def test_meta_training_uses_the_user_s_trainer(tiny_config: Any, tmp_path: Path)
 
 class WithoutRecorder(MetricOptTrainer):
     def build_hooks(self) -> list[Any]:
-        return [hook for hook in super().build_hooks() if not isinstance(hook, TrajectoryRecorder)]
+        return [hook for hook in super().build_hooks() if not isinstance(hook, TrajectoryHook)]
 
 
 class WithoutMetric(MetricOptTrainer):
@@ -628,7 +628,7 @@ class WithoutMetric(MetricOptTrainer):
 @pytest.mark.parametrize(
     ("trainer_class", "message"),
     [
-        (WithoutRecorder, "WithoutRecorder.build_hooks returned 0 TrajectoryRecorders; meta-training needs one"),
+        (WithoutRecorder, "WithoutRecorder.build_hooks returned 0 TrajectoryHooks; meta-training needs one"),
         (WithoutMetric, "WithoutMetric.build_metric returned None"),
     ],
 )
