@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 import metricopt_ext as mo
 from metricopt_ext.utils.extras import naming_extras, require
+from metricopt_ext.value.value_function import NeuralValueFunction
 
 Side = Callable[[], Any]
 
@@ -152,7 +153,7 @@ def classifier(device: torch.device, sizes: Sizes, dim: int = 128) -> Iterator[R
     """Time steps of a ResNet-18: with MetricOpt, and in bfloat16."""
     adapter = mo.attach_film(resnet(10).to(device).eval(), dim=dim)
     x, y = images(device, sizes)
-    f = mo.NeuralValueFunction(dim, members=2)
+    f = NeuralValueFunction(dim, members=2)
     f.set_domain(torch.randn(200, dim, generator=torch.Generator().manual_seed(0)))
     ours = mo.MetricOpt(adapter.parameters(), f.eval().to(device), lr=0.1, even_untrusted=True)
     plain = torch.optim.SGD(adapter.parameters(), lr=0.1)

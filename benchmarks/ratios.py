@@ -27,6 +27,8 @@ from metricopt_ext.detection.ap50 import average_precision
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.utils.extras import naming_extras, require
+from metricopt_ext.utils.kept_outputs import KeptOutputs
+from metricopt_ext.value.value_function import NeuralValueFunction
 
 QUERIES = 60  # of each search
 Side = Callable[[], Any]
@@ -112,7 +114,7 @@ def summed_up(of: str, over: str, pairs: list[tuple[float, float]]) -> Ratio:
 
 def step(turns: int, dim: int = 128) -> Ratio:
     """Time `MetricOpt.step` that follows a neural value function, and torch's SGD on the same phi."""
-    f = mo.NeuralValueFunction(dim, members=2)
+    f = NeuralValueFunction(dim, members=2)
     f.set_domain(torch.randn(200, dim, generator=torch.Generator().manual_seed(0)))
     phi = nn.Parameter(torch.zeros(dim))
     phi.grad = torch.full((dim,), 1e-3)
@@ -293,7 +295,7 @@ def boxes_kept(model: nn.Module) -> mo.Settings:
     """Return a detector's settings, the IoU of NMS alone."""
     from metricopt_ext.detection.settings import detection_settings
 
-    return detection_settings(model, names=["nms"], kept=mo.KeptOutputs(), boxes_only=True)
+    return detection_settings(model, names=["nms"], kept=KeptOutputs(), boxes_only=True)
 
 
 def of_classifier(model: nn.Module, x: Tensor, y: Tensor, batch_size: int) -> Searched:

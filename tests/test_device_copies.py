@@ -9,6 +9,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import metricopt_ext as mo
+from metricopt_ext.adapters.attach import attach_input_bias
+from metricopt_ext.value.value_function import NeuralValueFunction
 
 DIM = 6
 
@@ -49,7 +51,7 @@ def counting(method: Any, counted: Reads) -> Any:
 
 @pytest.mark.parametrize(
     "attach",
-    [lambda host: mo.attach_film(host, dim=DIM), lambda host: mo.attach_input_bias(host, dim=DIM)],
+    [lambda host: mo.attach_film(host, dim=DIM), lambda host: attach_input_bias(host, dim=DIM)],
     ids=["film", "input bias"],
 )
 def test_adapters_attach_modulate_and_merge_without_numbers(attach: Any) -> None:
@@ -64,7 +66,7 @@ def test_adapters_attach_modulate_and_merge_without_numbers(attach: Any) -> None
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_a_metric_step_reads_nothing(optimizer: str) -> None:
-    f = mo.NeuralValueFunction(DIM, members=2)
+    f = NeuralValueFunction(DIM, members=2)
     f.set_domain(torch.randn(50, DIM, generator=torch.Generator().manual_seed(0)))
     adapter = mo.attach_film(model(), dim=DIM)
     ours = mo.MetricOpt(adapter.parameters(), f.eval(), even_untrusted=True, optimizer=optimizer)

@@ -237,6 +237,21 @@ def test_the_scorers_of_their_page_run(
     assert "unguarded" not in capfd.readouterr().out
 
 
+def test_the_adapters_of_their_page_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its blocks are one script, whose comments say what it prints."""
+    page = ROOT / "docs/adapters.md"
+    monkeypatch.chdir(tmp_path)
+    script = "\n".join(blocks(page, "python"))
+    with torch.random.fork_rng():
+        exec(compile(script, page, "exec"), {})
+    printed = capsys.readouterr().out
+    for said in re.findall(r"^print\(.*\)  # ([^:\n]*)", script, re.MULTILINE):
+        assert said in printed
+    assert "half of the queries are spent" in printed
+
+
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
 
 

@@ -11,20 +11,25 @@ import torch.nn.functional as F
 from torch import nn
 
 import metricopt_ext as mo
+from metricopt_ext.methods.algorithm1 import Algorithm1
+from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
+from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.runtime.progress import Callback
+from metricopt_ext.search.direct import CMAES, GuidedES
+from metricopt_ext.value.learners import RidgeLearner
 
 SEEDS = 40
 DEVIATION = 0.05  # of the metric, on [0, 1]
-RECIPE = mo.Recipe(steps=6, evals=3, rounds=2, folds=2, trials=1, learners=(mo.RidgeLearner(),))
+RECIPE = Recipe(steps=6, evals=3, rounds=2, folds=2, trials=1, learners=(RidgeLearner(),))
 
 # Each with its number of evaluations.
 STRATEGIES: dict[str, tuple[Any, int]] = {
     "guided search": (None, 60),
-    "CMA-ES": (mo.CMAES(), 60),
-    "Guided ES": (mo.GuidedES(), 60),
+    "CMA-ES": (CMAES(), 60),
+    "Guided ES": (GuidedES(), 60),
     "recipe": (RECIPE, 62),
-    "Algorithm 1": (mo.Algorithm1(steps=6, evals=3), 30),
-    "Algorithm S1": (mo.AlgorithmS1(steps=6, evals=3, tasks=2, pairs=2, hidden=4), 30),
+    "Algorithm 1": (Algorithm1(steps=6, evals=3), 30),
+    "Algorithm S1": (AlgorithmS1(steps=6, evals=3, tasks=2, pairs=2, hidden=4), 30),
 }
 
 

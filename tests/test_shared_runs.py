@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 import metricopt_ext as mo
+from metricopt_ext.methods.batchnorm_starts import batchnorm_line
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.methods.algorithm1 import Algorithm1
@@ -83,7 +84,7 @@ def run(name):
     starts = None
     if name == "lines":  # of statistics, each on a model of its own, and of phi
         along = mo.StartLine(lambda t: mo.Start(t * torch.ones_like(task.origin())), -1.0, 1.0)
-        starts = {"statistics": mo.batchnorm_line(task, [2 * x + 1]), "along": along}
+        starts = {"statistics": batchnorm_line(task, [2 * x + 1]), "along": along}
     first = name == "assessed" and mo.assess(task, 11, seed=1, output_dir=out / name, callback=Callback())
     run = mo.optimize_metric(
         task, queries=queries, strategy=strategy, starts=starts, seed=1, output_dir=out / name, callback=Callback(),
@@ -91,7 +92,7 @@ def run(name):
         holdout=Metric(aside, maximize=True, name="aside") if name == "holdout" else None,
     )
     kept = {"phi": task.adapter.phi.detach(), "before": run.before, "after": run.after, "best": run.best,
-            "queries": run.queries, "spent": task.metric.ledger.spent_on, "text": str(run), "aside": run.aside,
+            "queries": run.queries, "spent": task.metric.ledger.spent_on, "text": str(run), "aside": run.holdout,
             "settings": run.settings and (run.settings.changed, run.settings.tried),
             "advice": first and first.advice, **{f"end {name}": end for name, end in run.ends.items()}}
     fit = getattr(run, "fit", None)

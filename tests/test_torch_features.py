@@ -28,7 +28,7 @@ def make_model():
     return nn.Sequential(*layers, nn.Linear(8, 3)).double()
 
 def make_f():
-    f = mo.RidgeValueFunction(4, 2).double()
+    f = RidgeValueFunction(4, 2).double()
     f.coefficients.copy_(torch.randn(8, 2, generator=torch.Generator().manual_seed(5)))
     f.radius.fill_(2.0)
     f.gradient_floor.fill_(0.1)

@@ -17,6 +17,7 @@ from metricopt_ext.methods.run_folder import HOLDOUT, RunFolder, identity_of, se
 from metricopt_ext.methods.searched import runner_of
 from metricopt_ext.methods.starts import all_starts
 from metricopt_ext.methods.strategy import Context, LearningStrategy, check_constraints, sized
+from metricopt_ext.moved import renamed_arguments
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import fingerprint_of_code
 from metricopt_ext.runtime.progress import Callback, progress_of
@@ -31,6 +32,7 @@ from metricopt_ext.utils.words import and_more, counted
 
 
 @undone_if_cut_short
+@renamed_arguments(watcher="callback", kept_aside="holdout")
 def optimize_metric(
     task: FinetuneTask,
     *,

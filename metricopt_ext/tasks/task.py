@@ -35,7 +35,9 @@ LOGGER = logging.getLogger(__name__)
 Loss = Callable[[nn.Module, Any], Tensor]
 
 # What to do with a model that has no backward pass, such as a quantised one.
-WITHOUT_GRADIENT = "for a model without gradients, as a quantised one, strategy=mo.CMAES() asks for none"
+WITHOUT_GRADIENT = (
+    "for a model without gradients, as a quantised one, strategy=CMAES() of metricopt_ext.search.direct asks for none"
+)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.streamed import StreamedImages, as_inputs
 from metricopt_ext.experiment.passes import Noticing
 from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.utils.kept_outputs import KeptOutputs
 
 SIDE = 16
 
@@ -146,7 +147,7 @@ def test_a_later_run_reads_what_was_kept_on_disk(tmp_path: Path) -> None:
     found = []
     for passes in (2, 0):
         model, x = Classifier(), images()
-        settings = classification_settings(model, temperature=True, kept=mo.KeptOutputs(folder=tmp_path))
+        settings = classification_settings(model, temperature=True, kept=KeptOutputs(folder=tmp_path))
         with settings.applied(values):
             found.append(logits(model, x))
         assert (model.runs, settings.passes) == (passes, passes)

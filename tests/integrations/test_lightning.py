@@ -18,6 +18,8 @@ import metricopt_ext as mo
 from metricopt_ext.errors import AdapterError, BudgetError, ConfigError, DataError, FileFormatError
 from metricopt_ext.integrations.lightning import SearchPhi
 from metricopt_ext.runtime.progress import Callback
+from metricopt_ext.search.direct import CMAES
+from metricopt_ext.value.value_function import RidgeValueFunction
 
 D = 4
 X = torch.randn(48, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -65,7 +67,7 @@ def test_metric_opt_under_lightning_is_metric_opt_in_a_loop() -> None:
     """Lightning gives the optimizer a closure that computes the gradient."""
 
     def follow(module: Module) -> mo.MetricOpt:
-        f = mo.RidgeValueFunction(D, 2).double()
+        f = RidgeValueFunction(D, 2).double()
         f.coefficients.copy_(torch.randn(2 * D, 2, generator=torch.Generator().manual_seed(5)))
         f.radius.fill_(2.0)
         f.gradient_floor.fill_(0.1)
@@ -125,7 +127,7 @@ class Stream(IterableDataset[Any]):
         ({"queries": -1}, BATCHES, ValueError, "queries is -1"),
         ({"seed": 0.5}, BATCHES, ValueError, "seed is 0.5"),
         ({"guard_confidence": 2.0}, BATCHES, ValueError, "confidence"),
-        ({"strategy": mo.CMAES}, BATCHES, ValueError, "strategy is the class CMAES"),
+        ({"strategy": CMAES}, BATCHES, ValueError, "strategy is the class CMAES"),
         ({"starts": {"mine": mo.Start(torch.zeros(D + 1))}}, BATCHES, AdapterError, r"phi has shape \(5,\)"),
         ({"attach": lambda module: mo.attach_film(module, "net.9")}, BATCHES, AdapterError, "matches no layer"),
         ({}, DataLoader(Stream(), batch_size=16), DataError, "needs a DataLoader with an index"),

@@ -17,6 +17,7 @@ from metricopt_ext.errors import MetricError
 from metricopt_ext.integrations.lightning import SearchPhi
 from metricopt_ext.integrations.lightning_checkpoints import best_of, reloaded
 from metricopt_ext.runtime.progress import Callback
+from metricopt_ext.search.direct import CMAES
 
 X = torch.randn(48, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = (X[:, 0] > 0.5).long()
@@ -116,7 +117,7 @@ def test_a_fit_goes_on_from_the_tuned_model(tmp_path: Path) -> None:
     assert all(torch.equal(each, tuned[name]) for name, each in other.state_dict().items())
 
 
-@pytest.mark.parametrize("options", [{"strategy": mo.CMAES(), "queries": 60, "halves": None}, {"merge": False}])
+@pytest.mark.parametrize("options", [{"strategy": CMAES(), "queries": 60, "halves": None}, {"merge": False}])
 def test_files_that_stay(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing better was found, and where the adapter is to stay on the module."""
     monkeypatch.setattr(Classifier, "validation_step", lambda self, *batch: self.log_dict(dict.fromkeys(NAMES, 0.5)))

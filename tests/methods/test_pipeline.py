@@ -39,7 +39,9 @@ from metricopt_ext.search.strategy import SearchStrategy as Search
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.rollout import rollout
+from metricopt_ext.tasks.trajectory import load_trajectories
 from metricopt_ext.utils import weights
+from metricopt_ext.value.fitting import fit_value_function
 from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
 from metricopt_ext.value.loading import load_value_function
 from metricopt_ext.value.observations import Observations
@@ -153,8 +155,8 @@ def test_a_metric_that_does_not_react_to_phi_is_named(quadratic: Callable[..., A
 
 def test_f_can_be_fitted_again_to_what_a_run_left(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     result = go(quadratic(dtype=torch.float32), seed=2, output_dir=tmp_path)
-    data = mo.Observations.of(mo.load_trajectories(tmp_path))
-    fit = mo.fit_value_function(data, [mo.RidgeLearner()], folds=RECIPE.folds, seed=2)
+    data = Observations.of(load_trajectories(tmp_path))
+    fit = fit_value_function(data, [RidgeLearner()], folds=RECIPE.folds, seed=2)
     assert fit.f.quality == result.fit.f.quality
     kept = mo.load_value_function(tmp_path / "value_function.safetensors").state_dict()
     assert all(torch.equal(value, kept[name]) for name, value in fit.f.state_dict().items())

@@ -20,14 +20,18 @@ from pytorch_metric_learning.utils.logging_presets import HookContainer
 import metricopt_ext as mo
 from metricopt_ext.errors import MetricError
 from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.rounds import meta_train
 from metricopt_ext.retrieval import task as retrieval_task
 from metricopt_ext.retrieval.accuracy import RecallCalculator
 from metricopt_ext.retrieval.hooks import TrajectoryRecorder
 from metricopt_ext.retrieval.losses import RecallLoss, SmoothAPLoss
 from metricopt_ext.retrieval.recall import recall_metric
 from metricopt_ext.retrieval.task import embedding_loss
+from metricopt_ext.search.learned_optimizer import LearnedOptimizer
+from metricopt_ext.search.update_rule import UpdateRule, load_update_rule
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.rollout import observation_steps
+from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.value.fitting import fit_value_function
 from metricopt_ext.value.learners import RidgeLearner
 from metricopt_ext.value.loading import load_value_function
@@ -212,11 +216,11 @@ def test_metric_loss_only(loss_fn: Any, miner: Any) -> None:
 
 
 def test_a_learned_optimizer_in_a_stock_trainer(tmp_path: Path) -> None:
-    mo.UpdateRule(sees_loss=False, sees_metric=False).save(tmp_path / "rule.safetensors")
+    UpdateRule(sees_loss=False, sees_metric=False).save(tmp_path / "rule.safetensors")
     trunk = make_trunk()
     adapter = mo.attach_film(trunk, dim=D)
     before = tensors_of(trunk)
-    optimizer = mo.LearnedOptimizer(adapter.parameters(), mo.load_update_rule(tmp_path / "rule.safetensors"))
+    optimizer = LearnedOptimizer(adapter.parameters(), load_update_rule(tmp_path / "rule.safetensors"))
     make_trainer(trunk, optimizer).train(num_epochs=1)
     assert_same(before, tensors_of(trunk))
     assert adapter.phi.any()
@@ -263,7 +267,7 @@ def test_the_trunk_trains_as_it_evaluates() -> None:
 def test_resume_through_hook_container(tmp_path: Path, records: Any) -> None:
     """Phi, MetricOpt's history and what was recorded come back, and the run goes on as if never stopped."""
 
-    def run(folder: Path, epochs: list[int]) -> tuple[Tensor, dict[str, Any], mo.Trajectory]:
+    def run(folder: Path, epochs: list[int]) -> tuple[Tensor, dict[str, Any], Trajectory]:
         for done, last in zip([0, *epochs], epochs, strict=False):
             trunk = make_trunk()
             adapter = mo.attach_film(trunk, dim=D)
@@ -275,7 +279,7 @@ def test_resume_through_hook_container(tmp_path: Path, records: Any) -> None:
             tester.end_of_testing_hook = hooks.end_of_testing_hook
             metric = recall_metric([images(seed=1)], ledger=Ledger(5))
             recorder = TrajectoryRecorder(
-                adapter, metric, mo.TrajectoryStore(), steps=10, evals=5, then=hooks.end_of_iteration_hook
+                adapter, metric, TrajectoryStore(), steps=10, evals=5, then=hooks.end_of_iteration_hook
             )
             trainer = make_trainer(
                 trunk,
@@ -388,8 +392,8 @@ def test_learns_and_follows_a_value_function() -> None:
         batches=mo.TensorBatches(x, y, BATCH, balanced=True),
         metric=recall_metric([images(seed=1)], ks=(1, 2)),
     )
-    recipe = mo.Recipe(steps=5, evals=3, rounds=2, folds=2, learners=(RidgeLearner(),))
-    fit = mo.meta_train(task, tasks=4, recipe=recipe)
+    recipe = Recipe(steps=5, evals=3, rounds=2, folds=2, learners=(RidgeLearner(),))
+    fit = meta_train(task, tasks=4, recipe=recipe)
     assert task.metric.ledger.spent == 2 * 4 * 3
     make_trainer(trunk, mo.MetricOpt(adapter.parameters(), fit.f)).train(num_epochs=1)
     assert adapter.phi.norm() > 0
@@ -398,7 +402,7 @@ def test_learns_and_follows_a_value_function() -> None:
 def test_the_page_s_way_to_a_value_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code of docs/retrieval.md as it stands, but for the numbers of its recipe, followed by a trainer."""
     page = (Path(__file__).parents[2] / "docs" / "retrieval.md").read_text()
-    (code,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "mo.meta_train" in code]
+    (code,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "meta_train" in code]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(mo, "Recipe", lambda **_: Recipe(steps=5, evals=3, rounds=2, learners=(RidgeLearner(),)))
     (x, y), trunk, embedder = images(), make_trunk(), make_embedder()
@@ -443,7 +447,7 @@ def shuffling_metric(seen: list[tuple[Tensor, bool]], **options: Any) -> Metric:
 
 def test_recorder_records_exact_steps() -> None:
     seen: list[tuple[Tensor, bool]] = []
-    store, after = mo.TrajectoryStore(), []
+    store, after = TrajectoryStore(), []
     steps, evals = 6, 4
 
     def recorder_of(adapter: mo.Adapter) -> TrajectoryRecorder:
@@ -477,7 +481,7 @@ def test_recorder_records_exact_steps() -> None:
 
 
 def test_recorded_losses_are_the_losses_at_their_points() -> None:
-    store = mo.TrajectoryStore()
+    store = TrajectoryStore()
     trunk, (x, y) = make_trunk(), images()
     adapter = mo.attach_film(trunk, dim=D)
     recorder = TrajectoryRecorder(adapter, shuffling_metric([]), store, steps=ITERATIONS, evals=2)
@@ -499,7 +503,7 @@ def test_embedders_are_judged_in_evaluation_mode() -> None:
         modes.append((model.training, embedder.training))
         return 0.5
 
-    recorder = TrajectoryRecorder(adapter, Metric(judge, maximize=True), mo.TrajectoryStore(), steps=2, evals=3)
+    recorder = TrajectoryRecorder(adapter, Metric(judge, maximize=True), TrajectoryStore(), steps=2, evals=3)
     optimizer = torch.optim.SGD(adapter.parameters(), lr=1.0)
     trainer = make_trainer(
         trunk, optimizer, models={"trunk": trunk, "embedder": embedder}, end_of_iteration_hook=recorder
@@ -511,7 +515,7 @@ def test_embedders_are_judged_in_evaluation_mode() -> None:
 
 def test_recorded_trajectories_fit_a_value_function(tmp_path: Path) -> None:
     for start in range(2):  # the second time, everything is there
-        store = mo.TrajectoryStore(tmp_path)
+        store = TrajectoryStore(tmp_path)
         metric = shuffling_metric([], ledger=Ledger(6 * 3))
         for index in range(6):
             trunk = make_trunk()
@@ -536,7 +540,7 @@ def test_a_failing_metric_stops_the_trainer() -> None:
         return 0.5
 
     recorder = TrajectoryRecorder(
-        adapter, Metric(failing, maximize=True), mo.TrajectoryStore(), steps=2, evals=3, round=1, index=7
+        adapter, Metric(failing, maximize=True), TrajectoryStore(), steps=2, evals=3, round=1, index=7
     )
     trainer = make_trainer(trunk, torch.optim.SGD(adapter.parameters(), lr=1.0), end_of_iteration_hook=recorder)
     with pytest.raises(MetricError, match=r"server is down \(round 1, task 7, step 1\)"):

@@ -33,6 +33,7 @@ from metricopt_ext.retrieval.search import (
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.trajectory import TrajectoryStore
 
 CPU = torch.device("cpu")
 D, CLASSES, BATCH, QUERIES = 6, 8, 16, 24
@@ -493,7 +494,7 @@ def test_its_f_is_followed_by_the_trainer(tmp_path: Path) -> None:
     adapter.set_phi(torch.zeros(D))
     options = {"metric_step": 0.3, "loss_weight": 0.0, "trust": 0.5, "steps": 6, "even_untrusted": True}
     recorder = TrajectoryRecorder(
-        adapter, Metric(lambda: 0.0, maximize=True), mo.TrajectoryStore(), steps=6, evals=2, index=0
+        adapter, Metric(lambda: 0.0, maximize=True), TrajectoryStore(), steps=6, evals=2, index=0
     )
     trainer = make_trainer(trunk, end_of_iteration_hook=recorder, freeze_these=("embedder",))
     trainer.optimizers["trunk_optimizer"] = mo.MetricOpt(adapter.parameters(), f, lr=0.1, **options)
@@ -516,9 +517,9 @@ def test_held_out_classes_have_the_last_word() -> None:
     aside = {"aside": pairs(8, 4.0)}
     other = trainer_task(trainer, tester, adapter, aside, split="aside", metric="recall_at_1")
     run = search(trainer, tester, adapter, guard_confidence=0.5, holdout=other.metric)
-    assert run.aside == {name: other.metric.to_value(other.cost(run.ends[name], "check")) for name in run.aside}
-    assert set(run.aside) in ({"start", "search"}, {"start", "part"})
-    assert run.chosen == max(run.aside, key=lambda name: run.aside[name])
+    assert run.holdout == {name: other.metric.to_value(other.cost(run.ends[name], "check")) for name in run.holdout}
+    assert set(run.holdout) in ({"start", "search"}, {"start", "part"})
+    assert run.chosen == max(run.holdout, key=lambda name: run.holdout[name])
     assert other.metric.ledger.spent_on == {"holdout": 2, "check": 2}
 
 

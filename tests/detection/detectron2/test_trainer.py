@@ -38,7 +38,9 @@ from metricopt_ext.detection.records import DetectionSet
 from metricopt_ext.errors import ConfigError, DataError, FileFormatError, MetricError, ValueFunctionError
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.runtime.progress import Bars, Callback
+from metricopt_ext.search.learned_optimizer import LearnedOptimizer
 from metricopt_ext.search.optimizer import MetricOptStep
+from metricopt_ext.search.update_rule import UpdateRule
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.recording import Recording
 from metricopt_ext.tasks.rollout import observation_steps
@@ -251,11 +253,11 @@ def test_finetuning_moves_nothing_but_phi(tiny_config: Any, tmp_path: Path) -> N
 
 
 def test_a_learned_optimizer_moves_phi(tiny_config: Any, tmp_path: Path) -> None:
-    rule = mo.UpdateRule(sees_loss=False, sees_metric=False)
+    rule = UpdateRule(sees_loss=False, sees_metric=False)
     rule.save(tmp_path / "rule.safetensors")
     named = ("METRICOPT.FINETUNE.UPDATE_RULE", str(tmp_path / "rule.safetensors"))
     made = trained(tiny_config("fpn", "BN", *FINETUNING, *named))
-    assert isinstance(made.optimizer, mo.LearnedOptimizer)
+    assert isinstance(made.optimizer, LearnedOptimizer)
     assert torch.equal(made.optimizer.rule.weights, rule.weights)
     assert phi_of(made).any()
     with pytest.raises(ConfigError, match=r"UPDATE_RULE is .* and VALUE_FUNCTION 'f\.safetensors'"):
