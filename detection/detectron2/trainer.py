@@ -27,7 +27,7 @@ from metricopt_ext.detection.detectron2.evaluator import AP50Evaluator, ap50_met
 from metricopt_ext.detection.detectron2.identity import identity_of_run, identity_of_trajectories
 from metricopt_ext.detection.detectron2.weights import load_weights
 from metricopt_ext.detection.metric import kind_of
-from metricopt_ext.errors import DataError, MetricOptError
+from metricopt_ext.errors import ConfigError, DataError, MetricOptError
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.trajectory import TrajectoryStore
 from metricopt_ext.utils.identity import claim
@@ -48,12 +48,18 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
     A subclass may have its own model, loss, data loaders, evaluator and hooks, by the methods of `DefaultTrainer`; phi
     is tuned for the ``METRIC.NAME`` of its evaluator. `meta_train.meta_train` takes the class.
 
+    With ``SOLVER.AMP.ENABLED`` steps are in mixed precision, phi and all evaluations in float32.
+
     Args:
         cfg: A config that has a METRICOPT node.
+
+    Raises:
+        ConfigError: ``SOLVER.AMP.ENABLED`` without a GPU.
     """
 
     def __init__(self, cfg: CfgNode) -> None:
         settings = metricopt_settings(cfg)
+        check_amp(cfg)
         if settings.enabled:
             cfg = cfg.clone()
             cfg.defrost()
@@ -227,6 +233,19 @@ def warn(cfg: CfgNode, settings: Settings) -> None:
         warn_once(
             f"METRICOPT.METRIC.SET={settings.metric.set} is one of DATASETS.TRAIN: AP50 there says little about other"
             " images; evaluate it on a set that the detector was not trained on"
+        )
+
+
+def check_amp(cfg: CfgNode) -> None:
+    """Check that Detectron2 can train in mixed precision, which it asks at its first step only.
+
+    Raises:
+        ConfigError: It can't on this machine.
+    """
+    if cfg.SOLVER.AMP.ENABLED and not torch.cuda.is_available():
+        raise ConfigError(
+            "SOLVER.AMP.ENABLED is True, but no GPU was found, on which alone Detectron2 trains in mixed precision; set"
+            " it to False"
         )
 
 
