@@ -53,8 +53,9 @@ def identity_of_search(cfg: CfgNode, trainer_class: type) -> dict[str, Any]:
 
 
 def identity_of_trainer(trainer_class: type) -> dict[str, Any]:
-    """Return a trainer class by its name."""
-    return {"trainer_class": f"{trainer_class.__module__}.{trainer_class.__qualname__}"}
+    """Return a trainer class by its name, and by what it says of itself (`MetricOptTrainer`)."""
+    described: dict[str, str] = getattr(trainer_class, "described", {})
+    return {"trainer_class": f"{trainer_class.__module__}.{trainer_class.__qualname__}", **described}
 
 
 def _leaves(node: CfgNode, prefix: str) -> Iterator[tuple[str, Any]]:

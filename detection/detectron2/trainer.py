@@ -1,7 +1,7 @@
 """Detectron2's default trainer with MetricOpt as its optimizer."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from detectron2.config import CfgNode
@@ -45,8 +45,13 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
     ``model_merged.pth``; ``DATASETS.TEST`` is evaluated once, there. Checkpoints, of which the last numbered one is
     kept, hold phi and the optimizer's past gradients; a resumed run continues from them, see `hooks.ReplayedSteps`.
 
-    A subclass may have its own model, loss, data loaders, evaluator and hooks, by the methods of `DefaultTrainer`; phi
-    is tuned for the ``METRIC.NAME`` of its evaluator. `meta_train.meta_train` takes the class.
+    A subclass may have its own detector, by `build_detector`, and loss, data loaders, evaluator and hooks, by the
+    methods of `DefaultTrainer`; phi is tuned for the ``METRIC.NAME`` of its evaluator. `meta_train.meta_train` takes
+    the class. `lazy.lazy_trainer` makes one of a LazyConfig.
+
+    Attributes:
+        described: What else of the class a run depends on, beside its name: trajectories and searches with another are
+            refused.
 
     With ``SOLVER.AMP.ENABLED`` steps are in mixed precision, phi and all evaluations in float32.
 
@@ -56,6 +61,8 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
     Raises:
         ConfigError: ``SOLVER.AMP.ENABLED`` without a GPU.
     """
+
+    described: ClassVar[dict[str, str]] = {}
 
     def __init__(self, cfg: CfgNode) -> None:
         settings = metricopt_settings(cfg)
@@ -105,10 +112,16 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
         claim(folder / "identity.json", identity_of_run(self.cfg))
 
     @classmethod
-    def build_model(cls, cfg: CfgNode) -> nn.Module:
-        """Return the model, with FiLM attached and phi at its start."""
-        settings = metricopt_settings(cfg)
+    def build_detector(cls, cfg: CfgNode) -> nn.Module:
+        """Return the detector as the config says, without phi."""
         model: nn.Module = super().build_model(cfg)
+        return model
+
+    @classmethod
+    def build_model(cls, cfg: CfgNode) -> nn.Module:
+        """Return the detector, with FiLM attached and phi at its start."""
+        settings = metricopt_settings(cfg)
+        model = cls.build_detector(cfg)
         if settings.classification_loss == "ap":
             use_ap_loss(model)
         if not settings.enabled:
