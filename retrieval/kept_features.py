@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.adapters.before_phi import cut_before_phi
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.before_phi import cut_before_phi, why_uncut
 from metricopt_ext.adapters.calls import CONVOLUTIONS
 from metricopt_ext.adapters.modulation import weight_of
 from metricopt_ext.adapters.sequence import Cut, attributes_of, modules_of, run
 from metricopt_ext.data.parts import part_size
+from metricopt_ext.errors import AdapterError
 from metricopt_ext.utils.kept_outputs import circumstances, digest_of_model, structure_of_model
 from metricopt_ext.utils.words import counted
 
@@ -51,7 +53,7 @@ class KeptFeatures:
     What comes before the first layer that phi acts on is computed once for each part of the data, and anew where
     weights or BatchNorm's statistics there change. It is kept if it takes a fourth or more of what linear layers and
     convolutions multiply in a pass. In training, with gradients, and where a model can't be cut (`cut_before_phi`), it
-    is run whole.
+    is run whole. Where it takes as much and can't be cut, one warning says so.
 
     Args:
         x: The data, ``n x ...``, which nothing may change.
@@ -66,7 +68,7 @@ class KeptFeatures:
         self.x, self.gib, self.nbytes = x, gib, 0
         self._cuts: OrderedDict[str, _Cut | None] = OrderedDict()
         self._kept: OrderedDict[str, dict[int, Tensor]] = OrderedDict()  # by what it depends on, and the first example
-        self._told = False
+        self._told = self._told_uncut = False
 
     def embed(self, model: nn.Module) -> Tensor:
         """Return the embeddings, ``n x d``."""
@@ -85,6 +87,7 @@ class KeptFeatures:
             found.append(run(model, cut.after, cut.kept, features))
             if features._version != changes:  # in place: it can't be used again
                 self._forget(structure)
+                self._tell("it is changed in place afterwards")
                 return embed(model, self.x)
             if at not in kept:
                 self._keep(state, at, features)
@@ -95,6 +98,8 @@ class KeptFeatures:
         if structure not in self._cuts:
             cut = cut_before_phi(model)
             worth = cut is not None and self._is_worth(model, cut)
+            if not worth and (layer := self._first_late_layer(model)):
+                self._tell(why_uncut(model, layer))
             self._cuts[structure] = _Cut(cut, nn.Module()) if cut is not None and worth else None
             if len(self._cuts) > STRUCTURES:
                 self._cuts.popitem(last=False)
@@ -108,6 +113,36 @@ class KeptFeatures:
             before = sum(work)
             run(model, cut.after, cut.kept, features)
         return before >= WORTH * sum(work) > 0
+
+    def _first_late_layer(self, model: nn.Module) -> str:
+        """Return the first layer that phi acts on if what comes before it is worth keeping; else nothing."""
+        reached = list[tuple[str, int]]()
+        try:
+            layers = {name: model.get_submodule(name) for name in Adapter(model).layers}
+        except AdapterError:
+            return ""
+        with _counted(model) as work:
+            handles = [
+                layer.register_forward_pre_hook(lambda *_, name=name: reached.append((name, sum(work))))
+                for name, layer in layers.items()
+            ]
+            try:
+                model(self.x[:1])
+            finally:
+                for handle in handles:
+                    handle.remove()
+        name, before = reached[0] if reached else ("", 0)
+        return name if before >= WORTH * sum(work) > 0 else ""
+
+    def _tell(self, why: str) -> None:
+        if not self._told_uncut:
+            self._told_uncut = True
+            warnings.warn(
+                f"what is computed before phi is not kept, as {why}: each query computes all of it. Make the forward"
+                " pass one that torch.fx can trace, or place phi in a layer behind it; adapter.keep_gib=0 keeps nothing"
+                " and says nothing",
+                stacklevel=4,
+            )
 
     def _keep(self, state: str, at: int, features: Tensor) -> None:
         size, most = features.untyped_storage().nbytes(), int(self.gib * 2**30)

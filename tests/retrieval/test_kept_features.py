@@ -126,13 +126,50 @@ def test_nothing_is_kept_where_it_is_not_worth_it(made: Callable[..., Any], laye
     assert kept.nbytes == 0
 
 
+@pytest.mark.parametrize("reason", ["torch.fx", "hooks", "forward"])
+def test_a_model_that_can_t_be_cut_is_told_of_once(reason: str, made: Callable[..., Any]) -> None:
+    adapter, kept = made("trunk.norm2"), KeptFeatures(IMAGES[:8], 1.0)
+    trunk = adapter.model.trunk
+    if reason == "torch.fx":
+        trunk.__class__ = type("Branched", (Trunk,), {"forward": branched})
+    elif reason == "hooks":
+        trunk.norm1.register_forward_hook(lambda module, inputs, output: output + 1)
+    else:
+        adapter.model.forward = lambda x: trunk((x / 255 - 0.4) / 0.3)
+    said = {
+        "torch.fx": r"Embedder can't be cut at 'trunk\.norm2': torch\.fx can't trace its forward pass",
+        "hooks": "BatchNorm2d has hooks, of which nothing is known",
+        "forward": "Embedder has another forward pass than its class",
+    }
+    with pytest.warns(UserWarning, match=f"is not kept, as {said[reason]}.*adapter.keep_gib=0") as told:
+        assert_same(adapter, kept)
+    assert len(told) == 1
+    assert kept.nbytes == 0
+
+
+def branched(trunk: Any, x: Tensor) -> Tensor:
+    """The trunk's forward pass, whose way depends on its input."""
+    return Trunk.forward(trunk, x if x.sum() > 0 else -x)
+
+
+def test_nothing_is_said_where_phi_acts_early_or_nothing_is_to_be_kept(made: Callable[..., Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for layers, gib in ((["trunk.conv1"], 1.0), (["trunk.norm2"], 0.0)):
+            adapter, kept = made(*layers), KeptFeatures(IMAGES[:8], gib)
+            adapter.model.trunk.__class__ = type("Branched", (Trunk,), {"forward": branched})
+            assert_same(adapter, kept)
+
+
 def test_features_that_are_changed_in_place_are_not_kept(made: Callable[..., Any]) -> None:
     middle = nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
     adapter, kept = made("trunk.middle.2", "trunk.norm2", middle=middle), KeptFeatures(IMAGES, 1.0)
     assert_same(adapter, kept)
     moved = made("trunk.middle", middle=InPlace())
     kept = KeptFeatures(IMAGES, 1.0)
-    assert_same(moved, kept)
+    with pytest.warns(UserWarning, match="not kept, as it is changed in place afterwards") as told:
+        assert_same(moved, kept)
+    assert len(told) == 1
     assert kept.nbytes == 0
 
 
