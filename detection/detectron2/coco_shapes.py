@@ -1,6 +1,6 @@
 """Masks and keypoints of COCO's files in the form of Detectron2's records, as its ``load_coco_json`` has them."""
 
-import copy
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,14 +23,14 @@ class CocoShapes:
     """What a file says of its objects beside their boxes.
 
     Attributes:
-        fields: Of each object of each image: ``segmentation`` (polygons, or pycocotools' run-length encoding) and
-            ``keypoints``, those that it has.
+        fields: Of each image, as JSON, which is short and has no shape twice: for each object its ``segmentation``
+            (polygons, or pycocotools' run-length encoding) and ``keypoints``, those that it has.
         metadata: ``keypoint_names`` and ``keypoint_flip_map``, if its categories name keypoints.
         left_out: Why there are no masks or no keypoints, or not of all objects, by the field's name.
         complete: Whether pycocotools can judge by the file itself.
     """
 
-    fields: list[list[dict[str, Any]]]
+    fields: list[str]
     metadata: dict[str, Any] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     complete: bool = False
@@ -41,7 +41,7 @@ class CocoShapes:
             {
                 **record,
                 "annotations": [
-                    {**each, **copy.deepcopy(own)} for each, own in zip(record["annotations"], shapes, strict=True)
+                    {**each, **own} for each, own in zip(record["annotations"], json.loads(shapes), strict=True)
                 ],
             }
             for record, shapes in zip(records, self.fields, strict=True)
@@ -69,9 +69,9 @@ def read_shapes(file: Path, data: CocoSet) -> CocoShapes | None:
     except DataError as error:
         left_out["keypoints"] = f"{file}: {error}"
     count = len(metadata.get("keypoint_names", ()))
-    fields = list[list[dict[str, Any]]]()
+    fields, any_shape = list[str](), False
     for image, rows in zip(data.images, data.rows, strict=True):
-        fields.append([])
+        shapes = list[dict[str, Any]]()
         for row in rows:
             entry, where, own = entries[row], f"{file}: annotation {row}", dict[str, Any]()
             for name in ("segmentation", "keypoints"):
@@ -82,8 +82,10 @@ def read_shapes(file: Path, data: CocoSet) -> CocoShapes | None:
                     own[name] = _moved(entry[name], where, count) if moved else _mask(entry[name], where, image)
                 except DataError as error:
                     left_out.setdefault(name, str(error))
-            fields[-1].append(own)
-    if not left_out and not any(own for of_image in fields for own in of_image):
+            shapes.append(own)
+        any_shape |= any(shapes)
+        fields.append(json.dumps(shapes))
+    if not (left_out or any_shape):
         return None
     numbers = [*data.category_ids, *(image.image_id for image in data.images)]
     whole = all(each.keys() >= JUDGED_BY for each in entries) and all(type(each) is int for each in numbers)
@@ -91,7 +93,10 @@ def read_shapes(file: Path, data: CocoSet) -> CocoShapes | None:
 
 
 def _mask(shape: Any, where: str, image: Annotated) -> Any:
-    return polygons_of(shape, where) if isinstance(shape, list) else mask_of(shape, where, image.height, image.width)
+    if isinstance(shape, list):
+        return polygons_of(shape, where)
+    encoded = mask_of(shape, where, image.height, image.width)
+    return {**encoded, "counts": encoded["counts"].decode()}
 
 
 def _moved(numbers: Any, where: str, count: int) -> list[float]:

@@ -138,10 +138,17 @@ def test_mask_and_keypoint_r_cnn_learn_from_them(
 
 def test_detectron2_s_evaluator_judges_by_the_file(write: Callable[..., Path], tiny_config: Callable[..., Any]) -> None:
     path = write()
-    register_entries([f"ours={path.parent}:shapes.json"], "elsewhere")
+    register_entries([f"ours={path.parent}:shapes.json", f"part={path.parent}:shapes.json[:50%]"], "elsewhere")
     cfg = tiny_config("fpn", "BN", "METRICOPT.METRIC.NAME", "keypoints/AP", "TEST.KEYPOINT_OKS_SIGMAS", [0.1] * 3)
     evaluator = MetricOptTrainer.build_evaluator(cfg, "ours")
     assert {each["area"] for each in evaluator._coco_api.anns.values()} == {77.0}  # and not those of the boxes
+    of_part = MetricOptTrainer.build_evaluator(cfg, "part")._coco_api  # which Detectron2 writes from the records
+    whole = {(each["image_id"], tuple(each["bbox"])): each for each in evaluator._coco_api.anns.values()}
+    assert len(of_part.anns) == 6
+    for each in of_part.anns.values():
+        known = whole[each["image_id"], tuple(each["bbox"])]
+        assert each["keypoints"] == known["keypoints"]
+        assert (of_part.annToMask(each) == evaluator._coco_api.annToMask(known)).all()
 
 
 def first(content: dict[str, Any]) -> dict[str, Any]:
