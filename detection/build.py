@@ -17,7 +17,7 @@ from metricopt_ext.detection.coco_outputs import for_classes
 from metricopt_ext.detection.config import DetectionConfig, DetectorAdapterConfig, MetricConfig
 from metricopt_ext.detection.data import DetectionSplits
 from metricopt_ext.detection.frozen import BOX_HEAD, FrozenFeatures
-from metricopt_ext.detection.kept_maps import keep_maps
+from metricopt_ext.detection.kept_maps import keep_maps, tell_of_whole_passes
 from metricopt_ext.detection.matching import DEFINITIONS
 from metricopt_ext.detection.metric import (
     PRECISIONS,
@@ -294,4 +294,6 @@ def remembering(toolkit: Toolkit, adapter: Adapter, config: DetectorAdapterConfi
         from metricopt_ext.detection.detectron2.kept_features import keep_features
 
         keep_features(adapter.model, config.keep_gib)
+    elif isinstance(toolkit, TorchvisionToolkit) and toolkit.kind == "bbox":
+        tell_of_whole_passes(adapter.model, config.keep_gib, "phi acts in more than the box head of two stages")
     return toolkit

@@ -22,13 +22,16 @@ class CocoSet(DetectionSet):
 
     Attributes:
         category_ids: The id of each class, ascending.
+        rows: Which annotation of the file each object of an image is.
     """
 
     category_ids: tuple[int | str, ...] = ()
+    rows: Sequence[Sequence[int]] = ()
 
     def subset(self, indices: Sequence[int]) -> "CocoSet":
         """Return the images at some positions."""
-        return replace(self, images=[self.images[index] for index in indices])
+        rows = [self.rows[index] for index in indices] if self.rows else ()
+        return replace(self, images=[self.images[index] for index in indices], rows=rows)
 
 
 def read_coco(
@@ -93,7 +96,10 @@ def read_coco(
             zip(table.image_ids, table.names, table.sizes.tolist(), counts, ends, strict=True)
         )
     ]
-    return CocoSet(table.classes, images, table.category_ids)
+    assert table.rows is not None
+    starts = np.cumsum([0, *counts[:-1]]).tolist()
+    rows = [table.rows[start:end].tolist() for start, end in zip(starts, ends, strict=True)]
+    return CocoSet(table.classes, images, table.category_ids, rows)
 
 
 def read_detections(

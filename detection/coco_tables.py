@@ -160,6 +160,7 @@ def read_truth(
         areas[rows],
         None if shapes is None else as_objects(shapes)[rows],
         np.array([each == 0 for each in entries.ids()], dtype=bool)[rows] if strict else None,
+        rows,
     )
     if strict or kind != "bbox":  # boxes decide nothing
         return truth

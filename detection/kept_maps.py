@@ -1,5 +1,6 @@
 """What phi can't change in torchvision's R-CNNs, computed once for each image: the backbone's maps, and proposals."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +38,28 @@ def keep_maps(model: Any, gib: float) -> list[str]:
         keeping = KeptMaps(part, part.forward, kept) if name == BACKBONE else _Proposals(model, part.forward, kept)
         part.forward = keeping.forward
         found.append(name)
+    if not found:
+        tell_of_whole_passes(model, gib, "its code is not that of torchvision's two stages")
     return found
+
+
+def tell_of_whole_passes(model: nn.Module, gib: float, why: str, *, keys: str = "adapter.keep_gib") -> None:
+    """Warn where phi leaves the backbone as it is, and its maps are computed for each query all the same.
+
+    Args:
+        model: The detector, with an adapter.
+        gib: Memory for what is kept, in GiB; of 0, nothing is said.
+        why: Why nothing is kept.
+        keys: The setting of ``gib``.
+    """
+    changed = any(f"{layer}.".startswith(f"{BACKBONE}.") for layer in Adapter(model).layers)
+    if gib and hasattr(model, BACKBONE) and not changed:
+        warnings.warn(
+            f"the backbone's maps, which phi leaves as they are, are not kept of a {type(model).__name__}, as {why}:"
+            f" each query computes them. With phi in the box head alone of a stock R-CNN they are; {keys}=0 keeps"
+            " nothing and says nothing",
+            stacklevel=3,
+        )
 
 
 class KeptMaps:

@@ -62,7 +62,7 @@ def mask_of(shape: Any, where: str, height: int = 0, width: int = 0) -> Mask:
     if not (height and width):
         raise DataError(f"{where}'s image has no width and height, which polygons are drawn in")
     _check_size(height, width, where)
-    drawn: Mask = mask.merge(mask.frPyObjects(_polygons(shape, where), height, width))
+    drawn: Mask = mask.merge(mask.frPyObjects(polygons_of(shape, where), height, width))
     return drawn
 
 
@@ -71,8 +71,12 @@ def _check_size(height: int, width: int, where: str) -> None:
         raise DataError(f"{where} has a segmentation of {height} x {width} pixels; at most {MAX_PIXELS} are read")
 
 
-def _polygons(shape: list[Any], where: str) -> list[list[float]]:
-    """Polygons, each ``[x, y, x, y, ...]`` of three corners or more; beside one such, those of fewer have no pixel."""
+def polygons_of(shape: list[Any], where: str) -> list[list[float]]:
+    """Return polygons, each ``[x, y, x, y, ...]``, of three corners or more; beside one such, others have no pixel.
+
+    Raises:
+        DataError: They are none, or larger than is read.
+    """
     long = 0.0
     whole = [each for each in shape if not (isinstance(each, list) and len(each) in (0, 2, 4))]
     for each in whole or shape:

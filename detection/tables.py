@@ -49,6 +49,7 @@ class TruthTable:
         areas: In square pixels, ``m``; NaN where none is told.
         shapes: Masks or keypoints, ``m``; None for boxes.
         missed: Which can't be hit, ``m``, as pycocotools has those with the id 0; None for none.
+        rows: Which annotation of COCO's file each object is, ``m``; None of other sets.
     """
 
     classes: tuple[str, ...]
@@ -64,6 +65,7 @@ class TruthTable:
     areas: Floats
     shapes: Objects | None = None
     missed: Booleans | None = None
+    rows: Integers | None = None
 
     def __len__(self) -> int:
         """Return the number of images."""

@@ -18,6 +18,7 @@ from metricopt_ext.methods.result import Result
 from metricopt_ext.moved import renamed_arguments
 from metricopt_ext.retrieval.few_classes import FewClasses
 from metricopt_ext.retrieval.judged import JudgedEmbeddings, Processing
+from metricopt_ext.retrieval.kept_features import KeptPasses
 from metricopt_ext.retrieval.task import memories
 from metricopt_ext.runtime.progress import progress_of
 from metricopt_ext.tasks.metric import Metric, with_halves
@@ -51,6 +52,7 @@ def search_with_trainer(
     bounds: tuple[float, float] | None = (0.0, 1.0),
     splits_to_eval: Evaluated | None = None,
     test_collate_fn: Any = None,
+    keep_gib: float = 4.0,
     seed: int = 0,
     **options: Any,
 ) -> Result:
@@ -73,6 +75,8 @@ def search_with_trainer(
         splits_to_eval: As for ``tester.test``, e.g. ``[("query", ["gallery"])]``; by default ``split`` is searched in
             itself.
         test_collate_fn: As ``collate_fn`` of ``tester.test``.
+        keep_gib: Memory for what the models compute of the test data before phi, in GiB, on their device; of the same
+            batches it is computed once, to the same embeddings. 0 keeps nothing.
         seed: Seed of all draws.
         options: Further arguments of `optimize_metric`, e.g. ``starts``, ``output_dir`` and ``resume``.
 
@@ -97,6 +101,7 @@ def search_with_trainer(
         bounds=bounds,
         splits_to_eval=splits_to_eval,
         test_collate_fn=test_collate_fn,
+        keep_gib=keep_gib,
         seed=seed,
     )
     models = KeptModules(*trainer.models.values())  # the loss and the metric are of all of them
@@ -168,6 +173,7 @@ def trainer_task(
     bounds: tuple[float, float] | None = (0.0, 1.0),
     splits_to_eval: Evaluated | None = None,
     test_collate_fn: Any = None,
+    keep_gib: float = 4.0,
     seed: int = 0,
 ) -> FinetuneTask:
     """Return the task that `search_with_trainer` searches on, for `optimize_metric` and `tune_start`.
@@ -186,6 +192,7 @@ def trainer_task(
         bounds=bounds,
         splits_to_eval=splits_to_eval,
         test_collate_fn=test_collate_fn,
+        keep_gib=keep_gib,
         seed=seed,
     )[0]
 
@@ -202,6 +209,7 @@ def _task_and_classes(
     bounds: tuple[float, float] | None,
     splits_to_eval: Evaluated | None,
     test_collate_fn: Any,
+    keep_gib: float,
     seed: int,
 ) -> tuple[FinetuneTask, set[int]]:
     """Return the task, and the classes of the first label level, which are known once the metric was asked."""
@@ -231,6 +239,14 @@ def _task_and_classes(
     def models_with(model: nn.Module) -> dict[str, nn.Module]:
         return {**trainer.models, part: model}
 
+    passes = KeptPasses(keep_gib)
+
+    def keeping(models: dict[str, nn.Module]) -> dict[str, nn.Module]:
+        kept = {part: passes.of(models[part])}
+        if part == "embedder":
+            kept["trunk"] = passes.of(models["trunk"], before_phi=True)
+        return models | kept
+
     def tested_by(model: nn.Module) -> tuple[Any, dict[str, nn.Module], list[tuple[str, list[str]]]]:
         own = copy.copy(tester)
         own.accuracy_calculator, own.reference_split_names = copy.copy(tester.accuracy_calculator), {}
@@ -239,6 +255,7 @@ def _task_and_classes(
 
     def embedded(model: nn.Module) -> Embedded:
         own, models, splits = tested_by(model)
+        models = keeping(models)
         with evaluating(nn.ModuleList(models.values())), seeded_streams(0, CPU):
             names = own.get_splits_to_compute_embeddings(dict(dataset_dict), splits)[1]
             found: Embedded = own.get_all_embeddings_for_all_splits(
@@ -259,6 +276,7 @@ def _task_and_classes(
 
     def further(model: nn.Module, dataset: Any) -> Tensor:
         own, models, _ = tested_by(model)
+        models = keeping(models)
         with evaluating(nn.ModuleList(models.values())), seeded_streams(0, CPU):
             found: Tensor = own.get_all_embeddings(dataset, models["trunk"], models["embedder"], test_collate_fn)[0]
         return found

@@ -52,7 +52,7 @@ with naming_extras():
     from metricopt_ext.detection.detectron2.datasets import check_sets, register_entries, register_parts, write_example
     from metricopt_ext.detection.detectron2.meta_train import meta_train
     from metricopt_ext.detection.detectron2.search import search
-    from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer
+    from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, check_amp
     from metricopt_ext.detection.detectron2.weights import load_weights
 
 WRITTEN = re.compile(r"model_(final|best|merged|\d+)\.pth")  # by a finetuning run, in its OUTPUT_DIR
@@ -123,16 +123,19 @@ def check(cfg: CfgNode, arguments: argparse.Namespace) -> None:
         ConfigError: A setting lacks another one, or can't take effect; the message says what would work.
     """
     weights, folder = cfg.MODEL.WEIGHTS, Path(cfg.OUTPUT_DIR)
+    file = Path(weights.partition("?")[0])  # Detectron2 allows options after the name
     finetuning = cfg.METRICOPT.ENABLED and not arguments.eval_only and arguments.meta_train is None
     merging = finetuning or arguments.search
     resumed = arguments.resume and (folder / "last_checkpoint").exists()  # MODEL.WEIGHTS is then not read
+    if not (arguments.eval_only or arguments.search):  # which compute in float32
+        check_amp(cfg)
     if cfg.MODEL.DEVICE.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"MODEL.DEVICE is {cfg.MODEL.DEVICE}, but no GPU was found; --num-gpus 0 computes on the CPU")
-    if weights and not resumed and "://" not in weights and not Path(weights.partition("?")[0]).is_file():
+    if weights and not resumed and "://" not in weights and not file.is_file():
         raise ConfigError(f"MODEL.WEIGHTS={weights}: there is no such file")
     if not weights and finetuning and not arguments.search:
         raise ConfigError("METRICOPT.ENABLED needs MODEL.WEIGHTS, the trained detector")
-    if merging and Path(weights).resolve().parent == folder.resolve() and WRITTEN.fullmatch(Path(weights).name):
+    if merging and file.resolve().parent == folder.resolve() and WRITTEN.fullmatch(file.name):
         raise ConfigError(
             f"OUTPUT_DIR={folder} holds MODEL.WEIGHTS={weights}, which would be overwritten; give another"
         )

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,8 +20,9 @@ from metricopt_ext.data.archives import open_zip
 from metricopt_ext.data.own_parts import digests_of_files, same_classes, warn_of_copies
 from metricopt_ext.detection.box_kinds import check_annotated
 from metricopt_ext.detection.boxes_outside import warn_of_boxes
-from metricopt_ext.detection.coco import read_coco
+from metricopt_ext.detection.coco import CocoSet, read_coco
 from metricopt_ext.detection.data import files_of, with_classes
+from metricopt_ext.detection.detectron2.coco_shapes import CocoShapes, read_shapes
 from metricopt_ext.detection.detectron2.config import DatasetsNode, metricopt_settings
 from metricopt_ext.detection.layouts import images_of, part_at
 from metricopt_ext.detection.metric import kind_of
@@ -33,6 +34,7 @@ from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import brief, counted
 
+SomeSet = TypeVar("SomeSet", bound=DetectionSet)
 KEPT_NAMES = {"train": "train", "val": "validation", "test": "test"}  # what `own_parts` calls the parts
 ENTRY = re.compile(
     r"(?P<name>[^=]+)=(?P<folder>.+):(?P<split>[^:\[\]]+)(\[((?P<first>\d+)%)?:((?P<last>\d+)%)?\])?", re.ASCII
@@ -72,16 +74,25 @@ class Mapper(DatasetMapper):  # type: ignore[misc]
             raise DataError(f"{dataset_dict['file_name']} can't be used: {error}") from error
 
 
-def register(name: str, data: DetectionSet) -> None:
+def register(name: str, data: DetectionSet, shapes: CocoShapes | None = None) -> None:
     """Enter a set into Detectron2's catalog, so that configs can name it.
+
+    Args:
+        name: What it is called there.
+        data: The set.
+        shapes: The masks and keypoints of its objects, if any.
 
     Raises:
         DataError: The name is taken.
     """
     if name in DatasetCatalog.list():
         raise DataError(f"Detectron2's catalog already has a dataset {name!r}; choose another name")
-    DatasetCatalog.register(name, lambda: as_records(data))
-    MetadataCatalog.get(name).set(thing_classes=list(data.classes))
+    metadata = MetadataCatalog.get(name).set(thing_classes=list(data.classes))
+    if shapes is None:
+        DatasetCatalog.register(name, lambda: as_records(data))
+        return
+    DatasetCatalog.register(name, lambda: shapes.into(as_records(data)))
+    metadata.set(**shapes.metadata, shapes_left_out=shapes.left_out)
 
 
 def registered_truth(name: str) -> DetectionSet:
@@ -217,8 +228,8 @@ def check_sets(cfg: CfgNode, trained: Sequence[str], judged: Sequence[str]) -> N
 
     Raises:
         ConfigError: The number of classes differs from the detector's, or two sets number them differently, or the
-            detector has a mask head and an object to train on has no mask, or one to judge has none of the metric's
-            masks or keypoints.
+            detector has a mask or keypoint head and an object to train on has no mask or keypoints, or not such as it
+            takes, or one to judge has none of the metric's masks or keypoints.
         DataError: There is no such set, or it can't be read.
     """
     head = {"GeneralizedRCNN": "ROI_HEADS", "RetinaNet": "RETINANET"}.get(cfg.MODEL.META_ARCHITECTURE)
@@ -226,7 +237,9 @@ def check_sets(cfg: CfgNode, trained: Sequence[str], judged: Sequence[str]) -> N
     for name in [*trained, *judged]:
         records = records_of(name)
         if name in trained and cfg.MODEL.MASK_ON:
-            _check_masks(name, records)
+            _check_masks(name, records, cfg.INPUT.MASK_FORMAT)
+        if name in trained and cfg.MODEL.KEYPOINT_ON:
+            _check_keypoints(name, records, cfg.MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS)
         if name in judged:
             as_truth(name, records)
             _check_shapes(name, records, metricopt_settings(cfg).metric.name)
@@ -247,15 +260,49 @@ def check_sets(cfg: CfgNode, trained: Sequence[str], judged: Sequence[str]) -> N
             )
 
 
-def _check_masks(name: str, records: Sequence[dict[str, Any]]) -> None:
-    objects = [each for record in records for each in record.get("annotations", []) if not each.get("iscrowd")]
+def _check_masks(name: str, records: Sequence[dict[str, Any]], mask_format: str) -> None:
+    objects = _learned(records)
     bare = sum("segmentation" not in each for each in objects)
     if bare:
         raise ConfigError(
             f"MODEL.MASK_ON is True, but {bare} of {len(objects)} objects of {name} have no mask; set MODEL.MASK_ON"
-            " False for boxes alone, all that sets of METRICOPT.DATASETS.REGISTER have, or name a set with masks in"
-            " DATASETS.TRAIN"
+            f" False for boxes alone, or name a set with masks in DATASETS.TRAIN{_why(name, 'segmentation')}"
         )
+    encoded = sum(isinstance(each["segmentation"], dict) for each in objects)
+    if encoded and mask_format != "bitmask":
+        raise ConfigError(
+            f"INPUT.MASK_FORMAT is {mask_format}, but {encoded} of {len(objects)} masks of {name} are run-length"
+            " encodings; set it to bitmask"
+        )
+
+
+def _check_keypoints(name: str, records: Sequence[dict[str, Any]], count: int) -> None:
+    objects, metadata = _learned(records), MetadataCatalog.get(name)
+    bare = sum("keypoints" not in each for each in objects)
+    if bare:
+        raise ConfigError(
+            f"MODEL.KEYPOINT_ON is True, but {bare} of {len(objects)} objects of {name} have no keypoints; set it to"
+            f" False, or name a set with keypoints in DATASETS.TRAIN{_why(name, 'keypoints')}"
+        )
+    if not metadata.get("keypoint_names") or metadata.get("keypoint_flip_map") is None:
+        raise ConfigError(
+            f"MODEL.KEYPOINT_ON is True, but {name} does not name its keypoints; name them as 'keypoints' of its"
+            f" category, or set MetadataCatalog.get({name!r}).keypoint_names and keypoint_flip_map"
+        )
+    if len(metadata.keypoint_names) != count:
+        raise ConfigError(
+            f"MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS is {count}; {name} has {len(metadata.keypoint_names)} keypoints"
+        )
+
+
+def _learned(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The objects that Detectron2 trains on."""
+    return [each for record in records for each in record.get("annotations", []) if not each.get("iscrowd")]
+
+
+def _why(name: str, shape: str) -> str:
+    left_out: dict[str, str] = MetadataCatalog.get(name).get("shapes_left_out") or {}
+    return f" ({left_out[shape]})" if shape in left_out else ""
 
 
 def _check_shapes(name: str, records: Sequence[dict[str, Any]], metric: str) -> None:
@@ -266,8 +313,7 @@ def _check_shapes(name: str, records: Sequence[dict[str, Any]], metric: str) -> 
     if kind != "bbox" and bare:
         raise ConfigError(
             f"METRICOPT.METRIC.NAME is {metric}, but {bare} of {len(objects)} objects of {name} have no"
-            f" {KINDS[kind]!r}; name a set that has, as register_coco_instances enters them, or judge boxes, all that"
-            " sets of METRICOPT.DATASETS.REGISTER have, by bbox/AP50"
+            f" {KINDS[kind]!r}; name a set that has, or judge boxes by bbox/AP50{_why(name, KINDS[kind])}"
         )
 
 
@@ -304,8 +350,9 @@ def register_entries(entries: Sequence[str], root: str | Path, classes: Sequence
     """Register what METRICOPT.DATASETS.REGISTER lists, unless it is already in the catalog.
 
     An entry is ``NAME=FOLDER:SPLIT`` for a VOC folder or its zip file, or ``NAME=FOLDER:FILE.json`` for images with
-    annotations in COCO's format. A suffix of ``[:80%]`` or ``[80%:]`` chooses a part of the images in an order that
-    is always shuffled the same way: what one leaves out is what the other has, in every run.
+    annotations in COCO's format, masks and keypoints among them (`coco_shapes.read_shapes`). A suffix of ``[:80%]`` or
+    ``[80%:]`` chooses a part of the images in an order that is always shuffled the same way: what one leaves out is
+    what the other has, in every run.
 
     Args:
         entries: The entries.
@@ -325,13 +372,23 @@ def register_entries(entries: Sequence[str], root: str | Path, classes: Sequence
         name, folder, split = match["name"], Path(root) / match["folder"], match["split"]
         if name in DatasetCatalog.list():
             continue
-        data: DetectionSet
+        limits = int(match["first"] or 0), int(match["last"] or 100)
         if split.lower().endswith(".json"):
-            data = read_coco(folder / split, images_of(folder / split, folder))
+            file = folder / split
+            part = _part(read_coco(file, images_of(file, folder)), *limits)
+            shapes = read_shapes(file, part)
+            register(name, part, shapes)
+            if shapes is not None and shapes.complete and limits == (0, 100):
+                _judge_by(file, name, part)
         else:
-            data = read_voc(folder, split, classes=classes or None)
-        register(name, _part(data, int(match["first"] or 0), int(match["last"] or 100)))
+            register(name, _part(read_voc(folder, split, classes=classes or None), *limits))
         MetadataCatalog.get(name).set(boxes_told=True)  # of those outside their images, by the reader
+
+
+def _judge_by(file: Path, name: str, data: CocoSet) -> None:
+    """Have Detectron2's COCOEvaluator judge by a file itself, which has the areas of the objects."""
+    numbers = {number: at for at, number in enumerate(data.category_ids)}
+    MetadataCatalog.get(name).set(json_file=str(file), thing_dataset_id_to_contiguous_id=numbers)
 
 
 def register_parts(cfg: CfgNode) -> tuple[str, ...]:
@@ -356,12 +413,13 @@ def register_parts(cfg: CfgNode) -> tuple[str, ...]:
     given = {name: path for name, path in parts.items() if path}
     found = {KEPT_NAMES[name]: part_at(Path(path)) for name, path in given.items()}
     read = {name: part.read(datasets.classes or None) for name, part in found.items()}
+    shapes = {name: read_shapes(found[name].path, data) for name, data in read.items() if isinstance(data, CocoSet)}
     if "train" in read:
         classes = same_classes({name: part.classes for name, part in read.items()})
         read = {name: with_classes(part, classes) for name, part in read.items()}
     warn_of_copies(digests_of_files({name: files_of(part) for name, part in read.items()}), "image")
     for name, data in zip(given, read.values(), strict=True):
-        register(f"own_{name}", data)
+        register(f"own_{name}", data, shapes.get(KEPT_NAMES[name]))
         MetadataCatalog.get(f"own_{name}").set(boxes_told=True)  # by the reader
     if "train" in given:
         cfg.DATASETS.TRAIN = ("own_train",)
@@ -372,7 +430,7 @@ def register_parts(cfg: CfgNode) -> tuple[str, ...]:
     return tuple(f"{name}: {part.found}; {counted(len(read[name]), 'image')}" for name, part in found.items())
 
 
-def _part(data: DetectionSet, first: int, last: int) -> DetectionSet:
+def _part(data: SomeSet, first: int, last: int) -> SomeSet:
     """Return the images between two percentages of a shuffled order, in the order of the set."""
     if not 0 <= first < last <= 100:
         raise ConfigError(f"METRICOPT.DATASETS.REGISTER: [{first}%:{last}%] is not part of a set")
@@ -380,7 +438,7 @@ def _part(data: DetectionSet, first: int, last: int) -> DetectionSet:
     chosen = order[len(data) * first // 100 : len(data) * last // 100]
     if not len(chosen):
         raise ConfigError(f"METRICOPT.DATASETS.REGISTER: [{first}%:{last}%] of {len(data)} images is empty")
-    return data.subset(chosen.sort().values.tolist())
+    return data.subset(chosen.sort().values.tolist())  # type: ignore[return-value]  # of its own kind
 
 
 def _record(image: Annotated) -> dict[str, Any]:

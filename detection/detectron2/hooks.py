@@ -1,6 +1,7 @@
 """Hooks for Detectron2's trainers: record a trajectory, log and keep its best point, replay a run's random draws."""
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ from detectron2.engine.hooks import PeriodicWriter
 from detectron2.utils import comm
 from detectron2.utils.env import seed_all_rng
 from detectron2.utils.events import CommonMetricPrinter
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.hosts import AVERAGE
 from metricopt_ext.detection.detectron2.export import checkpoint_of, export
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.tasks.recording import Recording
@@ -19,6 +22,7 @@ from metricopt_ext.utils.files import write_atomically
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
 
+EMA_STATE = "ema_state"  # where the projects' moving averages are, in their models and in their checkpoints
 LOGGER = logging.getLogger("detectron2.metricopt")  # a child of Detectron2's, which has the handlers
 
 
@@ -46,8 +50,10 @@ class TrajectoryHook(HookBase):  # type: ignore[misc]
         """Take phi_0 and evaluate the metric at it; do nothing if a checkpoint restored an earlier part.
 
         Raises:
+            ConfigError: The trainer averages weights; see `check_no_average`.
             FileFormatError: The store already has this trajectory.
         """
+        check_no_average(self.recording.adapter.model, self.trainer._hooks)
         if self.recording.points:
             return
         if self.recording.trajectory is not None:
@@ -192,6 +198,10 @@ class MergedCheckpoint(HookBase):  # type: ignore[misc]
     def __init__(self, adapter: Adapter, path: str | Path, recording: Recording | None = None) -> None:
         self.adapter, self.path, self.recording = adapter, Path(path), recording
 
+    def before_train(self) -> None:
+        """Check that nothing else chooses the model; see `check_no_average`."""
+        check_no_average(self.adapter.model, self.trainer._hooks)
+
     def after_train(self) -> None:
         """Do nothing if training failed."""
         if self.trainer.iter < self.trainer.max_iter:
@@ -248,6 +258,30 @@ class ReplayedSteps(HookBase):  # type: ignore[misc]
 
     def _seed_all(self, step: int) -> None:
         seed_all_rng(generator(self.seed, "step", self.index, step, comm.get_rank()).initial_seed() % 2**31)
+
+
+def check_no_average(model: nn.Module, hooks: Iterable[HookBase] = ()) -> None:
+    """Check that no moving average of weights (EMA) takes the place of the phi that was judged.
+
+    Detectron2 has none of its own; hooks of projects keep one, or have the model keep it as ``ema_state``.
+
+    Raises:
+        ConfigError: The model or a hook keeps an average.
+    """
+    found = [f"the hook {type(each).__name__}" for each in hooks if _averages(each)]
+    if hasattr(model, EMA_STATE):
+        found.append(f"the model's {EMA_STATE}")
+    if found:
+        raise ConfigError(
+            f"{found[0]} averages weights over steps, but the phi that was judged best is what is kept; switch it off"
+            f" while phi is tuned. To tune an averaged detector, name its file as MODEL.WEIGHTS=FILE?entry={EMA_STATE}"
+        )
+
+
+def _averages(hook: HookBase) -> bool:
+    return AVERAGE.search(type(hook).__name__) is not None or any(
+        isinstance(each, AveragedModel) for each in vars(hook).values()
+    )
 
 
 def best_of(recording: Recording) -> int:

@@ -17,6 +17,7 @@ OF_ONE_RUN = {
     *(f"METRICOPT.FINETUNE.{name}" for name in ("VALUE_FUNCTION", "METRIC_STEP", "LOSS_WEIGHT")),
     *(f"METRICOPT.META.{name}" for name in ("ROUND", "INDEX")),
 }
+AMP = "SOLVER.AMP.ENABLED"
 # Where and how long, not what: no influence on a trajectory.
 WITHOUT_INFLUENCE = (
     *("MODEL.DEVICE", "METRICOPT.META.TRAJECTORIES", "METRICOPT.META.ROUNDS", "METRICOPT.SEARCH."),
@@ -32,6 +33,7 @@ def identity_of_run(cfg: CfgNode) -> dict[str, Any]:
         **dict(_leaves(cfg.METRICOPT, "METRICOPT.")),
         "DATASETS.TRAIN": cfg.DATASETS.TRAIN,
         "SOLVER.IMS_PER_BATCH": cfg.SOLVER.IMS_PER_BATCH,
+        **({AMP: True} if cfg.SOLVER.AMP.ENABLED else {}),  # absent in runs of before, which had none
     }
     for key in ("MODEL.WEIGHTS", "METRICOPT.FINETUNE.VALUE_FUNCTION"):
         settings[key] = _described(settings[key])
@@ -45,14 +47,15 @@ def identity_of_trajectories(cfg: CfgNode) -> dict[str, Any]:
 
 def identity_of_search(cfg: CfgNode, trainer_class: type) -> dict[str, Any]:
     """Return the settings that a search depends on; its keys, seed and weights are known without them."""
-    unused = ("METRICOPT.ENABLED", "METRICOPT.FINETUNE.", "METRICOPT.META.", "METRICOPT.METRIC.EVALS")
+    unused = (AMP, "METRICOPT.ENABLED", "METRICOPT.FINETUNE.", "METRICOPT.META.", "METRICOPT.METRIC.EVALS")
     settings = {key: value for key, value in identity_of_run(cfg).items() if not key.startswith(unused)}
     return {**settings, **identity_of_trainer(trainer_class)}
 
 
 def identity_of_trainer(trainer_class: type) -> dict[str, Any]:
-    """Return a trainer class by its name."""
-    return {"trainer_class": f"{trainer_class.__module__}.{trainer_class.__qualname__}"}
+    """Return a trainer class by its name, and by what it says of itself (`MetricOptTrainer`)."""
+    described: dict[str, str] = getattr(trainer_class, "described", {})
+    return {"trainer_class": f"{trainer_class.__module__}.{trainer_class.__qualname__}", **described}
 
 
 def _leaves(node: CfgNode, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -65,10 +68,12 @@ def _leaves(node: CfgNode, prefix: str) -> Iterator[tuple[str, Any]]:
 
 def _described(name: str) -> str:
     """Return a file's name and fingerprint, to tell it from another file that takes its place."""
-    path = Path(name.partition("?")[0])  # Detectron2 allows options after the name
+    file, _, query = name.partition("?")  # Detectron2 allows options after the name
+    path = Path(file)
     if not path.is_file():
         return name  # from Detectron2's model zoo, or empty
-    return f"{path.name} ({_fingerprint(path, os.stat(path).st_mtime_ns)})"
+    chosen = f"?{query}" if query else ""
+    return f"{path.name}{chosen} ({_fingerprint(path, os.stat(path).st_mtime_ns)})"
 
 
 @lru_cache

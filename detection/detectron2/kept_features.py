@@ -10,7 +10,7 @@ from detectron2.structures import Boxes, ImageList, Instances
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.detection.kept_maps import KeptMaps
+from metricopt_ext.detection.kept_maps import KeptMaps, tell_of_whole_passes
 from metricopt_ext.utils.kept_outputs import KeptOutputs, circumstances, digest_of, digest_of_model
 
 BACKBONE, PROPOSALS = "backbone", "proposal_generator"
@@ -47,6 +47,10 @@ def keep_features(model: nn.Module, gib: float) -> list[str]:
         else:
             continue
         found.append(name)
+    if not known:
+        tell_of_whole_passes(
+            model, gib, "its architecture is unknown", keys="adapter.keep_gib or METRICOPT.SEARCH.KEEP_GIB"
+        )
     return found
 
 

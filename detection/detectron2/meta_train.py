@@ -27,7 +27,7 @@ from metricopt_ext.detection.detectron2.hooks import (
 )
 from metricopt_ext.detection.detectron2.identity import identity_of_trainer
 from metricopt_ext.detection.detectron2.processes import alone, on_main_process
-from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, trajectory_store
+from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, check_amp, trajectory_store
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.rounds import learn_in_rounds
@@ -62,7 +62,8 @@ def meta_train(
         f with its held-out quality; the same on every process.
 
     Raises:
-        ConfigError: No trained detector is named, or no set to evaluate AP50 on, or ``path`` can't be written to.
+        ConfigError: No trained detector is named, or no set to evaluate AP50 on, or ``path`` can't be written to;
+            or ``SOLVER.AMP.ENABLED`` without a GPU, or a trainer that averages weights.
         FileFormatError: There are trajectories and ``resume`` is False, or they are from runs with other settings or
             of another trainer class.
         TypeError: ``trainer_class`` is not a `MetricOptTrainer`, or lacks its metric or its recorder among the hooks.
@@ -71,6 +72,7 @@ def meta_train(
     check_detector(cfg, settings, "meta-training")
     on_main_process(lambda: _check_file(path, resume))
     check_trainer(trainer_class)
+    check_amp(cfg)
     tuning, meta = settings.finetune, settings.meta
     recipe = Recipe(
         rounds=meta.rounds,

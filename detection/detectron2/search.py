@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.detection.detectron2.config import metricopt_settings
 from metricopt_ext.detection.detectron2.export import export
-from metricopt_ext.detection.detectron2.hooks import LOGGER
+from metricopt_ext.detection.detectron2.hooks import LOGGER, check_no_average
 from metricopt_ext.detection.detectron2.identity import identity_of_search
 from metricopt_ext.detection.detectron2.kept_features import keep_features
 from metricopt_ext.detection.detectron2.meta_train import check_detector, check_trainer, progress
 from metricopt_ext.detection.detectron2.processes import alone, on_main_process
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer
-from metricopt_ext.detection.detectron2.weights import load_weights
+from metricopt_ext.detection.detectron2.weights import MODEL, divided, load_weights
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
@@ -59,7 +59,8 @@ def search(cfg: CfgNode, resume: bool = False, trainer_class: type[MetricOptTrai
             the evaluator. Its hooks and its steps have no part in a search.
 
     Raises:
-        ConfigError: No trained detector is named, or no set to evaluate AP50 on; or there are too few queries.
+        ConfigError: No trained detector is named, or no set to evaluate AP50 on; or there are too few queries; or the
+            model keeps an average of its weights.
         FileFormatError: There is a search and ``resume`` is False, or it has other settings or another trainer class.
         TypeError: ``trainer_class`` is not a `MetricOptTrainer`, or lacks its metric.
     """
@@ -67,6 +68,8 @@ def search(cfg: CfgNode, resume: bool = False, trainer_class: type[MetricOptTrai
     check_detector(cfg, settings, "a search")
     check_trainer(trainer_class)
     queries, strategy = settings.search.queries, settings.search.build()
+    if cfg.SOLVER.AMP.ENABLED:
+        LOGGER.info("SOLVER.AMP.ENABLED is of training alone: a search computes in float32, as Detectron2 evaluates")
     checkpoints = checkpoints_beside(cfg.MODEL.WEIGHTS, settings.soup)
     least = strategy.least_queries(settings.film.dim, 1 + bool(checkpoints))
     if queries < least:
@@ -74,16 +77,16 @@ def search(cfg: CfgNode, resume: bool = False, trainer_class: type[MetricOptTrai
             f"METRICOPT.SEARCH.QUERIES is {queries}; with METRICOPT.FILM.DIM {settings.film.dim} it must be at least"
             f" {least}"
         )
-    on_main_process(lambda: _claim(folder / FOLDER, identity_of_search(cfg, trainer_class), resume))
-
-    cfg = _config_of(cfg)
+    identity, cfg = identity_of_search(cfg, trainer_class), _config_of(cfg)
     with alone():
         metric = trainer_class.build_metric(cfg)
         if metric is None:
             name = trainer_class.__name__
             raise TypeError(f"{name}.build_metric returned None; it must return a metric to tune phi for")
         model = trainer_class.build_model(cfg)
+        check_no_average(model)
         load_weights(model, cfg.MODEL.WEIGHTS)
+    on_main_process(lambda: _claim(folder / FOLDER, identity, resume))  # no folder is left where these are refused
     keep_features(model, settings.search.keep_gib)
     written = Written(cfg.OUTPUT_DIR, metric.name, queries)
     with alone():  # its first batch is drawn as all others are
@@ -132,10 +135,15 @@ def checkpoints_beside(weights: str, count: int) -> list[Path]:
         count: How many, at most; 0 for none.
 
     Raises:
-        ConfigError: There are fewer than two.
+        ConfigError: There are fewer than two, or an entry of the detector's file is named.
     """
     if not count:
         return []
+    if (entry := divided(weights)[1]) not in (None, MODEL):
+        raise ConfigError(
+            f"METRICOPT.SOUP is {count}, which averages what checkpoints have as {MODEL}; with MODEL.WEIGHTS={weights},"
+            f" entry={entry}, set it to 0"
+        )
     found = sorted(path for path in Path(weights).parent.glob("model_*.pth") if NUMBERED.fullmatch(path.name))[-count:]
     if len(found) < 2:
         raise ConfigError(

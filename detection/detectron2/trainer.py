@@ -1,7 +1,7 @@
 """Detectron2's default trainer with MetricOpt as its optimizer."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from detectron2.config import CfgNode
@@ -27,7 +27,7 @@ from metricopt_ext.detection.detectron2.evaluator import AP50Evaluator, ap50_met
 from metricopt_ext.detection.detectron2.identity import identity_of_run, identity_of_trajectories
 from metricopt_ext.detection.detectron2.weights import load_weights
 from metricopt_ext.detection.metric import kind_of
-from metricopt_ext.errors import DataError, MetricOptError
+from metricopt_ext.errors import ConfigError, DataError, MetricOptError
 from metricopt_ext.runtime.identity import claim
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.trajectory import TrajectoryStore
@@ -45,15 +45,28 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
     ``model_merged.pth``; ``DATASETS.TEST`` is evaluated once, there. Checkpoints, of which the last numbered one is
     kept, hold phi and the optimizer's past gradients; a resumed run continues from them, see `hooks.ReplayedSteps`.
 
-    A subclass may have its own model, loss, data loaders, evaluator and hooks, by the methods of `DefaultTrainer`; phi
-    is tuned for the ``METRIC.NAME`` of its evaluator. `meta_train.meta_train` takes the class.
+    A subclass may have its own detector, by `build_detector`, and loss, data loaders, evaluator and hooks, by the
+    methods of `DefaultTrainer`; phi is tuned for the ``METRIC.NAME`` of its evaluator. `meta_train.meta_train` takes
+    the class. `lazy.lazy_trainer` makes one of a LazyConfig.
+
+    Attributes:
+        described: What else of the class a run depends on, beside its name: trajectories and searches with another are
+            refused.
+
+    With ``SOLVER.AMP.ENABLED`` steps are in mixed precision, phi and all evaluations in float32.
 
     Args:
         cfg: A config that has a METRICOPT node.
+
+    Raises:
+        ConfigError: ``SOLVER.AMP.ENABLED`` without a GPU.
     """
+
+    described: ClassVar[dict[str, str]] = {}
 
     def __init__(self, cfg: CfgNode) -> None:
         settings = metricopt_settings(cfg)
+        check_amp(cfg)
         if settings.enabled:
             cfg = cfg.clone()
             cfg.defrost()
@@ -99,10 +112,16 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
         claim(folder / "identity.json", identity_of_run(self.cfg))
 
     @classmethod
-    def build_model(cls, cfg: CfgNode) -> nn.Module:
-        """Return the model, with FiLM attached and phi at its start."""
-        settings = metricopt_settings(cfg)
+    def build_detector(cls, cfg: CfgNode) -> nn.Module:
+        """Return the detector as the config says, without phi."""
         model: nn.Module = super().build_model(cfg)
+        return model
+
+    @classmethod
+    def build_model(cls, cfg: CfgNode) -> nn.Module:
+        """Return the detector, with FiLM attached and phi at its start."""
+        settings = metricopt_settings(cfg)
+        model = cls.build_detector(cfg)
         if settings.classification_loss == "ap":
             use_ap_loss(model)
         if not settings.enabled:
@@ -227,6 +246,19 @@ def warn(cfg: CfgNode, settings: Settings) -> None:
         warn_once(
             f"METRICOPT.METRIC.SET={settings.metric.set} is one of DATASETS.TRAIN: AP50 there says little about other"
             " images; evaluate it on a set that the detector was not trained on"
+        )
+
+
+def check_amp(cfg: CfgNode) -> None:
+    """Check that Detectron2 can train in mixed precision, which it asks at its first step only.
+
+    Raises:
+        ConfigError: It can't on this machine.
+    """
+    if cfg.SOLVER.AMP.ENABLED and not torch.cuda.is_available():
+        raise ConfigError(
+            "SOLVER.AMP.ENABLED is True, but no GPU was found, on which alone Detectron2 trains in mixed precision; set"
+            " it to False"
         )
 
 

@@ -37,12 +37,36 @@ def cut_before_phi(model: nn.Module) -> Cut | None:
                 cut = cut_at(model, first)
             except AdapterError:
                 continue
-            around = [model.get_submodule(".".join(parts[:at])) for at in range(depth)]
-            before = [each for name in modules_of(cut.before) for each in model.get_submodule(name).modules()]
-            if not any(map(_has_hooks, (*around, *before))):
+            if not _hooked(model, cut, first):
                 return cut
             break  # phi acts before this layer, too
     return None
+
+
+def why_uncut(model: nn.Module, layer: str) -> str:
+    """Say why a model's forward pass is not cut at a layer, in words that follow "as".
+
+    Args:
+        model: The model, of which `cut_before_phi` found no cut, or none that is worth it.
+        layer: The first layer that phi acts on.
+    """
+    if "forward" in vars(model):
+        return f"{type(model).__name__} has another forward pass than its class"
+    try:
+        cut = cut_at(model, layer)
+    except AdapterError as error:
+        return str(error)
+    if hooked := _hooked(model, cut, layer):
+        return f"{type(hooked[0]).__name__} has hooks, of which nothing is known"
+    return f"what comes before {layer!r} is no single tensor"
+
+
+def _hooked(model: nn.Module, cut: Cut, first: str) -> list[nn.Module]:
+    """The modules that something acts on around a cut or before it."""
+    parts = first.split(".")
+    around = [model.get_submodule(".".join(parts[:at])) for at in range(len(parts))]
+    before = [each for name in modules_of(cut.before) for each in model.get_submodule(name).modules()]
+    return [each for each in (*around, *before) if _has_hooks(each)]
 
 
 def _has_hooks(module: nn.Module) -> bool:

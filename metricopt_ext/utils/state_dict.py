@@ -20,7 +20,7 @@ from metricopt_ext.utils.tensor_names import names_in_model
 from metricopt_ext.utils.words import and_more, brief, counted, shortened
 
 # Where training scripts put the state dict.
-ENTRIES = ("state_dict", "state_dict_ema", "model", "model_ema", "model_state_dict")
+ENTRIES = ("state_dict", "state_dict_ema", "model", "model_ema", "ema_state", "model_state_dict")
 
 # Classes whose objects only hold what they are given: scripts keep their arguments beside the weights.
 _PATH = type(Path())

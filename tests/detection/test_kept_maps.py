@@ -1,6 +1,8 @@
 """What phi leaves as it is is computed once, and masks and keypoints are the same to the last bit."""
 
 import copy
+import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,7 +19,11 @@ from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredic
 from torchvision.ops import MultiScaleRoIAlign
 
 from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.detection.build import remembering
+from metricopt_ext.detection.config import DetectorAdapterConfig
+from metricopt_ext.detection.frozen import FrozenFeatures
 from metricopt_ext.detection.kept_maps import keep_maps
+from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 
 PHI = torch.tensor([0.4, -0.3], dtype=torch.float64)
 
@@ -59,7 +65,8 @@ def test_only_what_phi_changes_is_computed_for_each_phi(case: str) -> None:
     plain, ran = copy.deepcopy(model), list[str]()
     model.backbone[0].register_forward_hook(lambda *_: ran.append("backbone"))
     images = [torch.rand(3, 40, 48, dtype=torch.float64), torch.rand(3, 48, 30, dtype=torch.float64)]
-    assert keep_maps(model, gib=1.0) == expected
+    with pytest.warns(UserWarning, match="of a RetinaNet, as its code") if case == "retinanet" else nullcontext():
+        assert keep_maps(model, gib=1.0) == expected
 
     @torch.no_grad()
     def found(phi: Tensor, batch: list[Tensor] = images) -> list[Tensor]:
@@ -80,6 +87,23 @@ def test_only_what_phi_changes_is_computed_for_each_phi(case: str) -> None:
             each.backbone[0].weight.mul_(1.1)
     found(PHI)
     assert len(ran) == (3 if expected else 5)
+
+
+def test_of_boxes_whole_passes_are_told_of_where_phi_leaves_the_backbone_as_it_is() -> None:
+    told = "backbone's maps, which phi leaves as they are, are not kept of a MaskRCNN, as phi acts in more than the box"
+    for layers, settings, says in (
+        (["rpn.head.conv.0.0"], {}, True),
+        (["roi_heads.box_head.fc6"], {}, False),  # which are kept
+        (["backbone.1"], {}, False),
+        (["rpn.head.conv.0.0"], {"keep_gib": 0.0}, False),
+        (["rpn.head.conv.0.0"], {"keep_features": False}, False),
+    ):
+        adapter, toolkit = attach_film(detector("masks"), layers, dim=2), TorchvisionToolkit()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            used = remembering(toolkit, adapter, DetectorAdapterConfig(**settings))
+        assert [told in str(each.message) for each in found] == [True] * says
+        assert isinstance(used, FrozenFeatures) == (layers == ["roi_heads.box_head.fc6"])
 
 
 def test_the_loss_and_copies_are_as_without() -> None:

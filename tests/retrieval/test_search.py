@@ -174,6 +174,41 @@ def test_proxies_stay_as_they_are() -> None:
     assert proxies.proxies.grad is None
 
 
+@pytest.mark.parametrize("part", ["trunk", "embedder"])
+def test_what_is_before_phi_is_computed_once_to_the_same_values(part: str) -> None:
+    seen: list[int] = []
+
+    class Counted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(len(x))
+            return super().forward(x)
+
+    trunk = nn.Sequential(Counted(8, 64), nn.ReLU(), nn.Linear(64, 8), make_trunk()[0]).double()
+    trainer = make_trainer(trunk)
+    adapter = mo.attach_film(trainer.models[part], ["3"] if part == "trunk" else ["1"], dim=D)
+    sets, phis, found = {"val": pairs(7, 4.0)}, 0.3 * rand(5, D, seed=2), list[Tensor]()
+
+    class Seen(Counting):
+        def do_knn_and_accuracies(self, accuracies: Any, embedded: Any, *others: Any) -> None:
+            found.append(embedded["val"][0].clone())
+            super().do_knn_and_accuracies(accuracies, embedded, *others)
+
+    outcomes = []
+    for gib in (0.0, 1.0):
+        tester = make_tester(batch_size=20)
+        tester.__class__ = Seen
+        task = trainer_task(trainer, tester, adapter, sets, metric="recall_at_1", keep_gib=gib)
+        found.clear()
+        seen.clear()
+        values = [task.evaluate(phi, "test").cost for phi in phis]
+        assert sum(each for each in seen if each > 1) == 48 * (1 if gib else len(phis))
+        outcomes.append((values, list(found)))
+    (whole, first), (kept, second) = outcomes
+    assert kept == whole
+    assert all(map(torch.equal, first, second))
+    assert not torch.equal(first[0], first[-1])
+
+
 def everything(trainer: Any) -> dict[str, Any]:
     """What a trainer holds but phi, copied."""
     modules = {**trainer.models, **trainer.loss_funcs, **trainer.mining_funcs}

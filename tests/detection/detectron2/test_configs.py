@@ -253,13 +253,21 @@ def test_tool_searches(tool: Callable[..., Any], tiny_config: Any, folder: Path,
         (["--search"], "a search needs the trained detector: MODEL.WEIGHTS is ''"),
         (["--search", "MODEL.WEIGHTS", __file__], "a search needs METRICOPT.METRIC.SET"),
         (["MODEL.MASK_ON", True], "error: MODEL.MASK_ON is True, but 6 of 6 objects of train have no mask"),
+        (["SOLVER.AMP.ENABLED", True], "error: SOLVER.AMP.ENABLED is True, but no GPU was found"),
         (["MODEL.WEIGHTS", "m.pth"], "error: MODEL.WEIGHTS=m.pth: there is no such file"),
         (["--meta-train", "f.safetensors", "MODEL.WEIGHTS", __file__], "meta-training needs METRICOPT.METRIC.SET"),
     ],
 )
 def test_tool_s_errors(
-    options: list[Any], message: str, tool: Callable[..., Any], tiny_config: Any, folder: Path, tmp_path: Path
+    options: list[Any],
+    message: str,
+    tool: Callable[..., Any],
+    tiny_config: Any,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     cfg = tiny_config()
     cfg.METRICOPT.DATASETS.REGISTER = ["train=squares:train"]
     cfg.METRICOPT.DATASETS.ROOT = str(tmp_path)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("detectron2")
 
@@ -76,6 +77,13 @@ def test_only_what_phi_changes_is_computed_for_each_phi(
             next(each.backbone.parameters()).mul_(1.01)
     assert same(toolkit.detect(other, batch), toolkit.detect(plain, batch))
     assert not same(toolkit.detect(model, batch), toolkit.detect(plain, batch))
+
+
+def test_another_architecture_is_told_of() -> None:
+    model = nn.ModuleDict({"backbone": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+    attach_film(model, ["head"], dim=2)
+    with pytest.warns(UserWarning, match=r"of a ModuleDict, as its architecture is unknown.*SEARCH\.KEEP_GIB=0 keeps"):
+        assert keep_features(model, gib=1.0) == []
 
 
 def test_settings_of_inference_and_the_loss_find_what_they_do_without(

@@ -23,11 +23,11 @@ import metricopt_ext as mo
 from metricopt_ext.detection.detectron2.build import with_film
 from metricopt_ext.detection.detectron2.datasets import records_of, register
 from metricopt_ext.detection.detectron2.hooks import LOGGER
-from metricopt_ext.detection.detectron2.search import LoaderBatches, search, training_loss
+from metricopt_ext.detection.detectron2.search import LoaderBatches, checkpoints_beside, search, training_loss
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer
 from metricopt_ext.detection.detectron2.weights import load_weights
 from metricopt_ext.detection.records import DetectionSet
-from metricopt_ext.errors import ConfigError, FileFormatError, MetricError
+from metricopt_ext.errors import ConfigError, DataError, FileFormatError, MetricError
 from metricopt_ext.search.optimizer import MetricOptStep
 
 pytestmark = pytest.mark.detectron2
@@ -279,6 +279,54 @@ def test_what_a_search_refuses(
     with pytest.raises(error, match=message):
         search(cfg, trainer_class=trainer_class)
     assert Known.evaluated == 0
+
+
+# --- Mixed precision, and averages of weights -----------------------------------------------------------------
+
+
+def test_mixed_precision_of_the_training_leaves_a_search_as_it_is(
+    to_search: Callable[..., Any], tmp_path: Path, logged: list[str]
+) -> None:
+    runs = {}
+    for amp in (False, True):
+        options = ["OUTPUT_DIR", str(tmp_path / f"amp_{amp}"), "METRICOPT.SEARCH.QUERIES", 7]
+        cfg = to_search("SOLVER.AMP.ENABLED", amp, *options)
+        logged.clear()
+        runs[amp] = search(cfg, trainer_class=Theirs)
+        assert sum("a search computes in float32" in line for line in logged) == amp
+    assert str(runs[True]) == str(runs[False])
+    assert all(map(torch.equal, runs[True].points, runs[False].points))
+    files = [tmp_path / f"amp_{amp}" / "search" / "value_function.safetensors" for amp in (False, True)]
+    first, second = map(load_file, files)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+class Averaging(Theirs):
+    @classmethod
+    def build_model(cls, cfg: Any) -> Any:
+        model = super().build_model(cfg)
+        model.ema_state = object()
+        return model
+
+
+def test_the_average_that_is_named_is_searched_from(to_search: Callable[..., Any], tmp_path: Path) -> None:
+    cfg = to_search()
+    content = torch.load(cfg.MODEL.WEIGHTS)
+    ema = {name: 1.5 * each if each.is_floating_point() else each for name, each in content["model"].items()}
+    torch.save({**content, "ema_state": ema}, cfg.MODEL.WEIGHTS)
+    with pytest.raises(ConfigError, match="the model's ema_state averages weights"):
+        search(to_search("OUTPUT_DIR", str(tmp_path / "averaging")), trainer_class=Averaging)
+    with pytest.raises(DataError, match=r"\?entry=ema_state or \?entry=model"):
+        search(cfg, trainer_class=Theirs)
+    cfg.MODEL.WEIGHTS += "?entry=ema_state"
+    with pytest.raises(ConfigError, match=r"METRICOPT\.SOUP is 2, .* entry=ema_state, set it to 0"):
+        checkpoints_beside(cfg.MODEL.WEIGHTS, 2)
+    search(cfg, trainer_class=Theirs)
+    cfg.MODEL.WEIGHTS = cfg.MODEL.WEIGHTS.replace("ema_state", "model")
+    with pytest.raises(FileFormatError, match="holds another run"):  # the other weights of the file are another start
+        search(cfg, True, trainer_class=Theirs)
+    merged = torch.load(Path(cfg.OUTPUT_DIR) / "model_merged.pth")["model"]
+    assert torch.equal(merged["backbone.fpn_lateral2.weight"], ema["backbone.fpn_lateral2.weight"])
 
 
 # --- A start from the detector's own training ---------------------------------------------------------------------

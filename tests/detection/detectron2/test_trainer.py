@@ -5,6 +5,7 @@ import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ pytest.importorskip("detectron2", reason="needs Detectron2, installed from sourc
 
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.data import DatasetMapper, build_detection_train_loader
-from detectron2.engine import DefaultTrainer, SimpleTrainer, default_setup, hooks
+from detectron2.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, default_setup, defaults, hooks
 from detectron2.evaluation import DatasetEvaluator, DatasetEvaluators
 from detectron2.modeling import build_model
 from detectron2.structures import Boxes, Instances
@@ -28,6 +29,7 @@ from detectron2.utils.logger import _LOG_COUNTER
 import metricopt_ext as mo
 from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.detection.ap_loss import ap_loss
+from metricopt_ext.detection.detectron2 import trainer as trainer_module
 from metricopt_ext.detection.detectron2.config import metricopt_settings
 from metricopt_ext.detection.detectron2.datasets import records_of, register, registered_truth
 from metricopt_ext.detection.detectron2.evaluator import ap50_metric
@@ -472,6 +474,102 @@ def test_warnings_are_given_once(
     warnings = [record.getMessage() for record in logged if record.levelno == logging.WARNING]
     assert len(warnings) == len(expected)
     assert all(part in warning for part, warning in zip(expected, warnings, strict=True))
+
+
+# --- Mixed precision, and averages of weights -----------------------------------------------------------------
+
+
+class OnCpu(AMPTrainer):
+    """Detectron2's trainer in mixed precision, whose steps are what they are, computed without a GPU."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args, grad_scaler=torch.amp.GradScaler("cpu", init_scale=256.0), precision=torch.bfloat16)
+
+    def run_step(self) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            patch.setattr(torch.cuda.amp, "autocast", partial(torch.autocast, "cpu"))
+            super().run_step()
+
+
+def test_steps_in_mixed_precision_are_judged_in_full(
+    tiny_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[tuple[bool, torch.dtype, list[float]]] = []
+
+    def judge(model: Any) -> float:
+        phi = model.metricopt.phi.detach()
+        judged.append((torch.is_autocast_enabled("cpu"), phi.dtype, phi.tolist()))
+        return float(phi.sum().sigmoid())
+
+    monkeypatch.setattr(MetricOptTrainer, "build_metric", staticmethod(lambda cfg: Metric(judge, maximize=True)))
+    monkeypatch.setattr(trainer_module, "check_amp", lambda cfg: None)
+    monkeypatch.setattr(defaults, "AMPTrainer", OnCpu)
+    save_f(tmp_path / "f.safetensors")
+    options = [*FINETUNING, "METRICOPT.FINETUNE.VALUE_FUNCTION", str(tmp_path / "f.safetensors"), "DATASETS.TEST", ()]
+    options += ["METRICOPT.FINETUNE.STEPS", 4, "METRICOPT.META.TRAJECTORIES"]
+    stored = {}
+    for amp in (False, True):
+        folder = tmp_path / f"amp_{amp}"
+        cfg = tiny_config("fpn", "BN", *options, str(folder / "kept"), "SOLVER.AMP.ENABLED", amp)
+        cfg.OUTPUT_DIR = str(folder)
+        judged.clear()
+        made = trained(cfg)
+        assert isinstance(made._trainer, AMPTrainer) == amp
+        (stored[amp],) = trajectory_store(cfg, cfg.METRICOPT.META.TRAJECTORIES)
+        assert {each[:2] for each in judged} == {(False, torch.float32)}
+        assert [each[2] for each in judged] == stored[amp].observed_phi.tolist()
+    plain, mixed = stored[False], stored[True]
+    assert torch.equal(plain.phi[0], mixed.phi[0])
+    assert plain.cost[0] == mixed.cost[0]
+    assert not torch.equal(plain.loss, mixed.loss)  # it was in bfloat16
+    torch.testing.assert_close(plain.loss[0], mixed.loss[0], rtol=0.1, atol=0)  # other proposals may be drawn
+    step = (plain.phi[1] - plain.phi[0]).norm()
+    assert (mixed.phi[1] - plain.phi[1]).norm() < step / 2  # a scaled gradient, of 256 times, would be far away
+    with pytest.raises(FileFormatError, match=r"SOLVER\.AMP\.ENABLED was None, now True"):
+        trajectory_store(cfg, str(tmp_path / "amp_False" / "kept"))
+
+
+def test_mixed_precision_without_a_gpu_is_refused_before_the_first_step(
+    to_meta_train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    cfg = to_meta_train("SOLVER.AMP.ENABLED", True)
+    refusal = r"SOLVER\.AMP\.ENABLED is True, but no GPU was found.*; set it to False"
+    with pytest.raises(ConfigError, match=refusal):
+        MetricOptTrainer(cfg)
+    with pytest.raises(ConfigError, match=refusal):
+        meta_train(cfg, tmp_path / "f.safetensors")
+    assert not (Path(cfg.OUTPUT_DIR) / "trajectories").exists()
+
+
+class EMAHook(hooks.HookBase):
+    """What projects keep an average of weights by."""
+
+
+class Averaging(MetricOptTrainer):
+    def build_hooks(self) -> list[Any]:
+        return [*super().build_hooks(), EMAHook()]
+
+
+@pytest.mark.parametrize("judged", [True, False])
+def test_an_average_of_weights_is_refused_while_phi_is_tuned(
+    judged: bool, to_meta_train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not judged:
+        monkeypatch.setattr(MetricOptTrainer, "build_metric", staticmethod(lambda cfg: None))
+    cfg = to_meta_train()
+    with pytest.raises(ConfigError, match=r"the hook EMAHook averages weights .*MODEL\.WEIGHTS=FILE\?entry=ema_state"):
+        Averaging(cfg).train()
+    made = MetricOptTrainer(cfg)
+    made.model.ema_state = object()
+    with pytest.raises(ConfigError, match="the model's ema_state averages weights"):
+        made.train()
+    if judged:
+        with pytest.raises(ConfigError, match="the hook EMAHook averages weights"):
+            meta_train(cfg, tmp_path / "f.safetensors", trainer_class=Averaging)
+    cfg.METRICOPT.ENABLED, cfg.SOLVER.MAX_ITER, cfg.DATASETS.TEST = False, 1, ()
+    Averaging(cfg).train()  # ordinary training may average
 
 
 # --- Meta-training -------------------------------------------------------------------------------------------

@@ -105,6 +105,32 @@ def test_a_detector_to_be_trained_takes_what_fits(tiny_config: Any, saved: Calla
     assert torch.equal(model.backbone.fpn_output2.weight, more_classes.backbone.fpn_output2.weight)
 
 
+@pytest.mark.parametrize("where", ["ema_state", "trainer.hooks.EMAHook"])  # of the model's own, or of a hook
+def test_of_weights_and_their_average_one_must_be_named(where: str, tiny_config: Any, tmp_path: Path) -> None:
+    model, ema = build_model(tiny_config()), build_model(tiny_config())
+    average = {f"module.{name}": each for name, each in ema.named_parameters()}  # without BatchNorm's statistics
+    content: Any = average
+    for key in reversed(where.split(".")):
+        content = {key: content}
+    path = str(tmp_path / "model_final.pth")
+    torch.save({"model": model.state_dict(), "iteration": 3, **content}, path)
+    loaded = build_model(tiny_config())
+    before = {name: each.clone() for name, each in loaded.state_dict().items()}
+    message = rf"has the weights of the model, and others .*{where}.*: say which .* by \?entry={where} or \?entry=model"
+    for strict in (True, False):
+        with pytest.raises(DataError, match=message):
+            load_weights(loaded, path, strict=strict)
+    with pytest.raises(DataError, match=rf"has no weights as entry=ema, but as \['model', '{where}'\]"):
+        load_weights(loaded, f"{path}?entry=ema")
+    assert all(torch.equal(each, before[name]) for name, each in loaded.state_dict().items())
+    for entry, source in ((where, ema), ("model", model)):
+        load_weights(loaded, f"{path}?entry={entry}")
+        for name, each in loaded.named_parameters():
+            assert torch.equal(each, source.get_parameter(name))
+        for name, each in loaded.named_buffers():
+            assert torch.equal(each, model.get_buffer(name))
+
+
 @pytest.mark.parametrize("content", [b"", b"no checkpoint", None, 3])
 def test_files_that_are_no_checkpoints(
     content: Any, tiny_config: Any, saved: Callable[..., str], tmp_path: Path
