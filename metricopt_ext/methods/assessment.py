@@ -6,7 +6,7 @@ All of it is told by points that a search asks anyway, the free starts among the
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import mean
+from statistics import NormalDist, mean
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -35,7 +35,7 @@ LEVEL, LEVEL_REFUSED = 0.05, 0.02
 
 # A gain of so many deviations of chance shows that there is something besides chance, however few points agree. Of
 # twelve points an F test sees more than orders of halves do: these need the help, and noise passes in 3 to 4% of runs.
-PLAIN: Mapping[Guard, float] = {"halves": 2.0, "repeats": 3.0}
+PLAIN: Mapping[Guard, float] = {"halves": 1.8, "repeats": 3.0}
 
 # Orders of the points that halves' agreement is compared with.
 ORDERS = 2000
@@ -196,8 +196,8 @@ def assessed(
        points (a permutation test, `LEVEL`), or repeats would explain the variance between points (an F test).
     2. Which gains would the guard keep (`judge`)? If that of an offset or of BatchNorm, and no other point is expected
        to be better, that is all. If only another point's, a search.
-    3. If none, but there is a gain: with how many times the data, chance shrinking with the root of their number, would
-       the guard keep it?
+    3. If none, but one gains more than the luckiest of so many points is expected to: with how many times the data,
+       chance shrinking with the root of their number, would the guard keep it?
 
     Args:
         metric: Its units, and how often it is repeated.
@@ -297,10 +297,16 @@ def _advised(
         return search
     kind = max(verdicts, key=lambda kind: verdicts[kind].gain - verdicts[kind].optimism)
     verdict = verdicts[kind]
-    if verdict.gain - verdict.optimism > 0 and (more := times_the_data(verdict)) <= MOST_DATA:
+    luck = luckiest(len(_distinct(points))) * (verdict.chance or 0.0)
+    if verdict.gain > max(verdict.optimism, luck) and (more := times_the_data(verdict)) <= MOST_DATA:
         gain = _gain(metric, verdict)
         return _Advised("more validation data", f"{_called(best[kind])} gains {gain}, which may be chance", data=more)
     return _Advised("do not", f"none of {n} gains more than by chance")
+
+
+def luckiest(n: int) -> float:
+    """Return what the largest of n standard normal draws is expected to be (Blom, 1958, to 0.02)."""
+    return NormalDist().inv_cdf((n - 0.375) / (n + 0.25))
 
 
 def _called(evaluated: Evaluated) -> str:

@@ -28,6 +28,7 @@ from metricopt_ext.methods.assessment import (
     by_chance,
     first_evaluated,
     kind_of,
+    luckiest,
     queries_to_search,
     smallest_gain,
     times_the_data,
@@ -238,7 +239,7 @@ def test_points_on_the_line_of_offsets_are_offsets() -> None:
 
 def test_a_gain_that_the_guard_refuses_asks_for_data() -> None:
     """The factor is the one at which the guard would keep it."""
-    told = case([0.5, 0.5, 0.5, 0.4, 0.3, *SPREAD[:-1], 0.51], apart=0.02)
+    told = case([0.5, 0.5, 0.5, 0.4, 0.3, *SPREAD[:-1], 0.56], apart=0.03)
     found = assessed(metric_of(), told, DIM)
     points = [each.evaluation for each in told]
     verdict = judge(told[0].evaluation, told[-1].evaluation, points)
@@ -247,6 +248,20 @@ def test_a_gain_that_the_guard_refuses_asks_for_data() -> None:
     assert found.data == times_the_data(verdict)
     assert found.data > 1
     assert f"{found.data:.1f} times as much" in str(found)
+
+
+def test_a_gain_that_the_luckiest_of_the_points_has_too_asks_for_nothing() -> None:
+    """It is 1.5 deviations of chance; of twelve draws of chance alone the largest is expected to be 1.63."""
+    told = case([0.5, 0.5, 0.5, 0.4, 0.3, *SPREAD[:-1], 0.55], apart=0.03)
+    verdict = judge(told[0].evaluation, told[-1].evaluation, [each.evaluation for each in told])
+    assert 1.5 < verdict.gain / (verdict.chance or 0) < luckiest(12)
+    assert not verdict.accepted
+    assert assessed(metric_of(), told, DIM).recommendation == "do not"
+
+
+@pytest.mark.parametrize(("n", "expected"), [(1, 0.0), (2, math.pi**-0.5), (3, 1.5 * math.pi**-0.5), (12, 1.62923)])
+def test_the_largest_of_normal_draws_is_as_tables_have_it(n: int, expected: float) -> None:
+    assert luckiest(n) == pytest.approx(expected, abs=0.03)
 
 
 @pytest.mark.parametrize(("gain", "optimism", "needed"), [(0.1, 0.05, 0.2), (0.1, 0.0, 0.2), (0.01, 0.02, 0.02)])
