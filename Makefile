@@ -114,6 +114,7 @@ quality: $(STAMP)  ## check lint, format, the order of imports between packages,
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	$(BIN)/python tests/verify_types.py
 
 style: $(STAMP)  ## fix lint and format where it can be done automatically
 	$(BIN)/ruff check --fix .

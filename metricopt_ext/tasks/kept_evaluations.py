@@ -143,7 +143,8 @@ class KeptEvaluations:
     """
 
     def __init__(self, path: Path | None, scale: CostScale, check: Callable[[], None] = lambda: None) -> None:
-        self.path, self._check = path, check
+        self.path: Path | None = path
+        self._check = check
         self.evaluations: dict[int, KeptEvaluation] = {}
         self.open: dict[int, KeptPoint] = {}
         if path is not None and path.exists():
