@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -188,7 +188,8 @@ class KeptEvaluations:
         self._check()
         evaluations = ", ".join(self._lines[id] for id in sorted(self._lines))
         content = _content([self.open[id] for id in sorted(self.open)], f"[{evaluations}]")
-        write_atomically(self.path, f'{{"checksum": "{_checksum(content)}", {content}}}\n'.encode())
+        start = f'"format": "{_File.format}", "checksum": "{_checksum(content)}"'
+        write_atomically(self.path, f"{{{start}, {content}}}\n".encode())
 
 
 @dataclass(frozen=True)
@@ -198,6 +199,7 @@ class _File:
     checksum: str
     open: list[KeptPoint]
     evaluations: list[KeptEvaluation]
+    format: Literal["metricopt_ext/evaluations/1"] = "metricopt_ext/evaluations/1"
 
 
 def _read(path: Path, scale: CostScale) -> _File:
