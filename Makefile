@@ -65,7 +65,7 @@ test-lowest: .venv-lowest/.installed  ## run the tests of files on the least fil
 # Where no checkout is in reach, so that what the wheel lacks is missed.
 WHEEL := $(abspath out/wheel)
 
-test-wheel: $(STAMP)  ## install the wheel into an empty environment elsewhere, and run the program there
+test-wheel: $(STAMP)  ## install the wheel into an empty environment elsewhere, and run the program and the README there
 	rm -rf $(WHEEL)
 	$(BIN)/python -m build --no-isolation --outdir $(WHEEL)
 	$(PYTHON) -m venv $(WHEEL)/venv
@@ -73,6 +73,7 @@ test-wheel: $(STAMP)  ## install the wheel into an empty environment elsewhere, 
 	cd $(WHEEL) && venv/bin/metricopt configs && venv/bin/metricopt doctor
 	cd $(WHEEL) && venv/bin/metricopt finetune-classifier --config-file configs/classification/digits.yaml --output-dir run device=cpu queries=20 seeds=1
 	cd $(WHEEL) && venv/bin/python -c "import json; run = json.load(open('run/report.json')); assert run['methods'], run"
+	mkdir $(WHEEL)/readme && cd $(WHEEL)/readme && ../venv/bin/python $(CURDIR)/tests/readme_from_wheel.py $(CURDIR)/README.md
 	rm -rf $(WHEEL)/venv
 
 SMOKE := out/benchmarks-smoke
@@ -114,6 +115,7 @@ quality: $(STAMP)  ## check lint, format, the order of imports between packages,
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	$(BIN)/python tests/verify_types.py
 
 style: $(STAMP)  ## fix lint and format where it can be done automatically
 	$(BIN)/ruff check --fix .

@@ -21,6 +21,11 @@ from torch import Tensor
 from metricopt_ext.errors import DataError
 from metricopt_ext.tasks.own_metric import number_within
 
+# Why not scikit-learn: its values are the same, the tests hold, with ties, absent classes and a single one. (Its top-5
+# accuracy decides ties otherwise. Its areas under curves are 0 or NaN without positives or negatives, an error here.)
+# But a query on 5,000 examples of 10 classes by a small network, on one core, takes 9 ms in place of 3 for the
+# F-measure, and 73 ms in place of 12 for the area under the ROC curve. Logits on a GPU would be copied, too.
+
 MetricFunction = Callable[..., float]
 WEIGHTS = "sample_weight"  # what scikit-learn calls the weights of rows
 

@@ -17,19 +17,14 @@ def interval(values: npt.NDArray[np.float64]) -> tuple[float, float]:
     Args:
         values: One for each query, ``n``, in [0, 1].
     """
+    from scipy.stats import binomtest  # takes a second
+
     n, mean = len(values), float(np.mean(values))
     if np.isin(values, (0, 1)).all():
-        return wilson(mean, n)
+        low, high = binomtest(np.count_nonzero(values), n).proportion_ci(method="wilson")
+        return float(low), float(high)
     half = NORMAL * float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else 1.0
     return max(0.0, mean - half), min(1.0, mean + half)
-
-
-def wilson(share: float, n: int) -> tuple[float, float]:
-    """Return Wilson's 95% interval of a share of n (Probable Inference, 1927; the score interval)."""
-    square = NORMAL**2 / n
-    centre = (share + square / 2) / (1 + square)
-    half = NORMAL / (1 + square) * math.sqrt(share * (1 - share) / n + square / (4 * n))
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def difference_interval(values: npt.NDArray[np.float64]) -> tuple[float, float]:
@@ -43,7 +38,7 @@ def difference_interval(values: npt.NDArray[np.float64]) -> tuple[float, float]:
         values: One for each query, ``n``, in [-1, 1].
     """
     n, mean = len(values), float(np.mean(values))
-    if np.isin(values, (-1, 0, 1)).all():
+    if np.isin(values, (-1, 0, 1)).all():  # SciPy has none of this kind
         better, worse, n = np.count_nonzero(values > 0) + 0.5, np.count_nonzero(values < 0) + 0.5, n + 2
         mean = (better - worse) / n
         half = NORMAL * math.sqrt((better + worse) / n - mean**2) / math.sqrt(n)

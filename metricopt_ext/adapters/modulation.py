@@ -85,12 +85,12 @@ class Context(KeepsPrecision):
     ) -> None:
         super().__init__()
         self.kind: AdapterKind = kind
-        self.layers = list(layers)
+        self.layers: list[str] = list(layers)
         self.seed = seed
         self.generator = GENERATOR
         self.outputs, self.classes = outputs, classes
         temperatures = 0 if outputs is None else int(outputs.temperature)
-        self.phi = nn.Parameter(torch.zeros(dim + classes + temperatures, dtype=dtype))
+        self.phi: nn.Parameter = nn.Parameter(torch.zeros(dim + classes + temperatures, dtype=dtype))
         on_logits = [] if outputs is None else [asdict(outputs), classes]
         place = zlib.crc32(json.dumps([kind, dim, self.layers, *on_logits]).encode())
         self.register_buffer("signature", torch.tensor([seed, place]))

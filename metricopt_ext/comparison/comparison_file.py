@@ -12,6 +12,7 @@ from metricopt_ext.utils.described import Finite, read_shaped
 from metricopt_ext.utils.words import brief, counted
 
 STARTS = "starts.json"
+FILE_FORMAT = "metricopt_ext/comparison/1"
 
 
 class StartsFile(TypedDict):
@@ -138,6 +139,7 @@ class Comparison(TypedDict):
     versions: dict[str, str]
     config: Ran
     subject_to: NotRequired[dict[str, str]]
+    format: NotRequired[Literal["metricopt_ext/comparison/1"]]
 
 
 def read_starts(file: Path) -> dict[str, Any]:

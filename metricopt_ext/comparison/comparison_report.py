@@ -20,7 +20,7 @@ from metricopt_ext.comparison.claims import (
     tests,
 )
 from metricopt_ext.comparison.comparison import Plan
-from metricopt_ext.comparison.comparison_file import STARTS, read_comparison, read_row, read_starts
+from metricopt_ext.comparison.comparison_file import FILE_FORMAT, STARTS, read_comparison, read_row, read_starts
 from metricopt_ext.comparison.guarded import TRAINED
 from metricopt_ext.errors import DataError, FileFormatError
 from metricopt_ext.experiment.experiment import Subject
@@ -87,6 +87,7 @@ def _gathered(
     ]
     machines = dict.fromkeys(row["machine"] for own in rows.values() for row in own if row is not None)
     content = {
+        "format": FILE_FORMAT,
         "task": subject.task,
         "title": subject.title,
         "metric": {"name": subject.metric, "maximize": subject.maximize},

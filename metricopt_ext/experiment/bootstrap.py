@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+# `scipy.stats.bootstrap` refuses a group of one example, which a rare class may be, and has no jackknife.
 RESAMPLES = 200
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from metricopt_ext.data.rare import Rare
 from metricopt_ext.data.reading import Reading
@@ -75,6 +75,7 @@ class SeedRecord:
         settings: Settings of inference that were changed, by name: before and after.
         lines: What was asked of each setting, the others as they were.
         more: What settings would give if inference might take longer.
+        format: Of the file; one of another format is refused.
     """
 
     seed: int
@@ -100,6 +101,7 @@ class SeedRecord:
     settings: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     lines: list[SettingLine] = field(default_factory=list)
     more: list[MoreInference] = field(default_factory=list)
+    format: Literal["metricopt_ext/record/1"] = "metricopt_ext/record/1"
 
     def save(self, path: Path) -> None:
         """Write the record as JSON."""

@@ -102,7 +102,7 @@ class Search(Trials):
         others = {name: start for name, start in candidates.items() if name != "start"}
         identity = identity_of(strategy, task, others, seed=seed, size=size)
         task = settled(task, identity, output_dir)
-        self.folder = RunFolder(output_dir, identity)
+        self.folder: RunFolder = RunFolder(output_dir, identity)
         self._run = ExitStack()
         self._run.enter_context(self.folder.writing(resume))
         try:

@@ -115,6 +115,10 @@ class Trials:
         confidence: How sure the guard must be, at least 0.5 and below 1.
     """
 
+    task: FinetuneTask
+    strategy: SearchStrategy
+    queries: int
+
     def __init__(
         self,
         task: FinetuneTask,

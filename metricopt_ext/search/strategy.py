@@ -142,6 +142,10 @@ class SearchState(ABC):
         reached: The best along a line through the start, ``d``, which was chosen before; None without one.
     """
 
+    start: Tensor
+    queries: int
+    points: list[Tensor]
+    evaluations: list[Evaluation]
     limits: Limits | None = None
     reached: Tensor | None = None
 

@@ -25,6 +25,9 @@ class IndexSampler:
             and so do those without any; an example may be drawn for each of its labels.
     """
 
+    groups: list[Tensor]
+    share: int
+
     def __init__(self, size: int, batch_size: int, labels: Tensor | None = None) -> None:
         check_integer(1, batch_size=batch_size)
         if size < 1:
@@ -66,6 +69,11 @@ class TensorBatches:
         more: Further tensors of the same examples, ``n x ...``, such as their weights, that batches have after y.
     """
 
+    x: Tensor
+    y: Tensor
+    more: tuple[Tensor, ...]
+    sample: IndexSampler
+
     def __init__(
         self, x: Tensor, y: Tensor, batch_size: int, *, balanced: bool = False, more: Sequence[Tensor] = ()
     ) -> None:
@@ -94,6 +102,11 @@ class BlockBatches:
         balanced: Whether every class in ``y``, ``n``, gets an equal share of the batch.
         block: Steps that are drawn together.
     """
+
+    x: Tensor
+    y: Tensor
+    block: int
+    sampler: IndexSampler
 
     def __init__(self, x: Tensor, y: Tensor, batch_size: int, *, balanced: bool = False, block: int = 256) -> None:
         if len(x) != len(y):
@@ -129,6 +142,12 @@ class ClassBatches:
         samples: Number k of examples of each class, at least 2.
     """
 
+    x: Tensor
+    y: Tensor
+    classes: int
+    samples: int
+    groups: list[Tensor]
+
     def __init__(self, x: Tensor, y: Tensor, classes: int, samples: int) -> None:
         if len(x) != len(y):
             raise DataError(f"{counted(len(x), 'input')} for {counted(len(y), 'label')}")
@@ -163,6 +182,10 @@ class DatasetBatches:
         labels: Class labels, ``n``; if given, every class gets an equal share of the batch.
         collate: Makes a batch from a list of examples.
     """
+
+    dataset: Any
+    collate: Callable[[list[Any]], Any]
+    sample: IndexSampler
 
     def __init__(
         self,

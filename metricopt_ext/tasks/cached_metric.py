@@ -12,7 +12,7 @@ from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.runtime import distributed
 from metricopt_ext.tasks.kept_evaluations import KeptEvaluation, KeptEvaluations, KeptPoint, same_point
-from metricopt_ext.tasks.metric import Evaluation, Item, Metric
+from metricopt_ext.tasks.metric import Evaluation, Item, Metric, OnQuery
 from metricopt_ext.tasks.settings import Values
 
 
@@ -33,6 +33,10 @@ class CachedMetric(Metric):
     Raises:
         FileFormatError: The file holds something else.
     """
+
+    metric: Metric
+    callbacks: list[OnQuery]
+    on_file: int
 
     def __init__(self, metric: Metric, path: Path | None, check: Callable[[], None] = lambda: None) -> None:
         super().__init__(metric.function, **metric.settings, ledger=metric.ledger)

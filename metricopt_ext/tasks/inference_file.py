@@ -15,6 +15,7 @@ INFERENCE = "inference.yaml"
 KEYS = {"value", "default", "factor"}
 
 HEADER = """\
+# metricopt_ext/inference/1
 # Settings of inference: the value that was chosen, the default, and the factor on inference time (null: unknown).
 # metricopt_ext.load_inference reads them; the host's Settings put them to use.
 """

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -143,7 +143,8 @@ class KeptEvaluations:
     """
 
     def __init__(self, path: Path | None, scale: CostScale, check: Callable[[], None] = lambda: None) -> None:
-        self.path, self._check = path, check
+        self.path: Path | None = path
+        self._check = check
         self.evaluations: dict[int, KeptEvaluation] = {}
         self.open: dict[int, KeptPoint] = {}
         if path is not None and path.exists():
@@ -187,7 +188,8 @@ class KeptEvaluations:
         self._check()
         evaluations = ", ".join(self._lines[id] for id in sorted(self._lines))
         content = _content([self.open[id] for id in sorted(self.open)], f"[{evaluations}]")
-        write_atomically(self.path, f'{{"checksum": "{_checksum(content)}", {content}}}\n'.encode())
+        start = f'"format": "{_File.format}", "checksum": "{_checksum(content)}"'
+        write_atomically(self.path, f"{{{start}, {content}}}\n".encode())
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,7 @@ class _File:
     checksum: str
     open: list[KeptPoint]
     evaluations: list[KeptEvaluation]
+    format: Literal["metricopt_ext/evaluations/1"] = "metricopt_ext/evaluations/1"
 
 
 def _read(path: Path, scale: CostScale) -> _File:

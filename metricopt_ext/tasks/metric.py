@@ -19,7 +19,7 @@ from metricopt_ext.errors import BudgetError, MetricError, RankError, UnguardedE
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import ROUNDING
 from metricopt_ext.runtime.time_limit import call_within
-from metricopt_ext.tasks.constraints import parse_constraints
+from metricopt_ext.tasks.constraints import Constraint, parse_constraints
 from metricopt_ext.tasks.settings import Values, needs, takes
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.kept_modules import KeptModules
@@ -151,6 +151,11 @@ class CostScale:
         ValueError: The bounds are not two finite numbers in order, or ``maximize`` is something else than a bool.
     """
 
+    maximize: bool
+    bounds: tuple[float, float] | None
+    name: str
+    ledger: Ledger
+
     def __init__(
         self, *, maximize: bool, bounds: tuple[float, float] | None, name: str, ledger: Ledger | None = None
     ) -> None:
@@ -254,6 +259,19 @@ class Metric(CostScale):
         >>> metric.cost(nn.Identity(), "example"), metric.ledger.spent
         (0.25, 1)
     """
+
+    function: Callable[..., Any]
+    timeout: float | None
+    repeats: int
+    failures: int
+    require_guard: bool
+    new_classes: bool
+    data: str
+    also: dict[str, Callable[..., Any]]
+    subject_to: dict[str, str]
+    constraints: tuple[Constraint, ...]
+    takes_model: bool
+    failed: int
 
     def __init__(
         self,

@@ -211,6 +211,11 @@ class Settings:
         {'k': 0.5}
     """
 
+    inference: float
+    queries: int
+    free: dict[str, Value]
+    alone: tuple[str, ...]
+
     def __init__(
         self,
         settings: Sequence[Setting],

@@ -97,7 +97,7 @@ class TrajectoryStore:
     """
 
     def __init__(self, folder: str | Path | None = None, identity: dict[str, Any] | None = None) -> None:
-        self.folder = None if folder is None else Path(folder)
+        self.folder: Path | None = None if folder is None else Path(folder)
         self.check: Callable[[], None] | None = None
         self._items: dict[tuple[int, int], Trajectory] = {}
         if self.folder is not None:

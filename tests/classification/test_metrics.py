@@ -57,6 +57,8 @@ def _case(kind: str, seed: int) -> tuple[Tensor, Tensor]:
     if "unused" in kind:
         labels[labels == 2] = 3
         logits[:, 2] -= 50
+    if "single" in kind:
+        labels[:] = 1
     if "all one" in kind:
         logits[..., -1] = 50
     if "rare" in kind:
@@ -79,7 +81,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "binary single", "multi single"])
 @pytest.mark.parametrize("name", REFERENCES)
 def test_decisions_agree_with_scikit_learn(name: str, kind: str) -> None:
     for seed in range(3):
