@@ -7,7 +7,7 @@ r"""Say by a few queries whether a search for a metric is worth more of them, or
 CONFIG is one of `finetune_classifier`, `finetune_retrieval` or `finetune_detector`, or of `compare`, whose task's is
 taken. The first seed's model is trained or loaded, and the queries are those that a search would ask first: the free
 starts and its design. With --output-dir they are kept, and the tool itself goes on from them with the same config, the
-same folder and --resume, with any number of queries. docs/search.md explains what is said.
+same folder and --resume, with any number of queries. docs/assess.md explains what is said.
 """
 
 import argparse
