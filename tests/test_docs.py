@@ -2,10 +2,8 @@
 
 import ast
 import importlib
-import importlib.util
 import inspect
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -15,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import metricopt_ext as mo
-from metricopt_ext.__main__ import main
 from metricopt_ext.experiment.cli import TASKS, experiment_of
 from metricopt_ext.utils.config import load_config
 
@@ -207,49 +203,6 @@ def test_comparisons_do_not_say_where_they_ran() -> None:
     assert files
     paths = {file.name: re.findall(r'"[/~][^"]*"', file.read_text()) for file in files}
     assert {name: found for name, found in paths.items() if found} == {}
-
-
-def test_the_scorers_of_their_page_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Its blocks are one script after another, the last one but in a file of its own, which the command starts."""
-    page = ROOT / "docs/scorer.md"
-    *scripts, evaluate = blocks(page, "python")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
-    (tmp_path / "evaluate.py").write_text(evaluate)
-    assert len(scripts) == 4
-    if importlib.util.find_spec("optuna") is None:
-        scripts.pop()
-    names: dict[str, Any] = {}
-    with torch.random.fork_rng():
-        for script in scripts:
-            exec(
-                compile(script.replace("queries=60", "queries=30").replace("n_trials=60", "n_trials=10"), page, "exec"),
-                names,
-            )
-    assert len(list(tmp_path.glob("trial-*.safetensors"))) == 30
-    (block,) = blocks(page, "sh")
-    (_, *words) = shlex.split(block.replace("\\\n", " ").replace("--queries 60", "--queries 20"))
-    monkeypatch.setattr(sys, "argv", ["metricopt", *words])
-    main()
-    assert (tmp_path / "tuned.safetensors").is_file()
-    assert "unguarded" not in capfd.readouterr().out
-
-
-def test_the_adapters_of_their_page_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its blocks are one script, whose comments say what it prints."""
-    page = ROOT / "docs/adapters.md"
-    monkeypatch.chdir(tmp_path)
-    script = "\n".join(blocks(page, "python"))
-    with torch.random.fork_rng():
-        exec(compile(script, page, "exec"), {})
-    printed = capsys.readouterr().out
-    for said in re.findall(r"^print\(.*\)  # ([^:\n]*)", script, re.MULTILINE):
-        assert said in printed
-    assert "half of the queries are spent" in printed
 
 
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,8 @@ from scipy.integrate import quad
 from metricopt_ext.experiment.method import METHODS
 from metricopt_ext.experiment.plots import plot_methods
 from metricopt_ext.experiment.report import Report, paired_interval, spread
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def refuse(constant: str) -> None:
@@ -49,6 +52,12 @@ def test_report_json(report: Callable[..., Report], tmp_path: Path) -> None:
     assert content["versions"]["torch"] == torch.__version__.partition("+")[0]
     assert content["queries"] == [{}] * 3
     assert content["config"] == {"queries": 600, "guard": {"confidence": 0.84}}
+
+
+def test_the_page_explains_each_key_of_report_json(report: Callable[..., Report]) -> None:
+    page = (ROOT / "docs/report.md").read_text().partition("## report.json")[2]
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert sorted(re.findall(r"`(\w+)`", "".join(rows))) == sorted(report().to_json())
 
 
 @pytest.mark.parametrize("maximize", [True, False])
