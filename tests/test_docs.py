@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,8 +126,11 @@ def test_there_are_commands_to_check() -> None:
     assert set(FINETUNE.values()) == set(TASKS)
 
 
-def test_the_algorithm_is_where_its_page_says() -> None:
-    page = (ROOT / "docs/algorithm.md").read_text()
+@pytest.mark.parametrize(
+    ("name", "keys"), [("algorithm", {"loss_weight", "metric_rate", "start_std"}), ("architecture", set[str]())]
+)
+def test_what_a_page_names_is_in_the_files_that_it_names(name: str, keys: set[str]) -> None:
+    page = (ROOT / f"docs/{name}.md").read_text()
     files = {
         path: (ROOT / "metricopt_ext" / path).read_text()
         for path in re.findall(r"`([a-z_0-9/]+\.py)`", page)
@@ -135,8 +139,15 @@ def test_the_algorithm_is_where_its_page_says() -> None:
     assert len(files) > 8
     defined = set(re.findall(r"^(?:    )?(?:def|class) (\w+)", "\n".join(files.values()), re.MULTILINE))
     named = set(re.findall(r"`(?:mo\.|\w+\.)?([A-Za-z]\w+_\w+|[A-Z][a-z]+\w*[A-Z0-9]\w*)(?:\(.*?\))?`", page))
-    keys = {"loss_weight", "metric_rate", "start_std"}
     assert named - defined <= {*keys, *mo.__all__}
+
+
+def test_the_picture_has_each_floor_once_from_the_top() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = " ".join(next(each["layers"] for each in contracts if "layers" in each))
+    shown = re.findall(r'class="name"[^>]*>([^<]*)', (ROOT / "docs/architecture.svg").read_text())
+    floors = [name for name in re.findall(r"\.(\w+)", layers) if name not in ("__main__", "moved")]
+    assert re.findall(r"\w+", " ".join(shown)) == floors
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", BENCHMARKS, *RESULTS], ids=name_of)
