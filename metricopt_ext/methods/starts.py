@@ -45,7 +45,9 @@ def all_starts(task: FinetuneTask, starts: Mapping[str, Start | StartLine]) -> d
     return found
 
 
-def _checked(task: FinetuneTask, name: str, start: Start) -> Start:
+def _checked(task: FinetuneTask, name: str, start: Start | None) -> Start:
+    if start is None:  # what `batchnorm_start` and the like return where there is nothing to replace
+        raise AdapterError(f"start {name!r} is None: it does not apply to this model; leave it out")
     try:
         task.adapter.check(start)
     except AdapterError as error:

@@ -85,6 +85,7 @@ def test_a_name_that_is_taken_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("start", "what"),
     [
+        (None, "start 'mine' is None: it does not apply to this model; leave it out"),
         (Start(torch.zeros(3)), r"start 'mine': phi has shape \(3,\), this adapter's is \(4,\)"),
         (Start(torch.zeros(1, 4)), r"start 'mine': phi has shape \(1, 4\)"),
         (Start(torch.tensor(0.0)), r"start 'mine': phi has shape \(\)"),
@@ -96,7 +97,7 @@ def test_a_name_that_is_taken_is_refused(name: str) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(start: Start, what: str) -> None:
+def test_what_does_not_fit_is_refused(start: Any, what: str) -> None:
     with pytest.raises(AdapterError, match=what):
         all_starts(task_of(normed()), {"mine": start})
 
