@@ -513,7 +513,7 @@ def _passes(content: dict[str, Any], name: str) -> str:
 
 
 def _needs(content: dict[str, Any], name: str) -> str:
-    """Return what a row needs: a start its own, any other what the starts that it may go on from do too."""
+    """Return what a row needs of the data; a method needs what the starts need that it may begin from."""
     alone = name in content["starts"] or entry_of(name).standing
     entries = [entry_of(each) for each in ([name] if alone else [name, *content["starts"]])]
     most: str = max((each.needs for each in entries), key=get_args(Needs).index)

@@ -59,7 +59,7 @@ class KeptShare:
             return "what is gained by one half of the metric's classes is not gained by the other"
         if not self.share:
             return f"all of its gain may be lost on other classes than the metric's (expected: {self.optimism:.4f})"
-        return f"{self.optimism:.4f} of its gain are expected to be lost on other classes than the metric's"
+        return f"{self.optimism:.4f} of its gain is expected to be lost on other classes than the metric's"
 
     def scaled(self, scale: float) -> "KeptShare":
         """Return the same in other units."""

@@ -136,7 +136,7 @@ def test_findings_tell_whether_f_was_trusted(report: Callable[..., Report]) -> N
     assert "Value function on held-out trajectories: Spearman 0.63" in quality
     assert "mean absolute error 0.0733 of the cost against 0.1000 of a constant; trusted in 2 of 3 seeds" in quality
     assert "over phi: 0.75" in halves
-    assert "Gains on validation below 0.0099" in halves  # 0.84 of a normal distribution lie below 0.994 deviations
+    assert "must exceed 0.0099" in halves  # 0.84 of a normal distribution lie below 0.994 deviations
     assert halves.endswith("the model was left as it was in 1 of 3 seeds")
     assert last == "Kept by the guard: MetricOpt in 2, the model as it was in 1"
 

@@ -203,7 +203,7 @@ def test_chance_keeps_the_defaults() -> None:
     assert (tuned.after, tuned.best) == (tuned.before, 0.9)
     assert tuned.values == {"a": 0.5, "mode": "up"}
     (line,) = tuned.lines(one.settings)
-    assert line.startswith("the best candidate, a=0.9, has 0.9000, but with so little data up to")
+    assert line.startswith("the best candidate, a=0.9, has 0.9000, but with so little data, up to")
 
 
 def test_data_held_out_have_the_last_word() -> None:

@@ -198,7 +198,7 @@ def test_a_part_of_the_way_is_kept_known_and_paid_for_within_the_budget(quadrati
     first, second, *_ = result.lines()
     assert first.endswith(f"kept {share.share:.0%} of the way to the end of the search")
     assert second.endswith(
-        f"{share.optimism:.4f} of its gain are expected to be lost on other classes than the metric's"
+        f"{share.optimism:.4f} of its gain is expected to be lost on other classes than the metric's"
     )
 
 
@@ -339,7 +339,7 @@ def test_shares_are_said_why() -> None:
             "what is gained by one half of the metric's classes is not gained by the other",
         ),
         (KeptShare(0.0, 0.3, 0.2, 0.1), "all of its gain may be lost on other classes than the metric's"),
-        (KeptShare(0.5, 0.1, 0.2, 0.1), "0.1000 of its gain are expected to be lost on other classes"),
+        (KeptShare(0.5, 0.1, 0.2, 0.1), "0.1000 of its gain is expected to be lost on other classes"),
     ]
     for share, words in told:
         assert words in share.doubt()

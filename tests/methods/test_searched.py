@@ -283,7 +283,7 @@ def test_a_flat_metric_is_told(quadratic: Callable[..., Any], tmp_path: Path) ->
         f"the metric did not react at first, so phi was moved {result.details.widened:.0f} times as far",
         "the metric never varied, so there is no value function: modulate more layers, or train first",
     ]
-    assert "nobody can tell; let the metric return" in result.lines()[2]
+    assert "let the metric return (value, (half, half))" in result.lines()[2]
     assert not (tmp_path / "value_function.safetensors").exists()
 
 
