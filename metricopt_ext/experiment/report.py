@@ -411,8 +411,8 @@ class Report:
             left = sum(record.kept == "start" for record in self.records)
             lines.append(
                 f"Split-half correlation of the metric over phi: {np.mean(halves):.2f} (near 0 no method can"
-                f" help). A gain on validation must exceed {deviates(confidence) * chance:.4f} once its optimism is taken"
-                f" off, or it counts as chance: the model was left as it was in {left} of {seeds}"
+                f" help). A gain on validation must exceed {deviates(confidence) * chance:.4f} once its optimism is"
+                f" taken off, or it counts as chance: the model was left as it was in {left} of {seeds}"
             )
         counts = collections.Counter(record.kept for record in self.records)
         kept_in = ", ".join(f"{kept(name)} in {count}" for name, count in counts.most_common())

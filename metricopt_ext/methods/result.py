@@ -223,8 +223,8 @@ class Result(Generic[Own]):
         lines.append(f"queries: {total} ({spent}); {self.queries_per_start} for each further start")
         if self.guard == "none":
             lines.append(
-                "nobody can tell how much of the gain is chance: let the metric return (value, (half, half)), its values"
-                " on all of its data and on two random halves; or give it repeats, or the run a holdout"
+                "nobody can tell how much of the gain is chance: let the metric return (value, (half, half)), its"
+                " values on all of its data and on two random halves; or give it repeats, or the run a holdout"
             )
         if len(self.starts) > 1:
             shown = ", ".join(f"{name}{self._strength(name)} {value:.4f}" for name, value in self.starts.items())
@@ -275,7 +275,8 @@ class Result(Generic[Own]):
 def with_so_little_data(gain: float) -> str:
     """Say that a gain up to this one is not believed."""
     return (
-        f"with so little data, up to {gain:.4f} of a gain may be chance and optimism; more data would show smaller gains"
+        f"with so little data, up to {gain:.4f} of a gain may be chance and optimism; more data would show smaller"
+        " gains"
     )
 
 
