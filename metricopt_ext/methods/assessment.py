@@ -290,7 +290,8 @@ def _advised(
         better = "phi" in best and judge(there.evaluation, best["phi"].evaluation, points, EXPECTED).accepted
         if better:
             return search._replace(
-                reason=f"{_gain(metric, verdicts['phi'])}, {_called(there)} {_gain(metric, kept[cheap])}"
+                reason=f"a point gains {_gain(metric, verdicts['phi'])};"
+                f" {_called(there)}, which is cheaper, gains {_gain(metric, kept[cheap])}"
             )
         return _Advised(CHEAP[cheap], f"{_called(there)} gains {_gain(metric, kept[cheap])}, and no other point more")
     if "phi" in kept:
