@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -86,6 +87,31 @@ def defines(module: str, name: str) -> bool:
         return hasattr(importlib.import_module(module), name)
     tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
     return name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+
+SITE = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def sentences(page: Path) -> list[str]:
+    """Return what is to be read, without code, tables, headings and where links lead."""
+    text = re.sub(r"^```.*?^```|^[|#:].*?$", "\n", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"(?<=\])\(.*?\)", "", text)
+    paragraphs = re.split(r"\n\s*\n|\n(?=- |\d\. )", text)
+    found = [each for part in paragraphs for each in re.split(r"(?<=[.!?:])[*)\"]*\s+(?=[A-Z`\"(*\[])", part)]
+    return [each for each in found if len(each.split()) > 2]
+
+
+@pytest.mark.parametrize("page", SITE, ids=name_of)
+def test_sentences_are_short(page: Path) -> None:
+    assert mean(len(each.split()) for each in sentences(page)) < 22, "words of a sentence, on average"
+
+
+def test_sentences_are_told_apart(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A title of words\n\nOne is short. Another is [a\nlink](to.md#it): So.\n\n```sh\nnot this one. No\n```\n"
+    )
+    assert [each.split() for each in sentences(page)] == [["One", "is", "short."], ["Another", "is", "[a", "link]:"]]
 
 
 def test_the_readme_shows_a_search() -> None:
