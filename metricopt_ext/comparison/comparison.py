@@ -19,10 +19,10 @@ from metricopt_ext.experiment.method import METHODS, STANDING, TUNES_SETTINGS, B
 from metricopt_ext.experiment.passes import CountedTask, Passes, counting, noticing, passes_of
 from metricopt_ext.experiment.run_config import STARTS as OFFERED
 from metricopt_ext.experiment.run_config import RunConfig
+from metricopt_ext.methods.constrained import best_of
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.start_lines import divided
 from metricopt_ext.methods.starts import all_starts, best_start, with_start
-from metricopt_ext.methods.trials import best_of
 from metricopt_ext.plain import MESSAGE, plain
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.constraints import Limits

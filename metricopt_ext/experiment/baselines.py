@@ -18,13 +18,13 @@ from metricopt_ext.errors import ConfigError, MetricError
 from metricopt_ext.experiment.method import METHODS, Baseline, End, Meter, Reached, Started, end_of, now
 from metricopt_ext.experiment.method_config import FinetuneConfig
 from metricopt_ext.experiment.run_config import RunConfig
+from metricopt_ext.methods.constrained import ranked
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.new_classes import held_back
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.searched import search_results
 from metricopt_ext.methods.strategy import LearningStrategy
-from metricopt_ext.methods.trials import ranked
 from metricopt_ext.methods.tuned_settings import accepted
 from metricopt_ext.methods.tuning import finetune
 from metricopt_ext.runtime.progress import Callback, Within

@@ -8,11 +8,10 @@ from pathlib import Path
 
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.experiment.program_trials import HELD_OUT, NAME, ProgramRun, TrialError, ending, side_by_side
-from metricopt_ext.methods.constrained import Constrained, besides, decide_within
+from metricopt_ext.methods.constrained import Constrained, besides, decide_within, ranked
 from metricopt_ext.methods.guard import CONFIDENCE, Decision, Guard, Verdict, decide_among
 from metricopt_ext.methods.holdout import best_on_holdout
 from metricopt_ext.methods.result import with_so_little_data
-from metricopt_ext.methods.trials import ranked
 from metricopt_ext.methods.tuned_settings import SETTINGS_CONFIDENCE
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.settings_stage import SettingsState

@@ -120,3 +120,13 @@ def decide_within(
     if len(allowed) > 1:  # a start that the search began from
         return on_starts(allowed)
     return Decision(trained, on_end(candidates).verdict)
+
+
+def ranked(evaluation: Evaluation, limits: Limits | None) -> tuple[bool, float]:
+    """Return what is least of the best evaluation: one that violates a constraint is behind all that violate none."""
+    return limits is not None and not limits.hold(evaluation), evaluation.cost
+
+
+def best_of(evaluated: Mapping[str, Evaluation], limits: Limits | None) -> str:
+    """Return the name of the best evaluation, the first of equals."""
+    return min(evaluated, key=lambda name: ranked(evaluated[name], limits))

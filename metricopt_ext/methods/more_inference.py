@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from metricopt_ext.methods.constrained import ranked
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.starts import with_start
-from metricopt_ext.methods.trials import ranked
 from metricopt_ext.methods.tuned_settings import accepted, shown
 from metricopt_ext.search.settings_stage import SettingsState
 from metricopt_ext.tasks.constraints import Limits

@@ -289,7 +289,7 @@ def test_what_the_guard_refuses_ends_where_it_says(
     kept: str,
     share: float,
 ) -> None:
-    monkeypatch.setattr("metricopt_ext.methods.trials.decide", lambda *_: Decision(kept, VERDICT))
+    monkeypatch.setattr("metricopt_ext.methods.ending.decide", lambda *_: Decision(kept, VERDICT))
     experiment.baselines_now["metricopt"] = metricopt()
     run_seed(experiment, RunConfig(), Plan(("metricopt",), (60,)), tmp_path, 5, Callback())
     cell, problem = rows(tmp_path)["metricopt"]["cells"]["60"], quadratic()

@@ -9,8 +9,8 @@ import torch
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.comparison.guarded import TRAINED, Change, record_of
 from metricopt_ext.experiment.experiment import State
+from metricopt_ext.methods.ending import Began, guarded
 from metricopt_ext.methods.start_lines import Point
-from metricopt_ext.methods.trials import Began, guarded
 from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.tasks.metric import Evaluation
 

@@ -18,7 +18,7 @@ from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
 from metricopt_ext.methods.algorithm1 import Algorithm1
 from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
-from metricopt_ext.methods.constrained import Constrained, decide_within
+from metricopt_ext.methods.constrained import Constrained, best_of, decide_within
 from metricopt_ext.methods.guard import CONFIDENCE, Decision, decide
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
@@ -447,3 +447,12 @@ def test_a_run_that_broke_goes_on_bit_for_bit(quadratic: Make, tmp_path: Path) -
 def test_too_few_queries_are_refused_as_ever(toy: Toy) -> None:
     with pytest.raises(BudgetError, match="too few"):
         go(toy.judged(), 5)
+
+
+def test_what_violates_a_constraint_is_behind_all_that_violate_none() -> None:
+    costs = {"start": (3.0, 0.8), "cheap": (1.0, 0.2), "first": (2.0, 0.5), "second": (2.0, 0.9)}
+    evaluated = {name: Evaluation(cost, also={"accuracy": also}) for name, (cost, also) in costs.items()}
+    limits = Limits.of(parse_constraints({"accuracy": ">= 0.5"}, "error"), evaluated["start"])
+    assert best_of(evaluated, None) == "cheap"
+    assert best_of(evaluated, limits) == "first"  # of equals the first
+    assert best_of({"cheap": evaluated["cheap"]}, limits) == "cheap"

@@ -1,0 +1,189 @@
+"""The end of a search: what the guard keeps of it, as a result."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.methods.constrained import Constrained, best_of, decide_within
+from metricopt_ext.methods.guard import LINE_CONFIDENCE, START_CONFIDENCE, Decision, decide
+from metricopt_ext.methods.new_classes import KeptShare, kept_share
+from metricopt_ext.methods.result import Result, SearchDetails, outcome
+from metricopt_ext.methods.start_lines import Point
+from metricopt_ext.methods.tuned_settings import SETTINGS, TunedSettings
+from metricopt_ext.search.settings_stage import SettingsEnd
+from metricopt_ext.search.strategy import SearchResult
+from metricopt_ext.tasks.constraints import Limits
+from metricopt_ext.tasks.metric import Evaluation, Metric, stacked_halves
+from metricopt_ext.tasks.split_half import correlation_of_halves
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.value.fitting import Fit
+
+
+class Began(NamedTuple):
+    """Where a search began.
+
+    Attributes:
+        starts: What it could begin from, by name, the best of lines and tuned settings among them.
+        asked: The metric's evaluations of them.
+        name: The one that it began from.
+        points: All starts that were asked for, those on lines too.
+        lines: The t of those that are the best of a line, by name.
+    """
+
+    starts: Mapping[str, Start]
+    evaluated: Mapping[str, Evaluation]
+    name: str
+    points: Sequence[Point]
+    lines: Mapping[str, float] = MappingProxyType({})
+
+    @property
+    def at(self) -> Start:
+        """The start that it began from."""
+        return self.starts[self.name]
+
+    @property
+    def elsewhere(self) -> list[Evaluation]:
+        """The evaluations that the search does not know, as they are of other tensors or settings."""
+        return [each.evaluation for each in self.points if not each.start.of_the_same(self.at)]
+
+
+def decided(
+    task: FinetuneTask, began: Began, end: SearchResult, confidence: float, limits: Limits | None = None
+) -> tuple[Decision, KeptShare | None]:
+    """Return what the guard decides and, if that is the end and classes are new, how far to go towards it.
+
+    Args are those of `guarded`.
+    """
+    candidates, ends = found(began, end, limits)
+
+    def gain_by_f(kept: str) -> float:
+        known = began.starts[kept].of_the_same(began.at)  # f is of the model with its tensors
+        return end.gain_over(ends[kept]) if known else math.inf
+
+    sure = min(confidence, LINE_CONFIDENCE if began.lines.keys() & candidates.keys() else START_CONFIDENCE)
+    visited = [*end.evaluations, *(began.elsewhere if began.lines else ())]
+    decision = decide_within(
+        limits,
+        candidates,
+        lambda those: decide(those, visited, confidence, gain_by_f, end.climbed, began.lines),
+        lambda those: decide(those, visited, sure, lines=began.lines),
+    )
+    new = task.metric.new_classes and decision.kept == "search" and decision.verdict.guard == "halves"
+    return decision, kept_share(end, began.at.phi) if new else None
+
+
+def found(
+    began: Began, end: SearchResult, limits: Limits | None = None
+) -> tuple[dict[str, Evaluation], dict[str, Tensor]]:
+    """Return the evaluations of what the guard chooses from, and the phi, ``d``, of these and all starts, by name."""
+    evaluated, candidates = began.evaluated, {"start": began.evaluated["start"]}
+    fixed = {name: each for name, each in evaluated.items() if name != SETTINGS and name not in began.lines}
+    if began.name == SETTINGS:  # and where they were tuned
+        before = best_of({name: each for name, each in evaluated.items() if name != SETTINGS}, limits)
+        candidates[before] = evaluated[before]
+    if began.lines:
+        best = best_of(fixed, limits)
+        candidates |= {best: evaluated[best], **{name: evaluated[name] for name in evaluated if name in began.lines}}
+    candidates[began.name] = evaluated[began.name]
+    ends = {name: each.phi for name, each in began.starts.items()}
+    return {**candidates, "search": end.evaluation}, {**ends, "search": end.phi}
+
+
+def guarded(
+    task: FinetuneTask,
+    began: Began,
+    end: SearchResult,
+    confidence: float,
+    part: tuple[Tensor, Evaluation] | None = None,
+    limits: Limits | None = None,
+    stage: SettingsEnd | None = None,
+) -> Result:
+    """Keep the start that the search began from, or a line's best, if it gains on phi = 0; or the end (`decide`).
+
+    Args:
+        task: Its metric's units, and whether its classes are new: then a share of the way to the end may be kept.
+        began: Where the search began, and what it could begin from.
+        end: Where it stands.
+        confidence: How sure the guard must be, at least 0.5 and below 1.
+        part: The point of that share, ``d``, and its evaluation, if it was asked for; else f's mean stands in.
+        limits: The metric's constraints; what violates one is not kept.
+        stage: Where the stage over settings of inference ended; None without any.
+    """
+    starts, evaluated, started = began.starts, began.evaluated, began.name
+    start, value, repeats = began.at.phi, task.metric.to_value, task.metric.repeats
+    decision, share = decided(task, began, end, confidence, limits)
+    candidates, ends = found(began, end, limits)
+    path = path_of(start, end)
+    if share is not None and share.share < 1:
+        kept = decision.otherwise
+        if share.share > 0:
+            share = replace(share, evaluated=part is not None)
+            ends["part"], candidates["part"] = part or _by_f(task.metric, end, share.point(start, end.phi))
+            holds = limits is None or (part is not None and limits.hold(candidates["part"]))
+            kept = "part" if holds and candidates["part"].cost < candidates[kept].cost else kept
+        decision = replace(decision, kept=kept)
+        path = torch.cat([path, ends[kept][None]]) if kept == "part" else path
+    others = began.elsewhere
+    tried = [] if stage is None else [each.evaluation for each in stage.tried[1:] if each.evaluation is not None]
+    others += [each for each in tried if started != SETTINGS or each is not evaluated[started]]
+    last = [end.evaluation] if end.queries > len(end.evaluations) else []  # a guided search's own
+    constrained = Constrained.of(limits, candidates, [*others, *end.evaluations, *last])
+    candidates = {name: each for name, each in candidates.items() if constrained is None or constrained.allows(name)}
+    evaluations = len(others) + end.queries + (part is not None)
+    starting = len(began.points)
+    queries = {"starts": starting, "settings": len(tried), "search": evaluations - starting - len(tried)}
+    queries = {name: number for name, number in queries.items() if name != "settings" or task.settings is not None}
+    fit = None if end.f is None else Fit(end.f, {}, end.predicted[:, 0], end.predicted[:, 1])
+    return Result(
+        **outcome(task.metric, candidates, decision, ends),
+        queries={name: number * repeats for name, number in queries.items()},
+        queries_per_start=evaluations * repeats,
+        starts={name: value(each.cost) for name, each in evaluated.items()},
+        strengths=dict(began.lines),
+        started_at=started,
+        fit=fit,
+        points=end.points,
+        split_half=correlation_of_halves(stacked_halves(end.evaluations)),
+        costs=tuple(each.cost for each in end.evaluations),
+        path=path,
+        candidates=starts,
+        details=SearchDetails(
+            learns=end.learns, plain=task.probing().loss is None and task.gradients is None, widened=end.widened
+        ),
+        kept_share=None if share is None else share.scaled(task.metric.scale),
+        constrained=constrained,
+        settings=settings_of(
+            task, starts[decision.kept if decision.kept in starts else started], stage, starts[started]
+        ),
+    )
+
+
+def settings_of(task: FinetuneTask, kept: Start, stage: SettingsEnd | None, started: Start) -> TunedSettings | None:
+    """Return what became of a task's settings of inference; None of a task without any."""
+    if task.settings is None:
+        return None
+    values, first = (task.with_values(each.settings).values or {} for each in (kept, started))
+    return TunedSettings.of(task.settings, values, stage, task.metric, first)
+
+
+def _by_f(metric: Metric, end: SearchResult, point: Tensor) -> tuple[Tensor, Evaluation]:
+    """Return a point, ``d``, and what f takes its cost for, within the metric's bounds."""
+    assert end.f is not None
+    cost = float(end.f(point[None])[0])
+    return point, Evaluation(cost if metric.bounds is None else min(1.0, max(0.0, cost)))
+
+
+def path_of(start: Tensor, end: SearchResult) -> Tensor:
+    """Return where a search stood, ``m x d``: where it began, each point that was the best so far, and its end."""
+    best, stood = math.inf, [start]
+    for point, evaluation in zip(end.points, end.evaluations, strict=True):
+        if evaluation.cost < best:
+            best = evaluation.cost
+            stood.append(point)
+    return torch.stack([*stood, end.phi])
