@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from metricopt_ext.classification.metrics import macro
 from metricopt_ext.classification.targets import IGNORED
 from metricopt_ext.errors import DataError, MetricError
-from metricopt_ext.tasks.metric import Metric, with_halves
+from metricopt_ext.tasks.halved import with_halves
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.utils.checks import check_above
 
 DIAGONAL_SHARE = 0.0075  # of an image, within which boundaries are the same

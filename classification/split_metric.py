@@ -11,7 +11,8 @@ from metricopt_ext.classification.targets import IGNORED, Target
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import DataError
 from metricopt_ext.tasks.batch_metric import BatchMetric
-from metricopt_ext.tasks.metric import Metric, with_halves
+from metricopt_ext.tasks.halved import with_halves
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.utils.words import counted
 
 

@@ -19,7 +19,8 @@ from metricopt_ext.detection.metric import halves_of_images
 from metricopt_ext.detection.shapes import masks_from
 from metricopt_ext.detection.tables import KINDS, Booleans, Kind
 from metricopt_ext.errors import DataError, MetricError
-from metricopt_ext.tasks.metric import Metric, with_halves
+from metricopt_ext.tasks.halved import with_halves
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.utils.words import brief, counted
 
 try:

@@ -31,7 +31,8 @@ from metricopt_ext.detection.records import Detections, DetectionSet, as_array
 from metricopt_ext.detection.tables import KINDS, Kind
 from metricopt_ext.detection.toolkit import Example, Toolkit
 from metricopt_ext.errors import ConfigError, DataError
-from metricopt_ext.tasks.metric import Metric, with_halves
+from metricopt_ext.tasks.halved import with_halves
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.own_metric import number_within
 from metricopt_ext.utils.words import counted
 

@@ -38,7 +38,8 @@ from metricopt_ext.retrieval.proxies import PerClass, Together, fitted_proxies
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.batches import ClassBatches
-from metricopt_ext.tasks.metric import Halved, Metric, with_halves
+from metricopt_ext.tasks.halved import Halved, with_halves
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import Loss
 from metricopt_ext.utils.config import config_section
 from metricopt_ext.utils.modes import evaluating

@@ -4,7 +4,9 @@ import math
 from collections.abc import Callable
 
 from metricopt_ext.methods.guard import CONFIDENCE, deviates
-from metricopt_ext.tasks.metric import CostScale, Evaluation, Query, stacked_pairs
+from metricopt_ext.tasks.cost_scale import CostScale
+from metricopt_ext.tasks.evaluation import Evaluation, stacked_pairs
+from metricopt_ext.tasks.metric import Query
 from metricopt_ext.utils.words import counted
 
 

@@ -22,7 +22,8 @@ from metricopt_ext.retrieval.recall import (
     recalls_on_halves,
 )
 from metricopt_ext.tasks.besides import NO_BOUNDS, own_function
-from metricopt_ext.tasks.metric import Halved, Pairs
+from metricopt_ext.tasks.evaluation import Pairs
+from metricopt_ext.tasks.halved import Halved
 from metricopt_ext.tasks.own_metric import number_within, own_metric
 from metricopt_ext.utils.seeding import generator
 

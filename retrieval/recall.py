@@ -34,7 +34,10 @@ from metricopt_ext.retrieval.neighbours import (
     ranks_of_first,
 )
 from metricopt_ext.retrieval.post_processing import PostProcessing
-from metricopt_ext.tasks.metric import Halved, Ledger, Metric, Pairs, with_halves
+from metricopt_ext.tasks.evaluation import Pairs
+from metricopt_ext.tasks.halved import Halved, with_halves
+from metricopt_ext.tasks.ledger import Ledger
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import brief
 

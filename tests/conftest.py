@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.tasks.metric import Ledger, Metric
+from metricopt_ext.tasks.ledger import Ledger
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.machine import Machine, check_capability
 from metricopt_ext.utils.seeding import generator

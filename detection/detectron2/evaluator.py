@@ -30,7 +30,8 @@ from metricopt_ext.detection.matching import Definition
 from metricopt_ext.detection.metric import MeanAveragePrecision, halves_of_images
 from metricopt_ext.detection.records import Detections, DetectionSet
 from metricopt_ext.errors import MetricError
-from metricopt_ext.tasks.metric import Halved, Metric
+from metricopt_ext.tasks.halved import Halved
+from metricopt_ext.tasks.metric import Metric
 
 KINDS = ("bbox", "segm", "keypoints")  # what COCOEvaluator judges
 

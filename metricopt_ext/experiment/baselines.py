@@ -34,8 +34,10 @@ from metricopt_ext.search.settings_stage import SettingsState
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.constraints import Limits
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.kept_evaluations import KeptEvaluation, KeptEvaluations, KeptPoint
-from metricopt_ext.tasks.metric import Evaluation, Ledger, Query
+from metricopt_ext.tasks.ledger import Ledger
+from metricopt_ext.tasks.metric import Query
 from metricopt_ext.tasks.settings import Settings
 from metricopt_ext.tasks.task import FinetuneTask
 

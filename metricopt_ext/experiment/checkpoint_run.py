@@ -21,7 +21,7 @@ from metricopt_ext.methods.trials import Trial
 from metricopt_ext.runtime.identity import fingerprint, fingerprint_of_files
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.tasks.metric import CostScale
+from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.program_score import Failed, ProgramScore, Score
 from metricopt_ext.utils.checkpoint_file import CheckpointFile
 from metricopt_ext.utils.files import open_regular, opened_atomically, read_json, remove_unfinished, write_json

@@ -26,7 +26,7 @@ from metricopt_ext.siblings.ala.ala import AdaptiveLossAlignment
 from metricopt_ext.siblings.reloss.reloss import ReLoss
 from metricopt_ext.siblings.sibling import Sibling
 from metricopt_ext.siblings.sl.surrogate_learning import SurrogateLearning
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 
 Kind = Literal["free", "queries"]

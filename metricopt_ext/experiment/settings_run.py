@@ -16,7 +16,8 @@ from metricopt_ext.methods.tuned_settings import SETTINGS_CONFIDENCE
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.settings_stage import SettingsState
 from metricopt_ext.tasks.constraints import Limits, parse_constraints
-from metricopt_ext.tasks.metric import CostScale, Evaluation
+from metricopt_ext.tasks.cost_scale import CostScale
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.program_score import Failed, ProgramScore, Score
 from metricopt_ext.tasks.program_settings import ProgramSettings
 from metricopt_ext.tasks.settings import Value, Values

@@ -30,7 +30,8 @@ from metricopt_ext.integrations.loops import (
 )
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
-from metricopt_ext.tasks.metric import Metric, with_halves
+from metricopt_ext.tasks.halved import with_halves
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.kept_modules import KeptModules
 

@@ -18,7 +18,8 @@ from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.batches import DatasetBatches
-from metricopt_ext.tasks.metric import Halved, Metric
+from metricopt_ext.tasks.halved import Halved
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask, Loss
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.modes import in_mode

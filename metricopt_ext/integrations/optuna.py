@@ -20,7 +20,8 @@ from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.errors import MetricError
 from metricopt_ext.search.probe import UNPROBED
 from metricopt_ext.search.trust_region import GuidedState, GuidedTrustRegion
-from metricopt_ext.tasks.metric import Evaluation, Metric
+from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.seeding import generator

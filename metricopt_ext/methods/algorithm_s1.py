@@ -27,7 +27,7 @@ from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.search.unrolled import CostAt, unroll
 from metricopt_ext.search.update_rule import UpdateRule
 from metricopt_ext.search.variational import combine, gradient_samples
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.notifying import notifying
 from metricopt_ext.tasks.rollout import observation_steps
 from metricopt_ext.tasks.split_half import evaluations_where_used

@@ -22,7 +22,8 @@ from metricopt_ext.methods.guard import (
     judge,
     reliability_under,
 )
-from metricopt_ext.tasks.metric import Evaluation, Metric, noise_of, stacked_pairs
+from metricopt_ext.tasks.evaluation import Evaluation, noise_of, stacked_pairs
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.split_half import TELLING, fault_of_halves, reliability_of
 from metricopt_ext.utils.words import counted
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from metricopt_ext.methods.guard import Decision
 from metricopt_ext.tasks.constraints import Constraint, Limits
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation
 
 NAMED = {
     "search": "the end of the search",

@@ -19,7 +19,8 @@ from metricopt_ext.methods.tuned_settings import SETTINGS, TunedSettings
 from metricopt_ext.search.settings_stage import SettingsEnd
 from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.tasks.constraints import Limits
-from metricopt_ext.tasks.metric import Evaluation, Metric, stacked_halves
+from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.split_half import correlation_of_halves
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.value.fitting import Fit

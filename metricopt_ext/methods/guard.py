@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.runtime import distributed
-from metricopt_ext.tasks.metric import Evaluation, Metric, noise_of, stacked_halves
+from metricopt_ext.tasks.evaluation import Evaluation, noise_of, stacked_halves
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.split_half import TELLING, chance_of_gain, fault_of_halves, reliability_of
 
 # What tells a gain from chance.

@@ -9,7 +9,8 @@ from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.guard import Guard, Verdict, judge_held_out
 from metricopt_ext.methods.result import Own, Result
 from metricopt_ext.methods.starts import all_starts, with_start
-from metricopt_ext.tasks.metric import CostScale, Metric
+from metricopt_ext.tasks.cost_scale import CostScale
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 
 CANDIDATES = 3  # at most: the model as it was, the start that the search began from, and the search's end

@@ -12,7 +12,7 @@ from metricopt_ext.methods.starts import with_start
 from metricopt_ext.methods.tuned_settings import accepted, shown
 from metricopt_ext.search.settings_stage import SettingsState
 from metricopt_ext.tasks.constraints import Limits
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.settings import Settings, Values
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_at_least

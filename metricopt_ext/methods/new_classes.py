@@ -14,7 +14,8 @@ from torch import Tensor
 
 from metricopt_ext.search.descent import descend
 from metricopt_ext.search.strategy import SearchResult, SearchStrategy
-from metricopt_ext.tasks.metric import Evaluation, Metric, stacked_pairs
+from metricopt_ext.tasks.evaluation import Evaluation, stacked_pairs
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.value.gp import GPValueFunction, rbf
 

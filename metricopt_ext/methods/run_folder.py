@@ -29,7 +29,8 @@ from metricopt_ext.runtime.identity import (
 from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.inference_file import INFERENCE, changed_inference, save_inference
 from metricopt_ext.tasks.kept_evaluations import KeptEvaluations
-from metricopt_ext.tasks.metric import Ledger, Metric
+from metricopt_ext.tasks.ledger import Ledger
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.population import Population
 from metricopt_ext.tasks.settings import Settings, Value
 from metricopt_ext.tasks.task import FinetuneTask

@@ -22,8 +22,9 @@ from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.strategy import SearchStrategy, check_checkpoints
 from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.kept_evaluations import KeptEvaluation, KeptEvaluations
-from metricopt_ext.tasks.metric import Evaluation, Metric
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.notifying import notifying
 from metricopt_ext.tasks.settings import Value
 from metricopt_ext.tasks.task import FinetuneTask

@@ -9,7 +9,7 @@ from torch import Tensor
 from metricopt_ext.adapters.start import PlacesOnLine, Start, StartLine
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.search.lines import LineState, best_known
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation
 
 # Of all queries, lines take at most this share. A line takes at least three, or it is not looked along, and at most
 # six: a function of one number that bends once or twice is known by then. Starts that lie on it count among them.

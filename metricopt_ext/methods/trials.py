@@ -23,8 +23,10 @@ from metricopt_ext.methods.tuned_settings import SETTINGS, accepted
 from metricopt_ext.search.settings_stage import SettingsState
 from metricopt_ext.search.strategy import SearchState, SearchStrategy
 from metricopt_ext.tasks.constraints import Limits
+from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.halved import pairs_of
 from metricopt_ext.tasks.kept_evaluations import SAME, KeptEvaluation, KeptEvaluations, KeptPoint
-from metricopt_ext.tasks.metric import Evaluation, Metric, pairs_of
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Value
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer

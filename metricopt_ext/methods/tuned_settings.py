@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 from metricopt_ext.methods.guard import START_CONFIDENCE, judge
 from metricopt_ext.search.settings_stage import SettingsEnd
-from metricopt_ext.tasks.metric import Evaluation, Metric
+from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Settings, Value, Values
 from metricopt_ext.utils.words import counted
 

@@ -12,7 +12,7 @@ from metricopt_ext.methods.strategy import check_constraints
 from metricopt_ext.moved import renamed_arguments
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.optimizer import LossStep, MetricOptStep
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.notifying import notifying
 from metricopt_ext.tasks.rollout import Policy, rollout
 from metricopt_ext.tasks.split_half import optimism_of_gain

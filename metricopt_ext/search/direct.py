@@ -17,7 +17,7 @@ from torch.nn.functional import normalize
 
 from metricopt_ext.search.guided_es import antithetic, estimated_direction, orthonormal_basis, perturbations
 from metricopt_ext.search.strategy import Batches, DirectState, SearchStrategy
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
 from metricopt_ext.utils.seeding import generator

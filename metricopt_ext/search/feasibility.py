@@ -12,7 +12,7 @@ from torch import Tensor
 
 from metricopt_ext.search.visited import Visited
 from metricopt_ext.tasks.constraints import Limits
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.value.gp import GPValueFunction, Hyperparameters
 
 

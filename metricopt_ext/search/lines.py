@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.search.strategy import Batches, SearchResult, SearchState, falls
-from metricopt_ext.tasks.metric import Evaluation, noise_of
+from metricopt_ext.tasks.evaluation import Evaluation, noise_of
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.value.gp import GPLearner, GPValueFunction, Spectrum
 

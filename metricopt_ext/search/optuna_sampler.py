@@ -12,7 +12,7 @@ from torch import Tensor
 
 from metricopt_ext.search.box import Box, check_package, drawn
 from metricopt_ext.search.strategy import Batches, DirectState, SearchStrategy
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above
 from metricopt_ext.utils.seeding import generator, seeded_streams

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.search.strategy import Batches, DirectState, SearchStrategy
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above
 from metricopt_ext.utils.seeding import generator

@@ -6,7 +6,7 @@ from typing import Any
 from metricopt_ext.search.box import check_package, drawn
 from metricopt_ext.search.optuna_sampler import quiet
 from metricopt_ext.search.settings_stage import SettingsEnd, Tried
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.settings import Setting, Settings, Value
 from metricopt_ext.utils.seeding import generator
 

@@ -11,7 +11,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from metricopt_ext.search.lines import LineState, first_times
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.settings import Setting, Settings, Value, Values
 
 # Queries of one setting: of an interval; and of values, which are followed outwards while the metric gains.

@@ -17,7 +17,7 @@ from torch import Tensor
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.runtime import distributed
 from metricopt_ext.tasks.constraints import Constraint, Limits
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.words import counted

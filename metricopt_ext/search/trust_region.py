@@ -30,7 +30,7 @@ from metricopt_ext.search.strategy import (
     falls,
 )
 from metricopt_ext.search.visited import Visited
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
 from metricopt_ext.utils.seeding import generator

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.search.climb import climb_of_chance
-from metricopt_ext.tasks.metric import Evaluation, noise_of, stacked_halves
+from metricopt_ext.tasks.evaluation import Evaluation, noise_of, stacked_halves
 from metricopt_ext.tasks.split_half import chance_of_gain, fault_of_halves
 from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.value.fitting import measure_ahead

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.siblings.training import TrainingTask
-from metricopt_ext.tasks.metric import Ledger
+from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.utils.files import check_tensors, content_of, read_tensors, write_tensors
 
 FILE_FORMAT = "metricopt_ext.sibling_training/1"

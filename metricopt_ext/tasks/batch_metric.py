@@ -5,7 +5,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from metricopt_ext.errors import MetricError
-from metricopt_ext.tasks.metric import CostScale, Ledger
+from metricopt_ext.tasks.cost_scale import CostScale
+from metricopt_ext.tasks.ledger import Ledger
 
 
 class BatchMetric(CostScale):

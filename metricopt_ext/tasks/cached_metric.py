@@ -11,8 +11,9 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.runtime import distributed
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.kept_evaluations import KeptEvaluation, KeptEvaluations, KeptPoint, same_point
-from metricopt_ext.tasks.metric import Evaluation, Item, Metric, OnQuery
+from metricopt_ext.tasks.metric import Item, Metric, OnQuery
 from metricopt_ext.tasks.settings import Values
 
 

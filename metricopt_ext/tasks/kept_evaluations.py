@@ -14,7 +14,8 @@ from torch import Tensor
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.runtime.identity import fingerprint
-from metricopt_ext.tasks.metric import CostScale, Evaluation, Pairs
+from metricopt_ext.tasks.cost_scale import CostScale
+from metricopt_ext.tasks.evaluation import Evaluation, Pairs
 from metricopt_ext.utils.described import from_json
 from metricopt_ext.utils.files import read_json, to_json, write_atomically
 from metricopt_ext.utils.words import brief

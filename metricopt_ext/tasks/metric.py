@@ -1,4 +1,4 @@
-"""The black-box metric: a function of the model that returns one number, and a ledger that counts every call."""
+"""The black-box metric: a function of the model that returns one number, each call of which is counted."""
 
 import inspect
 import math
@@ -9,17 +9,21 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from statistics import mean, stdev
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.errors import BudgetError, MetricError, RankError, UnguardedError, WeightsError
+from metricopt_ext.errors import MetricError, RankError, UnguardedError, WeightsError
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import ROUNDING
 from metricopt_ext.runtime.time_limit import call_within
 from metricopt_ext.tasks.constraints import Constraint, parse_constraints
+from metricopt_ext.tasks.cost_scale import CostScale
+from metricopt_ext.tasks.evaluation import Evaluation, stacked_pairs
+from metricopt_ext.tasks.halved import Halved, pairs_of
+from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.settings import Values, needs, takes
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.kept_modules import KeptModules
@@ -29,89 +33,7 @@ from metricopt_ext.utils.words import and_more, brief, counted
 
 Item = TypeVar("Item")
 
-# On two halves of the data each, by several divisions of them.
-Pairs = tuple[tuple[float, float], ...]
-
 CHANCE = 1e-6  # how unlikely a difference of noisy values must be to be one of data
-
-
-class Ledger:
-    """Counts metric queries by purpose and refuses any beyond the budget.
-
-    A call of the metric that a kill or the metric's own error cut short is made again when the run is resumed, and
-    counts once: what the ledger has is the answers that the run used, not the calls that were lost.
-
-    Args:
-        budget: Maximum number of queries, at least 0; None for no limit.
-
-    Raises:
-        ValueError: The budget is out of range.
-    """
-
-    def __init__(self, budget: int | None = None) -> None:
-        if budget is not None:
-            check_integer(0, budget=budget)
-        self.budget = budget
-        self.spent_on: dict[str, int] = {}
-
-    @property
-    def spent(self) -> int:
-        """Queries spent so far."""
-        return sum(self.spent_on.values())
-
-    @property
-    def left(self) -> float:
-        """Queries left; infinite without a budget."""
-        return math.inf if self.budget is None else self.budget - self.spent
-
-    def spend(self, purpose: str, queries: int = 1) -> None:
-        """Count queries.
-
-        Raises:
-            BudgetError: Fewer queries are left.
-        """
-        if queries > self.left:
-            raise BudgetError(
-                f"{counted(queries, 'metric query')} requested ({purpose}), {self.left} left of a budget of"
-                f" {self.budget}; spent so far: {self.spent_on}"
-            )
-        self.spent_on[purpose] = self.spent_on.get(purpose, 0) + queries
-
-    def take_back(self, purpose: str, queries: int) -> None:
-        """Count queries no more, which were refused."""
-        self.spent_on[purpose] -= queries
-        if not self.spent_on[purpose]:
-            del self.spent_on[purpose]
-
-
-class Evaluation(NamedTuple):
-    """A metric's verdict on a model, as costs.
-
-    Attributes:
-        cost: The metric's cost.
-        halves: Its costs on two halves of its data, None from a metric that does not report them.
-        noise: Standard error of the cost, from repeats of the evaluation; None without repeats.
-        failed: Whether the metric failed, and the worst evaluation so far stands in for it.
-        pairs: Its costs on several pairs of halves, ``halves`` the first; empty where one pair at most is reported.
-        also: Other quantities that it told of the model, by name and in their own units; None without any.
-    """
-
-    cost: float
-    halves: tuple[float, float] | None = None
-    noise: float | None = None
-    failed: bool = False
-    pairs: Pairs = ()
-    also: dict[str, float] | None = None
-
-    @classmethod
-    def of(cls, cost: float, pairs: Sequence[Sequence[float]] | None, noise: float | None = None) -> "Evaluation":
-        """Make one of a cost and those on pairs of halves, of which one alone is not kept twice."""
-        costs = tuple((first, second) for first, second in pairs or ())
-        return cls(cost, costs[0] if costs else None, noise, pairs=costs if len(costs) > 1 else ())
-
-    def without_halves(self) -> "Evaluation":
-        """Return the same as of a metric that reports no halves."""
-        return self._replace(halves=None, pairs=())
 
 
 class Query(NamedTuple):
@@ -135,79 +57,6 @@ class Query(NamedTuple):
 
 
 OnQuery = Callable[[Query], None]
-
-
-class CostScale:
-    """What the values of a black box mean as costs, and the ledger that counts them.
-
-    Args:
-        maximize: Whether higher is better.
-        bounds: Lowest and highest possible value; mapped to the cost's [0, 1]. None for values without known bounds:
-            the cost is the value itself, negated if higher is better.
-        name: Its name in tables and messages.
-        ledger: Counts the queries; give several black boxes one ledger to share a budget.
-
-    Raises:
-        ValueError: The bounds are not two finite numbers in order, or ``maximize`` is something else than a bool.
-    """
-
-    maximize: bool
-    bounds: tuple[float, float] | None
-    name: str
-    ledger: Ledger
-
-    def __init__(
-        self, *, maximize: bool, bounds: tuple[float, float] | None, name: str, ledger: Ledger | None = None
-    ) -> None:
-        if maximize not in (True, False):
-            raise ValueError(f"maximize is {maximize!r}; it must be True if higher is better, else False")
-        try:
-            ordered, finite = (True, True) if bounds is None else _in_order(*bounds)
-        except TypeError as error:
-            raise ValueError(
-                f"bounds are {bounds!r}; they must be two numbers, or None for a metric without any"
-            ) from error
-        if not ordered:
-            raise ValueError(f"bounds are {bounds}; the lower must be below the upper")
-        if not finite:
-            raise ValueError(f"bounds are {bounds}; both must be finite, or give bounds=None for a metric without any")
-        self.maximize, self.bounds, self.name = maximize, bounds, name
-        self.ledger = ledger or Ledger()
-
-    def checked_cost(self, value: float, where: str = "") -> float:
-        """Turn a value into a cost; raises `MetricError` if it is not finite or outside the bounds."""
-        if not math.isfinite(value):
-            raise MetricError(f"metric {self.name!r} returned {value}{where}; it must be a finite number")
-        if self.bounds is not None and not self.bounds[0] <= value <= self.bounds[1]:
-            raise MetricError(
-                f"metric {self.name!r} returned {value}{where}, outside its bounds {self.bounds}; set the right"
-                " bounds, or bounds=None for a metric without any"
-            )
-        return self.to_cost(value)
-
-    def costs_of(self, pairs: Pairs) -> Pairs:
-        """Turn values on pairs of halves into costs; see `checked_cost`."""
-        where = " on a half of its data"
-        return tuple((self.checked_cost(a, where), self.checked_cost(b, where)) for a, b in pairs)
-
-    def to_cost(self, value: float) -> float:
-        """Turn the metric's value into a cost: in [0, 1] if bounds are known, lower is better."""
-        if self.bounds is None:
-            return -value if self.maximize else value
-        low, high = self.bounds
-        return (high - value) / (high - low) if self.maximize else (value - low) / (high - low)
-
-    @property
-    def scale(self) -> float:
-        """How much the value changes when the cost changes by 1, ignoring the sign."""
-        return 1.0 if self.bounds is None else self.bounds[1] - self.bounds[0]
-
-    def to_value(self, cost: float) -> float:
-        """Turn a cost back into the metric's own units and direction."""
-        if self.bounds is None:
-            return -cost if self.maximize else cost
-        low, high = self.bounds
-        return high - cost * (high - low) if self.maximize else low + cost * (high - low)
 
 
 class Metric(CostScale):
@@ -688,71 +537,6 @@ class Metric(CostScale):
             )
 
 
-class Halved(float):
-    """A metric's value that knows what it is on two halves of the data: a number for whoever calls the function.
-
-    Args:
-        value: The value on all of the data.
-        halves: The values on both halves, or on several pairs of halves, or why there are none; None where nothing is
-            to be said of them.
-    """
-
-    halves: tuple[float, float] | Pairs | str | None
-
-    def __new__(cls, value: float, halves: tuple[float, float] | Pairs | str | None) -> "Halved":
-        """Make the number."""
-        made = super().__new__(cls, value)
-        made.halves = halves
-        return made
-
-
-def with_halves(
-    value_on: Callable[[Tensor | None], float],
-    halves: Sequence[Tensor] | Sequence[tuple[Tensor, Tensor]] | str,
-) -> Halved:
-    """Return a metric's value with its values on two halves of the data, if there are halves.
-
-    Args:
-        value_on: Returns the value on the examples at some indices, ``m``, or on all of them for None. Where it refuses
-            a half, as one on which the metric is not defined, there are none.
-        halves: Indices of two halves of the data, or several such pairs, by as many divisions of them; or why there are
-            none, or nothing.
-
-    Raises:
-        ValueError: The halves of a pair share examples.
-    """
-    if isinstance(halves, str) or not len(halves):
-        return Halved(value_on(None), (halves or None) if isinstance(halves, str) else None)
-    alone = isinstance(halves[0], Tensor)
-    pairs = cast(Sequence[tuple[Tensor, Tensor]], [halves] if alone else halves)
-    for first, second in pairs:
-        if shared := int(torch.isin(first, second).sum()):
-            raise ValueError(f"halves share {shared} of {len(first)} examples; divide the data, each into one half")
-    value = value_on(None)
-    try:
-        values = tuple((value_on(first), value_on(second)) for first, second in pairs)
-    except (ArithmeticError, MetricError, ValueError) as error:
-        return Halved(value, f"on a half of its data it raised {type(error).__name__}: {brief(error)}")
-    return Halved(value, values[0] if alone else values)
-
-
-def pairs_of(halves: Any) -> Pairs:
-    """Return the pairs that are meant by two numbers, or by a sequence of pairs of numbers.
-
-    Raises:
-        TypeError, ValueError: It is neither; or there is no pair, or one of another number of halves.
-    """
-    parts = list(halves)
-    several = [isinstance(part, tuple | list) or (getattr(part, "ndim", 0) > 0 and len(part) > 1) for part in parts]
-    if any(several) and not all(several):
-        raise ValueError("numbers among pairs of halves")
-    pairs = [list(part) for part in parts] if any(several) else [parts]
-    for pair in pairs:
-        if len(pair) != 2:
-            raise ValueError(f"{len(pair)} halves")
-    return tuple((float(first), float(second)) for first, second in pairs)
-
-
 def _checked_functions(also: Mapping[str, Callable[..., Any]] | None, metric: str) -> dict[str, Callable[..., Any]]:
     """Return the functions of other quantities than the metric by name.
 
@@ -797,11 +581,6 @@ def _agree_besides(a: Mapping[str, float], b: Mapping[str, float]) -> bool:
     return a.keys() == b.keys() and all(math.isclose(a[n], b[n], rel_tol=ROUNDING, abs_tol=1e-9) for n in a)
 
 
-def _in_order(low: float, high: float) -> tuple[bool, bool]:
-    """Whether bounds are in order, and whether they are finite."""
-    return low < high, math.isfinite(high - low)
-
-
 def returns_number(function: Callable[..., Any]) -> bool:
     """Whether a function says, by its annotation, that it returns one number alone."""
     try:
@@ -826,22 +605,3 @@ def _takes_model(function: Callable[..., Any]) -> bool:
             f" {[p.name for p in required]}; bind the rest with functools.partial"
         )
     return bool(required) or any(p.kind is p.VAR_POSITIONAL for p in parameters)
-
-
-def stacked_halves(evaluations: Sequence[Evaluation]) -> Tensor | None:
-    """Return the costs on two halves of the data, ``n x 2``, or None if an evaluation lacks them."""
-    halves = [each.halves for each in evaluations]
-    return None if None in halves else torch.tensor(halves, dtype=torch.float64)
-
-
-def stacked_pairs(evaluations: Sequence[Evaluation]) -> Tensor | None:
-    """Return the costs on p pairs of halves, ``n x p x 2``, or None if an evaluation lacks them; p may be 1."""
-    if any(each.halves is None for each in evaluations):
-        return None
-    return torch.tensor([each.pairs or (each.halves,) for each in evaluations], dtype=torch.float64)
-
-
-def noise_of(evaluations: Sequence[Evaluation]) -> float:
-    """Return the standard deviation of the noise in a cost, as repeats of the evaluations show it; 0 without any."""
-    variances = [each.noise**2 for each in evaluations if each.noise is not None]
-    return math.sqrt(mean(variances)) if variances else 0.0

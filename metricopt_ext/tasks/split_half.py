@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from metricopt_ext.tasks.metric import Evaluation, stacked_halves
+from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves
 from metricopt_ext.tasks.trajectory import Trajectory
 
 # Points from which on their costs tell how much of what sets them apart is chance; of fewer, all of it may be.

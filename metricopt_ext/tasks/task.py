@@ -20,7 +20,8 @@ from metricopt_ext.errors import AdapterError, MetricError, WeightsError
 from metricopt_ext.runtime import distributed
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.entropy import entropy
-from metricopt_ext.tasks.metric import Evaluation, Metric
+from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.population import MEMORY, Population, Together, alike, choose, together
 from metricopt_ext.tasks.settings import Settings, Value, Values
 from metricopt_ext.utils.checks import check_above, check_integer

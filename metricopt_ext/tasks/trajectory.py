@@ -12,7 +12,7 @@ from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import claim
-from metricopt_ext.tasks.metric import Evaluation, stacked_halves
+from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves
 from metricopt_ext.utils.described import from_json
 from metricopt_ext.utils.files import check_tensors, content_of, read_tensors, write_tensors
 from metricopt_ext.utils.words import brief

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.errors import ValueFunctionError
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.threads import num_threads

@@ -7,7 +7,7 @@ from metricopt_ext.classification.metrics import METRICS
 from metricopt_ext.classification.split_metric import model_metric
 from metricopt_ext.data.halves import stratified_halves
 from metricopt_ext.data.labelled import Split
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation
 
 
 def test_metrics_tell_their_values_on_halves() -> None:

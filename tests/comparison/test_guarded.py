@@ -12,7 +12,7 @@ from metricopt_ext.experiment.experiment import State
 from metricopt_ext.methods.ending import Began, guarded
 from metricopt_ext.methods.start_lines import Point
 from metricopt_ext.search.strategy import SearchResult
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation
 
 # Less than about 1 may be chance: the halves of each visited point are so far away from it.
 VISITED = tuple(Evaluation(10.0 * i, (10.0 * i + 1, 10.0 * i - 1)) for i in range(11))

@@ -21,7 +21,7 @@ from metricopt_ext.detection.records import Annotated, Detections
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc import write_voc
 from metricopt_ext.errors import ConfigError, DataError, MetricError
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation
 
 CLASSES = ("cat", "dog")
 VOC = ("voc_11_point", "voc")

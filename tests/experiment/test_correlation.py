@@ -13,7 +13,7 @@ from torch import Tensor
 from metricopt_ext.errors import BudgetError, DataError
 from metricopt_ext.experiment.correlation import CorrelationReport, correlation_report
 from metricopt_ext.tasks.batch_metric import BatchMetric
-from metricopt_ext.tasks.metric import Ledger
+from metricopt_ext.tasks.ledger import Ledger
 
 
 def accuracy(scores: Tensor, labels: Tensor) -> float:

@@ -26,7 +26,8 @@ from metricopt_ext.experiment.method_config import (
 from metricopt_ext.experiment.run_config import AdapterConfig, RunConfig, SettingsConfig
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.runtime.progress import Callback
-from metricopt_ext.tasks.metric import Ledger, Metric
+from metricopt_ext.tasks.ledger import Ledger
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 
 

@@ -25,7 +25,8 @@ from metricopt_ext.siblings.ala.ala import AdaptiveLossAlignment
 from metricopt_ext.siblings.reloss.reloss import ReLoss
 from metricopt_ext.siblings.sibling import Sibling
 from metricopt_ext.siblings.sl.surrogate_learning import SurrogateLearning
-from metricopt_ext.tasks.metric import Evaluation, Metric
+from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.metric import Metric
 
 
 def test_every_method_has_a_title_and_a_colour_of_its_own() -> None:

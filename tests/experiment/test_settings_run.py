@@ -13,7 +13,7 @@ from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.experiment import settings_run
 from metricopt_ext.experiment.program_trials import TrialError
 from metricopt_ext.experiment.settings_run import SettingsOutcome, SettingsRun
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.program_score import Printed, ProgramScore, Score
 from metricopt_ext.tasks.program_settings import ProgramSettings
 

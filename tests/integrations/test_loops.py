@@ -178,7 +178,7 @@ from torch import distributed, nn
 from torch.utils.data import DataLoader, TensorDataset
 from metricopt_ext.errors import ConfigError, MetricError
 from metricopt_ext.integrations.loops import tune_model
-from metricopt_ext.tasks.metric import with_halves
+from metricopt_ext.tasks.halved import with_halves
 from metricopt_ext.runtime.progress import Callback
 
 ROWS = torch.arange(60)

@@ -24,7 +24,8 @@ from metricopt_ext.methods.starts import batchnorm_start
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.random_search import RandomSearch
-from metricopt_ext.tasks.metric import Ledger, Metric, Query
+from metricopt_ext.tasks.ledger import Ledger
+from metricopt_ext.tasks.metric import Metric, Query
 from metricopt_ext.tasks.settings import Setting, Settings
 from metricopt_ext.tasks.task import FinetuneTask
 

@@ -34,7 +34,8 @@ from metricopt_ext.methods.assessment import (
     times_the_data,
 )
 from metricopt_ext.methods.guard import Verdict, judge
-from metricopt_ext.tasks.metric import Evaluation, Metric
+from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.metric import Metric
 
 DIM, Z = 24, NormalDist().inv_cdf(0.93)
 STARTS: list[tuple[str, Kind]] = [

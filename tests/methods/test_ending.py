@@ -8,7 +8,7 @@ from metricopt_ext.methods.ending import Began, found, path_of
 from metricopt_ext.methods.start_lines import Point
 from metricopt_ext.methods.tuned_settings import SETTINGS
 from metricopt_ext.search.strategy import SearchResult
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation
 
 
 def ended(*costs: float) -> SearchResult:

@@ -28,7 +28,8 @@ from metricopt_ext.methods.guard import (
     judge_held_out,
 )
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.tasks.metric import Evaluation, Metric
+from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.split_half import reliability_of
 from metricopt_ext.tasks.task import FinetuneTask
 

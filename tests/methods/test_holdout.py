@@ -19,7 +19,8 @@ from metricopt_ext.methods.starts import batchnorm_start
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.tasks.kept_evaluations import digest_of
-from metricopt_ext.tasks.metric import Ledger, Metric
+from metricopt_ext.tasks.ledger import Ledger
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.value.learners import RidgeLearner
 

@@ -13,7 +13,8 @@ from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.more_inference import PURPOSE, MoreInference, more_inference
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.runtime.progress import Callback
-from metricopt_ext.tasks.metric import Ledger, Metric
+from metricopt_ext.tasks.ledger import Ledger
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Setting, Settings
 from metricopt_ext.tasks.task import FinetuneTask
 

@@ -29,7 +29,9 @@ from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.tasks.metric import Evaluation, Ledger, Metric
+from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.ledger import Ledger
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.value.gp import GPValueFunction
 
 Make = Callable[..., Any]

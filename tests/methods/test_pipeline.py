@@ -37,7 +37,8 @@ from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.search.strategy import SearchStrategy as Search
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.tasks.metric import Ledger, Metric
+from metricopt_ext.tasks.ledger import Ledger
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.rollout import rollout
 from metricopt_ext.tasks.trajectory import load_trajectories
 from metricopt_ext.utils import weights

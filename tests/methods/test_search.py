@@ -21,8 +21,10 @@ from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.kept_evaluations import KeptEvaluations
-from metricopt_ext.tasks.metric import Evaluation, Ledger, Metric
+from metricopt_ext.tasks.ledger import Ledger
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.utils.files import UNFINISHED
 
 Make = Callable[..., Any]

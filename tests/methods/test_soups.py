@@ -18,7 +18,8 @@ from metricopt_ext.methods.short_finetunes import Training
 from metricopt_ext.methods.soups import soup_starts
 from metricopt_ext.methods.starts import reestimate_batchnorm, with_start
 from metricopt_ext.runtime.progress import Callback
-from metricopt_ext.tasks.metric import Ledger, Metric
+from metricopt_ext.tasks.ledger import Ledger
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 
 X = torch.randn(64, 3, generator=torch.Generator().manual_seed(5))

@@ -24,7 +24,8 @@ from metricopt_ext.methods.start_lines import (
     planned_lines,
 )
 from metricopt_ext.runtime.progress import Callback
-from metricopt_ext.tasks.metric import Evaluation, Metric
+from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.metric import Metric
 
 E = torch.eye(4, dtype=torch.float64)
 

@@ -12,8 +12,8 @@ from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.trials import Trials
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.kept_evaluations import KeptEvaluations, digest_of
-from metricopt_ext.tasks.metric import Evaluation
 
 
 def trials(task: Any, queries: int = 20, strategy: Any = None, path: Path | None = None, **starts: Start) -> Trials:

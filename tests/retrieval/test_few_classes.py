@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from metricopt_ext.retrieval.few_classes import FewClasses, error_over_classes
-from metricopt_ext.tasks.metric import Evaluation, Metric
+from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.metric import Metric
 
 
 def divided(values: torch.Tensor) -> list[tuple[float, float]]:

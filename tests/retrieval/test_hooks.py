@@ -29,7 +29,8 @@ from metricopt_ext.retrieval.recall import recall_metric
 from metricopt_ext.retrieval.task import embedding_loss
 from metricopt_ext.search.learned_optimizer import LearnedOptimizer
 from metricopt_ext.search.update_rule import UpdateRule, load_update_rule
-from metricopt_ext.tasks.metric import Ledger, Metric
+from metricopt_ext.tasks.ledger import Ledger
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.rollout import observation_steps
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.value.fitting import fit_value_function

@@ -31,7 +31,7 @@ from metricopt_ext.errors import DataError, MetricError
 from metricopt_ext.retrieval import accuracy, neighbours, recall
 from metricopt_ext.retrieval.accuracy import RecallCalculator
 from metricopt_ext.retrieval.recall import Recall, hits_at_k, recall_at_k, recall_metric, recalls_on_halves
-from metricopt_ext.tasks.metric import Ledger
+from metricopt_ext.tasks.ledger import Ledger
 
 BIG = 2**24
 

@@ -28,7 +28,8 @@ from metricopt_ext.retrieval.post_processing import PostProcessing, Whitening, a
 from metricopt_ext.retrieval.recall import recall_at_k, recall_metric, recalls_left_out, recalls_on_halves
 from metricopt_ext.retrieval.search import trainer_task
 from metricopt_ext.retrieval.settings import retrieval_settings
-from metricopt_ext.tasks.metric import Evaluation, Metric
+from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.metric import Metric
 
 N, CLASSES, KS = 96, 12, (1, 2, 4)
 

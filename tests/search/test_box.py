@@ -7,7 +7,7 @@ import torch
 
 from metricopt_ext.search.box import Box, check_package, drawn, sobol
 from metricopt_ext.search.strategy import Answer, Answers
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation
 
 START = torch.tensor([1.0, -2.0], dtype=torch.float32)
 

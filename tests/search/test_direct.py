@@ -19,7 +19,8 @@ from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.search.strategy import SearchStrategy as Search
-from metricopt_ext.tasks.metric import Ledger, Metric
+from metricopt_ext.tasks.ledger import Ledger
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.utils.seeding import generator
 
 Make = Callable[..., Any]

@@ -10,7 +10,7 @@ from torch import Tensor
 from metricopt_ext.search.feasibility import Aim, ConstrainedAim, Feasibility, log_below_zero
 from metricopt_ext.search.visited import Visited
 from metricopt_ext.tasks.constraints import Limits, parse_constraints
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.value.gp import GPLearner, GPValueFunction, Spectrum, rbf
 
 DIM = 3

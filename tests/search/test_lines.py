@@ -18,7 +18,7 @@ from metricopt_ext.search.lines import (
     fit,
     next_time,
 )
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation
 
 INTERVAL = (-2.5, 2.5)
 Cost = Callable[[float], float]

@@ -9,7 +9,7 @@ import pytest
 
 from metricopt_ext.search.settings_gp import SettingsGPState
 from metricopt_ext.search.settings_stage import SettingsEnd
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.settings import Setting, Settings
 
 pytest.importorskip("optuna", reason="needs the extra compare")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from metricopt_ext.search.settings_stage import INTERVAL, OUTWARDS, SettingsEnd, SettingsState
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.settings import QUERIES, Setting, Settings
 
 Values = dict[str, Any]

@@ -15,7 +15,7 @@ from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.strategy import Answer, Answers, Batches, DirectState, SearchStrategy, falls
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.search.turbo import TuRBO
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation
 
 SEARCHES = [
     GuidedTrustRegion(),

@@ -20,7 +20,8 @@ from metricopt_ext.search.trust_region import (
     WIDEST,
     GuidedTrustRegion,
 )
-from metricopt_ext.tasks.metric import Evaluation, Metric
+from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.value.gp import GPLearner
 
 SEARCH = GuidedTrustRegion()

@@ -11,7 +11,7 @@ from torch import Tensor
 from metricopt_ext.search import trust_region, visited
 from metricopt_ext.search.trust_region import GuidedTrustRegion, SearchResult
 from metricopt_ext.search.visited import MOST_JUDGED, MOST_POINTS, REFIT, Visited
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.value.gp import GPLearner, GPValueFunction, Hyperparameters, Spectrum
 from metricopt_ext.value.loading import load_value_function
 

@@ -25,7 +25,8 @@ from metricopt_ext.siblings.sibling import Sibling, Trained
 from metricopt_ext.siblings.sl.set_loss import UniversalTraining
 from metricopt_ext.siblings.training import TRAINS, TrainingTask
 from metricopt_ext.tasks.batch_metric import BatchMetric
-from metricopt_ext.tasks.metric import Ledger, Metric
+from metricopt_ext.tasks.ledger import Ledger
+from metricopt_ext.tasks.metric import Metric
 
 # Three children: one query before, then two for each of four actions.
 ALA = {"iterations": 12, "action_steps": 3, "reward_evals": 2, "children": 3, "validation_batches": 2, "model_lr": 0.05}

@@ -5,7 +5,7 @@ import torch
 
 from metricopt_ext.errors import BudgetError, MetricError
 from metricopt_ext.tasks.batch_metric import BatchMetric
-from metricopt_ext.tasks.metric import Ledger
+from metricopt_ext.tasks.ledger import Ledger
 
 SCORES, LABELS = torch.tensor([0.5, -0.5, 2.0]), torch.tensor([1, 1, 0])
 

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import MetricError
 from metricopt_ext.tasks.cached_metric import CachedMetric
-from metricopt_ext.tasks.metric import Evaluation, Ledger, Metric, Query
+from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.ledger import Ledger
+from metricopt_ext.tasks.metric import Metric, Query
 
 
 def counting(stop: int = 99, halves: bool = False, **settings: int) -> Metric:

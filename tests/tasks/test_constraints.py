@@ -7,7 +7,7 @@ import pytest
 
 from metricopt_ext.errors import MetricError
 from metricopt_ext.tasks.constraints import Constraint, Limits, parse_constraints
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation
 
 
 def told(failed: bool = False, **also: float) -> Evaluation:

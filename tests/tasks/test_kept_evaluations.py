@@ -9,6 +9,8 @@ import torch
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import FileFormatError
+from metricopt_ext.tasks.cost_scale import CostScale
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.kept_evaluations import (
     KeptEvaluation,
     KeptEvaluations,
@@ -18,7 +20,6 @@ from metricopt_ext.tasks.kept_evaluations import (
     digest_of,
     same_point,
 )
-from metricopt_ext.tasks.metric import CostScale, Evaluation
 from metricopt_ext.utils.files import to_json
 
 UNBOUNDED = CostScale(maximize=False, bounds=None, name="x")

@@ -16,61 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
-from metricopt_ext.errors import BudgetError, DataError, MetricError, UnguardedError, WeightsError
+from metricopt_ext.errors import BudgetError, MetricError, UnguardedError, WeightsError
 from metricopt_ext.runtime import distributed
-from metricopt_ext.tasks.metric import (
-    Evaluation,
-    Halved,
-    Ledger,
-    Metric,
-    Query,
-    noise_of,
-    stacked_pairs,
-    with_halves,
-)
+from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.halved import Halved
+from metricopt_ext.tasks.ledger import Ledger
+from metricopt_ext.tasks.metric import Metric, Query
 
 
 def constant(value: Any) -> Callable[[], Any]:
     return lambda: value
-
-
-@pytest.mark.parametrize(
-    ("maximize", "bounds", "value", "cost"),
-    [
-        (True, (0.0, 1.0), 0.75, 0.25),
-        (False, (0.0, 1.0), 0.75, 0.75),
-        (True, (-1.0, 3.0), 0.0, 0.75),
-        (False, (-1.0, 3.0), 0.0, 0.25),
-        (True, (0.0, 1.0), 1.0, 0.0),
-        (True, (0.0, 1.0), 0.0, 1.0),
-        (False, (10.0, 20.0), 20.0, 1.0),
-        (True, None, 37.5, -37.5),
-        (False, None, 37.5, 37.5),
-        (False, None, -2.0, -2.0),
-    ],
-)
-def test_cost(maximize: bool, bounds: tuple[float, float] | None, value: float, cost: float) -> None:
-    metric = Metric(constant(value), maximize=maximize, bounds=bounds)
-    assert metric.cost(nn.Identity(), "test") == pytest.approx(cost, abs=1e-15)
-    assert metric.to_cost(value) == pytest.approx(cost, abs=1e-15)
-    assert metric.to_value(cost) == pytest.approx(value, abs=1e-15)
-
-
-@pytest.mark.parametrize("maximize", [True, False])
-@pytest.mark.parametrize("bounds", [None, (0.0, 1.0), (-3.0, 7.0)])
-def test_lower_cost_is_better(maximize: bool, bounds: tuple[float, float] | None) -> None:
-    metric = Metric(constant(0), maximize=maximize, bounds=bounds)
-    values = [0.0, 0.25, 1.0]
-    costs = [metric.to_cost(value) for value in values]
-    assert costs == sorted(costs, reverse=maximize)
-    assert len(set(costs)) == 3
-    assert [metric.to_value(cost) for cost in costs] == pytest.approx(values, abs=1e-15)
-
-
-def test_default_bounds_are_the_unit_interval() -> None:
-    assert Metric(constant(0.75), maximize=True).cost(nn.Identity(), "test") == 0.25
-    with pytest.raises(MetricError):
-        Metric(constant(1.5), maximize=True).cost(nn.Identity(), "test")
 
 
 def bound_method() -> Any:
@@ -98,23 +53,6 @@ def test_function_of_the_model(function: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("function", [lambda: 1.0, lambda scale=1.0: scale, functools.partial(lambda a: a, 1.0)])
 def test_function_of_nothing(function: Callable[..., Any]) -> None:
     assert Metric(function, maximize=False).cost(nn.Identity(), "test") == 1.0
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"maximize": "min"}, "maximize is 'min'; it must be True if higher is better, else False"),
-        ({"maximize": None}, "maximize is None"),
-        ({"bounds": (0,)}, r"bounds are \(0,\); they must be two numbers, or None"),
-        ({"bounds": ("0", "1")}, "bounds are .* they must be two numbers"),
-        ({"bounds": 1.0}, r"bounds are 1\.0; they must be two numbers"),
-        ({"bounds": (1, 0)}, "the lower must be below the upper"),
-        ({"bounds": (0, math.inf)}, "both must be finite"),
-    ],
-)
-def test_a_direction_and_bounds_that_are_none(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Metric(constant(0.5), **{"maximize": True, **settings})
 
 
 @pytest.mark.parametrize("function", [lambda a, b: 0.0, lambda a, b, c=1: 0.0])
@@ -184,24 +122,6 @@ def test_what_can_not_be_called_is_no_metric() -> None:
         Metric(0.5, maximize=True)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("budget", [-1, 30.0, math.inf, True])
-def test_a_budget_is_an_integer(budget: Any) -> None:
-    with pytest.raises(ValueError, match=f"budget is {budget}; it must be"):
-        Ledger(budget)
-
-
-@pytest.mark.parametrize("bounds", [(0.0, math.inf), (-math.inf, 0.0)])
-def test_infinite_bounds(bounds: tuple[float, float]) -> None:
-    with pytest.raises(ValueError, match="both must be finite, or give bounds=None"):
-        Metric(constant(0), maximize=True, bounds=bounds)
-
-
-@pytest.mark.parametrize("bounds", [(1.0, 0.0), (1.0, 1.0), (math.nan, 1.0)])
-def test_bad_bounds(bounds: tuple[float, float]) -> None:
-    with pytest.raises(ValueError, match="the lower must be below the upper"):
-        Metric(constant(0), maximize=True, bounds=bounds)
-
-
 def test_names() -> None:
     def recall() -> float:
         return 0.0
@@ -213,41 +133,6 @@ def test_names() -> None:
 
 
 # --- Queries -------------------------------------------------------------------------------------------------
-
-
-def test_queries_are_counted_by_purpose() -> None:
-    metric = Metric(constant(0.5), maximize=True)
-    for purpose in ("collect", "guard", "collect"):
-        metric.cost(nn.Identity(), purpose)
-    assert metric.ledger.spent_on == {"collect": 2, "guard": 1}
-    assert metric.ledger.spent == 3
-    assert metric.ledger.left == math.inf
-
-
-def test_the_budget_is_refused_before_asking() -> None:
-    calls: list[int] = []
-    ledger = Ledger(3)
-    metrics = [Metric(lambda: calls.append(1) or 0.5, maximize=True, ledger=ledger) for _ in range(2)]
-    for i in range(3):
-        metrics[i % 2].cost(nn.Identity(), "collect")
-    assert (ledger.left, len(calls)) == (0, 3)
-    for metric in metrics:
-        with pytest.raises(BudgetError, match=r"\(guard\), 0 left of a budget of 3; spent so far: {'collect': 3}"):
-            metric.cost(nn.Identity(), "guard")
-    assert (ledger.spent, len(calls)) == (3, 3)
-
-
-@pytest.mark.parametrize(("asked", "fits"), [(0, True), (4, True), (5, False)])
-def test_several_queries_at_once(asked: int, fits: bool) -> None:
-    ledger = Ledger(6)
-    ledger.spend("early", 2)
-    if fits:
-        ledger.spend("late", asked)
-        assert ledger.left == 4 - asked
-    else:
-        with pytest.raises(BudgetError, match=f"{asked} metric queries"):
-            ledger.spend("late", asked)
-        assert ledger.spent_on == {"early": 2}
 
 
 def test_with_new_ledger_judges_alike_and_counts_apart() -> None:
@@ -332,24 +217,6 @@ def test_wrong_halves_are_refused(answer: Any, message: str) -> None:
         Metric(lambda model: answer, maximize=True).evaluate(nn.Identity(), "x")
 
 
-@pytest.mark.parametrize("pairs", [[(0.5, 1.0), (0.25, 0.75)], torch.tensor([[0.5, 1.0], [0.25, 0.75]]).numpy()])
-def test_several_pairs_of_halves_are_one_query_and_the_first_counts_where_one_is_meant(pairs: Any) -> None:
-    metric = Metric(lambda: (0.75, pairs), maximize=True)
-    found = metric.evaluate(nn.Identity(), "x")
-    assert found == Evaluation(0.25, (0.5, 0.0), pairs=((0.5, 0.0), (0.75, 0.25)))
-    assert metric.ledger.spent == 1
-    assert found.without_halves() == Evaluation(0.25)
-    one = Metric(lambda: (0.75, pairs[:1]), maximize=True).evaluate(nn.Identity(), "x")
-    assert one == Evaluation(0.25, (0.5, 0.0))
-    stacked = stacked_pairs([found, found])
-    assert stacked is not None
-    assert stacked.tolist() == [[[0.5, 0.0], [0.75, 0.25]]] * 2
-    assert stacked_pairs([found, Evaluation(0.5)]) is None
-    alone = stacked_pairs([one])
-    assert alone is not None
-    assert alone.tolist() == [[[0.5, 0.0]]]
-
-
 def test_repeats_have_the_means_of_their_pairs() -> None:
     answers = iter([(0.5, ((0.25, 0.75), (0.5, 0.5))), (0.75, ((0.75, 0.75), (0.5, 1.0)))])
     found = Metric(lambda: next(answers), maximize=False, repeats=2).evaluate(nn.Identity(), "x")
@@ -381,20 +248,6 @@ def test_another_number_of_pairs_than_before_is_refused() -> None:
         metric.evaluate(nn.Identity(), "x")
 
 
-def test_several_divisions_of_the_data_tell_a_value_for_each_half() -> None:
-    x = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    pairs = [(torch.tensor([0, 1]), torch.tensor([2, 3])), (torch.tensor([0, 2]), torch.tensor([1, 3]))]
-
-    def mean(half: torch.Tensor | None) -> float:
-        return float((x if half is None else x[half]).mean())
-
-    found = with_halves(mean, pairs)
-    assert (float(found), found.halves) == (2.5, ((1.5, 3.5), (2.0, 3.0)))
-    assert with_halves(mean, pairs[0]).halves == (1.5, 3.5)
-    with pytest.raises(ValueError, match="halves share 1 of 2 examples"):
-        with_halves(mean, [pairs[0], (torch.tensor([0, 1]), torch.tensor([1, 2]))])
-
-
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
@@ -422,47 +275,6 @@ def test_a_required_guard_refuses_a_metric_that_is_undefined_on_its_halves_unles
     assert metric.evaluate(nn.Identity(), "x").halves == (0.6, 0.4)
     with pytest.warns(UserWarning, match="reports no halves at some phi, as it is nan on a half of its data"):
         assert metric.evaluate(nn.Identity(), "x") == Evaluation(0.5)
-
-
-def told(value: Halved) -> tuple[float, Any]:
-    return float(value), value.halves
-
-
-@pytest.mark.parametrize("error", [ValueError("one  class"), DataError("one class"), MetricError("one class")])
-def test_what_is_refused_on_a_half_has_no_halves(error: Exception) -> None:
-    def value_on(rows: Tensor | None) -> float:
-        if rows is not None and 1 in rows:
-            raise error
-        return 0.25 if rows is None else 0.5
-
-    halves = [torch.tensor([0, 2]), torch.tensor([3])]
-    assert told(with_halves(value_on, halves)) == (0.25, (0.5, 0.5))
-    why = f"on a half of its data it raised {type(error).__name__}: one class"
-    assert told(with_halves(value_on, [*halves[:1], torch.tensor([1])])) == (0.25, why)
-    assert told(with_halves(value_on, "there are no classes")) == (0.25, "there are no classes")
-    assert told(with_halves(value_on, ())) == (0.25, None)
-    assert told(with_halves(value_on, "")) == (0.25, None)
-
-
-def test_halves_that_share_examples_are_refused() -> None:
-    halves = [torch.arange(6), torch.arange(4, 8)]
-    with pytest.raises(ValueError, match="halves share 2 of 6 examples; divide the data"):
-        with_halves(lambda rows: 0.5, halves)
-    metric = Metric(lambda: with_halves(lambda rows: 0.5, [torch.arange(8)] * 2), maximize=True, name="own")
-    with pytest.raises(MetricError, match="metric 'own' raised ValueError: halves share 8 of 8 examples"):
-        metric.evaluate(nn.Identity(), "x")
-
-
-@pytest.mark.parametrize("error", [TimeoutError("too long"), OSError("no disk"), KeyError("x"), TypeError("y")])
-def test_what_has_nothing_to_do_with_halves_is_raised(error: Exception) -> None:
-    def value_on(rows: Tensor | None) -> float:
-        if rows is not None:
-            raise error
-        return 0.25
-
-    metric = Metric(lambda: with_halves(value_on, [torch.tensor([0]), torch.tensor([1])]), maximize=True)
-    with pytest.raises(MetricError, match=f"raised {type(error).__name__}"):
-        metric.evaluate(nn.Identity(), "x")
 
 
 def in_training_mode(model: nn.Module) -> float:
@@ -672,12 +484,6 @@ def test_repeats_are_averaged_and_counted() -> None:
     assert metric.ledger.spent_on == {"x": 3}
     with pytest.raises(BudgetError, match="3 metric queries requested"):
         metric.evaluate(nn.Identity(), "x")
-
-
-def test_noise_is_pooled_over_evaluations() -> None:
-    evaluations = [Evaluation(0.5, None, 0.3), Evaluation(0.1, None, 0.4), Evaluation(0.2)]
-    assert noise_of(evaluations) == pytest.approx(math.sqrt((0.09 + 0.16) / 2))
-    assert noise_of(evaluations[2:]) == noise_of([]) == 0.0
 
 
 @pytest.mark.parametrize("failure", [OSError("busy"), math.nan, 1.5, "no number"])

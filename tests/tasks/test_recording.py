@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
-from metricopt_ext.tasks.metric import Ledger, Metric
+from metricopt_ext.tasks.ledger import Ledger
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.recording import Recording
 from metricopt_ext.tasks.rollout import observation_steps
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore

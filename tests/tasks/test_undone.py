@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from metricopt_ext.tasks.metric import Ledger
+from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.undone import undone_if_cut_short
 

@@ -1,0 +1,85 @@
+"""What the values of a black box mean as costs."""
+
+import math
+
+from metricopt_ext.errors import MetricError
+from metricopt_ext.tasks.evaluation import Pairs
+from metricopt_ext.tasks.ledger import Ledger
+
+
+class CostScale:
+    """What the values of a black box mean as costs, and the ledger that counts them.
+
+    Args:
+        maximize: Whether higher is better.
+        bounds: Lowest and highest possible value; mapped to the cost's [0, 1]. None for values without known bounds:
+            the cost is the value itself, negated if higher is better.
+        name: Its name in tables and messages.
+        ledger: Counts the queries; give several black boxes one ledger to share a budget.
+
+    Raises:
+        ValueError: The bounds are not two finite numbers in order, or ``maximize`` is something else than a bool.
+    """
+
+    maximize: bool
+    bounds: tuple[float, float] | None
+    name: str
+    ledger: Ledger
+
+    def __init__(
+        self, *, maximize: bool, bounds: tuple[float, float] | None, name: str, ledger: Ledger | None = None
+    ) -> None:
+        if maximize not in (True, False):
+            raise ValueError(f"maximize is {maximize!r}; it must be True if higher is better, else False")
+        try:
+            ordered, finite = (True, True) if bounds is None else _in_order(*bounds)
+        except TypeError as error:
+            raise ValueError(
+                f"bounds are {bounds!r}; they must be two numbers, or None for a metric without any"
+            ) from error
+        if not ordered:
+            raise ValueError(f"bounds are {bounds}; the lower must be below the upper")
+        if not finite:
+            raise ValueError(f"bounds are {bounds}; both must be finite, or give bounds=None for a metric without any")
+        self.maximize, self.bounds, self.name = maximize, bounds, name
+        self.ledger = ledger or Ledger()
+
+    def checked_cost(self, value: float, where: str = "") -> float:
+        """Turn a value into a cost; raises `MetricError` if it is not finite or outside the bounds."""
+        if not math.isfinite(value):
+            raise MetricError(f"metric {self.name!r} returned {value}{where}; it must be a finite number")
+        if self.bounds is not None and not self.bounds[0] <= value <= self.bounds[1]:
+            raise MetricError(
+                f"metric {self.name!r} returned {value}{where}, outside its bounds {self.bounds}; set the right"
+                " bounds, or bounds=None for a metric without any"
+            )
+        return self.to_cost(value)
+
+    def costs_of(self, pairs: Pairs) -> Pairs:
+        """Turn values on pairs of halves into costs; see `checked_cost`."""
+        where = " on a half of its data"
+        return tuple((self.checked_cost(a, where), self.checked_cost(b, where)) for a, b in pairs)
+
+    def to_cost(self, value: float) -> float:
+        """Turn the metric's value into a cost: in [0, 1] if bounds are known, lower is better."""
+        if self.bounds is None:
+            return -value if self.maximize else value
+        low, high = self.bounds
+        return (high - value) / (high - low) if self.maximize else (value - low) / (high - low)
+
+    @property
+    def scale(self) -> float:
+        """How much the value changes when the cost changes by 1, ignoring the sign."""
+        return 1.0 if self.bounds is None else self.bounds[1] - self.bounds[0]
+
+    def to_value(self, cost: float) -> float:
+        """Turn a cost back into the metric's own units and direction."""
+        if self.bounds is None:
+            return -cost if self.maximize else cost
+        low, high = self.bounds
+        return high - cost * (high - low) if self.maximize else low + cost * (high - low)
+
+
+def _in_order(low: float, high: float) -> tuple[bool, bool]:
+    """Whether bounds are in order, and whether they are finite."""
+    return low < high, math.isfinite(high - low)

@@ -1,0 +1,76 @@
+"""A metric's value that knows what it is on two halves of the data."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.errors import MetricError
+from metricopt_ext.tasks.evaluation import Pairs
+from metricopt_ext.utils.words import brief
+
+
+class Halved(float):
+    """A metric's value that knows what it is on two halves of the data: a number for whoever calls the function.
+
+    Args:
+        value: The value on all of the data.
+        halves: The values on both halves, or on several pairs of halves, or why there are none; None where nothing is
+            to be said of them.
+    """
+
+    halves: tuple[float, float] | Pairs | str | None
+
+    def __new__(cls, value: float, halves: tuple[float, float] | Pairs | str | None) -> "Halved":
+        """Make the number."""
+        made = super().__new__(cls, value)
+        made.halves = halves
+        return made
+
+
+def with_halves(
+    value_on: Callable[[Tensor | None], float],
+    halves: Sequence[Tensor] | Sequence[tuple[Tensor, Tensor]] | str,
+) -> Halved:
+    """Return a metric's value with its values on two halves of the data, if there are halves.
+
+    Args:
+        value_on: Returns the value on the examples at some indices, ``m``, or on all of them for None. Where it refuses
+            a half, as one on which the metric is not defined, there are none.
+        halves: Indices of two halves of the data, or several such pairs, by as many divisions of them; or why there are
+            none, or nothing.
+
+    Raises:
+        ValueError: The halves of a pair share examples.
+    """
+    if isinstance(halves, str) or not len(halves):
+        return Halved(value_on(None), (halves or None) if isinstance(halves, str) else None)
+    alone = isinstance(halves[0], Tensor)
+    pairs = cast(Sequence[tuple[Tensor, Tensor]], [halves] if alone else halves)
+    for first, second in pairs:
+        if shared := int(torch.isin(first, second).sum()):
+            raise ValueError(f"halves share {shared} of {len(first)} examples; divide the data, each into one half")
+    value = value_on(None)
+    try:
+        values = tuple((value_on(first), value_on(second)) for first, second in pairs)
+    except (ArithmeticError, MetricError, ValueError) as error:
+        return Halved(value, f"on a half of its data it raised {type(error).__name__}: {brief(error)}")
+    return Halved(value, values[0] if alone else values)
+
+
+def pairs_of(halves: Any) -> Pairs:
+    """Return the pairs that are meant by two numbers, or by a sequence of pairs of numbers.
+
+    Raises:
+        TypeError, ValueError: It is neither; or there is no pair, or one of another number of halves.
+    """
+    parts = list(halves)
+    several = [isinstance(part, tuple | list) or (getattr(part, "ndim", 0) > 0 and len(part) > 1) for part in parts]
+    if any(several) and not all(several):
+        raise ValueError("numbers among pairs of halves")
+    pairs = [list(part) for part in parts] if any(several) else [parts]
+    for pair in pairs:
+        if len(pair) != 2:
+            raise ValueError(f"{len(pair)} halves")
+    return tuple((float(first), float(second)) for first, second in pairs)
