@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metricopt_ext.errors import DataError
+from metricopt_ext.retrieval.inputs import as_ids, check_options
 from metricopt_ext.retrieval.neighbours import Array, Distance, Integers
-from metricopt_ext.retrieval.recall import as_ids, check_options, recall_at_k
+from metricopt_ext.retrieval.recall import recall_at_k
 
 try:
     import faiss

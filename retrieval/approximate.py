@@ -10,6 +10,14 @@ from typing import Any
 import numpy as np
 
 from metricopt_ext.errors import DataError
+from metricopt_ext.retrieval.inputs import (
+    as_ids,
+    check_gallery,
+    check_options,
+    check_vectors,
+    drawn_queries,
+    with_match,
+)
 from metricopt_ext.retrieval.neighbours import (
     Array,
     Distance,
@@ -21,15 +29,7 @@ from metricopt_ext.retrieval.neighbours import (
     others,
     with_bar,
 )
-from metricopt_ext.retrieval.recall import (
-    Recall,
-    as_ids,
-    check_gallery,
-    check_options,
-    check_vectors,
-    drawn_queries,
-    with_match,
-)
+from metricopt_ext.retrieval.recall import Recall
 from metricopt_ext.utils.files import open_regular
 from metricopt_ext.utils.words import brief
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.errors import DataError
-from metricopt_ext.retrieval.recall import check_options, nearest
+from metricopt_ext.retrieval.inputs import check_options
+from metricopt_ext.retrieval.recall import nearest
 from metricopt_ext.utils.seeding import generator
 
 CAMERA = "camera"  # the column of a part whose images have cameras

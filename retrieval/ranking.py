@@ -13,17 +13,17 @@ import numpy.typing as npt
 
 from metricopt_ext.errors import DataError
 from metricopt_ext.retrieval.cameras import JUNK, shown_elsewhere
-from metricopt_ext.retrieval.intervals import interval
-from metricopt_ext.retrieval.neighbours import Array, Distance, Search, chunks, with_bar
-from metricopt_ext.retrieval.recall import (
+from metricopt_ext.retrieval.copies import copies_in_gallery
+from metricopt_ext.retrieval.inputs import (
     as_ids,
     check_gallery,
     check_options,
     check_vectors,
-    copies_in_gallery,
     drawn_queries,
     with_match,
 )
+from metricopt_ext.retrieval.intervals import interval
+from metricopt_ext.retrieval.neighbours import Array, Distance, Search, chunks, with_bar
 
 Integers = npt.NDArray[np.int64]
 

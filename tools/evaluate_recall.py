@@ -318,7 +318,7 @@ def against(path: Path, items: Items, names: Names) -> Items:
     if len(embeddings) != len(items[1]):
         raise DataError(f"{path} has {len(embeddings)} embeddings, and there are {len(items[1])} items to compare")
     if holds_several(path) and "labels" in array_names(path):
-        from metricopt_ext.retrieval.recall import as_ids
+        from metricopt_ext.retrieval.inputs import as_ids
 
         if not np.array_equal(as_ids(names.numbered(read_array(path, "labels"), path)), as_ids(items[1])):
             raise DataError(f"{path} has other labels; it must have the same items in the same order")
@@ -550,8 +550,8 @@ def galleries(
 
 def equal_items(queries: Items, items: Items) -> bool:
     """Whether embeddings and labels are the same, whatever their types."""
+    from metricopt_ext.retrieval.inputs import as_ids
     from metricopt_ext.retrieval.neighbours import Vectors
-    from metricopt_ext.retrieval.recall import as_ids
 
     if tuple(queries[0].shape) != tuple(items[0].shape) or len(items[0].shape) != 2 or 0 in items[0].shape:
         return False
@@ -563,8 +563,8 @@ def equal_items(queries: Items, items: Items) -> bool:
 
 def repeated(items: Items) -> int:
     """Return how many items have a copy, embedding and label, among the others."""
+    from metricopt_ext.retrieval.inputs import as_ids
     from metricopt_ext.retrieval.neighbours import Vectors, fingerprints
-    from metricopt_ext.retrieval.recall import as_ids
 
     shape = tuple(items[0].shape)
     if len(shape) != 2 or 0 in shape or tuple(items[1].shape)[:1] != shape[:1]:

@@ -28,7 +28,7 @@ from pytorch_metric_learning.utils.logging_presets import HookContainer
 
 from metricopt_ext.data.halves import class_draws, class_halves
 from metricopt_ext.errors import DataError, MetricError
-from metricopt_ext.retrieval import accuracy, neighbours, recall
+from metricopt_ext.retrieval import accuracy, inputs, neighbours, recall
 from metricopt_ext.retrieval.accuracy import RecallCalculator
 from metricopt_ext.retrieval.recall import Recall, hits_at_k, recall_at_k, recall_metric, recalls_on_halves
 from metricopt_ext.tasks.ledger import Ledger
@@ -224,8 +224,8 @@ def test_kinds_of_embeddings(convert: Any) -> None:
 
 def test_contiguous_float32_is_not_copied() -> None:
     x, y = clusters(50)
-    assert recall.check_items(x, y)[0] is x
-    assert np.shares_memory(recall.check_items(torch.from_numpy(x), y)[0], x)
+    assert inputs.check_items(x, y)[0] is x
+    assert np.shares_memory(inputs.check_items(torch.from_numpy(x), y)[0], x)
     for given in (x, torch.from_numpy(x)):
         assert np.shares_memory(neighbours.Frame(neighbours.Vectors(given)).copy, x)
 
