@@ -11,15 +11,12 @@ from detectron2.modeling import RetinaNet
 from detectron2.modeling.proposal_generator import RPN
 from torch import nn
 
+from metricopt_ext.detection.acting import SCALES, SIZES, VIEWS, replaced
 from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit
 from metricopt_ext.detection.detectron2.views import Acting, View, predictors_of
 from metricopt_ext.detection.settings import (
-    SCALES,
-    SIZES,
-    VIEWS,
     Apply,
     more_proposals,
-    replaced,
     score_threshold,
     settings_of,
     thresholds_of_classes,

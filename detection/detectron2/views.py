@@ -2,7 +2,7 @@
 
 Several views, a flip or three sizes, are joined as by Detectron2's own ``GeneralizedRCNNWithTTA``: each view is
 suppressed by itself, then all are together. So its ``TEST.AUG`` finds the same boxes. Soft-NMS, which it has not,
-chooses from the boxes of all views before NMS, as in `metricopt_ext.detection.settings`.
+chooses from the boxes of all views before NMS, as in `metricopt_ext.detection.acting`.
 """
 
 import sys
@@ -22,7 +22,7 @@ from detectron2.modeling.roi_heads.fast_rcnn import fast_rcnn_inference, fast_rc
 from detectron2.structures import Boxes, Instances
 from torch import Tensor, nn
 
-from metricopt_ext.detection.settings import replaced
+from metricopt_ext.detection.acting import replaced
 from metricopt_ext.detection.soft_nms import merged
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.tasks.settings import Values

@@ -22,10 +22,11 @@ from torchvision.models.detection.ssd import SSD
 from torchvision.ops import MultiScaleRoIAlign
 
 from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.detection.acting import SIZES
 from metricopt_ext.detection.frozen import FrozenFeatures
 from metricopt_ext.detection.metric import MeanAveragePrecision, MeanF1, detector_metric
 from metricopt_ext.detection.records import Annotated
-from metricopt_ext.detection.settings import PRESETS, SIZES, detection_settings, set_on
+from metricopt_ext.detection.settings import PRESETS, detection_settings, set_on
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.errors import ConfigError
