@@ -1,8 +1,7 @@
-"""Attaching adapters: which layers of a frozen model phi modulates."""
+"""Attaching adapters: a frozen model whose layers phi modulates."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import MATRIX, Adapter, Described, read_adapter, refuse_wrapper
-from metricopt_ext.adapters.calls import CONVOLUTIONS, Calls, calls_on, may_give_logits, shape_of
-from metricopt_ext.adapters.foreign_norms import is_foreign_norm, scales_alone, weight_offset
+from metricopt_ext.adapters.calls import CONVOLUTIONS, Calls, calls_on
+from metricopt_ext.adapters.foreign_norms import scales_alone, weight_offset
 from metricopt_ext.adapters.ingredients import Ingredients
+from metricopt_ext.adapters.layers import matching, refuse_idle, unusable
+from metricopt_ext.adapters.logits_layer import logits_layer
 from metricopt_ext.adapters.lora import LoraScale, lora_layers
 from metricopt_ext.adapters.mixture import MOST, ROOT, Mixture, saved_count, saved_shapes, saved_states
 from metricopt_ext.adapters.modulation import (
@@ -21,7 +22,6 @@ from metricopt_ext.adapters.modulation import (
     MATRICES,
     MODULATION_NAME,
     SCALE_ALONE,
-    TOOLKIT_NORMS,
     AdapterKind,
     Context,
     FiLM,
@@ -31,28 +31,18 @@ from metricopt_ext.adapters.modulation import (
     Scale,
     affine,
     channel_axis,
-    is_affine,
     weight_of,
 )
+from metricopt_ext.adapters.pinned import enter_eval, mode_dependent, pin_to_eval
 from metricopt_ext.adapters.signature import Outputs
-from metricopt_ext.adapters.wrappers import bare_name, is_unused, unwrapped
+from metricopt_ext.adapters.wrappers import is_unused, unwrapped
 from metricopt_ext.errors import AdapterError, FileFormatError
 from metricopt_ext.runtime.identity import fingerprint
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.files import check_tensors, content_of
 from metricopt_ext.utils.kept_modules import KeptModules
-from metricopt_ext.utils.modes import PINNED
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import brief, nearest, shortened
-
-NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
-TOOLKIT_DROPOUTS = ("StochasticDepth", "DropPath", "DropBlock2d", "DropBlock3d")
-MODE_DEPENDENT = (
-    nn.modules.batchnorm._NormBase,
-    nn.modules.dropout._DropoutNd,
-    nn.MultiheadAttention,
-    nn.RNNBase,
-)
 
 
 def attach_film(
@@ -109,7 +99,7 @@ def attach_film(
 
 def _film_layers(model: nn.Module, layers: str | Sequence[str] | None, example: Any) -> tuple[list[str], Calls | None]:
     """Return the names of the layers that FiLM modulates, and which layers an example calls."""
-    usable = {name: each for name, each in model.named_modules() if not is_unused(name) and _unusable(each) is None}
+    usable = {name: each for name, each in model.named_modules() if not is_unused(name) and unusable(each) is None}
     calls = None if example is None else _calls(model, example, usable)
     if layers is None:
         norms = {n: each for n, each in usable.items() if not isinstance(each, (*CONVOLUTIONS, nn.Linear))}
@@ -125,8 +115,8 @@ def _film_layers(model: nn.Module, layers: str | Sequence[str] | None, example: 
         patterns = [layers] if isinstance(layers, str) else list(layers)
         if not patterns:
             raise AdapterError("layers is empty; name at least one, or leave it out for every normalisation layer")
-        names = _matching(patterns, model, usable)
-        _refuse_idle(names, calls)
+        names = matching(patterns, model, usable)
+        refuse_idle(names, calls)
     return names, calls
 
 
@@ -175,7 +165,7 @@ def attach_input_bias(
         names = [min(called, key=list(linear).index)] if called else list(linear)[:1]
     else:
         names = [layer]
-    _refuse_idle(names, calls)
+    refuse_idle(names, calls)
 
     def modulation(context: Context, index: int, layer: nn.Module) -> Modulation:
         return InputBias(context, affine(layer)[0].shape[0], generator(seed, "input_bias", index))
@@ -239,7 +229,7 @@ def attach_lora_scales(
 
 def _lora_scales(model: nn.Module, names: list[str], outputs: Outputs | None, example: Any = None) -> Adapter:
     calls = None if example is None else _calls(model, example, names)
-    _refuse_idle(names, calls)
+    refuse_idle(names, calls)
 
     def modulation(context: Context, index: int, layer: nn.Module) -> Modulation:
         return LoraScale(context, index)
@@ -388,7 +378,7 @@ def _check_matrices(
         if name not in known:  # attaching would take it for a pattern
             near = nearest(name[:100], [each for each in known if each])
             raise AdapterError(f"{path}: {brief(name)} is no layer of the model{near}")
-        if (why := _unusable(known[name])) is not None:
+        if (why := unusable(known[name])) is not None:
             raise AdapterError(f"{path}: layer {name!r} {why}")
         channels = weight_of(known[name]).shape[0]
         keys = SCALE_ALONE if scales_alone(known[name]) else MATRICES[described.kind]
@@ -412,7 +402,7 @@ def _attach(
     layers, classes, guessed = [model.get_submodule(name) for name in names], 0, False
     if outputs is not None:
         guessed = isinstance(outputs, Outputs) and outputs.layer is None and calls is None
-        name, logits = _logits_layer(outputs, model, names, calls)
+        name, logits = logits_layer(outputs, model, names, calls)
         outputs, names, classes = replace(outputs, layer=name), [*names, name], weight_of(logits).shape[0]
     example = next(model.parameters()) if kind == "mixture" else weight_of(layers[0] if layers else logits)
     dtype = torch.float64 if example.dtype == torch.float64 else torch.float32
@@ -425,7 +415,7 @@ def _attach(
     before = KeptModules(model)
     try:
         model.requires_grad_(False)
-        context.pins = [pin for module in model.modules() if _mode_dependent(module) for pin in _pin_to_eval(module)]
+        context.pins = [pin for module in model.modules() if mode_dependent(module) for pin in pin_to_eval(module)]
         for layer, child in zip(layers, children, strict=True):
             child.handle = child.hooked(layer)
             layer.add_module(MODULATION_NAME, child)
@@ -456,167 +446,6 @@ def _calls(model: nn.Module, example: Any, layers: Iterable[str]) -> Calls:
     return calls_on(model, example, layers)
 
 
-def _refuse_idle(names: list[str], calls: Calls | None) -> None:
-    """Refuse layers that were not called on an example."""
-    if calls is not None and (idle := [name for name in names if name not in calls.outputs]):
-        raise AdapterError(f"layers {shortened(idle)} are not called on the example, so phi could do nothing there")
-
-
-def _logits_layer(outputs: Outputs, model: nn.Module, others: list[str], calls: Calls | None) -> tuple[str, nn.Module]:
-    """The name of the layer that outputs act on, and the layer, which must be none of the others."""
-    if not isinstance(outputs, Outputs):
-        raise AdapterError(f"outputs is {outputs!r}; it must be Outputs(...), or None for no offsets of the logits")
-    known, name = dict(model.named_modules()), outputs.layer
-    if name is None and calls is not None:
-        name = _found(model, calls)
-    if name is None:
-        linear = [each for each, module in known.items() if _may_be_the_last(each, module)]
-        if not linear:
-            raise AdapterError(
-                f"{type(model).__name__} has no linear layer; say which gives the logits, Outputs(layer)"
-            )
-        name = linear[-1]
-    name = _as_called(name, known)
-    if calls is not None and name in known and name not in calls.outputs and may_give_logits(known[name]):
-        raise AdapterError(f"the outputs' layer {name!r} is not called on the example")
-    if name not in known:
-        raise AdapterError(f"the outputs' layer {name!r} is no layer of the model{nearest(name, list(known))}")
-    why = _why_no_offsets(model, known[name])
-    if why is not None:
-        raise AdapterError(f"the outputs' layer {name!r} {why}; it must be the layer that gives the logits")
-    if name in others:
-        raise AdapterError(
-            f"layer {name!r} gives the logits, on which the outputs act; name other layers, or leave the outputs out"
-        )
-    return name, known[name]
-
-
-def _as_called(name: str, known: dict[str, nn.Module]) -> str:
-    """Return the name of the one layer that wrappers of its parts have given another, or the name itself."""
-    fitting = [each for each, module in known.items() if bare_name(each) == name and may_give_logits(module)]
-    used = [each for each in fitting if not is_unused(each)]
-    return used[0] if name not in known and len(used) == 1 else name
-
-
-def _may_be_the_last(name: str, module: nn.Module) -> bool:
-    """Whether a module is a linear layer of the model itself; LoRA's matrices beside a layer are none."""
-    own = not {"lora_A", "lora_B"} & set(name.split(".")) and not is_unused(name)
-    return own and isinstance(module, nn.Linear) and may_give_logits(module)
-
-
-def _why_no_offsets(model: nn.Module, layer: nn.Module) -> str | None:
-    """Why a layer's output can't get offsets; None if it can: it has a bias, or can be given one."""
-    kind = f"is a {type(layer).__name__}"
-    if scales_alone(layer):
-        return f"{kind} without a bias"
-    if (
-        not may_give_logits(layer)
-        or getattr(layer, "weight", None) is None
-        or getattr(layer, "bias", layer) is not None
-    ):
-        return _unusable(layer)
-    if type(layer).forward not in (nn.Linear.forward, *(each.forward for each in CONVOLUTIONS)):
-        return f"{kind} without a bias, whose own code need not add one"
-    tied = [
-        each
-        for each, parameter in model.named_parameters(remove_duplicate=False)
-        if parameter is layer.weight and model.get_submodule(each.rpartition(".")[0]) is not layer
-    ]
-    if tied:
-        return f"{kind} without a bias, and its weight is {tied[0]} too, so a saved model has no place for a bias"
-    return None
-
-
-def _found(model: nn.Module, calls: Calls) -> str:
-    """The name of the layer that gives the logits on an example."""
-    name, _ = calls.giving()
-    if name is None:
-        kind, returned = type(model).__name__, ", ".join(map(shape_of, calls.logits())) or "no tensor"
-        seen = [f"{each!r} ({calls.shape(each)})" for each in calls.outputs]
-        raise AdapterError(
-            f"{kind} returns {returned} on the example, which no linear layer or 1 x 1 convolution gives (called:"
-            f" {', '.join(seen[-5:]) or 'none'}); say which gives the logits, Outputs(layer)"
-        )
-    return name
-
-
-def _inner(module: nn.Module) -> bool:
-    """Whether a module is the output projection of an attention layer, which is never called as a layer."""
-    return isinstance(module, nn.Linear) and not may_give_logits(module)
-
-
-def _unusable(module: nn.Module) -> str | None:
-    """Why FiLM can't modulate a module; None if it can."""
-    kind = type(module).__name__
-    foreign = is_foreign_norm(module)
-    if not (isinstance(module, (*NORMS, *CONVOLUTIONS, nn.Linear)) or kind.endswith(TOOLKIT_NORMS) or foreign):
-        return f"is a {kind}, neither a normalisation, convolution nor linear layer"
-    if _inner(module):
-        return "is the output projection of an attention layer, which is never called as a layer"
-    if scales_alone(module):
-        if getattr(module, "weight", None) is None or weight_of(module).dim() != 1:
-            return f"is a {kind} without a weight per channel to merge into"
-        if weight_offset(module) is None:
-            return f"is a {kind}, whose output is no multiple of its weight, so phi could not be merged"
-        return None
-    if getattr(module, "weight", None) is None or getattr(module, "bias", None) is None:
-        return f"is a {kind} without a weight and a bias to merge into"
-    if isinstance(module, CONVOLUTIONS) and any(
-        getattr(module, name, None) is not None for name in ("norm", "activation")
-    ):
-        # Detectron2's: the layer's output is not affine in its weight, so phi could not be merged.
-        return f"is a {kind} with a norm or an activation inside; name its norm instead"
-    if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) != 1:
-        return f"is a {kind} over {len(module.normalized_shape)} axes, which has no channel axis"
-    if (foreign or isinstance(module, (nn.LayerNorm, nn.GroupNorm))) and not is_affine(module):
-        return f"is a {kind}, whose output is not affine in its weight and bias, so phi could not be merged"
-    return None
-
-
-def pins_mode(hook: object) -> bool:
-    """Whether a hook has a module compute as in evaluation, and nothing else."""
-    return hook is _enter_eval or hook is _leave_eval
-
-
 def _adapted(module: nn.Module) -> bool:
     """Whether an adapter acts on a module: its phi, a modulation or a pinned mode is there."""
-    return isinstance(module, (Context, Modulation)) or _enter_eval in module._forward_pre_hooks.values()
-
-
-def _mode_dependent(module: nn.Module) -> bool:
-    return isinstance(module, MODE_DEPENDENT) or type(module).__name__ in TOOLKIT_DROPOUTS
-
-
-def _pin_to_eval(module: nn.Module) -> list[Any]:
-    return [
-        module.register_forward_pre_hook(_enter_eval),
-        module.register_forward_hook(_leave_eval, always_call=True),
-    ]
-
-
-def _enter_eval(module: Any, args: Any) -> None:
-    setattr(module, PINNED, module.training)
-    module.training = False
-
-
-def _leave_eval(module: Any, args: Any, output: Any) -> None:
-    module.training = module.__dict__.pop(PINNED, module.training)
-
-
-def _matching(patterns: list[str], model: nn.Module, usable: dict[str, nn.Module]) -> list[str]:
-    for pattern in patterns:
-        if any(fnmatchcase(name, pattern) for name in usable):
-            continue
-        for name, module in model.named_modules():
-            if fnmatchcase(name, pattern):
-                raise AdapterError(f"layers={pattern!r} matches {name!r}, which {_unusable(module)}")
-        if not any(fnmatchcase(bare_name(name), pattern) for name in usable):
-            raise AdapterError(f"layers={pattern!r} matches no layer{nearest(pattern, list(usable))}")
-    return [name for name in usable if any(_matches(name, pattern, usable) for pattern in patterns)]
-
-
-def _matches(name: str, pattern: str, usable: dict[str, nn.Module]) -> bool:
-    """Whether a pattern is a layer's; one that none has as it is called is tried without what wrappers have added."""
-    if any(fnmatchcase(each, pattern) for each in usable):
-        return fnmatchcase(name, pattern)
-    return fnmatchcase(bare_name(name), pattern)
+    return isinstance(module, (Context, Modulation)) or enter_eval in module._forward_pre_hooks.values()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.attach import pins_mode
+from metricopt_ext.adapters.pinned import pins_mode
 from metricopt_ext.adapters.sequence import Cut, cut_at, modules_of
 from metricopt_ext.errors import AdapterError
 

@@ -1,0 +1,73 @@
+"""Which layers of a model phi can modulate, and those that a user's patterns mean."""
+
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from metricopt_ext.adapters.calls import CONVOLUTIONS, Calls, may_give_logits
+from metricopt_ext.adapters.foreign_norms import is_foreign_norm, scales_alone, weight_offset
+from metricopt_ext.adapters.modulation import TOOLKIT_NORMS, is_affine, weight_of
+from metricopt_ext.adapters.wrappers import bare_name
+from metricopt_ext.errors import AdapterError
+from metricopt_ext.utils.words import nearest, shortened
+
+NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+
+
+def refuse_idle(names: list[str], calls: Calls | None) -> None:
+    """Refuse layers that were not called on an example."""
+    if calls is not None and (idle := [name for name in names if name not in calls.outputs]):
+        raise AdapterError(f"layers {shortened(idle)} are not called on the example, so phi could do nothing there")
+
+
+def _inner(module: nn.Module) -> bool:
+    """Whether a module is the output projection of an attention layer, which is never called as a layer."""
+    return isinstance(module, nn.Linear) and not may_give_logits(module)
+
+
+def unusable(module: nn.Module) -> str | None:
+    """Why FiLM can't modulate a module; None if it can."""
+    kind = type(module).__name__
+    foreign = is_foreign_norm(module)
+    if not (isinstance(module, (*NORMS, *CONVOLUTIONS, nn.Linear)) or kind.endswith(TOOLKIT_NORMS) or foreign):
+        return f"is a {kind}, neither a normalisation, convolution nor linear layer"
+    if _inner(module):
+        return "is the output projection of an attention layer, which is never called as a layer"
+    if scales_alone(module):
+        if getattr(module, "weight", None) is None or weight_of(module).dim() != 1:
+            return f"is a {kind} without a weight per channel to merge into"
+        if weight_offset(module) is None:
+            return f"is a {kind}, whose output is no multiple of its weight, so phi could not be merged"
+        return None
+    if getattr(module, "weight", None) is None or getattr(module, "bias", None) is None:
+        return f"is a {kind} without a weight and a bias to merge into"
+    if isinstance(module, CONVOLUTIONS) and any(
+        getattr(module, name, None) is not None for name in ("norm", "activation")
+    ):
+        # Detectron2's: the layer's output is not affine in its weight, so phi could not be merged.
+        return f"is a {kind} with a norm or an activation inside; name its norm instead"
+    if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) != 1:
+        return f"is a {kind} over {len(module.normalized_shape)} axes, which has no channel axis"
+    if (foreign or isinstance(module, (nn.LayerNorm, nn.GroupNorm))) and not is_affine(module):
+        return f"is a {kind}, whose output is not affine in its weight and bias, so phi could not be merged"
+    return None
+
+
+def matching(patterns: list[str], model: nn.Module, usable: dict[str, nn.Module]) -> list[str]:
+    """Return the names of usable layers that patterns match, in the model's order."""
+    for pattern in patterns:
+        if any(fnmatchcase(name, pattern) for name in usable):
+            continue
+        for name, module in model.named_modules():
+            if fnmatchcase(name, pattern):
+                raise AdapterError(f"layers={pattern!r} matches {name!r}, which {unusable(module)}")
+        if not any(fnmatchcase(bare_name(name), pattern) for name in usable):
+            raise AdapterError(f"layers={pattern!r} matches no layer{nearest(pattern, list(usable))}")
+    return [name for name in usable if any(_matches(name, pattern, usable) for pattern in patterns)]
+
+
+def _matches(name: str, pattern: str, usable: dict[str, nn.Module]) -> bool:
+    """Whether a pattern is a layer's; one that none has as it is called is tried without what wrappers have added."""
+    if any(fnmatchcase(each, pattern) for each in usable):
+        return fnmatchcase(name, pattern)
+    return fnmatchcase(bare_name(name), pattern)
