@@ -1,4 +1,4 @@
-"""Queries that are in their gallery too, where each finds itself."""
+"""Copies: queries that are in their gallery too, where each finds itself, and items that are there twice."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from metricopt_ext.retrieval.inputs import Items, as_ids
 from metricopt_ext.retrieval.neighbours import SAMPLE, Array, Vectors, fingerprints
 
 # What is calculated again differs by far less than this part of the embeddings' standard deviation. With fewer
@@ -67,3 +68,23 @@ def _found_again(own: Any, labels: Any, theirs: Any, item_labels: Any) -> tuple[
     pairs = list(zip(own.tolist(), labels.tolist(), strict=True))
     same = sum(pair in known for pair in pairs)
     return same, sum(pair[0] in content for pair in pairs) - same
+
+
+def equal_items(queries: Items, items: Items) -> bool:
+    """Whether embeddings and labels are the same, whatever their types."""
+    if tuple(queries[0].shape) != tuple(items[0].shape) or len(items[0].shape) != 2 or 0 in items[0].shape:
+        return False
+    if not np.array_equal(as_ids(queries[1]), as_ids(items[1], "gallery ")):
+        return False
+    own, theirs = Vectors(queries[0]), Vectors(items[0])
+    return all(np.array_equal(own.rows(part), theirs.rows(part)) for part in own.parts())
+
+
+def repeated(items: Items) -> int:
+    """Return how many items have a copy, embedding and label, among the others."""
+    shape = tuple(items[0].shape)
+    if len(shape) != 2 or 0 in shape or tuple(items[1].shape)[:1] != shape[:1]:
+        return 0  # which is refused
+    known = np.column_stack([fingerprints(Vectors(items[0])).view(np.int64), as_ids(items[1])])
+    _, counts = np.unique(known, axis=0, return_counts=True)
+    return int(counts[counts > 1].sum())

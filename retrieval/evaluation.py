@@ -12,13 +12,12 @@ import numpy.typing as npt
 from metricopt_ext.errors import DataError
 from metricopt_ext.experiment.style import print_table
 from metricopt_ext.retrieval.approximate import Index, Overlap, recall_by_index
-from metricopt_ext.retrieval.inputs import as_ids
+from metricopt_ext.retrieval.inputs import Items, as_ids
 from metricopt_ext.retrieval.intervals import difference_interval, interval
 from metricopt_ext.retrieval.neighbours import Distance
 from metricopt_ext.retrieval.ranking import class_means, ranking_metrics
 from metricopt_ext.retrieval.recall import Recall, recall_at_k
 
-Items = tuple[Any, Any]  # embeddings and labels
 Cameras = tuple[Any, Any]  # the queries' and the gallery's
 Values = dict[str, npt.NDArray[Any]]
 

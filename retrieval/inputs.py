@@ -15,6 +15,8 @@ from metricopt_ext.retrieval.neighbours import Array, Distance, Vectors, chunks
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import brief
 
+Items = tuple[Any, Any]  # embeddings and labels
+
 
 def with_match(
     labels: npt.NDArray[np.int64], item_labels: npt.NDArray[np.int64], includes_queries: bool

@@ -89,7 +89,7 @@ def script(path: str) -> ModuleType:
     return module
 
 
-evaluate_recall, tabulate_runs = script("tools/evaluate_recall.py"), script("benchmarks/tabulate_runs.py")
+tabulate_runs = script("benchmarks/tabulate_runs.py")
 
 
 def status(key: str) -> int:
@@ -586,8 +586,8 @@ LOADERS: dict[str, Loader] = {
     "partition": Loader(write_partition, lambda path: load_in_shop(path.parent, None, LIMITS)),
     "yolo": Loader(write_yolo, lambda path: read_yolo(path.parents[1] / "images", ("cat", "dog"))),
     "data.yaml": Loader(text("data.yaml", "train: a\nval: [b, c]\nnc: 2\nnames: {0: cat, 1: dog}\n"), read_yolo_file),
-    "npy": Loader(write_npy, lambda path: evaluate_recall.read_array(path, "embeddings")),
-    "embeddings": Loader(checkpoint(".safetensors"), lambda path: evaluate_recall.read_array(path, "weight")),
+    "npy": Loader(write_npy, lambda path: read_array(path, "embeddings")),
+    "embeddings": Loader(checkpoint(".safetensors"), lambda path: read_array(path, "weight")),
     "products": Loader(write_list, lambda path: load_stanford_online_products(path.parent, 4)),
     "config": Loader(text("c.yaml", CONFIG), lambda path: load_config(ClassificationConfig, path)),
 }
@@ -881,12 +881,12 @@ ATTACKS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any], str]] = 
     ),
     "an array's shape": (
         text("x.npy", npy_of((10**9, 3))),
-        lambda p: evaluate_recall.read_array(p, "x"),
+        lambda p: read_array(p, "x"),
         "x.npy is not a .npy file of numbers",
     ),
     "an array's impossible shape": (
         text("x.npy", npy_of((10**30,))),
-        lambda p: evaluate_recall.read_array(p, "x"),
+        lambda p: read_array(p, "x"),
         "x.npy is not a .npy file of numbers",
     ),
     "nested YAML": (

@@ -1,0 +1,177 @@
+"""What `tools/evaluate_recall.py` searches of files of embeddings."""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from metricopt_ext.data.arrays import Names, array_names, holds_several, read_array, read_shape
+from metricopt_ext.errors import DataError
+from metricopt_ext.retrieval.approximate import read_index
+from metricopt_ext.retrieval.cameras import JUNK
+from metricopt_ext.retrieval.copies import equal_items
+from metricopt_ext.retrieval.evaluation import Cameras, Search
+from metricopt_ext.retrieval.inputs import Items, as_ids
+
+Gallery = tuple[str, Items | None]  # its name, and its items unless they are the queries
+
+
+def search_files(arguments: argparse.Namespace) -> Iterator[Search]:
+    """Read the queries and, one after the other, the galleries, from files of embeddings.
+
+    Raises:
+        DataError: A file can't be read, or does not fit.
+    """
+    names = Names()  # over all files: the same name is the same class
+    queries = read_items(arguments.embeddings, arguments.labels, "--labels", names)
+    embeddings, labels = arguments.gallery_embeddings, arguments.gallery_labels
+    if arguments.gallery_index is not None:
+        path = arguments.gallery_index
+        theirs = names.numbered(read_array(labels[0], "labels"), labels[0])
+        index = read_index(path, int(queries[0].shape[-1]), arguments.distance, len(theirs))
+        yield Search(str(path), queries, (index, theirs), None, names.names)
+        return
+    check_galleries(embeddings, labels, queries)
+    others = galleries(embeddings, labels, arguments.embeddings, queries, names)
+    baselines = arguments.against_gallery or [None] * max(1, len(embeddings))
+    for (name, items), seen, baseline in zip(others, read_cameras(arguments), baselines, strict=True):
+        other = None
+        if items is not None and seen is not None:
+            items = items[0], numbered_junk(items[1], queries[1], names)
+        if arguments.against is not None:
+            own = against(arguments.against, queries, names), baseline and against(baseline, items or queries, names)
+            other = Search(str(arguments.against), *own, seen)
+        yield Search(name, queries, items, seen, names.names, other)
+
+
+def numbered_junk(labels: Any, queries: Any, names: Names) -> Any:
+    """Return a gallery's labels with -1 for the name ``-1``, Market-1501's junk, unless it is a query's."""
+    number = (names.names or []).index(str(JUNK)) if str(JUNK) in (names.names or []) else None
+    if number is None or number in queries:
+        return labels
+    return np.where(labels == number, JUNK, labels)
+
+
+def against(path: Path, items: Items, names: Names) -> Items:
+    """Read other embeddings of some items.
+
+    Raises:
+        DataError: The file can't be read, or has embeddings or labels of other items.
+    """
+    embeddings = read_array(path, "embeddings", mapped=True)
+    if len(embeddings) != len(items[1]):
+        raise DataError(f"{path} has {len(embeddings)} embeddings, and there are {len(items[1])} items to compare")
+    if (
+        holds_several(path)
+        and "labels" in array_names(path)
+        and not np.array_equal(as_ids(names.numbered(read_array(path, "labels"), path)), as_ids(items[1]))
+    ):
+        raise DataError(f"{path} has other labels; it must have the same items in the same order")
+    return embeddings, items[1]
+
+
+def read_cameras(arguments: argparse.Namespace) -> list[Cameras | None]:
+    """Read the cameras of the queries and of each gallery; None for each without.
+
+    Raises:
+        DataError: A file can't be read, is missing, or has no use.
+    """
+    galleries = max(1, len(arguments.gallery_embeddings or arguments.gallery_images))
+    if arguments.cameras is None:
+        if arguments.gallery_cameras:
+            raise DataError("--gallery-cameras needs --cameras, the queries'")
+        return [None] * galleries
+    if len(arguments.gallery_cameras) != len(arguments.gallery_embeddings):
+        raise DataError(
+            "with --cameras, each --gallery-embeddings needs its --gallery-cameras, got"
+            f" {len(arguments.gallery_embeddings)} and {len(arguments.gallery_cameras)} of them"
+        )
+    names = Names()
+    own, *theirs = (
+        names.numbered(read_array(path, "cameras"), path) for path in (arguments.cameras, *arguments.gallery_cameras)
+    )
+    return [(own, each) for each in theirs or [own]]
+
+
+def check_galleries(embeddings: list[Path], labels: list[Path], queries: Items) -> None:
+    """Check all galleries' files by their headers, before the first of them is searched.
+
+    Args:
+        embeddings: Files of the galleries.
+        labels: Files of their labels, one for each gallery; none if the galleries' own files hold them.
+        queries: The queries and their labels.
+
+    Raises:
+        DataError: The numbers of label files and galleries differ; a file can't be read; or its shape doesn't fit.
+    """
+    if labels and len(labels) != len(embeddings):
+        raise DataError(
+            f"each --gallery-embeddings needs its --gallery-labels, got {len(embeddings)} and {len(labels)} of them"
+        )
+    for i, path in enumerate(embeddings):
+        names = labels[i] if labels else None
+        check_labels(path, names, "--gallery-labels")
+        shape, size = read_shape(path, "embeddings"), read_shape(names or path, "labels")[:1]
+        if shape[1:] != tuple(queries[0].shape)[1:]:
+            raise DataError(f"{path} has embeddings of shape {shape}, and the queries {tuple(queries[0].shape)}")
+        if shape[:1] != size:
+            raise DataError(f"{path} has {shape[0]} embeddings, and {names or path} {size[0] if size else 'no'} labels")
+
+
+def galleries(
+    embeddings: list[Path], labels: list[Path], file: Path, queries: Items, names: Names
+) -> Iterator[Gallery]:
+    """Read one gallery after the other.
+
+    Args:
+        embeddings: As in `check_galleries`; none for the queries themselves.
+        labels: As in `check_galleries`.
+        file: The queries' file.
+        queries: The queries and their labels.
+        names: Numbers labels that are names.
+
+    Yields:
+        Name and (embeddings, labels) of each; None instead of these for the queries.
+
+    Raises:
+        DataError: A file can't be read, or the queries' file comes with other labels.
+    """
+    if not embeddings:
+        yield "the queries", None
+    for i, path in enumerate(embeddings):
+        items = read_items(path, labels[i] if labels else None, "--gallery-labels", names)
+        own = path.samefile(file)
+        if own and not equal_items(queries, items):
+            raise DataError(f"{path} is the queries' own file, but its labels are not those of --labels")
+        yield str(path), None if own else items
+
+
+def read_items(embeddings: Path, labels: Path | None, option: str, names: Names) -> tuple[Any, Any]:
+    """Read embeddings ``n x d`` and their labels ``n``; without a file of labels, both from one file.
+
+    Raises:
+        DataError: A file can't be read or lacks what it should hold; ``option`` is the option for a file of labels.
+    """
+    check_labels(embeddings, labels, option)
+    own = labels or embeddings
+    return read_array(embeddings, "embeddings", mapped=True), names.numbered(read_array(own, "labels"), own)
+
+
+def check_labels(embeddings: Path, labels: Path | None, option: str) -> None:
+    """Refuse embeddings without labels, or with two kinds of them.
+
+    Raises:
+        DataError: They are so, or a file can't be read; ``option`` is the option for a file of labels.
+    """
+    if not holds_several(embeddings):
+        if labels is None:
+            raise DataError(f"{embeddings} holds no labels; name their file with {option}")
+    elif labels is not None and not (labels.exists() and labels.samefile(embeddings)):
+        try:
+            own = read_array(embeddings, "labels")
+        except DataError:  # it has none, or will be refused as it is read
+            return
+        if not np.array_equal(own, read_array(labels, "labels")):
+            raise DataError(f"{embeddings} holds labels other than {labels}; leave {option} out for its own")

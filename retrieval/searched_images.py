@@ -1,0 +1,60 @@
+"""What `tools/evaluate_recall.py` searches of folders of images, which a model embeds."""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from metricopt_ext.adapters.attach import load_adapter
+from metricopt_ext.data.images import load_image_folder
+from metricopt_ext.errors import DataError
+from metricopt_ext.retrieval.build import built
+from metricopt_ext.retrieval.config import RetrievalConfig
+from metricopt_ext.retrieval.evaluation import Search
+from metricopt_ext.retrieval.inputs import Items
+from metricopt_ext.retrieval.kept_features import embed
+from metricopt_ext.utils.config import load_config
+from metricopt_ext.utils.modes import evaluating
+from metricopt_ext.utils.state_dict import load_checkpoint
+
+
+def embed_images(arguments: argparse.Namespace) -> Iterator[Search]:
+    """Embed the queries and, one after the other, the galleries, from folders of images.
+
+    Raises:
+        DataError: A folder or the weights can't be used.
+        FileFormatError: The adapter can't be used.
+    """
+    config = load_config(RetrievalConfig, arguments.config_file, [])
+    labels, classes = dict[str, int](), list[str]()  # over all folders: the same name is the same class
+    models = list[nn.Module]()  # and then the one of --against, if there is one
+
+    def embedded(path: Path) -> list[Items]:
+        """By each model."""
+        mode: Literal["L", "RGB"] = "L" if arguments.grey else "RGB"
+        images = load_image_folder(path, config.data.image_size or None, mode=mode, **config.limits)
+        if not models:
+            for weights in (arguments.weights, *([arguments.against] if arguments.against else [])):
+                models.append(built(config.model, images.x.shape[1:]))
+                load_checkpoint(models[-1], weights, entry=arguments.entry, option="--entry")
+            if arguments.adapter is not None:
+                load_adapter(models[0], arguments.adapter)
+        known = torch.tensor([labels.setdefault(name, len(labels)) for name in images.class_names])
+        classes[:] = labels
+        with evaluating(nn.ModuleList(models)), torch.no_grad():
+            return [(embed(model, images.x), known[images.y]) for model in models]
+
+    for path in arguments.gallery_images:  # before the first is embedded and searched
+        if not path.exists():
+            raise DataError(f"{path} does not exist")
+    queries = embedded(arguments.images)
+    for path in arguments.gallery_images or [None]:
+        own = path is None or path.samefile(arguments.images)
+        items = [None] * len(models) if own else embedded(path)
+        name = "the queries" if path is None else str(path)
+        found = [Search(name, *each, None, classes) for each in zip(queries, items, strict=True)]
+        other = found[1]._replace(name=str(arguments.against)) if arguments.against else None
+        yield found[0]._replace(other=other)
