@@ -13,7 +13,8 @@ from metricopt_ext.data.own_parts import FOLDERS
 from metricopt_ext.detection.coco import read_coco
 from metricopt_ext.detection.records import DetectionSet
 from metricopt_ext.detection.tables import Kind
-from metricopt_ext.detection.voc import find_tree, masks_in, read_voc
+from metricopt_ext.detection.voc import read_voc
+from metricopt_ext.detection.voc_tree import find_tree, masks_in
 from metricopt_ext.detection.yolo import PARTS, read_yolo, read_yolo_file, yolo_file
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import JSON_BYTES, parse_json, read_bounded

@@ -17,7 +17,8 @@ from metricopt_ext.detection.config import DATA, DetectionConfig
 from metricopt_ext.detection.data import DetectionSplits, load_splits
 from metricopt_ext.detection.layouts import as_usual, images_of, part_at, part_in, part_of
 from metricopt_ext.detection.toolkit import Example
-from metricopt_ext.detection.voc import find_tree, read_voc
+from metricopt_ext.detection.voc import read_voc
+from metricopt_ext.detection.voc_tree import find_tree
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.utils.config import load_config
 
