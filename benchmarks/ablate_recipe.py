@@ -31,7 +31,7 @@ from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.experiment.cli import RUNS_CODE
 from metricopt_ext.experiment.command import errors_in_one_line
-from metricopt_ext.experiment.report import paired_interval, spread
+from metricopt_ext.experiment.seeds import paired_interval, spread
 from metricopt_ext.experiment.style import new_figure, save_figure
 from metricopt_ext.methods.algorithm1 import END_QUERIES, Algorithm1
 from metricopt_ext.methods.pipeline import optimize_metric

@@ -25,7 +25,6 @@ import numpy as np
 from torch import Tensor
 
 from metricopt_ext.comparison.comparison import Plan
-from metricopt_ext.comparison.comparison_report import standard_error
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.experiment.baselines import at_each_budget, loss_path
 from metricopt_ext.experiment.cli import RUNS_CODE, TASKS, experiment_of
@@ -33,7 +32,7 @@ from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.compare import judge
 from metricopt_ext.experiment.experiment import Experiment
 from metricopt_ext.experiment.method import METHODS, Baseline, Entry, Started
-from metricopt_ext.experiment.report import spread
+from metricopt_ext.experiment.seeds import spread, standard_error
 from metricopt_ext.experiment.style import direction, markdown_table, new_figure, save_figure
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe_settings import StepWeights

@@ -37,7 +37,7 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.cli import RUNS_CODE
 from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.correlation import CorrelationReport, correlation_report
-from metricopt_ext.experiment.report import paired_interval, spread
+from metricopt_ext.experiment.seeds import paired_interval, spread
 from metricopt_ext.experiment.siblings import ReLossConfig, SiblingsConfig
 from metricopt_ext.experiment.style import direction, markdown_table, print_table
 from metricopt_ext.methods.run_folder import open_run

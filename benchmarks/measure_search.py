@@ -22,14 +22,13 @@ import numpy as np
 
 from kept import kept_json
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.comparison.comparison_report import standard_error
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.cli import RUNS_CODE, TASKS, experiment_of
 from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.compare import judge
 from metricopt_ext.experiment.experiment import Experiment
-from metricopt_ext.experiment.report import paired_interval, spread
 from metricopt_ext.experiment.run_config import RunConfig
+from metricopt_ext.experiment.seeds import paired_interval, spread, standard_error
 from metricopt_ext.experiment.style import direction, markdown_table, print_table
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import Result

@@ -27,7 +27,6 @@ from described_change import DescribedValueFunction, Description, LayerChange, O
 from kept import kept_json
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.classification.models import SmallCNN
-from metricopt_ext.comparison.comparison_report import standard_error
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.baselines import loss_path
 from metricopt_ext.experiment.cli import RUNS_CODE, TASKS, experiment_of
@@ -36,6 +35,7 @@ from metricopt_ext.experiment.compare import judge
 from metricopt_ext.experiment.experiment import Experiment
 from metricopt_ext.experiment.method_config import TransferConfig, method_named
 from metricopt_ext.experiment.run_config import RunConfig
+from metricopt_ext.experiment.seeds import standard_error
 from metricopt_ext.experiment.style import direction, print_table
 from metricopt_ext.experiment.transfer import followed
 from metricopt_ext.methods.algorithm1 import Algorithm1

@@ -18,7 +18,7 @@ import numpy as np
 from metricopt_ext.errors import DataError, MetricOptError
 from metricopt_ext.experiment.method import SIBLINGS
 from metricopt_ext.experiment.record import SeedRecord
-from metricopt_ext.experiment.report import paired_interval
+from metricopt_ext.experiment.seeds import paired_interval
 from metricopt_ext.experiment.style import print_table
 from metricopt_ext.siblings.kept import read_numbers
 from metricopt_ext.utils.files import content_of

@@ -18,7 +18,7 @@ from metricopt_ext.comparison.claims import shown
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.method import METHODS
-from metricopt_ext.experiment.report import paired_interval, spread
+from metricopt_ext.experiment.seeds import paired_interval, spread
 from metricopt_ext.experiment.style import direction, markdown_table
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.utils.described import Finite, read_shaped

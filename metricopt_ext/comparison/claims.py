@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from metricopt_ext.experiment.method import METHODS, Entry, Needs
-from metricopt_ext.experiment.report import Interval, paired_interval
+from metricopt_ext.experiment.seeds import Interval, paired_interval
 from metricopt_ext.utils.words import counted
 
 OURS = "metricopt"

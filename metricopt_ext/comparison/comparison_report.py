@@ -25,15 +25,8 @@ from metricopt_ext.comparison.guarded import TRAINED
 from metricopt_ext.errors import DataError, FileFormatError
 from metricopt_ext.experiment.experiment import Subject
 from metricopt_ext.experiment.method import METHODS, Needs
-from metricopt_ext.experiment.report import chance_in_words
-from metricopt_ext.experiment.style import (
-    direction,
-    markdown_table,
-    new_figure,
-    print_points,
-    print_table,
-    save_figure,
-)
+from metricopt_ext.experiment.seeds import chance_in_words, standard_error
+from metricopt_ext.experiment.style import direction, markdown_table, new_figure, print_points, print_table, save_figure
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.utils.files import content_of, write_atomically, write_json
 from metricopt_ext.utils.versions import versions
@@ -350,11 +343,6 @@ def _axis(content: dict[str, Any]) -> tuple[float, float]:
     free = [float(np.mean(_known(start["test"]))) for start in content["starts"].values()]
     near = [height for height in free if low - span <= height <= high + span]
     return min([low, *near]) - span / 20, max([high, *near]) + span / 20
-
-
-def standard_error(values: Sequence[float]) -> float:
-    """Return the standard error of a mean over seeds, 0 for a single seed."""
-    return float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def _row(file: Path) -> dict[str, Any] | None:

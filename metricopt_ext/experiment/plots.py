@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from metricopt_ext.experiment.method import METHODS
-from metricopt_ext.experiment.report import Report, paired_interval
+from metricopt_ext.experiment.report import Report
+from metricopt_ext.experiment.seeds import paired_interval
 from metricopt_ext.experiment.style import direction, new_figure, over_seeds, save_figure
 from metricopt_ext.methods.setting_lines import VALUES, SettingLine
 from metricopt_ext.methods.tuned_settings import shown

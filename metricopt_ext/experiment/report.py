@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from metricopt_ext.data.reading import HEADER as COLUMNS
 from metricopt_ext.data.reading import Reading
 from metricopt_ext.experiment.method import METHODS
 from metricopt_ext.experiment.record import SeedRecord
+from metricopt_ext.experiment.seeds import Interval, chance_in_words, paired_interval, spread
 from metricopt_ext.experiment.style import direction, markdown_table, print_points, print_table
 from metricopt_ext.methods.guard import Guard, deviates
 from metricopt_ext.methods.result import kept
@@ -22,15 +23,6 @@ from metricopt_ext.utils.files import write_atomically, write_json
 from metricopt_ext.utils.versions import versions
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.value_function import Quality
-
-
-class Interval(NamedTuple):
-    """A mean with the ends of its confidence interval."""
-
-    mean: float
-    low: float
-    high: float
-
 
 GAINS = "MetricOpt's gains on test, paired by seed; positive is better"
 ELSEWHERE = "What it cost elsewhere: of the pretrained model, and of what the guard kept"
@@ -568,41 +560,3 @@ class Report:
             ]
             for name in self.methods
         ]
-
-
-def paired_interval(differences: Any, level: float = 0.95) -> Interval:
-    """Return the mean of paired differences and the ends of its Student-t interval (NaN for a single pair).
-
-    Args:
-        differences: One number per seed, ``n``.
-        level: Confidence level.
-    """
-    from scipy.stats import ttest_1samp  # takes a second
-
-    values = np.asarray(differences, dtype=float)
-    mean = float(values.mean())
-    if len(values) < 2:
-        return Interval(mean, math.nan, math.nan)
-    if np.ptp(values) == 0:  # of which SciPy warns
-        return Interval(mean, mean, mean)
-    low, high = ttest_1samp(values, 0).confidence_interval(level)
-    return Interval(mean, float(low), float(high))
-
-
-def chance_in_words(interval: Interval) -> str:
-    """Say of a gain's 95% interval over seeds whether it is significant."""
-    if math.isnan(interval.low):
-        return "not known to be significant, as it is of one seed"
-    return (
-        "is significant at 5%"
-        if interval.low > 0
-        else "is a loss, significant at 5%"
-        if interval.high < 0
-        else "is not significant at 5%"
-    )
-
-
-def spread(values: Sequence[float]) -> str:
-    """Format mean and standard deviation over seeds."""
-    mean = f"{np.mean(values):.4f}"
-    return mean if len(values) < 2 else f"{mean} ±{np.std(values, ddof=1):.4f}"

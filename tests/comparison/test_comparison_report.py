@@ -7,15 +7,7 @@ from typing import Any
 import pytest
 
 from metricopt_ext.comparison.comparison import Plan
-from metricopt_ext.comparison.comparison_report import (
-    gather,
-    load,
-    markdown,
-    paired,
-    print_report,
-    standard_error,
-    write,
-)
+from metricopt_ext.comparison.comparison_report import gather, load, markdown, paired, print_report, write
 from metricopt_ext.comparison.joined import joined
 from metricopt_ext.errors import DataError, FileFormatError
 from metricopt_ext.experiment.experiment import Subject
@@ -193,8 +185,3 @@ def test_joined_seeds_are_one_comparison(tmp_path: Path) -> None:
     assert both["seeds"] == [700, 701, 702, 703]
     assert both == whole
     assert markdown(both) == markdown(whole)
-
-
-def test_the_standard_error_of_one_seed_is_no_band() -> None:
-    assert standard_error([0.5]) == 0
-    assert standard_error([1.0, 3.0]) == pytest.approx(1.0)
