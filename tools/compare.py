@@ -31,8 +31,8 @@ from metricopt_ext.comparison.joined import joined
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.cli import RUNS_CODE, TASKS, experiment_of
 from metricopt_ext.experiment.command import add_show_config, errors_in_one_line
+from metricopt_ext.experiment.config_sections import check_at_least
 from metricopt_ext.experiment.report_page import FILE as PAGE
-from metricopt_ext.experiment.run_config import check_at_least
 from metricopt_ext.experiment.style import print_written
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.plain import plain

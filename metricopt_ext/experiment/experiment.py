@@ -20,12 +20,13 @@ from metricopt_ext.data.reading import Reading
 from metricopt_ext.errors import ConfigError, MetricError
 from metricopt_ext.experiment.baselines import along_path, at_start, loss_path, usual_baselines, without
 from metricopt_ext.experiment.compare import Comparison, compare
+from metricopt_ext.experiment.config_sections import SettingsConfig, TrainingConfig
 from metricopt_ext.experiment.correlation import CorrelationReport
 from metricopt_ext.experiment.events import query_events
 from metricopt_ext.experiment.method import STANDING, Baseline, End, Method
 from metricopt_ext.experiment.passes import CountedTask, Counter
 from metricopt_ext.experiment.record import SeedRecord
-from metricopt_ext.experiment.run_config import SHARE, SOUP, RunConfig, SettingsConfig, TrainingConfig
+from metricopt_ext.experiment.run_config import SHARE, SOUP, RunConfig
 from metricopt_ext.experiment.transfer import transferred_methods
 from metricopt_ext.experiment.usual_methods import metricopt_result, usual_methods
 from metricopt_ext.experiment.whole_network import LabelParts, whole_network_start

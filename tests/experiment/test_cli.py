@@ -14,9 +14,10 @@ import torch
 
 from metricopt_ext.errors import ConfigError, FileFormatError, MetricError
 from metricopt_ext.experiment import cli
+from metricopt_ext.experiment.config_sections import AdapterConfig
 from metricopt_ext.experiment.experiment import Experiment, Subject
 from metricopt_ext.experiment.method_config import FinetuneConfig, RecipeConfig, SearchConfig
-from metricopt_ext.experiment.run_config import AdapterConfig, RunConfig
+from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.style import new_figure, save_figure
 from metricopt_ext.plain import MESSAGE, in_markdown, plain
 from metricopt_ext.tasks.metric import Metric

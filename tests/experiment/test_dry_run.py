@@ -14,6 +14,7 @@ from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.data import training_state
 from metricopt_ext.errors import AdapterError, BudgetError, ConfigError
 from metricopt_ext.experiment import cli
+from metricopt_ext.experiment.config_sections import AdapterConfig, SettingsConfig
 from metricopt_ext.experiment.dry_run import dry_run, files_of_run, files_of_seed, of_more_inference, planned
 from metricopt_ext.experiment.experiment import Experiment, Subject
 from metricopt_ext.experiment.method_config import (
@@ -23,7 +24,7 @@ from metricopt_ext.experiment.method_config import (
     RecipeConfig,
     SearchConfig,
 )
-from metricopt_ext.experiment.run_config import AdapterConfig, RunConfig, SettingsConfig
+from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.ledger import Ledger

@@ -13,27 +13,21 @@ import torch
 from safetensors.torch import load_file
 
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.classification.config import (
-    ClassificationConfig,
-    ClassifierAdapterConfig,
-    DataConfig,
-    MetricConfig,
-    ModelConfig,
-    TableConfig,
-)
+from metricopt_ext.classification.config import ClassificationConfig, ClassifierAdapterConfig, MetricConfig, ModelConfig
+from metricopt_ext.classification.data_config import DataConfig, TableConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.classification.predictions import predict_classes
 from metricopt_ext.comparison.comparison import Plan
 from metricopt_ext.comparison.comparison import run_seed as compare_seed
 from metricopt_ext.errors import FileFormatError, UnguardedError
 from metricopt_ext.experiment.cli import run_and_report
+from metricopt_ext.experiment.config_sections import EvaluationConfig
 from metricopt_ext.experiment.dry_run import dry_run
 from metricopt_ext.experiment.experiment import State, run_seed
 from metricopt_ext.experiment.method import Started
 from metricopt_ext.experiment.method_config import FinetuneConfig, PaperConfig, RecipeConfig, SearchConfig
 from metricopt_ext.experiment.passes import counting
 from metricopt_ext.experiment.record import SeedRecord
-from metricopt_ext.experiment.run_config import EvaluationConfig
 from metricopt_ext.methods.starts import with_start
 from metricopt_ext.runtime.parallel import run_seeds
 from metricopt_ext.runtime.progress import Callback

@@ -1,17 +1,15 @@
 """What every run can be told: what it becomes, and what is refused before any work."""
 
 import json
-import math
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from metricopt_ext.data.shift import ImageShift
 from metricopt_ext.errors import BudgetError, ConfigError
+from metricopt_ext.experiment.config_sections import AdapterConfig
 from metricopt_ext.experiment.method_config import FinetuneConfig, RecipeConfig
-from metricopt_ext.experiment.run_config import AdapterConfig, RunConfig, ShiftConfig, TrainingConfig
+from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.utils.config import load_config
 
@@ -103,32 +101,6 @@ def test_searches_get_enough_queries_or_none() -> None:
     config.refined.queries = least - 1
     with pytest.raises(ConfigError, match=f"refined.queries={least - 1}: it must be at least {least} for"):
         config.check()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"epochs": 0}, "model.epochs=0: it must be at least 1"),
-        ({"optimizer": "adam"}, r"model\.optimizer='adam' is none of adamw, sgd"),
-        ({"lr": 0.0}, r"model: lr is 0\.0; it must be above 0"),
-        ({"lr": math.nan}, "model: lr is nan; it must be a finite number"),
-        ({"lr": math.inf}, "model: lr is inf; it must be a finite number"),
-        ({"weight_decay": math.nan}, "model: weight_decay is nan; it must be a finite number"),
-        ({"weight_decay": -0.1}, r"model\.weight_decay=-0\.1: it must be at least 0"),
-    ],
-)
-def test_what_cannot_be_trained_with_is_refused(settings: dict[str, Any], message: str) -> None:
-    TrainingConfig().check()
-    with pytest.raises(ConfigError, match=message):
-        TrainingConfig(**settings).check()
-
-
-def test_a_shift_of_images_has_the_settings_and_no_settings_change_nothing() -> None:
-    config = ShiftConfig(kind="image", contrast=0.5, brightness=0.1, noise_std=0.2, rotation_degrees=30.0)
-    assert config.image_shift() == ImageShift(contrast=0.5, brightness=0.1, noise_std=0.2, rotation_degrees=30.0)
-    assert ShiftConfig().image_shift() == ImageShift()
-    with pytest.raises(ValueError, match=r"contrast must be in \(0, 1\], got 2"):
-        ShiftConfig(contrast=2.0).image_shift()
 
 
 def test_settings_as_plain_data_make_the_same_settings(tmp_path: Path) -> None:

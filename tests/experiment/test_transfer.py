@@ -13,8 +13,9 @@ from metricopt_ext.adapters.signature import Outputs, Signature
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.detection.config import DetectionConfig
 from metricopt_ext.errors import ConfigError, ValueFunctionError
+from metricopt_ext.experiment.config_sections import AdapterConfig
 from metricopt_ext.experiment.method_config import FinetuneConfig, PaperConfig, TransferConfig
-from metricopt_ext.experiment.run_config import AdapterConfig, RunConfig
+from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.transfer import check_transfers, transferred_methods
 from metricopt_ext.methods.tuning import FRESH, finetune
 from metricopt_ext.retrieval.config import RetrievalConfig

@@ -1,0 +1,155 @@
+"""Sections of the settings that the tools of all tasks share; each key is a field here and nowhere else."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from metricopt_ext.data.shift import ImageShift
+from metricopt_ext.data.training import OPTIMIZERS
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.methods.guard import CONFIDENCE
+from metricopt_ext.methods.more_inference import FACTORS
+from metricopt_ext.tasks.settings import Settings
+from metricopt_ext.utils.checks import check_above, check_finite, check_integer
+from metricopt_ext.utils.config import config_section
+from metricopt_ext.utils.words import nearest
+
+USUAL = "usual"  # settings that are worth it, in place of their names
+
+
+@dataclass
+class AdapterConfig:
+    """Where phi acts, by FiLM."""
+
+    layers: list[str] = field(default_factory=list)  # name patterns; empty: all norms
+    dim: int = 16
+
+    @property
+    def known_dim(self) -> int | None:
+        """The dimension of phi; None if only the model says it."""
+        return self.dim
+
+
+@dataclass
+class TrainingConfig:
+    """How a model is trained before anything else happens."""
+
+    # A checkpoint to use instead of training (.safetensors, or a file of torch without pickled code) ...
+    weights: str = ""
+    entry: str = ""  # ... and the state dict's key in it, with dots into further dictionaries; empty: found
+    epochs: int = 10
+    optimizer: str = "adamw"  # or sgd, with Nesterov's momentum; which is better for convolutions in long trainings
+    lr: float = 1e-3  # peak rate, with a one-cycle schedule
+    weight_decay: float = 0.0  # adamw: share of the rate by which weights shrink in a step; sgd: factor of the penalty
+    augment: bool = False  # images: random flips and shifts by up to 4 pixels while training
+
+    def check(self) -> None:
+        """Reject what can't be trained with.
+
+        Raises:
+            ConfigError: A value is out of range.
+        """
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigError(f"model.optimizer={self.optimizer!r} is none of {', '.join(OPTIMIZERS)}")
+        with config_section("model"):
+            check_above(0, lr=self.lr)
+            check_finite(weight_decay=self.weight_decay)
+        check_at_least(1, {"model.epochs": self.epochs})
+        check_at_least(0, {"model.weight_decay": self.weight_decay})
+
+
+@dataclass
+class ShiftConfig:
+    """How validation and test images differ from those that the loss sees; see `ImageShift`."""
+
+    kind: str = "none"  # none or image
+    contrast: float = ImageShift.contrast  # factor on each image's contrast, in (0, 1]
+    brightness: float = ImageShift.brightness  # added to every pixel, in [-1, 1]
+    noise_std: float = ImageShift.noise_std  # standard deviation of pixel noise
+    rotation_degrees: float = ImageShift.rotation_degrees  # angles are uniform within plus or minus this
+
+    def image_shift(self) -> ImageShift:
+        """Return the shift of images.
+
+        Raises:
+            ValueError: A value is out of range.
+        """
+        return ImageShift(self.contrast, self.brightness, self.noise_std, self.rotation_degrees)
+
+
+@dataclass
+class EvaluationConfig:
+    """How the metric is evaluated on the validation data; see `Metric`."""
+
+    failures: int = 0  # evaluations that may fail: the worst value so far is taken in their place
+    timeout: float | None = None  # seconds that an evaluation may take; null: no limit
+
+
+@dataclass
+class GuardConfig:
+    """When the guard keeps what was found; see `methods.guard`."""
+
+    confidence: float = CONFIDENCE  # how sure it must be that a gain is not chance, in [0.5, 1)
+    required: bool = False  # refuse a metric that reports no halves: nobody could tell a gain of it from chance
+
+
+@dataclass
+class SettingsConfig:
+    """Settings of inference that the search tunes before phi; see `tasks.settings.Settings`."""
+
+    names: list[str] = field(default_factory=lambda: [USUAL])  # which, best first; usual: those that are worth it
+    inference: float = 1.0  # factor on inference time that they may take, at least 1
+    queries: int = 10  # of MetricOpt's queries, so many at most are for them
+    free: bool = True  # whether what costs nothing and can't lower the metric is changed at once, for the metric alone
+    # The report shows what settings would give if inference took so many times as long: of what was kept, asked after
+    # the run by at most as many queries each, which are not among the run's. []: none.
+    more: list[float] = field(default_factory=lambda: list(FACTORS))
+
+    @property
+    def chosen(self) -> list[str]:
+        """The names, none for the usual ones."""
+        return [] if self.names == [USUAL] else list(self.names)
+
+    def check_known(self, known: Sequence[str]) -> None:
+        """Reject names that a task does not have.
+
+        Args:
+            known: The names of its settings; none of a task without any.
+
+        Raises:
+            ConfigError: One is not among them.
+        """
+        if not known:
+            raise ConfigError("methods has settings, but this task has no settings of inference; leave it out")
+        for name in self.chosen:
+            if name not in known:
+                raise ConfigError(f"settings.names={self.names}: there is no {name!r}{nearest(name, list(known))}")
+
+    def limit(self, settings: Settings) -> Settings:
+        """Return settings within these limits."""
+        return settings.limited(inference=self.inference, queries=self.queries, free=self.free)
+
+    def check(self) -> None:
+        """Reject values that are out of range.
+
+        Raises:
+            ConfigError: One is.
+        """
+        with config_section("settings"):
+            check_integer(0, queries=self.queries)
+            check_finite(inference=self.inference)
+            for each in self.more:
+                check_finite(more=each)
+        check_at_least(1, {"settings.inference": self.inference, "settings.more": min(self.more, default=None)})
+        if not self.names or (USUAL in self.names and len(self.names) > 1):
+            raise ConfigError(f"settings.names={self.names}: it must be [{USUAL}], or name each")
+
+
+def check_at_least(least: int, values: Mapping[str, float | None]) -> None:
+    """Reject settings below a minimum; None, meaning no value, passes.
+
+    Raises:
+        ConfigError: A value is below it; the message names its key.
+    """
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise ConfigError(f"{name}={value}: it must be at least {least}")
