@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 
 from metricopt_ext.classification.arrays import parts_in, read_arrays
-from metricopt_ext.classification.config import (
+from metricopt_ext.classification.data import hold_out
+from metricopt_ext.classification.data_config import (
     DataConfig,
     ImageFolderConfig,
     LabelledImagesConfig,
     PartsConfig,
     TableConfig,
 )
-from metricopt_ext.classification.data import hold_out
 from metricopt_ext.classification.labelled_images import (
     WHOLE,
     Labels,

@@ -8,14 +8,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.classification.arrays import read_arrays
-from metricopt_ext.classification.config import (
-    ClassificationConfig,
-    DataConfig,
-    LabelledImagesConfig,
-    MasksConfig,
-    PartsConfig,
-    TableConfig,
-)
+from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.data import (
     divided,
     hold_out,
@@ -27,6 +20,13 @@ from metricopt_ext.classification.data import (
     split,
     standardise,
     with_positive,
+)
+from metricopt_ext.classification.data_config import (
+    DataConfig,
+    LabelledImagesConfig,
+    MasksConfig,
+    PartsConfig,
+    TableConfig,
 )
 from metricopt_ext.classification.libsvm import load_a9a
 from metricopt_ext.classification.masks import load_masks

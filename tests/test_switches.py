@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from metricopt_ext.classification.config import DATA, KINDS_OF_DATA
+from metricopt_ext.classification.data_config import DATA, KINDS_OF_DATA
 from metricopt_ext.detection.config import DATA as DETECTION_DATA
 from metricopt_ext.experiment.cli import TASKS, experiment_of
 from metricopt_ext.experiment.method_config import METHODS, section_of

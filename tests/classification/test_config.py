@@ -36,27 +36,6 @@ def test_a_default_run_has_few_enough_keys() -> None:
     assert not {"siblings", "paper", "learned", "refined", "transfer", "second_round"} & set(known_keys(config))
 
 
-def test_keys_of_a_table_are_there_for_a_table() -> None:
-    table = load_config(ClassificationConfig, None, ["data.name=csv", "model.name=tabular_mlp", "data.target={y"])
-    assert (table.data.name, getattr(table.data, "target", None)) == ("csv", "{y")
-    other = load_config(ClassificationConfig, None, ["data.name=iris", "model.name=tabular_mlp"])
-    own = set(leaf_keys(table)) - set(leaf_keys(other))
-    names = ("target", "targets", "drop", "categories", "max_categories", "missing", "delimiter", "decimal", "encoding")
-    assert own == {f"data.{name}" for name in (*names, "train", "val", "test")}
-    message = re.escape("data.missing is a key of data.name=csv; this run has data.name=iris")
-    with pytest.raises(ConfigError, match=message):
-        load_config(ClassificationConfig, None, ["data.name=iris", "data.missing=mean"])
-
-
-def test_keys_of_parts_are_there_for_files() -> None:
-    folder = load_config(ClassificationConfig, None, ["data.name=image_folder", "model.name=small_cnn"])
-    other = load_config(ClassificationConfig, None, ["data.name=digits", "model.name=small_cnn"])
-    assert {"data.train", "data.val", "data.test", "data.crop"} <= {*leaf_keys(folder)} - {*leaf_keys(other)}
-    message = "data.train is a key of data.name=arrays or csv or image_folder or libsvm; this run has data.name=digits"
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        load_config(ClassificationConfig, None, ["data.name=digits", "data.train=there"])
-
-
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda path: path.stem)
 def test_our_configurations_say_how_batches_are_made_up(file: Path) -> None:
     """Balanced or not is a matter of the metric, in training and in finetuning."""
