@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from metricopt_ext.comparison.claims import OURS, all_pairs, baselines_of, entry_of, guard_blocks, holm, pair, shown
-from metricopt_ext.comparison.comparison_report import heading, load, means_in_markdown
+from metricopt_ext.comparison.comparison_content import load
+from metricopt_ext.comparison.comparison_report import heading, means_in_markdown
 from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.method import METHODS
 from metricopt_ext.experiment.style import markdown_table

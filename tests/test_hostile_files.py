@@ -37,7 +37,7 @@ from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.labelled_images import read_labels
 from metricopt_ext.classification.libsvm import load_libsvm
 from metricopt_ext.classification.tables import load_csv
-from metricopt_ext.comparison import comparison, comparison_report
+from metricopt_ext.comparison import comparison, comparison_content, comparison_report
 from metricopt_ext.comparison.joined import joined
 from metricopt_ext.data.arrays import read_array
 from metricopt_ext.data.images import MAX_PIXELS, Limits, load_image_folder
@@ -504,9 +504,9 @@ REPORT = {
 
 def read_comparison(path: Path) -> None:
     """Read a comparison, and make of it what tools make."""
-    content = comparison_report.load(path)
+    content = comparison_content.load(path)
     with files.content_of(path, "comparison"):
-        whole = comparison_report.paired(joined([content], ["a"]))
+        whole = comparison_content.paired(joined([content], ["a"]))
         comparison_report.markdown(whole)
 
 

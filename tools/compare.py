@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from metricopt_ext.comparison.comparison import Plan, run_seed
+from metricopt_ext.comparison.comparison_content import gather, load, paired
 from metricopt_ext.comparison.comparison_page import comparison_page
-from metricopt_ext.comparison.comparison_report import gather, load, paired, print_report, write
+from metricopt_ext.comparison.comparison_report import print_report, write
 from metricopt_ext.comparison.joined import joined
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.cli import RUNS_CODE, TASKS, experiment_of

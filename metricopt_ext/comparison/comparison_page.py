@@ -5,17 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from metricopt_ext.comparison.claims import OURS, guard_blocks
-from metricopt_ext.comparison.comparison_report import (
-    PAIRED,
-    PAIRS,
-    PICTURE,
-    computed_on,
-    heading,
-    means_table,
-    notes,
-    pair_rows,
-    verdict,
-)
+from metricopt_ext.comparison.comparison_plot import PICTURE
+from metricopt_ext.comparison.comparison_report import computed_on, heading, notes, verdict
+from metricopt_ext.comparison.comparison_tables import PAIRED, PAIRS, means_table, pair_rows
 from metricopt_ext.experiment.method import METHODS
 from metricopt_ext.experiment.page import Code, Figure, Page, Part, Points, Section, Table, Text
 from metricopt_ext.experiment.report_page import TERMS, environment, settings

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from metricopt_ext.comparison.comparison_content import paired
 from metricopt_ext.comparison.comparison_page import comparison_page
-from metricopt_ext.comparison.comparison_report import markdown, pair_rows, paired, verdict
+from metricopt_ext.comparison.comparison_report import markdown, verdict
+from metricopt_ext.comparison.comparison_tables import pair_rows
 from metricopt_ext.experiment.style import new_figure, save_figure
 
 NUMBER = re.compile(r"[+-]?\d+\.\d{4}")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from metricopt_ext.comparison.comparison import Plan
-from metricopt_ext.comparison.comparison_report import gather, load, markdown, paired, print_report, write
+from metricopt_ext.comparison.comparison_content import gather, load, paired
+from metricopt_ext.comparison.comparison_report import markdown, print_report, write
 from metricopt_ext.comparison.joined import joined
-from metricopt_ext.errors import DataError, FileFormatError
 from metricopt_ext.experiment.experiment import Subject
 
 SUBJECT = Subject("classification/toy", "net on toy", "accuracy", True)
@@ -152,16 +152,6 @@ def test_files_are_written_and_read(
     printed = capsys.readouterr().out
     assert "*0.8000" in printed
     assert "against each, paired by seed" in printed
-
-
-def test_a_folder_without_seeds_or_comparison_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no seed"):
-        gather(tmp_path, PLAN, SUBJECT, {})
-    with pytest.raises(FileFormatError, match="run the comparison into"):
-        load(tmp_path)
-    (tmp_path / "comparison.json").write_text("{}")
-    with pytest.raises(FileFormatError, match="not a comparison's"):
-        load(tmp_path)
 
 
 def test_without_ours_there_is_a_table_alone(tmp_path: Path) -> None:
