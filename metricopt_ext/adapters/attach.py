@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.adapters.adapter import MATRIX, Adapter, Described, read_adapter, refuse_wrapper
+from metricopt_ext.adapters.adapter import Adapter, refuse_wrapper
+from metricopt_ext.adapters.adapter_file import MATRIX, Described, read_adapter
 from metricopt_ext.adapters.calls import CONVOLUTIONS, Calls, calls_on
 from metricopt_ext.adapters.foreign_norms import scales_alone, weight_offset
 from metricopt_ext.adapters.ingredients import Ingredients

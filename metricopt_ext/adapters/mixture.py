@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.adapters.adapter import MATRIX
+from metricopt_ext.adapters.adapter_file import MATRIX
 from metricopt_ext.adapters.modulation import CONTEXT_NAME, MODULATION_NAME, Context, Modulation
 from metricopt_ext.utils.folded_batch_norm import FoldedBatchNorm
 

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from metricopt_ext.adapters.adapter import FILE_FORMAT, Adapter
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.adapter_file import FILE_FORMAT
 from metricopt_ext.adapters.attach import attach_film, load_adapter
 from metricopt_ext.adapters.start import PlacesOnLine, Start, StartLine
 from metricopt_ext.errors import AdapterError, FileFormatError
