@@ -267,9 +267,9 @@ def setting(
 def features(turns: int, size: int) -> Ratio:
     """Time Recall@1 of an embedder by another phi in its last norm, on kept features and by whole passes."""
     from metricopt_ext.data.labelled import Split
-    from metricopt_ext.retrieval.build import build_metric
     from metricopt_ext.retrieval.config import MetricConfig
     from metricopt_ext.retrieval.models import build_model
+    from metricopt_ext.retrieval.named_metric import build_metric
 
     torch.manual_seed(0)
     images = torch.randint(256, (size, 3, 32, 32), dtype=torch.uint8)

@@ -26,26 +26,18 @@ from metricopt_ext.experiment.siblings import EmbedderSiblingsConfig, plot_histo
 from metricopt_ext.experiment.usual_methods import planned
 from metricopt_ext.experiment.whole_network import FEWEST_CLASSES, LabelParts, held_third
 from metricopt_ext.methods.short_finetunes import Training
-from metricopt_ext.retrieval.build import (
-    attach,
-    batch_metric,
-    build_loss,
-    build_metric,
-    class_batches,
-    embed_with,
-    embedder,
-    load_splits,
-    steps_of,
-    untrained,
-)
+from metricopt_ext.retrieval.build import attach, class_batches, embedder, steps_of, untrained
 from metricopt_ext.retrieval.cameras import CAMERA, Cameras, Seen, hits_across_cameras
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.data import queries_of
 from metricopt_ext.retrieval.few_classes import FewClasses
 from metricopt_ext.retrieval.metrics import besides, check_ks, embedding_metric, try_metric
+from metricopt_ext.retrieval.named_loss import build_loss
+from metricopt_ext.retrieval.named_metric import batch_metric, build_metric, embed_with
 from metricopt_ext.retrieval.pictures import plot_neighbours, plot_recalls, save_recalls
 from metricopt_ext.retrieval.recall import hits_at_k
 from metricopt_ext.retrieval.settings import FURTHER, retrieval_settings
+from metricopt_ext.retrieval.splits import load_splits
 from metricopt_ext.retrieval.whitening_start import lda_whitening_start, whitened, whitening_start
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.training import TrainingTask

@@ -8,12 +8,13 @@ import torch
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.methods.run_folder import CONTENT, FORMAT
-from metricopt_ext.retrieval.build import built, load_splits
+from metricopt_ext.retrieval.build import built
 from metricopt_ext.retrieval.cameras import CAMERA
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.data import queries_of
 from metricopt_ext.retrieval.evaluation import Search
 from metricopt_ext.retrieval.kept_features import embed
+from metricopt_ext.retrieval.splits import load_splits
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.files import read_json

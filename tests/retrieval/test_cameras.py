@@ -13,7 +13,7 @@ from PIL import Image
 from metricopt_ext.data.splits import PARTS
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.experiment.cli import run_and_report
-from metricopt_ext.retrieval.build import build_metric, built, load_splits
+from metricopt_ext.retrieval.build import built
 from metricopt_ext.retrieval.cameras import (
     CAMERA,
     Seen,
@@ -25,6 +25,8 @@ from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.data import queries_of
 from metricopt_ext.retrieval.experiment import RetrievalExperiment
 from metricopt_ext.retrieval.kept_features import embed
+from metricopt_ext.retrieval.named_metric import build_metric
+from metricopt_ext.retrieval.splits import load_splits
 from metricopt_ext.tools import evaluate_recall
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.state_dict import load_checkpoint

@@ -18,9 +18,9 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.experiment import State
 from metricopt_ext.experiment.method import Started
 from metricopt_ext.methods.tuning import finetune
-from metricopt_ext.retrieval.build import embed_with
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.experiment import RetrievalExperiment
+from metricopt_ext.retrieval.named_metric import embed_with
 from metricopt_ext.retrieval.recall import hits_at_k, recall_at_k
 from metricopt_ext.retrieval.whitening_start import whitened
 from metricopt_ext.runtime.progress import Callback

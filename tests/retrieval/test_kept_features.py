@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.parts import part_size
-from metricopt_ext.retrieval.build import build_metric
 from metricopt_ext.retrieval.config import MetricConfig
 from metricopt_ext.retrieval.kept_features import KeptFeatures, KeptPasses, embed
 from metricopt_ext.retrieval.models import Embedder
+from metricopt_ext.retrieval.named_metric import build_metric
 
 CALLS: list[int] = []
 FLOATS = 4 * 16 * 16  # features of an image before the last convolution

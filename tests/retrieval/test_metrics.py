@@ -14,9 +14,9 @@ pytest.importorskip("pytorch_metric_learning")
 
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import ConfigError, DataError, MetricError
-from metricopt_ext.retrieval.build import build_metric
 from metricopt_ext.retrieval.config import MetricConfig, OwnEmbedderMetricConfig
 from metricopt_ext.retrieval.metrics import besides, embedding_metric, try_metric
+from metricopt_ext.retrieval.named_metric import build_metric
 from metricopt_ext.retrieval.ranking import RANKED, ranking_metrics
 
 X = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))

@@ -18,10 +18,11 @@ from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.data.streamed import is_streamed
 from metricopt_ext.errors import ConfigError, DataError
-from metricopt_ext.retrieval.build import build_metric, load_splits
 from metricopt_ext.retrieval.config import MetricConfig, OwnEmbedderMetricConfig, RetrievalConfig
 from metricopt_ext.retrieval.data import queries_of
 from metricopt_ext.retrieval.models import build_model
+from metricopt_ext.retrieval.named_metric import build_metric
+from metricopt_ext.retrieval.splits import load_splits
 from metricopt_ext.tasks.batches import ClassBatches
 from metricopt_ext.utils.config import load_config
 

@@ -15,8 +15,9 @@ from torch.nn.functional import normalize
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.retrieval import proxies
-from metricopt_ext.retrieval.build import build_loss, train
+from metricopt_ext.retrieval.build import train
 from metricopt_ext.retrieval.config import LossConfig, RetrievalConfig
+from metricopt_ext.retrieval.named_loss import build_loss
 from metricopt_ext.retrieval.proxies import ProxyLoss, fitted_proxies
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.seeding import generator

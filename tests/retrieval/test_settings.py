@@ -20,10 +20,10 @@ from metricopt_ext.data.halves import class_draws
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.experiment.passes import Noticing
 from metricopt_ext.retrieval.accuracy import RecallCalculator
-from metricopt_ext.retrieval.build import build_metric
 from metricopt_ext.retrieval.cameras import CAMERA
 from metricopt_ext.retrieval.config import MetricConfig
 from metricopt_ext.retrieval.merge_whitening import merge_whitening
+from metricopt_ext.retrieval.named_metric import build_metric
 from metricopt_ext.retrieval.post_processing import PostProcessing, Whitening, augmented, post_processed
 from metricopt_ext.retrieval.recall import recall_at_k, recall_metric, recalls_left_out, recalls_on_halves
 from metricopt_ext.retrieval.search import trainer_task

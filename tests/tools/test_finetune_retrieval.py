@@ -27,10 +27,13 @@ from metricopt_ext.errors import ConfigError, DataError, MetricError
 from metricopt_ext.experiment import method_config
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.retrieval import build
-from metricopt_ext.retrieval.build import build_loss, build_metric, class_batches, embedder, load_splits
+from metricopt_ext.retrieval.build import class_batches, embedder
 from metricopt_ext.retrieval.config import LossConfig, MetricConfig, RetrievalConfig
 from metricopt_ext.retrieval.losses import SmoothAPLoss
 from metricopt_ext.retrieval.models import Conv4, Embedder, build_model
+from metricopt_ext.retrieval.named_loss import build_loss
+from metricopt_ext.retrieval.named_metric import batch_metric, build_metric
+from metricopt_ext.retrieval.splits import load_splits
 from metricopt_ext.siblings.ala.ala import AdaptiveLossAlignment
 from metricopt_ext.siblings.ala.loss_policy import load_loss_policy
 from metricopt_ext.tasks.evaluation import Evaluation
@@ -680,7 +683,7 @@ def test_methods_that_train_classifiers_are_not_for_embedders() -> None:
 def test_the_metric_of_a_batch_is_that_of_its_embeddings() -> None:
     rng = torch.Generator().manual_seed(0)
     x, y = torch.randn(30, 4, generator=rng, dtype=torch.float64), torch.arange(30) % 6
-    metric = build.batch_metric(MetricConfig(ks=[1, 4]))
+    metric = batch_metric(MetricConfig(ks=[1, 4]))
     expected = (naive_recall(x, y, 1) + naive_recall(x, y, 4)) / 2
     assert metric.to_value(metric.cost(x, y, "test")) == pytest.approx(expected, abs=1e-12)
 

@@ -1,0 +1,69 @@
+"""The data that a config names, divided into train, validation and test."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from metricopt_ext.data.images import Limits
+from metricopt_ext.data.labelled import Labelled
+from metricopt_ext.data.reading import Reading
+from metricopt_ext.data.splits import Splits
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.retrieval.config import DataConfig, RetrievalConfig
+from metricopt_ext.retrieval.data import (
+    hold_out_classes,
+    load_digits,
+    load_omniglot,
+    load_stanford_online_products,
+    split_classes,
+)
+from metricopt_ext.retrieval.layouts import load_class_folders
+from metricopt_ext.retrieval.own_data import own_parts
+from metricopt_ext.utils.config import config_section
+
+LOADERS: dict[str, Callable[[DataConfig, Limits], Labelled]] = {  # by the settings and the bounds
+    "class_folders": lambda data, limits: load_class_folders(Path(data.root), data.image_size or None, limits)[0],
+    "digits": lambda data, limits: load_digits(),
+    "omniglot": lambda data, limits: load_omniglot(data.root, data.image_size or None, **limits),
+}
+
+WITH_PARTS = ("in_shop", "market1501", "stanford_online_products")  # sets with train and test parts of their own
+
+
+def load_splits(config: RetrievalConfig, seed: int) -> Splits:
+    """Load the data, divide its classes by the seed, and shift validation and test if the settings say so.
+
+    Raises:
+        ConfigError: A setting is unknown.
+        DataError: The data are missing or unusable.
+    """
+    with config_section("data"):
+        splits = _divided(config.data, config.limits, seed)
+    with config_section("shift"):
+        if config.shift.kind == "none":
+            return splits
+        if config.shift.kind != "image":
+            raise ConfigError(f"shift.kind={config.shift.kind!r} must be none or image")
+        return splits.shifted(config.shift.image_shift(), seed)
+
+
+def _divided(data: DataConfig, limits: Limits, seed: int) -> Splits:
+    if data.name not in (*WITH_PARTS, *LOADERS):
+        raise ConfigError(f"data.name={data.name!r} is none of {', '.join((*LOADERS, *WITH_PARTS))}")
+    if data.name != "digits" and not (data.root or data.parts):
+        raise ConfigError(
+            f"data.name={data.name} needs data.root=PATH, the file or folder that holds it"
+            + ", or data.train=PATH and data.val or data.test" * (data.name == "class_folders")
+        )
+    if (parts := own_parts(data, limits, seed)) is not None:
+        return parts
+    if data.name == "stanford_online_products":
+        train, test = load_stanford_online_products(data.root, data.image_size or 224, **limits)
+        return hold_out_classes(train, test, data.validation_share, seed)
+    said = ""
+    if data.name == "class_folders":
+        whole, said = load_class_folders(Path(data.root), data.image_size or None, limits, stream=data.stream)
+    else:
+        whole = LOADERS[data.name](data, limits)
+    splits = split_classes(whole, data.fractions, seed, last_test=data.last_test, test_classes=data.test_classes)
+    return replace(splits, reading=Reading(said)) if said else splits
