@@ -20,27 +20,19 @@ files of detections are compared image by image with --against (metricopt_ext.de
 
 import argparse
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from zipfile import is_zipfile
-
-import numpy as np
 
 from metricopt_ext.errors import DataError, MetricOptError
 from metricopt_ext.experiment.command import add_show_config, errors_in_one_line, show_config, shows_config
-from metricopt_ext.experiment.style import print_table, print_written
-from metricopt_ext.plain import plain
+from metricopt_ext.experiment.style import print_written
 from metricopt_ext.utils.files import write_json
 from metricopt_ext.utils.versions import versions
-from metricopt_ext.utils.words import counted, shortened
 
 if TYPE_CHECKING:
     from metricopt_ext.detection.tables import FoundTable, TruthTable
-
-SHOWN = ("AP", "AP50", "AP75")  # whose intervals are printed; the report has all
 
 
 def main() -> None:
@@ -119,6 +111,8 @@ def main() -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Evaluate the detections and write the report; returns it."""
     from metricopt_ext.detection.ap50 import MOST
+    from metricopt_ext.detection.evaluated_files import read_detections, read_results
+    from metricopt_ext.detection.evaluation import evaluate, not_counted, print_notes, print_report, repeated, untold
     from metricopt_ext.detection.tables import as_one_class
 
     check_options(arguments)
@@ -166,6 +160,8 @@ def check_options(arguments: argparse.Namespace) -> None:
     Raises:
         DataError: Options clash, or one is missing.
     """
+    from metricopt_ext.detection.evaluated_files import is_coco
+
     if arguments.max_dets is not None:
         if arguments.definition not in ("coco", "all"):
             raise DataError(f"--max-dets is for COCO's definition; --definition {arguments.definition} counts all")
@@ -211,35 +207,6 @@ def check_options(arguments: argparse.Namespace) -> None:
         raise DataError("--images-dir is for a JSON file in COCO's format; VOC's format has its own images")
 
 
-def read_results(arguments: argparse.Namespace) -> "tuple[FoundTable, TruthTable, dict[str, float]]":
-    """Read the detections from a file; returns them, the images with their objects, and what is known of the settings.
-
-    A warning says if they look cut by a threshold.
-    """
-    from metricopt_ext.detection.ap50 import told_cut
-    from metricopt_ext.detection.coco_tables import read_truth
-    from metricopt_ext.detection.tables import TruthTable
-
-    if is_coco(arguments.annotations):  # without torch, which takes longer to import than most files to read
-        check_coco(arguments)
-        truth = read_truth(arguments.annotations, kind=arguments.iou_type, strict=arguments.strict)
-    else:
-        truth = TruthTable.of(read_annotations(arguments))
-    found = read_detections(arguments, arguments.detections, truth)
-    if cut := told_cut(found):
-        warnings.warn(cut, stacklevel=2)
-    return found, truth, {}
-
-
-def read_detections(arguments: argparse.Namespace, path: Path, truth: "TruthTable") -> "FoundTable":
-    """Read what was found in the images from a file."""
-    from metricopt_ext.detection.coco_tables import read_found
-
-    strict = arguments.strict
-    ignore = arguments.ignore_unknown_classes or strict
-    return read_found(path, truth, kind=arguments.iou_type, ignore_unknown_classes=ignore, strict=strict)
-
-
 @contextmanager
 def said_by_readers() -> Iterator[list[str]]:
     """Collect what readers warn of, each once, for the report."""
@@ -254,11 +221,6 @@ def said_by_readers() -> Iterator[list[str]]:
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
 
 
-def is_coco(path: Path) -> bool:
-    """Tell whether annotations are in COCO's format, by the file's suffix."""
-    return path.suffix.lower() == ".json"
-
-
 def detect(arguments: argparse.Namespace) -> "tuple[FoundTable, TruthTable, dict[str, float]]":
     """Find objects with a detector; returns them, the images with their objects at the config's size, and the settings.
 
@@ -271,6 +233,7 @@ def detect(arguments: argparse.Namespace) -> "tuple[FoundTable, TruthTable, dict
     from metricopt_ext.detection.build import build_toolkit, with_outputs_of
     from metricopt_ext.detection.coco import category_ids_of
     from metricopt_ext.detection.config import DetectionConfig
+    from metricopt_ext.detection.evaluated_files import read_annotations
     from metricopt_ext.detection.metric import EVALUATION_BATCH
     from metricopt_ext.detection.records import DetectionSet
     from metricopt_ext.detection.tables import FoundTable, TruthTable
@@ -309,210 +272,6 @@ def detect(arguments: argparse.Namespace) -> "tuple[FoundTable, TruthTable, dict
         images += [example.truth for example in examples]
     judged = TruthTable.of(DetectionSet(truth.classes, images))
     return FoundTable.of(found), judged, toolkit.inference(model)
-
-
-def check_coco(arguments: argparse.Namespace) -> None:
-    """Reject options that COCO's format has no use for.
-
-    Raises:
-        DataError: A split or classes are given.
-    """
-    if arguments.split is not None or arguments.classes is not None:
-        raise DataError(
-            f"--split and --classes are for VOC's format; {arguments.annotations} is in COCO's, which has its own"
-        )
-
-
-def read_annotations(
-    arguments: argparse.Namespace, classes: Sequence[str] | None = None, *, images: bool = False
-) -> Any:
-    """Read the images with their objects: COCO's format from a .json file, else VOC's, whose images may be needed.
-
-    Args:
-        arguments: The command line.
-        classes: For VOC's format, if the command line names none.
-        images: Whether the images are needed.
-
-    Raises:
-        DataError: They can't be read, or a split or classes are given for COCO's format.
-    """
-    from torch import float64
-
-    from metricopt_ext.detection.coco import read_coco
-    from metricopt_ext.detection.layouts import as_usual, part_in
-    from metricopt_ext.detection.voc import read_voc
-
-    path, split, classes = arguments.annotations, arguments.split, arguments.classes or classes
-    if not is_coco(path):
-        if path.is_file() and not is_zipfile(path):
-            raise DataError(
-                f"{path} is neither COCO's .json file nor a folder or complete zip file in Pascal VOC's format; unpack"
-                " or rename it"
-            )
-        if path.is_dir() and (part := part_in(path, split)) is not None and not as_usual(part):
-            if classes is not None and part.kind != "voc":
-                raise DataError(f"--classes is for VOC's format; {path} is in {part.kind.upper()}'s, which has its own")
-            warnings.warn(f"read as {part.found}", stacklevel=2)
-            return part.read(classes, images=images, dtype=float64)
-        return read_voc(path, split, classes=classes, images=images)
-    check_coco(arguments)
-    return read_coco(path, arguments.images_dir, dtype=float64)
-
-
-def evaluate(
-    found: "FoundTable",
-    truth: "TruthTable",
-    definition: str,
-    rounded: bool,
-    most: int,
-    kind: Any = "bbox",
-    ious: Sequence[float] = (),
-    other: "FoundTable | None" = None,
-    strict: bool = False,
-) -> dict[str, Any]:
-    """Return the numbers of objects and detections of each class, the AP50 by each requested definition, and COCO's.
-
-    With other detections, COCO's numbers of these come too, and the differences from them. Where no object counts, the
-    mean is -1 if strict, as pycocotools has it, and refused otherwise.
-    """
-    from metricopt_ext.detection.ap50 import average_precision
-    from metricopt_ext.detection.coco_summary import summarize
-    from metricopt_ext.detection.matching import DEFINITIONS
-
-    wanted = [each for each in DEFINITIONS if definition in (each, "all")]
-    voc = [each for each in wanted if each != "coco" and kind == "bbox"]
-    evaluation: dict[str, Any] = {
-        "objects": count(truth.labels, truth.classes),
-        "detections": count(found.labels, truth.classes),
-        "ap50": {each: asdict(average_precision(found, truth, each, rounded=rounded)) for each in voc},
-    }
-    if definition in ("coco", "all"):
-        summary = summarize(found, truth, kind, max_detections=most, ious=ious)
-        evaluation["coco"] = {
-            **summary.numbers,
-            "intervals": summary.intervals(),
-            "per_class": summary.per_class,
-            "most_to_gain": summary.most_to_gain(),
-            "curves": summary.curves,
-            "lines": summary.lines,
-        }
-        if other is not None:
-            theirs = summarize(other, truth, kind, max_detections=most, ious=ious)
-            told = summary.differences(theirs)
-            evaluation["against"] = {
-                "coco": theirs.numbers,
-                "differences": {name: {"difference": value, "interval": ends} for name, (value, ends) in told.items()},
-            }
-        mean = summary.numbers["AP50"]
-        if mean is None and strict:
-            mean = -1.0  # as pycocotools has it
-        if mean is None:
-            raise DataError(f"none of {len(truth)} images has an object that counts; AP50 needs one")
-        per_class = {name: numbers["AP50"] for name, numbers in summary.per_class.items()}
-        evaluation["ap50"]["coco"] = {"mean": mean, "per_class": per_class}
-    return evaluation
-
-
-def not_counted(found: "FoundTable", evaluation: dict[str, Any], most: int) -> list[str]:
-    """Return in words which detections did not count."""
-    from metricopt_ext.detection.ap50 import beyond_limit, told_beyond_limit
-
-    notes = []
-    if "coco" in evaluation["ap50"] and (cut := told_beyond_limit(beyond_limit(found, most), most)):
-        notes.append(f"{cut}; --max-dets counts more")
-    judged = {name for result in evaluation["ap50"].values() for name in result["per_class"]}
-    left = {name: count for name, count in evaluation["detections"].items() if count and name not in judged}
-    if left:
-        notes.append(
-            f"{counted(sum(left.values()), 'detection')} of {counted(len(left), 'class')} without an object that counts"
-            f" are in no mean: {shortened(list(left))}"
-        )
-    if any(evaluation["detections"].values()) and not any(result["mean"] for result in evaluation["ap50"].values()):
-        notes.append("no detection hits an object; are image_id, category_id and bbox written as the annotations' are?")
-    return notes
-
-
-def untold(truth: "TruthTable", evaluation: dict[str, Any]) -> list[str]:
-    """Return in words of how many objects COCO's annotations don't tell the area, which decides the size."""
-    if "coco" not in evaluation:
-        return []
-    lacking = int(np.isnan(truth.areas).sum()) if truth.category_ids else 0
-    return [f"the area of {counted(lacking, 'object')} is not told; that of the bbox decides the size"] * (lacking > 0)
-
-
-def repeated(found: "FoundTable", truth: "TruthTable") -> list[str]:
-    """Return in words how many objects and detections are written again as they are."""
-    kinds = [
-        ("object", [truth.places, truth.labels, *truth.boxes.T], "each counts"),
-        ("detection", [found.places, found.labels, *found.boxes.T, found.scores], "it is false the second time"),
-    ]
-    notes = []
-    for what, columns, more in kinds:
-        if again := repetitions(columns):
-            of = len(columns[0])
-            notes.append(f"{again} of {counted(of, what)} repeat another of the same image, class and bbox; {more}")
-    return notes
-
-
-def repetitions(columns: Sequence[Any]) -> int:
-    """Return how many rows equal an earlier one."""
-    if len(columns[0]) == 0:
-        return 0
-    mixed = sum(column * np.sqrt(prime) for column, prime in zip(columns, (2, 3, 5, 7, 11, 13, 17), strict=False))
-    order = np.argsort(mixed)  # equal rows have an equal sum, and few others
-    same = np.diff(mixed[order]) == 0
-    rows = np.sort(order[np.append(same, False) | np.append(False, same)])
-    few = [column[rows] for column in columns]
-    order = np.lexsort(few)
-    return int(np.all([column[order][1:] == column[order][:-1] for column in few], axis=0).sum())
-
-
-def count(labels: Any, classes: Sequence[str]) -> dict[str, int]:
-    """Return the number of labels of each class."""
-    return dict(zip(classes, np.bincount(labels, minlength=len(classes)).tolist(), strict=True))
-
-
-def print_report(report: dict[str, Any]) -> None:
-    """Print a line for each class, the means, COCO's numbers, and how the detections were found."""
-    results = report["ap50"]
-    rows = []
-    for name, objects in report["objects"].items():
-        values = [result["per_class"].get(name) for result in results.values()]
-        shown = ["-" if value is None else f"{value:.4f}" for value in values]
-        rows.append([name, str(objects), str(report["detections"][name]), *shown])
-    totals = [str(sum(report[key].values())) for key in ("objects", "detections")]
-    rows.append(["mean", *totals, *(f"{result['mean']:.4f}" for result in results.values())])
-    header = ["AP50", "objects", "detections", *results]
-    print_table(header, rows, bold=[len(rows) - 1])
-    if coco := report.get("coco"):
-        print(*coco["lines"], sep="\n")
-        told = [
-            f"{name} {ends[0]:.3f} to {ends[1]:.3f}"
-            for name in SHOWN
-            if (ends := coco["intervals"].get(name)) is not None
-        ]
-        if told:
-            print(f"95% intervals over images: {', '.join(told)}")
-        gains = [f"{each['class']} (AP {each['AP']:.3f}, +{each['gain']:.3f})" for each in coco["most_to_gain"]]
-        if len(coco["per_class"]) > 1 and gains:
-            print(plain(f"most to gain in the mean AP: {', '.join(gains)}"))
-    if coco and (against := report.get("against")):
-        print(plain(f"against {report['config']['against']}, with 95% intervals over images:"))
-        for name, told_of in against["differences"].items():
-            of = f" {name:6}{coco[name]:.3f} - {against['coco'][name]:.3f} = {told_of['difference']:+.3f}"
-            ends = told_of["interval"]
-            print(of if ends is None else f"{of}, {ends[0]:+.3f} to {ends[1]:+.3f}")
-    if report["inference"]:
-        from metricopt_ext.detection.toolkit import told_inference
-
-        print(plain(f"found {told_inference(report['inference'])}"))
-    print_notes(report["notes"])
-
-
-def print_notes(notes: Sequence[str]) -> None:
-    """Print what there is to say about the data."""
-    for note in notes:
-        print(plain(f"note: {note}"))
 
 
 if __name__ == "__main__":
