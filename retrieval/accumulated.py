@@ -9,8 +9,9 @@ from torch import Tensor, distributed
 
 from metricopt_ext.errors import DataError
 from metricopt_ext.retrieval.inputs import as_ids, check_options
-from metricopt_ext.retrieval.neighbours import Array, Distance
+from metricopt_ext.retrieval.neighbours import Distance
 from metricopt_ext.retrieval.ranking import Ranking, check_names, ranking_metrics
+from metricopt_ext.retrieval.vectors import Array
 
 
 class RankingMetrics:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from metricopt_ext.errors import DataError
 from metricopt_ext.retrieval.inputs import as_ids, check_options
-from metricopt_ext.retrieval.neighbours import Array, Distance, Integers
+from metricopt_ext.retrieval.neighbours import Distance
 from metricopt_ext.retrieval.recall import recall_at_k
+from metricopt_ext.retrieval.vectors import Array, Integers
 
 try:
     import faiss

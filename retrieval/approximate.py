@@ -18,18 +18,9 @@ from metricopt_ext.retrieval.inputs import (
     drawn_queries,
     with_match,
 )
-from metricopt_ext.retrieval.neighbours import (
-    Array,
-    Distance,
-    Integers,
-    Search,
-    Vectors,
-    chunk_sizes,
-    chunks,
-    others,
-    with_bar,
-)
+from metricopt_ext.retrieval.neighbours import Distance, Search, chunk_sizes, others, with_bar
 from metricopt_ext.retrieval.recall import Recall
+from metricopt_ext.retrieval.vectors import Array, Integers, Vectors, chunks
 from metricopt_ext.utils.files import open_regular
 from metricopt_ext.utils.words import brief
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.retrieval.inputs import Items, as_ids
-from metricopt_ext.retrieval.neighbours import SAMPLE, Array, Vectors, fingerprints
+from metricopt_ext.retrieval.vectors import SAMPLE, Array, Vectors, fingerprints
 
 # What is calculated again differs by far less than this part of the embeddings' standard deviation. With fewer
 # dimensions, different embeddings are as near to each other by chance.

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.errors import DataError
-from metricopt_ext.retrieval.neighbours import Array, Distance, Vectors, chunks
+from metricopt_ext.retrieval.neighbours import Distance
+from metricopt_ext.retrieval.vectors import Array, Vectors, chunks
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import brief
 

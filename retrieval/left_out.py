@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from metricopt_ext.retrieval.neighbours import DISTANCES, Distance, chunks
+from metricopt_ext.retrieval.neighbours import DISTANCES, Distance
 from metricopt_ext.retrieval.post_processing import PostProcessing, mixed, neighbours, unit_if
+from metricopt_ext.retrieval.vectors import chunks
 
 Doubles = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]

@@ -12,10 +12,10 @@ from metricopt_ext.errors import ConfigError, MetricOptError
 from metricopt_ext.retrieval.cameras import Cameras, Seen, recall_across_cameras
 from metricopt_ext.retrieval.config import MetricConfig
 from metricopt_ext.retrieval.inputs import check_items, check_options
-from metricopt_ext.retrieval.neighbours import Array
 from metricopt_ext.retrieval.post_processing import PostProcessing
 from metricopt_ext.retrieval.ranking import AT_K, RANKED, ranking_metrics
 from metricopt_ext.retrieval.recall import recall_at_k, recalls_left_out, recalls_on_halves
+from metricopt_ext.retrieval.vectors import Array
 from metricopt_ext.tasks.besides import NO_BOUNDS, own_function
 from metricopt_ext.tasks.evaluation import Pairs
 from metricopt_ext.tasks.halved import Halved

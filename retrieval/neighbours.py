@@ -7,13 +7,23 @@ candidates that FAISS found or, where these may not be all, every item.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
-import torch
-from torch import Tensor
+
+from metricopt_ext.retrieval.vectors import (
+    CHUNK,
+    NUMBERS,
+    Doubles,
+    Flags,
+    Frame,
+    Integers,
+    Singles,
+    Vectors,
+    chunks,
+    fingerprints,
+    lengths_of,
+)
 
 try:
     import faiss
@@ -22,148 +32,17 @@ except ImportError as error:
         "Recall@k needs FAISS: pip install 'metricopt-ext[retrieval]', or 'metricopt-ext[retrieval-gpu]' for a GPU"
     ) from error
 
-Array = Tensor | npt.NDArray[Any]
 Distance = Literal["l2", "ip", "cosine"]
-Singles = npt.NDArray[np.float32]
-Doubles = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
 
-CHUNK = 4096  # FAISS itself takes this many queries at a time: such chunks cost no time and give the very same floats
 # With fewer numbers in its queries (rows times dimension), FAISS doesn't use BLAS: slower, and rounded differently.
 # Older versions need 20 rows.
 FEWEST_NUMBERS, FEWEST_ROWS = 128_000, 20
 NEIGHBOURS = 2**24  # held at once, about 30 bytes each
 GPU_LARGEST_K = 2048  # of FAISS' GPU indices
 DISTANCES = 2**24  # in float64, held at once
-NUMBERS = 2**21  # of embeddings in float64, held at once
-COPIED = 2**28  # the most numbers of which a copy in float32 is held, 1 GiB; of more, so many at a time
-BLOCK = 2**26
 MANY = 1024  # items of which it is worth while to tell copies apart
-SAMPLE = 1024  # rows that tell where embeddings lie, and their scale
-ORDINARY = 2.0**32  # lengths below it, and above its inverse, need no scale
-LONGEST = 2.0**60  # what no scale makes a row longer than: squares stay far below float32's largest number
 SINGLE, DOUBLE = 2.0**-24, 2.0**-53  # unit roundoffs
 SMALLEST = 2.0**-126  # of float32's normal numbers; a library may take smaller ones for 0
-
-
-class Vectors:
-    """Embeddings as they were given, ``n x d``, whose rows are had in float64.
-
-    Args:
-        given: A tensor on any device or an array, of finite numbers.
-        unit: Whether rows are scaled to length 1; none is then 0.
-    """
-
-    def __init__(self, given: Array, unit: bool = False) -> None:
-        self.given, self.unit = given, unit
-        self.size: int = given.shape[0]
-        self.dimension: int = given.shape[1]
-
-    def rows(self, which: Any) -> Doubles:
-        """Return rows, ``b x d``, for a slice or an array of their numbers."""
-        found: Doubles
-        if isinstance(self.given, Tensor):
-            at = which if isinstance(which, slice) else torch.from_numpy(which).to(self.given.device)
-            found = self.given[at].detach().cpu().double().numpy()
-        else:
-            found = self.given[which].astype(np.float64)
-        if self.unit:
-            found = np.ldexp(found, -np.frexp(np.abs(found).max(axis=1, keepdims=True))[1])  # squares don't vanish
-            found /= np.linalg.norm(found, axis=1, keepdims=True)
-        return found
-
-    def take(self, rows: Integers) -> "Vectors":
-        """Return some of the rows."""
-        at = torch.from_numpy(rows).to(self.given.device) if isinstance(self.given, Tensor) else rows
-        return Vectors(self.given[at], self.unit)
-
-    def parts(self) -> list[slice]:
-        """Slices that are short enough to be held in float64."""
-        return chunks(self.size, max(1, NUMBERS // self.dimension))
-
-
-class Frame:
-    """Embeddings in coordinates in which float32 keeps its digits.
-
-    They are shifted where they lie further from 0 than they are wide, and scaled by a power of two, which does not
-    round, where their lengths are far from 1.
-
-    Args:
-        vectors: The embeddings.
-        shifted: Whether they may be shifted.
-        like: Embeddings whose coordinates these share; None for their own.
-    """
-
-    def __init__(self, vectors: Vectors, shifted: bool = True, like: "Frame | None" = None) -> None:
-        self.vectors = vectors
-        self.centre: Doubles
-        self.scale: float
-        self.centre, self.scale = (like.centre, like.scale) if like else self._fitted(shifted)
-        self.copy = self._copy()
-
-    def single(self, which: Any) -> Singles:
-        """Return rows, ``b x d``, in these coordinates in float32."""
-        if self.copy is not None:
-            found: Singles = self.copy[which]
-            return found
-        first, count = (0, len(which)) if isinstance(which, np.ndarray) else (which.start, which.stop - which.start)
-        single = np.empty((count, self.vectors.dimension), dtype=np.float32)
-        with np.errstate(over="ignore"):  # to infinity, which the bound takes for unknown
-            for part in chunks(count, max(1, NUMBERS // self.vectors.dimension)):
-                some = which[part] if isinstance(which, np.ndarray) else slice(first + part.start, first + part.stop)
-                single[part] = self.double(some)
-        return single
-
-    def blocks(self) -> list[slice]:
-        """Slices that are short enough to be held in float32."""
-        return chunks(self.vectors.size, max(1, BLOCK // self.vectors.dimension))
-
-    def _fitted(self, shifted: bool) -> tuple[Doubles, float]:
-        size = self.vectors.size
-        sample = self.vectors.rows(np.linspace(0, size - 1, min(size, SAMPLE)).astype(np.int64))
-        centre: Doubles = np.median(sample, axis=0)  # which a few far rows don't move
-        if _whole(sample):
-            centre = np.rint(centre)
-        if not shifted or np.linalg.norm(centre) <= 2 * np.median(np.linalg.norm(sample - centre, axis=1)):
-            centre = np.zeros_like(centre)
-        typical = float(np.median(np.abs(sample - centre).max(axis=1)))
-        if 1 / ORDINARY < typical < ORDINARY:
-            return centre, 1.0
-        largest = max(float(np.abs(self.vectors.rows(part) - centre).max()) for part in self.vectors.parts())
-        longest = largest * math.sqrt(self.vectors.dimension)
-        exponent = math.frexp(max(typical or longest, longest / LONGEST) or 1.0)[1]
-        return centre, 2.0 ** -max(exponent, -1000)
-
-    def _copy(self) -> Singles | None:
-        """All rows in float32, those that were given if they can be; None for too many."""
-        given = self.vectors.given
-        if not (self.vectors.unit or self.centre.any() or self.scale != 1):
-            if isinstance(given, Tensor) and given.device.type == "cpu" and given.dtype == torch.float32:
-                given = given.detach().numpy()
-            if isinstance(given, np.ndarray) and given.dtype == np.float32 and given.flags.c_contiguous:
-                return given
-        if self.vectors.size * self.vectors.dimension > COPIED:
-            return None
-        single = np.empty((self.vectors.size, self.vectors.dimension), dtype=np.float32)
-        with np.errstate(over="ignore"):  # to infinity, which the bound takes for unknown
-            for part in self.vectors.parts():  # no second copy of everything on the way, in particular on the GPU
-                single[part] = self.double(part)
-        return single
-
-    def double(self, which: Any) -> Doubles:
-        """Return rows, ``b x d``, in these coordinates."""
-        double: Doubles = (self.vectors.rows(which) - self.centre) * self.scale
-        return double
-
-    def exact(self, which: Any) -> Doubles:
-        """Return rows, ``b x d``, not shifted: only their scale differs from what was given."""
-        exact: Doubles = self.vectors.rows(which) * self.scale
-        return exact
-
-    def whole(self) -> bool:
-        """Whether all coordinates are whole numbers."""
-        return all(_whole(self.double(part)) for part in self.vectors.parts())
 
 
 class Search:
@@ -187,8 +66,8 @@ class Search:
         else:
             same = queries is items and not self.items.centre.any()
             self.queries = self.items if same else Frame(queries, shifted=False)
-        self.longest = max(float(_lengths(self.items.single(part)).max()) for part in items.parts())
-        largest = max(float(_lengths(self.queries.single(part)).max()) for part in queries.parts())
+        self.longest = max(float(lengths_of(self.items.single(part)).max()) for part in items.parts())
+        largest = max(float(lengths_of(self.queries.single(part)).max()) for part in queries.parts())
         self.room = math.inf  # above which no whole number occurs in a distance
         if 4 * max(self.longest, largest) ** 2 < 1 / DOUBLE and self.items.whole() and self.queries.whole():
             self.room = 4 * max(self.longest, largest) ** 2
@@ -218,7 +97,7 @@ class Search:
         hits = item_labels[found] == labels[:, None]
         hit, places = hits.any(axis=1), hits.argmax(axis=1)
         key = np.where(hit, keys[np.arange(len(rows)), places], last)
-        low, high = self._range(key, last, _lengths(self.queries.single(rows)), SINGLE)
+        low, high = self._range(key, last, lengths_of(self.queries.single(rows)), SINGLE)
         undecided = np.zeros(len(rows), dtype=np.bool_)
         for k in ks:
             if k <= keys.shape[1]:
@@ -295,7 +174,7 @@ class Search:
     def nearest(self, rows: Integers, k: int) -> Integers:
         """Find the k nearest items of queries, ``b x k``, nearest first; k is at most the search's."""
         keys, found, last = self._found(rows)
-        _, high = self._range(keys[:, k - 1], last, _lengths(self.queries.single(rows)), SINGLE)
+        _, high = self._range(keys[:, k - 1], last, lengths_of(self.queries.single(rows)), SINGLE)
         result = np.empty((len(rows), k), dtype=np.int64)
         sure = (high < last) | (np.isfinite(high) & self.all_found)
         for i in np.flatnonzero(sure):
@@ -325,7 +204,7 @@ class Search:
         hits = item_labels[found] == labels[:, None]
         hit, places = hits.any(axis=1), hits.argmax(axis=1)
         key = np.where(hit, keys[np.arange(len(rows)), places], last)
-        low, high = self._range(key, last, _lengths(self.queries.single(rows)), SINGLE)
+        low, high = self._range(key, last, lengths_of(self.queries.single(rows)), SINGLE)
         ahead = keys < low[:, None]
         near = ~ahead & (keys <= high[:, None])
         matched = hit & ((high < last) | (np.isfinite(high) & self.all_found))
@@ -425,40 +304,6 @@ def _place(keys: Any, rows: Integers, hits: Flags) -> int:
     return int(np.count_nonzero(keys < key) + np.count_nonzero(rows[ties] < rows[ties & hits].min()))
 
 
-def _whole(numbers: Doubles) -> bool:
-    return bool((numbers == np.rint(numbers)).all())
-
-
-def _lengths(rows: Singles) -> Doubles:
-    """Lengths, ``b``, rounded up."""
-    with np.errstate(over="ignore"):
-        lengths: Doubles = np.sqrt(np.einsum("ij,ij->i", rows, rows).astype(np.float64)) * 1.001
-    return lengths
-
-
-def fingerprints(
-    vectors: Vectors, precision: torch.dtype | None = None, grid: tuple[Doubles, float] | None = None
-) -> npt.NDArray[np.uint64]:
-    """Return a number for each row, ``n``, which rows of the same content share, and others but by a chance of 2^-64.
-
-    Args:
-        vectors: ``n x d``.
-        precision: What the numbers are rounded to before; None for as they are.
-        grid: A point and a distance: numbers are rounded to multiples of it from there; None for as they are.
-    """
-    factors = np.random.default_rng(0).integers(2**64, size=vectors.dimension, dtype=np.uint64) | np.uint64(1)
-    result = np.empty(vectors.size, dtype=np.uint64)
-    for part in vectors.parts():
-        rows = vectors.rows(part)
-        if precision is not None:
-            rows = torch.from_numpy(rows).to(precision).double().numpy()
-        if grid is not None:
-            rows = np.rint((rows - grid[0]) / grid[1])
-        bits = (rows + 0.0).view(np.uint64)  # -0 becomes 0
-        result[part] = ((bits ^ (bits >> np.uint64(32))) * factors).sum(axis=1)  # as the low bits of many are 0
-    return result
-
-
 def ranks_of_first(
     queries: Vectors,
     labels: Integers,
@@ -547,14 +392,6 @@ def chunk_sizes(k: int, dimension: int) -> tuple[int, int]:
     fewest = max(FEWEST_ROWS, -(-FEWEST_NUMBERS // dimension))
     size = CHUNK * min(4, -(-fewest // CHUNK))
     return min(size, max(FEWEST_ROWS, NEIGHBOURS // (k + 1))), fewest
-
-
-def chunks(total: int, size: int = CHUNK, fewest: int = 1) -> list[slice]:
-    """Slices of ``size`` rows; a last one shorter than ``fewest`` joins the one before."""
-    starts = list(range(0, total, size))
-    if len(starts) > 1 and total - starts[-1] < fewest:
-        starts.pop()
-    return [slice(start, end) for start, end in pairwise([*starts, total])]
 
 
 def with_bar(parts: list[slice], title: str | None) -> Iterator[slice]:

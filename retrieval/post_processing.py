@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metricopt_ext.errors import DataError
-from metricopt_ext.retrieval.neighbours import DISTANCES, NUMBERS, chunks
+from metricopt_ext.retrieval.neighbours import DISTANCES
+from metricopt_ext.retrieval.vectors import NUMBERS, chunks
 from metricopt_ext.utils.checks import check_at_least, check_integer
 
 

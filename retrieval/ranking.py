@@ -23,7 +23,8 @@ from metricopt_ext.retrieval.inputs import (
     with_match,
 )
 from metricopt_ext.retrieval.intervals import interval
-from metricopt_ext.retrieval.neighbours import Array, Distance, Search, chunks, with_bar
+from metricopt_ext.retrieval.neighbours import Distance, Search, with_bar
+from metricopt_ext.retrieval.vectors import Array, chunks
 
 Integers = npt.NDArray[np.int64]
 

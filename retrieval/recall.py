@@ -23,8 +23,9 @@ from metricopt_ext.retrieval.copies import copies_in_gallery
 from metricopt_ext.retrieval.inputs import check_gallery, check_options, check_vectors, drawn_queries, with_match
 from metricopt_ext.retrieval.judged import JudgedEmbeddings, Processing
 from metricopt_ext.retrieval.left_out import LeftOut, ahead_of_first
-from metricopt_ext.retrieval.neighbours import Array, Distance, Search, Vectors, chunk_sizes, chunks, ranks_of_first
+from metricopt_ext.retrieval.neighbours import Distance, Search, chunk_sizes, ranks_of_first
 from metricopt_ext.retrieval.post_processing import PostProcessing
+from metricopt_ext.retrieval.vectors import Array, Vectors, chunks
 from metricopt_ext.tasks.evaluation import Pairs
 from metricopt_ext.tasks.halved import Halved, with_halves
 from metricopt_ext.tasks.ledger import Ledger

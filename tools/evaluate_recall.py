@@ -135,8 +135,8 @@ def main() -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Evaluate against every gallery and write the report."""
     from metricopt_ext.retrieval.evaluation import Options, Row, evaluated, print_rows
-    from metricopt_ext.retrieval.neighbours import Vectors
     from metricopt_ext.retrieval.ranking import check_names
+    from metricopt_ext.retrieval.vectors import Vectors
 
     check_options(arguments)
     check_names(arguments.metrics or [])

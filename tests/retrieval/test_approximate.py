@@ -12,8 +12,8 @@ import faiss
 
 from metricopt_ext.errors import DataError
 from metricopt_ext.retrieval.approximate import Index, built, read_index, recall_by_index
-from metricopt_ext.retrieval.neighbours import Vectors
 from metricopt_ext.retrieval.recall import nearest, recall_at_k
+from metricopt_ext.retrieval.vectors import Vectors
 
 
 def drawn(n: int, seed: int = 0, dimension: int = 8) -> tuple[Any, Any]:

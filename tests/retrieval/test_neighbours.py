@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("faiss")
 
-from metricopt_ext.retrieval import neighbours
+from metricopt_ext.retrieval import neighbours, vectors
 from metricopt_ext.retrieval.recall import hits_at_k, nearest, recall_at_k
 from metricopt_ext.utils.seeding import generator
 
@@ -117,9 +117,10 @@ def test_equals_float64(name: str, distance: Any, monkeypatch: pytest.MonkeyPatc
     assert found.at == {k: np.mean(apart[apart >= 0] < k) for k in KS}
 
     with monkeypatch.context() as patch:  # in blocks, none of which is all of them
-        patch.setattr(neighbours, "COPIED", 0)
-        patch.setattr(neighbours, "BLOCK", 61 * x.shape[1])
-        patch.setattr(neighbours, "NUMBERS", 23 * x.shape[1])
+        patch.setattr(vectors, "COPIED", 0)
+        patch.setattr(vectors, "BLOCK", 61 * x.shape[1])
+        for module in (neighbours, vectors):
+            patch.setattr(module, "NUMBERS", 23 * x.shape[1])
         double = torch.as_tensor(x).double()
         assert (hits_at_k(double, y, KS, distance=distance)[1] == hits).all()
         assert nearest(double, 7, distance=distance).tolist() == [row[:7].tolist() for row in order]
@@ -145,15 +146,15 @@ def test_says_for_how_many_queries_float32_was_not_enough() -> None:
 @pytest.mark.parametrize("name", ["ordinary", "an outlier", "groups far apart", "near copies"])
 @pytest.mark.parametrize("distance", ["l2", "ip"])
 def test_rounding_is_within_the_bound(name: str, distance: Any) -> None:
-    vectors = neighbours.Vectors(DATA[name][0])
-    search = neighbours.Search(vectors, vectors, distance, SIZE - 1, own=True)
+    given = vectors.Vectors(DATA[name][0])
+    search = neighbours.Search(given, given, distance, SIZE - 1, own=True)
     rows = np.arange(SIZE)
     keys, found, last = search._found(rows)
     x = search.items.double(slice(None))
     exact = -(search.queries.double(slice(None)) @ x.T) if distance == "ip" else distances(x, x, "l2")
     scale = 2.0 ** -np.round(np.log2(np.median(np.abs(x).mean(axis=1)))) if distance == "l2" else 1.0
     exact = np.take_along_axis(exact, found, axis=1) / scale**2
-    lengths = neighbours._lengths(search.queries.copy)
+    lengths = vectors.lengths_of(search.queries.copy)
     for column in range(0, SIZE - 1, 50):
         low, high = search._range(keys[:, column].astype(np.float64), keys[:, column], lengths, neighbours.SINGLE)
         assert ((low <= exact[:, column]) & (exact[:, column] <= high)).all()
@@ -174,29 +175,9 @@ def test_many_copies_are_calculated_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert 0 < max(calculated) <= 10
 
 
-def test_fingerprints_are_those_of_the_content() -> None:
-    x = np.float32(X)
-    prints = neighbours.fingerprints(neighbours.Vectors(x))
-    assert len(np.unique(prints)) == SIZE
-    for same in (x.astype(np.float64), torch.from_numpy(x), np.asfortranarray(x)):
-        assert (neighbours.fingerprints(neighbours.Vectors(same)) == prints).all()
-    half = torch.from_numpy(x).half()
-    rounded = neighbours.fingerprints(neighbours.Vectors(x), torch.float16)
-    assert (neighbours.fingerprints(neighbours.Vectors(half)) == rounded).all()
-    lattice = np.float32(np.stack(np.meshgrid(*[np.arange(8)] * 4), -1).reshape(-1, 4))
-    assert len(np.unique(neighbours.fingerprints(neighbours.Vectors(lattice)))) == 8**4
-
-
 def test_others_leave_out_the_last_where_own_is_missing() -> None:
     found = np.array([[7, 0, 5], [1, 9, 8], [4, 3, 6]])
     assert found[neighbours.others(found, np.array([0, 1, 2]))].tolist() == [7, 5, 9, 8, 4, 3]
-
-
-@pytest.mark.parametrize("total", [1, 19, 20, 99, 100, 101, 119, 120, 150, 219, 220, 1000])
-def test_chunks_cover_everything_once(total: int) -> None:
-    chunks = neighbours.chunks(total, 100, 20)
-    assert [i for part in chunks for i in range(part.start, part.stop)] == list(range(total))
-    assert len(chunks) == 1 or min(part.stop - part.start for part in chunks) >= 20
 
 
 @pytest.mark.parametrize(("k", "d"), [(1, 512), (1000, 512), (1000, 16), (1000, 1), (60_000, 512), (10**9, 8)])

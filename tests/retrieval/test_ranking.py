@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("faiss")
 
 from metricopt_ext.errors import DataError
-from metricopt_ext.retrieval import neighbours, ranking
+from metricopt_ext.retrieval import neighbours, ranking, vectors
 from metricopt_ext.retrieval.cameras import Seen, hits_across_cameras
 from metricopt_ext.retrieval.neighbours import Distance
 from metricopt_ext.retrieval.ranking import AT_K, OF_PLACES, RANKED, class_means, ranking_metrics
@@ -204,7 +204,8 @@ def test_parts_of_the_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) ->
     whole = ranking_metrics(x, y, NAMES, KS, cameras=(seen, seen))
     monkeypatch.setattr(ranking, "PART", 7)
     monkeypatch.setattr(neighbours, "DISTANCES", 200)  # three queries at a time
-    monkeypatch.setattr(neighbours, "NUMBERS", 50)
+    for module in (neighbours, vectors):
+        monkeypatch.setattr(module, "NUMBERS", 50)
     assert ranking_metrics(x, y, NAMES, KS, cameras=(seen, seen)) == whole
 
 

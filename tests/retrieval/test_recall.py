@@ -28,7 +28,7 @@ from pytorch_metric_learning.utils.logging_presets import HookContainer
 
 from metricopt_ext.data.halves import class_draws, class_halves
 from metricopt_ext.errors import DataError, MetricError
-from metricopt_ext.retrieval import accuracy, inputs, neighbours, recall
+from metricopt_ext.retrieval import accuracy, inputs, neighbours, recall, vectors
 from metricopt_ext.retrieval.accuracy import RecallCalculator
 from metricopt_ext.retrieval.recall import Recall, hits_at_k, recall_at_k, recall_metric, recalls_on_halves
 from metricopt_ext.tasks.ledger import Ledger
@@ -129,7 +129,8 @@ def test_small_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_does_not_grow_with_the_neighbours_of_all_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neighbours, "NEIGHBOURS", 2**17)
     monkeypatch.setattr(neighbours, "DISTANCES", 2**16)
-    monkeypatch.setattr(neighbours, "NUMBERS", 2**12)
+    for module in (neighbours, vectors):
+        monkeypatch.setattr(module, "NUMBERS", 2**12)
     x, y = clusters(4000, 32, classes=100)
     recall_at_k(x, y, (1,))
     tracemalloc.start()
@@ -227,7 +228,7 @@ def test_contiguous_float32_is_not_copied() -> None:
     assert inputs.check_items(x, y)[0] is x
     assert np.shares_memory(inputs.check_items(torch.from_numpy(x), y)[0], x)
     for given in (x, torch.from_numpy(x)):
-        assert np.shares_memory(neighbours.Frame(neighbours.Vectors(given)).copy, x)
+        assert np.shares_memory(vectors.Frame(vectors.Vectors(given)).copy, x)
 
 
 def test_subset_is_exact_for_its_queries_and_fixed() -> None:
