@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from metricopt_ext.classification.metrics import METRICS, MetricSpec, _counts, from_callable
+from metricopt_ext.classification.callable_metric import from_callable
+from metricopt_ext.classification.metrics import METRICS, MetricSpec, _counts
 from metricopt_ext.classification.target_metrics import prepared_by, target_metric
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.tasks.besides import NO_BOUNDS, BesidesConfig, class_number, of_class, own_function

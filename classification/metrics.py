@@ -1,25 +1,20 @@
 """Metrics of a classifier, computed from its logits.
 
-`METRICS` holds the built-in ones by name; `expected_cost` builds one from a cost matrix and `from_callable` wraps a
-scikit-learn or torchmetrics function. They all share one signature, ``function(logits, labels) -> float``, where the
-logits are ``n x c`` (c classes), or ``n`` for a binary classifier with one logit (class 1 if it is above 0), and the
-labels are ``n`` integers in 0..c-1. Two columns count as binary, with class 1 the positive one.
+`METRICS` holds the built-in ones by name; `expected_cost` builds one from a cost matrix. They all share one signature,
+``function(logits, labels) -> float``, where the logits are ``n x c`` (c classes), or ``n`` for a binary classifier with
+one logit (class 1 if it is above 0), and the labels are ``n`` integers in 0..c-1. Two columns count as binary, with
+class 1 the positive one.
 """
 
-import functools
-import inspect
-import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from metricopt_ext.errors import DataError
-from metricopt_ext.tasks.own_metric import number_within
 
 # Why not scikit-learn: its values are the same, the tests hold, with ties, absent classes and a single one. (Its top-5
 # accuracy decides ties otherwise. Its areas under curves are 0 or NaN without positives or negatives, an error here.)
@@ -27,7 +22,6 @@ from metricopt_ext.tasks.own_metric import number_within
 # F-measure, and 73 ms in place of 12 for the area under the ROC curve. Logits on a GPU would be copied, too.
 
 MetricFunction = Callable[..., float]
-WEIGHTS = "sample_weight"  # what scikit-learn calls the weights of rows
 
 Matrix = Tensor | npt.NDArray[Any] | Sequence[Any]
 
@@ -55,7 +49,7 @@ class MetricSpec:
     columns: tuple[str, ...] = ()
 
 
-def _check(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, int]:
+def check(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, int]:
     """Validate one call; returns the detached logits, int64 labels on the same device, and the number of classes."""
     logits = logits.detach()
     if not logits.is_floating_point() or logits.ndim not in (1, 2) or (logits.ndim == 2 and logits.shape[1] < 2):
@@ -81,11 +75,12 @@ def _check(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, int]:
     return logits, labels, num_classes
 
 
-def _decide(logits: Tensor) -> Tensor:
+def decide(logits: Tensor) -> Tensor:
+    """Return the class that is predicted of each example, ``n``."""
     return logits.argmax(1) if logits.ndim == 2 else (logits > 0).long()
 
 
-def _binary_logit(logits: Tensor) -> Tensor:
+def binary_logit(logits: Tensor) -> Tensor:
     """The log-odds of class 1, as n float64, from n or n x 2 logits."""
     logits = logits.double()
     return logits if logits.ndim == 1 else logits[:, 1] - logits[:, 0]
@@ -93,8 +88,8 @@ def _binary_logit(logits: Tensor) -> Tensor:
 
 def _counts(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """True positives, predictions and examples of each class: three tensors of c float64."""
-    logits, labels, num_classes = _check(logits, labels)
-    predicted = _decide(logits)
+    logits, labels, num_classes = check(logits, labels)
+    predicted = decide(logits)
     hits = labels[predicted == labels]
     tp, guessed, actual = (torch.bincount(v, minlength=num_classes).double() for v in (hits, predicted, labels))
     return tp, guessed, actual
@@ -114,17 +109,17 @@ def macro(numerator: Tensor, denominator: Tensor) -> float:
 
 
 def _accuracy(logits: Tensor, labels: Tensor) -> float:
-    logits, labels, _ = _check(logits, labels)
-    return float((_decide(logits) == labels).double().mean())
+    logits, labels, _ = check(logits, labels)
+    return float((decide(logits) == labels).double().mean())
 
 
 def _mcr(logits: Tensor, labels: Tensor) -> float:
-    logits, labels, _ = _check(logits, labels)
-    return float((_decide(logits) != labels).double().mean())
+    logits, labels, _ = check(logits, labels)
+    return float((decide(logits) != labels).double().mean())
 
 
 def _top5_accuracy(logits: Tensor, labels: Tensor) -> float:
-    logits, labels, num_classes = _check(logits, labels)
+    logits, labels, num_classes = check(logits, labels)
     if num_classes <= 5:
         raise DataError(f"top5_accuracy needs more than 5 classes, got {num_classes}, of which 5 are always right")
     true = logits.gather(1, labels.unsqueeze(1))
@@ -190,11 +185,11 @@ def _average_precision(scores: Tensor, positive: Tensor) -> Tensor:
 
 
 def _aucpr(logits: Tensor, labels: Tensor) -> float:
-    logits, labels, num_classes = _check(logits, labels)
+    logits, labels, num_classes = check(logits, labels)
     if num_classes == 2:
         if not labels.any():
             raise DataError("aucpr needs an example of the positive class, got labels that are all 0")
-        return float(_average_precision(_binary_logit(logits).unsqueeze(0), labels.bool().unsqueeze(0)))
+        return float(_average_precision(binary_logit(logits).unsqueeze(0), labels.bool().unsqueeze(0)))
     present = torch.bincount(labels).nonzero().flatten()
     scores = logits.double().log_softmax(1).T[present]
     return float(_average_precision(scores, labels == present.unsqueeze(1)).mean())
@@ -221,12 +216,12 @@ def _roc(scores: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
 
 def _over_rocs(logits: Tensor, labels: Tensor, name: str, value: Callable[[Tensor, Tensor], Tensor]) -> float:
     """A value of the ROC curve, ``k``, of class 1 if there are two classes, else its mean over those present."""
-    logits, labels, num_classes = _check(logits, labels)
+    logits, labels, num_classes = check(logits, labels)
     present = torch.bincount(labels, minlength=num_classes).nonzero().flatten()
     if len(present) < 2:
         raise DataError(f"{name} needs examples of two classes, got labels that are all {int(labels[0])}")
     if num_classes == 2:
-        return float(value(*_roc(_binary_logit(logits).unsqueeze(0), labels.bool().unsqueeze(0))))
+        return float(value(*_roc(binary_logit(logits).unsqueeze(0), labels.bool().unsqueeze(0))))
     scores = logits.double().log_softmax(1).T[present]
     return float(value(*_roc(scores, labels == present.unsqueeze(1))).mean())
 
@@ -343,10 +338,10 @@ def expected_cost(costs: Matrix, prior: Matrix | None = None) -> MetricSpec:
         weight = weight / weight.sum()
 
     def function(logits: Tensor, labels: Tensor) -> float:
-        logits, labels, num_classes = _check(logits, labels)
+        logits, labels, num_classes = check(logits, labels)
         if num_classes != len(cost):
             raise DataError(f"costs are for {len(cost)} classes, got logits of {num_classes}")
-        paid = cost.to(labels.device)[labels, _decide(logits)]
+        paid = cost.to(labels.device)[labels, decide(logits)]
         if weight is None:
             return min(max(float(paid.mean()), bounds[0]), bounds[1])
         counts = torch.bincount(labels, minlength=num_classes)
@@ -357,131 +352,6 @@ def expected_cost(costs: Matrix, prior: Matrix | None = None) -> MetricSpec:
         return min(max(float(paid @ (share / counts)[labels]), bounds[0]), bounds[1])
 
     return MetricSpec("expected_cost", False, bounds, function, "mean cost of the decisions")
-
-
-def from_callable(
-    fn: Callable[..., Any],
-    *,
-    maximize: bool,
-    bounds: tuple[float, float] = (0.0, 1.0),
-    name: str | None = None,
-    scores: Literal["labels", "probabilities", "logits"] = "labels",
-    columns: Sequence[str] = (),
-    prepared: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
-) -> MetricSpec:
-    """Make a metric from a third-party function.
-
-    A torchmetrics function (or a ``functools.partial`` of one) or metric object is called as ``fn(preds, target)`` on
-    tensors, and an object is reset around each call. Anything else is called like scikit-learn's metrics,
-    ``fn(y_true, y_pred)`` on numpy arrays. Columns come after these two; see `_with_columns`.
-
-    Args:
-        fn: The function. It must return one finite number within ``bounds``.
-        maximize: Whether larger is better.
-        bounds: Smallest and largest value of the metric.
-        name: Name of the metric; by default that of ``fn``.
-        scores: What ``fn`` gets as predictions: the predicted classes (``n``), or the probabilities or logits
-            (``n x c``; for two classes, ``n`` for class 1).
-        columns: Names of further arrays of the same rows that ``fn`` gets, ``n`` each.
-        prepared: Returns what ``fn`` gets as predictions and labels for logits and labels, in place of those of
-            classes.
-
-    Raises:
-        ValueError: For unknown ``scores``, bounds out of order, or columns that ``fn`` has no arguments for.
-        MetricError: From the metric, for a result that is not one number, not finite or out of bounds.
-    """
-    if scores not in ("labels", "probabilities", "logits"):
-        raise ValueError(f"scores must be 'labels', 'probabilities' or 'logits', got {scores!r}")
-    low, high = (float(bound) for bound in bounds)
-    if not low < high:
-        raise ValueError(f"bounds must be (smallest, largest), got {bounds}")
-    inner: Any = fn
-    while isinstance(inner, functools.partial):
-        inner = inner.func
-    label = str(name or getattr(inner, "__name__", type(inner).__name__))
-    torchmetrics = sys.modules.get("torchmetrics")  # a torchmetrics metric has imported it
-    stateful = torchmetrics is not None and isinstance(fn, torchmetrics.Metric)
-    takes_tensors = stateful or (getattr(inner, "__module__", None) or "").partition(".")[0] == "torchmetrics"
-
-    def predictions(logits: Tensor, num_classes: int) -> Tensor:
-        if scores == "labels":
-            return _decide(logits)
-        if num_classes == 2:
-            logit = _binary_logit(logits)
-            return logit.sigmoid() if scores == "probabilities" else logit
-        return logits.double().softmax(1) if scores == "probabilities" else logits
-
-    call = _with_columns(fn, label, columns, takes_tensors)
-
-    def evaluate(predicted: Tensor, labels: Tensor, *own: npt.NDArray[Any]) -> Any:
-        if not takes_tensors:
-            # copies, as it may work in place
-            return call(labels.numpy(force=True).copy(), predicted.numpy(force=True).copy(), *map(_copied, own))
-        given = [_as_tensor(each, name).to(labels.device) for each, name in zip(own, columns, strict=True)]
-        if not stateful:
-            return call(predicted, labels, *given)
-        metric: Any = fn
-        metric.reset()
-        metric.update(*(each.to(metric.device) for each in (predicted, labels, *given)))
-        value = metric.compute()
-        metric.reset()
-        return value
-
-    def function(logits: Tensor, labels: Tensor, *own: npt.NDArray[Any]) -> float:
-        if prepared is None:
-            logits, labels, num_classes = _check(logits, labels)
-            predicted = predictions(logits, num_classes)
-        else:
-            predicted, labels = prepared(logits, labels)
-        return number_within(evaluate(predicted, labels, *own), (low, high), label)
-
-    known = None if math.isinf(high - low) else (low, high)
-    return MetricSpec(label, maximize, known, function, f"{label} of the {scores}", tuple(columns))
-
-
-def _copied(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    return column.copy()
-
-
-def _as_tensor(column: npt.NDArray[Any], name: str) -> Tensor:
-    if column.dtype == object:
-        raise DataError(f"column {name!r} holds texts, and torchmetrics takes numbers; number them in the data")
-    return torch.from_numpy(column.copy())
-
-
-def _with_columns(
-    fn: Callable[..., Any], label: str, columns: Sequence[str], takes_tensors: bool
-) -> Callable[..., Any]:
-    """Return what gives columns to a function: in their order, after labels and predictions.
-
-    One that has no place for them may have arguments of their names, to be given by name, as scikit-learn's have
-    ``sample_weight``; a single column is given as this, whatever its name.
-
-    Raises:
-        ValueError: It has no arguments for them.
-    """
-    if not columns or takes_tensors:
-        return fn
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # a builtin may have none
-        return fn
-    by_name = {name: name for name in columns}
-    if len(columns) == 1 and WEIGHTS in signature.parameters:
-        by_name = {columns[0]: WEIGHTS}
-    try:
-        signature.bind(None, None, *columns)
-        return fn
-    except TypeError as error:
-        try:
-            signature.bind(None, None, **dict.fromkeys(by_name.values()))
-        except TypeError:
-            given = ", ".join(columns)
-            raise ValueError(
-                f"{label} is to be called as {label}(labels, predictions, {given}), but {error}; give it an argument"
-                " for each of metric.columns"
-            ) from error
-    return lambda labels, predicted, *own: fn(labels, predicted, **dict(zip(by_name.values(), own, strict=True)))
 
 
 def check_split(labels: Tensor, num_classes: int, where: str = "validation", *, all_classes: bool = False) -> None:

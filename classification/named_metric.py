@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metricopt_ext.classification.besides import check_besides
+from metricopt_ext.classification.callable_metric import from_callable
 from metricopt_ext.classification.config import MetricConfig
-from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost, from_callable
+from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost
 from metricopt_ext.classification.split_metric import value_of
 from metricopt_ext.classification.target_metrics import prepared_by, target_metric
 from metricopt_ext.classification.targets import IGNORED, Target, beyond

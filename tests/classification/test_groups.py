@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from metricopt_ext.classification.callable_metric import from_callable
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.classification.groups import MOST, groups_of, metric_halves, strata
-from metricopt_ext.classification.metrics import MetricSpec, from_callable
+from metricopt_ext.classification.metrics import MetricSpec
 from metricopt_ext.classification.predictions import predict
 from metricopt_ext.classification.split_metric import model_metric, value_of
 from metricopt_ext.classification.splits import load_splits

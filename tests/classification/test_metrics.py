@@ -14,7 +14,8 @@ import torchmetrics.functional as tmf
 from scipy.optimize import brentq
 from torch import Tensor
 
-from metricopt_ext.classification.metrics import METRICS, check_split, expected_cost, from_callable
+from metricopt_ext.classification.callable_metric import from_callable
+from metricopt_ext.classification.metrics import METRICS, check_split, expected_cost
 from metricopt_ext.errors import DataError, MetricError
 
 

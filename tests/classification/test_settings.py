@@ -13,8 +13,9 @@ from torch import Tensor, nn
 pytest.importorskip("torchvision")
 
 import metricopt_ext as mo
+from metricopt_ext.classification.callable_metric import from_callable
 from metricopt_ext.classification.kept_features import Rest
-from metricopt_ext.classification.metrics import METRICS, from_callable
+from metricopt_ext.classification.metrics import METRICS
 from metricopt_ext.classification.predictions import predict
 from metricopt_ext.classification.settings import classification_settings, view_of
 from metricopt_ext.classification.split_metric import model_metric
