@@ -22,6 +22,7 @@ from metricopt_ext.experiment.plots import (
 from metricopt_ext.experiment.record import check_alike
 from metricopt_ext.experiment.report import Report
 from metricopt_ext.experiment.report_page import FILE, report_page
+from metricopt_ext.experiment.report_text import print_report, write
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.style import direction, print_written
 from metricopt_ext.methods.run_folder import open_run
@@ -146,7 +147,7 @@ def run_and_report(experiment: type[Experiment[Any]], config: RunConfig, folder:
 
 
 def _show(experiment: type[Experiment[Any]], report: Report, folder: Path, seeds: Sequence[int]) -> None:
-    files = report.write(folder)
+    files = write(report, folder)
     course = plot_search if report.searched else plot_finetuning
     pictures = [
         plot_methods(report, folder / "methods.png"),
@@ -157,5 +158,5 @@ def _show(experiment: type[Experiment[Any]], report: Report, folder: Path, seeds
     ]
     page = report_page(report, folder, pictures, experiment.own_files[0]).write(folder / FILE)
     write_events(report, folder / "events")
-    report.print()
+    print_report(report)
     print_written(*files, page, *pictures, f"and {folder}/seed-*/")

@@ -1,56 +1,27 @@
-"""The evidence in one place: methods side by side over seeds, as JSON, Markdown and a table on the terminal."""
+"""The evidence in one place: methods side by side over seeds, in numbers and in words."""
 
 import collections
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from metricopt_ext.data.reading import HEADER as COLUMNS
 from metricopt_ext.data.reading import Reading
 from metricopt_ext.experiment.method import METHODS
 from metricopt_ext.experiment.record import SeedRecord
 from metricopt_ext.experiment.seeds import Interval, chance_in_words, paired_interval, spread
-from metricopt_ext.experiment.style import direction, markdown_table, print_points, print_table
+from metricopt_ext.experiment.style import direction
 from metricopt_ext.methods.guard import Guard, deviates
 from metricopt_ext.methods.result import kept
 from metricopt_ext.methods.tuned_settings import shown
-from metricopt_ext.plain import in_markdown
-from metricopt_ext.utils.files import write_atomically, write_json
 from metricopt_ext.utils.versions import versions
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.value_function import Quality
 
-GAINS = "MetricOpt's gains on test, paired by seed; positive is better"
-ELSEWHERE = "What it cost elsewhere: of the pretrained model, and of what the guard kept"
-QUANTITIES = ["quantity", "validation", "test", "subject to"]
-OVER = ["over", "gain", "95% interval", "shown"]
-# What the terminal does not show.
-MORE_NOTES = (
-    "seconds: wall-clock time, the mean over seeds; of a method that was interrupted, since it went on.",
-    "needs: of the data that the metric sees, the metric's scores alone, the inputs, or the labels too; another f: the"
-    " value function of another run; batch metric: the metric of any scores and labels, asked on training batches.",
-)
 BATCH_NOTE = "batch queries: besides, evaluations of the metric on batches of scores and labels."
-SPENT = "MetricOpt's queries by what they were for"
-MORE = "What settings would give if inference took longer, on validation; what was kept stays"
-MORE_HEADER = ["inference, at most", "takes", "validation", "more than chance", "by"]
-GUARD_AND_F = "The guard and the value function f, means over seeds"
-PREDICTED = "How well the metric is predicted on points that it was not fitted to, where f is used"
 IN_USE = "value function in use"
-PREDICTORS = ["predictor", "Spearman", "mean absolute error, as a cost"]
-RANKED = (
-    "How well a loss ranks batches of test data, under every method's model, as the metric does (1: a lower loss always"
-    " is a better metric)"
-)
-LOSSES = ["loss", "Spearman", "Kendall"]
-UNITS = (
-    "Spearman's rank correlation is 1 for a perfect order and 0 for none. A cost is lower where the metric is better:"
-    " the metric mapped to [0, 1] by its bounds or, for one without bounds, itself with that sign."
-)
 DIGITS = 4  # after the point, of a metric
 FROM_OUR_START = ("metricopt", "guided_es", "cma_es", "refined")  # from the best free start, as MetricOpt's search
 HEADER = ["method", "validation", "test", "queries", "per start", "seconds"]
@@ -237,50 +208,6 @@ class Report:
         gains = [ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None]
         return paired_interval(np.array(gains) * (1 if self.maximize else -1))
 
-    def markdown(self) -> str:
-        """Return the content of report.md."""
-        lines = [
-            f"# {in_markdown(self.heading)}",
-            "",
-            in_markdown(self.verdict()),
-            "",
-            *markdown_table(*self.table()),
-            "",
-            *(f"- {in_markdown(line)}" for line in (*self.notes(), *MORE_NOTES)),
-            "",
-            f"{GAINS}:",
-            "",
-            *(f"- {in_markdown(line)}" for line in self.on_gains()),
-            "",
-            *self._elsewhere_in_markdown(),
-            f"{GUARD_AND_F}:",
-            "",
-            *(f"- {in_markdown(line)}" for line in (*self.on_guard(), *self.on_f())),
-            "",
-            *self._more_in_markdown(),
-            f"{SPENT}:",
-            "",
-            *markdown_table(*self.spent()),
-            "",
-            in_markdown(self.computed_on()),
-            "",
-        ]
-        said, columns = self.read()
-        if said:
-            lines += [f"{in_markdown(said)}.", "", *([*markdown_table(COLUMNS, columns), ""] if columns else [])]
-        if predictors := [(f"**{name}**" if name == IN_USE else name, *row) for name, *row in self.predictors()]:
-            lines += [f"{PREDICTED}:", "", *markdown_table(PREDICTORS, predictors), ""]
-        if losses := self.losses():
-            lines += [f"{RANKED}:", "", *markdown_table(LOSSES, losses), ""]
-        return "\n".join([*lines, UNITS, ""])
-
-    def _elsewhere_in_markdown(self) -> list[str]:
-        rows = self.elsewhere()
-        said = [f"- {in_markdown(line)}" for line in self.on_constraints()]
-        return (
-            [f"{ELSEWHERE}:", "", *markdown_table(QUANTITIES, rows), "", *said, *([""] if said else [])] if rows else []
-        )
-
     @property
     def heading(self) -> str:
         """What the report is about."""
@@ -457,11 +384,6 @@ class Report:
             " on validation, and so a little too good. To have it, run again with settings.inference"
         )
 
-    def _more_in_markdown(self) -> list[str]:
-        rows = self.more()
-        said = [f"{MORE}:", "", *markdown_table(MORE_HEADER, rows), "", f"{in_markdown(self.on_more())}.", ""]
-        return said if rows else []
-
     def on_data(self) -> list[str]:
         """Say of what the metric saw few examples."""
         rare = [(record.seed, record.rare) for record in self.records if record.rare is not None]
@@ -487,41 +409,6 @@ class Report:
             f"Value function {where}: Spearman {spearman:.2f}, mean absolute error {mae:.4f} of the cost"
             f" against {against}; trusted in {trusted} of {counted(len(self.records), 'seed')}"
         ]
-
-    def print(self) -> None:
-        """Print the tables and the findings."""
-        print_table(
-            self._header()[:-1],  # seconds would not fit into 80 columns; report.md has them
-            [row[:-1] for row in self._rows()],
-            title=f"{self.heading}, {counted(len(self.records), 'seed')}",
-            bold=[i for i, name in enumerate(self.methods) if name == "metricopt"],
-        )
-        print()
-        print_points(self.notes())
-        print()
-        said, columns = self.read()
-        if said:
-            print_points([f"{said}."])
-            print()
-        if columns:
-            print_table(COLUMNS, columns, left=len(COLUMNS))
-            print()
-        print_table(OVER, self.gains(), title=GAINS)
-        print()
-        if elsewhere := self.elsewhere():
-            print_table(QUANTITIES, elsewhere, title=ELSEWHERE)
-            print()
-        if more := self.more():
-            print_table(MORE_HEADER, more, title=MORE)
-            print()
-        print_points([*self.on_constraints(), *self.on_guard(), *([self.on_more()] if more else []), *self.on_f()])
-
-    def write(self, folder: str | Path) -> list[Path]:
-        """Write report.json and report.md; returns their paths."""
-        paths = [Path(folder, "report.json"), Path(folder, "report.md")]
-        write_json(paths[0], self.to_json())
-        write_atomically(paths[1], self.markdown().encode())
-        return paths
 
     def losses(self) -> list[tuple[str, str, str]]:
         """Return how well losses rank batches as the metric does, a row for each; none if that was not measured."""

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from metricopt_ext.data.reading import HEADER as COLUMNS
 from metricopt_ext.experiment.page import Code, Figure, Folded, Page, Part, Points, Section, Table, Text
-from metricopt_ext.experiment.report import (
+from metricopt_ext.experiment.report import IN_USE, Report
+from metricopt_ext.experiment.report_text import (
     ELSEWHERE,
     GAINS,
-    IN_USE,
     LOSSES,
     MORE,
     MORE_HEADER,
@@ -20,7 +20,6 @@ from metricopt_ext.experiment.report import (
     RANKED,
     SPENT,
     UNITS,
-    Report,
 )
 from metricopt_ext.utils.files import to_json
 from metricopt_ext.utils.versions import versions

@@ -13,6 +13,7 @@ from metricopt_ext.experiment.method import METHODS
 from metricopt_ext.experiment.page import Page
 from metricopt_ext.experiment.report import Report
 from metricopt_ext.experiment.report_page import CAPTIONS, report_page
+from metricopt_ext.experiment.report_text import markdown, print_report
 from metricopt_ext.experiment.style import new_figure, save_figure
 from metricopt_ext.methods.more_inference import MoreInference
 
@@ -42,7 +43,7 @@ def test_the_page_has_the_digits_of_the_markdown(report: Callable[..., Report], 
     for record in made.records:
         record.correlations["cross-entropy"] = {"spearman": 0.75, "kendall": 0.5}
         record.queries.update(starts=3, search=record.outcomes["metricopt"][-1].queries_total - 3)
-    text, seen = made.markdown(), html(page(made).html())
+    text, seen = markdown(made), html(page(made).html())
     tables = markdown_tables(text)
     assert len(tables) == 4  # methods, queries, predictors, losses
     assert [table for table in seen.tables if table in tables] == [tables[0], tables[2], tables[3], tables[1]]
@@ -186,7 +187,7 @@ def test_a_run_without_f_has_a_page(report: Callable[..., Report], page: Any, ht
             object.__setattr__(record, name, value)
     seen = html(page(made).html())
     assert "There is no f: the metric never varied." in seen.texts("p")
-    assert "value function in use" not in made.markdown()
+    assert "value function in use" not in markdown(made)
 
 
 def test_what_it_cost_elsewhere_has_a_section(report: Callable[..., Report], page: Any, html: Any) -> None:
@@ -207,7 +208,7 @@ def test_what_more_inference_would_give_has_a_section(
 ) -> None:
     made = report(seeds=2)
     assert "More inference" not in html(page(made).html()).texts("h2")
-    assert "more inference" not in made.markdown().lower()
+    assert "more inference" not in markdown(made).lower()
     two = MoreInference(2.0, 1.5, {"size": 1.2}, {"size": (1.0, 1.2)}, 0.5, 0.625, 2, True, 3)
     six = MoreInference(6.0, 4.0, {"size": 1.4}, {"size": (1.0, 1.4), "flip": (False, True)}, 0.5, 0.75, 5, True, 3)
     none = MoreInference(6.0, 1.0, {"size": 1.0}, {}, 0.25, 0.25, 5, False, 6)
@@ -226,8 +227,8 @@ def test_what_more_inference_would_give_has_a_section(
     assert table[1:] == rows
     assert made.on_more().startswith("Asked of what was kept after the run, by 12 queries beyond its own;")
     assert f"{made.on_more()}." in seen.texts("p")
-    assert [table] == [each for each in markdown_tables(made.markdown()) if each[0][0] == "inference, at most"]
-    made.print()
+    assert [table] == [each for each in markdown_tables(markdown(made)) if each[0][0] == "inference, at most"]
+    print_report(made)
     said = " ".join(capsys.readouterr().out.split())
     assert "by 12 queries beyond its own" in said
     assert made.to_json()["more_inference"][1][0]["value"] == 0.25

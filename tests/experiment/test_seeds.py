@@ -8,6 +8,7 @@ import pytest
 from scipy.integrate import quad
 
 from metricopt_ext.experiment.report import Report
+from metricopt_ext.experiment.report_text import markdown, print_report
 from metricopt_ext.experiment.seeds import paired_interval, spread, standard_error
 
 
@@ -36,14 +37,14 @@ def test_one_seed_gives_no_interval(report: Callable[..., Report], capsys: pytes
     assert math.isnan(high)
     single = report({"pretrained": [0.5], "metricopt": [0.75]}, seeds=1)
     assert "MetricOpt against pretrained: +0.2500 on test (one seed, no interval)" in single.findings()
-    assert "One seed: " in single.markdown()
-    assert "1 seeds" not in single.markdown()
-    single.print()
+    assert "One seed: " in markdown(single)
+    assert "1 seeds" not in markdown(single)
+    print_report(single)
     shown = capsys.readouterr().out
     assert "accuracy (higher is better), 1 seed\n" in shown
     assert "±" not in shown
-    assert "interval [" not in single.markdown()
-    assert "±" not in single.markdown()
+    assert "interval [" not in markdown(single)
+    assert "±" not in markdown(single)
 
 
 def test_spread() -> None:

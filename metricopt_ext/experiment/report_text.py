@@ -1,0 +1,124 @@
+"""A run's report in Markdown and on the terminal, and its files."""
+
+from pathlib import Path
+
+from metricopt_ext.data.reading import HEADER as COLUMNS
+from metricopt_ext.experiment.report import IN_USE, Report
+from metricopt_ext.experiment.style import markdown_table, print_points, print_table
+from metricopt_ext.plain import in_markdown
+from metricopt_ext.utils.files import write_atomically, write_json
+from metricopt_ext.utils.words import counted
+
+GAINS = "MetricOpt's gains on test, paired by seed; positive is better"
+ELSEWHERE = "What it cost elsewhere: of the pretrained model, and of what the guard kept"
+QUANTITIES = ["quantity", "validation", "test", "subject to"]
+OVER = ["over", "gain", "95% interval", "shown"]
+# What the terminal does not show.
+MORE_NOTES = (
+    "seconds: wall-clock time, the mean over seeds; of a method that was interrupted, since it went on.",
+    "needs: of the data that the metric sees, the metric's scores alone, the inputs, or the labels too; another f: the"
+    " value function of another run; batch metric: the metric of any scores and labels, asked on training batches.",
+)
+SPENT = "MetricOpt's queries by what they were for"
+MORE = "What settings would give if inference took longer, on validation; what was kept stays"
+MORE_HEADER = ["inference, at most", "takes", "validation", "more than chance", "by"]
+GUARD_AND_F = "The guard and the value function f, means over seeds"
+PREDICTED = "How well the metric is predicted on points that it was not fitted to, where f is used"
+PREDICTORS = ["predictor", "Spearman", "mean absolute error, as a cost"]
+RANKED = (
+    "How well a loss ranks batches of test data, under every method's model, as the metric does (1: a lower loss always"
+    " is a better metric)"
+)
+LOSSES = ["loss", "Spearman", "Kendall"]
+UNITS = (
+    "Spearman's rank correlation is 1 for a perfect order and 0 for none. A cost is lower where the metric is better:"
+    " the metric mapped to [0, 1] by its bounds or, for one without bounds, itself with that sign."
+)
+
+
+def write(report: Report, folder: str | Path) -> list[Path]:
+    """Write report.json and report.md; returns their paths."""
+    paths = [Path(folder, "report.json"), Path(folder, "report.md")]
+    write_json(paths[0], report.to_json())
+    write_atomically(paths[1], markdown(report).encode())
+    return paths
+
+
+def markdown(report: Report) -> str:
+    """Return the content of report.md."""
+    lines = [
+        f"# {in_markdown(report.heading)}",
+        "",
+        in_markdown(report.verdict()),
+        "",
+        *markdown_table(*report.table()),
+        "",
+        *(f"- {in_markdown(line)}" for line in (*report.notes(), *MORE_NOTES)),
+        "",
+        f"{GAINS}:",
+        "",
+        *(f"- {in_markdown(line)}" for line in report.on_gains()),
+        "",
+        *_elsewhere_in_markdown(report),
+        f"{GUARD_AND_F}:",
+        "",
+        *(f"- {in_markdown(line)}" for line in (*report.on_guard(), *report.on_f())),
+        "",
+        *_more_in_markdown(report),
+        f"{SPENT}:",
+        "",
+        *markdown_table(*report.spent()),
+        "",
+        in_markdown(report.computed_on()),
+        "",
+    ]
+    said, columns = report.read()
+    if said:
+        lines += [f"{in_markdown(said)}.", "", *([*markdown_table(COLUMNS, columns), ""] if columns else [])]
+    if predictors := [(f"**{name}**" if name == IN_USE else name, *row) for name, *row in report.predictors()]:
+        lines += [f"{PREDICTED}:", "", *markdown_table(PREDICTORS, predictors), ""]
+    if losses := report.losses():
+        lines += [f"{RANKED}:", "", *markdown_table(LOSSES, losses), ""]
+    return "\n".join([*lines, UNITS, ""])
+
+
+def _elsewhere_in_markdown(report: Report) -> list[str]:
+    rows = report.elsewhere()
+    said = [f"- {in_markdown(line)}" for line in report.on_constraints()]
+    return [f"{ELSEWHERE}:", "", *markdown_table(QUANTITIES, rows), "", *said, *([""] if said else [])] if rows else []
+
+
+def _more_in_markdown(report: Report) -> list[str]:
+    rows = report.more()
+    said = [f"{MORE}:", "", *markdown_table(MORE_HEADER, rows), "", f"{in_markdown(report.on_more())}.", ""]
+    return said if rows else []
+
+
+def print_report(report: Report) -> None:
+    """Print the tables and the findings."""
+    header, rows = report.table()
+    print_table(
+        header[:-2],  # seconds would not fit into 80 columns; report.md has them
+        [row[:-2] for row in rows],
+        title=f"{report.heading}, {counted(len(report.records), 'seed')}",
+        bold=[i for i, name in enumerate(report.methods) if name == "metricopt"],
+    )
+    print()
+    print_points(report.notes())
+    print()
+    said, columns = report.read()
+    if said:
+        print_points([f"{said}."])
+        print()
+    if columns:
+        print_table(COLUMNS, columns, left=len(COLUMNS))
+        print()
+    print_table(OVER, report.gains(), title=GAINS)
+    print()
+    if elsewhere := report.elsewhere():
+        print_table(QUANTITIES, elsewhere, title=ELSEWHERE)
+        print()
+    if more := report.more():
+        print_table(MORE_HEADER, more, title=MORE)
+        print()
+    print_points([*report.on_constraints(), *report.on_guard(), *([report.on_more()] if more else []), *report.on_f()])
