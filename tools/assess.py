@@ -26,8 +26,8 @@ from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.style import direction, print_points
 from metricopt_ext.methods.assess import assess
 from metricopt_ext.methods.assessment import QUERIES, Assessment
-from metricopt_ext.methods.run_folder import QUERIES as OPEN
 from metricopt_ext.methods.run_folder import open_run
+from metricopt_ext.methods.run_identity import QUERIES as OPEN
 from metricopt_ext.plain import plain
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import sole_writer

@@ -13,7 +13,8 @@ from metricopt_ext.errors import BudgetError, MetricError
 from metricopt_ext.methods.guard import CONFIDENCE, deviates
 from metricopt_ext.methods.holdout import check_holdout, confirmed
 from metricopt_ext.methods.result import Own, Result
-from metricopt_ext.methods.run_folder import HOLDOUT, RunFolder, identity_of, settled
+from metricopt_ext.methods.run_folder import HOLDOUT, RunFolder, settled
+from metricopt_ext.methods.run_identity import identity_of
 from metricopt_ext.methods.searched import runner_of
 from metricopt_ext.methods.starts import all_starts
 from metricopt_ext.methods.strategy import Context, LearningStrategy, check_constraints, sized

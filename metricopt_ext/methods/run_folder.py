@@ -1,49 +1,31 @@
-"""What a run keeps in its folder so that it can be resumed: its identity, trajectories and evaluations."""
+"""What a run keeps in its folder so that it can be resumed: trajectories and evaluations, under its identity."""
 
-import json
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from torch import nn
-
-from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.attach import load_adapter
-from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.model_card import write_card
 from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.tuned_settings import shown
+from metricopt_ext.methods.run_identity import FORMAT, claim_open
 from metricopt_ext.runtime import distributed
-from metricopt_ext.runtime.identity import (
-    Held,
-    claim,
-    fingerprint,
-    fingerprint_of_code,
-    fingerprint_of_files,
-    sole_writer,
-)
+from metricopt_ext.runtime.identity import Held, fingerprint_of_files, sole_writer
 from metricopt_ext.tasks.cached_metric import CachedMetric
-from metricopt_ext.tasks.inference_file import INFERENCE, changed_inference, save_inference
+from metricopt_ext.tasks.inference_file import INFERENCE, save_inference
 from metricopt_ext.tasks.kept_evaluations import KeptEvaluations
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.population import Population
-from metricopt_ext.tasks.settings import Settings, Value
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import TRAJECTORIES, TrajectoryStore
-from metricopt_ext.utils.files import read_json, remove_unfinished, to_json, write_json
+from metricopt_ext.utils.files import read_json, remove_unfinished
 
 IDENTITY, EVALUATIONS, HOLDOUT = "identity.json", "evaluations.json", "holdout.json"
 ADAPTER = "adapter.safetensors"  # written last: it says that a run has finished
 SETTINGS, SEEDS = "run.json", "seed-*"  # of a tool's run, and its seeds' folders
-QUERIES = "queries"  # the key of an identity that an assessment leaves open
 JOINT_TRAINING = "joint_training.safetensors"
-
-FORMAT = 7  # of what is kept: a folder of another format is not resumed
 CONTENT = "content of the data's files"  # beside the settings
 
 # Settings of a tool's run that may change on resuming: which seeds to run, and how.
@@ -219,175 +201,6 @@ def _refuse_nameless(path: Path) -> None:
     )
 
 
-def load_run(model: nn.Module, folder: str | Path, settings: Settings | None = None) -> Adapter:
-    """Attach what a finished run kept to a model: phi, and what the start replaced that it belongs to.
-
-    Settings of inference are no part of an adapter. With ``settings`` they are set on the model for good, as far as it
-    can hold them (`Settings.set_on`); a UserWarning has a sentence with code for the rest. What was free is the
-    metric's alone, and stays as it is. Without ``settings`` a UserWarning says which the run kept, if others than the
-    model's own, and how they are put to use.
-
-    Args:
-        model: The bare model, with the weights that the run was given; a UserWarning says if it has others. Of a tool's
-            run these are the weights that the tool trained or loaded for the seed.
-        folder: An ``output_dir`` of `optimize_metric`; the output folder of a tool that ran one seed, or a seed's own
-            folder in it; or the ``OUTPUT_DIR`` of a search with Detectron2.
-        settings: Settings of inference, made of this model as for the run.
-
-    Raises:
-        FileFormatError: The folder holds no run, an unfinished one or several seeds; the message says which files are
-            missing, or which folders there are. Or one of its files is corrupt, or ``settings`` are given of a run that
-            tuned none.
-        AdapterError: The adapter does not fit the model (see `load_adapter`). The model is then as it was.
-        ValueError: ``settings`` lacks one that the run kept, or has another default for it than the run's model had.
-
-    Example:
-        >>> adapter = load_run(model, "out/seed-0")  # doctest: +SKIP
-    """
-    finished = _finished(Path(folder))
-    # First: of a damaged file the model gets nothing.
-    said, values = (_settings_beside(finished), {}) if settings is None else ("", _values_of(finished, settings))
-    adapter = load_adapter(model, finished / ADAPTER)
-    if settings is not None:
-        said = settings.set_on(model, values)
-    if said:
-        warnings.warn(said, stacklevel=2)
-    return adapter
-
-
-def _settings_beside(finished: Path) -> str:
-    """Say which settings of inference a run kept that no model holds; empty if there are none."""
-    file = finished / INFERENCE
-    if not file.exists():
-        return ""
-    try:
-        changed = changed_inference(file)
-    except ModuleNotFoundError as error:  # a run needs no package to write them
-        return f"{file} has settings of inference, and no one can tell which without {error.name}: install it"
-    if not changed:
-        return ""
-    changes = ", ".join(f"{name} {shown(old)} -> {shown(new)}" for name, (old, new) in changed.items())
-    return (
-        f"{finished} was tuned with settings of inference that the model does not hold: {changes}; put them to use"
-        f" by settings.applied(mo.load_inference({str(file)!r})), of the Settings that the run had, or give these to"
-        " load_run, settings=, which sets what the model can hold"
-    )
-
-
-def _values_of(finished: Path, settings: Settings) -> dict[str, Value]:
-    """Return the settings that a run kept, other than the model's own; those of the given Settings.
-
-    Raises:
-        ValueError: These lack one, or have another default.
-    """
-    file = finished / INFERENCE
-    if not file.exists():
-        raise FileFormatError(f"{finished} has no {INFERENCE}, as its run tuned no settings; leave settings out")
-    changed = changed_inference(file)
-    settings.check({name: value for name, (_, value) in changed.items()})
-    for name, (default, _) in changed.items():
-        if default != (own := settings[name].default):
-            raise ValueError(
-                f"{file}: {name} was {shown(default)} by default, and is {shown(own)} by the given settings; make them"
-                " of the model as the run had it"
-            )
-    return {name: value for name, (_, value) in changed.items()}
-
-
-def _finished(folder: Path) -> Path:
-    """Return the folder of the one run that a folder holds, which must have finished."""
-    if (folder / ADAPTER).exists():
-        return folder
-    seeds = sorted((each for each in folder.glob(SEEDS) if each.is_dir()), key=lambda each: (len(each.name), each.name))
-    if len(seeds) > 1:
-        names = ", ".join(
-            each.name if (each / ADAPTER).exists() else f"{each.name} (no {ADAPTER} yet)" for each in seeds
-        )
-        raise FileFormatError(f"{folder} holds several seeds, each with a model of its own; name one of {names}")
-    known = any((folder / name).exists() for name in (IDENTITY, SETTINGS, TRAJECTORIES, EVALUATIONS))
-    if not seeds and not known and (folder / "search").is_dir():  # as Detectron2's tools name it
-        seeds = [folder / "search"]
-    if seeds:
-        return _finished(seeds[0])
-    if not known and not (folder.match(SEEDS) and folder.is_dir()):
-        raise FileFormatError(f"{folder} holds no run: it has neither {IDENTITY} nor folders {SEEDS}")
-    raise FileFormatError(
-        f"{folder} holds an unfinished run: {ADAPTER}, which is written last, is missing; finish it with the arguments"
-        " of before and resume=True, or --resume of a tool"
-    )
-
-
-class Described(Protocol):
-    """A strategy that tells what a run of it depends on."""
-
-    def identity(self) -> dict[str, Any]:
-        """Return that as JSON."""
-        ...
-
-
-def identity_of(
-    strategy: Described,
-    task: FinetuneTask,
-    starts: Mapping[str, Start | StartLine],
-    *,
-    seed: int,
-    size: dict[str, int],
-) -> dict[str, Any]:
-    """Return what a run depends on, to tell it from other runs.
-
-    Args:
-        strategy: The learner or search.
-        task: Its model's weights count, so a retrained model makes another run.
-        starts: What a guided search may begin from.
-        seed: The run's seed.
-        size: Sizes that follow from the budget: the tasks of a round, or the queries of a search.
-    """
-    settings = strategy.identity()
-    if starts:
-        settings["starts"] = {name: _identity_of_start(each) for name, each in starts.items()}
-    return {**settings, **size, **identity_of_task(task, seed)}
-
-
-def _identity_of_start(start: Start | StartLine) -> Any:
-    if isinstance(start, StartLine):
-        return [start.low, start.high, *start.first, *(each.digest for each in start.ends)]
-    return [start.digest, dict(start.settings)] if start.settings else start.digest
-
-
-def identity_of_task(task: FinetuneTask, seed: int) -> dict[str, Any]:
-    """Return what any run on a task depends on, whatever its method.
-
-    It is the format of what is kept, seed, metric, adapter and weights; of loss, labels and batches it is the loss of
-    the first one, and of the metric's function its own code. Data that the metric alone sees is not looked at.
-    """
-    metric = task.metric
-    with task.adapter.applied(Start(task.origin())), task.keeping_weights():
-        first_loss = task.first_loss(seed)
-    return {
-        "format": FORMAT,
-        "seed": seed,
-        **({} if isinstance(task.population, Population) else {"population": task.at_once}),  # or see `settled`
-        "metric": [metric.name, metric.maximize, metric.bounds],  # stored costs depend on the last two
-        "repeats": metric.repeats,
-        **({"classes are new": True} if metric.new_classes else {}),
-        "code of the metric": fingerprint_of_code(metric.function),
-        "adapter": task.adapter.signature.to_json(),
-        "weights": fingerprint(task.adapter.base_state_dict()),
-        "loss of the first batch": first_loss,
-        **({} if not metric.subject_to else {"subject to": bounded(metric)}),
-        **({} if task.gradients is None else {"gradients": fingerprint({"gradients": task.gradients})}),
-        **({} if task.settings is None else {"settings of inference": task.settings.identity()}),
-    }
-
-
-def bounded(metric: Metric) -> dict[str, list[str]]:
-    """Return what a metric is subject to by name, each with the digest of the function that tells it, if one does."""
-    return {
-        name: [text, *([fingerprint_of_code(metric.also[name])] if name in metric.also else [])]
-        for name, text in metric.subject_to.items()
-    }
-
-
 def settled(task: FinetuneTask, identity: dict[str, Any], folder: str | Path | None) -> FinetuneTask:
     """Return a task with the population that its run has, which the identity gets too.
 
@@ -415,28 +228,6 @@ def settled(task: FinetuneTask, identity: dict[str, Any], folder: str | Path | N
     population = distributed.on_first(kept)
     identity["population"] = int(population)
     return task.with_population(int(population), population.why)
-
-
-def claim_open(file: Path, identity: dict[str, Any]) -> None:
-    """Claim a folder as `claim` does, where an assessment leaves open how many queries its run will have.
-
-    A run goes on with an assessment's folder and says it; an assessment finds what it needs in a run's.
-
-    Args:
-        file: The identity's.
-        identity: Without `QUERIES` of an assessment.
-
-    Raises:
-        FileFormatError: The folder belongs to a run with other settings.
-    """
-    kept = read_json(file) if file.exists() else None
-    if not isinstance(kept, dict) or (QUERIES in kept) == (QUERIES in identity):
-        claim(file, identity)
-    elif QUERIES in kept:
-        claim(file, {**identity, QUERIES: kept[QUERIES]})
-    else:
-        claim(file, {key: value for key, value in identity.items() if key != QUERIES})
-        write_json(file, json.loads(to_json(identity)))
 
 
 def open_run(folder: Path, settings: dict[str, Any], resume: bool, files: Sequence[Path] = ()) -> None:

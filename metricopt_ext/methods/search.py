@@ -13,7 +13,8 @@ from metricopt_ext.errors import BudgetError, MetricError
 from metricopt_ext.methods.guard import CONFIDENCE, deviates
 from metricopt_ext.methods.new_classes import held_back
 from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.run_folder import RunFolder, identity_of, settled
+from metricopt_ext.methods.run_folder import RunFolder, settled
+from metricopt_ext.methods.run_identity import identity_of
 from metricopt_ext.methods.starts import all_starts
 from metricopt_ext.methods.strategy import check_strategy, sized
 from metricopt_ext.methods.trials import Trials

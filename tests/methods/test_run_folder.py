@@ -1,32 +1,23 @@
 """What a run keeps in its folder."""
 
 import json
-import sys
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.run_folder import FORMAT, IDENTITY, claim_open, identity_of, load_run, open_run, settled
-from metricopt_ext.methods.search import Search
+from metricopt_ext.methods.run_folder import IDENTITY, open_run, settled
+from metricopt_ext.methods.run_identity import FORMAT
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.tasks.inference_file import load_inference
-from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.population import Population
-from metricopt_ext.tasks.settings import Setting, Settings
 
 
 def test_a_run_folder_is_not_mixed(tmp_path: Path) -> None:
@@ -48,23 +39,6 @@ def test_a_run_folder_is_not_mixed(tmp_path: Path) -> None:
         "queries": 600,
         "recipe": {"steps": 50},
     }
-
-
-def test_an_assessment_leaves_the_number_of_queries_open(tmp_path: Path) -> None:
-    file, settings = tmp_path / "identity.json", {"search": "guided", "seed": 3}
-    claim_open(file, settings)
-    assert json.loads(file.read_text()) == settings
-    with pytest.raises(FileFormatError, match="seed was 3, now 4"):
-        claim_open(file, {"search": "guided", "queries": 60, "seed": 4})
-    claim_open(file, {"search": "guided", "queries": 60, "seed": 3})
-    claim_open(tmp_path / "alone.json", {"search": "guided", "queries": 60, "seed": 3})
-    assert file.read_bytes() == (tmp_path / "alone.json").read_bytes()
-    claim_open(file, settings)  # another assessment needs no number, and changes none
-    with pytest.raises(FileFormatError, match="queries was 60, now 61"):
-        claim_open(file, {"search": "guided", "queries": 61, "seed": 3})
-    with pytest.raises(FileFormatError, match="seed was 3, now 4"):
-        claim_open(file, {"search": "guided", "seed": 4})
-    assert file.read_bytes() == (tmp_path / "alone.json").read_bytes()
 
 
 def test_a_run_is_not_resumed_on_other_data(tmp_path: Path) -> None:
@@ -115,164 +89,6 @@ def test_a_run_of_another_format_is_not_resumed(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"queries": 600}')
     with pytest.raises(FileFormatError, match=f"holds another run: format was None, now {FORMAT}"):
         open_run(tmp_path, {"queries": 600}, resume=True)
-
-
-@pytest.mark.parametrize("strategy", [CMAES(), Recipe(steps=5, evals=3), GuidedTrustRegion()])
-def test_identity_does_not_depend_on_where_code_is(quadratic: Callable[..., Any], strategy: Any) -> None:
-    text = str(identity_of(strategy, quadratic(), {}, seed=0, size={}))
-    assert "metricopt_ext." not in text
-    assert "0x" not in text
-
-
-def test_another_line_is_another_run(quadratic: Callable[..., Any], tmp_path: Path) -> None:
-    """What it is at both ends and in the middle counts, and where it ends."""
-    way = torch.tensor([1.0, 0, 0, 0]).double()
-
-    def line(power: int = 1, scale: float = 1.0, high: float = 1.0) -> StartLine:
-        return StartLine(lambda t: Start(scale * t**power * way), 0.0, high)
-
-    lines = [line(), line(), line(power=2), line(scale=2.0), line(high=2.0)]
-    found = [str(identity_of(GuidedTrustRegion(), quadratic(), {"along": each}, seed=0, size={})) for each in lines]
-    assert found[0] == found[1]
-    assert len(set(found)) == 4
-    task, again = quadratic(), quadratic()
-    optimize_metric(task, queries=20, starts={"along": lines[0]}, output_dir=tmp_path, callback=Callback())
-    with pytest.raises(FileFormatError, match=r"holds another run: starts\.along was"):
-        optimize_metric(
-            again, queries=20, starts={"along": lines[2]}, output_dir=tmp_path, resume=True, callback=Callback()
-        )
-    assert again.queries == 0
-
-
-def test_a_finished_run_is_loaded_and_an_unfinished_one_says_what_it_lacks(
-    quadratic: Callable[..., Any], tmp_path: Path
-) -> None:
-    kept, folder = quadratic(), tmp_path / "out" / "seed-3"
-    optimize_metric(kept, queries=30, output_dir=folder, callback=Callback())
-    for each in (folder, tmp_path / "out"):  # a seed, and the tool's folder that has it alone
-        assert torch.equal(load_run(quadratic().adapter.remove(), each).phi, kept.adapter.phi)
-    (tmp_path / "out" / "seed-11").mkdir()
-    with pytest.raises(FileFormatError, match=r"several seeds, .* seed-3, seed-11 \(no adapter\.safetensors yet\)"):
-        load_run(quadratic().adapter.remove(), tmp_path / "out")
-    (folder / "adapter.safetensors").unlink()
-    with pytest.raises(FileFormatError, match=r"unfinished run: adapter\.safetensors, .* --resume"):
-        load_run(quadratic().adapter.remove(), folder)
-    with pytest.raises(FileFormatError, match=r"holds no run: it has neither identity\.json"):
-        load_run(quadratic().adapter.remove(), tmp_path / "nothing")
-
-
-def test_settings_of_inference_are_beside_the_adapter_and_loading_says_so(
-    quadratic: Callable[..., Any], tmp_path: Path
-) -> None:
-    now = {"size": 1.0, "flip": False}
-
-    @contextmanager
-    def apply(values: dict[str, Any]) -> Iterator[None]:
-        before = dict(now)
-        now.update(values)
-        yield
-        now.update(before)
-
-    sizes, flips = (
-        Setting("size", values=(1.0, 2.0, 4.0), default=1.0),
-        Setting("flip", values=(False, True), default=False),
-    )
-
-    def task(gain: float) -> Any:
-        made = quadratic()
-        metric = Metric(
-            lambda model: made.distance(model) - gain * now["size"], maximize=False, bounds=None, name="distance"
-        )
-        return replace(made, metric=metric, settings=Settings([sizes, flips], apply))
-
-    result = optimize_metric(task(gain=1.0), queries=30, output_dir=tmp_path / "a", callback=Callback())
-    assert result.settings is not None
-    assert load_inference(tmp_path / "a") == result.settings.after == {"size": 4.0, "flip": False}
-    said = (
-        r"settings of inference that the model does not hold: size 1 -> 4; put .*load_inference\('.*inference\.yaml'\)"
-    )
-    with pytest.warns(UserWarning, match=said):
-        load_run(quadratic().adapter.remove(), tmp_path / "a")
-    with Search(task(gain=-1.0), queries=30, output_dir=tmp_path / "b") as search:
-        while trials := search.ask(8):
-            for trial in trials:
-                with trial.applied() as model:
-                    search.tell(trial.id, task(gain=-1.0).metric.function(model))
-        search.result()
-    assert load_inference(tmp_path / "b") == {"size": 1.0, "flip": False}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        load_run(quadratic().adapter.remove(), tmp_path / "b")
-
-
-def test_settings_are_set_on_a_model_that_can_hold_them(quadratic: Callable[..., Any], tmp_path: Path) -> None:
-    def settings(model: Any, default: float = 1.0, **options: Any) -> Settings:
-        size = Setting("size", values=(1.0, 2.0, 4.0), default=default)
-        many = Setting("many", values=(1, 300), default=1)
-
-        def set_on(model: Any, values: dict[str, Any]) -> str:
-            model.size = values.pop("size")
-            return f"left is {values}" if values else ""
-
-        @contextmanager
-        def apply(values: dict[str, Any]) -> Iterator[None]:
-            model.size = values["size"]
-            yield
-            model.size = 1.0
-
-        return Settings([size, many], apply, set_on=set_on, **options)
-
-    def finished(folder: Path, **options: Any) -> None:
-        made = quadratic()
-        model = made.adapter.model
-        model.size = 1.0
-        metric = Metric(lambda model: made.distance(model) - model.size, maximize=False, bounds=None, name="distance")
-        task = replace(made, metric=metric, settings=settings(model, **options))
-        optimize_metric(task, queries=30, output_dir=folder, callback=Callback())
-
-    finished(tmp_path / "a", alone=["size"], free={"many": 300})
-    assert load_inference(tmp_path / "a") == {"size": 4.0, "many": 300}
-    assert not hasattr(quadratic().adapter.remove(), "size")
-    model = quadratic().adapter.remove()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        adapter = load_run(model, tmp_path / "a", settings(model, free={"many": 300}))
-    assert (adapter.model is model, model.size) == (True, 4.0)
-    model = quadratic().adapter.remove()
-    with pytest.warns(UserWarning, match=r"^left is {'many': 300}$"):
-        load_run(model, tmp_path / "a", settings(model))
-    assert model.size == 4.0
-    model = quadratic().adapter.remove()
-    with pytest.raises(ValueError, match=r"yaml: size was 1 by default, and is 2 by the given settings; make"):
-        load_run(model, tmp_path / "a", settings(model, default=2.0))
-    with pytest.raises(ValueError, match="there is no setting 'size'"):
-        load_run(model, tmp_path / "a", Settings([Setting("k", 1, 2, default=1)], lambda values: nullcontext()))
-    assert not hasattr(model, "metricopt")
-    optimize_metric(quadratic(), queries=30, output_dir=tmp_path / "b", callback=Callback())
-    with pytest.raises(FileFormatError, match="as its run tuned no settings; leave settings out"):
-        load_run(model, tmp_path / "b", settings(model))
-
-
-def test_settings_are_written_without_packages_and_loading_says_what_it_lacks(
-    quadratic: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = Settings(
-        [Setting("size", values=(1, 2), default=1)], lambda values: nullcontext(), free={"size": 2}, queries=0
-    )
-    with monkeypatch.context() as without:
-        for module in ("omegaconf", "yaml"):
-            without.setitem(sys.modules, module, None)
-        task = replace(quadratic(), settings=settings)
-        optimize_metric(task, queries=30, output_dir=tmp_path, callback=Callback())
-        with pytest.warns(UserWarning, match="has settings of inference, and no one can tell which without omegaconf"):
-            load_run(quadratic().adapter.remove(), tmp_path)
-    assert load_inference(tmp_path) == {"size": 2}
-    assert 'for deployment keep the default: "size"' in (tmp_path / "inference.yaml").read_text()
-    (tmp_path / "inference.yaml").write_text("size: 2")
-    model = quadratic().adapter.remove()
-    with pytest.raises(FileFormatError, match="a setting must have a name"):
-        load_run(model, tmp_path)
-    assert not hasattr(model, "metricopt")
 
 
 def test_only_a_recipe_s_run_has_trajectories(quadratic: Callable[..., Any], tmp_path: Path) -> None:

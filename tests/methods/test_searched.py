@@ -16,9 +16,9 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import FileFormatError, MetricError
+from metricopt_ext.methods.finished_run import load_run
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.run_folder import load_run
 from metricopt_ext.methods.searched import search_results
 from metricopt_ext.methods.start_lines import line_between
 from metricopt_ext.methods.starts import batchnorm_start
