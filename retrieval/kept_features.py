@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.affine import weight_of
 from metricopt_ext.adapters.before_phi import cut_before_phi, why_uncut
 from metricopt_ext.adapters.calls import CONVOLUTIONS
-from metricopt_ext.adapters.modulation import weight_of
 from metricopt_ext.adapters.sequence import Cut, attributes_of, modules_of, run
 from metricopt_ext.data.parts import part_size
 from metricopt_ext.errors import AdapterError

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter, refuse_wrapper
 from metricopt_ext.adapters.adapter_file import MATRIX, Described, read_adapter
+from metricopt_ext.adapters.affine import affine, channel_axis, weight_of
 from metricopt_ext.adapters.calls import CONVOLUTIONS, Calls, calls_on
 from metricopt_ext.adapters.foreign_norms import scales_alone, weight_offset
 from metricopt_ext.adapters.ingredients import Ingredients
@@ -30,9 +31,6 @@ from metricopt_ext.adapters.modulation import (
     Modulation,
     OutputOffsets,
     Scale,
-    affine,
-    channel_axis,
-    weight_of,
 )
 from metricopt_ext.adapters.pinned import enter_eval, mode_dependent, pin_to_eval
 from metricopt_ext.adapters.signature import Outputs

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.adapters.modulation import along, channel_axis, output_of
+from metricopt_ext.adapters.affine import channel_axis, output_of
+from metricopt_ext.adapters.modulation import along
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.seeding import generator, seeded_streams

@@ -4,9 +4,9 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from metricopt_ext.adapters.affine import TOOLKIT_NORMS, is_affine, weight_of
 from metricopt_ext.adapters.calls import CONVOLUTIONS, Calls, may_give_logits
 from metricopt_ext.adapters.foreign_norms import is_foreign_norm, scales_alone, weight_offset
-from metricopt_ext.adapters.modulation import TOOLKIT_NORMS, is_affine, weight_of
 from metricopt_ext.adapters.wrappers import bare_name
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.utils.words import nearest, shortened

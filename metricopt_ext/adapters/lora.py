@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.adapters.modulation import Context, Modulation, weight_of
+from metricopt_ext.adapters.affine import weight_of
+from metricopt_ext.adapters.modulation import Context, Modulation
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.utils.words import shortened
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.affine import weight_of
 from metricopt_ext.adapters.attach import attach_film, attach_outputs
-from metricopt_ext.adapters.modulation import FiLM, weight_of
+from metricopt_ext.adapters.modulation import FiLM
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.errors import AdapterError, ConfigError
 from metricopt_ext.utils.checkpoint_file import CheckpointFile
