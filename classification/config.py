@@ -21,9 +21,9 @@ from metricopt_ext.classification.published import published
 from metricopt_ext.classification.targets import KINDS
 from metricopt_ext.data.named_model import NamedModelConfig
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.experiment.brought_sections import brought_by, either
 from metricopt_ext.experiment.config_sections import AdapterConfig, ShiftConfig, TrainingConfig, check_at_least
 from metricopt_ext.experiment.method import METHODS, siblings_of
-from metricopt_ext.experiment.method_config import brought_by, either
 from metricopt_ext.experiment.run_config import MEMORY_GIB, RunConfig, memory_of
 from metricopt_ext.experiment.siblings import SiblingsConfig
 from metricopt_ext.tasks.besides import BesidesConfig

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metricopt_ext.data.images import MAX_PIXELS, load_image_folder
+from metricopt_ext.data.decoding import MAX_PIXELS
+from metricopt_ext.data.images import load_image_folder
 from metricopt_ext.data.label_parts import label_parts
 from metricopt_ext.data.labelled import MAX_BYTES, Labelled, Split, Unscaled
 from metricopt_ext.data.precision import check_told_apart

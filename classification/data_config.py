@@ -6,8 +6,8 @@ from metricopt_ext.classification.tables import read_csv
 from metricopt_ext.data.images import ImageSize, centre_crop
 from metricopt_ext.data.own_parts import given_parts
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.experiment.brought_sections import either
 from metricopt_ext.experiment.config_sections import check_at_least
-from metricopt_ext.experiment.method_config import either
 from metricopt_ext.utils.config import MISSING, default_of
 
 TABLE = "csv"  # the data.name that brings the keys of a table

@@ -38,12 +38,12 @@ from metricopt_ext.classification.settings import classification_settings
 from metricopt_ext.classification.split_metric import batch_metric, check_part, model_metric, value_of
 from metricopt_ext.classification.splits import load_splits, target_in
 from metricopt_ext.classification.targets import Target, matching_offsets
-from metricopt_ext.data.images import jitter
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.parts import large_parts, part_size
 from metricopt_ext.data.rare import Rare, rare_groups
 from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.data.training import train_supervised
+from metricopt_ext.data.variation import jitter
 from metricopt_ext.experiment.baselines import at_each_budget, ending_at
 from metricopt_ext.experiment.bootstrap import error_of, within_groups
 from metricopt_ext.experiment.correlation import CorrelationReport, correlation_report

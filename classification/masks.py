@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.classification.targets import IGNORED
-from metricopt_ext.data.images import MAX_PIXELS, SUFFIXES, opened, read_images, reader
+from metricopt_ext.data.decoding import MAX_PIXELS, opened
+from metricopt_ext.data.images import SUFFIXES, read_images, reader
 from metricopt_ext.data.labelled import MAX_BYTES, Labelled, check_bytes
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import existing

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.data.archives import MEMBER_BYTES, open_zip
-from metricopt_ext.data.images import MAX_PIXELS, decoded, opened, upright
+from metricopt_ext.data.decoding import MAX_PIXELS, decoded, opened, upright
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import read_bounded
 from metricopt_ext.utils.words import brief

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from metricopt_ext.data.images import MAX_PIXELS
+from metricopt_ext.data.decoding import MAX_PIXELS
 from metricopt_ext.detection.matching import Found, Pairs, Things
 from metricopt_ext.detection.tables import KINDS, Booleans, Floats, Integers, Kind
 from metricopt_ext.errors import DataError

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metricopt_ext.data.archives import ZipReader
-from metricopt_ext.data.images import MAX_PIXELS
+from metricopt_ext.data.decoding import MAX_PIXELS
 from metricopt_ext.data.labelled import MAX_BYTES, check_bytes
 from metricopt_ext.data.streamed import Reading, threads
 from metricopt_ext.detection.records import Annotated, DetectionSet

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from metricopt_ext.data.images import MAX_PIXELS, Limits, load_image_folder, read_images, reader
+from metricopt_ext.data.decoding import MAX_PIXELS
+from metricopt_ext.data.images import Limits, load_image_folder, read_images, reader
 from metricopt_ext.data.labelled import MAX_BYTES, Labelled, Split
 from metricopt_ext.data.splits import PARTS, Splits, check_fractions
 from metricopt_ext.errors import DataError

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.data.halves import class_draws
-from metricopt_ext.data.images import jitter
 from metricopt_ext.data.parts import large_parts
 from metricopt_ext.data.rare import Rare, rare_groups
 from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.data.training import train_supervised
+from metricopt_ext.data.variation import jitter
 from metricopt_ext.experiment.baselines import at_start
 from metricopt_ext.experiment.bootstrap import error_of, jackknife_error, of_groups
 from metricopt_ext.experiment.experiment import Experiment, State, Subject

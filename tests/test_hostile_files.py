@@ -40,7 +40,8 @@ from metricopt_ext.classification.tables import load_csv
 from metricopt_ext.comparison import comparison, comparison_content, comparison_report
 from metricopt_ext.comparison.joined import joined
 from metricopt_ext.data.arrays import read_array
-from metricopt_ext.data.images import MAX_PIXELS, Limits, load_image_folder
+from metricopt_ext.data.decoding import MAX_PIXELS
+from metricopt_ext.data.images import Limits, load_image_folder
 from metricopt_ext.data.parquet import parquet_cells
 from metricopt_ext.data.training_state import TrainingState
 from metricopt_ext.detection.coco import read_coco, read_detections

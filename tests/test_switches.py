@@ -11,8 +11,9 @@ import pytest
 
 from metricopt_ext.classification.data_config import DATA, KINDS_OF_DATA
 from metricopt_ext.detection.config import DATA as DETECTION_DATA
+from metricopt_ext.experiment.brought_sections import section_of
 from metricopt_ext.experiment.cli import TASKS, experiment_of
-from metricopt_ext.experiment.method_config import METHODS, section_of
+from metricopt_ext.experiment.method_config import METHODS
 from metricopt_ext.utils.config import is_optional_section, known_keys
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,31 +1,26 @@
-"""Images with class labels: read from folders and zip files, and varied for training."""
+"""Images with class labels, read from folders and zip files."""
 
 import hashlib
-import io
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from metricopt_ext.data.archives import MEMBER_BYTES, ZipReader, open_zip
+from metricopt_ext.data.decoding import MAX_PIXELS, TWELVE, Mode, decoded, opened
 from metricopt_ext.data.labelled import MAX_BYTES, Labelled, check_bytes
 from metricopt_ext.data.streamed import StreamedImages, as_inputs
-from metricopt_ext.errors import DataError, MetricOptError
+from metricopt_ext.errors import DataError
 from metricopt_ext.utils.checks import check_at_least
 from metricopt_ext.utils.files import existing, read_bounded, walked
 from metricopt_ext.utils.words import brief, counted
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 Array = npt.NDArray[Any]
 
@@ -37,36 +32,11 @@ class Limits(TypedDict):
     max_pixels: int
 
 
-Mode = Literal["RGB", "L"]
 ImageSize = int | tuple[int, int] | Callable[[Any], Any]  # the last takes and returns a PIL image
-
-# Most pixels of one picture, unless a caller allows more; decoding takes up to 12 bytes for each. A
-# camera's have up to 100 million; PIL itself refuses twice its 89 million.
-MAX_PIXELS = 50_000_000
-
-# What PIL may take a file for, whatever its name is: all that are decoded within PIL. It would run Ghostscript on EPS.
-FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-
-# How `PIL.Image.Transpose` turns a picture upright, by its EXIF orientation.
-_TURNS = {
-    2: "FLIP_LEFT_RIGHT",
-    3: "ROTATE_180",
-    4: "FLIP_TOP_BOTTOM",
-    5: "TRANSPOSE",
-    6: "ROTATE_270",
-    7: "TRANSVERSE",
-    8: "ROTATE_90",
-}
 
 SUFFIXES = (
     *(".bmp", ".dib", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tif"),
     *(".tiff", ".webp"),
-)
-
-# What is lost of pictures of 12 bits, as of medical scanners, that were saved as if they had 16.
-_TWELVE = (
-    "with 16 bits all values are below 4096, so 16 shades are left; scale them to 65535, or save them with 8 bits per"
-    " channel"
 )
 
 # What systems put into folders, besides hidden files.
@@ -297,117 +267,6 @@ def centre_crop(size: int, crop: int) -> Callable[[Any], Any]:
     return cut
 
 
-@contextmanager
-def opened(content: bytes, max_pixels: int = MAX_PIXELS) -> Iterator["Image.Image"]:
-    """Open an image of one of `FORMATS`, not yet decoded, to decode it (`decoded`).
-
-    Args:
-        content: The file's.
-        max_pixels: Most pixels that it may have.
-
-    Raises:
-        DataError: It is no such image, can't be decoded, or has more pixels; the message does not name the file.
-    """
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            pixels = image.width * image.height
-            if pixels > max_pixels:
-                raise DataError(
-                    f"it has {image.width} x {image.height} pixels, more than {max_pixels}; if that is right,"
-                    " raise max_pixels"
-                )
-            yield image
-    except MetricOptError:
-        raise
-    except UnidentifiedImageError as error:  # whose own message is an address
-        raise DataError(f"it is none of {', '.join(FORMATS)}" if content else "it is empty") from error
-    except Exception as error:  # PIL's plugins raise errors of many types
-        raise DataError(brief(error)) from error
-
-
-def decoded(image: "Image.Image", mode: Mode) -> "Image.Image":
-    """Return a picture upright, in 8 bits: black stays 0 and white 255, of whatever type its values are.
-
-    16-bit values lose their lower byte, floats in [0, 1] are multiplied by 255; a palette's colours are looked up, and
-    transparency is ignored.
-
-    Args:
-        image: What `opened` gives.
-        mode: As in `load_image_folder`.
-
-    Raises:
-        DataError: Its values have no known white: integers of more than 16 bits, floats outside [0, 1], or 16-bit
-            values that end at 255 or before, as 8 bits saved with 16 do.
-    """
-    from PIL import Image
-
-    kind, image = image.format, upright(image)
-    if image.mode.startswith(("I", "F")):
-        values = np.asarray(image)
-        low, high = values.min(), values.max()
-        what = f"mode {image.mode} with values from {low:g} to {high:g}"
-        # PIL reads 16-bit PNG and PGM as 32-bit integers in some versions.
-        sixteen = image.mode.startswith("I;16") or kind in ("PNG", "PPM")
-        if image.mode == "F" and not (low >= 0 and high <= 1):  # NaN is neither
-            raise DataError(f"it is of PIL's {what}; only floats in [0, 1] are read. Save it with 8 bits per channel")
-        if image.mode != "F" and not sixteen:
-            raise DataError(f"it is of PIL's {what}, so it has no known white. Save it with 8 bits per channel")
-        if image.mode != "F" and 0 < high <= 255:
-            raise DataError(f"it is of PIL's {what}: black, if white is 65535. Save it with 8 bits per channel")
-        grey = np.rint(255 * values) if image.mode == "F" else values >> 8
-        image = Image.fromarray(grey.astype(np.uint8))
-    return image.convert(mode)
-
-
-def upright(image: "Image.Image") -> "Image.Image":
-    """Return a picture rotated as its EXIF orientation says."""
-    from PIL import ExifTags
-    from PIL.Image import Transpose
-
-    if image.format == "TIFF":  # PIL rotates these itself, and some versions keep the orientation
-        return image
-    try:
-        orientation = image.getexif().get(ExifTags.Base.Orientation)
-    except Exception:  # broken EXIF data raise errors of many types; Detectron2 ignores them too
-        return image
-    # Not `ImageOps.exif_transpose`: it rewrites the EXIF data, which fails if a field is odd.
-    return image.transpose(Transpose[_TURNS[orientation]]) if orientation in _TURNS else image
-
-
-def flip_and_shift(x: Tensor, rng: torch.Generator, pixels: int = 4) -> Tensor:
-    """Mirror half of the images, ``n x c x h x w``, and shift each by up to ``pixels``, padding with zeros."""
-    n, _, height, width = x.shape
-    mirrored = torch.rand(n, generator=rng).to(x.device) < 0.5
-    x = torch.where(mirrored[:, None, None, None], x.flip(-1), x)
-    offset = torch.randint(2 * pixels + 1, (2, n), generator=rng).to(x.device)
-    rows = offset[0, :, None] + torch.arange(height, device=x.device)
-    columns = offset[1, :, None] + torch.arange(width, device=x.device)
-    padded = F.pad(x, (pixels,) * 4).movedim(1, -1)
-    image = torch.arange(n, device=x.device)[:, None, None]
-    return padded[image, rows[:, :, None], columns[:, None, :]].movedim(-1, 1)
-
-
-def jitter(batch: tuple[Tensor, Tensor], rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Change the contrast of each image, add noise, and shift the whole batch by a pixel at most: no flips, no turns.
-
-    Args:
-        batch: Images, ``n x c x h x w``, of any range or bytes, and labels.
-        rng: Draws contrasts within 30%, and noise of a deviation of up to a quarter of the images' own.
-    """
-    x, y = batch
-    each = (len(x), 1, 1, 1)
-    values = x.float()
-    mean, spread = values.mean((1, 2, 3), keepdim=True), values.std()
-    contrast, noisy = (torch.rand(each, generator=rng).to(x.device) for _ in range(2))
-    noise = torch.randn(x.shape, generator=rng).to(x.device)
-    shift = torch.randint(-1, 2, (2,), generator=rng).tolist()
-    values = mean + (0.7 + 0.6 * contrast) * (values - mean) + 0.25 * spread * noisy * noise
-    values = values.roll(shift, (2, 3))
-    return values.to(x.dtype) if x.is_floating_point() else values.round().clamp(0, 255).to(x.dtype), y
-
-
 def _chosen(
     path: Path, entries: Iterable[str], limit_per_class: int | None, depth: int
 ) -> tuple[list[str], Tensor, tuple[str, ...]]:
@@ -486,7 +345,7 @@ def _pixels(
                 noted["with several frames only the first is read"].append(name)
             converted = decoded(image, mode)
             if image.mode.startswith("I") and 255 < np.asarray(image).max() < 4096:
-                noted[_TWELVE].append(name)
+                noted[TWELVE].append(name)
     except (DataError, OSError, ValueError) as error:
         raise DataError(f"{path}: cannot read {name[:200]} as an image: {brief(error)}") from error
     if callable(size):

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.data.images import flip_and_shift
 from metricopt_ext.data.training_state import TrainingState
+from metricopt_ext.data.variation import flip_and_shift
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.utils.seeding import generator
 
@@ -48,7 +48,7 @@ def train_supervised(
         optimizer: ``"adamw"``, or ``"sgd"`` with Nesterov's momentum, which the schedule moves between 0.95 and 0.85.
         weight_decay: AdamW's, the share of the rate by which weights shrink in each step (0 makes it Adam), or SGD's,
             the factor of a penalty.
-        augment: Whether images are flipped and shifted at random, see `images.flip_and_shift`.
+        augment: Whether images are flipped and shifted at random, see `variation.flip_and_shift`.
         bfloat16: Whether convolutions and matrix products are computed in bfloat16, and images' channels lie last.
         checkpoint: File to go on from if it exists, written once a minute; None for none.
         callback: Notified of progress.

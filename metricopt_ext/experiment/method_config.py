@@ -9,11 +9,12 @@ A key of what is not chosen is refused by the name of the choice that would brin
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 from metricopt_ext.errors import ConfigError, ValueFunctionError
+from metricopt_ext.experiment.brought_sections import either, methods_bringing
 from metricopt_ext.methods.algorithm1 import Algorithm1
 from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
 from metricopt_ext.methods.recipe import Recipe
@@ -22,7 +23,7 @@ from metricopt_ext.search.learned_objective import LearnedObjective
 from metricopt_ext.search.optimizer import LOSS_WEIGHT, METRIC_STEP
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.utils.checks import check_above, check_integer
-from metricopt_ext.utils.config import config_section, is_optional_section, known_keys
+from metricopt_ext.utils.config import config_section, known_keys
 from metricopt_ext.value.learners import Learner, NeuralLearner, RidgeLearner
 from metricopt_ext.value.loading import load_value_function
 from metricopt_ext.value.objective import Miner, hardest_triplets, multi_similarity_triplets, sampled_triplets
@@ -34,49 +35,6 @@ DEFAULT = Recipe()
 LEARNERS: dict[str, Learner] = {"neural": NeuralLearner(), "ridge": RidgeLearner(), "reptile": ReptileLearner()}
 DEFAULT_LEARNERS = [name for name, learner in LEARNERS.items() if learner in DEFAULT.learners]
 MINERS: dict[str, Miner] = {"hardest": hardest_triplets, "multi_similarity": multi_similarity_triplets}
-BROUGHT_BY = "brought by"  # in the metadata of a field: the methods that bring its section
-
-
-def brought_by(*methods: str) -> dict[str, tuple[str, ...]]:
-    """Return the metadata of a field for a section that is there if one of these is among ``methods``, or else None."""
-    return {BROUGHT_BY: methods}
-
-
-def bring_sections(config: Any, methods: Sequence[str]) -> None:
-    """Give a config the sections, with their defaults, that these methods bring and that it lacks."""
-    for each in fields(config):
-        if BROUGHT_BY in each.metadata:
-            if getattr(config, each.name) is None and set(each.metadata[BROUGHT_BY]) & set(methods):
-                setattr(config, each.name, section_of(each.type)())
-            if (section := getattr(config, each.name)) is not None:
-                bring_sections(section, methods)
-
-
-def section_of(kind: Any) -> Any:
-    """Return the class of a section that may be None."""
-    return next(each for each in get_args(kind) if each is not type(None))
-
-
-def methods_with_sections(config: Any) -> list[str]:
-    """Return the methods that bring a section of a config's class, each once."""
-    return list(dict.fromkeys(name for each in fields(config) for name in each.metadata.get(BROUGHT_BY, ())))
-
-
-def methods_bringing(config: Any, key: str) -> list[str]:
-    """Return the methods that bring a key to a config's class; none if no method does."""
-    head, _, rest = key.partition(".")
-    for each in fields(config):
-        if each.name == head and is_optional_section(each.type):
-            section, methods = section_of(each.type), list(each.metadata.get(BROUGHT_BY, ()))
-            if not rest or rest in known_keys(section):
-                return methods
-            return [name for name in methods_bringing(section, rest) if name in methods]
-    return []
-
-
-def either(names: Sequence[str]) -> str:
-    """Return names in a list that ends in or."""
-    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 @dataclass

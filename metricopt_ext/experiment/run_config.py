@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from metricopt_ext.data.images import MAX_PIXELS, Limits
+from metricopt_ext.data.decoding import MAX_PIXELS
+from metricopt_ext.data.images import Limits
 from metricopt_ext.data.labelled import MAX_BYTES
 from metricopt_ext.data.named_model import NamedModelConfig
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.experiment.brought_sections import bring_sections, brought_by, methods_with_sections
 from metricopt_ext.experiment.config_sections import (
     AdapterConfig,
     EvaluationConfig,
@@ -26,11 +28,8 @@ from metricopt_ext.experiment.method_config import (
     RefinedConfig,
     SearchConfig,
     TransferConfig,
-    bring_sections,
-    brought_by,
     choice_of,
     method_named,
-    methods_with_sections,
 )
 from metricopt_ext.methods.algorithm1 import Algorithm1
 from metricopt_ext.methods.guard import deviates

@@ -9,9 +9,9 @@ import numpy as np
 from torch import nn
 
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.experiment.brought_sections import brought_by
 from metricopt_ext.experiment.correlation import ScoreLoss
 from metricopt_ext.experiment.method import METHODS, SIBLINGS, Baseline, Reached, Started, now, siblings_of
-from metricopt_ext.experiment.method_config import brought_by
 from metricopt_ext.experiment.style import new_figure, save_figure
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.ala.ala import AdaptiveLossAlignment

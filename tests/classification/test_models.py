@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from metricopt_ext.classification.models import CifarResNet, CifarResNet9, SmallCNN, TabularMLP, build_model
-from metricopt_ext.data.images import flip_and_shift
+from metricopt_ext.data.variation import flip_and_shift
 from metricopt_ext.errors import ConfigError
 
 

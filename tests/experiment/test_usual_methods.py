@@ -12,15 +12,10 @@ import torch
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, ConfigError
 from metricopt_ext.experiment.baselines import at_each_budget, searching
+from metricopt_ext.experiment.brought_sections import bring_sections
 from metricopt_ext.experiment.compare import judge
 from metricopt_ext.experiment.method import METHODS, Reached
-from metricopt_ext.experiment.method_config import (
-    FinetuneConfig,
-    LearnedConfig,
-    PaperSettings,
-    RefinedConfig,
-    bring_sections,
-)
+from metricopt_ext.experiment.method_config import FinetuneConfig, LearnedConfig, PaperSettings, RefinedConfig
 from metricopt_ext.experiment.run_config import VARIANTS, RunConfig
 from metricopt_ext.experiment.usual_methods import planned, usual_methods, variant
 from metricopt_ext.methods.pipeline import optimize_metric

@@ -8,7 +8,8 @@ import pytest
 from PIL import Image
 from scipy.io import savemat
 
-from metricopt_ext.data.images import MAX_PIXELS, Limits
+from metricopt_ext.data.decoding import MAX_PIXELS
+from metricopt_ext.data.images import Limits
 from metricopt_ext.data.labelled import MAX_BYTES
 from metricopt_ext.errors import DataError
 from metricopt_ext.retrieval.layouts import (

@@ -1,0 +1,119 @@
+"""An image decoded: of formats that are read, upright, in 8 bits."""
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from metricopt_ext.errors import DataError, MetricOptError
+from metricopt_ext.utils.words import brief
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+Mode = Literal["RGB", "L"]
+
+# Most pixels of one picture, unless a caller allows more; decoding takes up to 12 bytes for each. A
+# camera's have up to 100 million; PIL itself refuses twice its 89 million.
+MAX_PIXELS = 50_000_000
+
+# What PIL may take a file for, whatever its name is: all that are decoded within PIL. It would run Ghostscript on EPS.
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+
+# How `PIL.Image.Transpose` turns a picture upright, by its EXIF orientation.
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+
+# What is lost of pictures of 12 bits, as of medical scanners, that were saved as if they had 16.
+TWELVE = (
+    "with 16 bits all values are below 4096, so 16 shades are left; scale them to 65535, or save them with 8 bits per"
+    " channel"
+)
+
+
+@contextmanager
+def opened(content: bytes, max_pixels: int = MAX_PIXELS) -> Iterator["Image.Image"]:
+    """Open an image of one of `FORMATS`, not yet decoded, to decode it (`decoded`).
+
+    Args:
+        content: The file's.
+        max_pixels: Most pixels that it may have.
+
+    Raises:
+        DataError: It is no such image, can't be decoded, or has more pixels; the message does not name the file.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            pixels = image.width * image.height
+            if pixels > max_pixels:
+                raise DataError(
+                    f"it has {image.width} x {image.height} pixels, more than {max_pixels}; if that is right,"
+                    " raise max_pixels"
+                )
+            yield image
+    except MetricOptError:
+        raise
+    except UnidentifiedImageError as error:  # whose own message is an address
+        raise DataError(f"it is none of {', '.join(FORMATS)}" if content else "it is empty") from error
+    except Exception as error:  # PIL's plugins raise errors of many types
+        raise DataError(brief(error)) from error
+
+
+def decoded(image: "Image.Image", mode: Mode) -> "Image.Image":
+    """Return a picture upright, in 8 bits: black stays 0 and white 255, of whatever type its values are.
+
+    16-bit values lose their lower byte, floats in [0, 1] are multiplied by 255; a palette's colours are looked up, and
+    transparency is ignored.
+
+    Args:
+        image: What `opened` gives.
+        mode: As in `load_image_folder`.
+
+    Raises:
+        DataError: Its values have no known white: integers of more than 16 bits, floats outside [0, 1], or 16-bit
+            values that end at 255 or before, as 8 bits saved with 16 do.
+    """
+    from PIL import Image
+
+    kind, image = image.format, upright(image)
+    if image.mode.startswith(("I", "F")):
+        values = np.asarray(image)
+        low, high = values.min(), values.max()
+        what = f"mode {image.mode} with values from {low:g} to {high:g}"
+        # PIL reads 16-bit PNG and PGM as 32-bit integers in some versions.
+        sixteen = image.mode.startswith("I;16") or kind in ("PNG", "PPM")
+        if image.mode == "F" and not (low >= 0 and high <= 1):  # NaN is neither
+            raise DataError(f"it is of PIL's {what}; only floats in [0, 1] are read. Save it with 8 bits per channel")
+        if image.mode != "F" and not sixteen:
+            raise DataError(f"it is of PIL's {what}, so it has no known white. Save it with 8 bits per channel")
+        if image.mode != "F" and 0 < high <= 255:
+            raise DataError(f"it is of PIL's {what}: black, if white is 65535. Save it with 8 bits per channel")
+        grey = np.rint(255 * values) if image.mode == "F" else values >> 8
+        image = Image.fromarray(grey.astype(np.uint8))
+    return image.convert(mode)
+
+
+def upright(image: "Image.Image") -> "Image.Image":
+    """Return a picture rotated as its EXIF orientation says."""
+    from PIL import ExifTags
+    from PIL.Image import Transpose
+
+    if image.format == "TIFF":  # PIL rotates these itself, and some versions keep the orientation
+        return image
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # broken EXIF data raise errors of many types; Detectron2 ignores them too
+        return image
+    # Not `ImageOps.exif_transpose`: it rewrites the EXIF data, which fails if a field is odd.
+    return image.transpose(Transpose[_TURNS[orientation]]) if orientation in _TURNS else image

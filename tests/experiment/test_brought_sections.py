@@ -1,0 +1,51 @@
+"""A key exists only for what a chosen method reads."""
+
+from pathlib import Path
+
+import pytest
+
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.experiment.method_config import LearnedConfig, RecipeConfig
+from metricopt_ext.experiment.run_config import RunConfig
+from metricopt_ext.utils.config import load_config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["method.name=best"], "method.name='best': it must be one of search, recipe or paper"),
+        (["method.name=[a]"], "method.name=['a']: it must be one of search, recipe or paper"),
+        (["method={name: 3}"], "method.name=3: it must be one of search, recipe or paper"),
+        (["method=recipe"], "method=recipe: method is 'recipe'; it is a section, whose keys have values"),
+        (["methods=recipe"], "methods=recipe: "),
+        (["method.evals=3"], "method.evals is a key of method.name=recipe or paper; this run has method.name=search"),
+        (["method.rounds=3"], "method.rounds is a key of method.name=recipe; this run has method.name=search"),
+        (
+            ["method.name=paper", "method.design=4"],
+            "method.design is a key of method.name=search; this run has method.name=paper",
+        ),
+        (["method.desing=4"], "unknown key 'method.desing'; did you mean 'method.design'?"),
+        (
+            ["learned.pairs=3", "methods=[metricopt_paper]"],
+            "learned.pairs is a key of metricopt_learned among methods; this run has methods=[metricopt_paper]",
+        ),
+        (["learned={pairs: 3}"], "learned is a key of metricopt_learned among methods; this run has methods=[]"),
+        (["paper.name=x", "methods=[metricopt_paper]"], "unknown key 'paper.name'"),
+        (["refined.queries=3"], "refined.queries is a key of refined among methods; this run has methods=[]"),
+    ],
+)
+def test_a_key_of_what_is_not_chosen_says_which_choice_brings_it(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(RunConfig, None, overrides)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_file_chooses_too(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("methods: [metricopt_learned]\nlearned: {pairs: 3}\nmethod: {rounds: 2, name: recipe}\n")
+    config = load_config(RunConfig, file)
+    assert config.method == RecipeConfig(rounds=2)
+    assert config.learned == LearnedConfig(pairs=3)
+    message = r"config\.yaml: method\.rounds is a key of method\.name=recipe; this run has method\.name=paper"
+    with pytest.raises(ConfigError, match=message):
+        load_config(RunConfig, file, ["method.name=paper"])
