@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import metricopt_ext as mo
 from metricopt_ext.adapters.attach import attach_input_bias, attach_lora_scales
-from metricopt_ext.comparison import comparison_report
+from metricopt_ext.comparison import comparison_content, comparison_report
 from metricopt_ext.comparison.comparison_file import FILE_FORMAT
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.experiment.record import Outcome, SeedRecord
@@ -29,9 +29,9 @@ from metricopt_ext.methods.more_inference import MoreInference
 from metricopt_ext.methods.recipe_settings import StepWeights
 from metricopt_ext.methods.setting_lines import SettingLine
 from metricopt_ext.search.update_rule import UpdateRule, load_update_rule
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.inference_file import save_inference
 from metricopt_ext.tasks.kept_evaluations import KeptEvaluation, KeptEvaluations, KeptPoint
-from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore, load_trajectories
 from metricopt_ext.utils.files import read_json, write_json
 from metricopt_ext.utils.machine import Machine
@@ -186,11 +186,11 @@ def write_comparison(path: Path) -> None:
         "versions": versions(),
         "config": {"task": "classification", "config": "a.yaml", "overrides": []},
     }
-    write_json(path, comparison_report.paired(content))
+    write_json(path, comparison_content.paired(content))
 
 
 def read_comparison(path: Path) -> list[Any]:
-    content = comparison_report.load(path)
+    content = comparison_content.load(path)
     comparison_report.markdown(content)
     return [content["methods"]["metricopt"]["cells"]["5"]["test"], content["starts"]["pretrained"]["test"]]
 
