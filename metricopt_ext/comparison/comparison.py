@@ -12,13 +12,13 @@ from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.comparison.comparison_file import STARTS, read_row
 from metricopt_ext.comparison.guarded import TRAINED, Change, record_of
 from metricopt_ext.errors import BudgetError, ConfigError
-from metricopt_ext.experiment.baselines import Spent
 from metricopt_ext.experiment.compare import judge
 from metricopt_ext.experiment.experiment import Experiment, State
 from metricopt_ext.experiment.method import METHODS, STANDING, TUNES_SETTINGS, Baseline, End, Reached, Started, now
 from metricopt_ext.experiment.passes import CountedTask, Passes, counting, noticing, passes_of
 from metricopt_ext.experiment.run_config import STARTS as OFFERED
 from metricopt_ext.experiment.run_config import RunConfig
+from metricopt_ext.experiment.traced import Spent
 from metricopt_ext.methods.constrained import best_of
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.start_lines import divided

@@ -5,20 +5,19 @@ besides (`passes`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import ConfigError, MetricError
 from metricopt_ext.experiment.method import METHODS, Baseline, End, Meter, Reached, Started, end_of, now
 from metricopt_ext.experiment.method_config import FinetuneConfig
 from metricopt_ext.experiment.run_config import RunConfig
-from metricopt_ext.methods.constrained import ranked
+from metricopt_ext.experiment.traced import Spent, Trace, with_budget
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.new_classes import held_back
 from metricopt_ext.methods.pipeline import optimize_metric
@@ -33,11 +32,8 @@ from metricopt_ext.search.settings_gp import SettingsGPState
 from metricopt_ext.search.settings_stage import SettingsState
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.kept_evaluations import KeptEvaluation, KeptEvaluations, KeptPoint
-from metricopt_ext.tasks.ledger import Ledger
-from metricopt_ext.tasks.metric import Query
 from metricopt_ext.tasks.settings import Settings
 from metricopt_ext.tasks.task import FinetuneTask
 
@@ -356,63 +352,3 @@ def staged(baseline: Baseline, callback: Callback, before: str = "", after: str 
             callback.stage(after)
 
     return replace(baseline, run=run)
-
-
-@dataclass(frozen=True)
-class Point:
-    """A query: the evaluation of phi, and what was spent when it was answered, with phi, ``d``, as its end."""
-
-    evaluation: Evaluation
-    reached: Reached
-
-
-class Trace:
-    """A callback that keeps the points at which a metric was evaluated.
-
-    Args:
-        task: What it spends is counted from now on. Its metric's constraints are respected; their bounds are numbers.
-
-    Attributes:
-        points: One for each query that was answered.
-    """
-
-    def __init__(self, task: FinetuneTask) -> None:
-        self.meter, self.constraints = Meter(task), task.metric.constraints
-        self.points: list[Point] = []
-
-    def __call__(self, query: Query) -> None:
-        """Keep a query."""
-        phi = Adapter(query.item).phi if isinstance(query.item, nn.Module) else query.item
-        assert phi is not None
-        self.points.append(Point(query.evaluation, self.meter.reached(phi.detach().clone())))
-
-    def best(self, queries: int) -> Reached:
-        """Return what was reached by the first so many queries: the best phi, ``d``, as of `DirectState.end`."""
-        limits = Limits.of(self.constraints, self.points[0].evaluation)
-        best = min(self.points[:queries], key=lambda point: ranked(point.evaluation, limits))
-        return replace(self.points[queries - 1].reached, end=best.reached.end)
-
-
-class Spent:
-    """Tells a callback of the queries of several metrics, whatever their ledgers.
-
-    Args:
-        callback: Notified of each query.
-        queries: Those that were spent before.
-    """
-
-    def __init__(self, callback: Callback, queries: int = 0) -> None:
-        self.callback, self.queries = callback, queries
-
-    def __call__(self, query: Query) -> None:
-        """Count a query, unless it was asked before."""
-        if not query.on_file:
-            self.queries += 1
-            self.callback.query(self.queries, query.value)
-
-
-def with_budget(task: FinetuneTask, queries: int) -> FinetuneTask:
-    """Return the task with a ledger of its own that refuses any query beyond so many."""
-    metric = task.metric.with_new_ledger()
-    metric.ledger = Ledger(queries)
-    return task.judged_by(metric)

@@ -11,15 +11,7 @@ from torch import Tensor
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, ConfigError, MetricError
-from metricopt_ext.experiment.baselines import (
-    Trace,
-    along_path,
-    at_each_budget,
-    metricopt,
-    searching,
-    usual_baselines,
-    with_budget,
-)
+from metricopt_ext.experiment.baselines import along_path, at_each_budget, metricopt, searching, usual_baselines
 from metricopt_ext.experiment.compare import judge
 from metricopt_ext.experiment.method import METHODS, Baseline, Entry, Started
 from metricopt_ext.experiment.passes import Passes, noticing
@@ -244,25 +236,6 @@ def test_settings_are_tuned_from_the_chosen_start(quadratic: Callable[..., Any],
 def test_a_task_without_settings_says_so() -> None:
     with pytest.raises(ConfigError, match="this task has no settings of inference"):
         list(usual_baselines(RunConfig())["settings"].run(None, Started.at(torch.zeros(1)), [20], 0))  # type: ignore[arg-type]
-
-
-def test_what_was_reached_is_traced(quadratic: Callable[..., Any]) -> None:
-    task, told = quadratic(), []
-    observed = task.metric.with_callbacks(lambda query: told.append(query.value))
-    limited = with_budget(task.judged_by(observed), 3)
-    trace = Trace(limited)
-    points = [task.goal + 1, task.goal, task.goal]
-    with limited.metric.calling(trace):
-        costs = limited.costs_at(torch.stack(points), "search")
-    costs_told = [point.evaluation.cost for point in trace.points]
-    assert told == costs.tolist() == costs_told == [task.true_cost(p) for p in points]
-    best = [trace.best(queries) for queries in (1, 2, 3)]
-    ends: list[Tensor] = [each.end for each in best]
-    assert torch.equal(torch.stack(ends), torch.stack([points[0], points[1], points[1]]))
-    assert [each.queries for each in best] == [1, 2, 3]
-    with pytest.raises(BudgetError):
-        limited.cost(task.goal, "search")
-    assert task.metric.ledger.spent == 0
 
 
 @dataclass(frozen=True)
