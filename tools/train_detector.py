@@ -49,8 +49,9 @@ with naming_extras():
     from detectron2.utils import comm
 
     from metricopt_ext.detection.detectron2.config import metricopt_settings, read_config, show_config
-    from metricopt_ext.detection.detectron2.datasets import check_sets, register_entries, register_parts, write_example
+    from metricopt_ext.detection.detectron2.datasets import check_sets
     from metricopt_ext.detection.detectron2.meta_train import meta_train
+    from metricopt_ext.detection.detectron2.registered import register_entries, register_parts, write_example
     from metricopt_ext.detection.detectron2.search import search
     from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, check_amp
     from metricopt_ext.detection.detectron2.weights import load_weights

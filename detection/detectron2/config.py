@@ -65,10 +65,10 @@ class DatasetsNode:
     """METRICOPT.DATASETS: sets that are entered into Detectron2's catalog, where DATASETS and METRIC.SET name them.
 
     Attributes:
-        register: ``NAME=FOLDER:SPLIT`` and the like, see `datasets.register_entries`; empty registers none.
+        register: ``NAME=FOLDER:SPLIT`` and the like, see `registered.register_entries`; empty registers none.
         root: Where relative folders are.
         classes: Names of the classes of VOC folders; empty for all that a folder's annotations name.
-        train: A part of one's own in place of DATASETS.TRAIN, see `datasets.register_parts`; empty for none.
+        train: A part of one's own in place of DATASETS.TRAIN, see `registered.register_parts`; empty for none.
         val: The same in place of METRIC.SET.
         test: The same in place of DATASETS.TEST.
         scenes: The node SCENES.

@@ -17,13 +17,8 @@ from detectron2.modeling import build_model
 from detectron2.structures import BoxMode
 from pycocotools import mask as masks
 
-from metricopt_ext.detection.detectron2.datasets import (
-    check_sets,
-    records_of,
-    register_entries,
-    register_parts,
-    registered_truth,
-)
+from metricopt_ext.detection.detectron2.datasets import check_sets, records_of, registered_truth
+from metricopt_ext.detection.detectron2.registered import register_entries, register_parts
 from metricopt_ext.detection.detectron2.search import training_loss
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer
 from metricopt_ext.detection.records import DetectionSet

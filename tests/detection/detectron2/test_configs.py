@@ -26,8 +26,8 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 import metricopt_ext as mo
 from metricopt_ext.detection.detectron2.config import ScenesNode, metricopt_settings, read_config
-from metricopt_ext.detection.detectron2.datasets import ENTRY
 from metricopt_ext.detection.detectron2.placements import film_layers
+from metricopt_ext.detection.detectron2.registered import ENTRY
 from metricopt_ext.detection.records import DetectionSet
 from metricopt_ext.detection.scenes import SceneShift, write_scenes
 from metricopt_ext.detection.toolkit import Example

@@ -31,11 +31,10 @@ from metricopt_ext.detection.detectron2.datasets import (
     drawn_images,
     records_of,
     register,
-    register_entries,
-    register_parts,
     registered_truth,
 )
 from metricopt_ext.detection.detectron2.evaluator import AP50Evaluator
+from metricopt_ext.detection.detectron2.registered import register_entries, register_parts
 from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
