@@ -45,7 +45,7 @@ MOVED = {
     "Training": "metricopt_ext.methods.short_finetunes.Training",
     "Trajectory": "metricopt_ext.tasks.trajectory.Trajectory",
     "TrajectoryStore": "metricopt_ext.tasks.trajectory.TrajectoryStore",
-    "Trial": "metricopt_ext.methods.trials.Trial",
+    "Trial": "metricopt_ext.methods.trial.Trial",
     "Tuned": "metricopt_ext.methods.tuning.Tuned",
     "UpdateRule": "metricopt_ext.search.update_rule.UpdateRule",
     "ValueFunction": "metricopt_ext.value.value_function.ValueFunction",

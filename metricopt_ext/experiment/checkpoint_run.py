@@ -17,7 +17,7 @@ from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.holdout import preferred, values_of_candidates
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.search import Search
-from metricopt_ext.methods.trials import Trial
+from metricopt_ext.methods.trial import Trial
 from metricopt_ext.runtime.identity import fingerprint, fingerprint_of_files
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.trust_region import GuidedTrustRegion

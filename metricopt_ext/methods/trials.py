@@ -3,11 +3,9 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
@@ -19,6 +17,7 @@ from metricopt_ext.methods.new_classes import held_back
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.start_lines import Point, StartLinesState, divided, planned_lines
 from metricopt_ext.methods.starts import with_start
+from metricopt_ext.methods.trial import Trial
 from metricopt_ext.methods.tuned_settings import SETTINGS, accepted
 from metricopt_ext.search.settings_stage import SettingsState
 from metricopt_ext.search.strategy import SearchState, SearchStrategy
@@ -27,61 +26,9 @@ from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.halved import pairs_of
 from metricopt_ext.tasks.kept_evaluations import SAME, KeptEvaluation, KeptEvaluations, KeptPoint
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.settings import Value
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
-from metricopt_ext.utils.files import save_checkpoint
-from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.words import brief, counted
-
-
-@dataclass(frozen=True, eq=False)
-class Trial:
-    """A point that a search wants to know the metric at.
-
-    Attributes:
-        id: Its number, from 0.
-        phi: ``d``.
-        start: Name of the start whose model it is a point of: ``"start"`` for the model as it was trained.
-        settings: The settings of inference to be judged with, by name; empty of a task without any.
-    """
-
-    id: int
-    phi: Tensor
-    start: str
-    _task: FinetuneTask = field(repr=False)
-    _state: Start = field(repr=False)
-
-    @property
-    def settings(self) -> dict[str, Value]:
-        """The settings of inference; see above."""
-        return self._task.with_values(self._state.settings).values or {}
-
-    @contextmanager
-    def applied(self) -> Iterator[nn.Module]:
-        """Yield the model at this trial, in evaluation mode, its settings in force; afterwards it is as it was."""
-        with self._task.standing_at(self._state) as model, evaluating(model):
-            yield model
-
-    def checkpoint(self, path: str | Path) -> None:
-        """Write the model at this trial as an ordinary state dict, phi merged into the weights.
-
-        Settings of inference are no part of it (`settings`).
-
-        Args:
-            path: The file; safetensors if its name ends so, otherwise by ``torch.save``.
-
-        Raises:
-            AdapterError: phi can't be merged (`Adapter.merge`).
-            OSError: The file can't be written.
-        """
-        adapter = self._task.adapter
-        with adapter.applied(self._state):
-            state = {key: value.detach().cpu().contiguous() for key, value in adapter.merged_state_dict().items()}
-        if Path(path).suffix == ".safetensors":
-            save_checkpoint(path, state)
-        else:
-            torch.save(state, path)
 
 
 @dataclass(frozen=True, eq=False)

@@ -212,31 +212,6 @@ def test_halves_and_noise_reach_the_guard(quadratic: Make) -> None:
     assert result.chance == pytest.approx(2**0.5 * 0.01)
 
 
-def test_checkpoints_hold_the_merged_model(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.LazyLinear(2))
-    x = torch.randn(2, 3, 5, 5)
-    model.eval()(x)
-    keys = list(model.state_dict())
-    search = Search(attach_film(model, "1", dim=4), 20, maximize=True)
-    search.tell(search.ask()[0].id, 0.5)
-    trial = search.ask(3)[2]
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    with trial.applied() as applied, torch.no_grad():
-        expected = applied(x)
-    for name in ("trial.safetensors", "trial.pth"):
-        trial.checkpoint(tmp_path / name)
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    state = torch.load(tmp_path / "trial.pth", weights_only=True)
-    assert list(state) == keys
-    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(36, 2)).eval()
-    plain.load_state_dict(state)
-    assert torch.allclose(plain(x), expected, atol=1e-5)
-    import safetensors.torch
-
-    stored = safetensors.torch.load_file(tmp_path / "trial.safetensors")
-    assert all(torch.equal(value, state[key]) for key, value in stored.items())
-
-
 def test_a_start_with_other_tensors_is_applied_and_kept(tmp_path: Path) -> None:
     def make() -> Any:
         torch.manual_seed(0)

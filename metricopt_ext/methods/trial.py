@@ -1,0 +1,64 @@
+"""A point that a search wants to know the metric at, and the model there."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.tasks.settings import Value
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.files import save_checkpoint
+from metricopt_ext.utils.modes import evaluating
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """A point that a search wants to know the metric at.
+
+    Attributes:
+        id: Its number, from 0.
+        phi: ``d``.
+        start: Name of the start whose model it is a point of: ``"start"`` for the model as it was trained.
+        settings: The settings of inference to be judged with, by name; empty of a task without any.
+    """
+
+    id: int
+    phi: Tensor
+    start: str
+    _task: FinetuneTask = field(repr=False)
+    _state: Start = field(repr=False)
+
+    @property
+    def settings(self) -> dict[str, Value]:
+        """The settings of inference; see above."""
+        return self._task.with_values(self._state.settings).values or {}
+
+    @contextmanager
+    def applied(self) -> Iterator[nn.Module]:
+        """Yield the model at this trial, in evaluation mode, its settings in force; afterwards it is as it was."""
+        with self._task.standing_at(self._state) as model, evaluating(model):
+            yield model
+
+    def checkpoint(self, path: str | Path) -> None:
+        """Write the model at this trial as an ordinary state dict, phi merged into the weights.
+
+        Settings of inference are no part of it (`settings`).
+
+        Args:
+            path: The file; safetensors if its name ends so, otherwise by ``torch.save``.
+
+        Raises:
+            AdapterError: phi can't be merged (`Adapter.merge`).
+            OSError: The file can't be written.
+        """
+        adapter = self._task.adapter
+        with adapter.applied(self._state):
+            state = {key: value.detach().cpu().contiguous() for key, value in adapter.merged_state_dict().items()}
+        if Path(path).suffix == ".safetensors":
+            save_checkpoint(path, state)
+        else:
+            torch.save(state, path)
