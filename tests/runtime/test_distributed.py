@@ -99,18 +99,18 @@ def test_what_is_shared_is_the_same_on_every_rank(torchrun: Any, world: int) -> 
 LEAVING = """
 import sys, time
 from pathlib import Path
-from torch import distributed
+import torch.distributed as dist
 from metricopt_ext.runtime import distributed
 
 folder = Path(sys.argv[1])
 with distributed.joined():
-    own = distributed.get_rank()
+    own = dist.get_rank()
     if own == 1:
         if sys.argv[2] == "fails":
             raise SystemExit("failed")
         time.sleep(1)
         (folder / f"{sys.argv[2]} has come").touch()
-assert not distributed.is_initialized()
+assert not dist.is_initialized()
 assert sys.argv[2] == "fails" or (folder / f"{sys.argv[2]} has come").exists()
 print(f"rank {own} has left")
 """
@@ -155,13 +155,14 @@ def test_a_process_alone_shares_with_nobody() -> None:
 LEFT = """
 import time
 import torch
-from torch import distributed, nn
+import torch.distributed as dist
+from torch import nn
 from torch.distributed import all_reduce
 from metricopt_ext.errors import RankError
 from metricopt_ext.runtime import distributed
 
-distributed.init_process_group("gloo")
-own, group = distributed.get_rank(), distributed.group.WORLD
+dist.init_process_group("gloo")
+own, group = dist.get_rank(), dist.group.WORLD
 
 def ended(program):
     began = time.monotonic()
@@ -219,13 +220,13 @@ for name, (program, rank) in PROGRAMS.items():
 
 def swallowed(item):
     try:
-        distributed.barrier()
+        dist.barrier()
     except RuntimeError:
         pass
 
 def on_rank_1(item):
     if own == 1:
-        distributed.all_gather_object([None, None], item)
+        dist.all_gather_object([None, None], item)
 
 wrapped = nn.parallel.DistributedDataParallel(nn.BatchNorm1d(2))  # evaluates as it is, but sends its buffers first
 functional = __import__("torch.distributed._functional_collectives", fromlist=["all_reduce"])
@@ -233,12 +234,12 @@ WAITS = {
     "allreduce": lambda item: all_reduce(torch.ones(1)),
     "barrier": swallowed,
     "allgather": on_rank_1,
-    "broadcast": lambda item: distributed.broadcast(torch.ones(1), 0),
-    "recv": lambda item: distributed.recv(torch.ones(1), 1 - own),
-    "monitored_barrier": lambda item: distributed.monitored_barrier(),
+    "broadcast": lambda item: dist.broadcast(torch.ones(1), 0),
+    "recv": lambda item: dist.recv(torch.ones(1), 1 - own),
+    "monitored_barrier": lambda item: dist.monitored_barrier(),
     "_broadcast_coalesced": lambda item: wrapped(torch.ones(3, 2)),
     "_resolve_group": lambda item: functional.all_reduce(torch.ones(1), "sum", group),
-    "get": lambda item: distributed.distributed_c10d._get_default_store().get("what nobody sets"),
+    "get": lambda item: dist.distributed_c10d._get_default_store().get("what nobody sets"),
 }
 for name, work in WAITS.items():
     def program():
@@ -246,11 +247,11 @@ for name, work in WAITS.items():
             list(distributed.each(work, range(2)))
     end, seconds = ended(program)
     assert seconds < 30 and end.startswith("RankError") and f"({name})" in end and "all the data" in end, (name, end)
-    distributed.barrier()
+    dist.barrier()
 total = torch.ones(1)
 all_reduce(total)  # elsewhere all is as it was
 assert total == 2
-distributed.destroy_process_group()
+dist.destroy_process_group()
 print(f"rank {own} is done")
 """
 

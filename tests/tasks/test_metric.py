@@ -550,18 +550,19 @@ def test_halves_and_repeats_are_what_a_required_guard_needs() -> None:
 
 ON_RANKS = """
 import torch
-from torch import distributed, nn
+import torch.distributed as dist
+from torch import nn
 from metricopt_ext.errors import RankError
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.runtime import distributed
 
-distributed.init_process_group("gloo")
-own, calls = distributed.get_rank(), []
+dist.init_process_group("gloo")
+own, calls = dist.get_rank(), []
 draw = torch.Generator().manual_seed(own)
 
 def summed(model):
     value = torch.tensor(0.25)
-    distributed.all_reduce(value)
+    dist.all_reduce(value)
     return float(value)
 
 def on_all(model):
@@ -601,7 +602,7 @@ for name, (function, options, right) in METRICS.items():
     assert said == right if isinstance(right, int) else right in str(said), (name, said)
 assert len(calls) == 2  # the first point, and one of the two others
 assert Metric(summed, maximize=True).evaluate(nn.Identity(), "test").cost == 0.5  # each point together, not joined
-distributed.destroy_process_group()
+dist.destroy_process_group()
 print(f"rank {own} is done")
 """
 
