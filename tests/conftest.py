@@ -31,6 +31,8 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.machine import Machine, check_capability
 from metricopt_ext.utils.seeding import generator
 
+pytest.register_assert_rewrite("helpers")  # what fails there says how, as in a test
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--threads", type=int, default=1, metavar="N", help="torch's threads (the tensors are small)")

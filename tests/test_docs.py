@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import metricopt_ext as mo
+from helpers.programs import DETECTRON2
 from metricopt_ext.experiment.cli import TASKS, experiment_of
 from metricopt_ext.utils.config import load_config
 
@@ -29,15 +30,6 @@ FINETUNE = {  # the tools whose configs are those of a task
     "finetune_classifier.py": "classification",
     "finetune_detector.py": "detection",
     "finetune_retrieval.py": "retrieval",
-}
-DETECTRON2 = {
-    "--config-file",
-    "--resume",
-    "--eval-only",
-    "--num-gpus",
-    "--num-machines",
-    "--machine-rank",
-    "--dist-url",
 }
 
 

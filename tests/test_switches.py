@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from helpers.programs import DETECTRON2
 from metricopt_ext.classification.data_config import DATA, KINDS_OF_DATA
 from metricopt_ext.detection.config import DATA as DETECTION_DATA
 from metricopt_ext.experiment.brought_sections import section_of
@@ -18,16 +19,6 @@ from metricopt_ext.utils.config import is_optional_section, known_keys
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("classification", "detection", "retrieval", "tools", "metricopt_ext")
-# Those of its own argument parser, which tools/train_detector.py takes.
-OF_DETECTRON2 = {
-    "--config-file",
-    "--resume",
-    "--eval-only",
-    "--num-gpus",
-    "--num-machines",
-    "--machine-rank",
-    "--dist-url",
-}
 OF_OTHERS = {"--no-build-isolation", "--help", "--version"}  # pip's, argparse's, and that of `metricopt`
 SWITCH = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 KEY = re.compile(r"(?<![\w.])([a-z]\w*(?:\.[a-z]\w*)+)(?==)")
@@ -77,7 +68,7 @@ TOOLS = {
     | set().union(*(those for word, those in SHARED.items() if word in file.read_text()))
     for file in sorted((ROOT / "tools").glob("*.py"))
 }
-TOOLS[ROOT / "tools/train_detector.py"] |= OF_DETECTRON2
+TOOLS[ROOT / "tools/train_detector.py"] |= DETECTRON2
 
 
 def allowed_in(file: Path) -> set[str]:

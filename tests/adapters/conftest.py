@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 from torchvision.ops import StochasticDepth
 
+from helpers.tensors import rand
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 
@@ -21,10 +22,6 @@ def _randomise(model: nn.Module, seed: int = 0) -> nn.Module:
             drawn = torch.rand(tensor.shape, generator=rng, dtype=torch.float64)
             tensor.data.copy_(drawn + 0.5 if "var" in name else drawn * 2 - 1)
     return model
-
-
-def rand(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def _cnn() -> nn.Sequential:

@@ -11,14 +11,11 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
+from helpers.tensors import rand
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs, load_adapter
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.errors import AdapterError, FileFormatError
-
-
-def rand(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def test_nothing_changes_at_phi_zero(model_and_shape: tuple[nn.Module, tuple[int, ...]]) -> None:

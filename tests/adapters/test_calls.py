@@ -12,14 +12,11 @@ import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
 
+from helpers.tensors import rand32
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs
 from metricopt_ext.adapters.calls import calls_on, projected, recorded, tensors_in
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.errors import AdapterError
-
-
-def rand(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 class HeadFirst(nn.Module):
@@ -71,7 +68,7 @@ RETURNS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("hidden", [6, 3])
 @pytest.mark.parametrize("returns", RETURNS.values(), ids=RETURNS)
 def test_the_layer_that_gives_the_logits_is_found(returns: Callable[..., Any], hidden: int) -> None:
-    model, x = HeadFirst(returns, hidden), rand(5, 4)
+    model, x = HeadFirst(returns, hidden), rand32(5, 4)
     assert attach_outputs(model, example=x).layers == ["head"]
 
 
@@ -82,7 +79,7 @@ def test_a_model_that_computes_no_gradients_is_told_by_shapes() -> None:
             return super().forward(x)
 
     model = Frozen(RETURNS["log-probabilities"])
-    assert attach_outputs(model, example=rand(5, 4)).layers == ["head"]
+    assert attach_outputs(model, example=rand32(5, 4)).layers == ["head"]
 
 
 class Segmenter(nn.Module):
@@ -99,7 +96,7 @@ class Segmenter(nn.Module):
 
 
 def test_a_convolution_may_give_the_logits() -> None:
-    assert attach_outputs(Segmenter(), example=rand(2, 2, 9, 9)).layers == ["classifier"]
+    assert attach_outputs(Segmenter(), example=rand32(2, 2, 9, 9)).layers == ["classifier"]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +111,7 @@ def test_a_convolution_may_give_the_logits() -> None:
     ],
 )
 def test_models_of_torchvision(make: Callable[[], nn.Module], layer: str) -> None:
-    calls = calls_on(make(), rand(1, 3, 64, 64), ())
+    calls = calls_on(make(), rand32(1, 3, 64, 64), ())
     found, logits = calls.giving()
     assert found is not None
     assert found.startswith(layer)
@@ -137,20 +134,20 @@ class Inputs(nn.Module):
 @pytest.mark.parametrize(
     "example",
     [
-        rand(4, 3),
-        (rand(4, 3),),
-        (rand(4, 3), rand(4, 3)),
-        {"first": rand(4, 3)},
-        {"second": 1.0, "first": rand(4, 3)},
-        {"x": rand(4, 3)},
-        UserDict(first=rand(4, 3)),
+        rand32(4, 3),
+        (rand32(4, 3),),
+        (rand32(4, 3), rand32(4, 3)),
+        {"first": rand32(4, 3)},
+        {"second": 1.0, "first": rand32(4, 3)},
+        {"x": rand32(4, 3)},
+        UserDict(first=rand32(4, 3)),
     ],
 )
 def test_forms_of_an_example(example: Any) -> None:
     assert attach_outputs(Inputs(), example=example).layers == ["linear"]
 
 
-@pytest.mark.parametrize("example", [(rand(4, 3), rand(4, 3), rand(4, 3)), rand(4, 7), "text", [rand(4, 3)]])
+@pytest.mark.parametrize("example", [(rand32(4, 3), rand32(4, 3), rand32(4, 3)), rand32(4, 7), "text", [rand32(4, 3)]])
 def test_an_example_on_which_the_model_fails(example: Any) -> None:
     model = Inputs()
     with pytest.raises(AdapterError, match=r"Inputs fails on the example, a \w+: .*; give its inputs alone: a tensor"):
@@ -162,7 +159,7 @@ def test_an_example_on_which_the_model_fails(example: Any) -> None:
 def test_an_example_leaves_the_model_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3)).train()
     state, drawn = {key: each.clone() for key, each in model.state_dict().items()}, torch.get_rng_state()
-    attach_film(model, dim=2, outputs=Outputs(), example=rand(5, 4)).remove()
+    attach_film(model, dim=2, outputs=Outputs(), example=rand32(5, 4)).remove()
     assert all(torch.equal(each, state[key]) for key, each in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), drawn)
     assert all(module.training for module in model.modules())
@@ -173,17 +170,17 @@ def test_logits_that_no_layer_gives() -> None:
     class Prototypes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embed, self.prototypes = nn.Linear(4, 6), nn.Parameter(rand(10, 6))
+            self.embed, self.prototypes = nn.Linear(4, 6), nn.Parameter(rand32(10, 6))
 
         def forward(self, x: Tensor) -> Tensor:
             return self.embed(x) @ self.prototypes.T
 
     with pytest.raises(AdapterError, match=r"returns 5 x 10 on the example, which no .* \(called: 'embed' \(5 x 6\)\)"):
-        attach_outputs(Prototypes(), example=rand(5, 4))
+        attach_outputs(Prototypes(), example=rand32(5, 4))
 
 
 def test_layers_that_an_example_does_not_call() -> None:
-    x = rand(5, 4)
+    x = rand32(5, 4)
     assert attach_film(HeadFirst(RETURNS["tensor"]), dim=2, example=x).layers == ["norm"]
     assert attach_input_bias(HeadFirst(RETURNS["tensor"]), dim=2, example=x).layers == ["head"]
     for attach in (
@@ -196,7 +193,7 @@ def test_layers_that_an_example_does_not_call() -> None:
 
 
 def test_what_is_recorded_has_the_values_and_gradients_of_the_layers() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double(), rand(5, 4).double()
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double(), rand32(5, 4).double()
     with recorded(model, probing=True) as calls:
         y = model(x)
     torch.testing.assert_close(y, model(x), rtol=0, atol=0)
@@ -210,12 +207,12 @@ def test_what_is_recorded_has_the_values_and_gradients_of_the_layers() -> None:
 
 
 def test_tensors_are_found_by_name_in_bounded_depth() -> None:
-    loop: list[Any] = [rand(1)]
+    loop: list[Any] = [rand32(1)]
     loop.append(loop)
-    assert {name for name, _ in tensors_in({"a": loop, "b": {"c": rand(2)}, "d": "text", "e": None})} == {"a", "c"}
+    assert {name for name, _ in tensors_in({"a": loop, "b": {"c": rand32(2)}, "d": "text", "e": None})} == {"a", "c"}
 
 
 def test_a_projection_is_of_tensors_with_gradients_alone() -> None:
-    x = rand(3).requires_grad_(True)
-    (gradient,) = torch.autograd.grad(projected([x * 2, rand(2), x.double()]), x)
+    x = rand32(3).requires_grad_(True)
+    (gradient,) = torch.autograd.grad(projected([x * 2, rand32(2), x.double()]), x)
     assert gradient.abs().min() > 0

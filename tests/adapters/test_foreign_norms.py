@@ -6,13 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.tensors import rand
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.foreign_norms import is_foreign_norm, scales_alone, weight_offset
 from metricopt_ext.errors import AdapterError
-
-
-def rand(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 class OwnRMSNorm(nn.Module):

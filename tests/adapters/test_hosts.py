@@ -9,18 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from helpers.networks import LayerNormNet as Net
 from metricopt_ext.adapters.attach import attach_film, attach_outputs
 from metricopt_ext.adapters.signature import Outputs
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.norm, self.head = nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.body(x)).relu())  # type: ignore[no-any-return]
 
 
 def warnings_of_merging(model: nn.Module, layers: Any = None, size: float = 1.0) -> list[str]:

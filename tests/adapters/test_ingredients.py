@@ -10,20 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from helpers.networks import BatchNormNet as Net
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_lora_scales
 from metricopt_ext.adapters.ingredients import Ingredients, files_of
 from metricopt_ext.errors import AdapterError, DataError, FileFormatError
-
-
-class Net(nn.Module):
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.first, self.norm, self.last = nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.norm(self.first(x)).relu())
 
 
 def adapter_of(seed: int = 0) -> Adapter:

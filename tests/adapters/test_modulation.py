@@ -11,13 +11,10 @@ from torch import Tensor, nn
 from torchvision.models.convnext import LayerNorm2d
 from torchvision.ops import FrozenBatchNorm2d
 
+from helpers.tensors import rand
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs
 from metricopt_ext.adapters.signature import Outputs
-
-
-def rand(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def test_matrices_are_seeded_gaussians() -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from helpers.tensors import rand32
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.adapter_file import FILE_FORMAT
 from metricopt_ext.adapters.attach import attach_film, load_adapter
@@ -20,10 +21,6 @@ from metricopt_ext.adapters.start import PlacesOnLine, Start, StartLine
 from metricopt_ext.errors import AdapterError, FileFormatError
 from metricopt_ext.utils.files import read_tensors, write_tensors
 from metricopt_ext.utils.weights import same_bits
-
-
-def rand(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Net(nn.Module):
@@ -46,13 +43,13 @@ X = torch.arange(5)
 def start(shift: float = 0.1) -> Start:
     """Other statistics, one of them NaN's, a modulated weight and a tied one."""
     return Start(
-        rand(3),
+        rand32(3),
         {
-            "norm.running_mean": rand(4, seed=2) + shift,
+            "norm.running_mean": rand32(4, seed=2) + shift,
             "norm.running_var": torch.tensor([1.0, 2.0, math.nan, 0.5]),
             "norm.num_batches_tracked": torch.tensor(7),
         },
-        {"norm.weight": rand(4, seed=3), "head.weight": rand(5, 4, seed=4)},
+        {"norm.weight": rand32(4, seed=3), "head.weight": rand32(5, 4, seed=4)},
     )
 
 
@@ -91,7 +88,7 @@ def test_a_start_is_in_the_model_and_its_base_is_known(adapter: Adapter) -> None
     model, tensors = adapter.model, {id(each) for each in adapter.model.state_dict(keep_vars=True).values()}
     keys = list(model.state_dict())
     adapter.apply(start())
-    assert torch.equal(adapter.phi, rand(3))
+    assert torch.equal(adapter.phi, rand32(3))
     assert_same(beyond(adapter), expected_with(start()))
     assert_same(base_of(adapter), bits(Net()))
     assert list(model.state_dict()) == keys
@@ -152,7 +149,7 @@ def test_casting_a_part_of_the_model_casts_what_comes_back(adapter: Adapter) -> 
 
 
 def test_a_second_start_is_applied_to_the_base(adapter: Adapter) -> None:
-    second = Start(rand(3, seed=5), {"norm.running_mean": rand(4, seed=6)}, {"head.bias": rand(5, seed=7)})
+    second = Start(rand32(3, seed=5), {"norm.running_mean": rand32(4, seed=6)}, {"head.bias": rand32(5, seed=7)})
     adapter.apply(start())
     adapter.apply(second)
     assert_same(beyond(adapter), bits(Net()) | second.replaced)
@@ -310,7 +307,7 @@ def test_merging_keeps_what_was_replaced_and_folds_phi_into_it() -> None:
 
 def test_optimizers_and_compiled_graphs_keep_their_tensors(adapter: Adapter) -> None:
     compiled = torch.compile(adapter.model, backend="eager")
-    finite = Start(rand(3), {"norm.running_mean": rand(4, seed=2)}, start().parameters)
+    finite = Start(rand32(3), {"norm.running_mean": rand32(4, seed=2)}, start().parameters)
     before = compiled(X)
     optimizer = torch.optim.SGD(adapter.parameters(), 0.1)
     adapter.apply(finite)
@@ -328,7 +325,7 @@ def test_distributed_data_parallel_keeps_its_tensors(adapter: Adapter, tmp_path:
     try:
         wrapped = nn.parallel.DistributedDataParallel(adapter.model)
         before = wrapped(X).detach()
-        adapter.apply(Start(rand(3), {"norm.running_mean": rand(4, seed=2)}, start().parameters))
+        adapter.apply(Start(rand32(3), {"norm.running_mean": rand32(4, seed=2)}, start().parameters))
         output = wrapped(X)
         assert torch.equal(output, adapter.model(X))
         output.square().sum().backward()
@@ -372,7 +369,7 @@ def test_loading_into_an_attached_adapter_is_applying(adapter: Adapter, tmp_path
     adapter.apply(start())
     adapter.save(path)
     mine = attach_film(Net().eval(), dim=3, seed=9)
-    mine.apply(Start(torch.zeros(3), {}, {"head.bias": rand(5)}))
+    mine.apply(Start(torch.zeros(3), {}, {"head.bias": rand32(5)}))
     mine.load(path)
     assert_same(bits(mine.model), bits(adapter.model))
     mine.load(plain)
@@ -389,7 +386,7 @@ def test_other_base_weights_are_warned_of_once(adapter: Adapter, tmp_path: Path)
         again = load_adapter(other, path)
     assert len(caught) == 1
     assert caught[0].filename == __file__
-    assert torch.equal(again.phi, rand(3))
+    assert torch.equal(again.phi, rand32(3))
     with pytest.warns(UserWarning, match="other weights than Net has") as caught:
         again.load(path)
     assert len(caught) == 1

@@ -7,25 +7,16 @@ from typing import Any
 import pytest
 import torch
 import torchvision
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
+from helpers.networks import LayerNormNet as Net
 from metricopt_ext.adapters.attach import attach_film, attach_outputs
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.adapters.wrappers import bare_name, sharded_by, unwrapped
 from metricopt_ext.errors import AdapterError
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.norm, self.head = nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.body(x)).relu())
 
 
 @pytest.mark.parametrize(

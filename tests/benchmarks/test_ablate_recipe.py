@@ -1,16 +1,15 @@
 """The ablation tool on a few variants of a tiny run."""
 
-import importlib.util
 import json
 import math
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from matplotlib.figure import Figure
 
+import ablate_recipe as tool
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.machine import Machine
@@ -22,18 +21,6 @@ TINY = [
     *("finetune.steps=6", "method.evals=3", "method.rounds=2", "method.folds=2", "method.trials=0", "queries=60"),
     *("model.epochs=1", "adapter.dim=4", "population=8", "device=cpu", "method.learners=[ridge]", "workers=1"),
 ]
-
-
-def load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load("ablate_recipe")
 
 
 @pytest.fixture

@@ -1,9 +1,7 @@
 """The comparison at new starts on a tiny run, and when learning f is said to pay."""
 
-import importlib.util
 import json
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+import compare_starts as tool
+from helpers.programs import call
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.comparison.comparison import Plan
 from metricopt_ext.experiment.experiment import Experiment
@@ -33,26 +33,11 @@ TINY = [
 ]
 
 
-def load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load("compare_starts")
-
-
 def run(folder: Path, *arguments: str, device: str = "cpu") -> dict[str, Any]:
     """Call the script's main as the command line does, and return what it wrote."""
-    before, sys.argv = sys.argv, ["compare_starts.py", "--config-file", str(DIGITS), "--output-dir", str(folder)]
-    sys.argv += [*TINY, "seeds=2", "seed=7", f"device={device}", "--budgets", "8", "20", *arguments]
-    try:
-        tool.main()
-    finally:
-        sys.argv = before
+    settings = [*TINY, "seeds=2", "seed=7", f"device={device}"]
+    options = ["--config-file", DIGITS, "--output-dir", folder]
+    call(tool, *options, *settings, "--budgets", "8", "20", *arguments)
     content: dict[str, Any] = json.loads((folder / "starts.json").read_text())
     return content
 

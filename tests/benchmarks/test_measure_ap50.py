@@ -1,6 +1,5 @@
 """benchmarks/measure_ap50.py on a small set."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -8,17 +7,9 @@ from typing import Any
 
 import pytest
 
+import measure_ap50
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "measure_ap50.py"
-
-
-def load_tool() -> Any:
-    spec = importlib.util.spec_from_file_location("measure_ap50", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-measure_ap50 = load_tool()
 
 
 def measure(folder: Path) -> Any:

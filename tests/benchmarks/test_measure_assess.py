@@ -1,39 +1,20 @@
 """The tool that counts recommendations, on tiny runs."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+import measure_assess as tool
+from helpers import programs
 from metricopt_ext.methods.assessment import RECOMMENDATIONS
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--override", "device=cpu", "--override", "model.epochs=1", "--override", "adapter.dim=4"]
 
 
-def load_tool() -> Any:
-    spec = importlib.util.spec_from_file_location("measure_assess", ROOT / "benchmarks" / "measure_assess.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["measure_assess"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
-
-
 def call(folder: Path, seeds: str, *tasks: str) -> None:
-    before = sys.argv
-    sys.argv = ["measure_assess.py", "--output-dir", str(folder), "--seeds", seeds, *tasks, *TINY]
-    try:
-        tool.main()
-    finally:
-        sys.argv = before
+    programs.call(tool, "--output-dir", folder, "--seeds", seeds, *tasks, *TINY)
 
 
 def test_every_seed_is_counted_once_and_asked_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

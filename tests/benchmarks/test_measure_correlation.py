@@ -1,45 +1,29 @@
 """The tool that measures how well losses rank outputs as the metric does, on a tiny run."""
 
-import importlib.util
 import json
 import math
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import measure_correlation as tool
+from helpers import programs
 from metricopt_ext.classification.classifier import untrained
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.siblings.reloss.relational_loss import load_relational_loss
 from metricopt_ext.utils.config import load_config
 
+call = partial(programs.call, tool)
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "measure_correlation.py"
 CONFIGS = ROOT / "configs" / "siblings"
 SETTINGS = {"training": 12, "heldout": 4, "checkpoints": 3, "checkpoint_steps": 4, "loss_steps": 2, "loss_batches": 6}
 TINY = [*(f"siblings.reloss.{key}={value}" for key, value in SETTINGS.items()), "device=cpu", "workers=1"]
-
-
-def load_tool() -> Any:
-    spec = importlib.util.spec_from_file_location("measure_correlation", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["measure_correlation"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
-
-
-def call(*arguments: str | Path) -> None:
-    before, sys.argv = sys.argv, ["measure_correlation.py", *map(str, arguments)]
-    try:
-        tool.main()
-    finally:
-        sys.argv = before
 
 
 def test_it_reports_all_losses_for_each_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

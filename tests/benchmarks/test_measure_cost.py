@@ -1,6 +1,5 @@
 """The tool that measures costs: that both sides do the work, and that the verdicts follow from the ratios."""
 
-import importlib.util
 import json
 import math
 import sys
@@ -14,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import measure_cost as tool
 from metricopt_ext.search.optimizer import MetricOpt
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "measure_cost.py"
@@ -21,17 +21,6 @@ TINY_STEP: dict[str, Any] = {"model": "small_cnn", "pixels": 6, "batch_size": 3,
 TINY_FIT: dict[str, Any] = {"points": 40, "dim": 3}
 TINY_POPULATION: dict[str, Any] = {"population": 4, "features": 7, "batch_size": 3, "dim": 5}
 REPEATS = 6
-
-
-def load_tool() -> Any:
-    spec = importlib.util.spec_from_file_location("measure_cost", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["measure_cost"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """benchmarks/measure_recall.py on small sets."""
 
 import argparse
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -10,20 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+import measure_recall
+
 pytest.importorskip("faiss")
 pytest.importorskip("pytorch_metric_learning")
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "measure_recall.py"
-
-
-def load_tool() -> Any:
-    spec = importlib.util.spec_from_file_location("measure_recall", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-measure_recall = load_tool()
 
 
 def test_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,5 @@
 """The tool that measures how runs scale: its waves are those of the library."""
 
-import importlib.util
 import json
 from collections.abc import Callable
 from functools import partial
@@ -10,20 +9,11 @@ from typing import Any
 
 import pytest
 
+import measure_scale as tool
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.value.learners import RidgeLearner
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "measure_scale.py"
-
-
-def load_tool() -> Any:
-    spec = importlib.util.spec_from_file_location("measure_scale", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
 
 
 @pytest.mark.parametrize(("strategy", "queries"), [("search", 45), ("recipe", 160)])

@@ -1,14 +1,15 @@
 """The tool that measures what a search leaves behind, on a tiny run."""
 
-import importlib.util
 import json
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import measure_search as tool
+from helpers import programs
 from metricopt_ext.runtime.identity import sole_writer
 
 ROOT = Path(__file__).parents[2]
@@ -24,28 +25,7 @@ TINY = [
     *("adapter.kind=input_bias", "adapter.layers=[]", "adapter.dim=4", "model.epochs=1", "finetune.steps=5"),
     *("seeds=2", "workers=1", "device=cpu", "queries=30"),
 ]
-
-
-def load_tool() -> Any:
-    spec = importlib.util.spec_from_file_location("measure_search", ROOT / "benchmarks" / "measure_search.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["measure_search"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
-
-
-def call(*arguments: str | Path) -> None:
-    before = sys.argv
-    sys.argv = ["measure_search.py", "--task", "classification", "--config-file", str(DIGITS), *map(str, arguments)]
-    try:
-        tool.main()
-    finally:
-        sys.argv = before
+call = partial(programs.call, tool, "--task", "classification", "--config-file", DIGITS)
 
 
 def test_both_models_are_searched_and_f_is_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

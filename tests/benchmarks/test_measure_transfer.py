@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 import measure_transfer as tool
+from helpers import programs
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,11 +24,7 @@ TINY = [
 def call(folder: Path, *arguments: str, source: tuple[str, ...] = (), target: tuple[str, ...] = ()) -> None:
     config = ["--task", "classification", "--config-file", str(ROOT / "configs" / "classification" / "digits.yaml")]
     own = ["--from", "metric.name=mcr", "adapter.dim=3", *source, "--to", "metric.name=f1", "adapter.dim=3", *target]
-    before, sys.argv = sys.argv, ["measure_transfer.py", *config, "--output-dir", str(folder), *arguments, *own]
-    try:
-        tool.main()
-    finally:
-        sys.argv = before
+    programs.call(tool, *config, "--output-dir", folder, *arguments, *own)
 
 
 def test_the_first_tasks_f_is_followed_on_the_second_beside_a_fresh_one(

@@ -1,13 +1,12 @@
 """The paper's Fig. 3 at toy size, and what its numbers mean."""
 
-import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+import reproduce_figure3 as tool
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.algorithm1 import Algorithm1
 from metricopt_ext.search.guided_es import es_direction
@@ -20,18 +19,6 @@ TINY = [
     *("data.name=breast_cancer", "data.standardise=true", "model.epochs=5", "adapter.dim=4", "device=cpu"),
     *("seeds=1", "finetune.steps=6", "method.evals=3", "method.labels=observed", "metric.name=aucpr"),
 ]
-
-
-def load_tool() -> Any:
-    spec = importlib.util.spec_from_file_location("reproduce_figure3", ROOT / "benchmarks" / "reproduce_figure3.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
 
 
 def linear(slope: float) -> RidgeValueFunction:

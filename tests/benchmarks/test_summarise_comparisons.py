@@ -1,51 +1,22 @@
 """The page on several comparisons: what it states, and that the committed one is that of the committed numbers."""
 
-import importlib.util
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
+import summarise_comparisons as tool
+from helpers.comparisons import OURS, compared
 from metricopt_ext.errors import FileFormatError
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def load_tool() -> Any:
-    spec = importlib.util.spec_from_file_location(
-        "summarise_comparisons", ROOT / "benchmarks" / "summarise_comparisons.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
-
-
-def content(maximize: bool = True, **methods: dict[str, list[float | None]]) -> dict[str, Any]:
-    return {
-        "metric": {"name": "m", "maximize": maximize},
-        "budgets": [20, 60, 150],
-        "seeds": [0, 1, 2],
-        "starts": {"pretrained": {"test": [0.5, 0.5, 0.5]}, "batchnorm": {"test": [0.5, 0.6, None]}},
-        "best_start": {"queries": 2, "test": [0.5, 0.6, 0.5]},
-        "methods": {
-            name: {"cells": {q: {"test": test} for q, test in cells.items()}} for name, cells in methods.items()
-        },
-        "guards": [],
-    }
-
-
-OURS = {"60": [0.8, 0.9, 0.7], "150": [0.9, 0.9, 0.9]}
-
-
 def test_a_summary_states_gains_and_losses() -> None:
     better = {"60": [0.951, 0.952, 0.953], "150": [0.991, 0.992, 0.9935]}
-    page = tool.summary({"first": content(metricopt=OURS, turbo=better), "second": content(metricopt=OURS)})
+    page = tool.summary({"first": compared(metricopt=OURS, turbo=better), "second": compared(metricopt=OURS)})
     assert "# MetricOpt over 2 tasks" in page
     difference = np.array([0.8, 0.9, 0.7]) - better["150"]
     row = next(line for line in page.splitlines() if line.startswith("| first | +0.3000"))

@@ -1,29 +1,16 @@
 """The summary of what sibling methods measured, against figures by hand."""
 
-import importlib.util
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+import summarise_siblings as tool
 from metricopt_ext.experiment.record import Outcome, SeedRecord
 from metricopt_ext.utils.files import write_json
 from metricopt_ext.utils.machine import Machine
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "summarise_siblings.py"
-
-
-def load_tool() -> Any:
-    spec = importlib.util.spec_from_file_location("summarise_siblings", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
 
 
 def write_run(folder: Path, finals: list[float], rewards: list[list[float]]) -> Path:

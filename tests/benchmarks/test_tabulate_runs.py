@@ -1,27 +1,15 @@
 """The page of several runs, against figures by hand."""
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import tabulate_runs as tool
 from metricopt_ext.utils.files import read_json, write_json
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "tabulate_runs.py"
-
-
-def load_tool() -> Any:
-    spec = importlib.util.spec_from_file_location("tabulate_runs", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
 
 
 def put(folder: Path, maximize: bool = True, **tests: list[float | None]) -> Path:

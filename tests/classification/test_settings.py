@@ -1,7 +1,6 @@
 """Settings of a classifier's inference, beside means over views made by hand, and what is kept meanwhile."""
 
 import copy
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 pytest.importorskip("torchvision")
 
 import metricopt_ext as mo
+from helpers.networks import Counted
 from metricopt_ext.classification.callable_metric import from_callable
 from metricopt_ext.classification.kept_features import Rest
 from metricopt_ext.classification.metrics import METRICS
@@ -32,7 +32,7 @@ def images(n: int = 12, seed: int = 0) -> Tensor:
     return torch.rand(n, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-class Classifier(nn.Module):
+class Classifier(Counted):
     """Counts its runs; it looks at left and right differently."""
 
     def __init__(self, classes: int = 3) -> None:
@@ -40,14 +40,9 @@ class Classifier(nn.Module):
         torch.manual_seed(0)
         self.norm, self.head = nn.BatchNorm2d(3), nn.Linear(3 * SIDE * SIDE, classes)
         self.double().eval()
-        self.counted = Counter[str]()  # a number would be told apart from the model as it was
-
-    @property
-    def runs(self) -> int:
-        return self.counted["runs"]
 
     def forward(self, x: Tensor) -> Tensor:
-        self.counted["runs"] += 1
+        self.count()
         logits: Tensor = self.head(self.norm(x).flatten(1))
         return logits.squeeze(1)
 

@@ -1,14 +1,11 @@
 """The data of configs: shifted, thinned out, standardised and divided as they say."""
 
-import io
-import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
+from helpers.pictures import coloured
 from metricopt_ext.classification.adapter import attach
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.models import build_model
@@ -22,20 +19,6 @@ LONGTAIL = DIGITS.with_name("digits_longtail.yaml")
 
 def config_of(*overrides: str, file: Path = DIGITS) -> ClassificationConfig:
     return load_config(ClassificationConfig, file, ["model.epochs=1", "adapter.dim=3", "device=cpu", *overrides])
-
-
-def images(folder: Path, *, per_class: int = 12) -> Path:
-    """Zip RGB images of 32 x 32, each class with more of its own colour, but not so much that phi changes nothing."""
-    rng, path = np.random.default_rng(0), folder / "images.zip"
-    with zipfile.ZipFile(path, "w") as archive:
-        for channel, name in enumerate(("red", "green", "blue")):
-            for i in range(per_class):
-                pixels = rng.integers(0, 225, (32, 32, 3), dtype=np.uint8)
-                pixels[..., channel] += 30
-                png = io.BytesIO()
-                Image.fromarray(pixels).save(png, "PNG")
-                archive.writestr(f"{name}/{i:02d}.png", png.getvalue())
-    return path
 
 
 def test_only_validation_and_test_are_shifted_and_always_in_the_same_way() -> None:
@@ -106,7 +89,7 @@ def test_tables_are_standardised_by_train_and_pixels_come_in_unit_range(tmp_path
     splits = load_splits(config_of("data.name=wine", "data.standardise=true", "shift.kind=none"), 1)
     torch.testing.assert_close(splits.train.x.mean(0), torch.zeros(13), atol=1e-5, rtol=0)
     torch.testing.assert_close(splits.train.x.std(0, correction=0), torch.ones(13))
-    pictures = ["data.name=image_folder", f"data.root={images(tmp_path, per_class=6)}", "shift.kind=none"]
+    pictures = ["data.name=image_folder", f"data.root={coloured(tmp_path, per_class=6)}", "shift.kind=none"]
     x = load_splits(config_of(*pictures, "data.fractions=[0.4,0.3,0.3]"), 1).train.x
     assert x.dtype == torch.float32
     assert 0 <= x.min() < 0.1

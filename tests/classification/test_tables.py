@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from helpers.csv_tables import rows_of
 from metricopt_ext.classification.libsvm import load_libsvm
-from metricopt_ext.classification.tables import load_csv, read_csv
-from metricopt_ext.data.labelled import Table
+from metricopt_ext.classification.tables import load_csv
 from metricopt_ext.errors import DataError
 
 CSV = "age, job,hours ,income\n30, clerk,40,>50K\n41,none,38.5, <=50K\n\n25, clerk, 1e1,<=50K\n"
@@ -113,20 +113,6 @@ def test_bad_csv_is_named(tmp_path: Path, content: str, options: dict[str, Any],
 def test_a_missing_file_names_the_path_and_the_key(tmp_path: Path, load: Any) -> None:
     with pytest.raises(DataError, match=r"nowhere not found; set data\.root=DIR"):
         load(tmp_path / "nowhere")
-
-
-def rows_of(header: str, *columns: Any, delimiter: str = ",") -> str:
-    """A table whose last column is of the classes no and yes, in turn."""
-    lines = [
-        delimiter.join([*map(str, row), "yes" if i % 2 else "no"]) for i, row in enumerate(zip(*columns, strict=True))
-    ]
-    return "\n".join([header, *lines, ""])
-
-
-def reads(folder: Path, content: str | bytes, **options: Any) -> Table:
-    path = folder / "t.csv"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return read_csv(path, "y", **options)
 
 
 def test_load_csv_refuses_what_float32_cannot_tell_apart(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.comparisons import OURS, compared
 from metricopt_ext.comparison.claims import all_pairs, baselines_of, guard_blocks, holm, pair, t_test
 
 
@@ -42,25 +43,8 @@ def test_t_tests_of_two_and_three_numbers_are_the_closed_forms() -> None:
     assert t_test([0.5, 0.5]) == 0
 
 
-def content(maximize: bool = True, **methods: dict[str, list[float | None]]) -> dict[str, Any]:
-    return {
-        "metric": {"name": "m", "maximize": maximize},
-        "budgets": [20, 60, 150],
-        "seeds": [0, 1, 2],
-        "starts": {"pretrained": {"test": [0.5, 0.5, 0.5]}, "batchnorm": {"test": [0.5, 0.6, None]}},
-        "best_start": {"queries": 2, "test": [0.5, 0.6, 0.5]},
-        "methods": {
-            name: {"cells": {q: {"test": test} for q, test in cells.items()}} for name, cells in methods.items()
-        },
-        "guards": [],
-    }
-
-
-OURS = {"60": [0.8, 0.9, 0.7], "150": [0.9, 0.9, 0.9]}
-
-
 def test_pairs_are_by_seed_and_in_the_metrics_direction() -> None:
-    higher, lower = (content(maximize, metricopt=OURS, turbo={"60": [0.7, None, 0.75]}) for maximize in (True, False))
+    higher, lower = (compared(maximize, metricopt=OURS, turbo={"60": [0.7, None, 0.75]}) for maximize in (True, False))
     assert baselines_of(higher) == ["pretrained", "batchnorm", "best_start", "turbo"]
     found = pair(higher, "turbo", 60)
     assert found is not None

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from helpers.inference import put_into
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.comparison.comparison import Plan, read_row, run_seed
 from metricopt_ext.errors import ConfigError, FileFormatError
@@ -248,14 +248,6 @@ def test_free_settings_hold_for_a_search_that_tunes_no_others(
 ) -> None:
     now = {"k": 0}
 
-    @contextmanager
-    def apply(values: dict[str, Any]) -> Iterator[None]:
-        before, now["k"] = now["k"], values["k"]
-        try:
-            yield
-        finally:
-            now["k"] = before
-
     class Free(experiment):  # type: ignore[misc]
         def prepare(self) -> Any:
             self.made = task = quadratic()
@@ -265,7 +257,7 @@ def test_free_settings_hold_for_a_search_that_tunes_no_others(
             return task.judged_by(distance), distance.with_new_ledger()
 
         def own_settings(self) -> Settings:
-            return Settings([Setting("k", values=(0, 1), default=0)], apply, alone=(), free={"k": 1})
+            return Settings([Setting("k", values=(0, 1), default=0)], put_into(now), alone=(), free={"k": 1})
 
         @classmethod
         def baselines(cls, config: Any, subject: Any = None) -> dict[str, Baseline]:

@@ -7,31 +7,10 @@ from typing import Any
 
 import pytest
 
-from metricopt_ext.classification.tables import load_csv, read_csv
-from metricopt_ext.data.labelled import Table
+from helpers.csv_tables import reads, refused, rows_of
+from metricopt_ext.classification.tables import load_csv
 from metricopt_ext.data.text_files import DELIMITERS
 from metricopt_ext.errors import DataError
-
-
-def rows_of(header: str, *columns: Any, delimiter: str = ",") -> str:
-    """A table whose last column is of the classes no and yes, in turn."""
-    lines = [
-        delimiter.join([*map(str, row), "yes" if i % 2 else "no"]) for i, row in enumerate(zip(*columns, strict=True))
-    ]
-    return "\n".join([header, *lines, ""])
-
-
-def reads(folder: Path, content: str | bytes, **options: Any) -> Table:
-    path = folder / "t.csv"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return read_csv(path, "y", **options)
-
-
-def refused(folder: Path, content: str | bytes, **options: Any) -> str:
-    with pytest.raises(DataError) as caught:
-        reads(folder, content, **options)
-    return str(caught.value)
-
 
 PLAIN = rows_of("name,a,y", ["Müller", *["Smith"] * 5], range(6))
 

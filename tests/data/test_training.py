@@ -7,11 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.tensors import rand
 from metricopt_ext.data.training import train_supervised
-
-
-def rand(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def squares(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("PIL")
 
+from helpers.boxes import naive_iou
 from metricopt_ext.detection.ap50 import (
     METRICS,
     average_precision,
@@ -195,9 +196,9 @@ def naive_voc(found: Sequence[Detections], truth: DetectionSet, label: int, elev
     for _, i, _, box in sorted(guesses):
         best, thing = 0.0, None
         for candidate in (other for other in objects if other["image"] == i):
-            iou = naive_iou(box, candidate["box"])
-            if iou > best:
-                best, thing = iou, candidate
+            common = naive_iou(box, candidate["box"])
+            if common > best:
+                best, thing = common, candidate
         if best > 0.5 and thing["ignored"]:
             continue
         if best > 0.5 and not thing["found"]:
@@ -227,14 +228,6 @@ def naive_f1(found: Sequence[Detections], truth: DetectionSet, label: int) -> fl
         true, total, objects = true + len(hit), total + len(guesses), objects + len(own)
     precision, recall = true / max(total, 1), true / objects
     return 2 * precision * recall / (precision + recall) if true else 0.0
-
-
-def naive_iou(a: list[float], b: list[float]) -> float:
-    width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
-    if width <= 0 or height <= 0:
-        return 0.0
-    areas = [(box[2] - box[0]) * (box[3] - box[1]) for box in (a, b)]
-    return width * height / (sum(areas) - width * height)
 
 
 @pytest.mark.parametrize("definition", VOC)

@@ -10,15 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from helpers.tensors import rand
 from metricopt_ext.detection.ap_loss import ap_loss
 from metricopt_ext.detection.records import Annotated
 from metricopt_ext.detection.toolkit import Example
 
 N, CLASSES = 40, 4
-
-
-def rand(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 LABELS = torch.randint(-1, CLASSES - 1, (N,), generator=torch.Generator().manual_seed(1))  # none of the last class

@@ -4,7 +4,6 @@ import copy
 import gc
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,33 +12,17 @@ from torch import Tensor, nn
 
 pytest.importorskip("torchvision")
 
+from helpers.boxes import CLASSES, example
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.detection.frozen import FrozenFeatures
-from metricopt_ext.detection.records import Annotated, Detections
+from metricopt_ext.detection.records import Detections
 from metricopt_ext.detection.task import detection_loss
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.torchvision_toolkit import PLACEMENTS, TorchvisionToolkit
 from metricopt_ext.errors import AdapterError
 
-CLASSES = 3
 TOOLKIT = TorchvisionToolkit(min_size=64, max_size=64, width=16, head=32)
-
-
-def example(boxes: int, height: int = 64, width: int = 64, seed: int = 0) -> Example:
-    rng = torch.Generator().manual_seed(seed)
-    corners = torch.rand(boxes, 2, generator=rng) * 20
-    truth = Annotated(
-        image_id=seed,
-        path=Path("none"),
-        width=width,
-        height=height,
-        boxes=torch.cat([corners, corners + 8 + 8 * torch.rand(boxes, 2, generator=rng)], dim=1),
-        labels=torch.randint(CLASSES, (boxes,), generator=rng),
-        difficult=torch.zeros(boxes, dtype=torch.bool),
-        crowd=torch.zeros(boxes, dtype=torch.bool),
-    )
-    return Example(torch.randint(256, (3, height, width), generator=rng, dtype=torch.uint8), truth)
 
 
 SAME_SIZE = [example(2, seed=1), example(3, seed=2), example(0, seed=3)]

@@ -11,6 +11,7 @@ pytest.importorskip("PIL")
 
 from PIL import Image
 
+from helpers.boxes import naive_iou
 from metricopt_ext.detection import pictures
 from metricopt_ext.detection.pictures import plot_detections, plot_proposals
 from metricopt_ext.detection.proposals import box_iou, proposal_recall
@@ -49,14 +50,6 @@ def random_set(seed: int) -> tuple[list[Tensor], DetectionSet]:
         images.append(annotated(boxes, None, *flags))
         proposals.append(random_boxes((120, 30, 0)[i % 3], rng))
     return proposals, DetectionSet(("thing",), images)
-
-
-def naive_iou(a: list[float], b: list[float]) -> float:
-    width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
-    if width <= 0 or height <= 0:
-        return 0.0
-    areas = [(box[2] - box[0]) * (box[3] - box[1]) for box in (a, b)]
-    return width * height / (sum(areas) - width * height)
 
 
 def test_iou_equals_a_naive_loop() -> None:

@@ -21,6 +21,7 @@ from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredic
 from torchvision.models.detection.ssd import SSD
 from torchvision.ops import MultiScaleRoIAlign
 
+from helpers.boxes import naive_iou
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.detection.acting import SIZES
 from metricopt_ext.detection.frozen import FrozenFeatures
@@ -267,14 +268,6 @@ def test_what_attributes_say_is_what_torchvision_does_with_them(model: Any) -> N
         assert_same(found_by(mine), expected)
 
 
-def iou(one: list[float], other: list[float]) -> float:
-    width = min(one[2], other[2]) - max(one[0], other[0])
-    height = min(one[3], other[3]) - max(one[1], other[1])
-    common = max(width, 0.0) * max(height, 0.0)
-    area = sum((box[2] - box[0]) * (box[3] - box[1]) for box in (one, other)) - common
-    return common / area if area else 0.0
-
-
 def of_views(model: Any, scales: list[float], flips: list[bool], threshold: float) -> Iterator[list[Any]]:
     """For each image ``[score, box, label]`` of all views, by copies of the model that suppress nothing."""
     seen: list[list[Any]] = [[] for _ in IMAGES]
@@ -309,7 +302,7 @@ def by_hand(candidates: list[Any], sigma: float, nms: float, threshold: float, m
         kept.append(best)
         for each in rest:
             if each[2] == best[2]:
-                overlap = iou(best[1], each[1])
+                overlap = naive_iou(best[1], each[1])
                 each[0] *= math.exp(-(overlap**2) / sigma) if sigma else float(overlap <= nms)
     return kept[:most]
 

@@ -9,16 +9,9 @@ from torch import Tensor
 
 pytest.importorskip("torchvision")
 
+from helpers.boxes import naive_iou
 from metricopt_ext.detection import soft_nms as module
 from metricopt_ext.detection.soft_nms import merged, mirrored, soft_nms
-
-
-def iou(one: list[float], other: list[float]) -> float:
-    width = min(one[2], other[2]) - max(one[0], other[0])
-    height = min(one[3], other[3]) - max(one[1], other[1])
-    common = max(width, 0.0) * max(height, 0.0)
-    area = sum((box[2] - box[0]) * (box[3] - box[1]) for box in (one, other)) - common
-    return common / area if area else 0.0
 
 
 def by_hand(
@@ -35,7 +28,7 @@ def by_hand(
                 break
             left[best] = score
             for row in current:
-                current[row] *= math.exp(-(iou(boxes[best], boxes[row]) ** 2) / sigma)
+                current[row] *= math.exp(-(naive_iou(boxes[best], boxes[row]) ** 2) / sigma)
     return left
 
 

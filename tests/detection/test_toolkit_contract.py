@@ -11,33 +11,17 @@ from torch import Tensor, nn
 
 pytest.importorskip("torchvision")
 
+from helpers.boxes import CLASSES, example
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.detection.frozen import FrozenFeatures
-from metricopt_ext.detection.records import Annotated, Detections
+from metricopt_ext.detection.records import Detections
 from metricopt_ext.detection.toolkit import Example, Toolkit, told_inference
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.utils.state_dict import load_checkpoint
 
-CLASSES = 3
 PHI = torch.tensor([0.3, -0.2, 0.1, 0.2], dtype=torch.float64)
-
-
-def example(boxes: int, height: int = 64, width: int = 64, seed: int = 0) -> Example:
-    rng = torch.Generator().manual_seed(seed)
-    corners = torch.rand(boxes, 2, generator=rng) * 20
-    truth = Annotated(
-        image_id=seed,
-        path=Path("none"),
-        width=width,
-        height=height,
-        boxes=torch.cat([corners, corners + 10 + 8 * torch.rand(boxes, 2, generator=rng)], dim=1),
-        labels=torch.randint(CLASSES, (boxes,), generator=rng),
-        difficult=torch.zeros(boxes, dtype=torch.bool),
-        crowd=torch.zeros(boxes, dtype=torch.bool),
-    )
-    return Example(torch.randint(256, (3, height, width), generator=rng, dtype=torch.uint8), truth)
 
 
 BATCH = [example(2, seed=1), example(3, seed=2), example(1, seed=3)]

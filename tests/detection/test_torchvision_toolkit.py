@@ -17,34 +17,17 @@ from torchvision.models.detection._utils import overwrite_eps
 from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 from torchvision.ops import FrozenBatchNorm2d
 
+from helpers.boxes import CLASSES, example
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.detection.records import Annotated
 from metricopt_ext.detection.shapes import masks_from, pixels_in
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.torchvision_models import STANDARD
 from metricopt_ext.detection.torchvision_toolkit import PLACEMENTS, TorchvisionToolkit, images_of, targets_of
 from metricopt_ext.errors import ConfigError, DataError, MetricError
 
-CLASSES = 3
 OTHERS = ("head", "mask_head", "keypoint_head")  # placements that a Faster R-CNN lacks
 SMALL = TorchvisionToolkit(min_size=64, max_size=64, width=16, head=32)
-
-
-def example(boxes: int, height: int = 64, width: int = 64, seed: int = 0) -> Example:
-    rng = torch.Generator().manual_seed(seed)
-    corners = torch.rand(boxes, 2, generator=rng) * 30
-    truth = Annotated(
-        image_id=seed,
-        path=Path("none"),
-        width=width,
-        height=height,
-        boxes=torch.cat([corners, corners + 10 + 8 * torch.rand(boxes, 2, generator=rng)], dim=1),
-        labels=torch.randint(CLASSES, (boxes,), generator=rng),
-        difficult=torch.zeros(boxes, dtype=torch.bool),
-        crowd=torch.zeros(boxes, dtype=torch.bool),
-    )
-    return Example(torch.randint(256, (3, height, width), generator=rng, dtype=torch.uint8), truth)
 
 
 BATCH = [example(2, seed=1), example(3, height=48, width=56, seed=2), example(0, seed=3)]

@@ -1,7 +1,6 @@
 """Baselines on a quadratic: where each stood at each budget, and that no query goes uncounted."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.inference import put_into
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, ConfigError, MetricError
 from metricopt_ext.experiment.baselines import along_path, at_each_budget, metricopt, searching, usual_baselines
@@ -200,19 +200,11 @@ def moved_by(quadratic: Callable[..., Any]) -> tuple[Any, Settings]:
     """A task whose metric an external number shifts: 2 is best, and each step away costs 0.3; and its settings."""
     task, now = quadratic(), {"k": 0}
 
-    @contextmanager
-    def apply(values: dict[str, Any]) -> Iterator[None]:
-        before, now["k"] = now["k"], values["k"]
-        try:
-            yield
-        finally:
-            now["k"] = before
-
     def distance(model: Any) -> Any:
         value = float(task.problem.distance(model)) + 0.3 * abs(now["k"] - 2)
         return value, (value + 1e-3, value - 1e-3)
 
-    settings = Settings([Setting("k", values=(0, 1, 2, 3), default=0)], apply)
+    settings = Settings([Setting("k", values=(0, 1, 2, 3), default=0)], put_into(now))
     return task.judged_by(Metric(distance, maximize=False, bounds=None, name="distance")), settings
 
 

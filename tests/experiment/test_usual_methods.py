@@ -1,7 +1,6 @@
 """What a user could do instead of MetricOpt, against naive loops."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from helpers.inference import put_into
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, ConfigError
 from metricopt_ext.experiment.baselines import at_each_budget, searching
@@ -100,15 +100,10 @@ def test_searches_begin_where_metricopt_s_own_did_and_pay_for_the_choice(
 def test_searches_pay_for_the_settings_that_they_begin_with(quadratic: Callable[..., Any]) -> None:
     task, now = quadratic(), {"size": 1}
 
-    @contextmanager
-    def apply(values: dict[str, Any]) -> Iterator[None]:
-        before = dict(now)
-        now.update(values)
-        yield
-        now.update(before)
-
     metric = Metric(lambda model: task.distance(model) - now["size"], maximize=False, bounds=None, name="distance")
-    task = replace(task, metric=metric, settings=Settings([Setting("size", values=(1, 2, 3), default=1)], apply))
+    task = replace(
+        task, metric=metric, settings=Settings([Setting("size", values=(1, 2, 3), default=1)], put_into(now))
+    )
     config = RunConfig(finetune=FinetuneConfig(steps=6, lr=0.2), queries=40, search_queries=40)
     usual = usual_methods(config, 5, inputs=[], batches=task.batches)
     (ours,) = usual["metricopt"]({}).run(task.judged_by(task.metric.with_new_ledger()))

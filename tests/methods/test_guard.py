@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
+from helpers.tensors import rand
 from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.methods.guard import (
     CLIMBED,
@@ -37,10 +37,6 @@ from metricopt_ext.tasks.task import FinetuneTask
 def evaluations(halves: Any) -> list[Evaluation]:
     """A metric whose value on all of its data is the mean of its halves."""
     return [Evaluation((float(a) + float(b)) / 2, (float(a), float(b))) for a, b in halves]
-
-
-def rand(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 # --- Its terms ---------------------------------------------------------------------------------------------------

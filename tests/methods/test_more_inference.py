@@ -1,14 +1,14 @@
 """What more inference would give: asked after a run of what it kept, counted, and kept by nobody."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from helpers.inference import put_into
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.more_inference import PURPOSE, MoreInference, more_inference
 from metricopt_ext.methods.pipeline import optimize_metric
@@ -28,19 +28,12 @@ class Slow:
     def __init__(self, make: Make, **options: Any) -> None:
         self.task, self.asked = make(8), list[dict[str, Any]]()
         self.now: dict[str, Any] = {"size": 2, "flip": False, "soft": 0.0}
+        self.apply = put_into(self.now)
         size = Setting("size", values=(1, 2, 4, 8), default=2, inference=lambda size: float(size) / 2)
         flip = Setting("flip", values=(False, True), default=False, inference=2.0)
         soft = Setting("soft", values=(0.0, 0.2), default=0.0)
         presets = {"soft": {"soft": 0.2}, "both": {"flip": True, "soft": 0.2}}
         self.settings = Settings([size, flip, soft], self.apply, **{"alone": ["size"], "presets": presets, **options})
-
-    @contextmanager
-    def apply(self, values: dict[str, Any]) -> Iterator[None]:
-        before, self.now = self.now, values
-        try:
-            yield
-        finally:
-            self.now = before
 
     def gain(self, values: dict[str, Any]) -> float:
         both = GAINS["flip"] * (values["flip"] and values["soft"] > 0)

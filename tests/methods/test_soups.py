@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import metricopt_ext as mo
+from helpers.networks import BatchNormNet as Net
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.errors import AdapterError, BudgetError, DataError
 from metricopt_ext.methods.short_finetunes import Training
@@ -24,16 +25,6 @@ from metricopt_ext.tasks.task import FinetuneTask
 
 X = torch.randn(64, 3, generator=torch.Generator().manual_seed(5))
 Y = (X.sum(1) > 0).long()
-
-
-class Net(nn.Module):
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.first, self.norm, self.last = nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.norm(self.first(x)).relu())
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.inference import put_into
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
 from metricopt_ext.methods.algorithm1 import Algorithm1
@@ -38,19 +39,12 @@ class Toy:
     def __init__(self, make: Make, dim: int = 8, apart: float = 0.05, **options: Any) -> None:
         self.task, self.apart = make(dim), apart
         self.now: dict[str, Any] = {"size": 2.0, "kind": "hard"}
+        self.apply = put_into(self.now)
         self.asked: list[dict[str, Any]] = []
         self.dies_at = -1
         size = Setting("size", values=SIZES, default=2.0, inference=lambda size: float(size) / 2)
         kind = Setting("kind", values=("hard", "soft", "other"), default="hard")
         self.settings = Settings([size, kind], self.apply, **{"inference": 4.0, **options})
-
-    @contextmanager
-    def apply(self, values: dict[str, Any]) -> Iterator[None]:
-        before, self.now = self.now, values
-        try:
-            yield
-        finally:
-            self.now = before
 
     def worth(self, values: dict[str, Any]) -> float:
         """What the settings cost."""

@@ -18,6 +18,7 @@ from pytorch_metric_learning import losses, miners, samplers, testers, trainers
 from pytorch_metric_learning.utils.logging_presets import HookContainer
 
 import metricopt_ext as mo
+from helpers.tensors import rand32
 from metricopt_ext.errors import MetricError
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.rounds import meta_train
@@ -58,13 +59,9 @@ each_loss = pytest.mark.parametrize(
 )
 
 
-def rand(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def images(seed: int = 0) -> tuple[Tensor, Tensor]:
     y = torch.arange(ITERATIONS * BATCH) % CLASSES
-    return rand(CLASSES, 2, 5, 5, seed=9)[y] + rand(len(y), 2, 5, 5, seed=seed), y
+    return rand32(CLASSES, 2, 5, 5, seed=9)[y] + rand32(len(y), 2, 5, 5, seed=seed), y
 
 
 def dataset(seed: int = 0) -> list[tuple[Tensor, int]]:
@@ -88,7 +85,7 @@ def make_embedder() -> nn.Module:
 
 def make_f() -> RidgeValueFunction:
     f = RidgeValueFunction(D, 2)
-    f.coefficients.copy_(rand(2 * D, 2, seed=5))
+    f.coefficients.copy_(rand32(2 * D, 2, seed=5))
     f.radius.fill_(1.0)
     f.gradient_floor.fill_(0.1)
     f.quality = Quality(
@@ -327,7 +324,7 @@ def test_population_equals_one_by_one(loss_fn: Any, miner: Any) -> None:
         population=4,
     )
     shapes.clear()  # of the first batch, which is run at once
-    phi, indices = 0.3 * rand(6, D, seed=2).double(), [4, 2, 0, 9, 7, 1]
+    phi, indices = 0.3 * rand32(6, D, seed=2).double(), [4, 2, 0, 9, 7, 1]
     stream = torch.get_rng_state()
     loss, gradient = task.loss_and_gradient(phi, 0, indices, step=3)
     assert torch.equal(stream, torch.get_rng_state())
@@ -351,13 +348,13 @@ def test_population_equals_one_by_one(loss_fn: Any, miner: Any) -> None:
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_memory_of_earlier_batches_is_constant(held: int, wrapped: bool) -> None:
     memory = losses.CrossBatchMemory(losses.ContrastiveLoss(pos_margin=0.1, neg_margin=2.0), 4, memory_size=12)
-    earlier, classes = rand(held, 4, seed=1).double(), torch.arange(held) % 3
+    earlier, classes = rand32(held, 4, seed=1).double(), torch.arange(held) % 3
     if held:  # as a training left it
         memory(earlier, classes)
     state = copy.deepcopy(memory.state_dict())
     loss = embedding_loss(losses.MultipleLosses([memory]) if wrapped else memory)
     embedder = nn.Linear(4, 4, dtype=torch.float64)
-    x, y = rand(6, 4, seed=2).double(), torch.tensor([0, 1, 2, 0, 1, 2])
+    x, y = rand32(6, 4, seed=2).double(), torch.tensor([0, 1, 2, 0, 1, 2])
     with torch.no_grad():
         newest = embedder(x)
     kept, place = (earlier, held) if held < 12 else (earlier[6:], 0)  # the batch takes the place of the oldest
@@ -423,7 +420,7 @@ def sgd_run(recorder_of: Callable[[mo.Adapter], Any], lr: float = 0.5) -> tuple[
     """Train with randomly shuffled batches; returns the last phi and the trainer."""
     trunk, embedder = make_trunk(), make_embedder()
     adapter = mo.attach_film(trunk, dim=D)
-    adapter.set_phi(0.2 * rand(D, seed=4))
+    adapter.set_phi(0.2 * rand32(D, seed=4))
     torch.manual_seed(7)
     optimizer = torch.optim.SGD(adapter.parameters(), lr=lr)
     recorder = recorder_of(adapter)
@@ -470,7 +467,7 @@ def test_recorder_records_exact_steps() -> None:
 
     trajectory = store.get(0, 8)
     assert trajectory is not None
-    expected = torch.stack([0.2 * rand(D, seed=4), *path[:steps]])
+    expected = torch.stack([0.2 * rand32(D, seed=4), *path[:steps]])
     assert torch.equal(trajectory.phi, expected)
     assert torch.equal(trajectory.loss, torch.stack(loss[:steps]))
     assert torch.equal(trajectory.observed, observation_steps(steps, evals, 3, 8))
@@ -521,7 +518,7 @@ def test_recorded_trajectories_fit_a_value_function(tmp_path: Path) -> None:
         for index in range(6):
             trunk = make_trunk()
             adapter = mo.attach_film(trunk, dim=D)
-            adapter.set_phi(0.2 * rand(D, seed=index))
+            adapter.set_phi(0.2 * rand32(D, seed=index))
             recorder = TrajectoryRecorder(adapter, metric, store, steps=ITERATIONS, evals=3, index=index)
             optimizer = torch.optim.SGD(adapter.parameters(), lr=1.0)
             make_trainer(trunk, optimizer, end_of_iteration_hook=recorder).train()

@@ -15,14 +15,11 @@ pytest.importorskip("pytorch_metric_learning")
 from pytorch_metric_learning import losses, miners, reducers
 from pytorch_metric_learning.distances import LpDistance
 
+from helpers.tensors import rand
 from metricopt_ext.retrieval import losses as ours
 from metricopt_ext.retrieval.losses import RecallLoss, SmoothAPLoss
 
 UNEQUAL = torch.tensor([3, 3, 7, 7, 7, 7, 1, 9, 9, 9])  # a single member, classes of 2, 3 and 4
-
-
-def rand(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def cosine(a: Tensor, b: Tensor) -> Tensor:

@@ -10,16 +10,13 @@ from torch.nn.functional import normalize
 pytest.importorskip("faiss")
 
 import metricopt_ext as mo
+from helpers.tensors import rand
 from metricopt_ext.errors import AdapterError, DataError
 from metricopt_ext.retrieval.merge_whitening import merge_whitening, whitening_layer
 from metricopt_ext.retrieval.models import Conv4, Embedder
 from metricopt_ext.retrieval.post_processing import PostProcessing, Whitening, post_processed
 
 HALF = PostProcessing(whitening=0.5, l2_after=False)
-
-
-def rand(n: int, seed: int) -> Tensor:
-    return torch.randn(n, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def network(bias: bool = True) -> nn.Sequential:
@@ -37,8 +34,8 @@ def embedded(model: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dimension", [0, 3])
 def test_the_model_alone_gives_whitened_embeddings(bias: bool, dimension: int) -> None:
-    model, x = network(bias), rand(12, 1)
-    whitening = Whitening.of(embedded(model, rand(60, 0)))
+    model, x = network(bias), rand(12, 6, seed=1)
+    whitening = Whitening.of(embedded(model, rand(60, 6, seed=0)))
     post = PostProcessing(whitening=0.75, dimension=dimension, l2_after=False)
     expected = post_processed(embedded(model, x), post, whitening)
     modes = [module.training for module in model.train().modules()]
@@ -64,8 +61,8 @@ def test_appended_it_gives_the_same() -> None:
 
 
 def test_what_a_layer_can_t_do_is_said() -> None:
-    model, x = network(), rand(12, 1)
-    whitening = Whitening.of(embedded(model, rand(60, 0)))
+    model, x = network(), rand(12, 6, seed=1)
+    whitening = Whitening.of(embedded(model, rand(60, 6, seed=0)))
     post = PostProcessing(whitening=0.5, augmentation=8, expansion=2, alpha=1.5, distance="cosine")
     before = embedded(model, x)
     told = merge_whitening(model, whitening, post, x)
@@ -122,7 +119,7 @@ class Twice(nn.Module):
     ],
 )
 def test_what_can_t_be_merged_is_refused(model: nn.Module, post: PostProcessing, message: str) -> None:
-    x = rand(60, 0)
+    x = rand(60, 6, seed=0)
     before = embedded(model, x)
     with pytest.raises(AdapterError, match=message):
         merge_whitening(model, Whitening.of(before), post, x[:4])
@@ -130,13 +127,13 @@ def test_what_can_t_be_merged_is_refused(model: nn.Module, post: PostProcessing,
 
 
 def test_an_adapter_is_merged_first() -> None:
-    model, x = network(), rand(60, 0)
+    model, x = network(), rand(60, 6, seed=0)
     whitening = Whitening.of(embedded(model, x))
     adapter: Any = mo.attach_film(model, ["3"], dim=3)
     with pytest.raises(AdapterError, match="phi is not merged yet"):
         merge_whitening(model, whitening, HALF, x)
     adapter.merge()
-    wrong = Whitening.of(rand(60, 5))
+    wrong = Whitening.of(rand(60, 6, seed=5))
     with pytest.raises(AdapterError, match=r"a whitening of 6 dimensions is for as many outputs, .* has 5"):
         merge_whitening(model, wrong, HALF, x)
     with pytest.raises(DataError, match="dimension=7"):

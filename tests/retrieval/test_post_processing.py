@@ -24,7 +24,7 @@ from metricopt_ext.retrieval.post_processing import (
 PLAIN = PostProcessing()
 
 
-def rand(n: int, d: int = 5, seed: int = 0) -> Tensor:
+def drawn(n: int, d: int = 5, seed: int = 0) -> Tensor:
     """Correlated embeddings away from 0."""
     rng = torch.Generator().manual_seed(seed)
     factors = torch.randn(d, d, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
@@ -53,7 +53,7 @@ def naive_mixed(vectors: Any, items: Any, k: int, alpha: float, own: bool) -> np
 
 @pytest.mark.parametrize("dimension", [0, 3])
 def test_power_1_is_scikit_learn_s_whitening(dimension: int) -> None:
-    fitted, x = rand(60), rand(20, seed=1)
+    fitted, x = drawn(60), drawn(20, seed=1)
     theirs = PCA(dimension or None, whiten=True).fit(fitted.numpy()).transform(x.numpy())
     ours = Whitening.of(fitted).applied(x, 1.0, dimension).numpy()
     assert ours.shape == (20, dimension or 5)
@@ -79,7 +79,7 @@ def test_within_classes_distances_are_those_of_scikit_learn_s_discriminant_analy
 
 
 def test_power_0_is_a_rotation_and_half_the_power_half_the_way() -> None:
-    fitted, x = rand(60), rand(20, seed=1)
+    fitted, x = drawn(60), drawn(20, seed=1)
     whitening = Whitening.of(fitted)
     torch.testing.assert_close(distances(whitening.applied(x, 0.0)), distances(x), rtol=1e-10, atol=1e-10)
     for power in (0.25, 0.5, 1.0):
@@ -92,13 +92,15 @@ def test_power_0_is_a_rotation_and_half_the_power_half_the_way() -> None:
 
 
 def test_directions_without_variance_are_left_out() -> None:
-    flat = torch.cat([rand(60), 2 * rand(60)[:, :1], torch.ones(60, 1, dtype=torch.float64)], 1)
+    flat = torch.cat([drawn(60), 2 * drawn(60)[:, :1], torch.ones(60, 1, dtype=torch.float64)], 1)
     whitening = Whitening.of(flat)
     assert len(whitening.variances) == 5
-    x = torch.cat([rand(9, seed=1), 2 * rand(9, seed=1)[:, :1], torch.ones(9, 1, dtype=torch.float64)], 1)
+    x = torch.cat([drawn(9, seed=1), 2 * drawn(9, seed=1)[:, :1], torch.ones(9, 1, dtype=torch.float64)], 1)
     # 1 + 4 times the variance along the doubled axis: the same as of the first five, scaled by sqrt(5) there.
-    scaled = torch.cat([5**0.5 * rand(60)[:, :1], rand(60)[:, 1:]], 1)
-    expected = Whitening.of(scaled).applied(torch.cat([5**0.5 * rand(9, seed=1)[:, :1], rand(9, seed=1)[:, 1:]], 1), 1)
+    scaled = torch.cat([5**0.5 * drawn(60)[:, :1], drawn(60)[:, 1:]], 1)
+    expected = Whitening.of(scaled).applied(
+        torch.cat([5**0.5 * drawn(9, seed=1)[:, :1], drawn(9, seed=1)[:, 1:]], 1), 1
+    )
     torch.testing.assert_close(distances(whitening.applied(x, 1.0)), distances(expected), rtol=1e-9, atol=1e-9)
     single = Whitening.of(flat.float())
     assert len(single.variances) == 5
@@ -108,15 +110,21 @@ def test_directions_without_variance_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Whitening.of(rand(1)), r"n at least 2, got \(1, 5\)"),
+        (lambda: Whitening.of(drawn(1)), r"n at least 2, got \(1, 5\)"),
         (lambda: Whitening.of(torch.ones(9, 5)), "got 9 that are all the same"),
         (lambda: Whitening.of(torch.full((9, 5), torch.nan)), "got NaN or infinity"),
         (
-            lambda: Whitening.of(rand(9)).projection(0.5, 6),
+            lambda: Whitening.of(drawn(9)).projection(0.5, 6),
             "dimension=6 of embeddings that have 5 principal components",
         ),
-        (lambda: Whitening.of(rand(5)).projection(0.5), "of 5 dimensions is fitted on 5 embeddings; it must be more"),
-        (lambda: Whitening.of(rand(9)).applied(rand(9, 4), 0.5), "of 5 dimensions is for embeddings of as many, got 4"),
+        (
+            lambda: Whitening.of(drawn(5)).projection(0.5),
+            "of 5 dimensions is fitted on 5 embeddings; it must be more",
+        ),
+        (
+            lambda: Whitening.of(drawn(9)).applied(drawn(9, 4), 0.5),
+            "of 5 dimensions is for embeddings of as many, got 4",
+        ),
     ],
 )
 def test_what_can_t_be_whitened_is_refused(call: Any, message: str) -> None:
@@ -129,7 +137,7 @@ def test_what_can_t_be_whitened_is_refused(call: Any, message: str) -> None:
 
 @pytest.mark.parametrize(("k", "alpha"), [(1, 3.0), (4, 1.0), (4, 0.0), (29, 3.0), (50, 0.5)])
 def test_augmentation_and_expansion_are_those_of_the_definition(k: int, alpha: float) -> None:
-    x, queries = rand(30), rand(7, seed=1)
+    x, queries = drawn(30), drawn(7, seed=1)
     np.testing.assert_allclose(augmented(x, k, alpha), naive_mixed(x, x, k, alpha, True), rtol=1e-12, atol=1e-13)
     np.testing.assert_allclose(
         expanded(queries, x, k, alpha), naive_mixed(queries, x, k, alpha, False), rtol=1e-12, atol=1e-13
@@ -137,7 +145,7 @@ def test_augmentation_and_expansion_are_those_of_the_definition(k: int, alpha: f
 
 
 def test_a_zero_has_no_cosine() -> None:
-    x = rand(9)
+    x = drawn(9)
     x[3] = 0
     with pytest.raises(DataError, match="must not be 0 to be mixed"):
         augmented(x, 2, 3.0)
@@ -147,7 +155,7 @@ def test_a_zero_has_no_cosine() -> None:
 
 
 def test_by_default_nothing_is_done() -> None:
-    x = rand(9)
+    x = drawn(9)
     assert post_processed(x, PLAIN) is x
     assert post_processed(x, PLAIN, queries=torch.arange(9) < 3) is x
     assert not any([PLAIN.acts, PLAIN.projects, PLAIN.mixes])
@@ -155,9 +163,9 @@ def test_by_default_nothing_is_done() -> None:
 
 
 def test_what_is_done_comes_in_order() -> None:
-    x, mask = rand(40), torch.arange(40) % 4 == 0
+    x, mask = drawn(40), torch.arange(40) % 4 == 0
     before = x.clone()
-    fitted = Whitening.of(normalize(rand(60, seed=2)))
+    fitted = Whitening.of(normalize(drawn(60, seed=2)))
     post = PostProcessing(
         whitening=0.5, dimension=4, l2_before=True, augmentation=3, expansion=2, alpha=2.0, distance="cosine"
     )
@@ -174,7 +182,7 @@ def test_what_is_done_comes_in_order() -> None:
 
 
 def test_without_l2_after_lengths_stay() -> None:
-    x, fitted = rand(20), Whitening.of(rand(60))
+    x, fitted = drawn(20), Whitening.of(drawn(60))
     post = PostProcessing(whitening=0.5, l2_after=False)
     assert torch.equal(post_processed(x, post, fitted), fitted.applied(x, 0.5))
     torch.testing.assert_close(
@@ -186,9 +194,9 @@ def test_without_l2_after_lengths_stay() -> None:
 
 def test_what_is_missing_is_said() -> None:
     with pytest.raises(ValueError, match="needs principal components"):
-        post_processed(rand(9), PostProcessing(whitening=0.5))
+        post_processed(drawn(9), PostProcessing(whitening=0.5))
     with pytest.raises(ValueError, match="that search each other are not mixed"):
-        post_processed(rand(9), PostProcessing(augmentation=2))
+        post_processed(drawn(9), PostProcessing(augmentation=2))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from pytorch_metric_learning import losses, miners, samplers, testers, trainers
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 
 import metricopt_ext as mo
+from helpers.tensors import rand
 from metricopt_ext.data.halves import class_draws, class_halves
 from metricopt_ext.errors import AdapterError, BudgetError, ConfigError, DataError
 from metricopt_ext.retrieval.accuracy import RecallCalculator
@@ -38,10 +39,6 @@ from metricopt_ext.tasks.trajectory import TrajectoryStore
 CPU = torch.device("cpu")
 D, CLASSES, BATCH, QUERIES = 6, 8, 16, 24
 ENDING = QUERIES - 1, QUERIES  # the last is for a part of the way; start and end are known
-
-
-def rand(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def examples(seed: int, distracted: float = 1.0) -> tuple[Tensor, Tensor]:

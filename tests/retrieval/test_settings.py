@@ -1,6 +1,5 @@
 """Settings of retrieval: what they do to what is judged, that nothing is left of them, and what is kept meanwhile."""
 
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from pytorch_metric_learning import losses, testers, trainers
 from sklearn.decomposition import PCA
 
 import metricopt_ext as mo
+from helpers.networks import Counted
 from metricopt_ext.data.halves import class_draws
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.experiment.passes import Noticing
@@ -34,21 +34,16 @@ from metricopt_ext.tasks.metric import Metric
 N, CLASSES, KS = 96, 12, (1, 2, 4)
 
 
-class Embedder(nn.Module):
+class Embedder(Counted):
     """Counts its runs."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 5))
-        self.counted = Counter[str]()  # a number would be told apart from the model as it was
-
-    @property
-    def runs(self) -> int:
-        return self.counted["runs"]
 
     def forward(self, x: Tensor) -> Tensor:
-        self.counted["runs"] += 1
+        self.count()
         return self.layers(x)  # type: ignore[no-any-return]
 
 

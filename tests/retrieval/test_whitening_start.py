@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 pytest.importorskip("faiss")
 
+from helpers.tensors import rand
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.errors import AdapterError, DataError
 from metricopt_ext.retrieval.models import Conv4, Embedder
@@ -13,10 +14,6 @@ from metricopt_ext.retrieval.post_processing import PostProcessing, Whitening, p
 from metricopt_ext.retrieval.whitening_start import lda_whitening_start, whitened, whitening_start
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
-
-
-def rand(n: int, seed: int) -> Tensor:
-    return torch.randn(n, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def task_of(model: nn.Module) -> FinetuneTask:
@@ -30,7 +27,7 @@ def network(bias: bool = True) -> nn.Sequential:
 
 @torch.no_grad()
 def test_it_is_the_setting_at_one() -> None:
-    task, x, others = task_of(network()), rand(12, 1), rand(60, 0)
+    task, x, others = task_of(network()), rand(12, 6, seed=1), rand(60, 6, seed=0)
     before = {name: value.clone() for name, value in task.adapter.model.state_dict().items()}
     plain, whitening = task.adapter.model(x), Whitening.of(task.adapter.model(others))
     start = whitening_start(task, iter(others.split(20)))
@@ -52,7 +49,7 @@ def test_directions_without_variance_become_zero() -> None:
     model = network()
     model[3].weight[4] = model[3].weight[0]
     model[3].bias[4] = 1.0
-    task, others = task_of(model), rand(60, 0)
+    task, others = task_of(model), rand(60, 6, seed=0)
     start = whitening_start(task, [others])
     with task.adapter.applied(start):
         spread = torch.cov(task.adapter.model(others).T)
@@ -61,22 +58,22 @@ def test_directions_without_variance_become_zero() -> None:
 
 def test_where_no_layer_can_take_it_the_reason_is_said() -> None:
     with pytest.raises(AdapterError, match="the last linear layer has no bias, which would take the mean away"):
-        whitening_start(task_of(network(bias=False)), [rand(60, 0)])
+        whitening_start(task_of(network(bias=False)), [rand(60, 6, seed=0)])
     images = torch.rand(40, 1, 8, 8, dtype=torch.float64)
     embedder = task_of(Embedder(Conv4(1, 8, 6, 4)).double().eval())
     with pytest.raises(AdapterError, match="scaled to length 1 after the last linear layer"):
         whitening_start(embedder, [images])
     with pytest.raises(AdapterError, match="no linear layer's output"):
-        whitening_start(task_of(nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9)).double().eval()), [rand(60, 0)])
+        whitening_start(task_of(nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9)).double().eval()), [rand(60, 6, seed=0)])
     with pytest.raises(DataError, match="it must be more of them than dimensions"):
-        whitening_start(task_of(network()), [rand(5, 0)])
+        whitening_start(task_of(network()), [rand(5, 6, seed=0)])
     with pytest.raises(DataError, match="n at least 2"):
         whitening_start(task_of(network()), [])
 
 
 @torch.no_grad()
 def test_one_within_classes_is_merged_alike() -> None:
-    task, x = task_of(network()), rand(60, 0)
+    task, x = task_of(network()), rand(60, 6, seed=0)
     labels = torch.arange(60) % 4
     plain = task.adapter.model(x)
     start = lda_whitening_start(task, x.split(20), labels)
@@ -87,7 +84,7 @@ def test_one_within_classes_is_merged_alike() -> None:
 
 @torch.no_grad()
 def test_any_model_is_whitened_by_a_layer_behind_it() -> None:
-    task, x = task_of(nn.Sequential(network(), nn.Softmax(1)).eval()), rand(60, 0)
+    task, x = task_of(nn.Sequential(network(), nn.Softmax(1)).eval()), rand(60, 6, seed=0)
     plain, labels, post = task.adapter.model(x), torch.arange(60) % 4, PostProcessing(whitening=1.0)
     for given, whitening in ((None, Whitening.of(plain)), (labels, Whitening.within(plain, labels))):
         model = whitened(task, x.split(20), given)

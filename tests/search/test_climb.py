@@ -6,13 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.tensors import rand
 from metricopt_ext.search.climb import LOWERED, climb_of_chance
 from metricopt_ext.tasks.split_half import reliability_of
 from metricopt_ext.value.gp import GPLearner, GPValueFunction, Hyperparameters, Spectrum
-
-
-def rand(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def fitted(

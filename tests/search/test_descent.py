@@ -4,11 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.tensors import rand
 from metricopt_ext.search.descent import FIRST_STEP, STEPS, descend
-
-
-def rand(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def test_descent_stays_in_the_ball_and_never_gets_worse() -> None:

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.tensors import rand
 from metricopt_ext.search.guided_es import (
     analytic_direction,
     apply_covariance,
@@ -12,10 +13,6 @@ from metricopt_ext.search.guided_es import (
     orthonormal_basis,
     perturbations,
 )
-
-
-def rand(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def dense_covariance(history: np.ndarray) -> np.ndarray:

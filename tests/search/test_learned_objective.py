@@ -9,7 +9,7 @@ from torch import Tensor
 from metricopt_ext.search.learned_objective import LearnedObjective, loss_term, metric_term
 
 
-def rand(*shape: int, seed: int = 1) -> Tensor:
+def positive(*shape: int, seed: int = 1) -> Tensor:
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.1
 
 
@@ -24,7 +24,7 @@ def naive(costs: list[float], losses: list[float], weight: float, beta: float, e
 
 @pytest.mark.parametrize("beta", [None, 3.0])
 def test_it_is_the_naive_formula(beta: float | None) -> None:
-    costs, losses = rand(2, 3, 9), rand(2, 3, 9, seed=2)
+    costs, losses = positive(2, 3, 9), positive(2, 3, 9, seed=2)
     values = LearnedObjective(50.0, beta, loss_offset=0.01)(costs, losses)
     assert values.shape == (2, 3)
     for i in range(2):
@@ -36,13 +36,13 @@ def test_it_is_the_naive_formula(beta: float | None) -> None:
 def test_defaults_are_the_papers() -> None:
     objective = LearnedObjective()
     assert objective.metric_weight == 50
-    costs, losses = rand(21), torch.ones(21).double()
+    costs, losses = positive(21), torch.ones(21).double()
     assert float(objective(costs, losses)) == pytest.approx(50 * float(metric_term(costs, 10.0, 0.01)))
 
 
 def test_gradients() -> None:
     """Both the later cost and the best before it are differentiated."""
-    costs, losses = rand(7).requires_grad_(True), rand(7, seed=2).requires_grad_(True)
+    costs, losses = positive(7).requires_grad_(True), positive(7, seed=2).requires_grad_(True)
     objective = LearnedObjective(5.0, 1.5, loss_offset=0.1)
     assert torch.autograd.gradcheck(objective, (costs, losses))
     a, b, beta = 0.4, 0.5, 1.5

@@ -10,15 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.tensors import rand
 from metricopt_ext.search.learned_optimizer import BlindWarning, LearnedOptimizer
 from metricopt_ext.search.unrolled import unroll
 from metricopt_ext.search.update_rule import UpdateRule
 
 D = 4
-
-
-def rand(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def make_rule(dim: int | None = None, **options: Any) -> UpdateRule:

@@ -1,6 +1,6 @@
 """NGOpt of nevergrad, where that package is installed."""
 
-import builtins
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -36,13 +36,7 @@ def test_an_impossible_spread_is_refused(sigma: float) -> None:
 
 
 def test_a_missing_package_says_what_to_install(quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "nevergrad":
-            raise ModuleNotFoundError("No module named 'nevergrad'")
-        return imported(name, *args, **kwargs)
-
-    imported = builtins.__import__
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "nevergrad", None)
     task = quadratic()
     with pytest.raises(ImportError, match=r"pip install 'metricopt-ext\[compare\]'"):
         NGOpt()(task, task.origin(), 50)

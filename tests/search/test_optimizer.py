@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.tensors import rand
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.search.optimizer import LossStep, MetricOpt, MetricOptStep, UntrustedWarning, clip_to_ball
@@ -25,10 +26,6 @@ from metricopt_ext.value.value_function import NeuralValueFunction, Quality, Rid
 GOOD = Quality(spearman=0.9, mae=0.01, constant_mae=0.1, points=100, trajectories=40, near_mae=0.01, headroom=0.1)
 POOR = replace(GOOD, spearman=0.1)
 D = 6
-
-
-def rand(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def make_f(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.tensors import rand
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias
 from metricopt_ext.errors import AdapterError, ConfigError
 from metricopt_ext.search.probe import (
@@ -25,10 +26,6 @@ from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask, OutputLoss
 from metricopt_ext.utils.seeding import generator
-
-
-def rand(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 class Linear(nn.Module):

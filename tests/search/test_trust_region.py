@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.tensors import rand
 from metricopt_ext.errors import BudgetError, MetricError
 from metricopt_ext.search.descent import descend
 from metricopt_ext.search.probe import probe
@@ -25,10 +26,6 @@ from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.value.gp import GPLearner
 
 SEARCH = GuidedTrustRegion()
-
-
-def rand(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def rugged(task: Any, depth: float = 2.0) -> Any:

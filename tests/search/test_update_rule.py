@@ -8,15 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.tensors import rand
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.search.update_rule import FLOOR, LARGEST, Memory, UpdateRule, load_update_rule
 
 D = 5
 NAN = torch.tensor(math.nan, dtype=torch.float64)
-
-
-def rand(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def number(value: float) -> Tensor:

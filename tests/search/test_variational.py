@@ -7,13 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.tensors import rand
 from metricopt_ext.search.variational import combine, gradient_samples
 
 STD = 0.3
-
-
-def rand(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize(

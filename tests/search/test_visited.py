@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.tensors import rand
 from metricopt_ext.search import trust_region, visited
 from metricopt_ext.search.trust_region import GuidedTrustRegion, SearchResult
 from metricopt_ext.search.visited import MOST_JUDGED, MOST_POINTS, REFIT, Visited
@@ -16,10 +17,6 @@ from metricopt_ext.value.gp import GPLearner, GPValueFunction, Hyperparameters, 
 from metricopt_ext.value.loading import load_value_function
 
 SEARCH = GuidedTrustRegion()
-
-
-def rand(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def filled(points: Tensor, cost: Tensor, start: int = 0) -> Visited:

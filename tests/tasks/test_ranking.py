@@ -8,11 +8,8 @@ import scipy.stats
 import torch
 from torch import Tensor
 
+from helpers.tensors import rand
 from metricopt_ext.tasks.ranking import positives_up_to, ranking_losses, ranks
-
-
-def rand(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def naive_ranks(scores: list[float]) -> list[int]:

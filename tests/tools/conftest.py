@@ -1,10 +1,11 @@
 """What a run of any tool is held to, whichever strategy it follows."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from metricopt_ext.value.loading import load_value_function
 
@@ -29,3 +30,12 @@ def _check(folder: Path, strategy: str) -> None:
 def check_strategy() -> Callable[[Path, str], None]:
     """Check what a run of 20 queries left in its folder: what it spent, its f, what the guard kept, its picture."""
     return _check
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Run on one thread, whatever the tests are told: the models are tiny."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

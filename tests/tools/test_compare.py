@@ -1,16 +1,19 @@
 """The comparison tool end to end on a tiny set: shards, resuming, failures, and what is refused before it runs."""
 
-import importlib.util
 import json
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers import programs
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.search.guided_es import estimated_direction
+from metricopt_ext.tools import compare as tool
 from metricopt_ext.utils.config import load_config
+
+call = partial(programs.call, tool)
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs" / "compare").glob("*.yaml"))
@@ -28,28 +31,6 @@ OVERRIDES = [
 ]
 
 
-def load_tool() -> Any:
-    spec = importlib.util.spec_from_file_location("compare", ROOT / "tools" / "compare.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["compare"] = module  # its dataclass looks up its annotations there
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
-
-
-def call(*arguments: str | Path) -> None:
-    """Call the script's main as the command line does."""
-    before, sys.argv = sys.argv, ["compare.py", *map(str, arguments)]
-    try:
-        tool.main()
-    finally:
-        sys.argv = before
-
-
 def run(folder: Path, *arguments: str) -> dict[str, Any]:
     call("--config-file", DIGITS, "--output-dir", folder, *OVERRIDES, *arguments)
     content: dict[str, Any] = json.loads((folder / "comparison.json").read_text())
@@ -57,6 +38,7 @@ def run(folder: Path, *arguments: str) -> dict[str, Any]:
 
 
 def refused(*arguments: str | Path) -> str:
+    """Return the error, or the status with which the parser of arguments ends."""
     with pytest.raises(SystemExit) as caught:
         call(*arguments)
     return str(caught.value.code).removeprefix("error: ")

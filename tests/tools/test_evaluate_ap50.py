@@ -1,7 +1,6 @@
 """tools/evaluate_ap50.py on small sets."""
 
 import argparse
-import importlib.util
 import json
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import torch
 
 pytest.importorskip("PIL")
 
+from helpers.programs import call
 from metricopt_ext.detection.ap50 import average_precision
 from metricopt_ext.detection.coco import CocoSet, read_coco, read_detections, write_coco, write_detections
 from metricopt_ext.detection.coco_summary import Summary, summarize
@@ -24,19 +24,10 @@ from metricopt_ext.detection.tables import as_one_class
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.detection.voc import read_voc, write_voc
+from metricopt_ext.tools import evaluate_ap50
 
 TOOLS = Path(__file__).parents[2] / "tools"
 CLASSES = ("bird", "cat", "dog")  # of which there is no dog
-
-
-def load_tool(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-evaluate_ap50 = load_tool("evaluate_ap50")
 
 
 def images(seed: int) -> list[Annotated]:
@@ -95,8 +86,7 @@ def evaluate(folder: Path, *arguments: str) -> Any:
     """Run the tool in this process, in the folder; returns its report."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(sys, "argv", ["evaluate_ap50.py", *arguments, "--output-dir", "out"])
-        evaluate_ap50.main()
+        call(evaluate_ap50, *arguments, "--output-dir", "out")
     return json.loads((folder / "out" / "report.json").read_text())
 
 

@@ -1,6 +1,5 @@
 """tools/evaluate_recall.py on small files."""
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ from pytorch_metric_learning.distances import CosineSimilarity
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from pytorch_metric_learning.utils.inference import CustomKNN
 
+from helpers.programs import call
 from metricopt_ext.adapters.attach import attach_film, load_adapter
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.experiment.cli import run_and_report
@@ -32,20 +32,10 @@ from metricopt_ext.retrieval.intervals import difference_interval, interval
 from metricopt_ext.retrieval.models import build_model
 from metricopt_ext.retrieval.ranking import RANKED, ranking_metrics
 from metricopt_ext.retrieval.recall import hits_at_k, recall_at_k
+from metricopt_ext.tools import evaluate_recall
 from metricopt_ext.utils.config import load_config
 
 TOOLS = Path(__file__).parents[2] / "tools"
-
-
-def load_tool(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # its dataclass looks itself up
-    spec.loader.exec_module(module)
-    return module
-
-
-evaluate_recall = load_tool("evaluate_recall")
 
 
 @pytest.fixture
@@ -66,8 +56,7 @@ def evaluate(folder: Path, *arguments: str) -> Any:
     """Run the tool in this process, in the folder; returns its report."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(sys, "argv", ["evaluate_recall.py", *arguments, "--output-dir", "out"])
-        evaluate_recall.main()
+        call(evaluate_recall, *arguments, "--output-dir", "out")
     return json.loads((folder / "out" / "report.json").read_text())
 
 

@@ -1,15 +1,13 @@
 """The command-line tool end to end on tiny runs, and the parts it builds from a config."""
 
-import importlib.util
-import io
 import json
 import os
 import re
 import subprocess
 import sys
-import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +20,9 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from helpers import programs
+from helpers.pictures import check_figures, coloured
+from helpers.runs import KEPT, check_needs_resume
 from metricopt_ext.adapters.attach import load_adapter
 from metricopt_ext.classification import classifier as making
 from metricopt_ext.classification import experiment as classification_experiment
@@ -45,9 +46,14 @@ from metricopt_ext.siblings.reloss.relational_loss import load_relational_loss
 from metricopt_ext.siblings.sl.set_loss import SetLoss, load_set_loss
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.tools import finetune_classifier as tool
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.state_dict import load_checkpoint
 from metricopt_ext.value.loading import load_value_function
+
+call, refused = partial(programs.call, tool), partial(programs.refused, tool)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tools" / "finetune_classifier.py"
@@ -67,44 +73,8 @@ METHODS = {"search": [], "paper": ["method.name=paper", "method.evals=2"]}
 TINY = [*RECIPE, *SIZES]
 
 
-def load_tool() -> Any:
-    spec = importlib.util.spec_from_file_location("finetune_classifier", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def config_of(*overrides: str, file: Path = DIGITS) -> ClassificationConfig:
     return load_config(ClassificationConfig, file, [*TINY, *overrides])
-
-
-def call(*arguments: str | Path) -> None:
-    """Call the script's main as the command line does."""
-    before, sys.argv = sys.argv, ["finetune_classifier.py", *map(str, arguments)]
-    try:
-        tool.main()
-    finally:
-        sys.argv = before
-
-
-def refused(*arguments: str | Path) -> str:
-    with pytest.raises(SystemExit) as caught:
-        call(*arguments)
-    message = str(caught.value.code)  # a string: printed to stderr, and the exit code is 1
-    assert message.startswith("error: ")
-    assert len(message.splitlines()) == 1
-    return message.removeprefix("error: ")
 
 
 def numbers(folder: Path) -> Any:
@@ -140,15 +110,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_everything_is_written(finished: Path) -> None:
     assert {path.name for path in finished.iterdir()} == {
-        ".lock",
-        "log.txt",
-        *("run.json", "report.json", "report.md", "report.html", "events", "seed-0", "seed-1"),
+        *KEPT,
+        *("seed-0", "seed-1"),
         *("methods.png", "finetuning.png", "value_function.png"),
     }
-    for picture in [*finished.glob("*.png"), *finished.glob("seed-*/examples.png")]:
-        with Image.open(picture) as image:
-            assert image.format == "PNG"
-            assert min(image.size) > 200
+    check_figures([*finished.glob("*.png"), *finished.glob("seed-*/examples.png")])
     for seed in (0, 1):
         folder = finished / f"seed-{seed}"
         assert {"record.json", "examples.png", "evaluations.json"} <= {path.name for path in folder.iterdir()}
@@ -187,10 +153,7 @@ def load_adapter_phi(folder: Path, seed: int) -> Tensor:
 
 
 def test_a_second_call_needs_resume(finished: Path) -> None:
-    message = refused("--config-file", DIGITS, "--output-dir", finished, *TINY, "seeds=2")
-    assert message == f"{finished} holds an earlier run: add --resume to continue it, or use another folder"
-    message = refused("--config-file", DIGITS, "--output-dir", finished, "--resume", *TINY, "finetune.lr=0.07")
-    assert "holds another run: finetune.lr was" in message
+    check_needs_resume(tool, DIGITS, finished, [*TINY, "seeds=2"])
 
 
 def test_a_finished_run_resumes_without_any_training(
@@ -536,24 +499,10 @@ def test_a9a_under_another_class_ratio_and_cost(tmp_path: Path, capsys: pytest.C
     assert after <= before
 
 
-def images(folder: Path, *, per_class: int = 12) -> Path:
-    """Zip RGB images of 32 x 32, each class with more of its own colour, but not so much that phi changes nothing."""
-    rng, path = np.random.default_rng(0), folder / "images.zip"
-    with zipfile.ZipFile(path, "w") as archive:
-        for channel, name in enumerate(("red", "green", "blue")):
-            for i in range(per_class):
-                pixels = rng.integers(0, 225, (32, 32, 3), dtype=np.uint8)
-                pixels[..., channel] += 30
-                png = io.BytesIO()
-                Image.fromarray(pixels).save(png, "PNG")
-                archive.writestr(f"{name}/{i:02d}.png", png.getvalue())
-    return path
-
-
 @pytest.mark.slow
 def test_a_torchvision_classifier_on_an_image_folder(tmp_path: Path) -> None:
     overrides = [
-        *("data.name=image_folder", f"data.root={images(tmp_path)}", "data.fractions=[0.5,0.25,0.25]"),
+        *("data.name=image_folder", f"data.root={coloured(tmp_path)}", "data.fractions=[0.5,0.25,0.25]"),
         *("model.name=resnet18", "model.batch_size=6", "adapter.layers=[layer4.*.bn2]", "batch_size=3"),
         *("metric.name=aucpr", "method.start_std=1", "model.epochs=3", "model.lr=0.003"),
     ]
@@ -620,7 +569,7 @@ def hugging_face(folder: Path, classes: list[str]) -> str:
 
 
 def test_a_hugging_face_folder_brings_weights_and_normalisation(tmp_path: Path) -> None:
-    data = ["data.name=image_folder", f"data.root={images(tmp_path)}", "data.fractions=[0.5,0.25,0.25]"]
+    data = ["data.name=image_folder", f"data.root={coloured(tmp_path)}", "data.fractions=[0.5,0.25,0.25]"]
     pixels = load_splits(config_of(*data), 0)
     folder = hugging_face(tmp_path / "hf", list(pixels.class_names))
     config = config_of(*data, f"model.name={folder}", "adapter.layers=[]")

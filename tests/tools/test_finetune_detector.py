@@ -5,7 +5,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,9 @@ from torch import Tensor, nn
 
 pytest.importorskip("torchvision")
 
+from helpers.pictures import check_figures
+from helpers.programs import call, refused
+from helpers.runs import KEPT, check_needs_resume, stopped_after
 from metricopt_ext.adapters.attach import load_adapter
 from metricopt_ext.data import training_state
 from metricopt_ext.detection import build, scenes
@@ -32,8 +35,9 @@ from metricopt_ext.detection.voc import read_voc
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment import method_config
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.tools import evaluate_ap50
+from metricopt_ext.tools import finetune_detector as tool
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.state_dict import load_checkpoint
 from metricopt_ext.value.learners import RidgeLearner
@@ -87,24 +91,10 @@ def without_scenes(overrides: Sequence[str]) -> list[str]:
     return [each for each in overrides if not each.startswith(OF_SCENES)]
 
 
-def load_tool(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool("finetune_detector")
-
-
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def quick(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out threads, and see `small_and_quick`."""
     small_and_quick(monkeypatch)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def small_and_quick(patched: pytest.MonkeyPatch) -> None:
@@ -120,24 +110,6 @@ def ridge_only(**settings: Any) -> Recipe:
 
 def config_of(*overrides: str, file: Path = SCENES) -> DetectionConfig:
     return load_config(DetectionConfig, file, overrides)
-
-
-def call(*arguments: str | Path, script: Any = tool) -> None:
-    """Call a script's main as the command line does."""
-    before, sys.argv = sys.argv, ["finetune_detector.py", *map(str, arguments)]
-    try:
-        script.main()
-    finally:
-        sys.argv = before
-
-
-def refused(*arguments: str | Path) -> str:
-    with pytest.raises(SystemExit) as caught:
-        call(*arguments)
-    message = str(caught.value.code)  # a string: printed to stderr, and the exit code is 1
-    assert message.startswith("error: ")
-    assert len(message.splitlines()) == 1
-    return message.removeprefix("error: ")
 
 
 def content_of(folder: Path) -> Any:
@@ -196,19 +168,15 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_everything_is_written(finished: Path) -> None:
     assert {path.name for path in finished.iterdir()} == {
-        ".lock",
-        "log.txt",
-        *("run.json", "report.json", "report.md", "report.html", "events", "seed-0"),
+        *KEPT,
+        "seed-0",
         *("methods.png", "finetuning.png", "value_function.png"),
     }
     folder = finished / "seed-0"
     kept = {"record.json", "model.safetensors", "adapter.safetensors", "tuned.pth", "proposal_recall.json", "scenes"}
     assert kept <= {path.name for path in folder.iterdir()}
     drawn = [folder / f"{name}.png" for name in ("detections", "proposals_pretrained", "proposals_metricopt")]
-    for picture in [*finished.glob("*.png"), *drawn]:
-        with Image.open(picture) as image:
-            assert image.format == "PNG"
-            assert min(image.size) > 200
+    check_figures([*finished.glob("*.png"), *drawn])
     assert len(list((folder / "trajectories").glob("round-0-task-*.safetensors"))) == 4
     assert load_value_function(folder / "value_function.safetensors", dim=3).quality is not None
     recalls = json.loads((folder / "proposal_recall.json").read_text())
@@ -241,10 +209,7 @@ def test_the_report_states_what_pycocotools_says_of_the_kept_detectors(finished:
 
 
 def test_a_second_call_needs_resume(finished: Path) -> None:
-    message = refused("--config-file", SCENES, "--output-dir", finished, *FINISHED)
-    assert message == f"{finished} holds an earlier run: add --resume to continue it, or use another folder"
-    message = refused("--config-file", SCENES, "--output-dir", finished, "--resume", *FINISHED, "finetune.lr=0.07")
-    assert "holds another run: finetune.lr was" in message
+    check_needs_resume(tool, SCENES, finished, FINISHED)
 
 
 def test_a_finished_run_resumes_without_any_training(
@@ -254,7 +219,7 @@ def test_a_finished_run_resumes_without_any_training(
     monkeypatch.setattr(build, "train_detector", lambda *_, **__: pytest.fail("trained"))
     monkeypatch.setattr(FinetuneTask, "loss_and_gradient", lambda *_: pytest.fail("finetuned"))
     (finished / "report.json").unlink()
-    call("--config-file", SCENES, "--resume", "--output-dir", finished, *FINISHED)
+    call(tool, "--config-file", SCENES, "--resume", "--output-dir", finished, *FINISHED)
     assert content_of(finished) == before
     assert "small_fpn on shifted scenes: AP50 (higher is better), 1 seed of 16 queries" in capsys.readouterr().out
 
@@ -263,7 +228,7 @@ def test_an_interrupted_run_resumes_to_the_same_report(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training_state, "KEEP_EVERY", 0.0)
-    losses, collected = [], []
+    losses = []
 
     def kill(self: TorchvisionToolkit, *arguments: Any) -> Any:
         losses.append(arguments)
@@ -279,17 +244,7 @@ def test_an_interrupted_run_resumes_to_the_same_report(
     assert (folder / "training.safetensors").exists()
     assert not (folder / "model.safetensors").exists()
 
-    def stop(self: Metric, *arguments: Any) -> Any:
-        collected.append(arguments)
-        if len(collected) > 5:
-            raise KeyboardInterrupt
-        return asked(self, *arguments)
-
-    asked = Metric.judge
-    with monkeypatch.context() as patched:
-        patched.setattr(Metric, "judge", stop)
-        with pytest.raises(KeyboardInterrupt):
-            tool.run(config_of(*FINISHED), tmp_path / "run", resume=True)
+    stopped_after(5, lambda: tool.run(config_of(*FINISHED), tmp_path / "run", resume=True))
     assert 0 < len(list((folder / "trajectories").glob("*.safetensors"))) < 4
     assert not (folder / "training.safetensors").exists()
     detector = (folder / "model.safetensors").read_bytes()
@@ -309,8 +264,19 @@ def test_the_ap_loss_in_the_backbone_by_the_command_line(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = f"model.weights={finished / 'seed-0' / 'model.safetensors'}"
-    call("--toolkit", "torchvision", "--config-file", CONFIGS / "scenes_detectron2.yaml", "--output-dir", tmp_path,
-         *TINY, "classification_loss=ap", "model.config_file=''", weights)  # fmt: skip
+    call(
+        tool,
+        "--toolkit",
+        "torchvision",
+        "--config-file",
+        CONFIGS / "scenes_detectron2.yaml",
+        "--output-dir",
+        tmp_path,
+        *TINY,
+        "classification_loss=ap",
+        "model.config_file=''",
+        weights,
+    )
     assert "torchvision's small_fpn on shifted scenes" in capsys.readouterr().out
     content = content_of(tmp_path)
     assert content["config"]["toolkit"] == "torchvision"
@@ -357,7 +323,7 @@ def test_a_metric_of_one_s_own(finished: Path, tmp_path: Path, capsys: pytest.Ca
     )
     own = ["metric.name=own_best_scores:best", f"metric.folder={tmp_path}", "metric.maximize=false"]
     weights = f"model.weights={finished / 'seed-0' / 'model.safetensors'}"
-    call("--config-file", SCENES, "--output-dir", tmp_path / "run", *TINY, weights, *own)
+    call(tool, "--config-file", SCENES, "--output-dir", tmp_path / "run", *TINY, weights, *own)
     shown = capsys.readouterr().out
     settings = "score_thresh 0, at most 100 detections an image, images scaled to sides of 48 to 48"
     assert f"seed 0  objects are found with {settings}\n" in shown
@@ -383,7 +349,7 @@ def test_voc_s_format_with_validation_held_out_of_train(finished: Path, tmp_path
         *("data.images=[3,0,5]", "data.size=32", f"model.weights={finished / 'seed-0' / 'model.safetensors'}"),
     ]
     overrides, file = [*without_scenes(FINISHED), *overrides], of_files(tmp_path)
-    call("--config-file", file, "--output-dir", tmp_path / "run", *overrides)
+    call(tool, "--config-file", file, "--output-dir", tmp_path / "run", *overrides)
     content = content_of(tmp_path / "run")
     assert content["task"] == "detection/voc"
     assert not (tmp_path / "run" / "seed-0" / "scenes").exists()
@@ -461,7 +427,7 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
     tmp_path: Path, overrides: list[str], message: str
 ) -> None:
     out = tmp_path / "run"
-    assert re.search(message, refused("--config-file", SCENES, "--output-dir", out, *TINY, *overrides))
+    assert re.search(message, refused(tool, "--config-file", SCENES, "--output-dir", out, *TINY, *overrides))
     assert not out.exists()
 
 
@@ -475,7 +441,7 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
 )
 def test_what_cannot_be_built_is_refused_in_one_line(tmp_path: Path, overrides: list[str], message: str) -> None:
     out = tmp_path / "run"
-    assert re.search(message, refused("--config-file", SCENES, "--output-dir", out, *TINY, *overrides))
+    assert re.search(message, refused(tool, "--config-file", SCENES, "--output-dir", out, *TINY, *overrides))
     assert not (out / "report.json").exists()
 
 
@@ -490,7 +456,8 @@ def test_what_cannot_be_built_is_refused_in_one_line(tmp_path: Path, overrides: 
 def test_data_that_are_nowhere_are_refused_in_one_line(tmp_path: Path, name: str, message: str) -> None:
     out, tiny = tmp_path / "run", without_scenes(TINY)
     assert re.search(
-        message, refused("--config-file", of_files(tmp_path), "--output-dir", out, *tiny, *f"data.name={name}".split())
+        message,
+        refused(tool, "--config-file", of_files(tmp_path), "--output-dir", out, *tiny, *f"data.name={name}".split()),
     )
 
 
@@ -505,7 +472,7 @@ def test_layers_that_are_not_there_are_refused_before_any_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, message: str
 ) -> None:
     monkeypatch.setattr(build, "train_detector", lambda *_, **__: pytest.fail("trained"))
-    assert re.search(message, refused("--config-file", SCENES, "--output-dir", tmp_path / "run", *TINY, override))
+    assert re.search(message, refused(tool, "--config-file", SCENES, "--output-dir", tmp_path / "run", *TINY, override))
 
 
 def break_image(tree: Path) -> None:
@@ -556,7 +523,7 @@ def test_bad_data_are_refused_in_one_line(
     weights = str(finished / "seed-0" / "model.safetensors")
     given = [override.replace("{weights}", weights) for override in overrides]
     arguments = ["--config-file", of_files(tmp_path), "--output-dir", tmp_path / "run", *without_scenes(TINY)]
-    assert re.search(message, refused(*arguments, "data.name=voc", f"data.root={tree}", *given))
+    assert re.search(message, refused(tool, *arguments, "data.name=voc", f"data.root={tree}", *given))
 
 
 def test_detectron2_is_asked_for_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -564,7 +531,7 @@ def test_detectron2_is_asked_for_where_it_is_missing(tmp_path: Path, monkeypatch
         monkeypatch.delitem(sys.modules, name)
     for name in ("detectron2", "detectron2.config"):
         monkeypatch.setitem(sys.modules, name, None)
-    message = refused("--config-file", CONFIGS / "scenes_detectron2.yaml", "--output-dir", tmp_path / "run")
+    message = refused(tool, "--config-file", CONFIGS / "scenes_detectron2.yaml", "--output-dir", tmp_path / "run")
     assert message.startswith("toolkit=detectron2 needs Detectron2, which is installed from source (")
     assert "--toolkit torchvision works without it, with its own config file" in message
     assert not (tmp_path / "run").exists()
@@ -574,7 +541,6 @@ def test_detectron2_is_asked_for_where_it_is_missing(tmp_path: Path, monkeypatch
 
 
 def test_evaluate_ap50_finds_with_the_kept_detector(finished: Path, tmp_path: Path) -> None:
-    evaluate = load_tool("evaluate_ap50")
     file = tmp_path / "run.yaml"
     file.write_text("data: {name: scenes}\nmodel: {min_size: 48, max_size: 48, proposals: 100}\ndevice: cpu\n")
     folder, methods = finished / "seed-0", content_of(finished)["methods"]
@@ -588,18 +554,28 @@ def test_evaluate_ap50_finds_with_the_kept_detector(finished: Path, tmp_path: Pa
         ("metricopt", (model, "--adapter", folder / "adapter.safetensors", *data)),
         ("metricopt", (tuned, "--annotations", annotations, "--images-dir", folder / "scenes" / "JPEGImages")),
     ):
-        call("--config-file", file, "--output-dir", tmp_path, "--weights", *options, script=evaluate)
+        call(evaluate_ap50, "--config-file", file, "--output-dir", tmp_path, "--weights", *options)
         report = content_of(tmp_path)
         assert report["images"] == 6
         assert report["ap50"]["coco"]["mean"] == pytest.approx(methods[name]["test"][0])
     with pytest.raises(SystemExit, match=r"error: --images-dir is for a JSON file"):
-        call("--config-file", file, "--output-dir", tmp_path, "--weights", tuned, "--annotations", annotations,
-             script=evaluate)  # fmt: skip
+        call(
+            evaluate_ap50,
+            "--config-file",
+            file,
+            "--output-dir",
+            tmp_path,
+            "--weights",
+            tuned,
+            "--annotations",
+            annotations,
+        )
     with pytest.raises(SystemExit, match=r"error: --config-file needs --weights"):
-        call("--config-file", file, "--output-dir", tmp_path, *data, script=evaluate)
+        call(evaluate_ap50, "--config-file", file, "--output-dir", tmp_path, *data)
     with pytest.raises(SystemExit, match=r"error: --weights and --adapter can't be used with --detections"):
-        call("--detections", file, "--output-dir", tmp_path, "--weights", tuned, "--adapter", tuned, *data,
-             script=evaluate)  # fmt: skip
+        call(
+            evaluate_ap50, "--detections", file, "--output-dir", tmp_path, "--weights", tuned, "--adapter", tuned, *data
+        )
 
 
 # --- The toolkit that the settings name ------------------------------------------------------------------------
@@ -633,7 +609,7 @@ def test_detectron2_needs_its_config_file() -> None:
 
 @pytest.mark.parametrize("strategy", ["search", "paper"])
 def test_a_detector_under_each_strategy(tmp_path: Path, strategy: str, check_strategy: Any) -> None:
-    call("--config-file", SCENES, "--output-dir", tmp_path / "run", *SIZES, *METHODS[strategy], "queries=20")
+    call(tool, "--config-file", SCENES, "--output-dir", tmp_path / "run", *SIZES, *METHODS[strategy], "queries=20")
     check_strategy(tmp_path / "run", strategy)
     assert len(list((tmp_path / "run").glob("seed-*/tuned.pth"))) == 1
 
@@ -662,7 +638,7 @@ def test_a_detector_of_ones_own_is_tuned_and_judged(
     sizes = {"model.min_size", "model.max_size", "model.proposals"}
     plain, base = tmp_path / "plain.yaml", [each for each in TINY if each.partition("=")[0] not in sizes]
     plain.write_text("data: {name: scenes}\n")
-    call("--config-file", plain, "--output-dir", tmp_path / "run", *base, *own, "metric.definition=coco")
+    call(tool, "--config-file", plain, "--output-dir", tmp_path / "run", *base, *own, "metric.definition=coco")
     report, seed = content_of(tmp_path / "run"), tmp_path / "run" / "seed-0"
     assert "our_detectors:detector on scenes" in capsys.readouterr().out
     fresh = sys.modules["our_detectors"].detector(2, 48)  # as a script of one's own would load it
@@ -670,20 +646,31 @@ def test_a_detector_of_ones_own_is_tuned_and_judged(
     expected = pycocotools_ap50(fresh, read_voc(seed / "scenes", "test"))
     assert report["methods"]["metricopt"]["test"] == [pytest.approx(expected, abs=1e-9)]
 
-    (tmp_path / "mine.yaml").write_text(json.dumps({"data": {"name": "voc"}, "model": {
-        "name": "our_detectors:detector", "folder": str(tmp_path), "kwargs": {"size": 48}, "steps": 0}}))  # fmt: skip
+    (tmp_path / "mine.yaml").write_text(
+        json.dumps(
+            {
+                "data": {"name": "voc"},
+                "model": {
+                    "name": "our_detectors:detector",
+                    "folder": str(tmp_path),
+                    "kwargs": {"size": 48},
+                    "steps": 0,
+                },
+            }
+        )
+    )
     judged = ["--annotations", seed / "scenes", "--split", "test", "--output-dir", tmp_path / "ap50"]
     options = ["--weights", seed / "tuned.pth", "--definition", "coco"]
-    call("--config-file", tmp_path / "mine.yaml", *judged, *options, script=load_tool("evaluate_ap50"))
+    call(evaluate_ap50, "--config-file", tmp_path / "mine.yaml", *judged, *options)
     assert content_of(tmp_path / "ap50")["ap50"]["coco"]["mean"] == pytest.approx(expected, abs=1e-9)
 
-    refusal = refused("--config-file", plain, "--output-dir", tmp_path / "r", *base, *own, "model.min_size=48")
+    refusal = refused(tool, "--config-file", plain, "--output-dir", tmp_path / "r", *base, *own, "model.min_size=48")
     assert re.search(
         r"model\.min_size=48 is for the tool's own detectors; model\.name=.* model\.kwargs\.min_size", refusal
     )
-    refusal = refused("--config-file", plain, "--output-dir", tmp_path / "r", *base, *own, "toolkit=transformers")
+    refusal = refused(tool, "--config-file", plain, "--output-dir", tmp_path / "r", *base, *own, "toolkit=transformers")
     assert refusal.startswith("model.name=our_detectors:detector builds a detector with torchvision's interface, for")
-    refusal = refused("--config-file", plain, "--output-dir", tmp_path / "r", *base, "model.folder=.")
+    refusal = refused(tool, "--config-file", plain, "--output-dir", tmp_path / "r", *base, "model.folder=.")
     assert refusal.startswith("model.folder is a key of model.name=MODULE:FUNCTION; this run has another model")
 
 
@@ -741,7 +728,7 @@ def test_a_detector_of_masks_is_tuned_for_their_ap(tmp_path: Path, monkeypatch: 
     config.write_text(json.dumps({"data": {"name": "coco", **parts}, "model": model}))
     asked = ["metric.name=segm/AP", "metric.definition=coco", "adapter.placement=backbone", "metric.also=[AP50]"]
     run = ["--config-file", config, "--output-dir", tmp_path / "run", *base, *asked]
-    call(*run)
+    call(tool, *run)
     report, seed = content_of(tmp_path / "run"), tmp_path / "run" / "seed-0"
     assert report["metric"]["name"] == "segm/AP"
     fresh = sys.modules["our_masks"].masks(2)
@@ -757,12 +744,12 @@ def test_a_detector_of_masks_is_tuned_for_their_ap(tmp_path: Path, monkeypatch: 
     assert report["methods"]["pretrained"]["test"] == [pytest.approx(metric_of["model"], abs=1e-9)]
     assert 0 < metric_of["model"] < 1
 
-    said = refused(*run[:3], tmp_path / "other", *run[4:], "data.size=24")
+    said = refused(tool, *run[:3], tmp_path / "other", *run[4:], "data.size=24")
     assert said.startswith("masks are as large as their images, which are not scaled down: leave data.size")
     content = json.loads(train.read_text())
     del content["annotations"][2]["segmentation"]
     train.write_text(json.dumps(content))
-    said = refused(*run[:3], tmp_path / "other", *run[4:])
+    said = refused(tool, *run[:3], tmp_path / "other", *run[4:])
     assert "annotation 2 has no segmentation, which --iou-type segm (kind='segm') and metric.name=segm/AP50" in said
 
 
@@ -786,7 +773,7 @@ def test_hugging_faces_detectors_are_tuned_and_judged(tmp_path: Path) -> None:
     plain = tmp_path / "plain.yaml"
     content = {"data": {"name": "scenes", "images": [6, 4, 4]}, "scene": {"size": 64}, "toolkit": "transformers"}
     plain.write_text(json.dumps(content))
-    call("--config-file", plain, "--output-dir", tmp_path / "run", *base, *options, "pictures=false")
+    call(tool, "--config-file", plain, "--output-dir", tmp_path / "run", *base, *options, "pictures=false")
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert 0 <= report["methods"]["metricopt"]["test"][0] <= 1
     fresh = transformers.YolosForObjectDetection.from_pretrained(folder)
@@ -803,7 +790,7 @@ def test_settings_of_inference_come_before_phi(tmp_path: Path, capsys: pytest.Ca
     """A larger image and views of it are tried, and as many detections as AP can use are there from the first on."""
     more = ["methods=[settings]", "settings.inference=3", "settings.more=[]", "queries=28"]
     overrides = [each for each in SIZES if not each.startswith("queries=")]
-    call("--config-file", SCENES, "--output-dir", tmp_path / "run", *overrides, *more)
+    call(tool, "--config-file", SCENES, "--output-dir", tmp_path / "run", *overrides, *more)
     report = content_of(tmp_path / "run")
     (queries,), (changed,) = report["queries"], report["inference"]
     assert queries["settings"] >= 4  # sizes and presets
@@ -815,7 +802,7 @@ def test_settings_of_inference_come_before_phi(tmp_path: Path, capsys: pytest.Ca
 def test_a_setting_that_a_detector_has_not_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "run"
     said = refused(
-        "--config-file", SCENES, "--output-dir", out, *SIZES, "methods=[settings]", "settings.names=[size,blur]"
+        tool, "--config-file", SCENES, "--output-dir", out, *SIZES, "methods=[settings]", "settings.names=[size,blur]"
     )
     assert said.startswith("settings.names=['size', 'blur']: there is no 'blur'")
     assert not out.exists()

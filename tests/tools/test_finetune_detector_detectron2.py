@@ -1,6 +1,5 @@
 """The detection tool end to end on a tiny run of a Detectron2 detector."""
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit, detect
 from metricopt_ext.detection.voc import read_voc
 from metricopt_ext.experiment import method_config
 from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.tools import evaluate_ap50, finetune_detector
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.value.learners import RidgeLearner
 
@@ -48,13 +48,6 @@ TINY = [
 ]
 
 
-def load_tool(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def ridge_only(**settings: Any) -> Recipe:
     return Recipe(**{**settings, "learners": (RidgeLearner(),)})
 
@@ -73,9 +66,7 @@ def test_the_tool_and_its_checkpoint(
     file = tmp_path / "detector.yaml"
     file.write_text(cfg.dump())
     out = tmp_path / "run"
-    load_tool("finetune_detector").run(
-        load_config(DetectionConfig, SCENES, [*TINY, f"model.config_file={file}"]), out, resume=False
-    )
+    finetune_detector.run(load_config(DetectionConfig, SCENES, [*TINY, f"model.config_file={file}"]), out, resume=False)
     assert "detectron2's detector on shifted scenes" in capsys.readouterr().out
     content = json.loads((out / "report.json").read_text())
     test = read_voc(out / "seed-0" / "scenes", "test")
@@ -94,7 +85,7 @@ def test_the_tool_and_its_checkpoint(
 
     config = tmp_path / "run.yaml"
     config.write_text(f"toolkit: detectron2\ndata: {{name: scenes}}\nmodel: {{config_file: '{file}'}}\ndevice: cpu\n")
-    evaluate = load_tool("evaluate_ap50")
+    evaluate = evaluate_ap50
     monkeypatch.setattr(
         "sys.argv",
         ["evaluate_ap50.py", "--config-file", str(config), "--weights", cfg.MODEL.WEIGHTS, "--split", "test",

@@ -1,10 +1,8 @@
 """The retrieval tool end to end on tiny runs, and the parts it builds from a config."""
 
-import importlib.util
 import json
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +16,9 @@ from safetensors.torch import load_file
 from sklearn.metrics import silhouette_score
 from torch import Tensor, nn
 
+from helpers import programs
+from helpers.pictures import check_figures
+from helpers.runs import KEPT, check_needs_resume, stopped_after
 from metricopt_ext.adapters.attach import load_adapter
 from metricopt_ext.data import training_state
 from metricopt_ext.data.halves import class_draws, class_halves
@@ -37,12 +38,14 @@ from metricopt_ext.retrieval.splits import load_splits
 from metricopt_ext.siblings.ala.ala import AdaptiveLossAlignment
 from metricopt_ext.siblings.ala.loss_policy import load_loss_policy
 from metricopt_ext.tasks.evaluation import Evaluation
-from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.tools import finetune_retrieval as tool
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.state_dict import load_checkpoint
 from metricopt_ext.value.learners import RidgeLearner
 from metricopt_ext.value.loading import load_value_function
+
+call, refused = partial(programs.call, tool), partial(programs.refused, tool)
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tools" / "finetune_retrieval.py"
@@ -63,46 +66,14 @@ METHODS = {"search": [], "paper": ["methods=[]", "method.name=paper", "method.ev
 TINY = [*RECIPE, *SIZES]
 
 
-def load_tool() -> Any:
-    spec = importlib.util.spec_from_file_location("finetune_retrieval", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
-
-
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def quick(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the value function that takes a second to fit, and threads."""
     monkeypatch.setattr(method_config, "Recipe", partial(Recipe, learners=(RidgeLearner(),)))
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def config_of(*overrides: str, file: Path = DIGITS) -> RetrievalConfig:
     return load_config(RetrievalConfig, file, [*TINY, *overrides])
-
-
-def call(*arguments: str | Path) -> None:
-    """Call the script's main as the command line does."""
-    before, sys.argv = sys.argv, ["finetune_retrieval.py", *map(str, arguments)]
-    try:
-        tool.main()
-    finally:
-        sys.argv = before
-
-
-def refused(*arguments: str | Path) -> str:
-    with pytest.raises(SystemExit) as caught:
-        call(*arguments)
-    message = str(caught.value.code)  # a string: printed to stderr, and the exit code is 1
-    assert message.startswith("error: ")
-    assert len(message.splitlines()) == 1
-    return message.removeprefix("error: ")
 
 
 def naive_recall(embeddings: Tensor, labels: Tensor, k: int) -> float:
@@ -144,15 +115,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_everything_is_written(finished: Path) -> None:
     assert {path.name for path in finished.iterdir()} == {
-        ".lock",
-        "log.txt",
-        *("run.json", "report.json", "report.md", "report.html", "events", "seed-0", "seed-1"),
+        *KEPT,
+        *("seed-0", "seed-1"),
         *("methods.png", "finetuning.png", "value_function.png", "recalls.png"),
     }
-    for picture in [*finished.glob("*.png"), *finished.glob("seed-*/neighbours.png")]:
-        with Image.open(picture) as image:
-            assert image.format == "PNG"
-            assert min(image.size) > 200
+    check_figures([*finished.glob("*.png"), *finished.glob("seed-*/neighbours.png")])
     for seed in (0, 1):
         folder = finished / f"seed-{seed}"
         kept = {"record.json", "model.safetensors", "adapter.safetensors", "neighbours.png", "evaluations.json"}
@@ -201,10 +168,7 @@ def test_the_tuned_model_is_a_plain_one_and_the_classes_are_listed(finished: Pat
 
 
 def test_a_second_call_needs_resume(finished: Path) -> None:
-    message = refused("--config-file", DIGITS, "--output-dir", finished, *TINY, "seeds=2")
-    assert message == f"{finished} holds an earlier run: add --resume to continue it, or use another folder"
-    message = refused("--config-file", DIGITS, "--output-dir", finished, "--resume", *TINY, "finetune.lr=0.07")
-    assert "holds another run: finetune.lr was" in message
+    check_needs_resume(tool, DIGITS, finished, [*TINY, "seeds=2"])
 
 
 def test_a_finished_run_resumes_without_any_training(
@@ -224,7 +188,7 @@ def test_an_interrupted_run_resumes_to_the_same_report(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training_state, "KEEP_EVERY", 0.0)
-    losses, collected = [], []
+    losses = []
 
     def kill(self: torch.optim.Adam, *arguments: Any) -> None:
         losses.append(arguments)
@@ -239,17 +203,7 @@ def test_an_interrupted_run_resumes_to_the_same_report(
             tool.run(config_of(), tmp_path / "run", resume=False)
     assert (tmp_path / "run" / "seed-0" / "training.safetensors").exists()
 
-    def stop(self: Metric, *arguments: Any) -> Any:
-        collected.append(arguments)
-        if len(collected) > 5:
-            raise KeyboardInterrupt
-        return asked(self, *arguments)
-
-    asked = Metric.judge
-    with monkeypatch.context() as patched:
-        patched.setattr(Metric, "judge", stop)
-        with pytest.raises(KeyboardInterrupt):
-            tool.run(config_of(), tmp_path / "run", resume=True)
+    stopped_after(5, lambda: tool.run(config_of(), tmp_path / "run", resume=True))
     assert not (tmp_path / "run" / "seed-0" / "training.safetensors").exists()
     assert len(list((tmp_path / "run" / "seed-0" / "trajectories").glob("*.safetensors"))) == 2
     monkeypatch.setattr(build, "train", lambda *_: pytest.fail("trained an embedder that was there"))

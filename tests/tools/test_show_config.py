@@ -1,12 +1,12 @@
 """``--show-config``: every tool with a config file shows all of its keys, without data and without an output folder."""
 
-import importlib.util
-import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers.programs import call
 from metricopt_ext.experiment.cli import experiment_of
 from metricopt_ext.utils.config import leaf_keys, load_config
 
@@ -33,7 +33,7 @@ def test_each_tool_shows_all_keys(
         pytest.importorskip("faiss")
     monkeypatch.chdir(tmp_path)
     file = ROOT / "configs" / config
-    call(tool, monkeypatch, "--config-file", str(file), "--show-config")
+    call(import_module(f"metricopt_ext.tools.{tool}"), "--config-file", str(file), "--show-config")
     text = capsys.readouterr().out
     (tmp_path / "shown.yaml").write_text(text)
     schema: Any = experiment_of(task).config_type
@@ -45,17 +45,6 @@ def test_each_tool_shows_all_keys(
 
 
 @pytest.mark.parametrize("tool", ["evaluate_ap50", "evaluate_recall"])
-def test_there_is_nothing_to_show_without_a_file(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_nothing_to_show_without_a_file(tool: str) -> None:
     with pytest.raises(SystemExit, match="--show-config needs --config-file"):
-        call(tool, monkeypatch, "--show-config")
-
-
-def call(tool: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    spec = importlib.util.spec_from_file_location(tool, ROOT / "tools" / f"{tool}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, tool, module)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(sys, "argv", [f"{tool}.py", *arguments])
-    module.main()
+        call(import_module(f"metricopt_ext.tools.{tool}"), "--show-config")

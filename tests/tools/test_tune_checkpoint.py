@@ -1,6 +1,5 @@
 """tools/tune_checkpoint.py: programs that behave, and those that don't."""
 
-import functools
 import json
 import os
 import re
@@ -10,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from helpers.programs import end, started, until
 from metricopt_ext.tools import tune_checkpoint
+
+tune = partial(end, tune_checkpoint)
 
 ROOT = Path(__file__).resolve().parents[2]
 CHANNELS = 6
@@ -73,22 +75,6 @@ def words(command: str, *more: str, queries: int = 14, out: str = "out") -> list
         *("--checkpoint", "in.safetensors", "--score", command, "--queries", str(queries), "--dim", "3"),
         *("--output", f"{out}.safetensors", "--output-dir", out, *more),
     ]
-
-
-def tune(*arguments: str, status: int = 0) -> None:
-    """Run the tool in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["metricopt tune-checkpoint", *arguments])
-        if not status:
-            tune_checkpoint.main()
-            return
-        with pytest.raises(SystemExit) as caught:
-            tune_checkpoint.main()
-    code = caught.value.code
-    if isinstance(code, str):  # what the interpreter does with it
-        print(code, file=sys.stderr)
-        code = 1
-    assert code == status
 
 
 def report(out: str = "out") -> Any:
@@ -203,27 +189,10 @@ def test_the_result_does_not_depend_on_jobs(folder: Path) -> None:
     assert files[0] != Path("in.safetensors").read_bytes()
 
 
-def started(*arguments: str) -> "subprocess.Popen[str]":
-    """Start the tool as a process of its own, which Ctrl-C stops even where that is ignored around it."""
-    command = [sys.executable, "-m", "metricopt_ext", "tune-checkpoint", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    heeding = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    return subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=heeding, **pipes)
-
-
-def until(condition: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_a_killed_run_goes_on_to_the_same_file(folder: Path) -> None:
     command = program(folder, PRINT.replace("print(", "time.sleep(0.05); print("))
     arguments = words(command, *PARSE, *HALVES, "--jobs", "2")
-    process = started(*arguments)
+    process = started("tune-checkpoint", *arguments)
     until((folder / "out/trials/8.log").exists, process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
@@ -238,7 +207,7 @@ def test_a_stopped_run_ends_its_programs_and_says_how_to_go_on(folder: Path) -> 
     code = PRINT.replace(
         "print(", "open('pid', 'w').write(str(os.getpid())); time.sleep(100 * (sys.argv[2] > '0')); print("
     )
-    process = started(*words(program(folder, code), *PARSE))
+    process = started("tune-checkpoint", *words(program(folder, code), *PARSE))
     until((folder / "out/trials/1.log").exists, process)
     time.sleep(0.3)
     pid = int((folder / "pid").read_text())
@@ -383,12 +352,12 @@ def test_settings_first_and_the_checkpoint_with_them(folder: Path, capsys: pytes
 
 def test_a_run_with_settings_goes_on_wherever_it_was_killed(folder: Path) -> None:
     command = settable(folder, WITH_SETTINGS.replace("value, even", "time.sleep(0.05); value, even"))
-    run = functools.partial(words, command, *PARSE, *HALVES, *SETTINGS, "--holdout", command, queries=22)
+    run = partial(words, command, *PARSE, *HALVES, *SETTINGS, "--holdout", command, queries=22)
     tune(*run("--jobs", "1", out="whole"))
     asked = report("whole")["queries"]["settings"]
     for out, log in (("first", "settings-2.log"), ("last", "6.log")):
         arguments = run("--jobs", "2", out=out)
-        process = started(*arguments)
+        process = started("tune-checkpoint", *arguments)
         until((folder / out / "trials" / log).exists, process)
         time.sleep(0.03)  # a program that is not yet started would still hold the folder's lock
         process.send_signal(signal.SIGKILL)

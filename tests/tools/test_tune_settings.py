@@ -1,21 +1,22 @@
 """tools/tune_settings.py: any command with settings in it, from its switches to the last line."""
 
-import functools
 import json
-import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from helpers.programs import end, started, until
 from metricopt_ext.tools import tune_settings
+
+tune = partial(end, tune_settings)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,22 +50,6 @@ def words(command: str, *more: str, queries: int = 10, out: str = "out") -> list
     """Return the arguments of a run; a later one of a kind counts."""
     settings = ["--setting", "nms=0.3:0.9", "--setting", "size=320,480,640", "--default", "nms=0.5"]
     return ["--score", command, *settings, "--queries", str(queries), "--output-dir", out, *more]
-
-
-def tune(*arguments: str, status: int = 0) -> None:
-    """Run the tool in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["metricopt tune-settings", *arguments])
-        if not status:
-            tune_settings.main()
-            return
-        with pytest.raises(SystemExit) as caught:
-            tune_settings.main()
-    code = caught.value.code
-    if isinstance(code, str):  # what the interpreter does with it
-        print(code, file=sys.stderr)
-        code = 1
-    assert code == status
 
 
 def report(out: str = "out") -> Any:
@@ -127,23 +112,6 @@ def test_the_result_does_not_depend_on_jobs(folder: Path) -> None:
     assert report("out1")["queries"] == report("out3")["queries"]
 
 
-def started(*arguments: str) -> "subprocess.Popen[str]":
-    """Start the tool as a process of its own, which Ctrl-C stops even where that is ignored around it."""
-    command = [sys.executable, "-m", "metricopt_ext", "tune-settings", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    heeding = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    return subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=heeding, **pipes)
-
-
-def until(condition: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def without_times(out: str) -> Any:
     """Return what a run left, without what the clock says."""
     content = report(out)
@@ -159,7 +127,7 @@ def without_times(out: str) -> Any:
 def test_a_killed_run_goes_on_to_the_same_end(folder: Path) -> None:
     command = program(SCORE.replace("chance =", "open('ran', 'a').write('.'); time.sleep(0.1); chance ="))
     arguments = [*words(command, *PARSE, *HALVES, "--holdout", command), "--jobs", "2"]
-    process = started(*arguments)
+    process = started("tune-settings", *arguments)
     until((folder / "out/trials/4.log").exists, process)
     time.sleep(0.05)  # a program that is not yet started would still hold the folder's lock
     process.send_signal(signal.SIGKILL)
@@ -177,7 +145,7 @@ def test_a_killed_run_goes_on_to_the_same_end(folder: Path) -> None:
 
 def test_a_stopped_run_says_how_to_go_on(folder: Path) -> None:
     code = SCORE.replace("chance =", "time.sleep(100 * (trial > '0')); chance =")
-    process = started(*words(program(code), *PARSE))
+    process = started("tune-settings", *words(program(code), *PARSE))
     until((folder / "out/trials/1.log").exists, process)
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)

@@ -8,12 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.tensors import rand32
 from metricopt_ext.tasks.rollout import observation_steps
 from metricopt_ext.tasks.trajectory import Trajectory
-
-
-def rand(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def _smooth(phi: Tensor) -> Tensor:
@@ -30,7 +27,7 @@ def _trajectories(
 ) -> list[Trajectory]:
     made = []
     for index in range(n):
-        walk = 0.5 * rand(1, d, seed=2 * index) + 0.1 * rand(21, d, seed=2 * index + 1).cumsum(0)
+        walk = 0.5 * rand32(1, d, seed=2 * index) + 0.1 * rand32(21, d, seed=2 * index + 1).cumsum(0)
         observed = observation_steps(20, evals, 0, index)
         values = cost(walk[observed].double())
         made.append(Trajectory(index * rounds // n, index, walk.to(dtype), torch.zeros(20), observed, values))

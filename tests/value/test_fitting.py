@@ -12,6 +12,7 @@ import sklearn.metrics
 import torch
 from torch import Tensor
 
+from helpers.tensors import rand, rand32
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.value.fitting import fit_value_function, measure
@@ -23,13 +24,9 @@ from metricopt_ext.value.value_function import (
 )
 
 
-def rand(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
 def test_measure_is_what_scipy_and_sklearn_say() -> None:
-    true = (rand(101) * 4).round() / 4  # with ties
-    predicted = true + rand(101, seed=2)
+    true = (rand32(101) * 4).round() / 4  # with ties
+    predicted = true + rand32(101, seed=2)
     trajectory = torch.arange(101) // 5
     quality = measure(predicted, true, trajectory)
     ranks = [scipy.stats.rankdata(x) for x in (predicted, true)]
@@ -42,7 +39,7 @@ def test_measure_is_what_scipy_and_sklearn_say() -> None:
 
 @pytest.mark.parametrize("constant", ["predicted", "true"])
 def test_measure_of_constants(constant: str) -> None:
-    varied, same = rand(10), torch.full((10,), 0.3)
+    varied, same = rand32(10), torch.full((10,), 0.3)
     args = (same, varied) if constant == "predicted" else (varied, same)
     quality = measure(*args, torch.arange(10))
     assert quality.spearman == 0
@@ -50,20 +47,23 @@ def test_measure_of_constants(constant: str) -> None:
 
 
 def test_measure_of_a_diverged_fit() -> None:
-    predicted = rand(10)
+    predicted = rand32(10)
     predicted[3] = math.nan
-    quality = measure(predicted, rand(10), torch.arange(10))
+    quality = measure(predicted, rand32(10), torch.arange(10))
     assert (quality.spearman, quality.mae) == (-1, math.inf)
     assert not quality.trusted
 
 
 def test_random_predictions_are_rarely_trusted() -> None:
-    trusted = [measure(rand(40, seed=i), rand(40, seed=1000 + i), torch.arange(40)).trusted for i in range(300)]
+    trusted = [measure(rand32(40, seed=i), rand32(40, seed=1000 + i), torch.arange(40)).trusted for i in range(300)]
     assert sum(trusted) <= 0.05 * 300  # 0.3 ± 0.8
-    shrunk = [measure(0.1 * rand(40, seed=i), rand(40, seed=1000 + i), torch.arange(40)).trusted for i in range(300)]
+    shrunk = [
+        measure(0.1 * rand32(40, seed=i), rand32(40, seed=1000 + i), torch.arange(40)).trusted for i in range(300)
+    ]
     assert sum(shrunk) <= 0.08 * 300  # 12 ± 3.3
     skilled = [
-        measure((true := rand(40, seed=i)) + 0.5 * rand(40, seed=1000 + i), true, torch.arange(40)) for i in range(50)
+        measure((true := rand32(40, seed=i)) + 0.5 * rand32(40, seed=1000 + i), true, torch.arange(40))
+        for i in range(50)
     ]
     assert all(quality.trusted for quality in skilled)
     few = [replace(quality, trajectories=3) for quality in skilled]
@@ -151,7 +151,7 @@ def known(kind: type[RidgeValueFunction], noise: float, members: int = 4) -> Spy
     f = kind(6, members)
     i = torch.arange(6)
     coefficients = torch.cat([0.5 - i / 4, 0.3 * (-1.0) ** i])[:, None]
-    f.coefficients.copy_(coefficients + noise * rand(12, members, seed=8))
+    f.coefficients.copy_(coefficients + noise * rand32(12, members, seed=8))
     f.intercept.fill_(0.7)
     return Spy(f)
 

@@ -11,6 +11,7 @@ import torch
 from scipy.stats import multivariate_normal
 from torch import Tensor
 
+from helpers.tensors import rand
 from metricopt_ext.errors import ConfigError, ValueFunctionError
 from metricopt_ext.value.gp import (
     EXPONENTS,
@@ -27,10 +28,6 @@ from metricopt_ext.value.gp import (
     rbf,
 )
 from metricopt_ext.value.loading import load_value_function
-
-
-def rand(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def data(n: int = 20, d: int = 4, seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

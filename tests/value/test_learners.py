@@ -15,14 +15,11 @@ import sklearn.model_selection
 import torch
 from torch import Tensor
 
+from helpers.tensors import rand32
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.value.fitting import fit_value_function
 from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
 from metricopt_ext.value.observations import Observations
-
-
-def rand(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def folds_of(data: Observations, folds: int = 3) -> Tensor:
@@ -40,7 +37,7 @@ def test_ridge_is_scikit_learns(
     data = Observations.of(trajectories(smooth))
     fold = folds_of(data)
     f = RidgeLearner(penalties=(penalty,))(data, fold, 3, seed=0)
-    new = rand(30, 6, seed=99)
+    new = rand32(30, 6, seed=99)
     for member in range(3):
         seen = fold != member
         x = features_of(data.phi[seen])
@@ -76,7 +73,7 @@ def test_ridge_takes_the_penalty_that_predicts_other_trajectories_best(
     smooth: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]], noise: float, n: int
 ) -> None:
     data = Observations.of(trajectories(smooth, n=n))
-    data = replace(data, cost=data.cost + noise * rand(len(data.cost), seed=7))
+    data = replace(data, cost=data.cost + noise * rand32(len(data.cost), seed=7))
     fold, penalties = folds_of(data), tuple(10.0 ** (e / 2) for e in range(-8, 3))
     f = RidgeLearner(penalties, groups=4)(data, fold, 3, seed=0)
     for member in range(3):
@@ -105,7 +102,7 @@ def test_ridge_recovers_a_diagonal_quadratic(
     np.testing.assert_allclose(exact.coefficients, expected[:, None].expand(-1, 3), atol=1e-4)  # type: ignore[arg-type]
     np.testing.assert_allclose(exact.intercept, [0.7] * 3, atol=1e-4)  # type: ignore[arg-type]
     default = RidgeLearner()(data, folds_of(data), 3, seed=0)
-    new = 0.5 * rand(50, 6, seed=99)
+    new = 0.5 * rand32(50, 6, seed=99)
     np.testing.assert_allclose(default(new), diagonal(new), atol=0.01)
 
 
@@ -118,10 +115,10 @@ def test_a_member_never_sees_its_fold(
     smooth: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]], learner: Any, member: int
 ) -> None:
     data = Observations.of(trajectories(smooth))
-    fold, new = folds_of(data), rand(30, 6, seed=99)
+    fold, new = folds_of(data), rand32(30, 6, seed=99)
     hidden = (fold == member).nonzero().squeeze(1)
     phi, cost = data.phi.clone(), data.cost.clone()
-    phi[hidden] = 5 * rand(len(hidden), 6, seed=5)
+    phi[hidden] = 5 * rand32(len(hidden), 6, seed=5)
     cost[hidden] = cost[hidden.flip(0)]  # the same costs of other points: what standardises costs stays
     before = learner(data, fold, 3, seed=0).eval().members(new).detach()
     after = learner(replace(data, phi=phi, cost=cost), fold, 3, seed=0).eval().members(new).detach()
@@ -155,7 +152,7 @@ def test_learning_is_reproducible_and_keeps_to_itself(
 def test_neural_learner_learns_a_smooth_function(
     smooth: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]]
 ) -> None:
-    data, new = Observations.of(trajectories(smooth, n=80)), 0.5 * rand(200, 6, seed=99)
+    data, new = Observations.of(trajectories(smooth, n=80)), 0.5 * rand32(200, 6, seed=99)
     held_out, unseen, errors = [], [], []
     for seed in range(2):
         fit = fit_value_function(data, [NeuralLearner()], seed=seed)
@@ -186,7 +183,7 @@ def test_unsure_labels_count_less(
     data = Observations.of(trajectories(smooth, n=80))
     wrong = torch.arange(len(data.cost)) % 3 == 0
     spoilt = replace(data, cost=data.cost + 5 * wrong, sigma=torch.where(wrong, 1000.0, 1.0))
-    new = 0.5 * rand(200, 6, seed=99)
+    new = 0.5 * rand32(200, 6, seed=99)
     fold = torch.full_like(data.trajectory, -1)
 
     def error(labels: Observations, seed: int) -> float:
@@ -210,7 +207,7 @@ def test_a_large_offset_of_the_costs_changes_nothing(
     data = Observations.of(trajectories(smooth))
     moved = Observations.of([replace(each, cost=each.cost + offset) for each in trajectories(smooth)])
     f, far = (learner(each, folds_of(each), 3, seed=0).eval() for each in (data, moved))
-    new = rand(30, 6, seed=99)
+    new = rand32(30, 6, seed=99)
     difference = (far.members(new) - offset - f.members(new)).abs().max()
     assert difference < tolerance * data.cost.std()
     assert far.members(new).std(0).min() > 0.1 * data.cost.std()

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+from helpers.tensors import rand32
 from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.errors import FileFormatError, ValueFunctionError
 from metricopt_ext.utils.files import write_tensors
@@ -21,10 +21,6 @@ GOOD = Quality(spearman=0.9, mae=0.01, constant_mae=0.1, points=100, trajectorie
 AHEAD = replace(GOOD, incumbent_mae=0.07)
 
 
-def rand(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def neural() -> NeuralValueFunction:
     torch.manual_seed(0)
     f = NeuralValueFunction(5, 3)
@@ -35,13 +31,13 @@ def neural() -> NeuralValueFunction:
 
 def ridge() -> RidgeValueFunction:
     f = RidgeValueFunction(5, 3)
-    f.coefficients.copy_(rand(10, 3, seed=3))
-    f.intercept.copy_(rand(3, seed=4))
+    f.coefficients.copy_(rand32(10, 3, seed=3))
+    f.intercept.copy_(rand32(3, seed=4))
     return f
 
 
 def gp() -> GPValueFunction:
-    phi = rand(12, 5, seed=5)
+    phi = rand32(12, 5, seed=5)
     return GPValueFunction.conditioned(phi, phi.sin().sum(1), torch.eye(5) / 2, 0.1)
 
 
@@ -55,8 +51,8 @@ def test_every_kind_is_tried_here() -> None:
 @each_kind
 @pytest.mark.parametrize(("quality", "signature"), [(None, None), (GOOD, SIGNATURE), (AHEAD, None)])
 def test_file_roundtrip(make: Any, quality: Quality | None, signature: Signature | None, tmp_path: Path) -> None:
-    path, f, phi = tmp_path / "f.safetensors", make(), rand(9, 5)
-    f.set_domain(rand(50, 5), centre=rand(5, seed=6))
+    path, f, phi = tmp_path / "f.safetensors", make(), rand32(9, 5)
+    f.set_domain(rand32(50, 5), centre=rand32(5, seed=6))
     f.quality, f.signature = quality, signature
     f.save(path)
     loaded = load_value_function(path, dim=5, signature=SIGNATURE)

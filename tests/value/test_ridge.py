@@ -5,18 +5,14 @@ import pytest
 import sklearn.linear_model
 import sklearn.model_selection
 import torch
-from torch import Tensor
 
+from helpers.tensors import rand32
 from metricopt_ext.value.ridge import best_penalty, ridge_path
-
-
-def rand(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 @pytest.mark.parametrize(("n", "p"), [(40, 7), (12, 30), (20, 20)])
 def test_ridge_paths_are_scikit_learns(n: int, p: int) -> None:
-    x, y = rand(n, p, seed=1).double() * 3 + 1, rand(n, seed=2).double()
+    x, y = rand32(n, p, seed=1).double() * 3 + 1, rand32(n, seed=2).double()
     penalties = [1e-4, 0.1, 10.0]
     scale = x.std(0).numpy()
     z = (x.numpy() - x.mean(0).numpy()) / scale
@@ -28,8 +24,8 @@ def test_ridge_paths_are_scikit_learns(n: int, p: int) -> None:
 
 @pytest.mark.parametrize("noise", [0.0, 0.5, 5.0])
 def test_the_best_penalty_errs_least_on_groups_left_out(noise: float) -> None:
-    x, group = rand(30, 5).double(), torch.arange(30) % 4
-    y = x @ rand(5, seed=2).double() + noise * rand(30, seed=3).double()
+    x, group = rand32(30, 5).double(), torch.arange(30) % 4
+    y = x @ rand32(5, seed=2).double() + noise * rand32(30, seed=3).double()
     penalties = [10.0**e for e in range(-5, 3)]
     errors = []
     for penalty in penalties:
@@ -50,7 +46,7 @@ def test_groups_that_leave_less_than_two_points_do_not_decide() -> None:
 
 
 def test_a_feature_that_never_changes_gets_no_weight() -> None:
-    x = torch.cat([rand(20, 2).double(), torch.full((20, 1), 7.0).double()], dim=1)
+    x = torch.cat([rand32(20, 2).double(), torch.full((20, 1), 7.0).double()], dim=1)
     ((coefficients, intercept),) = ridge_path(x, 3 * x[:, 0] - x[:, 1] + 2, [1e-12])
     torch.testing.assert_close(coefficients, torch.tensor([3.0, -1.0, 0.0]).double(), rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(intercept, torch.tensor(2.0).double(), rtol=1e-8, atol=1e-8)

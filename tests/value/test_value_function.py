@@ -7,16 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from helpers.tensors import rand, rand32
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.value.value_function import NeuralValueFunction, Quality, RidgeValueFunction
 
 GOOD = Quality(spearman=0.9, mae=0.01, constant_mae=0.1, points=100, trajectories=40, near_mae=0.01, headroom=0.1)
-
-
-def rand(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def neural(dim: int = 5, members: int = 3) -> NeuralValueFunction:
@@ -36,8 +33,8 @@ def neural(dim: int = 5, members: int = 3) -> NeuralValueFunction:
 
 def ridge(dim: int = 5, members: int = 3) -> RidgeValueFunction:
     f = RidgeValueFunction(dim, members)
-    f.coefficients.copy_(rand(2 * dim, members, seed=3))
-    f.intercept.copy_(rand(members, seed=4))
+    f.coefficients.copy_(rand32(2 * dim, members, seed=3))
+    f.intercept.copy_(rand32(members, seed=4))
     return f
 
 
@@ -78,7 +75,7 @@ def test_widths_are_the_papers(members: int) -> None:
 
 @pytest.mark.parametrize("train", [False, True])
 def test_a_member_is_an_ordinary_network(train: bool) -> None:
-    f, phi = neural().train(train), rand(20, 5)
+    f, phi = neural().train(train), rand32(20, 5)
     networks = [member_network(f, member) for member in range(3)]
     predicted = f.members(phi)
     assert predicted.shape == (20, 3)
@@ -92,7 +89,7 @@ def test_a_member_is_an_ordinary_network(train: bool) -> None:
 
 
 def test_features_of_different_inputs_per_member() -> None:
-    f, phi = neural().train(), rand(20, 3, 5)
+    f, phi = neural().train(), rand32(20, 3, 5)
     networks = [member_network(f, member) for member in range(3)]
     features = f.features(phi)
     assert features.shape == (20, 3, 16)
@@ -110,7 +107,7 @@ def test_weights_are_drawn_as_linear_layers_draw() -> None:
 
 
 def test_ridge_is_a_diagonal_quadratic() -> None:
-    f, phi = ridge(), rand(7, 5)
+    f, phi = ridge(), rand32(7, 5)
     expected = np.zeros((7, 3))
     for n, m in np.ndindex(7, 3):
         expected[n, m] = f.intercept[m]
@@ -122,7 +119,7 @@ def test_ridge_is_a_diagonal_quadratic() -> None:
 @each_kind
 @pytest.mark.parametrize("shape", [(), (1,), (6,), (2, 3), (0,)])
 def test_f_is_the_mean_of_its_members(make: Any, shape: tuple[int, ...]) -> None:
-    f, phi = make(), rand(*shape, 5)
+    f, phi = make(), rand32(*shape, 5)
     assert f.members(phi).shape == (*shape, 3)
     assert f(phi).shape == shape
     for index in np.ndindex(*shape):
@@ -162,7 +159,7 @@ def test_phi_of_another_dimension(make: Any, shape: tuple[int, ...]) -> None:
 
 @each_kind
 def test_domain(make: Any) -> None:
-    f, phi = make().train(), rand(41, 5)
+    f, phi = make().train(), rand32(41, 5)
     assert f.radius == math.inf
     f.set_domain(phi)
     assert not f.training
