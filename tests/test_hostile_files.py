@@ -937,9 +937,9 @@ def test_an_attack_is_refused_in_little_memory(name: str, tmp_path: Path) -> Non
 def test_what_a_user_needs_can_be_allowed(tmp_path: Path) -> None:
     """The bounds are arguments, and keys of the tools' configs."""
     images = write_zip(tmp_path)
-    with pytest.raises(DataError, match=r"would take 144 bytes of memory, more than 143; .* raise max_bytes"):
+    with pytest.raises(DataError, match=r"would take 144.*143; .* raise max_bytes"):
         load_image_folder(images, max_bytes=143)
-    with pytest.raises(DataError, match=r"4 x 4 pixels, more than 15; if that is right, raise max_pixels"):
+    with pytest.raises(DataError, match=r"4 x 4.*15; if.*right, raise max_pixels"):
         load_image_folder(images, max_pixels=15)
     zipped_bytes = 3 * len(SMALL)
     assert len(load_image_folder(images, max_bytes=max(144, zipped_bytes + len(SMALL)), max_pixels=16)) == 3

@@ -114,8 +114,8 @@ def test_halves_that_are_none_are_said_and_refused_where_a_guard_is_required(str
     assert (result.guard, result.chance, result.needed) == ("none", None, None)
     assert "unguarded" in str(result).splitlines()[0]
     assert "correlate" not in str(result)
-    unguarded = pytest.raises(mo.errors.UnguardedError, match="metric 'noise' reports no halves that tell, so nobody")
-    with unguarded, pytest.warns(UserWarning, match="the metric's halves are constant, though its value is not"):
+    unguarded = pytest.raises(mo.errors.UnguardedError, match=r"metric 'noise'.*tell, so nobody")
+    with unguarded, pytest.warns(UserWarning, match=r"the metric's.*though its value is not"):
         run_with(lambda value: (0.0, 1.0), strategy, require_guard=True)
 
 
@@ -147,6 +147,6 @@ def test_one_number_is_unguarded_and_refused_where_a_guard_is_required(strategy:
     assert (result.guard, result.chance, result.needed) == ("none", None, None)
     assert "unguarded" in str(result).splitlines()[0]
     asked, strict = 0, task_of(value, require_guard=True)
-    with pytest.raises(mo.errors.UnguardedError, match=r"'noise' returns one number, .* let it return \(value, \(half"):
+    with pytest.raises(mo.errors.UnguardedError, match=r"'noise' returns.*return \(value, \(half"):
         mo.optimize_metric(strict, queries=evaluations, strategy=method, callback=Callback())
     assert (asked, strict.metric.ledger.spent_on) == (1, {})  # one call shows it, and no query counts

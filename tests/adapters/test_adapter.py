@@ -81,8 +81,8 @@ def normed() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "layers", "message"),
     [
-        (Tied, "head", r"head\.weight is shared with another layer"),
-        (normed, ["0", "1"], r"1\.weight is computed from other tensors"),
+        (Tied, "head", r"head\.weight.*shared with another layer"),
+        (normed, ["0", "1"], r"1\.weight.*computed from other tensors"),
     ],
 )
 def test_merging_where_it_would_be_wrong(make: Callable[[], nn.Module], layers: Any, message: str) -> None:
@@ -272,7 +272,7 @@ def test_file_of_another_adapter_is_refused(
 @pytest.mark.parametrize(
     ("mine", "named"),
     [
-        (None, "outputs is .*scale=2.0.* the attached adapter's is None"),
+        (None, r"outputs.*scale=2.0.*adapter's is None"),
         (Outputs("6", 3.0), "outputs is .*scale=2.0.*scale=3.0"),
     ],
 )
@@ -293,7 +293,7 @@ def test_file_of_other_outputs_is_refused(
 
 def test_temperatures_do_not_merge_beside_tied_weights() -> None:
     adapter = attach_outputs(Tied(), Outputs(temperature=True))
-    with pytest.raises(AdapterError, match=r"head\.weight is shared with another layer"):
+    with pytest.raises(AdapterError, match=r"head\.weight.*shared with another layer"):
         adapter.merge()
 
 

@@ -150,7 +150,7 @@ def test_forms_of_an_example(example: Any) -> None:
 @pytest.mark.parametrize("example", [(rand32(4, 3), rand32(4, 3), rand32(4, 3)), rand32(4, 7), "text", [rand32(4, 3)]])
 def test_an_example_on_which_the_model_fails(example: Any) -> None:
     model = Inputs()
-    with pytest.raises(AdapterError, match=r"Inputs fails on the example, a \w+: .*; give its inputs alone: a tensor"):
+    with pytest.raises(AdapterError, match=r"Inputs fails.*inputs alone: a tensor"):
         attach_outputs(model, example=example)
     assert not hasattr(model, "metricopt")
     assert not any(len(module._forward_hooks) for module in model.modules())
@@ -175,7 +175,7 @@ def test_logits_that_no_layer_gives() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.embed(x) @ self.prototypes.T
 
-    with pytest.raises(AdapterError, match=r"returns 5 x 10 on the example, which no .* \(called: 'embed' \(5 x 6\)\)"):
+    with pytest.raises(AdapterError, match=r"returns 5.*10 on.*'embed' \(5 x 6\)\)"):
         attach_outputs(Prototypes(), example=rand32(5, 4))
 
 
@@ -188,7 +188,7 @@ def test_layers_that_an_example_does_not_call() -> None:
         lambda model: attach_input_bias(model, "aux", example=x),
         lambda model: attach_outputs(model, Outputs("aux"), example=x),
     ):
-        with pytest.raises(AdapterError, match=r"'(unused_norm|aux)'.* not called on the example"):
+        with pytest.raises(AdapterError, match=r"'(unused_norm|aux)'.*example"):
             attach(HeadFirst(RETURNS["tensor"]))
 
 

@@ -109,13 +109,13 @@ def test_an_auxiliary_head_that_does_not_act(returns: Any) -> None:
     message = rf"layer 'aux', the last linear layer by definition, {why}; .* returns 8 x 3, from layer 'head': attach"
     with pytest.raises(AdapterError, match=message):
         check(attach_outputs(Model("body head aux", returns)))
-    with pytest.raises(AdapterError, match=r"layer 'aux', .*, from layer 'head': attach with Outputs"):
+    with pytest.raises(AdapterError, match=r"layer 'aux'.*attach with Outputs"):
         check(attach_outputs(Model("body head aux", returns), Outputs("aux")))  # named, but without an effect
 
 
 def test_logits_that_no_layer_gives() -> None:
     model = Model("body", lambda m, x, h: h @ torch.ones(6, 10).cumsum(0).cumsum(1))
-    with pytest.raises(AdapterError, match=r"whose output is 8 x 6; the model returns 8 x 10: name the layer"):
+    with pytest.raises(AdapterError, match=r"whose.*8 x 6.*8 x 10: name the layer"):
         check(attach_outputs(model))
     check(attach_outputs(model_of(model), Outputs("body")))  # its user's to choose
 
@@ -127,15 +127,13 @@ def model_of(model: Any) -> nn.Module:
 
 def test_a_named_layer_of_hidden_units_is_warned_of() -> None:
     adapter = attach_outputs(Model("head body"), Outputs("body"))
-    with pytest.warns(
-        UserWarning, match=r"layer 'body', whose output is 8 x 6; the model returns 8 x 3, from layer 'hea"
-    ):
+    with pytest.warns(UserWarning, match=r"layer 'body'.*8 x 3, from layer 'hea"):
         check_effect(adapter, first_output, lambda: X)
 
 
 def test_a_class_that_is_cut_off_has_no_offset() -> None:
     model = Model("body five", lambda m, x, h: m.five(h)[:, :3])
-    with pytest.raises(AdapterError, match="layer 'five', the last linear layer by definition, whose output is 8 x 5"):
+    with pytest.raises(AdapterError, match=r"layer 'five', the last linear.*8 x 5"):
         check(attach_outputs(model))
     message = (
         "layer 'five', whose output of 8 x 5 moves nothing|coordinate 3 of phi moves no output .* offset of class 3"
@@ -162,17 +160,15 @@ def test_layers_that_are_not_called(attach: Callable[[nn.Module], Adapter]) -> N
 
 def test_layers_whose_output_is_used_in_nothing() -> None:
     model = Model("body head", lambda m, x, h: m.head(h + 0 * m.unused(h).detach()))
-    with pytest.raises(AdapterError, match=r"what layers \['unused'\] give is used in nothing that the model returns"):
+    with pytest.raises(AdapterError, match=r"what.*\['unused'\].*model returns"):
         check(attach_film(model, "unused", dim=3))
     nn.init.zeros_(model_of(model).head.weight)  # type: ignore[arg-type]
-    with pytest.raises(AdapterError, match=r"phi moves no output on the first batch: what layers \['norm'\] give is"):
+    with pytest.raises(AdapterError, match=r"phi moves no output.*\['norm'\] give is"):
         check(attach_film(model, "norm", dim=3))
 
 
 def test_a_layer_that_is_not_called_beside_others_is_warned_of() -> None:
-    with pytest.warns(
-        UserWarning, match=r"layers \['unused'\] were not called on the first batch, so phi does nothing"
-    ):
+    with pytest.warns(UserWarning, match=r"layers \['unused'\].*phi does nothing"):
         check_effect(attach_film(Model(), dim=3), first_output, lambda: X)
 
 
@@ -197,7 +193,7 @@ def test_the_part_of_a_module_that_its_loss_calls_is_what_returns() -> None:
         return model["criterion"](model["net"](x), Y)
 
     check(attach_film(whole(Model()), "net.norm", dim=2, outputs=Outputs()), loss)
-    with pytest.raises(AdapterError, match=r"'net\.body', .* whose output is 8 x 6; .* from layer 'net\.head'"):
+    with pytest.raises(AdapterError, match=r"'net\.body'.* from layer 'net\.head'"):
         check(attach_outputs(whole(Model("head body"))), loss)
 
 
@@ -257,8 +253,6 @@ def test_a_loss_that_changes_the_weights_is_refused(trace: bool, fails: bool) ->
             raise RuntimeError
         return F.cross_entropy(model(batch[0]), batch[1])
 
-    with pytest.raises(
-        WeightsError, match=r"the loss changed the model's head\.weight on the first batch; all was put"
-    ):
+    with pytest.raises(WeightsError, match=r"the loss.*model's.*batch; all was put"):
         check_effect(adapter, loss, lambda: (X, Y))
     assert all(torch.equal(value, before[name]) for name, value in adapter.model.state_dict().items())

@@ -97,9 +97,9 @@ def test_norms_without_a_bias_are_left_where_others_have_one() -> None:
 @pytest.mark.parametrize(
     ("norm", "message"),
     [
-        (Gated(4), "is a GatedRMSNorm, whose output is no multiple of its weight"),
-        (SquaredRMSNorm(4), "is a SquaredRMSNorm, whose output is no multiple of its weight"),
-        (CurvedLayerNorm(4), "is a CurvedLayerNorm, whose output is not affine in its weight and bias"),
+        (Gated(4), "output is no multiple of its weight"),
+        (SquaredRMSNorm(4), "output is no multiple of its weight"),
+        (CurvedLayerNorm(4), "affine in its weight and bias"),
     ],
 )
 def test_norms_that_phi_can_not_be_folded_into_are_refused_if_named_and_left_out_if_not(

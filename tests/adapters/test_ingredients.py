@@ -83,7 +83,7 @@ def test_an_index_names_no_file_elsewhere(tmp_path: Path) -> None:
 def test_of_two_state_dicts_the_entry_is_read(tmp_path: Path) -> None:
     path = tmp_path / "two.pth"
     torch.save({"model": state_of(1), "model_ema": state_of(2)}, path)
-    with pytest.raises(DataError, match=r"two\.pth has 2 state dicts, .*name one by entry"):
+    with pytest.raises(DataError, match=r"two\.pth has 2.*name one by entry"):
         Ingredients(adapter_of().model).read(path)
     assert equal(Ingredients(adapter_of().model, "model_ema").read(path), state_of(2))
 
@@ -117,7 +117,7 @@ def test_what_counts_batches_may_be_missing(tmp_path: Path) -> None:
 def test_a_module_beside_the_model_is_left_out_with_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "m.ckpt"
     torch.save({"state_dict": {**{f"model.{k}": v for k, v in state_of(1).items()}, "loss.w": torch.ones(1)}}, path)
-    with pytest.warns(UserWarning, match=r"1 tensor beside the model left out: \['loss\.w'\]"):
+    with pytest.warns(UserWarning, match=r"1 tensor.*left out: \['loss\.w'\]"):
         assert equal(Ingredients(adapter_of().model).read(path), state_of(1))
 
 
@@ -142,7 +142,7 @@ def test_tied_weights_may_be_there_once(tmp_path: Path) -> None:
         with Adapter(ingredients.model).applied(start):
             assert torch.equal(model.head.weight, state["words.weight"])
     torch.save({**once, "head.weight": torch.ones(7, 4)}, tmp_path / "untied.pth")
-    with pytest.raises(DataError, match=r"untied\.pth: 'head\.weight' is not the same tensor as others"):
+    with pytest.raises(DataError, match=r"untied\.pth.*same tensor as others"):
         ingredients.read(tmp_path / "untied.pth")
 
 
@@ -240,12 +240,12 @@ def test_lora_of_another_scale_is_refused(tmp_path: Path) -> None:
     adapted(2).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 12}))
-    with pytest.raises(DataError, match=r"adapter_config\.json: lora_alpha is 12, the model's 6"):
+    with pytest.raises(DataError, match=r"adapter_config\.json.*model's 6"):
         Ingredients(attach_lora_scales(adapted(1)).model).read(tmp_path)
 
 
 def test_dora_is_refused() -> None:
-    with pytest.raises(AdapterError, match="is a variant such as DoRA, whose changes can't be averaged"):
+    with pytest.raises(AdapterError, match=r"is a variant such.*averaged"):
         Ingredients(attach_film(adapted(1, use_dora=True), ["base_model.model.norm"], dim=2).model)
 
 

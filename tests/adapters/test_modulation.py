@@ -348,7 +348,7 @@ def test_checkpoint_of_other_outputs_is_refused(mine: Outputs | None) -> None:
         if each == Outputs():
             adapter.model.load_state_dict(theirs.model.state_dict())
             continue
-        with pytest.raises(RuntimeError, match="differs in its layers, dimension, outputs or seed"):
+        with pytest.raises(RuntimeError, match=r"differs.*dimension, outputs or seed"):
             adapter.model.load_state_dict(theirs.model.state_dict())
 
 

@@ -73,11 +73,11 @@ class Branches(nn.Module):
 @pytest.mark.parametrize(
     ("model", "first", "message"),
     [
-        (Net(), "boddy", "'boddy' is no module of the model; did you mean"),
+        (Net(), "boddy", r"'boddy' is no module.*did you mean"),
         (Net(), "unused", "Net does not call 'unused'"),
-        (Net(), "stem", "'stem' is called on the model's own input"),
-        (Net(), "body.2", r"what follows 'body.2' needs more than its input: \['mul'\]"),
-        (Branches(), "body", "Branches can't be cut at 'body': torch.fx can't trace its forward pass"),
+        (Net(), "stem", r"'stem' is called.*model's own input"),
+        (Net(), "body.2", r"what.*'body.2'.*input: \['mul'\]"),
+        (Branches(), "body", r"Branches.*trace its forward pass"),
     ],
 )
 def test_what_can_not_be_cut_is_refused(model: nn.Module, first: str, message: str) -> None:

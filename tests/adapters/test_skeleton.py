@@ -89,9 +89,9 @@ def test_patterns_and_offsets_choose(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "arguments", "message"),
     [
-        (MIXED, {"layers": ["bn2"]}, r"--layers 'bn2' matches no norm of .*did you mean \['bn1'\]"),
-        (MIXED, {"offsets": "head.bia"}, r"--offsets 'head.bia' is no tensor of .*did you mean \['head.bias'"),
-        (MIXED, {"offsets": "head.weight"}, "--offsets 'head.weight' is no vector of floats"),
+        (MIXED, {"layers": ["bn2"]}, r"--layers 'bn2'.*you mean \['bn1'\]"),
+        (MIXED, {"offsets": "head.bia"}, r"--offsets.*you mean \['head.bias'"),
+        (MIXED, {"offsets": "head.weight"}, r"--offsets.*vector of floats"),
         ({"fc.weight": torch.ones(2, 2), "fc.bias": torch.ones(2)}, {}, r"no norm: .*it has \['fc.bias'\]"),
         ({"norm.gamma": torch.ones(2, 2), "w": torch.ones(2)}, {}, r"no norm: .*it has \['norm.gamma'\]"),
     ],
@@ -232,8 +232,8 @@ def test_gradients_in_phi_are_those_of_a_loss_on_what_moves(tmp_path: Path) -> N
     ("change", "message"),
     [
         ({"bn1.bias": None}, "the gradients lack 'bn1.bias'"),
-        ({"other": torch.zeros(3)}, "the gradients have 'other', which does not move"),
-        ({"bn1.bias": torch.zeros(4)}, r"the gradient of 'bn1.bias' is \(4,\); it must be finite and \(3,\)"),
+        ({"other": torch.zeros(3)}, "'other', which does not move"),
+        ({"bn1.bias": torch.zeros(4)}, r"'bn1.bias'.*finite and \(3,\)"),
         ({"bn1.bias": torch.full((3,), torch.nan)}, "it must be finite"),
         ({"bn1.bias": torch.zeros(2, 3)}, "the gradients differ in number"),
     ],

@@ -215,7 +215,7 @@ MEAN = {"norm.running_mean": torch.ones(4)}
         (Start(torch.tensor([0, math.inf, 0]), MEAN), "phi is not finite: .*inf"),
         (
             Start(torch.zeros(3), {**MEAN, "norm.mean": torch.ones(4)}),
-            r"no buffer 'norm\.mean'; did you mean .*running",
+            r"'norm\.mean'.*you mean .*running",
         ),
         (Start(torch.zeros(3), {**MEAN, "norm.weight": torch.ones(4)}), r"no buffer 'norm\.weight'"),
         (Start(torch.zeros(3), MEAN, MEAN), r"no parameter 'norm\.running_mean'"),
@@ -224,20 +224,20 @@ MEAN = {"norm.running_mean": torch.ones(4)}
         (Start(torch.zeros(3), {**MEAN, "metricopt.signature": torch.ones(2).long()}), r"no buffer 'metricopt\.sig"),
         (
             Start(torch.zeros(3), {**MEAN, "norm.metricopt_modulation.A": torch.ones(4, 3)}),
-            r"no buffer 'norm\.metricopt_modulation\.A'",
+            r"buffer 'norm\.metricopt_modulation\.A'",
         ),
         (
             Start(torch.zeros(3), MEAN, {"head.bias": torch.ones(1)}),
-            r"'head\.bias' has shape \(1,\), the model's \(5,\)",
+            r"'head\.bias'.*model's \(5,\)",
         ),
         (
             Start(torch.zeros(3), MEAN, {"head.bias": torch.ones(5).double()}),
-            r"'head\.bias' has type torch\.float64, the model's torch\.float32",
+            r"'head\.bias'.*model's torch\.float32",
         ),
-        (Start(torch.zeros(3), MEAN, {"head.bias": [1.0] * 5}), r"'head\.bias' is \[.*; it must be a tensor"),  # type: ignore[dict-item]
+        (Start(torch.zeros(3), MEAN, {"head.bias": [1.0] * 5}), r"'head\.bias'.*\[.*; it must be a tensor"),  # type: ignore[dict-item]
         (
             Start(torch.zeros(3), MEAN, {"head.weight": torch.ones(5, 4), "embedding.weight": torch.zeros(5, 4)}),
-            r"'embedding\.weight' is the same tensor as 'head\.weight', but was given another value",
+            r"'embedding\.weight'.*another value",
         ),
     ],
 )
@@ -382,7 +382,7 @@ def test_other_base_weights_are_warned_of_once(adapter: Adapter, tmp_path: Path)
     adapter.save(path)
     with torch.no_grad():
         other.head.bias[0] += 1
-    with pytest.warns(UserWarning, match="other weights than Net has: the metric .* does not hold here") as caught:
+    with pytest.warns(UserWarning, match=r"other weights.* does not hold here") as caught:
         again = load_adapter(other, path)
     assert len(caught) == 1
     assert caught[0].filename == __file__
@@ -401,12 +401,12 @@ def test_other_base_weights_are_warned_of_once(adapter: Adapter, tmp_path: Path)
         ({"parameters.norm.running_mean": torch.ones(4)}, AdapterError, r"no parameter 'norm\.running_mean'"),
         ({"parameters.head.bias": torch.ones(10**6)}, AdapterError, r"'head\.bias' has shape \(1000000,\)"),
         ({"parameters.head.bias": torch.ones(5).half()}, AdapterError, r"'head\.bias' has type torch\.float16"),
-        ({"parameters.head.weight": torch.zeros(5, 4)}, AdapterError, "same tensor .* but was given another value"),
+        ({"parameters.head.weight": torch.zeros(5, 4)}, AdapterError, r"same tensor .*given another value"),
         ({"phi": torch.tensor([0, math.nan, 0])}, AdapterError, "phi is not finite"),
         ({"phi": torch.zeros(3).long()}, FileFormatError, r"tensor 'phi' has type torch\.int64"),
-        ({"matrices.norm.A": torch.zeros(4, 3).bool()}, FileFormatError, r"'matrices\.norm\.A' has type torch\.bool"),
-        ({"extra": torch.ones(1)}, FileFormatError, "has a tensor 'extra', which it does not describe"),
-        ({"norm.A": torch.ones(4, 3)}, FileFormatError, r"has a tensor 'norm\.A', which it does not describe"),
+        ({"matrices.norm.A": torch.zeros(4, 3).bool()}, FileFormatError, r"'matrices\.norm\.A'.*type torch\.bool"),
+        ({"extra": torch.ones(1)}, FileFormatError, r"'extra'.*describe"),
+        ({"norm.A": torch.ones(4, 3)}, FileFormatError, r"'norm\.A'.*describe"),
         ({"parameters." + "x" * 5000: torch.ones(1)}, AdapterError, "no parameter 'xxx"),
     ],
 )
@@ -451,7 +451,7 @@ def test_a_line_asks_the_middle_and_the_quarters_first_unless_it_is_told() -> No
         (1.0, 1.0, (), "a line from 1.0 to 1.0 is empty"),
         (1.0, 0.0, (), "the least t comes first"),
         (0.0, math.inf, (), "high is inf"),
-        (0.0, 1.0, (0.5, 2.0), "first has 2.0, which is not from 0.0 to 1.0"),
+        (0.0, 1.0, (0.5, 2.0), r"first.*2.0.*0.0 to 1.0"),
     ],
 )
 def test_what_is_no_interval_is_refused(low: float, high: float, first: tuple[float, ...], message: str) -> None:
@@ -463,7 +463,7 @@ def test_a_line_has_one_start_for_a_strength() -> None:
     drawn = torch.Generator().manual_seed(0)
     with pytest.raises(AdapterError, match=r"at\(0.0\) returned two different starts"):
         StartLine(lambda t: Start(torch.randn(2, generator=drawn)), 0.0, 1.0).check()
-    with pytest.raises(AdapterError, match=r"at\(0.0\) returned 0.0; it must return a Start"):
+    with pytest.raises(AdapterError, match=r"at\(0.0\).*0.0; it must return a Start"):
         StartLine(lambda t: t, 0.0, 1.0).check()  # type: ignore[arg-type,return-value]
     along().check()
 

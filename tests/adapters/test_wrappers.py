@@ -45,7 +45,7 @@ def test_a_distributed_model_says_what_it_does_not_average(monkeypatch: pytest.M
     wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
     nn.Module.__init__(wrapped)
     wrapped.module = net = Net()
-    with pytest.warns(UserWarning, match=r"made before phi, whose gradients it does not average.* attach first"):
+    with pytest.warns(UserWarning, match=r"made before.*average.* attach first"):
         assert attach_film(wrapped, dim=2).model is net
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -59,7 +59,7 @@ def test_a_model_of_which_each_process_has_a_part_is_refused(tmp_path: Path) -> 
     try:
         sharded = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))
         for model in (sharded, fully_shard(Net()), nn.Sequential(fully_shard(Net()))):
-            with pytest.raises(AdapterError, match=r"weights are sharded by FSDP.* as one full state dict, load"):
+            with pytest.raises(AdapterError, match=r"weights are sharded.*state dict, load"):
                 attach_film(model, dim=2)
         split = Net()
         split.norm.weight = nn.Parameter(distribute_tensor(split.norm.weight, init_device_mesh("cpu", (1,))))

@@ -94,8 +94,8 @@ def test_a_seed_on_file_is_not_computed_again(tmp_path: Path, monkeypatch: pytes
     rows = json.loads((tmp_path / "correlation.json").read_text())["per_seed"]
     assert computed == [1]
     assert rows[0] == first != rows[1]
-    with pytest.raises(SystemExit, match=r"holds another run: siblings\.reloss\.lr was 0\.01, now 0\.5;"):
+    with pytest.raises(SystemExit, match=r"holds.*siblings\.reloss\.lr.*now 0\.5;"):
         call(*given, "seeds=2", "siblings.reloss.lr=0.5")
     (tmp_path / "seed-1.json").write_text('{"correlations": 3}')
-    with pytest.raises(SystemExit, match=r"seed-1\.json holds no seed-1 with correlations, outputs.*delete it"):
+    with pytest.raises(SystemExit, match=r"seed-1\.json holds.*outputs.*delete it"):
         call(*given, "seeds=2")

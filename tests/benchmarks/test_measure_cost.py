@@ -146,7 +146,7 @@ def test_all_populations_find_the_same_gradients(monkeypatch: pytest.MonkeyPatch
 def test_sides_that_disagree_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     gradient = tool.plain_gradient
     monkeypatch.setattr(tool, "plain_gradient", lambda *arguments: 1.5 * gradient(*arguments))
-    with pytest.raises(RuntimeError, match="plain torch loop and together computed different gradients"):
+    with pytest.raises(RuntimeError, match=r"plain.*computed different gradients"):
         tool.measure_population(REPEATS, **TINY_POPULATION)
 
 
@@ -162,7 +162,7 @@ def test_both_fits_predict_the_costs(sides: dict[str, Any]) -> None:
 
 def test_a_fit_that_explains_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool, "gpytorch_fit", lambda phi, cost: lambda x: x.sum(1) * 0)
-    with pytest.raises(RuntimeError, match="gpytorch explains only 0% of the variance"):
+    with pytest.raises(RuntimeError, match=r"gpytorch explains.*0% of the variance"):
         tool.measure_fit(REPEATS, **TINY_FIT)
 
 

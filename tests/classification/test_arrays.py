@@ -68,7 +68,7 @@ def test_parts_may_lie_in_one_file(tmp_path: Path, name: str) -> None:
 def test_classes_are_compared_by_name_and_copies_found(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=X, y=np.arange(20) % 3)
     np.savez(tmp_path / "b.npz", x=X[:4], y=np.array([2, 1, 0, 1]))
-    with pytest.warns(UserWarning, match="1 row in two parts, by content: row 1 of .*b.npz of test is row 1 of"):
+    with pytest.warns(UserWarning, match=r"1 row in two parts.*1 of.*row 1 of"):
         splits = splits_of(f"data.train={tmp_path / 'a.npz'}", f"data.test={tmp_path / 'b.npz'}")
     assert splits.test.y.tolist() == [2, 1, 0, 1]
     np.savez(tmp_path / "b.npz", x=X[:4], y=np.array([2, 1, 7, 0]))
@@ -80,10 +80,10 @@ def test_classes_are_compared_by_name_and_copies_found(tmp_path: Path) -> None:
     ("arrays", "message"),
     [
         ({"x": X}, "must have one array called y, Y, labels"),
-        ({"x": X, "X": X, "y": Y}, r"must have one array called x, .*got \['x', 'X'\]"),
-        ({"x": X, "y": Y[:5]}, r"one label for each of its 20 inputs, got shape \(5,\)"),
+        ({"x": X, "X": X, "y": Y}, r"must have one array.*\['x', 'X'\]"),
+        ({"x": X, "y": Y[:5]}, r"one label.*20 inputs, got shape \(5,\)"),
         ({"x": X, "y": np.eye(20)}, r"got shape \(20, 20\)"),
-        ({"x": X, "y": X[:, 0]}, "must have integers or text as labels, got float64"),
+        ({"x": X, "y": X[:, 0]}, r"must have integers.*labels, got float64"),
         ({"x": X[:, 0], "y": Y}, "they must be n x d numbers"),
         ({"x": X / 0.0, "y": Y}, "must have finite real numbers"),
         ({"x": np.zeros((20, 4, 4, 5), np.uint8), "y": Y}, "they must be n x d numbers"),

@@ -48,9 +48,9 @@ def test_precision_without_a_prediction_is_0_and_no_example_is_an_error() -> Non
     logits, labels = torch.tensor([[0.0, 1.0, 0.0]] * 3), torch.tensor([0, 1, 1])
     assert found["precision[cat]"].function(logits, labels) == 0
     assert found["recall[cat]"].function(logits, labels) == 0
-    with pytest.raises(DataError, match="no example is of class 'cat', of which recall is asked"):
+    with pytest.raises(DataError, match="class 'cat', of which recall is asked"):
         found["recall[cat]"].function(logits, labels.clamp(min=1))
-    with pytest.raises(ConfigError, match=r"metric\.also or metric\.subject_to: precision\[cat\] fails: no example"):
+    with pytest.raises(ConfigError, match=r"metric\.also.*fails: no example"):
         check_besides(found, logits, labels.clamp(min=1))
 
 
@@ -119,17 +119,17 @@ BASE = ["data.name=digits", "model.name=small_cnn"]
     [
         (
             ["metric.subject_to.mcc=> 0"],
-            r"metric\.subject_to: subject_to has 'mcc': '> 0', which is no constraint; write",
+            r"metric\.subject_to.*constraint; write",
         ),
-        (["metric.subject_to.accuracy=>= 0"], r"subject_to bounds 'accuracy', which is the metric itself"),
-        (["metric.also=[accuracy]"], r"metric\.also has 'accuracy', which is the metric itself; leave it out"),
+        (["metric.subject_to.accuracy=>= 0"], r"subject_to.*metric itself"),
+        (["metric.also=[accuracy]"], r"metric\.also.*itself; leave it out"),
         (
             ["metric.subject_to.mcc=>= 0", "method.name=recipe"],
-            r"subject_to=\{'mcc': '>= 0'\}: method\.name=recipe can't respect constraints; set method\.name=search",
+            r"subject_to=\{'mcc'.*0'\}.*method\.name=search",
         ),
         (
             ["metric.subject_to.mcc=>= 0", "methods=[metricopt_paper]"],
-            r"methods=\['metricopt_paper'\]: metricopt_paper can't respect constraints",
+            "metricopt_paper can't respect",
         ),
     ],
 )

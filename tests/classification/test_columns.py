@@ -93,26 +93,26 @@ def test_numbers_as_tables_write_them(
 @pytest.mark.parametrize(
     ("cells", "options", "message"),
     [
-        (["1,5", "2"], {}, r"must have a decimal point, got '1,5' in column 'a', row 2; set data\.decimal=','"),
-        ([*range(19), "1,234"], {"missing": True}, "got '1,234' in column 'a', row 21; set data.decimal=','"),
-        (["1.5", "2.5"], {"decimal": ","}, r"must have a decimal comma, got '1\.5' in column 'a', row 2"),
+        (["1,5", "2"], {}, r"'1,5'.*2; set data\.decimal=','"),
+        ([*range(19), "1,234"], {"missing": True}, r"got '1,234'.*21; set data.decimal=','"),
+        (["1.5", "2.5"], {"decimal": ","}, r"must have a decimal.*'1\.5'.*'a', row 2"),
         (
             [*range(19), "12%"],
             {"missing": True},
-            "must all have the same sign, got '12%' in row 21, and others without",
+            r"'12%'.*21, and others without",
         ),
-        (["$1", "$2", "€3"], {}, r"must all have the same sign, got '€3' in row 4, and others with '\$'"),
-        ([*range(19), "-inf"], {"missing": True}, "must be a finite number in each row, got '-inf' in row 21"),
-        (["1e999", "1"], {"missing": True}, "finite number in each row, got '1e999' in row 2"),
+        (["$1", "$2", "€3"], {}, r"'€3'.*4, and others with '\$'"),
+        ([*range(19), "-inf"], {"missing": True}, r"must be a finite.*'-inf' in row 21"),
+        (["1e999", "1"], {"missing": True}, r"finite number.*'1e999' in row 2"),
         (
             [10**18 + i for i in range(40)],
             {},
-            "more digits than float64 tells apart, got '1000000000000000000' in row 2",
+            r"more digits than float64.*row 2",
         ),
-        ([f"{2**53 + i}.0" for i in range(9)], {}, "more digits than float64 tells apart, got '9007199254740992.0'"),
+        ([f"{2**53 + i}.0" for i in range(9)], {}, r"more.*float64.*got '9007199254740992.0'"),
         ([f"{2**53 + i:,}" for i in range(9)], {"decimal": "."}, "more digits than float64 tells apart"),
         ([f"1700000000.{i:09d}" for i in range(9)], {}, "more digits than float64 tells apart"),
-        (["1", "(-2)", "((3))", *range(40)], {}, r"must be a finite number in each row, got '\(-2\)' in row 3"),
+        (["1", "(-2)", "((3))", *range(40)], {}, r"must be a finite.*'\(-2\)' in row 3"),
     ],
 )
 def test_numbers_that_could_mean_another(
@@ -195,7 +195,7 @@ def test_columns_of_labels_are_read_as_one_target(tmp_path: Path) -> None:
     assert table.y.tolist() == [[i % 2, int(i < 2), int(i % 3 > 0)] for i in range(12)]
     assert [column.kind for column in table.reading.columns] == ["number", "class", "class", "class"]
     (tmp_path / "t.csv").write_text(content.replace("Yes", "maybe", 1))
-    with pytest.raises(DataError, match=r"'blue' of data.targets must be 1 or 0 in each row.*got 'maybe' in row 3"):
+    with pytest.raises(DataError, match=r"'blue'.*1 or 0.*'maybe' in row 3"):
         read_csv(tmp_path / "t.csv", "", targets=["red", "blue"])
     with pytest.raises(DataError, match="must have one column 'green', got 0"):
         read_csv(tmp_path / "t.csv", "", targets=["red", "green"])
@@ -212,5 +212,5 @@ def test_a_target_of_quantities_keeps_its_digits(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"set data.kind=regression to predict it"):
         read_csv(tmp_path / "t.csv", "price")
     (tmp_path / "t.csv").write_text(content.replace(prices[4], "NA"))
-    with pytest.raises(DataError, match=r"the target 'price' must be a finite number in each row, got 'NA' in row 6"):
+    with pytest.raises(DataError, match=r"the target 'price'.*'NA' in row 6"):
         read_csv(tmp_path / "t.csv", "price", quantity=True)

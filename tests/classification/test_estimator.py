@@ -143,7 +143,7 @@ def test_a_scorer_that_fails_for_want_of_a_class_is_told_what_to_do(scoring: str
     X, y = table()
     y = np.where(np.arange(len(y)) == 0, "rare", np.where(y == "c", "b", y))
     seeds = [seed for seed in range(9) if _rare_is_trained_on(y, seed)]
-    with pytest.raises(MetricError, match=r"as none has a label of \['rare'\]; give more such rows, or raise"):
+    with pytest.raises(MetricError, match=r"\['rare'\].*such rows, or raise"):
         MetricClassifier(scoring, queries=12, **{**SMALL, "epochs": 1, "random_state": seeds[0]}).fit(X, y)
 
 
@@ -151,7 +151,7 @@ def test_a_label_that_is_held_out_alone_is_named() -> None:
     X, _ = make_classification(60, 4, random_state=0)
     y = np.repeat(["rare", "usual"], [1, 59])
     seed = next(seed for seed in range(20) if not _rare_is_trained_on(y, seed))
-    with pytest.warns(UserWarning, match=r"can't learn \['rare'\]: the single row of such a label is held out"):
+    with pytest.warns(UserWarning, match=r"\['rare'\].*label is held out"):
         MetricClassifier(queries=0, **{**SMALL, "epochs": 1, "random_state": seed}).fit(X, y)
 
 
@@ -175,9 +175,9 @@ def test_a_frame_reaches_the_scorer_with_its_names() -> None:
 
 def test_labels_of_two_types_and_a_training_that_diverges_are_refused() -> None:
     X, y = table()
-    with pytest.raises(ValueError, match=r"y has labels of the types int, str_?; make them all of one"):
+    with pytest.raises(ValueError, match=r"y has labels.*str_?.*them all of one"):
         MetricClassifier(queries=0, **SMALL).fit(X, np.array([1 if each == "a" else each for each in y], dtype=object))
-    with pytest.raises(ValueError, match=r"training with lr=1e\+30 ended in weights that are not finite; lower it"):
+    with pytest.raises(ValueError, match=r"training.*lr=1e\+30.*finite; lower it"):
         MetricClassifier(queries=0, **{**SMALL, "lr": 1e30}).fit(X, y)
 
 
@@ -199,7 +199,7 @@ def test_the_same_seed_gives_the_same_classifier() -> None:
         ({}, 1, ValueError, "one class|n_samples"),
         ({"epochs": -1}, 300, ValueError, "epochs is -1; it must be at least 0"),
         ({"batch_size": 0}, 300, ValueError, "batch_size is 0; it must be at least 1"),
-        ({"hidden": 8}, 300, ValueError, "hidden is 8; it must be a sequence of widths"),
+        ({"hidden": 8}, 300, ValueError, r"hidden.*8; it.*sequence of widths"),
         ({"hidden": (8, 0)}, 300, ValueError, "hidden is 0; it must be at least 1"),
     ],
 )
@@ -297,14 +297,12 @@ def test_what_a_scorer_does_not_take_is_said() -> None:
     def plain(estimator: Any, X: Any, y: Any) -> float:
         return float(balanced_accuracy_score(y, estimator.predict(X)))
 
-    with pytest.warns(UserWarning, match="the weights count in the loss, but the scorer plain takes no sample_weight"):
+    with pytest.warns(UserWarning, match="scorer plain takes no sample_weight"):
         MetricClassifier(plain, queries=12, **SMALL).fit(X, y, sample_weight=np.ones(300))
     for scoring in (plain, "balanced_accuracy"):
-        with pytest.raises(
-            ValueError, match=r"groups are given, but the scorer \w+ is not handed them; write scorer\("
-        ):
+        with pytest.raises(ValueError, match=r"groups are given.*them; write scorer\("):
             MetricClassifier(scoring, queries=12, **SMALL).fit(X, y, groups=y)
-    with pytest.raises(ValueError, match="sample_weight must not be negative, got -2 in row 1"):
+    with pytest.raises(ValueError, match=r"sample_weight.*-2 in row 1"):
         MetricClassifier(queries=0, **SMALL).fit(X, y, sample_weight=[1, -2, *[1] * 298])
     with pytest.raises(ValueError, match=r"sample_weight is 0 in each row|Sample weights must contain at least one"):
         MetricClassifier(queries=0, **SMALL).fit(X, y, sample_weight=np.zeros(300))
@@ -333,7 +331,7 @@ def test_metadata_is_routed_as_requested() -> None:
         alone = MetricClassifier(make_scorer(judged).set_score_request(sample_weight=False), queries=12, **SMALL)
         alone.fit(X, y, sample_weight=weights)
         assert asked[0] == (90, None, None)
-        with pytest.raises(ValueError, match=r"is not handed them; let it request them by set_score_request"):
+        with pytest.raises(ValueError, match="request them by set_score_request"):
             alone.fit(X, y, groups=groups)
 
 
@@ -377,9 +375,9 @@ def test_thresholds_are_a_start_that_predicts_as_many_as_there_are() -> None:
 @pytest.mark.parametrize(
     ("y", "settings", "message"),
     [
-        (np.full((40, 2), 3), {}, r"y is 40 x 2, so it must hold 0 and 1 for each label, got 3"),
-        (np.ones((40, 2)), {"class_weight": "balanced"}, "class_weight='balanced' is for one label a row, but y has 2"),
-        (np.ones((40, 2)), {"ordinal": True}, "ordinal=True is for one label a row, but y has 2"),
+        (np.full((40, 2), 3), {}, r"y is 40 x 2.*0 and 1.*label, got 3"),
+        (np.ones((40, 2)), {"class_weight": "balanced"}, r"class_weight='balanced'.*y has 2"),
+        (np.ones((40, 2)), {"ordinal": True}, r"ordinal=True.*row, but y has 2"),
     ],
 )
 def test_several_labels_that_are_none_are_refused(y: Any, settings: dict[str, Any], message: str) -> None:

@@ -137,20 +137,18 @@ def test_what_cannot_be_kept_is_refused() -> None:
             h = self.a(x)
             return self.c(self.b(h.relu()) + h)
 
-    with pytest.raises(ConfigError, match=r"adapter.keep_before=b .* needs more than its input: \['a'\]"):
+    with pytest.raises(ConfigError, match=r"adapter.keep_before=b.*input: \['a'\]"):
         Rest(Skips(), "b")
 
     class Branches(Skips):
         def forward(self, x: Tensor) -> Tensor:
             return self.c(x) if x.sum() > 0 else x
 
-    with pytest.raises(ConfigError, match=r"adapter.keep_before=c .*torch.fx can't trace its forward pass"):
+    with pytest.raises(ConfigError, match=r"adapter.keep_before=c.*forward pass"):
         Rest(Branches(), "c")
-    with pytest.raises(
-        ConfigError, match=r"'stage4' is no module of the model.* must be one of norm, relu, .*head, in"
-    ):
+    with pytest.raises(ConfigError, match=r"'stage4' is no module.*relu, .*head, in"):
         Rest(CifarResNet(8), "stage4")
-    with pytest.raises(ConfigError, match=r"'conv' is called on the model's own input"):
+    with pytest.raises(ConfigError, match=r"'conv' is called.*model's own input"):
         Rest(CifarResNet(8), "conv")
 
 
@@ -163,7 +161,5 @@ def test_features_have_a_row_for_each_example(splits: Splits) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.conv(x).mean((0, 2, 3)))
 
-    with pytest.raises(
-        ConfigError, match=r"adapter.keep_before=head: the layers before it give \(4,\) for \d+ examples"
-    ):
+    with pytest.raises(ConfigError, match=r"adapter.keep_before=head.*\d+ examples"):
         Rest(Mixing(), "head").features(splits)

@@ -207,5 +207,5 @@ def test_the_same_target_everywhere_is_refused(tmp_path: Path) -> None:
     text = (tmp_path / "t.csv").read_text().splitlines()
     fixed = [",".join([*row.split(",")[:7], "5", row.split(",")[8]]) for row in text[1:]]
     (tmp_path / "t.csv").write_text("\n".join([text[0], *fixed]) + "\n")
-    with pytest.raises(DataError, match=r"the target is 5 in each row of train; there is nothing to predict"):
+    with pytest.raises(DataError, match=r"5 in.*nothing to predict"):
         ClassificationExperiment(config_of(tmp_path, "regression"), tmp_path / "run", 0)

@@ -174,7 +174,7 @@ def test_images_may_stay_on_disk_and_copies_are_found(tmp_path: Path) -> None:
     rows = columns(range(16, 32)).replace("img_", "images/img_") + "more/img_1.png, 1, 0, 0, 0\n"
     (tmp_path / "val.csv").write_text(rows)
     parts = [f"data.train={tmp_path / 'train.csv'}", f"data.val={tmp_path / 'val.csv'}"]
-    with pytest.warns(UserWarning, match=r"1 file in two parts, by content: .*more/img_1\.png of validation"):
+    with pytest.warns(UserWarning, match=r"1 file.*more/img_1\.png of validation"):
         memory = load_splits(config_of(*parts), 0)
     with pytest.warns(UserWarning, match="1 file in two parts"):
         disk = load_splits(config_of(*parts, "data.stream=true"), 0)
@@ -211,15 +211,15 @@ def test_columns_that_are_no_labels_are_left_out_by_name(tmp_path: Path) -> None
         ("filename,tags\nimg_1,hot dog\nimg_2,hot dog cat\nimg_3,cat\n", [], "'hot' and 'dog' are always side by side"),
         ("filename,tags\nimg_1,\"['a', 'b']\"\nimg_2,['a']\n", [], "without brackets, got"),
         ("filename,tags\nimg_1,1\nimg_2,0\n", [], "'tags' says 0 or 1, which is one label"),
-        ("filename,tags\nimg_1,a b\nimg_2,A\n", [], "'A' and 'a' are two of them, write them alike"),
+        ("filename,tags\nimg_1,a b\nimg_2,A\n", [], r"'A' and 'a'.*write them alike"),
         ("filename,tags\nimg_1,a\nimg_2,a\n", [], "two labels at least, got 'a'"),
-        ("filename,a,b\nimg_1,1,0\nimg_1,0,1\n", [], "'img_1.png' has its labels in row 2 and in row 3"),
-        ("filename,a,b\nimg_1,1,0\nimg_99.png,0,1\n", [], "1 of 2 rows name no image below .*, such as 'img_99.png'"),
-        ("filename,a,b\nimg_1,1,0\nother/img_50.png,0,1\n", [], "1 of 2 rows name no image below .*other/img_50.png"),
-        ("filename,a,b\nimg_1,1,0\nimg_2,,1\n", [], "column 'a' must say 1 or 0 in each row, .* got '' in row 3"),
+        ("filename,a,b\nimg_1,1,0\nimg_1,0,1\n", [], r"'img_1.png'.*2 and in row 3"),
+        ("filename,a,b\nimg_1,1,0\nimg_99.png,0,1\n", [], r"1 of 2 rows.*, such as 'img_99.png'"),
+        ("filename,a,b\nimg_1,1,0\nother/img_50.png,0,1\n", [], r"1 of 2.*image below .*other/img_50.png"),
+        ("filename,a,b\nimg_1,1,0\nimg_2,,1\n", [], r"column 'a'.*1 or 0.*'' in row 3"),
         ("filename,a,a\nimg_1,1,0\n", [], "has 'a' twice in its header"),
         ("filename,a,b\nimg_1,1,0\n", ["data.targets=[c,a]"], "has no column 'c' of data.targets"),
-        ("filename,image,a,b\nimg_1,img_1,1,0\n", [], "columns 'filename' and 'image' both name images"),
+        ("filename,image,a,b\nimg_1,img_1,1,0\n", [], r"columns 'filename'.*both name images"),
         ("filename\nimg_1\nimg_2\n", [], "has no column beside 'filename'"),
     ],
 )
@@ -233,11 +233,11 @@ def test_what_may_mean_another_is_refused(tmp_path: Path, text: str, more: list[
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c["annotations"][0].update(image_id=5), "an annotation names image 5 and category"),
-        (lambda c: c["categories"][0].update(name="road"), "two categories one name; make them differ"),
+        (lambda c: c["annotations"][0].update(image_id=5), r"an annotation names.*5 and category"),
+        (lambda c: c["categories"][0].update(name="road"), r"two categories one.*make them differ"),
         (lambda c: c["images"][1].update(id=101), "two images or categories have one id"),
-        (lambda c: c["images"][0].update(file_name="gone.png"), "1 of 8 images not below .*, such as 'gone.png'"),
-        (lambda c: c["images"][0].pop("file_name"), r"must be COCO's JSON, .*KeyError\('file_name'\)"),
+        (lambda c: c["images"][0].update(file_name="gone.png"), r"1 of 8 images.*, such as 'gone.png'"),
+        (lambda c: c["images"][0].pop("file_name"), r"COCO's.*KeyError\('file_name'\)"),
         (lambda c: c["annotations"][0].update(image_id=[1]), "must be COCO's JSON"),
         (lambda c: c.pop("categories"), r"KeyError\('categories'\)"),
     ],

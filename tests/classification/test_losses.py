@@ -50,7 +50,7 @@ def test_weights_that_are_none_are_refused() -> None:
         CostSensitive([1.0, 0.0])
     with pytest.raises(ValueError, match="it must be a number for each class"):
         CostSensitive([1.0])
-    with pytest.raises(ConfigError, match="the loss has 3 weights, and the data 2 classes"):
+    with pytest.raises(ConfigError, match=r"the loss has 3 weights.*data 2 classes"):
         CostSensitive([1.0, 1.0, 1.0])(X[:, 0], Y)
 
 

@@ -153,7 +153,7 @@ def test_the_equal_error_rate_by_hand() -> None:
 
 @pytest.mark.parametrize("name", ["auc", "eer"])
 def test_a_roc_curve_needs_two_classes(name: str) -> None:
-    with pytest.raises(DataError, match=f"{name} needs examples of two classes, got labels that are all 2"):
+    with pytest.raises(DataError, match=rf"{name} needs.*labels that are all 2"):
         METRICS[name].function(torch.randn(4, 3), torch.full((4,), 2))
 
 
@@ -346,7 +346,7 @@ def test_from_callable_gives_columns_by_place_or_by_name() -> None:
 
     assert from_callable(two, maximize=True, columns=["a", "b"]).function(logits, labels, weight, 0 * weight) < 1
     for columns in (["importance", "region"], ["a"]):
-        with pytest.raises(ValueError, match=r"called as (f1_score|two)\(labels, predictions, .*of metric\.columns"):
+        with pytest.raises(ValueError, match=r"called.*of metric\.columns"):
             from_callable(skm.f1_score if len(columns) == 2 else two, maximize=True, columns=columns)
 
 
@@ -357,7 +357,7 @@ def test_from_callable_gives_torchmetrics_columns_as_tensors() -> None:
     scores = logits.double().softmax(1)[:, 1]
     each = [skm.average_precision_score(labels[queries == q], scores[queries == q]) for q in range(3)]
     assert spec.function(logits, labels, queries) == pytest.approx(np.mean(each), abs=1e-6)
-    with pytest.raises(DataError, match="column 'qid' holds texts, and torchmetrics takes numbers"):
+    with pytest.raises(DataError, match=r"column 'qid' holds.*takes numbers"):
         spec.function(logits, labels, queries.astype(str).astype(object))
 
 

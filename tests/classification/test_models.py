@@ -85,7 +85,7 @@ def test_refuses_what_does_not_fit() -> None:
     with pytest.raises(ConfigError, match="takes images"):
         build_model("small_cnn", torch.Size((7,)), 2)
     for name, shape in [("cifar_resnet20", (1, 8, 8)), ("cifar_resnet9", (3, 7, 8))]:
-        with pytest.raises(ConfigError, match=r"takes 3 channels of 8 x 8 pixels or more, .* \([13], [78], 8\)"):
+        with pytest.raises(ConfigError, match=r"takes 3.*8 x 8.*\([13], [78], 8\)"):
             build_model(name, torch.Size(shape), 10)
     with pytest.raises(ConfigError, match="resnet19"):
         build_model("resnet19", torch.Size((3, 8, 8)), 2)

@@ -54,7 +54,7 @@ def test_without_a_name_it_is_cross_entropy_and_there_are_no_keys() -> None:
     assert named_loss(config, TARGET) is classification_loss
     assert score_loss(config, TARGET) == {"cross-entropy": cross_entropy}
     assert not [key for key in known_keys(config) if key.startswith("loss")]
-    with pytest.raises(ConfigError, match=r"loss\.params is a key of loss\.name=NAME; this run has cross-entropy"):
+    with pytest.raises(ConfigError, match=r"loss\.params.*run has cross-entropy"):
         config_of("loss.params={margin: 3}")
 
 
@@ -64,7 +64,7 @@ def test_costs_come_from_the_metric() -> None:
     expected = CostSensitive([2.0, 1.0, 3.0])(NET(X), Y)
     assert named_loss(config, TARGET)(NET, (X, Y)) == expected
     for other in (config_of("loss.name=cost_sensitive"), config_of(*PRIOR, costs)):
-        with pytest.raises(ConfigError, match=r"^loss\.name=cost_sensitive takes its weights from metric"):
+        with pytest.raises(ConfigError, match=r"loss\.name=cost_sensitive takes its"):
             named_loss(other, TARGET)
 
 
@@ -76,7 +76,7 @@ PRIOR = ["loss.name=cost_sensitive", "metric.name=expected_cost", "metric.prior=
     [
         (
             ["loss.name=focal"],
-            "loss.name='focal' is none of aucpr, cost_sensitive, cross_entropy, large",
+            r"loss.name='focal'.*cross_entropy, large",
         ),
         (["loss.name=lovasz", "loss.params={margin: 1}"], r"lovasz does not take \{'margin': 1\}"),
         (["loss.name=aucpr", "loss.params={anchors: 0}"], "anchors is 0; it must be at least 1"),
@@ -91,12 +91,12 @@ def test_what_is_no_loss_is_refused(overrides: list[str], message: str) -> None:
 def test_they_are_for_classes() -> None:
     table = ["data.name=csv", "data.target=y", "data.root=x.csv", "model.name=tabular_mlp", "data.kind=ordinal"]
     config = load_config(ClassificationConfig, None, [*table, "loss.name=lovasz", "metric.name=mean_absolute_error"])
-    with pytest.raises(ConfigError, match=r"loss\.name=lovasz is for classes, not for data\.kind=ordinal"):
+    with pytest.raises(ConfigError, match=r"loss\.name=lovasz.*data\.kind=ordinal"):
         config.check()
 
 
 def test_costs_that_give_no_weight_are_refused_by_their_key() -> None:
     costs = "metric.costs=[[0.0,0.0,0.0],[1.0,0.0,1.0],[3.0,3.0,0.0]]"
     config = config_of("loss.name=cost_sensitive", "metric.name=expected_cost", costs)
-    with pytest.raises(ConfigError, match=r"^metric\.costs under loss\.name=cost_sensitive: "):
+    with pytest.raises(ConfigError, match=r"under loss\.name=cost_sensitive:"):
         named_loss(config, TARGET)

@@ -285,9 +285,9 @@ def test_adjustment_undoes_the_priors() -> None:
 
 
 def test_priors_that_can_not_be() -> None:
-    with pytest.raises(DataError, match=r"each class must have train examples for its prior, got counts of \[3, 0\]"):
+    with pytest.raises(DataError, match=r"each class must have train.*\[3, 0\]"):
         prior_offsets(torch.tensor([3, 0]))
-    with pytest.raises(ValueError, match="one logit is for 2 classes, got counts of 3"):
+    with pytest.raises(ValueError, match=r"one logit is for 2.*got counts of 3"):
         prior_offsets(torch.tensor([3, 2, 1]), one_logit=True)
 
 

@@ -84,7 +84,7 @@ def test_a_class_of_one_part_alone_is_refused_by_name(folders: Callable[..., lis
 def test_a_file_in_two_parts_is_found_by_content(folders: Callable[..., list[str]], tmp_path: Path) -> None:
     settings = folders(train={"cat": 1, "dog": 2}, test={"cat": 1, "dog": 2})
     (tmp_path / "test" / "cat" / "other.png").write_bytes((tmp_path / "train" / "cat" / "0.png").read_bytes())
-    with pytest.warns(UserWarning, match=r"1 file in two parts, by content: .*other\.png of test is .*0\.png"):
+    with pytest.warns(UserWarning, match=r"1.*other\.png of test is .*0\.png"):
         load_splits(config_of(*settings), 0)
 
 
@@ -167,7 +167,7 @@ def test_a_column_that_one_table_lacks_is_named(tmp_path: Path) -> None:
 
 def test_rows_in_two_tables_are_counted(tmp_path: Path) -> None:
     texts = {"train": "a,y\n1,no\n2,yes\n3,no\n4,yes\n", "val": "a,y\n9,no\n2,yes\n", "test": "a,y\n3,yes\n7,no\n"}
-    with pytest.warns(UserWarning, match=r"1 row in two parts, by content: row 3 of .*val\.csv of validation is row 3"):
+    with pytest.warns(UserWarning, match=r"1.*3 of .*val\.csv.*validation is row 3"):
         load_splits(config_of(*tables(tmp_path, **texts)), 0)
 
 
@@ -237,7 +237,7 @@ def test_copies_are_found_among_images_on_disk(folders: Callable[..., list[str]]
     own = {"cat": 1, "dog": 2}
     settings = [*folders(train=own, test=own), "data.stream=true"]
     (tmp_path / "test" / "cat" / "other.png").write_bytes((tmp_path / "train" / "cat" / "0.png").read_bytes())
-    with pytest.warns(UserWarning, match=r"1 file in two parts, by content: .*other\.png of test is .*0\.png of train"):
+    with pytest.warns(UserWarning, match=r"1 file.*test is .*0\.png of train"):
         load_splits(config_of(*settings), 0)
 
 

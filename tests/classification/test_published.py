@@ -80,7 +80,7 @@ def test_they_are_loaded_into_the_classifier(folder: Path, tmp_path: Path, monke
 
     thousand = torchvision.models.squeezenet1_1(weights=None)
     monkeypatch.setattr(type(WEIGHTS), "get_state_dict", lambda self, *args, **kwargs: thousand.state_dict())
-    with pytest.raises(DataError, match=r"they are for 1000 classes: if yours are others"):
+    with pytest.raises(DataError, match=r"they.*1000 classes: if yours are others"):
         load_published(model, WEIGHTS)
 
 
@@ -101,10 +101,10 @@ def test_names_and_files_are_told_apart() -> None:
 @pytest.mark.parametrize(
     ("model", "weights", "message"),
     [
-        ("resnet18", "ResNet18_Weights.IMAGENET21K", "none of model.name=resnet18's: ResNet18_Weights.IMAGENET1K_V1"),
+        ("resnet18", "ResNet18_Weights.IMAGENET21K", r"none.*ResNet18_Weights.IMAGENET1K_V1"),
         ("resnet18", NAME, "none of model.name=resnet18's"),
         ("resnet18", "Resnet_Weights.IMAGENET1K_V1", "none of model.name=resnet18's"),
-        ("small_cnn", NAME, "torchvision's, which has no model.name=small_cnn"),
+        ("small_cnn", NAME, r"torchvision's.*model.name=small_cnn"),
     ],
 )
 def test_unknown_names_are_refused(model: str, weights: str, message: str) -> None:
@@ -117,8 +117,8 @@ def test_unknown_names_are_refused(model: str, weights: str, message: str) -> No
     [
         ({"name": "cifar10"}, "needs data.name=image_folder"),
         ({"image_size": 64}, "leave out data.image_size"),
-        ({"mean": [0.5], "std": [0.5]}, "leave out data.image_size, data.crop, data.mean and data.std"),
-        ({"mean": [0.5], "std": []}, "both must have one number for each channel"),
+        ({"mean": [0.5], "std": [0.5]}, r"leave.*data.image_size.*data.std"),
+        ({"mean": [0.5], "std": []}, r"both.*number for each channel"),
         ({"mean": [0.5], "std": [0.0]}, "those of data.std above 0"),
     ],
 )

@@ -85,7 +85,7 @@ def test_in_a_pipeline_and_with_bad_settings() -> None:
     assert cross_val_predict(pipeline, X, y, cv=2).shape == (300,)
     with pytest.raises(BudgetError, match="3 queries are too few"):
         MetricRegressor(queries=3, **SMALL).fit(X, y)
-    with pytest.raises(ValueError, match=r"sample_weight must not be negative, got -1 in row 3"):
+    with pytest.raises(ValueError, match=r"sample_weight.*-1 in row 3"):
         MetricRegressor(queries=0, **SMALL).fit(X, y, sample_weight=np.where(np.arange(300) == 3, -1, 1))
     with pytest.raises(ValueError, match="n_samples = 1 can't be split"):
         MetricRegressor(queries=0, **SMALL).fit(X[:1], y[:1])

@@ -77,7 +77,7 @@ def test_it_is_scikit_learn_s_at_every_phi_and_on_the_halves() -> None:
         ([torch.zeros(3, 4, 4)], [], "1 images and 0 label maps"),
         ([torch.zeros(3, 4, 4)], [torch.zeros(4, 5).long()], r"label map 0 is .* shape \(4, 5\)"),
         ([torch.zeros(3, 4, 4)], [torch.zeros(4, 4)], "label map 0 is torch.float32"),
-        ([torch.zeros(3, 4, 4)], [torch.full((4, 4), 7)], r"label map 0 holds 7; labels are 0\.\.3 or 255"),
+        ([torch.zeros(3, 4, 4)], [torch.full((4, 4), 7)], r"label.*7; labels are 0\.\.3 or 255"),
     ],
 )
 def test_impossible_labels_are_refused(images: list[Tensor], labels: list[Tensor], message: str) -> None:
@@ -88,7 +88,7 @@ def test_impossible_labels_are_refused(images: list[Tensor], labels: list[Tensor
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nn.Conv2d(3, CLASSES, 3), r"shape \(1, 4, 2, 2\); mean IoU needs \(1, 4, 4, 4\)"),
+        (nn.Conv2d(3, CLASSES, 3), r"shape \(1, 4, 2, 2\).*\(1, 4, 4, 4\)"),
         (nn.Sequential(nn.Conv2d(3, CLASSES, 1), nn.Threshold(torch.inf, torch.nan)), "has NaN"),
     ],
 )
@@ -179,5 +179,5 @@ def test_maps_without_a_boundary_and_a_tolerance_of_none_are_refused() -> None:
     half = flat.clone()
     half[:2] = 1
     metric = boundary_f_metric([image, image], [half, flat], CLASSES, halves=[torch.tensor([0]), torch.tensor([1])])
-    with pytest.warns(UserWarning, match="boundary F is not defined on images without a boundary"):
+    with pytest.warns(UserWarning, match=r"boundary.*images without a boundary"):
         assert metric.judge(Shown()).halves is None

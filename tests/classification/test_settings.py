@@ -227,7 +227,7 @@ def test_a_metric_that_sees_probabilities_is_judged_by_the_temperature() -> None
             "what the layers before 1 computed",
         ),
         (lambda: classification_settings(with_temperature(), temperature=True), "phi has one already"),
-        (lambda: classification_settings(hooked()), "Classifier has hooks or a forward of its own"),
+        (lambda: classification_settings(hooked()), r"Classifier.*forward of its own"),
     ],
 )
 def test_what_can_t_be_set_is_refused(make: Any, message: str) -> None:
@@ -258,6 +258,6 @@ def test_what_has_no_views_is_refused() -> None:
     segmenter = nn.Conv2d(3, 2, 1).eval()
     with (
         classification_settings(segmenter).applied({"flip": True}),
-        pytest.raises(ValueError, match="views are of classifiers that return logits, n or n x c"),
+        pytest.raises(ValueError, match=r"views are of classifiers.*n x c"),
     ):
         logits(segmenter, torch.rand(5, 3, 8, 8))

@@ -39,9 +39,7 @@ def test_words_alone_are_values(tmp_path: Path) -> None:
 
 def test_a_class_may_be_named_like_a_missing_number(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("a,y\n1,none\n2,10\n3,NA\n4,9\n")
-    with pytest.raises(
-        DataError, match=r"is 'none' in row 2; .* \(data\.categories=\[y\] if it is the name of a class\)"
-    ):
+    with pytest.raises(DataError, match=r"is 'none'.*name of a class\)"):
         load_csv(tmp_path / "t.csv", "y")
     data = load_csv(tmp_path / "t.csv", "y", categories=["y"])
     assert data.class_names == ("9", "10", "NA", "none")
@@ -51,7 +49,7 @@ def test_a_class_may_be_named_like_a_missing_number(tmp_path: Path) -> None:
 def test_errors_of_wide_tables_are_short(tmp_path: Path) -> None:
     names = [f"feature_{i}" for i in range(55)]
     (tmp_path / "t.csv").write_text(",".join([*names, "target"]) + "\n" + ",".join(["1"] * 55 + ["a"]) + "\n")
-    with pytest.raises(DataError, match=r"'Target', got 0; nearest among 56: 'target', ") as caught:
+    with pytest.raises(DataError, match="got 0; nearest among 56: 'target'") as caught:
         load_csv(tmp_path / "t.csv", "Target")
     assert str(caught.value).count("feature_") == 2
     (tmp_path / "t.csv").write_text("text,y\n" + "".join(f"{i} {'word ' * 99},a\n" for i in range(9)))
@@ -70,21 +68,21 @@ def test_csv_orders_numeric_classes_by_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
-        (CSV, {"target": "incme"}, "'incme', got 0; nearest among 4: 'income', "),
+        (CSV, {"target": "incme"}, "got 0; nearest among 4: 'income'"),
         (CSV, {"target": "income", "drop": ["jobs"]}, "nearest among 4: 'job', "),
-        (CSV, {"target": "income", "delimiter": ";"}, r"among 1: 'age, job,hours ,income'; is data\.delimiter the"),
-        ("1,2,no\n3,4,yes\n", {"target": "y"}, "'y', got 0; .*; its first row must name the columns"),
+        (CSV, {"target": "income", "delimiter": ";"}, r"among 1: 'age.*data\.delimiter the"),
+        ("1,2,no\n3,4,yes\n", {"target": "y"}, r"'y'.*0; .*.*row must name the columns"),
         (",a,y\n1,2,0\n2,3,1\n", {"target": "y"}, r"""column 1 of 3 has no name, .* \("data\.drop=\[''\]"\)"""),
-        (CSV, {"target": "income", "delimiter": "||"}, r"data\.delimiter='\|\|' must be one character"),
+        (CSV, {"target": "income", "delimiter": "||"}, r"data\.delimiter='\|\|'.*one character"),
         ("a,a,y\n1,2,3\n", {"target": "a"}, "one column 'a', got 2"),
         ("a,y\n1,0\n,1\n", {"target": "y"}, "'a' .* got '' in row 3"),
         ("a,y\n1,0\ninf,1\n", {"target": "y"}, "'a' .* got 'inf' in row 3"),
-        ("a,y\n1,0\n?,1\n", {"target": "y"}, r"'a' .* got '\?' in row 3; fill it in, or .* \(data\.drop=\[a\]\)"),
+        ("a,y\n1,0\n?,1\n", {"target": "y"}, r"'a'.* \(data\.drop=\[a\]\)"),
         ("a,y\n1,0\n2,1\nNA,1\n", {"target": "y"}, "'a' .* got 'NA' in row 4"),
-        ('a,y\n"1,5",0\n2,1\n', {"target": "y"}, "numbers must have a decimal point, got '1,5' in column 'a'"),
-        ("a,y\n1,0\n2,\n", {"target": "y"}, "'y' must be given in each row, but is '' in row 3"),
-        ("a,y\n1,no\n2,\n", {"target": "y"}, "'y' must be given in each row, but is '' in row 3"),
-        ("a,y\n1,no\n2,?\n", {"target": "y"}, r"'y' must be given in each row, but is '\?' in row 3"),
+        ('a,y\n"1,5",0\n2,1\n', {"target": "y"}, r"numbers.*'1,5' in column 'a'"),
+        ("a,y\n1,0\n2,\n", {"target": "y"}, r"'y' must be given.*'' in row 3"),
+        ("a,y\n1,no\n2,\n", {"target": "y"}, r"'y' must be given.*'' in row 3"),
+        ("a,y\n1,no\n2,?\n", {"target": "y"}, r"'y' must be given.*'\?' in row 3"),
         ("a,y\n?,0\n,1\n", {"target": "y"}, r"'a' .* got '\?' in row 2"),
         ("a,y\n1,0\n2\n", {"target": "y"}, "row 3 must have 2 cells"),
         ("y\n0\n1\n", {"target": "y"}, "feature column"),
@@ -93,12 +91,12 @@ def test_csv_orders_numeric_classes_by_number(tmp_path: Path) -> None:
         (
             "a,y\np,0\nq,1\nr,1\n",
             {"target": "y", "max_categories": 2},
-            r"text column 'a' .* got 3 such as \['p', 'q', 'r'\]; leave it out \(data\.drop=\[a\]\) or raise",
+            r"text.*'a'.*3 such.*\['p', 'q'.*raise",
         ),
         (
             "a,y\n1,0.5\n1,1.5\n2,2.5\n",
             {"target": "y", "max_categories": 2},
-            "target 'y' .* got 3 .* must hold classes, not a quantity",
+            r"target 'y'.*3 .*classes, not a quantity",
         ),
         ('a,y\n"1,0\n', {"target": "y"}, "as CSV"),
     ],
@@ -117,5 +115,5 @@ def test_a_missing_file_names_the_path_and_the_key(tmp_path: Path, load: Any) ->
 
 def test_load_csv_refuses_what_float32_cannot_tell_apart(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(rows_of("ts,y", range(1_700_000_000, 1_700_000_400)))
-    with pytest.raises(DataError, match="can't tell the values of column 'ts' apart"):
+    with pytest.raises(DataError, match=r"can't tell.*column 'ts' apart"):
         load_csv(tmp_path / "t.csv", "y")

@@ -99,7 +99,7 @@ def test_a_metric_of_another_kind_is_refused_with_the_names(name: str, kind: str
 
 
 def test_what_does_not_fit_together_is_refused() -> None:
-    with pytest.raises(DataError, match=r"outputs must be floats of shape \(80, 3\), got torch.float32 of \(80, 4\)"):
+    with pytest.raises(DataError, match=r"outputs.*\(80, 3\).*\(80, 4\)"):
         check_rows(Target("ordinal", 4), LOGITS, RANKS)
     with pytest.raises(DataError, match="NaN in 1 of 80 rows"):
         value("map", "multilabel", LOGITS.index_fill(0, torch.tensor([3]), torch.nan), LABELS)
@@ -110,7 +110,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
     with pytest.raises(DataError, match="empty set"):
         value("mae", "regression", PREDICTED[:0], TRUE[:0])
     for name in ("r2", "pearson"):
-        with pytest.raises(DataError, match=f"{name} needs targets that differ, got 1 everywhere"):
+        with pytest.raises(DataError, match=rf"{name} needs targets.*got 1 everywhere"):
             value(name, "regression", PREDICTED, torch.ones(80, dtype=torch.float64))
     with pytest.raises(DataError, match="labels that are all 0"):
         value("map", "multilabel", LOGITS, 0 * LABELS)

@@ -21,7 +21,7 @@ def test_files_are_read_by_their_names(tmp_path: Path) -> None:
     with open_zip(zipped(tmp_path / "x.zip", {"a/b": b"1", "c": b"23"})) as archive:
         assert archive.names() == ["a/b", "c"]
         assert [archive.read(name) for name in archive.names()] == [b"1", b"23"]
-        with pytest.raises(DataError, match=r"x.zip/d can't be read: the zip file has no such file"):
+        with pytest.raises(DataError, match=r"x.zip/d.*file has no such file"):
             archive.read("d")
 
 
@@ -33,16 +33,16 @@ def test_a_reader_reads_again_and_again_from_any_thread(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         for _ in range(3):
             assert dict(zip(files, pool.map(read, files), strict=True)) == files
-    with pytest.raises(DataError, match=r"x.zip/d can't be read: the zip file has no such file"):
+    with pytest.raises(DataError, match=r"x.zip/d.*file has no such file"):
         read("d")
-    with pytest.raises(DataError, match="is neither a folder nor a complete zip file"):
+    with pytest.raises(DataError, match=r"is neither a folder.*complete zip file"):
         ZipReader(zipped(tmp_path / "x.zip", {}).parent)
 
 
 def test_all_files_together_have_a_bound(tmp_path: Path) -> None:
     with open_zip(zipped(tmp_path / "x.zip", {"a": b"123", "b": b"45"}), max_bytes=4) as archive:
         assert archive.read("a") == b"123"
-        with pytest.raises(DataError, match=r"x.zip/b can't be read: .* more than 4 bytes; .* raise max_bytes"):
+        with pytest.raises(DataError, match=r"x.zip/b.*4 bytes; .* raise max_bytes"):
             archive.read("b")
 
 
@@ -60,7 +60,7 @@ def test_a_size_that_is_not_the_real_one_is_refused(declared: int, tmp_path: Pat
 def test_odd_names_are_refused(name: str, tmp_path: Path) -> None:
     path = zipped(tmp_path / "x.zip", {name: b""})
     with (
-        pytest.raises(DataError, match=r"x.zip has a file named .*; a name must have at most 1000 characters"),
+        pytest.raises(DataError, match=r"x.zip has a file.*1000 characters"),
         open_zip(path),
     ):
         pass
@@ -70,7 +70,7 @@ def test_odd_names_are_refused(name: str, tmp_path: Path) -> None:
 def test_what_is_no_zip_file_is_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.zip").write_bytes(content)
     with (
-        pytest.raises(DataError, match=r"x.zip is neither a folder nor a complete zip file"),
+        pytest.raises(DataError, match=r"x.zip is neither.*complete zip file"),
         open_zip(tmp_path / "x.zip"),
     ):
         pass

@@ -114,7 +114,7 @@ def test_lists_are_read_from_a_torch_file(tmp_path: Path, x: Any, y: Any) -> Non
     assert np.array_equal(np.asarray(read_array(tmp_path / "a.pt", "embeddings")), X)
     assert np.array_equal(np.asarray(read_array(tmp_path / "a.pt", "labels")), Y)
     assert read_array(tmp_path / "a.pt", "cameras").tolist() == [3, 1, 2, 3]
-    with pytest.raises(DataError, match="has 'torn' of type list; it must be a tensor, or a list of text, of numbers"):
+    with pytest.raises(DataError, match=r"has 'torn'.*list of text, of numbers"):
         read_array(tmp_path / "a.pt", "torn")
 
 
@@ -123,18 +123,18 @@ def test_names_are_numbered_over_all_files(tmp_path: Path) -> None:
     assert numbered(NAMES, tmp_path / "a").tolist() == [0, 1, 2, 1]
     assert numbered(np.array([["zebra"], ["cow"]]), tmp_path / "b").tolist() == [[2], [3]]
     assert numbered(np.array([b"ant"]), tmp_path / "c").tolist() == [1]
-    with pytest.raises(DataError, match="d has numbers as labels, but those of another file are text"):
+    with pytest.raises(DataError, match=r"d has numbers.*another file are text"):
         numbered(Y, tmp_path / "d")
 
 
 def test_numbers_stay_as_they_are_and_are_not_mixed_with_names(tmp_path: Path) -> None:
     numbered = Names().numbered
     assert numbered(Y, tmp_path / "a") is Y
-    with pytest.raises(DataError, match=r"b has text as labels, but those of .*a are numbers"):
+    with pytest.raises(DataError, match=r"b has text.*those of .*a are numbers"):
         numbered(NAMES, tmp_path / "b")
     with pytest.raises(DataError, match="has the label ''"):
         Names().numbered(np.array(["a", ""]), tmp_path / "c")
-    with pytest.raises(DataError, match="has the label 'nan' among numbers, as if it were missing; leave such out"):
+    with pytest.raises(DataError, match=r"has the label 'nan'.*leave such out"):
         Names().numbered(np.array(["12", "nan", "7.0"]), tmp_path / "c")
     assert Names().numbered(np.array(["none", "any", "7"]), tmp_path / "c").tolist() == [0, 1, 2]
 
@@ -142,19 +142,19 @@ def test_numbers_stay_as_they_are_and_are_not_mixed_with_names(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("file", "write", "message"),
     [
-        ("a.npz", lambda path: np.savez(path, weights=X), "has no array 'embeddings', only 'weights'"),
-        ("a.npz", lambda path: np.savez(path, x=X, feats=X), "has 'x' and 'feats'; call the one to use 'embeddings'"),
+        ("a.npz", lambda path: np.savez(path, weights=X), "array 'embeddings', only 'weights'"),
+        ("a.npz", lambda path: np.savez(path, x=X, feats=X), r"has 'x'.*one to use 'embeddings'"),
         ("a.npz", lambda path: np.savez(path, x=np.array([{}], dtype=object)), "it holds Python objects"),
         (
             "a.npy",
             lambda path: np.save(path, Y.astype(object)),
-            r"Python objects; save numbers, or text as labels.asty",
+            r"Python.*numbers, or text as labels.asty",
         ),
         ("a.npz", lambda path: path.write_bytes(b"PK\x03\x04 torn"), r"is not a \.npz file"),
-        ("a.pt", lambda path: torch.save({"x": X}, path), "can't be read without running code of its own"),
-        ("a.pt", lambda path: torch.save({"x": [1, "a"]}, path), "labels that are numbers and labels that are text"),
-        ("a.pt", lambda path: torch.save([1, 2, 3], path), "holds a list; it must be a dict of tensors"),
-        ("a.pt", lambda path: torch.save(torch.zeros(3), path), "has no tensor 'embeddings', only 'labels'"),
+        ("a.pt", lambda path: torch.save({"x": X}, path), "can't be read without running code of"),
+        ("a.pt", lambda path: torch.save({"x": [1, "a"]}, path), r"labels.*labels that are text"),
+        ("a.pt", lambda path: torch.save([1, 2, 3], path), r"holds.*dict of tensors"),
+        ("a.pt", lambda path: torch.save(torch.zeros(3), path), "tensor 'embeddings', only 'labels'"),
         ("a.h5", lambda path: path.write_bytes(b"\x89HDF torn"), "is not an HDF5 file"),
         ("a.parquet", lambda path: table(path, {"x": [[1.0], [1.0, 2.0]]}), "lists of numbers, all of one length"),
         ("a.parquet", lambda path: table(path, {"x": [[1.0], None]}), "no value in 1 of 2 rows"),
@@ -180,7 +180,7 @@ def test_what_an_hdf5_file_leads_to_is_not_read(tmp_path: Path) -> None:
         file["embeddings"] = h5py.ExternalLink("other.h5", "embeddings")
         file.create_dataset("x", (2, 2), "f4", external=[("secret.bin", 0, 16)])
         file["other"] = Y
-    with pytest.raises(DataError, match="x lies in another file; copy it into this one"):
+    with pytest.raises(DataError, match=r"x lies.*copy it into this one"):
         read_array(tmp_path / "a.h5", "embeddings")
 
 
@@ -215,10 +215,10 @@ def test_tables_of_embeddings(tmp_path: Path, suffix: str, labels: list[str], ex
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0.5,0.25,a\n0.1,0.2,b\n", r"a column for each dimension by its number in the first row, f0, f1, \.\.\., got"),
-        ("f0,f1,label\n1,x,a\n", "column 'f1' must be of numbers, .* got 'x' in row 2"),
-        ("f0,f1,label\n1,1_0,a\n", "column 'f1' must be of numbers, .* got '1_0' in row 2"),
-        ("f0,f2,label\n1,2,a\n", "a column for each dimension by its number"),
+        ("0.5,0.25,a\n0.1,0.2,b\n", r"a column.*f0, f1, \.\.\., got"),
+        ("f0,f1,label\n1,x,a\n", r"column 'f1'.*'x' in row 2"),
+        ("f0,f1,label\n1,1_0,a\n", r"column 'f1'.*'1_0' in row 2"),
+        ("f0,f2,label\n1,2,a\n", r"a column.*each dimension by its number"),
         ("f0,f0,label\n1,2,a\n", "has 'f0' twice in its first row"),
         ("f0,f1\n1,2,3\n", "row 2 must have 2 cells"),
     ],
@@ -262,5 +262,5 @@ def test_ids_of_many_digits_stay_apart(tmp_path: Path, labels: list[str], expect
 
 def test_decimal_commas_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("f0;f1;label\n1,5;2;0\n")
-    with pytest.raises(DataError, match="got '1,5' in row 2; write decimals with a point"):
+    with pytest.raises(DataError, match=r"got '1,5'.*write decimals with a point"):
         read_array(tmp_path / "a.csv", "embeddings")

@@ -39,9 +39,7 @@ def test_examples_are_taken_by_place_or_where_true() -> None:
 def test_what_is_taken_of_a_whole_set_has_no_names() -> None:
     whole = Labelled(torch.zeros(2, 1), torch.tensor([0, 1]), ("a", "b"))
     assert type(whole.take(torch.tensor([1]))) is Split
-    with pytest.raises(
-        DataError, match=r"y must hold 2 int64 labels, one per row of x, got torch\.int64 of shape \(1,\)"
-    ):
+    with pytest.raises(DataError, match=r"y.*hold 2.*torch\.int64 of shape \(1,\)"):
         Labelled(torch.zeros(2, 1), torch.tensor([0]), ("a",))
 
 

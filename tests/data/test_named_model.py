@@ -39,12 +39,12 @@ def test_torchvisions_classifiers_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("resnet81", IMAGES, "model.name='resnet81' is neither tiny nor a torchvision classifier, nor one of timm"),
-        ("fcn_resnet50", IMAGES, "model.name='fcn_resnet50' is neither tiny nor a torchvision classifier"),
-        ("resnet18", (1, 32, 32), r"model.name=resnet18 does not take images of shape \(1, 32, 32\): .*channels"),
-        ("vit_b_16", IMAGES, r"model.name=vit_b_16 does not take images of shape \(3, 32, 32\): .*height"),
-        ("timm/vit_tiny_patch16_224", IMAGES, r"does not take images of shape \(3, 32, 32\): .*height"),
-        ("timm/nothing", IMAGES, "model.name='timm/nothing' is neither tiny nor"),
+        ("resnet81", IMAGES, r"model.name='resnet81'.*nor one of timm"),
+        ("fcn_resnet50", IMAGES, r"model.name='fcn_resnet50'.*classifier"),
+        ("resnet18", (1, 32, 32), r"model.name=resnet18.*32\): .*channels"),
+        ("vit_b_16", IMAGES, r"model.name=vit_b_16.*32, 32\): .*height"),
+        ("timm/vit_tiny_patch16_224", IMAGES, r"\(3, 32, 32\): .*height"),
+        ("timm/nothing", IMAGES, r"model.name='timm/nothing'.*tiny nor"),
     ],
 )
 def test_other_models_and_images_are_refused(name: str, shape: tuple[int, ...], message: str) -> None:
@@ -62,7 +62,7 @@ def test_timms_models_by_name() -> None:
     assert own.state_dict().keys() == model.state_dict().keys()
     assert type(made("timm/resnet18")) is not type(made("resnet18"))
     assert made("resnet10t", (1, 32, 32)).conv1[0].in_channels == 1  # type: ignore[index]
-    with pytest.raises(ConfigError, match=r"model\.name=timm/resnet10t with model\.kwargs=\{'height': 3\}: "):
+    with pytest.raises(ConfigError, match=r"model\.kwargs=\{'height': 3\}:"):
         made("timm/resnet10t", kwargs={"height": 3})
 
 
@@ -71,12 +71,12 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr(module, "require", absent)
-    with pytest.raises(ConfigError, match=r"model\.name=timm/resnet10t needs timm: pip install timm"):
+    with pytest.raises(ConfigError, match=r"model\.name=timm/resnet10t needs.*timm"):
         made("timm/resnet10t")
-    with pytest.raises(ConfigError, match="nor a torchvision classifier; timm's need timm: pip install timm"):
+    with pytest.raises(ConfigError, match=r"nor.*timm's.*pip install timm"):
         made("resnet10t")
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="needs transformers: pip install transformers"):
+    with pytest.raises(ConfigError, match=r"needs.*pip install transformers"):
         made(str(tmp_path))
 
 
@@ -140,15 +140,15 @@ def test_of_named_outputs_the_logits_are_taken_and_the_names_stay(folder: Path) 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("my_models:two", {}, r"maps 2 images of shape \(3, 32, 32\) to \(2, 2\), but the number of classes is 7"),
-        ("my_models:two", {"embeds": True}, r"to \(2, 2\), but model\.embedding is 7, so it must be \(2, 7\)"),
-        ("my_models:text", {}, "returned 'a model'; it must return a torch.nn.Module"),
-        ("my_models:scripted", {}, r"what model\.name=.* returns is of TorchScript, .* can be modulated; name what"),
-        ("my_models:failing", {}, r"fails as FUNCTION\(7, \(3, 32, 32\)\): RuntimeError: .*no licence"),
-        ("my_models:plain", {"kwargs": {"deep": 1}}, r"FUNCTION\(7, .*, \*\*model\.kwargs\): TypeError: .*deep"),
+        ("my_models:two", {}, r"maps 2.*\(3.*number of classes is 7"),
+        ("my_models:two", {"embeds": True}, r"to \(2, 2\).*7, so it must be \(2, 7\)"),
+        ("my_models:text", {}, r"returned 'a.*return a torch.nn.Module"),
+        ("my_models:scripted", {}, r"what model\.name=.*modulated; name what"),
+        ("my_models:failing", {}, r"fails.*FUNCTION\(7, \(3.*no licence"),
+        ("my_models:plain", {"kwargs": {"deep": 1}}, r"FUNCTION\(7, .*.*TypeError: .*deep"),
         ("my_models:absent", {}, "AttributeError: .*absent"),
-        ("no_models:plain", {}, "there is no module 'no_models' installed or in"),
-        ("my_models:plain", {"folder": ""}, r"there is no module 'my_models' installed; model\.folder=FOLDER lets"),
+        ("no_models:plain", {}, "module 'no_models' installed or in"),
+        ("my_models:plain", {"folder": ""}, r"there is no module 'my_models'.*lets"),
     ],
 )
 def test_a_function_that_can_not_be_used_is_refused(
@@ -160,12 +160,12 @@ def test_a_function_that_can_not_be_used_is_refused(
 
 def test_files_are_refused_with_what_to_name_instead(tmp_path: Path) -> None:
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "state.pt")
-    with pytest.raises(ConfigError, match=r"state\.pt is a file; model\.name names what builds .* model\.weights"):
+    with pytest.raises(ConfigError, match=r"state\.pt.*builds .* model\.weights"):
         made(str(tmp_path / "state.pt"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.jit.trace(nn.Linear(2, 2), torch.ones(2)).save(tmp_path / "traced.pt")
-    with pytest.raises(ConfigError, match=r"traced\.pt is of TorchScript, whose layers are compiled"):
+    with pytest.raises(ConfigError, match=r"traced\.pt.*whose layers are compiled"):
         made(str(tmp_path / "traced.pt"))
     with pytest.raises(ConfigError, match=r"is a folder without config\.json"):
         made(str(tmp_path))
@@ -219,7 +219,7 @@ def test_a_folders_embedding_is_its_pooled_output(vit: Path) -> None:
 def test_a_folder_that_does_not_fit_is_refused(vit: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is for 3 classes, the data has 7"):
         made(str(vit))
-    with pytest.raises(ConfigError, match=r"does not take images of shape \(3, 48, 48\): .*size"):
+    with pytest.raises(ConfigError, match=r"does not take.*\(3, 48, 48\): .*size"):
         made(str(vit), (3, 48, 48), 3)
     for file in vit.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -229,7 +229,7 @@ def test_a_folder_that_does_not_fit_is_refused(vit: Path, tmp_path: Path) -> Non
     weights = load_file(vit / "model.safetensors")
     weights.pop("classifier.bias")
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(DataError, match=r"lacks weights of ViTForImageClassification: \['classifier\.bias'\]"):
+    with pytest.raises(DataError, match=r"lacks weights.*\['classifier\.bias'\]"):
         folder_weights(str(tmp_path), made(str(tmp_path), outputs=3))
     (tmp_path / "model.safetensors").unlink()
     assert not has_weights(str(tmp_path))

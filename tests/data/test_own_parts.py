@@ -19,14 +19,14 @@ from metricopt_ext.errors import ConfigError, DataError
 
 @pytest.mark.parametrize("given", [{"train": "a"}, {"validation": "b"}, {"validation": "b", "test": "c"}])
 def test_train_and_what_to_judge_on_are_needed(given: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"need data\.train, and data\.val or data\.test"):
+    with pytest.raises(ConfigError, match=r"need data\.train.*data\.test"):
         given_parts(given)
 
 
 def test_parts_are_in_place_of_a_root() -> None:
     assert given_parts({"train": "", "validation": "", "test": ""}, "there") == {}
     assert given_parts({"test": "c", "train": "a", "validation": ""}) == {"train": "a", "test": "c"}
-    with pytest.raises(ConfigError, match=r"data\.root=there and data\.train and data\.test"):
+    with pytest.raises(ConfigError, match=r"data\.root=there.*data\.test"):
         given_parts({"train": "a", "test": "c"}, "there")
 
 
@@ -74,12 +74,12 @@ def test_a_class_of_one_part_alone_is_named(alone: str) -> None:
 
 
 def test_a_class_that_train_lacks_is_named() -> None:
-    with pytest.raises(DataError, match=r"class 'emu' is in data\.val and data\.test alone, and data\.train lacks it"):
+    with pytest.raises(DataError, match=r"class 'emu'.*data\.train lacks it"):
         same_classes({"train": ["cat"], "validation": ["cat", "emu"], "test": ["cat", "emu"]})
 
 
 def test_a_class_that_one_part_to_judge_on_lacks_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match=r"classes without an example: 'emu' in data\.test"):
+    with pytest.warns(UserWarning, match=r"classes.*'emu' in data\.test"):
         classes = same_classes({"train": ["emu", "cat"], "validation": ["cat", "emu"], "test": ["cat"]})
     assert classes == ("emu", "cat")
 

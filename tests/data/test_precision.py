@@ -13,9 +13,9 @@ SECONDS = 1_700_000_064 + torch.arange(400.0, dtype=torch.float64)
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        (SECONDS, r"column 'ts' apart: of 400 different ones, from 1700000064 to 1700000463, 5 are left; do so"),
+        (SECONDS, r"column 'ts'.*of 400.*5 are left; do so"),
         (2.0**24 + torch.arange(99, dtype=torch.float64), "column 'ts' apart: of 99 different ones"),
-        (torch.tensor([1e39, 1.0], dtype=torch.float64), r"column 'ts' has 1e\+39, too large for float32; do so"),
+        (torch.tensor([1e39, 1.0], dtype=torch.float64), r"column 'ts'.*large for float32; do so"),
         (torch.cat([torch.zeros(400, dtype=torch.float64), SECONDS]), "of 401 different ones, .* 6 are left"),
     ],
 )

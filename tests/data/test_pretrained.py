@@ -72,7 +72,7 @@ def test_the_named_entry_of_a_checkpoint_is_loaded(tmp_path: Path) -> None:
     torch.save({"state_dict": other, "state_dict_ema": given, "args": Namespace(lr=1)}, tmp_path / "last.pth")
     settings: dict[str, Any] = {"weights": str(tmp_path / "last.pth"), "folder": tmp_path / "run", "seed": 0}
     settings |= {"check": lambda model: None, "device": torch.device("cpu")}
-    with pytest.raises(DataError, match=r"last\.pth has 2 state dicts.*name one by model\.entry"):
+    with pytest.raises(DataError, match=r"last\.pth.*2 state.*one by model\.entry"):
         pretrained(build, never, **settings)
     model = pretrained(build, never, entry="state_dict_ema", **settings)
     assert same(model.state_dict(), given)
@@ -86,7 +86,7 @@ def test_nothing_is_kept_of_a_training_that_failed(tmp_path: Path) -> None:
         make(tmp_path / "run", fail)
     assert not (tmp_path / "run" / "model.safetensors").exists()
     torch.save(nn.Linear(3, 4).state_dict(), tmp_path / "other.pt")
-    with pytest.raises(DataError, match=r"other\.pt holds no weights for Sequential"):
+    with pytest.raises(DataError, match=r"other\.pt.*weights for Sequential"):
         make(tmp_path / "run", weights=str(tmp_path / "other.pt"))
     assert not (tmp_path / "run" / "model.safetensors").exists()
 

@@ -11,11 +11,9 @@ from metricopt_ext.errors import DataError
 
 def test_splits_check_that_parts_fit() -> None:
     two, other = Split(torch.zeros(2, 1), torch.tensor([0, 1])), Split(torch.zeros(2, 3), torch.tensor([0, 1]))
-    with pytest.raises(DataError, match=r"the test labels must be in 0\.\.1, got 2"):
+    with pytest.raises(DataError, match=r"the test labels.*0\.\.1, got 2"):
         Splits(two, two, Split(torch.zeros(2, 1), torch.tensor([0, 2])), ("a", "b"))
-    with pytest.raises(
-        DataError, match=r"the validation inputs must be of shape n x \(1,\) like those of train, got \(3,\)"
-    ):
+    with pytest.raises(DataError, match=r"\(1,\).*train, got \(3,\)"):
         Splits(two, other, two, ("a", "b"))
     with pytest.raises(DataError, match="the test part is empty"):
         Splits(two, two, two.take(torch.tensor([False, False])), ("a", "b"))
@@ -75,5 +73,5 @@ def test_validation_and_test_are_shifted_by_draws_of_their_own(dtype: torch.dtyp
 def test_fractions_may_sum_to_one_but_for_rounding() -> None:
     assert sum((0.7, 0.2, 0.1)) != 1
     check_fractions((0.7, 0.2, 0.1))
-    with pytest.raises(ValueError, match=r"three numbers above 0 that sum to 1, got \(0\.7, 0\.2, 0\.11\)"):
+    with pytest.raises(ValueError, match=r"three.*1, got \(0\.7, 0\.2, 0\.11\)"):
         check_fractions([0.7, 0.2, 0.11])

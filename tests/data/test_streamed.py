@@ -189,13 +189,13 @@ def test_a_folder_gives_the_same_from_disk_as_in_memory(folder: Path) -> None:
 
 
 def test_what_is_wrong_with_a_folder_is_said_before_anything_is_trained(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"must all have one size, got 10 x 12 \(cat/1\.jpg\) and 9 x 12"):
+    with pytest.raises(DataError, match=r"10 x 12 \(cat/1\.jpg\).*9 x 12"):
         load_image_folder(folder, stream=True)
     (folder / "dog/3.jpg").write_bytes(b"no picture")
     with pytest.raises(DataError, match=r"cannot read dog/3\.jpg as an image"):
         load_image_folder(folder, 7, stream=True)
     (folder / "packed.zip").write_bytes(b"PK")
-    with pytest.raises(DataError, match="is neither a folder nor a complete zip file"):
+    with pytest.raises(DataError, match=r"is neither a folder.*complete zip file"):
         load_image_folder(folder / "packed.zip", 7, stream=True)
 
 

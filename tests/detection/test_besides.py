@@ -61,7 +61,7 @@ def test_names_that_there_are_not_are_refused() -> None:
             besides(MetricConfig(also=[name]), CLASSES)
     assert besides(MetricConfig(also=["AP50[Rbc]"]))["AP50[Rbc]"], "classes are not known yet"
     none = besides(MetricConfig(subject_to={"AP50[rbc]": ">= 0"}), CLASSES)["AP50[rbc]"]
-    with pytest.raises(ConfigError, match=r"no image has an object of class 'rbc' that counts; its AP50 needs one"):
+    with pytest.raises(ConfigError, match=r"no image.*'rbc'.*AP50 needs one"):
         none.try_on(TRUTH)
     with pytest.raises(DataError, match="class 'rbc'"):
         none.judge(FOUND, TRUTH)(None)
@@ -76,15 +76,13 @@ def test_masks_and_keypoints_are_by_coco_s_definition_and_one_kind_at_a_time() -
     ]
     assert DetectionConfig(metric=config).kind == "segm"
     assert DetectionConfig(metric=MetricConfig("AP50", also=["keypoints/AP"])).kind == "keypoints"
-    with pytest.raises(
-        ConfigError, match=r"metric\.name=segm/AP is by COCO's definition, not by .*=voc; set it to coco"
-    ):
+    with pytest.raises(ConfigError, match=r"metric\.name=segm/AP.*set it to coco"):
         build_metric(MetricConfig("segm/AP", "voc"))
     both = DetectionConfig(metric=MetricConfig("segm/AP", "coco", also=["keypoints/AP"]))
-    with pytest.raises(ConfigError, match=r"segm/AP and keypoints/AP are of masks and keypoints, .*; leave one out of"):
+    with pytest.raises(ConfigError, match=r"segm/AP and keypoints/AP.*one out of"):
         _ = both.kind
     for toolkit, remedy in (("transformers", "take another toolkit"), ("detectron2", "search by tools/train_detector")):
-        with pytest.raises(ConfigError, match=rf"segm are judged with toolkit=torchvision here, .*{remedy}"):
+        with pytest.raises(ConfigError, match=rf"segm.*toolkit=torchvision here, .*{remedy}"):
             build_toolkit(DetectionConfig(toolkit=toolkit, metric=config))
 
 

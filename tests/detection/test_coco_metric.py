@@ -130,7 +130,7 @@ def test_halves_without_an_object_are_not_reported() -> None:
     annotations = truth()
     annotations["annotations"] = annotations["annotations"][:2]
     halves = [torch.tensor([0, 1]), torch.tensor([2, 3])]
-    with pytest.warns(UserWarning, match="one of two halves of its images has no object that counts"):
+    with pytest.warns(UserWarning, match=r"one.*images has no object that counts"):
         found = value(coco_metric(pictures(0, 1, -1, -1), annotations, halves=halves), Finder())
     assert found == (pytest.approx(1), None)
 
@@ -151,10 +151,10 @@ def test_another_detector_s_output_is_translated() -> None:
 @pytest.mark.parametrize(
     ("change", "settings", "message"),
     [
-        ({}, {"kind": "mask"}, "kind='mask' must be one of bbox, segm, keypoints"),
+        ({}, {"kind": "mask"}, r"kind='mask'.*bbox, segm, keypoints"),
         ({}, {"name": "AP25"}, "name='AP25' one of AP, AP50, AP75"),
-        ({"images": []}, {}, "there are 2 images, but annotations of 0"),
-        ({"annotations": []}, {}, "none of 2 images has an object that counts"),
+        ({"images": []}, {}, "2 images, but annotations of 0"),
+        ({"annotations": []}, {}, r"none.*2 images.*object that counts"),
         ({"annotations": [{"id": 4, "bbox": []}]}, {"kind": "segm"}, "annotation 4 has no 'segmentation'"),
     ],
 )
@@ -167,7 +167,7 @@ def test_a_detector_without_masks_is_named() -> None:
     metric = coco_metric(
         pictures(0), truth(1), kind="segm", detect=lambda *_: {"scores": torch.ones(1), "labels": torch.ones(1)}
     )
-    with pytest.raises(MetricError, match="gave scores, labels in image 10; they must be masks, scores, labels"):
+    with pytest.raises(MetricError, match=r"gave.*10; they.*masks, scores, labels"):
         metric.judge(nn.Identity())
 
 
@@ -344,19 +344,19 @@ def test_boxes_need_no_sizes_and_names_and_are_those_of_polygons() -> None:
 @pytest.mark.parametrize(
     ("content", "kind", "message"),
     [
-        (changed(area=...), "keypoints", "annotation 0 has the area None, which the similarity of keypoints"),
-        (changed(iscrowd="yes"), "bbox", "annotation 0 has 'yes' as iscrowd; it must be 0 or 1"),
-        (changed(bbox=[1, 2, 3, 4, 5]), "bbox", "annotation 0 has the bbox .*rotated boxes are of another kind"),
+        (changed(area=...), "keypoints", r"annotation 0.*similarity of keypoints"),
+        (changed(iscrowd="yes"), "bbox", r"annotation 0.*'yes'.*0 or 1"),
+        (changed(bbox=[1, 2, 3, 4, 5]), "bbox", r"annotation 0.*boxes are of another kind"),
         (changed(bbox_mode=0), "bbox", "annotation 0 has the bbox_mode 0"),
         (
             "instances.json",
             "bbox",
-            "annotations must be a COCO file's content, as json.load gives, got 'instances.json'",
+            r"annotations.*file's.*'instances.json'",
         ),
-        (changed(bbox=[2, 2, 22, 22]), "bbox", "the area of each of 4 objects is that of its bbox as"),
+        (changed(bbox=[2, 2, 22, 22]), "bbox", "each of 4 objects is that of its bbox"),
         (changed(bbox=[0, 0, 0.5, 0.5]), "bbox", "annotations: every bbox lies within"),
-        (changed(category_id=8), "bbox", "annotation 0 has the unknown category_id 8; known: 7, 9"),
-        (truth() | {"categories": [{"id": "a"}]}, "bbox", r"categories have the ids \['a'\]; they must be integers"),
+        (changed(category_id=8), "bbox", r"annotation 0.*category_id.*known: 7, 9"),
+        (truth() | {"categories": [{"id": "a"}]}, "bbox", r"categories.*\['a'\].*integers"),
         (truth() | {"categories": None}, "bbox", "annotations have no list 'categories'"),
         (truth() | {"images": [{"id": i // 2} for i in range(4)]}, "bbox", "the image id 0 occurs twice; give each"),
         (truth() | {"images": [{"id": 10 + i} for i in range(4)]}, "segm", "image 10 has no width and height, which"),
@@ -370,7 +370,7 @@ def test_annotations_that_can_not_be_read_are_refused(content: dict[str, Any], k
 def test_annotations_of_other_images_are_counted() -> None:
     content = truth()
     content["images"] = content["images"][:2]
-    with pytest.warns(UserWarning, match="2 annotations are of images that are not given; they don't count"):
+    with pytest.warns(UserWarning, match=r"2 annotations.*they don't count"):
         metric = coco_metric(pictures(0, 1), content)
     assert value(metric, Finder())[0] == pytest.approx(1)
 
@@ -401,12 +401,12 @@ def test_detections_that_do_not_count_are_counted_once() -> None:
 @pytest.mark.parametrize(
     ("boxes", "labels", "message"),
     [
-        ([[0.0, 0, 20, 20]], [0], "labels are 0, as if counted from 0; they must be the ids of categories, 7, 9"),
+        ([[0.0, 0, 20, 20]], [0], r"labels are 0.*categories, 7, 9"),
         ([[0.0, 0, 0.4, 0.4]], [7], "the detector: every bbox lies within"),
-        ([[0.0, 0, math.nan, 20]], [7], "the detector gave boxes that are NaN or infinite in image 10"),
-        ([[0.0, 0, 20, 20]], [[7]], r"scores of shape \(1,\) and labels of shape \(1, 1\) in image 10; they must be n"),
-        ([[10.0, 10, 20, 20, 0]], [7], r"boxes of shape \(1, 5\) in image 10; they must be n x 4 \(left, top"),
-        ([[10.0, 10, 20, 20]], [7, 7], "1 boxes, 2 scores, 2 labels in image 10; their numbers must be equal"),
+        ([[0.0, 0, math.nan, 20]], [7], r"the detector.*infinite in image 10"),
+        ([[0.0, 0, 20, 20]], [[7]], r"scores.*\(1,\).*1\).*10; they must be n"),
+        ([[10.0, 10, 20, 20, 0]], [7], r"boxes.*\(1, 5\).*4 \(left, top"),
+        ([[10.0, 10, 20, 20]], [7, 7], r"1.*10; their numbers must be equal"),
     ],
 )
 def test_detections_of_another_kind_are_refused(boxes: Any, labels: Any, message: str) -> None:
@@ -418,21 +418,21 @@ def test_detections_of_another_kind_are_refused(boxes: Any, labels: Any, message
 @pytest.mark.parametrize("kind", ["bbox", "segm", "keypoints"])
 def test_scores_that_are_no_numbers_are_refused(kind: Kind) -> None:
     metric = coco_metric(pictures(0), truth(1), kind=kind, detect=lambda *_: {**Finder().find(0), "scores": [math.inf]})
-    with pytest.raises(MetricError, match="the detector gave scores that are NaN or infinite in image 10"):
+    with pytest.raises(MetricError, match=r"the detector.*infinite in image 10"):
         metric.judge(nn.Identity())
 
 
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        ("segm", lambda masks: masks[..., :40], r"masks of 50 x 40 pixels in image 10, which has 50 x 50, height and"),
+        ("segm", lambda masks: masks[..., :40], r"masks.*50 x 40.*50 x 50, height and"),
         (
             "segm",
             lambda masks: masks[:, :, None],
-            r"masks of shape \(1, 1, 1, 50, 50\) in image 10; they must be n x 1 x",
+            r"masks.*\(1, 1, 1, 50, 50\).*x 1 x",
         ),
-        ("segm", lambda masks: masks * math.nan, "masks that are NaN or infinite in image 10"),
-        ("keypoints", lambda points: points[..., :2], "keypoints of 34 numbers in image 10; they must be n x 17 x 3"),
+        ("segm", lambda masks: masks * math.nan, r"masks.*infinite in image 10"),
+        ("keypoints", lambda points: points[..., :2], r"keypoints of 34 numbers.*17 x 3"),
     ],
 )
 def test_masks_and_keypoints_of_another_kind_are_refused(kind: Kind, change: Any, message: str) -> None:
@@ -473,9 +473,7 @@ def test_detected_boxes_by_their_sides_are_refused(box: list[float], kind: str) 
 
 def test_labels_that_count_otherwise_are_warned_of_once() -> None:
     metric = of_kinds([8.0, 4, 18, 14], 2)
-    with pytest.warns(
-        UserWarning, match="AP50 would be 1.000 in place of 0.000 if 1 were added to the detector's labels"
-    ):
+    with pytest.warns(UserWarning, match=r"AP50.*added to the detector's labels"):
         assert value(metric, nn.Identity())[0] == 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -484,9 +482,7 @@ def test_labels_that_count_otherwise_are_warned_of_once() -> None:
 
 
 def test_images_of_another_size_than_annotated_are_warned_of() -> None:
-    with pytest.warns(
-        UserWarning, match=rf"1 of 1 image have another size.* first image 10: 9 x 7 pixels, not {SIDE} x"
-    ):
+    with pytest.warns(UserWarning, match=rf"1 of 1.*10: 9.*7 pixels, not {SIDE} x"):
         coco_metric([torch.zeros(3, 7, 9)], truth(1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -496,7 +492,7 @@ def test_images_of_another_size_than_annotated_are_warned_of() -> None:
 def test_annotated_boxes_without_area_are_counted() -> None:
     content = truth()
     content["annotations"][0]["bbox"] = [3, 3, 0, 5]
-    with pytest.warns(UserWarning, match="1 annotated box without area count as objects that are not found"):
+    with pytest.warns(UserWarning, match=r"1.*count as objects that are not found"):
         metric = coco_metric(pictures(0, 1, 2, 3), content, name="AP50")
     # Of class a one of two objects is found, by one of two detections; the better one, of equals the first, is false.
     assert value(metric, Finder())[0] == pytest.approx((51 * 0.5 / 101 + 1) / 2)
@@ -515,7 +511,7 @@ def test_numpy_s_numbers_and_arrays_are_read() -> None:
 
 def test_halves_outside_the_images_are_refused() -> None:
     for half in ([4], [-1]):
-        with pytest.raises(DataError, match="halves must be positions of 4 images, from 0, got"):
+        with pytest.raises(DataError, match=r"halves.*4 images, from 0, got"):
             coco_metric(pictures(0, 1, 2, 3), truth(), halves=[torch.tensor([0]), torch.tensor(half)])
 
 

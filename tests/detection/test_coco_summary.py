@@ -213,7 +213,7 @@ def test_the_ap_at_other_ious_is_pycocotools_s(tmp_path: Path, kind: str) -> Non
     assert known(ours.numbers)[:12] == known(usual.numbers)
     assert ours.lines[:12] == usual.lines
     assert ours.lines[12].startswith(" Average Precision  (AP) @[ IoU=0.10 ")
-    with pytest.raises(DataError, match="an IoU is 0; it must be above 0 and at most 1"):
+    with pytest.raises(DataError, match=r"an IoU is 0.*0 and at most 1"):
         summarized(tmp_path, truth, found, kind=kind, ious=[0.0])
 
 
@@ -299,7 +299,7 @@ def test_an_area_that_is_not_told_is_the_box_s() -> None:
 
 
 def test_detections_of_other_images_are_refused() -> None:
-    with pytest.raises(DataError, match="there are detections for 0 images, but 1 images"):
+    with pytest.raises(DataError, match="detections for 0 images, but 1 images"):
         summarize([], one_image())
 
 

@@ -81,7 +81,7 @@ def test_images_are_drawn_by_the_seed_and_further_trees_join_train(tmp_path: Pat
 
 def test_parts_of_other_classes_are_refused(tmp_path: Path) -> None:
     tree, more = voc_tree(tmp_path / "voc"), voc_tree(tmp_path / "more", ("cat", "horse"))
-    with pytest.raises(DataError, match=r"more and .*voc have different classes; name them in data\.classes"):
+    with pytest.raises(DataError, match=r"more.*name them in data\.classes"):
         load_splits(config_of(tree, more_train=[str(more)]), 0, tmp_path)
     one = load_splits(config_of(tree, splits=["trainval", "test", "test"]), 0, tmp_path)
     files = [
@@ -97,7 +97,7 @@ def test_parts_of_other_classes_are_refused(tmp_path: Path) -> None:
 def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
     write_voc(tmp_path / "voc", examples(1), CLASSES, "trainval")
     write_voc(tmp_path / "voc", examples(1, "b"), CLASSES, "test")
-    with pytest.raises(DataError, match="1 image can't be divided into train and validation"):
+    with pytest.raises(DataError, match=r"1.*into train and validation"):
         load_splits(config_of(tmp_path / "voc"), 0, tmp_path)
 
 
@@ -119,7 +119,7 @@ def test_boxes_outside_their_images_are_counted_once_and_a_train_set_needs_other
     write_voc(tmp_path / "all", outer, CLASSES, "trainval")
     with (
         pytest.warns(UserWarning, match="8 outside the image"),
-        pytest.raises(DataError, match="none of the 4 images for train has a box with area in its image"),
+        pytest.raises(DataError, match=r"none.*the 4.*box with area in its image"),
     ):
         load_splits(config_of(tmp_path / "all", splits=["trainval", "test", "test"]), 0, tmp_path)
     # They count where they are evaluated: what is nowhere is not found.
@@ -167,7 +167,7 @@ def test_a_half_whose_objects_are_all_difficult_is_told_only_where_they_count(de
     if told:
         assert metric.evaluate(nn.Identity(), "test").halves is not None
     else:
-        with pytest.warns(UserWarning, match="one of two halves of its images has no object that counts"):
+        with pytest.warns(UserWarning, match=r"one.*images has no object that counts"):
             assert metric.evaluate(nn.Identity(), "test").halves is None
 
 
@@ -231,10 +231,10 @@ def test_a_function_of_one_s_own_is_tried_and_its_values_are_checked() -> None:
         (lambda truth, found: found[0]["masks"], "'masks'; see metric"),
         (lambda truth: 1.0, "takes 1 positional argument but 2 were given"),
     ):
-        with pytest.raises(ConfigError, match=f"'own' fails where each object of 3 images is found: .*{message}"):
+        with pytest.raises(ConfigError, match=rf"'own' fails.*3 images is found: .*{message}"):
             OwnDetectionMetric(function, "own").try_on(truth)
     metric = detector_metric(OwnDetectionMetric(lambda *given: -1, "own"), Finding(), examples(3), CLASSES)
-    with pytest.raises(MetricError, match=r"metric 'own' must be within its bounds \(0, 1\), got -1"):
+    with pytest.raises(MetricError, match=r"metric 'own'.*\(0, 1\), got -1"):
         metric.evaluate(nn.Identity(), "test")
 
 
@@ -246,7 +246,7 @@ def test_halves_without_an_object_are_not_reported() -> None:
     apart = detector_metric(own, Finding(), images, CLASSES, list(torch.tensor([[0, 2], [1, 3]])))
     assert apart.evaluate(nn.Identity(), "test").halves is not None
     bare = detector_metric(own, Finding(), images, CLASSES, list(torch.tensor([[0, 1], [2, 3]])))
-    with pytest.warns(UserWarning, match="one of two halves of its images has no object that counts"):
+    with pytest.warns(UserWarning, match=r"one.*images has no object that counts"):
         assert bare.evaluate(nn.Identity(), "test").halves is None
 
 
@@ -258,7 +258,7 @@ def test_detections_beyond_coco_s_limit_are_counted_once() -> None:
 
     images = examples(3)
     metric = ap50_metric(Crowding(), images, CLASSES, "coco")
-    with pytest.warns(UserWarning, match=r"^COCO does not count 60 detections beyond the 100 best of a class"):
+    with pytest.warns(UserWarning, match="count 60 detections beyond the 100 best"):
         metric.evaluate(nn.Identity(), "test")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

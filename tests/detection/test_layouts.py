@@ -236,13 +236,11 @@ def test_captions_alone_are_refused(tmp_path: Path) -> None:
     coco_as_distributed(tmp_path)
     captions = tmp_path / "annotations/captions_val2017.json"
     captions.write_text(json.dumps({"images": [{"id": 1}], "annotations": [{"image_id": 1, "caption": "a cat"}]}))
-    with pytest.raises(DataError, match=r"captions_val2017\.json has captions, and no boxes; COCO's boxes are in inst"):
+    with pytest.raises(DataError, match=r"captions_val2017\.json.*inst"):
         part_at(captions).read()
     (tmp_path / "annotations/instances_val2017.json").unlink()
     for find in (lambda: part_of(tmp_path, "val", "coco"), lambda: part_in(tmp_path, "val")):
-        with pytest.raises(
-            DataError, match=r"has only \['captions_val2017\.json'\] for 'val'; COCO's boxes are in inst"
-        ):
+        with pytest.raises(DataError, match=r"\['captions_val2017\.json'\].*inst"):
             find()
 
 
@@ -287,7 +285,7 @@ def test_a_set_of_voc_s_without_lists_is_divided(tmp_path: Path, folders: tuple[
 def test_an_image_in_two_parts_is_found_by_content(tmp_path: Path) -> None:
     data = roboflow_coco(tmp_path / "set")
     (tmp_path / "set/test/1.png").write_bytes((tmp_path / "set/train/2.png").read_bytes())
-    with pytest.warns(UserWarning, match=r"1 image in two parts, by content: .*test.1\.png of test is .*train.2\.png"):
+    with pytest.warns(UserWarning, match=r"1 image.*test is .*train.2\.png"):
         splits_of(tmp_path, **data)
 
 
@@ -319,7 +317,7 @@ def test_another_kind_is_named(layout: Layout, kind: str, other: str, tmp_path: 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     roboflow_coco(tmp_path)
-    with pytest.raises(DataError, match=r"no part 'extra' in COCO's format; it has \['test/', 'train/', 'valid/'\]"):
+    with pytest.raises(DataError, match=r"'extra'.*'train/', 'valid/'\]"):
         part_of(tmp_path, "extra", "coco")
     with pytest.raises(DataError, match="nowhere does not exist"):
         part_at(tmp_path / "nowhere")
@@ -339,7 +337,7 @@ def test_images_that_are_missing_are_said_of_the_folder_that_has_most(tmp_path: 
     data = coco_as_distributed(tmp_path)
     (tmp_path / "val2017/2.png").unlink()
     assert images_of(tmp_path / "annotations/instances_val2017.json", tmp_path) == tmp_path / "val2017"
-    with pytest.raises(DataError, match=r"val2017 lacks 1 of 3 images, first 2\.png"):
+    with pytest.raises(DataError, match=r"val2017.*1 of 3 images, first 2\.png"):
         splits_of(tmp_path, **data)
 
 

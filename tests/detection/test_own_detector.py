@@ -148,20 +148,20 @@ def test_torchvisions_two_stages_are_taken_apart_and_others_are_not(
     torch.testing.assert_close(toolkit.loss(model, examples), 2 * expected)
     attach_film(model, ["roi_heads.box_head.*"], dim=3)
     assert not served(model)  # whose features are computed as torchvision's are
-    with pytest.raises(ConfigError, match=r"'ap' is for the box head of torchvision's GeneralizedRCNN; model\.name="):
+    with pytest.raises(ConfigError, match=r"'ap'.*GeneralizedRCNN; model\.name="):
         toolkit_of(tmp_path, monkeypatch, Plain(GOOD), classification_loss="ap").build(2, seed=0)
 
 
 @pytest.mark.parametrize(
     ("found", "losses", "message"),
     [
-        (torch.zeros(2, 4), {}, r"mine:net returns a Tensor for 2 images in evaluation mode; it must return a list"),
-        ([found_of(1)], {}, r"returns 1 output for 2 images in evaluation mode; it must return a list"),
-        ([{"boxes": torch.zeros(0, 4)}] * 2, {}, r"finds \['boxes'\] in an image; it must be a dict of tensors boxes"),
-        ([{**found_of(1), "boxes": torch.zeros(4)}] * 2, {}, r"of shapes \(4,\), \(1,\), \(1,\); they must be n x 4"),
-        ([{**found_of(1), "labels": torch.zeros(1)}] * 2, {}, r"labels of torch\.float32; they must be integers"),
-        (GOOD, torch.zeros(()), r"returns a Tensor in training mode; it must return a dict of losses"),
-        (GOOD, {"box": torch.zeros(2)}, r"returns the loss 'box', which is no scalar"),
+        (torch.zeros(2, 4), {}, r"mine:net.*2 images.*return a list"),
+        ([found_of(1)], {}, r"returns 1.*mode; it must return a list"),
+        ([{"boxes": torch.zeros(0, 4)}] * 2, {}, r"finds \['boxes'\].*tensors boxes"),
+        ([{**found_of(1), "boxes": torch.zeros(4)}] * 2, {}, r"\(4,\), \(1,\), \(1,\).*n x 4"),
+        ([{**found_of(1), "labels": torch.zeros(1)}] * 2, {}, r"labels.*torch\.float32.*integers"),
+        (GOOD, torch.zeros(()), r"returns.*return a dict of losses"),
+        (GOOD, {"box": torch.zeros(2)}, r"returns.*'box', which is no scalar"),
     ],
 )
 def test_another_interface_is_refused(
@@ -172,7 +172,7 @@ def test_another_interface_is_refused(
 
 
 def test_a_classifier_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"model\.name=mine:net does not take a list of images.*: TypeError: conv2d"):
+    with pytest.raises(ConfigError, match=r"model\.name=mine:net.*TypeError: conv2d"):
         toolkit_of(tmp_path, monkeypatch, nn.Conv2d(3, 2, 1)).build(2, seed=0)
 
 
@@ -181,8 +181,8 @@ def test_labels_of_no_class_are_refused_and_the_background_is_left_out_with_a_wa
 ) -> None:
     examples = load_examples(squares(1))
     toolkit = toolkit_of(tmp_path, monkeypatch, Plain([]), classes=2)
-    with pytest.warns(UserWarning, match=r"finds with label 0, the background of torchvision's interface, is left out"):
+    with pytest.warns(UserWarning, match=r"finds.*0, the.*interface, is left out"):
         (found,) = toolkit.detect(Plain([found_of(0, 2)]), examples)
     assert found.labels.tolist() == [1]
-    with pytest.raises(DataError, match=r"mine:net finds the label 3; those of the data's 2 classes are 1 to 2"):
+    with pytest.raises(DataError, match=r"mine:net.*2 classes are 1 to 2"):
         toolkit.detect(Plain([found_of(1, 3)]), examples)

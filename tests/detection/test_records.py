@@ -92,7 +92,7 @@ def test_images_are_those_that_detectron2_reads(tmp_path: Path, orientation: int
 
 
 def test_a_size_that_ignores_the_orientation_is_named_with_it(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"6.png is 3 x 4 pixels, but its annotation says 4 x 3.*EXIF orientation"):
+    with pytest.raises(DataError, match=r"6.png.*3 x 4.*4 x 3.*EXIF orientation"):
         image_of(oriented(tmp_path / "6.png", 6)).load()
 
 
@@ -111,9 +111,7 @@ def test_broken_exif_data_do_not_spoil_an_image(tmp_path: Path) -> None:
 def test_values_without_a_known_white_are_refused(tmp_path: Path, dtype: type, mode: str) -> None:
     path = tmp_path / "deep.tif"
     Image.fromarray(np.full((3, 4), 1000, dtype)).save(path)
-    with pytest.raises(
-        DataError, match=rf"deep.tif can't be read .*PIL's mode {mode} .*Save it with 8 bits per channel"
-    ):
+    with pytest.raises(DataError, match=r"deep.tif.*PIL's.*bits per channel"):
         image_of(path).load()
 
 

@@ -544,9 +544,7 @@ def test_a_threshold_of_zero_is_the_lowest_already() -> None:
     settings = detection_settings(model, average_precision=True)
     assert "score_thresh" not in settings.names
     assert settings.free == {"detections": 300}
-    with pytest.raises(
-        ConfigError, match=r"FCOS's score_thresh is 0\.0, which has no log-odds; set it between 0 and 1"
-    ):
+    with pytest.raises(ConfigError, match=r"FCOS's score_thresh.*between 0 and 1"):
         detection_settings(model, names=["score_thresh"])
 
 
@@ -560,17 +558,17 @@ def test_an_ssd300_has_no_smaller_images() -> None:
 
 def test_what_can_not_be_is_refused() -> None:
     model = made("MaskRCNN")
-    with pytest.raises(ConfigError, match="Linear is not, or detects otherwise than, torchvision's Faster, Mask"):
+    with pytest.raises(ConfigError, match=r"Linear.*torchvision's Faster, Mask"):
         detection_settings(nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match=r"MaskRCNN has no setting 'flips'; did you mean \['flip', 'multi_scale'\]"):
+    with pytest.raises(ConfigError, match=r"MaskRCNN.*'flips'.*'multi_scale'\]"):
         detection_settings(model, names=["flips"])
     with pytest.raises(ConfigError, match="RetinaNet has no setting 'proposals'"):
         detection_settings(made("RetinaNet"), names=["proposals"])
-    with pytest.raises(ConfigError, match="MaskRCNN are its boxes; set boxes_only=True"):
+    with pytest.raises(ConfigError, match=r"MaskRCNN.*boxes; set boxes_only=True"):
         detection_settings(model, kept=KeptOutputs())
-    with pytest.raises(ValueError, match=r"inference is 0\.5; it must be at least 1"):
+    with pytest.raises(ValueError, match=r"inference.*0\.5; it must be at least 1"):
         detection_settings(model, inference=0.5)
-    with pytest.raises(ConfigError, match=r"no setting of \['flip'\] has a second value at inference=1; allow more"):
+    with pytest.raises(ConfigError, match=r"\['flip'\].*inference=1; allow more"):
         detection_settings(model, names=["flip"], inference=1)
 
     class Mine(RetinaNet):  # type: ignore[misc]
@@ -618,11 +616,11 @@ def test_thresholds_of_classes_take_the_place_of_the_one() -> None:
     assert settings.names == ("size", *OWN, "detections", "soft_nms", "flip", "multi_scale")
     assert settings.alone == ("size", *OWN, "detections")
     assert settings["score_thresh[red]"] == Setting("score_thresh[red]", 0.0005, 0.95, scale="logit", default=0.05)
-    with pytest.raises(ConfigError, match="an average precision ranks all that is found"):
+    with pytest.raises(ConfigError, match=r"an average.*ranks all that is found"):
         detection_settings(model, class_thresholds=OF_CLASSES, average_precision=True)
-    with pytest.raises(ConfigError, match="those of classes take the place of score_thresh: leave it out"):
+    with pytest.raises(ConfigError, match=r"those.*score_thresh: leave it out"):
         detection_settings(model, class_thresholds=OF_CLASSES, names=["score_thresh", "score_thresh[red]"])
-    with pytest.raises(ConfigError, match=r"FasterRCNN has no setting 'score_thresh\[blue\]'"):
+    with pytest.raises(ConfigError, match=r"FasterRCNN.*'score_thresh\[blue\]'"):
         detection_settings(model, class_thresholds=OF_CLASSES, names=["score_thresh[blue]"])
     with settings.applied(OWN):
         expected = found_by(model)
@@ -633,7 +631,7 @@ def test_thresholds_of_classes_take_the_place_of_the_one() -> None:
     assert_same(found, expected)
     model.roi_heads.score_thresh = 0.0
     assert detection_settings(model, class_thresholds=OF_CLASSES, names=["size"]).names == ("size",)
-    with pytest.raises(ConfigError, match=r"score_thresh is 0\.0, which has no log-odds"):
+    with pytest.raises(ConfigError, match=r"score_thresh.*log-odds"):
         detection_settings(model, class_thresholds=OF_CLASSES)
 
 

@@ -69,14 +69,14 @@ def test_what_other_programs_write_is_read(shape: Any) -> None:
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ("text", "has the segmentation 'text'; it must be polygons or a run-length encoding"),
-        ({"counts": [20]}, r"of the size None; it must be \[height, width\]"),
+        ("text", r"'text'.*run-length encoding"),
+        ({"counts": [20]}, r"of the size None.*\[height, width\]"),
         ({"size": [4, -5], "counts": [20]}, r"of the size \[4, -5\]"),
         ({"size": [4, 5.5], "counts": [20]}, r"of the size \[4, 5.5\]"),
-        ({**SQUARE, "size": [5, 4]}, r"size \[5, 4\], but its image has \[4, 5\], height and width"),
+        ({**SQUARE, "size": [5, 4]}, r"size \[5, 4\].*5\], height and width"),
         ({**SQUARE, "counts": [6, 2, 2, 2, 9]}, "whose runs are of 21 pixels.* needs 20"),
         ({**SQUARE, "counts": []}, "whose runs are of 0 pixels"),
-        ({**SQUARE, "counts": [6, -2, 16]}, r"counts \[6, -2, 16\]; they are cut short or no encoding"),
+        ({**SQUARE, "counts": [6, -2, 16]}, r"counts \[6.*cut short or no encoding"),
         ({**SQUARE, "counts": [6, True, 13]}, "they are cut short or no encoding"),
         ({**SQUARE, "counts": [1 << 40]}, "they are cut short or no encoding"),
         ({**SQUARE, "counts": None}, "counts None; they are cut short"),
@@ -88,12 +88,12 @@ def test_what_other_programs_write_is_read(shape: Any) -> None:
         ({**SQUARE, "counts": "oooooooo1"}, "they are cut short"),
         ({**SQUARE, "counts": "K"}, "whose runs are of -5 pixels"),
         ([], "has no polygon"),
-        ([[1, 1, 2, 2]], r"has the polygon \[1, 1, 2, 2\]; it must be \[x, y, x, y, x, y, ...\]"),
+        ([[1, 1, 2, 2]], r"\[1, 1, 2, 2\].*\[x.*x, y, ...\]"),
         ([[1, 1, 2, 2, 3, 3, 4]], "has the polygon"),
         ([{"x": 1}], "has the polygon"),
-        ([[1, 1, 2, 2, 3, float("nan")]], "a polygon with numbers that are not within 16777216"),
-        ([[1, 1, 2, 2, 3, 1e9]], "a polygon with numbers that are not within"),
-        ([[0, 0, 1e6, 0, 0, 5]], "an outline of 2000005 pixels; at most 1048576"),
+        ([[1, 1, 2, 2, 3, float("nan")]], "numbers that are not within 16777216"),
+        ([[1, 1, 2, 2, 3, 1e9]], "numbers that are not within"),
+        ([[0, 0, 1e6, 0, 0, 5]], "2000005 pixels; at most 1048576"),
     ],
 )
 def test_what_is_no_mask_is_refused(shape: Any, message: str) -> None:
@@ -102,7 +102,7 @@ def test_what_is_no_mask_is_refused(shape: Any, message: str) -> None:
 
 
 def test_masks_are_bounded_and_polygons_need_a_size() -> None:
-    with pytest.raises(DataError, match="segmentation of 10000 x 10000 pixels; at most 50000000 are read"):
+    with pytest.raises(DataError, match=r"segmentation.*50000000 are read"):
         mask_of({"size": [10_000, 10_000], "counts": [100_000_000]}, "x")
     with pytest.raises(DataError, match="segmentation of 10000 x 10000 pixels"):
         mask_of([[0, 0, 5, 0, 5, 5]], "x", 10_000, 10_000)
@@ -115,9 +115,9 @@ def test_masks_are_bounded_and_polygons_need_a_size() -> None:
     ("entry", "message"),
     [
         ({}, "has the keypoints None"),
-        ({"keypoints": [1, 2, 2]}, "has 3 numbers as keypoints; COCO's similarity is known for its 17"),
+        ({"keypoints": [1, 2, 2]}, r"has 3.*similarity is known for its 17"),
         ({"keypoints": [float("inf")] * 51}, "finite numbers"),
-        ({"keypoints": [1] * 51, "num_keypoints": 0}, "has the num_keypoints 0, but 17 of its keypoints are marked"),
+        ({"keypoints": [1] * 51, "num_keypoints": 0}, r"num_keypoints 0.*17 of.*marked"),
         ({"keypoints": [0] * 51, "num_keypoints": 3}, "has the num_keypoints 3, but 0 of"),
     ],
 )
@@ -146,15 +146,15 @@ def test_entries_without_what_is_compared_are_refused(tmp_path: Path) -> None:
     assert mask.decode(shape).sum() == 4
     assert read_coco(path).images[0].shapes is None
     found = {"image_id": 1, "category_id": 1, "bbox": [1, 2, 2, 2], "score": 0.5}
-    with pytest.raises(DataError, match=r"detection 0 has no segmentation, which --iou-type segm .* compare;"):
+    with pytest.raises(DataError, match=r"detection 0.*segm .* compare;"):
         read_detections(write(tmp_path / "found.json", [found]), data, kind="segm")
     with pytest.raises(DataError, match="annotation 0 has the keypoints None"):
         read_coco(path, kind="keypoints")
     (entry,) = TRUTH["annotations"]
     people = {**TRUTH, "annotations": [{**entry, "keypoints": [1] * 51}]}
-    with pytest.raises(DataError, match="annotation 0 has no area, which the similarity of keypoints is relative to"):
+    with pytest.raises(DataError, match=r"annotation 0.*keypoints is relative to"):
         read_coco(write(path, people), kind="keypoints")
-    with pytest.raises(DataError, match="image 1 has no width and height, which masks need"):
+    with pytest.raises(DataError, match=r"image 1.*height, which masks need"):
         read_coco(write(path, {**TRUTH, "images": [{"id": 1}]}), kind="segm")
 
 

@@ -54,12 +54,12 @@ def test_all_classes_are_one_in_the_order_of_classes() -> None:
     [
         (
             {"boxes": torch.tensor([[0.0, 0, 1, 1], [0, 0, math.nan, 1]])},
-            r"image 'a' has the box \[0.0, 0.0, nan, 1.0\]",
+            r"image 'a'.*\[0.0, 0.0, nan, 1.0\]",
         ),
-        ({"boxes": torch.zeros(2, 5)}, r"'a' has boxes of shape \(2, 5\), 2 labels, 2 as difficult and 2 as crowd"),
+        ({"boxes": torch.zeros(2, 5)}, r"'a'.*\(2.*difficult and 2 as crowd"),
         ({"labels": torch.tensor([0, 1, 1])}, r"has boxes of shape \(2, 4\), 3 labels"),
         ({"labels": torch.tensor([0.0, 1.5])}, "labels must be integers, got 1.5"),
-        ({"labels": torch.tensor([1, 2])}, "objects have labels from 1 to 2; they count the 2 classes from 0"),
+        ({"labels": torch.tensor([1, 2])}, r"objects.*1 to 2.*2 classes from 0"),
         ({"crowd": torch.zeros(1, dtype=torch.bool)}, "2 as difficult and 1 as crowd"),
     ],
 )

@@ -60,7 +60,7 @@ def test_keypoints_are_scaled_with_their_image_and_masks_are_not(tmp_path: Path)
     assert example.truth.shapes is not None
     assert np.array_equal(example.truth.shapes[0], points * [0.25, 0.25, 1.0])
     masked = replace(plain, shapes=masks_from(np.ones((1, 40, 80), dtype=bool)))
-    with pytest.raises(ConfigError, match=r"masks are as large as their images, .*: leave data\.size \(size\) out"):
+    with pytest.raises(ConfigError, match=r"masks.*data\.size \(size\) out"):
         load_examples(DetectionSet(("a",), [masked]), size=20)
     load_examples(DetectionSet(("a",), [masked]), size=80)  # as it is
 
@@ -207,11 +207,9 @@ def test_a_killed_training_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch:
     assert taken == 100 + 13  # it was killed in step 8 of 20
     for name, value in straight.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name])
-    with pytest.raises(
-        FileFormatError, match=r"training\.safetensors is from another run: lr was 0\.05, now 0\.1; delete"
-    ):
+    with pytest.raises(FileFormatError, match=r"training\.safetensors.*now 0\.1; delete"):
         train_detector(TOOLKIT, resumed, batches, checkpoint=checkpoint, **{**settings, "lr": 0.1})
-    with pytest.raises(FileFormatError, match=r"training\.safetensors is from another model; delete it to train"):
+    with pytest.raises(FileFormatError, match=r"training\.safetensors.*train"):
         train_detector(TOOLKIT, TOOLKIT.build(3, seed=1), batches, checkpoint=checkpoint, **settings)
 
 

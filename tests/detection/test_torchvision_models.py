@@ -250,13 +250,11 @@ def test_frozen_norms_are_modulated_and_merged(publish: Callable[[str], tuple[nn
 
 @pytest.mark.parametrize("settings", [{"proposals": 5}, {"classification_loss": "ap"}])
 def test_one_stage_has_no_proposals_to_set(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="retinanet_resnet50_fpn detects in one stage"):
+    with pytest.raises(ConfigError, match=r"retinanet_resnet50_fpn.*one stage"):
         toolkit_of("retinanet_resnet50_fpn", **settings)
 
 
 def test_a_placement_that_the_detector_lacks_is_refused_with_those_it_has() -> None:
     model, toolkit = built("retinanet_resnet50_fpn_v2"), toolkit_of("retinanet_resnet50_fpn_v2")
-    with pytest.raises(
-        ConfigError, match=r"placement='roi_head' is none of RetinaNet's; .* early, fpn, head, predictor"
-    ):
+    with pytest.raises(ConfigError, match=r"placement='roi_head'.*head, predictor"):
         toolkit.film_layers(model, ["roi_head"])

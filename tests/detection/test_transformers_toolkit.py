@@ -156,22 +156,22 @@ def test_a_folder_without_weights_draws_them_from_the_seed(tmp_path: Path) -> No
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no config\.json; write it by save_pretrained, of the model"):
+    with pytest.raises(ConfigError, match=r"has no config\.json.*model"):
         TransformersToolkit(str(tmp_path))
     folder = str(saved(tmp_path))
-    with pytest.raises(DataError, match=r"is for 4 classes, the data has 2; name the data's in classes"):
+    with pytest.raises(DataError, match=r"is for 4.*2; name the data's in classes"):
         TransformersToolkit(folder).build(2, seed=0)
-    with pytest.raises(DataError, match=r"classes \['dog'\] are not among those of .*, \['ant', 'bee', 'cow', 'N/A'\]"):
+    with pytest.raises(DataError, match=r"classes \['dog'\].*'cow', 'N/A'\]"):
         TransformersToolkit(folder, classes=("ant", "dog")).build(2, seed=0)
     with pytest.raises(ConfigError, match="is not for 3 classes"):
         TransformersToolkit(folder, classes=("ant", "bee")).build(3, seed=0)
     toolkit = TransformersToolkit(folder)
-    with pytest.raises(ConfigError, match=r"placement='roi_head' is none of DetrFor.*; choose from backbone, encoder"):
+    with pytest.raises(ConfigError, match=r"placement='roi_head'.*backbone, encoder"):
         toolkit.film_layers(toolkit.build(4, seed=0), ["roi_head"])
     with pytest.raises(ConfigError, match=r"score_threshold=2 must be from 0 to 1"):
         TransformersToolkit(folder, score_threshold=2)
     (tmp_path / "preprocessor_config.json").unlink()
-    with pytest.raises(ConfigError, match=r"has no preprocessor_config\.json; .* of the model's image processor"):
+    with pytest.raises(ConfigError, match="of the model's image processor"):
         TransformersToolkit(folder)
     (tmp_path / "preprocessor_config.json").write_text("{}")
     (tmp_path / "config.json").write_text("[")

@@ -29,14 +29,14 @@ def test_shares_of_the_image_are_pixels_and_polygons_have_a_box(images: Path) ->
 
 def test_an_image_without_labels_has_no_objects_and_is_counted(images: Path) -> None:
     Image.new("RGB", (8, 8)).save(images / "b.png")
-    with pytest.warns(UserWarning, match=r"1 image without a file of labels.*\(b\.png\)"):
+    with pytest.warns(UserWarning, match=r"1.*file of labels.*\(b\.png\)"):
         first, second = read_yolo(images, ("cat", "dog")).images
     assert [len(first.boxes), len(second.boxes)] == [2, 0]
     (images.parent / "labels/a.txt").rename(images / "a.txt")  # beside the image
     with pytest.warns(UserWarning, match="1 image without"):
         assert len(read_yolo(images, ("cat", "dog")).images[0].boxes) == 2
     (images / "a.txt").unlink()
-    with pytest.raises(DataError, match=r"no file of labels for any of 2 images, first .*labels.a\.txt"):
+    with pytest.raises(DataError, match=r"2 images, first .*labels.a\.txt"):
         read_yolo(images, ("cat", "dog"))
 
 
@@ -48,14 +48,14 @@ def test_classes_may_be_written_as_numpy_writes_them(images: Path) -> None:
 def test_boxes_without_area_are_told(images: Path) -> None:
     """They count as objects that nothing finds, as in COCO's evaluation."""
     (images.parent / "labels/a.txt").write_text("0 0.5 0.5 0 0.5\n")
-    with pytest.warns(UserWarning, match=r"1 without area, left out of training \(a.png\); an evaluation counts them"):
+    with pytest.warns(UserWarning, match=r"1.*evaluation counts them"):
         assert read_yolo(images, ("cat", "dog")).images[0].boxes.tolist() == [[20, 5, 20, 15]]
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("2 0.5 0.5 0.2 0.2", "line 1 of .*a.txt has the class '2'; it must be a number from 0 to 1"),
+        ("2 0.5 0.5 0.2 0.2", r"line 1.*'2'.*number from 0 to 1"),
         ("cat 0.5 0.5 0.2 0.2", "has the class 'cat'"),
         ("0.5 0.5 0.5 0.2 0.2", "has the class '0.5'"),
         ("0 20 10 8 4", "has '20'; it must be a share"),

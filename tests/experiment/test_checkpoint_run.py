@@ -86,7 +86,7 @@ def test_it_says_once_whether_it_is_worth_it(run: CheckpointRun) -> None:
 
 def test_repeats_count_as_queries(run: CheckpointRun) -> None:
     repeated = made(KEEPING.replace("time.sleep(0.1)", ""), repeats=2)
-    with pytest.raises(ConfigError, match="--queries 12 with --repeats 2: 6 queries are too few"):
+    with pytest.raises(ConfigError, match=r"--queries 12.*2: 6 queries are too few"):
         repeated.tune(12)
     assert not Path("times").exists()
     assert repeated.tune(23).queries == {"score": 22}
@@ -94,7 +94,7 @@ def test_repeats_count_as_queries(run: CheckpointRun) -> None:
 
 def test_a_trial_that_fails_names_its_log(run: CheckpointRun) -> None:
     failing = made("raise SystemExit(3)")
-    with pytest.raises(TrialError, match="unchanged checkpoint can't be scored: its exit status is 3") as caught:
+    with pytest.raises(TrialError, match=r"unchanged.*exit status is 3") as caught:
         failing.score_unchanged()
     assert caught.value.log == Path("out/trials/0.log")
 

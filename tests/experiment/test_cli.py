@@ -94,8 +94,8 @@ def test_the_configuration_is_shown_without_a_folder(called: Any, capsys: pytest
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "the following arguments are required: --output-dir"),
-        (("--output-dir", "out", "--seed", "first"), "argument --seed: invalid int value: 'first'"),
+        ((), "arguments are required: --output-dir"),
+        (("--output-dir", "out", "--seed", "first"), "--seed: invalid int value: 'first'"),
         (("--output-dir", "out", "--kind", "odd"), "argument --kind: invalid choice: 'odd'"),
         (("--output-dir", "out", "--sede", "3"), "--sede"),
     ],

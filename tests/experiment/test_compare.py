@@ -214,14 +214,14 @@ def test_a_method_without_an_entry_is_refused_before_anything_runs(
     quadratic: Callable[..., Any], tmp_path: Path
 ) -> None:
     task = quadratic()
-    with pytest.raises(ConfigError, match="method 'mine' has no entry in METHODS; the choices are pretrained, "):
+    with pytest.raises(ConfigError, match="method 'mine' has no entry in METHODS;"):
         beside(task, tmp_path, {"mine": planned(ending_at(lambda task: task.origin()))})
     assert task.queries == 0
 
 
 def test_a_method_must_come_after_the_one_that_it_continues_from(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     task = quadratic()
-    with pytest.raises(ConfigError, match="method 'refined' continues from 'metricopt', which must run before it"):
+    with pytest.raises(ConfigError, match=r"method 'refined'.*run before it"):
         compare(task, task.metric, {"refined": planned(ending_at(lambda task: task.origin()))})
     assert task.queries == 0
 
@@ -231,5 +231,5 @@ def test_a_method_that_is_said_to_be_free_may_not_spend_queries(quadratic: Calla
         task.cost(task.origin(), "secretly")
         return task.origin()
 
-    with pytest.raises(ConfigError, match="method 'batchnorm_validation' is free in METHODS, but spent 1 query"):
+    with pytest.raises(ConfigError, match=r"method 'batchnorm_validation'.*1 query"):
         beside(quadratic(), tmp_path, {"batchnorm_validation": planned(at_each_budget(spending), 1)})

@@ -72,7 +72,7 @@ def test_its_plot_has_a_panel_for_each_loss(tmp_path: Path) -> None:
 
 def test_what_can_not_be_ranked_is_refused() -> None:
     metric = BatchMetric(lambda scores, labels: 0.5, maximize=True)
-    with pytest.raises(DataError, match="1 output can't be ranked; a correlation needs two at least"):
+    with pytest.raises(DataError, match=r"1 output.*needs two at least"):
         correlation_report({"a": lambda scores, labels: 1.0}, metric, given([1.0]))
     with pytest.raises(DataError, match="losses is empty"):
         correlation_report({}, metric, given([1.0, 2.0]))

@@ -43,7 +43,7 @@ def test_a_method_comes_after_one_that_there_is() -> None:
 
 def test_unknown_methods_are_refused_by_name() -> None:
     check_known(METHODS)
-    with pytest.raises(ConfigError, match="method 'tresholds' has no entry in METHODS; the choices are pretrained"):
+    with pytest.raises(ConfigError, match=r"method 'tresholds'.*pretrained"):
         check_known(["metricopt", "tresholds"])
 
 

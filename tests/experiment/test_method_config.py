@@ -153,7 +153,7 @@ def test_labels_are_chosen_by_name(name: str, kind: str) -> None:
 
 
 def test_unknown_labels_are_named() -> None:
-    with pytest.raises(ConfigError, match="labels is 'cubic'; it must be observed, linear, gp"):
+    with pytest.raises(ConfigError, match=r"labels.*'cubic'.*observed, linear, gp"):
         RecipeConfig(labels="cubic").build(FinetuneConfig())
 
 
@@ -161,7 +161,7 @@ def test_learners_are_chosen_by_name() -> None:
     recipe = RecipeConfig(learners=["reptile", "ridge"]).build(FinetuneConfig())
     assert [type(learner).__name__ for learner in recipe.learners] == ["ReptileLearner", "RidgeLearner"]
     for wrong in (["forest"], []):
-        with pytest.raises(ConfigError, match="it must name one or more of neural, ridge, reptile"):
+        with pytest.raises(ConfigError, match=r"it must name.*neural, ridge, reptile"):
             RecipeConfig(learners=wrong).build(FinetuneConfig())
 
 
@@ -179,7 +179,7 @@ def test_a_recipe_out_of_range_is_refused(override: str, message: str) -> None:
 
 
 def test_a_search_out_of_range_is_refused() -> None:
-    with pytest.raises(ConfigError, match="method: design is 3; it must be at least 4"):
+    with pytest.raises(ConfigError, match=r"method.*3; it must be at least 4"):
         load_config(RunConfig, None, ["method.design=3"]).check()
 
 

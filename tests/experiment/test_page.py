@@ -113,9 +113,7 @@ def test_a_picture_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"not a regular file.*pipe\.png"):
         page(Figure(tmp_path / "pipe.png", "a", "b")).html()
     (tmp_path / "text.png").write_text("no picture of any kind")
-    with pytest.raises(
-        FileFormatError, match=r"text\.png is corrupt: it holds no picture \(ValueError: it is no PNG\)"
-    ):
+    with pytest.raises(FileFormatError, match=r"text\.png.*\(ValueError: it is no PNG\)"):
         page(Figure(tmp_path / "text.png", "a", "b")).html()
 
 

@@ -150,7 +150,7 @@ def test_a_record_of_another_seed_is_refused(tmp_path: Path, report: Any) -> Non
     record.save(tmp_path / "seed-4" / "record.json")
     assert SeedRecord.load(tmp_path / "seed-4" / "record.json") == record
     shutil.copytree(tmp_path / "seed-4", tmp_path / "seed-5")
-    with pytest.raises(FileFormatError, match=r"seed-5/record\.json is not .*it is of seed 4, but stands in seed-5"):
+    with pytest.raises(FileFormatError, match=r"seed-5/record\.json.*stands in seed-5"):
         SeedRecord.load(tmp_path / "seed-5" / "record.json")
 
 
@@ -158,5 +158,5 @@ def test_records_of_other_lengths_are_not_put_together(report: Any) -> None:
     first, second, third = report().records
     check_alike([first, second, third])
     longer = replace(second, curves={"metricopt": [*second.curves["metricopt"], 0.5]})
-    with pytest.raises(FileFormatError, match="of seeds 4 and 5 have 3 and 4 points of the curve 'metricopt'; delete"):
+    with pytest.raises(FileFormatError, match=r"5 have 3.*curve 'metricopt'; delete"):
         check_alike([first, longer, third])

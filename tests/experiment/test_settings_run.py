@@ -147,9 +147,7 @@ def test_the_search_is_told_costs_in_the_batchs_order() -> None:
 
 def test_the_worst_stands_in_for_failures_whatever_their_order(folder: Path) -> None:
     (folder / "mended").unlink()
-    with pytest.raises(
-        TrialError, match=r"trial 2 failed: its exit status is 3; 0 trials may fail \(--failures 0\)"
-    ) as caught:
+    with pytest.raises(TrialError, match=r"trial 2.*3; 0.*fail \(--failures 0\)") as caught:
         made().tune(8)
     assert caught.value.log == Path("out/trials/2.log")
     tuned = made().tune(8, failures=1)  # goes on where it ended
@@ -185,7 +183,7 @@ def test_an_end_that_failed_is_none(monkeypatch: pytest.MonkeyPatch, folder: Pat
 def test_repeats_are_counted(folder: Path) -> None:
     noisy = CODE.replace("value = a", "value = a + 0.001 * len(open('ran').read().splitlines()) if mode else a")
     one = made(code=noisy, repeats=2)
-    with pytest.raises(ConfigError, match="--queries 3 with --repeats 2: at least 4 are needed"):
+    with pytest.raises(ConfigError, match=r"--queries 3.*2: at least 4 are needed"):
         one.tune(3)
     assert not Path("ran").exists()
     tuned = one.tune(11)
@@ -223,13 +221,13 @@ def test_data_held_out_have_the_last_word() -> None:
         made().settings
     )
     Path("out/settings.json").unlink()
-    with pytest.raises(TrialError, match="--holdout failed on 'start': its exit status is 4") as caught:
+    with pytest.raises(TrialError, match=r"--holdout.*'start'.*exit status is 4") as caught:
         made("raise SystemExit(4)").tune(8)
     assert caught.value.log == Path("out/trials/holdout-start.log")
 
 
 def test_defaults_that_can_not_be_scored_end_it() -> None:
-    with pytest.raises(TrialError, match="the defaults can't be scored: its exit status is 5"):
+    with pytest.raises(TrialError, match=r"the defaults.*exit status is 5"):
         made(code="raise SystemExit(5)").score_defaults()
     with pytest.raises(TrialError, match="the defaults can't be scored"):
         made(code="raise SystemExit(5)").tune(8, failures=3)
@@ -275,7 +273,7 @@ def test_a_damaged_file_is_refused(key: str, value: Any, message: str) -> None:
     content = json.loads(path.read_text())
     content["evaluations"][1][key] = value
     path.write_text(json.dumps(content))
-    with pytest.raises(FileFormatError, match=f"settings.json holds no scores of the run: .*{message}"):
+    with pytest.raises(FileFormatError, match=rf"settings.json.*scores of the run: .*{message}"):
         made().tune(8)
 
 

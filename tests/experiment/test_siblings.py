@@ -87,7 +87,7 @@ def test_what_is_set_reaches_ala(tmp_path: Path) -> None:
     assert built.fresh_children
     assert built.begin is not None
     assert not EmbedderSiblingsConfig("model").build("ala_focal").fresh_children  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"siblings.ala: begin is a policy for loss='mixture' and history=4"):
+    with pytest.raises(ConfigError, match=r"siblings.ala: begin.*history=4"):
         config.build("ala_focal")
 
 
@@ -155,14 +155,14 @@ def test_what_is_set_reaches_reloss(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (SiblingsConfig(trains="theta"), "siblings.trains='theta': it must be one of phi, model, scratch"),
-        (SiblingsConfig(batch_size=0), "siblings: batch_size is 0; it must be at least 1"),
-        (SiblingsConfig(threshold_evals=-1), "siblings: threshold_evals is -1; it must be at least 0"),
-        (SiblingsConfig(sl=SLConfig(iterations=0)), "siblings.sl: iterations is 0; it must be at least 1"),
-        (SiblingsConfig(sl=SLConfig(universal_steps=0)), "siblings.sl: steps is 0; it must be at least 1"),
-        (SiblingsConfig(sl=SLConfig(clip=-1.0)), "siblings.sl: clip is -1.0; it must be above 0"),
-        (SiblingsConfig(reloss=ReLossConfig(random=2.0)), r"siblings.reloss: random is 2.0; it must be in \[0, 1\]"),
-        (SiblingsConfig(reloss=ReLossConfig(checkpoints=1)), "siblings.reloss: count is 1; it must be at least 2"),
+        (SiblingsConfig(trains="theta"), r"siblings.trains='theta'.*scratch"),
+        (SiblingsConfig(batch_size=0), r"siblings: batch_size.*0; it.*least 1"),
+        (SiblingsConfig(threshold_evals=-1), r"siblings: threshold_evals.*least 0"),
+        (SiblingsConfig(sl=SLConfig(iterations=0)), r"siblings.sl.*0; it must be at least 1"),
+        (SiblingsConfig(sl=SLConfig(universal_steps=0)), r"siblings.sl.*0; it must be at least 1"),
+        (SiblingsConfig(sl=SLConfig(clip=-1.0)), r"siblings.sl.*-1.0; it must be above 0"),
+        (SiblingsConfig(reloss=ReLossConfig(random=2.0)), r"siblings.reloss.*2.0.*\[0, 1\]"),
+        (SiblingsConfig(reloss=ReLossConfig(checkpoints=1)), r"siblings.reloss.*1; it.*least 2"),
     ],
 )
 def test_settings_out_of_range_are_refused_before_any_work(config: SiblingsConfig, message: str) -> None:
@@ -172,9 +172,9 @@ def test_settings_out_of_range_are_refused_before_any_work(config: SiblingsConfi
 
 def test_settings_of_ala_out_of_range_are_refused_before_any_work() -> None:
     for made in (SiblingsConfig, EmbedderSiblingsConfig):
-        with pytest.raises(ConfigError, match=r"siblings.ala: optimizer is 'lion'; it must be one of sgd, adam"):
+        with pytest.raises(ConfigError, match=r"siblings.ala.*'lion'.*sgd, adam"):
             made(ala=ALAConfig(optimizer="lion")).check(["ala_focal"])
-        with pytest.raises(ConfigError, match=r"siblings.trains='all': it must be one of phi, model, scratch"):
+        with pytest.raises(ConfigError, match=r"siblings.trains='all'.*model, scratch"):
             made(trains="all").check([])
         with pytest.raises(FileFormatError, match="does not exist"):
             made(ala=ALAConfig(begin="nowhere")).check(["ala_focal"])

@@ -175,7 +175,7 @@ def test_they_are_in_the_table_of_methods() -> None:
 def test_too_little_is_refused_before_any_work() -> None:
     with pytest.raises(BudgetError, match="16 queries are too few"):
         RunConfig(finetune=FINETUNE, learned=replace(SMALL, queries=16), methods=CONFIG.methods).check()
-    with pytest.raises(ConfigError, match=r"methods=\['learned'\]: 'learned' is none of metricopt_paper, metricopt_l"):
+    with pytest.raises(ConfigError, match=r"methods=\['learned'\].*metricopt_l"):
         RunConfig(methods=["learned"]).check()
     with pytest.raises(BudgetError, match="6 queries"):
         RunConfig(finetune=FINETUNE, queries=6, paper=PAPER, methods=["metricopt_paper"], starts=[]).check()

@@ -143,7 +143,7 @@ def test_checkpoints_of_other_weights_are_named(tmp_path: Path) -> None:
     host.train()
     host.compute_metrics = likelihood
     first, last = sorted(tmp_path.glob("checkpoint-*"))
-    with pytest.warns(UserWarning, match=rf"{first.name} has the weights of an earlier step, .*load_best_model_at_end"):
+    with pytest.warns(UserWarning, match=rf"{first.name}.*step, .*load_best_model_at_end"):
         tuned(host, "likelihood")
     assert not (first / "untuned").exists()
     assert (last / "untuned").exists()
@@ -193,9 +193,7 @@ def test_deepspeed_s_own_weights_are_named(tmp_path: Path) -> None:
     host.train()
     (folder,) = tmp_path.glob("checkpoint-*")
     (folder / "global_step2").mkdir()
-    with pytest.warns(
-        UserWarning, match=r"global_step2 has DeepSpeed's weights from before .* from_pretrained\("
-    ) as said:
+    with pytest.warns(UserWarning, match=r"global_step2.* from_pretrained\(") as said:
         tuned(host, "likelihood")
     assert len([each for each in said if "global_step2" in str(each.message)]) == 1
     state = load_file(folder / "model.safetensors")
@@ -205,7 +203,7 @@ def test_deepspeed_s_own_weights_are_named(tmp_path: Path) -> None:
 def test_a_model_in_parts_is_refused(tmp_path: Path) -> None:
     host = trainer(tmp_path)
     next(host.model.parameters()).ds_id = 0  # as DeepSpeed's third stage marks what it has partitioned
-    with pytest.raises(AdapterError, match=r"sharded by DeepSpeed's ZeRO stage 3.* one full state dict"):
+    with pytest.raises(AdapterError, match=r"sharded.*DeepSpeed's.*full state dict"):
         tuned(host, "likelihood")
 
 
@@ -273,8 +271,8 @@ class Stream(IterableDataset[Any]):
         ({}, None, ConfigError, "no metric is named"),
         ({"eval_dataset": None, "eval_strategy": "no"}, "f1", ConfigError, "has no eval_dataset"),
         ({"eval_dataset": {"a": ROWS, "b": ROWS}}, "f1", ConfigError, r"several evaluation sets \(a, b\)"),
-        ({}, "f1", MetricError, r"does not report 'f1'; the evaluation has loss.*, likelihood, rows"),
-        ({"compute_metrics": None}, "f1", MetricError, "does not report 'f1'; the evaluation has loss"),
+        ({}, "f1", MetricError, r"'f1'.*loss.*, likelihood, rows"),
+        ({"compute_metrics": None}, "f1", MetricError, "report 'f1'; the evaluation has loss"),
         ({"train_dataset": Stream(), "max_steps": 2}, "likelihood", DataError, "without an index"),
     ],
 )

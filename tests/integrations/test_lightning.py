@@ -121,7 +121,7 @@ class Stream(IterableDataset[Any]):
 @pytest.mark.parametrize(
     ("options", "data", "error", "message"),
     [
-        ({"monitor": "f1"}, BATCHES, ConfigError, r"does not log 'f1'; it logs .*score, even, odd"),
+        ({"monitor": "f1"}, BATCHES, ConfigError, r"'f1'.*score, even, odd"),
         ({"halves": ("even", "uneven")}, BATCHES, ConfigError, "does not log 'uneven'"),
         ({"queries": 3}, BATCHES, BudgetError, "3 queries are too few"),
         ({"queries": -1}, BATCHES, ValueError, "queries is -1"),
@@ -221,13 +221,13 @@ def test_it_needs_validation_data() -> None:
 
 @pytest.mark.parametrize("halves", [("even", "even"), ("score", "odd"), ("score", "score")])
 def test_its_halves_are_two_other_values(halves: tuple[str, str]) -> None:
-    with pytest.raises(ValueError, match=r"halves are \(.*\) of 'score'; give the names of its values on two halves"):
+    with pytest.raises(ValueError, match=r"halves.*'score'.*values on two halves"):
         search(halves=halves)
 
 
 @pytest.mark.parametrize("monitor", ["val_loss", "Error rate", "val/WER"])
 def test_a_loss_that_would_be_maximised_is_warned_of(monitor: str) -> None:
-    with pytest.warns(UserWarning, match=f"'{monitor}' will be maximised; set maximize=False if lower is better"):
+    with pytest.warns(UserWarning, match=rf"'{monitor}'.*maximize=False if lower is better"):
         search(monitor=monitor)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -246,5 +246,5 @@ def test_the_batches_are_as_large_as_the_samplers() -> None:
     )
     assert len(callback._batches(host)(0, 0, 0)[0]) == 12
     whole = DataLoader(data, batch_sampler=[list(range(24)), list(range(24, 48))])
-    with pytest.raises(DataError, match="has no batch_size, nor its batch_sampler"):
+    with pytest.raises(DataError, match="batch_size, nor its batch_sampler"):
         trainer(callbacks=[callback]).fit(Module(), whole, BATCHES)

@@ -290,7 +290,7 @@ def test_other_parameters_are_drawn_at_random_and_named_once() -> None:
 
 def test_several_objectives_are_refused() -> None:
     study = optuna.create_study(directions=["minimize", "maximize"], sampler=MetricOptSampler(10))
-    with pytest.raises(ValueError, match="has 2 objectives; MetricOptSampler takes one"):
+    with pytest.raises(ValueError, match=r"has 2.*MetricOptSampler takes one"):
         study.ask().suggest_float("x", 0, 1)
 
 

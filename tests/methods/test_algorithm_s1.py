@@ -256,12 +256,12 @@ def test_it_lowers_a_metric_that_the_loss_does_not_know(quadratic: Callable[...,
     [
         ({"steps": 0}, "steps is 0"),
         ({"evals": 1}, "evals is 1"),
-        ({"evals": 52}, r"evals is 52; it must be from 2 \(both ends\) to steps \+ 1 = 51"),
+        ({"evals": 52}, r"evals is 52.*2 \(both.*1 = 51"),
         ({"pairs": 1}, "pairs is 1; it must be at least 2"),
         ({"pairs": 0, "estimator": "score"}, "pairs is 0; it must be at least 1"),
         ({"estimator": "best"}, "estimator is 'best'"),
         ({"variance": 0.0}, "variance is 0.0"),
-        ({"replay": 2}, "replay is 2; it must be at least tasks = 4"),
+        ({"replay": 2}, r"replay is 2.*tasks = 4"),
         ({"clip": math.inf}, "clip is inf"),
     ],
 )
@@ -315,7 +315,7 @@ def test_gradient_checkpointing_is_refused_before_any_query_or_does_no_harm() ->
     metric = Metric(lambda: asked.append(None) or len(asked) / 1000, maximize=True)
     asked: list[None] = []
     task = FinetuneTask(attach_film(Net(), dim=3), loss=loss, batches=batches, metric=metric)
-    with pytest.raises(AdapterError, match=r"uses gradient checkpointing.*turn it off"):
+    with pytest.raises(AdapterError, match=r"uses.*checkpointing.*turn it off"):
         QUICK.meta_train(task, iterations=1)
     assert not asked
     assert replace(QUICK, estimator="score").meta_train(task, iterations=1).f is not None
@@ -324,7 +324,7 @@ def test_gradient_checkpointing_is_refused_before_any_query_or_does_no_harm() ->
 
 def test_too_few_queries_are_refused_before_any(quadratic: Callable[..., Any]) -> None:
     task = quadratic(3)
-    with pytest.raises(BudgetError, match=r"16 queries are too few .* give at least 17, or fewer"):
+    with pytest.raises(BudgetError, match=r"16 queries.*least 17, or fewer"):
         optimize_metric(task, queries=16, strategy=QUICK, callback=Callback())
     task = quadratic(3, budget=20)
     with pytest.raises(BudgetError, match="30 queries requested, 20 left"):

@@ -206,16 +206,16 @@ def test_any_search_whose_queries_do_not_depend_on_its_budget_will_do() -> None:
 
 @pytest.mark.parametrize("strategy", [CMAES(), Recipe()])
 def test_others_are_refused(strategy: Any) -> None:
-    with pytest.raises(ValueError, match="asks first depends on its budget; assess with a search such as"):
+    with pytest.raises(ValueError, match=r"asks first depends.*search such as"):
         assess(Shifted().task, strategy=strategy, callback=Callback())
 
 
 def test_too_few_queries_are_refused_before_the_first() -> None:
     shifted = Shifted()
-    with pytest.raises(BudgetError, match="3 queries are too few: the 3 starts and a point of the search take 4"):
+    with pytest.raises(BudgetError, match=r"3 queries are too.*the 3.*search take 4"):
         assess(shifted.task, 3, starts=shifted.starts, callback=Callback())
     task = replace(shifted.task, metric=shifted.task.metric.with_settings(repeats=2))
-    with pytest.raises(BudgetError, match="7 queries are too few: the 3 starts and a point of the search take 8"):
+    with pytest.raises(BudgetError, match=r"7 queries are too.*the 3.*search take 8"):
         assess(task, 7, starts=shifted.starts, callback=Callback())
     assert shifted.calls == 0
 
@@ -338,7 +338,7 @@ def test_where_no_setting_gains_it_is_as_without_any(quadratic: Any) -> None:
 
 def test_queries_that_the_settings_take_alone_are_too_few(quadratic: Any) -> None:
     sized = Sized(quadratic, gain=0.5)
-    with pytest.raises(BudgetError, match="the 1 start, 10 choices of settings and a point of the search take 12"):
+    with pytest.raises(BudgetError, match=r"the 1 start, 10 choices.*search take 12"):
         assess(sized.task, 11, callback=Callback())
     assert sized.calls == 0
 
@@ -346,7 +346,7 @@ def test_queries_that_the_settings_take_alone_are_too_few(quadratic: Any) -> Non
 def test_a_run_too_short_for_its_settings_refuses_the_folder(quadratic: Any, tmp_path: Path) -> None:
     assess(Sized(quadratic, gain=0.5).task, output_dir=tmp_path, callback=Callback())
     sized = Sized(quadratic, gain=0.5)
-    with pytest.raises(FileFormatError, match="there are too few queries to try as many; give more"):
+    with pytest.raises(FileFormatError, match=r"there are too few.*many; give more"):
         optimize_metric(sized.task, queries=7, output_dir=tmp_path, resume=True, callback=Callback())
     assert sized.calls == 0
 

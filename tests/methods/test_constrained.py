@@ -325,7 +325,7 @@ def test_learners_show_other_quantities_and_refuse_constraints(toy: Toy) -> None
     assert run.also["along"][0] == 0.0
     for strategy in (recipe, Algorithm1(), AlgorithmS1()):
         task = toy.judged()
-        with pytest.raises(ValueError, match=f"along <= .*, which {type(strategy).__name__} can't respect; search by"):
+        with pytest.raises(ValueError, match=rf"along <=.*{type(strategy).__name__} can't respect; search by"):
             go(task, 500, strategy=strategy)
         assert task.metric.ledger.spent == 0
 
@@ -342,7 +342,7 @@ def test_what_fails_at_the_start_costs_no_query_and_at_the_end_no_run(toy: Toy) 
         go(task, 24)
     assert task.metric.ledger.spent == 0
     strict = False
-    with pytest.warns(UserWarning, match="no such server; so it is not known of the model as it is now"):
+    with pytest.warns(UserWarning, match="known of the model as it is now"):
         run = go(task, 24)
     assert run.chosen == "search"
     assert "far" not in run.also
@@ -350,9 +350,9 @@ def test_what_fails_at_the_start_costs_no_query_and_at_the_end_no_run(toy: Toy) 
 
 
 def test_a_quantity_that_nobody_tells_is_refused_by_name(toy: Toy) -> None:
-    with pytest.raises(MetricError, match=r"subject_to names 'recall', but metric 'distance' told 'along' besides"):
+    with pytest.raises(MetricError, match=r"subject_to names.*told 'along' besides"):
         go(toy.judged(subject_to={"recall": ">= 0.5"}), 24)
-    with pytest.raises(MetricError, match=r"'along', but metric 'distance' tells nothing besides; let it return"):
+    with pytest.raises(MetricError, match=r"'along'.*besides; let it return"):
         go(toy.judged(toy.task.distance), 24)
 
 
@@ -367,7 +367,7 @@ def test_a_value_that_is_not_finite_is_a_failure(toy: Toy) -> None:
         return {**told, "along": math.nan} if number in bad else told
 
     bad = {1}
-    with pytest.raises(MetricError, match="'along' is nan; it must be a finite number"):
+    with pytest.raises(MetricError, match=r"'along'.*finite number"):
         go(toy.judged(sometimes, failures=5), 24)
     number, bad = 0, {5, 9}
     with pytest.warns(UserWarning, match=r"'along' is nan.*failure 1 of 5"):
@@ -407,7 +407,7 @@ def test_an_adapter_alone_may_be_subject_to_something(toy: Toy) -> None:
     adapter = attach_input_bias(torch.nn.Linear(2, 3).double(), dim=8)
     search = Search(adapter, 24, maximize=False, subject_to={"along": "<= start + 0.2"})
     (start,) = search.ask()
-    with pytest.raises(ValueError, match=r"subject to 'along', and nothing was told besides; tell\(\.\.\., also="):
+    with pytest.raises(ValueError, match=r"subject.*'along'.*tell\(\.\.\., also="):
         search.tell(start.id, 1.0)
     with pytest.raises(ValueError, match="and told are 'longa' besides"):
         search.tell(start.id, 1.0, also={"longa": 1.0})

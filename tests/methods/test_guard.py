@@ -49,7 +49,7 @@ def test_deviates_are_quantiles_of_the_normal(confidence: float, expected: float
 
 @pytest.mark.parametrize("wrong", [0.4, 1.0, 0.0, -1.0, 84.0, math.nan])
 def test_a_confidence_out_of_range_is_refused(wrong: float) -> None:
-    with pytest.raises(ValueError, match=f"guard_confidence is {wrong}; it must be at least 0.5 and below 1"):
+    with pytest.raises(ValueError, match=rf"guard_confidence.*{wrong}.*0.5 and below 1"):
         deviates(wrong)
 
 
@@ -505,7 +505,7 @@ def test_halves_that_are_none_are_said_and_not_used(halves: Any, noise: float | 
     visited = [Evaluation(cost, halves(cost), noise) for cost in costs]
     candidates = {"start": visited[0], "search": min(visited, key=lambda each: each.cost)}
     decision: Any = decide_among if among else decide
-    with pytest.warns(UserWarning, match="the metric's halves .*, so they don't tell a gain from chance") as said:
+    with pytest.warns(UserWarning, match=r"the metric's.*tell a gain from chance") as said:
         found = decision(candidates, visited)
     assert len(said) == 1
     without = [each._replace(halves=None) for each in visited]

@@ -140,7 +140,7 @@ def test_a_run_that_is_resumed_does_not_ask_the_held_out_data_again(
         return float(model.metricopt.phi.detach().square().sum())  # type: ignore[union-attr, operator]
 
     metric = Metric(breaks, maximize=False, bounds=None, name="aside")
-    with pytest.raises(MetricError, match=r"metric 'aside' raised ConnectionError: the server is down \('search'; "):
+    with pytest.raises(MetricError, match="metric 'aside' raised ConnectionError:"):
         run(task, holdout=metric, output_dir=tmp_path)
     for queries in (3, 3):  # the one that failed, and none
         again = quadratic()

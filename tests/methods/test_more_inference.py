@@ -133,7 +133,7 @@ def test_what_can_not_be_asked_is_refused(quadratic: Make) -> None:
     result = run(task)
     with pytest.raises(ValueError, match=r"most is 0\.5; it must be at least 1"):
         more_inference(task, result, most=[0.5])
-    with pytest.raises(ValueError, match="the task has no settings of inference; give it settings="):
+    with pytest.raises(ValueError, match="inference; give it settings="):
         more_inference(task.with_settings(None), result)
 
 

@@ -237,7 +237,7 @@ def test_a_search_without_f_keeps_its_end(quadratic: Make) -> None:
 
 def test_a_budget_that_is_too_small_by_what_is_held_back_is_refused(quadratic: Make) -> None:
     least = GuidedTrustRegion().least_queries(4)
-    with pytest.raises(BudgetError, match=f"of {least}, one is held back for the value of what is kept, as classes"):
+    with pytest.raises(BudgetError, match=rf"of {least}, one.*what is kept, as classes"):
         run_of(of_classes(quadratic(), 1.5), queries=least)
     run_of(of_classes(quadratic(), 1.5), queries=least + 1)
     with pytest.raises(BudgetError, match="one is held back"):

@@ -205,7 +205,7 @@ def test_the_metrics_own_budget_is_checked_before_anything_is_asked_or_written(
 ) -> None:
     task = quadratic(budget=50)
     task.metric.ledger.spend("elsewhere", 6)
-    with pytest.raises(BudgetError, match=r"47 queries requested, 44 left in the metric's own budget"):
+    with pytest.raises(BudgetError, match=r"47 queries.*metric's own budget"):
         go(task, output_dir=tmp_path / "run")
     assert task.queries == 0
     assert not (tmp_path / "run").exists()
@@ -230,11 +230,9 @@ def test_what_is_no_integer_is_refused_before_anything_is_asked_or_written(
 
 
 def test_a_class_is_no_strategy(quadratic: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match="strategy is the class CMAES; it must be an instance"):
+    with pytest.raises(ValueError, match=r"strategy.*CMAES; it must be an instance"):
         optimize_metric(quadratic(), queries=QUERIES, strategy=CMAES)  # type: ignore[arg-type]
-    with pytest.raises(
-        ValueError, match=r"strategy is 'cmaes'; it must be a search, e.g. GuidedTrustRegion\(\) or CMAES\(\)"
-    ):
+    with pytest.raises(ValueError, match=r"strategy is 'cmaes'.*CMAES\(\)"):
         optimize_metric(quadratic(), queries=QUERIES, strategy="cmaes")  # type: ignore[arg-type]
 
 
@@ -299,7 +297,7 @@ def test_a_change_of_the_weights_ends_the_run_at_its_query(
 ) -> None:
     task = quadratic()
     before = task.problem.layer.weight.detach().clone()
-    with pytest.raises(WeightsError, match=r"^metric 'distance' or the loss changed the model's weight in a way that"):
+    with pytest.raises(WeightsError, match="changed the model's weight in a way"):
         optimize_metric(changing(task, 4, 1), queries=queries, strategy=strategy, callback=Callback())
     assert task.queries == 4
     assert torch.equal(task.problem.layer.weight, before)
@@ -312,7 +310,7 @@ def test_any_changed_entry_is_found_at_the_end(
     monkeypatch.setattr(weights, "ENTRIES", 2)  # of the six, the first and the last
     task = quadratic()
     before = task.problem.layer.weight.detach().clone()
-    with pytest.raises(WeightsError, match=r"^metric 'distance' or the loss changed the model's weight; all was put"):
+    with pytest.raises(WeightsError, match="changed the model's weight; all was put"):
         optimize_metric(
             changing(task, 4, 1), queries=queries, strategy=strategy, callback=Callback(), output_dir=tmp_path
         )
@@ -604,7 +602,7 @@ def test_a_resumed_run_without_a_trusted_f_books_the_same_queries(
 def test_an_earlier_run_is_not_written_over(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     go(quadratic(), output_dir=tmp_path)
     task = quadratic()
-    with pytest.raises(FileFormatError, match="holds an earlier run; resume it, or use another output folder"):
+    with pytest.raises(FileFormatError, match=r"holds an earlier.*another output folder"):
         go(task, output_dir=tmp_path)
     for path in sorted((tmp_path / "trajectories").iterdir()):
         path.unlink()
@@ -758,8 +756,8 @@ def test_damaged_files_are_named(quadratic: Callable[..., Any], tmp_path: Path) 
 @pytest.mark.parametrize(
     ("at", "where"),
     [
-        (4, r"round 0, task 1, step \d+; 1 finished trajectories are kept"),
-        (23, r"round 1, task 7, step \d+; 7 finished trajectories are kept"),
+        (4, r"round 0.*\d+; 1.*trajectories are kept"),
+        (23, r"round 1.*\d+; 7.*trajectories are kept"),
         (39, r"choosing settings, trial 3"),
         (43, r"end guard, loss_finetune"),
     ],
@@ -907,7 +905,7 @@ def test_a_resumed_search_asks_nothing_twice(
 def test_too_small_a_budget_for_a_search_is_refused(quadratic: Callable[..., Any], search: Search) -> None:
     task = quadratic()
     least = search.least_queries(4)
-    with pytest.raises(BudgetError, match=f"{least - 1} queries are too few: .* needs at least {least}"):
+    with pytest.raises(BudgetError, match=rf"{least - 1} queries.*needs at least {least}"):
         optimize_metric(task, queries=least - 1, strategy=search, callback=Callback())
     assert task.queries == 0
 
@@ -934,7 +932,7 @@ def test_metricopt_followed_by_a_search(quadratic: Callable[..., Any], tmp_path:
 
 def test_a_search_to_refine_with_needs_its_queries(quadratic: Callable[..., Any]) -> None:
     task = quadratic()
-    with pytest.raises(BudgetError, match=r"refine_queries is 5; .* needs at least 10"):
+    with pytest.raises(BudgetError, match=r"refine_queries.*5; .* needs at least 10"):
         go(task, queries=100, recipe=replace(RECIPE, refine=CMAES(), refine_queries=5))
     assert task.queries == 0
 
@@ -953,10 +951,10 @@ def test_a_search_to_refine_with_needs_its_queries(quadratic: Callable[..., Any]
         ({"starts": {"a": Start(torch.zeros(3))}}, AdapterError, r"start 'a': phi has shape \(3,\)"),
         ({"starts": {"a": Start(torch.zeros(4), {"mean": torch.zeros(1)})}}, AdapterError, "no buffer 'mean'"),
         ({"starts": {"search": Start(torch.zeros(4))}}, ValueError, "a start is named 'search'"),
-        ({"guard_confidence": 0.4}, ValueError, "guard_confidence is 0.4; it must be at least 0.5 and below 1"),
+        ({"guard_confidence": 0.4}, ValueError, r"guard_confidence.*0.4.*0.5 and below 1"),
         ({"guard_confidence": 1.0}, ValueError, "guard_confidence is 1.0; it must be"),
         ({"strategy": RECIPE, "guard_confidence": 0.4}, ValueError, "guard_confidence is 0.4"),
-        ({"queries": 6}, BudgetError, "6 queries are too few: .* in 4 dimensions needs at least 7"),
+        ({"queries": 6}, BudgetError, r"6 queries.*in 4.*needs at least 7"),
         ({"queries": 7, "starts": {"a": Start(torch.zeros(4))}}, BudgetError, "needs at least 8"),
         ({"strategy": GuidedTrustRegion}, ValueError, "strategy is the class GuidedTrustRegion"),
     ],
@@ -1024,8 +1022,6 @@ def test_repeats_share_the_budget(quadratic: Callable[..., Any], strategy: Any, 
 
 def test_too_few_queries_for_repeats_say_so(quadratic: Callable[..., Any]) -> None:
     metric = Metric(lambda: 0.5, maximize=False, repeats=3)
-    with pytest.raises(
-        BudgetError, match=r"6 queries are too few: .* needs at least 7 \(each an evaluation of 3 queries"
-    ):
+    with pytest.raises(BudgetError, match=r"6 queries.*evaluation of 3 queries"):
         optimize_metric(quadratic().judged_by(metric), queries=20, callback=Callback())
     assert metric.ledger.spent == 0

@@ -110,11 +110,11 @@ def test_a_class_that_is_not_there_keeps_half_an_example() -> None:
 
 def test_what_has_no_priors_is_refused() -> None:
     task = task_of(3)
-    with pytest.raises(ValueError, match=r"priors are \(2,\); they must be 3, one for each class"):
+    with pytest.raises(ValueError, match=r"priors.*\(2,\).*3, one for each class"):
         prior_line(task, [1, 2])
-    with pytest.raises(ValueError, match=r"priors are \(3,\); they must be 2 for a single logit"):
+    with pytest.raises(ValueError, match=r"priors.*\(3,\).*2 for a single logit"):
         em_prior_start(task_of(1), [X], [1, 2, 3])
-    with pytest.raises(DataError, match=r"each class must have a share above 0 for its prior, got \[3, 0, 1\]"):
+    with pytest.raises(DataError, match=r"each class.*0 for.*\[3, 0, 1\]"):
         prior_line(task, [3, 0, 1])
     with pytest.raises(DataError, match="estimated from inputs, got none"):
         em_prior_start(task, [], [1, 1, 1])
@@ -122,7 +122,7 @@ def test_what_has_no_priors_is_refused() -> None:
         attach_film(nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)), dim=3),
         metric=Metric(lambda model: 0.0, maximize=True),
     )
-    with pytest.raises(AdapterError, match=r"phi has no offsets of the logits; attach it with outputs=Outputs\(\)"):
+    with pytest.raises(AdapterError, match=r"phi.*attach it with outputs=Outputs\(\)"):
         prior_line(plain, [1, 1, 1])
 
 

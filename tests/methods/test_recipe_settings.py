@@ -112,7 +112,7 @@ def test_queries_that_are_planned_besides_collection(change: dict[str, Any], cho
         assert recipe.tasks_per_round(fixed + tasks * per_task, dim=4) == tasks
         assert recipe.tasks_per_round(fixed + (tasks + 1) * per_task - 1, dim=4) == tasks
     least = fixed + LEAST_TASKS * per_task
-    with pytest.raises(BudgetError, match=f"{least - 1} queries are too few for 2 rounds .* give at least {least},"):
+    with pytest.raises(BudgetError, match=rf"{least - 1} queries.*2 rounds.*give at least {least},"):
         recipe.tasks_per_round(least - 1, dim=4)
 
 
@@ -120,9 +120,7 @@ def test_a_search_to_refine_with_needs_more_queries_in_more_dimensions() -> None
     least = CMAES().least_queries(64)
     recipe = replace(RECIPE, refine=CMAES(), refine_queries=least - 1)
     assert recipe.tasks_per_round(1000, dim=4) > 0
-    with pytest.raises(
-        BudgetError, match=rf"refine_queries is {least - 1}; CMAES\(.* in 64 dimensions needs .* {least}"
-    ):
+    with pytest.raises(BudgetError, match=rf"refine_queries.*{least - 1}.*in 64.*needs .* {least}"):
         recipe.tasks_per_round(1000, dim=64)
 
 
@@ -133,5 +131,5 @@ def test_every_part_has_two_trajectories_where_there_are_enough() -> None:
 
 @pytest.mark.parametrize("pair", [(0.1,), (0.1, 0.2, 0.3)])
 def test_a_setting_is_a_pair(pair: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match=r"settings has \(0\.1,.*; each must be a pair \(loss weight, metric step\)"):
+    with pytest.raises(ValueError, match=r"settings.*\(0\.1.*.*metric step\)"):
         Recipe(settings=(pair,))  # type: ignore[arg-type]

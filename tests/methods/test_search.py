@@ -253,7 +253,7 @@ def test_several_pairs_of_halves_are_told_and_kept_and_their_number_must_stay(qu
     kept = KeptEvaluations(tmp_path / "evaluations.json", task.metric).evaluations[0].evaluation
     assert kept == Evaluation(0.5, (0.5, 0.75), pairs=((0.5, 0.75), (0.75, 0.0)))
     (trial,) = search.ask()
-    with pytest.raises(ValueError, match="trial 1 is told 1 pair of halves, but others 2; divide the data"):
+    with pytest.raises(ValueError, match=r"trial 1.*1 pair.*2; divide the data"):
         search.tell(trial.id, 1.0, halves=(1.0, 0.5))
     search.tell(trial.id, 1.0)  # the metric may be undefined on a half here
 
@@ -284,7 +284,7 @@ def test_what_can_be_no_answer_changes_nothing(quadratic: Make, tmp_path: Path) 
     search.tell(0, 1.0)
     search.tell(0, 1.0)
     for again in (lambda: search.tell(0, 2.0), lambda: search.fail(0), lambda: search.give_up(0)):
-        with pytest.raises(ValueError, match="trial 0 was told before, as another value; what was told stays"):
+        with pytest.raises(ValueError, match=r"trial 0 was told.*what was told stays"):
             again()
     with pytest.raises(ValueError, match="there is no open trial 2"):  # of the batch, but nobody has asked for it
         search.tell(2, 1.0)
@@ -294,7 +294,7 @@ def test_a_result_needs_the_least_queries(quadratic: Make) -> None:
     task = quadratic()
     search = Search(task, 30)
     least = GuidedTrustRegion().least_queries(4)
-    with pytest.raises(BudgetError, match=f"{least} more trials must be told before there is a result"):
+    with pytest.raises(BudgetError, match=rf"{least}.*told before there is a result"):
         search.result()
     for _ in range(least):
         (trial,) = search.ask(1)
@@ -309,7 +309,7 @@ def test_a_result_needs_the_least_queries(quadratic: Make) -> None:
 
 
 def test_strategies_without_ask_and_tell_say_so(quadratic: Make) -> None:
-    with pytest.raises(ValueError, match="which has no ask and tell: it learns from whole trainings"):
+    with pytest.raises(ValueError, match="tell: it learns from whole trainings"):
         Search(quadratic(), 500, strategy=Recipe())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="strategy is the class CMAES"):
         Search(quadratic(), 500, strategy=CMAES)  # type: ignore[arg-type]
@@ -318,7 +318,7 @@ def test_strategies_without_ask_and_tell_say_so(quadratic: Make) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"queries": 6}, BudgetError, "6 queries are too few: GuidedTrustRegion"),
+        ({"queries": 6}, BudgetError, r"6 queries.*too few: GuidedTrustRegion"),
         ({"queries": 200}, BudgetError, "200 queries requested, 100 left"),
         ({"seed": -1}, ValueError, "seed is -1"),
         ({"guard_confidence": 1.0}, ValueError, "guard_confidence is 1.0"),
@@ -337,9 +337,9 @@ def test_an_adapter_needs_a_direction() -> None:
     adapter = attach_input_bias(nn.Linear(2, 3), dim=4)
     with pytest.raises(ValueError, match="maximize is missing"):
         Search(adapter, 40)
-    with pytest.raises(ValueError, match="it must be a FinetuneTask, or the Adapter"):
+    with pytest.raises(ValueError, match="FinetuneTask, or the Adapter"):
         Search(adapter.model, 40, maximize=True)  # type: ignore[arg-type]
-    with pytest.raises(AdapterError, match="this needs gradients of a loss, and the task has none"):
+    with pytest.raises(AdapterError, match="needs gradients of a loss, and the task"):
         Search(adapter, 40, maximize=True, strategy=GuidedES())
 
 

@@ -355,7 +355,7 @@ def test_a_folder_that_is_removed_or_replaced_ends_the_run(quadratic: Callable[.
             return float(task.distance(model))
 
         broken = task.judged_by(Metric(metric, maximize=False, bounds=None, name="distance"))
-        with pytest.raises(FileFormatError, match="was removed or replaced while this run wrote to it, so the run"):
+        with pytest.raises(FileFormatError, match="while this run wrote to it, so the run"):
             optimize_metric(broken, queries=24, seed=1, output_dir=folder, callback=Callback())
         assert task.problem.queries == 13
         assert folder.exists() == replaced
@@ -371,7 +371,7 @@ def test_work_without_its_identity_is_refused(quadratic: Callable[..., Any], tmp
     identity = tmp_path / "identity.json"
     identity.unlink() if damage is None else identity.write_bytes(damage)
     for seed in (1, 2):
-        with pytest.raises(FileFormatError, match="so nobody can tell which run they are of; use another output") as e:
+        with pytest.raises(FileFormatError, match=r"so nobody.*use another output") as e:
             optimize_metric(quadratic(), queries=24, seed=seed, output_dir=tmp_path, resume=True, callback=Callback())
         assert "delete" not in str(e.value)
 

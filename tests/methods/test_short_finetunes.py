@@ -115,14 +115,14 @@ def test_a_model_that_can_not_be_trained_is_refused(tmp_path: Path) -> None:
     task = task_of()
     model = task.adapter.remove().requires_grad_(False)
     task = FinetuneTask(attach_film(model, ["1"], dim=3), loss=loss, batches=task.batches, metric=task.metric)
-    with pytest.raises(ValueError, match="no parameter of Sequential requires a gradient"):
+    with pytest.raises(ValueError, match="Sequential requires a gradient"):
         made(task, Training(20, 0.05), tmp_path)
 
 
 def test_a_task_without_a_loss_needs_one(tmp_path: Path) -> None:
     task = task_of()
     bare = FinetuneTask(task.adapter, metric=task.metric)
-    with pytest.raises(ValueError, match=r"finetunes need a loss and batches.*give it loss= and batches="):
+    with pytest.raises(ValueError, match=r"finetunes need.*loss= and batches="):
         made(bare, Training(20, 0.05), tmp_path)
 
 
@@ -191,7 +191,7 @@ def test_a_killed_finetune_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pyte
 def test_files_of_other_finetunes_are_refused(change: dict[str, Any], said: str, tmp_path: Path) -> None:
     training = Training(20, 0.05, train=counting([]))
     made(task_of(), training, tmp_path)
-    with pytest.raises(FileFormatError, match=rf"finetune-0\.safetensors is of another finetune: {said}; delete it"):
+    with pytest.raises(FileFormatError, match=rf"finetune-0\.safetensors.*{said}; delete it"):
         made(task_of(), training, tmp_path, **change)
 
 

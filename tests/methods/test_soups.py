@@ -183,7 +183,7 @@ def test_a_greedy_soup_is_at_least_as_good_as_its_first(files: list[Path]) -> No
 
 def test_a_budget_that_is_too_small_is_refused_before_a_query(files: list[Path]) -> None:
     task = task_of(ledger=Ledger(2))
-    with pytest.raises(BudgetError, match=r"a greedy soup takes 3 queries, 2 left .* set kinds=\['uniform'\]"):
+    with pytest.raises(BudgetError, match=r"takes 3.* set kinds=\['uniform'\]"):
         soup_starts(task, files)
     assert task.metric.ledger.spent == 0
     assert "uniform_soup" in soup_starts(task, files, kinds=["uniform"])
@@ -213,9 +213,7 @@ def test_models_that_share_no_basin_are_warned_of(tmp_path: Path) -> None:
     )
     for name, each in {"a.pth": state, "b.pth": turned}.items():
         torch.save(each, tmp_path / name)
-    with pytest.warns(
-        UserWarning, match=r"the average's loss on a batch is .*[ab]\.pth, the worst of its 2 models, .*basin"
-    ):
+    with pytest.warns(UserWarning, match=r"the average's loss.*2 models, .*basin"):
         soup_starts(task, [tmp_path / "a.pth", tmp_path / "b.pth"], kinds=["uniform"])
 
 
@@ -233,14 +231,14 @@ def test_a_task_without_a_loss_has_soups_too(files: list[Path]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({}, "give either checkpoints, .* or finetunes"),
+        ({}, r"give.*checkpoints, .* or finetunes"),
         ({"checkpoints": ["a.pth", "b.pth"], "finetunes": 3}, "give either checkpoints"),
-        ({"checkpoints": "a.pth"}, "checkpoints is 'a.pth'; it must be a list of files"),
-        ({"checkpoints": ["a.pth"]}, "checkpoints has 1 file; an average is of two or more"),
+        ({"checkpoints": "a.pth"}, r"checkpoints.*'a.pth'.*list of files"),
+        ({"checkpoints": ["a.pth"]}, r"checkpoints.*1 file.*two or more"),
         ({"checkpoints": ["a.pth", "b.pth", "a.pth"]}, "checkpoints has 'a.pth' twice"),
-        ({"checkpoints": ["a.pth", "b.pth"], "kinds": ["best"]}, r"kinds is \['best'\]; it must name one or both"),
+        ({"checkpoints": ["a.pth", "b.pth"], "kinds": ["best"]}, r"kinds.*\['best'\].*name one or both"),
         ({"finetunes": 1, "training": Training(9, 0.1)}, "finetunes.* at least 2"),
-        ({"finetunes": 2}, r"finetunes need training=Training\(steps, lr\)"),
+        ({"finetunes": 2}, r"finetunes need.*lr\)"),
         ({"finetunes": 2, "training": Training(9, 0.1), "share": 1.5}, "share is 1.5; it must be above 0"),
     ],
 )

@@ -187,9 +187,7 @@ def test_between_two_starts_all_is_mixed_in_its_own_type() -> None:
 
 def test_what_one_start_leaves_is_the_models_own() -> None:
     a, b = Start(torch.zeros(2)), Start(torch.ones(2), {"mean": torch.full((3,), 4.0)})
-    with pytest.raises(
-        AdapterError, match=r"only one of the starts replaces 'mean'; .*task.adapter.base_state_dict\(\)"
-    ):
+    with pytest.raises(AdapterError, match=r"only.*task.adapter.base_state_dict\(\)"):
         line_between(a, b)
     line = line_between(a, b, {"mean": torch.full((3,), 2.0), "var": torch.ones(3)})
     assert line.at(0.5).buffers["mean"].tolist() == [3.0] * 3

@@ -42,8 +42,8 @@ def test_each_start_of_a_search_is_a_query_more(search: Any) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (CMAES, "strategy is the class CMAES; it must be an instance"),
-        ("cmaes", "strategy is 'cmaes'; it must be a search"),
+        (CMAES, r"strategy.*CMAES; it must be an instance"),
+        ("cmaes", r"strategy.*'cmaes'; it must be a search"),
         (print, "it must be a search"),
     ],
 )

@@ -158,7 +158,7 @@ def test_a_metric_that_takes_them_needs_some(quadratic: Make) -> None:
     task = replace(
         quadratic(8), metric=Metric(lambda model, settings: 0.5, maximize=False, bounds=None, name="distance")
     )
-    with pytest.raises(MetricError, match=r"takes settings, but there are none; give FinetuneTask\(..., settings="):
+    with pytest.raises(MetricError, match=r"takes.*FinetuneTask\(..., settings="):
         run(task)
 
 
@@ -280,7 +280,7 @@ def test_there_is_no_result_before_the_stage_is_over(quadratic: Make, told: int)
     search.tell(search.ask()[0].id, 3.0)
     for trial in search.ask(3)[:told]:
         search.tell(trial.id, 3.0)
-    with pytest.raises(BudgetError, match=rf"^{4 - told} more trials? must be told .*: {1 + told} of at least 5 were"):
+    with pytest.raises(BudgetError, match=rf"{4 - told} more trials? must be told .*: {1 + told} of"):
         search.result()
 
 
@@ -363,7 +363,7 @@ def test_no_budget_is_exceeded(quadratic: Make, queries: int) -> None:
 @pytest.mark.parametrize("strategy", [Recipe(), Algorithm1(), AlgorithmS1()])
 def test_what_tunes_no_settings_refuses_them(quadratic: Make, strategy: Any) -> None:
     toy = Toy(quadratic, free={"kind": "soft"})
-    with pytest.raises(ValueError, match=rf"size and 1 more, which {type(strategy).__name__} does not tune; search by"):
+    with pytest.raises(ValueError, match=rf"size and 1 more.*{type(strategy).__name__}.*tune; search by"):
         run(toy.judged(), 400, strategy=strategy)
     assert not toy.asked
 
@@ -380,7 +380,7 @@ def test_an_error_names_the_settings_in_force(quadratic: Make) -> None:
     with pytest.raises(MetricError, match=said):
         run(toy.judged(distance))
     assert toy.now == {"size": 2.0, "kind": "hard"}
-    with pytest.warns(UserWarning, match=r"settings size 4\.0, kind 'hard'\); the worst value so far is taken"):
+    with pytest.warns(UserWarning, match=r"settings.*4\.0.*value so far is taken"):
         result = run(toy.judged(distance, failures=1))
     assert result.settings is not None
     assert result.settings.after == {"size": BEST, "kind": "soft"}

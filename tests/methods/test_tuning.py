@@ -83,7 +83,7 @@ def test_an_f_of_another_adapter_is_refused_before_any_query(quadratic: Callable
     fit = learned(task)
     assert fit.f.signature == task.adapter.signature
     task.adapter.context.seed, spent = 1, task.queries
-    with pytest.raises(ValueFunctionError, match="f was fitted for another adapter, of seed 0, not 1"):
+    with pytest.raises(ValueFunctionError, match=r"f was fitted for another.*0, not 1"):
         tune_start(task, fit, recipe=RECIPE)
     assert task.queries == spent
     fit.f.signature = None
@@ -195,6 +195,6 @@ def test_a_required_guard_refuses_halves_that_are_none(quadratic: Callable[..., 
         return value, (value, value)
 
     strict = Metric(metric, maximize=False, bounds=None, name="distance", require_guard=True)
-    guarded = pytest.raises(UnguardedError, match="metric 'distance' reports no halves that tell, so nobody could tell")
+    guarded = pytest.raises(UnguardedError, match=r"metric 'distance'.*nobody could tell")
     with guarded, pytest.warns(UserWarning, match="the metric's halves always move alike"):
         tune_start(replace(task, metric=strict), fit, recipe=RECIPE)

@@ -53,21 +53,21 @@ def test_rows_that_come_again_count_once_and_tell_the_order() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     x, y, seen = drawn(30, 0)
     metric = RankingMetrics(["recall"], (1,))
-    with pytest.raises(DataError, match="there are no queries to judge; call update"):
+    with pytest.raises(DataError, match="queries to judge; call update"):
         metric.compute()
     with pytest.raises(DataError, match=r"got \(30, 3\) and 29 labels"):
         metric.update(x, y[1:])
     metric.update(x, y, cameras=seen)
     metric.update(x, y, gallery=True)
-    with pytest.raises(DataError, match="cameras must be given for queries and gallery, or for neither"):
+    with pytest.raises(DataError, match=r"cameras.*gallery, or for neither"):
         metric.compute()
     metric.update(x, y)
-    with pytest.raises(DataError, match="cameras must be given for all batches of the queries, or for none"):
+    with pytest.raises(DataError, match=r"cameras.*queries, or for none"):
         metric.compute()
     metric.reset()
     metric.update(x, y)
     metric.update(x[:, :2], y)
-    with pytest.raises(DataError, match=r"batches of the queries must have embeddings of one dimension, got \[2, 3\]"):
+    with pytest.raises(DataError, match=r"batches of the queries.*\[2, 3\]"):
         metric.compute()
     with pytest.raises(DataError, match="metric 'map' is none of"):
         RankingMetrics(["map"])

@@ -99,7 +99,7 @@ def test_labels_may_be_compared_by_ones_own_function(averages: Any) -> None:
     values = RecallCalculator(ks=(2,), label_comparison_fn=lambda a, b: (a - b).abs() < 0.05).get_accuracy(x, heights)
     near = found_in_order(x, heights, x, heights, True, lambda a, b: (a.float() - b.float()).abs() < 0.05)
     assert values == {"recall_at_2": pytest.approx(np.mean([same[:2].any() for same in near.values()]))}
-    with pytest.raises(DataError, match="labels must differ in float32 for label_comparison_fn; number them from 0"):
+    with pytest.raises(DataError, match=r"labels.*float32.*number them from 0"):
         ours.get_accuracy(x, 2**24 + torch.arange(80).reshape(40, 2))
 
 
@@ -150,7 +150,7 @@ def test_what_contradicts_itself_is_refused() -> None:
         AccuracyCalculator(knn_func=CustomKNN(LpDistance()), distance="ip")
     with pytest.raises(DataError, match="query_subset is for the exact search"):
         RecallCalculator(label_comparison_fn=torch.eq, query_subset=3)
-    with pytest.raises(DataError, match="include names 'recall_at_3', which is not among those chosen at first: rec"):
+    with pytest.raises(DataError, match=r"include.*'recall_at_3'.*first: rec"):
         RecallCalculator(ks=(1,)).get_accuracy(*drawn(30), include=("recall_at_3",))
     with pytest.raises(ValueError, match="mutually exclusive"):
         AccuracyCalculator(avg_of_avgs=True, return_per_class=True)

@@ -96,7 +96,7 @@ def test_an_index_that_can_not_be_right_is_refused(tmp_path: Path) -> None:
             read_index(path, 8, "l2", 50)
     numbered = faiss.IndexIDMap(faiss.IndexFlatL2(8))
     numbered.add_with_ids(items, np.arange(50) + 7)
-    with pytest.raises(DataError, match=r"finds item 5[0-6], but the gallery has 50; its ids must be their rows"):
+    with pytest.raises(DataError, match=r"finds.*5[0-6].*ids must be their rows"):
         recall_by_index(items, labels, (30,), None, gallery=(Index(numbered, "mine"), labels))
     with pytest.raises(DataError, match="index 'lsh' is none of ivf, hnsw"):
         recall_by_index(items, labels, (1,), "lsh")

@@ -541,7 +541,7 @@ def test_a_failing_metric_stops_the_trainer() -> None:
         adapter, Metric(failing, maximize=True), TrajectoryStore(), steps=2, evals=3, round=1, index=7
     )
     trainer = make_trainer(trunk, torch.optim.SGD(adapter.parameters(), lr=1.0), end_of_iteration_hook=recorder)
-    with pytest.raises(MetricError, match=r"server is down \(round 1, task 7, step 1\)"):
+    with pytest.raises(MetricError, match=r"server is down \(round 1.*7, step 1\)"):
         trainer.train()
     assert adapter.phi.norm() > 0  # the trained phi is back in the model
 

@@ -58,10 +58,10 @@ def test_in_shop_is_divided_by_its_partition(tmp_path: Path, images: str, lists:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("query", "probe", r"line 12 must be .*, the last one of train, query, gallery, got .*'probe'"),
-        ("18\n", "19\n", r"says 19 images, but lists 18; it may be cut off"),
+        ("query", "probe", r"line 12.*gallery, got .*'probe'"),
+        ("18\n", "19\n", r"says 19 images.*18; it may be cut off"),
         ("18\n", "", "must begin with the number of images"),
-        ("01_front.jpg   id_00000000", "00_front.jpg   id_00000000", "in line 3 and in line 4; list each image once"),
+        ("01_front.jpg   id_00000000", "00_front.jpg   id_00000000", r"in line 3.*4; list each image once"),
         ("query", "gallery", "lists no image for query"),
     ],
 )
@@ -127,7 +127,7 @@ def test_annotations_that_say_too_little_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="must tell each image's relative_im_path"):
         load_cars196(tmp_path, None, LIMITS)
     mat(tmp_path / "cars_annos.mat", ["relative_im_path", "class"], [("car_ims/000000.jpg", 1.5)])
-    with pytest.raises(DataError, match=r"image 1 has 'car_ims/000000\.jpg' of class 1\.5"):
+    with pytest.raises(DataError, match=r"image 1.*class 1\.5"):
         load_cars196(tmp_path, None, LIMITS)
     (tmp_path / "cars_annos.mat").write_bytes(b"MATLAB 5.0 MAT-file, but no more")
     with pytest.raises(DataError, match=r"cannot read .*cars_annos\.mat"):
@@ -151,7 +151,7 @@ def test_cub_has_its_classes_in_images(tmp_path: Path) -> None:
 def test_queries_and_gallery_go_together(tmp_path: Path) -> None:
     assert queries_and_gallery(tmp_path) is None
     (tmp_path / "Query").mkdir()
-    with pytest.raises(DataError, match="one folder of queries and one of the gallery"):
+    with pytest.raises(DataError, match=r"one.*queries and one of the gallery"):
         queries_and_gallery(tmp_path)
     (tmp_path / "gallery").mkdir()
     assert queries_and_gallery(tmp_path) == (tmp_path / "Query", tmp_path / "gallery")

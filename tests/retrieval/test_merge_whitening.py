@@ -52,7 +52,7 @@ def test_appended_it_gives_the_same() -> None:
     torch.manual_seed(0)
     model, x = Embedder(Conv4(1, 8, 6, 4)).double().eval(), torch.rand(40, 1, 8, 8, dtype=torch.float64)
     whitening = Whitening.of(embedded(model, x))
-    with pytest.raises(AdapterError, match=r"scaled to length 1 after the last linear layer.*append it: nn.Sequential"):
+    with pytest.raises(AdapterError, match=r"scaled to length 1.*nn.Sequential"):
         merge_whitening(model, whitening, HALF, x[:2])
     appended = nn.Sequential(model, whitening_layer(whitening, 0.5))
     expected = post_processed(embedded(model, x), HALF, whitening)
@@ -111,9 +111,9 @@ class Twice(nn.Module):
 @pytest.mark.parametrize(
     ("model", "post", "message"),
     [
-        (Tied(), HALF, "weights are computed, or used elsewhere too"),
-        (Twice(), HALF, "weights are computed, or used elsewhere too"),
-        (positive(), HALF, "what the model does after its last linear layer changes a whitening there"),
+        (Tied(), HALF, r"weights.*used elsewhere too"),
+        (Twice(), HALF, r"weights.*used elsewhere too"),
+        (positive(), HALF, r"what.*changes a whitening there"),
         (nn.Sequential(network(), nn.Tanh()), HALF, "no linear layer's output"),
         (network(), PostProcessing(whitening=0.5, l2_before=True), "scaled to length 1 before the whitening"),
     ],
@@ -134,7 +134,7 @@ def test_an_adapter_is_merged_first() -> None:
         merge_whitening(model, whitening, HALF, x)
     adapter.merge()
     wrong = Whitening.of(rand(60, 6, seed=5))
-    with pytest.raises(AdapterError, match=r"a whitening of 6 dimensions is for as many outputs, .* has 5"):
+    with pytest.raises(AdapterError, match=r"a whitening of 6.*outputs, .* has 5"):
         merge_whitening(model, wrong, HALF, x)
     with pytest.raises(DataError, match="dimension=7"):
         merge_whitening(model, whitening, PostProcessing(dimension=7), x)

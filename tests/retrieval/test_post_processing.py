@@ -74,7 +74,7 @@ def test_within_classes_distances_are_those_of_scikit_learn_s_discriminant_analy
     torch.testing.assert_close(ours.mean(0), torch.zeros(5, dtype=torch.float64), rtol=0, atol=1e-9)
     with pytest.raises(DataError, match="there are 90 embeddings, but 89 labels"):
         Whitening.within(x, labels[1:])
-    with pytest.raises(DataError, match="a whitening of 5 dimensions is fitted on 4 embeddings"):
+    with pytest.raises(DataError, match=r"a whitening.*fitted on 4 embeddings"):
         Whitening.within(x[:11], torch.arange(11) % 7).applied(x, 1.0)
 
 
@@ -115,15 +115,15 @@ def test_directions_without_variance_are_left_out() -> None:
         (lambda: Whitening.of(torch.full((9, 5), torch.nan)), "got NaN or infinity"),
         (
             lambda: Whitening.of(drawn(9)).projection(0.5, 6),
-            "dimension=6 of embeddings that have 5 principal components",
+            r"dimension=6.*5 principal components",
         ),
         (
             lambda: Whitening.of(drawn(5)).projection(0.5),
-            "of 5 dimensions is fitted on 5 embeddings; it must be more",
+            r"of 5.*5 embeddings; it must be more",
         ),
         (
             lambda: Whitening.of(drawn(9)).applied(drawn(9, 4), 0.5),
-            "of 5 dimensions is for embeddings of as many, got 4",
+            r"of 5 dimensions.*many, got 4",
         ),
     ],
 )
@@ -202,12 +202,12 @@ def test_what_is_missing_is_said() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"whitening": 1.5}, "whitening is 1.5; it must be from 0 to 1"),
-        ({"whitening": -0.5}, "whitening is -0.5; it must be at least 0"),
+        ({"whitening": 1.5}, r"whitening.*1.5; it must be from 0 to 1"),
+        ({"whitening": -0.5}, r"whitening.*-0.5; it must be at least 0"),
         ({"dimension": 2.5}, "dimension is 2.5; it must be an integer"),
-        ({"augmentation": -1}, "augmentation is -1; it must be at least 0"),
+        ({"augmentation": -1}, r"augmentation.*-1; it must be at least 0"),
         ({"alpha": -1.0}, "alpha is -1.0; it must be at least 0"),
-        ({"distance": "ip"}, "distance is 'ip'; it must be l2, cosine or None"),
+        ({"distance": "ip"}, r"distance.*'ip'.*l2, cosine or None"),
     ],
 )
 def test_what_can_t_be_done_is_refused(arguments: dict[str, Any], message: str) -> None:

@@ -409,7 +409,7 @@ def test_without_two_classes_at_each_level_there_are_no_halves(classes: int) -> 
     y = y % classes
     sets = {"val": [(each, torch.tensor([i, min(i, 1)])) for each, i in zip(x, y.tolist(), strict=True)]}
     tester = make_tester(label_hierarchy_level="all")
-    with pytest.warns(UserWarning, match="'val/recall_at_1' reports no halves, as one of two halves of its classes"):
+    with pytest.warns(UserWarning, match=r"'val/recall_at_1'.*classes"):
         run = search(make_trainer(trunk), tester, adapter, dataset_dict=sets, seed=1)
     assert run.guard == "none"
 
@@ -477,21 +477,19 @@ def test_what_can_t_be_searched() -> None:
     adapter = mo.attach_film(trunk, dim=D)
     Counting.calls = 0
     other = mo.attach_film(make_trunk(), dim=D)
-    with pytest.raises(AdapterError, match=r"on none of the trainer's models \(trunk, embedder\); attach it to one"):
+    with pytest.raises(AdapterError, match=r"on none.*trainer's.*attach it to one"):
         search(make_trainer(trunk), make_tester(), other)
-    with pytest.raises(ConfigError, match=r"metric='precision_at_1' is not calculated .* are recall_at_1, recall_at_2"):
+    with pytest.raises(ConfigError, match=r"metric='precision_at_1'.*recall_at_2"):
         search(make_trainer(trunk), make_tester(), adapter, metric="precision_at_1")
-    with pytest.raises(ConfigError, match=r"split='test' with splits_to_eval=None: .* of dataset_dict \(val\)"):
+    with pytest.raises(ConfigError, match=r"split='test'.* of dataset_dict \(val\)"):
         search(make_trainer(trunk), make_tester(), adapter, split="test")
     with pytest.raises(ConfigError, match="and 'val' must be queried"):
         search(make_trainer(trunk), make_tester(), adapter, splits_to_eval=[("test", ["val"])])
     each = make_tester()
     each.accuracy_calculator.return_per_class = True
-    with pytest.raises(
-        ConfigError, match="calculator returns recall_at_1 of each class; one value is tuned: leave ret"
-    ):
+    with pytest.raises(ConfigError, match=r"calculator.*recall_at_1.*leave ret"):
         search(make_trainer(trunk), each, adapter)
-    with pytest.raises(DataError, match="dataset has 48 examples, fewer than batch_size=49"):
+    with pytest.raises(DataError, match=r"dataset.*fewer than batch_size=49"):
         search(make_trainer(trunk, batch_size=49, sampler=None), make_tester(), adapter)
     with pytest.raises(BudgetError, match="3 queries are too few"):
         search(make_trainer(trunk), make_tester(), adapter, 3)
@@ -578,5 +576,5 @@ def test_one_call_leaves_no_adapter_after_an_error() -> None:
     with pytest.raises(ConfigError, match="not calculated by the tester"):
         tune_with_trainer(trainer, make_tester(), {"val": pairs(7)}, queries=QUERIES, metric="f1")
     assert set(trainer.models["trunk"].state_dict()) == names
-    with pytest.raises(ConfigError, match="part='head' is none of the trainer's models: trunk, embedder"):
+    with pytest.raises(ConfigError, match=r"part='head'.*models: trunk, embedder"):
         tune_with_trainer(trainer, make_tester(), {"val": pairs(7)}, queries=QUERIES, part="head")

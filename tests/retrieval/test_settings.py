@@ -211,7 +211,7 @@ def test_what_a_metric_can_t_be_judged_by_is_refused() -> None:
     assert retrieval_settings(queries, whiten_on=x).presets == ("augmentation_4", "augmentation_8")
     with pytest.raises(ValueError, match=r"also has 'expanson'.*expansion"):
         retrieval_settings(task_metric(), whiten_on=x, also=["expanson"])
-    with pytest.raises(ValueError, match="can be post-processed; make it by recall_metric"):
+    with pytest.raises(ValueError, match="make it by recall_metric"):
         retrieval_settings(mo.Metric(lambda model: 0.5, maximize=True), whiten_on=x)
     with pytest.raises(ValueError, match="there is no metric"):
         retrieval_settings(whiten_on=x)
@@ -367,5 +367,5 @@ def test_a_tester_s_metric(gallery: bool) -> None:
     expected = recall_at_k(post_processed(x[1], post, fitted), examples(1)[1], (2,), gallery=items).mean
     assert task.metric.to_value(found.cost) == pytest.approx(expected, abs=1e-12)
     assert found != plain == task.metric.evaluate(trunk, "test")
-    with pytest.raises(ValueError, match="distance can't be a setting, as a tester's calculator"):
+    with pytest.raises(ValueError, match=r"distance.*tester's calculator"):
         retrieval_settings(task.metric, whiten_on=data["train"], also=["distance"])

@@ -57,11 +57,11 @@ def test_directions_without_variance_become_zero() -> None:
 
 
 def test_where_no_layer_can_take_it_the_reason_is_said() -> None:
-    with pytest.raises(AdapterError, match="the last linear layer has no bias, which would take the mean away"):
+    with pytest.raises(AdapterError, match=r"the last linear.*take the mean away"):
         whitening_start(task_of(network(bias=False)), [rand(60, 6, seed=0)])
     images = torch.rand(40, 1, 8, 8, dtype=torch.float64)
     embedder = task_of(Embedder(Conv4(1, 8, 6, 4)).double().eval())
-    with pytest.raises(AdapterError, match="scaled to length 1 after the last linear layer"):
+    with pytest.raises(AdapterError, match=r"scaled to length 1.*last linear layer"):
         whitening_start(embedder, [images])
     with pytest.raises(AdapterError, match="no linear layer's output"):
         whitening_start(task_of(nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9)).double().eval()), [rand(60, 6, seed=0)])

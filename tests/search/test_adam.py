@@ -52,5 +52,5 @@ def test_metricopt_with_adam_continues_bit_for_bit(quadratic: Callable[..., Any]
 
 
 def test_another_optimizer_is_refused() -> None:
-    with pytest.raises(ValueError, match="optimizer is 'rmsprop'; it must be 'sgd' or 'adam'"):
+    with pytest.raises(ValueError, match=r"optimizer.*'rmsprop'.*'sgd' or 'adam'"):
         MetricOpt([nn.Parameter(torch.zeros(4))], known_f(4), even_untrusted=True, optimizer="rmsprop")  # type: ignore[arg-type]

@@ -55,7 +55,5 @@ def test_points_and_seeds_follow_their_seed() -> None:
 
 def test_a_missing_package_says_what_to_install() -> None:
     check_package("torch", "This search")
-    with pytest.raises(
-        ImportError, match=r"This search needs the package no_such: pip install 'metricopt-ext\[compare\]'"
-    ):
+    with pytest.raises(ImportError, match=r"This search.*'metricopt-ext\[compare\]'"):
         check_package("no_such", "This search")

@@ -156,13 +156,13 @@ def test_parameters_without_gradients_stay() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     phi = nn.Parameter(rand(D))
-    with pytest.raises(TypeError, match="rule is a str; it must be an UpdateRule: load_update_rule"):
+    with pytest.raises(TypeError, match=r"rule.*UpdateRule: load_update_rule"):
         LearnedOptimizer([phi], "rule.safetensors")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="the parameters hold 4 numbers, but the rule was learned for 3"):
+    with pytest.raises(ValueError, match=r"4 numbers.*rule was learned for 3"):
         LearnedOptimizer([phi], make_rule(3))
     with pytest.raises(ValueError, match=r"lr is -1\.0; it must be at least 0"):
         LearnedOptimizer([phi], make_rule(), lr=-1.0)
-    with pytest.raises(ValueError, match="2 parameter groups given; the rule sees one vector"):
+    with pytest.raises(ValueError, match=r"2 parameter groups.*sees one vector"):
         LearnedOptimizer([{"params": [phi]}, {"params": [nn.Parameter(rand(1))]}], make_rule())
     with pytest.raises(ValueError, match="cost is nan; it must be a finite number"):
         LearnedOptimizer([phi], make_rule()).observe(cost=math.nan)

@@ -152,7 +152,7 @@ def test_single_precision_and_mixed() -> None:
 def test_an_untrusted_f_is_not_followed(quality: Quality | None, dtype: torch.dtype) -> None:
     phi, other = parameter(dtype=dtype), parameter(dtype=dtype)
     tiny = torch.finfo(dtype).eps
-    with pytest.warns(UntrustedWarning, match="f is .*: phi follows the loss alone. Learn f from more tasks"):
+    with pytest.warns(UntrustedWarning, match=r"f is .*: phi follows.*f from more tasks"):
         optimizer = MetricOpt([phi], make_f(radius=0.01, quality=quality, dtype=dtype), lr=0.2)
     reference = torch.optim.SGD([other], lr=0.2)
     for step in range(10):
@@ -502,7 +502,7 @@ def test_an_infinite_trust_radius_holds_nothing_back() -> None:
 
 def test_parameter_groups() -> None:
     a, b = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(2))
-    with pytest.raises(ValueError, match="2 parameter groups given; f sees one vector"):
+    with pytest.raises(ValueError, match=r"2 parameter groups.*sees one vector"):
         MetricOpt([{"params": [a]}, {"params": [b]}], make_f())
     optimizer = MetricOpt([{"params": [a, b], "lr": 0.7}], make_f())
     assert optimizer.param_groups[0]["lr"] == 0.7
@@ -513,7 +513,7 @@ def test_parameter_groups() -> None:
 
 @pytest.mark.parametrize("f", [None, "f.safetensors"])
 def test_what_is_no_value_function(f: Any) -> None:
-    with pytest.raises(TypeError, match=rf"f is a {type(f).__name__}; it must be a ValueFunction: a fit's f, or load_"):
+    with pytest.raises(TypeError, match=rf"f is a {type(f).__name__}.*fit's f, or load_"):
         MetricOpt([parameter()], f)
 
 
@@ -523,7 +523,7 @@ def test_f_of_another_adapter() -> None:
     f.signature = adapters[0].signature
     MetricOpt(adapters[0].parameters(), f)
     MetricOpt([parameter()], f)  # whose numbers may mean anything
-    with pytest.raises(ValueFunctionError, match="f was fitted for another adapter, of seed 0, not 1"):
+    with pytest.raises(ValueFunctionError, match=r"f was fitted for another.*0, not 1"):
         MetricOpt(adapters[1].parameters(), f)
     f.signature = None
     MetricOpt(adapters[1].parameters(), f)
@@ -531,7 +531,7 @@ def test_f_of_another_adapter() -> None:
 
 @pytest.mark.parametrize("dim", [D - 1, D + 1])
 def test_f_of_another_dimension(dim: int) -> None:
-    with pytest.raises(ValueFunctionError, match=f"hold 6 numbers, but f was fitted for phi of dimension {dim}"):
+    with pytest.raises(ValueFunctionError, match=rf"hold 6 numbers.*phi of dimension {dim}"):
         MetricOpt([parameter()], make_f(dim=dim))
 
 

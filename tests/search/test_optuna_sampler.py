@@ -74,14 +74,14 @@ def test_a_quadratic_gets_better(quadratic: Callable[..., Any], sampler: Any, qu
 def test_impossible_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="half_width is 0"):
         OptunaSampler(half_width=0.0)
-    with pytest.raises(ValueError, match="sampler is 'grid'; it must be one of tpe, gp"):
+    with pytest.raises(ValueError, match=r"sampler is 'grid'.*one of tpe, gp"):
         OptunaSampler("grid")  # type: ignore[arg-type]
 
 
 def test_a_missing_package_says_what_to_install(quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     task = quadratic()
-    with pytest.raises(ImportError, match=r"OptunaSampler\('tpe'\) needs the package optuna: pip install"):
+    with pytest.raises(ImportError, match=r"OptunaSampler\('tpe'\).*pip install"):
         OptunaSampler()(task, task.origin(), 50)
     assert task.queries == 0
 

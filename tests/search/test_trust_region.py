@@ -88,9 +88,7 @@ def test_the_least_budget_has_a_design_a_proposal_and_an_end(
     least = SEARCH.least_queries(dim)
     assert least == design + 3
     task = quadratic(dim)
-    with pytest.raises(
-        ValueError, match=f"queries is {least - 1}; this search in {dim} dimensions needs at least {least}"
-    ):
+    with pytest.raises(ValueError, match=rf"queries.*{least - 1}.*{dim}.*needs at least {least}"):
         SEARCH(task, task.origin(), least - 1)
     assert task.queries == 0
     end = SEARCH(task, task.origin(), least)
@@ -109,7 +107,7 @@ def test_checkpoints_that_make_no_sense_cost_nothing(quadratic: Callable[..., An
 def test_a_ledger_with_less_is_refused(quadratic: Callable[..., Any]) -> None:
     task = quadratic(budget=30)
     for checkpoints, asked in (([31], 31), ([20, 30], 31), ([10, 20, 29], 31)):
-        with pytest.raises(BudgetError, match=f"{asked} queries requested, 30 left in the metric's budget"):
+        with pytest.raises(BudgetError, match=rf"{asked}.*30 left in the metric's budget"):
             list(SEARCH.ends(task, task.origin(), checkpoints))
     assert task.queries == 0
     list(SEARCH.ends(task, task.origin(), [20, 29]))

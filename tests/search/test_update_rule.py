@@ -181,12 +181,12 @@ def test_foreign_and_broken_files_are_refused(tmp_path: Path) -> None:
     wrong = UpdateRule(hidden=3)
     wrong.hidden = 4
     wrong.save(path)
-    with pytest.raises(FileFormatError, match=r"tensor 'weights' has shape \(32,\), but should have \(42,\)"):
+    with pytest.raises(FileFormatError, match=r"tensor 'weights'.*should have \(42,\)"):
         load_update_rule(path)
 
 
 def test_phi_of_another_dimension() -> None:
-    with pytest.raises(ValueError, match="phi has dimension 4, this rule was learned for 5"):
+    with pytest.raises(ValueError, match=r"phi.*4, this rule was learned for 5"):
         make_rule(D).propose(rand(4), rand(4), NAN, NAN)
 
 

@@ -62,7 +62,7 @@ def test_under_an_adapter_phi_alone_is_trained(training_task: Callable[..., Trai
 def test_a_loss_that_is_no_longer_finite_stops_it(training_task: Callable[..., TrainingTask]) -> None:
     task = training_task("model")
     losses = train(task, lambda model, batch: model(batch[0]).sum() * float("nan"), steps=2, lr=0.1, seed=0)
-    with pytest.raises(FloatingPointError, match="the loss is nan at step 0; lower the rate"):
+    with pytest.raises(FloatingPointError, match=r"the loss is nan.*0; lower the rate"):
         next(losses)
 
 

@@ -61,7 +61,7 @@ def test_what_it_can_not_train_is_refused() -> None:
     for loss in (torch.tensor(1.0), torch.ones(1, requires_grad=True).sum()):
         with (
             ClippedAdam(net.parameters(), 0.1) as optimizer,
-            pytest.raises(AdapterError, match="the loss has no gradient in what is trained"),
+            pytest.raises(AdapterError, match=r"the loss.*gradient in what is trained"),
         ):
             optimizer.step(loss)
     with pytest.raises(ValueError, match="there are no parameters to train"):

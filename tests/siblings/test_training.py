@@ -68,26 +68,26 @@ def test_an_untrained_model_comes_from_its_seed(training_task: Callable[..., Tra
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["head.weight"], other["head.weight"])
     assert task.untrained(3).trains == "model"
-    with pytest.raises(ValueError, match=r"build is None; an untrained model needs build\(seed\) -> model"):
+    with pytest.raises(ValueError, match=r"build is None.*build\(seed\) -> model"):
         replace(task, build=None).untrained(0)
 
 
 def test_what_can_not_be_trained_or_judged_is_refused(training_task: Callable[..., TrainingTask]) -> None:
     task = training_task("model")
-    with pytest.raises(ValueError, match="trains is 'theta'; it must be 'phi' or 'model'"):
+    with pytest.raises(ValueError, match=r"trains.*'theta'.*'phi' or 'model'"):
         replace(task, trains="theta")  # type: ignore[arg-type]
     with pytest.raises(AdapterError, match="Net has no adapter"):
         replace(task, trains="phi")
-    with pytest.raises(AdapterError, match="Net has no weights to train: all of them are frozen"):
+    with pytest.raises(AdapterError, match=r"Net.*all of them are frozen"):
         replace(task, model=task.copied().model.requires_grad_(False))
-    with pytest.raises(MetricError, match="metric 'known' takes no model; a sibling method trains a copy"):
+    with pytest.raises(MetricError, match=r"metric 'known'.*method trains a copy"):
         replace(task, metric=Metric(lambda: 0.5, maximize=True, name="known"))
 
 
 def test_weights_under_an_adapter_are_refused() -> None:
     model = nn.Linear(2, 1)
     attach_input_bias(model, dim=2)
-    with pytest.raises(AdapterError, match="Linear has an adapter, which freezes its weights"):
+    with pytest.raises(AdapterError, match=r"Linear.*freezes its weights"):
         TrainingTask(
             model,
             trains="model",

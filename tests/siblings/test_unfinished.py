@@ -115,7 +115,7 @@ def test_another_training_is_refused_before_any_query(
     file = tmp_path / "left.safetensors"
     killed(METHOD, training_task(), 1, file)
     asked = calls.batch_metric
-    with pytest.raises(FileFormatError, match=r"left\.safetensors is from another training: .* delete it"):
+    with pytest.raises(FileFormatError, match=r"left\.safetensors.* delete it"):
         replace(METHOD, **settings).train(training_task(trains), seed=seed, unfinished=file)
     assert calls.batch_metric == asked
 
@@ -123,7 +123,7 @@ def test_another_training_is_refused_before_any_query(
 def test_a_larger_model_is_refused(training_task: Callable[..., TrainingTask], tmp_path: Path, always: None) -> None:
     file, method = tmp_path / "left.safetensors", replace(METHOD, surrogate="scratch")
     killed(method, training_task(), 12, file)
-    with pytest.raises(FileFormatError, match=r"'alpha\.mean' has shape \(29,\), but should have \(39,\)"):
+    with pytest.raises(FileFormatError, match=r"'alpha\.mean'.*should have \(39,\)"):
         method.train(training_task(outputs=3), seed=3, unfinished=file)
 
 

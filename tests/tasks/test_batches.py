@@ -116,7 +116,7 @@ def test_own_collate() -> None:
         (lambda: BlockBatches(torch.zeros(3), torch.zeros(4), 2), "3 inputs for 4 targets"),
         (lambda: DatasetBatches([], 2), "no examples"),
         (lambda: DatasetBatches([1, 2], 2, labels=torch.zeros(3)), "3 labels for 2 examples"),
-        (lambda: tensor_batches(2, balanced=True), "batch_size is 2, too small .* of 3 classes"),
+        (lambda: tensor_batches(2, balanced=True), r"batch_size is 2, too.* of 3 classes"),
         (lambda: TensorBatches(torch.zeros(0, 3), torch.zeros(0), 2), "no examples"),
     ],
 )
@@ -160,7 +160,7 @@ def test_batches_of_classes() -> None:
 
 def test_batches_that_cannot_be() -> None:
     inputs, labels = numbered([2, 1, 1])
-    with pytest.raises(DataError, match="a batch needs 2 classes of at least two examples, got 1"):
+    with pytest.raises(DataError, match=r"a batch needs 2.*examples, got 1"):
         ClassBatches(inputs, labels, 2, 2)
     for wrong in ({"classes": 1}, {"samples": 1}, {"classes": 2.0}, {"samples": None}):
         ((name, value),) = wrong.items()

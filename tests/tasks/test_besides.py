@@ -14,11 +14,11 @@ def test_each_name_is_there_once_with_its_key() -> None:
     assert config.besides == {"a": "metric.also", "b": "metric.subject_to", "c": "metric.subject_to"}
     assert list(config.besides) == ["a", "b", "c"]
     config.check_besides("m")
-    with pytest.raises(ConfigError, match=r"metric\.also has 'a', which is the metric itself"):
+    with pytest.raises(ConfigError, match=r"metric\.also.*metric itself"):
         config.check_besides("a")
-    with pytest.raises(ConfigError, match=r"metric\.subject_to: subject_to bounds 'c', which is the metric itself"):
+    with pytest.raises(ConfigError, match=r"metric\.subject_to.*metric itself"):
         config.check_besides("c")
-    with pytest.raises(ConfigError, match=r"metric\.subject_to: subject_to has 'c': 'above 3', which is no constraint"):
+    with pytest.raises(ConfigError, match=r"metric\.subject_to.*constraint"):
         BesidesConfig(subject_to={"c": "above 3"}).check_besides("m")
 
 
@@ -53,10 +53,10 @@ def test_functions_are_imported_from_installed_modules_and_the_folder(tmp_path: 
     found = own_function("math:sqrt", BesidesConfig(), "metric.also")
     assert found is not None
     assert found(4) == 2
-    with pytest.raises(ConfigError, match="no module 'besides_own_scores' installed"):
+    with pytest.raises(ConfigError, match="module 'besides_own_scores' installed"):
         own_function("besides_own_scores:score", BesidesConfig(), "metric.also")
     own = own_function("besides_own_scores:score", OwnMetricConfig(folder=str(tmp_path)), "metric.also")
     assert own is not None
     assert own(1) == 2
-    with pytest.raises(ConfigError, match=r"metric\.subject_to: 'math:nothing': module 'math' has no attribute"):
+    with pytest.raises(ConfigError, match=r"metric\.subject_to.*attribute"):
         own_function("math:nothing", BesidesConfig(), "metric.subject_to")

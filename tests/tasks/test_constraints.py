@@ -66,7 +66,7 @@ def test_a_constraint_is_a_bound_or_relative_to_the_start(text: str, limit: floa
     ],
 )
 def test_anything_else_is_refused_with_the_remedy(text: Any) -> None:
-    with pytest.raises(ValueError, match=r"subject_to has 'accuracy'.* write '>= 0.9', '<= 0.1', '>= start'"):
+    with pytest.raises(ValueError, match=r"subject_to.*'>= 0.9'.*0.1', '>= start'"):
         Constraint.parse("accuracy", text)
 
 
@@ -90,7 +90,7 @@ def test_several_hold_if_each_does() -> None:
     assert [each.name for each in limits.violated(told(a=0.5, b=3.5))] == ["a", "b"]
     assert [each.name for each in limits.violated(told(a=0.5, b=2.5))] == ["a"]
     assert not limits.hold(told(failed=True, a=1.0, b=3.0)), "its values are another evaluation's"
-    with pytest.raises(MetricError, match="an evaluation has no 'b', which subject_to names"):
+    with pytest.raises(MetricError, match="'b', which subject_to names"):
         limits.hold(told(a=1.0))
     with pytest.raises(MetricError, match="an evaluation has no 'a'"):
         limits.hold(Evaluation(0.5))

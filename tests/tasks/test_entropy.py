@@ -40,11 +40,11 @@ def test_its_gradient_is_that_of_finite_differences() -> None:
 
 @pytest.mark.parametrize("output", [[torch.zeros(2, 3)], None, torch.zeros(3, dtype=torch.long), {"boxes": 1}])
 def test_what_returns_no_logits_has_none(output: Any) -> None:
-    with pytest.raises(AdapterError, match="the entropy of a prediction is that of logits, n x C"):
+    with pytest.raises(AdapterError, match=r"the entropy of a prediction.*n x C"):
         entropy(Returning(), output)
 
 
 def test_as_many_logits_as_phi_has_offsets() -> None:
     assert logits_of(torch.zeros(2, 3, 4), 3).shape == (8, 3)
-    with pytest.raises(AdapterError, match="returned 3 logits, where phi has offsets for 2"):
+    with pytest.raises(AdapterError, match=r"returned 3.*phi has offsets for 2"):
         logits_of(torch.zeros(2, 3), 2)

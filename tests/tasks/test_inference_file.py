@@ -71,7 +71,7 @@ def test_a_folder_that_is_not_there_yet_is_made(tmp_path: Path) -> None:
 
 
 def test_a_value_that_a_setting_can_not_have_is_not_written(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"size is 2; it must be 0\.71 or 1\.0 or 1\.41"):
+    with pytest.raises(ValueError, match=r"size is 2.*0\.71 or 1\.0 or 1\.41"):
         save_inference(tmp_path, SETTINGS, {"size": 2})
     assert not list(tmp_path.iterdir())
 
@@ -79,12 +79,12 @@ def test_a_value_that_a_setting_can_not_have_is_not_written(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("size: 1.41", "'size' is 1.41; a setting must have a name, and a value, default and factor"),
-        ("size: {value: 1, default: 1}", "a setting must have a name, and a value, default and factor"),
+        ("size: 1.41", r"'size'.*value, default and factor"),
+        ("size: {value: 1, default: 1}", r"a setting.*value, default and factor"),
         ("1: {value: 1, default: 1, factor: 1}", "1 is .*; a setting must have a name"),
-        ("size: {value: [1], default: 1, factor: 1}", r"size has the value \[1\]; it must be a finite number"),
-        ("size: {value: .inf, default: 1, factor: 1}", "size has the value inf; it must be a finite number"),
-        ("size: {value: 1, default: null, factor: 1}", "size has the default None; it must be a finite number"),
+        ("size: {value: [1], default: 1, factor: 1}", r"size.*\[1\]; it must be a finite number"),
+        ("size: {value: .inf, default: 1, factor: 1}", r"size.*inf; it must be a finite number"),
+        ("size: {value: 1, default: null, factor: 1}", r"size.*None; it must be a finite number"),
         (
             "size: {value: 1, default: 1, factor: 1}\nsize: {value: 2, default: 1, factor: 1}",
             "found duplicate key size",
@@ -103,7 +103,7 @@ def test_what_is_no_such_file_is_refused(content: str, says: str, tmp_path: Path
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileFormatError, match=r"inference\.yaml does not exist; save_inference writes it"):
+    with pytest.raises(FileFormatError, match=r"inference\.yaml.*writes it"):
         load_inference(tmp_path)
 
 

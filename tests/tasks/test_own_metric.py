@@ -34,19 +34,19 @@ def test_another_name_has_none() -> None:
 @pytest.mark.parametrize("bounds", [[], [0.0], [1.0, 0.0], [1.0, 1.0], [0.0, float("inf")], [float("nan"), 1.0]])
 def test_bounds_are_two_finite_numbers(bounds: list[float]) -> None:
     config = OwnMetricConfig(bounds=bounds)
-    with pytest.raises(ConfigError, match=r"metric\.bounds=\[.*\]: it must be two finite numbers"):
+    with pytest.raises(ConfigError, match=r"metric\.bounds=\[.*\].*finite numbers"):
         config.check()
-    with pytest.raises(ConfigError, match=r"metric\.bounds=\[.*\]: it must be two finite numbers"):
+    with pytest.raises(ConfigError, match=r"metric\.bounds=\[.*\].*finite numbers"):
         own_metric("statistics:mean", config)
 
 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("statistics:nothing", {}, "metric.name='statistics:nothing': module 'statistics' has no attribute 'nothing'"),
-        ("no_such_module:f", {}, "there is no module 'no_such_module' installed"),
-        ("statistics.nothing:f", {}, "modules are imported from the installed packages and metric.folder alone"),
-        ("fractions:Fraction", {"kwargs": {"half": 1}}, "metric.name='fractions:Fraction': .*'half'"),
+        ("statistics:nothing", {}, "'statistics' has no attribute 'nothing'"),
+        ("no_such_module:f", {}, "module 'no_such_module' installed"),
+        ("statistics.nothing:f", {}, r"modules.*metric.folder alone"),
+        ("fractions:Fraction", {"kwargs": {"half": 1}}, r"metric.name='fractions:Fraction':"),
     ],
 )
 def test_what_cannot_be_imported_or_made_is_named(name: str, change: dict[str, Any], message: str) -> None:

@@ -179,7 +179,7 @@ def test_gradients_of_gradients_are_refused_under_checkpointing(indices: list[in
     """Their backward pass comes when another phi is in place: half of each gradient would be of that."""
     torch.manual_seed(0)
     task, phi = made(Checkpointed()), torch.full((len(indices), 4), 0.3)
-    with pytest.raises(AdapterError, match=r"^Checkpointed uses gradient checkpointing.*gradient_checkpointing_dis"):
+    with pytest.raises(AdapterError, match="Checkpointed uses gradient"):
         task.loss_and_gradient(phi, 0, indices, 0, differentiable=True)
     again = task.loss_and_gradient(phi, 0, indices, 0)
     assert all(each.isfinite().all() for each in again)
@@ -190,7 +190,7 @@ def test_gradients_of_gradients_are_refused_under_checkpointing(indices: list[in
 
 def test_a_checkpoint_that_keeps_no_gradient_is_refused() -> None:
     """Of phi in the first norm there would be none, and of that in the last one there would."""
-    with pytest.raises(AdapterError, match=r"use_reentrant=True, in which phi would have no gradient; set use_reentr"):
+    with pytest.raises(AdapterError, match=r"use_reentrant=True.*set use_reentr"):
         made(Checkpointed(use_reentrant=True))
 
 

@@ -55,41 +55,41 @@ def test_the_text_is_what_was_written_or_a_number_of_ten_digits() -> None:
     assert settings.texts({"v": 2.0, "s": 10, "t": 0.001, "m": "1"}) == {"v": "2.00", "s": "010", "t": "1e-3", "m": "1"}
     assert settings.texts({"t": 0.30000000000000004, "s": 500})["t"] == "0.3"
     assert settings.texts({"t": 1 / 3})["t"] == "0.3333333333"
-    with pytest.raises(ValueError, match="s is 501; it must be an integer from 10 to 500"):
+    with pytest.raises(ValueError, match=r"s is 501.*integer from 10 to 500"):
         settings.texts({"s": 501})
 
 
 @pytest.mark.parametrize(
     ("specs", "defaults", "message"),
     [
-        (["nms"], [], "--setting 'nms': it must be NAME=LOW:HIGH, LOW:HIGH:SCALE or A,B,C"),
+        (["nms"], [], r"--setting.*LOW:HIGH:SCALE or A,B,C"),
         (["nms="], [], "it must be NAME="),
         (["=1:2"], [], "the name must be letters, digits"),
         (["n m=1:2"], [], "the name must be letters, digits"),
-        (["checkpoint=a,b"], [], "{checkpoint} is the checkpoint's own; use another name"),
+        (["checkpoint=a,b"], [], r"{checkpoint}.*checkpoint's.*use another name"),
         (["trial=1,2"], [], "{trial} is the trial's own"),
-        (["nms=0.5"], [], "--setting nms=0.5: it must be LOW:HIGH, .* with numbers for LOW and HIGH"),
+        (["nms=0.5"], [], r"--setting.*numbers for LOW and HIGH"),
         (["nms=low:high"], [], "with numbers for LOW and HIGH"),
         (["nms=nan:1"], [], "with numbers for LOW and HIGH"),
         (["nms=0:1e999"], [], "nms: high is inf"),
         (["nms=0.1:0.2:log:3"], [], "it must be LOW:HIGH"),
         (["nms=0.9:0.3"], [], "the lower must be below the upper"),
-        (["nms=0.3:0.9:ln"], [], "scale is 'ln'; it must be linear, log or logit"),
+        (["nms=0.3:0.9:ln"], [], r"scale.*'ln'.*linear, log or logit"),
         (["nms=0.0:0.9:log"], [], "on a log scale it must be above 0"),
-        (["nms=0:1"], [], "of integers there are two alone; write nms=0.0:1.0 for numbers between them, or nms=0,1"),
-        (["nms=a,,b"], [], "a value is ''; leave out blanks and commas"),
+        (["nms=0:1"], [], r"nms=0.0:1.0.*them, or nms=0,1"),
+        (["nms=a,,b"], [], r"a value.*''.*out blanks and commas"),
         (["nms=a, b"], [], "a value is ' b'; leave out blanks"),
         (["nms=1,1.0"], [], "one is there twice"),
-        (["nms=0.3:0.9,0.5"], [], "a value is '0.3:0.9'; an interval stands alone, nms=0.3:0.9"),
+        (["nms=0.3:0.9,0.5"], [], r"'0.3:0.9'.*alone, nms=0.3:0.9"),
         (["nms=a,{b}"], [], "a value can't have braces"),
         (["nms=1,2", "nms=3,4"], [], "two have one name"),
-        (["nms=0.3:0.9"], ["nms=0.2"], "the default is 0.2; it must be a number from 0.3 to 0.9"),
+        (["nms=0.3:0.9"], ["nms=0.2"], r"0.2.*number from 0.3 to 0.9"),
         (["nms=0.3:0.9"], ["nms=half"], "--default nms=half must be a number"),
-        (["nms=0.3:0.9"], ["nsm=0.5"], r"--default nsm=0.5: no --setting has this name; did you mean \['nms'\]"),
+        (["nms=0.3:0.9"], ["nsm=0.5"], r"--default nsm=0.5.*you mean \['nms'\]"),
         (["nms=0.3:0.9"], ["nms=0.5", "nms=0.6"], "a setting is there twice"),
         (["nms=0.3:0.9"], ["0.5"], "--default '0.5': it must be NAME=VALUE"),
-        (["size=320,640"], ["size=480"], "the default is 480; it must be 320 or 640"),
-        (["mode=a,b"], ["mode=c"], "the default is 'c'; it must be 'a' or 'b'"),
+        (["size=320,640"], ["size=480"], r"the default.*480; it must be 320 or 640"),
+        (["mode=a,b"], ["mode=c"], r"the default.*'c'; it must be 'a' or 'b'"),
     ],
 )
 def test_what_is_misread_is_refused(specs: list[str], defaults: list[str], message: str) -> None:
@@ -101,14 +101,12 @@ def test_names_in_braces_are_all_filled_and_all_there() -> None:
     settings = ProgramSettings(["nms=0.3:0.9", "size=1,2"])
     words = ["run", "--nms={nms}", "{size}x{size}", "{checkpoint}", "{trial}", "{ own }"]
     settings.check_command(words, "--score", ["checkpoint", "trial"])
-    with pytest.raises(ConfigError, match=r"--score has \{checkpoint\}, but there is none; metricopt tune-checkpoint"):
+    with pytest.raises(ConfigError, match=r"--score.*metricopt tune-checkpoint"):
         settings.check_command(words, "--score")
     settings.check_command(["sh", "-c", "run ${HOME} '{\"a\": 1}' {nms} {size}"], "--score")
-    with pytest.raises(
-        ConfigError, match=r"--score has \{iou\}, which nothing .* add --setting iou=\.\.\., or write \{ iou \}"
-    ):
+    with pytest.raises(ConfigError, match=r"--score has \{iou\}.*--setting.*\{ iou \}"):
         settings.check_command(["run", "{nms}", "{size}", "{iou}"], "--score")
-    with pytest.raises(ConfigError, match=r"--holdout has no \{size\}, so --setting size would change nothing"):
+    with pytest.raises(ConfigError, match=r"--holdout.*size would change nothing"):
         settings.check_command(["run", "{nms}"], "--holdout")
 
 

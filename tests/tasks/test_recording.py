@@ -166,7 +166,7 @@ def test_a_trajectory_that_the_store_has_is_not_recorded_again() -> None:
 
 @pytest.mark.parametrize("evals", [1, 9])
 def test_observations_out_of_range_are_refused(evals: int) -> None:
-    with pytest.raises(ValueError, match=f"evals is {evals}; it must be from 2 .* to steps . 1 = 6"):
+    with pytest.raises(ValueError, match=rf"evals is {evals}.*2 .*1 = 6"):
         Recording(adapter(), judged_by(length), TrajectoryStore(), steps=5, evals=evals)
 
 
@@ -177,7 +177,7 @@ def test_the_checkpoint_of_another_trajectory_is_refused() -> None:
     one.start()
     with pytest.raises(
         FileFormatError,
-        match=r"observed at steps \[0, .*, 8\], this one at \[0, .*, 8\]; create the recorder with the checkpoint's",
+        match=r"observed.*\[0.*checkpoint's",
     ):
         other.load_state_dict(one.state_dict())
 
@@ -191,7 +191,7 @@ def test_a_failing_metric_is_located_and_the_trained_phi_is_back() -> None:
         return 0.5
 
     recording = Recording(mine, judged_by(failing), TrajectoryStore(), steps=2, evals=3, round=1, index=7)
-    with pytest.raises(MetricError, match=r"server is down \(round 1, task 7, step 1\)"):
+    with pytest.raises(MetricError, match=r"server is down \(round 1.*7, step 1\)"):
         train(recording, points)
     assert torch.equal(mine.phi, points[1])
     assert mine.model.training

@@ -94,7 +94,7 @@ def test_random_ends_are_drawn_as_evenly_as_the_other_steps() -> None:
     assert (counts[1:] - 1000).abs().max() < 150
     assert observation_steps(4, 4, 0, 0, ends="random").tolist() == [1, 2, 3, 4]
     for evals in (1, 5):
-        with pytest.raises(ValueError, match=rf"evals is {evals}; it must be from 2 to steps = 4 \(ends is 'random'\)"):
+        with pytest.raises(ValueError, match=rf"evals.*{evals}.*= 4 \(ends is 'random'\)"):
             observation_steps(4, evals, 0, 0, ends="random")
 
 

@@ -37,7 +37,7 @@ def test_store(same: Callable[[Trajectory | None, Trajectory | None], bool], on_
         assert [(t.round, t.index) for t in each] == sorted(keys)
         assert all(same(each.get(*key), make_trajectory(*key)) for key in keys)  # type: ignore[arg-type]
         assert each.get(0, 12) is None
-        with pytest.raises(ValueError, match="trajectory 12 of round 1 is already stored"):
+        with pytest.raises(ValueError, match=r"trajectory 12.*1 is already stored"):
             each.add(make_trajectory(1, 12))
 
 

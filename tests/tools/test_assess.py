@@ -51,9 +51,9 @@ def test_what_is_no_config_is_refused_with_the_reasons(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         assess.read(tmp_path / "none.yaml")
     (tmp_path / "odd.yaml").write_text("querys: 3\n")
-    with pytest.raises(ConfigError, match=r"no config of a tool: classification: .*querys.*; nor of a comparison"):
+    with pytest.raises(ConfigError, match=r".*querys.*; nor of a comparison"):
         assess.read(tmp_path / "odd.yaml")
-    with pytest.raises(ConfigError, match="unknown key 'quries'; did you mean 'queries'"):
+    with pytest.raises(ConfigError, match=r"unknown.*'quries'.*you mean 'queries'"):
         assess.read(LONGTAIL, ["quries=3"])
 
 
@@ -88,7 +88,7 @@ def test_the_tool_goes_on_from_it_with_any_number_of_queries(
 
 
 def test_only_a_search_goes_on_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit, match=r"method\.name=recipe does not go on from these queries"):
+    with pytest.raises(SystemExit, match=r"method\.name=recipe.*these queries"):
         call(
             assess, monkeypatch, CONFIGS / "classification/digits.yaml", "method.name=recipe", "--output-dir", tmp_path
         )
@@ -96,5 +96,5 @@ def test_only_a_search_goes_on_from_it(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_too_few_queries_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit, match="2 queries are too few: the 3 starts and a point of the search take 4"):
+    with pytest.raises(SystemExit, match=r"2 queries are too.*the 3.*search take 4"):
         call(assess, monkeypatch, LONGTAIL, *SMALL, "--queries", 2)

@@ -128,7 +128,7 @@ def test_a_failing_method_marks_its_cells_and_is_tried_again(
         (["budgets=[]"], "ascending"),
         (["task=regression"], "task=regression: it must be one of"),
         (["config=configs/classification/digits.yml"], "there is no such file in"),
-        (["metric.nam=f1"], "unknown key 'metric.nam'; did you mean 'metric.name'"),
+        (["metric.nam=f1"], "unknown key 'metric.nam'; did you mean"),
         (["budget=[20]"], "unknown key 'budget'"),
         (["metric.name=sorcery"], "'sorcery'"),
         (["seeds=0"], "seeds=0: it must be at least 1"),
@@ -136,10 +136,10 @@ def test_a_failing_method_marks_its_cells_and_is_tried_again(
         (["--seeds", "3"], "must be FIRST-LAST"),
         (
             ["metric.subject_to.mcc=>= 0", "methods=[ours,loss_finetune_best,cma_es]"],
-            "metric.subject_to: loss_finetune_best can't respect constraints; leave them out of methods",
+            "loss_finetune_best can't respect",
         ),
-        (["metric.also=[mcc]"], "metric.also is for the tools that finetune"),
-        (["overrides=[seed=3]"], "seed=3 is a key of the comparison itself"),
+        (["metric.also=[mcc]"], "tools that finetune"),
+        (["overrides=[seed=3]"], "seed=3 is a key of the comparison"),
     ],
 )
 def test_bad_keys_are_refused_before_anything_runs(

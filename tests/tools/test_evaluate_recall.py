@@ -301,10 +301,10 @@ def test_a_run_is_compared_with_another_and_with_itself_before(run: Path, folder
     settings = json.loads((folder / "other" / "run.json").read_text())
     settings["data"]["test_classes"] = ["2", "5"]
     (folder / "other" / "run.json").write_text(json.dumps(settings))
-    with pytest.raises(SystemExit, match="other/seed-0/model is of another test part; compare runs on the same data"):
+    with pytest.raises(SystemExit, match=r"other/seed-0/model.*same data"):
         evaluate(folder, *asked, *baseline)
     (folder / "other" / "seed-1" / "tuned.safetensors").unlink()
-    with pytest.raises(SystemExit, match=r"other has no finished seed 1, which .*; compare runs of the same seeds"):
+    with pytest.raises(SystemExit, match=r"other.*1, which.*runs of the same seeds"):
         evaluate(folder, *asked, *baseline)
 
 
@@ -397,16 +397,16 @@ def test_images_are_embedded_by_other_weights_too(embedder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (IMAGES, "--images needs --config-file, which describes the model, and --weights, its state dict"),
+        (IMAGES, "--images needs --config-file, which"),
         ((*MODEL, "--labels", "q_labels.npy"), "--labels can't be used with --images"),
-        ((*MODEL, "--against", "q.npy"), "q.npy holds embeddings; with --images, --against takes other weights"),
-        ((*MODEL, "--against", "q.safetensors"), "q.safetensors holds no weights for Embedder"),
+        ((*MODEL, "--against", "q.npy"), "--images, --against takes other weights"),
+        ((*MODEL, "--against", "q.safetensors"), "holds no weights for Embedder"),
         (
             (*MODEL, "--against", "model.safetensors", "--against-gallery", "a.npy"),
-            "--against-gallery can't be used with --images",
+            "can't be used with --images",
         ),
-        ((*QUERIES, "--gallery-images", "images"), "--gallery-images can't be used with --embeddings"),
-        ((*IMAGES, "--weights", "q.safetensors"), "q.safetensors holds no weights for Embedder"),
+        ((*QUERIES, "--gallery-images", "images"), "can't be used with --embeddings"),
+        ((*IMAGES, "--weights", "q.safetensors"), "holds no weights for Embedder"),
         ((*MODEL, "--adapter", "model.safetensors"), "model.safetensors has format None"),
         ((*MODEL, "--gallery-images", "broken"), "cannot read c1/0.png as an image"),
         ((*MODEL, "--gallery-images", "broken", "--gallery-images", "typo"), "typo does not exist"),
@@ -588,26 +588,26 @@ def test_wide_tables_are_whole(folder: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--embeddings", "q.npy"), "q.npy holds no labels; name their file with --labels"),
+        (("--embeddings", "q.npy"), "labels; name their file with --labels"),
         (("--embeddings", "none.npy", "--labels", "q_labels.npy"), "none.npy does not exist"),
         (
             ("--embeddings", "q.txt", "--labels", "q_labels.npy"),
-            "q.txt must be a .npy, .npz, .safetensors, .pt, .pth,",
+            ".npy, .npz, .safetensors, .pt, .pth",
         ),
-        (("--embeddings", "broken.npy", "--labels", "q_labels.npy"), "broken.npy is not a .npy file of numbers"),
+        (("--embeddings", "broken.npy", "--labels", "q_labels.npy"), ".npy file of numbers"),
         (("--embeddings", "short.npy", "--labels", "q_labels.npy"), "short.npy is not a .npy file of numbers"),
-        (("--embeddings", "objects.npy", "--labels", "q_labels.npy"), "objects.npy is not a .npy file of numbers"),
+        (("--embeddings", "objects.npy", "--labels", "q_labels.npy"), ".npy file of numbers"),
         (("--embeddings", "flat.npy", "--labels", "q_labels.npy"), "n and d at least 1, got shape (40, 0)"),
-        (("--embeddings", "broken.safetensors"), "broken.safetensors is truncated or not a safetensors file"),
-        (("--embeddings", "half.safetensors"), "half.safetensors has no tensor 'labels', only 'embeddings'"),
+        (("--embeddings", "broken.safetensors"), "truncated or not a safetensors file"),
+        (("--embeddings", "half.safetensors"), "tensor 'labels', only 'embeddings'"),
         (("--embeddings", "q.npy", "--labels", "a_labels.npy"), "must match in number, got 40 and 60"),
         (
             (*QUERIES, "--gallery-embeddings", "a.npy"),
-            "a.npy holds no labels; name their file with --gallery-labels",
+            "name their file with --gallery-labels",
         ),
         (
             (*QUERIES, *("--gallery-embeddings", "a.npy") * 2, "--gallery-labels", "a_labels.npy"),
-            "each --gallery-embeddings needs its --gallery-labels, got 2 and 1 of them",
+            "--gallery-labels, got 2 and 1 of them",
         ),
         ((*QUERIES, "--gallery-labels", "a_labels.npy"), "got 0 and 1 of them"),
         ((*QUERIES, *ONE_CLASS, "--gallery-embeddings", "typo.npy", *A_LABELS), "typo.npy does not exist"),
@@ -622,43 +622,43 @@ def test_wide_tables_are_whole(folder: Path, capsys: pytest.CaptureFixture[str])
         ),
         (
             (*QUERIES, "--gallery-embeddings", "q.npy", "--gallery-labels", "other.npy"),
-            "q.npy is the queries' own file, but its labels are not those of --labels",
+            "queries' own file, but its labels are",
         ),
         (
             ("--embeddings", "q.safetensors", "--labels", "other.npy"),
             "holds labels other than other.npy",
         ),
-        ((*QUERIES, "--ks", "0"), "ks must be one or more numbers of neighbours of at least 1, got [0]"),
+        ((*QUERIES, "--ks", "0"), "neighbours of at least 1, got [0]"),
         ((*QUERIES, "--query-subset", "0"), "query_subset must be at least 1"),
         ((*QUERIES, "--query-subset", "3", "--seed", "-1"), "seed must be at least 0, got -1"),
-        ((*QUERIES, "--metrics", "map"), "metric 'map' is none of recall, precision, "),
-        ((*QUERIES, *A, *CAMERAS[:2]), "each --gallery-embeddings needs its --gallery-cameras, got 1 and 0 of them"),
-        ((*QUERIES, *A, *CAMERAS[2:]), "--gallery-cameras needs --cameras, the queries'"),
-        ((*QUERIES, "--cameras", "a_cameras.npy"), "labels and cameras must match in number, got 40 and 60"),
-        ((*QUERIES, *A, *CAMERAS[:3], "q_cameras.npy"), "gallery labels and cameras must match in number, got 60"),
+        ((*QUERIES, "--metrics", "map"), "'map' is none of recall, precision"),
+        ((*QUERIES, *A, *CAMERAS[:2]), "--gallery-cameras, got 1 and 0 of them"),
+        ((*QUERIES, *A, *CAMERAS[2:]), "needs --cameras, the queries'"),
+        ((*QUERIES, "--cameras", "a_cameras.npy"), "match in number, got 40 and 60"),
+        ((*QUERIES, *A, *CAMERAS[:3], "q_cameras.npy"), "cameras must match in number, got 60"),
         (
             (*QUERIES, "--cameras", "q_cameras.npy", *COPY, "--gallery-cameras", "other.npy"),
-            "q.npy is a copy of the queries, but its cameras are not those of --cameras",
+            "cameras are not those of --cameras",
         ),
-        ((*QUERIES, "--both-directions"), "--both-directions needs galleries, which search the queries"),
+        ((*QUERIES, "--both-directions"), "--both-directions needs galleries"),
         (
             (*QUERIES, "--against-gallery", "a.npy"),
-            "--against-gallery needs --against, other embeddings of the queries",
+            "--against-gallery needs --against",
         ),
-        ((*QUERIES, *A, "--against", "q.npy"), "each --gallery-embeddings needs its --against-gallery, got 1 and 0"),
-        ((*QUERIES, "--against", "a.npy"), "a.npy has 60 embeddings, and there are 40 items to compare"),
-        ((*QUERIES, "--against", "shuffled.npz"), "shuffled.npz has other labels; it must have the same items"),
+        ((*QUERIES, *A, "--against", "q.npy"), "--against-gallery, got 1 and 0"),
+        ((*QUERIES, "--against", "a.npy"), "60 embeddings, and there are 40 items"),
+        ((*QUERIES, "--against", "shuffled.npz"), "labels; it must have the same items"),
         (
             (*QUERIES, *COPY, "--against", "q.npy", "--against-gallery", "more.npy"),
-            "q.npy is a copy of the queries, but its --against-gallery is none of --against",
+            "--against-gallery is none of --against",
         ),
-        ((*QUERIES, "--sample", "5"), "--sample is for --index, which searches approximately"),
-        ((*QUERIES, "--index", "ivf", "--metrics", "ndcg"), "--index finds the nearest alone; leave --metrics and"),
-        ((*QUERIES, "--index", "hnsw", "--sample", "0"), "the sample must be of at least 1 query, got 0"),
-        ((*QUERIES, "--gallery-index", "q.npy"), "--gallery-index needs --gallery-labels, one label for each"),
-        ((*QUERIES, *A, "--gallery-index", "q.npy"), "--gallery-index is gallery and search; leave other galleries"),
-        ((*QUERIES, *A_LABELS, "--gallery-index", "q.npy"), "q.npy is not an index of embeddings of dimension 3"),
-        (("--images", "x", *CAMERAS), "--cameras and --gallery-cameras can't be used with --images"),
+        ((*QUERIES, "--sample", "5"), "--sample is for --index, which searches"),
+        ((*QUERIES, "--index", "ivf", "--metrics", "ndcg"), "--index finds the nearest alone; leave"),
+        ((*QUERIES, "--index", "hnsw", "--sample", "0"), "least 1 query, got 0"),
+        ((*QUERIES, "--gallery-index", "q.npy"), "--gallery-index needs --gallery-labels"),
+        ((*QUERIES, *A, "--gallery-index", "q.npy"), "--gallery-index is gallery and search;"),
+        ((*QUERIES, *A_LABELS, "--gallery-index", "q.npy"), "index of embeddings of dimension 3"),
+        (("--images", "x", *CAMERAS), "--cameras and --gallery-cameras can't"),
     ],
 )
 def test_bad_input_ends_with_one_line(folder: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -712,5 +712,5 @@ def test_names_of_queries_and_galleries_are_one(folder: Path, kind: str) -> None
 
 def test_names_and_numbers_are_not_compared(folder: Path) -> None:
     np.save(folder / "names.npy", np.array([f"id_{i % 6}" for i in range(40)]))
-    with pytest.raises(SystemExit, match=r"a_labels\.npy has numbers as labels, but those of another file are text"):
+    with pytest.raises(SystemExit, match=r"a_labels\.npy.*another file are text"):
         evaluate(folder, *QUERIES[:2], "--labels", "names.npy", "--gallery-embeddings", "a.npy", *A_LABELS)

@@ -323,14 +323,14 @@ def test_baselines_that_move_the_logits(finished: Path) -> None:
 def test_a_class_of_a_single_example_leaves_no_halves_and_is_said(name: str) -> None:
     part = Split(torch.randn(12, 5), torch.tensor([0] * 11 + [1]))
     metric = model_metric(METRICS[name], part, stratified_halves(part.y, seed=0))
-    with pytest.warns(UserWarning, match=f"metric '{name}' reports no halves, as 1 of 2 classes has a single example"):
+    with pytest.warns(UserWarning, match=rf"metric '{name}'.*1 of 2.*single example"):
         told = metric.evaluate(nn.Linear(5, 2), "test")
     assert told.halves is None
     unlucky = (torch.arange(0, 12, 2), torch.arange(1, 12, 2))  # the first of which lacks class 1
     if name == "f1":
         assert model_metric(METRICS[name], part, unlucky).evaluate(nn.Linear(5, 2), "test").halves is not None
         return
-    with pytest.warns(UserWarning, match=f"{name}' reports no halves, as on a half of its data it raised DataError"):
+    with pytest.warns(UserWarning, match=rf"{name}' reports.*data it raised DataError"):
         assert model_metric(METRICS[name], part, unlucky).evaluate(nn.Linear(5, 2), "test").halves is None
 
 
@@ -551,7 +551,7 @@ def test_a_model_of_ones_own_is_built_tuned_and_written_under_its_own_names(tmp_
     methods = json.loads((tmp_path / "run" / "report.json").read_text())["methods"]
     assert methods["metricopt"]["test"] == [pytest.approx(right)]
     message = refused("--config-file", DIGITS, "--output-dir", tmp_path / "r", *TINY, *overrides[:1])
-    assert re.search(r"there is no module 'our_nets' installed; model\.folder=FOLDER lets one", message)
+    assert re.search(r"'our_nets'.*lets one", message)
     message = refused("--config-file", DIGITS, "--output-dir", tmp_path / "r", *TINY, "model.kwargs.width=5")
     assert message.startswith("model.kwargs.width is a key of model.name=MODULE:FUNCTION, timm/NAME or a folder")
 
@@ -588,7 +588,7 @@ def test_a_hugging_face_folder_brings_weights_and_normalisation(tmp_path: Path) 
     with pytest.raises(DataError, match="has the data's classes in another order"):
         classifier(config, splits, 0, tmp_path / "other")
     config.model.name = hugging_face(tmp_path / "others", ["x", "y", "z"])
-    with pytest.warns(UserWarning, match=r"names its classes \['x', 'y', 'z'\], the data .* in this order"):
+    with pytest.warns(UserWarning, match=r"names.*\['x'.*data .* in this order"):
         classifier(config, splits, 0, tmp_path / "other")
 
 
@@ -624,44 +624,44 @@ def table(folder: Path, positives: int) -> list[str]:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["metric.nmae=f1"], r"unknown key 'metric\.nmae'; did you mean 'metric\.name'\?"),
+        (["metric.nmae=f1"], r"unknown.*you mean 'metric\.name'\?"),
         (["queries=many"], r"queries=many: .*'many'"),
-        (["metric.name=acuracy"], r"metric\.name='acuracy' is none of .*accuracy.* MODULE:FUNCTION"),
-        (["metric.name=sklearn.metrics:nothing"], r"'sklearn\.metrics:nothing': .* no attribute 'nothing'"),
-        (["metric.name=no_such_module:f"], r"there is no module 'no_such_module' installed; metric\.folder="),
-        (["metric.name=sklearn.nothing:f"], r"'sklearn\.nothing:f': .* 'sklearn\.nothing'; modules are imported from "),
+        (["metric.name=acuracy"], r"metric\.name='acuracy'.*MODULE:FUNCTION"),
+        (["metric.name=sklearn.metrics:nothing"], r"'sklearn\.metrics:nothing'.*'nothing'"),
+        (["metric.name=no_such_module:f"], "module 'no_such_module' installed;"),
+        (["metric.name=sklearn.nothing:f"], r"'sklearn\.nothing'; modules are"),
         (
             ["metric.kwargs.average=macro"],
-            r"metric\.kwargs\.average is a key of metric\.name=MODULE:FUNCTION",
+            r"key of metric\.name=MODULE:FUNCTION",
         ),
         (
             ["metric.name=sklearn.metrics:f1_score", "metric.bounds=[0]"],
-            r"metric\.bounds=\[0\.0\]: it must be two finite numbers",
+            r"metric\.bounds=\[0\.0\].*numbers",
         ),
-        (["loss.name=focal"], r"loss\.name='focal' is none of aucpr, cost_sensitive,"),
-        (["data.name=csv"], r"data\.name=csv needs data\.target=COLUMN"),
-        (["queries=15"], r"15 queries are too few .* give at least 16"),
-        (["method.evals=9"], r"method: evals is 9; a task of 3 steps has 4 points"),
+        (["loss.name=focal"], r"loss\.name='focal'.*cost_sensitive,"),
+        (["data.name=csv"], r"needs data\.target=COLUMN"),
+        (["queries=15"], r"15 queries are too.*give at least 16"),
+        (["method.evals=9"], r"method.*9; a.*3 steps has 4 points"),
         (["population=0"], r"population=0: it must be at least 1"),
-        (["memory=2"], r"memory=2\.0 bounds a population that is chosen; this run has population=4: leave out memory"),
-        (["population=null", "memory=0"], r"memory=0\.0: it must be a number of GiB above 0"),
-        (["search_queries=5", "adapter.dim=16"], r"search_queries=5: it must be at least 14 for adapter.dim=16, or 0"),
-        (["methods=[refined]", "refined.queries=5", "adapter.dim=4"], r"=5: it must be at least 10 for adapter.dim=4"),
+        (["memory=2"], r"memory=2\.0 bounds.*leave out memory"),
+        (["population=null", "memory=0"], r"memory=0\.0.*GiB above 0"),
+        (["search_queries=5", "adapter.dim=16"], r"search_queries=5.*adapter.dim=16, or 0"),
+        (["methods=[refined]", "refined.queries=5", "adapter.dim=4"], r"=5.*least 10 for adapter.dim=4"),
         (
             ["methods=[sl_x]"],
-            r"'sl_x' is none of metricopt_paper, metricopt_learned, refined, settings, transfer, sl_u, ",
+            "'sl_x' is none of metricopt_paper",
         ),
-        (["methods=[sl_r]", "siblings.trains=all"], r"siblings\.trains='all': it must be one of phi, model, scratch"),
-        (["methods=[sl_r]", "siblings.sl.iterations=0"], r"siblings\.sl: iterations is 0; it must be at least 1"),
+        (["methods=[sl_r]", "siblings.trains=all"], r"siblings\.trains='all'.*model, scratch"),
+        (["methods=[sl_r]", "siblings.sl.iterations=0"], r"siblings\.sl.*0; it must be at least 1"),
         (
             ["methods=[sl_r]", "siblings.sl.iteratons=3"],
-            r"unknown key 'siblings\.sl\.iteratons'; did you mean 'siblings\.sl\.iterations'",
+            r"unknown.*'siblings\.sl\.iterations'",
         ),
         (["methods=[sl_r]", "siblings.sl.begin=nowhere"], r"nowhere does not exist"),
         (["methods=[transfer]", "transfer.value_function=nowhere.safetensors"], r"nowhere.safetensors does not exist"),
         (
             ["adapter.temperature=true"],
-            r"adapter\.temperature=true needs adapter\.outputs=true, or adapter\.kind=outputs",
+            r"needs adapter\.outputs=true, or",
         ),
     ],
 )
@@ -676,53 +676,53 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["adapter.layers=[nrom*]"], r"layers='nrom\*' matches no layer; did you mean \['norm"),
-        (["adapter.layers=[conv1]"], r"layers='conv1' matches 'conv1', which is a Conv2d without a weight and a bias"),
-        (["adapter.kind=lora"], r"adapter\.kind='lora' is neither film nor input_bias nor outputs"),
-        (["adapter.kind=outputs", "adapter.layers=[norm1,head]"], r"\['norm1', 'head'\]: one layer gives the logits"),
-        (["adapter.outputs=true", "adapter.layers=[head]"], r"layer 'head' gives the logits, on which the outputs act"),
+        (["adapter.layers=[nrom*]"], r"layers='nrom\*'.*you mean \['norm"),
+        (["adapter.layers=[conv1]"], r"layers='conv1'.*weight and a bias"),
+        (["adapter.kind=lora"], r"adapter\.kind='lora'.*nor outputs"),
+        (["adapter.kind=outputs", "adapter.layers=[norm1,head]"], r"\['norm1'.*layer gives the logits"),
+        (["adapter.outputs=true", "adapter.layers=[head]"], r"layer 'head'.*outputs act"),
         (
             ["adapter.outputs=true", "methods=[refined]", "refined.queries=10"],
-            r"=10: it must be at least 13 for phi of dimension 13",
+            r"=10.*13 for phi of dimension 13",
         ),
         (["adapter.dim=0"], r"adapter.dim=0: it must be at least 1"),
         (["data.name=mnist"], r"data\.name='mnist' is none of .*digits"),
-        (["data.fractions=[0.5,0.6]"], r"fractions must be three numbers .* got \(0\.5, 0\.6\)"),
-        (["shift.kind=odd"], r"shift\.kind='odd' must be none, image or class_ratio"),
-        (["shift.kind=class_ratio"], r"shift: ratio must hold one share for each of 10 classes, got \[\]"),
+        (["data.fractions=[0.5,0.6]"], r"fractions.*\(0\.5, 0\.6\)"),
+        (["shift.kind=odd"], r"shift\.kind='odd'.*image or class_ratio"),
+        (["shift.kind=class_ratio"], r"shift: ratio.*10 classes, got \[\]"),
         (
             ["shift.kind=class_ratio", "shift.ratio=[0.991,0.001,0.001,0.001,0.001,0.001,0.001,0.001,0.001,0.001]"],
-            r"the validation part is too small for class shares",
+            r"the validation.*small for class shares",
         ),
-        (["data.imbalance=0.5"], r"data: imbalance is 0\.5; it must be at least 1"),
-        (["data.largest_class=-1"], r"data: largest_class is -1; it must be at least 0"),
-        (["data.imbalance=3", "data.largest_class=500"], r"too small for a long tail from 500 examples of the first"),
-        (["shift.contrast=2"], r"shift: contrast must be in \(0, 1\], got 2"),
+        (["data.imbalance=0.5"], r"data.*0\.5; it must be at least 1"),
+        (["data.largest_class=-1"], r"data: largest_class.*least 0"),
+        (["data.imbalance=3", "data.largest_class=500"], r"too small.*500 examples of the first"),
+        (["shift.contrast=2"], r"shift: contrast.*\(0, 1\], got 2"),
         (["model.name=resnet999"], r"model\.name='resnet999' is neither"),
-        (["model.name=resnet18", "adapter.layers=[]"], r"model\.name=resnet18 does not take images .*\(1, 8, 8\)"),
-        (["model.name=tabular_mlp"], r"model\.name=tabular_mlp takes vectors, but the data has shape \(1, 8, 8\)"),
+        (["model.name=resnet18", "adapter.layers=[]"], r"model\.name=resnet18.*\(1, 8, 8\)"),
+        (["model.name=tabular_mlp"], r"model\.name=tabular_mlp.*\(1, 8, 8\)"),
         (
             ["adapter.keep_before=head", "methods=[second_round]"],
-            "adapter.keep_before=head leaves the layers before",
+            r"adapter.keep_before=head.*layers before",
         ),
-        (["model.weights=nowhere.pt"], r"nowhere\.pt holds no weights for SmallCNN"),
-        (["batch_size=5"], r"batch_size is 5, too small for one example of each of 10 classes"),
+        (["model.weights=nowhere.pt"], r"nowhere\.pt.*weights for SmallCNN"),
+        (["batch_size=5"], r"batch_size.*5, too.*each of 10 classes"),
         (
             ["methods=[sl_s]", "siblings.batch_size=9"],
-            r"batch_size is 9, too small for one example of each of 10 class",
+            r"batch_size is 9.*each of 10 class",
         ),
         (["device=abacus"], r"device='abacus' is not available here"),
         (
             ["metric.name=sklearn.metrics:f1_score"],
-            r"made-up predictions of 10 classes: .* one of \[None, 'micro', 'macro'",
+            r"made-up.*\[None, 'micro', 'macro'",
         ),
         (
             ["metric.name=sklearn.metrics:f1_score", "metric.kwargs.averag=macro"],
-            r"unexpected keyword argument 'averag'; see metric\.kwargs",
+            r"unexpected.*'averag'.*metric\.kwargs",
         ),
-        (["metric.name=sklearn.metrics:mean_squared_error"], r"must be within its bounds .*; see .* metric\.bounds"),
+        (["metric.name=sklearn.metrics:mean_squared_error"], r"must be within.*see .* metric\.bounds"),
         (["metric.name=expected_cost", "metric.costs=[[0.0,1.0],[5.0,0.0]]"], r"costs are for 2 classes, got .* of 10"),
-        (["data.positive=3"], r"data\.positive='3' is for two classes, but the data have 10"),
+        (["data.positive=3"], r"data\.positive='3'.*data have 10"),
     ],
 )
 def test_bad_settings_end_in_one_line_before_any_training(
@@ -750,13 +750,13 @@ def test_a_learning_rate_that_diverges_ends_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("positives", "overrides", "message"),
     [
-        (3, [], r"the validation split must hold at least two classes, got only class 0"),
+        (3, [], r"the validation split.*only class 0"),
         (0, [], r"at least two classes, got 1"),
         (1, [], r"class 'yes' has a single example"),
-        (30, ["data.target=anwser"], r"must have one column 'anwser', .* nearest among 3: 'answer'"),
-        (30, ["data.max_categories=2", "data.target=weekday"], r"target 'weekday' must have at most 2 distinct values"),
-        (30, ["data.delimiter=;"], r"is data\.delimiter the character between its cells\?"),
-        (30, ["data.positive=maybe"], r"data\.positive='maybe' must be one of the two classes, 'no' or 'yes'"),
+        (30, ["data.target=anwser"], r"'anwser'.*among 3: 'answer'"),
+        (30, ["data.max_categories=2", "data.target=weekday"], r"target 'weekday'.*2 distinct values"),
+        (30, ["data.delimiter=;"], r"is data\.delimiter.*between its cells\?"),
+        (30, ["data.positive=maybe"], r"data\.positive='maybe'.*'no' or 'yes'"),
         (30, ["data.root=nowhere.csv"], r"nowhere\.csv not found"),
     ],
 )
@@ -928,6 +928,6 @@ def test_the_committed_settings_of_ala_fit_their_descriptions() -> None:
 def test_methods_that_train_embedders_are_not_for_classifiers() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"'ala_focal' is none of metricopt_paper, .*, reloss_only, ala, second_round in this tool$",
+        match=", reloss_only, ala, second_round in",
     ):
         config_of("methods=[ala_focal]").check()

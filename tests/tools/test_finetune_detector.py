@@ -306,7 +306,7 @@ def test_features_in_memory_change_no_number(finished: Path, tmp_path: Path, mon
         weights = f"model.weights={finished / 'seed-0' / 'model.safetensors'}"
         config = config_of(*FINISHED, weights, f"adapter.{keep}")
         some = keep.startswith("keep_gib")
-        with pytest.warns(UserWarning, match=r"fill their half of adapter\.keep_gib=0\.015") if some else nullcontext():
+        with pytest.warns(UserWarning, match=r"fill.*half of adapter\.keep_gib=0\.015") if some else nullcontext():
             tool.run(config, tmp_path / keep, resume=False)
         contents.append(content_of(tmp_path / keep)["methods"])
     never, some = contents
@@ -401,26 +401,26 @@ def test_published_weights_are_whole_where_nothing_trains_them(overrides: list[s
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data.nmae=voc"], r"unknown key 'data\.nmae'; did you mean 'data\.name'\?"),
-        (["toolkit=mmdet"], r"toolkit='mmdet' is none of detectron2, torchvision"),
+        (["data.nmae=voc"], r"unknown.*'data\.nmae'.*'data\.name'\?"),
+        (["toolkit=mmdet"], r"toolkit='mmdet' is none.*torchvision"),
         (
             ["metric.name=ap50"],
-            r"metric\.name='ap50' is none of F1, AP50, AP, AP75, segm/AP50, .*/AP75; name your own function",
+            r"metric\.name='ap50'.*your own function",
         ),
-        (["metric.name=keypoints/AP"], r"keypoints are read with data\.name=coco, from .*, not with data\.name=scenes"),
-        (["metric.kwargs={a: 1}"], r"metric\.kwargs is a key of metric\.name=MODULE:FUNCTION"),
-        (["metric.name=math:fsum", "metric.bounds=[1,0]"], r"metric\.bounds=\[.*\]: it must be two finite numbers"),
-        (["metric.definition=coco50"], r"metric\.definition='coco50' is none of voc_11_point, voc, coco"),
-        (["model.name=yolo"], r"no detector is named 'yolo'; the choices are fasterrcnn_resnet50_fpn"),
-        (["toolkit=detectron2"], r"model\.min_size=48 is for toolkit=torchvision .*no effect with toolkit=detectron2$"),
-        (["classification_loss=focal"], r"classification_loss='focal' must be 'cross_entropy' or 'ap'"),
-        (["population=2"], r"population=2: detectors compute one task at a time"),
-        (["adapter.keep_gib=-1"], r"adapter\.keep_gib=-1\.0: it must be at least 0"),
+        (["metric.name=keypoints/AP"], r"keypoints.*, not with data\.name=scenes"),
+        (["metric.kwargs={a: 1}"], r"key of metric\.name=MODULE:FUNCTION"),
+        (["metric.name=math:fsum", "metric.bounds=[1,0]"], r"metric\.bounds=\[.*\].*finite numbers"),
+        (["metric.definition=coco50"], r"metric\.definition='coco50'.*voc, coco"),
+        (["model.name=yolo"], r"'yolo'.*fasterrcnn_resnet50_fpn"),
+        (["toolkit=detectron2"], "no effect with toolkit=detectron2"),
+        (["classification_loss=focal"], r"classification_loss='focal'.*'ap'"),
+        (["population=2"], r"population=2.*one task at a time"),
+        (["adapter.keep_gib=-1"], r"adapter\.keep_gib=-1\.0.*least 0"),
         (["model.lr=0"], r"model\.lr=0\.0: it must be above 0"),
-        (["queries=15"], r"15 queries are too few .* give at least 16"),
-        (["data.images=[6,6]"], r"data\.images=\[6, 6\]: it must have three entries, for train, validation and test"),
-        (["data.images=[6,-1,6]"], r"data\.images=\[6, -1, 6\]: each must be at least 0"),
-        (["scene.digits=[2]"], r"scene\.digits=\[2\]: it must be two numbers"),
+        (["queries=15"], r"15 queries are too.*give at least 16"),
+        (["data.images=[6,6]"], r"data\.images=\[6.*validation and test"),
+        (["data.images=[6,-1,6]"], r"data\.images=\[6.*least 0"),
+        (["scene.digits=[2]"], r"scene\.digits=\[2\].*two numbers"),
     ],
 )
 def test_bad_settings_are_refused_before_the_folder_is_taken(
@@ -434,7 +434,7 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data.images=[6,0,6]"], r"images must be three numbers of at least 1, got \(6, 0, 6\)"),
+        (["data.images=[6,0,6]"], r"images must be three.*\(6, 0, 6\)"),
         (["model.lr=1e30"], r"step \d: .*(lower the lr|not finite)"),
         (["device=abacus"], r"device='abacus' is not available here"),
     ],
@@ -448,9 +448,9 @@ def test_what_cannot_be_built_is_refused_in_one_line(tmp_path: Path, overrides: 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("kitti", r"data\.name='kitti' is none of scenes, voc, coco, yolo"),
+        ("kitti", r"data\.name='kitti'.*voc, coco, yolo"),
         ("voc", r"voc needs data\.root=PATH"),
-        ("voc data.splits=[train,test]", r"data\.splits=\['train', 'test'\]: it must have three entries"),
+        ("voc data.splits=[train,test]", r"data\.splits=\['train'.*three entries"),
     ],
 )
 def test_data_that_are_nowhere_are_refused_in_one_line(tmp_path: Path, name: str, message: str) -> None:
@@ -464,7 +464,7 @@ def test_data_that_are_nowhere_are_refused_in_one_line(tmp_path: Path, name: str
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("adapter.placement=head", r"placement='head' is none of FasterRCNN's; choose from backbone, early, fpn"),
+        ("adapter.placement=head", r"placement='head'.*backbone, early, fpn"),
         ("adapter.layers=[norm*]", r"layers='norm\*' matches no layer"),
     ],
 )
@@ -497,20 +497,20 @@ def mark_difficult(tree: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "overrides", "message"),
     [
-        (break_image, [], r"train_00000\.png can't be read as an image"),
+        (break_image, [], r"train_00000\.png.*read as an image"),
         (empty_split, [], r"val\.txt is empty"),
-        (remove_objects, [], r"none of the 6 images for train has a box"),
-        (mark_difficult, [], r"none of the 6 images for validation has a box that is neither difficult nor a crowd"),
-        (None, ["data.classes=[cat]"], r"has an object of class 'digit'; the classes are cat"),
-        (None, ["data.splits=[train,val,tset]"], r"there is no split 'tset' in .*; it has test, train, val"),
+        (remove_objects, [], r"none.*6 images for train has a box"),
+        (mark_difficult, [], r"none.*6 images.*difficult nor a crowd"),
+        (None, ["data.classes=[cat]"], "class 'digit'; the classes are cat"),
+        (None, ["data.splits=[train,val,tset]"], r"'tset'.*test, train, val"),
         (None, ["data.root=nowhere"], r"nowhere does not exist"),
-        (None, ["data.splits=['',val,test]"], r"data\.splits=.*: the first one, train, must be named"),
+        (None, ["data.splits=['',val,test]"], r"data\.splits=.*.*train, must be named"),
         (None, ["model.weights={weights}", "model.name=resnet18_fpn"], r"holds no weights for FasterRCNN"),
         (None, ["data.name=coco", "data.splits=[a.json,b.json,c.json]"], r"a\.json does not exist"),
         (
             None,
             ["data.name=coco", "data.classes=[cat]"],
-            r"data\.classes is a key of data\.name=voc; this run has .*coco",
+            r"data\.classes.*run has .*coco",
         ),
     ],
 )
@@ -572,7 +572,7 @@ def test_evaluate_ap50_finds_with_the_kept_detector(finished: Path, tmp_path: Pa
         )
     with pytest.raises(SystemExit, match=r"error: --config-file needs --weights"):
         call(evaluate_ap50, "--config-file", file, "--output-dir", tmp_path, *data)
-    with pytest.raises(SystemExit, match=r"error: --weights and --adapter can't be used with --detections"):
+    with pytest.raises(SystemExit, match=r"error: --weights.*--detections"):
         call(
             evaluate_ap50, "--detections", file, "--output-dir", tmp_path, "--weights", tuned, "--adapter", tuned, *data
         )
@@ -603,7 +603,7 @@ def test_a_setting_that_the_toolkit_does_not_look_at_is_refused(toolkit: str, se
 
 def test_detectron2_needs_its_config_file() -> None:
     pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
-    with pytest.raises(ConfigError, match=r"toolkit=detectron2 needs model\.config_file=FILE"):
+    with pytest.raises(ConfigError, match=r"needs model\.config_file=FILE"):
         build_toolkit(load_config(DetectionConfig, None, ["toolkit=detectron2", "data.name=scenes"]))
 
 
@@ -665,9 +665,7 @@ def test_a_detector_of_ones_own_is_tuned_and_judged(
     assert content_of(tmp_path / "ap50")["ap50"]["coco"]["mean"] == pytest.approx(expected, abs=1e-9)
 
     refusal = refused(tool, "--config-file", plain, "--output-dir", tmp_path / "r", *base, *own, "model.min_size=48")
-    assert re.search(
-        r"model\.min_size=48 is for the tool's own detectors; model\.name=.* model\.kwargs\.min_size", refusal
-    )
+    assert re.search(r"tool's own detectors; model\.name=.*", refusal)
     refusal = refused(tool, "--config-file", plain, "--output-dir", tmp_path / "r", *base, *own, "toolkit=transformers")
     assert refusal.startswith("model.name=our_detectors:detector builds a detector with torchvision's interface, for")
     refusal = refused(tool, "--config-file", plain, "--output-dir", tmp_path / "r", *base, "model.folder=.")
@@ -778,9 +776,9 @@ def test_hugging_faces_detectors_are_tuned_and_judged(tmp_path: Path) -> None:
     assert 0 <= report["methods"]["metricopt"]["test"][0] <= 1
     fresh = transformers.YolosForObjectDetection.from_pretrained(folder)
     fresh.load_state_dict(torch.load(tmp_path / "run" / "seed-0" / "tuned.pth"))
-    with pytest.raises(ConfigError, match=r"model\.min_size=64 is for toolkit=torchvision"):
+    with pytest.raises(ConfigError, match=r"model\.min_size=64.*toolkit=torchvision"):
         build_toolkit(load_config(DetectionConfig, plain, [*options, "model.min_size=64"]))
-    with pytest.raises(ConfigError, match=r"classification_loss='ap' is not for toolkit=transformers"):
+    with pytest.raises(ConfigError, match="toolkit=transformers"):
         build_toolkit(load_config(DetectionConfig, plain, [*options, "classification_loss=ap"]))
     with pytest.raises(ConfigError, match=r"small_fpn has no config\.json"):
         build_toolkit(load_config(DetectionConfig, plain))

@@ -312,28 +312,28 @@ def test_another_metric_than_recall(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["loss.nmae=fast_ap"], r"unknown key 'loss\.nmae'; did you mean 'loss\.name'\?"),
-        (["loss.name=fastap"], r"loss\.name='fastap' is none of .*contrastive.*fast_ap.*triplet_margin"),
+        (["loss.nmae=fast_ap"], r"unknown.*'loss\.nmae'.*'loss\.name'\?"),
+        (["loss.name=fastap"], r"loss\.name='fastap' is none of"),
         (["loss.params={margn: 1}"], r"loss: fast_ap does not take \{'margn': 1\}"),
         (
             ["loss.name=proxy_anchor", "loss.params={num_classes: 3}"],
             r"loss\.params: leave num_classes out",
         ),
-        (["loss.name=proxy_anchor", "loss.params={margn: 1}"], r"loss: proxy_anchor does not take \{'margn': 1\}"),
+        (["loss.name=proxy_anchor", "loss.params={margn: 1}"], r"loss: proxy_anchor.*take \{'margn': 1\}"),
         (["loss.name=margin", "loss.params={learn_beta: true}"], "has its own weights"),
         (["loss.samples=1"], r"loss\.samples=1: it must be at least 2"),
-        (["metric.ks=[0]"], r"metric: ks must be .* of at least 1, got \[0\]"),
+        (["metric.ks=[0]"], r"metric: ks must be .*1, got \[0\]"),
         (["metric.ks=[]"], r"metric: ks must be one or more numbers"),
-        (["metric.name=recal"], r"metric\.name='recal' is none of recall, mean_average_precision_at_r, r_precision"),
-        (["queries=15"], r"15 queries are too few .* give at least 16"),
+        (["metric.name=recal"], r"metric\.name='recal'.*r_precision"),
+        (["queries=15"], r"15 queries are too.*give at least 16"),
         (["model.lr=0"], r"model: lr is 0\.0; it must be above 0"),
         (
             ["data.test_classes=[7,8]", "data.last_test=true"],
-            r"data\.test_classes chooses the test part, as data\.last",
+            r"data\.test_classes.*part, as data\.last",
         ),
         (
             ["data.test_classes=[7,8]", "data.name=stanford_online_products"],
-            r"as data\.last_test or the set's own lists",
+            r"as data\.last_test.*set's own lists",
         ),
     ],
 )
@@ -350,22 +350,22 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
     [
         (
             ["data.name=cub"],
-            r"data\.name='cub' is none of class_folders, digits, omniglot, in_shop, market1501, stanford_online",
+            r"data\.name='cub'.*stanford_online",
         ),
-        (["data.name=omniglot"], r"data\.name=omniglot needs data\.root=PATH"),
+        (["data.name=omniglot"], r"needs data\.root=PATH"),
         (["data.name=omniglot", "data.root=nowhere"], r"nowhere not found; set data\.root=DIR"),
         (["data.name=stanford_online_products", "data.root=nowhere"], r"Ebay_train\.txt not found"),
-        (["data.fractions=[0.8,0.1,0.1]"], r"each part needs at least two classes of its own; 10 classes"),
+        (["data.fractions=[0.8,0.1,0.1]"], r"each part needs at least.*10 classes"),
         (["data.fractions=[0.5,0.6]"], r"data: fractions must be three numbers"),
         (["shift.kind=odd"], r"shift\.kind='odd' must be none or image"),
-        (["shift.contrast=2"], r"shift: contrast must be in \(0, 1\], got 2"),
-        (["data.test_classes=[7,12]"], r"data\.test_classes has '12', which is no class; nearest of the 10: '2', "),
-        (["adapter.layers=[trunk.layer4.*.bn*]"], r"layers='trunk\.layer4\.\*\.bn\*' matches no layer; did you mean"),
+        (["shift.contrast=2"], r"shift: contrast.*\(0, 1\], got 2"),
+        (["data.test_classes=[7,12]"], "class; nearest of the 10: '2'"),
+        (["adapter.layers=[trunk.layer4.*.bn*]"], r"layers='trunk\.layer4\.\*\.bn\*'.*mean"),
         (["adapter.layers=[nrom*]"], r"layers='nrom\*' matches no layer"),
-        (["model.name=conv5"], r"model\.name='conv5' is neither conv4 nor a torchvision classifier"),
-        (["model.name=resnet18"], r"model\.name=resnet18 does not take images of shape \(1, "),
-        (["model.weights=nowhere.pt"], r"nowhere\.pt holds no weights for Embedder"),
-        (["model.trunk_weights=a.pt"], r"model\.trunk_weights is for torchvision's classifiers"),
+        (["model.name=conv5"], r"model\.name='conv5'.*conv4.*classifier"),
+        (["model.name=resnet18"], r"take images of shape \(1"),
+        (["model.weights=nowhere.pt"], r"nowhere\.pt.*weights for Embedder"),
+        (["model.trunk_weights=a.pt"], r"model\.trunk_weights.*classifiers"),
         (["device=abacus"], r"device='abacus' is not available here"),
     ],
 )
@@ -450,7 +450,7 @@ def test_embeddings_that_do_not_match_their_labels_are_refused() -> None:
             return x[::2]
 
     metric = build_metric(MetricConfig(ks=[1]), part)
-    with pytest.raises(MetricError, match="embeddings and labels must match in number, got 3 and 6"):
+    with pytest.raises(MetricError, match=r"embeddings and labels.*3 and 6"):
         metric.evaluate(Halving(), "test")
     with pytest.raises(MetricError, match="embeddings must be n x d"):
         metric.evaluate(nn.Unflatten(1, (3, 1)), "test")
@@ -500,7 +500,7 @@ def test_the_smooth_ap_is_the_one_for_classes_of_any_size() -> None:
 def test_a_part_of_few_classes_gets_smaller_batches() -> None:
     part = Split(torch.zeros(7, 1, 2, 2), torch.tensor([0, 0, 1, 1, 2, 2, 3]))
     assert class_batches(part, LossConfig(classes=16, samples=2)).classes == 3
-    with pytest.raises(DataError, match="a batch needs 2 classes of at least two examples, got 1"):
+    with pytest.raises(DataError, match=r"a batch needs 2.*examples, got 1"):
         class_batches(Split(part.x[:4], torch.tensor([0, 0, 1, 2])), LossConfig())
 
 
@@ -543,7 +543,7 @@ def test_trunks_of_other_libraries_and_of_ones_own(tmp_path: Path) -> None:
     sys.path.remove(str(tmp_path))
     with torch.no_grad():
         torch.testing.assert_close(ours(x), nn.functional.normalize(ours.trunk(x)))
-    with pytest.raises(ConfigError, match=r"'resnet81' is neither conv4 nor a torchvision classifier"):
+    with pytest.raises(ConfigError, match=r"'resnet81'.*torchvision classifier"):
         build_model("resnet81", shape, 5)
 
 
@@ -628,9 +628,7 @@ def test_the_committed_settings_of_ala_fit_their_descriptions() -> None:
 
 
 def test_methods_that_train_classifiers_are_not_for_embedders() -> None:
-    with pytest.raises(
-        ConfigError, match=r"'sl_r' is none of metricopt_paper, .*, ala_mixture, ala_focal in this tool$"
-    ):
+    with pytest.raises(ConfigError, match=", ala_mixture, ala_focal in this tool"):
         config_of("methods=[sl_r]").check()
 
 
@@ -692,15 +690,15 @@ def test_what_more_inference_would_give_is_shown_and_not_kept(tmp_path: Path) ->
     [
         (
             ["methods=[settings]", "settings.names=[whitenning]"],
-            r"there is no 'whitenning'; did you mean \['whitening'",
+            r"'whitenning'.*\['whitening'",
         ),
         (["methods=[settings]", "settings.names=[usual,whitening]"], r"it must be \[usual\], or name each"),
         (["methods=[settings]", "settings.inference=0.5"], r"settings\.inference"),
-        (["methods=[settings]", "settings.more=[2,0.5]"], r"settings\.more=0\.5: it must be at least 1"),
+        (["methods=[settings]", "settings.more=[2,0.5]"], r"settings\.more=0\.5.*least 1"),
         (["methods=[settings]", "settings.more=[.nan]"], r"settings: more is nan"),
         (
             ["methods=[settings]", "method.name=paper"],
-            r"method\.name=paper tunes no settings; set method\.name=search",
+            r"method\.name=paper.*method\.name=search",
         ),
     ],
 )

@@ -166,11 +166,11 @@ def test_where_the_state_dict_is(content: Any, entry: str | None, found: str | N
 @pytest.mark.parametrize(
     ("content", "entry", "message"),
     [
-        ({"model": STATE, "state_dict_ema": STATE}, None, r"2 state dicts, \['state_dict_ema', 'model'\]; .*--entry"),
-        ({"net": {"a": 1}, "epoch": 3}, None, r"no state dict.*name one by --entry, of \['net'\]"),
-        ({"model": STATE, "model_ema": STATE}, None, r"2 state dicts, \['model', 'model_ema'\]; .*--entry"),
-        ({"student": STATE, "teacher": STATE}, None, r"2 state dicts, \['student', 'teacher'\]; .*--entry"),
-        ({"net": STATE}, "model", r"--entry 'model': .*no state dict there; .*\['net'\]"),
+        ({"model": STATE, "state_dict_ema": STATE}, None, r"2 state dicts.*'model'\]; .*--entry"),
+        ({"net": {"a": 1}, "epoch": 3}, None, r"no state.*--entry, of \['net'\]"),
+        ({"model": STATE, "model_ema": STATE}, None, r"2.*\['model', 'model_ema'\]; .*--entry"),
+        ({"student": STATE, "teacher": STATE}, None, r"2.*\['student', 'teacher'\]; .*--entry"),
+        ({"net": STATE}, "model", r"--entry.*state dict there; .*\['net'\]"),
         ({"epoch": 3}, None, r"it has \['epoch'\]"),
         ([1, 2], None, "it holds a list"),
     ],

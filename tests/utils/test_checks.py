@@ -40,9 +40,7 @@ def test_what_is_no_integer_is_refused(value: Any) -> None:
 
 def test_a_class_is_no_instance() -> None:
     check_instance("len", labels=len, refine=None)
-    with pytest.raises(
-        ValueError, match=r"^strategy is the class Fraction; it must be an instance, Fraction\(\.\.\.\)$"
-    ):
+    with pytest.raises(ValueError, match=r"instance, Fraction\(\.\.\.\)"):
         check_instance("len", strategy=Fraction)
-    with pytest.raises(ValueError, match=r"^labels is 'gp'; it must be an instance, e\.g\. len$"):
+    with pytest.raises(ValueError, match=r"'gp'; it must be an instance, e\.g\."):
         check_instance("len", labels="gp")

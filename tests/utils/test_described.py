@@ -58,20 +58,20 @@ def test_what_has_a_default_may_be_missing_and_a_whole_number_may_be_a_float() -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kind": "z"}, "Outer.kind is 'z'; it must be one of 'x', 'y'"),
-        ({"kind": ["x"]}, r"Outer.kind is \['x'\]; it must be one of"),
-        ({"number": 3.0}, "Outer.number is 3.0; it must be of type int"),
-        ({"number": True}, "Outer.number is True; it must be of type int"),
-        ({"number": 2**63}, "Outer.number is 9223372036854775808; it must be an integer of 64 bits"),
-        ({"inner": []}, r"Outer.inner is \[\]; it must be a JSON object"),
+        ({"kind": "z"}, r"Outer.kind.*'z'.*one of 'x', 'y'"),
+        ({"kind": ["x"]}, r"Outer.kind.*\['x'\]; it must be one of"),
+        ({"number": 3.0}, r"Outer.number.*3.0.*type int"),
+        ({"number": True}, r"Outer.number.*type int"),
+        ({"number": 2**63}, r"Outer.number.*integer of 64 bits"),
+        ({"inner": []}, r"Outer.inner.*\[\].*JSON object"),
         ({"inner": {}}, "Outer.inner has no 'name'"),
         ({"inner": {"name": "bad"}}, "name is bad"),
-        ({"inner": {"name": None}}, "Outer.inner.name is None; it must be of type str"),
-        ({"many": {"k": [{"name": "j", "more": 1}]}}, r"Outer.many.k\[0\] is 'more'; it must be no key but name, flag"),
-        ({"pair": [1]}, r"Outer.pair is \[1\]; it must be a list of 2 values"),
-        ({"pair": [10**400, 1]}, r"Outer.pair\[0\] is 1000.*; it must be an integer of 64 bits"),
-        ({"pair": ["1", 1]}, r"Outer.pair\[0\] is '1'; it must be of type float"),
-        ({"halves": [1, 2, 3]}, r"Outer.halves is \[1, 2, 3\]; it must be a list of 2 values"),
+        ({"inner": {"name": None}}, r"Outer.inner.name.*type str"),
+        ({"many": {"k": [{"name": "j", "more": 1}]}}, r"Outer.many.k\[0\].*key but name, flag"),
+        ({"pair": [1]}, r"Outer.pair.*\[1\].*list of 2 values"),
+        ({"pair": [10**400, 1]}, r"Outer.pair\[0\].*integer of 64 bits"),
+        ({"pair": ["1", 1]}, r"Outer.pair\[0\].*type float"),
+        ({"halves": [1, 2, 3]}, r"Outer.halves.*\[1, 2.*list of 2 values"),
         ({"tuples": "ab"}, "Outer.tuples is 'ab'; it must be a list"),
     ],
 )
@@ -112,5 +112,5 @@ def test_a_file_of_another_shape_is_named(change: dict[str, Any], message: str, 
     with pytest.raises(FileFormatError, match=rf"^{re.escape(str(file))} is not what it is: {message}; delete it to"):
         read_shaped(file, Keys, "what it is")
     write_json(file, {"values": {}})
-    with pytest.raises(FileFormatError, match=r"keys\.json is not what it is: keys has no 'size'; delete"):
+    with pytest.raises(FileFormatError, match=r"keys\.json.*keys has no 'size'; delete"):
         read_shaped(file, Keys, "what it is")

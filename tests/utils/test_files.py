@@ -99,13 +99,13 @@ def test_json_has_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     write_json(path, nested)
     assert read_json(path) == nested
     write_json(path, {"a": nested})
-    with pytest.raises(FileFormatError, match=r"a.json is not valid JSON \(it is nested more deeply than 50 levels\)"):
+    with pytest.raises(FileFormatError, match=r"a.json is not valid JSON.*50 levels\)"):
         read_json(path)
     write_json(path, {"a": 1})
     monkeypatch.setattr(files, "JSON_BYTES", path.stat().st_size)
     assert read_json(path) == {"a": 1}
     monkeypatch.setattr(files, "JSON_BYTES", path.stat().st_size - 1)
-    with pytest.raises(FileFormatError, match="it has more than the 12 bytes that are read at most"):
+    with pytest.raises(FileFormatError, match="12 bytes that are read at most"):
         read_json(path)
 
 
@@ -129,14 +129,14 @@ def test_a_flipped_byte_is_noticed(tmp_path: Path, place: str) -> None:
     at = len(content) - 2 if place == "tensors" else content.index(b"11")
     content[at] ^= 1
     path.write_bytes(content)
-    with pytest.raises(FileFormatError, match=r"a\.safetensors is damaged: its checksum is another"):
+    with pytest.raises(FileFormatError, match=r"a\.safetensors.*checksum is another"):
         read_tensors(path, "kind/1")
 
 
 def test_a_file_without_a_checksum_is_refused(tmp_path: Path) -> None:
     metadata = {"format": "kind/1", "described": '{"steps": 11}'}
     (tmp_path / "a.safetensors").write_bytes(safetensors.torch.save({"a": torch.arange(3.0)}, metadata=metadata))
-    with pytest.raises(FileFormatError, match=r"a\.safetensors is damaged: its checksum is another"):
+    with pytest.raises(FileFormatError, match=r"a\.safetensors.*checksum is another"):
         read_tensors(tmp_path / "a.safetensors", "kind/1")
 
 
@@ -164,7 +164,7 @@ def test_a_module_is_built_of_its_own_tensors_alone() -> None:
 
 def test_what_code_raises_on_other_content_names_the_file() -> None:
     with (
-        pytest.raises(FileFormatError, match=r"^f is corrupt: it holds no thing \(KeyError\('a'\)\)$"),
+        pytest.raises(FileFormatError, match=r"holds no thing \(KeyError\('a'\)\)"),
         content_of("f", "thing"),
     ):
         {}["a"]
@@ -178,7 +178,7 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for path in (pipe, tmp_path, Path(os.devnull)):
-        with pytest.raises(OSError, match="a folder, a pipe or a device, not a regular file"):
+        with pytest.raises(OSError, match=r"a folder.*device, not a regular file"):
             open_regular(path)
     (tmp_path / "real").write_bytes(b"content")
     (tmp_path / "link").symlink_to("real")

@@ -82,9 +82,9 @@ def test_what_is_kept_if_there_is_room_pushes_nothing_out_and_stays(tmp_path: Pa
     assert [whole.get(key) is not None for key in "abc"] == [True, True, False]
     half, large = KeptOutputs(gib=0.01), int(0.006 * GIB)
     half.of("large", lambda: numbers(large), if_room=True)
-    with pytest.warns(UserWarning, match=r"kept outputs fill their 0\.005 GiB of memory"):
+    with pytest.warns(UserWarning, match=r"kept outputs.*0\.005 GiB of memory"):
         half.of("large", lambda: numbers(large), if_room=True)
-    with pytest.raises(ValueError, match=r"room is 2; it must be a share, from 0 to 1"):
+    with pytest.raises(ValueError, match=r"room is 2.*share, from 0 to 1"):
         KeptOutputs(room=2)
 
 
@@ -96,9 +96,7 @@ def test_what_was_used_longest_ago_goes_first() -> None:
         for key in keys:
             kept.of(key, lambda key=key: made.append(key) or numbers(100))  # type: ignore[func-returns-value, misc]
 
-    with pytest.warns(
-        UserWarning, match="kept outputs fill their .* GiB of memory; what no longer fits is computed again"
-    ):
+    with pytest.warns(UserWarning, match=r"kept outputs.*fits is computed again"):
         ask("a", "b", "a", "c", "a", "b")  # c takes the place of b, which a was used after
     assert made == ["a", "b", "c", "b"]
     assert (kept.passes, kept.nbytes) == (4, 200)
@@ -166,7 +164,7 @@ def test_files_are_bounded_and_the_oldest_go_first(tmp_path: Path) -> None:
             for file in set(tmp_path.iterdir()) - before:
                 os.utime(file, ns=(time, time))
 
-    with pytest.warns(UserWarning, match="what no longer fits is read from disk again"):
+    with pytest.warns(UserWarning, match=r"what no longer.*read from disk again"):
         ask("a", "b", "a", "c")
     assert (kept.passes, len(list(tmp_path.iterdir()))) == (3, 2)
     kept.of("a", lambda: numbers(1000))
@@ -191,7 +189,7 @@ def test_a_damaged_file_is_made_anew_with_a_warning(tmp_path: Path) -> None:
 
 
 def test_what_can_not_be_kept_is_refused() -> None:
-    with pytest.raises(TypeError, match="an output holds a set; it can be kept as a tensor, number, text or None"):
+    with pytest.raises(TypeError, match=r"an output holds.*number, text or None"):
         KeptOutputs().of("key", lambda: [{1}])
     for options in ({"gib": -1}, {"disk_gib": float("nan")}):
         with pytest.raises(ValueError, match="gib is"):

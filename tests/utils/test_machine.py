@@ -74,7 +74,7 @@ def test_a_program_under_that_environment_goes_on(tmp_path: Path) -> None:
 
 def test_what_cannot_be_started_anew_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["tool.py", "deterministic=true"])
-    with pytest.raises(ConfigError, match="start the program under ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA"):
+    with pytest.raises(ConfigError, match=r"start the program.*ONEDNN_MAX_CPU_ISA"):
         restart_deterministically(1)
 
 
@@ -98,7 +98,7 @@ def test_an_instruction_set_that_the_processor_lacks_is_refused(
     if has:
         check_capability()
     else:
-        with pytest.raises(ConfigError, match=f"ATEN_CPU_CAPABILITY={asked}: A processor has no {asked}; unset it"):
+        with pytest.raises(ConfigError, match=rf"ATEN_CPU_CAPABILITY={asked}.*{asked}; unset it"):
             check_capability()
 
 

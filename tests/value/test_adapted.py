@@ -64,6 +64,6 @@ def test_domain_and_quality_are_those_of_f_and_f_is_left_alone() -> None:
 
 def test_what_no_file_could_bring_back_is_not_saved(tmp_path: Path) -> None:
     adapted = AdaptedValueFunction(neural(), torch.randn(4, 3), torch.randn(4))
-    with pytest.raises(ValueFunctionError, match="kind 'adapted' can't be saved; save the one it wraps"):
+    with pytest.raises(ValueFunctionError, match=r"kind 'adapted'.*save the one it wraps"):
         adapted.save(tmp_path / "f.safetensors")
     assert list(tmp_path.iterdir()) == []

@@ -244,7 +244,7 @@ def test_too_few_folds(
 
 def test_constant_costs(trajectories: Callable[..., list[Trajectory]]) -> None:
     data = Observations.of(trajectories(lambda phi: torch.full((len(phi),), 0.125)))
-    with pytest.raises(ValueFunctionError, match=r"all 120 observed costs equal 0\.125: .* does not react to phi"):
+    with pytest.raises(ValueFunctionError, match=r"all 120.* does not react to phi"):
         fit_value_function(data, [RidgeLearner()])
 
 

@@ -85,10 +85,10 @@ def test_file_of_another_adapter(tmp_path: Path) -> None:
     ):
         load_value_function(path, signature=replace(SIGNATURE, seed=4))
     other = replace(SIGNATURE, layers=tuple("bcdefgh"), channels=(9,) * 7)
-    with pytest.raises(ValueFunctionError, match=r"of layers \['a'\], not \['b', .* 7 in all\]; channels \[8\], not"):
+    with pytest.raises(ValueFunctionError, match=r"\['a'\].*7 in.*channels \[8\], not"):
         load_value_function(path, signature=other)
     loaded = load_value_function(path)
-    with pytest.raises(ValueFunctionError, match="f was fitted for another adapter, of kind 'film', not 'input_bias'"):
+    with pytest.raises(ValueFunctionError, match=r"f was fitted.*'film', not 'input_bias'"):
         loaded.check_fits(replace(SIGNATURE, kind="input_bias"))
     loaded.signature = None
     loaded.check_fits(other)
@@ -108,9 +108,7 @@ def test_file_of_unknown_contents(tmp_path: Path) -> None:
     with pytest.raises(FileFormatError, match="does not exist"):
         load_value_function(path)
     write_tensors(path, {}, FILE_FORMAT, {"kind": "forest", "settings": {}})
-    with pytest.raises(
-        FileFormatError, match=r"unknown value function 'forest', expected one of \['gp', 'neural', 'ridge'\]"
-    ):
+    with pytest.raises(FileFormatError, match=r"unknown.*'forest'.*'neural', 'ridge'\]"):
         load_value_function(path)
     write_tensors(path, {}, "another/1", {})
     with pytest.raises(FileFormatError, match="format 'another/1', expected"):

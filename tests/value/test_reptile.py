@@ -234,7 +234,7 @@ def test_eta_falls_over_all_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_so_few_updates_that_f_is_not_trained_are_said_with_the_passes_that_train_it() -> None:
     data = observations(tasks=20)
     learner, all_seen = ReptileLearner.paper(), torch.full_like(data.trajectory, -1)
-    with pytest.warns(UserWarning, match=r"only 40 updates, and fewer than 300 .* to 15 or more \(it is 2\)"):
+    with pytest.warns(UserWarning, match=r"only 40.*300 .*15 or more \(it is 2\)"):
         replace(learner, passes=2)(data, all_seen, 1, seed=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -392,7 +392,7 @@ def test_equal_uncertainties_do() -> None:
 def test_collapse_is_said() -> None:
     data = observations()
     learner = replace(QUICK, iterations=20, inner=partial(INNER_ADAMW, lr=1e-2, weight_decay=50))
-    with pytest.warns(CollapseWarning, match="2 of the value function's 2 members predict nearly the same cost"):
+    with pytest.warns(CollapseWarning, match=r"2.*function's 2.*nearly the same cost"):
         learner(data, folded(data, 2), 2, seed=0)
 
 
@@ -402,10 +402,10 @@ def test_collapse_is_said() -> None:
         ({"iterations": 0}, "iterations is 0; it must be at least 1"),
         ({"passes": 0}, "passes is 0; it must be at least 1"),
         ({"tasks": 0}, "tasks is 0; it must be at least 1"),
-        ({"inner_steps": -1}, "inner_steps is -1; it must be at least 1"),
+        ({"inner_steps": -1}, r"inner_steps.*-1; it must be at least 1"),
         ({"resolution": 0.0}, r"resolution is 0\.0; it must be above 0"),
         ({"points": 0}, "points is 0; it must be at least 1"),
-        ({"points": 1, "tasks": 1}, "points is 1 and tasks is 1; BatchNorm needs at least 2"),
+        ({"points": 1, "tasks": 1}, r"points is 1.*is 1.*needs at least 2"),
     ],
 )
 def test_impossible_settings(settings: dict[str, Any], message: str) -> None:

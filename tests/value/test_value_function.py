@@ -153,7 +153,7 @@ def test_gradient_has_phis_type(make: Any) -> None:
 def test_phi_of_another_dimension(make: Any, shape: tuple[int, ...]) -> None:
     f = make()
     for call in (f, f.gradient):
-        with pytest.raises(ValueFunctionError, match=f"dimension {shape[-1]}, this value function was fitted for 5"):
+        with pytest.raises(ValueFunctionError, match=rf"dimension {shape[-1]}.*fitted for 5"):
             call(torch.zeros(shape))
 
 

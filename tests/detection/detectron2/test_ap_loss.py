@@ -80,9 +80,9 @@ def test_the_gradient_of_the_ap_loss_reaches_phi(tiny_config: Any, squares: Call
 
 
 def test_other_predictors_and_losses_are_refused(tiny_config: Any) -> None:
-    with pytest.raises(ConfigError, match="classification_loss='focal' must be 'cross_entropy' or 'ap'"):
+    with pytest.raises(ConfigError, match=r"classification_loss='focal'.*'ap'"):
         Detectron2Toolkit(tiny_config(), classification_loss="focal")
-    with pytest.raises(ConfigError, match="the AP loss is for FastRCNNOutputLayers, but this detector has None"):
+    with pytest.raises(ConfigError, match=r"the AP.*detector has None"):
         use_ap_loss(nn.Linear(1, 1))
     cascade = build_model(tiny_config("fpn", "BN", "MODEL.ROI_HEADS.NAME", "CascadeROIHeads",
                                       "MODEL.ROI_BOX_HEAD.CLS_AGNOSTIC_BBOX_REG", True))  # fmt: skip

@@ -75,24 +75,24 @@ def test_the_documentation_lists_each_key_with_its_default() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["SEED", -1], r"METRICOPT\.SEED is -1; it must be at least 0"),
-        (["META.TASKS", 3], r"METRICOPT\.META\.TASKS is 3; it must be at least 4"),
-        (["META.INDEX", -1], r"METRICOPT\.META\.INDEX is -1; it must be at least 0"),
-        (["METRIC.NAME", "AP"], r"METRICOPT\.METRIC\.NAME is 'AP'; it must be like bbox/AP50 or segm/AP"),
-        (["FILM.DIM", 0], r"METRICOPT\.FILM\.DIM is 0; it must be at least 1"),
-        (["FINETUNE.LR", -0.1], r"METRICOPT\.FINETUNE\.LR is -0\.1; it must be at least 0"),
-        (["FINETUNE.METRIC_STEP", float("nan")], "METRIC_STEP is nan; it must be a finite number"),
-        (["FINETUNE.START_STD", float("inf")], r"METRICOPT\.FINETUNE\.START_STD is inf; it must be a finite number"),
-        (["FINETUNE.TRUST", float("nan")], r"METRICOPT\.FINETUNE\.TRUST is nan; it must be above 0"),
-        (["FINETUNE.HISTORY", 0], r"METRICOPT\.FINETUNE\.HISTORY is 0; it must be at least 1"),
-        (["FINETUNE.TRUST", 0.0], r"METRICOPT\.FINETUNE\.TRUST is 0.0; it must be above 0"),
-        (["METRIC.IMAGES", -1], r"METRICOPT\.METRIC\.IMAGES is -1; it must be at least 0"),
-        (["METRIC.EVALS", 1], r"METRICOPT\.METRIC\.EVALS is 1; it must be at least 2"),
-        (["METRIC.EVALS", 8], r"METRIC\.EVALS is 8; it must be at most METRICOPT\.FINETUNE\.STEPS \+ 1 = 7"),
-        (["METRIC.DEFINITION", "best"], r"METRICOPT\.METRIC\.DEFINITION is 'best'; it must be one of .*'coco'"),
-        (["CLASSIFICATION_LOSS", "focal"], r"METRICOPT\.CLASSIFICATION_LOSS is 'focal'; it must be one of .*'ap'"),
-        (["DATASETS.SCENES.SHIFT.NOISE_STD", -1.0], "a scene shift's noise_std must be finite and at least 0"),
-        (["SEARCH.DESIGN", 3], r"METRICOPT\.SEARCH: design is 3; it must be at least 4"),
+        (["SEED", -1], r"METRICOPT\.SEED.*least 0"),
+        (["META.TASKS", 3], r"METRICOPT\.META\.TASKS.*least 4"),
+        (["META.INDEX", -1], r"METRICOPT\.META\.INDEX.*least 0"),
+        (["METRIC.NAME", "AP"], r"METRICOPT\.METRIC\.NAME.*segm/AP"),
+        (["FILM.DIM", 0], r"METRICOPT\.FILM\.DIM.*0; it.*least 1"),
+        (["FINETUNE.LR", -0.1], r"METRICOPT\.FINETUNE\.LR.*least 0"),
+        (["FINETUNE.METRIC_STEP", float("nan")], r"METRIC_STEP.*finite number"),
+        (["FINETUNE.START_STD", float("inf")], r"METRICOPT\.FINETUNE\.START_STD.*number"),
+        (["FINETUNE.TRUST", float("nan")], r"METRICOPT\.FINETUNE\.TRUST.*above 0"),
+        (["FINETUNE.HISTORY", 0], r"METRICOPT\.FINETUNE\.HISTORY.*least 1"),
+        (["FINETUNE.TRUST", 0.0], r"METRICOPT\.FINETUNE\.TRUST.*above 0"),
+        (["METRIC.IMAGES", -1], r"METRICOPT\.METRIC\.IMAGES.*least 0"),
+        (["METRIC.EVALS", 1], r"METRICOPT\.METRIC\.EVALS.*least 2"),
+        (["METRIC.EVALS", 8], r"METRIC\.EVALS is 8.*1 = 7"),
+        (["METRIC.DEFINITION", "best"], r"METRICOPT\.METRIC\.DEFINITION.*'coco'"),
+        (["CLASSIFICATION_LOSS", "focal"], r"METRICOPT\.CLASSIFICATION_LOSS.*'ap'"),
+        (["DATASETS.SCENES.SHIFT.NOISE_STD", -1.0], r"shift's.*finite and at least 0"),
+        (["SEARCH.DESIGN", 3], r"METRICOPT\.SEARCH.*least 4"),
         (["META.TRAJECTORIES", "kept"], r"needs METRICOPT\.METRIC\.SET"),
         (["ENABLED", True, "METRICOPT.FILM.LAYERS", ("backbone", "necks")], "'necks'"),
     ],
@@ -115,7 +115,7 @@ def test_unknown_keys_are_refused(tmp_path: Path) -> None:
             read_config(tmp_path / "wrong.yaml")
     for content in ("'True'\n", "1.5\n", "- VERSION\n", ""):
         (tmp_path / "wrong.yaml").write_text(content)
-        with pytest.raises(ConfigError, match=r"wrong\.yaml holds .*; it must hold keys with values"):
+        with pytest.raises(ConfigError, match=r"wrong\.yaml.*hold keys with values"):
             read_config(tmp_path / "wrong.yaml")
 
 

@@ -206,7 +206,7 @@ def test_tool_searches(tool: Callable[..., Any], tiny_config: Any, folder: Path,
     assert merged.keys() == torch.load(weights, weights_only=True)["model"].keys()
     written = [json.loads(line) for line in (out / "metrics.json").read_text().splitlines()]
     assert [line["iteration"] for line in written if "val/bbox/AP50" in line][:spent] == list(range(1, spent + 1))
-    with pytest.raises(SystemExit, match="already holds a search: add --resume to continue it"):
+    with pytest.raises(SystemExit, match=r"already holds.*--resume to continue it"):
         tool(*options)
     tool("--resume", *options)
     parts = (
@@ -216,7 +216,7 @@ def test_tool_searches(tool: Callable[..., Any], tiny_config: Any, folder: Path,
     tool(*options, *parts, "OUTPUT_DIR", tmp_path / "parts", "DATASETS.TEST", ())
     again = torch.load(tmp_path / "parts" / "model_merged.pth", weights_only=True)["model"]
     assert all(torch.equal(merged[name], again[name]) for name in merged)  # the same sets by other names
-    with pytest.raises(SystemExit, match=r"model_merged\.pth, which would be overwritten; give another"):
+    with pytest.raises(SystemExit, match=r"model_merged\.pth.*give another"):
         tool("--config-file", file, "--num-gpus", 0, "--search", "MODEL.WEIGHTS", out / "model_merged.pth")
     with pytest.raises(SystemExit, match="2"):
         tool("--eval-only", *options)
@@ -296,9 +296,7 @@ def test_tool_writes_the_scenes(tool: Callable[..., Any], tiny_config: Any, tmp_
 
 def test_tool_without_a_gpu(tool: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(
-        SystemExit, match=r"MODEL\.DEVICE is cuda, but no GPU was found; --num-gpus 0 computes on the CPU"
-    ):
+    with pytest.raises(SystemExit, match=r"MODEL\.DEVICE.*0 computes on the CPU"):
         tool("--config-file", CONFIGS / "scenes.yaml")
 
 
@@ -321,7 +319,7 @@ def test_tool_does_not_write_over_the_detector(
 
 
 def test_a_deterministic_run_within_another_program_is_refused(tool: Callable[..., Any]) -> None:
-    with pytest.raises(SystemExit, match="error: deterministic takes effect only before torch is loaded: start"):
+    with pytest.raises(SystemExit, match=r"error.*torch is loaded: start"):
         tool("--config-file", CONFIGS / "scenes.yaml", "--num-gpus", 0, "--deterministic")
 
 
@@ -342,7 +340,7 @@ def test_an_error_of_another_process(
         monkeypatch.setattr(tool.module, "launch", launch)  # type: ignore[attr-defined]
         tool("--config-file", tmp_path / "tiny.yaml", "--num-gpus", 0)
 
-    with pytest.raises(SystemExit, match=r"^error: a\.jpg can't be used: it is cut$"):
+    with pytest.raises(SystemExit, match=r"error: a\.jpg can't be used: it is cut"):
         ends_with("metricopt_ext.errors.DataError: a.jpg can't be used:\n  it is cut")
     with pytest.raises(ProcessRaisedException, match="KeyError: 'width'"):
         ends_with("KeyError: 'width'")

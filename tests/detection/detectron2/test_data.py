@@ -145,9 +145,9 @@ def test_sets_must_fit_the_detector_and_each_other(tiny_config: Any, squares: Ca
     register("single", replace(squares(1), classes=("red",)))
     cfg = tiny_config()
     check_sets(cfg, ["one"], ["one"])
-    with pytest.raises(ConfigError, match="other has the classes green, red, but one has red, green"):
+    with pytest.raises(ConfigError, match=r"other.*one has red, green"):
         check_sets(cfg, ["one"], ["other"])
-    with pytest.raises(ConfigError, match=r"MODEL\.ROI_HEADS\.NUM_CLASSES is 2; single has 1 classes: red"):
+    with pytest.raises(ConfigError, match=r"MODEL\.ROI_HEADS\.NUM_CLASSES.*red"):
         check_sets(cfg, [], ["single"])
     with pytest.raises(DataError, match="no dataset 'two'"):
         check_sets(cfg, ["one"], ["two"])
@@ -161,7 +161,7 @@ def test_sets_must_fit_the_detector_and_each_other(tiny_config: Any, squares: Ca
         check_sets(cfg, ["one"], ["nameless"])
     with pytest.raises(DataError, match="dataset 'empty' has no images"):
         check_sets(cfg, ["one"], ["empty"])
-    with pytest.raises(DataError, match="a record of dataset 'unnumbered' lacks 'image_id'"):
+    with pytest.raises(DataError, match=r"a record.*'unnumbered' lacks 'image_id'"):
         check_sets(cfg, ["one"], ["unnumbered"])
     retina = tiny_config("fpn", "BN", "MODEL.META_ARCHITECTURE", "RetinaNet", "MODEL.RETINANET.NUM_CLASSES", 1)
     check_sets(retina, [], ["single"])
@@ -177,9 +177,7 @@ def test_a_mask_head_needs_masks(tiny_config: Any, squares: Callable[..., Detect
     DatasetCatalog.register("masks", lambda: records)
     cfg = tiny_config("fpn", "BN", "MODEL.MASK_ON", True)
     check_sets(cfg, ["masks"], ["boxes"])  # AP50 needs none
-    with pytest.raises(
-        ConfigError, match=r"MASK_ON is True, but 3 of 3 objects of boxes have no mask; set MODEL\.MASK_ON"
-    ):
+    with pytest.raises(ConfigError, match=r"MASK_ON.*of 3.*mask; set MODEL\.MASK_ON"):
         check_sets(cfg, ["boxes"], [])
     del records[1]["annotations"][0]["segmentation"]
     with pytest.raises(ConfigError, match="1 of 3 objects of masks have no mask"):
@@ -390,7 +388,7 @@ def test_evaluator_refuses_another_set(tiny_config: Any, squares: Callable[..., 
     data = squares(4)
     register("fewer", data.subset([0, 1]))
     loader = build_detection_test_loader(tiny_config(), "fewer")
-    with pytest.raises(MetricError, match=r"2 of 4 images were not given to the model, e\.g\. '0-2'"):
+    with pytest.raises(MetricError, match=r"2 of 4 images.*model, e\.g\. '0-2'"):
         inference_on_dataset(Oracle(data, known=4), loader, AP50Evaluator(data))
 
 
@@ -413,7 +411,7 @@ def test_validation_metric(tiny_config: Any, squares: Callable[..., DetectionSet
         drawn = MetadataCatalog.get(drawn_images("squares", images, 0))
         assert hasattr(drawn, "json_file") is kept
         assert drawn.evaluator_type == "coco"
-    with pytest.raises(ConfigError, match="9 validation images requested, but 'squares' has 8"):
+    with pytest.raises(ConfigError, match=r"9.*requested, but 'squares' has 8"):
         metric_on(9)
 
 
@@ -468,12 +466,10 @@ def test_bare_records_and_half_precision_are_judged(definition: Any, dtype: torc
 def test_two_records_of_one_image_id_are_refused(squares: Callable[..., DetectionSet]) -> None:
     given = [{**record, "image_id": 1} for record in records(BOXES)]
     enter("twice", given)
-    with pytest.raises(
-        DataError, match="dataset 'twice' has 1 image_id that occur twice, first 1; AP50 needs a different"
-    ):
+    with pytest.raises(DataError, match=r"dataset 'twice'.*AP50 needs a different"):
         registered_truth("twice")
     data = squares(2)
-    with pytest.raises(DataError, match="the set has 1 image_id that occur twice, first '0-0'"):
+    with pytest.raises(DataError, match=r"1 image_id.*twice, first '0-0'"):
         AP50Evaluator(DetectionSet(data.classes, [*data.images, data.images[0]]))
 
 
@@ -483,17 +479,17 @@ def test_two_records_of_one_image_id_are_refused(squares: Callable[..., Detectio
         (
             [[50.0, 50, 20, 10, 30]],
             {"bbox_mode": BoxMode.XYWHA_ABS},
-            r"image 0 of dataset 'odd' has a box of mode .*XYWHA",
+            r"image 0.*'odd'.*box of mode .*XYWHA",
         ),
         ([[0.1, 0.1, 0.2, 0.2]], {"bbox_mode": BoxMode.XYXY_REL}, "has a box of mode"),
-        ([[0.0, 0, float("nan"), 5]], {}, r"has the box \[0.0, 0, nan, 5\]; it must be finite"),
-        ([[0.0, 0, 5, 5, 0]], {}, r"has the box \[0.0, 0, 5, 5, 0\]; it must be 4 numbers"),
+        ([[0.0, 0, float("nan"), 5]], {}, r"\[0.0, 0.*5\]; it must be finite"),
+        ([[0.0, 0, 5, 5, 0]], {}, r"\[0.0.*0\]; it must be 4 numbers"),
         (
             [[0.1, 0.1, 0.2, 0.2]],
             {},
-            r"dataset 'odd': every bbox lies within \[0, 1\].*in pixels, as its bbox_mode says",
+            r"dataset 'odd'.*bbox_mode says",
         ),
-        ([[0.0, 0, 5, 5]], {"category_id": 1}, r"has the category_id 1; with 1 classes it must be in 0\.\.0"),
+        ([[0.0, 0, 5, 5]], {"category_id": 1}, r"category_id.*0\.\.0"),
         ([[0.0, 0, 5, 5]], {"category_id": -1}, "has the category_id -1"),
     ],
 )
@@ -516,12 +512,10 @@ def test_outputs_of_another_kind_are_refused() -> None:
     evaluator.process(given, [put_out([[0.1, 0.1, 0.2, 0.2]])])
     with pytest.raises(MetricError, match="the detector: every bbox lies within"):
         evaluator.evaluate()
-    with pytest.raises(MetricError, match="the detector gave RotatedBoxes; AP50 is of boxes along the axes"):
+    with pytest.raises(MetricError, match=r"AP50.*boxes along the axes"):
         evaluator.process(given, [put_out([[25.0, 25, 50, 50, 0]], RotatedBoxes)])
     masks = {"instances": Instances((9, 9), scores=torch.ones(1), pred_masks=torch.ones(1, 9, 9))}
-    with pytest.raises(
-        MetricError, match=r"gave no pred_boxes, which AP50 of boxes needs, but \['pred_masks', 'scores'\]"
-    ):
+    with pytest.raises(MetricError, match=r"gave.*pred_boxes.*AP50.*'scores'\]"):
         evaluator.process(given, [masks])
 
 
@@ -530,7 +524,7 @@ def test_detections_beyond_coco_s_limit_are_counted_once() -> None:
     enter("crowded", given)
     evaluator = AP50Evaluator(registered_truth("crowded"), "coco")
     evaluator.process(given, [put_out([BOXES[0]] * 120)])
-    with pytest.warns(UserWarning, match=r"^COCO does not count 20 detections beyond the 100 best"):
+    with pytest.warns(UserWarning, match="count 20 detections beyond the 100 best"):
         evaluator.evaluate()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -140,7 +140,7 @@ def test_a_detector_that_finds_nothing_has_an_ap50_of_0(masks: Any, tasks: Any) 
     evaluator = COCOEvaluator("masks", tasks, output_dir=masks.OUTPUT_DIR)
     loader, model = MetricOptTrainer.build_test_loader(masks, "masks"), trained(masks)
     assert ap50_metric(loader, evaluator, result="segm/AP50").judge(model).cost == 1
-    with pytest.raises(MetricError, match=r"COCOEvaluator gave no segm/AP51, but \['bbox/AP', 'bbox/AP50'"):
+    with pytest.raises(MetricError, match=r"COCOEvaluator.*segm/AP51.*'bbox/AP50'"):
         ap50_metric(loader, evaluator, result="segm/AP51").judge(model)
 
 
@@ -152,7 +152,7 @@ def test_a_set_of_crowds_alone_is_refused(masks: Any) -> None:
     register("crowds", crowds)
     evaluator = COCOEvaluator("crowds", output_dir=masks.OUTPUT_DIR)
     metric = ap50_metric(MetricOptTrainer.build_test_loader(masks, "crowds"), evaluator, result="segm/AP50")
-    with pytest.raises(MetricError, match="COCOEvaluator gave nan as segm/AP50: no object of the set counts for it"):
+    with pytest.raises(MetricError, match=r"COCOEvaluator.*segm/AP50.*it"):
         metric.judge(trained(masks))
 
 
@@ -277,5 +277,5 @@ def test_keypoints_are_judged_by_detectron2_s_evaluator_on_all_images_and_on_hal
     assert evaluation.cost == pytest.approx(expected.cost, abs=1e-6)  # of float32
     assert evaluation.halves == pytest.approx(expected.halves, abs=1e-6)
     del records[2]["annotations"][0]["keypoints"]
-    with pytest.raises(ConfigError, match=r"is keypoints/AP, but 1 of 9 objects of people have no 'keypoints'; name a"):
+    with pytest.raises(ConfigError, match=r"1 of 9.*'keypoints'; name a"):
         check_sets(cfg, [], ["people"])

@@ -83,7 +83,5 @@ def test_what_cannot_be_merged_is_refused(tiny_config: Any, tmp_path: Path) -> N
     with pytest.raises(AdapterError, match="has no adapter"):
         export(model, tmp_path / "merged.pth")
     # The convolution of the proposal network has a ReLU inside.
-    with pytest.raises(
-        AdapterError, match=r"'proposal_generator\.rpn_head\.conv', which is a Conv2d with a norm or an act"
-    ):
+    with pytest.raises(AdapterError, match="Conv2d with a norm or an act"):
         attach_film(model, "proposal_generator.rpn_head.conv")

@@ -210,9 +210,9 @@ def test_a_killed_search_goes_on(to_search: Callable[..., Any], tmp_path: Path) 
     with pytest.raises(MetricError, match="the evaluation server is down"):
         search(other, trainer_class=Theirs)
     Known.fails_after = None
-    with pytest.raises(FileFormatError, match="already holds a search: add --resume to continue it"):
+    with pytest.raises(FileFormatError, match=r"already holds.*--resume to continue it"):
         search(other, trainer_class=Theirs)
-    with pytest.raises(FileFormatError, match=r"trainer_class was '.*\.Theirs', now '.*\.MetricOptTrainer'"):
+    with pytest.raises(FileFormatError, match=r"trainer_class.*'.*\.MetricOptTrainer'"):
         search(other, resume=True)
     moved = to_search("OUTPUT_DIR", str(tmp_path / "killed"), "METRICOPT.METRIC.IMAGES", 3)
     with pytest.raises(FileFormatError, match=r"METRICOPT\.METRIC\.IMAGES was 0, now 3"):
@@ -263,12 +263,12 @@ class WithoutMetric(MetricOptTrainer):
 @pytest.mark.parametrize(
     ("options", "trainer_class", "error", "message"),
     [
-        (["MODEL.WEIGHTS", ""], Theirs, ConfigError, "a search needs the trained detector: MODEL.WEIGHTS is ''"),
-        (["METRICOPT.METRIC.SET", ""], Theirs, ConfigError, r"a search needs METRICOPT\.METRIC\.SET, the set"),
-        (["METRICOPT.SEARCH.QUERIES", 5], Theirs, ConfigError, r"SEARCH\.QUERIES is 5; .* must be at least 7"),
-        (["METRICOPT.SEARCH.QUERIES", 0], Theirs, ConfigError, r"METRICOPT\.SEARCH\.QUERIES is 0; it must be at least"),
-        ([], DefaultTrainer, TypeError, "trainer_class is DefaultTrainer; it must be a subclass of MetricOptTrainer"),
-        ([], WithoutMetric, TypeError, "WithoutMetric.build_metric returned None; it must return a metric"),
+        (["MODEL.WEIGHTS", ""], Theirs, ConfigError, r"a search.*detector: MODEL.WEIGHTS is ''"),
+        (["METRICOPT.METRIC.SET", ""], Theirs, ConfigError, r"needs METRICOPT\.METRIC\.SET, the set"),
+        (["METRICOPT.SEARCH.QUERIES", 5], Theirs, ConfigError, r"SEARCH\.QUERIES.* must be at least 7"),
+        (["METRICOPT.SEARCH.QUERIES", 0], Theirs, ConfigError, r"METRICOPT\.SEARCH\.QUERIES.*least"),
+        ([], DefaultTrainer, TypeError, r"trainer_class.*MetricOptTrainer"),
+        ([], WithoutMetric, TypeError, r"WithoutMetric.build_metric.*metric"),
     ],
 )
 def test_what_a_search_refuses(
@@ -356,7 +356,7 @@ def test_a_training_keeps_its_last_checkpoints_and_a_search_begins_from_their_av
 
 
 def test_a_search_without_such_checkpoints_says_what_to_do(to_search: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match=r"METRICOPT\.SOUP is 3, but .* has 0 checkpoints .* or set that to 0"):
+    with pytest.raises(ConfigError, match=r"METRICOPT\.SOUP.* or set that to 0"):
         search(to_search("METRICOPT.SOUP", 3))
-    with pytest.raises(ConfigError, match=r"METRICOPT\.SOUP is 1; it must be at least 2 checkpoints, or 0"):
+    with pytest.raises(ConfigError, match=r"METRICOPT\.SOUP.*2 checkpoints, or 0"):
         search(to_search("METRICOPT.SOUP", 1))

@@ -319,7 +319,7 @@ def test_thresholds_of_classes_are_told_with_code(tiny_config: Callable[..., Any
     exec(code, {**names, "detected": detected, "batch": batch})
     assert same(found, expected)
     assert not same(detected(toolkit, model, batch), expected)
-    with pytest.raises(ConfigError, match="an average precision ranks all that is found"):
+    with pytest.raises(ConfigError, match=r"an average.*ranks all that is found"):
         detectron2_settings(toolkit, model, class_thresholds=numbers, average_precision=True)
 
 
@@ -482,16 +482,16 @@ def test_lines_are_keys_and_values_in_turns(tiny_config: Callable[..., Any]) -> 
         *("INPUT.MIN_SIZE_TEST", "952", "INPUT.MAX_SIZE_TEST", "1586", "TEST.AUG.ENABLED", "True"),
         *("TEST.AUG.MIN_SIZES", "(800, 952, 1128)", "TEST.AUG.MAX_SIZE", "1880", "TEST.AUG.FLIP", "True"),
     ]
-    with pytest.raises(ConfigError, match="Detectron2's config has no key for 'flips'; it has for score_thresh"):
+    with pytest.raises(ConfigError, match=r"Detectron2's.*score_thresh"):
         config_lines(cfg, {"flips": True})
-    with pytest.raises(ConfigError, match=r"GeneralizedRCNN has no key for soft_nms: detect inside `with detectron2_"):
+    with pytest.raises(ConfigError, match=r"GeneralizedRCNN.*soft_nms.*detectron2_"):
         config_lines(cfg, {"flip": True, "soft_nms": 0.2})
     with pytest.raises(ConfigError, match=r"RetinaNet has no key for flip: detect .*names=\['flip'\]\).applied\({"):
         config_lines(tiny_config("fpn", "BN", *RETINANET), {"flip": True})
-    with pytest.raises(ConfigError, match=r"MODEL\.META_ARCHITECTURE is FCOS; settings are known of GeneralizedRCNN"):
+    with pytest.raises(ConfigError, match=r"MODEL\.META_ARCHITECTURE is FCOS;"):
         config_lines(tiny_config("fpn", "BN", "MODEL.META_ARCHITECTURE", "FCOS"), {})
 
 
 def test_other_detectors_are_refused(tiny_config: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match="Linear is not, or detects otherwise than, Detectron2's GeneralizedRCNN"):
+    with pytest.raises(ConfigError, match=r"Linear.*Detectron2's GeneralizedRCNN"):
         detectron2_settings(Detectron2Toolkit(tiny_config()), torch.nn.Linear(2, 2))

@@ -181,5 +181,5 @@ def test_patterns_are_taken_as_they_are(tiny_config: Any) -> None:
 
 def test_a_mask_head_is_refused_for_want_of_masks(tiny_config: Any, squares: Callable[..., DetectionSet]) -> None:
     toolkit = Detectron2Toolkit(tiny_config("fpn", "BN", "MODEL.MASK_ON", True))
-    with pytest.raises(ConfigError, match=r"MODEL\.MASK_ON is True, but the images have boxes alone"):
+    with pytest.raises(ConfigError, match=r"MODEL\.MASK_ON.*images have boxes alone"):
         toolkit.loss(toolkit.build(2, seed=0), examples(squares(1)))

