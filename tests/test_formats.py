@@ -330,7 +330,7 @@ def test_each_file_names_its_format(release: str) -> None:
 def test_a_file_of_a_format_to_come_is_refused(name: str, tmp_path: Path) -> None:
     kind, text = Path(name).stem, (FORMATS / "0.1.0" / name).read_text()
     (tmp_path / name).write_text(text.replace(f'"metricopt_ext/{kind}/1"', f'"metricopt_ext/{kind}/9"'))
-    with pytest.raises(FileFormatError, match=f"{name} .*format is 'metricopt_ext/{kind}/9'; it must be one of"):
+    with pytest.raises(FileFormatError, match=rf"{name} .*format.*one of"):
         READERS[name](tmp_path / name)
 
 

@@ -72,13 +72,13 @@ def test_names_are_the_tool_s_and_functions_of_one_s_own() -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
-        ("acuracy", "classes", r"metric\.also: 'acuracy' is none of mcr, .*, recall\[CLASS\], .*MODULE:FUNCTION"),
+        ("acuracy", "classes", r"metric\.also: 'acuracy'.*MODULE:FUNCTION"),
         ("auc[cat]", "classes", r"metric\.also: 'auc\[cat\]' is none of"),
         ("recall[cow]", "classes", r"metric\.also: there is no class 'cow'; "),
         ("recall", "classes", r"metric\.also: 'recall' is none of"),
-        ("f1", "multilabel", r"metric\.also: 'f1' is none of data\.kind=multilabel"),
-        ("sklearn.metrics:nothing", "classes", r"metric\.also: 'sklearn\.metrics:nothing': module .* has no attribute"),
-        ("besides_of_nobody:f", "classes", "there is no module 'besides_of_nobody' installed"),
+        ("f1", "multilabel", r"also: 'f1'.*data\.kind=multilabel"),
+        ("sklearn.metrics:nothing", "classes", r"also: 'sklearn\.metrics:nothing'"),
+        ("besides_of_nobody:f", "classes", "no module 'besides_of_nobody' installed"),
     ],
 )
 def test_what_there_is_not_is_refused_by_name(name: str, kind: str, message: str) -> None:

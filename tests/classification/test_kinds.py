@@ -163,19 +163,19 @@ def test_weights_are_given_to_a_metric_of_quantities(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "more", "message"),
     [
-        ("multilabel", ["data.kind=rank"], "data.kind='rank' must be classes, multilabel, ordinal, regression or seg"),
-        ("multilabel", ["data.targets=[red]"], "several labels each are data.kind=multilabel with two columns or more"),
-        ("multilabel", ["data.targets=[red,red]"], "data.targets=['red', 'red'] has 'red' twice"),
+        ("multilabel", ["data.kind=rank"], "data.kind='rank' must be classes"),
+        ("multilabel", ["data.targets=[red]"], "data.kind=multilabel with two columns"),
+        ("multilabel", ["data.targets=[red,red]"], "data.targets=['red', 'red'] has 'red'"),
         ("multilabel", ["data.target=red"], "data.target='red' and data.targets="),
-        ("multilabel", ["data.drop=[red]"], "data.drop=['red'] must not have 'red' of data.targets"),
-        ("multilabel", ["metric.name=accuracy"], "metric.name='accuracy' is none of data.kind=multilabel: micro_f1"),
+        ("multilabel", ["data.drop=[red]"], "data.drop=['red'] must not have 'red'"),
+        ("multilabel", ["metric.name=accuracy"], "none of data.kind=multilabel: micro_f1"),
         ("multilabel", ["data.imbalance=3"], "are for classes; data.kind=multilabel"),
-        ("ordinal", ["data.order=[]"], "are no numbers, so their order is not known; give it"),
-        ("ordinal", ["data.positive=bad"], "data.positive='bad' is for two classes, not for data.kind=ordinal"),
-        ("ordinal", ["methods=[sl_r]"], "methods=[sl_r] is for classes, not for data.kind=ordinal"),
-        ("regression", ["data.order=[a,b]"], "data.order=['a', 'b'] is for data.kind=ordinal; this run has regression"),
+        ("ordinal", ["data.order=[]"], "order is not known; give it"),
+        ("ordinal", ["data.positive=bad"], "two classes, not for data.kind=ordinal"),
+        ("ordinal", ["methods=[sl_r]"], "classes, not for data.kind=ordinal"),
+        ("regression", ["data.order=[a,b]"], "'b'] is for data.kind=ordinal; this run"),
         ("regression", ["adapter.temperature=true"], "data.kind=regression has a quantity"),
-        ("regression", ["data.target=grade", "data.drop=[]"], "the target 'grade' must be a finite number in each row"),
+        ("regression", ["data.target=grade", "data.drop=[]"], "'grade' must be a finite number in each"),
     ],
 )
 def test_what_does_not_go_together_is_refused(tmp_path: Path, kind: str, more: list[str], message: str) -> None:
@@ -190,10 +190,10 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path, kind: str, more: l
         (
             "digits",
             "multilabel",
-            "data.kind=multilabel needs data.name=csv with data.targets, or data.name=image_folder",
+            "needs data.name=csv with data.targets",
         ),
-        ("digits", "regression", "data.name=digits and data.kind=regression: csv, libsvm and diabetes have quantities"),
-        ("diabetes", "classes", "data.name=diabetes and data.kind=classes: csv, libsvm and diabetes have quantities"),
+        ("digits", "regression", "data.kind=regression: csv, libsvm and"),
+        ("diabetes", "classes", "data.kind=classes: csv, libsvm and"),
     ],
 )
 def test_data_of_another_kind_are_refused(name: str, kind: str, message: str) -> None:

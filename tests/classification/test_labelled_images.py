@@ -206,7 +206,7 @@ def test_columns_that_are_no_labels_are_left_out_by_name(tmp_path: Path) -> None
         (
             'filename,tags\nimg_1,"a|b"\nimg_2,"a,b"\n',
             [],
-            r"of 'tags' may be parted by ',' or '\|', as in 'a|b' in row 2",
+            r"parted by ',' or '\|', as in 'a|b' in row 2",
         ),
         ("filename,tags\nimg_1,hot dog\nimg_2,hot dog cat\nimg_3,cat\n", [], "'hot' and 'dog' are always side by side"),
         ("filename,tags\nimg_1,\"['a', 'b']\"\nimg_2,['a']\n", [], "without brackets, got"),

@@ -146,12 +146,12 @@ def test_the_report_has_what_the_written_networks_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["metric.name=accuracy"], "metric.name='accuracy' is none of data.kind=segmentation: mean_iou, boundary_f"),
-        (["data.kind=classes"], "data.name=segmentation and data.kind=classes: both must be segmentation, or neither"),
-        (["adapter.outputs=true"], "adapter.outputs, adapter.kind=outputs and adapter.keep_before are not for segment"),
-        (["model.augment=true"], "model.augment and shift.kind=image move images, but not their label maps"),
-        (["model.name=resnet18"], "model.name='resnet18' is none of torchvision's for segmentation: deeplabv3"),
-        (["methods=[sl_r]"], "methods=[sl_r] is for classes, not for data.kind=segmentation"),
+        (["metric.name=accuracy"], "mean_iou, boundary_f"),
+        (["data.kind=classes"], "data.kind=classes: both must be"),
+        (["adapter.outputs=true"], "adapter.keep_before are not for segment"),
+        (["model.augment=true"], "shift.kind=image move images, but not"),
+        (["model.name=resnet18"], "model.name='resnet18' is none of"),
+        (["methods=[sl_r]"], "classes, not for data.kind=segmentation"),
     ],
 )
 def test_what_segmentation_has_not_is_refused(tmp_path: Path, more: list[str], message: str) -> None:

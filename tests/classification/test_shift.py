@@ -58,7 +58,7 @@ def test_the_choice_is_the_seed_s() -> None:
         (
             3,
             11,
-            "from 11 examples of the first class to 1/3 of that: it has [10, 10] examples by class, and would",
+            "1/3 of that: it has [10, 10] examples",
         ),
         (100, 0, "would keep [10, 0]"),
     ],

@@ -119,9 +119,9 @@ def test_an_f_of_another_dimension_is_refused_before_any_work(
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"kind": "input_bias"}, "with adapter.kind=input_bias, this run has film: give both runs the same"),
-        ({"outputs": Outputs()}, "with adapter.outputs=true, this run has false: give both runs the same"),
-        ({"seed": 4}, "under the matrices of seed 4, this run's are of 3: set seed=4 with seeds=1"),
+        ({"kind": "input_bias"}, "adapter.kind=input_bias, this run has"),
+        ({"outputs": Outputs()}, "adapter.outputs=true, this run has"),
+        ({"seed": 4}, "run's are of 3: set seed=4 with seeds=1"),
     ],
 )
 def test_an_f_of_another_kind_of_phi_is_refused(other: dict[str, Any], message: str) -> None:

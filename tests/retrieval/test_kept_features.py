@@ -168,7 +168,7 @@ def test_features_that_are_changed_in_place_are_not_kept(made: Callable[..., Any
     assert_same(adapter, kept)
     moved = made("trunk.middle", middle=InPlace())
     kept = KeptFeatures(IMAGES, 1.0)
-    with pytest.warns(UserWarning, match="not kept, as it is changed in place afterwards") as told:
+    with pytest.warns(UserWarning, match=r"not kept.*changed in place afterwards") as told:
         assert_same(moved, kept)
     assert len(told) == 1
     assert kept.nbytes == 0
@@ -238,7 +238,7 @@ def test_a_model_before_phi_is_run_once_on_each_batch(made: Callable[..., Any]) 
 def test_passes_that_can_t_be_cut_are_told_of(made: Callable[..., Any]) -> None:
     adapter = made("trunk.norm2")
     adapter.model.trunk.__class__ = type("Branched", (Trunk,), {"forward": branched})
-    with pytest.warns(UserWarning, match=r"torch\.fx can't trace .*; keep_gib=0 keeps nothing") as told:
+    with pytest.warns(UserWarning, match=r"torch\.fx.*keep_gib=0 keeps nothing") as told:
         assert_same_passes(adapter, KeptPasses(1.0))
     assert len(told) == 1
 

@@ -123,7 +123,7 @@ def test_a_memory_has_the_model_s_embeddings_of_the_first_part() -> None:
         ({"loss": "contrastive", "size": 9}, r"takes loss.*memory_size, not size"),
         ({"loss": "proxy_anchor"}, "a memory can't be for proxy_anchor"),
         ({"loss": "fast_ap"}, r"fast_ap.*supported"),
-        ({"loss": "contrastive", "params": {"margin": 1}}, r"contrastive does not take \{'margin': 1\}"),
+        ({"loss": "contrastive", "params": {"margin": 1}}, r"contrastive.*\{'margin': 1\}"),
     ],
 )
 def test_memories_that_can_not_be_are_refused(params: dict[str, Any], message: str) -> None:

@@ -814,7 +814,7 @@ def test_primary_metric_of_testers_and_hooks(tmp_path: Path, records: Any) -> No
 @pytest.mark.parametrize(
     ("missing", "module", "message"),
     [
-        ("faiss", "neighbours", "Recall@k needs FAISS: pip install 'metricopt-ext[retrieval]'"),
+        ("faiss", "neighbours", "pip install 'metricopt-ext[retrieval]'"),
         *[
             ("pytorch_metric_learning", module, "pytorch-metric-learning: pip install 'metricopt-ext[retrieval]'")
             for module in ("accuracy", "losses", "task")

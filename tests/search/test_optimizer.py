@@ -481,7 +481,7 @@ def test_autocast_training_step() -> None:
         ({"trust": 0.0}, "trust is 0.0; it must be above 0"),
         ({"trust": -2.0}, "trust is -2.0"),
         ({"trust": float("nan")}, "trust is nan; it must be above 0"),
-        ({"metric_step": float("inf")}, "metric_step is inf; it must be a finite number"),
+        ({"metric_step": float("inf")}, "metric_step is inf; it must be a finite"),
         ({"history": 0}, "history is 0; it must be at least 1"),
         ({"history": 3.0}, "history is 3.0; it must be an integer"),
         ({"steps": 0}, "steps is 0; it must be at least 1"),

@@ -226,13 +226,13 @@ def test_repeats_have_the_means_of_their_pairs() -> None:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ((0.5, ((0.5, 0.5), (0.5,))), "((half, half), ...)) with several pairs of halves"),
+        ((0.5, ((0.5, 0.5), (0.5,))), "((half, half), ...)) with several pairs"),
         ((0.5, ((0.5, 0.5), 0.5)), "with several pairs of halves"),
         ((0.5, ((0.5, 0.5), (0.5, 0.5, 0.5))), "with several pairs of halves"),
         ((0.5, ((0.5, 0.5), {0.4, 0.6})), "with several pairs of halves"),
         ((0.5, ((0.5, 0.5), (0.5, "x"))), "with several pairs of halves"),
-        ((0.5, ((0.5, 0.5), (0.5, math.inf))), "returned inf on a half of its data; it must be a finite number"),
-        ((0.5, ((0.5, 0.5), (0.5, 1.5))), "returned 1.5 on a half of its data, outside its bounds"),
+        ((0.5, ((0.5, 0.5), (0.5, math.inf))), "returned inf on a half of its data; it"),
+        ((0.5, ((0.5, 0.5), (0.5, 1.5))), "1.5 on a half of its data, outside its"),
     ],
 )
 def test_wrong_pairs_of_halves_are_refused(answer: Any, message: str) -> None:

@@ -314,7 +314,7 @@ def test_another_metric_than_recall(tmp_path: Path, capsys: pytest.CaptureFixtur
     [
         (["loss.nmae=fast_ap"], r"unknown.*'loss\.nmae'.*'loss\.name'\?"),
         (["loss.name=fastap"], r"loss\.name='fastap' is none of"),
-        (["loss.params={margn: 1}"], r"loss: fast_ap does not take \{'margn': 1\}"),
+        (["loss.params={margn: 1}"], r"loss: fast_ap.*\{'margn': 1\}"),
         (
             ["loss.name=proxy_anchor", "loss.params={num_classes: 3}"],
             r"loss\.params: leave num_classes out",

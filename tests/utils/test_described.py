@@ -95,15 +95,15 @@ def test_a_file_is_read_as_it_is_if_it_has_the_shape(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"size": "../3"}, r"keys.size is '\.\./3'; it must be of type int"),
-        ({"size": 3.0}, "keys.size is 3.0; it must be of type int"),
-        ({"values": [1]}, r"keys.values is \[1\]; it must be a JSON object"),
+        ({"size": "../3"}, r"keys.size is '\.\./3'.*of type int"),
+        ({"size": 3.0}, "keys.size is 3.0.*of type int"),
+        ({"values": [1]}, r"keys.values is \[1\].*JSON object"),
         ({"values": {"a": {}}}, r"keys.values.a is {}; it must be a list"),
-        ({"values": {"a": [math.nan]}}, r"keys.values.a\[0\] is nan; it must be a finite number of at most 1e\+100"),
-        ({"values": {"a": [-math.inf]}}, r"keys.values.a\[0\] is -inf; it must be a finite number of at most 1e\+100"),
-        ({"values": {"a": [10**30]}}, r"keys.values.a\[0\] is 10*; it must be an integer of 64 bits"),
-        ({"values": {"a": ["1"]}}, r"keys.values.a\[0\] is '1'; it must be of type float"),
-        ({"note": None}, "keys.note is None; it must be of type str"),
+        ({"values": {"a": [math.nan]}}, r"keys.*a\[0\] is nan.*1e\+100"),
+        ({"values": {"a": [-math.inf]}}, r"keys.*a\[0\] is -inf.*1e\+100"),
+        ({"values": {"a": [10**30]}}, r"keys.values.a\[0\] is 10*.*64 bits"),
+        ({"values": {"a": ["1"]}}, r"keys.*a\[0\] is '1'.*type float"),
+        ({"note": None}, "keys.note is None.*of type str"),
     ],
 )
 def test_a_file_of_another_shape_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:

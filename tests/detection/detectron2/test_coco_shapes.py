@@ -127,7 +127,7 @@ def test_mask_and_keypoint_r_cnn_learn_from_them(
     assert torch.isfinite(training_loss(build_model(cfg), batch))
     if encoded:
         cfg.INPUT.MASK_FORMAT = "polygon"
-        with pytest.raises(ConfigError, match=r"MASK_FORMAT is polygon, but 8 of 8 masks .* set it to bitmask"):
+        with pytest.raises(ConfigError, match=r"MASK_FORMAT.*8 of 8.* set it to bitmask"):
             check_sets(cfg, cfg.DATASETS.TRAIN, [])
 
 
@@ -160,18 +160,18 @@ def rename(*names: str) -> Callable[[dict[str, Any]], None]:
     [
         (
             lambda all: first(all).update(segmentation=[[1, 2, 3, 4]]),
-            r"MASK_ON .* 1 of 8 .*annotation 0 has the polygon",
+            r"MASK_ON.*annotation 0 has the polygon",
         ),
         (
             lambda all: first(all).pop("segmentation"),
-            r"MASK_ON is True, but 1 of 8 objects of ours have no mask; .*TRAIN$",
+            "MASK_ON is True, but 1 of 8 objects of",
         ),
         (lambda all: first(all).update(segmentation=7), r"annotation 0 has the segmentation 7"),
-        (lambda all: first(all).update(keypoints=[1, 2]), r"KEYPOINT_ON .* 1 of 8 .* of the 3 that are named"),
-        (rename("nose", "left_eye"), r"8 of 8 .*the keypoint 'left_eye' has no 'right_eye' beside it"),
+        (lambda all: first(all).update(keypoints=[1, 2]), r"KEYPOINT_ON.* of the 3 that are named"),
+        (rename("nose", "left_eye"), r"8.*'left_eye'.*'right_eye' beside it"),
         (rename("a", "a", "b"), r"they must be different names"),
         (lambda all: all["categories"][1].update(keypoints=["a"]), "categories name different keypoints"),
-        (lambda all: all["categories"][0].pop("keypoints"), "has keypoints, which no category names under 'keypoints'"),
+        (lambda all: all["categories"][0].pop("keypoints"), r"has keypoints.*names under 'keypoints'"),
     ],
 )
 def test_what_can_t_be_read_is_refused_where_it_is_needed(
@@ -191,9 +191,9 @@ def test_what_can_t_be_read_is_refused_where_it_is_needed(
 def test_keypoints_are_as_many_as_the_head_s(write: Callable[..., Path], tiny_config: Callable[..., Any]) -> None:
     register_entries([f"ours={write().parent}:shapes.json"], "elsewhere")
     cfg = tiny_config("fpn", "BN", "MODEL.KEYPOINT_ON", True)
-    with pytest.raises(ConfigError, match=r"NUM_KEYPOINTS is 17; ours has 3 keypoints"):
+    with pytest.raises(ConfigError, match=r"NUM_KEYPOINTS.*17; ours has 3 keypoints"):
         check_sets(cfg, ["ours"], [])
     records = records_of("ours")
     DatasetCatalog.register("unnamed", lambda: records)
-    with pytest.raises(ConfigError, match=r"unnamed does not name its keypoints; .*keypoint_flip_map"):
+    with pytest.raises(ConfigError, match=r"unnamed.*keypoints; .*keypoint_flip_map"):
         check_sets(cfg, ["unnamed"], [])

@@ -107,5 +107,5 @@ def test_a_lazyconfig_that_lacks_a_key_is_refused(key: str, of: Callable[[Any], 
     above, _, last = key.rpartition(".")
     lazy.dataloader.evaluator.dataset_name = "squares_test"  # which would not be found without the test's
     del (OmegaConf.select(lazy, above) if above else lazy)[last]
-    with pytest.raises(ConfigError, match=f"the LazyConfig has no {key}; give it as Detectron2's configs/common do"):
+    with pytest.raises(ConfigError, match=rf"the LazyConfig.*{key}.*configs/common do"):
         of(lazy)

@@ -120,7 +120,7 @@ def test_of_weights_and_their_average_one_must_be_named(where: str, tiny_config:
     for strict in (True, False):
         with pytest.raises(DataError, match=message):
             load_weights(loaded, path, strict=strict)
-    with pytest.raises(DataError, match=rf"has no weights as entry=ema, but as \['model', '{where}'\]"):
+    with pytest.raises(DataError, match=rf"entry=ema.*\['model', '{where}'\]"):
         load_weights(loaded, f"{path}?entry=ema")
     assert all(torch.equal(each, before[name]) for name, each in loaded.state_dict().items())
     for entry, source in ((where, ema), ("model", model)):
