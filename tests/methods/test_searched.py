@@ -250,8 +250,7 @@ def test_a_killed_search_is_resumed_bit_for_bit(quadratic: Callable[..., Any], t
         "evaluations.json",
         "README.md",
         "adapter.safetensors",
-        "value_function.safetensors",
-    }
+    } | {"value_function.safetensors"}
     f = load_value_function(tmp_path / "value_function.safetensors", 4, resumed.adapter.signature)
     assert result.fit is not None
     assert f.signature == resumed.adapter.signature == result.fit.f.signature
