@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-outcomes test-python test-lowest test-wheel benchmarks-smoke docs quality style clean
+.PHONY: help demo test test-fast test-outcomes test-python test-lowest test-wheel benchmarks-smoke docs quality style clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -33,6 +33,13 @@ demo: $(STAMP)  ## search phi for a long tail's worst class, for unseen digits, 
 
 test: $(STAMP)  ## run the tests on all cores but those of outcomes; ARGS goes to pytest, e.g. ARGS="-n 2 -m 'not slow'"
 	.venv/bin/python -m pytest -m "not outcome" $(ARGS)
+
+# The core's lower floors, without the searches of other packages, which fit for seconds.
+FAST := tests/adapters tests/tasks tests/utils tests/value tests/search \
+	$(addprefix --ignore=tests/search/test_,ngopt.py noisy_ei.py optuna_sampler.py turbo.py)
+
+test-fast: $(STAMP)  ## run the quick tests of the core, from adapters to searches: a minute and a half on two cores
+	.venv/bin/python -m pytest -m "not slow and not outcome" $(ARGS) $(FAST)
 
 test-outcomes: $(STAMP)  ## run the tests of what training and search come to, over many seeds
 	.venv/bin/python -m pytest -m outcome $(ARGS)

@@ -67,6 +67,7 @@ def test_the_same_seed_asks_the_same() -> None:
     assert run(settings, bowl, seed=3) == run(settings, bowl, seed=3) != run(settings, bowl, seed=4)
 
 
+@pytest.mark.slow
 def test_it_learns_where_the_least_cost_is() -> None:
     """Of ten queries the last three cost less than the first three, which are drawn; over 12 seeds."""
     settings = Settings([Setting("x", 0.0, 1.0, default=0.5), Setting("y", 0.0, 1.0, default=0.5)], nullcontext)
