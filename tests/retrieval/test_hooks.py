@@ -402,7 +402,8 @@ def test_the_page_s_way_to_a_value_function(tmp_path: Path, monkeypatch: pytest.
     page = (Path(__file__).parents[2] / "docs" / "retrieval.md").read_text()
     (code,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "meta_train" in code]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(mo, "Recipe", lambda **_: Recipe(steps=5, evals=3, rounds=2, learners=(RidgeLearner(),)))
+    quick = Recipe(steps=5, evals=3, rounds=2, learners=(RidgeLearner(),))
+    monkeypatch.setattr("metricopt_ext.methods.recipe.Recipe", lambda **_: quick)
     (x, y), trunk, embedder = images(), make_trunk(), make_embedder()
     loss, miner = losses.TripletMarginLoss(), miners.MultiSimilarityMiner()
     known = {"trunk": trunk, "embedder": embedder, "loss": loss, "miner": miner, "x_train": x, "y_train": y}

@@ -23,7 +23,7 @@ def botorch() -> None:
 
 @pytest.mark.usefixtures("botorch")
 def test_it_keeps_to_the_protocol(keeps_to_protocol: Callable[..., None]) -> None:
-    keeps_to_protocol(SMALL, 9)
+    keeps_to_protocol(SMALL, 8)
 
 
 @pytest.mark.usefixtures("botorch")
