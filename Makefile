@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-outcomes test-python test-lowest test-wheel benchmarks-smoke docs quality style clean
+.PHONY: help demo test test-fast coverage test-outcomes test-python test-lowest test-wheel benchmarks-smoke docs quality style clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -40,6 +40,14 @@ FAST := tests/adapters tests/tasks tests/utils tests/value tests/search \
 
 test-fast: $(STAMP)  ## run the quick tests of the core, from adapters to searches: a minute and a half on two cores
 	.venv/bin/python -m pytest -m "not slow and not outcome" $(ARGS) $(FAST)
+
+CORE := adapters methods search value
+
+# In one process: what runs in others, as ranks do, is not counted.
+coverage: $(STAMP)  ## report the lines and branches of adapters, methods, search and value that no test of theirs reaches
+	mkdir -p out
+	.venv/bin/python -m coverage run -m pytest -m "not outcome" $(addprefix tests/,$(CORE))
+	.venv/bin/python -m coverage report
 
 test-outcomes: $(STAMP)  ## run the tests of what training and search come to, over many seeds
 	.venv/bin/python -m pytest -m outcome $(ARGS)
