@@ -3,6 +3,7 @@
 import copy
 import io
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -322,3 +323,57 @@ def test_the_handle_is_of_the_model_and_not_of_what_wraps_it(tuned: Callable[...
         with pytest.raises(AdapterError, match=rf"wraps .*\.{attribute}"):
             Adapter(wrapped)
         assert Adapter(getattr(wrapped, attribute)).dim == 3
+
+
+# --- What is cut short -----------------------------------------------------------------------------------------
+
+
+def ctrl_c(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def as_it_is(model: nn.Module) -> list[Any]:
+    """Return what a change of a model could leave behind: its outputs, tensors, flags and hooks."""
+    hooks = [(len(each._forward_hooks), len(each._forward_pre_hooks), each.training) for each in model.modules()]
+    flags = [(name, each.requires_grad) for name, each in model.named_parameters()]
+    state = {name: each.tolist() for name, each in model.state_dict().items() if isinstance(each, Tensor)}
+    return [model(rand(5, 3)).tolist(), state, flags, hooks]
+
+
+@pytest.mark.parametrize("change", ["remove", "merge"])
+def test_a_change_that_is_cut_short_is_undone(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double().eval()
+    adapter = attach_film(model, dim=3)
+    adapter.set_phi(rand(3))
+    before = as_it_is(model)
+    monkeypatch.setattr(Adapter, "_detach", ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(adapter, change)()
+    assert as_it_is(model) == before
+
+
+def test_attaching_that_is_cut_short_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double().eval()
+    before = as_it_is(model)
+    monkeypatch.setattr("metricopt_ext.adapters.attach.Adapter", ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        attach_film(model, dim=3)
+    assert as_it_is(model) == before
+
+
+def test_a_file_whose_warning_is_an_error_is_not_loaded(tmp_path: Path) -> None:
+    """Of another seed and other weights: neither its matrices nor its phi stay."""
+
+    def tuned_with(seed: int) -> Adapter:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double().eval()
+        adapter = attach_film(model, dim=3, seed=seed)
+        adapter.set_phi(rand(3, seed=seed))
+        return adapter
+
+    tuned_with(1).save(tmp_path / "other.safetensors")
+    adapter = tuned_with(2)
+    before = as_it_is(adapter.model)
+    with warnings.catch_warnings(action="error"), pytest.raises(UserWarning, match="other weights"):
+        adapter.load(tmp_path / "other.safetensors")
+    assert as_it_is(adapter.model) == before
