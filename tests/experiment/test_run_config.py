@@ -45,7 +45,7 @@ def test_a_population_is_chosen_unless_it_is_given() -> None:
 
 
 def test_too_few_queries_are_refused_before_any_work() -> None:
-    with pytest.raises(BudgetError, match=r"9 queries are too few .* give at least (\d+)") as caught:
+    with pytest.raises(BudgetError, match=r"9 queries.*give at least (\d+)") as caught:
         RunConfig(queries=9, method=RecipeConfig()).check()
     enough = int(re.search(r"at least (\d+), or", str(caught.value)).group(1))
     RunConfig(queries=enough, method=RecipeConfig()).check()
@@ -56,7 +56,7 @@ def test_too_few_queries_are_refused_before_any_work() -> None:
 @pytest.mark.parametrize(("starts", "least"), [([], 9), (["batchnorm"], 10), (["loss_finetune", "prior"], 11)])
 def test_a_search_needs_its_starts_a_design_and_an_end(starts: list[str], least: int) -> None:
     RunConfig(queries=least, starts=starts).check()
-    with pytest.raises(BudgetError, match=rf"^{least - 1} queries are too few: .* needs at least {least}$"):
+    with pytest.raises(BudgetError, match=rf"too few: .* needs at least {least}"):
         RunConfig(queries=least - 1, starts=starts).check()
 
 
@@ -80,7 +80,7 @@ def test_a_search_is_set_up_before_any_work(override: str, message: str) -> None
 
 def test_searches_can_be_given_what_metricopt_spends() -> None:
     load_config(RunConfig, None, ["search_queries=same", "queries=60"]).check()
-    with pytest.raises(ConfigError, match="search_queries=15: it must be at least 19"):
+    with pytest.raises(ConfigError, match=r"search_queries=15.*least 19"):
         load_config(RunConfig, None, ["search_queries=same", "queries=15"]).check()
 
 
@@ -93,13 +93,13 @@ def test_searches_get_enough_queries_or_none() -> None:
         config.check()
     for few in (1, least - 1):
         config.search_queries = few
-        with pytest.raises(ConfigError, match=f"search_queries={few}: it must be at least {least} for adapter.dim=5, "):
+        with pytest.raises(ConfigError, match=rf"least {least} for adapter.dim=5"):
             config.check()
     config.search_queries, least = 0, CMAES().least_queries(5)
     config.refined.queries = least
     config.check()
     config.refined.queries = least - 1
-    with pytest.raises(ConfigError, match=f"refined.queries={least - 1}: it must be at least {least} for"):
+    with pytest.raises(ConfigError, match=rf"refined.queries={least - 1}.*least {least} for"):
         config.check()
 
 
@@ -117,5 +117,5 @@ def test_methods_that_tune_no_settings_are_refused_beside_some(name: str) -> Non
     config = load_config(RunConfig, None, ["methods=[settings]"])
     config.check()
     config.methods = ["settings", name]
-    with pytest.raises(ConfigError, match=rf"{name} tunes no settings; leave it or settings out"):
+    with pytest.raises(ConfigError, match=rf"{name} tunes.*leave it or settings out"):
         config.check()

@@ -29,12 +29,12 @@ def test_a_finished_run_is_loaded_and_an_unfinished_one_says_what_it_lacks(
     for each in (folder, tmp_path / "out"):  # a seed, and the tool's folder that has it alone
         assert torch.equal(load_run(quadratic().adapter.remove(), each).phi, kept.adapter.phi)
     (tmp_path / "out" / "seed-11").mkdir()
-    with pytest.raises(FileFormatError, match=r"several seeds, .* seed-3, seed-11 \(no adapter\.safetensors yet\)"):
+    with pytest.raises(FileFormatError, match=r"several seeds.*seed-3, seed-11.*yet\)"):
         load_run(quadratic().adapter.remove(), tmp_path / "out")
     (folder / "adapter.safetensors").unlink()
-    with pytest.raises(FileFormatError, match=r"unfinished run: adapter\.safetensors, .* --resume"):
+    with pytest.raises(FileFormatError, match=r"unfinished run.* --resume"):
         load_run(quadratic().adapter.remove(), folder)
-    with pytest.raises(FileFormatError, match=r"holds no run: it has neither identity\.json"):
+    with pytest.raises(FileFormatError, match=r"holds.*neither identity\.json"):
         load_run(quadratic().adapter.remove(), tmp_path / "nothing")
 
 
@@ -120,13 +120,13 @@ def test_settings_are_set_on_a_model_that_can_hold_them(quadratic: Callable[...,
         load_run(model, tmp_path / "a", settings(model))
     assert model.size == 4.0
     model = quadratic().adapter.remove()
-    with pytest.raises(ValueError, match=r"yaml: size was 1 by default, and is 2 by the given settings; make"):
+    with pytest.raises(ValueError, match=r"yaml.*1 by.*2 by.*given settings; make"):
         load_run(model, tmp_path / "a", settings(model, default=2.0))
     with pytest.raises(ValueError, match="there is no setting 'size'"):
         load_run(model, tmp_path / "a", Settings([Setting("k", 1, 2, default=1)], lambda values: nullcontext()))
     assert not hasattr(model, "metricopt")
     optimize_metric(quadratic(), queries=30, output_dir=tmp_path / "b", callback=Callback())
-    with pytest.raises(FileFormatError, match="as its run tuned no settings; leave settings out"):
+    with pytest.raises(FileFormatError, match=r"as its run tuned.*leave settings out"):
         load_run(model, tmp_path / "b", settings(model))
 
 
@@ -141,7 +141,7 @@ def test_settings_are_written_without_packages_and_loading_says_what_it_lacks(
             without.setitem(sys.modules, module, None)
         task = replace(quadratic(), settings=settings)
         optimize_metric(task, queries=30, output_dir=tmp_path, callback=Callback())
-        with pytest.warns(UserWarning, match="has settings of inference, and no one can tell which without omegaconf"):
+        with pytest.warns(UserWarning, match="one can tell which without omegaconf"):
             load_run(quadratic().adapter.remove(), tmp_path)
     assert load_inference(tmp_path) == {"size": 2}
     assert 'for deployment keep the default: "size"' in (tmp_path / "inference.yaml").read_text()

@@ -25,7 +25,7 @@ def test_a_run_folder_is_not_mixed(tmp_path: Path) -> None:
     open_run(tmp_path, {**config, "queries": 5}, resume=False)
     open_run(tmp_path, config, resume=False)  # the first one failed before it made anything
     (tmp_path / "seed-0").mkdir()
-    with pytest.raises(FileFormatError, match=r"holds an earlier run: add --resume to continue it"):
+    with pytest.raises(FileFormatError, match=r"holds.*--resume to continue it"):
         open_run(tmp_path, config, resume=False)
     open_run(tmp_path, config, resume=True)
     open_run(tmp_path, {**config, "seed": 3, "seeds": 9, "workers": 2, "device": "cpu"}, resume=True)
@@ -66,7 +66,7 @@ def test_a_run_is_not_resumed_on_other_data(tmp_path: Path) -> None:
     kept = json.loads((folder / "run.json").read_text())
     for change in changes:
         change()
-        with pytest.raises(FileFormatError, match="holds another run: content of the data's files was"):
+        with pytest.raises(FileFormatError, match=r"holds another run.*data's files was"):
             opened()
         (folder / "run.json").unlink()
         (folder / "seed-3").rmdir()
@@ -80,14 +80,14 @@ def test_a_run_is_not_resumed_on_other_data(tmp_path: Path) -> None:
 
 def test_seeds_without_their_settings_are_not_taken_for_the_run_s(tmp_path: Path) -> None:
     (tmp_path / "seed-3").mkdir()
-    with pytest.raises(FileFormatError, match=r"holds seeds of a run without its settings, run\.json"):
+    with pytest.raises(FileFormatError, match=r"holds.*settings, run\.json"):
         open_run(tmp_path, {"queries": 600}, resume=True)
 
 
 def test_a_run_of_another_format_is_not_resumed(tmp_path: Path) -> None:
     (tmp_path / "seed-3").mkdir()
     (tmp_path / "run.json").write_text('{"queries": 600}')
-    with pytest.raises(FileFormatError, match=f"holds another run: format was None, now {FORMAT}"):
+    with pytest.raises(FileFormatError, match=rf"holds another run: format.*None, now {FORMAT}"):
         open_run(tmp_path, {"queries": 600}, resume=True)
 
 

@@ -78,22 +78,22 @@ def test_phi_0_comes_first_and_all_are_copies() -> None:
 
 @pytest.mark.parametrize("name", ["start", "search"])
 def test_a_name_that_is_taken_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"a start is named '{name}', which is an end of every search"):
+    with pytest.raises(ValueError, match=rf"a start.*'{name}'.*end of every search"):
         all_starts(task_of(normed()), {name: Start(torch.zeros(4))})
 
 
 @pytest.mark.parametrize(
     ("start", "what"),
     [
-        (None, "start 'mine' is None: it does not apply to this model; leave it out"),
-        (Start(torch.zeros(3)), r"start 'mine': phi has shape \(3,\), this adapter's is \(4,\)"),
+        (None, r"start 'mine'.*model; leave it out"),
+        (Start(torch.zeros(3)), r"start 'mine'.*adapter's is \(4,\)"),
         (Start(torch.zeros(1, 4)), r"start 'mine': phi has shape \(1, 4\)"),
         (Start(torch.tensor(0.0)), r"start 'mine': phi has shape \(\)"),
         (Start(torch.tensor([0.0, math.nan, 0.0, 0.0])), "start 'mine': phi is not finite: .*nan"),
         (Start(torch.zeros(4), {"1.mean": torch.ones(5)}), r"the model has no buffer '1\.mean'"),
         (
             Start(torch.zeros(4), {"1.running_mean": torch.ones(1)}),
-            r"'1\.running_mean' has shape \(1,\), the model's \(5,\)",
+            r"'1\.running_mean'.*model's \(5,\)",
         ),
     ],
 )
@@ -105,7 +105,7 @@ def test_what_does_not_fit_is_refused(start: Any, what: str) -> None:
 def test_a_metric_that_knows_its_model_can_not_judge_a_copy() -> None:
     task = task_of(normed())
     blind = task.judged_by(Metric(lambda: 0.5, maximize=True, name="blind"))
-    with pytest.raises(AdapterError, match=r"'bn' replaces \['1\.running_mean'\], .* 'blind' does not take the model"):
+    with pytest.raises(AdapterError, match=r"'bn'.*'blind' does not take the model"):
         all_starts(blind, {"bn": Start(torch.zeros(4), {"1.running_mean": torch.ones(5)})})
     assert len(all_starts(blind, {"other": Start(torch.ones(4))})) == 2
     assert blind.metric.ledger.spent == 0

@@ -57,11 +57,11 @@ def test_default_bounds_are_the_unit_interval() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"maximize": "min"}, "maximize is 'min'; it must be True if higher is better, else False"),
+        ({"maximize": "min"}, r"maximize.*'min'.*better, else False"),
         ({"maximize": None}, "maximize is None"),
-        ({"bounds": (0,)}, r"bounds are \(0,\); they must be two numbers, or None"),
+        ({"bounds": (0,)}, r"bounds.*\(0,\).*two numbers, or None"),
         ({"bounds": ("0", "1")}, "bounds are .* they must be two numbers"),
-        ({"bounds": 1.0}, r"bounds are 1\.0; they must be two numbers"),
+        ({"bounds": 1.0}, r"bounds.*1\.0; they must be two numbers"),
         ({"bounds": (1, 0)}, "the lower must be below the upper"),
         ({"bounds": (0, math.inf)}, "both must be finite"),
     ],
@@ -73,7 +73,7 @@ def test_a_direction_and_bounds_that_are_none(settings: dict[str, Any], message:
 
 @pytest.mark.parametrize("bounds", [(0.0, math.inf), (-math.inf, 0.0)])
 def test_infinite_bounds(bounds: tuple[float, float]) -> None:
-    with pytest.raises(ValueError, match="both must be finite, or give bounds=None"):
+    with pytest.raises(ValueError, match=r"both.*finite, or give bounds=None"):
         Metric(constant(0), maximize=True, bounds=bounds)
 
 

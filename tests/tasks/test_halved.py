@@ -47,10 +47,10 @@ def test_what_is_refused_on_a_half_has_no_halves(error: Exception) -> None:
 
 def test_halves_that_share_examples_are_refused() -> None:
     halves = [torch.arange(6), torch.arange(4, 8)]
-    with pytest.raises(ValueError, match="halves share 2 of 6 examples; divide the data"):
+    with pytest.raises(ValueError, match=r"halves.*6 examples; divide the data"):
         with_halves(lambda rows: 0.5, halves)
     metric = Metric(lambda: with_halves(lambda rows: 0.5, [torch.arange(8)] * 2), maximize=True, name="own")
-    with pytest.raises(MetricError, match="metric 'own' raised ValueError: halves share 8 of 8 examples"):
+    with pytest.raises(MetricError, match=r"metric 'own' raised.*8 of 8 examples"):
         metric.evaluate(nn.Identity(), "x")
 
 

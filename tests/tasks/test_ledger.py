@@ -39,7 +39,7 @@ def test_the_budget_is_refused_before_asking() -> None:
         metrics[i % 2].cost(nn.Identity(), "collect")
     assert (ledger.left, len(calls)) == (0, 3)
     for metric in metrics:
-        with pytest.raises(BudgetError, match=r"\(guard\), 0 left of a budget of 3; spent so far: {'collect': 3}"):
+        with pytest.raises(BudgetError, match=r"\(guard\), 0 left.*3; spent.*far: {'collect': 3}"):
             metric.cost(nn.Identity(), "guard")
     assert (ledger.spent, len(calls)) == (3, 3)
 
