@@ -67,7 +67,7 @@ def refused(read: Callable[[Path], Any], file: Path, content: dict[str, Any]) ->
         ("seeds", [], "it has no seeds"),
         ("seeds", [-1, 3], r"seeds[0] is -1"),
         ("seeds", ["../1", "2"], "of type int"),
-        ("seeds", [700], "2 values of validation, there are 1 seed"),
+        ("seeds", [700], "2 values of validation, there are 1"),
         ("budgets", [], "no budgets"),
         ("budgets", [0], "budgets[0] is 0"),
         ("budgets", ["5"], "of type int"),
@@ -88,7 +88,7 @@ def refused(read: Callable[[Path], Any], file: Path, content: dict[str, Any]) ->
         ("guards/0/change", "a lot", "of type float"),
         ("guards/0/whole", {"accepted": True}, "has no 'best'"),
         ("machines", "A processor", "a list"),
-        ("config/task", "x; rm -rf ~", "one of 'classification', 'detection', 'retrieval'"),
+        ("config/task", "x; rm -rf ~", "one of 'classification', 'detection'"),
         ("config/overrides", "a=1", "a list"),
     ],
 )
