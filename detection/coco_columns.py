@@ -130,7 +130,7 @@ def detections_of(data: bytes, what: str) -> Columns | None:
     """Return the detections of a file of results; None if they are not as usual."""
     try:
         rows = msgspec.json.decode(data, type=list[_Detection])
-    except (msgspec.MsgspecError, RecursionError):
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):  # the last, of a key
         return None
     columns = Columns(rows, what) if rows and _is_shallow(data, rows, 1) else None
     return columns if columns is not None and columns.usual() else None

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 import metricopt_ext as mo
+from metricopt_ext.value.value_function import RidgeValueFunction
 
 def make_model():
     torch.manual_seed(0)

@@ -14,7 +14,17 @@ from metricopt_ext.comparison.guarded import TRAINED, Change, record_of
 from metricopt_ext.errors import BudgetError, ConfigError
 from metricopt_ext.experiment.compare import judge
 from metricopt_ext.experiment.experiment import Experiment, State
-from metricopt_ext.experiment.method import METHODS, STANDING, TUNES_SETTINGS, Baseline, End, Reached, Started, now
+from metricopt_ext.experiment.method import (
+    METHODS,
+    RENAMED,
+    STANDING,
+    TUNES_SETTINGS,
+    Baseline,
+    End,
+    Reached,
+    Started,
+    now,
+)
 from metricopt_ext.experiment.passes import CountedTask, Passes, counting, noticing, passes_of
 from metricopt_ext.experiment.run_config import STARTS as OFFERED
 from metricopt_ext.experiment.run_config import RunConfig
@@ -61,7 +71,8 @@ class Plan:
         known = sorted(known)
         for name in (*self.methods, *self.most):
             if name not in known:
-                raise ConfigError(f"methods={list(self.methods)}: {name!r} is none of {', '.join(known)}")
+                said = f"called {RENAMED[name]!r} now" if name in RENAMED else f"none of {', '.join(known)}"
+                raise ConfigError(f"methods={list(self.methods)}: {name!r} is {said}")
         if not self.methods or len(set(self.methods)) < len(self.methods):
             raise ConfigError(f"methods={list(self.methods)}: it must name one or more, each once")
         ascending = all(a < b for a, b in zip(self.budgets, self.budgets[1:], strict=False))

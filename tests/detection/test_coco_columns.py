@@ -158,7 +158,9 @@ def test_files_of_annotations_are_the_same(
     alike(monkeypatch, lambda: read_truth(path))
 
 
-@pytest.mark.parametrize("data", [b"", b"[", b"\xef\xbb\xbf[]", b"[{}]x", b"{}", b'"text"', b"[" * 10**6])
+@pytest.mark.parametrize(
+    "data", [b"", b"[", b"\xef\xbb\xbf[]", b"[{}]x", b"{}", b'"text"', b"[" * 10**6, b'[{"\x80": 1}]']
+)
 def test_what_is_no_list_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     path = tmp_path / "file.json"
     path.write_bytes(data)

@@ -255,7 +255,7 @@ def test_the_pipeline_is_tuned(ran: Any) -> None:
 
 
 def test_every_script_is_run() -> None:
-    parts = {command[0] for command, _ in RUNS.values()} | {f"{name}.py" for name in DETECTRON2}
+    parts = {command[0] for command, _ in RUNS.values()} | {f"{name}.py" for name in DETECTRON2} | set(MORE_LINES)
     assert parts | {f"{host}.py" for host in HOSTS} == set(EXAMPLES)
 
 

@@ -72,7 +72,7 @@ def test_what_is_better_there_too_is_kept(quadratic: Callable[..., Any], strateg
     assert result.holdout[expected.chosen] == pytest.approx(expected.after, rel=1e-12)
     assert "do not confirm it" not in str(result)
     assert expected.holdout == {}
-    assert "holdout" not in str(expected)
+    assert "on the held-out data" not in str(expected)
 
 
 def test_the_start_that_a_search_began_from_is_a_candidate(quadratic: Callable[..., Any]) -> None:

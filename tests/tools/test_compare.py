@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs" / "compare").glob("*.yaml"))
 DIGITS = ROOT / "configs" / "compare" / "digits_shifted.yaml"
 OVERRIDES = [
-    *("methods=[random_search,cma_es,guided_es,threshold,ours]", "budgets=[6,20,40]", "workers=1", "device=cpu"),
+    *("methods=[random_search,cma_es,guided_es,threshold,metricopt]", "budgets=[6,20,40]", "workers=1", "device=cpu"),
     *(
         "data.name=breast_cancer",
         "data.standardise=true",
@@ -79,7 +79,7 @@ def test_shards_and_resuming_give_one_comparison(tmp_path: Path, capsys: pytest.
     assert all(guard["whole"]["error"] >= 0 for guard in whole["guards"])
     assert all(guard["error"] >= 0 for guard in whole["guards"])
     printed = capsys.readouterr().out
-    assert "MetricOpt, guided search against each" in printed
+    assert "MetricOpt against each" in printed
     assert "seed 4" in printed
     assert f"\n  {tmp_path}/whole/report.html\n" in printed
     for name in ("comparison.md", "comparison.png", "report.html"):
@@ -124,6 +124,7 @@ def test_a_failing_method_marks_its_cells_and_is_tried_again(
     ("arguments", "message"),
     [
         (["methods=[cma_es,sorcery]"], "'sorcery' is none of"),
+        (["methods=[ours]"], "'ours' is called 'metricopt' now"),
         (["budgets=[60,20]"], "ascending"),
         (["budgets=[]"], "ascending"),
         (["task=regression"], "task=regression: it must be one of"),
@@ -135,7 +136,7 @@ def test_a_failing_method_marks_its_cells_and_is_tried_again(
         (["--seeds", "9-3"], "must be FIRST-LAST"),
         (["--seeds", "3"], "must be FIRST-LAST"),
         (
-            ["metric.subject_to.mcc=>= 0", "methods=[ours,loss_finetune_best,cma_es]"],
+            ["metric.subject_to.mcc=>= 0", "methods=[metricopt,loss_finetune_best,cma_es]"],
             "loss_finetune_best can't respect",
         ),
         (["metric.also=[mcc]"], "tools that finetune"),
