@@ -35,7 +35,7 @@ QUERIES = 12
 LEVEL, LEVEL_REFUSED = 0.05, 0.02
 
 # A gain of so many deviations of chance shows that there is something besides chance, however few points agree. Of
-# twelve points an F test sees more than orders of halves do: these need the help, and noise passes in 3 to 4% of runs.
+# twelve points an F test sees more than orders of halves do: these need the help, and noise passes in 2 to 4% of runs.
 PLAIN: Mapping[Guard, float] = {"halves": 1.8, "repeats": 3.0}
 
 # Orders of the points that halves' agreement is compared with.
