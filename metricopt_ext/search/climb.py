@@ -66,7 +66,7 @@ def climb_of_chance(f: GPValueFunction, halves: Tensor, start: Tensor, end: Tens
         return drawn(phi) + true * f.mean(phi)[:, None]
 
     inside = f.points[(f.points - start).norm(dim=1) <= radius]
-    best = seen(inside).argsort(dim=0, stable=True)[:STARTED].T  # CLIMBS x BEGUN, or fewer
+    best = seen(inside).argsort(dim=0, stable=True)[:STARTED].T  # CLIMBS x STARTED, or fewer
     began = torch.cat([start.expand(CLIMBS, 1, -1), inside[best]], dim=1)
     own = torch.arange(CLIMBS, device=start.device).repeat_interleave(began.shape[1])[:, None]
     ends, values = descend(lambda phi: seen(phi).gather(1, own)[:, 0], began.flatten(0, 1), start, radius)
