@@ -189,13 +189,9 @@ def attach_outputs(model: nn.Module, outputs: Outputs | None = None, *, example:
         >>> adapter.dim, adapter.layers
         (3, ['2'])
     """
-
-    def none(context: Context, index: int, layer: nn.Module) -> Modulation:
-        raise AssertionError("no layer but that of the logits is modulated")
-
     model = unwrapped(model)
     calls = None if example is None else _calls(model, example, ())
-    return _attach(model, "outputs", [], 0, 0, none, Outputs() if outputs is None else outputs, calls)
+    return _attach(model, "outputs", [], 0, 0, None, Outputs() if outputs is None else outputs, calls)
 
 
 def attach_lora_scales(

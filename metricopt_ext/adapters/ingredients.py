@@ -105,9 +105,8 @@ class Ingredients:
             if not same_bits(known, value):
                 raise DataError(f"{path}: {brief(key)} is not the same tensor as others are that it is tied to here")
         for each in self._lora.values():
-            if any(name in state for name in each.parts):
-                weight = state.get(each.weight, self.base[each.weight].cpu())
-                state[each.weight] = weight.double() + self._change(each, state)
+            weight = state.get(each.weight, self.base[each.weight].cpu())
+            state[each.weight] = weight.double() + self._change(each, state)
         return {name: value for name, value in state.items() if name not in self.left_alone}
 
     def replaced(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

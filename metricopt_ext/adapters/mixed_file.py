@@ -71,7 +71,8 @@ class MixedFile:
             for layer, modulation in self.adapter.modulations():
                 if isinstance(modulation, Mixture):
                     moved = modulation.mixed(layer)
-                elif isinstance(modulation, OutputOffsets):
+                else:
+                    assert isinstance(modulation, OutputOffsets)
                     assert self.offsets is not None
                     moved[self.offsets] = modulation(moved[self.offsets][None])[0]
         return moved

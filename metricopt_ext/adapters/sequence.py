@@ -1,6 +1,6 @@
 """A model cut in two where its modules run one after the other: what comes before a module, and from there on."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch.fx
@@ -91,6 +91,8 @@ def cut_at(model: nn.Module, first: str) -> Cut:
     known = {step.name: step for step in steps}
     earlier = _behind(kept, known)
     before = tuple(step for step in steps if step.name in earlier)
+    if lacking := [step.name for step in before if step.kind == "input" and step.name != given and not step.args]:
+        raise AdapterError(f"{first!r} needs {shortened(lacking)} besides the model's first input")
     after = tuple(step for step in steps if step.name not in earlier and step.kind != "input")
     needed = {name for step in after for name in step.inputs} - {step.name for step in after} - {kept}
     if needed:
@@ -176,8 +178,6 @@ def _behind(name: str, known: Mapping[str, Step]) -> set[str]:
 
 
 def _done(model: nn.Module, step: Step, args: Any, kwargs: Any) -> Any:
-    if step.kind == "input":  # another argument, which has a default
-        return args[0] if args else None
     if step.kind == "module":
         return model.get_submodule(step.target)(*args, **kwargs)
     if step.kind == "function":
@@ -187,7 +187,7 @@ def _done(model: nn.Module, step: Step, args: Any, kwargs: Any) -> Any:
     if step.kind == "attribute":
         owner, _, name = step.target.rpartition(".")
         return getattr(model.get_submodule(owner), name)
-    return args[0]
+    return args[0]  # the output, or the default of another argument
 
 
 def _filled(arguments: Any, results: Mapping[str, Any]) -> Any:
@@ -198,12 +198,7 @@ def _filled(arguments: Any, results: Mapping[str, Any]) -> Any:
         return slice(*(_filled(each, results) for each in (arguments.start, arguments.stop, arguments.step)))
     if isinstance(arguments, Mapping):
         return {key: _filled(each, results) for key, each in arguments.items()}
-    if isinstance(arguments, tuple) and hasattr(arguments, "_fields"):
-        return type(arguments)(*_each(arguments, results))
-    if isinstance(arguments, (tuple, list)):
-        return (tuple if isinstance(arguments, tuple) else list)(_each(arguments, results))
+    if isinstance(arguments, (tuple, list)):  # torch.fx makes one with names by a step of its own
+        filled = (_filled(each, results) for each in arguments)
+        return tuple(filled) if isinstance(arguments, tuple) else list(filled)
     return arguments
-
-
-def _each(arguments: Any, results: Mapping[str, Any]) -> Iterator[Any]:
-    return (_filled(each, results) for each in arguments)

@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.tensors import rand
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs, load_adapter
 from metricopt_ext.adapters.signature import Outputs
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError
 
 
@@ -350,6 +352,37 @@ def test_a_change_that_is_cut_short_is_undone(change: str, monkeypatch: pytest.M
     with pytest.raises(KeyboardInterrupt):
         getattr(adapter, change)()
     assert as_it_is(model) == before
+
+
+class FullAt(TorchDispatchMode):
+    """Has no memory left at the n-th copy."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.left = number
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.left -= function is torch.ops.aten.copy_.default
+        if self.left == 0:
+            self.left = -1
+            raise MemoryError
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_start_whose_copies_fail_is_undone() -> None:
+    """One of a replaced weight, a replaced buffer and phi, at each copy in turn."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double().eval()
+    adapter = attach_film(model, dim=3)
+    adapter.set_phi(rand(3))
+    before = as_it_is(model)
+    start = Start(rand(3, seed=2), {"1.running_mean": rand(4)}, {"0.bias": rand(4, seed=3)})
+    for number in range(1, 4):
+        with pytest.raises(MemoryError), FullAt(number):
+            adapter.apply(start)
+        assert as_it_is(model) == before
+        assert not adapter.context.originals
+    adapter.apply(start)
+    assert model[0].bias.tolist() == start.parameters["0.bias"].tolist()
 
 
 def test_attaching_that_is_cut_short_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:

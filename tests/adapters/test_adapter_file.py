@@ -59,3 +59,14 @@ def test_a_file_of_an_earlier_format_is_refused_by_name(cnn: Callable[[], nn.Seq
     for load in (adapter.load, lambda path: load_adapter(cnn(), path)):
         with pytest.raises(FileFormatError, match=r"'metricopt_ext/adapter/1'.*anew"):
             load(path)
+
+
+def test_a_kind_of_adapter_that_is_unknown_is_refused_by_name(
+    cnn: Callable[[], nn.Sequential], tuned: Callable[..., Adapter], tmp_path: Path
+) -> None:
+    path = tmp_path / "adapter.safetensors"
+    tuned().save(path)
+    tensors, described = read_tensors(path, FILE_FORMAT)
+    write_tensors(path, tensors, FILE_FORMAT, described | {"kind": "fim"})
+    with pytest.raises(FileFormatError, match=r"safetensors: unknown adapter kind 'fim', expected one of 'film'"):
+        load_adapter(cnn(), path)

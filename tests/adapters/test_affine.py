@@ -41,6 +41,29 @@ def test_the_channel_axis_is_the_one_of_five(layer: nn.Module, shape: tuple[int,
     assert layer(torch.ones(shape)).shape[channel_axis(layer)] == 5
 
 
-@pytest.mark.parametrize(("norm", "foldable"), [(nn.LayerNorm(4), True), (ChannelsFirst(4), True), (OnePlus(4), False)])
+class Gated(nn.LayerNorm):
+    """A LayerNorm that needs more than its input."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * gate
+
+
+@pytest.mark.parametrize(
+    ("norm", "foldable"),
+    [(nn.LayerNorm(4), True), (ChannelsFirst(4), True), (OnePlus(4), False), (Gated(4), False)],
+)
 def test_a_norm_that_adds_to_its_weight_is_not_affine_in_it(norm: nn.Module, foldable: bool) -> None:
     assert is_affine(norm) == foldable
+
+
+class Interrupted(nn.GroupNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+
+def test_an_interruption_is_passed_on_and_leaves_no_hook() -> None:
+    norm = Interrupted(2, 4).train()
+    with pytest.raises(KeyboardInterrupt):
+        is_affine(norm)
+    assert not norm._forward_hooks
+    assert norm.training

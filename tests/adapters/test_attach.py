@@ -477,3 +477,39 @@ def test_wrapped_models(cnn: Callable[[], nn.Sequential], attach: Callable[..., 
     adapter.save(tmp_path / "adapter.safetensors")
     loaded = load_adapter(nn.DataParallel(cnn().eval()), tmp_path / "adapter.safetensors")
     assert torch.equal(loaded.model(x), model(x))
+
+
+class Sealed(nn.LayerNorm):
+    """Takes no module below itself."""
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        raise RuntimeError("sealed")
+
+
+def test_a_layer_that_takes_no_modulation_leaves_the_model_as_it_was() -> None:
+    """The layer before it has its own already, that after it not yet."""
+    model = nn.Sequential(nn.LayerNorm(4), Sealed(4), nn.LayerNorm(4), nn.Dropout()).train()
+    before = state_of(model)
+    with pytest.raises(RuntimeError, match="sealed"):
+        attach_film(model, dim=2)
+    assert state_of(model) == before
+
+
+def test_a_file_for_another_kind_of_layer_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "adapter.safetensors"
+    attach_film(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)), dim=2).save(path)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    before = state_of(model)
+    with pytest.raises(AdapterError, match=r"adapter\.safetensors: layer '1' is a ReLU, neither"):
+        load_adapter(model, path)
+    assert state_of(model) == before
+
+
+def test_a_file_for_another_layer_of_logits_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "adapter.safetensors"
+    attach_outputs(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))).save(path)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    before = state_of(model)
+    with pytest.raises(AdapterError, match="'2' is no layer of the model"):
+        load_adapter(model, path)
+    assert state_of(model) == before

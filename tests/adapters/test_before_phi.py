@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.adapters.before_phi import cut_before_phi
+from metricopt_ext.adapters.before_phi import cut_before_phi, why_uncut
 from metricopt_ext.adapters.sequence import modules_of, run
 
 
@@ -90,3 +90,27 @@ class Forked(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x if x.sum() > 0 else -x)
+
+
+class Twice(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, -x
+
+
+class OfTheFirst(nn.BatchNorm1d):
+    """A norm of the first of two tensors."""
+
+    def forward(self, pair: Any) -> Tensor:
+        return super().forward(pair[0])
+
+
+def test_why_there_is_no_cut_is_said() -> None:
+    other, hooked = adapted("head"), adapted("head")
+    other.forward = other.stem.forward
+    assert why_uncut(other, "head") == "Net has another forward pass than its class"
+    hooked.blocks[0].norm.register_forward_pre_hook(lambda module, inputs: None)
+    assert why_uncut(hooked, "head") == "LayerNorm has hooks, of which nothing is known"
+    assert why_uncut(Forked(), "net.head").startswith("Forked can't be cut at 'net.head': torch.fx can't trace its")
+    pairs = nn.Sequential(nn.Linear(3, 4), Twice(), OfTheFirst(4), nn.Linear(4, 2)).eval()
+    attach_film(pairs, "2", dim=2)
+    assert why_uncut(pairs, "2") == "what comes before '2' is no single tensor"

@@ -216,3 +216,51 @@ def test_a_projection_is_of_tensors_with_gradients_alone() -> None:
     x = rand32(3).requires_grad_(True)
     (gradient,) = torch.autograd.grad(projected([x * 2, rand32(2), x.double()]), x)
     assert gradient.abs().min() > 0
+
+
+class WithItsBias(nn.Linear):
+    """Returns its bias beside the product, as layers of tensor parallelism do."""
+
+    def forward(self, x: Tensor) -> Any:
+        return F.linear(x, self.weight), self.bias
+
+
+class Several(nn.Module):
+    """A layer that returns two tensors, a compiled one, and one that returns what the model does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = WithItsBias(4, 5), nn.Linear(5, 3)
+        self.scripted = torch.jit.script(nn.Linear(5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, bias = self.first(x)
+        return self.head(self.scripted(h + bias).relu())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning", "ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("probing", [False, True])
+def test_layers_that_return_no_tensor_and_scripted_ones_are_not_recorded(probing: bool) -> None:
+    model, x = Several(), rand32(6, 4)
+    expected = model(x)
+    with recorded(model, probing=probing) as calls:
+        assert torch.equal(model(x), expected)
+    assert calls.candidates == {"first", "head"}
+    assert list(calls.outputs) == ["head"]
+    assert calls.giving()[0] == "head"
+
+
+def test_what_returns_no_tensor_of_floats_has_no_logits() -> None:
+    model = HeadFirst(lambda model, h, y: {"class": y.argmax(1), "loss": 0.5, "mean": y.mean()})
+    with recorded(model, probing=True) as calls:
+        model(rand32(5, 4))
+    assert calls.logits() == []
+    assert calls.giving() == (None, None)
+
+
+def test_an_example_by_names_is_tried_where_a_signature_is_unknown() -> None:
+    """As that of a function in C."""
+    model, x = nn.Identity(), rand32(5, 4)
+    model.forward = torch.relu  # type: ignore[assignment]
+    (returned,) = calls_on(model, {"input": x}, ()).returned
+    assert torch.equal(returned, x.clamp(min=0))

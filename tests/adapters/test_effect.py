@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs
@@ -256,3 +257,61 @@ def test_a_loss_that_changes_the_weights_is_refused(trace: bool, fails: bool) ->
     with pytest.raises(WeightsError, match=r"the loss.*model's.*batch; all was put"):
         check_effect(adapter, loss, lambda: (X, Y))
     assert all(torch.equal(value, before[name]) for name, value in adapter.model.state_dict().items())
+
+
+def test_checkpointing_that_keeps_no_gradient_is_refused_with_the_remedy() -> None:
+    def checkpointed(reentrant: bool) -> Model:
+        return Model(
+            returns=lambda m, x, h: m.head(checkpoint(lambda x: m.norm(m.body(x)).relu(), x, use_reentrant=reentrant))
+        )
+
+    check(attach_film(checkpointed(False), "norm", dim=3))
+    with pytest.raises(AdapterError, match=r"Model uses gradient checkpointing.*; set use_reentrant=False"):
+        check(attach_film(checkpointed(True), "norm", dim=3))
+
+
+class OneWay(torch.autograd.Function):
+    """Doubles, and has an error in place of a gradient."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, error: BaseException) -> Tensor:
+        context.error = error
+        return 2 * x
+
+    @staticmethod
+    def backward(context: Any, *_: Tensor) -> Any:
+        raise context.error
+
+
+def test_an_operation_without_a_backward_pass_shows_by_what_moves() -> None:
+    def model(error: BaseException) -> Model:
+        return Model(returns=lambda m, x, h: OneWay.apply(m.head(h), error))
+
+    check(attach_film(model(RuntimeError("no backward")), "norm", dim=3))
+    with pytest.raises(AdapterError, match=r"phi moves no output.*\['unused'\] were not called"):
+        check(attach_film(model(RuntimeError("no backward")), "unused", dim=3))
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        check(attach_film(model(torch.OutOfMemoryError("full")), "norm", dim=3))
+
+
+def test_a_loss_that_fails_far_away_is_one_that_phi_moves() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        output = first_output(model, x)
+        if output > 0:
+            raise ValueError("off the scale")
+        return output
+
+    zero = Model(returns=lambda m, x, h: (m.head(h) / 1e3).round().abs())
+    check(attach_film(zero, "norm", dim=3), loss)
+
+
+def test_one_coordinate_of_the_outputs_that_moves_nothing_is_named() -> None:
+    four = Model("body five", lambda m, x, h: m.five(h)[:, :4])
+    message = "coordinate 4 of phi moves no output on the first batch: it is the offset of class 4, on layer 'five',"
+    with pytest.raises(AdapterError, match=message + " whose output is 8 x 5; name the layer"):
+        check(attach_outputs(four, Outputs("five")))
+    full = Model("body head", lambda m, x, h: m.head(h).clamp(-1, 0))
+    nn.init.constant_(full.head.bias, 100.0)  # type: ignore[union-attr,arg-type]
+    message = "coordinate 3 of phi moves no output on the first batch: it is the temperature, on layer 'head',"
+    with pytest.raises(AdapterError, match=message + r" whose output is 8 x 3; .* or leave the outputs out"):
+        check(attach_outputs(full, Outputs("head", temperature=True)))

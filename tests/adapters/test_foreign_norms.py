@@ -129,3 +129,17 @@ def test_names_alone_make_no_norm() -> None:
     assert scales_alone(nn.LayerNorm(3, bias=False))
     assert not scales_alone(nn.LayerNorm(3))
     assert not scales_alone(nn.LayerNorm(3, elementwise_affine=False))
+
+
+def test_an_interruption_is_passed_on_and_leaves_the_norm_as_it_was() -> None:
+    class Interrupted(OwnRMSNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight, self.seen = nn.Parameter(x.new_zeros(4)), True
+            raise KeyboardInterrupt
+
+    norm = Interrupted(4).train()
+    weight = norm.weight
+    with pytest.raises(KeyboardInterrupt):
+        weight_offset(norm)
+    assert norm.weight is weight
+    assert norm.training

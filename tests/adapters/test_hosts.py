@@ -157,3 +157,18 @@ def test_a_bias_that_from_pretrained_does_not_read_is_told() -> None:
     with pytest.warns(UserWarning, match=r"from_pretrained.*\['score.bias'\]"):
         adapter.merge()
     torch.testing.assert_close(model(ids).logits, plain + torch.tensor([1.0, -2.0, 0.5]))
+
+
+def test_loralib_saves_its_own_weights_alone() -> None:
+    linear = type("Linear", (nn.Linear,), {"__module__": "loralib.layers"})
+    (message,) = warnings_of_merging(nn.Sequential(linear(4, 3), nn.LayerNorm(3)))
+    assert message.startswith("lora_state_dict saves LoRA's weights alone, so phi in ['1.weight', '1.bias'] will be l")
+    assert message.endswith("save state_dict()")
+
+
+def test_a_function_of_the_model_s_own_that_fails_tells_nothing() -> None:
+    class Failing(Net):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            raise KeyError("trainer")
+
+    assert warnings_of_merging(Failing()) == []

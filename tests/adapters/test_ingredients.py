@@ -257,3 +257,34 @@ def test_a_start_that_peft_does_not_save_is_warned_of_at_the_merge(tmp_path: Pat
     said = r"what was tuned in \['base_model\.model\.first\.base_layer\.weight', .*\] will be lost"
     with pytest.warns(UserWarning, match=said):
         adapter.merge()
+
+
+def test_lora_without_its_settings_is_read_by_its_matrices(tmp_path: Path) -> None:
+    adapted(2).save_pretrained(tmp_path)
+    read = [Ingredients(attach_lora_scales(adapted(1)).model).read(tmp_path)]
+    (tmp_path / "adapter_config.json").unlink()
+    read.append(Ingredients(attach_lora_scales(adapted(1)).model).read(tmp_path))
+    assert equal(*read)
+
+
+def test_two_loras_that_act_are_refused() -> None:
+    model = adapted(1)
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["first"]))
+    model.base_model.set_adapter(["default", "other"])
+    with pytest.raises(AdapterError, match=r"\.first' has \['default', 'other'\] acting, .*; let one alone act"):
+        Ingredients(model)
+
+
+def test_lora_of_an_attention_s_own_matrix_is_refused() -> None:
+    """Its weight has another name, as one matrix does for queries, keys and values."""
+    plain = nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2)})
+    model = peft.get_peft_model(plain, peft.LoraConfig(r=2, target_modules=["attention"]))
+    with pytest.raises(AdapterError, match=r"\.attention' acts on no weight of floating numbers, to which a mean"):
+        Ingredients(model)
+
+
+def test_a_file_that_holds_the_model_twice_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "two.pth"
+    torch.save({f"{part}.{key}": each for part in ("one", "two") for key, each in state_of(1).items()}, path)
+    with pytest.raises(DataError, match=r"two\.pth: .*'one.*'two"):
+        Ingredients(adapter_of().model).read(path)

@@ -87,3 +87,32 @@ def test_files_of_other_models_are_refused(files: list[Path], change: Any, messa
 def test_what_is_no_bias_gets_no_offsets(files: list[Path]) -> None:
     with pytest.raises(AdapterError, match=r"3\.wieght.*is no tensor"):
         MixedFile(read_checkpoint(files[0]), files[1:], "3.wieght")
+
+
+def test_what_moves_is_described(files: list[Path]) -> None:
+    one, two = str(files[1]), str(files[2])
+    mixed = MixedFile(read_checkpoint(files[0]), files[1:])
+    assert mixed.described() == [{"checkpoint": one}, {"checkpoint": two}]
+    assert mixed.rows() == [[one, "weight in the mixture", "1"], [two, "weight in the mixture", "1"]]
+    offset = MixedFile(read_checkpoint(files[0]), files[1:2], "3.bias")
+    assert offset.described() == [{"checkpoint": one}, {"offsets": "3.bias"}]
+    assert offset.rows() == [[one, "weight in the mixture", "1"], ["3.bias", "offsets", "5"]]
+
+
+def test_a_run_is_known_by_the_content_of_the_files(files: list[Path]) -> None:
+    def identity(others: list[Path], offsets: str | None = None) -> dict[str, Any]:
+        return MixedFile(read_checkpoint(files[0]), others, offsets).identity()
+
+    known = identity(files[1:2])
+    copied = files[0].with_name("copy.safetensors")
+    copied.write_bytes(files[1].read_bytes())
+    assert identity([copied]) == known
+    assert identity(files[2:]) != known
+    assert identity(files[1:2], "3.bias") == known | {"offsets": "3.bias"}
+
+
+def test_a_key_that_no_tensor_of_a_module_can_have_is_refused(tmp_path: Path) -> None:
+    for name in ("a.pth", "b.pth"):
+        torch.save({"a..weight": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(AdapterError, match=r"'a\.\.weight' can't be the name of a tensor"):
+        MixedFile(read_checkpoint(tmp_path / "a.pth"), [tmp_path / "b.pth"])

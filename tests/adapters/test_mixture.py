@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.adapter_file import FILE_FORMAT
 from metricopt_ext.adapters.attach import attach_mixture, load_adapter
 from metricopt_ext.adapters.mixture import VARIANCE
 from metricopt_ext.adapters.signature import Outputs
@@ -19,6 +20,7 @@ from metricopt_ext.errors import AdapterError, DataError, FileFormatError
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.files import read_tensors, write_tensors
 
 
 def network(seed: int, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -243,6 +245,16 @@ def test_a_file_with_another_number_of_checkpoints_is_refused(models: list[nn.Mo
     assert "forward" not in vars(models[0])
 
 
+def test_a_file_without_checkpoints_is_refused(models: list[nn.Module], tmp_path: Path) -> None:
+    path = tmp_path / "adapter.safetensors"
+    attach_mixture(models[0], states(models)).save(path)
+    tensors, described = read_tensors(path, FILE_FORMAT)
+    left = {name: value for name, value in tensors.items() if ".of" not in name}
+    write_tensors(path, left, FILE_FORMAT, described)
+    with pytest.raises(FileFormatError, match=r"adapter\.safetensors is corrupt: it is a mixture, but not of 1 to 8"):
+        load_adapter(models[1], path)
+
+
 def test_a_task_computes_one_phi_at_a_time(models: list[nn.Module]) -> None:
     adapter = attach_mixture(models[0], states(models))
     torch.manual_seed(1)
@@ -256,3 +268,16 @@ def test_a_task_computes_one_phi_at_a_time(models: list[nn.Module]) -> None:
     )
     assert task.at_once == 1
     assert "mixture" in task.population.why  # type: ignore[union-attr]
+
+
+@torch.no_grad()
+def test_a_forward_pass_that_was_put_in_place_of_the_class_s_is_mixed_and_comes_back(
+    models: list[nn.Module], x: Tensor
+) -> None:
+    """As accelerate does."""
+    model = models[0]
+    own = model.forward = lambda x: 3 * nn.Sequential.forward(model, x)  # type: ignore[arg-type,method-assign]
+    adapter = attach_mixture(model, states(models))
+    assert torch.equal(at(adapter, 0.0, 1.0)(x), 3 * models[2](x))
+    adapter.remove()
+    assert model.forward is own

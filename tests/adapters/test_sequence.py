@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -70,6 +71,53 @@ class Branches(nn.Module):
         return self.body(h) if h.sum() > 0 else h
 
 
+class Pair(NamedTuple):
+    left: Tensor
+    right: Tensor
+
+
+class OfPairs(nn.Module):
+    """Passes on a tuple with names, and has an argument with a default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.joined, self.head = nn.Linear(4, 4), Joined(), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, scale: float = 3.0) -> Tensor:
+        h = self.stem(x) * scale
+        return self.head(self.joined(Pair(h, x)))
+
+
+class Joined(nn.Module):
+    def forward(self, pair: Pair) -> Tensor:
+        return pair.left - pair.right
+
+
+def test_tuples_with_names_and_defaults_of_arguments_are_kept() -> None:
+    torch.manual_seed(0)
+    net, x = OfPairs(), torch.randn(5, 4)
+    cut = cut_at(net, "head")
+    kept = run(net, cut.before, cut.given, x, cut.kept)
+    assert torch.equal(kept, 3 * net.stem(x) - x)
+    assert torch.equal(run(net, cut.after, cut.kept, kept), net(x))
+
+
+class Constant(nn.Module):
+    def forward(self) -> Tensor:
+        return torch.ones(2)
+
+
+class WithoutInput(nn.Module):
+    """A layer that is called on nothing, and an argument that has no default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.constant, self.stem, self.body = Constant(), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
+        return self.body(torch.where(x > 0, self.stem(x), rest)) * self.constant()
+
+
 @pytest.mark.parametrize(
     ("model", "first", "message"),
     [
@@ -78,6 +126,8 @@ class Branches(nn.Module):
         (Net(), "stem", r"'stem' is called.*model's own input"),
         (Net(), "body.2", r"what.*'body.2'.*input: \['mul'\]"),
         (Branches(), "body", r"Branches.*trace its forward pass"),
+        (WithoutInput(), "constant", "'constant' is called without an input"),
+        (WithoutInput(), "body", r"'body' needs \['.*rest'\] besides the model's first input"),
     ],
 )
 def test_what_can_not_be_cut_is_refused(model: nn.Module, first: str, message: str) -> None:

@@ -14,6 +14,7 @@ from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.skeleton import (
     LOGITS,
     Moved,
+    Norms,
     attach_checkpoint,
     chosen,
     gradients_in_phi,
@@ -248,3 +249,34 @@ def test_gradients_that_do_not_fit_are_refused(change: dict[str, Any], message: 
             moved,
             {key: value for key, value in given.items() if value is not None},
         )
+
+
+def test_offsets_alone_move_without_norms(tmp_path: Path) -> None:
+    file = saved({"head.bias": torch.arange(3.0)}, tmp_path)
+    moved = chosen(file, offsets="head.bias")
+    adapter = attach_checkpoint(file, moved)
+    assert adapter.dim == 3
+    phi = torch.tensor([0.5, 0.0, -1.0])
+    torch.testing.assert_close(
+        moved_tensors(adapter, phi, file, moved), {"head.bias": torch.arange(3.0) + LOGITS * phi}
+    )
+
+
+def test_norms_and_offsets_are_described(tmp_path: Path) -> None:
+    file = saved(norm("bn1") | norm("model.norm", 4, bias=False) | {"head.bias": torch.arange(5.0)}, tmp_path)
+    moved = chosen(file, None, "head.bias")
+    norms = Norms(file, moved, dim=2, seed=3)
+    keys = ["bn1.weight", "bn1.bias", "model.norm.weight", "head.bias"]
+    assert norms.keys == keys
+    assert norms.identity() == {"moved": keys}
+    assert norms.rows() == [
+        ["bn1", moved[0].kind, "6"],
+        ["model.norm", "RMSNorm, scale alone", "4"],
+        ["head", "offsets", "5"],
+    ]
+    assert norms.described()[2] == {"layer": "head", "kind": "offsets", "keys": ("head.bias",), "channels": 5}
+    adapter, phi = attach_checkpoint(file, moved, dim=2, seed=3), torch.linspace(-1, 1, 7)
+    assert norms.adapter.dim == 7
+    torch.testing.assert_close(norms.tensors(phi), moved_tensors(adapter, phi, file, moved), rtol=0, atol=0)
+    given = {key: torch.ones_like(file.tensor(key)) for key in keys}
+    assert torch.equal(norms.gradients(given), gradients_in_phi(adapter, moved, given))

@@ -482,6 +482,8 @@ def test_where_a_start_lies_on_a_line() -> None:
         "other settings": Start(WAY, along().at(1.0).buffers, {}, {"flip": True}),
     }
     assert {name: places.of(start) for name, start in off.items()} == dict.fromkeys(off)
+    counted = Start(WAY, along().at(1.0).buffers | {"count": torch.tensor(7)})
+    assert PlacesOnLine(along(), {"mean": torch.zeros(3), "count": torch.tensor(3)}).of(counted) == 1
     bent = StartLine(lambda t: Start(torch.tensor([t, t * t])), 0.0, 1.0)
     curve = PlacesOnLine(bent, {})
     assert curve.of(Start(torch.tensor([0.5, 0.5]))) is None  # on the straight way, which is not the line
