@@ -19,6 +19,7 @@ from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.search.strategy import SearchStrategy as Search
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.utils.seeding import generator
@@ -158,6 +159,15 @@ def test_a_loss_without_a_gradient_is_refused_before_any_query(quadratic: Make) 
     assert task.queries == task.metric.ledger.spent == 0
 
 
+def test_a_task_without_a_loss_is_refused_at_once_by_what_needs_one(quadratic: Make) -> None:
+    task, without = quadratic(), replace(quadratic(), loss=None, batches=None)
+    with pytest.raises(AdapterError, match=r"the task has none; give FinetuneTask loss= and batches=, or search by"):
+        GuidedES().check(without)
+    CMAES().check(without)
+    GuidedES().check(task)
+    assert task.queries == without.queries == 0
+
+
 @each_search
 def test_ledger_without_the_budget_is_refused_before_any_query(quadratic: Make, search: Search) -> None:
     task = quadratic(budget=100)
@@ -288,3 +298,17 @@ def test_missing_cma_says_what_to_install(quadratic: Make, monkeypatch: pytest.M
         CMAES()(task, task.origin(), 50)
     assert task.queries == 0
     GuidedES()(task, task.origin(), 50)
+
+
+def test_a_population_of_which_nothing_is_known_moves_no_mean(quadratic: Make) -> None:
+    pytest.importorskip("cma")
+    task = quadratic()
+    state = CMAES().begin(task, task.origin(), 31)
+    state.ask()
+    state.tell(0, Evaluation(1.0))
+    population = state.ask()
+    assert len(population) == CMAES().population(4)
+    for index in range(len(population)):
+        state.give_up(index)
+    assert torch.equal(state.ask(), task.origin()[None])  # the mean, which is judged too
+    assert state.left == 30

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from metricopt_ext.search.feasibility import Aim, ConstrainedAim, Feasibility, log_below_zero
+from metricopt_ext.search.feasibility import Aim, ConstrainedAim, Feasibility, log_below_zero, seen_within
 from metricopt_ext.search.visited import Visited
 from metricopt_ext.tasks.constraints import Limits, parse_constraints
 from metricopt_ext.tasks.evaluation import Evaluation
@@ -108,3 +108,13 @@ def test_hyper_parameters_are_chosen_when_fs_are() -> None:
     feasibility.aim(visited.fit(), visited, limits)
     assert feasibility.chosen[0] == first
     assert math.isfinite(float(visited.fit().noise))
+
+
+def test_of_what_was_seen_the_least_that_the_constraints_allow_is_the_best() -> None:
+    visited, limits = visited_with("<= 0.5")
+    first, cost = visited.phi[:, 0], visited.cost
+    at = seen_within(limits, visited)
+    assert at == int(torch.where(first <= 0.5, cost, torch.inf).argmin())
+    assert seen_within(None, visited) == int(cost.argmin()) != at
+    visited, nowhere = visited_with("<= -9")
+    assert seen_within(nowhere, visited) == int(cost.argmin())

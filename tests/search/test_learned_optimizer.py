@@ -2,6 +2,7 @@
 
 import io
 import math
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -106,6 +107,20 @@ def test_state_dict_continues_bit_for_bit(after: int) -> None:
         other.observe(cost=0.4)  # nothing was kept before the first step
     follow(other, resumed, range(after, 7))
     assert torch.equal(phi, resumed)
+
+
+def test_a_copy_steps_as_its_original() -> None:
+    """With what was observed since the last step, too."""
+    rule, phi = make_rule(), nn.Parameter(rand(D))
+    optimizer = LearnedOptimizer([phi], rule)
+    optimizer.observe(cost=0.9)
+    follow(optimizer, phi, range(2))
+    optimizer.observe(cost=0.4)
+    copied = pickle.loads(pickle.dumps(optimizer))
+    (own,) = copied.param_groups[0]["params"]
+    for each, parameter in ((optimizer, phi), (copied, own)):
+        follow(each, parameter, range(2, 4))
+    assert torch.equal(own, phi)
 
 
 def test_several_parameters_are_one_vector() -> None:

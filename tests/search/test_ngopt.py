@@ -5,8 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from metricopt_ext.search.ngopt import NGOpt
+from metricopt_ext.tasks.evaluation import Evaluation
 
 
 @pytest.fixture
@@ -27,6 +29,23 @@ def test_a_quadratic_is_nearly_solved(quadratic: Callable[..., Any]) -> None:
         task = quadratic(dim=5)
         result = NGOpt(0.3)(task, task.origin(), 150, seed=seed)
         assert result.cost < 0.1 * task.true_cost(task.origin())  # at worst 2e-18
+
+
+@pytest.mark.usefixtures("nevergrad")
+def test_a_point_that_is_given_up_is_not_told_and_others_are_asked(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    state = NGOpt().begin(task, task.origin(), 6)
+    state.ask()
+    state.tell(0, Evaluation(1.0))
+    left = state.ask()
+    state.give_up(0)
+    assert state.left == 5
+    asked = []
+    while len(points := state.ask()):
+        asked.append(points)
+        state.tell(0, Evaluation(task.true_cost(points[0])))
+    assert len(asked) == 5
+    assert not any(torch.equal(points, left) for points in asked)
 
 
 @pytest.mark.parametrize("sigma", [0.0, float("nan")])

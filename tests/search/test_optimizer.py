@@ -2,6 +2,7 @@
 
 import io
 import math
+import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -601,3 +602,15 @@ def test_metricopt_ends_where_the_search_did(quadratic: Callable[..., Any]) -> N
         start, tuned, found = (task.true_cost(phi) for phi in (task.origin(), points[0, -1], end.phi))
         shares.append((tuned - found) / (start - found))
     assert sum(shares) / len(shares) < 0.03
+
+
+def test_a_copy_steps_as_its_original() -> None:
+    phi = parameter()
+    optimizer = MetricOpt([phi], make_f())
+    train(optimizer, phi, 3)
+    copied = pickle.loads(pickle.dumps(optimizer))
+    (own,) = copied.param_groups[0]["params"]
+    train(copied, own, 3, start=3)
+    assert copied.f is not optimizer.f
+    train(optimizer, phi, 3, start=3)
+    assert torch.equal(own, phi)

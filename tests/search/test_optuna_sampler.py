@@ -11,6 +11,8 @@ import torch
 
 from metricopt_ext.search.optuna_sampler import OptunaSampler
 from metricopt_ext.search.strategy import SearchStrategy
+from metricopt_ext.tasks.constraints import parse_constraints
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
 
 
@@ -84,6 +86,28 @@ def test_a_missing_package_says_what_to_install(quadratic: Callable[..., Any], m
     with pytest.raises(ImportError, match=r"OptunaSampler\('tpe'\).*pip install"):
         OptunaSampler()(task, task.origin(), 50)
     assert task.queries == 0
+
+
+def test_each_trial_has_how_far_it_is_beyond_the_limits(
+    quadratic: Callable[..., Any], optuna: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start's, those that the sampler asked for, and those of other points that were told in their place."""
+    studies: list[Any] = []
+    create = optuna.create_study
+    monkeypatch.setattr(optuna, "create_study", lambda **options: studies.append(create(**options)) or studies[-1])
+    task = quadratic(dim=2)
+    state = OptunaSampler().begin(task, task.origin(), 6, seed=1)
+    while len(points := state.ask()):
+        point = points[0] if len(state.points) != 3 else torch.full((2,), 0.125, dtype=torch.float64)
+        first = float(point[0])
+        state.tell(0, Evaluation(task.true_cost(point), also={"first": first, "flat": 2.0}), point)
+        state.subject_to(parse_constraints({"first": "<= start + 0.1", "flat": ">= 3"}, "distance"))
+    (study,) = studies
+    told = [trial for trial in study.trials if trial.state == optuna.trial.TrialState.COMPLETE]
+    assert [trial.value for trial in told] == [each.cost for each in state.evaluations]
+    found = [trial.system_attrs["constraints"] for trial in told]
+    assert found == [pytest.approx((float(point[0]) - 0.1, 1.0)) for point in state.points]
+    assert float(state.points[3][0]) == 0.125
 
 
 @pytest.mark.outcome

@@ -207,3 +207,16 @@ def test_what_is_least_may_be_more_than_the_cost() -> None:
     state = SettingsState(made(SIZE), Evaluation(0.5), rank=lambda each: (each.cost < 0.3, each.cost))
     run(state, lambda values: values["size"] / 1000)
     assert state.end().evaluation.cost == 0.4
+
+
+def test_of_an_interval_what_was_given_up_is_left_out_and_a_batch_without_an_answer_ends_it() -> None:
+    soft = Setting("soft", 0.0, 1.0, default=0.3)
+    state = SettingsState(made(soft), Evaluation(0.25))
+    batches = run(state, lambda values: None if values["soft"] < 0.3 else (values["soft"] - 0.8) ** 2)
+    assert sorted(asked("soft", batches)[0]) == pytest.approx([0.2, 0.4])
+    assert len(batches) > 1  # by the other answer
+    assert state.spent == sum(values["soft"] >= 0.3 for batch in batches for values in batch)
+    assert state.end().values["soft"] == pytest.approx(0.8, abs=0.1)
+    silent = SettingsState(made(soft), Evaluation(0.25))
+    assert len(run(silent, lambda values: None)) == 1
+    assert (silent.spent, silent.end().values) == (0, {"soft": 0.3})

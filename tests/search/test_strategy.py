@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from metricopt_ext.errors import BudgetError
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.ngopt import NGOpt
 from metricopt_ext.search.noisy_ei import NoisyEI
@@ -15,6 +16,7 @@ from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.strategy import Answer, Answers, Batches, DirectState, SearchStrategy, falls
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.search.turbo import TuRBO
+from metricopt_ext.tasks.constraints import parse_constraints
 from metricopt_ext.tasks.evaluation import Evaluation
 
 SEARCHES = [
@@ -133,3 +135,52 @@ def test_answers() -> None:
 
 def test_falls_are_new_minima() -> None:
     assert falls([3.0, 4.0, 2.0, 2.0, 1.0]) == ((1, 3.0), (3, 2.0), (5, 1.0))
+
+
+def test_a_search_in_few_words_and_what_a_budget_makes_of_it() -> None:
+    search = CMAES()
+    least = search.least_queries(4)
+    assert search.size(least, 4) == {"queries": least}
+    with pytest.raises(BudgetError, match=rf"{least - 1} queries are too few: CMAES\(.*in 4 .* needs at least {least}"):
+        search.size(least - 1, 4)
+    assert search.identity() == {"search": repr(search)}
+    assert CMAES(sigma0=0.7).identity() != search.identity()
+
+
+def test_the_end_counts_what_was_told_of_the_open_batch(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    state = RandomSearch().begin(task, task.origin(), 31)
+    state.ask()
+    state.tell(0, Evaluation(2.0))
+    points = state.ask()
+    assert len(points) > 2
+    state.tell(2, Evaluation(1.0))
+    state.give_up(0)
+    end = state.end()
+    assert torch.equal(end.phi, points[2])
+    assert (end.queries, end.curve) == (2, ((1, 2.0), (2, 1.0)))
+    assert torch.equal(end.points, torch.stack([task.origin(), points[2]]))
+    assert torch.equal(state.ask(), points)
+    assert state.quality() is None  # a direct search predicts nothing
+
+
+def test_constraints_are_relative_to_the_start_and_known_once_it_is(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    start, other = task.origin(), task.origin() + 0.1
+
+    def told(cost: float, size: float) -> Evaluation:
+        return Evaluation(cost, also={"size": size})
+
+    constraints = parse_constraints({"size": "<= start + 1"}, "distance")
+    state = RandomSearch().begin(task, start, 31)
+    state.subject_to(constraints)
+    assert state.limits is None
+    state = RandomSearch().begin(task, start, 31, known=[(other, told(0.1, 9.0)), (start, told(0.5, 4.0))])
+    state.subject_to(())
+    assert state.limits is None
+    state.subject_to(constraints)
+    assert state.limits is not None
+    assert state.limits.texts() == {"size": "<= 5.0"}
+    assert torch.equal(state.end().phi, start)  # the other is better, but too large
+    state.subject_to(parse_constraints({"size": "<= 99"}, "distance"))
+    assert state.limits.texts() == {"size": "<= 5.0"}

@@ -4,14 +4,16 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import mean, stdev
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from scipy.stats import spearmanr
 from torch import Tensor
 
 from helpers.tensors import rand
-from metricopt_ext.errors import BudgetError, MetricError
+from metricopt_ext.errors import BudgetError, ConfigError, MetricError
 from metricopt_ext.search.descent import descend
 from metricopt_ext.search.probe import probe
 from metricopt_ext.search.strategy import SearchResult
@@ -102,6 +104,26 @@ def test_checkpoints_that_make_no_sense_cost_nothing(quadratic: Callable[..., An
     with pytest.raises(ValueError, match=r"checkpoints are|queries is"):
         list(SEARCH.ends(task, task.origin(), wrong))
     assert task.queries == 0
+
+
+def test_a_phi_whose_matrices_fill_the_memory_is_refused() -> None:
+    task: Any = SimpleNamespace(dim=10**7, origin=lambda: torch.zeros(1))
+    with pytest.raises(ConfigError, match=r"dim.*10000000"):
+        SEARCH.check(task)
+    task.dim = 100
+    SEARCH.check(task)
+
+
+def test_the_quality_so_far_is_the_rank_correlation_of_what_was_predicted(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    state = SEARCH.begin(task, task.origin(), 16)
+    while len(points := state.ask()):
+        assert state.quality() is None or len(state.points) > SEARCH.design_size(4)
+        for index, point in enumerate(points):
+            state.tell(index, Evaluation(task.true_cost(point)))
+    predicted = state.end().predicted
+    assert len(predicted) > 4
+    assert state.quality() == pytest.approx(spearmanr(*predicted.T).statistic)
 
 
 def test_a_ledger_with_less_is_refused(quadratic: Callable[..., Any]) -> None:

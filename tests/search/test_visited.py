@@ -1,5 +1,6 @@
 """What is told of a search's queries, and the points that f is fitted to in a long one."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,26 @@ def test_a_metric_of_few_values_reacts_by_its_share() -> None:
     assert not visited.reacts()  # 1 of 7
     visited.add(torch.ones(1), Evaluation(0.6))
     assert visited.reacts()  # 2 of 8
+
+
+def test_more_points_are_those_of_a_copy_alone() -> None:
+    points = rand(4, 2)
+    found = filled(points[:3], bowl(points[:3]))
+    more = found.with_more([(points[3], Evaluation(7.0))])
+    assert torch.equal(more.phi, points)
+    assert more.cost.tolist() == [*found.cost.tolist(), 7.0]
+    assert len(found.points) == len(found.evaluations) == 3
+    assert more.learner is found.learner
+
+
+def test_chance_is_what_halves_tell_or_else_repeats_or_else_unknown() -> None:
+    found = filled(rand(3, 2), torch.arange(3.0))
+    repeated = [Evaluation(1.0, noise=0.3), Evaluation(2.0, noise=0.4)]
+    with_halves = Evaluation(0.5, halves=(0.4, 0.6))
+    assert found.chance(repeated[0], repeated[1:]) == pytest.approx((0.3**2 + 0.4**2) ** 0.5)
+    assert found.chance(with_halves, repeated) == math.inf  # none of the others has halves
+    assert found.chance(with_halves._replace(noise=0.0), repeated) == pytest.approx((2 * 0.25 / 3) ** 0.5)
+    assert found.chance(Evaluation(1.0), repeated) == math.inf
 
 
 # --- Up to the limit ---------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import Tensor
 from helpers.tensors import rand, rand32
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.tasks.trajectory import Trajectory
-from metricopt_ext.value.fitting import fit_value_function, measure
+from metricopt_ext.value.fitting import fit_value_function, measure, measure_ahead
 from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.value_function import (
@@ -52,6 +52,21 @@ def test_measure_of_a_diverged_fit() -> None:
     quality = measure(predicted, rand32(10), torch.arange(10))
     assert (quality.spearman, quality.mae) == (-1, math.inf)
     assert not quality.trusted
+
+
+def test_what_was_predicted_ahead_is_measured_against_what_was_found() -> None:
+    """Of eight queries the best quarter by f are the second and the last."""
+    f = [5.0, 1.0, 6.0, 7.0, 8.0, 4.0, 3.0, 2.0]
+    true = [5.5, 1.5, 6.0, 6.0, 9.0, 4.0, 2.0, 3.0]
+    predicted = torch.tensor([[own, 5.0, best] for own, best in zip(f, [9.0, 5.5, *[1.5] * 6], strict=True)])
+    quality = measure_ahead(predicted, torch.tensor(true), start=9.0)
+    assert quality.spearman == pytest.approx(scipy.stats.spearmanr(f, true).statistic)
+    assert quality.mae == pytest.approx((0.5 + 0.5 + 0 + 1 + 1 + 0 + 1 + 1) / 8)
+    assert quality.constant_mae == pytest.approx((0.5 + 3.5 + 1 + 1 + 4 + 1 + 3 + 2) / 8)
+    assert quality.incumbent_mae == pytest.approx((3.5 + 4 + 4.5 + 4.5 + 7.5 + 2.5 + 0.5 + 1.5) / 8)
+    assert quality.near_mae == pytest.approx((0.5 + 1) / 2)
+    assert quality.headroom == pytest.approx(9 - (1.5 + 3) / 2)
+    assert (quality.points, quality.trajectories) == (8, 8)
 
 
 def test_random_predictions_are_rarely_trusted() -> None:

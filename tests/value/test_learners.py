@@ -165,12 +165,17 @@ def test_neural_learner_learns_a_smooth_function(
     assert mean(unseen) > 0.8  # at worst 0.98 ± 0.01
 
 
+def test_the_offline_learner_has_the_papers_weights_of_eq_2() -> None:
+    offline = NeuralLearner.offline()
+    assert (offline.objective.gamma, offline.objective.beta) == (10, 1)
+    assert (offline.iterations, offline.batch_size, offline.nets) == (2000, 64, 1)
+
+
 @pytest.mark.outcome
 def test_the_offline_learner_minimises_eq_2_on_all_trajectories(
     smooth: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]]
 ) -> None:
     offline = NeuralLearner.offline()
-    assert (offline.objective.gamma, offline.objective.beta) == (10, 1)
     data, learner = Observations.of(trajectories(smooth, n=80)), replace(offline, iterations=600)
     fits = [fit_value_function(data, [learner], seed=seed) for seed in range(2)]
     assert mean(fit.f.quality.spearman for fit in fits) > 0.8  # at worst 0.97 ± 0.01

@@ -45,6 +45,8 @@ def test_a_quality_says_where_it_was_measured() -> None:
     assert str(GOOD).startswith("to be trusted; on held-out trajectories Spearman 0.90 (95% bound ")
     searched = replace(GOOD, incumbent_mae=0.2)
     assert str(searched) == str(GOOD).replace("on held-out trajectories", "before each query")
+    whole, near = str(GOOD), str(replace(GOOD, near_mae=None))
+    assert near == whole[: whole.index(", near the best points")]
 
 
 # --- The functions -------------------------------------------------------------------------------------------
