@@ -175,8 +175,8 @@ class Algorithm1(LearningStrategy[RecipeDetails]):
             context.retell(store, cached)
             callback.stage("meta-train")
             f = self.meta_train(task, tasks=context.size["tasks"], seed=seed, store=store)
-            if f.quality is not None:
-                callback.quality(store.queries, f.quality.spearman)
+            assert f.quality is not None  # `learn` has measured it
+            callback.quality(store.queries, f.quality.spearman)
             callback.stage("meta-test")
             start = task.origin()
             loss_only = finetune(task, self.loss_only(), self.steps, seed)[-1]

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.modulation import CONTEXT_NAME
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import DataError
 from metricopt_ext.methods.start_lines import mixed
@@ -75,8 +74,7 @@ def tent_start(task: FinetuneTask, inputs: Iterable[Any]) -> Start | None:
     """
     batches = inputs if isinstance(inputs, Sequence | Tensor) else list(inputs)
     model = copy.deepcopy(task.adapter.model)
-    if hasattr(model, CONTEXT_NAME):
-        Adapter(model).remove()
+    Adapter(model).remove()
     model.eval().requires_grad_(False)
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.affine]
     if not norms:

@@ -127,8 +127,8 @@ def learn_in_rounds(
         seen = collect(round, range(round * tasks, (round + 1) * tasks), fit)
         fit = distributed.on_first(partial(recipe.fit, seen, seed))
         fit.f.to(device)
-        if fit.f.quality is not None:
-            callback.quality(sum(len(trajectory.cost) for trajectory in seen), fit.f.quality.spearman)
+        assert fit.f.quality is not None  # the fit has measured it
+        callback.quality(sum(len(trajectory.cost) for trajectory in seen), fit.f.quality.spearman)
     assert fit is not None
     half_fits = tuple(f.to(device) for f in distributed.on_first(lambda: _fit_halves(seen, recipe, seed)))
     callback.say(f"value function ({fit.f.kind}): {fit.f.quality}")

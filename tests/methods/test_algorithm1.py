@@ -11,8 +11,8 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from metricopt_ext.errors import ValueFunctionError
-from metricopt_ext.methods.algorithm1 import Algorithm1, LossOptimizer
+from metricopt_ext.errors import BudgetError, ValueFunctionError
+from metricopt_ext.methods.algorithm1 import END_QUERIES, LEAST_TASKS, Algorithm1, LossOptimizer
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.tasks.rollout import observation_steps
 from metricopt_ext.tasks.trajectory import TrajectoryStore
@@ -194,6 +194,16 @@ def test_too_few_tasks_to_measure_quality_are_refused_before_any_query(quadratic
         settings.meta_train(task, tasks=4.0)  # type: ignore[arg-type]
     with pytest.raises(ValueFunctionError, match="3 tasks are too few"):
         settings.learn(list(store)[:3])
+
+
+def test_the_number_of_tasks_follows_from_the_queries() -> None:
+    settings = Algorithm1(evals=7)
+    least = END_QUERIES + 7 * LEAST_TASKS
+    assert settings.tasks(least) == settings.tasks(least + 6) == LEAST_TASKS
+    assert settings.size(least + 7, 3) == {"tasks": LEAST_TASKS + 1}
+    message = rf"{least - 1} queries are too few for {LEAST_TASKS} tasks with 7 obs.*: give at least {least}, or fewer"
+    with pytest.raises(BudgetError, match=message):
+        settings.tasks(least - 1)
 
 
 def test_trajectories_of_meta_training_follow_the_loss_alone(quadratic: Callable[..., Any]) -> None:

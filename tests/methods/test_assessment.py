@@ -36,6 +36,7 @@ from metricopt_ext.methods.assessment import (
 from metricopt_ext.methods.guard import Verdict, judge
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.split_half import TELLING
 
 DIM, Z = 24, NormalDist().inv_cdf(0.93)
 STARTS: list[tuple[str, Kind]] = [
@@ -189,6 +190,14 @@ def test_a_constant_metric_tells_nothing(halves: Any) -> None:
     found = assessed(metric_of(), [Evaluated(*kind, Evaluation(0.5, halves)) for kind in ALONE], DIM)
     assert (found.recommendation, found.found, found.best_start, found.headroom) == ("undecided", 0, "", 0)
     assert "one value at all of 12 points" in found.reason
+
+
+def test_a_few_points_tell_nothing() -> None:
+    told = [Evaluated(*kind, Evaluation(0.5 - 0.01 * i, (0.4, 0.6))) for i, kind in enumerate(ALONE)]
+    few = assessed(metric_of(), told[: TELLING - 1], DIM)
+    assert few.recommendation == "undecided"
+    assert few.reason.startswith(f"{TELLING - 1} points of phi and its starts are too few to tell: ask more")
+    assert "too few" not in assessed(metric_of(), told[:TELLING], DIM).reason
 
 
 def test_what_repeats_exactly_is_believed() -> None:

@@ -1,5 +1,6 @@
 """A finished run is attached to a model, and says what no model holds."""
 
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,6 +29,8 @@ def test_a_finished_run_is_loaded_and_an_unfinished_one_says_what_it_lacks(
     optimize_metric(kept, queries=30, output_dir=folder, callback=Callback())
     for each in (folder, tmp_path / "out"):  # a seed, and the tool's folder that has it alone
         assert torch.equal(load_run(quadratic().adapter.remove(), each).phi, kept.adapter.phi)
+    shutil.copytree(folder, tmp_path / "detector" / "search")  # as Detectron2's tools name it
+    assert torch.equal(load_run(quadratic().adapter.remove(), tmp_path / "detector").phi, kept.adapter.phi)
     (tmp_path / "out" / "seed-11").mkdir()
     with pytest.raises(FileFormatError, match=r"several seeds.*seed-3, seed-11.*yet\)"):
         load_run(quadratic().adapter.remove(), tmp_path / "out")

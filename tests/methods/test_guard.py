@@ -12,6 +12,7 @@ import torch
 
 from helpers.tensors import rand
 from metricopt_ext.adapters.attach import attach_input_bias
+from metricopt_ext.errors import UnguardedError
 from metricopt_ext.methods.guard import (
     CLIMBED,
     CONFIDENCE,
@@ -21,12 +22,14 @@ from metricopt_ext.methods.guard import (
     SHARE,
     START_CONFIDENCE,
     Verdict,
+    check_guarded,
     decide,
     decide_among,
     deviates,
     judge,
     judge_held_out,
 )
+from metricopt_ext.runtime import distributed
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
@@ -512,6 +515,26 @@ def test_halves_that_are_none_are_said_and_not_used(halves: Any, noise: float | 
     plain = decision({name: each._replace(halves=None) for name, each in candidates.items()}, without)
     assert found == plain
     assert found.verdict.guard == ("none" if noise is None else "repeats")
+
+
+def test_of_ranks_the_first_alone_says_that_halves_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    visited = [Evaluation(cost, (cost, cost)) for cost in rand(24, seed=2).tolist()]
+    candidates = {"start": visited[0], "search": min(visited, key=lambda each: each.cost)}
+    with pytest.warns(UserWarning, match="two random halves"):
+        expected = decide(candidates, visited)
+    monkeypatch.setattr(distributed, "rank", lambda: 1)
+    with warnings.catch_warnings(action="error"):
+        assert decide(candidates, visited) == expected
+
+
+def test_a_verdict_that_nothing_guards_is_refused_where_a_guard_is_required() -> None:
+    free = Metric(lambda: 0.0, maximize=True, name="m")
+    strict = Metric(lambda: 0.0, maximize=True, name="m", repeats=2, require_guard=True)
+    verdict = Verdict(0.5, 0.0, None, 1.0, 9, None, guard="none")
+    with pytest.raises(UnguardedError, match=r"'m' reports no halves that tell, .*return \(value, \(half, half\)\)"):
+        check_guarded(strict, verdict)
+    check_guarded(free, verdict)
+    check_guarded(strict, dataclasses.replace(verdict, guard="repeats"))
 
 
 @pytest.mark.parametrize("among", [False, True])

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, BudgetError, FileFormatError, MetricError
+from metricopt_ext.methods.holdout import best_on_holdout
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.starts import batchnorm_start
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES
+from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.kept_evaluations import digest_of
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.metric import Metric
@@ -195,3 +197,27 @@ def test_held_out_data_are_a_guard_where_one_is_required(quadratic: Callable[...
     assert result.chance == pytest.approx(abs(gains[0] - gains[1]) / 2, abs=1e-12)
     assert result.after == run(plain).after
     assert metric.ledger.spent == 30
+
+
+SCORE = CostScale(maximize=True, bounds=(0.0, 1.0), name="score")
+
+
+def test_where_chance_was_known_the_best_on_held_out_data_is_kept() -> None:
+    values, aside = {"start": 0.5, "near": 0.6, "search": 0.9}, {"start": 0.5, "near": 0.7, "search": 0.6}
+    assert best_on_holdout(values, aside, SCORE, "halves", 0.95) == ("near", None)
+    assert best_on_holdout(values, {**aside, "start": 0.8}, SCORE, "repeats", 0.95) == ("start", None)
+    chosen, verdict = best_on_holdout(values, aside, SCORE, "none", 0.7)
+    assert chosen == "near"
+    assert verdict is not None
+    assert (verdict.gain, verdict.chance) == pytest.approx((0.15, 0.05))
+
+
+def test_the_guards_own_chance_stays_where_it_was_known(
+    halved: Callable[..., Any], quadratic: Callable[..., Any]
+) -> None:
+    metric = away_from(quadratic().origin())
+    how: dict[str, Any] = {"queries": 60, "strategy": CMAES(sigma0=0.3)}
+    result, plain = run(halved(quadratic(), 0.01), holdout=metric, **how), run(halved(quadratic(), 0.01), **how)
+    assert (plain.guard, plain.chosen) == ("halves", "search")
+    assert (result.chosen, result.after) == ("start", result.before)
+    assert (result.guard, result.chance, result.needed) == (plain.guard, plain.chance, plain.needed)

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError
+from metricopt_ext.methods.ending import Began, guarded
 from metricopt_ext.methods.new_classes import (
     STRENGTH,
     KeptShare,
@@ -100,7 +102,7 @@ def test_without_differences_between_classes_all_of_the_way_is_kept() -> None:
     assert share.share == pytest.approx(1, abs=1e-4)
 
 
-def test_what_one_half_of_the_classes_does_not_gain_by_the_other_is_not_kept() -> None:
+def test_what_one_half_of_the_classes_does_not_gain_by_the_other_is_not_kept(quadratic: Make) -> None:
     """t would be above 0, as the whole gains much more than a half's end exceeds the other's by."""
     end = searched(gradients(spread=0.1))
 
@@ -115,6 +117,14 @@ def test_what_one_half_of_the_classes_does_not_gain_by_the_other_is_not_kept() -
     assert share.crossed < 0 < share.gain
     assert share_of(share.optimism, share.gain) > 0.5
     assert share.share == 0
+    start = torch.zeros(2, dtype=torch.float64)
+    (at,) = (at for at, point in enumerate(moved.points) if torch.equal(point, start))
+    began = Began({"start": Start(start)}, {"start": moved.evaluations[at]}, "start", [])
+    for new, kept in ((True, "start"), (False, "search")):
+        result = guarded(of_classes(quadratic(2), 0.1, new=new), began, moved, 0.95)
+        assert result.chosen == kept
+        assert "part" not in result.ends
+        assert ("not gained by the other" in str(result)) == new
 
 
 @pytest.mark.parametrize(

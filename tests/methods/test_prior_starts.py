@@ -11,7 +11,15 @@ from metricopt_ext.adapters.attach import attach_film, attach_outputs
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.adapters.start import PlacesOnLine, Start, StartLine
 from metricopt_ext.errors import AdapterError, DataError
-from metricopt_ext.methods.prior_starts import em_prior_start, em_priors, moved_by, prior_line
+from metricopt_ext.methods import prior_starts
+from metricopt_ext.methods.prior_starts import (
+    em_prior_start,
+    em_priors,
+    line_offsets,
+    moved_by,
+    prior_line,
+    prior_offsets,
+)
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 
@@ -130,3 +138,38 @@ def test_offsets_are_moved_alone() -> None:
     adapter = attach_outputs(nn.Sequential(nn.Linear(4, 2)).double())
     offsets = torch.tensor([0.5, -0.5], dtype=torch.float64)
     torch.testing.assert_close(added(adapter, Start(moved_by(adapter, offsets))), offsets.expand(200, 2))
+
+
+def test_offsets_are_the_priors_negative_logarithms() -> None:
+    counts = torch.tensor([8, 2, 1])
+    log = torch.tensor([8.0, 2.0, 1.0], dtype=torch.float64).log()
+    torch.testing.assert_close(prior_offsets(counts), log.mean() - log)
+    torch.testing.assert_close(prior_offsets(counts[:2], one_logit=True), log[:1] - log[1:2])
+    with pytest.raises(DataError, match=r"each class must have train examples for its prior, got counts of \[8, 0\]"):
+        prior_offsets(torch.tensor([8, 0]))
+    with pytest.raises(ValueError, match="one logit is for 2 classes, got counts of 3"):
+        prior_offsets(counts, one_logit=True)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "expected"),
+    [
+        ([0.9, -0.9], [0.9, -0.9]),  # 1.8 apart
+        ([0.2, -0.2], [0.5, -0.5]),
+        ([-0.1, 0.1], [-0.5, 0.5]),
+        ([0.0, 0.0], [-0.5, 0.5]),
+    ],
+)
+def test_two_logits_of_two_classes_are_one_apart_at_least(offsets: list[float], expected: list[float]) -> None:
+    found = line_offsets(torch.tensor(offsets), two_classes=True)
+    assert found is not None
+    assert found.tolist() == pytest.approx(expected)
+    labels = line_offsets(torch.tensor(offsets))
+    assert (labels is None) == (max(offsets) < 0.2)
+
+
+def test_em_stops_after_so_many_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.3, 0.7]], dtype=torch.float64)
+    trained = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    monkeypatch.setattr(prior_starts, "ROUNDS", 1)
+    torch.testing.assert_close(em_priors(p, trained), p.mean(0))

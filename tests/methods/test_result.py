@@ -10,7 +10,7 @@ import torch
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.methods.guard import Verdict
 from metricopt_ext.methods.recipe_settings import StepWeights
-from metricopt_ext.methods.result import KEPT, RecipeDetails, Result, SearchDetails
+from metricopt_ext.methods.result import KEPT, Details, RecipeDetails, Result, SearchDetails
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.value_function import Quality, RidgeValueFunction
 
@@ -105,3 +105,31 @@ def test_every_candidate_has_words(chosen: str) -> None:
     line = replace(learned(), chosen=chosen).lines()[0]
     assert line.endswith(f"; kept {KEPT[chosen]}")
     assert len(set(KEPT.values())) == len(KEPT)
+
+
+def test_how_far_phi_was_moved_and_that_f_is_missing_is_told() -> None:
+    def told(**change: Any) -> list[str]:
+        return searched(details=SearchDetails(**{"learns": False, "plain": False, "widened": 1.0, **change})).lines()[
+            2:
+        ]
+
+    assert told() == told(plain=True) == []
+    assert told(widened=8.0) == ["the metric did not react at first, so phi was moved 8 times as far"]
+    assert told(widened=0.25) == ["the metric reacted strongly, so phi was moved 4 times less far"]
+    first, last = told(learns=True, plain=True)
+    assert first == "without a loss, all directions of phi counted alike"
+    assert last.startswith("the metric never varied, so there is no value function: modulate more layers")
+
+
+def test_details_of_a_strategy_that_has_none_add_nothing() -> None:
+    plain = searched(details=Details())
+    assert plain.lines() == searched().lines()
+    assert plain.products() == {}
+
+
+def test_f_s_doubt_is_told_where_the_queries_alone_would_have_believed_the_gain() -> None:
+    for predicted, doubted in ((0.1, True), (math.inf, False)):
+        verdict = Verdict(0.25, 0.01, 0.05, 1.0, 1, 0.2 if doubted else 0.3, predicted)
+        found = searched(after=0.5, chosen="start", needed=verdict.needed, optimism=0.01, verdict=verdict)
+        assert ("but f, which knows all points that were asked, does not expect it" in str(found)) == doubted
+        assert ("with so little data, up to 0.3100" in str(found)) != doubted
