@@ -93,7 +93,7 @@ class RunFolder:
             raise FileFormatError(f"{path} holds an earlier run; resume it, or use another output folder")
 
     def check_held(self) -> None:
-        """Refuse to write into a folder that was removed or replaced since `writing` took it.
+        """Refuse to write into a folder that was left, removed or replaced since `writing` took it.
 
         Raises:
             FileFormatError: It was.
@@ -103,7 +103,6 @@ class RunFolder:
 
     def _take(self, path: Path, held: ExitStack, resume: bool) -> None:
         self._held = held.enter_context(sole_writer(path))  # first: of two runs that begin at once, one alone may claim
-        held.callback(setattr, self, "_held", None)
         self._refuse_another(path, resume)
         _refuse_nameless(path)
         claim_open(path / IDENTITY, self.identity)  # it guards the evaluations too

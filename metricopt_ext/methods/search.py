@@ -128,7 +128,7 @@ class Search(Trials):
         return result
 
     def close(self) -> None:
-        """Leave the folder to other processes."""
+        """Leave the folder to other processes: nothing more can be told, and no result be asked for, of this object."""
         self._run.close()
 
     def __enter__(self) -> "Search":

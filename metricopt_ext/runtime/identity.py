@@ -134,15 +134,19 @@ class Held:
         self._folder, self._lock = folder, lock
 
     def check(self) -> None:
-        """Refuse to write once the folder is no longer the one that was taken, as it was removed or replaced.
+        """Refuse to write once the folder is no longer the one that was taken, as it was left, removed or replaced.
 
         Raises:
-            FileFormatError: It is another, or gone.
+            FileFormatError: It was left to other processes, or is another, or gone.
         """
         descriptor = self._lock._context.lock_file_fd
+        if descriptor is None:
+            raise FileFormatError(
+                f"{self._folder} was left to other processes, as by close(), so nothing more is written; go on by a new"
+                " search or run with resume=True"
+            )
         with suppress(OSError):
-            now = os.stat(self._folder / LOCK)
-            if descriptor is not None and os.path.samestat(now, os.fstat(descriptor)):
+            if os.path.samestat(os.stat(self._folder / LOCK), os.fstat(descriptor)):
                 return
         raise FileFormatError(
             f"{self._folder} was removed or replaced while this run wrote to it, so the run ends; leave the folder"

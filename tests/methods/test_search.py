@@ -13,7 +13,7 @@ from torch import nn
 
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias, load_adapter
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.errors import AdapterError, BudgetError, FileFormatError
+from metricopt_ext.errors import AdapterError, BudgetError, FileFormatError, MetricError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.search import Search
@@ -356,6 +356,36 @@ def test_a_folder_has_one_writer_and_one_run(quadratic: Make, tmp_path: Path) ->
     with Search(quadratic(), 40, output_dir=tmp_path, resume=True) as again:
         assert again.spent == 1
     assert not list(tmp_path.glob(f"*{UNFINISHED}"))
+
+
+def test_a_search_that_was_closed_writes_no_more(quadratic: Make, tmp_path: Path) -> None:
+    """Another one may have gone on in its folder."""
+    first = Search(quadratic(), 40, output_dir=tmp_path)
+    first.tell(first.ask()[0].id, 1.0)
+    trials = first.ask(2)
+    first.close()
+    with Search(quadratic(), 40, output_dir=tmp_path, resume=True) as second:
+        second.tell(second.open()[0].id, 2.0)
+        with pytest.raises(FileFormatError, match=r"was left to other processes.*go on by .*resume=True"):
+            first.tell(trials[1].id, 3.0)
+    with Search(quadratic(), 40, output_dir=tmp_path, resume=True) as third:
+        assert third.spent == 2
+        assert [trial.id for trial in third.open()] == [trials[1].id]
+
+
+def test_a_folder_that_can_not_be_read_is_left_to_others(quadratic: Make, tmp_path: Path) -> None:
+    with Search(quadratic(), 40, output_dir=tmp_path) as search:
+        search.tell(search.ask()[0].id, 1.0)
+    (tmp_path / "evaluations.json").write_text("[]")
+    for _ in range(2):  # not: by another process
+        with pytest.raises(FileFormatError, match=r"evaluations\.json"):
+            Search(quadratic(), 40, output_dir=tmp_path, resume=True)
+
+
+def test_a_metric_that_is_told_can_not_be_called() -> None:
+    search = Search(attach_input_bias(nn.Linear(2, 3), dim=4), 40, maximize=True, name="score")
+    with pytest.raises(MetricError, match="the values of this search are told to it; it has no function to call"):
+        search.task.evaluate(search.task.origin(), "search")
 
 
 def test_a_told_value_is_on_disk_and_a_kill_loses_none(quadratic: Make, tmp_path: Path) -> None:
