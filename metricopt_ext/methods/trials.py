@@ -391,7 +391,8 @@ class Trials:
             for index, trial in enumerate(self._batch.trials):
                 kept = self._kept.evaluations[trial.id]
                 self._stage.tell(index, None if kept.given_up else kept.evaluation or worst, trial.settings)
-        elif self._along is not None:
+        else:
+            assert self._along is not None
             worst = self._worst()
             for index, trial in enumerate(self._batch.trials):
                 kept = self._kept.evaluations[trial.id]

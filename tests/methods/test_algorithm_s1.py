@@ -356,6 +356,20 @@ def test_a_run_that_was_interrupted_ends_the_same(
     assert task.queries <= 1 + 29 + 2 * 3  # the tasks in flight at most are observed again
 
 
+def test_of_many_iterations_each_tenth_is_told(quadratic: Callable[..., Any]) -> None:
+    told: list[str] = []
+
+    class Told(Callback):
+        def stage(self, name: str) -> None:
+            told.append(name)
+            if len(told) == 3:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        replace(QUICK, steps=1, evals=2).meta_train(quadratic(1), iterations=20, callback=Told())
+    assert told == ["optimizer 0/20", "optimizer 2/20", "optimizer 4/20"]
+
+
 def test_it_follows_its_seed_and_leaves_global_streams_alone(quadratic: Callable[..., Any]) -> None:
     ends = []
     for seed, stream in ((1, 0), (1, 5), (2, 0)):

@@ -187,6 +187,21 @@ def run_of(task: Any, queries: int = 30, **options: Any) -> Result:
     return optimize_metric(task, queries=queries, callback=Callback(), **options)
 
 
+def test_where_nothing_of_the_way_is_kept_the_metric_is_not_asked_there(quadratic: Make) -> None:
+    """As one half of the classes gains nothing by the other, the query for a part of the way is left."""
+    task = quadratic()
+
+    def metric(model: Any) -> Any:
+        tilt = 0.01 * float(model.metricopt.phi.detach()[0])
+        return task.true_cost(model.metricopt.phi.detach()), (tilt, -tilt)
+
+    judged = Metric(metric, maximize=False, bounds=None, name="distance", ledger=Ledger(30), new_classes=True)
+    result = run_of(replace(task, metric=judged))
+    assert result.kept_share is not None
+    assert (result.chosen, result.kept_share.share) == ("start", 0)
+    assert judged.ledger.spent == 29
+
+
 def test_a_part_of_the_way_is_kept_known_and_paid_for_within_the_budget(quadratic: Make) -> None:
     """The metric is asked 30 times in all, the last time at what is kept."""
     asked: list[Tensor] = []

@@ -989,6 +989,23 @@ def test_a_gain_that_may_be_chance_leaves_the_model_as_it_was(
     assert "may be chance" not in str(kept)
 
 
+def test_quantities_besides_are_asked_once_where_the_model_stays(
+    halved: Callable[..., Any], quadratic: Callable[..., Any]
+) -> None:
+    asked: list[float] = []
+
+    def size(model: Any) -> float:
+        asked.append(float(model.metricopt.phi.detach().norm()))
+        return 2.5
+
+    task = halved(quadratic(), 1e4)
+    metric = Metric(task.metric.function, maximize=False, bounds=None, name="distance", also={"size": size})
+    result = optimize_metric(replace(task, metric=metric), queries=60, strategy=CMAES(), callback=Callback())
+    assert result.chosen == "start"
+    assert asked == [0.0]
+    assert result.also == {"size": (2.5, 2.5)}
+
+
 def test_halves_come_back_from_files(halved: Callable[..., Any], quadratic: Callable[..., Any], tmp_path: Path) -> None:
     expected = go(halved(quadratic(), 0.1), output_dir=tmp_path)
     task = halved(quadratic(), 0.1)

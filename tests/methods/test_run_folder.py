@@ -10,7 +10,7 @@ import pytest
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.run_folder import IDENTITY, open_run, settled
+from metricopt_ext.methods.run_folder import IDENTITY, RunFolder, open_run, settled
 from metricopt_ext.methods.run_identity import FORMAT
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import sole_writer
@@ -108,6 +108,19 @@ def test_two_runs_do_not_write_to_one_folder(quadratic: Callable[..., Any], stra
     with sole_writer(tmp_path), pytest.raises(FileFormatError, match="is being written by another process"):
         optimize_metric(task, queries=100, strategy=strategy, output_dir=tmp_path, resume=True, callback=Callback())
     assert task.metric.ledger.spent == 0
+
+
+def test_a_folder_can_be_checked_long_before_its_run(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", {})
+    for resume in (False, True):
+        folder.check(resume)
+    (tmp_path / "run" / IDENTITY).write_text("{}")
+    with pytest.raises(FileFormatError, match="run holds an earlier run; resume it, or use another output folder"):
+        folder.check(resume=False)
+    folder.check(resume=True)
+    with sole_writer(tmp_path / "run"), pytest.raises(FileFormatError, match="is being written by another process"):
+        folder.check(resume=True)
+    RunFolder(None, {}).check(resume=False)
 
 
 class Heard(Callback):

@@ -295,6 +295,21 @@ def test_each_number_of_queries_has_the_result_of_its_own_run(quadratic: Callabl
     assert not task.adapter.phi.any()
 
 
+def test_a_search_from_a_line_is_of_the_model_there(tmp_path: Path) -> None:
+    """Its points are judged with the statistics of the line's best, in a model of their own."""
+    normed = Normed()
+    task = normed.task()
+    line = line_between(Start(task.origin()), normed.start, task.adapter.base_state_dict())
+    result = guided(task, starts={"line": line})
+    assert (result.started_at, result.chosen) == ("line", "search")
+    assert result.strengths["line"] == pytest.approx(1, abs=0.05)
+    start = result.candidates["line"]
+    for point, cost in zip(result.points, result.costs, strict=True):
+        with task.adapter.applied(replace(start, phi=point)) as model:
+            assert normed.metric(model) == cost
+    assert len({tuple(point.tolist()) for point in result.points}) > 10
+
+
 # --- Kept work belongs to its point ------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.short_finetunes import VARIANTS, Training, short_finetunes, variants_of
 from metricopt_ext.methods.soups import soup_starts
+from metricopt_ext.runtime import distributed
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.files import read_tensors
@@ -152,6 +153,21 @@ def test_what_is_on_file_is_not_done_again(tmp_path: Path) -> None:
         "soup: 3 finetunes of the whole model, 10 steps each: 30 passes of a batch, there and back, 150% of the"
         " training's 20; 2 of them are on file",
     ]
+
+
+def test_a_rank_that_does_not_see_the_first_one_s_files_gets_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks on two machines, played by one process."""
+    training = Training(8, 0.1)
+    expected = made(task_of(), training, tmp_path / "first", count=2)
+    monkeypatch.setattr(distributed, "world", lambda: 2)
+    monkeypatch.setattr(distributed, "only_first", lambda function: None)
+    files = iter(sorted((tmp_path / "first").glob("*.safetensors")))
+    monkeypatch.setattr(distributed, "on_first", lambda function: read_tensors(next(files), "metricopt_ext.finetune"))
+    (tmp_path / "second").mkdir()
+    found = made(task_of(), training, tmp_path / "second", count=2)
+    assert all(map(same, found, expected))
 
 
 def test_a_killed_finetune_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,6 +228,25 @@ def test_a_task_without_a_loss_has_soups_too(files: list[Path]) -> None:
     assert set(soup_starts(bare, files)) == {"uniform_soup", "greedy_soup"}
 
 
+def test_without_batchnorm_inputs_change_nothing(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)).eval()
+    for name in ("a.pth", "b.pth"):
+        torch.save(
+            {key: value + 0.01 * torch.randn_like(value) for key, value in model.state_dict().items()}, tmp_path / name
+        )
+    task = FinetuneTask(attach_film(model, ["1"], dim=3), metric=Metric(lambda model: 0.0, maximize=True))
+    plain, with_inputs = (
+        soup_starts(task, [tmp_path / "a.pth", tmp_path / "b.pth"], kinds=["uniform"], recalibrate=inputs)[
+            "uniform_soup"
+        ]
+        for inputs in (None, X.split(32))
+    )
+    assert with_inputs.digest == plain.digest
+    assert not with_inputs.buffers
+    assert len(with_inputs.parameters) == 6
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

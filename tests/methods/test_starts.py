@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.adapters.start import Start
+from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.methods.starts import (
     all_starts,
     batchnorm_start,
     best_start,
+    has_batchnorm,
     reestimate_batchnorm,
     with_start,
 )
@@ -100,6 +101,21 @@ def test_a_name_that_is_taken_is_refused(name: str) -> None:
 def test_what_does_not_fit_is_refused(start: Any, what: str) -> None:
     with pytest.raises(AdapterError, match=what):
         all_starts(task_of(normed()), {"mine": start})
+
+
+def test_a_line_that_does_not_fit_is_refused_by_its_name() -> None:
+    task = task_of(normed())
+    with pytest.raises(AdapterError, match=r"start 'mine': at\(0\.0\) returned None; it must return a Start"):
+        all_starts(task, {"mine": StartLine(lambda t: None, 0.0, 1.0)})  # type: ignore[arg-type,return-value]
+    with pytest.raises(AdapterError, match=r"start 'mine': phi has shape \(3,\)"):
+        all_starts(task, {"mine": StartLine(lambda t: Start(torch.full((3,), t)), 0.0, 1.0)})
+    line = StartLine(lambda t: Start(torch.full((4,), t)), 0.0, 1.0)
+    assert all_starts(task, {"mine": line})["mine"] is line
+
+
+def test_a_model_has_batchnorm_or_not() -> None:
+    assert has_batchnorm(normed())
+    assert not has_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
 
 
 def test_a_metric_that_knows_its_model_can_not_judge_a_copy() -> None:

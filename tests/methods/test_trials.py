@@ -1,6 +1,8 @@
 """A search through its trials without a folder or a guard's run around it; see tests/methods/test_search.py."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.kept_evaluations import KeptEvaluations, digest_of
+from metricopt_ext.tasks.settings import Setting, Settings
 
 
 def trials(task: Any, queries: int = 20, strategy: Any = None, path: Path | None = None, **starts: Start) -> Trials:
@@ -98,3 +101,57 @@ def test_it_can_go_on_with_more_queries(quadratic: Callable[..., Any]) -> None:
     search.extend(30)
     assert answer() == 21  # the end's own query is not one of the visited points
     assert (sum(first.queries.values()), sum(search.outcome().queries.values())) == (10, 30)
+
+
+def test_what_is_said_twice_counts_once(quadratic: Callable[..., Any]) -> None:
+    search = trials(quadratic(), 6, RandomSearch())
+    search.tell_evaluation(search.next_batch()[0][0].id, Evaluation(1.0))
+    search.next_batch()
+    for _ in range(2):
+        search.fail(1)
+        search.give_up(2)
+        assert (search.spent, search.failed) == (2, 1)
+
+
+def with_sizes(task: Any) -> Any:
+    return replace(task, settings=Settings([Setting("size", values=(1.0, 2.0, 4.0), default=1.0)], nullcontext))
+
+
+def tuned(task: Any, path: Path) -> None:
+    """Answer the start, and the first settings."""
+    search = trials(task, 40, path=path)
+    for _ in range(2):
+        for trial, _ in search.next_batch():
+            search.tell_evaluation(trial.id, Evaluation(1.0 + trial.id))
+
+
+def test_settings_on_file_that_too_few_queries_would_ask_for_are_refused(
+    quadratic: Callable[..., Any], tmp_path: Path
+) -> None:
+    task, path = with_sizes(quadratic()), tmp_path / "evaluations.json"
+    tuned(task, path)
+    least = GuidedTrustRegion().least_queries(task.dim)
+    again = trials(task, least, path=path)
+    again.next_batch()
+    with pytest.raises(FileFormatError, match=r"trial 1 with settings .*2\.0.* too few queries.*; give more, or"):
+        again.next_batch()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"settings": {"size": 3.0}}, r"evaluations\.json: .*size.*3.*; use another output folder"),
+        ({"phi": (0.0,) * 3}, r"evaluations\.json holds .*; use another output folder"),
+    ],
+)
+def test_what_no_trial_can_be_on_file_is_refused(
+    change: dict[str, Any], said: str, quadratic: Callable[..., Any], tmp_path: Path
+) -> None:
+    task, path = with_sizes(quadratic()), tmp_path / "evaluations.json"
+    tuned(task, path)
+    kept = KeptEvaluations(path, task.metric)
+    kept.evaluations[1] = replace(kept.evaluations[1], **change)
+    again = Trials(task, GuidedTrustRegion(), {"start": Start(task.origin())}, 40, kept)
+    again.next_batch()
+    with pytest.raises(FileFormatError, match=said):
+        again.next_batch()

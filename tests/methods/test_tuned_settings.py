@@ -20,7 +20,7 @@ from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.search import Search
-from metricopt_ext.methods.tuned_settings import SETTINGS
+from metricopt_ext.methods.tuned_settings import SETTINGS, TunedSettings
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.random_search import RandomSearch
@@ -453,3 +453,17 @@ def test_a_search_goes_on_after_each_trial_in_any_order(quadratic: Make, tmp_pat
     assert told == 30
     assert result.settings == whole.settings
     assert torch.equal(result.ends[result.chosen], whole.ends[whole.chosen])
+
+
+def test_changes_are_counted_from_the_model_s_own_settings() -> None:
+    """What was free is no change by the metric, but one all the same."""
+    found = TunedSettings(
+        before={"size": 1.0, "flip": False, "kind": "hard"},
+        after={"size": 2.0, "flip": True, "kind": "hard"},
+        free={"flip": True},
+        factor=1.0,
+        tried=(),
+        started={"size": 2.0, "flip": True, "kind": "hard"},
+    )
+    assert found.changed == {"size": (1.0, 2.0)}
+    assert found.changes == {"size": (1.0, 2.0), "flip": (False, True)}
