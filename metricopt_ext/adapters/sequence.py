@@ -76,7 +76,8 @@ def cut_at(model: nn.Module, first: str) -> Cut:
 
     Raises:
         AdapterError: There is no such module, its forward pass can't be traced or does not come to the module, the
-            module is called on the model's own input, or what follows needs more than the module's input.
+            module is called on the model's own input, it needs a further argument that has no default, or what follows
+            needs more than the module's input.
     """
     steps = _steps(model, first)
     calls = [step for step in steps if step.kind == "module" and step.target == first]
