@@ -120,9 +120,11 @@ class Search(Trials):
 
         Raises:
             BudgetError: Too few trials were told; the message says how many are missing.
+            FileFormatError: The folder was left by `close`, or was removed or replaced; the model is as it was.
             UnguardedError: The metric requires a guard (`Metric`), and nothing could tell a gain from chance.
         """
         result = self.outcome()
+        self.folder.check_held()  # before the model is another
         self.task.adapter.apply(result.start_of(result.chosen))
         self.folder.keep(self.task, result)
         return result

@@ -373,6 +373,21 @@ def test_a_search_that_was_closed_writes_no_more(quadratic: Make, tmp_path: Path
         assert [trial.id for trial in third.open()] == [trials[1].id]
 
 
+def test_a_search_that_was_closed_has_no_result_and_leaves_the_model(quadratic: Make, tmp_path: Path) -> None:
+    task = quadratic()
+    with Search(task, 6, strategy=RandomSearch(), output_dir=tmp_path) as search:
+        tell_all(search, task.distance)
+    with pytest.raises(FileFormatError, match="was left to other processes"):
+        search.result()
+    assert not task.adapter.phi.any()
+    assert not (tmp_path / "adapter.safetensors").exists()
+    again = quadratic()
+    with Search(again, 6, strategy=RandomSearch(), output_dir=tmp_path, resume=True) as search:
+        assert search.ask() == []
+        result = search.result()
+    assert torch.equal(again.adapter.phi, result.ends[result.chosen])
+
+
 def test_a_folder_that_can_not_be_read_is_left_to_others(quadratic: Make, tmp_path: Path) -> None:
     with Search(quadratic(), 40, output_dir=tmp_path) as search:
         search.tell(search.ask()[0].id, 1.0)
