@@ -4,6 +4,7 @@ import copy
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from metricopt_ext.methods.searched import search_results
 from metricopt_ext.methods.start_lines import line_between
 from metricopt_ext.methods.starts import batchnorm_start
 from metricopt_ext.runtime.progress import Callback
+from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.settings import Setting, Settings
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.value.loading import load_value_function
 
@@ -295,19 +298,31 @@ def test_each_number_of_queries_has_the_result_of_its_own_run(quadratic: Callabl
     assert not task.adapter.phi.any()
 
 
-def test_a_search_from_a_line_is_of_the_model_there(tmp_path: Path) -> None:
+def test_a_search_from_a_line_is_of_the_model_there() -> None:
     """Its points are judged with the statistics of the line's best, in a model of their own."""
     normed = Normed()
     task = normed.task()
     line = line_between(Start(task.origin()), normed.start, task.adapter.base_state_dict())
-    result = guided(task, starts={"line": line})
-    assert (result.started_at, result.chosen) == ("line", "search")
+    result = guided(task, queries=20, strategy=RandomSearch(), starts={"line": line})
+    assert result.started_at == "line"
     assert result.strengths["line"] == pytest.approx(1, abs=0.05)
     start = result.candidates["line"]
     for point, cost in zip(result.points, result.costs, strict=True):
         with task.adapter.applied(replace(start, phi=point)) as model:
             assert normed.metric(model) == cost
     assert len({tuple(point.tolist()) for point in result.points}) > 10
+
+
+def test_a_search_from_a_line_of_phi_alone_is_of_the_same_model(quadratic: Callable[..., Any]) -> None:
+    """With settings it begins at the line's best, as they are tuned there."""
+    task = quadratic()
+    task = replace(task, settings=Settings([Setting("flip", values=(False, True), default=False)], nullcontext))
+    lines = {"line": StartLine(lambda t: Start(t * task.goal), 0.0, 1.0)}
+    result = guided(task, queries=20, strategy=RandomSearch(), starts=lines)
+    assert result.started_at == "line"
+    assert result.strengths["line"] > 0.8
+    assert [task.true_cost(point) for point in result.points] == list(result.costs)
+    assert result.starts["line"] == task.true_cost(result.candidates["line"].phi)
 
 
 # --- Kept work belongs to its point ------------------------------------------------------------------------------

@@ -168,6 +168,11 @@ def test_a_rank_that_does_not_see_the_first_one_s_files_gets_its_own(
     (tmp_path / "second").mkdir()
     found = made(task_of(), training, tmp_path / "second", count=2)
     assert all(map(same, found, expected))
+    files = iter(sorted((tmp_path / "first").glob("*.safetensors")))
+    (own,) = list((tmp_path / "second").glob("*-0.safetensors"))
+    own.write_bytes(b"as it was")  # of a rank that sees the first one's
+    short_finetunes(task_of(), training, 2, 0.5, 0, tmp_path / "second", lambda line: None)
+    assert own.read_bytes() == b"as it was"
 
 
 def test_a_killed_finetune_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

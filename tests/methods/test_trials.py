@@ -155,3 +155,18 @@ def test_what_no_trial_can_be_on_file_is_refused(
     again.next_batch()
     with pytest.raises(FileFormatError, match=said):
         again.next_batch()
+
+
+def test_settings_on_file_are_told_instead_of_those_that_would_be_asked(
+    quadratic: Callable[..., Any], tmp_path: Path
+) -> None:
+    """As another processor would round an interval's points in another way."""
+    task, path = with_sizes(quadratic()), tmp_path / "evaluations.json"
+    tuned(task, path)
+    kept = KeptEvaluations(path, task.metric)
+    assert kept.evaluations[1].settings == {"size": 2.0}
+    kept.evaluations[1] = replace(kept.evaluations[1], settings={"size": 4.0})
+    again = Trials(task, GuidedTrustRegion(), {"start": Start(task.origin())}, 40, kept)
+    again.next_batch()
+    assert again.next_batch()[0][0].settings == {"size": 4.0}
+    assert again.moved().startswith("1 of ")
