@@ -1,6 +1,6 @@
 """What a run keeps in its folder so that it can be resumed: trajectories and evaluations, under its identity."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -100,6 +100,26 @@ class RunFolder:
         """
         if self._held is not None:
             self._held.check()
+
+    @contextmanager
+    def held(self, check_unchanged: Callable[[], None]) -> Iterator[None]:
+        """Keep other processes from writing to the folder inside the ``with`` block, even if it was left before.
+
+        Args:
+            check_unchanged: Called to refuse a folder that was left, if another process has gone on there.
+
+        Raises:
+            FileFormatError: One has, or writes to it now; or the folder was removed or replaced.
+        """
+        if self.path is None or self._held is None or not self._held.left:
+            self.check_held()
+            yield
+            return
+        if not self.path.is_dir():
+            raise FileFormatError(f"{self.path} was removed since it was left; search again in a new folder")
+        with sole_writer(self.path) as self._held:
+            check_unchanged()
+            yield
 
     def _take(self, path: Path, held: ExitStack, resume: bool) -> None:
         self._held = held.enter_context(sole_writer(path))  # first: of two runs that begin at once, one alone may claim

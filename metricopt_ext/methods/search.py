@@ -116,21 +116,23 @@ class Search(Trials):
     def result(self) -> Result:
         """Return what the guard makes of all that was told; what it keeps is applied to the model and written.
 
-        It can be asked for at any time once `least_queries` were told; the search goes on as if it had not been.
+        It can be asked for at any time once `least_queries` were told; the search goes on as if it had not been. After
+        `close`, too, if no other process has gone on in the folder.
 
         Raises:
             BudgetError: Too few trials were told; the message says how many are missing.
-            FileFormatError: The folder was left by `close`, or was removed or replaced; the model is as it was.
+            FileFormatError: The folder was removed or replaced, or left by `close` and changed by another process; the
+                model is as it was.
             UnguardedError: The metric requires a guard (`Metric`), and nothing could tell a gain from chance.
         """
         result = self.outcome()
-        self.folder.check_held()  # before the model is another
-        self.task.adapter.apply(result.start_of(result.chosen))
-        self.folder.keep(self.task, result)
+        with self.folder.held(self._kept.check_unchanged):  # before the model is another
+            self.task.adapter.apply(result.start_of(result.chosen))
+            self.folder.keep(self.task, result)
         return result
 
     def close(self) -> None:
-        """Leave the folder to other processes: nothing more can be told, and no result be asked for, of this object."""
+        """Leave the folder to other processes; nothing more can be told to this object."""
         self._run.close()
 
     def __enter__(self) -> "Search":

@@ -133,14 +133,18 @@ class Held:
     def __init__(self, folder: Path, lock: FileLock) -> None:
         self._folder, self._lock = folder, lock
 
+    @property
+    def left(self) -> bool:
+        """Whether it was left to other processes."""
+        return self._lock._context.lock_file_fd is None
+
     def check(self) -> None:
         """Refuse to write once the folder is no longer the one that was taken, as it was left, removed or replaced.
 
         Raises:
             FileFormatError: It was left to other processes, or is another, or gone.
         """
-        descriptor = self._lock._context.lock_file_fd
-        if descriptor is None:
+        if (descriptor := self._lock._context.lock_file_fd) is None:
             raise FileFormatError(
                 f"{self._folder} was left to other processes, as by close(), so nothing more is written; go on by a new"
                 " search or run with resume=True"

@@ -145,7 +145,7 @@ class KeptEvaluations:
 
     def __init__(self, path: Path | None, scale: CostScale, check: Callable[[], None] = lambda: None) -> None:
         self.path: Path | None = path
-        self._check = check
+        self._scale, self._check = scale, check
         self.evaluations: dict[int, KeptEvaluation] = {}
         self.open: dict[int, KeptPoint] = {}
         if path is not None and path.exists():
@@ -182,6 +182,20 @@ class KeptEvaluations:
             if opened is not None:
                 self.open[kept.id] = opened
             raise
+
+    def check_unchanged(self) -> None:
+        """Refuse a file whose evaluations are not those that are known here.
+
+        Raises:
+            FileFormatError: Another process has changed it.
+        """
+        if self.path is None:
+            return
+        found = _read(self.path, self._scale).evaluations if self.path.exists() else []
+        if {each.id: each.line for each in found} != self._lines:
+            raise FileFormatError(
+                f"{self.path} was changed by another process since it was left; go on by a new search with resume=True"
+            )
 
     def _write(self) -> None:
         if self.path is None:

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -373,19 +374,45 @@ def test_a_search_that_was_closed_writes_no_more(quadratic: Make, tmp_path: Path
         assert [trial.id for trial in third.open()] == [trials[1].id]
 
 
-def test_a_search_that_was_closed_has_no_result_and_leaves_the_model(quadratic: Make, tmp_path: Path) -> None:
+def test_a_result_is_there_after_the_search_was_closed(quadratic: Make, tmp_path: Path) -> None:
     task = quadratic()
     with Search(task, 6, strategy=RandomSearch(), output_dir=tmp_path) as search:
         tell_all(search, task.distance)
-    with pytest.raises(FileFormatError, match="was left to other processes"):
-        search.result()
+    result = search.result()
+    assert torch.equal(task.adapter.phi, result.ends[result.chosen])
+    assert (tmp_path / "adapter.safetensors").exists()
+    with Search(quadratic(), 6, strategy=RandomSearch(), output_dir=tmp_path, resume=True) as again:  # it was left anew
+        assert again.ask() == []
+        with pytest.raises(FileFormatError, match="is being written by another process"):
+            search.result()
+
+
+def test_a_result_of_a_search_that_another_went_on_with_is_refused(quadratic: Make, tmp_path: Path) -> None:
+    task = quadratic()
+    first = Search(task, 8, strategy=RandomSearch(), output_dir=tmp_path)
+    for told in range(6):
+        first.tell(first.ask(1)[0].id, 1.0 + told)
+    first.close()
+    other = quadratic()
+    with Search(other, 8, strategy=RandomSearch(), output_dir=tmp_path, resume=True) as second:
+        second.tell(second.ask(1)[0].id, 0.5)
+        second.result()
+    kept = adapter_of(tmp_path)
+    with pytest.raises(FileFormatError, match=r"was changed by another process.*resume=True"):
+        first.result()
     assert not task.adapter.phi.any()
-    assert not (tmp_path / "adapter.safetensors").exists()
-    again = quadratic()
-    with Search(again, 6, strategy=RandomSearch(), output_dir=tmp_path, resume=True) as search:
-        assert search.ask() == []
-        result = search.result()
-    assert torch.equal(again.adapter.phi, result.ends[result.chosen])
+    assert adapter_of(tmp_path) == kept
+
+
+def test_a_result_of_a_folder_that_is_gone_is_refused(quadratic: Make, tmp_path: Path) -> None:
+    task = quadratic()
+    with Search(task, 6, strategy=RandomSearch(), output_dir=tmp_path / "run") as search:
+        tell_all(search, task.distance)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(FileFormatError, match="was removed since it was left; search again in a new folder"):
+        search.result()
+    assert not (tmp_path / "run").exists()
+    assert not task.adapter.phi.any()
 
 
 def test_a_folder_that_can_not_be_read_is_left_to_others(quadratic: Make, tmp_path: Path) -> None:
