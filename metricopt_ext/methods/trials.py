@@ -28,6 +28,7 @@ from metricopt_ext.tasks.kept_evaluations import SAME, KeptEvaluation, KeptEvalu
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
+from metricopt_ext.utils.numbers import number_of
 from metricopt_ext.utils.words import brief, counted
 
 
@@ -235,10 +236,10 @@ class Trials:
         """
         metric, pairs = self.task.metric, None
         try:
-            cost = metric.checked_cost(float(value))
+            cost = metric.checked_cost(number_of(value))
             if halves is not None:
                 pairs = metric.costs_of(pairs_of(halves))
-            error = None if noise is None else float(noise) / metric.scale
+            error = None if noise is None else number_of(noise) / metric.scale
         except (TypeError, ValueError) as wrong:
             evaluated = f"{brief(value)}, halves {brief(halves)}, noise {brief(noise)}"
             raise ValueError(
@@ -611,8 +612,8 @@ def told_besides(also: Mapping[str, float] | None, metric: Metric) -> dict[str, 
     evaluated = dict[str, float]()
     for name, value in (also or {}).items():
         try:
-            evaluated[name] = float(value)
-        except (TypeError, ValueError) as wrong:
+            evaluated[name] = number_of(value)
+        except TypeError as wrong:
             raise ValueError(f"also has {brief(name)}: {brief(value)}; it must be a number") from wrong
         if not isinstance(name, str) or not math.isfinite(evaluated[name]):
             raise ValueError(f"also has {brief(name)}: {brief(value)}; it must be a finite number with a name")

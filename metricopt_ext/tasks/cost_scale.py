@@ -1,10 +1,14 @@
 """What the values of a black box mean as costs."""
 
 import math
+from collections.abc import Mapping, Set
+from typing import Any
 
 from metricopt_ext.errors import MetricError
 from metricopt_ext.tasks.evaluation import Pairs
 from metricopt_ext.tasks.ledger import Ledger
+from metricopt_ext.utils.numbers import number_of, within
+from metricopt_ext.utils.words import brief
 
 
 class CostScale:
@@ -18,7 +22,8 @@ class CostScale:
         ledger: Counts the queries; give several black boxes one ledger to share a budget.
 
     Raises:
-        ValueError: The bounds are not two finite numbers in order, or ``maximize`` is something else than a bool.
+        ValueError: The bounds are not two finite numbers in order, ``maximize`` is something else than a bool, or the
+            name no text.
     """
 
     maximize: bool
@@ -31,24 +36,24 @@ class CostScale:
     ) -> None:
         if maximize not in (True, False):
             raise ValueError(f"maximize is {maximize!r}; it must be True if higher is better, else False")
-        try:
-            ordered, finite = (True, True) if bounds is None else _in_order(*bounds)
-        except TypeError as error:
-            raise ValueError(
-                f"bounds are {bounds!r}; they must be two numbers, or None for a metric without any"
-            ) from error
-        if not ordered:
-            raise ValueError(f"bounds are {bounds}; the lower must be below the upper")
-        if not finite:
-            raise ValueError(f"bounds are {bounds}; both must be finite, or give bounds=None for a metric without any")
-        self.maximize, self.bounds, self.name = maximize, bounds, name
+        if not isinstance(name, str):
+            raise ValueError(f"name is {brief(name)}; it must be a text")
+        self.maximize, self.bounds, self.name = bool(maximize), None if bounds is None else _checked(bounds), name
         self.ledger = ledger or Ledger()
 
     def checked_cost(self, value: float, where: str = "") -> float:
-        """Turn a value into a cost; raises `MetricError` if it is not finite or outside the bounds."""
+        """Turn a value into a cost, of the bound itself where rounding overshot it.
+
+        Raises:
+            MetricError: The value is not finite, or outside the bounds.
+        """
         if not math.isfinite(value):
             raise MetricError(f"metric {self.name!r} returned {value}{where}; it must be a finite number")
-        if self.bounds is not None and not self.bounds[0] <= value <= self.bounds[1]:
+        if self.bounds is None:
+            return self.to_cost(value)
+        low, high = self.bounds
+        value = within(value, low, high)
+        if not low <= value <= high:
             raise MetricError(
                 f"metric {self.name!r} returned {value}{where}, outside its bounds {self.bounds}; set the right"
                 " bounds, or bounds=None for a metric without any"
@@ -80,6 +85,22 @@ class CostScale:
         return high - cost * (high - low) if self.maximize else low + cost * (high - low)
 
 
-def _in_order(low: float, high: float) -> tuple[bool, bool]:
-    """Whether bounds are in order, and whether they are finite."""
-    return low < high, math.isfinite(high - low)
+def _checked(bounds: Any) -> tuple[float, float]:
+    """Return bounds as two finite floats in order.
+
+    Raises:
+        ValueError: They are none.
+    """
+    try:
+        if isinstance(bounds, str | Set | Mapping):  # of text, or without an order
+            raise TypeError(f"bounds in a {type(bounds).__name__}")
+        low, high = (number_of(bound) for bound in bounds if not isinstance(bound, str))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"bounds are {bounds!r}; they must be two numbers, or None for a metric without any"
+        ) from error
+    if not low < high:
+        raise ValueError(f"bounds are {bounds}; the lower must be below the upper")
+    if not math.isfinite(high - low):
+        raise ValueError(f"bounds are {bounds}; both must be finite, or give bounds=None for a metric without any")
+    return low, high

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from metricopt_ext.errors import MetricError
 from metricopt_ext.tasks.evaluation import Pairs
+from metricopt_ext.utils.numbers import number_of
 from metricopt_ext.utils.words import brief
 
 
@@ -73,4 +74,4 @@ def pairs_of(halves: Any) -> Pairs:
     for pair in pairs:
         if len(pair) != 2:
             raise ValueError(f"{len(pair)} halves")
-    return tuple((float(first), float(second)) for first, second in pairs)
+    return tuple((number_of(first), number_of(second)) for first, second in pairs)

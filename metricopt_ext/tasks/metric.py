@@ -28,6 +28,7 @@ from metricopt_ext.tasks.settings import Values, needs, takes
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.modes import evaluating
+from metricopt_ext.utils.numbers import number_of
 from metricopt_ext.utils.weights import kept_weights
 from metricopt_ext.utils.words import and_more, brief, counted
 
@@ -476,11 +477,11 @@ class Metric(CostScale):
         try:
             given = (returned, returned.halves) if isinstance(returned, Halved) else returned
             value, halves = given if isinstance(given, tuple) else (given, None)
-            value, why = float(value), halves if isinstance(halves, str) else ""
+            value, why = number_of(value), halves if isinstance(halves, str) else ""
             if isinstance(halves, Mapping | Set | bytes) or hasattr(halves, "columns"):  # what is in it has no order
                 raise TypeError(f"halves in a {type(halves).__name__}")
             pairs = None if halves is None or why else pairs_of(halves)
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             raise MetricError(
                 f"metric {self.name!r} returned {brief(returned)}; it must be a number, or (number, (half, half)),"
                 " or (number, ((half, half), ...)) with several pairs of halves"
@@ -562,8 +563,8 @@ def _number_besides(returned: Any, name: Any, metric: str) -> float:
         MetricError: It is no finite number, or its name is no text.
     """
     try:
-        value = float(returned)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        value = number_of(returned)
+    except TypeError as error:
         raise MetricError(f"metric {metric!r}: {brief(name)} is {brief(returned)}; it must be a number") from error
     if not isinstance(name, str) or not math.isfinite(value):
         raise MetricError(f"metric {metric!r}: {brief(name)} is {value}; it must be a finite number with a name")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from metricopt_ext.errors import ConfigError, MetricError
 from metricopt_ext.utils.imports import import_named
+from metricopt_ext.utils.numbers import number_of, within
 
 
 @dataclass(kw_only=True)
@@ -82,10 +83,9 @@ def number_within(result: Any, bounds: tuple[float, float], name: str) -> float:
     """
     low, high = bounds
     try:
-        value = float(result)
-    except (TypeError, ValueError, RuntimeError):
+        value = within(number_of(result), low, high)
+    except TypeError:
         raise MetricError(f"metric {name!r} must return one number, got {result!r}") from None
-    slack = 1e-6 * (high - low)  # single precision may overshoot a bound
-    if not (math.isfinite(value) and low - slack <= value <= high + slack):
+    if not (math.isfinite(value) and low <= value <= high):
         raise MetricError(f"metric {name!r} must be within its bounds ({low:g}, {high:g}), got {value:g}")
-    return min(max(value, low), high)
+    return value

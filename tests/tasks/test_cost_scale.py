@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from metricopt_ext.errors import MetricError
@@ -62,6 +63,8 @@ def test_default_bounds_are_the_unit_interval() -> None:
         ({"bounds": (0,)}, r"bounds.*\(0,\).*two numbers, or None"),
         ({"bounds": ("0", "1")}, "bounds are .* they must be two numbers"),
         ({"bounds": 1.0}, r"bounds.*1\.0; they must be two numbers"),
+        ({"bounds": {0, 1}}, r"bounds are \{0, 1\}; they must be two numbers"),
+        ({"name": 3}, "name is 3; it must be a text"),
         ({"bounds": (1, 0)}, "the lower must be below the upper"),
         ({"bounds": (0, math.inf)}, "both must be finite"),
     ],
@@ -69,6 +72,15 @@ def test_default_bounds_are_the_unit_interval() -> None:
 def test_a_direction_and_bounds_that_are_none(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Metric(constant(0.5), **{"maximize": True, **settings})
+
+
+def test_rounding_beyond_a_bound_is_the_bound() -> None:
+    scale = Metric(constant(0), maximize=True, bounds=torch.tensor([-1.0, 3.0]))  # type: ignore[arg-type]
+    assert [scale.checked_cost(value) for value in (-1 - 3e-6, 3 + 3e-6)] == [1, 0]
+    assert scale.bounds == (-1, 3)
+    for value in (-1 - 5e-6, 3 + 5e-6):
+        with pytest.raises(MetricError, match="outside its bounds"):
+            scale.checked_cost(value)
 
 
 @pytest.mark.parametrize("bounds", [(0.0, math.inf), (-math.inf, 0.0)])

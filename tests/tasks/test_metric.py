@@ -62,12 +62,13 @@ def test_two_required_arguments(function: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [0.5, 1, 0, True, np.float32(0.5), np.array(0.5), torch.tensor(0.5), torch.tensor([[0.5]])]
+    "value",
+    [0.5, 1, 0, True, np.float32(0.5), np.array(0.5), np.array([0.5]), torch.tensor(0.5), torch.tensor([[0.5]])],
 )
 def test_anything_that_is_a_number(value: Any) -> None:
     cost = Metric(constant(value), maximize=False).cost(nn.Identity(), "test")
     assert type(cost) is float
-    assert cost == float(value)
+    assert cost == (value.item() if hasattr(value, "item") else value)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,33 @@
+"""Numbers as others return them: in arrays with one entry, or beyond a bound by rounding."""
+
+from typing import Any
+
+ROUNDING = 1e-6  # of a range: how far single precision may overshoot its ends
+
+
+def number_of(value: Any) -> float:
+    """Return the number that a value is, of whatever type, or that an array with one entry holds.
+
+    Raises:
+        TypeError: It is no number, or one that no float can hold.
+
+    Example:
+        >>> import numpy as np
+        >>> number_of(np.array([0.5]))
+        0.5
+    """
+    try:
+        return float(value.item() if getattr(value, "ndim", 0) else value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise TypeError(f"a {type(value).__name__} that is no number") from error
+
+
+def within(value: float, low: float, high: float) -> float:
+    """Return a value, or the end of its range that it overshoots by rounding alone; others stay as they are.
+
+    Example:
+        >>> within(1 + 1e-7, 0, 1), within(1.01, 0, 1)
+        (1, 1.01)
+    """
+    slack = ROUNDING * (high - low)
+    return min(max(value, low), high) if low - slack <= value <= high + slack else value
