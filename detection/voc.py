@@ -35,6 +35,7 @@ from metricopt_ext.detection.voc_tree import (
 )
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import write_atomically
+from metricopt_ext.utils.text import text_of
 from metricopt_ext.utils.words import brief
 
 # The largest list of images: ten million names.
@@ -198,9 +199,9 @@ def _read_split(tree: VocTree, split: str | Path, annotated: Container[str], arc
         known = sorted(each.name.removesuffix(".txt") for each in folder.iterdir()) if folder.is_dir() else []
         raise DataError(f"there is no split {brief(str(split))} in {folder}; it has {list_of(known) or 'none'}")
     try:
-        lines = read_bytes(file, archive, LIST_BYTES).decode("utf-8-sig").splitlines()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not UTF-8 ({error})") from error
+        lines = text_of(read_bytes(file, archive, LIST_BYTES)).splitlines()
+    except ValueError as error:
+        raise DataError(f"{file} can't be read: {error}") from error
     lines = [line.strip() for line in lines if line.strip()]
     for line in lines:
         _check_words(file, line, annotated)

@@ -1,6 +1,7 @@
 """An annotation file in Pascal VOC's format: one image with its objects, read and written."""
 
 import math
+import re
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc_tree import XML, Folder, stem_of
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import read_bounded
+from metricopt_ext.utils.text import text_of
 from metricopt_ext.utils.words import brief
 
 CORNERS = "a <bndbox> must have its corners in pixels, from 1"
@@ -25,6 +27,8 @@ FLAGS = {
 
 # The largest XML file that is read: a thousand objects take 0.3 MB. Parsed, XML takes up to 100 times as much.
 XML_BYTES = 1 << 22
+
+DECLARED = re.compile(rb"<\?xml[^>]*\bencoding\s*=\s*[\"']([\w.-]+)")
 
 Box = tuple[float, float, float, float]
 
@@ -87,7 +91,7 @@ def parse(file: Folder, archive: Archive | None) -> Annotation:
     """
     content = read_bytes(file, archive, XML_BYTES)
     try:
-        top = ET.fromstring(content)
+        top = _tree(content)
     except (ET.ParseError, LookupError, ValueError) as error:
         raise DataError(f"{file} is truncated or not XML ({brief(error)})") from error
     for each in top.iter():
@@ -109,6 +113,21 @@ def parse(file: Folder, archive: Archive | None) -> Annotation:
         difficult = FLAGS.get(flag.lower(), False)
         objects.append(Object(_text(thing, "name", file), corners, difficult, "" if known else flag))
     return Annotation(file, (top.findtext("filename") or "").strip(), *_size(top, file), objects)
+
+
+def _tree(content: bytes) -> ET.Element:
+    """Parse XML, in Unicode or in the encoding that it declares."""
+    declared = DECLARED.match(content)
+    try:
+        return ET.fromstring(content)
+    except ET.ParseError:
+        if declared is None:
+            text_of(content)  # says so if that is what is wrong
+        raise
+    except ValueError:  # of encodings of several bytes a character, as GB2312: expat knows Unicode's alone
+        if declared is None:
+            raise
+        return ET.fromstring(content.decode(declared[1].decode()))
 
 
 def _size(top: ET.Element, file: Folder) -> tuple[int, int]:

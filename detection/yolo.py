@@ -14,6 +14,7 @@ from metricopt_ext.detection.records import Annotated, DetectionSet
 from metricopt_ext.detection.tables import TruthTable
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import read_bounded
+from metricopt_ext.utils.text import text_of
 from metricopt_ext.utils.words import brief, counted, shortened
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp")
@@ -168,7 +169,7 @@ def _annotated(name: str, image: Path, labels: Path | None, classes: Sequence[st
 def _rows(file: Path, classes: Sequence[str]) -> list[tuple[int, tuple[float, ...]]]:
     """The class and the edges, as shares of the image, of each object."""
     try:
-        lines = read_bounded(file, TEXT_BYTES).decode("utf-8-sig").splitlines()
+        lines = text_of(read_bounded(file, TEXT_BYTES)).splitlines()
     except (OSError, ValueError) as error:
         raise DataError(f"{file} can't be read: {brief(error)}") from error
     rows = []
@@ -237,7 +238,7 @@ def _files_of(folder: Path, max_bytes: int) -> list[Path]:
     if not folder.is_file():
         raise DataError(f"{folder} does not exist; it should be a folder of images, or a list of them")
     try:
-        lines = read_bounded(folder, max_bytes).decode("utf-8-sig").splitlines()
+        lines = text_of(read_bounded(folder, max_bytes)).splitlines()
     except (OSError, ValueError) as error:
         raise DataError(f"{folder} can't be read as a list of images: {brief(error)}") from error
     named = [folder.parent / line.strip() for line in lines if line.strip()]

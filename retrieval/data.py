@@ -17,6 +17,7 @@ from metricopt_ext.data.splits import PARTS, Splits, check_fractions
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import existing, read_bounded
 from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.text import text_of
 from metricopt_ext.utils.words import brief
 
 StrPath = str | os.PathLike[str]
@@ -217,7 +218,7 @@ def _listed(root: Path, name: str) -> list[tuple[int, int, str]]:
     """The line, the class and the path of each image in a list."""
     file = existing(root / name)
     try:
-        lines = read_bounded(file, LIST_BYTES).decode("utf-8-sig").splitlines()
+        lines = text_of(read_bounded(file, LIST_BYTES)).splitlines()
     except (ValueError, OSError) as error:
         raise DataError(f"cannot read {file}: {brief(error)}") from error
     (_, header), *listed = [(n, line.strip()) for n, line in enumerate(lines, start=1) if line.strip()] or [(1, "")]

@@ -26,6 +26,7 @@ from metricopt_ext.data.streamed import as_inputs, stacked
 from metricopt_ext.errors import DataError
 from metricopt_ext.retrieval.cameras import CAMERA, JUNK
 from metricopt_ext.utils.files import read_bounded
+from metricopt_ext.utils.text import text_of
 from metricopt_ext.utils.words import brief, counted
 
 IN_SHOP = "list_eval_partition.txt"
@@ -230,7 +231,7 @@ def load_class_folders(
 def _partition(file: Path) -> list[tuple[int, str, str, str]]:
     """The line, the path, the item and the part of each image."""
     try:
-        lines = read_bounded(file, LIST_BYTES).decode("utf-8-sig").splitlines()
+        lines = text_of(read_bounded(file, LIST_BYTES)).splitlines()
     except (ValueError, OSError) as error:
         raise DataError(f"cannot read {file}: {brief(error)}") from error
     rows = [(number, line.split()) for number, line in enumerate(lines, start=1) if line.strip()]

@@ -124,6 +124,7 @@ def open_zip(path: Path, max_bytes: int = MAX_BYTES) -> Iterator[Archive]:
             file = opened.enter_context(zipfile.ZipFile(opened.enter_context(open_regular(path))))
         except Exception as error:  # of a corrupt directory: of many types
             raise DataError(f"{path} is neither a folder nor a complete zip file ({brief(error)})") from error
+        _with_slashes(file)
         file.filename = str(path)  # which paths within it are named by in messages; it is opened as a file of no name
         for name in file.namelist():
             # Python before 3.12.6 never ends on a name such as "//a".
@@ -133,3 +134,12 @@ def open_zip(path: Path, max_bytes: int = MAX_BYTES) -> Iterator[Archive]:
                     " none of its folders an empty name"
                 )
         yield Archive(path, file, max_bytes)
+
+
+def _with_slashes(file: zipfile.ZipFile) -> None:
+    """Name files by slashes where all names have backslashes alone, as Windows' own programs once wrote them."""
+    names = file.namelist()
+    if any("\\" in name for name in names) and not any("/" in name for name in names):
+        for each in file.filelist:
+            each.filename = each.filename.replace("\\", "/")
+        file.NameToInfo = {each.filename: each for each in file.filelist}

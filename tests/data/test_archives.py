@@ -76,6 +76,19 @@ def test_what_is_no_zip_file_is_named(content: bytes, tmp_path: Path) -> None:
         pass
 
 
+def test_names_with_backslashes_alone_have_slashes(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "windows.zip", "w") as file:
+        file.writestr("a\\b.txt", b"content")
+    with open_zip(tmp_path / "windows.zip") as archive:
+        assert archive.names() == ["a/b.txt"]
+        assert archive.read("a/b.txt") == b"content"
+    with zipfile.ZipFile(tmp_path / "mixed.zip", "w") as file:
+        file.writestr("a\\b.txt", b"")
+        file.writestr("c/d.txt", b"")
+    with open_zip(tmp_path / "mixed.zip") as archive:
+        assert archive.names() == ["a\\b.txt", "c/d.txt"]
+
+
 def test_errors_of_the_caller_pass(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="mine"), open_zip(zipped(tmp_path / "x.zip", {"a": b""})):
         raise KeyError("mine")

@@ -335,6 +335,16 @@ def test_sound_boxes_are_not_warned_of(tree: Path) -> None:
         read_voc(tree)
 
 
+@pytest.mark.parametrize("encoding", ["gb2312", "big5", "shift_jis", "iso-8859-1", "utf-16"])
+def test_annotations_in_the_encoding_that_they_declare(encoding: str, tree: Path) -> None:
+    file = annotation(tree)
+    name = "ä" if encoding == "iso-8859-1" else "中"
+    text = file.read_text().replace("<object>", f"<!-- {name} --><object>")
+    before = read_voc(tree)
+    file.write_bytes(f'<?xml version="1.0" encoding="{encoding}"?>\n{text}'.encode(encoding))
+    assert str(read_voc(tree)) == str(before)
+
+
 def swapped(xml: str, *words: str) -> Callable[[Path], None]:
     """Replace words, each by the one after it."""
 
@@ -358,7 +368,18 @@ BROKEN = {
     "no number": (swapped("a3", "<xmin>6<", "<xmin>nan<"), "a3.xml has 'nan' as <bndbox/xmin>"),
     "no image": (lambda tree: next(tree.rglob("a3.png")).unlink(), "lacks the image of .*a3.xml"),
     "empty split": (lambda tree: split_file(tree).write_text("\n"), "test.txt is empty"),
-    "Latin-1 split": (lambda tree: split_file(tree).write_bytes(b"\xe4\n"), "test.txt is not UTF-8"),
+    "Latin-1 split": (
+        lambda tree: split_file(tree).write_bytes(b"\xe4\n"),
+        r"test.txt can't be read: line 1 is not UTF-8, by the byte 0xe4; save it as",
+    ),
+    "Latin-1 without a word": (
+        lambda tree: annotation(tree).write_bytes("<annotation>ä</annotation>".encode("latin-1")),
+        "a3.xml is truncated or not XML .line 1 is not UTF-8, by the byte 0xe4; save it as UTF-8",
+    ),
+    "no such encoding": (
+        lambda tree: annotation(tree).write_text('<?xml version="1.0" encoding="klingon"?><annotation/>'),
+        "a3.xml is truncated or not XML .unknown encoding",
+    ),
     "double name": (lambda tree: split_file(tree).write_text("a2\na3\na1 1\na3 1\na1\n"), "test.txt names a3 twice"),
     "unknown flag": (swapped("a3", "difficult>0<", "difficult>2<"), "a3.xml has '2' as <difficult>; it must be 0 or 1"),
     "no split": (lambda tree: split_file(tree).unlink(), "no split 'test' in .*; it has train$"),

@@ -19,6 +19,7 @@ from metricopt_ext.utils.files import (
     content_of,
     module_of,
     open_regular,
+    parse_json,
     read_json,
     read_tensors,
     remove_unfinished,
@@ -89,6 +90,12 @@ def test_what_json_can_not_hold_is_refused_by_its_type(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"is a Tensor, which JSON can't hold"):
         write_json(tmp_path / "numbers.json", {"lr": torch.tensor(0.1)})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_json_in_another_encoding_says_what_to_do() -> None:
+    assert parse_json('"ä"'.encode("utf-16")) == "ä"
+    with pytest.raises(ValueError, match="line 2 is not UTF-8, by the byte 0xe4; save it as UTF-8"):
+        parse_json(b'["",\n"\xe4"]')
 
 
 def test_json_has_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
