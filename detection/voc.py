@@ -28,6 +28,7 @@ from metricopt_ext.detection.voc_tree import (
     Folder,
     VocTree,
     find_tree,
+    folders_of_xml,
     list_of,
     quoted,
     stem_of,
@@ -74,10 +75,10 @@ def read_voc(
         images: Whether the images must be there; the boxes alone can be read without them.
 
     Raises:
-        DataError: No such tree, split, annotation or image; a split that is empty, not in UTF-8 or names an image
-            twice; an XML file that is truncated, lacks an object's name or its box, or has a size or a flag that is
-            another number than possible; two XML files of one name; a corrupt or encrypted file in the zip file; a
-            class that is not among ``classes``.
+        DataError: No such tree, split, annotation or image; a split that is empty, in another encoding than Unicode's,
+            or names an image twice; an XML file that is truncated, lacks an object's name or its box, or has a size or
+            a flag that is another number than possible; two XML files of one name; a corrupt or encrypted file in the
+            zip file; a class that is not among ``classes``.
     """
     root = Path(root)
     if root.is_dir():
@@ -99,6 +100,12 @@ def _read_tree(
     found_tree = find_tree(root)
     tree = found_tree.folder
     annotated = xml_files(found_tree.annotations)
+    if deeper := folders_of_xml(found_tree.annotations):
+        warnings.warn(
+            f"{found_tree.annotations} has XML files in folders below ({list_of([each.name for each in deeper])}),"
+            " which are not read; move them up if they belong to the set",
+            stacklevel=3,
+        )
     stems = sorted(annotated) if split is None else _read_split(found_tree, split, annotated, archive)
     missing = [stem for stem in stems if stem not in annotated]
     if missing:

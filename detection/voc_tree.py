@@ -177,6 +177,11 @@ def xml_files(folder: Folder) -> dict[str, Folder]:
     return found
 
 
+def folders_of_xml(folder: Folder) -> list[Folder]:
+    """The folders in another that hold XML files."""
+    return sorted((each for each in folder.iterdir() if each.is_dir() and _holds(each, (XML,))), key=str)
+
+
 def stem_of(name: str, suffixes: Sequence[str]) -> str:
     """A file's name without its suffix, if that is one of some, in upper or lower case."""
     suffix = next((each for each in suffixes if name.lower().endswith(each)), "")

@@ -335,6 +335,15 @@ def test_sound_boxes_are_not_warned_of(tree: Path) -> None:
         read_voc(tree)
 
 
+def test_annotations_in_folders_below_are_warned_of(tree: Path) -> None:
+    folder = annotation(tree).parent
+    (folder / "more").mkdir()
+    annotation(tree, "a3").rename(folder / "more" / "a9.xml")
+    with pytest.warns(UserWarning, match=r"Annotations has XML files in folders below \(more\), .* move"):
+        found = read_voc(tree)
+    assert "a9" not in {image.image_id for image in found.images}
+
+
 @pytest.mark.parametrize("encoding", ["gb2312", "big5", "shift_jis", "iso-8859-1", "utf-16"])
 def test_annotations_in_the_encoding_that_they_declare(encoding: str, tree: Path) -> None:
     file = annotation(tree)
