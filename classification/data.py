@@ -13,7 +13,7 @@ from metricopt_ext.data.decoding import MAX_PIXELS
 from metricopt_ext.data.images import load_image_folder
 from metricopt_ext.data.label_parts import label_parts
 from metricopt_ext.data.labelled import MAX_BYTES, Labelled, Split, Unscaled
-from metricopt_ext.data.precision import check_told_apart
+from metricopt_ext.data.precision import check_told_apart, mean_and_spread
 from metricopt_ext.data.reading import Column, Reading
 from metricopt_ext.data.splits import PARTS, Splits, check_fractions
 from metricopt_ext.errors import DataError
@@ -192,8 +192,7 @@ def standardise(splits: Splits) -> Splits:
     x = splits.train.x
     if x.ndim != 2 or not x.is_floating_point():
         raise DataError(f"inputs to standardise must be n x d floats, got {x.dtype} of shape {tuple(x.shape)}")
-    mean, std = x.double().mean(0), x.double().std(0, correction=0)
-    std = torch.where(x.amax(0) > x.amin(0), std, 1)
+    mean, std = mean_and_spread(x)
     return _rounded(
         splits, lambda part: (part.double() - mean) / std, "leave out the column, or what is far from all else"
     )

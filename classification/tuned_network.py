@@ -31,7 +31,7 @@ from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.classification.offsets import target_line
 from metricopt_ext.classification.targets import Target, matching_offsets
 from metricopt_ext.data.halves import Halves
-from metricopt_ext.data.precision import check_told_apart
+from metricopt_ext.data.precision import check_told_apart, mean_and_spread
 from metricopt_ext.methods.pipeline import check_plan, optimize_metric
 from metricopt_ext.methods.prior_starts import moved_by
 from metricopt_ext.runtime.progress import Callback
@@ -74,8 +74,8 @@ class Standardised(nn.Module):
 
     def __init__(self, x: Tensor) -> None:
         super().__init__()
-        std = torch.where(x.amax(0) > x.amin(0), x.std(0, correction=0), 1)
-        self.register_buffer("mean", x.mean(0))
+        mean, std = mean_and_spread(x)
+        self.register_buffer("mean", mean)
         self.register_buffer("std", std)
         check_told_apart(x, self(x), remedy="leave out the feature, or the rows that are far from all others")
 

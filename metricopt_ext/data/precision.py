@@ -1,5 +1,6 @@
 """Numbers of tables as float32 inputs: refused where rounding takes away what tells the values of a column apart."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -48,6 +49,19 @@ def check_told_apart(
                 f"float32 can't tell the values of {named(column)} apart: of {before} different ones, from"
                 f" {low[column]:.10g} to {high[column]:.10g}, {after} are left; {remedy}"
             )
+
+
+def mean_and_spread(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean and the standard deviation of each column, ``d`` each, float64; the latter is 1 of constant ones.
+
+    Columns of ``n x d`` finite numbers are first divided by a power of 2, which is exact: squares of numbers such as
+    1e200 or 1e-200 are beyond float64.
+    """
+    x = x.double()
+    _, exponent = torch.frexp(x.abs().amax(0))
+    unit = torch.tensor([math.ldexp(1.0, each) for each in exponent.clamp(-1000, 1000).tolist()], dtype=x.dtype)
+    mean, std = (x / unit).mean(0) * unit, (x / unit).std(0, correction=0) * unit
+    return mean, torch.where(x.amax(0) > x.amin(0), std, 1)
 
 
 def in_single_precision(table: Table) -> Labelled:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from metricopt_ext.data.precision import check_told_apart
+from metricopt_ext.data.precision import check_told_apart, mean_and_spread
 from metricopt_ext.errors import DataError
 
 SECONDS = 1_700_000_064 + torch.arange(400.0, dtype=torch.float64)
@@ -44,3 +44,13 @@ def test_only_what_is_finite_matters_beside_train() -> None:
     check_told_apart(SECONDS[:, None], SECONDS[:, None].float(), distinct=False)
     with pytest.raises(DataError, match="column 1 has"):
         check_told_apart(1e30 * SECONDS[:, None], 1e30 * SECONDS[:, None].float(), distinct=False)
+
+
+def test_columns_of_any_scale_have_their_spread() -> None:
+    scales = torch.tensor([1e300, 1.0, 1e-300, 0.0], dtype=torch.float64)
+    x = torch.tensor([[0.0], [1.0], [5.0]], dtype=torch.float64) * scales
+    mean, std = mean_and_spread(x)
+    torch.testing.assert_close(mean, 2 * scales)
+    torch.testing.assert_close(
+        (x - mean) / std, (x[:, 1:2] - 2) / x[:, 1].std(correction=0) * torch.tensor([1, 1, 1, 0])
+    )
