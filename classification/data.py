@@ -84,7 +84,9 @@ def _check_parts(y: Tensor, names: Sequence[str]) -> None:
     single = (y.bincount() == 1).nonzero().flatten().tolist()
     if single:
         raise DataError(
-            f"class {names[single[0]]!r} has a single example, which can't be in train, validation and test"
+            f"class {names[single[0]]!r} has a single example ({len(single)} of {len(names)} classes do), which can't"
+            " be in train, validation and test; leave such classes out or merge them, or set data.kind=regression for a"
+            " table's quantity"
         )
 
 

@@ -21,11 +21,22 @@ StrPath = str | os.PathLike[str]
 # Text may have max_bytes divided by this: while it is parsed, it takes up to 30 times its size.
 TEXT_SHARE = 32
 
+# What begins a file that is no text, and what to do with it.
+PACKED = {
+    b"PK\x03\x04": "a zip file, as Excel's workbooks are: unpack it, or save the sheet as CSV",
+    b"\xd0\xcf\x11\xe0": "an old workbook of Excel's: save the sheet as CSV",
+    b"\x1f\x8b": "packed by gzip: give it a name that ends in .gz",
+    b"BZh91AY&SY": "packed by bzip2: give it a name that ends in .bz2",
+    b"\xfd7zXZ\0": "packed by xz: unpack it",
+    b"\x28\xb5\x2f\xfd": "packed by Zstandard: unpack it",
+    b"PAR1": "in Parquet's format: give it a name that ends in .parquet",
+}
+
 DELIMITERS = (",", ";", "\t", "|")  # looked for without a delimiter
 
 
 def content_of(path: Path, most: int) -> bytes:
-    """A file's content, unzipped if it is named ``.gz`` or ``.bz2``: at most so many bytes."""
+    """A file's content, unzipped if it is named ``.gz`` or ``.bz2``: at most so many bytes, of text."""
     openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open}
     try:
         with open_regular(path) as packed, openers.get(path.suffix, nullcontext)(packed) as file:
@@ -37,6 +48,9 @@ def content_of(path: Path, most: int) -> bytes:
             f"{path} has more than {most} bytes of text; all text may have max_bytes / {TEXT_SHARE}, so raise max_bytes"
             " if that is right"
         )
+    for mark, what in PACKED.items():
+        if text.startswith(mark):
+            raise DataError(f"{path} is {what}")
     return text
 
 
