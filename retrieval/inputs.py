@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from metricopt_ext.data.arrays import is_dense
 from metricopt_ext.errors import DataError
 from metricopt_ext.retrieval.neighbours import Distance
 from metricopt_ext.retrieval.vectors import Array, Vectors, chunks
@@ -87,8 +88,8 @@ def check_items(embeddings: Array, labels: Array) -> tuple[npt.NDArray[np.float3
 def check_vectors(embeddings: Array, labels: Array, whose: str, distance: str) -> tuple[Vectors, npt.NDArray[np.int64]]:
     """Validate embeddings and labels; ``whose`` is what comes before these words in messages."""
     if isinstance(embeddings, Tensor):
-        embeddings = embeddings.detach()
-        dense = embeddings.layout == torch.strided
+        dense = is_dense(embeddings)
+        embeddings = embeddings.detach().resolve_conj().resolve_neg() if dense else embeddings
     else:
         dense = not hasattr(embeddings, "tocoo") and not np.ma.is_masked(embeddings)  # of SciPy's sparse arrays
         try:
@@ -97,7 +98,8 @@ def check_vectors(embeddings: Array, labels: Array, whose: str, distance: str) -
             raise DataError(f"{whose}embeddings must be n x d, got rows of several lengths: {brief(error)}") from error
     if not dense:
         raise DataError(
-            f"{whose}embeddings must be dense, without a mask; give an array or tensor of all n x d numbers"
+            f"{whose}embeddings must be dense, without a mask and not quantised; give an array or tensor of all n x d"
+            " numbers"
         )
     shape = tuple(embeddings.shape)
     if len(shape) != 2 or 0 in shape:
@@ -146,6 +148,8 @@ def as_ids(labels: Array, whose: str = "", what: str = "labels") -> npt.NDArray[
     """
     bits = 53
     if isinstance(labels, Tensor):
+        if not is_dense(labels):
+            raise DataError(f"{whose}{what} must be dense and not quantised; give all n of them")
         if labels.is_floating_point():
             bits = 1 - round(math.log2(torch.finfo(labels.dtype).eps))
             labels = labels.double()

@@ -235,7 +235,17 @@ def _torch(path: Path, name: str, shape: bool) -> Any:
         raise DataError(f"{path} holds a {type(content).__name__}; it must be a dict of tensors, or a pair of them")
     found = content[_named(path, name, [each for each in content if isinstance(each, str)], "tensor")]
     found = found if isinstance(found, Tensor) else _listed(path, name, found)
+    if isinstance(found, Tensor) and not is_dense(found):
+        raise DataError(
+            f"{path} has {name!r} as a tensor that is sparse, quantised or without data; save all its numbers, as of"
+            " .to_dense() or .dequantize()"
+        )
     return tuple(found.shape) if shape else found
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor has each of its numbers: it is not sparse, quantised or on the device ``meta``."""
+    return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
 
 
 def _listed(path: Path, name: str, values: Any) -> Any:

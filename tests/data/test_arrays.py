@@ -155,6 +155,8 @@ def test_numbers_stay_as_they_are_and_are_not_mixed_with_names(tmp_path: Path) -
         ("a.pt", lambda path: torch.save({"x": [1, "a"]}, path), r"labels.*labels that are text"),
         ("a.pt", lambda path: torch.save([1, 2, 3], path), r"holds.*dict of tensors"),
         ("a.pt", lambda path: torch.save(torch.zeros(3), path), "tensor 'embeddings', only 'labels'"),
+        ("a.pt", lambda path: torch.save({"x": torch.eye(3).to_sparse()}, path), r"'embeddings' .* sparse, .*to_dense"),
+        ("a.pt", lambda path: torch.save({"x": torch.eye(3, device="meta")}, path), "without data; save all its"),
         ("a.h5", lambda path: path.write_bytes(b"\x89HDF torn"), "is not an HDF5 file"),
         ("a.parquet", lambda path: table(path, {"x": [[1.0], [1.0, 2.0]]}), "lists of numbers, all of one length"),
         ("a.parquet", lambda path: table(path, {"x": [[1.0], None]}), "no value in 1 of 2 rows"),

@@ -206,6 +206,7 @@ def test_labels_above_2_to_24_are_told_apart() -> None:
         lambda x: torch.from_numpy(x).double().t().contiguous().t(),
         lambda x: torch.from_numpy(x).bfloat16(),
         lambda x: torch.from_numpy(x).half(),
+        lambda x: torch.complex(torch.zeros(x.shape), torch.from_numpy(-x)).conj().imag,  # negative by a bit alone
         lambda x: x.astype(np.float64),
         lambda x: x.astype(np.int16),
         np.asfortranarray,
@@ -405,6 +406,8 @@ ZERO[6] = 0
         ((X, Y[None]), {}, r"one for each.*\(1, 20\); flatten them"),
         ((np.ma.masked_less(X, X.mean()), Y), {}, r"embeddings.*dense, without a mask"),
         ((torch.from_numpy(X).to_sparse(), Y), {}, "embeddings must be dense"),
+        ((torch.from_numpy(X).to("meta"), Y), {}, "embeddings must be dense"),
+        ((X, torch.from_numpy(Y).to("meta")), {}, "labels must be dense"),
         (([[1.0, 2.0], [3.0]], [0, 1]), {}, r"embeddings.*rows of several lengths"),
         ((X, Y), {"gallery": [(X, Y), (X, Y)]}, r"gallery.*rows of several lengths"),
         ((X, Y), {"query_subset": 2.5}, r"query_subset.*number, got 2.5"),
