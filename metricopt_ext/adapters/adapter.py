@@ -331,10 +331,15 @@ class Adapter:
                 if tensor is None and layer._parameters.get(key, tensor) is None and key in layer._parameters:
                     continue  # a bias that is added
                 if tensor is None:
-                    raise AdapterError(f"{name}.{key} is computed from other tensors, so phi can't be folded into it")
+                    raise AdapterError(
+                        f"{name}.{key} is computed from other tensors, so phi can't be folded into it;"
+                        " make it a plain parameter first, as torch.nn.utils.parametrize.remove_parametrizations and"
+                        " prune.remove do, or keep the adapter and save it"
+                    )
                 if owners[id(tensor)] > 1:
                     raise AdapterError(
-                        f"{name}.{key} is shared with another layer, which folding phi into it would change"
+                        f"{name}.{key} is shared with another layer, which folding phi into it would change; give each"
+                        " layer a copy of its own first, or keep the adapter and save it"
                     )
                 before.append((tensor, tensor.detach().clone()))
             before += [(tensor, tensor.detach().clone()) for tensor in modulation.changes(layer)]

@@ -1,10 +1,16 @@
 """What wraps a model, and what its layers would be called without that."""
 
 import warnings
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from metricopt_ext.errors import AdapterError
+from metricopt_ext.utils.words import brief
 
 COMPILED = "OptimizedModule"  # what torch.compile returns; named, because its class takes long to import
 PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
@@ -24,8 +30,10 @@ def unwrapped(model: nn.Module, *, searched: bool = False) -> nn.Module:
         searched: Whether phi is searched for, and never trained by gradients, so that there is nothing to warn of.
 
     Raises:
-        AdapterError: Each process holds only a part of the model's weights.
+        AdapterError: It is no model whose layers can be modulated: no module, one of TorchScript, or one with weights
+            that are not there yet or were made in inference mode; or each process holds only a part of its weights.
     """
+    _refuse_others(model)
     if (by := sharded_by(model)) is not None:
         raise AdapterError(
             f"{type(model).__name__}'s weights are sharded by {by}, and a layer's shard is not its weight: save the"
@@ -46,6 +54,25 @@ def unwrapped(model: nn.Module, *, searched: bool = False) -> nn.Module:
             model = inner
         else:
             return model
+
+
+def _refuse_others(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        state = "; build the model and load this state dict into it" if isinstance(model, Mapping) else ""
+        raise AdapterError(f"model is {brief(model)}; it must be a torch.nn.Module{state}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise AdapterError(
+            f"{type(model).__name__} is of TorchScript, whose layers are compiled, so that none can be modulated;"
+            " attach to the model that was scripted or traced"
+        )
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise AdapterError(f"{name} has no shape yet, as of a lazy layer; run the model on a batch first")
+        if tensor.is_inference() and isinstance(tensor, nn.Parameter):  # a buffer may be made anew by a forward pass
+            raise AdapterError(
+                f"{name} was made under torch.inference_mode, so nothing can be differentiated through it; build or"
+                " load the model outside of that"
+            )
 
 
 def sharded_by(model: nn.Module) -> str | None:

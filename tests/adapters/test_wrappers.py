@@ -1,6 +1,7 @@
 """What wraps a model, or a part of one, does not hide its layers."""
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,23 @@ def test_wrappers_are_taken_off_one_after_the_other() -> None:
     net = Net()
     assert unwrapped(net) is net
     assert unwrapped(torch.compile(nn.DataParallel(net), backend="eager")) is net
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: None, "model is None; it must be a torch.nn.Module$"),
+        (lambda: nn.Linear(1, 1).state_dict(), "Module; build the model and load this state dict into it"),
+        (lambda: nn.Sequential(nn.LazyLinear(2)), r"0\.weight has no shape yet.* run the model on a batch first"),
+        (lambda: nn.Sequential(nn.LazyBatchNorm1d(affine=False)), r"0\.running_mean has no shape yet"),
+        (torch.inference_mode()(lambda: nn.Linear(1, 1)), "weight was made under torch.inference_mode"),
+        (lambda: torch.jit.trace(nn.LayerNorm(2), torch.zeros(1, 2)), "of TorchScript.* attach to the model that was"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_what_has_no_layers_to_modulate_is_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(AdapterError, match=message):
+        attach_film(make(), dim=2)
 
 
 def test_a_distributed_model_says_what_it_does_not_average(monkeypatch: pytest.MonkeyPatch) -> None:
