@@ -16,7 +16,7 @@ from metricopt_ext.methods.result import Own, Result
 from metricopt_ext.methods.run_folder import HOLDOUT, RunFolder, settled
 from metricopt_ext.methods.run_identity import identity_of
 from metricopt_ext.methods.searched import runner_of
-from metricopt_ext.methods.starts import all_starts
+from metricopt_ext.methods.starts import all_starts, check_starts
 from metricopt_ext.methods.strategy import Context, LearningStrategy, check_constraints, sized
 from metricopt_ext.moved import renamed_arguments
 from metricopt_ext.runtime import distributed
@@ -229,6 +229,7 @@ def check_plan(
     check_integer(0, queries=queries, seed=seed)
     deviates(guard_confidence)  # refuses what is out of range
     runner = runner_of(strategy)
+    check_starts(starts or {})
     if starts and not runner.takes_starts:
         raise ValueError(f"starts are {list(starts)}; only a search begins from the best of several")
     if not runner.takes_constraints:

@@ -15,7 +15,7 @@ from metricopt_ext.methods.tuned_settings import SETTINGS
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.weights import same_bits
-from metricopt_ext.utils.words import shortened
+from metricopt_ext.utils.words import brief, shortened
 
 
 def all_starts(task: FinetuneTask, starts: Mapping[str, Start | StartLine]) -> dict[str, Start | StartLine]:
@@ -28,6 +28,7 @@ def all_starts(task: FinetuneTask, starts: Mapping[str, Start | StartLine]) -> d
         AdapterError: A start does not fit the model (see `Adapter.check`), or one at the end of a line; or the metric
             does not take the model, so that it can't judge one in which a start replaces buffers or parameters.
     """
+    check_starts(starts)
     found: dict[str, Start | StartLine] = {"start": Start(task.origin())}
     for name, start in starts.items():
         if name in ("start", SETTINGS, "search", "part"):
@@ -43,6 +44,20 @@ def all_starts(task: FinetuneTask, starts: Mapping[str, Start | StartLine]) -> d
             _checked(task, name, each)
         found[name] = start
     return found
+
+
+def check_starts(starts: Any) -> None:
+    """Refuse what does not map names to starts, or to None for one that does not apply.
+
+    Raises:
+        ValueError: The message says what they must be.
+    """
+    example = "map names to starts, as {'balanced': mo.Start(phi)}"
+    if not isinstance(starts, Mapping):
+        raise ValueError(f"starts are {brief(starts)}; they must {example}")
+    for name, start in starts.items():
+        if not isinstance(name, str) or not name or not isinstance(start, Start | StartLine | None):
+            raise ValueError(f"starts have {brief(name)}: {brief(start)}; they must {example}")
 
 
 def _checked(task: FinetuneTask, name: str, start: Start | None) -> Start:

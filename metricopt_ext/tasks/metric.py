@@ -149,8 +149,8 @@ class Metric(CostScale):
         super().__init__(maximize=maximize, bounds=bounds, name=name, ledger=ledger)
         self.function, self.timeout, self.repeats, self.failures = function, timeout, repeats, failures
         self.require_guard, self.new_classes, self.data = require_guard, new_classes, data
-        self.also, self.subject_to = _checked_functions(also, name), dict(subject_to or {})
         self.constraints = parse_constraints(subject_to, name)
+        self.also, self.subject_to = _checked_functions(also, name), dict(subject_to or {})
         functions = [function, *(self.also[each] for each in self.subject_to if each in self.also)]
         self.takes_model = all(map(_takes_model, functions))
         self.callbacks: list[OnQuery] = []

@@ -77,6 +77,12 @@ def test_phi_0_comes_first_and_all_are_copies() -> None:
     assert found["bn"].buffers["1.running_mean"].tolist() == [1.0] * 5
 
 
+@pytest.mark.parametrize("starts", [[Start(torch.zeros(4))], "a", {"a": torch.zeros(4)}, {1: None}, {"": None}])
+def test_what_names_no_starts_is_refused(starts: Any) -> None:
+    with pytest.raises(ValueError, match=r"starts .*; they must map names to starts, as"):
+        all_starts(task_of(normed()), starts)
+
+
 @pytest.mark.parametrize("name", ["start", "search"])
 def test_a_name_that_is_taken_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"a start.*'{name}'.*end of every search"):

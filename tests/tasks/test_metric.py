@@ -776,6 +776,8 @@ def test_what_a_metric_was_made_with_goes_with_it() -> None:
     assert metric.evaluate(nn.Identity(), "x").also == {"a": 1.0, "b": 1.0}
     with pytest.raises(ValueError, match=r"subject_to.*1', which is no constraint"):
         metric.with_settings(subject_to={"a": "> 1"})
+    with pytest.raises(ValueError, match=r"subject_to is 'a >= 1'; it must map names to constraints"):
+        metric.with_settings(subject_to="a >= 1")
 
 
 def test_repeats_tell_the_mean_of_what_all_have() -> None:
