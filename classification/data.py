@@ -93,6 +93,8 @@ def _check_parts(y: Tensor, names: Sequence[str]) -> None:
 def hold_out(data: Split, size: int | float, seed: int = 0) -> tuple[Split, Split]:
     """Set aside a part at random, e.g. for validation in a set that comes with its own test part.
 
+    A class's only example stays in the rest.
+
     Args:
         data: The examples.
         size: How many to set aside, or their share if it is a float in (0, 1).
@@ -113,10 +115,18 @@ def hold_out(data: Split, size: int | float, seed: int = 0) -> tuple[Split, Spli
         rest, held = label_parts(data.y, [len(data) - count, count], seed)
         return data.take(rest), data.take(held)
     labels = None if data.y.is_floating_point() or data.y.ndim == 3 else data.y.numpy(force=True)
+    alone = np.zeros(len(data), dtype=bool) if labels is None else np.bincount(labels)[labels] == 1
+    several = np.flatnonzero(~alone)
     try:
-        rest, held = train_test_split(np.arange(len(data)), test_size=count, random_state=seed, stratify=labels)
+        rest, held = train_test_split(
+            several, test_size=count, random_state=seed, stratify=None if labels is None else labels[several]
+        )
     except ValueError as error:
-        raise DataError(f"cannot set aside {count} of {len(data)} examples by class: {error}") from error
+        raise DataError(
+            f"cannot set aside {count} of {len(data)} examples by class: {str(error).rstrip('.')}. A larger part"
+            " has room for each class, as by data.fractions; so have more examples, or fewer classes"
+        ) from error
+    rest = np.concatenate([rest, np.flatnonzero(alone)])
     return data.take(torch.from_numpy(rest)), data.take(torch.from_numpy(held))
 
 

@@ -20,6 +20,8 @@ MEMBER_BYTES = 1 << 28
 # The longest name of a file within one, folders included; Python's zipfile lists all folders of each name.
 NAME_CHARACTERS = 1000
 
+OTHERS = (".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar")  # archives that are not read
+
 
 class Archive:
     """A zip file that is open for reading.
@@ -123,7 +125,8 @@ def open_zip(path: Path, max_bytes: int = MAX_BYTES) -> Iterator[Archive]:
         try:
             file = opened.enter_context(zipfile.ZipFile(opened.enter_context(open_regular(path))))
         except Exception as error:  # of a corrupt directory: of many types
-            raise DataError(f"{path} is neither a folder nor a complete zip file ({brief(error)})") from error
+            unpack = "; unpack it" if path.name.lower().endswith(OTHERS) else ""
+            raise DataError(f"{path} is neither a folder nor a complete zip file ({brief(error)}){unpack}") from error
         _with_slashes(file)
         file.filename = str(path)  # which paths within it are named by in messages; it is opened as a file of no name
         for name in file.namelist():

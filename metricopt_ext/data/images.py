@@ -277,7 +277,9 @@ def _chosen(
     others = [name for name in seen if not name.endswith("/") and not name.lower().endswith(SUFFIXES)]
     if not names:
         more = f"; {counted(len(others), 'file')} of other names: {_few(others)}" if others else ""
-        raise DataError(f"{path} must hold {layout} images, got none{more}")
+        raise DataError(
+            f"{path} must hold {layout} images with one of the suffixes {' '.join(SUFFIXES)}, got none{more}"
+        )
     parts = [PurePosixPath(name).parts for name in names]
     below = 1 if len(parts[0]) == depth + 2 and len({part[0] for part in parts}) == 1 else 0
     for name, part in zip(names, parts, strict=True):

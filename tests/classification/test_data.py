@@ -109,8 +109,25 @@ def test_split_refuses_a_class_of_a_single_example() -> None:
     x, y = torch.zeros(20, 2), torch.tensor([0] * 19 + [1])
     with pytest.raises(DataError, match="class 'rare' has a single example"):
         split(x, y, class_names=["usual", "rare"])
-    with pytest.raises(DataError, match=r"cannot set.*4 of 20 examples by class"):
-        hold_out(Split(x, y), 4)
+
+
+def test_the_only_example_of_a_class_is_not_held_out() -> None:
+    y = torch.tensor([0] * 10 + [1] * 9 + [2])
+    for seed in range(5):
+        rest, held = hold_out(Split(torch.arange(20.0)[:, None], y), 4, seed)
+        assert (len(rest), len(held)) == (16, 4)
+        assert sorted(torch.cat([rest.x, held.x]).flatten().tolist()) == list(range(20))
+        assert 2 in rest.y
+    for seed in range(5):
+        parts = split(torch.zeros(60, 1), torch.tensor([0] * 30 + [1] * 28 + [2] * 2), seed=seed)
+        assert 2 in parts.train.y
+
+
+def test_a_part_without_room_for_each_class_says_what_to_do() -> None:
+    with pytest.raises(
+        DataError, match=r"cannot set aside 2 of 30 .* A larger part .* by data\.fractions; so have more"
+    ):
+        hold_out(Split(torch.zeros(30, 2), torch.arange(30) % 3), 2)
 
 
 def test_either_of_two_classes_can_be_the_positive_one() -> None:

@@ -76,6 +76,12 @@ def test_what_is_no_zip_file_is_named(content: bytes, tmp_path: Path) -> None:
         pass
 
 
+def test_other_archives_are_to_be_unpacked(tmp_path: Path) -> None:
+    (tmp_path / "x.tar.gz").write_bytes(b"\x1f\x8b")
+    with pytest.raises(DataError, match=r"x\.tar\.gz is neither .*; unpack it$"), open_zip(tmp_path / "x.tar.gz"):
+        pass
+
+
 def test_names_with_backslashes_alone_have_slashes(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "windows.zip", "w") as file:
         file.writestr("a\\b.txt", b"content")
