@@ -401,4 +401,5 @@ def existing(*candidates: str | os.PathLike[str]) -> Path:
     for candidate in candidates:
         if Path(candidate).exists():
             return Path(candidate)
-    raise DataError(f"{' or '.join(map(str, candidates))} not found; set data.root=DIR to the data's folder")
+    home = " (~ is taken as it stands)" if any(str(each).startswith("~") for each in candidates) else ""
+    raise DataError(f"{' or '.join(map(str, candidates))} not found{home}; set data.root=DIR to the data's folder")

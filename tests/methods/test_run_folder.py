@@ -1,6 +1,7 @@
 """What a run keeps in its folder."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,18 @@ def test_only_a_recipe_s_run_has_trajectories(quadratic: Callable[..., Any], tmp
         "README.md",
         "adapter.safetensors",
     }
+
+
+def test_a_metric_may_change_the_directory(
+    quadratic: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    task = quadratic()
+    task.metric.callbacks.append(lambda query: os.chdir(tmp_path / "elsewhere"))
+    optimize_metric(task, queries=30, strategy=CMAES(), output_dir="run")
+    assert (tmp_path / "run" / "adapter.safetensors").exists()
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 @pytest.mark.parametrize("strategy", [CMAES(), Recipe(steps=5, evals=3), GuidedTrustRegion()])

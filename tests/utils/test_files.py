@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from metricopt_ext.errors import AdapterError, FileFormatError
+from metricopt_ext.errors import AdapterError, DataError, FileFormatError
 from metricopt_ext.runtime.identity import claim
 from metricopt_ext.utils import files
 from metricopt_ext.utils.files import (
@@ -222,3 +222,8 @@ def test_an_open_file_has_its_name(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"content")
     with open_regular(tmp_path / "a") as file:
         assert (str(file.name), file.read()) == (str(tmp_path / "a"), b"content")
+
+
+def test_a_home_that_no_shell_put_in_is_named() -> None:
+    with pytest.raises(DataError, match=r"~/none not found \(~ is taken as it stands\); set data.root=DIR"):
+        files.existing("~/none")
