@@ -176,8 +176,10 @@ def run(arguments: argparse.Namespace, scores: Scores) -> dict[str, Any]:
         seed=arguments.seed,
         gradients=gradients and import_named(gradients, arguments.gradients_folder, "--gradients-folder"),
     )
-    if scores.settings is not None:
-        settings_budget(arguments, one.least_queries)  # refuses too few before anything runs
+    if scores.settings is None:  # too few are refused before anything runs
+        one.check_queries(arguments.queries)
+    else:
+        settings_budget(arguments, one.least_queries)
     with ExitStack() as held:
         held.enter_context(sole_writer(arguments.output_dir))
         if one.started() and not (arguments.resume or arguments.dry_run):

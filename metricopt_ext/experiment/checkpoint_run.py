@@ -26,7 +26,7 @@ from metricopt_ext.tasks.program_score import Failed, ProgramScore, Score
 from metricopt_ext.utils.checkpoint_file import CheckpointFile
 from metricopt_ext.utils.files import open_regular, opened_atomically, read_json, remove_unfinished, write_json
 from metricopt_ext.utils.program import Programs
-from metricopt_ext.utils.words import brief
+from metricopt_ext.utils.words import brief, counted
 
 SEARCH = "search"
 UNCHANGED = "0"  # the name of the trial that is the file as it was
@@ -98,6 +98,19 @@ class CheckpointRun(ProgramRun):
     def least_queries(self) -> int:
         """The fewest runs of the program that the search can do with."""
         return GuidedTrustRegion().least_queries(len(self.adapter.phi)) * self.score.repeats
+
+    def check_queries(self, queries: int) -> None:
+        """Check that so many runs of the program are enough to search with.
+
+        Raises:
+            ConfigError: They are too few.
+        """
+        if queries < (least := self.least_queries):
+            trials = counted(queries // self.score.repeats, "query")
+            raise ConfigError(
+                f"--queries {queries} with --repeats {self.score.repeats}: {trials} of the checkpoint, and the search"
+                f" needs {least // self.score.repeats}"
+            )
 
     def score_unchanged(self) -> Score:
         """Score the file as it was, but written by us.

@@ -15,7 +15,7 @@ from metricopt_ext.methods.constrained import Constrained
 from metricopt_ext.plain import plain
 from metricopt_ext.tasks.constraints import parse_constraints
 from metricopt_ext.tasks.program_score import TRIAL, Printed, ProgramScore, Written
-from metricopt_ext.tasks.program_settings import FORMS, ProgramSettings
+from metricopt_ext.tasks.program_settings import FORMS, ProgramSettings, check_misspelt
 from metricopt_ext.tasks.settings import Values
 from metricopt_ext.utils.program import command_words, last_lines
 from metricopt_ext.utils.words import brief
@@ -139,8 +139,9 @@ def read_scores(
             raise ConfigError(f"--{switch} {value}: it must be at least {bound}")
     if arguments.timeout is not None and not arguments.timeout > 0:
         raise ConfigError(f"--timeout {arguments.timeout:g}: it must be above 0")
-    number = Printed(arguments.parse, "--parse") if arguments.parse else Written(arguments.parse_json, "--parse-json")
-    also = _also(arguments.also, Printed if arguments.parse else Written)
+    printed = arguments.parse is not None
+    number = Printed(arguments.parse, "--parse") if printed else Written(arguments.parse_json, "--parse-json")
+    also = _also(arguments.also, Printed if printed else Written)
     subject_to = _subject_to(arguments.subject_to, also)
     for place, each in zip((arguments.parse_json, *arguments.also), (number, *also.values()), strict=True):
         if arguments.jobs > 1 and isinstance(each, Written) and each.shared:
@@ -156,6 +157,8 @@ def read_scores(
         words = command_words(command, switch, needed=needed)
         if settings is not None:
             settings.check_command(words, switch, [*needed, TRIAL])
+        else:
+            check_misspelt(words, switch, [*needed, TRIAL])
         if shutil.which(words[0]) is None:
             raise ConfigError(f"{switch}: there is no program {words[0]!r}")
         both = (halves[0], halves[1]) if halves and switch == "--score" else None

@@ -1,5 +1,6 @@
 """Settings of a program: what stands in braces in its command, and what each of them may be."""
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -171,6 +172,18 @@ class ProgramSettings(Settings):
                 f"{switch} has no {{{missing[0]}}}, so --setting {missing[0]} would change nothing; put it where the"
                 " program takes the value"
             )
+
+
+def check_misspelt(words: Sequence[str], switch: str, names: Sequence[str]) -> None:
+    """Refuse a name in braces that is like one of these, but none of them; others may be a shell's or awk's.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for name in (name for word in words for name in PLACEHOLDER.findall(word)):
+        near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.75)
+        if near and name not in names:
+            raise ConfigError(f"{switch} has {{{name}}}, which nothing takes the place of; did you mean {{{near[0]}}}?")
 
 
 def _named(text: str, switch: str, form: str) -> tuple[str, str]:

@@ -82,6 +82,11 @@ def test_without_settings_other_braces_stay() -> None:
         (["--dim", "0"], "--dim 0: it must be at least 1"),
         (["--failures", "-1"], "--failures -1: it must be at least 0"),
         (["--score", "echo {a}"], "has no {checkpoint}"),
+        (
+            ["--score", "echo {checkpoint} {Trail}"],
+            "has {Trail}, which nothing takes the place of; did you mean {trial}?",
+        ),
+        (["--parse", ""], "--parse '' has no group"),
         (["--setting", "b=1,2"], "takes the place of; add --setting a="),
         (["--setting", "a=1,2", "--holdout", "echo {checkpoint}"], "--holdout has no {a}"),
         (["--default", "a=1"], "--default a=1: there is no --setting"),
