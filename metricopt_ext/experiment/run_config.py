@@ -61,6 +61,7 @@ STARTS = (
 USUAL_STARTS = STARTS[:5]
 LINES = ("prior_line", "batchnorm_line")  # which take queries that are to spare, and none where there are not
 SOUP, SHARE = 6, 0.1  # finetunes of a soup, and the share of the training that each repeats
+SEEDS = 2**32  # how many there are: NumPy draws by no larger ones
 MEMORY_GIB = MEMORY / 2**30
 VARIANTS = ("metricopt_paper", "metricopt_learned")  # the paper's own forms, run beside MetricOpt
 LEARNERS = (*VARIANTS, "refined", "second_round")  # those of ``methods`` that respect no constraints
@@ -163,6 +164,8 @@ class RunConfig:
         check_at_least(1, {n: getattr(self, n) for n in ("population", "best_evals", "seeds", "workers", "threads")})
         check_at_least(1, {"adapter.dim": self.adapter.dim})
         check_at_least(0, {"seed": self.seed})
+        if self.seed + self.seeds > SEEDS:
+            raise ConfigError(f"seed={self.seed}: it and all after it must be below 2^32, as for NumPy")
         self.finetune.check()
         with config_section("guard.confidence"):
             deviates(self.guard.confidence)

@@ -8,12 +8,14 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Protocol, TypeVar, get_args, get_origin
 
 from metricopt_ext.errors import ConfigError, MetricOptError
 from metricopt_ext.utils.files import MISFITS, read_bounded
 from metricopt_ext.utils.packaged import existing_config
+from metricopt_ext.utils.text import text_of
 from metricopt_ext.utils.words import brief
 
 # Bounds on a config file, ten times what one of ours has at most. Nodes are counted with aliases replaced by what they
@@ -164,7 +166,7 @@ def _content(file: str | Path | dict[str, Any] | None) -> Any:
         return OmegaConf.create(file or {})
     file = existing_config(file)
     check_yaml(file)
-    return OmegaConf.load(file)
+    return OmegaConf.load(StringIO(text_of(read_bounded(file, YAML_BYTES))))
 
 
 def _defaults(schema: Any, content: Any, overrides: Sequence[str]) -> Any:
@@ -267,8 +269,8 @@ def check_yaml(file: str | Path) -> None:
         raise ConfigError(f"{file} has more than {most} {what}, too many for a config file")
 
     try:
-        text = read_bounded(file, YAML_BYTES)
-        if text.count(b"${") > YAML_INTERPOLATIONS:
+        text = text_of(read_bounded(file, YAML_BYTES))
+        if text.count("${") > YAML_INTERPOLATIONS:
             reject("interpolations, ${...}", YAML_INTERPOLATIONS)
         sizes: dict[str, int] = {}  # nodes below each anchor
         stack: list[tuple[str | None, int]] = [(None, 0)]  # of each collection that is open, its anchor and its nodes

@@ -21,6 +21,7 @@ from metricopt_ext.utils.config import load_config
         ("evaluation.failures=-1", "failures is -1; it must be at least 0"),
         ("evaluation.timeout=0", "evaluation: timeout is 0"),
         ("seed=-1", "seed=-1: it must be at least 0"),
+        ("seed=4294967292", "seed=4294967292: it and all after it must be below 2^32"),
         ("population=0", "population=0: it must be at least 1"),
         ("best_evals=0", "best_evals=0: it must be at least 1"),
         ("workers=0", "workers=0: it must be at least 1"),

@@ -57,6 +57,11 @@ def test_values_arrive_typed(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+def test_a_file_in_any_of_unicodes_encodings(encoding: str, tmp_path: Path) -> None:
+    assert load_config(Schema, written(tmp_path, "title: 漢\r\ncount: 7".encode(encoding))).title == "漢"
+
+
 def test_defaults_come_last(tmp_path: Path) -> None:
     assert load_config(Schema, None) == Schema()
     assert load_config(Schema, written(tmp_path, "{}")) == Schema()
@@ -192,7 +197,7 @@ def test_a_file_without_keys_is_refused(text: str, held: str, tmp_path: Path) ->
     ("text", "said"),
     [
         ("count: 3\ncount: 4\n", "duplicate key count"),
-        (b"count: \xff\n", "invalid start byte"),
+        (b"loud: 1\ncount: \xff\n", "line 2 is not UTF-8, by the byte 0xff; save it as UTF-8"),
         (b"count: \x00\n", "special characters are not allowed"),
         ("count:\t3\n", "cannot start any token"),
         ("null: 3\n", "Incompatible key type 'NoneType'"),
