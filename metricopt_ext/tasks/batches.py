@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.seeding import generator
-from metricopt_ext.utils.words import counted
+from metricopt_ext.utils.words import brief, counted
 
 Batches = Callable[[int, int, int], Any]
 
@@ -77,7 +78,9 @@ class TensorBatches:
     def __init__(
         self, x: Tensor, y: Tensor, batch_size: int, *, balanced: bool = False, more: Sequence[Tensor] = ()
     ) -> None:
-        for each in (y, *more):
+        for each in (x, y, *more):
+            if not hasattr(each, "device") or not each.ndim or getattr(each, "is_sparse", False):
+                raise DataError(f"batches are drawn from tensors, n x ..., and not sparse ones, got {brief(each)}")
             if len(x) != len(each):
                 raise DataError(f"{counted(len(x), 'input')} for {counted(len(each), 'target')}")
         self.x, self.y, self.more = x, y, tuple(more)
@@ -195,6 +198,9 @@ class DatasetBatches:
         labels: Tensor | None = None,
         collate: Callable[[list[Any]], Any] = torch.utils.data.default_collate,
     ) -> None:
+        if isinstance(dataset, DataLoader) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            remedy = "give its .dataset" if isinstance(dataset, DataLoader) else "it must have a length and examples"
+            raise DataError(f"dataset is {brief(dataset)}, of which no example can be drawn by its number; {remedy}")
         self.dataset, self.collate = dataset, collate
         self.sample = IndexSampler(len(dataset), batch_size, labels)
 

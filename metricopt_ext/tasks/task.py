@@ -19,6 +19,7 @@ from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, MetricError, WeightsError
 from metricopt_ext.runtime import distributed
 from metricopt_ext.tasks.batches import Batches
+from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.entropy import entropy
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
@@ -109,11 +110,18 @@ class FinetuneTask:
             ValueError: ``population`` is below 1, ``memory`` no number above 0, one of ``loss`` and ``batches`` is
                 given without the other, or ``gradients`` or ``inputs`` beside them; or the gradients are of another
                 shape, not finite, or 0; or there are no inputs.
-            TypeError: ``batches`` can't be replayed, or ``settings`` is no `Settings`.
+            TypeError: ``adapter`` or ``metric`` is something else, ``batches`` can't be replayed, or ``settings`` is no
+                `Settings`.
             AdapterError: The model does not return logits for ``inputs``. Or the offsets act on a layer that does not
                 give what the model returns, or a coordinate of phi moves no output on the first batch.
             WeightsError: The loss changed the model's weights on the first batch.
         """
+        if not isinstance(self.adapter, Adapter):
+            raise TypeError(f"adapter is {brief(self.adapter)}; it must be what attach_film(model) returns")
+        if not isinstance(self.metric, CostScale):
+            raise TypeError(
+                f"metric is {brief(self.metric)}; it must be a Metric, as of Metric(function, maximize=True)"
+            )
         if self.population is not None:
             check_integer(1, population=self.population)
         if self.memory is None:

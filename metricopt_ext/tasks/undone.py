@@ -6,6 +6,7 @@ from typing import Any, TypeVar, cast
 
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.kept_modules import KeptModules
+from metricopt_ext.utils.words import brief
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -22,6 +23,8 @@ def undone_if_cut_short(function: Function) -> Function:
 
     @wraps(function)
     def whole(task: FinetuneTask, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(task, "adapter"):
+            raise TypeError(f"task is {brief(task)}; it must be a FinetuneTask, of an adapter and a Metric")
         adapter, metric, ledger = task.adapter, task.metric, task.metric.ledger
         held, override, modules = adapter.as_start(), adapter.context.override, KeptModules(adapter.model)
         try:

@@ -118,6 +118,14 @@ def test_own_collate() -> None:
         (lambda: DatasetBatches([1, 2], 2, labels=torch.zeros(3)), "3 labels for 2 examples"),
         (lambda: tensor_batches(2, balanced=True), r"batch_size is 2, too.* of 3 classes"),
         (lambda: TensorBatches(torch.zeros(0, 3), torch.zeros(0), 2), "no examples"),
+        (
+            lambda: TensorBatches([[1.0]], torch.zeros(1), 2),
+            r"from tensors, n x \.\.\., and not sparse ones, got \[\[1",
+        ),
+        (lambda: TensorBatches(torch.zeros(()), torch.zeros(()), 2), r"from tensors, .* got tensor\(0"),
+        (lambda: TensorBatches(torch.eye(2).to_sparse(), torch.zeros(2), 2), "and not sparse ones, got tensor"),
+        (lambda: DatasetBatches(iter([1]), 2), "no example can be drawn by its number; it must have a length"),
+        (lambda: DatasetBatches(torch.utils.data.DataLoader([1, 2]), 2), r"by its number; give its \.dataset"),
     ],
 )
 def test_data_that_give_no_batches(make: Callable[[], Any], message: str) -> None:

@@ -593,3 +593,11 @@ def test_inputs_are_for_models_that_return_logits() -> None:
         FinetuneTask(
             attach_film(model, dim=4), metric=Metric(lambda m: 0.0, maximize=True), inputs=[rand(2, 3, seed=1)]
         )
+
+
+def test_an_adapter_and_a_metric_are_needed() -> None:
+    model = nn.LayerNorm(3)
+    with pytest.raises(TypeError, match=r"adapter is LayerNorm.*; it must be what attach_film\(model\) returns"):
+        FinetuneTask(model, metric=Metric(lambda: 0.5, maximize=True))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"metric is .*; it must be a Metric, as of Metric\(function, maximize=True\)"):
+        FinetuneTask(attach_film(model, dim=2), metric=lambda model: 0.5)  # type: ignore[arg-type]

@@ -37,3 +37,8 @@ def test_a_model_is_as_it_was(quadratic: Callable[..., Any], error: BaseExceptio
     assert (task.adapter.context.override is None) != kept
     assert (task.metric.ledger is ledger) != kept
     assert model.training != kept
+
+
+def test_what_is_no_task_is_refused() -> None:
+    with pytest.raises(TypeError, match="task is 3; it must be a FinetuneTask"):
+        undone_if_cut_short(lambda task: None)(3)
