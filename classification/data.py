@@ -126,8 +126,8 @@ def hold_out(data: Split, size: int | float, seed: int = 0) -> tuple[Split, Spli
             f"cannot set aside {count} of {len(data)} examples by class: {str(error).rstrip('.')}. A larger part"
             " has room for each class, as by data.fractions; so have more examples, or fewer classes"
         ) from error
-    rest = np.concatenate([rest, np.flatnonzero(alone)])
-    return data.take(torch.from_numpy(rest)), data.take(torch.from_numpy(held))
+    all_rest = np.concatenate([rest, np.flatnonzero(alone)])
+    return data.take(torch.from_numpy(all_rest)), data.take(torch.from_numpy(held))
 
 
 def stratified_parts(y: Tensor, size: int, seed: int) -> list[Tensor]:

@@ -156,7 +156,10 @@ def load_with_origins(
         if key and key.partition("[")[0] not in known:
             raise ConfigError(f"{where}{_unknown(key, known, None)}") from error
         named = f"{key}: " if key and where == in_file else ""
-        raise ConfigError(f"{where}{named}{' '.join(str(error).partition('    full_key:')[0].split())}") from error
+        said = " ".join(str(error).partition("    full_key:")[0].split())
+        if said.endswith("is not a ListConfig, list or tuple."):
+            said += " It must be a list, in brackets: [A, B]"
+        raise ConfigError(f"{where}{named}{said}") from error
 
 
 def _content(file: str | Path | dict[str, Any] | None) -> Any:

@@ -156,6 +156,11 @@ def test_a_wrong_type_names_key_and_value(tmp_path: Path, key: str, value: str) 
     assert re.sub(r"[\[\]]", "", value) in message
 
 
+def test_one_value_for_a_list_says_how_to_write_it() -> None:
+    assert error_of(None, "inner.names=a").startswith("inner.names=a: ")
+    assert error_of(None, "inner.names=a").endswith("It must be a list, in brackets: [A, B]")
+
+
 def test_an_error_in_an_override_does_not_blame_the_file(tmp_path: Path) -> None:
     file = written(tmp_path, "count: 3\n")
     assert str(file) not in error_of(file, "count=many")
