@@ -312,6 +312,7 @@ def report(
     from metricopt_ext.utils.files import write_json
     from metricopt_ext.utils.program import filled
     from metricopt_ext.utils.versions import versions
+    from metricopt_ext.utils.words import decimals
 
     result, settings = tuned.result, scores.settings
     own = queries = dict(tuned.queries)
@@ -351,7 +352,7 @@ def report(
     write_json(written[0], content)
     header = ["score", "before", "best", "after", "guard", "queries", "failed"]
     rows = [] if first is None else [["settings", *first.row()]]
-    numbers = [f"{each:.4f}" for each in (result.before, result.best, result.after)]
+    numbers = [decimals(each) for each in (result.before, result.best, result.after)]
     guard = "unguarded" if result.guard == "none" else result.guard
     spent = " + ".join(map(str, own.values()))
     print_table(
@@ -364,19 +365,19 @@ def report(
     for line in [] if result.constrained is None else result.constrained.lines(result.chosen):
         print(plain(line))
     for name, value in result.holdout.items():
-        print(plain(f"held out, {name}: {value:.4f}"))
+        print(plain(f"held out, {name}: {decimals(value)}"))
     if result.best != result.after:
-        print(f"the best candidate has {result.best:.4f}, but {result.doubt()}")
+        print(f"the best candidate has {decimals(result.best)}, but {result.doubt()}")
     if result.guard == "none":
         print("unguarded: nobody can tell how much of a gain is chance; give --halves, --repeats or --holdout")
     print(*map(plain, result.details.lines(result)), sep="\n")  # what there is to say of the search
     print_written(*written)
     if tuned.changed:
-        print(plain(f"{arguments.output} is tuned: {result.before:.4f} -> {result.after:.4f}"))
+        print(plain(f"{arguments.output} is tuned: {decimals(result.before)} -> {decimals(result.after)}"))
     else:
         print(plain(f"nothing was kept: {arguments.output} is {arguments.checkpoint}, byte for byte"))
     if first is not None:
-        print(plain(f"with the settings: {first.before.value:.4f} -> {result.after:.4f}; to use both:"))
+        print(plain(f"with the settings: {decimals(first.before.value)} -> {decimals(result.after)}; to use both:"))
         print(plain(command, lines=True))
     return content
 

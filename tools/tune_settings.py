@@ -52,7 +52,7 @@ from metricopt_ext.tasks.program_settings import ProgramSettings
 from metricopt_ext.utils.files import write_json
 from metricopt_ext.utils.program import filled
 from metricopt_ext.utils.versions import versions
-from metricopt_ext.utils.words import counted, duration
+from metricopt_ext.utils.words import counted, decimals, duration
 
 
 def main() -> None:
@@ -150,7 +150,7 @@ def report(arguments: argparse.Namespace, scores: Scores, tuned: SettingsOutcome
     print(*map(plain, tuned.lines(settings)), sep="\n")
     print_written(path, arguments.output_dir / LOG, inference)
     if tuned.changed:
-        print(plain(f"tuned: {tuned.before.value:.4f} -> {tuned.after.value:.4f}; to use it:"))
+        print(plain(f"tuned: {decimals(tuned.before.value)} -> {decimals(tuned.after.value)}; to use it:"))
     else:
         print("nothing was kept: the defaults stay")
     print(plain(command, lines=True))

@@ -24,7 +24,7 @@ from metricopt_ext.tasks.settings import Value, Values
 from metricopt_ext.utils.described import Finite, from_json
 from metricopt_ext.utils.files import read_json, write_json
 from metricopt_ext.utils.program import Programs
-from metricopt_ext.utils.words import brief
+from metricopt_ext.utils.words import brief, decimals
 
 EVALUATIONS = "settings.json"
 BEFORE, AFTER = "start", "settings"  # the guard's candidates: the defaults, and the search's end
@@ -171,7 +171,7 @@ class SettingsOutcome:
 
     def row(self) -> list[str]:
         """Return a table's cells: scores before, best and after, the guard, queries and failed trials."""
-        numbers = [f"{each:.4f}" for each in (self.before.value, self.best, self.after.value)]
+        numbers = [decimals(each) for each in (self.before.value, self.best, self.after.value)]
         guard = "unguarded" if self.guard == "none" else self.guard
         return [*numbers, guard, " + ".join(map(str, self.queries.values())), str(self.failed)]
 
@@ -180,14 +180,14 @@ class SettingsOutcome:
         lines = besides(self.also, self.constrained)
         if self.constrained is not None:
             lines += self.constrained.lines(AFTER if self.changed else BEFORE)
-        lines += [f"held out, {name}: {value:.4f}" for name, value in self.holdout.items()]
+        lines += [f"held out, {name}: {decimals(value)}" for name, value in self.holdout.items()]
         if self.changed:
             before, after = self.before.seconds, self.after.seconds
             lines.append(f"a trial took {before:.3g} s with the defaults, and {after:.3g} s with these settings")
         elif settings.changed(self.best_values):
             texts = settings.texts(self.best_values)
             best = ", ".join(f"{name}={texts[name]}" for name in settings.changed(self.best_values))
-            lines.append(f"the best candidate, {best}, has {self.best:.4f}, but {self._doubt()}")
+            lines.append(f"the best candidate, {best}, has {decimals(self.best)}, but {self._doubt()}")
         if self.guard == "none":
             lines.append(
                 "unguarded: nobody can tell how much of a gain is chance; give --halves, --repeats or --holdout"

@@ -25,7 +25,7 @@ from metricopt_ext.methods.guard import (
 from metricopt_ext.tasks.evaluation import Evaluation, noise_of, stacked_pairs
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.split_half import TELLING, fault_of_halves, reliability_of
-from metricopt_ext.utils.words import counted
+from metricopt_ext.utils.words import counted, decimals
 
 # How many queries tell: those of the starts, and of a first design or the better part of it.
 QUERIES = 12
@@ -135,7 +135,7 @@ class Assessment:
 
     def brief(self) -> list[str]:
         """Return what a run says of it: what was found, and what to do."""
-        found = [f"{self.metric} {self.before:.4f} as trained"]
+        found = [f"{self.metric} {decimals(self.before)} as trained"]
         if self.best_start:
             chance = "" if self.headroom_chance is None else f" (chance {self.headroom_chance:.4f})"
             found.append(f"best free start {self.best_start} {self.headroom:+.4f}{chance}")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from metricopt_ext.methods.guard import Decision
 from metricopt_ext.tasks.constraints import Constraint, Limits
 from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.utils.words import decimals
 
 NAMED = {
     "search": "the end of the search",
@@ -58,7 +59,7 @@ class Constrained:
         """Return the bound on a quantity with its number, e.g. ``">= 0.845"``; empty if it has none."""
         for each, number in zip(self.limits.constraints, self.limits.numbers, strict=True):
             if each.name == name:
-                return f"{'>=' if each.at_least else '<='} {number:.4f}"
+                return f"{'>=' if each.at_least else '<='} {decimals(number)}"
         return ""
 
     def lines(self, chosen: str) -> list[str]:
@@ -92,7 +93,7 @@ def besides(also: Mapping[str, tuple[float, float]], constrained: Constrained | 
     def shown(name: str) -> str:
         before, after = also[name]
         bound = "" if constrained is None else constrained.bound(name)
-        return f"{name} {before:.4f} -> {after:.4f}" + (f" ({bound})" if bound else "")
+        return f"{name} {decimals(before)} -> {decimals(after)}" + (f" ({bound})" if bound else "")
 
     return [f"besides: {', '.join(map(shown, also))}"] if also else []
 

@@ -9,7 +9,7 @@ from metricopt_ext.plain import in_markdown
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.utils.files import write_atomically
 from metricopt_ext.utils.installation import DISTRIBUTION, installed
-from metricopt_ext.utils.words import and_more, counted
+from metricopt_ext.utils.words import and_more, counted, decimals
 
 CARD = "README.md"
 
@@ -42,8 +42,8 @@ def model_card(result: Result[Any], adapter: Adapter, metric: Metric) -> str:
             "",
             f"| | {in_markdown(metric.name)} ({better} is better) |",
             "|---|---|",
-            f"| as it was trained | {result.before:.4f} |",
-            f"| as it is now | {result.after:.4f} |",
+            f"| as it was trained | {decimals(result.before)} |",
+            f"| as it is now | {decimals(result.after)} |",
             "",
             "Both are on the data that the metric sees, by which phi was chosen: expect less of the gain on others.",
             "",

@@ -16,6 +16,7 @@ from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.settings import Settings, Values
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_at_least
+from metricopt_ext.utils.words import decimals
 
 # Factors on inference time: a flip with the image's size, and with three sizes.
 FACTORS = (2.0, 6.0)
@@ -57,7 +58,7 @@ class MoreInference:
         changes = ", ".join(f"{name} {shown(old)} -> {shown(new)}" for name, (old, new) in self.changes.items())
         doubt = "" if self.sure else "; it may be chance"
         return (
-            f"within {self.most:g} times the inference: {self.before:.4f} -> {self.value:.4f} by {changes}"
+            f"within {self.most:g} times the inference: {decimals(self.before)} -> {decimals(self.value)} by {changes}"
             f" ({self.tried} tried), which takes {self.factor:.3g} times as long{doubt}"
         )
 

@@ -20,6 +20,7 @@ from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.split_half import split_half_correlation
 from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.utils.words import decimals
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.value_function import ValueFunction
 
@@ -126,7 +127,7 @@ class RecipeDetails(Details):
 
     def beside(self) -> str:
         """Return what the loss alone comes to."""
-        return f" (loss-only {self.loss_finetune:.4f})"
+        return f" (loss-only {decimals(self.loss_finetune)})"
 
 
 Own = TypeVar("Own", bound=Details, default=SearchDetails)
@@ -210,15 +211,15 @@ class Result(Generic[Own]):
         """Return what ``str`` joins."""
         spent = ", ".join(f"{purpose} {n}" for purpose, n in self.queries.items())
         unguarded = ", unguarded" if self.guard == "none" else ""
-        changed = f"{self.before:.4f} -> {self.after:.4f}{self.details.beside()}{unguarded}"
+        changed = f"{decimals(self.before)} -> {decimals(self.after)}{self.details.beside()}{unguarded}"
         lines = [f"{self.metric}: {changed}; kept {self.what_was_kept()}"]
         lines += besides(self.also, self.constrained)
         lines += [] if self.settings is None else self.settings.lines()
         lines += [] if self.constrained is None else self.constrained.lines(self.chosen)
         if self.best != self.after:
-            lines.append(f"the best candidate has {self.best:.4f}, but {self.doubt()}")
+            lines.append(f"the best candidate has {decimals(self.best)}, but {self.doubt()}")
         if self.holdout:
-            shown = ", ".join(f"{kept(name)} {value:.4f}" for name, value in self.holdout.items())
+            shown = ", ".join(f"{kept(name)} {decimals(value)}" for name, value in self.holdout.items())
             lines.append(f"on the held-out data: {shown}")
         total = sum(self.queries.values())
         lines.append(f"queries: {total} ({spent}); {self.queries_per_start} for each further start")
@@ -228,7 +229,7 @@ class Result(Generic[Own]):
                 " values on all of its data and on two random halves; or give it repeats, or the run a holdout"
             )
         if len(self.starts) > 1:
-            shown = ", ".join(f"{name}{self._strength(name)} {value:.4f}" for name, value in self.starts.items())
+            shown = ", ".join(f"{name}{self._strength(name)} {decimals(value)}" for name, value in self.starts.items())
             lines.append(f"the search began from {kept(self.started_at)}, the best of the starts ({shown})")
         return lines + self.details.lines(self)
 
@@ -276,8 +277,8 @@ class Result(Generic[Own]):
 def with_so_little_data(gain: float) -> str:
     """Say that a gain up to this one is not believed."""
     return (
-        f"with so little data, up to {gain:.4f} of a gain may be chance and optimism; more data would show smaller"
-        " gains"
+        f"with so little data, up to {decimals(gain)} of a gain may be chance and optimism; more data would show"
+        " smaller gains"
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from metricopt_ext.plain import MESSAGE, plain
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.pace import Pace, seconds_left
-from metricopt_ext.utils.words import duration
+from metricopt_ext.utils.words import decimals, duration
 
 INTERVAL = 30.0  # seconds between two lines of a log, unless a tenth of the queries was spent
 
@@ -271,11 +271,11 @@ class _Shown(_Timed):
 
     def query(self, spent: int, value: float) -> None:
         super().query(spent, value)
-        self._seen = f"{self._metric} {value:.4f}".strip()
+        self._seen = f"{self._metric} {decimals(value)}".strip()
 
     def outcome(self, before: float, after: float) -> None:
         super().outcome(before, after)
-        self._seen = f"{self._metric} {before:.4f} -> {after:.4f}".strip()
+        self._seen = f"{self._metric} {decimals(before)} -> {decimals(after)}".strip()
 
     def say(self, line: str) -> None:
         self._print(f"{self._name}  {line}".strip())

@@ -23,6 +23,21 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}es" if noun.endswith(("ch", "sh", "s", "x")) else f"{count} {noun}s"
 
 
+def decimals(value: float, sign: str = "") -> str:
+    """Return a metric's value with four decimals; one that they would hide, or that has many digits, with four digits.
+
+    Args:
+        value: The value, in the metric's own units.
+        sign: ``"+"`` for one before what is above 0, too.
+
+    Example:
+        >>> decimals(0.25), decimals(0.0), decimals(3.2e-7), decimals(1.5e9, "+")
+        ('0.2500', '0.0000', '3.2e-07', '+1.5e+09')
+    """
+    usual = value == 0 or 1e-4 <= abs(value) < 1e6
+    return f"{value:{sign}.{'4f' if usual else '4g'}}"
+
+
 def duration(seconds: float) -> str:
     """Return a time in the unit that suits it, as coarse as an estimate is.
 

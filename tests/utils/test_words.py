@@ -2,7 +2,7 @@
 
 import pytest
 
-from metricopt_ext.utils.words import counted
+from metricopt_ext.utils.words import counted, decimals
 
 
 @pytest.mark.parametrize(
@@ -18,3 +18,18 @@ from metricopt_ext.utils.words import counted
 )
 def test_one_is_singular_and_all_else_plural(count: int, noun: str, expected: str) -> None:
     assert counted(count, noun) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.5, "0.5000"),
+        (0.0, "0.0000"),
+        (-0.0001, "-0.0001"),
+        (-9.9e-5, "-9.9e-05"),
+        (1e6, "1e+06"),
+        (-1e300, "-1e+300"),
+    ],
+)
+def test_four_decimals_where_they_tell_the_value(value: float, shown: str) -> None:
+    assert decimals(value) == shown
