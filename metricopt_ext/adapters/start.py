@@ -66,6 +66,7 @@ class StartLine:
 
     Raises:
         ValueError: The interval is empty or infinite, or one of ``first`` is not in it.
+        TypeError: ``at`` is no function.
 
     Example:
         >>> import torch
@@ -81,6 +82,8 @@ class StartLine:
 
     def __post_init__(self) -> None:
         """Check the interval, and set what is asked first."""
+        if not callable(self.at):
+            raise TypeError(f"at is {brief(self.at)}; it must be a function of t that returns a Start")
         check_finite(low=self.low, high=self.high)
         if not self.low < self.high:
             raise ValueError(f"a line from {self.low} to {self.high} is empty; the least t comes first")

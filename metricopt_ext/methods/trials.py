@@ -314,6 +314,7 @@ class Trials:
         raise ValueError(f"trial {id} was told before, as {said}; what was told stays")
 
     def _trial(self, id: int) -> Trial:
+        check_integer(0, id=id)
         self._advance()
         at = id - self._batch.first
         if not 0 <= at < len(self._batch.trials) or id not in self._handed | set(self._kept.open):

@@ -17,7 +17,8 @@ def number_of(value: Any) -> float:
         0.5
     """
     try:
-        return float(value.item() if getattr(value, "ndim", 0) else value)
+        held = value.detach() if hasattr(value, "detach") else value  # torch warns of a number with a gradient
+        return float(held.item() if getattr(held, "ndim", 0) else held)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise TypeError(f"a {type(value).__name__} that is no number") from error
 

@@ -459,6 +459,11 @@ def test_what_is_no_interval_is_refused(low: float, high: float, first: tuple[fl
         StartLine(lambda t: Start(t * WAY), low, high, first)
 
 
+def test_a_line_is_a_function() -> None:
+    with pytest.raises(TypeError, match=r"at is Start\(.*; it must be a function of t that returns a Start"):
+        StartLine(Start(torch.zeros(2)), 0.0, 1.0)  # type: ignore[arg-type]
+
+
 def test_a_line_has_one_start_for_a_strength() -> None:
     drawn = torch.Generator().manual_seed(0)
     with pytest.raises(AdapterError, match=r"at\(0.0\) returned two different starts"):

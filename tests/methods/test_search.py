@@ -266,6 +266,7 @@ def test_what_can_be_no_answer_changes_nothing(quadratic: Make, tmp_path: Path) 
     (start,) = search.ask()
     before = (tmp_path / "evaluations.json").read_bytes()
     for refused, message in (
+        (lambda: search.tell("0", 1.0), "id is '0'; it must be an integer"),
         (lambda: search.tell(7, 1.0), "there is no open trial 7; open are 0"),
         (lambda: search.tell(0, math.nan), "returned nan; it must be a finite number"),
         (lambda: search.tell(0, 51.0), r"outside its bounds \(0.0, 50.0\)"),

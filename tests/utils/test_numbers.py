@@ -12,8 +12,12 @@ from metricopt_ext.utils.numbers import number_of, within
 
 @pytest.mark.parametrize(
     "value",
-    [0.5, Decimal("0.5"), np.float16(0.5), np.array([[0.5]]), torch.tensor([0.5], dtype=torch.bfloat16), "0.5"],
+    [
+        *(0.5, Decimal("0.5"), "0.5", np.float16(0.5), np.array([[0.5]])),
+        *(torch.tensor([0.5], dtype=torch.bfloat16), torch.tensor(0.5, requires_grad=True)),
+    ],
 )
+@pytest.mark.filterwarnings("error")
 def test_one_number_in_whatever_holds_it(value: Any) -> None:
     assert number_of(value) == 0.5
 
