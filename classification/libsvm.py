@@ -1,5 +1,6 @@
 """LIBSVM files as labelled examples."""
 
+import codecs
 import io
 import os
 import re
@@ -17,6 +18,7 @@ from metricopt_ext.data.reading import Reading
 from metricopt_ext.data.text_files import TEXT_SHARE, content_of
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import existing
+from metricopt_ext.utils.text import MARKS, text_of
 from metricopt_ext.utils.words import brief, counted
 
 StrPath = str | os.PathLike[str]
@@ -75,14 +77,18 @@ def read_libsvm(
     named, left = ", ".join(map(str, files)), max_bytes // TEXT_SHARE
     texts = []
     for file in files:
-        texts.append(content_of(existing(file), left))
-        left -= len(texts[-1])
+        content = content_of(existing(file), left)
+        left -= len(content)
+        texts.append(text_of(content).encode() if content.startswith((codecs.BOM_UTF8, *MARKS)) else content)
     try:
         loaded = load_svmlight_files(
             list(map(io.BytesIO, texts)), dtype=np.float64, zero_based=True, query_id=bool(columns)
         )
     except Exception as error:  # it indexes and converts whatever it reads, with errors of many types
-        raise DataError(f"cannot read {named} as LIBSVM data{_bad_row(files, texts)}: {brief(error)}") from error
+        raise DataError(
+            f"cannot read {named} as LIBSVM data{_bad_row(files, texts)}: {brief(error)};"
+            " a row is a label and features in order, all numbers, as 1 3:0.5 7:2"
+        ) from error
     queries = any(re.search(rb"^[^#\n]*\sqid:", text, re.MULTILINE) for text in texts)
     del texts
     each = 3 if columns else 2

@@ -72,6 +72,8 @@ def coco_metric(
         )
     if not isinstance(annotations, Mapping):
         raise DataError(f"annotations must be a COCO file's content, as json.load gives, got {brief(annotations)}")
+    if isinstance(images, Mapping) or not hasattr(images, "__len__"):
+        raise DataError(f"images are {brief(images)}; they must be a list, in the order of annotations['images']")
     annotations = {key: _plain(annotations.get(key)) for key in ("images", "annotations", "categories")}
     if (entries := len(annotations["images"] or ())) != len(images):
         raise DataError(f"there are {len(images)} images, but annotations of {entries}")

@@ -93,6 +93,6 @@ def brief(value: object) -> str:
         ('[0, 1, 2, 3, 4, 5, ...]', "KeyError('dim')", 'so it is')
     """
     if not isinstance(value, BaseException):
-        return _BRIEF.repr(value)
+        return " ".join(_BRIEF.repr(value).splitlines())  # an array's has several
     text = repr(value) if isinstance(value, KeyError) or not str(value) else str(value)
     return textwrap.shorten(text, 300, placeholder=" ...")

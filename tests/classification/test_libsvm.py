@@ -80,9 +80,16 @@ def test_libsvm_as_it_was_found(tmp_path: Path, content: str, x: list[list[float
     assert re.search(said, table.reading.found)
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+def test_a_mark_of_unicode_is_no_label(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "l").write_bytes("1 1:5\n2 1:6\n".encode(encoding))
+    assert read_libsvm(tmp_path / "l").x.tolist() == [[5], [6]]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        ("a,y\n1,2\n", "could not convert string to float.*; a row is a label and features in order, all numbers"),
         ("1 1:1\n2 2:1 1:1\n", r"LIBSVM data.*2 of.* sorted and unique"),
         ("1 1:1\n" * 70 + "2 1:1 1:2\n" + "1 1:1\n" * 9, r"\(row 71 of .*\).* sorted and unique"),
         ("1 1:1\n1,2 1:1\n", r"\(row 2 of "),

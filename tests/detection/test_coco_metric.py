@@ -143,6 +143,12 @@ def test_halves_are_random_ones_by_default() -> None:
     assert coco_metric(images, truth()).function(Finder()) == pytest.approx(1)  # a number, for whoever calls it
 
 
+@pytest.mark.parametrize("images", [iter([1]), {1: torch.zeros(3, 2, 2)}])
+def test_images_without_an_order_are_refused(images: Any) -> None:
+    with pytest.raises(DataError, match=r"images are .*; they must be a list, in the order of annotations\['images'\]"):
+        coco_metric(images, truth(1))
+
+
 def test_another_detector_s_output_is_translated() -> None:
     metric = coco_metric(pictures(0, 1), truth(2), detect=lambda model, image: Finder().find(int(image[0, 0, 0])))
     assert value(metric, nn.Identity())[0] == pytest.approx(1)

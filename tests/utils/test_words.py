@@ -1,8 +1,9 @@
 """Words for numbers."""
 
 import pytest
+import torch
 
-from metricopt_ext.utils.words import counted, decimals
+from metricopt_ext.utils.words import brief, counted, decimals
 
 
 @pytest.mark.parametrize(
@@ -33,3 +34,7 @@ def test_one_is_singular_and_all_else_plural(count: int, noun: str, expected: st
 )
 def test_four_decimals_where_they_tell_the_value(value: float, shown: str) -> None:
     assert decimals(value) == shown
+
+
+def test_an_array_is_on_one_line() -> None:
+    assert brief({"a": torch.zeros(2, 2)}) == "{'a': tensor([[0., 0.],         [0., 0.]])}"
