@@ -81,7 +81,12 @@ class Printed:
         for text in (ended.output, ended.errors):
             matches = list(self._pattern.finditer(text))
             if matches:
-                return _number(matches[-1][1], "it printed")
+                found = _number(matches[-1][1], "it printed")
+                if isinstance(found, Failed) and re.search(r"\d[,%]", matches[-1][1] or ""):
+                    return Failed(
+                        f"{found.reason}; it must have a decimal point, and no % in the group of {self._switch}"
+                    )
+                return found
         return Failed(f"it printed nothing that matches {self._switch} {brief(self._pattern.pattern)}")
 
 

@@ -44,6 +44,13 @@ def test_the_number_that_is_printed(output: str, errors: str, found: float | str
     assert read == found if isinstance(found, float) else found in getattr(read, "reason", "")
 
 
+@pytest.mark.parametrize("text", ["50%", "0,5"])
+def test_a_percent_sign_or_a_decimal_comma_is_named(text: str) -> None:
+    found = Printed(r"AP = (\S+)", "--parse").read(ended(f"AP = {text}"))
+    assert isinstance(found, Failed)
+    assert found.reason.endswith("no number; it must have a decimal point, and no % in the group of --parse")
+
+
 def test_a_group_that_did_not_match_and_lines() -> None:
     assert isinstance(Printed("(x)?AP", "--parse").read(ended("AP")), Failed)
     assert Printed(r"^(\d+)$", "--parse").read(ended("a 1\n2\nb")) == 2  # a line's begin and end
