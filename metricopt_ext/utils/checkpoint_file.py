@@ -149,6 +149,11 @@ DTYPES = {
 }
 
 
+def _expanded(tensor: Tensor) -> bool:
+    """Whether several of a tensor's numbers are one in memory."""
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 class _Torch(CheckpointFile):
     """Held in memory; to write it, what is replaced is put in place for a while, so that storages stay shared."""
 
@@ -157,6 +162,14 @@ class _Torch(CheckpointFile):
         self._content = torch_content(path)
         self.entry, self._state = state_dict_in(path, self._content, entry, option)
         tensors = {key: value for key, value in self._state.items() if isinstance(value, Tensor)}
+        for key, value in tensors.items():
+            if not isinstance(key, str):
+                raise FileFormatError(f"{path} has a tensor under {brief(key)}; a state dict has names")
+            if value.layout != torch.strided or value.is_meta or (value.is_floating_point() and _expanded(value)):
+                raise FileFormatError(
+                    f"{path}: {brief(key)} is sparse, without data, or an expanded view; save all its numbers, as of"
+                    " .to_dense() or .clone()"
+                )
         self.shapes = {key: tuple(value.shape) for key, value in tensors.items()}
         self.dtypes = {key: value.dtype for key, value in tensors.items()}
         self._writing = threading.Lock()

@@ -264,3 +264,21 @@ def test_types_that_torch_lacks_a_name_for_are_not_floats(tmp_path: Path) -> Non
     with safetensors.safe_open(tmp_path / "b.safetensors", "pt") as now:
         kept: Tensor = now.get_tensor("a")
     assert kept.float().tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("key", "tensor", "message"),
+    [
+        (1, torch.zeros(2), "has a tensor under 1; a state dict has names"),
+        ("a", torch.eye(2).to_sparse(), "'a' is sparse, .* save all its numbers"),
+        ("a", torch.zeros(2, device="meta"), "'a' is sparse, without data"),
+        ("a", torch.ones(1).expand(4), "or an expanded view; save .*clone"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Validating sparse")
+def test_tensors_without_numbers_of_their_own_are_refused(
+    tmp_path: Path, key: Any, tensor: torch.Tensor, message: str
+) -> None:
+    torch.save({"b": torch.zeros(2), key: tensor}, tmp_path / "a.pth")
+    with pytest.raises(FileFormatError, match=message):
+        read_checkpoint(tmp_path / "a.pth")
