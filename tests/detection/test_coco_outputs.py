@@ -1,5 +1,6 @@
 """Torchvision's detectors of COCO's 91 outputs, on sets of COCO's categories."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ pytest.importorskip("torchvision")
 
 from torchvision.models import get_model
 
+from helpers.detectors import thin_detectors
 from metricopt_ext.detection.coco_outputs import coco_categories, coco_outputs, for_classes
 from metricopt_ext.detection.records import Annotated
 from metricopt_ext.detection.toolkit import Example
@@ -21,10 +23,7 @@ from metricopt_ext.errors import DataError
 NAMES = (
     "fasterrcnn_mobilenet_v3_large_320_fpn",
     "ssdlite320_mobilenet_v3_large",
-    *(
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in ("retinanet_resnet50_fpn_v2", "fcos_resnet50_fpn", "ssd300_vgg16")
-    ),
+    *("retinanet_resnet50_fpn_v2", "fcos_resnet50_fpn", "ssd300_vgg16"),
 )
 
 
@@ -50,8 +49,18 @@ def test_the_80_categories_are_found_by_name_or_by_id() -> None:
         coco_outputs(["N/A"])
 
 
+@pytest.fixture(scope="module")
+def thin() -> Iterator[None]:
+    """See `thin_detectors`."""
+    with pytest.MonkeyPatch.context() as patch:
+        thin_detectors(patch)
+        yield
+
+
 @pytest.fixture(scope="module", params=NAMES)
-def trained(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[TorchvisionToolkit, nn.Module, Path]:
+def trained(
+    thin: None, request: Any, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[TorchvisionToolkit, nn.Module, Path]:
     """A detector of 91 outputs as torchvision builds it, and its file as a training script saves it."""
     name = request.param
     torch.manual_seed(0)

@@ -12,12 +12,10 @@ from torch import Tensor, nn
 
 pytest.importorskip("torchvision")
 
-from torchvision.models import ResNet, get_model, get_model_weights
-from torchvision.models.detection import faster_rcnn, fcos, keypoint_rcnn, mask_rcnn, retinanet, ssd
-from torchvision.models.resnet import Bottleneck
-from torchvision.models.vgg import make_layers
+from torchvision.models import get_model, get_model_weights
 from torchvision.ops import FrozenBatchNorm2d
 
+from helpers.detectors import thin_detectors
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.detection.records import Annotated
 from metricopt_ext.detection.task import detection_loss
@@ -50,7 +48,7 @@ PLACES: list[Any] = [
     ("maskrcnn_resnet50_fpn_v2", "mask_head", {nn.BatchNorm2d}),
     ("fasterrcnn_mobilenet_v3_large_fpn", "backbone", {nn.BatchNorm2d, nn.Conv2d}),
     ("fasterrcnn_mobilenet_v3_large_320_fpn", "early", {nn.BatchNorm2d}),
-    pytest.param("keypointrcnn_resnet50_fpn", "keypoint_head", {nn.Conv2d}, marks=pytest.mark.slow),
+    ("keypointrcnn_resnet50_fpn", "keypoint_head", {nn.Conv2d}),
     ("retinanet_resnet50_fpn", "early", {nn.BatchNorm2d}),
     ("retinanet_resnet50_fpn", "head", {nn.Conv2d}),
     ("retinanet_resnet50_fpn", "predictor", {nn.Conv2d}),
@@ -63,23 +61,12 @@ PLACES: list[Any] = [
     ("ssdlite320_mobilenet_v3_large", "backbone", {nn.BatchNorm2d, nn.Conv2d}),
     ("ssdlite320_mobilenet_v3_large", "head", {nn.BatchNorm2d, nn.Conv2d}),
 ]
-# As many channels as torchvision's SSD expects of its two feature maps, and few elsewhere.
-THIN_VGG: list[str | int] = [8, 8, "M", 8, 8, "M", 8, 8, 8, "M", 8, 8, 512, "M", 8, 8, 512, "M"]
 
 
 @pytest.fixture(autouse=True)
-def thin_backbones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torchvision's builders take one block for each stage of a ResNet-50, and a VGG-16 of few channels."""
-
-    def resnet(norm_layer: Any = None, **options: Any) -> nn.Module:
-        return ResNet(Bottleneck, [1, 1, 1, 1], norm_layer=norm_layer)
-
-    def vgg(**options: Any) -> nn.Module:
-        return nn.ModuleDict({"features": make_layers(THIN_VGG)})  # type: ignore[arg-type]
-
-    for module in (faster_rcnn, fcos, keypoint_rcnn, mask_rcnn, retinanet):
-        monkeypatch.setattr(module, "resnet50", resnet)
-    monkeypatch.setattr(ssd, "vgg16", vgg)
+def thin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See `thin_detectors`."""
+    thin_detectors(monkeypatch)
 
 
 def toolkit_of(name: str, **settings: Any) -> TorchvisionToolkit:
