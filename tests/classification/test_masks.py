@@ -13,6 +13,9 @@ import torch
 import torchvision
 from PIL import Image
 from torch import nn
+from torchvision.models import ResNet
+from torchvision.models.resnet import Bottleneck
+from torchvision.models.segmentation import fcn
 
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.classification.classifier import built, classifier
@@ -159,11 +162,20 @@ def test_what_segmentation_has_not_is_refused(tmp_path: Path, more: list[str], m
         run_and_report(ClassificationExperiment, config_of(tmp_path, *more), tmp_path / "run", resume=False)
 
 
+def thin_resnet(replace_stride_with_dilation: Any = None, **options: Any) -> nn.Module:
+    """A ResNet-50 of one block for each stage, a quarter as wide within: files of it stay small."""
+    dilated = {"replace_stride_with_dilation": replace_stride_with_dilation}
+    return ResNet(Bottleneck, [1, 1, 1, 1], width_per_group=16, **dilated)
+
+
 @pytest.mark.parametrize("auxiliary", [True, False])
 @pytest.mark.parametrize("name", ["fcn_resnet50", "deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large"])
-def test_state_dicts_are_read_as_torchvision_publishes_them(tmp_path: Path, name: str, auxiliary: bool) -> None:
+def test_state_dicts_are_read_as_torchvision_publishes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, auxiliary: bool
+) -> None:
     if name.startswith("lraspp") and auxiliary:
         pytest.skip("LR-ASPP has no auxiliary classifier")
+    monkeypatch.setattr(fcn, "resnet50", thin_resnet)
     torch.manual_seed(0)
     options = {} if name.startswith("lraspp") else {"aux_loss": auxiliary}
     theirs = torchvision.models.get_model(name, weights=None, weights_backbone=None, num_classes=21, **options)
