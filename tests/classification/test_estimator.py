@@ -25,6 +25,7 @@ from metricopt_ext.errors import AdapterError, BudgetError, MetricError
 from metricopt_ext.methods.prior_starts import prior_offsets
 
 SMALL: dict[str, Any] = {"dim": 2, "hidden": (8,), "epochs": 30, "batch_size": 16, "lr": 0.02, "random_state": 0}
+QUICK = {**SMALL, "epochs": 5, "lr": 0.1}  # for checks that fit it a hundred times
 
 
 def table(seed: int = 0, rows: int = 300) -> tuple[Any, Any]:
@@ -35,7 +36,7 @@ def table(seed: int = 0, rows: int = 300) -> tuple[Any, Any]:
 
 
 @parametrize_with_checks(  # type: ignore[untyped-decorator]
-    [MetricClassifier(queries=12, **SMALL)], expected_failed_checks=lambda estimator: CANNOT_PASS
+    [MetricClassifier(queries=12, **QUICK)], expected_failed_checks=lambda estimator: CANNOT_PASS
 )
 @pytest.mark.slow
 def test_scikit_learns_own_checks(estimator: Any, check: Any) -> None:

@@ -15,6 +15,7 @@ from metricopt_ext.classification.regressor import CANNOT_PASS, MetricRegressor
 from metricopt_ext.errors import BudgetError
 
 SMALL: dict[str, Any] = {"dim": 2, "hidden": (8,), "epochs": 30, "batch_size": 16, "lr": 0.02, "random_state": 0}
+QUICK = {**SMALL, "epochs": 5, "lr": 0.1}  # for checks that fit it a hundred times
 
 
 def table(rows: int = 300, seed: int = 0) -> tuple[Any, Any]:
@@ -24,7 +25,7 @@ def table(rows: int = 300, seed: int = 0) -> tuple[Any, Any]:
 
 
 @parametrize_with_checks(  # type: ignore[untyped-decorator]
-    [MetricRegressor(queries=12, **SMALL)], expected_failed_checks=lambda estimator: CANNOT_PASS
+    [MetricRegressor(queries=12, **QUICK)], expected_failed_checks=lambda estimator: CANNOT_PASS
 )
 @pytest.mark.slow
 def test_scikit_learns_own_checks(estimator: Any, check: Any) -> None:
