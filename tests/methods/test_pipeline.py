@@ -545,30 +545,29 @@ def kept_of(asked: int) -> int:
     return asked if asked >= COLLECTED else asked // 3 * 3  # of collection whole tasks, then every answer
 
 
-@pytest.mark.parametrize("after", [0, 4, 18, 26, 38, 43])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
-    quadratic: Callable[..., Any], tmp_path: Path, after: int
-) -> None:
-    whole = quadratic(population=4)
-    expected = go(whole, recipe=BOTH, output_dir=tmp_path / "whole")
-    broken = quadratic(population=4)
-    broken.problem.fail_after = after
-    with pytest.raises(MetricError, match="the evaluation server is down"):
-        go(broken, recipe=BOTH, output_dir=tmp_path / "broken")
-    assert broken.queries == after + 1
-    assert not (tmp_path / "broken" / "adapter.safetensors").exists()
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    whole, kept = quadratic(population=4), tmp_path / "whole"
+    expected = go(whole, recipe=BOTH, output_dir=kept)
+    names = {path.relative_to(kept) for path in kept.rglob("*")}
+    for after in (0, 4, 18, 26, 38, 43):
+        folder = tmp_path / f"broken after {after}"
+        broken = quadratic(population=4)
+        broken.problem.fail_after = after
+        with pytest.raises(MetricError, match="the evaluation server is down"):
+            go(broken, recipe=BOTH, output_dir=folder)
+        assert broken.queries == after + 1
+        assert not (folder / "adapter.safetensors").exists()
 
-    resumed = quadratic(population=4)
-    result = go(resumed, recipe=BOTH, output_dir=tmp_path / "broken", resume=True)
-    assert resumed.queries == SPENT - kept_of(after)
-    assert_same(result, expected)
-    assert torch.equal(resumed.adapter.phi, whole.adapter.phi)
-    assert resumed.metric.ledger.spent_on == whole.metric.ledger.spent_on == result.queries
+        resumed = quadratic(population=4)
+        result = go(resumed, recipe=BOTH, output_dir=folder, resume=True)
+        assert resumed.queries == SPENT - kept_of(after)
+        assert_same(result, expected)
+        assert torch.equal(resumed.adapter.phi, whole.adapter.phi)
+        assert resumed.metric.ledger.spent_on == whole.metric.ledger.spent_on == result.queries
 
-    names = {path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole").rglob("*")}
-    assert names == {path.relative_to(tmp_path / "broken") for path in (tmp_path / "broken").rglob("*")}
-    for name in names:
-        assert content(tmp_path / "whole" / name) == content(tmp_path / "broken" / name), name
+        assert names == {path.relative_to(folder) for path in folder.rglob("*")}
+        for name in names:
+            assert content(kept / name) == content(folder / name), name
 
 
 def test_the_same_task_resumes_under_its_own_budget(quadratic: Callable[..., Any], tmp_path: Path) -> None:
@@ -871,34 +870,26 @@ def test_direct_search_is_a_strategy_on_the_same_ledger(quadratic: Callable[...,
 
 
 @each_search
-@pytest.mark.parametrize("after", [0, 1, 30, 99])
-def test_a_resumed_search_asks_nothing_twice(
-    quadratic: Callable[..., Any], tmp_path: Path, search: Search, after: int
-) -> None:
+def test_a_resumed_search_asks_nothing_twice(quadratic: Callable[..., Any], tmp_path: Path, search: Search) -> None:
     expected = optimize_metric(quadratic(), queries=100, strategy=search, callback=Callback())
-    broken, resumed = quadratic(), quadratic()
-    broken.problem.fail_after = after
-    with pytest.raises(MetricError, match="server is down"):
-        optimize_metric(broken, queries=100, strategy=search, output_dir=tmp_path, callback=Callback())
-    with pytest.raises(FileFormatError, match="holds an earlier run"):
-        optimize_metric(resumed, queries=100, strategy=search, output_dir=tmp_path, callback=Callback())
-    for change in ({"queries": 90}, {"seed": 1}):
-        with pytest.raises(FileFormatError, match=f"{next(iter(change))} was"):
-            optimize_metric(
-                resumed,
-                **{"queries": 100, "strategy": search, "output_dir": tmp_path, "callback": Callback()} | change,
-                resume=True,
-            )
-    result = optimize_metric(
-        resumed, queries=100, strategy=search, output_dir=tmp_path, resume=True, callback=Callback()
-    )
-    assert str(result) == str(expected)
-    assert torch.equal(result.ends["search"], expected.ends["search"])
-    assert resumed.queries == 100 - after
-    assert resumed.metric.ledger.spent_on == {"starts": 1, "search": 99}
-    assert torch.equal(
-        load_adapter(nn.Linear(2, 3).double(), tmp_path / "adapter.safetensors").phi, result.ends["search"]
-    )
+    for after in (0, 1, 30, 99):
+        broken, resumed, folder = quadratic(), quadratic(), tmp_path / f"after {after}"
+        broken.problem.fail_after = after
+        settings: dict[str, Any] = {"queries": 100, "strategy": search, "output_dir": folder, "callback": Callback()}
+        with pytest.raises(MetricError, match="server is down"):
+            optimize_metric(broken, **settings)
+        with pytest.raises(FileFormatError, match="holds an earlier run"):
+            optimize_metric(resumed, **settings)
+        for change in ({"queries": 90}, {"seed": 1}):
+            with pytest.raises(FileFormatError, match=f"{next(iter(change))} was"):
+                optimize_metric(resumed, **{**settings, **change}, resume=True)
+        result = optimize_metric(resumed, **settings, resume=True)
+        assert str(result) == str(expected)
+        assert torch.equal(result.ends["search"], expected.ends["search"])
+        assert resumed.queries == 100 - after
+        assert resumed.metric.ledger.spent_on == {"starts": 1, "search": 99}
+        loaded = load_adapter(nn.Linear(2, 3).double(), folder / "adapter.safetensors")
+        assert torch.equal(loaded.phi, result.ends["search"])
 
 
 @each_search
