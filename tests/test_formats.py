@@ -20,29 +20,25 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import metricopt_ext as mo
+from helpers.records import QUALITY, record
 from metricopt_ext.adapters.attach import attach_input_bias, attach_lora_scales
 from metricopt_ext.comparison import comparison_content, comparison_report
 from metricopt_ext.comparison.comparison_file import FILE_FORMAT
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.experiment.record import Outcome, SeedRecord
-from metricopt_ext.methods.more_inference import MoreInference
-from metricopt_ext.methods.recipe_settings import StepWeights
-from metricopt_ext.methods.setting_lines import SettingLine
+from metricopt_ext.experiment.record import SeedRecord
 from metricopt_ext.search.update_rule import UpdateRule, load_update_rule
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.inference_file import save_inference
 from metricopt_ext.tasks.kept_evaluations import KeptEvaluation, KeptEvaluations, KeptPoint
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore, load_trajectories
 from metricopt_ext.utils.files import read_json, write_json
-from metricopt_ext.utils.machine import Machine
 from metricopt_ext.utils.versions import versions
 from metricopt_ext.value.gp import GPValueFunction
 from metricopt_ext.value.loading import KINDS
-from metricopt_ext.value.value_function import NeuralValueFunction, Quality, RidgeValueFunction, ValueFunction
+from metricopt_ext.value.value_function import NeuralValueFunction, RidgeValueFunction, ValueFunction
 
 FORMATS = Path(__file__).parent / "formats"
 RELEASES = sorted(path.name for path in FORMATS.glob("*") if path.is_dir())
-QUALITY = Quality(0.5, 0.1, 0.2, 9, 3, 0.1, 0.2)
 
 
 def steps(*shape: int, of: torch.dtype = torch.float32) -> Tensor:
@@ -134,32 +130,6 @@ def write_evaluations(path: Path) -> None:
 def read_evaluations(path: Path) -> list[Any]:
     file = KeptEvaluations(path, metric())
     return [[each.fields for each in kept.values()] for kept in (file.open, file.evaluations)]
-
-
-def record() -> SeedRecord:
-    return SeedRecord(
-        seed=3,
-        outcomes={"pretrained": [Outcome(0.1, 0.2, 0, 0, 0.0)], "metricopt": [Outcome(1 / 3, 0.1 + 0.2, 9, 2, 1.5, 4)]},
-        quality=QUALITY,
-        candidates={"ridge": QUALITY},
-        kept="metricopt",
-        setting=StepWeights(0.0, 0.15),
-        split_half=0.5,
-        chance=0.01,
-        guard="halves",
-        curves={"metricopt": [0.1, 0.2]},
-        true=[0.5],
-        predicted=[0.25],
-        machine=Machine("A processor", "AVX2", 1, "cpu"),
-        searched=[0.1, 0.2],
-        correlations={"nll": {"spearman": 0.5, "kendall": None}},
-        queries={"search": 9},
-        also={"recall[a]": {"validation": (0.1 + 0.2, 1 / 3), "test": (0.0, 1.0)}},
-        holding=7,
-        settings={"size": (1.0, 1.41)},
-        lines=[SettingLine("size", "values", 1.0, 1.41, [0.84, 1.0, 1.41], [0.1, 0.2, 1 / 3])],
-        more=[MoreInference(2.0, 1.99, {"size": 1.41}, {"size": (1.0, 1.41)}, 0.2, 1 / 3, 5, True, 6)],
-    )
 
 
 def read_record(path: Path) -> list[Any]:

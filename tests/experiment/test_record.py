@@ -10,37 +10,21 @@ from typing import Any
 
 import pytest
 
+from helpers.records import record as recorded
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.experiment.record import Outcome, SeedRecord, check_alike
 from metricopt_ext.methods.more_inference import MoreInference
-from metricopt_ext.methods.recipe_settings import StepWeights
 from metricopt_ext.methods.setting_lines import SettingLine
-from metricopt_ext.utils.machine import Machine
-from metricopt_ext.value.value_function import Quality
 
 
 def test_a_record_survives_its_file(tmp_path: Path) -> None:
-    quality = Quality(0.5, 0.1, 0.2, 9, 3, 0.1, 0.2)
-    record = SeedRecord(
-        seed=3,
+    record = replace(
+        recorded(),
         outcomes={
             "pretrained": [Outcome(0.1, 0.2, 0, 0, 0.0)],
             "metricopt": [Outcome(0.3, 0.2, 9, 9, 1.0)],
             "cma_es": [Outcome(0.5, 0.4, 10, 10, 0.1), Outcome(0.6, 0.5, 20, 20, 0.2)],
         },
-        quality=quality,
-        candidates={"ridge": quality},
-        kept="metricopt",
-        setting=StepWeights(0.0, 0.15),
-        split_half=0.5,
-        chance=0.01,
-        guard="halves",
-        curves={"metricopt": [0.1, 0.2]},
-        true=[0.5],
-        predicted=[0.25],
-        machine=Machine("A processor", "AVX2", 1, "cpu"),
-        also={"recall[a]": {"validation": (0.1 + 0.2, 1 / 3), "test": (0.0, 1.0)}},
-        holding=7,
         lines=[
             SettingLine("size", "values", 1.0, 1.41, [0.84, 1.0, 1.41], [0.1, 0.2, 1 / 3]),
             SettingLine("flip", "values", False, True, [False, True], [0.1, 0.2]),

@@ -271,28 +271,33 @@ def test_a_budget_that_is_too_small_by_what_is_held_back_is_refused(quadratic: M
         next(search_results(of_classes(quadratic(), 1.5), [least, 40]))
 
 
-@pytest.mark.parametrize("queries", [30, 29, 28, 12])
-def test_a_run_that_is_cut_short_goes_on_bit_for_bit(quadratic: Make, tmp_path: Path, queries: int) -> None:
-    whole = run_of(of_classes(quadratic(), 1.5), output_dir=tmp_path / "whole")
-    task = of_classes(quadratic(), 1.5)
-    made, left = task.metric.function, [queries - 1]
+def test_a_run_that_is_cut_short_goes_on_bit_for_bit(quadratic: Make, tmp_path: Path) -> None:
+    kept = tmp_path / "whole"
+    whole = run_of(of_classes(quadratic(), 1.5), output_dir=kept)
+    for queries in (30, 29, 28, 12):
+        task, folder = of_classes(quadratic(), 1.5), tmp_path / f"cut at {queries}"
+        task.metric.function = failing_at(queries, task.metric.function)
+        with pytest.raises(Exception, match="the disk is full"):
+            run_of(task, output_dir=folder)
+        (folder / "identity.json").write_text((kept / "identity.json").read_text())  # it has the function's own code
+        again = run_of(of_classes(quadratic(), 1.5), output_dir=folder, resume=True)
+        assert str(again) == str(whole)
+        for name in ("evaluations.json", "adapter.safetensors"):
+            assert (folder / name).read_bytes() == (kept / name).read_bytes()
+
+
+def failing_at(query: int, metric: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A metric that raises an error from its n-th query on."""
+    left = query - 1
 
     def failing(model: Any) -> Any:
-        left[0] -= 1
-        if left[0] < 0:
+        nonlocal left
+        left -= 1
+        if left < 0:
             raise OSError("the disk is full")
-        return made(model)
+        return metric(model)
 
-    task.metric.function = failing
-    with pytest.raises(Exception, match="the disk is full"):
-        run_of(task, output_dir=tmp_path / "cut")
-    # The function's own code is part of a run's identity.
-    identity = (tmp_path / "whole" / "identity.json").read_text()
-    (tmp_path / "cut" / "identity.json").write_text(identity)
-    again = run_of(of_classes(quadratic(), 1.5), output_dir=tmp_path / "cut", resume=True)
-    assert str(again) == str(whole)
-    for name in ("evaluations.json", "adapter.safetensors"):
-        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    return failing
 
 
 def test_an_earlier_run_that_knew_of_no_new_classes_is_not_gone_on_with(quadratic: Make, tmp_path: Path) -> None:

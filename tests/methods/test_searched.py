@@ -157,39 +157,47 @@ def with_lines(host: Any) -> tuple[FinetuneTask, dict[str, Start | StartLine]]:
     return task, {"batchnorm": start, "along": along, "statistics": statistics, "between": between}
 
 
+class Cut(Normed):
+    """Fails once it was asked so often."""
+
+    left = 10**9
+
+    def metric(self, model: nn.Module) -> Any:
+        if not self.left:
+            raise RuntimeError("cut short")
+        self.left -= 1
+        return super().metric(model)
+
+
+def run_with_lines(host: Cut, folder: Path, *, resume: bool = False) -> Result:
+    task, starts = with_lines(host)
+    return guided(task, queries=48, starts=starts, output_dir=folder, resume=resume)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
+    """A run with lines that nothing cut short, and its folder."""
+    folder = tmp_path_factory.mktemp("whole")
+    return run_with_lines(Cut(), folder), folder
+
+
 @pytest.mark.parametrize("queries", [1, 3, 5, 8, 11, 15, 22])
-def test_a_run_with_lines_goes_on_where_it_was_cut_short(tmp_path: Path, queries: int) -> None:
+def test_a_run_with_lines_goes_on_where_it_was_cut_short(
+    tmp_path: Path, whole: tuple[Result, Path], queries: int
+) -> None:
     """In the midst of each stage: the fixed starts, three lines of up to six, the design and what follows."""
-
-    class Cut(Normed):
-        left = 10**9
-
-        def metric(self, model: nn.Module) -> Any:
-            if not self.left:
-                raise RuntimeError("cut short")
-            self.left -= 1
-            return super().metric(model)
-
-    def run(host: Cut, folder: str, *, resume: bool = False) -> Result:
-        task, starts = with_lines(host)
-        return guided(task, queries=48, starts=starts, output_dir=tmp_path / folder, resume=resume)
-
-    cut, resumed = Cut(), Cut()
-    expected = run(Cut(), "whole")
-    assert expected.queries == {
-        "starts": 17,
-        "search": 31,
-    }  # two fixed; 6, 5 with the one on it, and 5
+    cut, resumed, (expected, folder) = Cut(), Cut(), whole
+    assert expected.queries == {"starts": 17, "search": 31}  # two fixed; 6, 5 with the one on it, and 5
     cut.left = queries
     with pytest.raises(MetricError):
-        run(cut, "cut")
+        run_with_lines(cut, tmp_path)
     resumed.left = 48 - queries
-    result = run(resumed, "cut", resume=True)
+    result = run_with_lines(resumed, tmp_path, resume=True)
     assert resumed.left == 0
     assert_same_search(result, expected)
     assert result.starts == expected.starts
     for name in ("evaluations.json", "adapter.safetensors"):
-        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
 
 
 @pytest.mark.parametrize("gain", [True, False])
@@ -236,28 +244,28 @@ def test_what_a_start_replaced_is_loaded_removed_and_resumed_with(kind: str, tmp
     assert all(torch.equal(value, bare[name]) for name, value in task.adapter.remove().state_dict().items())
 
 
-@pytest.mark.parametrize("after", [0, 1, 2, 4, 17, 29])
-def test_a_killed_search_is_resumed_bit_for_bit(quadratic: Callable[..., Any], tmp_path: Path, after: int) -> None:
-    broken, resumed = quadratic(), quadratic()
-    expected = guided(quadratic(), starts=starts_of(broken))
-    broken.problem.fail_after = after
-    with pytest.raises(MetricError, match="server is down"):
-        guided(broken, starts=starts_of(broken), output_dir=tmp_path)
-    result = guided(resumed, starts=starts_of(resumed), output_dir=tmp_path, resume=True)
-    assert_same_search(result, expected)
-    assert resumed.queries == 30 - after
-    assert resumed.metric.ledger.spent_on == {"starts": 3, "search": 27}
-    assert {path.name for path in tmp_path.iterdir()} == {
-        ".lock",
-        "identity.json",
-        "evaluations.json",
-        "README.md",
-        "adapter.safetensors",
-    } | {"value_function.safetensors"}
-    f = load_value_function(tmp_path / "value_function.safetensors", 4, resumed.adapter.signature)
-    assert result.fit is not None
-    assert f.signature == resumed.adapter.signature == result.fit.f.signature
-    assert all(torch.equal(value, result.fit.f.state_dict()[key]) for key, value in f.state_dict().items())
+def test_a_killed_search_is_resumed_bit_for_bit(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    expected = guided(task := quadratic(), starts=starts_of(task))
+    for after in (0, 1, 2, 4, 17, 29):
+        broken, resumed, folder = quadratic(), quadratic(), tmp_path / f"after {after}"
+        broken.problem.fail_after = after
+        with pytest.raises(MetricError, match="server is down"):
+            guided(broken, starts=starts_of(broken), output_dir=folder)
+        result = guided(resumed, starts=starts_of(resumed), output_dir=folder, resume=True)
+        assert_same_search(result, expected)
+        assert resumed.queries == 30 - after
+        assert resumed.metric.ledger.spent_on == {"starts": 3, "search": 27}
+        assert {path.name for path in folder.iterdir()} == {
+            ".lock",
+            "identity.json",
+            "evaluations.json",
+            "README.md",
+            "adapter.safetensors",
+        } | {"value_function.safetensors"}
+        f = load_value_function(folder / "value_function.safetensors", 4, resumed.adapter.signature)
+        assert result.fit is not None
+        assert f.signature == resumed.adapter.signature == result.fit.f.signature
+        assert all(torch.equal(value, result.fit.f.state_dict()[key]) for key, value in f.state_dict().items())
 
 
 @pytest.mark.parametrize("other", [{}, {"near": 0.8}, {"near": 0.8, "far": -2.0}, {"near": 0.8, "away": -3.0}])
