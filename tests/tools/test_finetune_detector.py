@@ -166,6 +166,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def weights_of(finished: Path) -> str:
+    """The setting of the detector that was trained there."""
+    return f"model.weights={finished / 'seed-0' / 'model.safetensors'}"
+
+
 def test_everything_is_written(finished: Path) -> None:
     assert {path.name for path in finished.iterdir()} == {
         *KEPT,
@@ -263,7 +268,6 @@ def test_an_interrupted_run_resumes_to_the_same_report(
 def test_the_ap_loss_in_the_backbone_by_the_command_line(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    weights = f"model.weights={finished / 'seed-0' / 'model.safetensors'}"
     call(
         tool,
         "--toolkit",
@@ -275,7 +279,7 @@ def test_the_ap_loss_in_the_backbone_by_the_command_line(
         *TINY,
         "classification_loss=ap",
         "model.config_file=''",
-        weights,
+        weights_of(finished),
     )
     assert "torchvision's small_fpn on shifted scenes" in capsys.readouterr().out
     content = content_of(tmp_path)
@@ -303,8 +307,7 @@ def test_features_in_memory_change_no_number(finished: Path, tmp_path: Path, mon
     monkeypatch.setattr(TorchvisionToolkit, "build", sampling_all)
     contents = []
     for keep in ("keep_features=false", "keep_gib=0.015"):  # none of the images', and some
-        weights = f"model.weights={finished / 'seed-0' / 'model.safetensors'}"
-        config = config_of(*FINISHED, weights, f"adapter.{keep}")
+        config = config_of(*FINISHED, weights_of(finished), f"adapter.{keep}")
         some = keep.startswith("keep_gib")
         with pytest.warns(UserWarning, match=r"fill.*half of adapter\.keep_gib=0\.015") if some else nullcontext():
             tool.run(config, tmp_path / keep, resume=False)
@@ -322,8 +325,7 @@ def test_a_metric_of_one_s_own(finished: Path, tmp_path: Path, capsys: pytest.Ca
         "    return sum(each['scores'].max() for each in found) / len(found)\n"
     )
     own = ["metric.name=own_best_scores:best", f"metric.folder={tmp_path}", "metric.maximize=false"]
-    weights = f"model.weights={finished / 'seed-0' / 'model.safetensors'}"
-    call(tool, "--config-file", SCENES, "--output-dir", tmp_path / "run", *TINY, weights, *own)
+    call(tool, "--config-file", SCENES, "--output-dir", tmp_path / "run", *TINY, weights_of(finished), *own)
     shown = capsys.readouterr().out
     settings = "score_thresh 0, at most 100 detections an image, images scaled to sides of 48 to 48"
     assert f"seed 0  objects are found with {settings}\n" in shown
@@ -346,7 +348,7 @@ def test_voc_s_format_with_validation_held_out_of_train(finished: Path, tmp_path
     (tree / "ImageSets" / "Main" / "train.txt").rename(tree / "ImageSets" / "Main" / "trainval.txt")
     overrides = [
         *("data.name=voc", f"data.root={tree}", "data.splits=[trainval,'',test]", "data.validation_share=0.4"),
-        *("data.images=[3,0,5]", "data.size=32", f"model.weights={finished / 'seed-0' / 'model.safetensors'}"),
+        *("data.images=[3,0,5]", "data.size=32", weights_of(finished)),
     ]
     overrides, file = [*without_scenes(FINISHED), *overrides], of_files(tmp_path)
     call(tool, "--config-file", file, "--output-dir", tmp_path / "run", *overrides)
@@ -608,8 +610,9 @@ def test_detectron2_needs_its_config_file() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["search", "paper"])
-def test_a_detector_under_each_strategy(tmp_path: Path, strategy: str, check_strategy: Any) -> None:
-    call(tool, "--config-file", SCENES, "--output-dir", tmp_path / "run", *SIZES, *METHODS[strategy], "queries=20")
+def test_a_detector_under_each_strategy(finished: Path, tmp_path: Path, strategy: str, check_strategy: Any) -> None:
+    settings = [*SIZES, *METHODS[strategy], "queries=20", weights_of(finished)]
+    call(tool, "--config-file", SCENES, "--output-dir", tmp_path / "run", *settings)
     check_strategy(tmp_path / "run", strategy)
     assert len(list((tmp_path / "run").glob("seed-*/tuned.pth"))) == 1
 
@@ -784,9 +787,11 @@ def test_hugging_faces_detectors_are_tuned_and_judged(tmp_path: Path) -> None:
         build_toolkit(load_config(DetectionConfig, plain))
 
 
-def test_settings_of_inference_come_before_phi(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_of_inference_come_before_phi(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A larger image and views of it are tried, and as many detections as AP can use are there from the first on."""
-    more = ["methods=[settings]", "settings.inference=3", "settings.more=[]", "queries=28"]
+    more = ["methods=[settings]", "settings.inference=3", "settings.more=[]", "queries=28", weights_of(finished)]
     overrides = [each for each in SIZES if not each.startswith("queries=")]
     call(tool, "--config-file", SCENES, "--output-dir", tmp_path / "run", *overrides, *more)
     report = content_of(tmp_path / "run")

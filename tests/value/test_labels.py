@@ -141,8 +141,8 @@ def test_labels_say_where_they_come_from(mixed: Callable[..., list[Trajectory]])
 
 def test_labels_without_sigma(mixed: Callable[..., list[Trajectory]]) -> None:
     trajectories = mixed()
-    process = GaussianProcessLabels(always=True)
-    plain, certain = process(trajectories), WithoutSigma(process)(trajectories)
+    plain = GaussianProcessLabels(always=True)(trajectories)
+    certain = WithoutSigma(lambda data: plain)(trajectories)
     assert plain.sigma.min() < plain.sigma.max()
     assert torch.equal(certain.sigma, torch.ones(len(plain.sigma)))
     for name in ("phi", "cost", "trajectory", "observed"):
