@@ -49,6 +49,7 @@ def tiny() -> ClassificationConfig:
         queries=30,
         batch_size=9,
         best_evals=2,
+        pictures=False,
     )
 
 
@@ -300,7 +301,7 @@ def test_a_class_that_the_metric_hardly_sees_is_named(tmp_path: Path, capsys: py
     (tmp_path / "t.csv").write_text("\n".join(["x,y", *rows]))
     config = tiny()
     config.data = TableConfig(name="csv", root=str(tmp_path / "t.csv"), target="y", fractions=[0.7, 0.1, 0.2])
-    config.seeds, config.pictures = 2, False
+    config.seeds = 2
     with pytest.warns(UserWarning, match=r"1 of 3 classes.* \('seldom' 0\)") as told:
         run_and_report(ClassificationExperiment, config, tmp_path / "out", resume=False)
     assert sum("fewer than 10 examples" in str(each.message) for each in told) == 1

@@ -63,7 +63,8 @@ DIGITS, A9A, A9A_SHIFTED = (
 # One round of four tasks with two observations, three queries to choose and three for the guard.
 SIZES = [
     *("finetune.steps=3", "queries=16"),
-    *("model.epochs=1", "adapter.dim=3", "population=4", "best_evals=2", "workers=1", "seeds=1", "device=cpu"),
+    *("model.epochs=1", "adapter.dim=3", "population=4", "best_evals=2", "workers=1", "pictures=false"),
+    *("seeds=1", "device=cpu"),
 ]
 RECIPE = [
     *("method.name=recipe", "method.evals=2", "method.rounds=1", "method.folds=2", "method.trials=0"),
@@ -104,7 +105,7 @@ def answers(config: ClassificationConfig, folder: Path, seed: int, tuned: bool) 
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run two seeds of tiny settings, once for all tests that only look at what is left."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
-    tool.run(config_of("seeds=2"), folder, resume=False)
+    tool.run(config_of("seeds=2", "pictures=true"), folder, resume=False)
     return folder
 
 
@@ -164,7 +165,8 @@ def test_a_finished_run_resumes_without_any_training(
     monkeypatch.setattr(FinetuneTask, "loss_and_gradient", lambda *_: pytest.fail("finetuned"))
     monkeypatch.setattr(FinetuneTask, "cost", lambda *_: pytest.fail("asked"))
     (finished / "report.json").unlink()
-    call("seeds=2", "--config-file", DIGITS, *TINY[:-2], "--resume", "--output-dir", finished, "device=cpu")
+    settings = [*TINY[:-2], "pictures=true"]
+    call("seeds=2", "--config-file", DIGITS, *settings, "--resume", "--output-dir", finished, "device=cpu")
     assert json.loads((finished / "report.json").read_text()) == before
     shown = capsys.readouterr().out
     assert "MetricOpt" in shown
@@ -178,7 +180,7 @@ def test_a_deterministic_run_does_not_depend_on_the_shell(tmp_path: Path) -> Non
     made = []
     for name, environment in (("a", {"OMP_NUM_THREADS": "2"}), ("b", {"ATEN_CPU_CAPABILITY": "default"})):
         command = [sys.executable, SCRIPT, "--config-file", DIGITS, "--output-dir", tmp_path / name, *TINY]
-        settings = ["deterministic=true", "pictures=false"]
+        settings = ["deterministic=true", "data.fractions=[0.2,0.1,0.7]"]
         subprocess.run([*command, *settings], env={**os.environ, **environment}, check=True)
         made.append(numbers(tmp_path / name))
     assert made[0] == made[1]
@@ -243,7 +245,6 @@ def test_the_committed_table_runs_each_system_on_about_as_many_queries() -> None
 
 
 SL = [
-    "pictures=false",
     "siblings.sl.iterations=4",
     "siblings.sl.universal_steps=6",
     "siblings.sl.evals=2",
@@ -283,7 +284,8 @@ def test_sibling_methods_on_request(trains: str, tmp_path: Path) -> None:
 def test_reloss_on_request_and_losses_beside_the_metric(tmp_path: Path) -> None:
     reloss = {"steps": 4, "training": 20, "heldout": 8, "checkpoints": 2, "checkpoint_steps": 3, "loss_steps": 2}
     overrides = [f"siblings.reloss.{name}={value}" for name, value in {**reloss, "loss_batches": 6, "evals": 2}.items()]
-    tool.run(config_of("methods=[reloss,reloss_only]", "loss.name=lovasz", *overrides), tmp_path / "run", resume=False)
+    settings = ["methods=[reloss,reloss_only]", "loss.name=lovasz", "pictures=true"]
+    tool.run(config_of(*settings, *overrides), tmp_path / "run", resume=False)
     content = json.loads((tmp_path / "run" / "report.json").read_text())
     folder, losses = tmp_path / "run" / "seed-0", ("lovasz", "ReLoss and cross-entropy", "ReLoss alone")
     for name in ("reloss", "reloss_only"):
@@ -375,7 +377,7 @@ def test_constraints_are_respected_and_what_a_gain_costs_is_shown(
     assert text.count("metric: {") == 1
     config.write_text(text.replace("metric: {", f"metric: {own}"))
     weights = f"model.weights={finished / 'seed-0' / 'model.safetensors'}"
-    settings = [*SIZES, "queries=24", "adapter.dim=8", "starts=[]", weights, "pictures=false"]
+    settings = [*SIZES, "queries=24", "adapter.dim=8", "starts=[]", weights]
     call("--config-file", config, "--output-dir", tmp_path / "run", *settings)
     assert "What it cost elsewhere" in capsys.readouterr().out
     content = json.loads((tmp_path / "run" / "report.json").read_text())
@@ -506,7 +508,7 @@ def test_a_torchvision_classifier_on_an_image_folder(tmp_path: Path) -> None:
         *("model.name=resnet18", "model.batch_size=6", "adapter.layers=[layer4.*.bn2]", "batch_size=3"),
         *("metric.name=aucpr", "method.start_std=1", "model.epochs=3", "model.lr=0.003"),
     ]
-    call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, *overrides, "pictures=false")
+    call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, *overrides)
     content = json.loads((tmp_path / "run" / "report.json").read_text())
     assert content["task"] == "classification/image_folder"
     config = config_of(*overrides)
@@ -519,7 +521,7 @@ def test_a_torchvision_classifier_on_an_image_folder(tmp_path: Path) -> None:
 
 
 def test_first_layers_that_stay_as_trained_are_part_of_what_is_written(tmp_path: Path) -> None:
-    overrides = ["adapter.keep_before=conv3", "adapter.layers=[norm3]", "method.start_std=0.5", "pictures=false"]
+    overrides = ["adapter.keep_before=conv3", "adapter.layers=[norm3]", "method.start_std=0.5"]
     call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, *overrides)
     content = json.loads((tmp_path / "run" / "report.json").read_text())
     for name, tuned in (("pretrained", False), ("metricopt", True)):
@@ -539,7 +541,7 @@ def test_a_model_of_ones_own_is_built_tuned_and_written_under_its_own_names(tmp_
         "    return nn.Sequential(first, nn.BatchNorm2d(width), nn.ReLU(), head)\n"
     )
     overrides = ["model.name=our_nets:net", f"model.folder={tmp_path}", "model.kwargs.width=5", "adapter.layers=[]"]
-    more = ["pictures=false", "model.epochs=8", "model.lr=0.02", "method.start_std=1"]
+    more = ["model.epochs=8", "model.lr=0.02", "method.start_std=1"]
     call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, *overrides, *more)
     sys.path[:] = [each for each in sys.path if each != str(tmp_path)]
     net = sys.modules.pop("our_nets").net
@@ -595,7 +597,7 @@ def test_a_hugging_face_folder_brings_weights_and_normalisation(tmp_path: Path) 
 @pytest.mark.parametrize("kind", ["film", "outputs"])
 def test_offsets_of_the_logits_are_tuned_and_kept(tmp_path: Path, kind: str) -> None:
     overrides = [f"adapter.kind={kind}", f"adapter.outputs={kind == 'film'}", "adapter.temperature=true"]
-    overrides += ["adapter.layers=[]", "pictures=false", "method.start_std=0.5"]
+    overrides += ["adapter.layers=[]", "method.start_std=0.5"]
     call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, *overrides)
     saved = tmp_path / "run" / "seed-0" / "adapter.safetensors"
     config = config_of(*overrides)
@@ -788,7 +790,7 @@ def stray(folder: Path) -> list[str]:
     return [
         *("data.name=csv", f"data.root={folder / 'stray.csv'}", "data.target=answer", "data.standardise=true"),
         *("model.name=tabular_mlp", "adapter.kind=input_bias", "adapter.layers=[]", "shift.kind=none"),
-        *("data.missing=median", "pictures=false", "seeds=1", "method.start_std=2", "model.epochs=8"),
+        *("data.missing=median", "seeds=1", "method.start_std=2", "model.epochs=8"),
     ]
 
 
@@ -882,7 +884,6 @@ def test_a_learned_optimizer_is_run_on_request(tmp_path: Path, capsys: pytest.Ca
         "learned.tasks=2",
         "learned.pairs=2",
         "learned.hidden=4",
-        "pictures=false",
     ]
     folder = tmp_path / "out"
     call("--config-file", DIGITS, "--output-dir", folder, *TINY, *more)
@@ -895,7 +896,7 @@ def test_a_learned_optimizer_is_run_on_request(tmp_path: Path, capsys: pytest.Ca
 
 
 ALA = [
-    *("pictures=false", "methods=[ala]", "siblings.trains=scratch", "siblings.ala.iterations=6"),
+    *("methods=[ala]", "siblings.trains=scratch", "siblings.ala.iterations=6"),
     *("siblings.ala.action_steps=3", "siblings.ala.reward_evals=2", "siblings.ala.children=2"),
 ]
 
