@@ -24,7 +24,7 @@ from helpers.programs import call, refused
 from helpers.runs import KEPT, check_needs_resume, stopped_after
 from metricopt_ext.adapters.attach import load_adapter
 from metricopt_ext.data import training_state
-from metricopt_ext.detection import build, scenes
+from metricopt_ext.detection import build, experiment, scenes
 from metricopt_ext.detection.build import build_metric, build_toolkit
 from metricopt_ext.detection.coco import read_coco, write_coco
 from metricopt_ext.detection.config import DetectionConfig
@@ -93,8 +93,10 @@ def without_scenes(overrides: Sequence[str]) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def quick(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out threads, and see `small_and_quick`."""
+    """Leave out threads, and pictures, which are looked at in `finished`; see `small_and_quick`."""
     small_and_quick(monkeypatch)
+    for name in ("plot_detections", "plot_proposals"):
+        monkeypatch.setattr(experiment, name, lambda *_: None)
 
 
 def small_and_quick(patched: pytest.MonkeyPatch) -> None:
