@@ -24,7 +24,7 @@ from metricopt_ext.data.label_parts import label_parts
 from metricopt_ext.errors import AdapterError, BudgetError, MetricError
 from metricopt_ext.methods.prior_starts import prior_offsets
 
-SMALL: dict[str, Any] = {"dim": 2, "hidden": (8,), "epochs": 30, "batch_size": 16, "lr": 0.02, "random_state": 0}
+SMALL: dict[str, Any] = {"dim": 2, "hidden": (8,), "epochs": 10, "batch_size": 16, "lr": 0.05, "random_state": 0}
 QUICK = {**SMALL, "epochs": 5, "lr": 0.1}  # for checks that fit it a hundred times
 
 
