@@ -1,5 +1,6 @@
 """A task of closed form, a record keeper in memory, a tiny Detectron2, and its catalog of sets as it was."""
 
+import gc
 import io
 import multiprocessing
 import os
@@ -45,6 +46,10 @@ def pytest_configure(config: pytest.Config) -> None:
         check_capability()
     except ConfigError as error:
         pytest.exit(f"no test was run: {error}", returncode=4)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what the tests import stays, and the collector need not look through all of it time and again
 
 
 def pytest_report_header() -> str:
