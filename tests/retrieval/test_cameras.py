@@ -124,6 +124,7 @@ def config_of(root: Path, *more: str) -> RetrievalConfig:
         ),
         *("model.embedding=4", "model.epochs=1", "loss.classes=2", "loss.samples=2", "adapter.dim=2", "queries=14"),
         *("finetune.steps=2", "best_evals=2", "seeds=1", "metric.ks=[1,2]", "device=cpu", "starts=[loss_finetune]"),
+        "pictures=false",
     ]
     config = load_config(RetrievalConfig, None, [*settings, *more])
     config.check()
@@ -151,7 +152,7 @@ def test_market_s_folders_are_queries_a_gallery_and_train(tmp_path: Path) -> Non
 
 @pytest.mark.filterwarnings("ignore:.*junk")
 def test_the_report_s_recall_is_by_the_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of(market(tmp_path / "set"), "pictures=true")
+    config = config_of(market(tmp_path / "set"))
     run_and_report(RetrievalExperiment, config, tmp_path / "run", False)
     splits = load_splits(config, 0)
     model = built(config.model, splits.test.x.shape[1:])
