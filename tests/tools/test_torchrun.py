@@ -26,7 +26,8 @@ TOOLS = {
         "methods=[metricopt_paper]",
         "paper.evals=3",
     ],
-    "finetune_retrieval": ["configs/retrieval/digits.yaml", "model.epochs=1", "model.width=4"],
+    # Settings of inference are tuned by the detector's tool alone: ranks ask for them alike, whatever the task.
+    "finetune_retrieval": ["configs/retrieval/digits.yaml", "model.epochs=1", "model.width=4", "methods=[]"],
     "finetune_detector": ["configs/detection/scenes_torchvision.yaml", *DETECTION],
 }
 
