@@ -30,7 +30,7 @@ from metricopt_ext.utils.extras import naming_extras, require
 from metricopt_ext.utils.kept_outputs import KeptOutputs
 from metricopt_ext.value.value_function import NeuralValueFunction
 
-QUERIES, FEW = 60, 20  # of each search, of toy size the other
+QUERIES, FEW = 60, 20  # of each search, and of one of toy size
 Side = Callable[[], Any]
 
 

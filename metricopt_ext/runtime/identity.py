@@ -136,7 +136,7 @@ class Held:
     @property
     def left(self) -> bool:
         """Whether it was left to other processes."""
-        return self._lock._context.lock_file_fd is None
+        return not self._lock.is_locked
 
     def check(self) -> None:
         """Refuse to write once the folder is no longer the one that was taken, as it was left, removed or replaced.
@@ -144,7 +144,8 @@ class Held:
         Raises:
             FileFormatError: It was left to other processes, or is another, or gone.
         """
-        if (descriptor := self._lock._context.lock_file_fd) is None:
+        descriptor = self._lock._context.lock_file_fd
+        if descriptor is None:
             raise FileFormatError(
                 f"{self._folder} was left to other processes, as by close(), so nothing more is written; go on by a new"
                 " search or run with resume=True"
