@@ -157,7 +157,7 @@ def load_with_origins(
             raise ConfigError(f"{where}{_unknown(key, known, None)}") from error
         named = f"{key}: " if key and where == in_file else ""
         said = " ".join(str(error).partition("    full_key:")[0].split())
-        if said.endswith("is not a ListConfig, list or tuple."):
+        if get_origin(known.get(key)) in (list, tuple):  # of a value inside, the key ends in [...]
             said += " It must be a list, in brackets: [A, B]"
         raise ConfigError(f"{where}{named}{said}") from error
 
