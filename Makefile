@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast coverage test-outcomes test-python test-lowest test-wheel benchmarks-smoke docs quality style clean
+.PHONY: help demo test test-slow test-fast coverage test-outcomes test-python test-lowest test-wheel benchmarks-smoke docs quality style clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -31,8 +31,11 @@ demo: $(STAMP)  ## search phi for a long tail's worst class, for unseen digits, 
 	.venv/bin/python tools/finetune_retrieval.py --config-file configs/retrieval/digits.yaml --output-dir out/demo/retrieval seed=300 queries=150
 	.venv/bin/python tools/finetune_classifier.py --config-file configs/classification/digits.yaml --output-dir out/demo/shifted seed=100 seeds=3 queries=60
 
-test: $(STAMP)  ## run the tests on all cores but those of outcomes; ARGS goes to pytest, e.g. ARGS="-n 2 -m 'not slow'"
-	.venv/bin/python -m pytest -m "not outcome" $(ARGS)
+test: $(STAMP)  ## run the quick tests on all cores; ARGS goes to pytest, e.g. ARGS="-n 2 tests/search"
+	.venv/bin/python -m pytest -m "not slow and not outcome" $(ARGS)
+
+test-slow: $(STAMP)  ## run the others but those of outcomes: whole programs, notebooks, ranks, killed runs
+	.venv/bin/python -m pytest -m "slow and not outcome" $(ARGS)
 
 # The core's lower floors, without the searches of other packages, which fit for seconds.
 FAST := tests/adapters tests/tasks tests/utils tests/value tests/search \

@@ -42,6 +42,7 @@ def run(folder: Path, *arguments: str, device: str = "cpu") -> dict[str, Any]:
     return content
 
 
+@pytest.mark.slow
 def test_all_methods_are_asked_for_their_budgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = run(tmp_path, "--starts", "2", "--methods", "loss_finetune_best", "cma_es", "metricopt", "threshold")
     methods = {name: [point["queries"] for point in points] for name, points in content["methods"].items()}

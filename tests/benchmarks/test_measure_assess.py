@@ -17,6 +17,7 @@ def call(folder: Path, seeds: str, *tasks: str) -> None:
     programs.call(tool, "--output-dir", folder, "--seeds", seeds, *tasks, *TINY)
 
 
+@pytest.mark.slow
 def test_every_seed_is_counted_once_and_asked_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     call(tmp_path, "4-5", "digits_plain", "noise")
     plain, noise = (json.loads((tmp_path / f"{task}.json").read_text()) for task in ("digits_plain", "noise"))

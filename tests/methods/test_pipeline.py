@@ -545,6 +545,7 @@ def kept_of(asked: int) -> int:
     return asked if asked >= COLLECTED else asked // 3 * 3  # of collection whole tasks, then every answer
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     whole, kept = quadratic(population=4), tmp_path / "whole"
     expected = go(whole, recipe=BOTH, output_dir=kept)

@@ -102,6 +102,7 @@ def test_a_batch_closes_once_all_of_it_is_answered(quadratic: Make) -> None:
     assert (search.spent, search.failed) == (5, 1)
 
 
+@pytest.mark.slow
 def test_the_order_and_the_sitting_of_answers_do_not_matter(quadratic: Make, tmp_path: Path) -> None:
     """Failures and trials that are given up included."""
 

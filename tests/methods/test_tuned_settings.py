@@ -438,6 +438,7 @@ def test_what_fails_in_the_stage_counts_and_is_not_kept(quadratic: Make) -> None
     assert (search.spent, search.failed) == (30, 1)
 
 
+@pytest.mark.slow
 def test_a_search_goes_on_after_each_trial_in_any_order(quadratic: Make, tmp_path: Path) -> None:
     whole, told = run(Toy(quadratic).judged(), 30), 0
     while True:

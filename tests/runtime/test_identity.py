@@ -87,6 +87,7 @@ def test_functions_are_told_by_their_code() -> None:
     assert fingerprint_of_code(Judge()) == fingerprint_of_code(Judge())
 
 
+@pytest.mark.slow
 def test_code_is_the_same_in_another_process() -> None:
     code = """
 from metricopt_ext.runtime.identity import fingerprint_of_code

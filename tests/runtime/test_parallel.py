@@ -102,6 +102,7 @@ def workers(folder: Path) -> list[int]:
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc")
 
 
+@pytest.mark.slow
 @needs_proc
 @pytest.mark.parametrize(
     ("number", "whole_terminal", "status"),
@@ -120,6 +121,7 @@ def test_workers_end_with_their_parent(number: int, whole_terminal: bool, status
         assert said == f"stopped; what is finished is kept in {tmp_path}. To go on:\n  {script} --resume\n"
 
 
+@pytest.mark.slow
 @needs_proc
 def test_a_worker_that_dies_ends_the_run(tmp_path: Path) -> None:
     tool = started(tmp_path, "--kill-one")

@@ -21,6 +21,7 @@ def botorch() -> None:
     pytest.importorskip("botorch", reason="needs the extra compare")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("botorch")
 def test_it_keeps_to_the_protocol(keeps_to_protocol: Callable[..., None]) -> None:
     keeps_to_protocol(SMALL, 8)

@@ -220,6 +220,7 @@ def test_hyperparameters_are_chosen_when_all_points_are_a_quarter_more(
     assert sum(count > 60 for count in due) >= 3
 
 
+@pytest.mark.slow
 def test_checkpoints_beyond_the_limit_are_the_ends_of_separate_runs(
     quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

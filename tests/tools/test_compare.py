@@ -53,6 +53,7 @@ def numbers(content: dict[str, Any]) -> dict[str, Any]:
     return {"methods": methods, "starts": content["starts"], "pairs": content["pairs"], "guards": content["guards"]}
 
 
+@pytest.mark.slow
 def test_shards_and_resuming_give_one_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = run(tmp_path / "whole", "--seeds", "3-5")
     assert whole["seeds"] == [3, 4, 5]

@@ -281,6 +281,7 @@ def test_sibling_methods_on_request(trains: str, tmp_path: Path) -> None:
     assert again["sl_r"]["test"] == content["sl_r"]["test"]
 
 
+@pytest.mark.slow
 def test_reloss_on_request_and_losses_beside_the_metric(tmp_path: Path) -> None:
     reloss = {"steps": 4, "training": 20, "heldout": 8, "checkpoints": 2, "checkpoint_steps": 3, "loss_steps": 2}
     overrides = [f"siblings.reloss.{name}={value}" for name, value in {**reloss, "loss_batches": 6, "evals": 2}.items()]
@@ -368,6 +369,7 @@ def test_any_metric_of_scikit_learn(tmp_path: Path) -> None:
         assert content["methods"][name]["test"] == [pytest.approx(expected)]
 
 
+@pytest.mark.slow
 def test_constraints_are_respected_and_what_a_gain_costs_is_shown(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -901,6 +903,7 @@ ALA = [
 ]
 
 
+@pytest.mark.slow
 def test_a_loss_policy_of_ten_classes_serves_two_without_queries(tmp_path: Path) -> None:
     tool.run(config_of(*ALA), tmp_path / "ten", resume=False)
     content = json.loads((tmp_path / "ten" / "report.json").read_text())["methods"]["ala"]

@@ -231,6 +231,7 @@ def test_a_finished_run_resumes_without_any_training(
     assert "small_fpn on shifted scenes: AP50 (higher is better), 1 seed of 16 queries" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_to_the_same_report(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,6 +268,7 @@ def test_an_interrupted_run_resumes_to_the_same_report(
 # --- What else it takes ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_ap_loss_in_the_backbone_by_the_command_line(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -296,6 +298,7 @@ def test_the_ap_loss_in_the_backbone_by_the_command_line(
     assert changed <= {"backbone"}  # nothing where phi ends at its origin
 
 
+@pytest.mark.slow
 def test_features_in_memory_change_no_number(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = TorchvisionToolkit.build
 
@@ -320,6 +323,7 @@ def test_features_in_memory_change_no_number(finished: Path, tmp_path: Path, mon
             assert method[part] == pytest.approx(never[name][part], abs=1e-9)
 
 
+@pytest.mark.slow
 def test_a_metric_of_one_s_own(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "own_best_scores.py").write_text(
         "def best(truth, found):\n"
@@ -611,6 +615,7 @@ def test_detectron2_needs_its_config_file() -> None:
         build_toolkit(load_config(DetectionConfig, None, ["toolkit=detectron2", "data.name=scenes"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["search", "paper"])
 def test_a_detector_under_each_strategy(finished: Path, tmp_path: Path, strategy: str, check_strategy: Any) -> None:
     settings = [*SIZES, *METHODS[strategy], "queries=20", weights_of(finished)]
@@ -634,6 +639,7 @@ def detector(num_classes, size, score=0.0):  # num_classes counts the background
 """
 
 
+@pytest.mark.slow
 def test_a_detector_of_ones_own_is_tuned_and_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -789,6 +795,7 @@ def test_hugging_faces_detectors_are_tuned_and_judged(tmp_path: Path) -> None:
         build_toolkit(load_config(DetectionConfig, plain))
 
 
+@pytest.mark.slow
 def test_settings_of_inference_come_before_phi(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

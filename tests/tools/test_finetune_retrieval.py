@@ -577,6 +577,7 @@ def test_every_config_is_complete(file: Path) -> None:
             load_splits(config, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["search", "paper"])
 def test_an_embedding_under_each_strategy(tmp_path: Path, strategy: str, check_strategy: Any) -> None:
     call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *SIZES, *METHODS[strategy], "queries=20")
@@ -592,6 +593,7 @@ ALA = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trains", ["phi", "model", "scratch"])
 def test_sibling_methods_on_request(trains: str, tmp_path: Path) -> None:
     tool.run(config_of(*ALA, f"siblings.trains={trains}", "siblings.ala.model_lr=0.01"), tmp_path / "run", resume=False)
@@ -648,6 +650,7 @@ def test_an_untrained_embedder_is_that_of_its_seed() -> None:
     assert not torch.equal(first["trunk.head.weight"], other["trunk.head.weight"])
 
 
+@pytest.mark.slow
 def test_settings_of_inference_are_tuned_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is kept is judged by them, on validation and on test."""
     more = ["methods=[settings]", "queries=40", "guard.confidence=0.5"]
@@ -664,6 +667,7 @@ def test_settings_of_inference_are_tuned_first(tmp_path: Path, capsys: pytest.Ca
     assert (tmp_path / "run" / "settings.png").exists()
 
 
+@pytest.mark.slow
 def test_what_more_inference_would_give_is_shown_and_not_kept(tmp_path: Path) -> None:
     """Query expansion searches twice; what is asked of it changes nothing else."""
     more = ["methods=[settings]", "queries=40", "settings.names=[whitening,expansion]"]

@@ -189,6 +189,7 @@ def test_the_result_does_not_depend_on_jobs(folder: Path) -> None:
     assert files[0] != Path("in.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_file(folder: Path) -> None:
     command = program(folder, PRINT.replace("print(", "time.sleep(0.05); print("))
     arguments = words(command, *PARSE, *HALVES, "--jobs", "2")
@@ -203,6 +204,7 @@ def test_a_killed_run_goes_on_to_the_same_file(folder: Path) -> None:
     assert not list((folder / "out/trials").glob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_stopped_run_ends_its_programs_and_says_how_to_go_on(folder: Path) -> None:
     code = PRINT.replace(
         "print(", "open('pid', 'w').write(str(os.getpid())); time.sleep(100 * (sys.argv[2] > '0')); print("
@@ -350,6 +352,7 @@ def test_settings_first_and_the_checkpoint_with_them(folder: Path, capsys: pytes
     assert "30 of 30 queries spent" in (folder / "out/log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_with_settings_goes_on_wherever_it_was_killed(folder: Path) -> None:
     command = settable(folder, WITH_SETTINGS.replace("value, even", "time.sleep(0.05); value, even"))
     run = partial(words, command, *PARSE, *HALVES, *SETTINGS, "--holdout", command, queries=22)

@@ -124,6 +124,7 @@ def without_times(out: str) -> Any:
     return content, by_settings, scores["held_out"], Path(out, "inference.yaml").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_end(folder: Path) -> None:
     command = program(SCORE.replace("chance =", "open('ran', 'a').write('.'); time.sleep(0.1); chance ="))
     arguments = [*words(command, *PARSE, *HALVES, "--holdout", command), "--jobs", "2"]
