@@ -181,7 +181,7 @@ def test_help_tells_the_settings_and_examples(called: Any, capsys: pytest.Captur
     [
         *("tools/finetune_classifier", "tools/finetune_retrieval", "tools/finetune_detector", "tools/compare"),
         *("benchmarks/compare_starts", "benchmarks/ablate_recipe"),
-        *("benchmarks/measure_search", "benchmarks/measure_correlation"),
+        *("benchmarks/measure_search", "benchmarks/measure_correlation", "benchmarks/measure_checkpoints"),
     ],
 )
 def test_help_warns_of_configs_that_run_code(

@@ -45,6 +45,11 @@ CALLS = {
     ),
     "tools/finetune_retrieval": ("--config-file configs/retrieval/digits.yaml --output-dir out", "faiss", "retrieval"),
     "benchmarks/measure_ap50": ("--output-dir out", "pycocotools", "detection"),
+    "benchmarks/measure_checkpoints": (
+        "--config-file configs/detection/scenes_torchvision.yaml --output-dir out",
+        "torchvision",
+        "detection",
+    ),
     "benchmarks/measure_correlation": (
         "--config-file configs/siblings/reloss_digits.yaml --output-dir out",
         "omegaconf",
