@@ -4,7 +4,7 @@ r"""What a learned value function saves on every new start, and from how many st
     python benchmarks/compare_starts.py --config-file configs/classification/a9a.yaml --output-dir out/starts-a9a \
         data.root=FOLDER metric.name=mcr
     python benchmarks/compare_starts.py --task detection --config-file configs/detection/scenes_torchvision.yaml \
-        --output-dir out/starts-scenes --budgets 50 100 --methods cma_es ours
+        --output-dir out/starts-scenes --budgets 50 100 --methods cma_es metricopt
 
 Each seed learns one value function (method.name=recipe, whatever the config says) and tunes several new starts, random
 phi of the same model on fresh batches, by MetricOpt, by MetricOpt followed by CMA-ES at several numbers of queries per
