@@ -1,13 +1,13 @@
-r"""Say by a few queries whether a search for a metric is worth more of them, or what else would do.
+r"""Say with a few queries whether a search for a metric is worth more of them, or what else would do.
 
     metricopt assess configs/classification/digits_longtail.yaml metric.name=worst_recall
     python tools/assess.py configs/classification/a9a.yaml metric.name=f1 data.root=FOLDER
     python tools/assess.py configs/compare/digits_retrieval.yaml --queries 20 seed=3
 
-CONFIG is one of `finetune_classifier`, `finetune_retrieval` or `finetune_detector`, or of `compare`, whose task's is
-taken. The first seed's model is trained or loaded, and the queries are those that a search would ask first: the free
-starts and its design. With --output-dir they are kept, and the tool itself goes on from them with the same config, the
-same folder and --resume, with any number of queries. docs/assess.md explains what is said.
+CONFIG is a config of `finetune_classifier`, `finetune_retrieval` or `finetune_detector`, or of `compare`, which names
+its task's. The first seed's model is trained or loaded. The queries are those that a search would ask first: the free
+starts and its design. --output-dir keeps them: the tool itself continues from there with the same config, the same
+folder and --resume, with any number of queries. docs/assess.md explains the output.
 """
 
 import argparse

@@ -1,18 +1,16 @@
-"""Which method is best for one model, one metric and a number of queries: methods x budgets x seeds on the same splits.
+"""Find the best method for one model, one metric and a number of queries: methods x budgets x seeds on the same splits.
 
     python tools/compare.py --config-file configs/compare/digits_shifted.yaml --output-dir out/digits_shifted
     python tools/compare.py --config-file configs/compare/a9a_f1.yaml --output-dir out/a9a_f1 data.root=FOLDER
     python tools/compare.py --config-file configs/compare/digits_shifted.yaml --output-dir out/part --seeds 700-704
     python tools/compare.py --join out/part other/part --output-dir out/all
 
-An override whose key is one of the comparison's own (task, config, overrides, methods, budgets, most, starts, seeds,
-seed, workers, threads, device) sets it; any other is one of the task's config. Queries are calls of the metric; what a
-method costs the model is shown beside them, as passes over the metric's data + batches of the loss. Writes
-comparison.json, comparison.md, comparison.png and report.html (the same in one file, to hand on) on all seeds that the
-folder holds; a row that is on file is not
-computed again, so that an interrupted comparison goes on where it stopped, and seeds can be run in several parts, at
-once or one after another.
-``--join`` reports on runs of the same comparison on different seeds, from another machine say, as on one.
+An override sets one of the comparison's own keys (task, config, overrides, methods, budgets, most, starts, seeds, seed,
+workers, threads, device), or else a key of the task's config. Queries are calls of the metric. Beside them stands what
+a method costs the model, as passes over the metric's data + batches of the loss. Writes comparison.json, comparison.md,
+comparison.png and report.html (the same in one file, to hand on) for all seeds in the folder. Rows on file are not
+computed again: an interrupted comparison continues where it stopped, and seeds can be run in parts, one after another.
+--join reports on runs of the same comparison on different seeds, e.g. from other machines, as one.
 """
 
 import argparse

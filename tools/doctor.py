@@ -3,9 +3,9 @@ r"""Say what is installed, on which machine, and whether a small search works he
     metricopt doctor
     python tools/doctor.py
 
-It prints versions, the processor and GPUs, which extras are complete, and what a search of a toy comes to, which takes
-a few seconds. It ends with 1 where something that is installed does not work; what was never installed is only named.
-Put what it prints into a report of a defect.
+It prints versions, the processor and GPUs, which extras are complete, and the result of a toy search, in a few seconds.
+The exit status is 1 if something installed does not work; what is not installed is only named. Include the output in a
+bug report.
 """
 
 import argparse

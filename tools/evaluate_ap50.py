@@ -7,15 +7,15 @@ r"""Compute the AP50 of detections: the average precision if a hit needs an inte
         --weights out/run/seed-0/tuned.pth --annotations out/run/seed-0/scenes --split test --output-dir out/ap50
 
 Detections are in COCO's results format: a list of {"image_id", "category_id", "bbox": [x, y, width, height], "score"}.
-Annotations are COCO's JSON, or a folder or zip file in Pascal VOC's format, or a folder as Roboflow, Kaggle or YOLO
-have them, which a note then says (metricopt_ext.detection.layouts). For VOC and YOLO, image_id is the image's file name
-without suffix, and category_id counts the classes from 1 (or category_name names one). Ids that are written otherwise
-are read where one reading fits them all (metricopt_ext.detection.ids), and notes below the table say what did not
-count. The module metricopt_ext.detection.ap50 explains how the definitions differ. Instead of a file, detections can
-come from a detector that the config file of tools/finetune_detector.py describes, with its weights, and with a
-finetuned adapter if one is given. Prints a table, for COCO's definition the twelve lines of pycocotools too
-(metricopt_ext.detection.coco_summary), and writes report.json. The numbers have 95% intervals over images; those of two
-files of detections are compared image by image with --against (metricopt_ext.detection.left_out).
+Annotations are COCO's JSON, or a folder or zip file in Pascal VOC's format, or a folder as exported by Roboflow, Kaggle
+or YOLO; a note says which (metricopt_ext.detection.layouts). For VOC and YOLO, image_id is the image's file name
+without suffix, and category_id counts the classes from 1 (or category_name names one). Ids in another form are read if
+one reading fits them all (metricopt_ext.detection.ids). Notes below the table say what did not count. The module
+metricopt_ext.detection.ap50 explains how the definitions differ. Instead of a file, a detector can supply the
+detections: one described by a config file of tools/finetune_detector.py, with its weights, and with a finetuned adapter
+if given. Prints a table, for COCO's definition also pycocotools' twelve lines (metricopt_ext.detection.coco_summary),
+and writes report.json. The numbers have 95% intervals over images; --against compares two files of detections image by
+image (metricopt_ext.detection.left_out).
 """
 
 import argparse

@@ -1,6 +1,6 @@
 r"""Compute Recall@k of embeddings: the share of queries whose label is among those of the k nearest others.
 
-Beside it, on request, other metrics of rankings; and all of them by re-identification's rule of cameras.
+On request it adds other ranking metrics, or applies re-identification's camera rule.
 
     python tools/evaluate_recall.py --embeddings E.npy --labels Y.npy --ks 1 10 100 --output-dir out/recall
     python tools/evaluate_recall.py --embeddings Q.npy --labels QY.npy \
@@ -12,26 +12,28 @@ Beside it, on request, other metrics of rankings; and all of them by re-identifi
     python tools/evaluate_recall.py --images FOLDER --config-file configs/retrieval/class_folders.yaml \
         --weights out/run/seed-0/tuned.safetensors --output-dir out/recall
 
-A run is the output folder of tools/finetune_retrieval.py: the models of each seed before and after finetuning are
-evaluated on its test classes (or --part validation), which seed-N/classes.json lists and data.test_classes can choose.
-Images are <class>/<file> in a folder or zip file, embedded by a model that the config file of
-tools/finetune_retrieval.py describes, with its weights, and with a finetuned adapter if one is given.
-Files are .npy, or have "embeddings" and "labels": .npz, .safetensors, .pt, .h5, .parquet or .csv; --labels
-(--gallery-labels) is then omitted. Labels are integers, or names, which all files must then have.
-Without a gallery, or with a gallery that is the queries (the same file, or a copy), the queries search each other. Any
-other gallery should not contain the queries, which would find themselves: a note counts them. Embeddings are
-compared as they are; pytorch-metric-learning's testers scale them to length 1 first, as --distance cosine does.
-With --against, and --against-gallery for each gallery, each number comes with its difference from that of these other
-embeddings of the same items, in the same order. With --images, --against takes other weights of the model, without the
-adapter; with --run-dir another run on the same data, whose models of the same seeds and names are compared, or the run
-itself, which compares its models after finetuning with those before. With --both-directions, each gallery searches the
-queries, too: images and their texts, of which many may have one image's label.
---index searches approximately, for a gallery that is too
-large otherwise; --sample queries are searched exactly, too, and tell what that costs. --gallery-index takes an index
-that FAISS wrote, whose items are the rows of --gallery-labels.
-With --cameras, gallery items of a query's label and camera are ignored: Recall@k is then the cumulative matching
-characteristic (CMC), and re-identification's mAP stands beside it. A file of cameras has integers or names; one that
-holds several arrays has them as "cameras". Prints a table with 95% intervals over queries, and writes report.json.
+A run is the output folder of tools/finetune_retrieval.py: each seed's models before and after finetuning are evaluated
+on its test classes (or --part validation), which seed-N/classes.json lists and data.test_classes can choose. Images are
+<class>/<file> in a folder or zip file. A model embeds them: one described by a config file of
+tools/finetune_retrieval.py, with its weights, and with a finetuned adapter if given.
+
+Files are .npy; or they hold "embeddings" and "labels": .npz, .safetensors, .pt, .h5, .parquet or .csv; then omit
+--labels (--gallery-labels). Labels are integers, or names, which all files must then have. Without a gallery, or if the
+gallery is the queries (the same file, or a copy), the queries search each other. Any other gallery should not contain
+the queries, which would find themselves: a note counts them. Embeddings are compared as they are;
+pytorch-metric-learning's testers scale them to length 1 first, as --distance cosine does.
+
+--against, with --against-gallery for each gallery, takes other embeddings of the same items in the same order, and adds
+each number's difference from theirs. With --images, --against takes other weights of the model, without the adapter.
+With --run-dir, it takes another run on the same data, and compares the models of the same seeds and names; or the run
+itself, and compares its models after finetuning with those before. With --both-directions, each gallery also searches
+the queries, as for images and texts, where several texts may have one image's label.
+
+--index searches approximately, for a gallery too large to search exactly; --sample queries are also searched exactly,
+to show the loss. --gallery-index takes an index written by FAISS, whose items are the rows of --gallery-labels. With
+--cameras, a query ignores gallery items of its own label and camera: Recall@k is then the cumulative matching
+characteristic (CMC), and re-identification's mAP stands beside it. A file of cameras has integers or names; a file with
+several arrays names them "cameras". Prints a table with 95% intervals over queries, and writes report.json.
 """
 
 import argparse

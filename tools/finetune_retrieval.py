@@ -4,12 +4,12 @@ r"""Finetune an embedding for Recall@k, or another metric, on classes it has not
     python tools/finetune_retrieval.py --config-file configs/retrieval/omniglot.yaml --output-dir out/omniglot \
         data.root=FOLDER
 
-A guided search finds phi, from the best of several free starts; method.name=recipe learns a value function from many
-finetuning runs instead, method.name=paper runs Algorithm 1 as printed. methods=[ala_mixture,ala_focal] runs
-sibling methods beside it (docs/siblings.md). queries=N bounds its evaluations of the metric.
-Writes report.html (all in one file, to hand on), report.json, report.md and plots, and each seed's model before
-(model.safetensors) and after finetuning (tuned.safetensors, an ordinary state dict, phi merged), the classes of each
-part, adapter, value function and what --resume needs. tools/evaluate_recall.py --run-dir evaluates these models.
+A guided search finds phi, from the best of several free starts. method.name=recipe instead learns a value function from
+many finetuning runs; method.name=paper runs Algorithm 1 as printed. methods=[ala_mixture,ala_focal] also runs sibling
+methods (docs/siblings.md). queries=N limits how often MetricOpt evaluates the metric. Writes report.html (all in one
+file, to hand on), report.json, report.md and plots, and each seed's model before (model.safetensors) and after
+finetuning (tuned.safetensors, an ordinary state dict, phi merged), the classes of each part, adapter, value function
+and what --resume needs. tools/evaluate_recall.py --run-dir evaluates these models.
 """
 
 from functools import partial

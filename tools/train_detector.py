@@ -12,16 +12,15 @@
 
 FILE is one of configs/detection/detectron2. The options are those of train_net.py; --num-gpus 0 computes on the CPU;
 overrides are KEY VALUE pairs at the end; docs/detection.md lists those under METRICOPT. data.train=PATH, data.val=PATH
-and data.test=PATH among them name parts of your own, as in tools/finetune_detector.py. Each item above is one
+and data.test=PATH among them name your own parts, as in tools/finetune_detector.py. Each numbered item above is one
 command. With METRICOPT.ENABLED False, training is Detectron2's own. Learning f takes METRICOPT.META.ROUNDS * TASKS
 runs, each of which evaluates AP50 on METRICOPT.METRIC.SET METRIC.EVALS times, and keeps them in
-OUTPUT_DIR/trajectories; --resume continues what a killed run left there. A search evaluates AP50
-METRICOPT.SEARCH.QUERIES times, in one process, and leaves what the guard kept, merged, in
-OUTPUT_DIR/model_merged.pth, f and phi in OUTPUT_DIR/search. Finetuning saves a checkpoint after each tenth of its
-steps, from which --resume continues. It logs AP50 at each evaluated step, also to OUTPUT_DIR/metrics.json and
-TensorBoard, and writes its best model, with phi merged, to OUTPUT_DIR/model_merged.pth, which any program that uses
-Detectron2 can load and which is evaluated on DATASETS.TEST. Evaluation is by AP50; --eval-only writes it to
-OUTPUT_DIR/results.json.
+OUTPUT_DIR/trajectories; --resume continues a killed run from there. A search evaluates AP50 METRICOPT.SEARCH.QUERIES
+times. It writes what the guard kept, merged, to OUTPUT_DIR/model_merged.pth, and f and phi to OUTPUT_DIR/search.
+Finetuning saves a checkpoint after each tenth of its steps, from which --resume continues. It logs AP50 at each
+evaluated step, also to OUTPUT_DIR/metrics.json and TensorBoard, and writes its best model, with phi merged, to
+OUTPUT_DIR/model_merged.pth, which any program that uses Detectron2 can load and which is evaluated on DATASETS.TEST.
+Evaluation is by AP50; --eval-only writes it to OUTPUT_DIR/results.json.
 """
 
 import argparse

@@ -3,25 +3,25 @@ r"""Tune a checkpoint for a number that a command of yours prints.
     metricopt tune-checkpoint --checkpoint model.pth --score 'python evaluate.py --weights {checkpoint}' \
         --parse 'accuracy: ([0-9.]+)' --queries 100 --output tuned.pth --output-dir out/tuned
 
-COMMAND is started without a shell, in this directory, once for each query; {checkpoint} is replaced by the path of a
-file as --checkpoint, with other numbers in its norms, and {trial} by the trial's number. What it prints is kept in
-DIR/trials. The number is the last that matches --parse, in the standard output or else in the error stream, or is in a
-JSON file that the command writes. Another exit status than 0, no number or nan is a failed trial.
+COMMAND is started without a shell, in this directory, once for each query. {checkpoint} is replaced by the path of a
+file like --checkpoint, with other numbers in its norms, and {trial} by the trial's number. Its output is kept in
+DIR/trials. The number is the last match of --parse, in standard output or else in standard error, or is in a JSON file
+that the command writes. An exit status other than 0, no number, or nan is a failed trial.
 
 --also 'accuracy=acc: ([0-9.]+)' reads another number, and --subject-to 'accuracy: >= start - 0.005' limits it: the
 search goes where the limit holds, and what violates it is not kept.
 
-With --mix FILE ..., finetunes of the checkpoint, its norms stay: the search looks for how much of each file's weights
-to mix in, from -0.5 to 1.5, and with --offsets KEY for the offsets of a bias. All files are held in memory.
+With --mix FILE ..., finetunes of the checkpoint, the norms don't move: the search finds how much of each file's weights
+to mix in, from -0.5 to 1.5, and with --offsets KEY the offsets of a bias. All files are held in memory.
 
 With --setting nms=0.3:0.9 or --setting size=320,480,640, {nms} and {size} in COMMAND are replaced too. Settings come
-first, by at most 10 queries; then the norms, with the settings that were kept. `metricopt tune-settings` tunes settings
-without a checkpoint, and its --help says what SPEC may be.
+first, with at most 10 queries; then the norms, with the settings that were kept. `metricopt tune-settings` tunes
+settings without a checkpoint; its --help explains SPEC.
 
-A guided search finds the numbers. FILE is then what the guard keeps: the tuned checkpoint if its gain exceeds chance,
-else the same bytes as before. Chance shows in the number on two halves of the data (--halves), in repeats, or in data
-held out; without any of them a run is `unguarded`. --dry-run scores the checkpoint once, unchanged, and says what would
-move. Writes report.json and log.txt too. docs/checkpoint.md has more.
+A guided search finds the numbers. --output is then what the guard keeps: the tuned checkpoint if its gain exceeds
+chance, else the same bytes as before. Chance shows in the number on two halves of the data (--halves), in repeats, or
+in held-out data; without any of them a run is `unguarded`. --dry-run scores the unchanged checkpoint once and says what
+would move. Also writes report.json and log.txt. docs/checkpoint.md has more.
 """
 
 import argparse

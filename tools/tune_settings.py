@@ -3,20 +3,21 @@ r"""Tune the settings of a command of yours for a number that it prints.
     metricopt tune-settings --score 'python evaluate.py --nms {nms} --size {size}' --parse 'AP50: ([0-9.]+)' \
         --setting nms=0.3:0.9 --default nms=0.5 --setting size=320,480,640 --queries 10 --output-dir out/settings
 
-COMMAND is started without a shell, in this directory, once for each query; {nms} and {size} are replaced by values of
+COMMAND is started without a shell, in this directory, once for each query. {nms} and {size} are replaced by values of
 the settings, and {trial} by the trial's number. LOW:HIGH is an interval: of integers if LOW, HIGH and the default are
-integers, else of numbers. LOW:HIGH:log and LOW:HIGH:logit are even in the logarithm and in log-odds. A,B,C are values,
-tried one by one. --default says what a setting is now; else it is the middle of its interval, or the first of its
-values. The defaults are the first query, and what a gain is measured against.
+integers, else of numbers. LOW:HIGH:log and LOW:HIGH:logit use a logarithmic and a log-odds scale. A,B,C are values,
+tried one by one. --default gives a setting's present value; else it is the middle of its interval, or the first of its
+values. The defaults are the first query; gains are measured from them.
 
-What COMMAND prints is kept in DIR/trials. The number is the last that matches --parse, in the standard output or else
-in the error stream, or is in a JSON file that COMMAND writes. Another exit status than 0, no number or nan is a failed
-trial. --also 'accuracy=acc: ([0-9.]+)' reads another number, and --subject-to 'accuracy: >= start - 0.005' limits it:
-what violates that is not kept.
+COMMAND's output is kept in DIR/trials. The number is the last match of --parse, in standard output or else in standard
+error, or is in a JSON file that COMMAND writes. An exit status other than 0, no number, or nan is a failed trial.
+--also 'accuracy=acc: ([0-9.]+)' reads another number, and --subject-to 'accuracy: >= start - 0.005' limits it: what
+violates the limit is not kept.
 
-The guard keeps what gains more than chance, as two halves of the data (--halves), repeats, or data held out show;
-without any of them a run is `unguarded`. The last line is COMMAND with what was kept, and DIR/inference.yaml has it
-too. --dry-run scores the defaults once and says what would be tried. docs/checkpoint.md has more.
+The guard keeps what gains more than chance, as shown by two halves of the data (--halves), repeats, or held-out data;
+without any of them a run is `unguarded`. The last line printed is COMMAND with the settings kept, which
+DIR/inference.yaml has too. --dry-run scores the defaults once and says what would be tried. docs/checkpoint.md has
+more.
 """
 
 import argparse
