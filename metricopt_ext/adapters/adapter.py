@@ -30,11 +30,10 @@ TAG = "metricopt_signature"  # the attribute of a parameter that says what its n
 
 
 class Adapter:
-    """Handle to the adapter that is attached to a model, as `attach_film` and the other attaching functions return it.
+    """Handle to the adapter attached to a model, as returned by `attach_film` and the other attaching functions.
 
-    It keeps no state of its own: ``Adapter(copy.deepcopy(model))`` is the handle to the copy's adapter. The model is
-    its base, the weights that it was trained to, with phi and what a start replaced (`apply`); `remove` leaves the
-    base.
+    It has no state of its own: ``Adapter(copy.deepcopy(model))`` is the handle to the copy's adapter. The model is its
+    base, the trained weights, plus phi and whatever a start replaced (`apply`); `remove` leaves the base.
 
     Args:
         model: A model with an attached adapter.
@@ -157,10 +156,10 @@ class Adapter:
     def apply(self, start: Start) -> None:
         """Make the model its base with a start: the start's phi, and its buffers and parameters in place of the base's.
 
-        Their values are copied into the model's own tensors, which optimizers, tied weights, DDP and compiled graphs
-        keep. The originals are kept aside, not in the state dict, until `remove` or another start puts them back; they
-        follow the model's copies, casts and moves. What the model then loads from a state dict changes what is in
-        place, not the originals: ``apply(Start(phi))`` before other weights are loaded.
+        Their values are copied into the model's own tensors, so optimizers, tied weights, DDP and compiled graphs stay
+        valid. The originals are kept outside the state dict until `remove` or another start restores them; they follow
+        the model's copies, casts and moves. A state dict loaded later changes the tensors in place, not the originals,
+        so call ``apply(Start(phi))`` before loading other weights.
 
         Raises:
             AdapterError: As from `check`; nothing is changed.
@@ -269,7 +268,7 @@ class Adapter:
         return Adapter(copy.deepcopy(self.model))._merge().state_dict()
 
     def remove(self) -> nn.Module:
-        """Detach, which restores the base bit for bit, what a start replaced included. Returns the model."""
+        """Detach, and restore the base bit for bit, including what a start replaced. Returns the model."""
         held, before = self.as_start(), KeptModules(self.model)
         try:
             self._put(Start(self.phi.detach()))
@@ -296,10 +295,9 @@ class Adapter:
     def merge(self) -> nn.Module:
         """Fold phi into the modulated layers and detach: the plain model computes what the adapted one did.
 
-        Every host can save, export and serve it, and it costs nothing at inference. What a start replaced stays.
-        Returns the model. Offsets of logits give a layer without a bias one. Where the host's own function will leave
-        out what phi was folded into, or what a start replaced, as PEFT's ``save_pretrained`` does with norms, a
-        UserWarning says so.
+        Every host can save, export and serve it, at no extra cost at inference. What a start replaced stays. Logit
+        offsets give a layer without a bias one. If the host's own saving function would omit what phi was folded into,
+        or what a start replaced, as PEFT's ``save_pretrained`` omits norms, a UserWarning says so. Returns the model.
 
         Raises:
             AdapterError: A modulated layer shares its weight with another, or computes it; nothing is changed.
@@ -362,7 +360,7 @@ class Adapter:
     def save(self, path: str | Path) -> None:
         """Write a safetensors file that `load_adapter` puts into the base.
 
-        It has phi, A, B (or C) and where they act, what a start replaced, and a digest of the base, not its weights.
+        It holds phi, A, B (or C) and where they act, what a start replaced, and a digest of the base, not its weights.
         """
         tensors, start = self._kept_tensors(), self.as_start()
         for kind in REPLACED:

@@ -59,27 +59,27 @@ def attach_film(
     as in evaluation whatever ``model.training`` says (functional dropout in the model's own code is out of reach).
 
     Args:
-        model: Any module. It is changed in place. Of one within DataParallel, DistributedDataParallel or torch.compile
-            it is the model itself, as its layers are called there.
-        layers: Patterns of module names, e.g. ``"layer4.*.bn2"``; what wrappers within the model put into names, as
+        model: Any module. It is changed in place. Inside DataParallel, DistributedDataParallel or torch.compile, the
+            wrapped model is changed, and its own layer names count.
+        layers: Patterns of module names, e.g. ``"layer4.*.bn2"``; prefixes from wrappers inside the model, such as
             ``module.`` and PEFT's ``base_model.model.``, may be left out. By default every normalisation layer with a
-            weight and a bias, or, in a model without any, every one without a bias, as RMSNorm is, of which the scale
-            alone is modulated: torch's, and by their names a model's own (``LlamaRMSNorm``, ``T5LayerNorm``).
-            Convolutions and linear layers with a bias can be named as well.
+            weight and a bias. If there is none, every one without a bias, such as RMSNorm, of which only the scale is
+            modulated. Both torch's own layers count and, by their names, a model's own (``LlamaRMSNorm``,
+            ``T5LayerNorm``). Convolutions and linear layers with a bias can be named as well.
         dim: Number of phi's coordinates that A and B multiply, at least 1: all of phi without ``outputs``.
         seed: Seed of A and B; ``outputs`` make no difference to them.
-        outputs: Give phi further coordinates, which act on the logits; their layer can't be among ``layers``.
-        example: Inputs of the model, on which it is run once: a tensor, a tuple of arguments, or a dict of named ones.
-            The logits' layer is then the last linear layer or 1 x 1 convolution that was called and whose output has
-            the shape of what the model returns, and layers that aren't called are left out, or refused if named.
+        outputs: Gives phi further coordinates, which act on the logits; their layer can't be among ``layers``.
+        example: Inputs to run the model on once: a tensor, a tuple of arguments, or a dict of named ones. The logits'
+            layer is then the last linear layer or 1 x 1 convolution that was called and whose output has the shape of
+            what the model returns, and layers that aren't called are left out, or refused if named.
 
     Returns:
         The handle for tuning, saving, merging or removing the adapter.
 
     Raises:
-        AdapterError: A pattern matches no layer that FiLM can modulate, an adapter acts on the model already, a
-            wrapper was given, the logits' layer can't be found or modulated, or the model fails on the example. The
-            model is then as it was.
+        AdapterError: A pattern matches no layer that FiLM can modulate, an adapter acts on the model already, the model
+            is an average's wrapper (EMA), the logits' layer can't be found or modulated, or the model fails on the
+            example. The model is then as it was.
         ValueError: ``dim`` or ``seed`` is out of range.
 
     Example:
@@ -173,7 +173,7 @@ def attach_input_bias(
 
 
 def attach_outputs(model: nn.Module, outputs: Outputs | None = None, *, example: Any = None) -> Adapter:
-    """Freeze a classifier and let phi be the offsets of its logits alone, and their temperature if it is asked for.
+    """Freeze a classifier and let phi be only the offsets of its logits and, if requested, their temperature.
 
     Args:
         model: Any module whose logits are the output of a layer with a weight and a bias; changed in place, as by
@@ -242,14 +242,15 @@ def attach_mixture(
     seed: int = 0,
     example: Any = None,
 ) -> Adapter:
-    """Freeze a model and let phi be how much of each of a few checkpoints of it there is in its weights (`Mixture`).
+    """Freeze a model and let phi say how much of each of a few checkpoints goes into its weights (`Mixture`).
 
-    phi = 0 is the model, and a unit vector a checkpoint; between and a little beyond them the search moves. All of them
-    stay in memory: with k checkpoints k + 1 models, and one more in a forward pass. `Adapter.merge` leaves one model.
+    phi = 0 is the model, and a unit vector is a checkpoint; the search moves between and a little beyond them. All of
+    them stay in memory: with k checkpoints k + 1 models, and one more in a forward pass. `Adapter.merge` leaves one
+    model.
 
     Args:
         model: Any module, changed in place as by `attach_film`. Its weights are the base, of which the checkpoints are
-            finetunes: models of several trainings from scratch have nothing between them.
+            finetunes: there is nothing useful between models trained from scratch.
         checkpoints: One to eight: files of safetensors or ``torch.save``, folders that Hugging Face's libraries save,
             or state dicts. Each has all tensors of the model, in its shapes and types.
         film: Number of further coordinates, which modulate layers by FiLM as in `attach_film`; None for none.
@@ -319,8 +320,8 @@ def _mixture(
 def load_adapter(model: nn.Module, path: str | Path) -> Adapter:
     """Attach an adapter that `Adapter.save` wrote to a bare model, and apply what it holds: phi, and a start's tensors.
 
-    The model must have the weights that the adapter was tuned on, as the file has only what differs from them; if it
-    has others, a UserWarning says so.
+    The model must have the weights that the adapter was tuned on, as the file holds only the differences; otherwise a
+    UserWarning says so.
 
     Raises:
         FileFormatError: The file is corrupt or not an adapter file. The model is then as it was.

@@ -18,15 +18,15 @@ OFF_LINE = 1e-4
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """A state of a model that a search may begin from, and that `Adapter.apply` puts it into.
+    """A state of a model that a search may begin from; `Adapter.apply` puts the model into it.
 
     Attributes:
         phi: ``d``.
         buffers: Buffers that replace the model's own, by their names in the bare model's state dict, e.g. BatchNorm
             statistics.
         parameters: Parameters that replace the model's own, likewise, e.g. the mean of several trainings' weights.
-        settings: Settings of inference that it is used with, by name; empty for those of before. They are no part of
-            the model: a task's `Settings` put them to use, `Adapter.apply` does not.
+        settings: Settings of inference to use with it, by name; empty to leave them. They are not part of the model: a
+            task's `Settings` apply them, `Adapter.apply` does not.
     """
 
     phi: Tensor
@@ -56,13 +56,13 @@ class Start:
 
 @dataclass(frozen=True, eq=False)
 class StartLine:
-    """Starts along a line, one for each strength t: a search asks a few t and goes on from the best.
+    """Starts along a line, one for each strength t: a search tries a few t and continues from the best.
 
     Attributes:
-        at: ``at(t) -> Start``, the same one for the same t, bit for bit.
-        low: Least t.
+        at: ``at(t) -> Start``, bit for bit the same for the same t.
+        low: Smallest t.
         high: Largest t, above ``low``.
-        first: The t that are asked first; by default the middle and both quarters.
+        first: The t to try first; by default the middle and both quarters.
 
     Raises:
         ValueError: The interval is empty or infinite, or one of ``first`` is not in it.

@@ -38,28 +38,28 @@ def assess(
     resume: bool = False,
     callback: Callback | None = None,
 ) -> Assessment:
-    """Say by a few queries whether finetuning for the metric is worth more of them, and what else would do.
+    """Say with a few queries whether finetuning for the metric is worth more of them, and what else would do.
 
-    They are those that `optimize_metric` asks first with the same arguments: the starts, settings of inference if the
-    task has any, then the search's design. With an ``output_dir`` they count towards it: ``optimize_metric(...,
-    output_dir=output_dir, resume=True)`` goes on as if it had asked them itself, bit for bit. One whose queries are too
-    few for as many settings refuses the folder, as for as many points on lines of other tensors. The model is left as
-    it was.
+    The queries are those that `optimize_metric` asks first with the same arguments: the starts, settings of inference
+    if the task has any, then the search's design. With an ``output_dir`` they count towards it: ``optimize_metric(...,
+    output_dir=output_dir, resume=True)`` continues as if it had asked them itself, bit for bit. It refuses the folder
+    if its own queries are too few for as many settings, or for as many points on lines that replace tensors. The model
+    is left as it was.
 
-    Of a metric that is noise it says ``"do not"`` in at least 95 of 100 runs; of one that reports neither halves nor
-    repeats, or never varies, ``"undecided"``.
+    For a metric of pure noise it says ``"do not"`` in at least 95 of 100 runs. For one that has neither halves nor
+    repeats, or never varies, it says ``"undecided"``.
 
     Args:
         task: Model, loss, batches and metric. What is spent is charged to ``task.metric.ledger``; with an
             ``output_dir``, by the run that goes on with it.
-        queries: How many, the metric's repeats among them; more than there are starts, phi = 0 among them, and
-            settings of inference ask for. By default 12, and as many more as the task's settings may ask for.
+        queries: How many, including the metric's repeats; more than the starts, including phi = 0, and the settings of
+            inference need. By default 12, plus as many as the task's settings may need.
         strategy: The search that would follow, whose queries don't depend on its budget; by default a guided one.
         starts: What it may begin from besides phi = 0, by name; a `Start` costs a query, a `StartLine` up to six.
         guard_confidence: How sure the guard must be that a gain is not chance, at least 0.5 and below 1.
         seed: Seed of all draws.
         output_dir: Keeps the evaluations; None keeps nothing.
-        resume: Go on with what is in ``output_dir``, of an assessment or of a run; what is on file is not asked again.
+        resume: Continue an assessment or a run in ``output_dir``; queries on file are not asked again.
         callback: Notified of progress; by default a bar on the terminal, or plain lines where there is none.
 
     Returns:

@@ -16,19 +16,19 @@ from metricopt_ext.tasks.trajectory import TRAJECTORIES
 
 
 def load_run(model: nn.Module, folder: str | Path, settings: Settings | None = None) -> Adapter:
-    """Attach what a finished run kept to a model: phi, and what the start replaced that it belongs to.
+    """Attach what a finished run kept to a model: phi, and whatever its start replaced.
 
-    Settings of inference are no part of an adapter. With ``settings`` they are set on the model for good, as far as it
-    can hold them (`Settings.set_on`); a UserWarning has a sentence with code for the rest. What was free is the
-    metric's alone, and stays as it is. Without ``settings`` a UserWarning says which the run kept, if others than the
-    model's own, and how they are put to use.
+    Settings of inference are not part of an adapter. With ``settings`` they are set on the model permanently, as far as
+    it can hold them (`Settings.set_on`); a UserWarning gives code for the rest. Free settings belong to the metric
+    only, and are left alone. Without ``settings`` a UserWarning says which non-default settings the run kept, and how
+    to apply them.
 
     Args:
-        model: The bare model, with the weights that the run was given; a UserWarning says if it has others. Of a tool's
-            run these are the weights that the tool trained or loaded for the seed.
+        model: The bare model, with the weights that the run was given; a UserWarning says if it has others. For a
+            tool's run these are the weights that the tool trained or loaded for the seed.
         folder: An ``output_dir`` of `optimize_metric`; the output folder of a tool that ran one seed, or a seed's own
             folder in it; or the ``OUTPUT_DIR`` of a search with Detectron2.
-        settings: Settings of inference, made of this model as for the run.
+        settings: Settings of inference, made for this model as in the run.
 
     Raises:
         FileFormatError: The folder holds no run, an unfinished one or several seeds; the message says which files are

@@ -50,13 +50,13 @@ def optimize_metric(
     """Finetune a frozen model's phi for its metric within a number of metric queries.
 
     By default a guided trust-region search learns f from every query and follows it (`GuidedTrustRegion`), from the
-    best of the starts on. A `Recipe` learns f from rounds of finetuning instead: the tool for many starts, as each
-    further one then costs a few queries (`tune_start`); `Algorithm1` does so as the paper prints it, and `AlgorithmS1`
-    learns the optimizer of phi with f. A direct search (`CMAES`, `GuidedES`) does without f. In each case the guard has
-    the last word: the model is left at phi = 0 unless the gain exceeds chance, as halves of the metric's data, repeats
-    or ``holdout`` show it. Without any of these the run is unguarded, and says so: the best on the data that the
-    metric sees is kept (`Result.guard`). Any start that was applied before is ignored: continue from it by
-    ``starts={"mine": adapter.as_start()}``, or `Adapter.merge` it and attach a new adapter.
+    best of the starts on. A `Recipe` instead learns f from rounds of finetuning: use it for many starts, as each
+    further one then costs a few queries (`tune_start`). `Algorithm1` does so as printed in the paper, and `AlgorithmS1`
+    learns phi's optimizer with f. A direct search (`CMAES`, `GuidedES`) needs no f. In each case the guard has the last
+    word: a change is kept only if its gain exceeds chance, as shown by halves of the metric's data, repeats or
+    ``holdout``. Without any of these the run is unguarded, and says so: the best on the data that the metric sees is
+    kept (`Result.guard`). A start applied before is ignored: continue from it with ``starts={"mine":
+    adapter.as_start()}``, or `Adapter.merge` it and attach a new adapter.
 
     Processes that have joined (`distributed.joined`), under torchrun or in a process group of your own, each call this
     with the same arguments: they share the evaluations and rollouts, and all return what one would (docs/scale.md).
@@ -66,14 +66,14 @@ def optimize_metric(
     Args:
         task: Model, loss, batches and metric. What the run spends is charged to ``task.metric.ledger`` at its end;
             a failed run that keeps its work in ``output_dir`` is charged once resumed.
-        queries: Total metric queries that may be spent, the metric's repeats among them.
+        queries: Most metric queries to spend, including the metric's repeats.
         strategy: A guided search, a recipe for learning and following f, one of the paper's algorithms, or a direct
             search.
-        starts: Of a search, what it may begin from besides phi = 0, by name: a `Start` costs a query, a `StartLine`
+        starts: For a search, what it may begin from besides phi = 0, by name: a `Start` costs a query, a `StartLine`
             three to six; all lines together at most a third.
         guard_confidence: How sure the guard must be that a gain is not chance, at least 0.5 and below 1.
-        holdout: The metric on data that ``task.metric`` does not see. What the guard would keep is kept only if it
-            is the best there, too (`Result.holdout`); two or three queries at the end, of this metric's own ledger.
+        holdout: The metric on data that ``task.metric`` does not see. The guard's choice is kept only if it is the best
+            there, too (`Result.holdout`). This takes two or three queries at the end, from this metric's own ledger.
         seed: Seed of all draws.
         output_dir: Keeps what was collected, ``value_function.safetensors``, ``update_rule.safetensors`` of
             `AlgorithmS1`, ``inference.yaml`` of a task with settings (`load_inference`) and, last,

@@ -143,34 +143,34 @@ class Result(Generic[Own]):
         after: Metric of the model as it is now.
         best: Metric of the best candidate; it differs from ``after`` if its gain may be due to chance.
         chosen: The candidate that was kept: ``"start"`` or another of ``ends``.
-        chance: Standard deviation of the chance part of a gain; None of an unguarded run, as nothing tells.
-        optimism: How much of the gain is expected to be lost on other data, as what was kept was chosen for its metric;
-            0 if nothing tells.
+        chance: Standard deviation of the chance part of a gain; None for an unguarded run, as nothing measures it.
+        optimism: How much of the gain is expected to vanish on other data, as what was kept was chosen by its metric; 0
+            if nothing measures it.
         queries: Queries spent, by purpose.
         queries_per_start: Queries that another start would cost.
         ends: End point phi, ``d``, of each candidate.
         values: Metric of each candidate that the guard chose from.
         starts: Metric of each candidate that the run could begin from, ``"start"`` (phi = 0) among them.
-        strengths: The t of those that are the best of a line (`StartLine`), by name.
-        started_at: The candidate that it began from, the best of them.
+        strengths: The t of each line's best start (`StartLine`), by name.
+        started_at: The candidate that the search began from, the best of them.
         candidates: What the run could begin from.
         verdict: What the guard thinks of the best end.
-        fit: f with its held-out quality, and its predictions beside what was found; None without an f.
-        split_half: Correlation of the metric's halves over the points that were asked; NaN if it does not report them.
+        fit: f with its held-out quality, and its predictions beside the values found; None without an f.
+        split_half: Correlation of the metric's halves over the points asked; NaN if it does not report halves.
         points: The phi at which the metric was asked before the guard decided, ``n x d``.
         costs: The metric there as a cost, ``n``.
-        path: Where the run stood, ``m x d``: from where it began, to its end.
-        details: What its strategy alone has to tell.
-        needed: What a gain must exceed, besides the optimism, for the guard to believe it; None of an unguarded run.
+        path: The run's position over time, ``m x d``, from its beginning to its end.
+        details: What only its strategy reports.
+        needed: What a gain must exceed, besides the optimism, for the guard to believe it; None for an unguarded run.
         guard: What told a gain from chance: ``"halves"`` of the metric's data, ``"repeats"`` of each evaluation,
             ``"held-out"`` data, or ``"none"``: the run is unguarded, and any gain was kept.
-        kept_share: How far to go towards the end of a search whose gain was believed, where the model will be judged on
-            other classes than the metric's (`Metric.new_classes`), in the metric's units; None anywhere else.
-        holdout: Metric on held-out data, by candidate, what the guard would have kept last; empty without such data.
+        kept_share: How much of the step to the search's end was kept, and why, if the model will be judged on classes
+            other than the metric's (`Metric.new_classes`), in the metric's units; else None.
+        holdout: Metric on held-out data, by candidate, the guard's own choice last; empty without such data.
         elsewhere: Other quantities than the metric (`Metric`: ``also``, ``subject_to``, a dict), by candidate and name,
             each in its own units, as far as they are known.
         constrained: How the run stands to its constraints; None without any.
-        settings: What became of the settings of inference; None of a task without any.
+        settings: What became of the settings of inference; None for a task without any.
     """
 
     metric: str

@@ -27,30 +27,30 @@ from metricopt_ext.utils.words import brief, counted
 
 
 class Search(Trials):
-    """A search that is asked for trials and told what the metric is there (ask and tell, as in Optuna, Ax and cma).
+    """A search that you ask for trials and tell the metric's values (ask and tell, as in Optuna, Ax and cma).
 
-    It first asks for the model as it was trained and the other starts, then searches from the best of them. Trials
-    come in batches; only once all of a batch are told, failed or given up is f fitted anew. So the result depends
-    neither on the order nor on the time of telling. `optimize_metric` is this loop on the task's own metric.
+    Its first trials are the model as trained and the other starts; then it searches from the best of them. Trials come
+    in batches, and f is fitted again only once a whole batch is told, failed or given up. So the result depends neither
+    on the order nor on the time of telling. `optimize_metric` is this loop on the task's own metric.
 
     Args:
-        task: Model, loss and batches; its metric's direction, bounds, name and repeats count, its function is not
-            called. Or an `Adapter` alone: without a loss all directions of phi count alike (`Result` says so).
+        task: Model, loss and batches. Its metric's direction, bounds, name and repeats are used, but its function is
+            not called. Or only an `Adapter`: without a loss all directions of phi count alike (`Result` says so).
         queries: Metric queries that may be spent, the metric's repeats among them.
         strategy: A guided or a direct search; the default is `GuidedTrustRegion`.
         starts: What it may begin from besides phi = 0, by name; a `Start` costs a query, a `StartLine` three to six.
         seed: Seed of all draws.
         output_dir: Keeps every answer, with its point; None keeps nothing.
-        resume: Go on with what is in ``output_dir``: its answers are told again, its open trials are open.
+        resume: Continue from ``output_dir``: its answers are told again, and its open trials stay open.
         guard_confidence: How sure the guard must be that a gain is not chance, at least 0.5 and below 1.
-        maximize: Of an adapter alone: whether higher is better.
-        bounds: Of an adapter alone: lowest and highest possible value; None if they are not known.
-        name: Of an adapter alone: the metric's name.
-        subject_to: Of an adapter alone: constraints on other quantities, which `tell` has as ``also`` (`Metric`).
-        gradients: Of an adapter alone: gradients of a loss in phi, ``m x d``, if some were computed elsewhere; their
-            directions shape f's kernel and the first design.
-        new_classes: Of an adapter alone: whether the model will be judged on other classes than the metric's; see
-            `Metric`. A result before the budget is spent has f's mean in place of the value of what is kept.
+        maximize: With an adapter only: whether higher is better.
+        bounds: With an adapter only: lowest and highest possible value; None if they are not known.
+        name: With an adapter only: the metric's name.
+        subject_to: With an adapter only: constraints on other quantities, which `tell` takes as ``also`` (`Metric`).
+        gradients: With an adapter only: gradients of a loss in phi, ``m x d``, computed elsewhere; their directions
+            shape f's kernel and the first design.
+        new_classes: With an adapter only: whether the model will be judged on classes other than the metric's; see
+            `Metric`. A result before the budget is spent has f's mean instead of the value of what is kept.
 
     Raises:
         ValueError: A number is out of range, or the strategy has no ask and tell, or arguments do not go together.

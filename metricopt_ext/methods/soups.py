@@ -44,18 +44,18 @@ def soup_starts(
 ) -> dict[str, Start]:
     """Return the averages of several models as starts, which the metric judges like any others.
 
-    ``"uniform_soup"`` is the average of all, of BatchNorm's statistics too (Izmailov et al., 2018, "Averaging weights
-    leads to wider optima and better generalization"). ``"greedy_soup"`` takes one after another in, the one of the
-    lowest loss first, if the metric is no worse with it (Wortsman et al., 2022, "Model soups", recipe 1; they order
-    them by the metric, which takes as many queries again): a query for each. A uniform soup can be worse than each of
-    its models; give both to `optimize_metric` as ``starts``, and take neither unseen.
+    ``"uniform_soup"`` is the average of all, including BatchNorm's statistics (Izmailov et al., 2018, "Averaging
+    weights leads to wider optima and better generalization"). ``"greedy_soup"`` adds models one by one, lowest loss
+    first, if the metric does not get worse (Wortsman et al., 2022, "Model soups", recipe 1). It costs a query for each;
+    their order, by the metric, would cost as many again. A uniform soup can be worse than each of its models: pass both
+    to `optimize_metric` as ``starts``, and use neither unjudged.
 
-    Files are read one by one, and sums are of float64: memory does not grow with their number. Numbers that are no
-    floating ones are the first file's. Of LoRA, the changes B A are averaged: the model's own A and B stay, and what
-    they lack is added to the weight that they act on.
+    Files are read one by one and summed in float64, so memory does not grow with their number. Non-floating tensors are
+    taken from the first file. With LoRA, the changes B A are averaged: the model's own A and B stay, and the difference
+    is added to the weight that they act on.
 
     Args:
-        task: Its model is what is replaced in the starts, and where finetunes begin.
+        task: The starts replace its model's weights, and finetunes begin from them.
         checkpoints: Files of safetensors or ``torch.save`` (Detectron2's, Lightning's, an EMA's), or folders that
             Hugging Face's libraries save; two or more. None for finetunes.
         finetunes: How many short finetunes of the whole model to average, two or more, in place of checkpoints: at .3
@@ -68,7 +68,7 @@ def soup_starts(
         entry: The state dict's key in each file of torch; None to find it.
         seed: Seed of finetunes.
         output_dir: Keeps finetunes, which are resumed there; None keeps nothing.
-        callback: Told what finetunes and queries it takes, before; by default both are printed.
+        callback: Told beforehand what finetunes and queries this takes; by default both are printed.
 
     Raises:
         ValueError: Not exactly one of ``checkpoints`` and ``finetunes`` is given, or a number or name can't be.

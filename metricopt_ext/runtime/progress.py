@@ -15,7 +15,7 @@ INTERVAL = 30.0  # seconds between two lines of a log, unless a tenth of the que
 
 
 class Callback:
-    """Is notified of a run's progress; this one shows nothing."""
+    """Notified of a run's progress; subclass it, as this one shows nothing."""
 
     def stage(self, description: str) -> None:
         """A new stage begins."""

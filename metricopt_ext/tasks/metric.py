@@ -64,16 +64,16 @@ class Metric(CostScale):
     """A black-box evaluation metric, seen as a cost to minimise (paper, section 3: M normalised into [0, 1]).
 
     Args:
-        function: Returns the metric as a float. It takes the model, or nothing if it already knows the model; and if it
-            has a parameter named ``settings``, the task's settings of inference by name (`FinetuneTask`). It is called
-            in evaluation mode and without gradients, once per phi. It may return ``(value, (half, half))``
-            instead, its value on all of its data and on two random halves of them: they show how much of a
-            gain is due to chance (`split_half`). This is still one query, as it takes one pass over the data.
-            ``(value, ((half, half), (half, half), ...))`` tells its value on several pairs of halves, by as many
-            divisions of the data each time; the first pair counts wherever one is meant.
-            ``(value, None)`` is the value alone, as are ``(value, "why there are no halves")`` and a half that is
-            NaN, where the metric is not defined: a warning says so once. A dict gives several quantities from one pass:
-            what it has under ``name`` is the metric, in any of these forms, and the others are numbers.
+        function: Returns the metric as a float. It takes the model, or nothing if it already knows the model. If it has
+            a parameter named ``settings``, that gets the task's settings of inference by name (`FinetuneTask`). It is
+            called in evaluation mode and without gradients, once per phi. It may instead return ``(value, (half,
+            half))``, its value on all of its data and on two random halves: they show how much of a gain is chance
+            (`split_half`). This is still one query, as it takes one pass over the data. ``(value, ((half, half), (half,
+            half), ...))`` gives several pairs of halves, from as many splits of the data each time; where one pair is
+            needed, the first counts. ``(value, None)`` is the value alone. So are ``(value, "why there are no
+            halves")`` and a half that is NaN, where the metric is undefined: a warning says so once. A dict gives
+            several quantities from one pass: its ``name`` entry is the metric, in any of these forms, and the others
+            are numbers.
         maximize: Whether higher is better.
         bounds: Lowest and highest possible value; mapped to the cost's [0, 1]. None for a metric without known
             bounds: its cost is the value itself, negated if higher is better.
@@ -81,27 +81,27 @@ class Metric(CostScale):
         ledger: Counts the queries; give several metrics one ledger to share a budget.
         timeout: Seconds that one call of the function may take, above 0; None for no limit. A call that took longer has
             failed, whatever it catches or returns. See `call_within`.
-        repeats: How many calls make an evaluation, at least 1, for a function that returns something else each time:
-            their mean is the value, and their spread tells a search how much noise there is. Each call is a query.
-        failures: How many evaluations may fail, at least 0: where the function raises, takes too long or returns what
-            is no value, the worst cost so far is taken in its place, with a warning, and the queries count.
-        require_guard: Refuse to be asked where nothing could tell a gain from chance: without repeats, by a function
-            that reports no halves. A run with data held out from it does without (`optimize_metric`).
-        new_classes: Whether the model will be judged on other classes than the metric's, as in retrieval, and the
-            halves are of different classes. A guided search then keeps a part of the way to its end (`kept_share`).
-        also: Functions of the model, or of nothing, for other quantities, by name: what a gain costs elsewhere. They
-            are called for the model as it was trained and for what is kept, cost no query, and decide nothing, unless
-            ``subject_to`` names them.
-        data: What it is asked on, in words: ``"500 images of 10 classes"``. The card in a run's folder says it.
-        subject_to: Constraints on other quantities, by name: ``">= 0.9"``, or relative to the model as it was trained,
-            ``">= start - 0.005"``. A search respects them, and the guard keeps no end that violates one. Each query
-            tells their values: the dict that ``function`` returns, or else what ``also`` has under their names.
+        repeats: How many calls make one evaluation, at least 1, for a noisy function: their mean is the value, and
+            their spread shows the search how large the noise is. Each call is a query.
+        failures: How many evaluations may fail, at least 0. If the function raises, takes too long or returns no valid
+            value, the worst cost so far replaces it, with a warning, and the queries count.
+        require_guard: Refuse to be asked if nothing could tell a gain from chance: no repeats, and a function without
+            halves. A run with a holdout needs neither (`optimize_metric`).
+        new_classes: Whether the model will be judged on classes other than the metric's, as in retrieval, and the
+            halves have different classes. A guided search then keeps only part of the step to its end (`kept_share`).
+        also: Functions for other quantities, by name, that show what a gain costs elsewhere; they take the model, or
+            nothing. They are called only for the model as trained and for what is kept. They cost no query and decide
+            nothing, unless ``subject_to`` names them.
+        data: What it is computed on, in words: ``"500 images of 10 classes"``. The card in a run's folder quotes it.
+        subject_to: Constraints on other quantities, by name: ``">= 0.9"``, or relative to the model as trained, ``">=
+            start - 0.005"``. A search respects them, and the guard keeps no end that violates one. Each query gives
+            their values, in the dict that ``function`` returns or else by the functions in ``also``.
 
     Attributes:
         constraints: What ``subject_to`` says.
         takes_model: Whether all that is evaluated at a query takes the model, and so can judge a copy of it.
-        callbacks: Each is told of every `Query`, once whoever asked has the answer, and has kept what it keeps.
-            Metrics that are made of this one begin with the same.
+        callbacks: Each is told of every `Query`, after whoever asked has stored the answer. Metrics derived from this
+            one begin with the same callbacks.
         failed: How many evaluations have failed.
 
     Example:

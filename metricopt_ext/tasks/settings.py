@@ -33,17 +33,17 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Setting:
-    """One thing that inference can be tuned for: a number in an interval, or one of several values.
+    """One setting of inference to tune: a number in an interval, or one of several values.
 
     Attributes:
-        name: What the host calls it.
-        low: The least number; None of one with ``values``.
-        high: The largest. Between two integers and with an integer as default, it is an integer.
-        scale: In what the interval is even: the number itself, its logarithm, or its log-odds.
-        values: What it may be, instead of an interval. Numbers are tried from the default outwards in their order,
+        name: The host's name for it.
+        low: The smallest number; None with ``values``.
+        high: The largest. If both ends and the default are integers, it is an integer.
+        scale: Scale of the interval: linear, logarithmic, or log-odds.
+        values: The possible values, instead of an interval. Numbers are tried in order from the default outwards,
             others one by one.
-        default: What it is as the model is used now; in the interval, or among the values.
-        inference: The factor on the model's inference time, above 0: a number, of every value but the default, whose
+        default: Its present value; in the interval, or among the values.
+        inference: The factor on the model's inference time, above 0: a number for every value but the default, whose
             factor is 1; or a function of the value.
 
     Raises:
@@ -176,23 +176,23 @@ Values = Mapping[str, Value]
 
 
 class Settings:
-    """The settings of a host, and how they are put to use.
+    """The settings of a host, and how to apply them.
 
     Args:
-        settings: The settings, those that are worth most first: in this order they are tried.
-        apply: ``apply(values)`` is a context manager in which the model and its post-processing act so; afterwards
-            everything is as it was. It gets a value for every setting; and if it has a parameter named ``model``, the
-            model that is judged: a copy, where a start replaces tensors.
-        alone: Names of those that are tuned alone, in order; by default all. The others come with presets.
+        settings: The settings, the most valuable first: they are tried in this order.
+        apply: ``apply(values)`` is a context manager in which the model and its post-processing use these values;
+            afterwards everything is as it was. It gets a value for every setting. If it has a parameter named
+            ``model``, that gets the model that is judged: a copy, if a start replaces tensors.
+        alone: Names of those to tune alone, in order; by default all. The others come with presets.
         inference: The largest factor on inference time that may be chosen, at least 1.
-        queries: Metric queries that lines and presets may take together, at least 0.
-        free: Values that cost nothing at inference and can't lower the metric by its kind: they are put to use before
-            anything is asked, at no query.
-        presets: Candidates by name, each a few values that work together, tried after each setting alone. A function
-            of the values that were best so far may stand for one, such as sizes around the best size.
-        set_on: ``set_on(model, values)`` sets on the model, for good, what its host can express of values other than
-            the defaults. It returns what has to be done besides, in a sentence with code, or "". None where a model
-            can hold none of them.
+        queries: Most metric queries for lines and presets together, at least 0.
+        free: Values that cost nothing at inference and by their nature can't lower the metric: they are applied before
+            the first query, at no cost.
+        presets: Candidates by name, each a few values that work together, tried after the single settings. A preset may
+            be a function of the best values so far, such as sizes around the best size.
+        set_on: ``set_on(model, values)`` permanently sets non-default values on the model, as far as its host can
+            express them. It returns what else must be done, in a sentence with code, or "". None if a model can hold
+            none of them.
 
     Attributes:
         names: Of the settings, in order.
@@ -396,7 +396,7 @@ class Settings:
 
     @contextmanager
     def applied(self, values: Values, model: nn.Module | None = None) -> Iterator[dict[str, Value]]:
-        """Have the model and its post-processing act by values inside the ``with`` block; yields one for every setting.
+        """Apply values to the model and its post-processing inside the ``with`` block; yields one for every setting.
 
         Args:
             values: Values by name; the others are the defaults.
@@ -413,8 +413,8 @@ class Settings:
     def set_on(self, model: Any, values: Values) -> str:
         """Set values on the model for good, as far as its host can express them.
 
-        What is free (`free`) is the metric's alone and stays as it is. These settings are of the model as it was: for
-        the model as it is then, make new ones.
+        Free values (`free`) belong to the metric only and are left alone. These settings describe the model as it was;
+        make new ones for the changed model.
 
         Args:
             model: The model that they were made of, or a copy.

@@ -66,28 +66,27 @@ class OutputLoss:
 class FinetuneTask:
     """A frozen model whose phi is to be finetuned.
 
-    Populations of phi share the frozen weights: their losses are computed by ``torch.func.vmap``, which runs the part
-    of the network before the first modulated layer only once if the input is shared, and folds the population into the
-    batch after it.
+    Populations of phi share the frozen weights. ``torch.func.vmap`` computes their losses: if the input is shared, it
+    runs the network before the first modulated layer only once, and folds the population into the batch after it.
 
     Attributes:
         adapter: Handle to the model's adapter.
         metric: What the model is judged by.
-        loss: ``loss(model, batch) -> scalar``, the surrogate loss l(phi); an `OutputLoss` if only the model's part
-            of it can be computed for a population at once. None, with ``batches``, for a model that no loss is known
-            of: a search takes all directions of phi for alike then.
+        loss: ``loss(model, batch) -> scalar``, the surrogate loss l(phi); an `OutputLoss` if only the model's part of
+            it can be computed for a population at once. None, like ``batches``, if no loss is known: a search then
+            treats all directions of phi alike.
         batches: ``batches(seed, task, step) -> batch``, the same batch at every call with the same arguments
             (`TensorBatches`, `DatasetBatches`).
-        gradients: Of a task without a loss: gradients of one in phi that were computed elsewhere, ``m x d``; their
-            directions shape f's kernel and the first design.
-        inputs: Of a task without a loss: batches of the deployment's inputs, without labels. The entropy of what the
-            model predicts for them stands in for a loss where directions of phi are looked for; it must return logits.
-        settings: Settings of inference, which a search tunes before phi: first what is free, then one after another,
-            then those that work together. The metric judges the model while they are in force.
+        gradients: Only without a loss: gradients in phi computed elsewhere, ``m x d``; their directions shape f's
+            kernel and the first design.
+        inputs: Only without a loss: batches of the deployment's inputs, without labels. To find directions of phi, the
+            entropy of the model's predictions for them stands in for a loss; the model must return logits.
+        settings: Settings of inference, which a search tunes before phi: first the free ones, then one after another,
+            then combinations. The metric judges the model while they are in force.
         population: Maximum number of phi in one forward pass, at least 1; results can depend on it in the last bits.
-            None has it chosen on the first batch: 1 if ``vmap`` can't compute two phi as one by one, as where control
-            flow depends on data; else the largest of 1, 4, 16 and 32 whose activations fit ``memory``. What was chosen
-            is a `Population`, with the reason; a task without a loss has 1.
+            None chooses it on the first batch: 1 if ``vmap`` can't compute two phi as it computes one, e.g. if control
+            flow depends on data; else the largest of 1, 4, 16 and 32 whose activations fit ``memory``. The choice is a
+            `Population`, with the reason; a task without a loss has 1.
         memory: Bytes that the activations of a chosen population may take, above 0: 1 GiB by default. They are counted
             from the sizes of tensors, so machines agree; a given population is not bounded by it.
     """
