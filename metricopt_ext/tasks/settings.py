@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any, Literal
 
 from torch import nn
@@ -37,7 +39,7 @@ class Setting:
 
     Attributes:
         name: The host's name for it.
-        low: The smallest number; None with ``values``.
+        low: The smallest number, of any type of numbers; None with ``values``.
         high: The largest. If both ends and the default are integers, it is an integer.
         scale: Scale of the interval: linear, logarithmic, or log-odds.
         values: The possible values, instead of an interval. Numbers are tried in order from the default outwards,
@@ -72,6 +74,8 @@ class Setting:
             raise ValueError(f"a setting's name is {brief(self.name)}; it must be text")
         if self.scale not in SCALES:
             raise ValueError(f"{self.name}: scale is {brief(self.scale)}; it must be linear, log or logit")
+        for name in ("low", "high", "default"):
+            object.__setattr__(self, name, _plain(getattr(self, name)))
         if self.values is not None:
             self._check_values()
         else:
@@ -80,16 +84,22 @@ class Setting:
             check_above(0, **{f"{self.name}: inference": self.inference})
         if not self.holds(self.default):
             raise ValueError(f"{self.name}: the default is {brief(self.default)}; it must be {self.said}")
+        object.__setattr__(self, "default", self.own(self.default))
 
     def _check_values(self) -> None:
-        values = self.values
+        values: Any = self.values
         if self.low is not None or self.high is not None:
             raise ValueError(f"{self.name} has values and an interval; give one of the two")
-        if isinstance(values, str) or not isinstance(values, Sequence) or len(values) < 2:
+        if hasattr(values, "tolist"):  # an array
+            values = values.tolist()
+        if isinstance(values, str) or not isinstance(values, Sequence):
+            raise ValueError(f"{self.name}: values are {brief(values)}; they must be a list, in order")
+        if len(values) < 2:
             raise ValueError(f"{self.name}: values are {brief(values)}; they must be two at least")
+        values = [_plain(each) for each in values]
         if strange := [each for each in values if not isinstance(each, bool | int | float | str)]:
             raise TypeError(f"{self.name}: values have {brief(strange[0])}; each must be a number, True, False or text")
-        if any(isinstance(each, float) and not math.isfinite(each) for each in values):
+        if any(isinstance(each, int | float) and not _is_finite(each) for each in values):
             raise ValueError(f"{self.name}: values are {brief(values)}; numbers must be finite")
         if len({(type(each) is bool, each) for each in values}) < len(values):
             raise ValueError(f"{self.name}: values are {brief(values)}; one is there twice")
@@ -102,6 +112,8 @@ class Setting:
         check_finite(**{f"{self.name}: low": low, f"{self.name}: high": high})
         if not low < high:
             raise ValueError(f"{self.name}: low is {low} and high {high}; the lower must be below the upper")
+        if not _is_finite(high - low):
+            raise ValueError(f"{self.name} is from {low} to {high}, which is too wide for a float; narrow it")
         if self.scale == "log" and low <= 0:
             raise ValueError(f"{self.name}: low is {low}; on a log scale it must be above 0")
         if self.scale == "logit" and not 0 < low < high < 1:
@@ -121,6 +133,7 @@ class Setting:
 
     def holds(self, value: Any) -> bool:
         """Whether it may be a value."""
+        value = _plain(value)
         if self.values is not None:
             return isinstance(value, bool | int | float | str) and any(_same(value, each) for each in self.values)
         fits = isinstance(value, int) if self.whole else True
@@ -135,10 +148,26 @@ class Setting:
         if not self.holds(value):
             raise ValueError(f"{self.name} is {brief(value)}; it must be {self.said}")
 
+    def own(self, value: Any) -> Value:
+        """Return a value that it may be as one of Python's own: of several, the one that is the same."""
+        value = _plain(value)
+        if self.values is not None:
+            return next(each for each in self.values if _same(value, each))
+        found: Value = value
+        return found
+
     def factor(self, value: Value) -> float:
-        """Return the factor on inference time at a value."""
+        """Return the factor on inference time at a value.
+
+        Raises:
+            ValueError: The function gives none above 0.
+        """
         if callable(self.inference):
-            return float(self.inference(value))
+            found = self.inference(value)
+            if found is None:
+                raise ValueError(f"{self.name}: inference({value!r}) is None; it must be a number")
+            check_above(0, **{f"{self.name}: inference({value!r})": found})
+            return float(found)
         return 1.0 if _same(value, self.default) else float(self.inference)
 
     @property
@@ -228,6 +257,11 @@ class Settings:
         presets: Mapping[str, Values | Callable[[dict[str, Value]], Values]] | None = None,
         set_on: Callable[[Any, dict[str, Value]], str] | None = None,
     ) -> None:
+        if isinstance(settings, Setting | str | Mapping) or not isinstance(settings, Iterable):
+            raise ValueError(f"settings are {brief(settings)}; they must be a list of Setting(...)")
+        settings = list(settings)
+        if strange := [each for each in settings if not isinstance(each, Setting)]:
+            raise ValueError(f"settings have {brief(strange[0])}; each must be a Setting(...)")
         self._settings = {each.name: each for each in settings}
         if not settings:
             raise ValueError("there are no settings; give one at least")
@@ -239,11 +273,14 @@ class Settings:
         check_at_least(1, inference=inference)
         check_integer(0, queries=queries)
         self.inference, self.queries = inference, queries
-        self._apply, self.free, self._presets = apply, dict(free or {}), dict(presets or {})
+        for name, given in (("free", free), ("presets", presets)):
+            if given is not None and not isinstance(given, Mapping):
+                raise ValueError(f"{name} is {brief(given)}; it must be a dict by name")
+        self._apply, self._presets = apply, dict(presets or {})
         self._takes_model, self._set_on = takes(apply, "model"), set_on
-        self.alone = self.names if alone is None else tuple(alone)
-        self._check_names(self.alone)
-        self.check(self.free)
+        self.alone = self.names if alone is None else self._named(alone)
+        self.check(free or {})
+        self.free = {name: self._settings[name].own(value) for name, value in (free or {}).items()}
         for name in self._presets:
             self.preset(name, self.first)
         self._check_free()
@@ -285,7 +322,7 @@ class Settings:
         """
         if not names:
             return self
-        self._check_names(names)
+        names = self._named(names)
         other, apply, left_out = copy.copy(self), self._apply, {**self.defaults}
         other._settings = {name: self._settings[name] for name in names}
         other._presets = {
@@ -294,7 +331,7 @@ class Settings:
             if set(names) >= set(each(self.defaults) if callable(each) else each)
         }
         other.free = {name: value for name, value in self.free.items() if name in names}
-        other.alone = tuple(names)
+        other.alone = names
         other._apply = lambda values, **more: apply({**left_out, **values}, **more)
         return other
 
@@ -329,9 +366,18 @@ class Settings:
         Raises:
             ValueError: There is one.
         """
+        if not isinstance(values, Mapping):
+            raise ValueError(f"values of settings are {brief(values)}; they must be a dict by name")
         self._check_names(values)
         for name, value in values.items():
             self._settings[name].check(value)
+
+    def _named(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return names of settings that there are, each once."""
+        if isinstance(names, str):
+            raise ValueError(f"names of settings are {names!r}; they must be a list, [{names!r}]")
+        self._check_names(names)
+        return tuple(dict.fromkeys(names))
 
     def _check_names(self, names: Iterable[str]) -> None:
         if unknown := [name for name in names if name not in self._settings]:
@@ -344,7 +390,7 @@ class Settings:
             ValueError: As from `check`.
         """
         self.check(values)
-        return {name: values.get(name, each.default) for name, each in self._settings.items()}
+        return {name: each.own(values.get(name, each.default)) for name, each in self._settings.items()}
 
     def preset(self, name: str, values: Values) -> dict[str, Value]:
         """Return the values of a preset, put on others that were best so far.
@@ -354,7 +400,9 @@ class Settings:
         """
         preset, values = self._presets[name], self.complete(values)
         try:
-            return self.complete({**values, **(preset(dict(values)) if callable(preset) else preset)})
+            given = preset(dict(values)) if callable(preset) else preset
+            self.check(given)
+            return self.complete({**values, **given})
         except ValueError as error:
             raise ValueError(f"preset {name!r}: {error}") from error
 
@@ -404,10 +452,17 @@ class Settings:
 
         Raises:
             ValueError: As from `check`.
+            TypeError: ``apply`` returns no context manager.
         """
         complete = self.complete(values)
         more = {"model": model} if self._takes_model and model is not None else {}
-        with self._apply(dict(complete), **more):
+        acting = self._apply(dict(complete), **more)
+        if not hasattr(acting, "__enter__") or not hasattr(acting, "__exit__"):
+            raise TypeError(
+                f"apply returned {brief(acting)}; it must return a context manager: let it yield once, below"
+                " @contextlib.contextmanager"
+            )
+        with acting:
             yield complete
 
     def set_on(self, model: Any, values: Values) -> str:
@@ -470,7 +525,21 @@ def _parameter(function: Callable[..., Any], name: str) -> inspect.Parameter | N
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)
+
+
+def _is_finite(value: int | float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        return False
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of NumPy's, of a tensor without dimensions, or another number, as Python's own type of it."""
+    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
+        return value.item()
+    return float(value) if isinstance(value, Decimal | Fraction) else value
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -1,8 +1,11 @@
 """Settings of inference: what they may be, on which scale, and how they are put to use."""
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -68,7 +71,10 @@ def test_between_integers_it_is_an_integer() -> None:
         ({"low": 0.0, "high": 0.4}, r"k.*0.5.*number from 0 to 0.4"),
         ({"low": 0.0, "high": 1.0, "values": (0.5, 1.0)}, r"k has values.*give one of the two"),
         ({"values": (0.5,)}, r"k: values.*they must be two at least"),
-        ({"values": "ab", "default": "a"}, r"k.*'ab'; they must be two at least"),
+        ({"values": "ab", "default": "a"}, r"k.*'ab'; they must be a list, in order"),
+        ({"values": {0.5, 1.0}}, r"k: values are .*; they must be a list, in order"),
+        ({"values": (0.5, 10**400)}, r"k: values.*; numbers must be finite"),
+        ({"low": -1.7e308, "high": 1.7e308}, r"k is from.*too wide for a float; narrow it"),
         ({"values": (0.5, 0.5)}, "k: values are .*; one is there twice"),
         ({"values": (0.5, math.nan)}, r"k: values.*; numbers must be finite"),
         ({"values": (1, 2)}, r"k: the default.*0.5; it must be 1 or 2"),
@@ -99,6 +105,33 @@ def test_factors_are_beside_the_defaults() -> None:
     assert SIZE.factor(480) == pytest.approx(1.44)
 
 
+@pytest.mark.parametrize("kind", [np.int64, torch.tensor])
+def test_integers_of_other_types_are_integers(kind: Any) -> None:
+    k = Setting("k", kind(1), kind(50), default=kind(5))
+    assert [k.at(t) for t in (0.0, 0.5, 1.0)] == [1, 26, 50]
+    assert all(type(each) is int for each in (k.at(0.5), k.low, k.default))
+    assert k.said == "an integer from 1 to 50"
+
+
+def test_numbers_of_other_types_are_floats() -> None:
+    for low, default in ((np.float32(0.25), Decimal("0.5")), (Fraction(1, 4), torch.tensor(0.5))):
+        k = Setting("k", low, 1.0, default=default)
+        assert (k.low, k.default, k.at(1 / 3)) == (0.25, 0.5, 0.5)
+        assert type(k.default) is float
+
+
+def test_values_are_python_s_own_and_so_is_the_default() -> None:
+    size = Setting("size", values=np.array([320, 400]), default=400.0)
+    assert size.values == (320, 400)
+    assert type(size.default) is int
+    flip = Setting("flip", values=[np.False_, np.True_], default=np.False_)
+    assert flip.values == (False, True)
+    seen: list[Any] = []
+    settings = Settings([size, flip], noting(seen))
+    with settings.applied({"size": np.float64(320), "flip": np.True_}):
+        assert [type(each) for each in seen[0].values()] == [int, bool]
+
+
 # --- Several -------------------------------------------------------------------------------------------------------
 
 
@@ -125,6 +158,44 @@ def test_the_factor_is_the_product_of_the_settings_own() -> None:
 def test_a_factor_is_relative_to_the_defaults() -> None:
     sized = Setting("size", values=(320, 400, 480), default=480, inference=lambda size: (float(size) / 400) ** 2)
     assert Settings([sized], noting([])).factor({"size": 480}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (0, r"size: inference\(400\) is 0; it must be above 0"),
+        (math.nan, r"size: inference\(400\) is nan; it must be a finite number"),
+        (None, r"size: inference\(400\) is None; it must be a number"),
+    ],
+)
+def test_a_function_of_no_factor_is_refused(found: Any, message: str) -> None:
+    sized = Setting("size", values=(320, 400), default=400, inference=lambda size: found)
+    with pytest.raises(ValueError, match=message):
+        Settings([sized], noting([]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"settings": SIZE}, r"settings are Setting.*list of Setting"),
+        ({"settings": [SIZE, "flip"]}, r"settings have 'flip'; each must be a Setting"),
+        ({"alone": "size"}, r"names of settings are 'size'; they must be a list, \['size'\]"),
+        ({"free": [("size", 400)]}, r"free is .*; it must be a dict by name"),
+        ({"presets": [{"size": 400}]}, r"presets is .*; it must be a dict by name"),
+        ({"presets": {"mine": lambda values: None}}, r"preset 'mine': values of settings are None.*dict by name"),
+    ],
+)
+def test_settings_of_another_kind_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings(**{"settings": [SIZE, FLIP], "apply": noting([]), **arguments})
+    assert Settings((each for each in (SIZE, FLIP)), noting([])).names == ("size", "flip")
+
+
+@pytest.mark.parametrize("apply", [lambda values: None, lambda values: (yield)])
+def test_what_applies_nothing_is_refused_with_the_remedy(apply: Any) -> None:
+    settings = Settings([SIZE], apply)
+    with pytest.raises(TypeError, match=r"apply returned .*contextlib.contextmanager"), settings.applied({}):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -258,5 +329,5 @@ def test_a_function_of_a_preset_is_refused_by_its_name_before_a_run() -> None:
 
 @pytest.mark.parametrize("default", [np.int64(1), torch.tensor(1)])
 def test_a_value_is_what_plain_text_holds(default: Any) -> None:
-    with pytest.raises(ValueError, match="k: the default is"):
-        Setting("k", values=(1, 2), default=default)
+    settings = Settings([Setting("k", values=(1, 2), default=default)], noting([]), free={"k": default})
+    assert json.loads(json.dumps(settings.identity()))["free"] == {"k": 1}
