@@ -437,6 +437,7 @@ class FinetuneTask:
         """Have settings in force; errors of the metric name them, and what can't be applied is one of the metric's."""
         assert self.settings is not None
         said = f"settings {', '.join(f'{name} {brief(value)}' for name, value in values.items())}"
+        failed: MetricError | None = None
         with ExitStack() as held:
             try:
                 held.enter_context(self.settings.applied(values, model))
@@ -445,7 +446,10 @@ class FinetuneTask:
             try:
                 yield
             except MetricError as error:
-                raise type(error)(f"{error} ({said})") from error
+                failed = type(error)(f"{error} ({said})")
+                raise failed from error
+        if failed is not None:  # what applies the settings suppressed it
+            raise failed
 
     def look(self) -> dict[str, float]:
         """Return what the metric's ``also`` has of the model as it is, with the settings in force (`Metric.look`)."""

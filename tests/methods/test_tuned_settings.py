@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -404,6 +404,21 @@ def test_settings_that_cannot_be_applied_are_an_evaluation_that_failed(quadratic
         result = run(toy.judged(failures=1))
     assert result.settings is not None
     assert result.settings.after == {"size": BEST, "kind": "soft"}
+
+
+def test_what_the_settings_suppress_is_an_error_all_the_same(quadratic: Make) -> None:
+    toy = Toy(quadratic)
+
+    @contextmanager
+    def apply(values: dict[str, Any]) -> Iterator[None]:
+        with suppress(Exception), toy.apply(values):
+            yield
+
+    toy.settings = Settings([toy.settings[name] for name in toy.settings.names], apply)
+    task = toy.judged()
+    task.metric.function = lambda: 1 / 0
+    with pytest.raises(MetricError, match=r"ZeroDivisionError.*settings size"):
+        run(task)
 
 
 def test_where_nobody_waits_for_a_setting_it_is_as_without(quadratic: Make) -> None:
