@@ -18,10 +18,11 @@ from metricopt_ext.methods.short_finetunes import Training, check_finetunes, sho
 from metricopt_ext.methods.starts import reestimate_batchnorm, with_start
 from metricopt_ext.moved import renamed_arguments
 from metricopt_ext.plain import plain
+from metricopt_ext.runtime.identity import fingerprint
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.weights import same_bits
-from metricopt_ext.utils.words import counted
+from metricopt_ext.utils.words import brief, counted
 
 KINDS = ("uniform", "greedy")
 APART = 0.5  # by so much of it, the average's loss may exceed the worst ingredient's
@@ -104,13 +105,20 @@ def _check(
         raise ValueError("give either checkpoints, the files to average, or finetunes, a number of them to make")
     if isinstance(checkpoints, str | Path):
         raise ValueError(f"checkpoints is {str(checkpoints)!r}; it must be a list of files")
+    checkpoints = None if checkpoints is None else list(checkpoints)
+    if strange := [each for each in checkpoints or () if not isinstance(each, str | Path)]:
+        raise ValueError(f"checkpoints has {brief(strange[0])}; each must be a file, as torch.save writes")
     files = [Path(each) for each in checkpoints or ()]
     if checkpoints is not None and len(files) < 2:
         raise ValueError(f"checkpoints has {counted(len(files), 'file')}; an average is of two or more")
-    if again := [str(file) for file in files if files.count(file) > 1]:
-        raise ValueError(f"checkpoints has {again[0]!r} twice; name each file once")
-    if not kinds or set(kinds) - set(KINDS):
-        raise ValueError(f"kinds is {list(kinds)}; it must name one or both of {', '.join(KINDS)}")
+    known: dict[object, Path] = {}
+    for file in files:
+        place = (file.stat().st_dev, file.stat().st_ino) if file.exists() else file  # the same by a link
+        if place in known:
+            raise ValueError(f"checkpoints has one file twice, {str(known[place])!r} and {str(file)!r}; name it once")
+        known[place] = file
+    if isinstance(kinds, str) or not kinds or set(kinds) - set(KINDS):
+        raise ValueError(f"kinds is {brief(kinds)}; it must be a list that names one or both of {', '.join(KINDS)}")
     if not task.metric.takes_model:
         raise AdapterError(
             f"soups are judged on copies of the model, but metric {task.metric.name!r} does not take the model; let it"
@@ -145,12 +153,15 @@ class _Soup:
         self.task, self.ingredients, self.files = task, ingredients, list(files)
         self.inputs = list(recalibrate) if isinstance(recalibrate, Iterator) else recalibrate  # each average's own pass
         self.losses: dict[Path, float] = {}
+        self.digests: dict[str, Path] = {}
 
     def uniform(self) -> Start:
         """Return the average of all; a warning says if the models share no basin."""
         mean = Mean(self.ingredients.floating)
         for file in self.files:
             state = self.ingredients.read(file)
+            if (known := self.digests.setdefault(fingerprint(state), file)) is not file:
+                warnings.warn(f"{file} has the same tensors as {known}, which so count twice", stacklevel=3)
             if (loss := self._loss(self.ingredients.start(state))) is not None:
                 self.losses[file] = loss
             mean.add(state)

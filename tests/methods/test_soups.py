@@ -1,5 +1,6 @@
 """Averages of models as starts: against sums by hand in float64, and what they cost in queries and memory."""
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -254,8 +255,10 @@ def test_without_batchnorm_inputs_change_nothing(tmp_path: Path) -> None:
         ({"checkpoints": ["a.pth", "b.pth"], "finetunes": 3}, "give either checkpoints"),
         ({"checkpoints": "a.pth"}, r"checkpoints.*'a.pth'.*list of files"),
         ({"checkpoints": ["a.pth"]}, r"checkpoints.*1 file.*two or more"),
-        ({"checkpoints": ["a.pth", "b.pth", "a.pth"]}, "checkpoints has 'a.pth' twice"),
-        ({"checkpoints": ["a.pth", "b.pth"], "kinds": ["best"]}, r"kinds.*\['best'\].*name one or both"),
+        ({"checkpoints": ["a.pth", "b.pth", "a.pth"]}, "checkpoints has one file twice, 'a.pth' and"),
+        ({"checkpoints": [{"weight": torch.ones(2)}] * 2}, r"checkpoints has \{'weight'.*each must be a file"),
+        ({"checkpoints": ["a.pth", "b.pth"], "kinds": ["best"]}, r"kinds.*\['best'\].*names one or both"),
+        ({"checkpoints": ["a.pth", "b.pth"], "kinds": "uniform"}, r"kinds is 'uniform'; it must be a list"),
         ({"finetunes": 1, "training": Training(9, 0.1)}, "finetunes.* at least 2"),
         ({"finetunes": 2}, r"finetunes need.*lr\)"),
         ({"finetunes": 2, "training": Training(9, 0.1), "share": 1.5}, "share is 1.5; it must be above 0"),
@@ -264,6 +267,17 @@ def test_without_batchnorm_inputs_change_nothing(tmp_path: Path) -> None:
 def test_what_can_not_be_asked_for_is_refused(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         soup_starts(task_of(), **arguments)
+
+
+def test_one_file_by_two_names_is_refused_and_a_copy_of_it_told(files: list[Path], tmp_path: Path) -> None:
+    (link := tmp_path / "last.pth").symlink_to(files[1])
+    (tmp_path / "sub").mkdir()
+    for other in (link, tmp_path / "sub" / ".." / files[1].name):
+        with pytest.raises(ValueError, match=r"one file twice, .*model_0000001.pth.* and .*; name it once"):
+            soup_starts(task_of(), [*files, other], kinds=["uniform"])
+    copied = shutil.copy(files[1], tmp_path / "model_final.pth")
+    with pytest.warns(UserWarning, match=r"model_final.pth has the same tensors as .*model_0000001.pth.*count twice"):
+        soup_starts(task_of(), [*files, copied], kinds=["uniform"])
 
 
 def test_a_metric_that_does_not_take_the_model_is_refused(files: list[Path]) -> None:
