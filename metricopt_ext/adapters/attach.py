@@ -41,6 +41,7 @@ from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.files import check_tensors, content_of
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.weights import same_bits
 from metricopt_ext.utils.words import brief, nearest, shortened
 
 
@@ -260,7 +261,7 @@ def attach_mixture(
         example: As in `attach_film`.
 
     Raises:
-        AdapterError: As from `attach_film`; or there are no checkpoints, or more than eight.
+        AdapterError: As from `attach_film`; or there are no checkpoints, or more than eight, or two of one model.
         DataError: A checkpoint can't be read, or has not the model's tensors; the message has the file and the tensor.
         ValueError: A number is out of range.
 
@@ -272,18 +273,26 @@ def attach_mixture(
         True
     """
     model = unwrapped(model)
-    if isinstance(checkpoints, str | Path | Mapping) or not 1 <= len(checkpoints) <= MOST:
+    if not isinstance(checkpoints, Sequence) or isinstance(checkpoints, str) or not 1 <= len(checkpoints) <= MOST:
         raise AdapterError(f"checkpoints must be a list of 1 to {MOST} files or state dicts, not {brief(checkpoints)}")
+    if strange := [each for each in checkpoints if not isinstance(each, str | Path | Mapping)]:
+        remedy = ": give its state_dict()" if isinstance(strange[0], nn.Module) else ""
+        raise AdapterError(f"checkpoints has {brief(strange[0])}; each must be a file or a state dict{remedy}")
     if film is None and layers is not None:
         raise AdapterError(f"layers={layers!r} are for FiLM; give film=, its number of coordinates, too")
     check_integer(1, **({} if film is None else {"film": film}))
     _check_bare(model)
     reader = Ingredients(model)
-    read = (
-        reader.take(each, f"checkpoint {number}") if isinstance(each, Mapping) else reader.read(Path(each))
-        for number, each in enumerate(checkpoints)
-    )
-    states = [reader.replaced(each) for each in read]
+    known: dict[str, dict[str, Tensor]] = {"the model": {}}  # what is not the model's, of each
+    for number, each in enumerate(checkpoints):
+        name = f"checkpoint {number}" if isinstance(each, Mapping) else str(each)
+        read = reader.take(each, name) if isinstance(each, Mapping) else reader.read(Path(each))
+        state = {key: value for key, value in reader.replaced(read).items() if value.is_floating_point()}
+        for other, theirs in known.items():
+            if state.keys() == theirs.keys() and all(same_bits(value, theirs[key]) for key, value in state.items()):
+                raise AdapterError(f"{name} has the same weights as {other}, so it would add nothing; leave it out")
+        known[name] = state
+    states = list(known.values())[1:]
     return _mixture(model, states, film or 0, layers, seed, outputs, example)
 
 

@@ -75,7 +75,7 @@ class Ingredients:
 
         Raises:
             DataError: It can't be read, or lacks a tensor, has one that the model has not, or one of another shape or
-                type, or with NaN; the message has the file and the tensor.
+                type, or with numbers that are not finite; the message has the file and the tensor.
         """
         return self._read(path, [read_checkpoint(file, self.entry, "entry") for file in files_of(path)])
 
@@ -99,8 +99,7 @@ class Ingredients:
         state: dict[str, Tensor] = {}
         for key, name in read.names.items():
             value = where[key].tensor(key)
-            if value.is_floating_point() and bool(value.isnan().any()):
-                raise DataError(f"{path}: {brief(key)} has NaN; leave this file out")
+            self._check_numbers(path, key, value, self.base[name])
             known = state.setdefault(self._aliases.get(name, [name])[0], value)
             if not same_bits(known, value):
                 raise DataError(f"{path}: {brief(key)} is not the same tensor as others are that it is tied to here")
@@ -168,6 +167,17 @@ class Ingredients:
         if file.dtypes[key] != own.dtype:
             raise DataError(
                 f"{path}: {brief(key)} has type {file.dtypes[key]}, the model's {own.dtype}; convert it first"
+            )
+
+    def _check_numbers(self, path: Path, key: str, value: Tensor, own: Tensor) -> None:
+        if not value.is_floating_point():
+            return
+        if bool(value.isnan().any()):
+            raise DataError(f"{path}: {brief(key)} has NaN; leave this file out")
+        if not torch.equal(value.where(value.isinf(), 0), own.where(own.isinf(), 0).detach().cpu()):
+            raise DataError(
+                f"{path}: {brief(key)} is infinite elsewhere than the model's, of which there is no mean; leave this"
+                " file out"
             )
 
     def _change(self, each: Layer, state: Mapping[str, Tensor]) -> Tensor:

@@ -27,7 +27,8 @@ class Mixture(Modulation):
     The weights w are phi's first k coordinates, each cut off at -0.5 and 1.5; phi = 0 is the base and a unit vector a
     checkpoint, to the last bit. Floating tensors of the state dict are mixed, as model soups are (Wortsman et al.,
     2022, "Model soups"), along directions that may lead beyond the models (Ilharco et al., 2023, "Editing models with
-    task arithmetic"). Others are the base's. A BatchNorm's variance is kept above a tenth of the base's.
+    task arithmetic"). Others are the base's, and so are infinite numbers. A BatchNorm's variance is kept
+    above a tenth of the base's.
 
     Args:
         context: Holds phi.
@@ -42,9 +43,13 @@ class Mixture(Modulation):
         self.count = len(states)
         base = floating(model)
         self.names = list(base)
+        # Infinite numbers, as of an attention's mask, are the base's: a sum of infinities would be none.
+        self._infinite = {name for name, own in base.items() if not own.is_meta and not bool(own.isfinite().all())}
         for file, state in enumerate(states):
             for index, name in enumerate(self.names):
                 value = state.get(name, base[name]).detach().to(base[name], copy=True)
+                if name in self._infinite:
+                    value = value.where(base[name].isfinite(), 0)
                 self.register_buffer(_buffer(file, index), value, persistent=False)
         self._model, self._forward = (model,), None  # a tuple hides the model from registration below itself
 
@@ -68,12 +73,14 @@ class Mixture(Modulation):
         found: dict[str, Tensor] = {}
         for index, name in enumerate(self.names):
             own = base[name].detach()
-            total = weights[0] * own.to(weights.dtype)  # phi's precision: a half's rounding would hide a small step
+            summed = own.where(own.isfinite(), 0) if name in self._infinite else own
+            total = weights[0] * summed.to(weights.dtype)  # phi's precision: a half's rounding would hide a small step
             for file, weight in enumerate(weights[1:]):
                 total = total + weight * self.get_buffer(_buffer(file, index)).to(weights.dtype)
             if name.rpartition(".")[2] == "running_var":
                 total = total.maximum(VARIANCE * own)
-            found[name] = total.to(own.dtype)
+            total = total.to(own.dtype)
+            found[name] = total.where(own.isfinite(), own) if name in self._infinite else total
         return found
 
     def hooked(self, layer: nn.Module) -> Any:

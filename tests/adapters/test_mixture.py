@@ -165,6 +165,33 @@ def test_a_start_replaces_the_base_of_the_mixture(models: list[nn.Module], x: Te
     assert torch.equal(adapter.model(x), models[0](x))
 
 
+class Masked(nn.Module):
+    """A layer, and a mask as attention has them."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1) + seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) + self.mask).softmax(-1)
+
+
+def test_infinite_numbers_are_the_base_s() -> None:
+    base, other, x = Masked(0), Masked(1), torch.rand(3, 3)
+    adapter = attach_mixture(copy.deepcopy(base), [other.state_dict()])
+    for phi, model in ((0.0, base), (1.0, other)):
+        assert torch.equal(at(adapter, phi)(x), model(x))
+    at(adapter, -0.25)(x)[:, 0].sum().backward()
+    assert adapter.phi.grad is not None
+    assert bool(adapter.phi.grad.isfinite().all())
+    assert torch.equal(adapter.merge().mask.isinf(), base.mask.isinf())
+    for mask in (torch.zeros(3, 3), torch.full((3, 3), -torch.inf)):
+        with pytest.raises(DataError, match="'mask' is infinite elsewhere than the model's"):
+            attach_mixture(base, [{**other.state_dict(), "mask": mask}])
+
+
 @torch.no_grad()
 def test_halves_and_tied_weights_are_mixed_too() -> None:
     class Tied(nn.Module):
@@ -224,6 +251,10 @@ def test_other_models_are_refused(
         ({"checkpoints": []}, "1 to 8"),
         ({"checkpoints": "one.pth"}, "1 to 8.*one.pth"),
         ({"checkpoints": [{}] * 9}, "1 to 8"),
+        ({"checkpoints": [nn.Linear(1, 1)]}, r"checkpoints has Linear.*give its state_dict\(\)"),
+        ({"checkpoints": (each for each in ())}, "1 to 8.*generator"),
+        ({"checkpoints": [network(0).state_dict()]}, "checkpoint 0 has the same weights as the model.*leave it out"),
+        ({"checkpoints": [network(1).state_dict()] * 2}, "checkpoint 1 has the same weights as checkpoint 0"),
         ({"layers": "1"}, "film="),
     ],
 )
