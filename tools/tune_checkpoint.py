@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument(
         "--checkpoint", required=True, type=Path, metavar="FILE", help=".safetensors, or .pth, .pt or .th of torch"
     )
-    parser.add_argument("--entry", metavar="KEY", help="where the state dict is in the file, if it has several")
+    parser.add_argument("--entry", metavar="KEY", help="where the state dict is in each file, if it has several")
     parser.add_argument(
         "--output", required=True, type=Path, metavar="FILE", help="the tuned checkpoint, of the same kind"
     )
@@ -160,7 +160,7 @@ def run(arguments: argparse.Namespace, scores: Scores) -> dict[str, Any]:
     file = read_checkpoint(arguments.checkpoint, arguments.entry)
     moving: Norms | MixedFile
     if arguments.mix:
-        moving = MixedFile(file, [Path(each) for each in arguments.mix], arguments.offsets)
+        moving = MixedFile(file, [Path(each) for each in arguments.mix], arguments.offsets, arguments.entry)
     else:
         moved = chosen(file, arguments.layers, arguments.offsets)
         moving = Norms(file, moved, dim=arguments.dim, seed=arguments.seed)

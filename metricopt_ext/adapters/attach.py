@@ -240,6 +240,7 @@ def attach_mixture(
     film: int | None = None,
     layers: str | Sequence[str] | None = None,
     outputs: Outputs | None = None,
+    entry: str | None = None,
     seed: int = 0,
     example: Any = None,
 ) -> Adapter:
@@ -257,6 +258,7 @@ def attach_mixture(
         film: Number of further coordinates, which modulate layers by FiLM as in `attach_film`; None for none.
         layers: With ``film``, the layers, as in `attach_film`.
         outputs: As in `attach_film`.
+        entry: The state dict's key in each file of torch that is not one itself; None to find it.
         seed: Seed of FiLM's matrices.
         example: As in `attach_film`.
 
@@ -282,7 +284,7 @@ def attach_mixture(
         raise AdapterError(f"layers={layers!r} are for FiLM; give film=, its number of coordinates, too")
     check_integer(1, **({} if film is None else {"film": film}))
     _check_bare(model)
-    reader = Ingredients(model)
+    reader = Ingredients(model, entry)
     known: dict[str, dict[str, Tensor]] = {"the model": {}}  # what is not the model's, of each
     for number, each in enumerate(checkpoints):
         name = f"checkpoint {number}" if isinstance(each, Mapping) else str(each)

@@ -4,6 +4,7 @@ import copy
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ class Ingredients:
 
     Args:
         model: The model, with an adapter or without.
-        entry: The state dict's key in each file of torch; None to find it.
+        entry: The state dict's key in each file of torch that is not one itself; None to find it.
 
     Raises:
         AdapterError: LoRA is of a variant whose change is not added, or on a weight that is no floating number.
@@ -77,7 +78,16 @@ class Ingredients:
             DataError: It can't be read, or lacks a tensor, has one that the model has not, or one of another shape or
                 type, or with numbers that are not finite; the message has the file and the tensor.
         """
-        return self._read(path, [read_checkpoint(file, self.entry, "entry") for file in files_of(path)])
+        return self._read(path, [self._opened(file) for file in files_of(path)])
+
+    def _opened(self, file: Path) -> CheckpointFile:
+        try:
+            return read_checkpoint(file, self.entry, "entry")
+        except DataError:
+            with suppress(DataError):
+                if (found := read_checkpoint(file)).entry is None:
+                    return found  # which needs no entry
+            raise
 
     def take(self, state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
         """Return a state dict as `read` does a file of it.

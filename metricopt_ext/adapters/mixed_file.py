@@ -28,6 +28,7 @@ class MixedFile:
         file: The checkpoint, phi = 0.
         others: The others, one to eight, of any kind of file; each has the first one's tensors.
         offsets: The key of a bias that gets an offset for each of its numbers.
+        entry: The state dict's key in each of the others, as in `attach_mixture`.
 
     Attributes:
         adapter: Its phi has a weight for each of the others, then the offsets.
@@ -37,12 +38,14 @@ class MixedFile:
         AdapterError: There are no others or more than eight, or the key is no bias.
     """
 
-    def __init__(self, file: CheckpointFile, others: Sequence[Path], offsets: str | None = None) -> None:
+    def __init__(
+        self, file: CheckpointFile, others: Sequence[Path], offsets: str | None = None, entry: str | None = None
+    ) -> None:
         self.file, self.others, self.offsets = file, list(others), offsets
         bias = None if offsets is None else chosen(file, [], offsets)[0]
         outputs = None if bias is None else Outputs(bias.layer, LOGITS)
         model = _model_of(file, None if bias is None else (bias.layer, bias.keys[0]))
-        self.adapter: Adapter = attach_mixture(model, self.others, outputs=outputs)
+        self.adapter: Adapter = attach_mixture(model, self.others, outputs=outputs, entry=entry)
 
     def identity(self) -> dict[str, Any]:
         """Return what a run depends on besides the checkpoint."""

@@ -66,7 +66,7 @@ def soup_starts(
         kinds: ``"uniform"``, ``"greedy"`` or both.
         recalibrate: Batches of inputs on which each average's BatchNorm statistics are estimated anew; None to average
             them.
-        entry: The state dict's key in each file of torch; None to find it.
+        entry: The state dict's key in each file of torch that is not one itself; None to find it.
         seed: Seed of finetunes.
         output_dir: Keeps finetunes, which are resumed there; None keeps nothing.
         callback: Told beforehand what finetunes and queries this takes; by default both are printed.

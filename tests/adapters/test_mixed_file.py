@@ -54,6 +54,18 @@ def test_offsets_of_a_bias_come_after_the_weights(files: list[Path]) -> None:
     assert all(torch.equal(value, other[name]) for name, value in found.items() if name != "3.bias")
 
 
+def test_the_entry_is_read_of_all_files_that_have_entries(files: list[Path], tmp_path: Path) -> None:
+    for name, seed in (("one", 1), ("two", 2)):
+        torch.save({"model": state(9), "model_ema": state(seed)}, tmp_path / f"{name}.pth")
+    torch.save(state(3), flat := tmp_path / "flat.pth")
+    others = [tmp_path / "two.pth", flat, files[0]]
+    mixed = MixedFile(read_checkpoint(tmp_path / "one.pth", "model_ema"), others, entry="model_ema")
+    for phi, seed in zip(torch.eye(3), (2, 3, 0), strict=True):
+        assert torch.equal(mixed.tensors(phi)["0.weight"], state(seed)["0.weight"])
+    with pytest.raises(DataError, match=r"entry='ema': .*two.pth has no state dict there"):
+        MixedFile(read_checkpoint(files[1]), [tmp_path / "two.pth"], entry="ema")
+
+
 def test_types_and_ties_of_the_file_stay(tmp_path: Path) -> None:
     half, other = state(0, torch.bfloat16), state(1, torch.bfloat16)
     for path, each in (("a.pth", half), ("b.pth", other)):
