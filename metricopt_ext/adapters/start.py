@@ -1,6 +1,6 @@
 """What a model may hold beyond its base, the weights that it was trained to: a phi, and tensors in place of its own."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -34,6 +34,18 @@ class Start:
     parameters: Mapping[str, Tensor] = field(default_factory=dict)
     settings: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Check the types; whether it fits a model is for `Adapter.check`.
+
+        Raises:
+            TypeError: phi is no tensor, or the others are no dicts.
+        """
+        if not isinstance(self.phi, Tensor):
+            raise TypeError(f"phi is {brief(self.phi)}; it must be a tensor, torch.as_tensor(phi)")
+        for name in ("buffers", "parameters", "settings"):
+            if not isinstance(given := getattr(self, name), Mapping):
+                raise TypeError(f"{name} are {brief(given)}; they must be a dict by name")
+
     @property
     def replaced(self) -> dict[str, Tensor]:
         """All tensors that replace the model's own, by name."""
@@ -65,7 +77,7 @@ class StartLine:
         first: The t to try first; by default the middle and both quarters.
 
     Raises:
-        ValueError: The interval is empty or infinite, or one of ``first`` is not in it.
+        ValueError: The interval is empty or infinite, or one of ``first`` is no number in it.
         TypeError: ``at`` is no function.
 
     Example:
@@ -88,7 +100,10 @@ class StartLine:
         if not self.low < self.high:
             raise ValueError(f"a line from {self.low} to {self.high} is empty; the least t comes first")
         quarter = (self.high - self.low) / 4
-        first = self.first or tuple(self.low + each * quarter for each in (2, 1, 3))
+        if isinstance(self.first, str) or not isinstance(self.first, Sequence):
+            raise ValueError(f"first is {brief(self.first)}; it must be several t, e.g. (0.5, 1.0)")
+        check_finite(**{f"first[{number}]": t for number, t in enumerate(self.first)})
+        first = tuple(self.first) or tuple(self.low + each * quarter for each in (2, 1, 3))
         if outside := [t for t in first if not self.low <= t <= self.high]:
             raise ValueError(f"first has {outside[0]}, which is not from {self.low} to {self.high}")
         object.__setattr__(self, "first", first)

@@ -25,8 +25,9 @@ def all_starts(task: FinetuneTask, starts: Mapping[str, Start | StartLine]) -> d
 
     Raises:
         ValueError: A name is taken by a result's other ends, or a start has settings that the task has not.
-        AdapterError: A start does not fit the model (see `Adapter.check`), or one at the end of a line; or the metric
-            does not take the model, so that it can't judge one in which a start replaces buffers or parameters.
+        AdapterError: A start does not fit the model (see `Adapter.check`), or one at the end of a line; or it has
+            numbers that are not finite where the model's are, or a variance below 0; or the metric does not take the
+            model, so that it can't judge one in which a start replaces buffers or parameters.
     """
     check_starts(starts)
     found: dict[str, Start | StartLine] = {"start": Start(task.origin())}
@@ -65,6 +66,7 @@ def _checked(task: FinetuneTask, name: str, start: Start | None) -> Start:
         raise AdapterError(f"start {name!r} is None: it does not apply to this model; leave it out")
     try:
         task.adapter.check(start)
+        _check_numbers(start, task.adapter)
     except AdapterError as error:
         raise AdapterError(f"start {name!r}: {error}") from error
     if start.replaced and not task.metric.takes_model:
@@ -77,6 +79,18 @@ def _checked(task: FinetuneTask, name: str, start: Start | None) -> Start:
     )
     task.with_values(start.settings)  # refuses what it can't be
     return Start(start.phi.detach().to(task.origin(), copy=True), buffers, parameters, dict(start.settings))
+
+
+def _check_numbers(start: Start, adapter: Adapter) -> None:
+    """Refuse numbers by which the model computes none: a loss that is not finite would be blamed for them."""
+    base = adapter.base_state_dict()
+    for name, value in start.replaced.items():
+        if not value.is_floating_point():
+            continue
+        if bool((base[name].to(value.device).isfinite() & ~value.isfinite()).any()):
+            raise AdapterError(f"{brief(name)} has NaN or infinity where the model's has not; leave it out")
+        if name.rpartition(".")[2] == "running_var" and bool((value < 0).any()):
+            raise AdapterError(f"{brief(name)} has {float(value.min()):g}; a variance is at least 0")
 
 
 def with_start(task: FinetuneTask, start: Start) -> FinetuneTask:

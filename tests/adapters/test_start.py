@@ -452,11 +452,26 @@ def test_a_line_asks_the_middle_and_the_quarters_first_unless_it_is_told() -> No
         (1.0, 0.0, (), "the least t comes first"),
         (0.0, math.inf, (), "high is inf"),
         (0.0, 1.0, (0.5, 2.0), r"first.*2.0.*0.0 to 1.0"),
+        (0.0, 1.0, 0.5, r"first is 0.5; it must be several t"),
+        (0.0, 1.0, "05", r"first is '05'; it must be several t"),
+        (0.0, 1.0, ("0.5",), r"first\[0\] is '0.5'; it must be a finite number"),
     ],
 )
-def test_what_is_no_interval_is_refused(low: float, high: float, first: tuple[float, ...], message: str) -> None:
+def test_what_is_no_interval_is_refused(low: float, high: float, first: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StartLine(lambda t: Start(t * WAY), low, high, first)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([0.0, 1.0],), r"phi is \[0\.0, 1\.0\]; it must be a tensor"),
+        ((torch.zeros(2), [torch.ones(3)]), r"buffers are \[.*; they must be a dict by name"),
+    ],
+)
+def test_a_start_is_of_tensors(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Start(*arguments)
 
 
 def test_a_line_is_a_function() -> None:

@@ -102,6 +102,14 @@ def test_a_name_that_is_taken_is_refused(name: str) -> None:
             Start(torch.zeros(4), {"1.running_mean": torch.ones(1)}),
             r"'1\.running_mean'.*model's \(5,\)",
         ),
+        (
+            Start(torch.zeros(4), {"1.running_mean": torch.full((5,), math.nan)}),
+            r"start 'mine': '1\.running_mean' has NaN or infinity where the model's has not",
+        ),
+        (
+            Start(torch.zeros(4), {"1.running_var": torch.full((5,), -0.5)}),
+            r"'1\.running_var' has -0\.5; a variance is at least 0",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(start: Any, what: str) -> None:
