@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.tasks.settings import Value
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.files import save_checkpoint
+from metricopt_ext.utils.files import opened_atomically, save_checkpoint
 from metricopt_ext.utils.modes import evaluating
 
 
@@ -61,4 +61,5 @@ class Trial:
         if Path(path).suffix == ".safetensors":
             save_checkpoint(path, state)
         else:
-            torch.save(state, path)
+            with opened_atomically(path) as file:
+                torch.save(state, file)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -32,3 +33,7 @@ def test_checkpoints_hold_the_merged_model(tmp_path: Path) -> None:
 
     stored = safetensors.torch.load_file(tmp_path / "trial.safetensors")
     assert all(torch.equal(value, state[key]) for key, value in stored.items())
+    for name in ("trial.safetensors", "trial.pth"):
+        (tmp_path / "folder" / name).mkdir(parents=True)
+        with pytest.raises(OSError, match=name):
+            trial.checkpoint(tmp_path / "folder" / name)
