@@ -281,8 +281,8 @@ class Trials:
         trial = self._trial(id)
         if id == 0:
             raise ValueError(
-                f"trial 0 is the model as it was trained, so its value is needed: it failed ({brief(reason) or 'no'}"
-                " reason given); mend the scorer, and tell its value"
+                "trial 0 is the model as it was trained, so its value is needed: it failed"
+                f" ({reason or 'no reason given'}); mend the scorer, and tell its value"
             )
         self._kept.tell(KeptEvaluation.evaluated(self._kept_point(trial), failed, self.task.metric.repeats))
 

@@ -1,6 +1,6 @@
 """A metric's value that knows what it is on two halves of the data."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, cast
 
 import torch
@@ -64,8 +64,10 @@ def pairs_of(halves: Any) -> Pairs:
     """Return the pairs that are meant by two numbers, or by a sequence of pairs of numbers.
 
     Raises:
-        TypeError, ValueError: It is neither; or there is no pair, or one of another number of halves.
+        TypeError, ValueError: It is neither; or there is no pair, or one of another number of halves, or no order.
     """
+    if isinstance(halves, Mapping | Set | str | bytes) or hasattr(halves, "columns"):
+        raise TypeError(f"halves in a {type(halves).__name__}")
     parts = list(halves)
     several = [isinstance(part, tuple | list) or (getattr(part, "ndim", 0) > 0 and len(part) > 1) for part in parts]
     if any(several) and not all(several):

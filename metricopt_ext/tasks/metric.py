@@ -4,7 +4,7 @@ import inspect
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -478,8 +478,6 @@ class Metric(CostScale):
             given = (returned, returned.halves) if isinstance(returned, Halved) else returned
             value, halves = given if isinstance(given, tuple) else (given, None)
             value, why = number_of(value), halves if isinstance(halves, str) else ""
-            if isinstance(halves, Mapping | Set | bytes) or hasattr(halves, "columns"):  # what is in it has no order
-                raise TypeError(f"halves in a {type(halves).__name__}")
             pairs = None if halves is None or why else pairs_of(halves)
         except (TypeError, ValueError, RuntimeError) as error:
             raise MetricError(

@@ -185,6 +185,8 @@ class FinetuneTask:
     def _check_gradients(self, gradients: Tensor) -> None:
         if self.loss is not None:
             raise ValueError("gradients are given beside a loss, which has its own; leave one of them out")
+        if not isinstance(gradients, Tensor):
+            raise ValueError(f"gradients are {brief(gradients)}; they must be a tensor, torch.as_tensor(gradients)")
         if gradients.dim() != 2 or gradients.shape[1] != self.dim or not len(gradients):
             raise ValueError(f"gradients are {tuple(gradients.shape)}; they must be m x {self.dim}, a row for each")
         if not gradients.isfinite().all() or not gradients.any():

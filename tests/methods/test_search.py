@@ -273,10 +273,16 @@ def test_what_can_be_no_answer_changes_nothing(quadratic: Make, tmp_path: Path) 
         (lambda: search.tell(0, 51.0), r"outside its bounds \(0.0, 50.0\)"),
         (lambda: search.tell(0, 1.0, halves=(1.0, 60.0)), "on a half of its data, outside"),
         (lambda: search.tell(0, 1.0, halves=(1.0,)), "two for halves or None"),  # type: ignore[arg-type]
+        (lambda: search.tell(0, 1.0, halves={1.0, 2.0}), "two for halves or None"),  # type: ignore[arg-type]
+        (lambda: search.tell(0, 1.0, halves={1: 1.0, 2: 2.0}), "two for halves or None"),  # type: ignore[arg-type]
         (lambda: search.tell(0, None), "None, halves None, noise None: tell a number"),  # type: ignore[arg-type]
         (lambda: search.tell(0, "much"), "'much', halves None"),  # type: ignore[arg-type]
         (lambda: search.tell(0, 1.0, noise=-1.0), "noise is -1.0"),
-        (lambda: search.fail(0, "killed"), "trial 0 is the model as it was trained, so its value is needed"),
+        (
+            lambda: search.fail(0, "killed"),
+            r"trial 0 is the model as it was trained, so its value is needed: it failed \(killed\)",
+        ),
+        (lambda: search.fail(0), r"it failed \(no reason given\); mend the scorer"),
         (lambda: search.give_up(0), "trial 0 is a start"),
         (lambda: search.ask(0), "n is 0; it must be at least 1"),
     ):
@@ -451,6 +457,7 @@ def test_gradients_from_elsewhere_shape_the_design() -> None:
     assert float(shaped[:, 0].square().sum() / shaped.square().sum()) > 0.99
     assert float(plain[:, 0].square().sum() / plain.square().sum()) < 0.9
     for wrong, message in (
+        (torch.ones(2, 4).numpy(), r"gradients are array.*; they must be a tensor"),
         (torch.ones(3), r"gradients are \(3,\); they must be m x 4"),
         (torch.ones(2, 3), r"gradients are \(2, 3\); they must be m x 4"),
         (torch.zeros(2, 4), "gradients must be finite, and not all 0"),
