@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.errors import DataError
+from metricopt_ext.utils.words import brief
 
 # Why not scikit-learn: its values are the same, the tests hold, with ties, absent classes and a single one. (Its top-5
 # accuracy decides ties otherwise. Its areas under curves are 0 or NaN without positives or negatives, an error here.)
@@ -169,6 +170,15 @@ def _worst_recall(logits: Tensor, labels: Tensor) -> float:
     return float(_recalls(logits, labels).min())
 
 
+def _scores(logits: Tensor, name: str) -> Tensor:
+    """Log-odds of class 1, ``1 x n``, from n or n x 2 logits, or log-probabilities of each class, ``c x n``."""
+    several = logits.ndim == 2 and logits.shape[1] > 2
+    scores = logits.double().log_softmax(1).T if several else binary_logit(logits).unsqueeze(0)
+    if rows := int(scores.isnan().any(0).sum()):  # of infinities, whose difference is none
+        raise DataError(f"{name} orders examples by their logits, got infinite ones in {rows} of {len(logits)} rows")
+    return scores
+
+
 def _average_precision(scores: Tensor, positive: Tensor) -> Tensor:
     """Average precision of each row: k values from k x n scores and k x n booleans, each row with a True.
 
@@ -189,9 +199,9 @@ def _aucpr(logits: Tensor, labels: Tensor) -> float:
     if num_classes == 2:
         if not labels.any():
             raise DataError("aucpr needs an example of the positive class, got labels that are all 0")
-        return float(_average_precision(binary_logit(logits).unsqueeze(0), labels.bool().unsqueeze(0)))
+        return float(_average_precision(_scores(logits, "aucpr"), labels.bool().unsqueeze(0)))
     present = torch.bincount(labels).nonzero().flatten()
-    scores = logits.double().log_softmax(1).T[present]
+    scores = _scores(logits, "aucpr")[present]
     return float(_average_precision(scores, labels == present.unsqueeze(1)).mean())
 
 
@@ -221,8 +231,8 @@ def _over_rocs(logits: Tensor, labels: Tensor, name: str, value: Callable[[Tenso
     if len(present) < 2:
         raise DataError(f"{name} needs examples of two classes, got labels that are all {int(labels[0])}")
     if num_classes == 2:
-        return float(value(*_roc(binary_logit(logits).unsqueeze(0), labels.bool().unsqueeze(0))))
-    scores = logits.double().log_softmax(1).T[present]
+        return float(value(*_roc(_scores(logits, name), labels.bool().unsqueeze(0))))
+    scores = _scores(logits, name)[present]
     return float(value(*_roc(scores, labels == present.unsqueeze(1))).mean())
 
 
@@ -319,7 +329,7 @@ def expected_cost(costs: Matrix, prior: Matrix | None = None) -> MetricSpec:
         ValueError: For costs or a prior of the wrong shape or range.
         DataError: From the metric, for logits with another number of classes or a weighted class without examples.
     """
-    cost = torch.as_tensor(costs, dtype=torch.float64, device="cpu").detach()
+    cost = _numbers(costs, "costs")
     if cost.ndim != 2 or cost.shape[0] != cost.shape[1] or len(cost) < 2:
         raise ValueError(f"costs must be c x c with c >= 2, got shape {tuple(cost.shape)}")
     if not cost.isfinite().all():
@@ -327,7 +337,7 @@ def expected_cost(costs: Matrix, prior: Matrix | None = None) -> MetricSpec:
     bounds = float(cost.min()), float(cost.max())
     if bounds[0] == bounds[1]:
         raise ValueError(f"costs must differ from each other, got {bounds[0]} everywhere")
-    weight = None if prior is None else torch.as_tensor(prior, dtype=torch.float64, device="cpu").detach()
+    weight = None if prior is None else _numbers(prior, "prior")
     if weight is not None:
         if weight.shape != (len(cost),):
             raise ValueError(
@@ -352,6 +362,13 @@ def expected_cost(costs: Matrix, prior: Matrix | None = None) -> MetricSpec:
         return min(max(float(paid @ (share / counts)[labels]), bounds[0]), bounds[1])
 
     return MetricSpec("expected_cost", False, bounds, function, "mean cost of the decisions")
+
+
+def _numbers(given: Matrix, name: str) -> Tensor:
+    try:
+        return torch.as_tensor(given, dtype=torch.float64, device="cpu").detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} must be an array of numbers, got {brief(given)}") from error
 
 
 def check_split(labels: Tensor, num_classes: int, where: str = "validation", *, all_classes: bool = False) -> None:

@@ -3,9 +3,11 @@
 They share the signature of those, ``function(logits, labels) -> float``; `targets` says what logits and labels are.
 """
 
+import math
 import re
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -76,6 +78,11 @@ def check_rows(target: Target, logits: Tensor, labels: Tensor) -> None:
         labels.shape != logits.shape or not bool(((labels == 0) | (labels == 1)).all())
     ):
         raise DataError(f"labels must be 0 and 1 of shape {wanted}, got {tuple(labels.shape)}")
+    if target.kind in ("ordinal", "regression") and labels.dim() != 1:
+        raise DataError(f"labels must be of shape {(len(labels),)}, one for each example, got {tuple(labels.shape)}")
+    if target.kind == "regression" and not bool(labels.isfinite().all()):
+        wrong = int((~labels.isfinite()).sum())
+        raise DataError(f"targets must be finite, got NaN or infinity in {wrong} of {len(labels)}")
     if target.kind == "ordinal" and not (int(labels.min()) >= 0 and int(labels.max()) < target.count):
         raise DataError(f"ranks must be in 0..{target.count - 1}, got {int(labels.min())} to {int(labels.max())}")
 
@@ -290,4 +297,8 @@ def _correlation(predicted: Tensor, true: Tensor, name: str) -> float:
     if first.min() == first.max():
         return 0.0
     function = {"spearman": stats.spearmanr, "kendall": stats.kendalltau, "pearson": stats.pearsonr}[name]
-    return min(1.0, max(-1.0, float(function(first, second).statistic)))  # rounding may overshoot
+    with np.errstate(invalid="ignore"):
+        found = float(function(first, second).statistic)
+    if math.isnan(found):  # of infinite predictions
+        raise DataError(f"{name} is not defined for predictions from {first.min():g} to {first.max():g}")
+    return min(1.0, max(-1.0, found))  # rounding may overshoot

@@ -228,6 +228,20 @@ def test_bad_input_is_named(name: str, logits: Tensor, labels: Tensor, message: 
         METRICS[name].function(logits, labels)
 
 
+@pytest.mark.parametrize("name", ["aucpr", "auc", "eer"])
+def test_infinite_logits_have_an_order_or_are_refused(name: str) -> None:
+    labels, inf = torch.tensor([1, 0, 1, 0]), torch.inf
+    logits = torch.tensor([3.0, -2.0, 0.5, -0.5])
+    finite = METRICS[name].function(logits, labels)
+    assert METRICS[name].function(torch.where(logits.abs() > 1, logits * inf, logits), labels) == finite
+    masked = torch.tensor([[0.0, 1.0, -inf], [2.0, -inf, 0.0], [0.0, 1.0, 0.5], [1.0, 0.0, 0.5]])
+    expected = METRICS[name].function(masked.clamp(min=-1e6), labels)
+    assert METRICS[name].function(masked, labels) == pytest.approx(expected)
+    for wrong in ([[inf, 0.0, 1.0], [1.0, 0.0, 0.0]], [[inf, inf], [0.0, 1.0]]):
+        with pytest.raises(DataError, match=f"{name} orders examples by their logits, got infinite ones in 1 of 2"):
+            METRICS[name].function(torch.tensor(wrong), torch.tensor([0, 1]))
+
+
 def test_aucpr_needs_a_positive() -> None:
     with pytest.raises(DataError, match="positive class"):
         METRICS["aucpr"].function(torch.zeros(3), torch.zeros(3, dtype=torch.int64))
@@ -262,6 +276,9 @@ def test_expected_cost_of_zero_one_costs_is_the_error_rate() -> None:
         (COSTS, [1, 2], r"3 weights.*\(2,\)"),
         (COSTS, [1, -1, 1], "none negative"),
         (COSTS, [0, 0, 0], "not all 0"),
+        ([[0, "a"], [1, 0]], None, "costs must be an array of numbers"),
+        ([[0, 1], [1]], None, "costs must be an array of numbers"),
+        ([[0, 1], [1, 0]], [0.5, None], "prior must be an array of numbers"),
     ],
 )
 def test_impossible_costs_are_named(costs: Any, prior: Any, message: str) -> None:

@@ -114,3 +114,19 @@ def test_what_does_not_fit_together_is_refused() -> None:
             value(name, "regression", PREDICTED, torch.ones(80, dtype=torch.float64))
     with pytest.raises(DataError, match="labels that are all 0"):
         value("map", "multilabel", LOGITS, 0 * LABELS)
+
+
+@pytest.mark.parametrize("name", ["mae", "r2", "spearman", "kendall", "pearson", "pinball_0.9"])
+def test_targets_that_are_no_column_of_numbers_are_refused(name: str) -> None:
+    for wrong in (torch.nan, torch.inf):
+        with pytest.raises(DataError, match="targets must be finite, got NaN or infinity in 1 of 80"):
+            value(name, "regression", PREDICTED, TRUE.index_fill(0, torch.tensor([3]), wrong))
+    with pytest.raises(DataError, match=r"labels must be of shape \(80,\).*\(80, 1\)"):  # not each with all
+        value(name, "regression", PREDICTED, TRUE[:, None])
+
+
+def test_infinite_predictions_have_ranks_and_no_pearson() -> None:
+    predicted = torch.tensor([torch.inf, 1.0, 2.0])
+    assert value("spearman", "regression", predicted, torch.tensor([1.0, 2.0, 3.0])) == -0.5
+    with pytest.raises(DataError, match="pearson is not defined for predictions from 1 to inf"):
+        value("pearson", "regression", predicted, torch.tensor([1.0, 2.0, 3.0]))
