@@ -22,6 +22,7 @@ from metricopt_ext.methods.guard import (
     judge,
     reliability_under,
 )
+from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.evaluation import Evaluation, noise_of, stacked_pairs
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.split_half import TELLING, fault_of_halves, reliability_of
@@ -92,13 +93,14 @@ class Assessment:
         before: Metric of the model as it was trained.
         queries: Metric queries that it is told by.
         guard: What tells a gain from chance; of ``"none"`` nobody can say what a gain is worth.
-        reliability: Share of the variance among the points that is not chance, in [0, 1]; NaN if nothing tells.
+        reliability: Share of the variance among the points that is not chance, in [0, 1]; NaN if nothing tells, or
+            nothing varies.
         smallest: The smallest gain over ``before`` that the guard could accept with these data, at its confidence; the
             optimism of having chosen the best of many comes on top. None if nothing tells.
-        best_start: Name of the best free start; empty without any.
+        best_start: Name of the best free start that satisfies the metric's constraints; empty without any.
         headroom: By how much it is better than ``before``; 0 without any start.
         headroom_chance: Standard deviation of the chance part of that; None if nothing tells.
-        found: By how much the best of all points is better than ``before``.
+        found: By how much the best of all points that satisfy them, or that of ``before``, is better than ``before``.
         seconds: Seconds that a query took; NaN if all were on file.
         recommendation: What to do.
         reason: Why, in a sentence.
@@ -129,7 +131,7 @@ class Assessment:
     def lines(self) -> list[str]:
         """Return what ``str`` joins."""
         first, last = self.brief()
-        if self.guard == "none":
+        if self.guard == "none" or math.isnan(self.reliability):
             return [first, last]
         return [first, f"{100 * self.reliability:.0f}% of what sets the points apart is not chance", last]
 
@@ -137,12 +139,12 @@ class Assessment:
         """Return what a run says of it: what was found, and what to do."""
         found = [f"{self.metric} {decimals(self.before)} as trained"]
         if self.best_start:
-            chance = "" if self.headroom_chance is None else f" (chance {self.headroom_chance:.4f})"
-            found.append(f"best free start {self.best_start} {self.headroom:+.4f}{chance}")
+            chance = "" if self.headroom_chance is None else f" (chance {decimals(self.headroom_chance)})"
+            found.append(f"best free start {self.best_start} {decimals(self.headroom, '+')}{chance}")
         spent = "" if math.isnan(self.seconds) else f" of {self.seconds:.3g} s"
-        found.append(f"best of {counted(self.queries, 'query')}{spent} {self.found:+.4f}")
+        found.append(f"best of {counted(self.queries, 'query')}{spent} {decimals(self.found, '+')}")
         if self.smallest is not None:
-            found.append(f"the guard needs {self.smallest:.4f}")
+            found.append(f"the guard needs {decimals(self.smallest)}")
         return ["; ".join(found), f"worth it? {self.advice}: {self.reason}"]
 
     @property
@@ -190,6 +192,7 @@ def assessed(
     least: int = 0,
     seconds: float = math.nan,
     besides: int = 0,
+    limits: Limits | None = None,
 ) -> Assessment:
     """Assess a task by what its metric was told to be.
 
@@ -197,6 +200,7 @@ def assessed(
        points (a permutation test, `LEVEL`), or repeats would explain the variance between points (an F test).
     2. Which gains would the guard keep (`judge`)? If that of an offset or of BatchNorm, and no other point is expected
        to be better, that is all. If only another point's, a search.
+       What violates a constraint shows chance, but is no gain.
     3. If none, but one gains more than the luckiest of so many points is expected to: with how many times the data,
        chance shrinking with the root of their number, would the guard keep it?
 
@@ -208,21 +212,23 @@ def assessed(
         least: The fewest evaluations that a search can do with.
         seconds: Seconds that a query took.
         besides: How many evaluations were spent on settings of inference that are not among the points.
+        limits: The metric's constraints; None without any.
     """
     evaluated = _with_halves([each for each in evaluated if not each.evaluation.failed])
     trained, points = evaluated[0].evaluation, [each.evaluation for each in evaluated]
+    allowed = [each for each in evaluated[1:] if limits is None or limits.hold(each.evaluation)]
     best: dict[Kind, Evaluated] = {}
-    for each in evaluated[1:]:
+    for each in allowed:
         if each.kind not in best or each.evaluation.cost < best[each.kind].evaluation.cost:
             best[each.kind] = each
     verdicts = {kind: judge(trained, each.evaluation, points, confidence) for kind, each in best.items()}
-    starts = [each for each in evaluated[1:] if each.name]
+    starts = [each for each in allowed if each.name]
     start = min(starts, key=lambda each: each.evaluation.cost, default=None)
     of_start = None if start is None else judge(trained, start.evaluation, points, confidence)
-    lowest = min(each.cost for each in points)
-    guard: Guard = next((each.guard for each in verdicts.values()), "none")
+    lowest = min(each.cost for each in (trained, *(each.evaluation for each in allowed)))
+    guard: Guard = judge(trained, points[-1], points, confidence).guard if len(points) > 1 else "none"
     known = guard != "none"
-    advised = _advised(metric, evaluated, best, verdicts, dim, least, besides)
+    advised = _advised(metric, evaluated, best, verdicts, guard, dim, least, besides)
     return Assessment(
         metric=metric.name,
         before=metric.to_value(trained.cost),
@@ -254,6 +260,7 @@ def _advised(
     evaluated: Sequence[Evaluated],
     best: Mapping[Kind, Evaluated],
     verdicts: Mapping[Kind, Verdict],
+    guard: Guard,
     dim: int,
     least: int,
     besides: int,
@@ -265,12 +272,15 @@ def _advised(
         return _Advised("undecided", f"{n} of phi and its starts are too few to tell: ask more queries")
     if len({each.cost for each in points}) < 2:
         return _Advised("undecided", f"{shown}has one value at all of {n}: modulate more layers, or train first")
-    guard = next(iter(verdicts.values())).guard
     if guard == "none":
         return _Advised(
             "undecided",
             "nobody can tell a gain from chance: let the metric return (value, (half, half)), or give it repeats",
         )
+
+    if not verdicts:
+        others = counted(len(evaluated) - 1, "other point")
+        return _Advised("do not", f"none of {others} than the model as it was satisfies the constraints")
 
     def plain(verdict: Verdict) -> bool:
         return verdict.gain - verdict.optimism > PLAIN[verdict.guard] * (verdict.chance or 0.0)
@@ -316,7 +326,7 @@ def _called(evaluated: Evaluated) -> str:
 
 
 def _gain(metric: Metric, verdict: Verdict | None) -> str:
-    return "" if verdict is None else f"{verdict.gain * metric.scale:.4f}"
+    return "" if verdict is None else decimals(verdict.gain * metric.scale)
 
 
 def _with_halves(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
@@ -332,7 +342,9 @@ def _distinct(points: Sequence[Evaluation]) -> list[Evaluation]:
 
 
 def _reliability(points: Sequence[Evaluation], guard: Guard) -> float:
-    """Return the share of the variance among the points that is not chance."""
+    """Return the share of the variance among the points that is not chance; NaN if they don't vary."""
+    if len({each.cost for each in points}) < 2:
+        return math.nan
     if guard == "halves":
         pairs = stacked_pairs([each for each in _distinct(points) if each.halves is not None])
         assert pairs is not None

@@ -184,6 +184,7 @@ class Trials:
             least=self._least,
             seconds=seconds,
             besides=besides,
+            limits=self._limits,
         )
 
     def stage_of(self, id: int) -> str:

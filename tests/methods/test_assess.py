@@ -263,6 +263,19 @@ def test_statistics_that_are_wrong_are_the_first_thing_to_mend() -> None:
     assert found.recommendation in ("BatchNorm on the deployment's inputs", "search")
 
 
+def test_what_violates_a_constraint_is_not_advised() -> None:
+    shifted = Shifted()
+    metric = Metric(
+        lambda model: {"accuracy": shifted.accuracy(model), "same": float(model[0].running_mean[0] < 1)},
+        maximize=True,
+        name="accuracy",
+        subject_to={"same": ">= start"},
+    )
+    found = assess(shifted.task.judged_by(metric), starts=shifted.starts, callback=Callback())
+    assert found.best_start == "near"
+    assert found.recommendation != "BatchNorm on the deployment's inputs"
+
+
 def test_every_run_says_it_by_its_first_queries_and_asks_none_for_it() -> None:
     heard, shifted = Heard(), Shifted()
     run = optimize_metric(shifted.task, queries=24, starts=shifted.starts, seed=1, callback=heard)

@@ -34,6 +34,7 @@ from metricopt_ext.methods.assessment import (
     times_the_data,
 )
 from metricopt_ext.methods.guard import Verdict, judge
+from metricopt_ext.tasks.constraints import Constraint, Limits
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.split_half import TELLING
@@ -299,6 +300,36 @@ def test_the_smallest_gain_is_the_guards(apart: float) -> None:
     size = sum(abs(trained.cost - each.cost) for each in points)
     assert smallest >= Z**2 * float(gains.square().sum()) / 4 / size * 0.999  # chance by size alone
     assert smallest_gain(trained, points, 0.5) == 0
+
+
+def test_what_violates_a_constraint_is_no_gain() -> None:
+    limits = Limits((Constraint("b", True, False, 0.5),), (0.5,))
+
+    def with_b(values: Sequence[float]) -> list[Evaluated]:
+        told = case([0.5, 0.5, 0.49, 0.6, 0.7, *SPREAD[:-1], 0.8])
+        return [
+            each._replace(evaluation=each.evaluation._replace(also={"b": b}))
+            for each, b in zip(told, values, strict=True)
+        ]
+
+    free = assessed(metric_of(), with_b([1.0] * 12), DIM, limits=limits)
+    assert (free.recommendation, free.best_start) == ("search", "prior_twice")
+    assert free.found == pytest.approx(0.3)
+    within = assessed(metric_of(), with_b([1.0] * 4 + [0.0] + [1.0] * 6 + [0.0]), DIM, limits=limits)
+    assert (within.recommendation, within.best_start) == ("a threshold or offsets", "prior")
+    assert within.found == pytest.approx(0.1)
+    assert within.smallest == free.smallest
+    nowhere = assessed(metric_of(), with_b([1.0] + [0.0] * 11), DIM, limits=limits)
+    assert (nowhere.recommendation, nowhere.best_start, nowhere.found) == ("do not", "", 0.0)
+    assert nowhere.reason == "none of 11 other points than the model as it was satisfies the constraints"
+
+
+def test_small_numbers_are_shown() -> None:
+    told = case([0.5, 0.5, 0.49, 0.6, 0.7, *SPREAD])
+    small = assessed(metric_of(bounds=(0.0, 1e-6)), told, DIM)
+    first, *_, last = small.lines()
+    assert first.startswith("score 5e-07 as trained; best free start prior_twice +2e-07 (chance 1.85e-08)")
+    assert "gains 2e-07, and no other point more" in last
 
 
 def test_numbers_are_in_the_metrics_units() -> None:
