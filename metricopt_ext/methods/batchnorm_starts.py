@@ -1,7 +1,7 @@
 """Starts of a model with BatchNorm that the deployment's inputs tell, without labels: mixed statistics, and TENT."""
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from metricopt_ext.errors import DataError
 from metricopt_ext.methods.start_lines import mixed
 from metricopt_ext.methods.starts import reestimate_batchnorm
 from metricopt_ext.tasks.entropy import entropy
+from metricopt_ext.tasks.inputs import each_batch
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.weights import same_bits
 
@@ -35,6 +36,9 @@ def batchnorm_line(task: FinetuneTask, inputs: Iterable[Any]) -> StartLine | Non
 
     Returns:
         The line; None if the model has no BatchNorm, or none whose statistics differ.
+
+    Raises:
+        DataError: There is no batch, or the model can't take one.
     """
     model = reestimate_batchnorm(task.adapter.model, inputs)
     own = {name: value.detach().clone() for name, value in task.adapter.base_state_dict().items()}
@@ -70,23 +74,24 @@ def tent_start(task: FinetuneTask, inputs: Iterable[Any]) -> Start | None:
 
     Raises:
         AdapterError: The model does not return logits.
-        DataError: There is no input, or an entropy is not finite.
+        DataError: There is no batch, or the model can't take one, or an entropy is not finite.
     """
-    batches = inputs if isinstance(inputs, Sequence | Tensor) else list(inputs)
+    batches = list(inputs) if isinstance(inputs, Iterator) else inputs
     model = copy.deepcopy(task.adapter.model)
     Adapter(model).remove()
     model.eval().requires_grad_(False)
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.affine]
     if not norms:
         return None
-    if not len(batches):
-        raise DataError("TENT adapts to inputs, got none")
     for norm in norms:
         norm.train().requires_grad_(True)
     optimizer = torch.optim.Adam([each for norm in norms for each in norm.parameters()], lr=RATE)
-    for index, batch in enumerate(batches):
+
+    def loss_on(batch: Any) -> Tensor:
         with torch.enable_grad():
-            loss = entropy(model, batch)
+            return entropy(model, batch)
+
+    for index, loss in enumerate(each_batch(batches, loss_on)):
         if not loss.isfinite():
             raise DataError(f"the entropy of batch {index} of the inputs is not finite; look at it")
         optimizer.zero_grad()

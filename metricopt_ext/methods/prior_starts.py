@@ -10,8 +10,10 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import AdapterError, DataError
 from metricopt_ext.tasks.entropy import logits_of
+from metricopt_ext.tasks.inputs import each_batch
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.modes import evaluating
+from metricopt_ext.utils.words import brief
 
 # The least offset of a line of thresholds: whatever the priors, one logit and more moves what lies near the boundary.
 LEAST_THRESHOLD = 1.0
@@ -79,8 +81,7 @@ def prior_line(task: FinetuneTask, priors: Tensor | Sequence[float]) -> StartLin
         DataError: A class has no share.
         ValueError: There are not as many as classes.
     """
-    priors = torch.as_tensor(priors)
-    count = _check_priors(task.adapter, priors)
+    count, priors = _checked(task.adapter, priors)
     return offset_line(task.adapter, prior_offsets(priors, one_logit=count == 1), two_classes=len(priors) == 2)
 
 
@@ -112,15 +113,13 @@ def em_prior_start(task: FinetuneTask, inputs: Iterable[Any], priors: Tensor | S
 
     Raises:
         AdapterError: phi has no offsets of the logits, or the model's output is no logits.
-        DataError: There is no input, or a class has no share.
+        DataError: There is no batch, or the model can't take one, or a class has no share.
         ValueError: There are not as many priors as classes.
     """
-    priors, adapter = torch.as_tensor(priors), task.adapter
-    count = _check_priors(adapter, priors)
+    adapter = task.adapter
+    count, priors = _checked(adapter, priors)
     with adapter.applied(Start(task.origin())) as model, evaluating(model):
-        found = [logits_of(model(batch), count).detach().cpu().double() for batch in inputs]
-    if not found:
-        raise DataError("the deployment's priors are estimated from inputs, got none")
+        found = [each.detach().cpu().double() for each in each_batch(inputs, lambda x: logits_of(model(x), count))]
     logits = torch.cat(found)
     if count == 1:
         logits = torch.cat([torch.zeros_like(logits), logits], 1)
@@ -146,17 +145,21 @@ def em_priors(probabilities: Tensor, priors: Tensor) -> Tensor:
     return found / found.sum()
 
 
-def _check_priors(adapter: Adapter, priors: Tensor) -> int:
-    """Return how many offsets of logits there are; see `prior_line`."""
+def _checked(adapter: Adapter, given: Tensor | Sequence[float]) -> tuple[int, Tensor]:
+    """Return how many offsets of logits there are, and priors, ``C``; see `prior_line`."""
     if adapter.outputs is None:
         raise AdapterError("phi has no offsets of the logits; attach it with outputs=Outputs()")
+    try:
+        priors = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"priors are {brief(given)}; they must be a list of numbers, one for each class") from error
     count = len(adapter.phi[adapter.offsets])
     if priors.shape != (2 if count == 1 else count,):
         wanted = "2 for a single logit" if count == 1 else f"{count}, one for each class"
         raise ValueError(f"priors are {tuple(priors.shape)}; they must be {wanted}")
     if not bool((priors > 0).all()) or not bool(priors.isfinite().all()):
         raise DataError(f"each class must have a share above 0 for its prior, got {priors.tolist()}")
-    return count
+    return count, priors
 
 
 def line_offsets(adjustment: Tensor, *, two_classes: bool = False) -> Tensor | None:

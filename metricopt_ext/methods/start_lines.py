@@ -10,6 +10,7 @@ from metricopt_ext.adapters.start import PlacesOnLine, Start, StartLine
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.search.lines import LineState, best_known
 from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.utils.words import brief
 
 # Of all queries, lines take at most this share. A line takes at least three, or it is not looked along, and at most
 # six: a function of one number that bends once or twice is known by then. Starts that lie on it count among them.
@@ -206,9 +207,11 @@ def line_between(a: Start, b: Start, base: Mapping[str, Tensor] | None = None) -
             other leaves. None if both replace the same.
 
     Raises:
-        AdapterError: The two replace different tensors, and ``base`` lacks one; or a tensor has two shapes, or the
-            starts have different settings.
+        AdapterError: One is no start, or they have different settings; they replace different tensors, and ``base``
+            lacks one; or a tensor has two shapes.
     """
+    if strange := [each for each in (a, b) if not isinstance(each, Start)]:
+        raise AdapterError(f"a line is between two starts, got {brief(strange[0])}; leave it out where one is None")
     if dict(a.settings) != dict(b.settings):
         raise AdapterError("the starts have different settings of inference, which can't be mixed; give both the same")
     own = dict(base or {})

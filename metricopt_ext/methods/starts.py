@@ -13,6 +13,7 @@ from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.methods.tuned_settings import SETTINGS
 from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.inputs import each_batch
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.weights import same_bits
 from metricopt_ext.utils.words import brief, shortened
@@ -115,6 +116,9 @@ def batchnorm_start(task: FinetuneTask, inputs: Iterable[Any]) -> Start | None:
     Args:
         task: Its model's statistics are replaced in the start, not in the model.
         inputs: Batches of inputs, without labels; see `reestimate_batchnorm`.
+
+    Raises:
+        DataError: There is no batch, or the model can't take one.
     """
     model = reestimate_batchnorm(task.adapter.model, inputs)
     if model is None:
@@ -132,6 +136,9 @@ def reestimate_batchnorm(model: nn.Module, inputs: Iterable[Any]) -> nn.Module |
     Args:
         model: With or without an adapter; the copy is of its base, and in evaluation mode.
         inputs: Batches of inputs, without labels; each counts the same, so make them about equal in size.
+
+    Raises:
+        DataError: There is no batch, or the model can't take one.
     """
     copied = copy.deepcopy(model)
     if hasattr(copied, CONTEXT_NAME):
@@ -146,8 +153,8 @@ def reestimate_batchnorm(model: nn.Module, inputs: Iterable[Any]) -> nn.Module |
         norm.momentum = None  # the mean over all batches
         norm.train()
     with torch.no_grad():
-        for batch in inputs:
-            copied(batch)
+        for _ in each_batch(inputs, copied):
+            pass
     for norm, (momentum, state) in zip(norms, before, strict=True):
         norm.momentum = momentum
         if norm.num_batches_tracked == 0:

@@ -120,7 +120,7 @@ def test_tent_lowers_the_entropy() -> None:
 
 
 def test_tent_refuses_what_it_cannot_adapt_to() -> None:
-    with pytest.raises(DataError, match="TENT adapts to inputs, got none"):
+    with pytest.raises(DataError, match=r"there are no inputs, .*x.split\(100\)"):
         tent_start(task_of(network()), [])
     with pytest.raises(DataError, match="batch 1 of the inputs is not finite"):
         tent_start(task_of(network()), [inputs()[0], inputs()[0] * float("nan")])

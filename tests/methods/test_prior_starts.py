@@ -1,6 +1,7 @@
 """Adjustments by priors, against closed forms and against the likelihood that EM climbs."""
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -124,7 +125,9 @@ def test_what_has_no_priors_is_refused() -> None:
         em_prior_start(task_of(1), [X], [1, 2, 3])
     with pytest.raises(DataError, match=r"each class.*0 for.*\[3, 0, 1\]"):
         prior_line(task, [3, 0, 1])
-    with pytest.raises(DataError, match="estimated from inputs, got none"):
+    with pytest.raises(ValueError, match=r"priors are Counter.*a list of numbers, one for each class"):
+        prior_line(task, Counter([0, 1, 1, 2]))  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"there are no inputs, .*x.split\(100\)"):
         em_prior_start(task, [], [1, 1, 1])
     plain = FinetuneTask(
         attach_film(nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)), dim=3),

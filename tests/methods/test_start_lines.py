@@ -196,6 +196,8 @@ def test_what_one_start_leaves_is_the_models_own() -> None:
         line_between(b, Start(torch.ones(2), {"mean": torch.ones(2)}))
     with pytest.raises(AdapterError, match="different settings of inference"):
         line_between(a, Start(torch.ones(2), {}, {}, {"flip": True}))
+    with pytest.raises(AdapterError, match="between two starts, got None; leave it out"):
+        line_between(a, None)  # type: ignore[arg-type]
 
 
 def test_mixing_is_exact_at_the_ends() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.start import Start, StartLine
-from metricopt_ext.errors import AdapterError
+from metricopt_ext.errors import AdapterError, DataError
 from metricopt_ext.methods.starts import (
     all_starts,
     batchnorm_start,
@@ -250,6 +250,21 @@ def test_a_norm_that_no_input_reaches_keeps_its_statistics() -> None:
     other = reestimate_batchnorm(model, [torch.randn(20, 3) - 2])
     assert all(torch.equal(value, before[name]) for name, value in other.auxiliary.state_dict().items())
     assert (other.norm.running_mean < -1).all()
+
+
+def test_statistics_of_nothing_or_of_examples_with_labels_are_refused() -> None:
+    task, x = task_of(normed()), torch.randn(40, 3)
+    batches = iter(x.split(20))
+    list(batches)
+    for wrong, said in (
+        (batches, "there are no inputs, or an iterator of them has ended"),
+        (x, r"can't take batch 0 of the inputs, a tensor of shape \(3,\): .*x\.split\(100\)"),
+        ([x, (x, torch.ones(40))], r"can't take batch 1 of the inputs, \(tensor.*without labels"),
+        ([x, x[:0]], "batch 1 of the inputs has no examples"),
+        (None, "inputs are None; give batches"),
+    ):
+        with pytest.raises(DataError, match=said):
+            batchnorm_start(task, wrong)  # type: ignore[arg-type]
 
 
 def test_no_batchnorm_nothing_to_reestimate() -> None:
