@@ -1,7 +1,8 @@
 """COCO's numbers of detections that are given batch by batch, with the arguments and keys of torchmetrics."""
 
+import operator
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -50,7 +51,7 @@ class CocoEvaluator:
         average: Literal["macro", "micro"] = "macro",
     ) -> None:
         self.kinds: tuple[IouType, ...] = (iou_type,) if isinstance(iou_type, str) else tuple(iou_type)
-        self.most = sorted((1, 10, 100) if max_detection_thresholds is None else map(int, max_detection_thresholds))
+        self.most = _read(max_detection_thresholds, (1, 10, 100), operator.index, "max_detection_thresholds")
         if not self.kinds:
             raise DataError(f"iou_type={iou_type!r} has no kind; name {' or '.join(GIVEN)}")
         for name, value, known in (
@@ -63,8 +64,8 @@ class CocoEvaluator:
         if len(self.most) != 3 or self.most[0] < 1:
             raise DataError(f"max_detection_thresholds={self.most} must be three numbers, each at least 1")
         self.box_format, self.class_metrics, self.average = box_format, class_metrics, average
-        self.ious = METRICS["AP"] if iou_thresholds is None else tuple(sorted(map(float, iou_thresholds)))
-        self.recalls = RECALLS["coco"] if rec_thresholds is None else np.sort(np.asarray(rec_thresholds, dtype=float))
+        self.ious = tuple(_read(iou_thresholds, METRICS["AP"], float, "iou_thresholds"))
+        self.recalls = np.array(_read(rec_thresholds, RECALLS["coco"], float, "rec_thresholds"))
         if not len(self.ious) or not len(self.recalls) or not ((self.recalls >= 0) & (self.recalls <= 1)).all():
             raise DataError("iou_thresholds and rec_thresholds must have a number, and those be from 0 to 1")
         self.reset()
@@ -195,6 +196,14 @@ class CocoEvaluator:
         if self.box_format != "xyxy":
             second = first + second
         return torch.cat([first, second], dim=1), (second - first).prod(dim=1), None
+
+
+def _read(given: Any, usual: Iterable[Any], number: Callable[[Any], Any], name: str) -> list[Any]:
+    """Return the numbers that are given, ascending, or the usual ones."""
+    try:
+        return sorted(map(number, usual if given is None else given))
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{name}={brief(given)} must be a list of numbers: {brief(error)}") from error
 
 
 def _masks(given: Tensor, where: str) -> tuple[Tensor, Tensor, list[Any]]:

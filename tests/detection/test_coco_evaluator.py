@@ -234,6 +234,10 @@ def test_wrong_arguments_and_numbers_are_named() -> None:
         ({"iou_type": "keypoints"}, "iou_type='keypoints' is none of bbox, segm"),
         ({"average": "weighted"}, "average='weighted' is none of macro, micro"),
         ({"max_detection_thresholds": [1, 10]}, r"\[1, 10\] must be three numbers"),
+        ({"max_detection_thresholds": 100}, "max_detection_thresholds=100 must be a list of numbers"),
+        ({"max_detection_thresholds": [1.5, 10, 100]}, r"\[1.5, 10, 100\] must be a list of numbers: 'float'"),
+        ({"iou_thresholds": 0.5}, "iou_thresholds=0.5 must be a list of numbers"),
+        ({"rec_thresholds": ["half"]}, r"rec_thresholds=\['half'\] must be a list of numbers"),
         ({"rec_thresholds": [0.5, 1.5]}, "be from 0 to 1"),
         ({"iou_type": ()}, "has no kind; name bbox or segm"),
     ):
