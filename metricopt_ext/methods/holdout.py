@@ -10,6 +10,7 @@ from metricopt_ext.methods.guard import Guard, Verdict, judge_held_out
 from metricopt_ext.methods.result import Own, Result
 from metricopt_ext.methods.starts import all_starts, with_start
 from metricopt_ext.tasks.cost_scale import CostScale
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 
@@ -20,7 +21,7 @@ def check_holdout(task: FinetuneTask, metric: Metric, starts: Mapping[str, Start
     """Refuse a metric that can't judge a run on held-out data.
 
     Raises:
-        ValueError: It is no metric, or the one that the run sees, or of another direction.
+        ValueError: It is no metric, or the one that the run sees, or of another direction, or has constraints.
         AdapterError: It takes no model, but a start replaces buffers or parameters.
         BudgetError: Its ledger has too few queries left.
     """
@@ -31,6 +32,11 @@ def check_holdout(task: FinetuneTask, metric: Metric, starts: Mapping[str, Start
     if metric.maximize != task.metric.maximize:
         better = "higher" if metric.maximize else "lower"
         raise ValueError(f"of holdout, {metric.name!r}, {better} is better, unlike of {task.metric.name!r}")
+    if metric.constraints:
+        raise ValueError(
+            f"holdout, {metric.name!r}, has subject_to, which no data held out are asked for; give it to"
+            f" {task.metric.name!r}, and leave a margin"
+        )
     all_starts(task.judged_by(metric), starts)
     if metric.ledger.left < CANDIDATES * metric.repeats:
         needed = CANDIDATES * metric.repeats
@@ -50,13 +56,15 @@ def confirmed(result: Result[Own], task: FinetuneTask, confidence: float) -> Res
             began from, if that is another, and for what was kept.
         confidence: How sure to be of a gain that nothing else can tell from chance, at least 0.5 and below 1.
 
+    What fails there is not kept, if the metric may fail.
+
     Raises:
-        MetricError: The metric failed.
+        MetricError: The metric failed more often than it may, or for the model as it was.
     """
     if result.chosen == "start":
         return result
-    costs = {name: _cost(result, task, name) for name in values_of_candidates(result)}
-    values = {name: task.metric.to_value(cost) for name, cost in costs.items()}
+    found = {name: _judged(result, task, name) for name in values_of_candidates(result)}
+    values = {name: task.metric.to_value(each.cost) for name, each in found.items() if not each.failed}
     result = preferred(result, values, task.metric, confidence)
     if result.settings is None or task.settings is None:
         return result
@@ -75,11 +83,11 @@ def preferred(result: Result[Own], aside: Mapping[str, float], metric: CostScale
 
     Args:
         result: What the guard made of the run.
-        aside: The values of `values_of_candidates` on these data.
+        aside: The values of `values_of_candidates` on these data; those that failed there are left out.
         metric: What the values mean.
         confidence: As in `confirmed`.
     """
-    values = values_of_candidates(result)
+    values = {name: each for name, each in values_of_candidates(result).items() if name in aside}
     chosen, verdict = best_on_holdout(values, aside, metric, result.guard, confidence)
     result = replace(result, chosen=chosen, after=values[chosen], holdout=dict(aside))
     if verdict is None:
@@ -108,13 +116,15 @@ def best_on_holdout(
         for name in costs
         if name != "start"
     }
+    if not verdicts:
+        return "start", None
     best = min(verdicts, key=lambda name: (not verdicts[name].accepted, costs[name]))
     return best if verdicts[best].accepted else "start", verdicts[best]
 
 
-def _cost(result: Result[Any], task: FinetuneTask, name: str) -> float:
-    """Return a candidate's cost on the held-out data, in the model of the start that it belongs to."""
+def _judged(result: Result[Any], task: FinetuneTask, name: str) -> Evaluation:
+    """Return what a candidate is on the held-out data, in the model of the start that it belongs to."""
     start = result.start_of(name)
     judged = with_start(task, start).judged_by(task.metric.of(start))
     (evaluation,) = judged.evaluate_at(start.phi[None], "holdout", f"{name!r}; ")
-    return evaluation.cost
+    return evaluation

@@ -162,11 +162,13 @@ def test_what_can_not_judge_a_run_is_refused_before_any_query(quadratic: Callabl
     blind = Metric(lambda: 0.0, maximize=False, bounds=None, name="aside")
     higher = Metric(lambda model: 0.0, maximize=True, bounds=None, name="aside")
     two = Metric(lambda model: 0.0, maximize=False, bounds=None, name="aside", ledger=Ledger(2))
+    bounded = Metric(lambda model: 0.0, maximize=False, bounds=None, name="aside", subject_to={"b": ">= start"})
     buffers = {"there": Start(task.origin(), {}, {"bias": torch.ones_like(task.adapter.model.bias)})}
     for arguments, error, what in (
         ({"holdout": lambda model: 0.0}, ValueError, "holdout is <function .*it must be a Metric, of data"),
         ({"holdout": task.metric}, ValueError, "holdout is 'distance' itself, which the search sees"),
         ({"holdout": higher}, ValueError, "of holdout, 'aside', higher is better, unlike of 'distance'"),
+        ({"holdout": bounded}, ValueError, "holdout, 'aside', has subject_to.*give it to 'distance'"),
         ({"holdout": two}, BudgetError, "holdout takes up to 3 queries, 2 are left in its budget"),
         (
             {"holdout": blind, "starts": buffers},
@@ -178,6 +180,25 @@ def test_what_can_not_judge_a_run_is_refused_before_any_query(quadratic: Callabl
             run(task, output_dir=tmp_path / "run", **arguments)  # type: ignore[arg-type]
     assert task.queries == 0
     assert not (tmp_path / "run").exists()
+
+
+def test_what_fails_on_held_out_data_is_not_kept_and_has_no_value(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    asked: list[float] = []
+
+    def fails(model: nn.Module) -> float:
+        asked.append(1.0)
+        if len(asked) > 1:
+            raise RuntimeError("no such data")
+        return 1.0
+
+    aside = Metric(fails, maximize=False, bounds=None, name="aside", failures=3)
+    with pytest.warns(UserWarning, match="no such data; the worst value so far is taken"):
+        result = run(task, holdout=aside)
+    assert len(asked) == 2
+    assert (result.chosen, result.after, result.holdout) == ("start", result.before, {"start": 1.0})
+    for guard in ("none", "halves"):
+        assert best_on_holdout({"start": 1.0}, {"start": 1.0}, aside, guard, 0.9) == ("start", None)  # type: ignore[arg-type]
 
 
 def test_held_out_data_are_a_guard_where_one_is_required(quadratic: Callable[..., Any]) -> None:
