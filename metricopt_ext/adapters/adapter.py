@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from threading import RLock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +29,9 @@ from metricopt_ext.utils.weights import same_bits
 from metricopt_ext.utils.words import brief, nearest, shortened
 
 TAG = "metricopt_signature"  # the attribute of a parameter that says what its numbers mean
+
+# Of each model, by what holds its phi: who changes what it holds for a while, one thread at a time.
+_CHANGING: WeakKeyDictionary[Context, Any] = WeakKeyDictionary()
 
 
 class Adapter:
@@ -123,16 +128,26 @@ class Adapter:
             raise AdapterError(f"phi has shape {tuple(phi.shape)}, this adapter's is {tuple(self.phi.shape)}")
 
     @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Have other threads wait that would change what the model holds for a while (`using`, `applied`)."""
+        with _CHANGING.setdefault(self.context, RLock()):
+            yield
+
+    @contextmanager
     def using(self, phi: Tensor) -> Iterator[nn.Module]:
-        """Make the model compute with ``phi``, ``d``, in place of the parameter; works inside ``torch.func.vmap``."""
-        context, before = self.context, self.context.override
-        try:
-            context.override = phi
-            yield self.model
-            context.override = before
-        except BaseException:  # also one that cuts the line before short
-            context.override = before
-            raise
+        """Make the model compute with ``phi``, ``d``, in place of the parameter; works inside ``torch.func.vmap``.
+
+        Other threads wait meanwhile (`alone`).
+        """
+        with self.alone():
+            context, before = self.context, self.context.override
+            try:
+                context.override = phi
+                yield self.model
+                context.override = before
+            except BaseException:  # also one that cuts the line before short
+                context.override = before
+                raise
 
     def modulations(self) -> list[tuple[nn.Module, Modulation]]:
         """Pairs of a modulated layer and its modulation."""
@@ -174,20 +189,21 @@ class Adapter:
 
     @contextmanager
     def applied(self, start: Start) -> Iterator[nn.Module]:
-        """Apply a start for a while, then put the model back to what it held.
+        """Apply a start for a while, then put the model back to what it held; other threads wait (`alone`).
 
         Raises:
             AdapterError: As from `check`; nothing is changed.
         """
-        held = self.as_start()
-        self.check(start)
-        try:
-            self._put(start)
-            yield self.model
-            self._put(held)
-        except BaseException:  # also one that cuts the line before short
-            self._put(held)
-            raise
+        with self.alone():
+            held = self.as_start()
+            self.check(start)
+            try:
+                self._put(start)
+                yield self.model
+                self._put(held)
+            except BaseException:  # also one that cuts the line before short
+                self._put(held)
+                raise
 
     def as_start(self) -> Start:
         """Return copies of what the model holds beyond its base; `apply` brings it back."""

@@ -4,15 +4,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.start import Start
+from metricopt_ext.errors import AdapterError
 from metricopt_ext.tasks.settings import Value
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.files import opened_atomically, save_checkpoint
 from metricopt_ext.utils.modes import evaluating
+
+# Which trial each model is at, by what holds its phi.
+_APPLIED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,9 +44,28 @@ class Trial:
 
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:
-        """Yield the model at this trial, in evaluation mode, its settings in force; afterwards it is as it was."""
-        with self._task.standing_at(self._state) as model, evaluating(model):
-            yield model
+        """Yield the model at this trial, in evaluation mode, its settings in force; afterwards it is as it was.
+
+        All trials share the model, so other threads that apply one, or ask or tell, wait.
+
+        Raises:
+            AdapterError: The same thread has applied another trial.
+        """
+        adapter = self._task.adapter
+        with adapter.alone():
+            other = _APPLIED.get(adapter.context)
+            if other not in (None, self.id):
+                raise AdapterError(
+                    f"trial {self.id} is of the same model as trial {other}, which is applied; leave its with block"
+                    " first, or write both to files, trial.checkpoint(path)"
+                )
+            _APPLIED[adapter.context] = self.id
+            try:
+                with self._task.standing_at(self._state) as model, evaluating(model):
+                    yield model
+            finally:
+                if other is None:
+                    del _APPLIED[adapter.context]
 
     def checkpoint(self, path: str | Path) -> None:
         """Write the model at this trial as an ordinary state dict, phi merged into the weights.

@@ -1,5 +1,7 @@
 """A mixture of files, against the mean and the files themselves."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.mixed_file import MixedFile
+from metricopt_ext.adapters.mixture import Mixture
 from metricopt_ext.adapters.skeleton import LOGITS
 from metricopt_ext.errors import AdapterError, DataError
 from metricopt_ext.utils.checkpoint_file import read_checkpoint
@@ -52,6 +55,24 @@ def test_offsets_of_a_bias_come_after_the_weights(files: list[Path]) -> None:
     found, other = mixed.tensors(phi), state(1)
     torch.testing.assert_close(found["3.bias"], other["3.bias"] + LOGITS * phi[1:])
     assert all(torch.equal(value, other[name]) for name, value in found.items() if name != "3.bias")
+
+
+def test_threads_have_a_file_each(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of the tool's jobs: while the weights are mixed, another thread would put its phi in place."""
+    mixed, plain = MixedFile(read_checkpoint(files[0]), files[1:2], "3.bias"), Mixture.mixed
+
+    def slowly(self: Mixture, model: nn.Module) -> dict[str, Tensor]:
+        found = plain(self, model)
+        time.sleep(0.02)
+        return found
+
+    monkeypatch.setattr(Mixture, "mixed", slowly)
+    phis = [torch.full((6,), 0.1 * number) for number in range(1, 5)]
+    alone = [mixed.tensors(phi) for phi in phis]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(mixed.tensors, phis))
+    for one, other in zip(alone, together, strict=True):
+        assert all(torch.equal(value, other[key]) for key, value in one.items())
 
 
 def test_the_entry_is_read_of_all_files_that_have_entries(files: list[Path], tmp_path: Path) -> None:

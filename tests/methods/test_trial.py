@@ -1,13 +1,18 @@
 """The model at a trial, written as a plain one."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.errors import AdapterError
 from metricopt_ext.methods.search import Search
+from metricopt_ext.methods.trial import Trial
 
 
 def test_checkpoints_hold_the_merged_model(tmp_path: Path) -> None:
@@ -37,3 +42,50 @@ def test_checkpoints_hold_the_merged_model(tmp_path: Path) -> None:
         (tmp_path / "folder" / name).mkdir(parents=True)
         with pytest.raises(OSError, match=name):
             trial.checkpoint(tmp_path / "folder" / name)
+
+
+def searched(**options: Any) -> Search:
+    torch.manual_seed(0)
+    return Search(
+        attach_film(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)), "1", dim=4), 20, maximize=True, **options
+    )
+
+
+def test_threads_have_the_model_at_their_own_trial_one_after_another() -> None:
+    def run(workers: int) -> tuple[float, list[bool]]:
+        search, right = searched(), list[bool]()
+
+        def scored(trial: Trial) -> None:
+            with trial.applied() as model:
+                time.sleep(0.004 * (trial.id % 3))
+                phi = model.metricopt.phi.detach().clone()  # type: ignore[union-attr, operator]
+            right.append(torch.equal(phi, trial.phi))
+            search.tell(trial.id, 1 - float((phi - 0.3).square().sum()))
+
+        with ThreadPoolExecutor(workers) as pool:
+            while trials := search.ask(4):
+                list(pool.map(scored, trials))
+        return search.result().after, right
+
+    value, right = run(4)
+    assert len(right) == 20
+    assert all(right)
+    assert value == run(1)[0]
+
+
+def test_two_trials_at_once_are_refused_in_one_thread(tmp_path: Path) -> None:
+    search = searched()
+    search.tell(search.ask()[0].id, 0.5)
+    one, other = search.ask(2)
+    with one.applied() as model:
+        with one.applied() as again:
+            assert again is model
+        other.checkpoint(tmp_path / "other.pth")
+        assert torch.equal(model.metricopt.phi, one.phi)  # type: ignore[union-attr, arg-type]
+        with (
+            pytest.raises(AdapterError, match=r"trial 2 is of the same model as trial 1, .*checkpoint"),
+            other.applied(),
+        ):
+            pass
+    with other.applied() as model:
+        assert torch.equal(model.metricopt.phi, other.phi)  # type: ignore[union-attr, arg-type]
