@@ -23,6 +23,7 @@ from metricopt_ext.runtime import distributed
 from metricopt_ext.tasks.evaluation import Evaluation, noise_of, stacked_halves
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.split_half import TELLING, chance_of_gain, fault_of_halves, reliability_of
+from metricopt_ext.utils.checks import check_finite
 
 # What tells a gain from chance.
 Guard = Literal["halves", "repeats", "held-out", "none"]
@@ -54,6 +55,7 @@ def deviates(confidence: float) -> float:
     Raises:
         ValueError: The confidence is out of range.
     """
+    check_finite(guard_confidence=confidence)
     if not 0.5 <= confidence < 1:
         raise ValueError(f"guard_confidence is {confidence!r}; it must be at least 0.5 and below 1")
     return NormalDist().inv_cdf(confidence)

@@ -21,7 +21,7 @@ from metricopt_ext.methods.strategy import Context, LearningStrategy, check_cons
 from metricopt_ext.moved import renamed_arguments
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import fingerprint_of_code
-from metricopt_ext.runtime.progress import Callback, progress_of
+from metricopt_ext.runtime.progress import Callback, check_callback, progress_of
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.notifying import notifying
@@ -161,6 +161,7 @@ def taken(
         resume: Whether to continue what is in the folder.
         callback: Notified of progress.
     """
+    check_callback(callback)
     with ExitStack() as run:
         run.enter_context(distributed.sharing({"queries": queries, **identity}))
         task = settled(task, identity, output_dir)

@@ -9,7 +9,7 @@ from typing import Any
 from metricopt_ext.plain import MESSAGE, plain
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.pace import Pace, seconds_left
-from metricopt_ext.utils.words import decimals, duration
+from metricopt_ext.utils.words import brief, decimals, duration
 
 INTERVAL = 30.0  # seconds between two lines of a log, unless a tenth of the queries was spent
 
@@ -217,6 +217,16 @@ def _bars_on(console: Any) -> Any:
         TimeElapsedColumn(table_column=whole),
         console=console,
     )
+
+
+def check_callback(callback: Callback | None) -> None:
+    """Refuse what is no callback.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if callback is not None and not isinstance(callback, Callback):
+        raise ValueError(f"callback is {brief(callback)}; it must be a Callback, of a class that extends mo.Callback")
 
 
 @contextmanager
