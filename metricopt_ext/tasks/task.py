@@ -109,8 +109,8 @@ class FinetuneTask:
             ValueError: ``population`` is below 1, ``memory`` no number above 0, one of ``loss`` and ``batches`` is
                 given without the other, or ``gradients`` or ``inputs`` beside them; or the gradients are of another
                 shape, not finite, or 0; or there are no inputs.
-            TypeError: ``adapter`` or ``metric`` is something else, ``batches`` can't be replayed, or ``settings`` is no
-                `Settings`.
+            TypeError: ``adapter`` or ``metric`` is something else, ``batches`` can't be replayed, ``loss`` is no
+                function of model and batch, or ``settings`` is no `Settings`.
             AdapterError: The model does not return logits for ``inputs``. Or the offsets act on a layer that does not
                 give what the model returns, or a coordinate of phi moves no output on the first batch.
             WeightsError: The loss changed the model's weights on the first batch.
@@ -147,6 +147,13 @@ class FinetuneTask:
                 f"batches is a {type(self.batches).__name__}, which can't be replayed; it must be a function"
                 " batches(seed, task, step) -> batch, e.g. DatasetBatches(dataset, batch_size)"
             )
+        if isinstance(self.loss, nn.modules.loss._Loss):
+            raise TypeError(
+                f"loss is {brief(self.loss)}, of outputs and targets; give loss=lambda model, batch:"
+                " criterion(model(batch[0]), batch[1])"
+            )
+        if not callable(self.loss):
+            raise TypeError(f"loss is {brief(self.loss)}; it must be a function loss(model, batch) of a scalar tensor")
         first = partial(self.batches, 0, 0, 0)
         check_effect(self.adapter, self.loss, first)
         self._settle()

@@ -601,3 +601,16 @@ def test_an_adapter_and_a_metric_are_needed() -> None:
         FinetuneTask(model, metric=Metric(lambda: 0.5, maximize=True))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"metric is .*; it must be a Metric, as of Metric\(function, maximize=True\)"):
         FinetuneTask(attach_film(model, dim=2), metric=lambda model: 0.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (nn.CrossEntropyLoss(), r"loss is CrossEntropyLoss\(\), of outputs and targets; give loss=lambda model, batch"),
+        (0.5, r"loss is 0.5; it must be a function loss\(model, batch\)"),
+    ],
+)
+def test_a_loss_is_of_a_model_and_a_batch(loss: Any, message: str) -> None:
+    metric = Metric(lambda: 0.5, maximize=True)
+    with pytest.raises(TypeError, match=message):
+        FinetuneTask(attach_film(nn.LayerNorm(3), dim=2), loss=loss, batches=lambda *_: torch.ones(2, 3), metric=metric)
