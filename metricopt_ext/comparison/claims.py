@@ -150,11 +150,9 @@ def guard_blocks(guards: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[st
         Judged(each["accepted"], each["accepted"] * each["change"], each["error"], each["change"], each["error"])
         for each in guards
     ]
-    blocks = [("The search's step, from the start that it began from to its end", guard_lines(steps))]
+    blocks = [("The guard on the search's step: from the start it began at to its end", guard_lines(steps))]
     if whole := [Judged(**each["whole"]) for each in guards if each.get("whole")]:
-        heading = (
-            "The whole run, from the model as it was trained to what is kept; candidates are the start and the end"
-        )
+        heading = "The guard on the whole run: from the model as trained to what is kept, the start or the end"
         blocks.append((heading, guard_lines(whole)))
     return blocks
 

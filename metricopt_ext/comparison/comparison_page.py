@@ -13,12 +13,12 @@ from metricopt_ext.experiment.page import Code, Figure, Page, Part, Points, Sect
 from metricopt_ext.experiment.report_page import TERMS, environment, settings
 
 QUERIES = (
-    "Every method may spend the queries above a column, what chose its start included; what it took in seconds and"
-    " passes of the model, at its largest budget, is in the table of methods."
+    "A column's heading is the number of queries that a method may spend, including those that choose its start. The"
+    " seconds and passes of its largest budget are in the table of methods."
 )
 QUALITY = (
-    "A comparison keeps no f. How well it predicts each next batch, and whether it is to be trusted, is in the report"
-    " of a finetune tool's run."
+    "A comparison keeps no f. To see how well f predicts, and whether to trust it, run the finetune tool (last section)"
+    " and read its report."
 )
 
 
@@ -33,7 +33,7 @@ def comparison_page(content: dict[str, Any], folder: Path) -> Page:
     cells = [[row.title, row.needs, *row.cells(), row.seconds, row.passes] for row in rows]
     best = {(i, 2 + column) for i, row in enumerate(rows) for column, top in enumerate(row.best) if top}
     ours = [i for i, row in enumerate(rows) if row.title == METHODS[OURS].title]
-    methods = Table(f"{said}. Marked: the best of a column.", header, cells, best, ours, {0, 1})
+    methods = Table(f"{said}. Marked: best in its column.", header, cells, best, ours, {0, 1})
     pairs = [Section("Differences", [Table(PAIRED, PAIRS, pair_rows(content))])] if content["pairs"] else []
     about = Figure(
         folder / PICTURE,
@@ -60,7 +60,7 @@ def comparison_page(content: dict[str, Any], folder: Path) -> Page:
 
 
 def _next_steps(content: dict[str, Any]) -> list[Part]:
-    lines = ["# More seeds, in the same folder or, on another machine, in one to join afterwards."]
+    lines = ["# More seeds: in the same folder, or in another one, e.g. on another machine, to join afterwards."]
     lines.append(f"python tools/compare.py --config-file FILE --output-dir FOLDER --seeds {_further(content['seeds'])}")
     lines.append("python tools/compare.py --join FOLDER OTHER --output-dir ALL")
     config = content["config"]
@@ -70,7 +70,7 @@ def _next_steps(content: dict[str, Any]) -> list[Part]:
         lines += ["", "# MetricOpt alone, with a tuned model, an adapter and f to keep."]
         lines.append(f"python tools/finetune_{tool}.py --config-file {shlex.join(given)}")
     return [
-        Text("A comparison keeps no tuned model. Words in capitals are yours to fill in."),
+        Text("A comparison keeps no tuned model. Replace the words in capitals."),
         Code("Commands", "\n".join(lines)),
     ]
 

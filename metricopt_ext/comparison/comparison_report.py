@@ -75,15 +75,15 @@ def heading(content: dict[str, Any]) -> str:
 
 
 def verdict(content: dict[str, Any]) -> str:
-    """Say in one sentence what came out at the largest number of queries, and whether it may be chance."""
+    """Say in a few sentences what came out at the largest number of queries, and whether it may be chance."""
     budget, titles = content["budgets"][-1], {name: entry_of(name).title for name in (*baselines_of(content), OURS)}
     values = {name: tests(content, name, budget) for name in titles}
     means = {name: float(np.mean(known(each))) for name, each in values.items() if each and known(each)}
     top = (max if content["metric"]["maximize"] else min)(means, key=means.__getitem__)
-    best = f"the best on test is {titles[top]} with {means[top]:.4f}"
+    best = f"The best method on test is {titles[top]} with {means[top]:.4f}"
     said = f"{heading(content)}, {counted(budget, 'query')}, mean over {counted(len(content['seeds']), 'seed')}"
     if OURS not in means:
-        return f"{said}: {best}, where the model as it was has {means[TRAINED]:.4f}."
+        return f"{said}. {best}; the model as it was has {means[TRAINED]:.4f}."
     seen = (content["starts"][TRAINED], content["methods"][OURS]["cells"][str(budget)])
     before, after = (float(np.mean(known(each["validation"]))) for each in seen)
     on_test, on_validation = (
@@ -96,30 +96,26 @@ def verdict(content: dict[str, Any]) -> str:
         if (each["method"], each["budget"]) == (OURS, budget) and each.get("whole")
     ]
     guard = (
-        f" the guard accepted a change in {sum(each['accepted'] for each in judged)} of {len(judged)} seeds;"
+        f" The guard accepted a change in {sum(each['accepted'] for each in judged)} of {len(judged)} seeds."
         if judged
         else ""
     )
-    over = f"the gain on test (with its 95% interval), {_difference(content, TRAINED, budget)}"
-    baseline = (
-        f"{best}, and MetricOpt's difference from it, {_difference(content, top, budget)}"
-        if top != OURS
-        else f"{best} itself"
-    )
-    return f"{said}: MetricOpt {on_test} and {on_validation};{guard} {over}; {baseline}."
+    gain = f"The gain on test, with its 95% interval, is {_difference(content, TRAINED, budget)}."
+    over = f"; MetricOpt's gain over it is {_difference(content, top, budget)}" if top != OURS else ""
+    return f"{said}. MetricOpt: {on_test} and {on_validation}.{guard} {gain} {best}{over}."
 
 
 def _difference(content: dict[str, Any], baseline: str, budget: int) -> str:
     """Say by how much ours is better than a baseline, and whether that may be chance."""
     found = pair(content, baseline, budget)
-    return "is unknown" if found is None else f"{shown(found.interval)}, {chance_in_words(found.interval)}"
+    return "unknown" if found is None else f"{shown(found.interval)}, {chance_in_words(found.interval)}"
 
 
 def means_in_markdown(content: dict[str, Any]) -> list[str]:
     """Return the table of means in Markdown, with what it is of."""
     said, header, rows = means_table(content)
     cells = [[row.title, row.needs, *row.cells("**{}**".format), row.seconds, row.passes] for row in rows]
-    return [f"{said}; bold: the best of a column.", "", *markdown_table(header, cells)]
+    return [f"{said}; bold: best in its column.", "", *markdown_table(header, cells)]
 
 
 def print_report(content: dict[str, Any]) -> None:
@@ -129,13 +125,14 @@ def print_report(content: dict[str, Any]) -> None:
         ["method", *map(str, content["budgets"])],
         [[row.title, *row.cells("*{}".format)] for row in rows_of(content)],
         title=f"{content['title']}: test {metric['name']} ({direction(metric['maximize'])}),"
-        f" {counted(len(content['seeds']), 'seed')}, by queries; *: best of a column",
+        f" {counted(len(content['seeds']), 'seed')}, by queries; *: best in its column",
     )
     print()
     print_points(notes(content))
     if content["pairs"]:
         print()
-        print_table(PAIRS, pair_rows(content), title=f"{METHODS[OURS].title} against each, paired by seed")
+        ours = METHODS[OURS].title
+        print_table(PAIRS, pair_rows(content), title=f"{ours} against each, paired by seed; positive favours {ours}")
     for title, points in guard_blocks(content["guards"]) if content["guards"] else ():
         print(f"\n{title}:")
         print_points(points)
@@ -147,34 +144,34 @@ def notes(content: dict[str, Any]) -> list[str]:
     often = {name: best["chosen"].count(name) for name in content["starts"]}
     chosen = ", ".join(f"{entry_of(name).title} in {count}" for name, count in often.items() if count)
     lines = [
-        "every call of the metric is a query: the budget of each method that goes on from the best start includes the"
+        "every call of the metric is a query; methods that continue from the best start are charged the"
         f" {counted(best['queries'], 'query')} that choose it ({chosen})",
-        "needs: of the data that the metric sees, the metric's scores alone, the inputs, or the labels too; and whether"
-        " examples of the training data, whose class shares alone do not count; a method inherits the needs of its"
-        " starts",
-        "seconds and passes are those of a method's largest budget; passes: evaluations of the metric that ran the"
-        " model, each a pass over its data, + batches whose loss was computed with its gradient, what the starts took"
-        " included",
+        "needs: what a method uses of the validation data: the metric's scores alone, the inputs, or the labels too; a"
+        " method needs what its starts need",
+        "training data, under needs: the method uses training examples (class shares alone do not count)",
+        "passes: evaluations of the metric that ran the model over its data + batches whose loss gradient was computed",
+        "seconds and passes are for a method's largest budget, starts included",
     ]
     if any(each["method"] == OURS for each in content["guards"]):
         lines.append(
-            f"{UNGUARDED}: where the same search ended, kept or not; it is no baseline, nor marked as the best"
+            f"{UNGUARDED}: where the same searches ended, whether kept or not; for reference, so never marked as best"
         )
     if bounds := content.get("subject_to"):
         limits = " and ".join(f"{name} {limit}" for name, limit in bounds.items())
         lines.append(
-            f"each method ends at the best that it asked subject to {limits}, on the data that the metric sees, if"
-            " anything that it asked satisfies that; free starts stand as they are"
+            f"each method ends at its best queried point subject to {limits} on validation, if any satisfies this;"
+            " free starts ignore it"
         )
     if LABELLED in content["methods"] or LABELLED in content["starts"]:
         lines.append(
-            f"{METHODS[LABELLED].title}: when to stop is told by the metric on a third of the labels, which is no query"
-            " of the metric on all; then it is finetuned on all"
+            f"{METHODS[LABELLED].title}: a third of the labels decides when to stop, then all are trained on; this"
+            " counts no query"
         )
     for name, method in content["methods"].items():
         title, seeds = METHODS[name].title, len(content["seeds"])
         if any(budget < method["least"] for budget in content["budgets"]):
-            lines.append(f"{title} needs at least {counted(method['least'], 'query')}, the start's choice included")
+            least = counted(method["least"], "query")
+            lines.append(f"{title} needs at least {least}, including those that choose the start")
         for budget, errors in method["errors"].items():
             lines.append(f"{title} failed with {budget} queries on {len(errors)} of {seeds} seeds: {errors[0]}")
         if not method["cells"] and not method["errors"] and method["least"] <= content["budgets"][-1]:

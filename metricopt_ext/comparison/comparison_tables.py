@@ -12,10 +12,10 @@ from metricopt_ext.experiment.method import Needs
 from metricopt_ext.utils.words import counted
 
 LABELLED = "whole_network_labels"
-UNGUARDED = "the same, unguarded"
+UNGUARDED = "MetricOpt, unguarded"
 PAIRED = (
-    "Difference on test, paired by seed; positive is better for ours. p: Student's t, two-sided; Holm: corrected for"
-    " all rows. seconds: ours and theirs."
+    "Difference on test, paired by seed; positive favours MetricOpt. wins, losses: seeds on which MetricOpt is better,"
+    " worse. p: two-sided t-test; p, Holm: corrected for the number of rows. seconds: MetricOpt's / the other's."
 )
 PAIRS = ["against", "queries", "difference", "95% interval", "wins", "losses", "p", "p, Holm", "seconds"]
 

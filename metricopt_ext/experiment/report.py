@@ -20,7 +20,7 @@ from metricopt_ext.utils.versions import versions
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.value_function import Quality
 
-BATCH_NOTE = "batch queries: besides, evaluations of the metric on batches of scores and labels."
+BATCH_NOTE = "batch queries: further evaluations of the metric, on batches of scores and labels."
 IN_USE = "value function in use"
 DIGITS = 4  # after the point, of a metric
 FROM_OUR_START = ("metricopt", "guided_es", "cma_es", "refined")  # from the best free start, as MetricOpt's search
@@ -178,12 +178,10 @@ class Report:
         bounds = self.config.get("metric", {}).get("subject_to", {})
         said = " and ".join(f"{name} {text}" for name, text in bounds.items())
         nowhere = sum(not holding for holding in known)
-        stayed = (
-            f"; in {counted(nowhere, 'seed')} nothing that was asked satisfies that, and the model stayed as it was"
-        )
+        stayed = f"; in {counted(nowhere, 'seed')} no queried point satisfies this, so the model stayed as it was"
         return [
             f"Subject to {said} on validation{stayed if nowhere else ''}. MetricOpt and the searches on the metric"
-            " respect that; no other method does"
+            " respect this; no other method does"
         ]
 
     def read(self) -> tuple[str, list[list[str]]]:
@@ -214,7 +212,7 @@ class Report:
         return f"{self.task}: {self.metric} ({direction(self.maximize)})"
 
     def verdict(self) -> str:
-        """Say in one sentence what came out: before and after, what the guard did, and whether it may be chance."""
+        """Say in a few sentences what came out: before and after, what the guard did, and whether it may be chance."""
         parts = []
         for part in ("test", "validation"):
             before, after = (spread(self.values(name, part)) for name in ("pretrained", "metricopt"))
@@ -222,7 +220,7 @@ class Report:
         seeds = len(self.records)
         over = f" (mean ± standard deviation over {seeds} seeds)" if seeds > 1 else ""
         said = f"{self.metric} ({direction(self.maximize)}): {' and '.join(parts)}{over}"
-        return f"{said}; {self._accepted()}; {self._beside_the_best()}."
+        return f"{said}. {self._accepted()} {self._beside_the_best()}"
 
     def _accepted(self) -> str:
         """Say what the guard did, and whether the gain may be chance."""
@@ -230,24 +228,26 @@ class Report:
         known = self.guard != "none"
         if left == seeds:
             why = "no gain on validation exceeded what chance explains" if known else "validation showed no gain"
-            return f"the guard left the model as it was{' in every seed' if seeds > 1 else ''}, as {why}"
+            return f"The guard left the model as it was{' in every seed' if seeds > 1 else ''}, as {why}."
         where = "" if seeds == 1 else f" in {seeds - left} of {seeds} seeds"
         beside = f" and left the model as it was in {left}" if left else ""
-        guard = f"the guard accepted the change{where}{beside}" + (
-            "" if known else ", unguarded: nobody can tell how much of it is chance"
+        guard = (
+            f"The guard accepted the change{where}{beside}."
+            if known
+            else f"The run is unguarded, so any gain was kept{where}{beside}: nothing tells how much of it is chance."
         )
-        return f"{guard}; the gain on test, {self._gain_in_words('pretrained')}"
+        return f"{guard} The gain on test is {self._gain_in_words('pretrained')}."
 
     def _beside_the_best(self) -> str:
         """Say how MetricOpt compares with the best method on test."""
         best = self.best("test")
         if "metricopt" in best:
-            return "no other method has a better one on test"
+            return "No other method is better on test."
         top = next(name for name in self.methods if name in best)
         value = np.mean(self.values(top, "test"))
         return (
-            f"the best on test is {self.title(top)} with {value:.{DIGITS}f}, and MetricOpt's difference from it,"
-            f" {self._gain_in_words(top)}"
+            f"The best method on test is {self.title(top)} with {value:.{DIGITS}f}; MetricOpt's gain over it is"
+            f" {self._gain_in_words(top)}."
         )
 
     def _gain_in_words(self, over: str) -> str:
@@ -270,11 +270,11 @@ class Report:
     def notes(self) -> list[str]:
         """Say what the table's numbers are."""
         one = len(self.records) == 1
-        spread = "One seed: " if one else f"Mean ± standard deviation over {len(self.records)} seeds; each is "
+        over = f"Mean ± standard deviation over {len(self.records)} seeds; each has its own"
         return [
-            f"{spread}a fresh split, model and value function. validation: data that the metric's queries see; test:"
-            " data that only the finished models see.",
-            "queries: metric queries in all; per start: of these, what finetuning one more start costs again.",
+            f"{'One seed: one' if one else over} data split, model and value function.",
+            "validation: data that the queries see; test: data that no method sees.",
+            "queries: calls of the metric; per start: how many of them another start of the same model costs again.",
             *([BATCH_NOTE] if self.batch_queried else []),
         ]
 
@@ -286,7 +286,7 @@ class Report:
             ours = record.outcomes["metricopt"][-1]
             each = [str(record.queries.get(purpose, 0)) for purpose in purposes]
             rows.append([str(record.seed), *each, str(ours.queries_total), f"{ours.seconds:.1f}"])
-        return ["seed", *(purpose.replace("_", " ") for purpose in purposes), "in all", "seconds"], rows
+        return ["seed", *(purpose.replace("_", " ") for purpose in purposes), "total", "seconds"], rows
 
     def computed_on(self) -> str:
         """Say which machines the digits are of."""
@@ -328,14 +328,15 @@ class Report:
         if halves and chances:
             chance, confidence = np.mean(chances), self.config["guard"]["confidence"]
             left = sum(record.kept == "start" for record in self.records)
-            lines.append(
-                f"Split-half correlation of the metric over phi: {np.mean(halves):.2f} (near 0 no method can"
-                f" help). A gain on validation must exceed {deviates(confidence) * chance:.4f} once its optimism is"
-                f" taken off, or it counts as chance: the model was left as it was in {left} of {seeds}"
-            )
+            lines += [
+                f"Split-half correlation of the metric over phi: {np.mean(halves):.2f} (near 0 the metric is mostly"
+                " noise, and no method can help)",
+                f"A gain on validation counts as chance unless it exceeds {deviates(confidence) * chance:.4f} after its"
+                f" optimism is subtracted; the model was left as it was in {left} of {seeds}",
+            ]
         counts = collections.Counter(record.kept for record in self.records)
         kept_in = ", ".join(f"{kept(name)} in {count}" for name, count in counts.most_common())
-        return [*lines, f"Kept by the guard: {kept_in}", *self.on_settings()]
+        return [*lines, f"Kept by the guard: {kept_in} of {seeds}", *self.on_settings()]
 
     def on_settings(self) -> list[str]:
         """Say which settings of inference were changed, in how many seeds; nothing where none were tuned."""
@@ -347,7 +348,8 @@ class Report:
             for name, (before, after) in record.settings.items()
         )
         changed_in = ", ".join(f"{change} in {count}" for change, count in changes.most_common())
-        return [f"Settings of inference: {changed_in or 'as they were'}; validation and test are by these"]
+        changed_in += f" of {counted(len(self.records), 'seed')}" if changed_in else ""
+        return [f"Settings of inference kept: {changed_in or 'the original ones'}; MetricOpt is evaluated with these"]
 
     def more(self) -> list[list[str]]:
         """Return what more inference would give, a row for each factor under `MORE_HEADER`; none where nothing would.
@@ -380,8 +382,8 @@ class Report:
         """Say how what more inference would give was asked."""
         queries = sum(each.queries for record in self.records for each in record.more)
         return (
-            f"Asked of what was kept after the run, by {counted(queries, 'query')} beyond its own; the best of several"
-            " on validation, and so a little too good. To have it, run again with settings.inference"
+            f"Measured after the run by {counted(queries, 'query')} beyond its own. Each is the best of several on"
+            " validation, and so a little too good. To use one, run again with a larger settings.inference"
         )
 
     def on_data(self) -> list[str]:
@@ -390,7 +392,7 @@ class Report:
         if not rare:
             return []
         (seed, first), seeds = rare[0], counted(len(self.records), "seed")
-        return [f"Rare in {len(rare)} of {seeds}; in seed {seed}, {first}"]
+        return [f"Few examples in {len(rare)} of {seeds}; in seed {seed}, {first}"]
 
     def on_f(self) -> list[str]:
         """Say how well f predicted, and in how many seeds it is to be trusted; nothing if there was no f."""
@@ -402,12 +404,12 @@ class Report:
         baselines = {"a constant": [quality.constant_mae for quality in self.quality]}
         so_far = [quality.incumbent_mae for quality in self.quality if quality.incumbent_mae is not None]
         if so_far:
-            baselines["the best so far"] = so_far
-        against = " and ".join(f"{np.mean(errors):.4f} of {name}" for name, errors in baselines.items())
+            baselines["the best value so far"] = so_far
+        against = ", ".join(f"{np.mean(errors):.4f} for {name}" for name, errors in baselines.items())
         where = "before each query" if self.searched else "on held-out trajectories"
         return [
-            f"Value function {where}: Spearman {spearman:.2f}, mean absolute error {mae:.4f} of the cost"
-            f" against {against}; trusted in {trusted} of {counted(len(self.records), 'seed')}"
+            f"Value function, tested {where}: Spearman {spearman:.2f}; mean absolute error of the cost {mae:.4f}"
+            f" ({against}); trusted in {trusted} of {counted(len(self.records), 'seed')}"
         ]
 
     def losses(self) -> list[tuple[str, str, str]]:

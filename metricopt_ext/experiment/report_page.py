@@ -32,35 +32,35 @@ TERMS = (
     " chance and the choice of the best among many explain. The test data are not looked at until then."
 )
 TRUST = (
-    "f is to be trusted if it ranks points that it was not fitted to above chance, errs less than a constant, and, near"
-    " the points that it holds best, errs less than these are better than where it began. If it is not, do not follow"
-    " it in a training of your own; the outcome above does not depend on that, as it was measured by the metric itself."
+    "f is trusted if three things hold at points that it was not fitted to. It ranks them above chance. It errs less"
+    " than a constant. At the points it considers best, it errs less than they gain over the start. If f is not"
+    " trusted, do not let it steer a training of your own. The outcome above was measured by the metric itself, and"
+    " does not depend on f."
 )
 NOT_COUNTED = (
-    "The other methods' queries and seconds are in the table of methods. Not counted, as no method sees them: the test"
-    " metric, and the evaluations that only a picture shows."
+    "The other methods' queries and seconds are in the table of methods. Evaluations on test and those for pictures are"
+    " not counted, as no method sees them."
 )
-PATHS = "Paths are relative to the folder of this report. Each seed has its own model: these lines take that of {}."
+PATHS = "Paths are relative to this report's folder. Each seed has its own model; these lines use that of {}."
 REFUSED = (
-    "No seed has a change to keep: the tuned models are as they were. More validation examples show smaller gains; more"
-    " layers in phi, or more queries, may find larger ones."
+    "The guard kept no change in any seed, so the tuned models equal the originals. With more validation examples,"
+    " smaller gains can be told from chance. More layers in phi, or more queries, may find larger gains."
 )
 MORE_SEEDS = (
-    "For surer intervals, repeat the command of this run with --resume and more seeds, e.g. seeds={}: finished seeds"
-    " are taken from their files."
+    "For narrower intervals, repeat this run's command with --resume and more seeds, e.g. seeds={}. Finished seeds are"
+    " not run again."
 )
 # What the pictures show, by the names of their files.
 CAPTIONS = {
     "methods": "Each method's metric on test. The means are in the table above.",
     "search": "The metric on validation at each query of the search, and the best so far.",
-    "settings": "The metric on validation along each setting, the others as they were, at the value that it had and at"
-    " what was kept.",
+    "settings": "The metric on validation as one setting varies and the others stay fixed.",
     "finetuning": "The metric on validation along finetuning, and what the guard kept.",
-    "value_function": "What f predicted against what the metric was: the nearer to the diagonal, the better.",
+    "value_function": "f's predictions against the metric's values: the nearer to the diagonal, the better.",
     "siblings": "What the sibling methods measured while they trained, a line for each seed.",
     "recalls": "Recall@k on test for many k, before and after.",
-    "landscape": "f and the metric itself on a plane through the visited phi. Alike is good.",
-    "interpolation": "The metric as observed along trajectories, and what was interpolated between.",
+    "landscape": "f and the true metric on a plane through the visited phi. The more alike, the better.",
+    "interpolation": "The metric observed along trajectories, and interpolated in between.",
     "embedding": "Where f's network places the visited phi, coloured by the metric.",
     "correlations": "Each loss against the metric on batches of test data.",
     "examples": "Test images on which the classifier changed its mind, with the classes before and after.",
@@ -84,7 +84,7 @@ def report_page(report: Report, folder: Path, pictures: Sequence[Path], tuned: s
     ours = [row for row, name in enumerate(report.methods) if name == "metricopt"]
     best = {(report.methods.index(name), header.index(part)) for part in COMPARED for name in report.best(part)}
     methods = Table(
-        "Methods on the same data. Marked: the best of a column.", header, rows, best, ours, {0, len(header) - 1}
+        "Methods on the same data. Marked: best in its column.", header, rows, best, ours, {0, len(header) - 1}
     )
     gains = Table(f"{GAINS}.", OVER, report.gains(), words={0, 3})
     first = report.records[0].seed
@@ -194,14 +194,14 @@ def _next_steps(report: Report, folder: Path, tuned: str) -> list[Part]:
         "# Export: the tuned model is an ordinary checkpoint, phi merged.",
         f'weights = {load}("{seed}/{tuned}")',
         "",
-        "# Merge: phi in the model that it was learned for; remove() would take it out again.",
+        "# Or merge phi into the model it was learned for; adapter.remove() would take it out again.",
         f'adapter = mo.load_run(model, "{seed}")',
     ]
     lines.append("adapter.merge()")
     if record.quality is not None and record.quality.trusted:
         lines += [
             "",
-            "# Follow f in a training of your own, in place of merge().",
+            "# Or let f steer a training of your own, instead of merge().",
             f'f = mo.load_value_function("{seed}/value_function.safetensors")',
             "optimizer = mo.MetricOpt(adapter.parameters(), f, lr=0.1, steps=50)",
         ]

@@ -10,29 +10,30 @@ from metricopt_ext.utils.files import write_atomically, write_json
 from metricopt_ext.utils.words import counted
 
 GAINS = "MetricOpt's gains on test, paired by seed; positive is better"
-ELSEWHERE = "What it cost elsewhere: of the pretrained model, and of what the guard kept"
+ELSEWHERE = "What it cost elsewhere: pretrained model → what the guard kept"
 QUANTITIES = ["quantity", "validation", "test", "subject to"]
-OVER = ["over", "gain", "95% interval", "shown"]
+OVER = ["against", "gain", "95% interval", "verdict"]
 # What the terminal does not show.
 MORE_NOTES = (
-    "seconds: wall-clock time, the mean over seeds; of a method that was interrupted, since it went on.",
-    "needs: of the data that the metric sees, the metric's scores alone, the inputs, or the labels too; another f: the"
-    " value function of another run; batch metric: the metric of any scores and labels, asked on training batches.",
+    "seconds: wall-clock time, mean over seeds; for a method that was interrupted, the time since it was resumed.",
+    "needs: what a method uses of the validation data: the metric's scores alone, the inputs, or the labels too.",
+    "needs can also be another f (a value function from another run) or the batch metric (the metric of any scores and"
+    " labels, evaluated on training batches).",
 )
-SPENT = "MetricOpt's queries by what they were for"
-MORE = "What settings would give if inference took longer, on validation; what was kept stays"
-MORE_HEADER = ["inference, at most", "takes", "validation", "more than chance", "by"]
-GUARD_AND_F = "The guard and the value function f, means over seeds"
-PREDICTED = "How well the metric is predicted on points that it was not fitted to, where f is used"
-PREDICTORS = ["predictor", "Spearman", "mean absolute error, as a cost"]
+SPENT = "MetricOpt's queries by purpose"
+MORE = "What slower inference with other settings would give, on validation; none of it was kept"
+MORE_HEADER = ["time, at most", "times as long", "validation", "beyond chance", "settings"]
+GUARD_AND_F = "The guard and the value function f (means over seeds)"
+PREDICTED = "How well f, and each predictor that was fitted, predicts the metric at points not used in its fit"
+PREDICTORS = ["predictor", "Spearman", "mean absolute error of the cost"]
 RANKED = (
-    "How well a loss ranks batches of test data, under every method's model, as the metric does (1: a lower loss always"
-    " is a better metric)"
+    "How well a loss ranks batches of test data as the metric does, over the models of all methods (1: a lower loss"
+    " always means a better metric)"
 )
 LOSSES = ["loss", "Spearman", "Kendall"]
 UNITS = (
-    "Spearman's rank correlation is 1 for a perfect order and 0 for none. A cost is lower where the metric is better:"
-    " the metric mapped to [0, 1] by its bounds or, for one without bounds, itself with that sign."
+    "Spearman's rank correlation is 1 for a perfect order and 0 for none. The cost is the metric turned so that lower"
+    " is better: mapped to [0, 1] by the metric's bounds or, without bounds, the metric or its negative."
 )
 
 

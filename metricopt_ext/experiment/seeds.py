@@ -37,13 +37,13 @@ def paired_interval(differences: Any, level: float = 0.95) -> Interval:
 def chance_in_words(interval: Interval) -> str:
     """Say of a gain's 95% interval over seeds whether it is significant."""
     if math.isnan(interval.low):
-        return "not known to be significant, as it is of one seed"
+        return "from one seed, so its significance is unknown"
     return (
-        "is significant at 5%"
+        "significant at 5%"
         if interval.low > 0
-        else "is a loss, significant at 5%"
+        else "a loss, significant at 5%"
         if interval.high < 0
-        else "is not significant at 5%"
+        else "not significant at 5%"
     )
 
 

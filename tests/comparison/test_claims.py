@@ -78,7 +78,7 @@ def test_the_guards_statistics() -> None:
         guarded(0.01, True),
     ]
     ((heading, step),) = guard_blocks(guards)
-    assert heading.startswith("The search's step")
+    assert heading.startswith("The guard on the search's step")
     assert step == [
         "5 guarded runs, 3 accepted; mean change on test +0.0080",
         "1 of 5 (20.0%) lose more than one standard error on test",

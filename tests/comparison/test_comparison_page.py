@@ -88,30 +88,28 @@ def test_the_verdict_is_of_the_largest_budget(read: Any) -> None:
     content = comparison([0.9, 0.91, 0.92])
     said = verdict(content)
     assert said.startswith(
-        "net on toy: accuracy (higher is better), 60 queries, mean over 3 seeds: MetricOpt 0.5000 → "
+        "net on toy: accuracy (higher is better), 60 queries, mean over 3 seeds. MetricOpt: 0.5000 → "
     )
-    assert (
-        "0.5000 → 0.9100 on test and 0.4500 → 0.9200 on validation; the guard accepted a change in 2 of 3 seeds" in said
-    )
-    assert "the gain on test (with its 95% interval), +0.4100 [+0.3852, +0.4348], is significant at 5%;" in said
-    assert said.endswith("the best on test is MetricOpt with 0.9100 itself.")
+    assert "0.5000 → 0.9100 on test and 0.4500 → 0.9200 on validation. The guard accepted a change in 2 of 3" in said
+    assert "The gain on test, with its 95% interval, is +0.4100 [+0.3852, +0.4348], significant at 5%." in said
+    assert said.endswith("The best method on test is MetricOpt with 0.9100.")
     assert read(content).texts("p")[0] == said
     assert f"\n\n{said}\n\n" in markdown(content)
 
 
 def test_a_baseline_that_is_better_is_in_the_verdict() -> None:
     said = verdict(comparison([0.6, 0.65, 0.82]))
-    assert "the best on test is CMA-ES on the metric with 0.7000, and MetricOpt's difference from it, -0.0100 [" in said
-    assert said.endswith(", is not significant at 5%.")
+    assert "The best method on test is CMA-ES on the metric with 0.7000; MetricOpt's gain over it is -0.0100 [" in said
+    assert said.endswith(", not significant at 5%.")
     lower = verdict(comparison([0.6, 0.65, 0.82], maximize=False))
-    assert "is a loss" not in lower
-    assert "the best on test is pretrained with 0.5000" in lower
+    assert "a loss" not in lower
+    assert "The best method on test is pretrained with 0.5000" in lower
 
 
 def test_without_ours_the_best_stands_beside_the_model_as_it_was(read: Any) -> None:
     methods = {"cma_es": comparison([0.9] * 3)["methods"]["cma_es"]}
     content = comparison([0.9] * 3, methods=methods, guards=[])
-    assert verdict(content).endswith("with 0.7000, where the model as it was has 0.5000.")
+    assert verdict(content).endswith("with 0.7000; the model as it was has 0.5000.")
     assert read(content).texts("h2") == [
         *("Methods", "Plots", "Quality of f", "Queries", "Settings", "Environment"),
         "What to do next",

@@ -99,12 +99,12 @@ def test_our_search_without_its_guard_is_shown_but_no_baseline(content: dict[str
         each["change"] = 0.3
     content["guards"] = [each for each in content["guards"] if each["budget"] > 5 and each["seed"] > 700]
     text = markdown(content)
-    assert table(text)["the same, unguarded"] == ["inputs, training data", "", "0.9000", "0.9000", "", ""]
+    assert table(text)["MetricOpt, unguarded"] == ["inputs, training data", "", "0.9000", "0.9000", "", ""]
     assert table(text)["MetricOpt"][1:4] == ["**0.8000**"] * 3
     assert text.count("unguarded") == 2  # its row and the note
-    assert list(table(text))[-2:] == ["MetricOpt", "the same, unguarded"]
+    assert list(table(text))[-2:] == ["MetricOpt", "MetricOpt, unguarded"]
     lower = {**content, "metric": {"name": "cost", "maximize": False}}
-    assert table(markdown(lower))["the same, unguarded"][2] == "0.3000"
+    assert table(markdown(lower))["MetricOpt, unguarded"][2] == "0.3000"
 
 
 def test_a_comparison_of_an_earlier_version_is_read(content: dict[str, Any], tmp_path: Path) -> None:
@@ -122,16 +122,16 @@ def test_a_comparison_of_an_earlier_version_is_read(content: dict[str, Any], tmp
     assert rows["MetricOpt"][1:4] == ["**0.8000**"] * 3
     page = markdown(earlier)
     assert "9 guarded runs, 9 accepted" in page
-    assert "The whole run" not in page
+    assert "the whole run" not in page
 
 
 def test_whole_runs_are_reported_where_they_are_known(content: dict[str, Any]) -> None:
-    assert "The whole run" not in markdown(content)
+    assert "the whole run" not in markdown(content)
     whole = {"accepted": False, "change": 0.0, "error": 0.01, "best": 0.2, "best_error": 0.01}
     content["guards"][0]["whole"] = whole
     text = markdown(content)
-    assert "The search's step" in text
-    assert "1 guarded run, 0 accepted; mean change on test +0.0000" in text.partition("The whole run")[2]
+    assert "the search's step" in text
+    assert "1 guarded run, 0 accepted; mean change on test +0.0000" in text.partition("the whole run")[2]
 
 
 def test_a_baseline_that_is_best_is_marked_too_and_lower_can_be_better(tmp_path: Path) -> None:

@@ -96,13 +96,13 @@ def test_words_follow_the_interval(
 
 
 def test_findings_tell_whether_f_was_trusted(report: Callable[..., Report]) -> None:
-    *_, halves, last, quality = report().findings()
-    assert "Value function on held-out trajectories: Spearman 0.63" in quality
-    assert "mean absolute error 0.0733 of the cost against 0.1000 of a constant; trusted in 2 of 3 seeds" in quality
+    *_, halves, chance, last, quality = report().findings()
+    assert "Value function, tested on held-out trajectories: Spearman 0.63" in quality
+    assert "mean absolute error of the cost 0.0733 (0.1000 for a constant); trusted in 2 of 3 seeds" in quality
     assert "over phi: 0.75" in halves
-    assert "must exceed 0.0099" in halves  # 0.84 of a normal distribution lie below 0.994 deviations
-    assert halves.endswith("the model was left as it was in 1 of 3 seeds")
-    assert last == "Kept by the guard: MetricOpt in 2, the model as it was in 1"
+    assert "unless it exceeds 0.0099" in chance  # 0.84 of a normal distribution lie below 0.994 deviations
+    assert chance.endswith("the model was left as it was in 1 of 3 seeds")
+    assert last == "Kept by the guard: MetricOpt in 2, the model as it was in 1 of 3 seeds"
 
 
 @pytest.mark.parametrize("method", ["metricopt", "guided_es", "cma_es", "refined"])
@@ -122,8 +122,8 @@ def test_findings_on_a_search_tell_what_f_said_before_each_query(report: Callabl
         object.__setattr__(record, "quality", replace(record.quality, incumbent_mae=mae))
         object.__setattr__(record, "searched", [0.5, 0.7])
     *_, quality = made.findings()
-    assert "Value function before each query: Spearman 0.63, mean absolute error 0.0733 of the cost" in quality
-    assert "against 0.1000 of a constant and 0.0300 of the best so far; trusted in 2 of 3 seeds" in quality
+    assert "Value function, tested before each query: Spearman 0.63; mean absolute error of the cost 0.0733" in quality
+    assert "(0.1000 for a constant, 0.0300 for the best value so far); trusted in 2 of 3 seeds" in quality
     for record in made.records:
         object.__setattr__(record, "quality", None)  # the metric never varied
     assert not any("Value function" in line for line in made.findings())
@@ -179,5 +179,5 @@ def test_constraints_are_said_with_where_nothing_satisfied_them(report: Callable
     (line,) = elsewhere(report(), [3, 40, 1]).on_constraints()
     assert line.startswith("Subject to recall[a] >= start on validation. MetricOpt and the searches on the metric")
     (line,) = elsewhere(report(), [3, 0, 0]).on_constraints()
-    assert "on validation; in 2 seeds nothing that was asked satisfies that, and the model stayed as it was." in line
+    assert "on validation; in 2 seeds no queried point satisfies this, so the model stayed as it was." in line
     assert line in elsewhere(report(), [3, 0, 0]).findings()

@@ -47,7 +47,7 @@ def test_the_page_has_the_digits_of_the_markdown(report: Callable[..., Report], 
     tables = markdown_tables(text)
     assert len(tables) == 4  # methods, queries, predictors, losses
     assert [table for table in seen.tables if table in tables] == [tables[0], tables[2], tables[3], tables[1]]
-    assert tables[1][0] == ["seed", "starts", "search", "in all", "seconds"]
+    assert tables[1][0] == ["seed", "starts", "search", "total", "seconds"]
     assert seen.texts("p")[0] == made.verdict() == text.splitlines()[2]
     for line in made.notes():
         assert line in seen.texts("li")
@@ -100,20 +100,20 @@ def test_the_verdict_says_what_the_guard_did(report: Callable[..., Report]) -> N
     made = report(tests)
     started = "accuracy (higher is better): 0.5000 ±0.0000 → 0.6100 ±0.0100 on test and "
     assert made.verdict().startswith(started)
-    assert "accepted the change in 2 of 3 seeds and left the model as it was in 1; the gain on test" in made.verdict()
-    assert "+0.1100 (95% interval [+0.0852, +0.1348]), is significant at 5%; " in made.verdict()
+    assert "accepted the change in 2 of 3 seeds and left the model as it was in 1. The gain on test" in made.verdict()
+    assert "+0.1100 (95% interval [+0.0852, +0.1348]), significant at 5%. " in made.verdict()
     both = kept(made, "metricopt", "search", "batchnorm")
-    assert "accepted the change in 3 of 3 seeds; the gain" in both.verdict()
+    assert "accepted the change in 3 of 3 seeds. The gain" in both.verdict()
     unsure = report({"pretrained": [0.5, 0.5, 0.5], "metricopt": [0.4, 0.62, 0.61]})
-    assert unsure.verdict().partition("; the best on test")[0].endswith(", is not significant at 5%")
+    assert unsure.verdict().partition(" The best method on test")[0].endswith(", not significant at 5%.")
     worse = report({"pretrained": [0.5, 0.5, 0.5], "metricopt": [0.4, 0.42, 0.41]})
-    assert "-0.0900 (95% interval [-0.1148, -0.0652]), is a loss, significant at 5%; " in worse.verdict()
+    assert "-0.0900 (95% interval [-0.1148, -0.0652]), a loss, significant at 5%. " in worse.verdict()
     assert both.to_json()["guard"] == "halves"
     for record in both.records:
         object.__setattr__(record, "split_half", None)
         object.__setattr__(record, "chance", None)
         object.__setattr__(record, "guard", "none")
-    assert "in 3 of 3 seeds, unguarded: nobody can tell" in both.verdict()
+    assert "unguarded, so any gain was kept in 3 of 3 seeds: nothing tells" in both.verdict()
     assert (both.to_json()["guard"], both.to_json()["chance"]) == ("none", [None] * 3)
 
 
@@ -122,10 +122,10 @@ def test_a_refused_end_is_said_in_the_verdict_and_nothing_is_to_be_merged(
 ) -> None:
     refused = kept(report({name: [0.5, 0.5, 0.5] for name in ("pretrained", "metricopt")}), "start", "start", "start")
     seen = html(page(refused).html())
-    why = "the guard left the model as it was in every seed, as no gain on validation exceeded what chance explains; "
+    why = "The guard left the model as it was in every seed, as no gain on validation exceeded what chance explains. "
     assert why in seen.texts("p")[0]
     assert not [text for text in seen.texts("code") if "merge" in text]
-    assert any("No seed has a change to keep" in text for text in seen.texts("p"))
+    assert any("The guard kept no change in any seed" in text for text in seen.texts("p"))
     one = kept(report(seeds=1), "start")
     assert "left the model as it was, as no gain" in one.verdict()
 
@@ -135,17 +135,17 @@ def test_the_verdict_names_the_best_on_test(report: Callable[..., Report], maxim
     sign = 1 if maximize else -1
     tests = {name: [0.5, 0.5, 0.5] for name in METHODS}
     tests["metricopt"] = [0.5 + sign * gain for gain in (0.1, 0.12, 0.11)]
-    assert report(tests, maximize=maximize).verdict().endswith("; no other method has a better one on test.")
+    assert report(tests, maximize=maximize).verdict().endswith(". No other method is better on test.")
     tests["cma_es"] = [0.5 + sign * gain for gain in (0.2, 0.22, 0.21)]
     said = report(tests, maximize=maximize).verdict()
-    best = f"the best on test is CMA-ES on the metric with {0.5 + sign * 0.21:.4f}, and MetricOpt's difference from it,"
-    assert said.endswith(f"{best} -0.1000 (95% interval [-0.1000, -0.1000]), is a loss, significant at 5%.")
+    best = f"The best method on test is CMA-ES on the metric with {0.5 + sign * 0.21:.4f}; MetricOpt's gain over it is"
+    assert said.endswith(f"{best} -0.1000 (95% interval [-0.1000, -0.1000]), a loss, significant at 5%.")
 
 
 def test_one_seed_cannot_tell_chance(report: Callable[..., Report]) -> None:
     single = kept(report({"pretrained": [0.5], "metricopt": [0.75]}, seeds=1), "search")
     assert "accuracy (higher is better): 0.5000 → 0.7500 on test and " in single.verdict()
-    assert "+0.2500, not known to be significant, as it is of one seed; " in single.verdict()
+    assert "+0.2500, from one seed, so its significance is unknown. " in single.verdict()
 
 
 def test_what_to_do_next_takes_a_seed_that_changed_and_follows_a_trusted_f_alone(
@@ -223,11 +223,11 @@ def test_what_more_inference_would_give_has_a_section(
     seen = html(page(made).html())
     seen.check()
     assert "More inference" in seen.texts("h2")
-    (table,) = [each for each in seen.tables if each[0][0] == "inference, at most"]
+    (table,) = [each for each in seen.tables if each[0][0] == "time, at most"]
     assert table[1:] == rows
-    assert made.on_more().startswith("Asked of what was kept after the run, by 12 queries beyond its own;")
+    assert made.on_more().startswith("Measured after the run by 12 queries beyond its own.")
     assert f"{made.on_more()}." in seen.texts("p")
-    assert [table] == [each for each in markdown_tables(markdown(made)) if each[0][0] == "inference, at most"]
+    assert [table] == [each for each in markdown_tables(markdown(made)) if each[0][0] == "time, at most"]
     print_report(made)
     said = " ".join(capsys.readouterr().out.split())
     assert "by 12 queries beyond its own" in said

@@ -91,7 +91,7 @@ def test_the_table_fits_into_80_columns(
         assert spread(made.values(name, "test")) in line
         assert spread(made.values(name, "validation")) in line
         assert line.split()[-2:] == [str(10 * list(METHODS).index(name)), str(list(METHODS).index(name))]
-    gains = [line.split(": ")[0].removeprefix("MetricOpt against ") for line in made.findings()[:-3]]
+    gains = [line.split(": ")[0].removeprefix("MetricOpt against ") for line in made.findings()[:-4]]
     assert len(gains) == len(METHODS) - 1
     for title in gains:
         mean, low, high = made.gain(next(name for name in METHODS if METHODS[name].title == title))
@@ -118,4 +118,4 @@ def test_batch_queries_have_a_column_if_there_are_any(report: Callable[..., Repo
     asked = {row[0]: row[header.index("batch queries")] for row in table if len(row) == len(header)}
     assert header.index("batch queries") == header.index("seconds") - 1
     assert (asked["SL, surrogate from scratch"], asked["MetricOpt"]) == ("4321", "0")
-    assert "- batch queries: besides, evaluations of the metric on batches of scores and labels." in markdown(made)
+    assert "- batch queries: further evaluations of the metric, on batches of scores and labels." in markdown(made)

@@ -661,8 +661,8 @@ def test_settings_of_inference_are_tuned_first(tmp_path: Path, capsys: pytest.Ca
     alone = report["methods"]["settings"]  # of the model as it was trained, or of a free start
     assert alone["queries_total"] == queries["starts"] + queries["settings"]
     assert report["methods"]["metricopt"]["validation"][0] >= alone["validation"][0] - 1e-12
-    said = "as they were" if not changed else ", ".join(f"{name} {a} → {b} in 1" for name, (a, b) in changed.items())
-    assert f"Settings of inference: {said}" in " ".join(capsys.readouterr().out.split())
+    said = ", ".join(f"{name} {a} → {b} in 1" for name, (a, b) in changed.items()) or "the original ones"
+    assert f"Settings of inference kept: {said}" in " ".join(capsys.readouterr().out.split())
     assert report["more_inference"] == [[]]  # none of the usual ones takes longer
     assert (tmp_path / "run" / "settings.png").exists()
 
