@@ -39,7 +39,7 @@ def plot_examples(
     figure, panels = new_figure(COLUMNS * 1.1, ROWS * 1.6 + 0.6, ROWS, COLUMNS)
     figure.suptitle(
         f"{counted(len(y), 'test image')}: {mended} corrected, {broken} broken by finetuning\n"
-        "predicted before → after; green: right now, red: wrong",
+        "predicted before → after finetuning; green: now right, red: now wrong",
         fontsize=9,
     )
     names = [name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…" for name in class_names]

@@ -78,7 +78,7 @@ def plot_proposals(
             covered, total = covered + hit, total + 1
     seen = min(count, max(len(boxes) for boxes in proposals))
     figure.suptitle(
-        f"{covered} of {total} objects (green) covered by one of {seen} proposals (blue, the best); red: not",
+        f"{covered} of {total} objects (green) covered by one of {seen} proposals (blue: the best); red: not covered",
         fontsize=8,
     )
     return save_figure(figure, path)

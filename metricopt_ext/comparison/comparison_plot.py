@@ -30,6 +30,7 @@ def plot(content: dict[str, Any], path: Path) -> Path:
     mean = np.mean(known(best["test"]))
     by_queries.errorbar(best["queries"], mean, error, label=METHODS["best_start"].title, **dot)
     by_seconds.errorbar(max(float(np.mean(best["seconds"])), 1e-3), mean, error, **dot)
+    zero, free = min(best["queries"], *content["budgets"]) / 2, False  # 0 has no place on a logarithmic axis
     for name, method in content["methods"].items():
         cells = [cell for cell in method["cells"].values() if known(cell["test"])]
         if not cells:
@@ -37,8 +38,9 @@ def plot(content: dict[str, Any], path: Path) -> Path:
         entry = METHODS[name]
         means = np.array([np.mean(known(cell["test"])) for cell in cells])
         errors = np.array([standard_error(known(cell["test"])) for cell in cells])
-        for axes, column in ((by_queries, "queries"), (by_seconds, "seconds")):
-            x = [max(float(np.mean(known(cell[column]))), 1e-3) for cell in cells]
+        free = free or any(np.mean(known(cell["queries"])) < zero for cell in cells)
+        for axes, column, least in ((by_queries, "queries", zero), (by_seconds, "seconds", 1e-3)):
+            x = [max(float(np.mean(known(cell[column]))), least) for cell in cells]
             width = 2.4 if name == OURS else 1.4
             label = entry.title if axes is by_queries else None
             axes.plot(x, means, "o-", color=entry.colour, linewidth=width, markersize=4, label=label)
@@ -49,8 +51,10 @@ def plot(content: dict[str, Any], path: Path) -> Path:
         axes.set_xscale("log")
         axes.set_xlabel(label)
         axes.grid(alpha=0.25)
-    by_queries.set_xticks(content["budgets"], content["budgets"])
+    ticks = ({zero: 0} if free else {}) | {budget: budget for budget in content["budgets"]}
+    by_queries.set_xticks(list(ticks), list(ticks.values()))
     by_queries.minorticks_off()
+    _label_seconds(by_seconds)
     figure.suptitle(
         f"{content['title']}, {counted(len(content['seeds']), 'seed')}; bands: standard error over seeds;"
         " dashed: free starts",
@@ -58,6 +62,17 @@ def plot(content: dict[str, Any], path: Path) -> Path:
     )
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     return save_figure(figure, path)
+
+
+def _label_seconds(axes: Any) -> None:
+    """Put as many ticks on a logarithmic axis as have room, with plain numbers."""
+    from matplotlib.ticker import LogLocator, MaxNLocator
+
+    low, high = axes.get_xlim()
+    several = LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,))
+    axes.xaxis.set_major_locator(MaxNLocator(5) if high < 3 * low else several)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
 
 
 def _axis(content: dict[str, Any]) -> tuple[float, float]:

@@ -20,7 +20,7 @@ STRETCH = 3.0  # a method that alone makes the axis this many times as long is d
 
 
 def plot_methods(report: Report, path: str | Path) -> Path:
-    """Draw each method's test metric: a dot for each seed, a stroke at the mean and a bar for its 95% interval.
+    """Draw each method's test metric: a dot for each seed, a vertical line at the mean, a bar for its 95% interval.
 
     A single method so much worse that the others would merge becomes an arrow at the axis' end, with its mean. The axis
     is that of the dots: intervals of few seeds can be many times as long, and the plot says that they are cut.
@@ -45,8 +45,8 @@ def plot_methods(report: Report, path: str | Path) -> Path:
     axes.set_yticks(range(len(values)), [report.title(name) for name in values])
     axes.grid(axis="x", alpha=0.25)
     several = len(report.records) > 1
-    bar = "bar: its 95% interval, cut at the axis' ends" if cut else "bar: its 95% interval"
-    key = f"dots: seeds, stroke: mean, {bar}" if several else "one seed, so no intervals"
+    bar = "bar: its 95% interval, cut off at the axis" if cut else "bar: its 95% interval"
+    key = f"dots: seeds; vertical line: mean; {bar}" if several else "one seed, so no intervals"
     arrow = "; arrow: beyond the axis" if axes.texts else ""
     axes.set_xlabel(f"test {report.metric} ({direction(report.maximize)})")
     figure.suptitle(f"{key}{arrow}", fontsize=9)
@@ -93,8 +93,8 @@ def plot_settings(report: Report, path: str | Path) -> Path:
         axes.set_ylabel(f"validation {report.metric}\n({direction(report.maximize)})")
     for axes in list(panels.flat)[len(names) :]:
         axes.remove()
-    seeds = "lines: seeds; " if len(report.records) > 1 else ""
-    figure.suptitle(f"{seeds}ring: as it was; diamond: kept", fontsize=9)
+    seeds = "one line per seed; " if len(report.records) > 1 else ""
+    figure.suptitle(f"{seeds}ring: before; diamond: kept", fontsize=9)
     return save_figure(figure, path)
 
 
@@ -164,10 +164,11 @@ def plot_search(report: Report, path: str | Path) -> Path:
         axes.fill_between(steps, mean - error, mean + error, color=colour, alpha=0.2, linewidth=0)
     start = np.mean(report.values("pretrained", "validation"))
     axes.axhline(start, color=METHODS["pretrained"].colour, linewidth=1, label=METHODS["pretrained"].title)
-    axes.set_xlabel("metric queries of the search, its start the first")
+    axes.locator_params(axis="x", integer=True)
+    axes.set_xlabel("metric queries of the search (the first is its start)")
     axes.set_ylabel(f"validation {report.metric}\n({direction(report.maximize)})")
     title = counted(len(best), "seed")
-    axes.set_title(f"{title}; band: standard error" if len(best) > 1 else title, fontsize=9)
+    axes.set_title(f"{title}; band: ± standard error of the mean" if len(best) > 1 else title, fontsize=9)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     return save_figure(figure, path)
 
@@ -184,6 +185,6 @@ def plot_value_function(report: Report, path: str | Path) -> Path:
     axes.set_ylabel(f"predicted {report.metric}")
     spearman = np.mean([quality.spearman for quality in report.quality] or [0.0])
     where = "before each query" if report.searched else "on held-out trajectories"
-    axes.set_title(f"value function {where}, Spearman {spearman:.2f}", fontsize=9)
+    axes.set_title(f"value function, tested {where}: Spearman {spearman:.2f}", fontsize=9)
     figure.legend(loc="outside right upper", frameon=False, markerscale=2, fontsize=8)
     return save_figure(figure, path)

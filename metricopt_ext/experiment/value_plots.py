@@ -47,7 +47,11 @@ def draw_value_function(
     trajectories = result.details.trajectories
     process = GaussianProcess.fit(trajectories)
     some = trajectories[:: max(1, len(trajectories) // 6)][:6]
-    note = f"Gaussian process, leave-one-out {process.leave_one_out(trajectories)}".partition(" (")[0]
+    error = process.leave_one_out(trajectories)
+    note = (
+        f"leave-one-out error of the cost: {error.gp_mae:.4g}; of each trajectory's level {error.constant_mae:.4g}, of"
+        f" linear interpolation {error.linear_mae:.4g}"
+    )
     drawn = [
         plot_interpolation(some, process.posterior(some), task.metric, folder / "interpolation.png", note),
         landscape,
@@ -71,7 +75,7 @@ def plot_interpolation(
         posterior: For each, mean and standard deviation of the cost at all steps, ``T + 1`` each.
         metric: The `Metric`, for its name and units.
         path: The PNG file.
-        note: Title of the figure, e.g. the interpolation's leave-one-out skill.
+        note: Title of the figure, e.g. the interpolation's leave-one-out error.
     """
     n = len(trajectories)
     columns = min(n, 3)
@@ -92,7 +96,8 @@ def plot_interpolation(
         axes.tick_params(labelbottom=True)
     for axes in panels[:, 0]:
         axes.set_ylabel(metric.name)
-    figure.suptitle("\n".join(filter(None, ["dots: observed; line, band: interpolated, ± 2 std", note])), fontsize=9)
+    key = "dots: observed; line and band: interpolated by a Gaussian process, ± 2 standard deviations"
+    figure.suptitle("\n".join(filter(None, [key, note])), fontsize=9)
     return save_figure(figure, path)
 
 
@@ -108,7 +113,7 @@ def plot_embedding(f: NeuralValueFunction, data: Observations, metric: Any, path
     figure, panels = new_figure(5.0, 4.2)
     dots = panels[0, 0].scatter(flat[:, 0], flat[:, 1], c=_values(metric, data.cost), s=10, cmap="viridis")
     figure.colorbar(dots, ax=panels[0, 0], label=metric.name)
-    panels[0, 0].set_title(f"value function's embedding, {explained:.0%} of its variance", fontsize=9)
+    panels[0, 0].set_title(f"value function's embedding; shown: {explained:.0%} of its variance", fontsize=9)
     panels[0, 0].set_xlabel("first principal component")
     panels[0, 0].set_ylabel("second principal component")
     panels[0, 0].set_xticks([])
@@ -153,7 +158,8 @@ def plot_landscape(
         axes.set_xlabel("first direction of the paths")
     panels[0, 0].set_ylabel("second direction")
     panels[0, 0].legend(fontsize=8, loc="best")
-    figure.suptitle("the plane in phi that best fits the paths; square: phi = 0, dots: their ends", fontsize=9)
+    key = "square: phi = 0; dots: ends of the paths; each panel has its own colours"
+    figure.suptitle(f"plane in phi that best fits the paths; {key}", fontsize=9)
     return save_figure(figure, path)
 
 

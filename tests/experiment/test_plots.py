@@ -46,7 +46,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("maximize", [True, False])
-def test_methods_are_dots_for_seeds_and_a_stroke_at_their_mean(
+def test_methods_are_dots_for_seeds_and_a_line_at_their_mean(
     report: Callable[..., Report], figures: list[Any], maximize: bool
 ) -> None:
     made = report(maximize=maximize)
@@ -69,7 +69,7 @@ def test_methods_are_dots_for_seeds_and_a_stroke_at_their_mean(
     for place, name in enumerate(made.methods):  # the first of the table stands at the top
         assert shown[made.title(name)] == (made.values(name, "test"), METHODS[name].colour, len(titles) - 1 - place)
     assert f"({'higher' if maximize else 'lower'} is better)" in axes.get_xlabel()
-    assert figures[0].get_suptitle().startswith("dots: seeds, stroke: mean, bar: its 95% interval")
+    assert figures[0].get_suptitle().startswith("dots: seeds; vertical line: mean; bar: its 95% interval")
     assert not axes.texts  # nothing lies beyond the axis
     low, high = axes.get_xlim()
     assert all(low < x < high for dot in dots for x in dot.get_xdata())
@@ -82,7 +82,7 @@ def test_intervals_that_are_cut_are_said_to_be(
     levels = {name: [0.3, 0.3, 0.3] for name in report().methods}
     levels |= {"cma_es": [0.7, 0.7, 0.7], "metricopt": [0.5, 0.5, third]}
     plot_methods(report(levels), "methods.png")  # of 0.5, 0.5, 0.7 the interval goes from 0.28 to 0.85
-    assert figures[0].get_suptitle().endswith(", cut at the axis' ends") == cut
+    assert figures[0].get_suptitle().endswith(", cut off at the axis") == cut
 
 
 def test_one_seed_has_no_interval_and_the_plot_says_so(report: Callable[..., Report], figures: list[Any]) -> None:
@@ -221,7 +221,7 @@ def test_each_setting_is_a_panel_with_a_line_for_each_seed(report: Callable[...,
     assert len(score.lines) == 2  # what was kept is elsewhere
     assert score.lines[0].get_xydata().tolist() == [[0.01, 0.5], [0.05, 0.6], [0.2, 0.7]]
     assert size.get_ylabel().endswith("(higher is better)")
-    assert figures[0].get_suptitle() == "lines: seeds; ring: as it was; diamond: kept"
+    assert figures[0].get_suptitle() == "one line per seed; ring: before; diamond: kept"
 
 
 def test_settings_are_a_picture(report: Callable[..., Report], tmp_path: Path) -> None:
