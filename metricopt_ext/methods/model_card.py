@@ -37,19 +37,19 @@ def model_card(result: Result[Any], adapter: Adapter, metric: Metric) -> str:
             "",
             f"# {in_markdown(type(model).__name__)}, tuned for {in_markdown(metric.name)}",
             "",
-            f"An adapter of {adapter.dim} numbers, phi, for a frozen model with {parameters:,} parameters, which is not"
-            " part of it.",
+            f"An adapter of {adapter.dim} numbers, phi, for a frozen model with {parameters:,} parameters. The model is"
+            " not included.",
             "",
             f"| | {in_markdown(metric.name)} ({better} is better) |",
             "|---|---|",
             f"| as it was trained | {decimals(result.before)} |",
             f"| as it is now | {decimals(result.after)} |",
             "",
-            "Both are on the data that the metric sees, by which phi was chosen: expect less of the gain on others.",
+            "Both are on the metric's data, on which phi was chosen: expect a smaller gain on other data.",
             "",
             f"- **What was tuned**: {in_markdown(described(adapter))}",
             f"- **The metric's data**: {in_markdown(metric.data) or UNTOLD}",
-            f"- **Asked**: {queried}",
+            f"- **Queries**: {queried}",
             f"- **Guard**: {GUARDED[result.guard]}",
             f"- **Kept**: {in_markdown(result.what_was_kept())}",
             *(f"- {in_markdown(line)}" for line in said),
@@ -67,11 +67,11 @@ def model_card(result: Result[Any], adapter: Adapter, metric: Metric) -> str:
     )
 
 
-UNTOLD = "not told; write down which, and how many examples"
+UNTOLD = "not stated; write down which, and how many examples"
 GUARDED = {
-    "halves": "the metric's values on two halves of its data told gains from chance",
-    "repeats": "repeats of the metric told gains from chance",
-    "held-out": "data that the search does not see told gains from chance",
+    "halves": "chance was estimated from the metric's values on two halves of its data",
+    "repeats": "chance was estimated from repeats of the metric",
+    "held-out": "chance was estimated on data that the search does not see",
     "none": "none. Nothing told a gain from chance, and any gain was kept",
 }
 

@@ -29,17 +29,17 @@ KEPT = {
     "loss_finetune": "the loss-only finetune",
     "metricopt": "MetricOpt",
     "adapted": "MetricOpt with f adapted",
-    "refined": "MetricOpt, refined on the metric",
+    "refined": "MetricOpt refined on the metric",
     "search": "the end of the search",
     "part": "a part of the way to the end of the search",
-    "settings": "the tuned settings of inference, with phi as it was",
+    "settings": "the tuned settings of inference with phi unchanged",
     "learned": "the learned optimizer's end",
     "batchnorm": "BatchNorm re-estimated",
-    "batchnorm_line": "BatchNorm's statistics, mixed with the deployment's",
+    "batchnorm_line": "BatchNorm's statistics mixed with the deployment's",
     "prior": "logits adjusted by the priors",
-    "prior_twice": "logits adjusted by the priors, twice as strongly",
-    "prior_line": "logits adjusted by the priors, as strongly as the metric prefers",
-    "thresholds": "thresholds that predict as many as there are",
+    "prior_twice": "logits adjusted by the priors at twice the strength",
+    "prior_line": "logits adjusted by the priors as strongly as the metric prefers",
+    "thresholds": "thresholds that predict each label as often as it occurs",
 }
 
 
@@ -86,7 +86,7 @@ class SearchDetails(Details):
 
     def lines(self, result: "Result[Any]") -> list[str]:
         """Return how far phi was moved, and how good f is."""
-        lines = ["without a loss, all directions of phi counted alike"] if self.plain and self.learns else []
+        lines = ["without a loss, the search treated all directions of phi alike"] if self.plain and self.learns else []
         if self.widened > 1:
             lines.append(f"the metric did not react at first, so phi was moved {self.widened:.0f} times as far")
         if self.widened < 1:
@@ -222,11 +222,11 @@ class Result(Generic[Own]):
             shown = ", ".join(f"{kept(name)} {decimals(value)}" for name, value in self.holdout.items())
             lines.append(f"on the held-out data: {shown}")
         total = sum(self.queries.values())
-        lines.append(f"queries: {total} ({spent}); {self.queries_per_start} for each further start")
+        lines.append(f"queries: {total} ({spent}); another start of the model would cost {self.queries_per_start}")
         if self.guard == "none":
             lines.append(
-                "nobody can tell how much of the gain is chance: let the metric return (value, (half, half)), its"
-                " values on all of its data and on two random halves; or give it repeats, or the run a holdout"
+                "nothing tells how much of the gain is chance: let the metric return (value, (half, half)), its values"
+                " on all of its data and on two random halves; or give the metric repeats, or the run a holdout"
             )
         if len(self.starts) > 1:
             shown = ", ".join(f"{name}{self._strength(name)} {decimals(value)}" for name, value in self.starts.items())
@@ -257,7 +257,7 @@ class Result(Generic[Own]):
         """Say what was kept, and what share of the way if it is one."""
         if self.chosen != "part" or self.kept_share is None:
             return kept(self.chosen) + self._strength(self.chosen)
-        unknown = "" if self.kept_share.evaluated else " (what f takes its metric for, as it was not asked there)"
+        unknown = "" if self.kept_share.evaluated else " (the metric there is f's prediction, as it was not queried)"
         return f"{self.kept_share.share:.0%} of the way to the end of the search{unknown}"
 
     def _strength(self, name: str) -> str:
@@ -270,7 +270,7 @@ class Result(Generic[Own]):
         if self.kept_share is not None:
             return self.kept_share.doubt()
         if self.verdict.gain - self.verdict.optimism > (self.verdict.needed or 0):
-            return "f, which knows all points that were asked, does not expect it to be that much better"
+            return "f, which has learned from all queries, does not expect it to be that much better"
         return with_so_little_data((self.needed or 0) + self.optimism)
 
 

@@ -70,13 +70,13 @@ class Quality:
         """Say on one line whether f is to be trusted, and why."""
         near = ""
         if self.near_mae is not None and self.headroom is not None:
-            better = "better" if self.headroom >= 0 else "worse"
-            near = f", near the best points {self.near_mae:.4f} ({abs(self.headroom):.4f} {better} than the start)"
-        verdict = "to be trusted" if self.trusted else "NOT to be trusted: do not follow it"
+            better = f"{abs(self.headroom):.4f} {'better' if self.headroom >= 0 else 'worse'}"
+            near = f", near its best points {self.near_mae:.4f} (these are {better} than the start)"
+        verdict = "to be trusted" if self.trusted else "NOT to be trusted, so do not follow it"
         where = "on held-out trajectories" if self.incumbent_mae is None else "before each query"
         return (
-            f"{verdict}; {where} Spearman {self.spearman:.2f} (95% bound {self.spearman_lower:.2f}),"
-            f" MAE {self.mae:.4f} (a constant's {self.constant_mae:.4f}){near}"
+            f"{verdict}; tested {where}: Spearman {self.spearman:.2f} (lower 95% bound {self.spearman_lower:.2f}),"
+            f" mean absolute error {self.mae:.4f} (of a constant {self.constant_mae:.4f}){near}"
         )
 
 

@@ -27,7 +27,7 @@ def test_a_finished_run_has_a_card_that_says_what_it_is(quadratic: Callable[...,
     rows = [line for line in body.splitlines() if line.startswith("| as it ")]
     assert rows == [f"| as it was trained | {result.before:.4f} |", f"| as it is now | {result.after:.4f} |"]
     assert "- **The metric's data**: 40 scores of 4 judges\n" in body
-    assert f"- **Asked**: 1 query for starts, {result.queries['search']} queries for search\n" in body
+    assert f"- **Queries**: 1 query for starts, {result.queries['search']} queries for search\n" in body
     assert "- **Guard**: none. Nothing told a gain from chance" in body
     assert 'mo.load_run(model, "FOLDER")' in body
 

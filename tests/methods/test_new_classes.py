@@ -335,7 +335,7 @@ def test_ask_and_tell_ends_as_the_run_does_and_has_fs_mean_before(quadratic: Mak
     assert early is not None
     assert early.kept_share is not None
     assert not early.kept_share.evaluated
-    assert "(what f takes its metric for, as it was not asked there)" in str(early)
+    assert "(the metric there is f's prediction, as it was not queried)" in str(early)
     assert early.after == pytest.approx(result.after, rel=0.05)
 
 

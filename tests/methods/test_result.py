@@ -57,7 +57,7 @@ def learned(quality: Quality | None = None, **change: Any) -> Result[RecipeDetai
 def test_a_search_tells_its_outcome_and_cost() -> None:
     assert str(searched()).splitlines() == [
         "f1: 0.5000 -> 0.7500; kept the end of the search",
-        "queries: 100 (search 100); 100 for each further start",
+        "queries: 100 (search 100); another start of the model would cost 100",
     ]
 
 
@@ -65,7 +65,7 @@ def test_metricopt_tells_what_it_stands_beside_and_whether_f_was_trusted() -> No
     result = learned()
     first, second, third = result.lines()
     assert first == "f1: 0.5000 -> 0.7500 (loss-only 0.6250); kept MetricOpt"
-    assert second == "queries: 45 (collect 36, choose 6, guard 3); 3 for each further start"
+    assert second == "queries: 45 (collect 36, choose 6, guard 3); another start of the model would cost 3"
     assert third == f"value function (ridge): {result.fit.f.quality}"
     assert " to be trusted" in third
     assert "NOT" not in third
@@ -117,7 +117,7 @@ def test_how_far_phi_was_moved_and_that_f_is_missing_is_told() -> None:
     assert told(widened=8.0) == ["the metric did not react at first, so phi was moved 8 times as far"]
     assert told(widened=0.25) == ["the metric reacted strongly, so phi was moved 4 times less far"]
     first, last = told(learns=True, plain=True)
-    assert first == "without a loss, all directions of phi counted alike"
+    assert first == "without a loss, the search treated all directions of phi alike"
     assert last.startswith("the metric never varied, so there is no value function: modulate more layers")
 
 
@@ -131,5 +131,5 @@ def test_f_s_doubt_is_told_where_the_queries_alone_would_have_believed_the_gain(
     for predicted, doubted in ((0.1, True), (math.inf, False)):
         verdict = Verdict(0.25, 0.01, 0.05, 1.0, 1, 0.2 if doubted else 0.3, predicted)
         found = searched(after=0.5, chosen="start", needed=verdict.needed, optimism=0.01, verdict=verdict)
-        assert ("but f, which knows all points that were asked, does not expect it" in str(found)) == doubted
+        assert ("but f, which has learned from all queries, does not expect it" in str(found)) == doubted
         assert ("with so little data, up to 0.3100" in str(found)) != doubted

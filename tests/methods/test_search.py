@@ -180,7 +180,7 @@ def test_an_adapter_alone_has_plain_directions_and_says_so() -> None:
         for trial in trials:
             search.tell(trial.id, 1 - float((trial.phi - goal).square().sum()))
     result = search.result()
-    assert "without a loss, all directions of phi counted alike" in str(result)
+    assert "without a loss, the search treated all directions of phi alike" in str(result)
     assert result.metric == "accuracy"
     assert result.after > result.before
     assert torch.equal(adapter.phi, result.ends[result.chosen])

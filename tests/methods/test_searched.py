@@ -133,7 +133,7 @@ def test_the_guard_refuses_an_end_and_a_start_alike(halved: Callable[..., Any], 
 def test_an_end_that_f_does_not_believe_in_is_left_with_other_words(quadratic: Callable[..., Any]) -> None:
     run = guided(quadratic())
     unbelieved = replace(run, after=run.before, chosen="start", verdict=replace(run.verdict, predicted=-1.0))
-    assert f"the best candidate has {run.best:.4f}, but f, which knows all points" in str(unbelieved)
+    assert f"the best candidate has {run.best:.4f}, but f, which has learned" in str(unbelieved)
     assert "may be chance and optimism" not in str(unbelieved)
 
 
@@ -288,7 +288,7 @@ def test_a_flat_metric_is_told(quadratic: Callable[..., Any], tmp_path: Path) ->
     assert result.queries == task.metric.ledger.spent_on == {"starts": 1, "search": 28}
     assert result.lines() == [
         "constant: 0.2500 -> 0.2500, unguarded; kept the model as it was",
-        "queries: 29 (starts 1, search 28); 29 for each further start",
+        "queries: 29 (starts 1, search 28); another start of the model would cost 29",
         result.lines()[2],
         f"the metric did not react at first, so phi was moved {result.details.widened:.0f} times as far",
         "the metric never varied, so there is no value function: modulate more layers, or train first",

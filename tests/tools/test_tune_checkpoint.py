@@ -250,9 +250,9 @@ def test_gradients_of_a_loss_shape_the_search(folder: Path, capsys: pytest.Captu
     (folder / "own" / "losses_of_mine.py").write_text(textwrap.dedent(code))
     command, where = program(folder, PRINT), ["--gradients-folder", "own"]
     tune(*words(command, *PARSE, *HALVES, "--gradients", "losses_of_mine:gradients", *where, queries=14))
-    assert "all directions of phi counted alike" not in capsys.readouterr().out
+    assert "treated all directions of phi alike" not in capsys.readouterr().out
     tune(*words(command, *PARSE, *HALVES, queries=14, out="plain"))
-    assert "all directions of phi counted alike" in capsys.readouterr().out
+    assert "treated all directions of phi alike" in capsys.readouterr().out
     tune(*words(command, *PARSE, "--gradients", "losses_of_mine:nothing", *where, out="other"), status=1)
     assert "the gradients lack 'model.norm.weight', which moves" in capsys.readouterr().err
     tune(*words(command, *PARSE, "--gradients", "nowhere_to_be_found:gradients", out="other"), status=1)

@@ -42,11 +42,11 @@ each_kind = pytest.mark.parametrize("make", [neural, ridge])
 
 
 def test_a_quality_says_where_it_was_measured() -> None:
-    assert str(GOOD).startswith("to be trusted; on held-out trajectories Spearman 0.90 (95% bound ")
+    assert str(GOOD).startswith("to be trusted; tested on held-out trajectories: Spearman 0.90 (lower 95% bound ")
     searched = replace(GOOD, incumbent_mae=0.2)
     assert str(searched) == str(GOOD).replace("on held-out trajectories", "before each query")
     whole, near = str(GOOD), str(replace(GOOD, near_mae=None))
-    assert near == whole[: whole.index(", near the best points")]
+    assert near == whole[: whole.index(", near its best points")]
 
 
 # --- The functions -------------------------------------------------------------------------------------------
