@@ -115,7 +115,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
             self._siblings.build(name).check(self._training(task))
         classes = self.splits.classes_of("validation")
         if seed == config.seed:
-            self.callback.say(f"validation has {counted(len(classes), 'class')}; test has others")
+            self.callback.say(f"validation has {counted(len(classes), 'class')}; test has other classes")
         told = FewClasses(task.metric, lambda: len(classes), self.callback.say, config.guard.confidence)
         task.metric.callbacks.append(told)
         return task, test

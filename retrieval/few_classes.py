@@ -58,6 +58,6 @@ class FewClasses:
             return
         of = counted(self.classes(), "class") if self.classes() else "its classes"
         self.say(
-            f"{self.metric.name} is {query.value:.4f} at first, with a standard error of {error:.4f} over {of}: a gain"
-            f" that differs as much between classes can be told from chance above {self.needed * error:.4f}"
+            f"{self.metric.name} is {query.value:.4f} at first, with a standard error of {error:.4f} over {of}; a gain"
+            f" that varies as much between classes must exceed {self.needed * error:.4f} to be told from chance"
         )

@@ -56,12 +56,12 @@ def report() -> tuple[list[str], bool]:
         found = list(extras())
     except PackageNotFoundError:
         found = []
-        lines.append("which extras are complete is known of an installed package only: pip install -e . in the clone")
+        lines.append("extras can be checked only for an installed package: run pip install -e . in the clone")
     lines += [told(each) for each in found]
     broken = detectron2()
     lines.append(broken or said_of_detectron2())
     wrong, seconds = self_test()
-    lines.append(f"self-test: {wrong or 'all is as it should be'}, in {seconds:.1f} s")
+    lines.append(f"self-test: {f'failed, {wrong}' if wrong else 'passed'}, in {seconds:.1f} s")
     works = not (wrong or broken) and all(each.complete or (each.name and each.absent) for each in found)
     return lines, works
 
@@ -69,14 +69,14 @@ def report() -> tuple[list[str], bool]:
 def gpus() -> str:
     """Name the GPUs that torch can use."""
     if not torch.cuda.is_available():
-        return "no GPU that it can use" + ("" if torch.version.cuda else ", as it is built for CPUs alone")
+        return "no usable GPU" + ("" if torch.version.cuda else ", as this torch is built for CPUs only")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return f"CUDA {torch.version.cuda}, {counted(len(names), 'GPU')}: {', '.join(names)}"
 
 
 def told(extra: Extra) -> str:
     """Say what of an extra is there, and what to install."""
-    name = f"extra {extra.name}" if extra.name else "what is always needed"
+    name = f"extra {extra.name}" if extra.name else "required packages"
     if extra.complete:
         return f"{name}: complete"
     command = f"pip install '{DISTRIBUTION}{f'[{extra.name}]' if extra.name else ''}'"
@@ -131,7 +131,7 @@ def _searched() -> str | None:
     result = optimize_metric(task, queries=QUERIES, callback=Callback())
     kept = outputs(model, x)
     if not result.after < 0.5 * result.before:
-        return f"a search of {QUERIES} queries went from {result.before:.4f} to {result.after:.4f} only"
+        return f"a search of {QUERIES} queries went only from {result.before:.4f} to {result.after:.4f}"
     adapter.set_phi(torch.zeros(8))
     adapter.remove()
     if any(not torch.equal(each, state[name]) for name, each in model.state_dict().items()):

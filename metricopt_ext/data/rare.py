@@ -31,8 +31,8 @@ class Rare:
         named += ", ..." if self.rare > len(self.fewest) else ""
         return (
             f"{self.rare} of {counted(self.groups, self.of)} {'has' if self.rare == 1 else 'have'} fewer than {LEAST}"
-            f" examples in the validation data, which the metric sees ({named}). What it says of them is mostly chance,"
-            " so give it more of them"
+            f" examples in the validation data, which the metric sees ({named}). Its values for them are mostly chance:"
+            " add validation examples of them"
         )
 
 

@@ -124,15 +124,15 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at
         *plan,
         ("queries of MetricOpt", f"{work.queries} of {config.queries} at most"),
         *((f"queries of {METHODS[name].title}", f"{queries} at most") for name, queries in baselines.items()),
-        *((f"queries of {METHODS[name].title}", "not known before") for name in unknown),
+        *((f"queries of {METHODS[name].title}", "not known in advance") for name in unknown),
         ("other evaluations", f"{more.queries} for curves, tests and pictures"),
         *([("more inference", f"{widened} evaluations at most, of what was kept")] if widened else []),
         (f"files in {folder}", ", ".join(files_of_run(config))),
         (f"files in {folder}/seed-N", ", ".join(dict.fromkeys([*found, *files_of_seed(config, made.own_files)]))),
-        ("peak memory so far", _peak_memory()),
-        ("preparing a seed takes about", duration(prepared)),
+        ("peak memory of this dry run", _peak_memory()),
+        ("preparing data and model takes about", duration(prepared)),
         ("an evaluation takes", _seconds(query)),
-        (f"a loss step takes, of 1 and of {work.width} phi", f"{_seconds(one)}, {_seconds(wide)}"),
+        (f"a loss step for 1 and for {work.width} phi takes", f"{_seconds(one)}, {_seconds(wide)}"),
         ("a seed takes about", duration(seconds)),
         ("the run takes about", duration(math.ceil(config.seeds / at_once) * seconds)),
     ]
@@ -141,12 +141,11 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at
         print_points(made.reading.lines())
     if made.reading is not None and made.reading.columns:
         print_table(COLUMNS, made.reading.rows(), left=len(COLUMNS))
-    print_table(["dry run, of each seed", ""], [list(row) for row in rows], left=2)
-    shared = f" It is for one process: {world} ranks share queries and rollouts." if at_once == 1 < world else ""
+    print_table(["dry run, per seed", ""], [list(row) for row in rows], left=2)
+    shared = f" They are for one process: {world} ranks share queries and rollouts." if at_once == 1 < world else ""
     notes = [
-        "The time is that of a probe, the second of two evaluations and of two loss steps, times the planned numbers."
-        " Serial work is not in it: fits of f and what it proposes, the training of further methods, pictures."
-        + shared,
+        "Times are estimates: one evaluation and one loss step were timed and multiplied by the planned numbers. They"
+        " leave out fits of f, its proposals, the training of other methods, and pictures." + shared,
         "Nothing was written to the output folder, and no query was charged.",
     ]
     if rare:
@@ -215,7 +214,7 @@ def planned(
     rows = [
         ("starts", f"{starts - on_lines}, a query each"),
         *((f"the line {name}", _along(each)) for name, each in planned.items()),
-        ("design", f"{counted(design, 'query')} around the best of these"),
+        ("design", f"{counted(design, 'query')} around the best start"),
         ("batches", f"about {batches} of {strategy.batch} queries, and a query for the end"),
     ]
     if soups:
@@ -227,8 +226,8 @@ def planned(
 
 def _along(line: PlannedLine) -> str:
     if not line.queries:
-        return "not looked along, as there are too few queries"
-    among = f", those of {' and '.join(line.holds)} among them" if line.holds else ""
+        return "left out, as there are too few queries"
+    among = f", including those of {' and '.join(line.holds)}" if line.holds else ""
     return f"{line.queries + len(line.holds)} queries{among}"
 
 

@@ -46,10 +46,10 @@ class Ended:
     def failure(self) -> str | None:
         """Return in words why it failed; None if it did not."""
         if self.timed_out:
-            return f"it was ended after its time limit of {duration(self.seconds)}"
+            return f"the program was ended after its time limit of {duration(self.seconds)}"
         if self.status < 0:
-            return f"signal {-self.status} ended it"
-        return f"its exit status is {self.status}" if self.status else None
+            return f"signal {-self.status} ended the program"
+        return f"the program's exit status is {self.status}" if self.status else None
 
 
 def command_words(command: str, switch: str, needed: Sequence[str] = ()) -> list[str]:
@@ -73,9 +73,7 @@ def command_words(command: str, switch: str, needed: Sequence[str] = ()) -> list
         raise ConfigError(f"{switch} has {of_shell[0]!r}, but no shell runs it; write sh -c '...', or a script")
     for name in needed:
         if f"{{{name}}}" not in command:
-            raise ConfigError(
-                f"{switch} {brief(command)} has no {{{name}}}, which the {name}'s path takes the place of"
-            )
+            raise ConfigError(f"{switch} {brief(command)} has no {{{name}}}; write it where the {name}'s path belongs")
     return words
 
 

@@ -12,7 +12,7 @@ def test_groups_below_ten_are_rare() -> None:
     assert rare == Rare("class", 3, 2, {"seldom": 0, "mid": 9})
     assert str(rare) == (
         "2 of 3 classes have fewer than 10 examples in the validation data, which the metric sees ('seldom' 0, 'mid'"
-        " 9). What it says of them is mostly chance, so give it more of them"
+        " 9). Its values for them are mostly chance: add validation examples of them"
     )
 
 

@@ -152,10 +152,10 @@ def test_the_table_says_what_lines_of_starts_take(toy: Any, tmp_path: Path, caps
     lines = ["prior_line", "batchnorm_line", "whitening"]
     said = shown(Along, settings(queries=20, starts=["prior", *lines]), tmp_path, capsys)
     assert "starts 1, a query each" in said
-    assert "the line prior_line 3 queries, those of prior among them" in said
+    assert "the line prior_line 3 queries, including those of prior" in said
     assert "the line batchnorm_line 3 queries" in said
-    assert "the line whitening not looked along, as there are too few queries" in said
-    assert "design 4 queries around the best of these" in said
+    assert "the line whitening left out, as there are too few queries" in said
+    assert "design 4 queries around the best start" in said
     assert "batches about 2 of 4 queries" in said  # 20 - 1 - 3 - 3 - 4 - the end = 8
     assert "the line" not in shown(toy, settings(), tmp_path, capsys)
 
@@ -193,8 +193,8 @@ def test_the_plan_of_a_line_is_what_a_search_asks(
     rows, work = planned(strategy, config, 4, 1, {"prior_line": line})
     assert [what for name, what in rows if name != "batches"] == [
         "1, a query each",
-        f"{along} queries" if along else "not looked along, as there are too few queries",
-        f"{min(4, queries - 2 - along)} queries around the best of these",
+        f"{along} queries" if along else "left out, as there are too few queries",
+        f"{min(4, queries - 2 - along)} queries around the best start",
     ]
     assert dict(rows)["batches"].startswith(f"about {batches} of 4 queries")
     assert work.queries == queries
@@ -250,7 +250,7 @@ def test_a_model_is_trained_for_its_pace_alone(
 
     said = shown(Trained, settings(seeds=1), tmp_path, capsys)
     assert taken == list(range(10))
-    assert "preparing a seed takes about 10 min" in said
+    assert "preparing data and model takes about 10 min" in said
     assert "trained for 10 seconds; at this pace its training takes 10 min more" in said
     assert "the run takes about 10 min" in said
     assert "trained for" not in shown(toy, settings(), tmp_path, capsys)

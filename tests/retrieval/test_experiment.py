@@ -78,7 +78,7 @@ def test_it_says_how_many_classes_there_are_before_the_first_query_and_what_they
     task = experiment.task
     assert task.metric.new_classes
     assert not experiment.test_metric.new_classes
-    assert "validation has 4 classes; test has others" in lines
+    assert "validation has 4 classes; test has other classes" in lines
     assert task.metric.ledger.spent == 0
     said = len(lines)
     start = task.evaluate(task.origin(), "test")

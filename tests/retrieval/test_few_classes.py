@@ -41,8 +41,8 @@ def test_it_is_said_at_the_first_query_in_the_metrics_units(known: int) -> None:
     error, needed = float(values.std()) / 8**0.5, NormalDist().inv_cdf(0.9)
     assert lines == [
         f"recall is {float(values.mean()):.4f} at first, with a standard error of {error:.4f} over"
-        f" {'8 classes' if known else 'its classes'}: a gain that differs as much between classes can be told from"
-        f" chance above {needed * error:.4f}"
+        f" {'8 classes' if known else 'its classes'}; a gain that varies as much between classes must exceed"
+        f" {needed * error:.4f} to be told from chance"
     ]
 
 

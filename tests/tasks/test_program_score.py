@@ -188,7 +188,7 @@ def test_repeats_give_a_mean_and_its_standard_error(tmp_path: Path, monkeypatch:
 def test_a_failure_says_in_which_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code = COUNTING + "import sys; sys.exit(3 * (calls == 1))"
-    assert scored(code, AP, tmp_path, repeats=3) == Failed("its exit status is 3 (run 2 of 3)")
-    assert scored("print('AP = 1'); 1 / 0", AP, tmp_path) == Failed("its exit status is 1")
+    assert scored(code, AP, tmp_path, repeats=3) == Failed("the program's exit status is 3 (run 2 of 3)")
+    assert scored("print('AP = 1'); 1 / 0", AP, tmp_path) == Failed("the program's exit status is 1")
     slow = scored("import time; time.sleep(60)", AP, tmp_path, timeout=0.3)
     assert "time limit" in getattr(slow, "reason", "")

@@ -387,8 +387,8 @@ def test_failures_of_both_stages_count_together(folder: Path, capsys: pytest.Cap
     command = settable(folder, code)
     tune(*words(command, *PARSE, *HALVES, *SETTINGS, "--failures", "1", queries=22), status=1)
     said = capsys.readouterr()
-    assert "trial settings-1 failed: its exit status is 7" in said.out
-    assert "trial 3 failed: its exit status is 7; 0 trials may fail" in said.err
+    assert "trial settings-1 failed: the program's exit status is 7" in said.out
+    assert "trial 3 failed: the program's exit status is 7; 0 trials may fail" in said.err
     tune(*words(command, *PARSE, *HALVES, *SETTINGS, "--failures", "2", "--resume", queries=22))
     assert report()["settings first"]["failed"] == report()["failed"] == 1
 
@@ -411,7 +411,7 @@ def test_a_checkpoint_that_can_not_be_scored_ends_before_anything_is_tuned(
     code = "import sys; [print('line', i) for i in range(30)]; sys.exit('no such dataset')"
     tune(*words(program(folder, code), *PARSE, "--failures", "5"), status=1)
     said = capsys.readouterr().err
-    assert "the unchanged checkpoint can't be scored: its exit status is 1" in said
+    assert "the unchanged checkpoint can't be scored: the program's exit status is 1" in said
     assert "no such dataset" in said
     assert "line 11\n" in said
     assert "line 10\n" not in said  # of the last 20 lines, the last is the error
@@ -425,7 +425,7 @@ FAILING = PRINT.replace("print(", "sys.exit(7) if int(sys.argv[2]) in (3, 6) els
 def test_failures_are_allowed_or_end_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = program(folder, FAILING)
     tune(*words(command, *PARSE, *HALVES), status=1)
-    assert "trial 3 failed: its exit status is 7; 0 trials may fail (--failures 0)" in capsys.readouterr().err
+    assert "trial 3 failed: the program's exit status is 7; 0 trials may fail (--failures 0)" in capsys.readouterr().err
     tune(*words(command, *PARSE, *HALVES, "--resume", "--failures", "2"))  # goes on where it ended
     assert report()["failed"] == 2
     tune(*words(command, *PARSE, *HALVES, "--failures", "2", "--jobs", "3", out="again"))

@@ -212,7 +212,7 @@ def test_failures_are_allowed_or_end_the_run(folder: Path, capsys: pytest.Captur
     command = program(SCORE.replace("chance =", "sys.exit('no memory') if size == 640 else None; chance ="))
     tune(*words(command, *PARSE, *HALVES), status=1)
     said = capsys.readouterr().err
-    assert "failed: its exit status is 1; 0 trials may fail (--failures 0)" in said
+    assert "failed: the program's exit status is 1; 0 trials may fail (--failures 0)" in said
     assert "no memory" in said
     tune(*words(command, *PARSE, *HALVES, "--resume", "--failures", "5"))
     assert report()["failed"] >= 1
@@ -222,7 +222,7 @@ def test_failures_are_allowed_or_end_the_run(folder: Path, capsys: pytest.Captur
 def test_a_command_that_fails_ends_before_anything_is_tuned(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tune(*words(program("import sys; sys.exit('no such dataset')"), *PARSE, "--failures", "5"), status=1)
     said = capsys.readouterr().err
-    assert "the defaults can't be scored: its exit status is 1" in said
+    assert "the defaults can't be scored: the program's exit status is 1" in said
     assert "no such dataset" in said
     tune(*words(program(SCORE), *PARSE))  # the folder is free for the right command
 

@@ -55,7 +55,7 @@ def test_output_and_errors_are_told_apart_and_logged(tmp_path: Path) -> None:
     code = "import sys; print('a 1'); print('b 2', file=sys.stderr); print('a 3'); sys.exit(4)"
     ended = Programs().run(python(code), tmp_path / "new" / "0.log")
     assert (ended.output, ended.errors, ended.status) == ("a 1\na 3\n", "b 2\n", 4)
-    assert ended.failure() == "its exit status is 4"
+    assert ended.failure() == "the program's exit status is 4"
     assert (tmp_path / "new" / "0.log").read_text() == "a 1\na 3\nb 2\n"
     assert os.listdir(tmp_path / "new") == ["0.log"]
 
@@ -93,7 +93,7 @@ def test_one_that_takes_too_long_ends_with_all_it_started(tmp_path: Path, monkey
     assert time.monotonic() - began < program.GRACE  # the parent ends when it is asked to
     assert ended.timed_out
     assert ended.output == "begun\n"
-    assert ended.failure() == "it was ended after its time limit of 1 s"
+    assert ended.failure() == "the program was ended after its time limit of 1 s"
     assert "[ended after its time limit of 1 s]" in (tmp_path / "0.log").read_text()
     assert gone(number_in(tmp_path / "child"))
 
@@ -144,7 +144,7 @@ def test_a_program_that_is_none_is_refused(tmp_path: Path) -> None:
 
 def test_signals_end_programs_too(tmp_path: Path) -> None:
     ended = Programs().run(python("import os; os.kill(os.getpid(), 11)"), tmp_path / "0.log")
-    assert ended.failure() == "signal 11 ended it"
+    assert ended.failure() == "signal 11 ended the program"
     assert Ended(0, 1.0, "", "").failure() is None
 
 
