@@ -48,20 +48,23 @@ def run_log(path: str | Path) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def telling_warnings(tell: Callable[[str], None]) -> Iterator[None]:
-    """Tell of Python's warnings too, besides showing them as usual, but as plain text.
+    """Tell of Python's warnings too, besides showing them, as plain text and without a line of code.
 
     Args:
         tell: Is given each warning that is shown, in a line.
     """
-    before = warnings.showwarning
+    before, formatted = warnings.showwarning, warnings.formatwarning
+
+    def in_a_line(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> str:
+        return f"warning: {message}\n" if category is UserWarning else formatted(message, category, *where, **more)
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         text = plain(str(message), MESSAGE, lines=True)
         tell(f"{category.__name__}: {text}")
         before(message if text == str(message) else text, category, *where, **more)
 
-    warnings.showwarning = show
+    warnings.showwarning, warnings.formatwarning = show, in_a_line
     try:
         yield
     finally:
-        warnings.showwarning = before
+        warnings.showwarning, warnings.formatwarning = before, formatted

@@ -73,3 +73,11 @@ def test_warnings_are_told_and_shown() -> None:
     with pytest.warns(UserWarning, match=r"^name \\x1b\[31m$"), telling_warnings(told.append):
         warnings.warn("name \x1b[31m", stacklevel=1)
     assert told == ["UserWarning: odd", r"UserWarning: name \x1b[31m"]
+
+
+def test_a_warning_is_shown_without_a_line_of_code() -> None:
+    usual = warnings.formatwarning
+    with telling_warnings(lambda line: None), telling_warnings(lambda line: None):
+        assert warnings.formatwarning("odd", UserWarning, __file__, 1) == "warning: odd\n"
+        assert ": DeprecationWarning: old\n" in warnings.formatwarning("old", DeprecationWarning, __file__, 1)
+    assert warnings.formatwarning is usual
