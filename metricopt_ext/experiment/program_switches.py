@@ -87,7 +87,7 @@ def add_setting_switches(parser: argparse.ArgumentParser, *, required: bool) -> 
         required=required,
         default=None if required else [],
         metavar="NAME=SPEC",
-        help=f"takes the place of {{NAME}} in COMMAND; SPEC is {FORMS} (scale: linear, log, logit); repeat it for more",
+        help=f"what to try for {{NAME}} in COMMAND; SPEC is {FORMS} (scale: linear, log, logit); repeat it for more",
     )
     parser.add_argument(
         "--default",

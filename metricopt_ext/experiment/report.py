@@ -274,7 +274,7 @@ class Report:
         return [
             f"{'One seed: one' if one else over} data split, model and value function.",
             "validation: data that the queries see; test: data that no method sees.",
-            "queries: calls of the metric; per start: how many of them another start of the same model costs again.",
+            "queries: calls of the metric; per start: how many of them another starting point of phi costs again.",
             *([BATCH_NOTE] if self.batch_queried else []),
         ]
 

@@ -222,7 +222,7 @@ class Result(Generic[Own]):
             shown = ", ".join(f"{kept(name)} {decimals(value)}" for name, value in self.holdout.items())
             lines.append(f"on the held-out data: {shown}")
         total = sum(self.queries.values())
-        lines.append(f"queries: {total} ({spent}); another start of the model would cost {self.queries_per_start}")
+        lines.append(f"queries: {total} ({spent}); another starting point would cost {self.queries_per_start}")
         if self.guard == "none":
             lines.append(
                 "nothing tells how much of the gain is chance: let the metric return (value, (half, half)), its values"

@@ -164,7 +164,7 @@ class ProgramSettings(Settings):
                     f"{switch} has {{{CHECKPOINT}}}, but there is none; metricopt tune-checkpoint takes one"
                 )
             raise ConfigError(
-                f"{switch} has {{{unknown[0]}}}, which nothing takes the place of; add --setting {unknown[0]}=..., or"
+                f"{switch} has {{{unknown[0]}}}, which nothing fills; add --setting {unknown[0]}=..., or"
                 f" write {{ {unknown[0]} }} if the program needs the braces"
             )
         if missing := [name for name in self.names if name not in found]:
@@ -183,7 +183,7 @@ def check_misspelt(words: Sequence[str], switch: str, names: Sequence[str]) -> N
     for name in (name for word in words for name in PLACEHOLDER.findall(word)):
         near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.75)
         if near and name not in names:
-            raise ConfigError(f"{switch} has {{{name}}}, which nothing takes the place of; did you mean {{{near[0]}}}?")
+            raise ConfigError(f"{switch} has {{{name}}}, which nothing fills; did you mean {{{near[0]}}}?")
 
 
 def _named(text: str, switch: str, form: str) -> tuple[str, str]:

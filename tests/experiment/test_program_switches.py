@@ -84,10 +84,10 @@ def test_without_settings_other_braces_stay() -> None:
         (["--score", "echo {a}"], "has no {checkpoint}"),
         (
             ["--score", "echo {checkpoint} {Trail}"],
-            "has {Trail}, which nothing takes the place of; did you mean {trial}?",
+            "has {Trail}, which nothing fills; did you mean {trial}?",
         ),
         (["--parse", ""], "--parse '' has no group"),
-        (["--setting", "b=1,2"], "takes the place of; add --setting a="),
+        (["--setting", "b=1,2"], "which nothing fills; add --setting a="),
         (["--setting", "a=1,2", "--holdout", "echo {checkpoint}"], "--holdout has no {a}"),
         (["--default", "a=1"], "--default a=1: there is no --setting"),
         (["--also", "acc"], "--also 'acc': it must be NAME=WHERE"),

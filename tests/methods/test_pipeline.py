@@ -867,7 +867,7 @@ def test_direct_search_is_a_strategy_on_the_same_ledger(quadratic: Callable[...,
     assert (result.chosen, result.queries_per_start) == ("search", 100)
     assert result.queries == task.metric.ledger.spent_on == {"starts": 1, "search": 99}
     assert task.queries == 100
-    said = "queries: 100 (starts 1, search 99); another start of the model would cost 100"
+    said = "queries: 100 (starts 1, search 99); another starting point would cost 100"
     assert f"kept the end of the search\n{said}" in str(result)
 
 

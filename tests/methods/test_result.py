@@ -57,7 +57,7 @@ def learned(quality: Quality | None = None, **change: Any) -> Result[RecipeDetai
 def test_a_search_tells_its_outcome_and_cost() -> None:
     assert str(searched()).splitlines() == [
         "f1: 0.5000 -> 0.7500; kept the end of the search",
-        "queries: 100 (search 100); another start of the model would cost 100",
+        "queries: 100 (search 100); another starting point would cost 100",
     ]
 
 
@@ -65,7 +65,7 @@ def test_metricopt_tells_what_it_stands_beside_and_whether_f_was_trusted() -> No
     result = learned()
     first, second, third = result.lines()
     assert first == "f1: 0.5000 -> 0.7500 (loss-only 0.6250); kept MetricOpt"
-    assert second == "queries: 45 (collect 36, choose 6, guard 3); another start of the model would cost 3"
+    assert second == "queries: 45 (collect 36, choose 6, guard 3); another starting point would cost 3"
     assert third == f"value function (ridge): {result.fit.f.quality}"
     assert " to be trusted" in third
     assert "NOT" not in third

@@ -288,7 +288,7 @@ def test_a_flat_metric_is_told(quadratic: Callable[..., Any], tmp_path: Path) ->
     assert result.queries == task.metric.ledger.spent_on == {"starts": 1, "search": 28}
     assert result.lines() == [
         "constant: 0.2500 -> 0.2500, unguarded; kept the model as it was",
-        "queries: 29 (starts 1, search 28); another start of the model would cost 29",
+        "queries: 29 (starts 1, search 28); another starting point would cost 29",
         result.lines()[2],
         f"the metric did not react at first, so phi was moved {result.details.widened:.0f} times as far",
         "the metric never varied, so there is no value function: modulate more layers, or train first",
