@@ -14,7 +14,7 @@ from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.methods.assessment import QUERIES, Assessment
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.new_classes import held_back
-from metricopt_ext.methods.result import Own, Result, SearchDetails
+from metricopt_ext.methods.result import KEPT, Own, Result, SearchDetails
 from metricopt_ext.methods.starts import all_starts, with_start
 from metricopt_ext.methods.strategy import Context, LearningStrategy, check_strategy
 from metricopt_ext.methods.trials import Trials
@@ -340,7 +340,9 @@ def _evaluated(
             new = [proposed for proposed in same if proposed.kept is None]
 
             def where(index: int, start: str = name if starting else "", new: list[Proposed] = new) -> str:
-                return f"start {start!r}; point 1 of 1" if start else f"query {new[index].id + 1} of {queries}"
+                if start:
+                    return f"at {KEPT.get(start, f'the start {start!r}')}"
+                return f"query {new[index].id + 1} of {queries}"
 
             if new:
                 points = torch.stack([proposed.phi for proposed in new])
