@@ -81,13 +81,13 @@ class Printed:
         for text in (ended.output, ended.errors):
             matches = list(self._pattern.finditer(text))
             if matches:
-                found = _number(matches[-1][1], "it printed")
+                found = _number(matches[-1][1], "the program printed")
                 if isinstance(found, Failed) and re.search(r"\d[,%]", matches[-1][1] or ""):
                     return Failed(
                         f"{found.reason}; it must have a decimal point, and no % in the group of {self._switch}"
                     )
                 return found
-        return Failed(f"it printed nothing that matches {self._switch} {brief(self._pattern.pattern)}")
+        return Failed(f"the program printed nothing that matches {self._switch} {brief(self._pattern.pattern)}")
 
 
 class Written:
@@ -129,7 +129,7 @@ class Written:
 
         def read(ended: Ended) -> float | Failed:
             if _state(path) == before:
-                return Failed(f"it wrote no {path}" + (", which is of an earlier run" if before else ""))
+                return Failed(f"the program wrote no {path}" + (", which is of an earlier run" if before else ""))
             try:
                 content = parse_json(read_bounded(path, JSON_BYTES))
             except (OSError, ValueError) as error:

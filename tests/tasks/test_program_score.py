@@ -33,10 +33,10 @@ AP = Printed(r"AP = ([-\w.]+)", "--parse")
         ("AP = 0.1\nAP = 0.25\n", "AP = 0.9", 0.25),  # the last one, of the standard output first
         ("loss 3", "AP = -1e-3 done", -0.001),
         ("AP = 7", "", 7.0),
-        ("", "", "it printed nothing that matches --parse"),
-        ("AP = 0.5\nAP = nan", "", "it printed 'nan', which is no finite number"),
+        ("", "", "the program printed nothing that matches --parse"),
+        ("AP = 0.5\nAP = nan", "", "the program printed 'nan', which is no finite number"),
         ("AP = inf", "", "no finite number"),
-        ("AP = n.a.", "", "it printed 'n.a.', which is no number"),
+        ("AP = n.a.", "", "the program printed 'n.a.', which is no number"),
     ],
 )
 def test_the_number_that_is_printed(output: str, errors: str, found: float | str) -> None:
@@ -113,9 +113,9 @@ def test_what_an_earlier_run_wrote_does_not_count(tmp_path: Path, monkeypatch: p
     place = Written("7.json:a", "--parse-json")
     assert place.shared
     assert not Written("{trial}.json:a", "--parse-json").shared
-    assert scored("", place, tmp_path) == Failed("it wrote no 7.json")
+    assert scored("", place, tmp_path) == Failed("the program wrote no 7.json")
     (tmp_path / "7.json").write_text(json.dumps({"a": 1}))
-    assert scored("", place, tmp_path) == Failed("it wrote no 7.json, which is of an earlier run")
+    assert scored("", place, tmp_path) == Failed("the program wrote no 7.json, which is of an earlier run")
     assert isinstance(scored(WRITE.format("{'a': 1}"), place, tmp_path), Score)
     assert isinstance(scored(WRITE.format("{'a': 1}"), place, tmp_path), Score)  # the same again
     broken = scored("open('7.json', 'w').write('{')", place, tmp_path)

@@ -436,7 +436,7 @@ def test_failures_are_allowed_or_end_the_run(folder: Path, capsys: pytest.Captur
 def test_nan_is_a_failure_and_the_last_of_two_numbers_counts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = SCORE + "print('score 0.5'); print('score', score(sys.argv[1])[0] if sys.argv[2] != '4' else float('nan'))"
     tune(*words(program(folder, code), *PARSE), status=1)
-    assert "trial 4 failed: it printed 'nan', which is no finite number" in capsys.readouterr().err
+    assert "trial 4 failed: the program printed 'nan', which is no finite number" in capsys.readouterr().err
     tune(*words(program(folder, code), *PARSE, "--failures", "1", out="again"))
     assert report("again")["before"] == pytest.approx(0.91)
 
