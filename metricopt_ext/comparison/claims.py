@@ -150,9 +150,9 @@ def guard_blocks(guards: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[st
         Judged(each["accepted"], each["accepted"] * each["change"], each["error"], each["change"], each["error"])
         for each in guards
     ]
-    blocks = [("The guard on the search's step: from the start it began at to its end", guard_lines(steps))]
+    blocks = [("The guard on the search's step, from the start it began at to its end", guard_lines(steps))]
     if whole := [Judged(**each["whole"]) for each in guards if each.get("whole")]:
-        heading = "The guard on the whole run: from the model as trained to what is kept, the start or the end"
+        heading = "The guard on the whole run, from the model as trained to what is kept (start or end)"
         blocks.append((heading, guard_lines(whole)))
     return blocks
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from metricopt_ext.comparison.claims import OURS, guard_blocks
 from metricopt_ext.comparison.comparison_plot import PICTURE
-from metricopt_ext.comparison.comparison_report import computed_on, heading, notes, verdict
+from metricopt_ext.comparison.comparison_report import COLUMN_NOTES, computed_on, heading, notes, verdict
 from metricopt_ext.comparison.comparison_tables import PAIRED, PAIRS, means_table, pair_rows
 from metricopt_ext.experiment.method import METHODS
 from metricopt_ext.experiment.page import Code, Figure, Page, Part, Points, Section, Table, Text
@@ -46,7 +46,7 @@ def comparison_page(content: dict[str, Any], folder: Path) -> Page:
         heading(content),
         verdict(content),
         [
-            Section("Methods", [Text(TERMS), methods, Points(notes(content))]),
+            Section("Methods", [Text(TERMS), methods, Points([*notes(content), *COLUMN_NOTES])]),
             Section("Plots", [about]),
             *pairs,
             *([Section("The guard", guard)] if content["guards"] else []),

@@ -25,6 +25,15 @@ from metricopt_ext.plain import in_markdown
 from metricopt_ext.utils.files import write_atomically, write_json
 from metricopt_ext.utils.words import counted
 
+# What the terminal does not show.
+COLUMN_NOTES = (
+    "needs: what a method uses of the validation data: the metric's scores alone, the inputs, or the labels too; a"
+    " method needs what its starts need",
+    "training data, under needs: the method uses training examples (class shares alone do not count)",
+    "passes: evaluations of the metric that ran the model over its data + batches whose loss gradient was computed",
+    "seconds and passes are for a method's largest budget, starts included",
+)
+
 
 def write(content: dict[str, Any], folder: Path) -> list[Path]:
     """Write comparison.json, .md and .png; returns their paths."""
@@ -44,7 +53,7 @@ def markdown(content: dict[str, Any]) -> str:
         "",
         *means_in_markdown(content),
         "",
-        *(f"- {in_markdown(line)}" for line in notes(content)),
+        *(f"- {in_markdown(line)}" for line in (*notes(content), *COLUMN_NOTES)),
         "",
     ]
     if content["pairs"]:
@@ -133,6 +142,8 @@ def print_report(content: dict[str, Any]) -> None:
         print()
         ours = METHODS[OURS].title
         print_table(PAIRS, pair_rows(content), title=f"{ours} against each, paired by seed; positive favours {ours}")
+        print()
+        print_points([PAIRED])
     for title, points in guard_blocks(content["guards"]) if content["guards"] else ():
         print(f"\n{title}:")
         print_points(points)
@@ -146,11 +157,6 @@ def notes(content: dict[str, Any]) -> list[str]:
     lines = [
         "every call of the metric is a query; methods that continue from the best start are charged the"
         f" {counted(best['queries'], 'query')} that choose it ({chosen})",
-        "needs: what a method uses of the validation data: the metric's scores alone, the inputs, or the labels too; a"
-        " method needs what its starts need",
-        "training data, under needs: the method uses training examples (class shares alone do not count)",
-        "passes: evaluations of the metric that ran the model over its data + batches whose loss gradient was computed",
-        "seconds and passes are for a method's largest budget, starts included",
     ]
     if any(each["method"] == OURS for each in content["guards"]):
         lines.append(
