@@ -89,7 +89,7 @@ def test_it_says_how_many_classes_there_are_before_the_first_query_and_what_they
     task.evaluate(task.origin(), "test")
     (line,) = lines[said:]
     assert line.startswith(f"Recall@1 is {1 - start.cost:.4f} at first, with a standard error of ")
-    assert " over 4 classes: " in line
+    assert " over 4 classes; " in line
 
 
 def test_the_error_of_another_metric_is_that_of_classes_left_out(tmp_path: Path) -> None:

@@ -442,7 +442,7 @@ def test_it_says_how_many_classes_there_are_and_what_they_can_tell() -> None:
     trunk = make_trunk()
     adapter = mo.attach_film(trunk, dim=D)
     run = search(make_trainer(trunk), make_tester(), adapter, callback=Saying())
-    told = [line for line in lines if " classes: a gain that differs as much between classes can be told " in line]
+    told = [line for line in lines if " classes; a gain that varies as much between classes must exceed " in line]
     assert len(told) == 1
     assert told[0].startswith(f"{run.metric} is {run.before:.4f} at first, with a standard error of 0.")
 
