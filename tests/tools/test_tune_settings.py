@@ -246,7 +246,7 @@ def test_a_dry_run_says_what_would_be_and_leaves_the_folder_free(
     ("more", "message"),
     [
         (["--setting", "iou=0.1:0.2"], "--score has no {iou}, so --setting iou"),
-        (["--score", "python score.py {nms} {size} {iou}"], "--score has {iou}, which nothing takes the"),
+        (["--score", "python score.py {nms} {size} {iou}"], "--score has {iou}, which nothing fills"),
         (["--score", "no-such-program {nms} {size}"], "program 'no-such-program'"),
         (["--holdout", "python score.py {nms}"], "--holdout has no {size}"),
         (["--score", "python score.py {nms} {size} {checkpoint}"], "--score has {checkpoint}, but there is none"),
