@@ -374,7 +374,7 @@ class SearchStrategy(ABC):
             BudgetError: It is too small; the message says how many are needed.
         """
         if evaluations < (least := self.least_queries(dim, starts)):
-            needed = f"{type(self).__name__} on phi of {dim} numbers needs at least {least}"
+            needed = f"{type(self).__name__} in {dim} dimensions of phi needs at least {least}"
             raise BudgetError(f"{evaluations} queries are too few: {needed}")
         return {"queries": evaluations}
 

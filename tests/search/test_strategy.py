@@ -141,7 +141,7 @@ def test_a_search_in_few_words_and_what_a_budget_makes_of_it() -> None:
     search = CMAES()
     least = search.least_queries(4)
     assert search.size(least, 4) == {"queries": least}
-    said = f"{least - 1} queries are too few: CMAES on phi of 4 numbers needs at least {least}"
+    said = f"{least - 1} queries are too few: CMAES in 4 dimensions of phi needs at least {least}"
     with pytest.raises(BudgetError, match=f"^{said}$"):
         search.size(least - 1, 4)
     assert search.identity() == {"search": repr(search)}
