@@ -133,16 +133,16 @@ class Assessment:
         first, last = self.brief()
         if self.guard == "none" or math.isnan(self.reliability):
             return [first, last]
-        return [first, f"{100 * self.reliability:.0f}% of what sets the points apart is not chance", last]
+        return [first, f"{100 * self.reliability:.0f}% of the variance between points is not chance", last]
 
     def brief(self) -> list[str]:
         """Return what a run says of it: what was found, and what to do."""
         found = [f"{self.metric} {decimals(self.before)} as trained"]
         if self.best_start:
-            chance = "" if self.headroom_chance is None else f" (chance {decimals(self.headroom_chance)})"
+            chance = "" if self.headroom_chance is None else f" (±{decimals(self.headroom_chance)} by chance)"
             found.append(f"best free start {self.best_start} {decimals(self.headroom, '+')}{chance}")
-        spent = "" if math.isnan(self.seconds) else f" of {self.seconds:.3g} s"
-        found.append(f"best of {counted(self.queries, 'query')}{spent} {decimals(self.found, '+')}")
+        each = "" if math.isnan(self.seconds) else f" ({self.seconds:.3g} s each)"
+        found.append(f"best of {counted(self.queries, 'query')} {decimals(self.found, '+')}{each}")
         if self.smallest is not None:
             found.append(f"the guard needs {decimals(self.smallest)}")
         return ["; ".join(found), f"worth it? {self.advice}: {self.reason}"]
@@ -288,7 +288,7 @@ def _advised(
     kept = {kind: each for kind, each in verdicts.items() if each.accepted}
     level = LEVEL if kept else LEVEL_REFUSED
     if by_chance(points, guard, metric.repeats) >= level and not any(map(plain, kept.values())):
-        return _Advised("do not", f"what sets {n} apart may be chance alone")
+        return _Advised("do not", f"the differences between {n} may be chance alone")
     reliability = _reliability(points, guard)
     search = _Advised(
         "search",
@@ -301,7 +301,7 @@ def _advised(
         better = "phi" in best and judge(there.evaluation, best["phi"].evaluation, points, EXPECTED).accepted
         if better:
             return search._replace(
-                reason=f"a point gains {_gain(metric, verdicts['phi'])};"
+                reason=f"one point gains {_gain(metric, verdicts['phi'])};"
                 f" {_called(there)}, which is cheaper, gains {_gain(metric, kept[cheap])}"
             )
         return _Advised(CHEAP[cheap], f"{_called(there)} gains {_gain(metric, kept[cheap])}, and no other point more")
@@ -322,7 +322,7 @@ def luckiest(n: int) -> float:
 
 
 def _called(evaluated: Evaluated) -> str:
-    return f"the start {evaluated.name!r}" if evaluated.name else "a point that was asked"
+    return f"the start {evaluated.name!r}" if evaluated.name else "a visited point"
 
 
 def _gain(metric: Metric, verdict: Verdict | None) -> str:

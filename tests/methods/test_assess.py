@@ -281,8 +281,8 @@ def test_every_run_says_it_by_its_first_queries_and_asks_none_for_it() -> None:
     run = optimize_metric(shifted.task, queries=24, starts=shifted.starts, seed=1, callback=heard)
     other = Shifted()
     found = assess(other.task, starts=other.starts, seed=1, callback=Callback())
-    said = [re.sub(r" of \S+ s ", " ", line) for line in heard.lines[-2:]]
-    assert said == [re.sub(r" of \S+ s ", " ", line) for line in found.brief()]
+    said = [re.sub(r" \(\S+ s each\)", "", line) for line in heard.lines[-2:]]
+    assert said == [re.sub(r" \(\S+ s each\)", "", line) for line in found.brief()]
     assert shifted.calls == sum(run.queries.values()) == 24
 
 

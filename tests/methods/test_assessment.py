@@ -328,7 +328,7 @@ def test_small_numbers_are_shown() -> None:
     told = case([0.5, 0.5, 0.49, 0.6, 0.7, *SPREAD])
     small = assessed(metric_of(bounds=(0.0, 1e-6)), told, DIM)
     first, *_, last = small.lines()
-    assert first.startswith("score 5e-07 as trained; best free start prior_twice +2e-07 (chance 1.85e-08)")
+    assert first.startswith("score 5e-07 as trained; best free start prior_twice +2e-07 (±1.85e-08 by chance)")
     assert "gains 2e-07, and no other point more" in last
 
 
@@ -354,9 +354,9 @@ def test_a_search_has_a_query_for_each_slope_and_more_where_part_is_chance() -> 
 def test_it_says_all_in_a_few_lines() -> None:
     found = assessed(metric_of(), case([0.5, 0.5, 0.49, 0.6, 0.7, *SPREAD]), DIM, seconds=0.25)
     first, second, last = str(found).splitlines()
-    assert first.startswith("score 0.5000 as trained; best free start prior_twice +0.2000 (chance ")
-    assert "; best of 12 queries of 0.25 s +0.2000; the guard needs 0." in first
-    assert second == f"{100 * found.reliability:.0f}% of what sets the points apart is not chance"
+    assert first.startswith("score 0.5000 as trained; best free start prior_twice +0.2000 (±")
+    assert "; best of 12 queries +0.2000 (0.25 s each); the guard needs 0." in first
+    assert second == f"{100 * found.reliability:.0f}% of the variance between points is not chance"
     assert last == ("worth it? a threshold or offsets: the start 'prior_twice' gains 0.2000, and no other point more")
     assert found.brief() == [first, last]
     assert isinstance(found, Assessment)
