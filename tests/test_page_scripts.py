@@ -74,7 +74,9 @@ recall_of_persons = lambda model: float((model(x_val).argmax(1) == y_val)[y_val 
 evaluate = lambda model: {"f1": validation_f1(model), "accuracy": accuracy(model)}
 Path("out").mkdir()
 for number in (1, 2):
-    torch.save({name: value.clone() for name, value in model.state_dict().items()}, f"out/model_0{number}.pth")
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state[next(iter(state))] *= 1 + number / 100
+    torch.save(state, f"out/model_0{number}.pth")
 """
 
 SETTINGS = """

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from metricopt_ext.runtime import distributed
 from metricopt_ext.tasks.evaluation import Evaluation, noise_of, stacked_halves
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.split_half import TELLING, chance_of_gain, fault_of_halves, reliability_of
-from metricopt_ext.utils.checks import check_finite
+from metricopt_ext.utils.words import brief
 
 # What tells a gain from chance.
 Guard = Literal["halves", "repeats", "held-out", "none"]
@@ -55,9 +55,8 @@ def deviates(confidence: float) -> float:
     Raises:
         ValueError: The confidence is out of range.
     """
-    check_finite(guard_confidence=confidence)
-    if not 0.5 <= confidence < 1:
-        raise ValueError(f"guard_confidence is {confidence!r}; it must be at least 0.5 and below 1")
+    if not isinstance(confidence, SupportsFloat) or not 0.5 <= float(confidence) < 1:
+        raise ValueError(f"guard_confidence is {brief(confidence)}; it must be a number of at least 0.5 and below 1")
     return NormalDist().inv_cdf(confidence)
 
 
