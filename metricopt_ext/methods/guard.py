@@ -56,7 +56,7 @@ def deviates(confidence: float) -> float:
         ValueError: The confidence is out of range.
     """
     if not isinstance(confidence, SupportsFloat) or not 0.5 <= float(confidence) < 1:
-        raise ValueError(f"guard_confidence is {brief(confidence)}; it must be a number of at least 0.5 and below 1")
+        raise ValueError(f"guard_confidence is {brief(confidence)}; it must be at least 0.5 and below 1")
     return NormalDist().inv_cdf(confidence)
 
 

@@ -946,7 +946,7 @@ def test_a_search_to_refine_with_needs_its_queries(quadratic: Callable[..., Any]
         ({"starts": {"search": Start(torch.zeros(4))}}, ValueError, "a start is named 'search'"),
         ({"guard_confidence": 0.4}, ValueError, r"guard_confidence.*0.4.*0.5 and below 1"),
         ({"guard_confidence": 1.0}, ValueError, "guard_confidence is 1.0; it must be"),
-        ({"guard_confidence": "0.9"}, ValueError, "guard_confidence is '0.9'; it must be a number of at least 0.5 and below 1"),
+        ({"guard_confidence": "0.9"}, ValueError, "guard_confidence is '0.9'; it must be at least 0.5 and below 1"),
         ({"callback": print}, ValueError, "callback is <built-in function print>; it must be a Callback"),
         ({"strategy": RECIPE, "guard_confidence": 0.4}, ValueError, "guard_confidence is 0.4"),
         ({"queries": 6}, BudgetError, r"6 queries.*in 4.*needs at least 7"),
