@@ -30,7 +30,8 @@ from metricopt_ext.utils.words import brief, nearest, shortened
 
 TAG = "metricopt_signature"  # the attribute of a parameter that says what its numbers mean
 
-# Of each model, by what holds its phi: who changes what it holds for a while, one thread at a time.
+# Of each model, by what holds its phi: lets one thread at a time change what it holds for a while. It is no attribute
+# of the model, which must be copied and pickled, as a lock can't be.
 _CHANGING: WeakKeyDictionary[Context, Any] = WeakKeyDictionary()
 
 
