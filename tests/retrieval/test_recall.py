@@ -5,8 +5,10 @@ import doctest
 import importlib
 import re
 import sys
+import threading
 import tracemalloc
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -471,21 +473,35 @@ def test_progress_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_searches_on_a_gpu_where_faiss_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """FAISS' GPU classes are played by those of the CPU: only how they are called is tested."""
-    asked: list[str] = []
+    asked: list[Any] = []
+
+    class Resources:
+        made = 0
+
+        def __init__(self) -> None:
+            Resources.made += 1
+
+        def setTempMemory(self, size: int) -> None:  # noqa: N802 (its name in FAISS)
+            assert size <= 2**28  # it stays taken while the process lives
 
     def index(kind: Any) -> Any:
         return lambda resources, d: asked.append(resources) or kind(d)
 
+    monkeypatch.setattr(neighbours, "_GPU", threading.local())
     monkeypatch.setattr(faiss, "get_num_gpus", lambda: 1)
-    monkeypatch.setattr(faiss, "StandardGpuResources", lambda: "resources", raising=False)
+    monkeypatch.setattr(faiss, "StandardGpuResources", Resources, raising=False)
     monkeypatch.setattr(faiss, "GpuIndexFlatL2", index(faiss.IndexFlatL2), raising=False)
     monkeypatch.setattr(faiss, "GpuIndexFlatIP", index(faiss.IndexFlatIP), raising=False)
     x, y = clusters(3000, 64)
     for distance in ("l2", "ip"):
         assert recall_at_k(x, y, (1, 10), distance=distance).at == raw_faiss(x, y, (1, 10), distance)
-    assert asked == ["resources"] * 2
+    assert [type(each) for each in asked] == [Resources] * 2
     recall_at_k(x, y, (2500,))
     assert len(asked) == 2  # too many neighbours for a GPU
+    assert Resources.made == 1
+    with ThreadPoolExecutor(1) as other:
+        other.submit(recall_at_k, x, y, (1,)).result()
+    assert Resources.made == 2  # FAISS lets one thread alone use them
 
 
 class Moved(nn.Module):
