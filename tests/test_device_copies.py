@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import metricopt_ext as mo
@@ -81,6 +82,20 @@ def test_a_metric_step_reads_nothing(optimizer: str) -> None:
     assert not torch.equal(adapter.phi.detach(), before)
     assert reads(lambda: float(adapter.phi.detach().sum())) == 1  # as it would be told
     assert reads(lambda: adapter.phi.detach().cpu()) == 1
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_an_f_on_the_cpu_steers_a_phi_that_is_elsewhere(optimizer: str) -> None:
+    with FakeTensorMode():  # a GPU's tensors without one, and without their numbers
+        phi = nn.Parameter(torch.empty(DIM, device="cuda"))
+        f = NeuralValueFunction(DIM, members=2).eval()
+        ours = mo.MetricOpt([phi], f, even_untrusted=True, optimizer=optimizer)
+        for _ in range(2):
+            phi.grad = torch.empty_like(phi)
+            ours.step()
+        kept = ours.state_dict()["state"][0]
+        assert {each.device.type for each in (phi, kept["history"])} == {"cuda"}
+        assert f.radius.device.type == "cpu"
 
 
 @pytest.mark.parametrize("population", [1, 4])

@@ -100,6 +100,9 @@ class MetricOpt(torch.optim.Optimizer):
     (the loss step), ``GradScaler`` may skip steps, ``step(closure)`` is allowed. The state dict holds the past
     gradients and the step count but not f: save f with ``f.save(path)``.
 
+    A step is computed on f's device, which need not be phi's. For the few hundred numbers of a phi on a GPU, an f on
+    the CPU is quicker, but each step then waits for the gradient.
+
     Args:
         params: phi, e.g. ``adapter.parameters()``; several tensors count as one vector, in order.
         f: The value function, fitted for as many numbers as ``params`` hold.
@@ -214,7 +217,8 @@ class MetricOpt(torch.optim.Optimizer):
         state["step"] = step + 1
         names = ("lr", "metric_step", "loss_weight", "steps", "trust", "even_untrusted")
         rule = MetricOptStep(self.f, **{name: group[name] for name in names})
-        moved = rule(phi, state["history"], step)
+        device = self.f.radius.device
+        moved = rule(phi.to(device), state["history"].to(device), step).to(phi.device)
         for parameter, values in zip(parameters, moved.split([p.numel() for p in parameters]), strict=True):
             parameter.copy_(values.view_as(parameter))
         return loss
