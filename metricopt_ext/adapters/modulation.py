@@ -163,7 +163,9 @@ class Modulation(KeepsPrecision):
 
     def times_phi(self, matrix: Tensor) -> Tensor:
         """Return ``matrix @ phi``, of as many of phi's first coordinates as it has columns, in phi's own precision."""
-        phi = self.phi[: matrix.shape[1]]
+        phi, columns = self.phi, matrix.shape[1]
+        if len(phi) > columns:  # a slice of all would cost a GPU three launches a layer, two of them backward
+            phi = phi[:columns]
         device = phi.device.type
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             # Autocast would round phi, and cache the first rounded phi until the user's autocast region ends.
