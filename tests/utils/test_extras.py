@@ -13,7 +13,7 @@ from metricopt_ext.utils.extras import EXTRAS, needed, require
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("tools", "benchmarks")
-MODULES = {"faiss-cpu": "faiss", "faiss-gpu-cu12": "faiss", "pillow": "PIL", "scikit-learn": "sklearn"}
+MODULES = {"faiss-cpu": "faiss", "faiss-gpu": "faiss", "pillow": "PIL", "scikit-learn": "sklearn"}
 
 # What each tool or benchmark is called with, what it then needs first, and the extra that it names.
 CALLS = {
@@ -180,7 +180,7 @@ def test_the_extras_are_those_of_the_package() -> None:
     for extra, own in EXTRAS.items():
         assert set(own) == modules[extra].union(*(brought.get(each, ()) for each in modules[extra])), extra
     assert modules["retrieval-gpu"] == modules["retrieval"]
-    assert names["retrieval-gpu"] ^ names["retrieval"] == {"faiss-cpu", "faiss-gpu-cu12"}
+    assert names["retrieval-gpu"] ^ names["retrieval"] == {"faiss-cpu", "faiss-gpu"}
 
 
 def missing(module: str) -> ModuleNotFoundError:
