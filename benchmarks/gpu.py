@@ -6,9 +6,11 @@
 It prints the device, then a line for each ratio: its median, quartiles, seconds and MiB of either side, and the target
 where there is one, ``met`` or ``missed`` by the median:
 
-- a finetuning step of a classifier with MetricOpt over one with SGD: at most 1.1;
-- ``MetricOpt.step`` alone over SGD's, whose launches of kernels a CPU doesn't show;
-- a step of the classifier and of an R-CNN in bfloat16 (``torch.autocast``) over float32: below 1 on a GPU;
+- a finetuning step of a classifier with MetricOpt over one with SGD, f on the CPU: at most 1.1;
+- ``MetricOpt.step`` alone over SGD's, f on the CPU and on the GPU, where it is a hundred small launches of kernels;
+- a finetuning step of phi over one of the bare model's first layer, which has no FiLM;
+- a step of the classifier and of an R-CNN in bfloat16 (``torch.autocast``) over float32, with so many images that the
+  GPU is busy and not the program that feeds it: below 1 on a GPU;
 - eight phi folded into one pass over one by one: at most .5 on a GPU that is not full;
 - a metric query of an embedder over its embeddings alone, the search by faiss-gpu or else on the CPU: at most 2;
 - that search by FAISS on the GPU over the same on the CPU: below 1, where faiss-gpu is installed.
@@ -17,6 +19,7 @@ On the CPU, sizes are toys and the ratios mean nothing: it tells that all of it 
 """
 
 import argparse
+import copy
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -44,6 +47,7 @@ class Sizes:
     Attributes:
         turns: Pairs of times.
         batch: Images in a step.
+        many: The same, to fill the GPU.
         pixels: Side of an image.
         items: Embeddings that search each other.
         detector: Side of a detector's image.
@@ -51,6 +55,7 @@ class Sizes:
 
     turns: int
     batch: int
+    many: int
     pixels: int
     items: int
     detector: int
@@ -102,7 +107,7 @@ def main() -> None:
         parser.error("there is no GPU; --smoke --device cpu tells whether the benchmark runs")
     if device.type != "cuda" and not arguments.smoke:
         parser.error(f"--device {device} is no GPU; add --smoke")
-    sizes = Sizes(1, 8, 32, 200, 64) if arguments.smoke else Sizes(30, 64, 224, 60_000, 512)
+    sizes = Sizes(1, 8, 8, 32, 200, 64) if arguments.smoke else Sizes(20, 64, 256, 224, 30_000, 800)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
     print(f"{name}, torch {torch.__version__}, {sizes}")
     ratios = []
@@ -150,43 +155,50 @@ def timed(device: torch.device, side: Side) -> tuple[float, float]:
 
 
 def classifier(device: torch.device, sizes: Sizes, dim: int = 128) -> Iterator[Ratio]:
-    """Time steps of a ResNet-18: with MetricOpt, and in bfloat16."""
-    adapter = mo.attach_film(resnet(10).to(device).eval(), dim=dim)
-    x, y = images(device, sizes)
-    f = NeuralValueFunction(dim, members=2)
+    """Time steps of a ResNet-18: with MetricOpt, with FiLM, and in bfloat16."""
+    adapter, bare = mo.attach_film(resnet(10).to(device).eval(), dim=dim), resnet(10).to(device).eval()
+    bare.requires_grad_(False).get_parameter("conv1.weight").requires_grad_(True)  # backward goes as deep as phi's
+    x, y = images(device, sizes.batch, sizes.pixels)
+    f = NeuralValueFunction(dim, members=8)
     f.set_domain(torch.randn(200, dim, generator=torch.Generator().manual_seed(0)))
-    ours = mo.MetricOpt(adapter.parameters(), f.eval().to(device), lr=0.1, even_untrusted=True)
+    beside = mo.MetricOpt(adapter.parameters(), copy.deepcopy(f).to(device), lr=0.1, even_untrusted=True)
+    ours = mo.MetricOpt(adapter.parameters(), f, lr=0.1, even_untrusted=True)
     plain = torch.optim.SGD(adapter.parameters(), lr=0.1)
 
-    def step(optimizer: torch.optim.Optimizer, half: bool = False) -> None:
+    def step(optimizer: torch.optim.Optimizer) -> None:
         adapter.set_phi(torch.zeros(dim, device=device))
         optimizer.zero_grad()
-        with torch.autocast(device.type, torch.bfloat16, enabled=half):
-            loss = F.cross_entropy(adapter.model(x), y)
-        loss.backward()
+        F.cross_entropy(adapter.model(x), y).backward()
         optimizer.step()
+
+    def bare_step() -> None:
+        bare.zero_grad()
+        F.cross_entropy(bare(x), y).backward()
 
     step(plain)
     turns = sizes.turns
     yield compared(
         device, "classifier: step with MetricOpt", "step with SGD", lambda: step(ours), lambda: step(plain), turns, 1.1
     )
-    yield compared(device, "MetricOpt.step", "SGD.step", ours.step, plain.step, turns)
-    yield compared(
-        device,
-        "classifier: step in bfloat16",
-        "step in float32",
-        lambda: step(plain, True),
-        lambda: step(plain),
-        turns,
-        1,
-    )
+    yield compared(device, "MetricOpt.step, f on the CPU", "SGD.step", ours.step, plain.step, turns)
+    yield compared(device, "MetricOpt.step, f beside phi", "SGD.step", beside.step, plain.step, turns)
+    yield compared(device, "classifier: step of phi", "of the first layer", lambda: step(plain), bare_step, turns)
+    x, y = images(device, sizes.many, sizes.pixels)
+
+    def forward_and_back(half: bool) -> None:
+        adapter.set_phi(torch.zeros(dim, device=device))
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+            loss = F.cross_entropy(adapter.model(x), y)
+        loss.backward()
+
+    sides = (lambda: forward_and_back(True), lambda: forward_and_back(False))
+    yield compared(device, f"classifier: {sizes.many} images in bfloat16", "in float32", *sides, turns, 1)
 
 
 def population(device: torch.device, sizes: Sizes, count: int = 8) -> Ratio:
     """Time the losses and gradients of several phi, folded into one pass and one by one."""
     adapter = mo.attach_film(resnet(10).to(device).eval(), dim=16)
-    x, y = images(device, sizes)
+    x, y = images(device, sizes.batch, sizes.pixels)
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return F.cross_entropy(model(batch[0]), batch[1])
@@ -215,7 +227,7 @@ def embedder(device: torch.device, sizes: Sizes) -> Iterator[Ratio]:
     from metricopt_ext.retrieval.recall import recall_at_k, recall_metric
 
     model = resnet(128).to(device).eval()
-    x, _ = images(device, sizes)
+    x, _ = images(device, sizes.batch, sizes.pixels)
     batches = [(x, torch.arange(len(x)) % 4)] * max(1, sizes.turns // 2)
     metric = recall_metric(batches, (1,))
 
@@ -242,7 +254,7 @@ def embedder(device: torch.device, sizes: Sizes) -> Iterator[Ratio]:
         "on the CPU",
         lambda: recall_at_k(found, labels, (1, 10)),
         on_cpu,
-        min(sizes.turns, 5),
+        min(sizes.turns, 3),
         1 if faiss.get_num_gpus() else None,
     )
 
@@ -255,7 +267,10 @@ def detector(device: torch.device, sizes: Sizes) -> Ratio:
     torch.manual_seed(0)
     model = fasterrcnn_resnet50_fpn(weights=None, weights_backbone=None, num_classes=3, min_size=side, max_size=side)
     adapter = mo.attach_film(model.to(device).train(), ["backbone.fpn.*"], dim=16)
-    x = [torch.rand(3, side, side, generator=torch.Generator().manual_seed(i)).to(device) for i in range(2)]
+    x = [
+        torch.rand(3, side, side, generator=torch.Generator().manual_seed(i)).to(device)
+        for i in range(max(2, sizes.many // 64))
+    ]
     box = torch.tensor([[side / 8, side / 8, side / 2, side / 2]], device=device)
     targets = [{"boxes": box, "labels": torch.tensor([1], device=device)} for _ in x]
 
@@ -280,11 +295,11 @@ def resnet(outputs: int) -> nn.Module:
     return model
 
 
-def images(device: torch.device, sizes: Sizes) -> tuple[Tensor, Tensor]:
+def images(device: torch.device, count: int, pixels: int) -> tuple[Tensor, Tensor]:
     """Return random images and labels of ten classes."""
     draw = torch.Generator().manual_seed(0)
-    x = torch.randn(sizes.batch, 3, sizes.pixels, sizes.pixels, generator=draw)
-    return x.to(device), torch.arange(sizes.batch, device=device) % 10
+    x = torch.randn(count, 3, pixels, pixels, generator=draw)
+    return x.to(device), torch.arange(count, device=device) % 10
 
 
 if __name__ == "__main__":
