@@ -70,7 +70,7 @@ class MetricClassifier(ClassifierMixin, TunedNetwork):  # type: ignore[misc]
         BudgetError: From ``fit``, before training: ``queries`` are too few for a search.
         MetricError: From ``fit``: the scorer fails on the rows held out for it, or is not defined on them.
 
-    Example:
+    Examples:
         >>> X, y = np.random.default_rng(0).normal(size=(90, 3)), np.arange(90) % 2
         >>> MetricClassifier(queries=0, epochs=1, random_state=0).fit(X, y).predict(X).shape
         (90,)

@@ -47,7 +47,7 @@ class MetricRegressor(RegressorMixin, TunedNetwork):  # type: ignore[misc]
         BudgetError: From ``fit``, before training: ``queries`` are too few for a search.
         MetricError: From ``fit``: the scorer fails on the rows held out for it.
 
-    Example:
+    Examples:
         >>> X = np.random.default_rng(0).normal(size=(90, 3))
         >>> MetricRegressor(queries=0, epochs=1, random_state=0).fit(X, X.sum(1)).predict(X).shape
         (90,)

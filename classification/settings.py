@@ -58,7 +58,7 @@ def classification_settings(
         ValueError: There is nothing to set; phi has a temperature already; or the model's calls can't be changed, or
             its inputs are features of images.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 2)).eval()
         >>> settings = classification_settings(model)
         >>> settings.factor({"flip": True, "crops": 5})

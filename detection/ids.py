@@ -28,7 +28,7 @@ FROM_1 = "counted from 1"
 def number(value: Id) -> Id:
     """Return the integer that an id is, or the id if it is none.
 
-    Example:
+    Examples:
         >>> number(1.0), number("0001"), number("1.0"), number("a1")
         (1, 1, 1, 'a1')
     """
@@ -47,7 +47,7 @@ def file_name(value: Id) -> Id:
 def stem(value: Id) -> Id:
     """Return the last part of a path, without the suffix of an image.
 
-    Example:
+    Examples:
         >>> stem("images/0001.JPG"), stem("v1.2"), stem(1)
         ('0001', 'v1.2', 1)
     """

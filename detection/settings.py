@@ -91,7 +91,7 @@ def detection_settings(
             or there are ``class_thresholds`` for an average precision, or beside ``score_thresh``.
         ValueError: ``inference`` is below 1.
 
-    Example:
+    Examples:
         >>> settings = detection_settings(model, average_precision=True)  # doctest: +SKIP
         >>> with settings.applied({"size": 1.41, **settings.free}):  # doctest: +SKIP
         ...     detections = model(images)

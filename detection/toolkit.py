@@ -80,7 +80,7 @@ class Toolkit(Protocol):
 def told_inference(settings: Mapping[str, float]) -> str:
     """Return in words what `Toolkit.inference` tells; empty if that is nothing.
 
-    Example:
+    Examples:
         >>> told_inference({"score_thresh": 0.05, "detections": 100, "min_size": 120, "max_size": 160})
         'with score_thresh 0.05, at most 100 detections an image, images scaled to sides of 120 to 160'
     """

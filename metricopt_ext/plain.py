@@ -24,7 +24,7 @@ def plain(text: str, most: int | None = None, *, lines: bool = False) -> str:
         most: The most characters that are kept; the middle of a longer text is left out. None for all.
         lines: Keep line ends and tabs.
 
-    Example:
+    Examples:
         >>> print(plain("a\x1b[31m\u202eb\n"), plain("c" * 100, 20))
         a\x1b[31m\u202eb\n cccccccccccc ... ccc
     """
@@ -39,7 +39,7 @@ def in_markdown(text: str) -> str:
 
     Signs of emphasis are left, as they do no harm.
 
-    Example:
+    Examples:
         >>> print(in_markdown("<b> a|b `c` [d](e)"))
         &lt;b> a\|b \`c\` [d]\(e)
     """

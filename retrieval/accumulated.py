@@ -34,7 +34,7 @@ class RankingMetrics:
     Raises:
         DataError: A name, a k or another option is impossible.
 
-    Example:
+    Examples:
         >>> metric = RankingMetrics(("recall", "ndcg_at_k"), ks=(1, 2))
         >>> metric.update(torch.tensor([[0.0], [1.0]]), torch.tensor([0, 1]))
         >>> metric.update(torch.tensor([[3.0], [3.5]]), torch.tensor([0, 1]))

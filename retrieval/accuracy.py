@@ -61,7 +61,7 @@ class AccuracyCalculator(accuracy_calculator.AccuracyCalculator):  # type: ignor
         DataError: For impossible ``ks``, distance, subset or seed; a distance or a subset beside a ``knn_func``, or a
             subset beside a ``label_comparison_fn``; from `get_accuracy`, as in `recall_at_k`.
 
-    Example:
+    Examples:
         >>> calculator = AccuracyCalculator(("recall_at_2", "precision_at_1"), ks=(1, 2))
         >>> found = calculator.get_accuracy(torch.tensor([[0.0], [1.0], [3.0], [3.5]]), torch.tensor([0, 1, 0, 1]))
         >>> found == {"recall_at_2": 0.5, "precision_at_1": 0.0}
@@ -223,7 +223,7 @@ class AccuracyCalculator(accuracy_calculator.AccuracyCalculator):  # type: ignor
 class RecallCalculator(AccuracyCalculator):
     """An `AccuracyCalculator` that calculates the recalls and, unless ``include`` names others, nothing else.
 
-    Example:
+    Examples:
         >>> calculator = RecallCalculator(ks=(1, 2))
         >>> calculator.get_accuracy(torch.tensor([[0.0], [1.0], [3.0], [3.5]]), torch.tensor([0, 1, 0, 1]))
         {'recall_at_1': 0.0, 'recall_at_2': 0.5}

@@ -22,7 +22,7 @@ class TrajectoryRecorder(Recording):
     Raises:
         ValueError: K is out of range.
 
-    Example:
+    Examples:
         >>> recorder = TrajectoryRecorder(adapter, metric, store, steps=50, evals=5, index=3)  # doctest: +SKIP
         >>> trainer = trainers.MetricLossOnly(..., end_of_iteration_hook=recorder)  # doctest: +SKIP
         >>> trainer.train(num_epochs=2)  # doctest: +SKIP

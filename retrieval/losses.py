@@ -101,7 +101,7 @@ class SmoothAPLoss(RankingLoss):
     Raises:
         ValueError: The temperature is not above 0.
 
-    Example:
+    Examples:
         >>> loss = SmoothAPLoss()
         >>> embeddings = torch.tensor([[0.0, 1.0], [0.1, 1.0], [1.0, 0.0], [1.0, 0.1], [1.0, 0.2]])
         >>> round(float(loss(embeddings, torch.tensor([0, 0, 1, 1, 1]))), 4)
@@ -158,7 +158,7 @@ class RecallLoss(RankingLoss):
     Raises:
         ValueError: ``lambda_val`` or ``margin`` is out of range.
 
-    Example:
+    Examples:
         >>> loss = RecallLoss()
         >>> embeddings = torch.tensor([[0.0, 1.0], [0.1, 1.0], [1.0, 0.0], [1.0, 0.1], [1.0, 0.2]])
         >>> float(loss(embeddings, torch.tensor([0, 0, 1, 1, 1])))

@@ -136,7 +136,7 @@ def ranking_metrics(
         DataError: As in `recall_at_k`; an unknown name; cameras that are no pair, or not one integer for each item; or
             no query whose identity another camera shows.
 
-    Example:
+    Examples:
         >>> embeddings, labels = np.array([[0.0], [1.0], [3.0], [3.5]]), np.array([0, 1, 0, 1])
         >>> ranking_metrics(embeddings, labels, ["recall", "precision"], ks=(2,)).values
         {'recall_at_2': 0.5, 'precision_at_2': 0.25}

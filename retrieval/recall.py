@@ -118,7 +118,7 @@ def recall_at_k(
             are not integers; a gallery that is no pair, or of a single class; no query with a match; queries that the
             gallery does not start with; k or the subset below 1; an unknown distance; a negative seed.
 
-    Example:
+    Examples:
         >>> recall_at_k(np.array([[0.0], [1.0], [3.0], [3.5]]), np.array([0, 1, 0, 1]), ks=(1, 2)).at
         {1: 0.0, 2: 0.5}
     """
@@ -353,7 +353,7 @@ def recall_metric(
     Raises:
         DataError: For impossible ``ks``, distance, subset or seed. The metric raises whatever `recall_at_k` does.
 
-    Example:
+    Examples:
         >>> batches = [(torch.tensor([[0.0], [1.0], [3.0], [3.5]]), torch.tensor([0, 1, 0, 1]))]
         >>> metric = recall_metric(batches, ks=(1, 2))
         >>> metric.name, metric.to_value(metric.cost(nn.Identity(), "example"))

@@ -87,7 +87,7 @@ def search_with_trainer(
         DataError: The trainer's data can't be drawn in batches.
         Others: As from `optimize_metric`.
 
-    Example:
+    Examples:
         >>> run = search_with_trainer(trainer, tester, adapter, {"val": val_dataset}, queries=150)  # doctest: +SKIP
         >>> print(run)  # doctest: +SKIP
     """
@@ -146,7 +146,7 @@ def tune_with_trainer(
         ConfigError: The trainer has no such model.
         Others: As from ``attach`` and `search_with_trainer`; the models have no adapter then.
 
-    Example:
+    Examples:
         >>> run = tune_with_trainer(trainer, tester, {"val": val_dataset}, queries=150)  # doctest: +SKIP
     """
     if part not in trainer.models:

@@ -98,7 +98,7 @@ def retrieval_settings(
         ValueError: There is no such setting, or a metric can't be judged by it; or a metric is not one of this
             package's retrieval metrics, or there is none.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from metricopt_ext.retrieval.recall import recall_metric
         >>> x, y = torch.randn(40, 4), torch.arange(40) % 8

@@ -33,7 +33,7 @@ def embedding_loss(
         embedder: Turns the adapted trunk's output into embeddings, if the adapter is attached to the trunk alone. It
             computes as in evaluation.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from pytorch_metric_learning.losses import ContrastiveLoss
         >>> loss = embedding_loss(ContrastiveLoss())

@@ -236,6 +236,8 @@ def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
     assert built.returncode == 0, built.stdout + built.stderr
     page = (tmp_path / "site/api.html").read_text()
     assert all(f'id="metricopt_ext.{name}"' in page for name in mo.__all__), "a name without its docstring"
+    assert "Examples:" in page
+    assert "<blockquote>" not in page, "a docstring's >>> that is not in its section Examples"
 
 
 def test_comparisons_do_not_say_where_they_ran() -> None:

@@ -36,7 +36,7 @@ class TrajectoryHook(HookBase):  # type: ignore[misc]
     Args:
         recording: What to record; see `recording.Recording`.
 
-    Example:
+    Examples:
         >>> recording = Recording(adapter, metric, TrajectoryStore(folder), steps=200, evals=10)  # doctest: +SKIP
         >>> trainer = SimpleTrainer(model, loader, optimizer)  # doctest: +SKIP
         >>> trainer.register_hooks([TrajectoryHook(recording)])  # doctest: +SKIP

@@ -117,7 +117,7 @@ def config_lines(cfg: CfgNode, values: Values) -> list[str]:
     Raises:
         ConfigError: The config is of another detector, or has no key for a value; the message has code for that.
 
-    Example:
+    Examples:
         >>> config_lines(cfg, {"size": 1.41, "detections": 300})  # doctest: +SKIP
         ['TEST.DETECTIONS_PER_IMAGE', '300', 'INPUT.MIN_SIZE_TEST', '1128', 'INPUT.MAX_SIZE_TEST', '1880']
     """

@@ -83,7 +83,7 @@ def attach_film(
             example. The model is then as it was.
         ValueError: ``dim`` or ``seed`` is out of range.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
         >>> attach_film(model, dim=8).layers
         ['1']
@@ -185,7 +185,7 @@ def attach_outputs(model: nn.Module, outputs: Outputs | None = None, *, example:
     Raises:
         AdapterError: As in `attach_film`.
 
-    Example:
+    Examples:
         >>> adapter = attach_outputs(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)))
         >>> adapter.dim, adapter.layers
         (3, ['2'])
@@ -213,7 +213,7 @@ def attach_lora_scales(
         AdapterError: The model has no layer that LoRA acts on, several adapters are active, or a factor could not be
             merged, as with DoRA; or as in `attach_film`. The model is then as it was.
 
-    Example:
+    Examples:
         >>> model = peft.get_peft_model(base, peft.LoraConfig())  # doctest: +SKIP
         >>> attach_lora_scales(model).dim  # doctest: +SKIP
         24
@@ -267,7 +267,7 @@ def attach_mixture(
         DataError: A checkpoint can't be read, or has not the model's tensors; the message has the file and the tensor.
         ValueError: A number is out of range.
 
-    Example:
+    Examples:
         >>> model, other = nn.Linear(3, 2), nn.Linear(3, 2)
         >>> adapter = attach_mixture(model, [other.state_dict()])
         >>> adapter.set_phi(torch.ones(1))

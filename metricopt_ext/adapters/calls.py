@@ -252,7 +252,7 @@ def projected(tensors: Iterable[Tensor]) -> Tensor:
 def shape_of(tensor: Tensor) -> str:
     """Return a shape as text.
 
-    Example:
+    Examples:
         >>> shape_of(torch.zeros(2, 3)), shape_of(torch.tensor(1.0))
         ('2 x 3', 'a scalar')
     """

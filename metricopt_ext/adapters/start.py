@@ -80,7 +80,7 @@ class StartLine:
         ValueError: The interval is empty or infinite, or one of ``first`` is no number in it.
         TypeError: ``at`` is no function.
 
-    Example:
+    Examples:
         >>> import torch
         >>> line = StartLine(lambda t: Start(t * torch.ones(2)), 0.0, 2.0)
         >>> line.at(1.5).phi

@@ -92,7 +92,7 @@ def sharded_by(model: nn.Module) -> str | None:
 def bare_name(name: str) -> str:
     """Return a module's name without the parts that wrappers of it, or of what holds it, have put there.
 
-    Example:
+    Examples:
         >>> bare_name("trunk.module.bn2"), bare_name("base_model.model.bert.classifier.modules_to_save.default")
         ('trunk.bn2', 'bert.classifier')
     """

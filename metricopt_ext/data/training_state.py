@@ -36,7 +36,7 @@ class TrainingState:
     Raises:
         FileFormatError: The file is corrupt, or from another training.
 
-    Example:
+    Examples:
         >>> state = TrainingState(model, optimizer, 100, {"lr": 0.1}, file)  # doctest: +SKIP
         >>> for step in state.steps_left():  # doctest: +SKIP
         ...     state.losses.append(train_on(batches(step)))

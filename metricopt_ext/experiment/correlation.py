@@ -109,7 +109,7 @@ def correlation_report(
         BudgetError: The metric's budget ran out.
         MetricError: The metric failed.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torch.nn.functional import cross_entropy
         >>> metric = BatchMetric(lambda scores, labels: (scores.argmax(1) == labels).float().mean(), maximize=True)

@@ -94,7 +94,7 @@ def tune_trainer(
         AdapterError: Each process has only a part of the model.
         Others: As from ``attach``, `FinetuneTask` and `optimize_metric`; the model has no adapter then.
 
-    Example:
+    Examples:
         >>> trainer.train()  # doctest: +SKIP
         >>> run = tune_trainer(trainer, "f1", queries=100)  # doctest: +SKIP
         >>> trainer.save_model()  # doctest: +SKIP

@@ -65,7 +65,7 @@ class SearchPhi(L.Callback):
         TypeError: An option is none of `optimize_metric`.
         ValueError: ``bounds`` are none.
 
-    Example:
+    Examples:
         >>> search = SearchPhi("val_f1", queries=100)  # doctest: +SKIP
         >>> L.Trainer(callbacks=[search]).fit(module, train_loader, val_loader)  # doctest: +SKIP
         >>> print(search.run)  # doctest: +SKIP

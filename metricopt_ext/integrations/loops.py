@@ -78,7 +78,7 @@ def tune_model(
         ConfigError: There are several processes and an ``output_dir``, which they can't share.
         Others: As from ``attach``, `FinetuneTask` and `optimize_metric`; the model has no adapter then.
 
-    Example:
+    Examples:
         >>> run = tune_model(  # doctest: +SKIP
         ...     model,
         ...     train_loader,

@@ -57,7 +57,7 @@ class MetricOptSampler(BaseSampler):
     Raises:
         ValueError: A number is out of range; while sampling, also if the study has several objectives.
 
-    Example:
+    Examples:
         >>> import optuna
         >>> study = optuna.create_study(sampler=MetricOptSampler(queries=30))
         >>> study.optimize(lambda trial: trial.suggest_float("x", -2, 4) ** 2, n_trials=30)

@@ -72,7 +72,7 @@ def assess(
         AdapterError, MetricError, WeightsError, UnguardedError, FileFormatError, OSError, RankError: As from
             `optimize_metric`.
 
-    Example:
+    Examples:
         >>> found = assess(task, starts={"batchnorm": batchnorm_start(task, x_val)})  # doctest: +SKIP
         >>> print(found)  # doctest: +SKIP
         >>> if found.recommendation == "search":  # doctest: +SKIP

@@ -37,7 +37,7 @@ def load_run(model: nn.Module, folder: str | Path, settings: Settings | None = N
         AdapterError: The adapter does not fit the model (see `load_adapter`). The model is then as it was.
         ValueError: ``settings`` lacks one that the run kept, or has another default for it than the run's model had.
 
-    Example:
+    Examples:
         >>> adapter = load_run(model, "out/seed-0")  # doctest: +SKIP
     """
     finished = _finished(Path(folder))

@@ -94,7 +94,7 @@ def more_inference(
         BudgetError: The ledger has too few queries left.
         MetricError: The metric failed.
 
-    Example:
+    Examples:
         >>> for each in more_inference(task, result):  # doctest: +SKIP
         ...     print(each)
         within 2 times the inference: 0.8352 -> 0.9477 by size 1 -> 1.41 (2 tried), which takes 1.99 times as long

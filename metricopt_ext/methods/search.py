@@ -62,7 +62,7 @@ class Search(Trials):
         FileFormatError: ``output_dir`` holds another run, it holds a run and ``resume`` is False, or another process
             writes to it.
 
-    Example:
+    Examples:
         >>> search = Search(task, queries=60, output_dir="out")  # doctest: +SKIP
         >>> while trials := search.ask(8):  # doctest: +SKIP
         ...     for trial in trials:

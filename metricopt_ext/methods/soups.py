@@ -79,7 +79,7 @@ def soup_starts(
             whose changes can't be averaged.
         BudgetError: The metric's own budget is too small for a greedy soup.
 
-    Example:
+    Examples:
         >>> starts = mo.soup_starts(task, sorted(Path("out").glob("model_0*.pth")))  # doctest: +SKIP
         >>> mo.optimize_metric(task, queries=60, starts=starts)  # doctest: +SKIP
     """

@@ -137,7 +137,7 @@ class Bars(AbstractContextManager["Bars"]):
         lines: Show lines on a terminal too, which other processes may write to.
         log: Receives the lines as well, whatever is drawn, and the warnings.
 
-    Example:
+    Examples:
         >>> with Bars() as bars:
         ...     bars.watch("seed 0", total=600, metric="accuracy").query(1, 0.71)  # doctest: +SKIP
     """

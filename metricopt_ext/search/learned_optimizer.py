@@ -40,7 +40,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
     Warns:
         BlindWarning: At the first step, if the rule sees what it was not told.
 
-    Example:
+    Examples:
         >>> optimizer = LearnedOptimizer(adapter.parameters(), load_update_rule("rule.safetensors"))  # doctest: +SKIP
         >>> for x, y in loader:
         ...     optimizer.zero_grad()

@@ -50,7 +50,7 @@ class LineState(SearchState):
         ValueError: The interval is empty or infinite, the start or what is known is not in it, what is known lacks the
             start, or ``queries`` is no integer of at least 0.
 
-    Example:
+    Examples:
         >>> line = LineState((0.0, 2.0), queries=6)
         >>> while len(asked := line.ask()):
         ...     for index, t in enumerate(asked[:, 0].tolist()):

@@ -122,7 +122,7 @@ class MetricOpt(torch.optim.Optimizer):
     Warns:
         UntrustedWarning: f has no held-out skill, so phi follows the loss alone.
 
-    Example:
+    Examples:
         >>> optimizer = MetricOpt(adapter.parameters(), f, lr=0.1, steps=200)  # doctest: +SKIP
         >>> for x, y in loader:
         ...     optimizer.zero_grad()

@@ -74,7 +74,7 @@ class SettingsState:
         rank: What is least of the best evaluation; by default its cost.
         values: The first values, as of a start that has its own; by default those that a run begins with.
 
-    Example:
+    Examples:
         >>> from contextlib import nullcontext
         >>> settings = Settings([Setting("k", values=(1, 2, 3), default=1)], lambda values: nullcontext(values))
         >>> state = SettingsState(settings, Evaluation(0.5))

@@ -24,7 +24,7 @@ class BatchMetric(CostScale):
         name: Its name in messages and files.
         ledger: Counts the queries, one for each batch.
 
-    Example:
+    Examples:
         >>> import torch
         >>> metric = BatchMetric(lambda scores, labels: ((scores > 0) == labels).float().mean(), maximize=True)
         >>> metric.cost(torch.tensor([1.0, -1.0]), torch.tensor([1, 1]), "example"), metric.ledger.spent

@@ -48,7 +48,7 @@ def save_inference(path: str | Path, settings: Settings, values: Values) -> None
 def scalar(value: Value | None) -> str:
     """Return a value as YAML of any version reads it, in which a number with an exponent has a point too.
 
-    Example:
+    Examples:
         >>> scalar(1e-05), scalar("no")
         ('1.0e-05', '"no"')
     """

@@ -104,7 +104,7 @@ class Metric(CostScale):
             one begin with the same callbacks.
         failed: How many evaluations have failed.
 
-    Example:
+    Examples:
         >>> metric = Metric(lambda: 0.75, maximize=True, name="recall")
         >>> metric.cost(nn.Identity(), "example"), metric.ledger.spent
         (0.25, 1)

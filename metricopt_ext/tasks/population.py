@@ -292,7 +292,7 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
 def amount(size: float) -> str:
     """Return bytes as text.
 
-    Example:
+    Examples:
         >>> amount(2**30), amount(3 * 2**19)
         ('1 GiB', '1.5 MiB')
     """

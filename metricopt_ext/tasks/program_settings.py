@@ -40,7 +40,7 @@ class ProgramSettings(Settings):
     Raises:
         ConfigError: A spec or a default is misread, or out of range, or of a setting that there is not.
 
-    Example:
+    Examples:
         >>> settings = ProgramSettings(["nms=0.3:0.9", "size=320,480,640"], ["nms=0.5"])
         >>> settings.texts({"size": 640})
         {'nms': '0.5', 'size': '640'}

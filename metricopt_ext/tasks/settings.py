@@ -52,7 +52,7 @@ class Setting:
         ValueError: A number is out of range, or the default is none of what the setting may be.
         TypeError: A value is neither a number nor text.
 
-    Example:
+    Examples:
         >>> Setting("score_thresh", 0.01, 0.95, scale="logit", default=0.05).at(0.5)
         0.3...
         >>> Setting("flip", values=(False, True), default=False, inference=2.0).factor(True)
@@ -232,7 +232,7 @@ class Settings:
         ValueError: Two settings have one name, there are none, ``free`` or a preset has a setting or value that there
             is not, or a number is out of range.
 
-    Example:
+    Examples:
         >>> from contextlib import nullcontext
         >>> settings = Settings([Setting("k", 0.0, 2.0, default=1.0)], apply=lambda values: nullcontext())
         >>> with settings.applied({"k": 0.5}) as values:

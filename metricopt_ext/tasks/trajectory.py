@@ -152,7 +152,7 @@ def load_trajectories(folder: str | Path) -> list[Trajectory]:
     Raises:
         FileFormatError: There are none, or a file is corrupt.
 
-    Example:
+    Examples:
         >>> trajectories = load_trajectories("out/mine")  # doctest: +SKIP
         >>> fit = fit_value_function(Observations.of(trajectories), [RidgeLearner()])  # doctest: +SKIP
     """

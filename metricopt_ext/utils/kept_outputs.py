@@ -55,7 +55,7 @@ class KeptOutputs:
         passes: Passes over the data that were made: of each model and view of the data, such as its mirrored images.
         nbytes: Memory that the tensors take.
 
-    Example:
+    Examples:
         >>> kept = KeptOutputs()
         >>> [kept.of("logits", lambda: torch.zeros(2)).tolist() for _ in range(3)], kept.passes
         ([[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]], 1)

@@ -11,7 +11,7 @@ def number_of(value: Any) -> float:
     Raises:
         TypeError: It is no number, or one that no float can hold.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> number_of(np.array([0.5]))
         0.5
@@ -26,7 +26,7 @@ def number_of(value: Any) -> float:
 def within(value: float, low: float, high: float) -> float:
     """Return a value, or the end of its range that it overshoots by rounding alone; others stay as they are.
 
-    Example:
+    Examples:
         >>> within(1 + 1e-7, 0, 1), within(1.01, 0, 1)
         (1, 1.01)
     """

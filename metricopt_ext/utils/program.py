@@ -90,7 +90,7 @@ class Programs:
     standard output goes to a log as it is written, the error stream to a file beside it that is appended to the log at
     the end.
 
-    Example:
+    Examples:
         >>> from tempfile import mkdtemp
         >>> Programs().run(["echo", "0.5"], Path(mkdtemp()) / "0.log").output
         '0.5\n'

@@ -151,7 +151,7 @@ def _there_is(content: Any, option: str) -> str:
 def within(content: Any, key: str) -> Any:
     """Return what nested dictionaries and lists hold under a key with dots, None if nothing; keys may have dots too.
 
-    Example:
+    Examples:
         >>> within({"a": {"b.c": [1, 2]}}, "a.b.c.1")
         2
     """

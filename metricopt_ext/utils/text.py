@@ -17,7 +17,7 @@ def text_of(content: bytes) -> str:
     Raises:
         ValueError: It is none of them; the message says where, and what to do.
 
-    Example:
+    Examples:
         >>> text_of("a line".encode("utf-16"))
         'a line'
     """

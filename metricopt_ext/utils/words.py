@@ -12,7 +12,7 @@ _BRIEF.maxstring = _BRIEF.maxother = 80
 def counted(count: int, noun: str) -> str:
     """Return a number with its regular noun.
 
-    Example:
+    Examples:
         >>> counted(1, "seed"), counted(5, "seed"), counted(0, "query")
         ('1 seed', '5 seeds', '0 queries')
     """
@@ -30,7 +30,7 @@ def decimals(value: float, sign: str = "") -> str:
         value: The value, in the metric's own units.
         sign: ``"+"`` for one before what is above 0, too.
 
-    Example:
+    Examples:
         >>> decimals(0.25), decimals(0.0), decimals(3.2e-7), decimals(1.5e9, "+")
         ('0.2500', '0.0000', '3.2e-07', '+1.5e+09')
     """
@@ -41,7 +41,7 @@ def decimals(value: float, sign: str = "") -> str:
 def duration(seconds: float) -> str:
     """Return a time in the unit that suits it, as coarse as an estimate is.
 
-    Example:
+    Examples:
         >>> duration(0.2), duration(89), duration(240), duration(5 * 3600), duration(3 * 86400)
         ('1 s', '89 s', '4 min', '5.0 h', '3.0 d')
     """
@@ -55,7 +55,7 @@ def duration(seconds: float) -> str:
 def shortened(names: list[str]) -> str:
     """Format a list of names; a long one is cut to its beginning and its length.
 
-    Example:
+    Examples:
         >>> shortened(["a"]), shortened(list("abcdefg"))
         ("['a']", "['a', 'b', 'c', 'd', 'e', ... 7 in all]")
     """
@@ -65,7 +65,7 @@ def shortened(names: list[str]) -> str:
 def and_more(names: Sequence[str]) -> str:
     """Return the first name, and how many more there are.
 
-    Example:
+    Examples:
         >>> and_more(["a"]), and_more(["a", "b", "c"])
         ('a', 'a and 2 more')
     """
@@ -75,7 +75,7 @@ def and_more(names: Sequence[str]) -> str:
 def nearest(name: str, known: list[str]) -> str:
     """Return the end of a message about an unknown name: the known names that are like it, or else all of them.
 
-    Example:
+    Examples:
         >>> nearest("heat", ["head", "body"])
         "; did you mean ['head']?"
     """
@@ -88,7 +88,7 @@ def brief(value: object) -> str:
 
     An exception is its message, with its type where that alone would not tell, as for a missing key.
 
-    Example:
+    Examples:
         >>> brief(list(range(100))), brief(KeyError("dim")), brief(ValueError("so  it is"))
         ('[0, 1, 2, 3, 4, 5, ...]', "KeyError('dim')", 'so it is')
     """
