@@ -120,6 +120,10 @@ def test_an_adapter_attached_saved_loaded_and_merged_computes_as_on_the_cpu(
     adapter.set_phi(phi)  # of the CPU
     x, _ = data("cpu", 40)
     there = adapter.model(x.to(device)).detach().cpu()
+    adapter.set_phi(0 * phi)
+    with adapter.using(phi) as model:
+        torch.testing.assert_close(model(x.to(device)).detach().cpu(), there, rtol=0, atol=0)
+    adapter.set_phi(phi)
     adapter.save(tmp_path / "adapter")
     again = mo.load_adapter(network(torch.device("cpu")), tmp_path / "adapter")
     assert again.phi.device.type == "cpu"

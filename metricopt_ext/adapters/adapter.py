@@ -138,8 +138,13 @@ class Adapter:
     def using(self, phi: Tensor) -> Iterator[nn.Module]:
         """Make the model compute with ``phi``, ``d``, in place of the parameter; works inside ``torch.func.vmap``.
 
-        Other threads wait meanwhile (`alone`).
+        Other threads wait meanwhile (`alone`). A phi of another type or on another device is copied, as by `set_phi`.
+
+        Raises:
+            AdapterError: It is not ``d``.
         """
+        self.check_phi(phi)
+        phi = phi.to(self.phi)
         with self.alone():
             context, before = self.context, self.context.override
             try:

@@ -145,6 +145,18 @@ def test_using_puts_phi_in_place_and_back(cnn: Callable[[], nn.Sequential]) -> N
     assert torch.equal(model(x), inside)
 
 
+def test_using_takes_the_adapter_s_own_number_of_coordinates_alone(cnn: Callable[[], nn.Sequential]) -> None:
+    adapter = attach_film(cnn().eval(), dim=3)
+    for wrong in (rand(4), rand(2), rand(3, 1)):  # of four, the first three would do for A and B
+        with pytest.raises(AdapterError, match=r"phi has shape .*this adapter's is \(3,\)"), adapter.using(wrong):
+            pass
+    x = rand(2, 3, 6, 6).float()
+    with adapter.using(rand(3)) as model:  # float64, as `set_phi` takes it
+        inside = model(x)
+    adapter.set_phi(rand(3))
+    assert torch.equal(adapter.model(x), inside)
+
+
 @pytest.mark.parametrize("outputs", [None, Outputs("6", 2.0), Outputs("7", 2.0, True)])
 def test_using_is_differentiable_and_maps_over_a_population(
     cnn: Callable[[], nn.Sequential], outputs: Outputs | None
