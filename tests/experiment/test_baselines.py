@@ -210,6 +210,8 @@ def moved_by(quadratic: Callable[..., Any]) -> tuple[Any, Settings]:
 
 @pytest.mark.parametrize("name", ["settings_free", "settings_lines", "settings", "settings_gp", "settings+phi"])
 def test_settings_are_tuned_from_the_chosen_start(quadratic: Callable[..., Any], name: str) -> None:
+    if name == "settings_gp":
+        pytest.importorskip("optuna", reason="the extra `compare` is not installed")
     task, settings = moved_by(quadratic)
     baseline = usual_baselines(RunConfig(), lambda: settings)[name]
     reached = list(baseline.run(task, Started.at(task.origin()), [20, 40], 0))

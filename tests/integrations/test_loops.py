@@ -40,7 +40,17 @@ def tuned(model: nn.Module, metric: Any, **options: Any) -> Any:
     return tune_model(model, LOADER, loss, metric, **options)
 
 
-@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel, lambda model: torch.compile(model)])
+on_the_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there it wants the model on a GPU")
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda model: model,
+        pytest.param(nn.DataParallel, marks=on_the_cpu, id="DataParallel"),
+        lambda model: torch.compile(model),
+    ],
+)
 def test_the_model_is_an_ordinary_one_again_and_the_one_that_was_judged_best(wrap: Any) -> None:
     model = network()
     wrapped, names, before = wrap(model), set(model.state_dict()), likelihood(model.eval())[0]
