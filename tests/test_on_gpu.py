@@ -29,7 +29,9 @@ from metricopt_ext.value.value_function import NeuralValueFunction
 
 PLAYED = "METRICOPT_PLAYED_GPU"  # in a process of its own, as `played_gpu.register` can't be undone
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-in_its_own_process = pytest.mark.skipif(PLAYED not in os.environ, reason="see the last test of this file")
+in_its_own_process = pytest.mark.skipif(
+    PLAYED not in os.environ, reason="test_all_of_this_on_a_gpu_that_the_cpu_plays runs it"
+)
 DIM, CLASSES = 6, 4
 
 
