@@ -84,7 +84,7 @@ class _OfOneClass:
         """
         hits, guessed, actual = (float(counts[self.number]) for counts in _counts(logits, labels))
         if not actual:
-            raise DataError(f"no example is of class {self.label!r}, of which {self.metric} is asked")
+            raise DataError(f"no example has class {self.label!r}, which {self.metric} needs")
         if self.metric == "recall":
             return hits / actual
         return hits / max(1.0, guessed) if self.metric == "precision" else 2 * hits / (guessed + actual)

@@ -56,8 +56,8 @@ def tell_of_whole_passes(model: nn.Module, gib: float, why: str, *, keys: str = 
     if gib and hasattr(model, BACKBONE) and not changed:
         warnings.warn(
             f"the backbone's maps, which phi leaves as they are, are not kept of a {type(model).__name__}, as {why}:"
-            f" each query computes them. With phi in the box head alone of a stock R-CNN they are; {keys}=0 keeps"
-            " nothing and says nothing",
+            f" each query computes them. With phi in the box head alone of a stock R-CNN they are; {keys}=0 turns"
+            " caching and this warning off",
             stacklevel=3,
         )
 

@@ -94,7 +94,7 @@ def renamed_arguments(**new_of: str) -> Callable[[F], F]:
                     raise TypeError(
                         f"{function.__name__}() got {new} and {former}, its former name; leave {former} out"
                     )
-                warnings.warn(f"{former} is now {new}; call it so", DeprecationWarning, stacklevel=3)
+                warnings.warn(f"{former} is now called {new}; use that name", DeprecationWarning, stacklevel=3)
                 kwargs[new] = kwargs.pop(former)
             return function(*args, **kwargs)
 

@@ -87,8 +87,8 @@ class Cuts:
             self._told = True
             warnings.warn(
                 f"what is computed before phi is not kept, as {why}: each query computes all of it. Make the forward"
-                f" pass one that torch.fx can trace, or place phi in a layer behind it; {self.setting}=0 keeps nothing"
-                " and says nothing",
+                f" pass one that torch.fx can trace, or place phi in a layer behind it; {self.setting}=0 turns"
+                " caching and this warning off",
                 stacklevel=4,
             )
 

@@ -28,7 +28,7 @@ def half(value: float, *, new: float = 1.0) -> float:
 
 
 def test_an_argument_by_its_former_name_is_taken_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match="old is now new"):
+    with pytest.warns(DeprecationWarning, match="old is now called new"):
         assert half(3.0, old=4.0) == 6.0  # type: ignore[call-arg]
     assert half(3.0, new=4.0) == 6.0
     assert half.__doc__ == "Half of it."

@@ -84,14 +84,14 @@ def main() -> None:
         nargs="+",
         type=float,
         default=[],
-        help="for COCO's definition: further IoUs, above 0 and at most 1, at which the AP is told",
+        help="for COCO's definition: further IoUs, above 0 and at most 1, at which AP is also reported",
     )
     parser.add_argument("--class-agnostic", action="store_true", help="take all classes for one")
     parser.add_argument(
         "--against",
         type=Path,
         metavar="OTHER",
-        help="for COCO's definition: other detections in the same images, from whose numbers the difference is told",
+        help="for COCO's definition: other detections in the same images, to compare with",
     )
     parser.add_argument(
         "--picture", action="store_true", help="for COCO's definition: draw precision and recall, precision_recall.png"

@@ -249,7 +249,7 @@ def check_options(arguments: argparse.Namespace) -> None:
         )
     by_index = "--gallery-index" if arguments.gallery_index else "--index" if arguments.index else ""
     if by_index and (arguments.metrics or arguments.cameras):
-        raise DataError(f"{by_index} finds the nearest alone; leave --metrics and --cameras out, which rank all items")
+        raise DataError(f"{by_index} finds nearest neighbours; leave --metrics and --cameras out, which rank all items")
     if arguments.gallery_index and (galleries or arguments.index or arguments.against):
         raise DataError("--gallery-index is gallery and search; leave other galleries, --index and --against out")
     if arguments.gallery_index and len(arguments.gallery_labels) != 1:

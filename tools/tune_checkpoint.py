@@ -369,7 +369,7 @@ def report(
     if result.best != result.after:
         print(f"the best candidate has {decimals(result.best)}, but {result.doubt()}")
     if result.guard == "none":
-        print("unguarded: nobody can tell how much of a gain is chance; give --halves, --repeats or --holdout")
+        print("unguarded: a gain can't be told from chance; give --halves, --repeats or --holdout")
     print(*map(plain, result.details.lines(result)), sep="\n")  # what there is to say of the search
     print_written(*written)
     if tuned.changed:

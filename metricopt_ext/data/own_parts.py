@@ -101,7 +101,7 @@ def same_classes(parts: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
         if lacking and ("train" not in having or len(having) == 1):
             raise DataError(
                 f"class {brief(name)} is in {_keys(having)} alone, and {_keys(lacking)} {_lacks(lacking)} it; all parts"
-                " must have the same classes: take its examples away, or name it alike in each"
+                " must have the same classes: remove its examples, or use one name in all parts"
             )
         if lacking:
             partly.append(f"{brief(name)} in {_keys(lacking)}")

@@ -189,9 +189,7 @@ class SettingsOutcome:
             best = ", ".join(f"{name}={texts[name]}" for name in settings.changed(self.best_values))
             lines.append(f"the best candidate, {best}, has {decimals(self.best)}, but {self._doubt()}")
         if self.guard == "none":
-            lines.append(
-                "unguarded: nobody can tell how much of a gain is chance; give --halves, --repeats or --holdout"
-            )
+            lines.append("unguarded: a gain can't be told from chance; give --halves, --repeats or --holdout")
         return lines
 
     def _doubt(self) -> str:

@@ -31,7 +31,7 @@ def check_holdout(task: FinetuneTask, metric: Metric, starts: Mapping[str, Start
         raise ValueError(f"holdout is {metric.name!r} itself, which the search sees; it must be of other data")
     if metric.maximize != task.metric.maximize:
         better = "higher" if metric.maximize else "lower"
-        raise ValueError(f"of holdout, {metric.name!r}, {better} is better, unlike of {task.metric.name!r}")
+        raise ValueError(f"for holdout, {metric.name!r}, {better} is better, unlike for {task.metric.name!r}")
     if metric.constraints:
         raise ValueError(
             f"holdout, {metric.name!r}, has subject_to, which no data held out are asked for; give it to"

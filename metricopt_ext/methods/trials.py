@@ -306,7 +306,7 @@ class Trials:
         if id == 0:
             raise ValueError(
                 "trial 0 is the model as it was trained, so its value is needed: it failed"
-                f" ({reason or 'no reason given'}); mend the scorer, and tell its value"
+                f" ({reason or 'no reason given'}); fix the scorer, then tell its value"
             )
         self._kept.tell(KeptEvaluation.evaluated(self._kept_point(trial), failed, self.task.metric.repeats))
 

@@ -180,7 +180,7 @@ class SearchState(ABC):
             if self._batches is None:
                 self._batches = self.batches()
             elif self._broken:
-                raise RuntimeError("the search broke when it was asked last; begin it anew, and tell it what is known")
+                raise RuntimeError("the search failed when it was last asked; start a new one, and tell it all values")
             closed, self._closed = self._closed, None
             self._broken = True
             try:

@@ -363,8 +363,7 @@ class Metric(CostScale):
             raise error
         if distributed.rank() == 0:
             warnings.warn(
-                f"{error}; the worst value so far is taken in its place (failure {number} of {self.failures} that may"
-                " be)",
+                f"{error}; the worst value so far is taken in its place (failure {number} of {self.failures} allowed)",
                 stacklevel=4,
             )
         return self.stand_in()

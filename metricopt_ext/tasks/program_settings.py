@@ -80,7 +80,7 @@ class ProgramSettings(Settings):
         scale = cast(Scale, parts[2] if len(parts) == 3 else "linear")
         if isinstance(low, int) and high == low + 1 and not isinstance(_number(default or ""), float):
             raise ValueError(
-                f"of integers there are two alone; write {name}={float(low)}:{float(high)} for numbers between them, or"
+                f"it has only two integers; write {name}={float(low)}:{float(high)} for numbers between them, or"
                 f" {name}={low},{high}"
             )
         if default is None:

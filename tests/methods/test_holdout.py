@@ -167,7 +167,7 @@ def test_what_can_not_judge_a_run_is_refused_before_any_query(quadratic: Callabl
     for arguments, error, what in (
         ({"holdout": lambda model: 0.0}, ValueError, "holdout is <function .*it must be a Metric, of data"),
         ({"holdout": task.metric}, ValueError, "holdout is 'distance' itself, which the search sees"),
-        ({"holdout": higher}, ValueError, "of holdout, 'aside', higher is better, unlike of 'distance'"),
+        ({"holdout": higher}, ValueError, "for holdout, 'aside', higher is better, unlike for 'distance'"),
         ({"holdout": bounded}, ValueError, "holdout, 'aside', has subject_to.*give it to 'distance'"),
         ({"holdout": two}, BudgetError, "holdout takes up to 3 queries, 2 are left in its budget"),
         (

@@ -282,7 +282,7 @@ def test_what_can_be_no_answer_changes_nothing(quadratic: Make, tmp_path: Path) 
             lambda: search.fail(0, "killed"),
             r"trial 0 is the model as it was trained, so its value is needed: it failed \(killed\)",
         ),
-        (lambda: search.fail(0), r"it failed \(no reason given\); mend the scorer"),
+        (lambda: search.fail(0), r"it failed \(no reason given\); fix the scorer"),
         (lambda: search.give_up(0), "trial 0 is a start"),
         (lambda: search.ask(0), "n is 0; it must be at least 1"),
     ):

@@ -653,7 +653,7 @@ def test_wide_tables_are_whole(folder: Path, capsys: pytest.CaptureFixture[str])
             "--against-gallery is none of --against",
         ),
         ((*QUERIES, "--sample", "5"), "--sample is for --index, which searches"),
-        ((*QUERIES, "--index", "ivf", "--metrics", "ndcg"), "--index finds the nearest alone; leave"),
+        ((*QUERIES, "--index", "ivf", "--metrics", "ndcg"), "--index finds nearest neighbours; leave"),
         ((*QUERIES, "--index", "hnsw", "--sample", "0"), "least 1 query, got 0"),
         ((*QUERIES, "--gallery-index", "q.npy"), "--gallery-index needs --gallery-labels"),
         ((*QUERIES, *A, "--gallery-index", "q.npy"), "--gallery-index is gallery and search;"),
