@@ -101,8 +101,9 @@ class Whitening(NamedTuple):
         variances, axes = torch.linalg.eigh((x - mean).T @ (x - mean) / (len(x) - 1))
         variances, axes = variances.flip(0), axes.flip(1)
         unit = torch.finfo(embeddings.dtype).eps if embeddings.is_floating_point() else torch.finfo(x.dtype).eps
-        # The rank of a matrix as NumPy has it, of variances; and what float64 itself leaves of an exact 0.
-        least = max((max(x.shape) * unit) ** 2, x.shape[1] * torch.finfo(x.dtype).eps) * float(variances[0])
+        # What rounding of the embeddings' numbers makes of an exact 0 in a sum over d of them, and float64's own.
+        rounded = x.shape[1] * unit**2 * (float(variances[0]) + float(mean.square().max()))
+        least = max(rounded, x.shape[1] * torch.finfo(x.dtype).eps * float(variances[0]))
         rank = int((variances > least).sum())
         if not rank or float(variances[0]) <= (unit * float(mean.norm())) ** 2:
             raise DataError(f"a whitening is fitted on embeddings that differ, got {len(x)} that are all the same")

@@ -1,7 +1,7 @@
 """Starts of an embedder that whiten its embeddings, without labels or with them, by its last linear layer."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.retrieval.merge_whitening import merge_whitening, whitening_layer
 from metricopt_ext.retrieval.post_processing import PostProcessing, Whitening
+from metricopt_ext.tasks.inputs import each_batch
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.weights import same_bits
 
@@ -33,7 +34,7 @@ def whitening_start(task: FinetuneTask, inputs: Iterable[Any]) -> Start:
         AdapterError: The embeddings are no linear layer's output, or that layer has no bias, which takes the mean.
         DataError: The inputs are too few, or their embeddings do not differ (`Whitening`).
     """
-    batches, model = list(inputs), _base(task)
+    batches, model = _batches(inputs), _base(task)
     return _merged(task, model, Whitening.of(_embedded(model, batches)), batches)
 
 
@@ -52,7 +53,7 @@ def lda_whitening_start(task: FinetuneTask, inputs: Iterable[Any], labels: Tenso
         AdapterError: As from `whitening_start`.
         DataError: The inputs are too few, or the embeddings of a class do not differ.
     """
-    batches, model = list(inputs), _base(task)
+    batches, model, labels = _batches(inputs), _base(task), torch.as_tensor(labels)
     return _merged(task, model, Whitening.within(_embedded(model, batches), labels), batches)
 
 
@@ -87,8 +88,12 @@ def whitened(task: FinetuneTask, inputs: Iterable[Any], labels: Tensor | None = 
         DataError: As from `whitening_start` and `lda_whitening_start`.
     """
     model = _base(task)
-    x = _embedded(model, list(inputs))
-    return Whitened(model, Whitening.of(x) if labels is None else Whitening.within(x, labels)).to(x.device).eval()
+    x = _embedded(model, _batches(inputs))
+    return (
+        Whitened(model, Whitening.of(x) if labels is None else Whitening.within(x, torch.as_tensor(labels)))
+        .to(x.device)
+        .eval()
+    )
 
 
 def _base(task: FinetuneTask) -> nn.Module:
@@ -98,13 +103,17 @@ def _base(task: FinetuneTask) -> nn.Module:
     return model.eval()
 
 
-def _embedded(model: nn.Module, batches: list[Any]) -> Tensor:
-    return torch.cat([model(batch) for batch in batches]) if batches else torch.zeros(0, 0)
+def _batches(inputs: Iterable[Any]) -> Iterable[Any]:
+    return list(inputs) if isinstance(inputs, Iterator) else inputs  # which are gone through twice
 
 
-def _merged(task: FinetuneTask, model: nn.Module, whitening: Whitening, batches: list[Any]) -> Start:
+def _embedded(model: nn.Module, batches: Iterable[Any]) -> Tensor:
+    return torch.cat(list(each_batch(batches, model)))
+
+
+def _merged(task: FinetuneTask, model: nn.Module, whitening: Whitening, batches: Iterable[Any]) -> Start:
     own = {name: each.clone() for name, each in model.state_dict().items()}
-    merge_whitening(model, whitening, PostProcessing(whitening=1.0, l2_after=False), batches[0])
+    merge_whitening(model, whitening, PostProcessing(whitening=1.0, l2_after=False), next(iter(batches)))
     found = dict[str, Tensor]()
     for name, parameter in model.named_parameters():
         if name not in own:

@@ -213,3 +213,12 @@ def test_what_is_missing_is_said() -> None:
 def test_what_can_t_be_done_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PostProcessing(**arguments)
+
+
+@pytest.mark.parametrize("rows", [1000, 100_000])
+def test_the_rank_does_not_hang_on_how_many_embeddings_there_are(rows: int) -> None:
+    """A direction of a hundredth of the largest spread is none of rounding, a sum of two others is."""
+    x = torch.randn(rows, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 0.1, 0.01])
+    x = torch.cat([x, x[:, :1] + x[:, 1:2]], 1) + 1  # the fourth column is the sum of two, but for rounding
+    whitening = Whitening.of(x)
+    assert len(whitening.variances) == 3

@@ -7,7 +7,7 @@ from torch import nn
 pytest.importorskip("faiss")
 
 from helpers.tensors import rand
-from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.adapters.attach import attach_film, attach_outputs
 from metricopt_ext.errors import AdapterError, DataError
 from metricopt_ext.retrieval.models import Conv4, Embedder
 from metricopt_ext.retrieval.post_processing import PostProcessing, Whitening, post_processed
@@ -67,8 +67,10 @@ def test_where_no_layer_can_take_it_the_reason_is_said() -> None:
         whitening_start(task_of(nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9)).double().eval()), [rand(60, 6, seed=0)])
     with pytest.raises(DataError, match="it must be more of them than dimensions"):
         whitening_start(task_of(network()), [rand(5, 6, seed=0)])
-    with pytest.raises(DataError, match="n at least 2"):
+    with pytest.raises(DataError, match="there are no inputs"):
         whitening_start(task_of(network()), [])
+    with pytest.raises(DataError, match=r"batch 0 of the inputs, .*without labels"):
+        whitening_start(task_of(network()), [(rand(60, 6, seed=0), torch.zeros(60))])
 
 
 @torch.no_grad()
@@ -90,3 +92,24 @@ def test_any_model_is_whitened_by_a_layer_behind_it() -> None:
         model = whitened(task, x.split(20), given)
         torch.testing.assert_close(model(x), post_processed(plain, post, whitening), rtol=1e-8, atol=1e-8)
     assert torch.equal(task.adapter.model(x), plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@torch.no_grad()
+def test_half_precision_keeps_all_directions(dtype: torch.dtype) -> None:
+    model = nn.Linear(4, 4).to(dtype).eval()
+    model.weight.copy_(torch.diag(torch.tensor([1.0, 0.9, 0.8, 0.7])))
+    adapter = attach_outputs(model)
+    task = FinetuneTask(adapter, metric=Metric(lambda model: 0.0, maximize=True))
+    x = rand(2000, 4, seed=0).to(dtype)
+    with adapter.applied(whitening_start(task, x.split(500))) as whitened_model:
+        spread = whitened_model(x).float().std(0)
+    torch.testing.assert_close(spread, torch.ones(4), rtol=0, atol=0.05)
+
+
+@torch.no_grad()
+def test_labels_may_be_a_list() -> None:
+    task, x = task_of(network()), rand(60, 6, seed=0)
+    labels = [index % 3 for index in range(60)]
+    listed, given = (lda_whitening_start(task, [x], each) for each in (labels, torch.tensor(labels)))
+    assert listed.digest == given.digest
