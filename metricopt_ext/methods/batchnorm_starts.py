@@ -12,7 +12,7 @@ from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import DataError
 from metricopt_ext.methods.start_lines import mixed
 from metricopt_ext.methods.starts import reestimate_batchnorm
-from metricopt_ext.tasks.entropy import entropy
+from metricopt_ext.tasks.entropy import entropy_of, logits_of, refuse_probabilities
 from metricopt_ext.tasks.inputs import each_batch
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.weights import same_bits
@@ -85,20 +85,31 @@ def tent_start(task: FinetuneTask, inputs: Iterable[Any]) -> Start | None:
         return None
     for norm in norms:
         norm.train().requires_grad_(True)
-    optimizer = torch.optim.Adam([each for norm in norms for each in norm.parameters()], lr=RATE)
+    trained = [each for norm in norms for each in norm.parameters()]
+    # Steps are taken in single precision at least: half a one would round most of them away.
+    precise = [each.detach().to(torch.promote_types(each.dtype, torch.float32), copy=True) for each in trained]
+    optimizer = torch.optim.Adam(precise, lr=RATE)
 
     def loss_on(batch: Any) -> Tensor:
         with torch.enable_grad():
-            return entropy(model, batch)
+            logits = logits_of(model(batch))
+            refuse_probabilities(logits.detach())
+            return entropy_of(logits)
 
     for index, loss in enumerate(each_batch(batches, loss_on)):
-        if not loss.isfinite():
-            raise DataError(f"the entropy of batch {index} of the inputs is not finite; look at it")
-        optimizer.zero_grad()
-        loss.backward()
+        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+        if not all(each.isfinite().all() for each in (loss, *gradients) if each is not None):
+            raise DataError(
+                f"the entropy of batch {index} of the inputs is not finite, or its gradient, in {loss.dtype}; look at"
+                " the batch, or give a model in float32"
+            )
+        for value, gradient in zip(precise, gradients, strict=True):
+            value.grad = None if gradient is None else gradient.to(value)
         optimizer.step()
-    found = reestimate_batchnorm(model, batches)
-    assert found is not None
+        with torch.no_grad():
+            for parameter, value in zip(trained, precise, strict=True):
+                parameter.copy_(value)
+    found = reestimate_batchnorm(model, batches) or model
     own = task.adapter.base_state_dict()
 
     def changed(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

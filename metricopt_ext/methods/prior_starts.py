@@ -9,7 +9,7 @@ from torch import Tensor
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import AdapterError, DataError
-from metricopt_ext.tasks.entropy import logits_of
+from metricopt_ext.tasks.entropy import logits_of, refuse_probabilities
 from metricopt_ext.tasks.inputs import each_batch
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.modes import evaluating
@@ -121,6 +121,7 @@ def em_prior_start(task: FinetuneTask, inputs: Iterable[Any], priors: Tensor | S
     with adapter.applied(Start(task.origin())) as model, evaluating(model):
         found = [each.detach().cpu().double() for each in each_batch(inputs, lambda x: logits_of(model(x), count))]
     logits = torch.cat(found)
+    refuse_probabilities(logits)
     if count == 1:
         logits = torch.cat([torch.zeros_like(logits), logits], 1)
     trained = priors.double().cpu() / priors.double().sum().cpu()

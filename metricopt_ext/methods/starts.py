@@ -129,7 +129,7 @@ def batchnorm_start(task: FinetuneTask, inputs: Iterable[Any]) -> Start | None:
 
 
 def reestimate_batchnorm(model: nn.Module, inputs: Iterable[Any]) -> nn.Module | None:
-    """Return a copy of a model with BatchNorm statistics of other inputs, or None if it has no BatchNorm.
+    """Return a copy of a model with BatchNorm statistics of other inputs, or None if it keeps none.
 
     A norm that no input reaches, such as an auxiliary head's, keeps its statistics.
 
@@ -168,7 +168,8 @@ def has_batchnorm(model: nn.Module) -> bool:
 
 
 def _norms(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
-    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    every = (module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
+    return [norm for norm in every if norm.running_mean is not None]  # others take each batch's own
 
 
 def best_start(task: FinetuneTask, starts: Mapping[str, Start]) -> tuple[str, dict[str, Evaluation]]:

@@ -8,6 +8,10 @@ from torch import Tensor, nn
 
 from metricopt_ext.errors import AdapterError
 
+# Rows of numbers from 0 to 1 whose sums differ from 1 by no more are probabilities, also of half precision. A single
+# column is taken for them only where it has so many rows, as a few weak logits may lie there by chance.
+PROBABILITIES, ROWS = 0.02, 20
+
 
 def logits_of(output: Any, count: int | None = None) -> Tensor:
     """Return a model's logits, a row for each example or pixel, ``m x C``; ``m x 1`` of two classes with one logit.
@@ -36,13 +40,33 @@ def logits_of(output: Any, count: int | None = None) -> Tensor:
     return logits
 
 
+def refuse_probabilities(logits: Tensor) -> None:
+    """Refuse what must be probabilities, not logits, ``m x C``: rows that sum to 1, or all of one column in [0, 1].
+
+    Raises:
+        AdapterError: They are; the message has the remedy.
+    """
+    if not len(logits) or not bool(((logits >= 0) & (logits <= 1)).all()):
+        return
+    sums = logits.double().sum(1)
+    if len(logits) >= ROWS if logits.shape[1] == 1 else bool(((sums - 1).abs() < PROBABILITIES).all()):
+        raise AdapterError(
+            f"the model returned numbers from {float(logits.min()):.3g} to {float(logits.max()):.3g}, which are"
+            " probabilities; give a model that returns logits: leave its last softmax or sigmoid out"
+        )
+
+
 def entropy(model: nn.Module, batch: Any) -> Tensor:
     """Return the mean entropy of a model's predictions on a batch of inputs, in nats; a scalar.
 
     Raises:
         AdapterError: It does not return logits.
     """
-    logits = logits_of(model(batch))
+    return entropy_of(logits_of(model(batch)))
+
+
+def entropy_of(logits: Tensor) -> Tensor:
+    """Return the mean entropy of logits, ``m x C`` as from `logits_of`, in nats; a scalar."""
     if logits.shape[1] == 1:  # two classes: of logits 0 and z
         logits = torch.cat([torch.zeros_like(logits), logits], 1)
     log_p = F.log_softmax(logits, 1)

@@ -20,7 +20,7 @@ from metricopt_ext.errors import AdapterError, MetricError, WeightsError
 from metricopt_ext.runtime import distributed
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.cost_scale import CostScale
-from metricopt_ext.tasks.entropy import entropy
+from metricopt_ext.tasks.entropy import entropy, logits_of, refuse_probabilities
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.population import MEMORY, Population, Together, alike, choose, together
@@ -208,7 +208,7 @@ class FinetuneTask:
                 f"inputs is {brief(inputs)}; it must be a list of batches, one at least, e.g. x.split(100)"
             )
         with torch.no_grad(), seeded_streams(0, self.origin().device):
-            entropy(self.adapter.model, inputs[0])  # refuses what returns no logits
+            refuse_probabilities(logits_of(self.adapter.model(inputs[0])))
 
     def probing(self) -> "FinetuneTask":
         """Return the task by whose loss directions of phi are looked for: without one, the entropy of `inputs`."""

@@ -157,3 +157,45 @@ def test_the_line_and_tent_meet_on_one_model() -> None:
         )
         torch.testing.assert_close(model(inputs()[0]), model[4](torch.tanh(hidden)))
     assert PlacesOnLine(through, task.adapter.base_state_dict()).of(tent) == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tent_steps_in_single_precision(dtype: torch.dtype) -> None:
+    """A step of 1e-3 is less than half precision can add to a scale of 1: only many of them show."""
+
+    def scales(dtype: torch.dtype) -> Tensor:
+        model = network().to(dtype)
+        start = tent_start(task_of(model), [batch.to(dtype) for batch in inputs(16)])
+        assert start is not None
+        return start.parameters["1.weight"].double()
+
+    moved = scales(torch.float64) - network()[1].weight.detach()
+    found = scales(dtype) - network()[1].weight.detach()
+    assert float(moved.abs().max()) > 0.01
+    torch.testing.assert_close(found, moved, rtol=0, atol=0.012)  # a unit of bfloat16 near 2 is 0.0156
+
+
+def test_half_precision_that_overflows_is_named() -> None:
+    model = network().to(torch.float16)
+    with torch.no_grad():
+        model[4].weight.mul_(6e4)
+    with pytest.raises(DataError, match=r"batch 0 of the inputs.*torch\.float16.*float32"):
+        tent_start(task_of(model), [batch.to(torch.float16) for batch in inputs(4)])
+
+
+def test_norms_without_statistics_have_none_to_replace() -> None:
+    torch.manual_seed(0)
+    model = (
+        nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6, track_running_stats=False), nn.Linear(6, 3)).double().eval()
+    )
+    task = task_of(model)
+    assert batchnorm_start(task, inputs()) is None
+    start = tent_start(task, inputs())
+    assert start is not None
+    assert start.replaced.keys() == {"1.weight", "1.bias"}
+
+
+def test_probabilities_are_no_logits() -> None:
+    for last in (nn.Softmax(1), nn.Sequential(nn.Linear(3, 1), nn.Sigmoid())):
+        with pytest.raises(AdapterError, match=r"probabilities; .*logits"):
+            tent_start(task_of(nn.Sequential(*network(), last.double())), inputs())

@@ -176,3 +176,14 @@ def test_em_stops_after_so_many_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = torch.tensor([0.5, 0.5], dtype=torch.float64)
     monkeypatch.setattr(prior_starts, "ROUNDS", 1)
     torch.testing.assert_close(em_priors(p, trained), p.mean(0))
+
+
+@pytest.mark.parametrize("last", [nn.Softmax(1), nn.Sigmoid()])
+def test_probabilities_are_no_logits(last: nn.Module) -> None:
+    """Taken for logits they would be adjusted to whatever."""
+    torch.manual_seed(0)
+    count = 3 if isinstance(last, nn.Softmax) else 1
+    adapter = attach_outputs(nn.Sequential(nn.Linear(4, count), last).double().eval())
+    task = FinetuneTask(adapter, metric=Metric(lambda model: 0.0, maximize=True))
+    with pytest.raises(AdapterError, match=r"probabilities; .*logits"):
+        em_prior_start(task, X.split(50), [1.0] * max(2, count))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.errors import AdapterError
-from metricopt_ext.tasks.entropy import entropy, logits_of
+from metricopt_ext.tasks.entropy import entropy, logits_of, refuse_probabilities
 
 
 class Returning(nn.Module):
@@ -48,3 +48,12 @@ def test_as_many_logits_as_phi_has_offsets() -> None:
     assert logits_of(torch.zeros(2, 3, 4), 3).shape == (8, 3)
     with pytest.raises(AdapterError, match=r"returned 3.*phi has offsets for 2"):
         logits_of(torch.zeros(2, 3), 2)
+
+
+def test_probabilities_are_refused_and_logits_are_not() -> None:
+    logits = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
+    for taken in (logits, logits.log_softmax(1), torch.rand(30, 4), logits[:, :1], torch.rand(5, 1), torch.zeros(0, 4)):
+        refuse_probabilities(taken)
+    for probabilities in (logits.softmax(1), logits.half().softmax(1), logits[:, :1].sigmoid()):
+        with pytest.raises(AdapterError, match="probabilities"):
+            refuse_probabilities(probabilities)
