@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from metricopt_ext.errors import AdapterError
@@ -21,7 +22,7 @@ class Start:
     """A state of a model that a search may begin from; `Adapter.apply` puts the model into it.
 
     Attributes:
-        phi: ``d``.
+        phi: ``d``; integers become float32.
         buffers: Buffers that replace the model's own, by their names in the bare model's state dict, e.g. BatchNorm
             statistics.
         parameters: Parameters that replace the model's own, likewise, e.g. the mean of several trainings' weights.
@@ -38,10 +39,14 @@ class Start:
         """Check the types; whether it fits a model is for `Adapter.check`.
 
         Raises:
-            TypeError: phi is no tensor, or the others are no dicts.
+            TypeError: phi is no tensor of real numbers, or the others are no dicts.
         """
         if not isinstance(self.phi, Tensor):
             raise TypeError(f"phi is {brief(self.phi)}; it must be a tensor, torch.as_tensor(phi)")
+        if self.phi.is_complex() or self.phi.dtype == torch.bool:
+            raise TypeError(f"phi is of type {self.phi.dtype}; it must be of floating numbers, phi.float()")
+        if not self.phi.is_floating_point():
+            object.__setattr__(self, "phi", self.phi.float())  # so that it can lie on a line
         for name in ("buffers", "parameters", "settings"):
             if not isinstance(given := getattr(self, name), Mapping):
                 raise TypeError(f"{name} are {brief(given)}; they must be a dict by name")

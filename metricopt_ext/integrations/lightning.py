@@ -13,7 +13,8 @@ from torch.utils.data import IterableDataset
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.adapters.start import StartLine
+from metricopt_ext.errors import AdapterError, ConfigError, DataError
 from metricopt_ext.integrations.lightning_checkpoints import load_best, save_tuned, warn_of_older_weights
 from metricopt_ext.methods.pipeline import check_plan, optimize_metric
 from metricopt_ext.methods.result import Result
@@ -114,8 +115,11 @@ class SearchPhi(L.Callback):
         try:
             given = {name: self.options[name] for name in PLANNED if name in self.options}
             check_plan(adapter, self._metric(lambda model: None), queries=self.queries, **given)
-            for start in (given.get("starts") or {}).values():
-                adapter.check(start)
+            for name, start in (given.get("starts") or {}).items():
+                if start is None:
+                    raise AdapterError(f"start {name!r} is None: it does not apply to this model; leave it out")
+                for each in start.ends if isinstance(start, StartLine) else [start]:
+                    adapter.check(each)
         finally:
             adapter.remove()
         if trainer.is_global_zero:

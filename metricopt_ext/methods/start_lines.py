@@ -198,7 +198,7 @@ def line_between(a: Start, b: Start, base: Mapping[str, Tensor] | None = None) -
     """Return the line between two starts, from the first, at 0, to the second, at 1.
 
     phi and all tensors with a fraction are mixed linearly, in float64, and have the first's dtype; others are the
-    first's. At 0 and at 1 they are exactly those of the starts.
+    first's. At 0 and at 1 the mixed ones are exactly those of the starts, as these are now.
 
     Args:
         a: The first start.
@@ -208,12 +208,14 @@ def line_between(a: Start, b: Start, base: Mapping[str, Tensor] | None = None) -
 
     Raises:
         AdapterError: One is no start, or they have different settings; they replace different tensors, and ``base``
-            lacks one; or a tensor has two shapes.
+            lacks one; or a tensor has two shapes, or is a buffer of one and a parameter of the other.
     """
     if strange := [each for each in (a, b) if not isinstance(each, Start)]:
         raise AdapterError(f"a line is between two starts, got {brief(strange[0])}; leave it out where one is None")
     if dict(a.settings) != dict(b.settings):
         raise AdapterError("the starts have different settings of inference, which can't be mixed; give both the same")
+    if both := sorted((a.buffers.keys() & b.parameters.keys()) | (a.parameters.keys() & b.buffers.keys())):
+        raise AdapterError(f"{both[0]!r} is a buffer in one start and a parameter in the other; give it alike in both")
     own = dict(base or {})
     for name in sorted(a.replaced.keys() ^ b.replaced.keys()):
         if name not in own:
@@ -222,21 +224,23 @@ def line_between(a: Start, b: Start, base: Mapping[str, Tensor] | None = None) -
                 " line_between(a, b, task.adapter.base_state_dict())"
             )
     buffers, parameters = (
-        {
-            name: (first[name] if name in first else own[name], second[name] if name in second else own[name])
-            for name in {**first, **second}
-        }
+        {name: (_copied(first, own, name), _copied(second, own, name)) for name in {**first, **second}}
         for first, second in ((a.buffers, b.buffers), (a.parameters, b.parameters))
     )
-    for name, (mine, theirs) in {"phi": (a.phi, b.phi), **buffers, **parameters}.items():
+    phi = a.phi.detach().clone(), b.phi.detach().clone()  # copies, as the model's own may be among all these
+    for name, (mine, theirs) in {"phi": phi, **buffers, **parameters}.items():
         if mine.shape != theirs.shape:
             raise AdapterError(f"{name!r} has shapes {tuple(mine.shape)} and {tuple(theirs.shape)} in the two starts")
 
     def at(t: float) -> Start:
         first, second = ({name: mixed(*pair, t) for name, pair in each.items()} for each in (buffers, parameters))
-        return Start(mixed(a.phi, b.phi, t), first, second, dict(a.settings))
+        return Start(mixed(*phi, t), first, second, dict(a.settings))
 
     return StartLine(at, 0.0, 1.0)
+
+
+def _copied(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], name: str) -> Tensor:
+    return (tensors if name in tensors else own)[name].detach().clone()
 
 
 @torch.no_grad()

@@ -517,3 +517,9 @@ def test_a_line_goes_through_another_start() -> None:
     assert start.buffers["mean"].tolist() == [1500.0] * 3
     assert (start.parameters["weight"].tolist(), dict(start.settings)) == ([1.0], {"flip": True})
     assert (line.low, line.high, line.first) == (0.0, 2.0, along().first)
+
+
+@pytest.mark.parametrize("phi", [torch.zeros(2, dtype=torch.complex64), torch.tensor([True])])
+def test_phi_of_no_real_numbers_is_refused(phi: Tensor) -> None:
+    with pytest.raises(TypeError, match=r"phi is of type torch\.(complex64|bool)"):
+        Start(phi)

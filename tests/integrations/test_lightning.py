@@ -25,6 +25,7 @@ D = 4
 X = torch.randn(48, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = (X[:, 0] > 0.5).long()
 BATCHES = DataLoader(TensorDataset(X, Y), batch_size=16)
+TOO_LONG = mo.StartLine(lambda t: mo.Start(t * torch.ones(D + 1)), -1.0, 1.0)
 
 
 class Module(L.LightningModule):
@@ -129,6 +130,8 @@ class Stream(IterableDataset[Any]):
         ({"guard_confidence": 2.0}, BATCHES, ValueError, "confidence"),
         ({"strategy": CMAES}, BATCHES, ValueError, "strategy is the class CMAES"),
         ({"starts": {"mine": mo.Start(torch.zeros(D + 1))}}, BATCHES, AdapterError, r"phi has shape \(5,\)"),
+        ({"starts": {"line": TOO_LONG}}, BATCHES, AdapterError, r"phi has shape \(5,\)"),
+        ({"starts": {"mine": None}}, BATCHES, AdapterError, "'mine' is None"),
         ({"attach": lambda module: mo.attach_film(module, "net.9")}, BATCHES, AdapterError, "matches no layer"),
         ({}, DataLoader(Stream(), batch_size=16), DataError, "needs a DataLoader with an index"),
     ],

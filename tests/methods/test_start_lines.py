@@ -306,3 +306,24 @@ def test_a_line_that_does_not_fit_costs_no_query(quadratic: Callable[..., Any]) 
         with pytest.raises(AdapterError, match=message):
             optimize_metric(task, queries=30, starts={"a": line}, callback=Callback())
     assert task.queries == 0
+
+
+def test_a_line_keeps_what_its_starts_and_the_model_were() -> None:
+    a, b = Start(torch.zeros(2)), Start(torch.ones(2), {"mean": torch.ones(3)})
+    base = {"mean": torch.zeros(3)}
+    line = line_between(a, b, base)
+    before = [each.digest for each in line.ends]
+    for tensor in (a.phi, b.phi, base["mean"], b.buffers["mean"]):
+        tensor.add_(1)
+    assert [each.digest for each in line.ends] == before
+
+
+def test_integers_as_phi_are_mixed() -> None:
+    line = line_between(Start(torch.tensor([0, 0])), Start(torch.tensor([1, 0])))
+    assert [line.at(t).phi.tolist() for t in (0.0, 0.5, 1.0)] == [[0, 0], [0.5, 0], [1, 0]]
+
+
+def test_a_buffer_of_one_and_a_parameter_of_the_other_are_refused() -> None:
+    phi, value = torch.zeros(2), {"mean": torch.zeros(3)}
+    with pytest.raises(AdapterError, match="'mean' is a buffer in one start and a parameter in the other"):
+        line_between(Start(phi, value), Start(phi, {}, value))
