@@ -17,7 +17,7 @@ from metricopt_ext.adapters.ingredients import Ingredients
 from metricopt_ext.adapters.layers import matching, refuse_idle, unusable
 from metricopt_ext.adapters.logits_layer import logits_layer
 from metricopt_ext.adapters.lora import LoraScale, lora_layers
-from metricopt_ext.adapters.mixture import MOST, ROOT, Mixture, saved_count, saved_shapes, saved_states
+from metricopt_ext.adapters.mixture import MOST, ROOT, Mixture, floating, saved_count, saved_shapes, saved_states
 from metricopt_ext.adapters.modulation import (
     CONTEXT_NAME,
     GENERATOR,
@@ -41,7 +41,7 @@ from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.files import check_tensors, content_of
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.seeding import generator
-from metricopt_ext.utils.weights import same_bits
+from metricopt_ext.utils.weights import has_mean, same_bits
 from metricopt_ext.utils.words import brief, nearest, shortened
 
 
@@ -285,11 +285,15 @@ def attach_mixture(
     check_integer(1, **({} if film is None else {"film": film}))
     _check_bare(model)
     reader = Ingredients(model, entry)
+    if not floating(model):
+        raise AdapterError(
+            f"{type(model).__name__} has no floating numbers in its state dict, of which there are mixtures"
+        )
     known: dict[str, dict[str, Tensor]] = {"the model": {}}  # what is not the model's, of each
     for number, each in enumerate(checkpoints):
         name = f"checkpoint {number}" if isinstance(each, Mapping) else str(each)
         read = reader.take(each, name) if isinstance(each, Mapping) else reader.read(Path(each))
-        state = {key: value for key, value in reader.replaced(read).items() if value.is_floating_point()}
+        state = {key: value for key, value in reader.replaced(read).items() if has_mean(value)}
         for other, theirs in known.items():
             if state.keys() == theirs.keys() and all(same_bits(value, theirs[key]) for key, value in state.items()):
                 raise AdapterError(f"{name} has the same weights as {other}, so it would add nothing; leave it out")
@@ -411,7 +415,7 @@ def _attach(
         guessed = isinstance(outputs, Outputs) and outputs.layer is None and calls is None
         name, logits = logits_layer(outputs, model, names, calls)
         outputs, names, classes = replace(outputs, layer=name), [*names, name], weight_of(logits).shape[0]
-    example = next(model.parameters()) if kind == "mixture" else weight_of(layers[0] if layers else logits)
+    example = next(iter(floating(model).values())) if kind == "mixture" else weight_of(layers[0] if layers else logits)
     dtype = torch.float64 if example.dtype == torch.float64 else torch.float32
     context = Context(int(dim), kind, names, int(seed), dtype, outputs, classes)
     children = [modulation(context, index, layer).to(example.device) for index, layer in enumerate(layers)]

@@ -16,10 +16,11 @@ from metricopt_ext.adapters.lora import adapted_layers
 from metricopt_ext.adapters.modulation import CONTEXT_NAME
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, DataError, FileFormatError
-from metricopt_ext.utils.checkpoint_file import CheckpointFile, read_checkpoint
+from metricopt_ext.utils.checkpoint_file import CheckpointFile, packed_in, read_checkpoint
 from metricopt_ext.utils.files import JSON_BYTES, content_of, parse_json, read_bounded
+from metricopt_ext.utils.state_dict import state_dict_in
 from metricopt_ext.utils.tensor_names import UNTRAINED, Names, names_in_model
-from metricopt_ext.utils.weights import same_bits
+from metricopt_ext.utils.weights import has_mean, same_bits
 from metricopt_ext.utils.words import brief, counted, shortened
 
 INDEX = ".index.json"
@@ -28,6 +29,8 @@ LORA = ("adapter_model.safetensors", "adapter_model.bin")  # of one of PEFT's
 MATRICES = ("lora_A.", "lora_B.", "lora_embedding_A.", "lora_embedding_B.")  # begin their names in a layer
 LORA_CONFIG = "adapter_config.json"
 LORA_FACTORS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")  # what LoRA's scales follow from
+
+NO_TENSOR = "is no tensor, as of a quantized layer, and has no mean; use the models before quantization"
 
 
 class Layer(NamedTuple):
@@ -57,18 +60,21 @@ class Ingredients:
         entry: The state dict's key in each file of torch that is not one itself; None to find it.
 
     Raises:
-        AdapterError: LoRA is of a variant whose change is not added, or on a weight that is no floating number.
+        AdapterError: LoRA is of a variant whose change is not added, or on a weight that is no floating number; or the
+            model holds weights that are no tensors, as quantized layers do.
     """
 
     def __init__(self, model: nn.Module, entry: str | None = None) -> None:
         self.model, self.entry = model, entry
         state = Adapter(model).base_state_dict() if hasattr(model, CONTEXT_NAME) else model.state_dict()
+        if packed := packed_in(state):
+            raise AdapterError(f"the model's {brief(packed[0])} {NO_TENSOR}")
         self.base = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         self._aliases = _aliases(model)
         self._lora = dict(_layers(model, self.base))
         lora = [name for each in self._lora.values() for name in (*each.parts, *each.idle)]
         self.left_alone = set(lora)
-        self.floating = [n for n, each in self.base.items() if each.is_floating_point() and n not in self.left_alone]
+        self.floating = [n for n, each in self.base.items() if has_mean(each) and n not in self.left_alone]
         self._own_changes = {each.weight: self._change(each, self.base) for each in self._lora.values()}
 
     def read(self, path: Path) -> dict[str, Tensor]:
@@ -76,7 +82,8 @@ class Ingredients:
 
         Raises:
             DataError: It can't be read, or lacks a tensor, has one that the model has not, or one of another shape or
-                type, or with numbers that are not finite; the message has the file and the tensor.
+                type, or with numbers that are not finite, or other weights than the model's of a type without a mean;
+                the message has the file and the tensor.
         """
         return self._read(path, [self._opened(file) for file in files_of(path)])
 
@@ -93,15 +100,19 @@ class Ingredients:
         """Return a state dict as `read` does a file of it.
 
         Args:
-            state: The tensors.
+            state: The tensors, or what a file of torch holds with them in an entry.
             name: What messages call it.
 
         Raises:
             DataError: As from `read`.
         """
+        if not any(isinstance(value, Tensor) for value in state.values()):  # a whole file's content
+            state = state_dict_in(Path(name), dict(state), self.entry, "entry")[1]
         return self._read(Path(name), [_InMemory(state)])
 
     def _read(self, path: Path, files: Sequence[CheckpointFile]) -> dict[str, Tensor]:
+        if packed := [key for file in files for key in file.packed]:
+            raise DataError(f"{path}: {brief(packed[0])} {NO_TENSOR}")
         where = {key: file for file in files for key in file.shapes}
         read = self._names(path, list(where))
         for key, name in read.names.items():
@@ -110,6 +121,7 @@ class Ingredients:
         for key, name in read.names.items():
             value = where[key].tensor(key)
             self._check_numbers(path, key, value, self.base[name])
+            self._check_mean(path, key, value, self.base[name])
             known = state.setdefault(self._aliases.get(name, [name])[0], value)
             if not same_bits(known, value):
                 raise DataError(f"{path}: {brief(key)} is not the same tensor as others are that it is tied to here")
@@ -180,7 +192,7 @@ class Ingredients:
             )
 
     def _check_numbers(self, path: Path, key: str, value: Tensor, own: Tensor) -> None:
-        if not value.is_floating_point() or (bool(value.isfinite().all()) and bool(own.isfinite().all())):
+        if not has_mean(value) or (bool(value.isfinite().all()) and bool(own.isfinite().all())):
             return
         if bool(value.isnan().any()):
             raise DataError(f"{path}: {brief(key)} has NaN; leave this file out")
@@ -189,6 +201,15 @@ class Ingredients:
                 f"{path}: {brief(key)} is infinite elsewhere than the model's, of which there is no mean; leave this"
                 " file out"
             )
+
+    def _check_mean(self, path: Path, key: str, value: Tensor, own: Tensor) -> None:
+        """Refuse weights of a type without a mean that are not the model's; counts and indices may differ."""
+        if has_mean(value) or value.dtype == torch.int64 or value.numel() <= 1 or same_bits(value, own):
+            return
+        raise DataError(
+            f"{path}: {brief(key)} differs from the model's, and numbers of type {value.dtype} have no mean; convert"
+            " the model and all files to floating numbers, as before quantization"
+        )
 
     def _change(self, each: Layer, state: Mapping[str, Tensor]) -> Tensor:
         """Return what LoRA adds to a layer's weight, in float64, with matrices from a state dict or the model's own."""
@@ -259,6 +280,7 @@ class _InMemory(CheckpointFile):
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         self._state = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        self.packed = packed_in(state)
         self.shapes = {name: tuple(value.shape) for name, value in self._state.items()}
         self.dtypes = {name: value.dtype for name, value in self._state.items()}
 

@@ -16,6 +16,7 @@ from metricopt_ext.adapters.skeleton import LOGITS, chosen
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.runtime.identity import fingerprint_of_files
 from metricopt_ext.utils.checkpoint_file import CheckpointFile
+from metricopt_ext.utils.weights import has_mean
 from metricopt_ext.utils.words import brief
 
 
@@ -42,9 +43,10 @@ class MixedFile:
         self, file: CheckpointFile, others: Sequence[Path], offsets: str | None = None, entry: str | None = None
     ) -> None:
         self.file, self.others, self.offsets = file, list(others), offsets
-        bias = None if offsets is None else chosen(file, [], offsets)[0]
-        outputs = None if bias is None else Outputs(bias.layer, LOGITS)
-        model = _model_of(file, None if bias is None else (bias.layer, bias.keys[0]))
+        if offsets is not None:
+            chosen(file, [], offsets)  # refuses what is no bias
+        model = _model_of(file)
+        outputs = None if offsets is None else Outputs(_add_logits(model, offsets), LOGITS)
         self.adapter: Adapter = attach_mixture(model, self.others, outputs=outputs, entry=entry)
 
     def identity(self) -> dict[str, Any]:
@@ -77,29 +79,20 @@ class MixedFile:
                 else:
                     assert isinstance(modulation, OutputOffsets)
                     assert self.offsets is not None
-                    moved[self.offsets] = modulation(moved[self.offsets][None])[0]
+                    bias = next(key for key in self.file.aliases(self.offsets) if key in moved)  # the first if tied
+                    moved[bias] = modulation(moved[bias][None])[0]
         return moved
 
 
-def _model_of(file: CheckpointFile, logits: tuple[str, str] | None) -> nn.Module:
-    """Return a module that has a checkpoint's tensors under their keys, and a layer of logits where one gets offsets.
-
-    Args:
-        file: The checkpoint.
-        logits: The layer that gets offsets, and the key of its bias.
-    """
+def _model_of(file: CheckpointFile) -> nn.Module:
+    """Return a module that has a checkpoint's tensors under their keys; tied ones are one parameter."""
     model, tied = nn.Module(), dict[str, nn.Parameter]()
-    if logits is not None:
-        layer, key = logits
-        with torch.device("meta"):
-            linear = nn.Linear(1, file.shapes[key][0])
-        _parent(model, layer).add_module(layer.rpartition(".")[2], linear.to_empty(device="cpu"))
     for key in file.shapes:
-        first = file.aliases(key)[0]
+        first = next((other for other in file.aliases(key) if other in tied), key)
         value, (above, _, name) = file.tensor(key), key.rpartition(".")
         try:
             module = _parent(model, key) if not above else _parent(model, f"{above}.")
-            if value.is_floating_point():
+            if has_mean(value):
                 tied.setdefault(first, nn.Parameter(value))
                 module.register_parameter(name, tied[first])
             else:
@@ -107,6 +100,22 @@ def _model_of(file: CheckpointFile, logits: tuple[str, str] | None) -> nn.Module
         except KeyError as error:
             raise AdapterError(f"{brief(key)} can't be the name of a tensor ({brief(error)})") from error
     return model
+
+
+def _add_logits(model: nn.Module, key: str) -> str:
+    """Add a layer of logits whose bias is the model's own tensor of a key, and return its name."""
+    above, _, name = key.rpartition(".")
+    bias = model.get_submodule(above).get_parameter(name)
+    with torch.device("meta"):
+        layer = nn.Linear(1, len(bias))
+    del layer.weight
+    layer.weight = torch.zeros(len(bias), 1)  # no parameter, so that no file has to have it
+    layer.bias = bias
+    called = "logits"
+    while called in model._modules or called in model._parameters or called in model._buffers:
+        called += "_"
+    model.add_module(called, layer)  # last, so that the bias goes by its key
+    return called
 
 
 def _parent(model: nn.Module, name: str) -> nn.Module:

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter_file import MATRIX
 from metricopt_ext.adapters.modulation import CONTEXT_NAME, MODULATION_NAME, Context, Modulation
+from metricopt_ext.errors import AdapterError
 from metricopt_ext.utils.folded_batch_norm import FoldedBatchNorm
+from metricopt_ext.utils.weights import has_mean
 
 MOST = 8  # checkpoints
 WEIGHTS = (-0.5, 1.5)  # each weight is within; a checkpoint's own is 1
@@ -29,6 +31,9 @@ class Mixture(Modulation):
     2022, "Model soups"), along directions that may lead beyond the models (Ilharco et al., 2023, "Editing models with
     task arithmetic"). Others are the base's, and so are infinite numbers. A BatchNorm's variance is kept
     above a tenth of the base's.
+
+    It acts in the model's own ``forward``. A layer that is called past it, as by a method ``encode``, would compute
+    with the base's weights, so that raises an AdapterError.
 
     Args:
         context: Holds phi.
@@ -52,6 +57,7 @@ class Mixture(Modulation):
                     value = value.where(base[name].isfinite(), 0)
                 self.register_buffer(_buffer(file, index), value, persistent=False)
         self._model, self._forward = (model,), None  # a tuple hides the model from registration below itself
+        self._mixing = 0  # calls of the model's forward that are under way
 
     @property
     def channels(self) -> int:
@@ -74,9 +80,10 @@ class Mixture(Modulation):
         for index, name in enumerate(self.names):
             own = base[name].detach()
             summed = own.where(own.isfinite(), 0) if name in self._infinite else own
-            total = weights[0] * summed.to(weights.dtype)  # phi's precision: a half's rounding would hide a small step
+            precise = torch.promote_types(own.dtype, weights.dtype)  # a half's rounding would hide a small step
+            total = weights[0] * summed.to(precise)
             for file, weight in enumerate(weights[1:]):
-                total = total + weight * self.get_buffer(_buffer(file, index)).to(weights.dtype)
+                total = total + weight * self.get_buffer(_buffer(file, index)).to(precise)
             if name.rpartition(".")[2] == "running_var":
                 total = total.maximum(VARIANCE * own)
             total = total.to(own.dtype)
@@ -87,15 +94,21 @@ class Mixture(Modulation):
         """Put the mixture's computation in the place of the model's; returns what takes it out again."""
         self._forward = layer.__dict__.get("forward")
         layer.forward = self._mixing_forward
-        return _Handle(layer, self)
+        mixed = {name.rpartition(".")[0] for name in self.names} - {ROOT}
+        hooks = [layer.get_submodule(name).register_forward_pre_hook(_Inside(self, name)) for name in sorted(mixed)]
+        return _Handle(layer, self, hooks)
 
     def _mixing_forward(self, *args: Any, **kwargs: Any) -> Any:
         (model,) = self._model
         mixed = {f"model.{name}": value for name, value in self.mixed(model).items()}
         # torch's own BatchNorm has no gradient in its running statistics
         differentiable = any(value.requires_grad for value in mixed.values())
-        with FoldedBatchNorm() if differentiable else nullcontext():
-            return torch.func.functional_call(_Own(model, self._forward), mixed, args, kwargs)
+        self._mixing += 1
+        try:
+            with FoldedBatchNorm() if differentiable else nullcontext():
+                return torch.func.functional_call(_Own(model, self._forward), mixed, args, kwargs)
+        finally:
+            self._mixing -= 1
 
     def changes(self, layer: nn.Module) -> list[Tensor]:
         """Return the tensors that `merge_into` changes."""
@@ -128,19 +141,43 @@ class _Own(nn.Module):
         return type(self.model).forward(self.model, *args, **kwargs)
 
 
+class _Inside:
+    """A hook that refuses a call of a layer past the model's forward, where nothing is mixed.
+
+    Args:
+        mixture: The mixture.
+        name: The layer's.
+    """
+
+    def __init__(self, mixture: Mixture, name: str) -> None:
+        self._mixture, self._name = (mixture,), name
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        (mixture,) = self._mixture
+        if not mixture._mixing:
+            (model,) = mixture._model
+            raise AdapterError(
+                f"layer {self._name!r} was called past {type(model).__name__}.forward, where alone a mixture acts;"
+                " attach it to a module whose forward returns what you call for, or merge() first"
+            )
+
+
 class _Handle:
     """Gives a model its own forward function back.
 
     Args:
         model: The model.
         mixture: What took its place.
+        hooks: Of its layers.
     """
 
-    def __init__(self, model: nn.Module, mixture: Mixture) -> None:
-        self._model, self._mixture = (model,), (mixture,)
+    def __init__(self, model: nn.Module, mixture: Mixture, hooks: Sequence[Any]) -> None:
+        self._model, self._mixture, self._hooks = (model,), (mixture,), hooks
 
     def remove(self) -> None:
         """Do it, once."""
+        for hook in self._hooks:
+            hook.remove()
         (model,), (mixture,) = self._model, self._mixture
         if mixture._forward is None:
             model.__dict__.pop("forward", None)
@@ -149,9 +186,9 @@ class _Handle:
 
 
 def floating(model: nn.Module) -> dict[str, Tensor]:
-    """Return the floating tensors of a model's state dict by name, each once: no adapter's, no caches."""
+    """Return the tensors of a model's state dict that have a mean by name, each once: no adapter's, no caches."""
     known = {id(each) for each in model.state_dict(keep_vars=True).values() if isinstance(each, Tensor)}
-    return {name: each for name, each in _own_tensors(model) if id(each) in known and each.is_floating_point()}
+    return {name: each for name, each in _own_tensors(model) if id(each) in known and has_mean(each)}
 
 
 def saved_count(tensors: Iterable[str]) -> int:

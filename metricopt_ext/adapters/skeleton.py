@@ -105,7 +105,9 @@ def _bias(file: CheckpointFile, key: str) -> Moved:
 
 
 def _is_vector(file: CheckpointFile, key: str) -> bool:
-    return len(file.shapes[key]) == 1 and file.shapes[key][0] > 0 and file.dtypes[key].is_floating_point
+    dtype = file.dtypes[key]
+    moves = dtype.is_floating_point and dtype.itemsize > 1  # eight bits are quantized
+    return len(file.shapes[key]) == 1 and file.shapes[key][0] > 0 and moves
 
 
 def _like_norms(file: CheckpointFile) -> str:

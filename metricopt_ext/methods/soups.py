@@ -15,7 +15,7 @@ from metricopt_ext.adapters.ingredients import Ingredients
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, BudgetError
 from metricopt_ext.methods.short_finetunes import Training, check_finetunes, short_finetunes
-from metricopt_ext.methods.starts import reestimate_batchnorm, with_start
+from metricopt_ext.methods.starts import has_batchnorm, reestimate_batchnorm, with_start
 from metricopt_ext.moved import renamed_arguments
 from metricopt_ext.plain import plain
 from metricopt_ext.runtime.identity import fingerprint
@@ -51,9 +51,9 @@ def soup_starts(
     their order, by the metric, would cost as many again. A uniform soup can be worse than each of its models: pass both
     to `optimize_metric` as ``starts``, and use neither unjudged.
 
-    Files are read one by one and summed in float64, so memory does not grow with their number. Non-floating tensors are
-    taken from the first file. With LoRA, the changes B A are averaged: the model's own A and B stay, and the difference
-    is added to the weight that they act on.
+    Files are read one by one and summed in float64, so memory does not grow with their number. Counts and indices are
+    taken from the first file; other weights without a mean, such as quantized ones, must be the model's. With LoRA, the
+    changes B A are averaged: the model's own A and B stay, and the difference is added to the weight that they act on.
 
     Args:
         task: The starts replace its model's weights, and finetunes begin from them.
@@ -84,6 +84,8 @@ def soup_starts(
         >>> mo.optimize_metric(task, queries=60, starts=starts)  # doctest: +SKIP
     """
     files = _check(task, checkpoints, finetunes, kinds)
+    if recalibrate is not None and not has_batchnorm(task.adapter.model):
+        warnings.warn("recalibrate changes nothing, as the model keeps no BatchNorm statistics", stacklevel=2)
     tell = callback.say if callback is not None else _print
     with ExitStack() as temporary:
         if checkpoints is None:

@@ -3,7 +3,7 @@
 import json
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -29,12 +29,14 @@ class CheckpointFile:
         entry: The state dict's entry, None if it is the file itself.
         shapes: The tensors' shapes, by key, in the file's order.
         dtypes: Their types, by key.
+        packed: Keys of what holds tensors without being one, as quantized layers do.
     """
 
     path: Path
     entry: str | None
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
+    packed: Sequence[str] = ()
 
     def tensor(self, key: str) -> Tensor:
         """Return a copy of a tensor."""
@@ -120,7 +122,15 @@ class _Safetensors(CheckpointFile):
         self._begins = {key: 8 + size + int(header[key]["data_offsets"][0]) for key in keys}
         keys.sort(key=self._begins.__getitem__)
         self.shapes = {key: tuple(header[key]["shape"]) for key in keys}
-        self.dtypes = {key: DTYPES.get(header[key]["dtype"], torch.uint8) for key in keys}
+        self.dtypes = {key: self._dtype(key, header[key]["dtype"]) for key in keys}
+
+    def _dtype(self, key: str, name: str) -> torch.dtype:
+        if name in DTYPES:
+            return DTYPES[name]
+        try:
+            return self.tensor(key).dtype
+        except Exception:  # whatever safetensors raises of a type that it or this torch doesn't know
+            return torch.uint8  # which is copied, never moved
 
     def tensor(self, key: str) -> Tensor:
         with safetensors.safe_open(self.path, framework="pt") as file:
@@ -149,6 +159,15 @@ DTYPES = {
 }
 
 
+def packed_in(state: Mapping[str, Any]) -> list[str]:
+    """Return the entries of a state dict that hold tensors without being one."""
+    return [name for name, value in state.items() if isinstance(value, tuple | list) and _holds_tensor(value)]
+
+
+def _holds_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, tuple | list) and any(map(_holds_tensor, value)))
+
+
 def _expanded(tensor: Tensor) -> bool:
     """Whether several of a tensor's numbers are one in memory."""
     return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -172,6 +191,7 @@ class _Torch(CheckpointFile):
                 )
         self.shapes = {key: tuple(value.shape) for key, value in tensors.items()}
         self.dtypes = {key: value.dtype for key, value in tensors.items()}
+        self.packed = packed_in(self._state)
         self._writing = threading.Lock()
 
     def tensor(self, key: str) -> Tensor:

@@ -200,6 +200,11 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b.to(a.device)))
 
 
+def has_mean(tensor: Tensor) -> bool:
+    """Whether the mean of several such tensors is one: of floating numbers, but not of 8 bits, which need scales."""
+    return tensor.is_floating_point() and tensor.element_size() > 1
+
+
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 

@@ -288,3 +288,48 @@ def test_a_file_that_holds_the_model_twice_is_refused_by_name(tmp_path: Path) ->
     torch.save({f"{part}.{key}": each for part in ("one", "two") for key, each in state_of(1).items()}, path)
     with pytest.raises(DataError, match=r"two\.pth: .*'one.*'two"):
         Ingredients(adapter_of().model).read(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.float8_e4m3fn])
+def test_weights_of_a_type_without_a_mean_must_be_the_model_s(dtype: torch.dtype) -> None:
+    def quantized(seed: int) -> nn.Module:
+        model = Net(seed)
+        numbers = torch.randint(-9, 9, (3, 4), generator=torch.Generator().manual_seed(seed))
+        model.register_buffer("quantized", numbers.float().to(dtype))
+        return model
+
+    ingredients, other = Ingredients(quantized(0)), quantized(1).state_dict()
+    with pytest.raises(DataError, match=rf"'quantized' differs from the model's, .*{dtype} have no mean; convert"):
+        ingredients.take(other, "other")
+    same = {**other, "quantized": quantized(0).state_dict()["quantized"]}
+    assert "quantized" in ingredients.take(same, "other")
+
+
+def test_counts_and_indices_may_differ() -> None:
+    model = Net(0)
+    model.register_buffer("seen", torch.arange(4))
+    other = {**Net(1).state_dict(), "seen": torch.arange(4) + 7}
+    assert torch.equal(Ingredients(model).take(other, "other")["seen"], torch.arange(4) + 7)
+
+
+def test_layers_that_hide_their_weights_are_refused() -> None:
+    """As dynamic quantization makes them, whose state dict has tuples."""
+
+    class Packed(nn.Module):
+        def get_extra_state(self) -> Any:
+            return (torch.ones(3), None)
+
+        def set_extra_state(self, state: Any) -> None: ...
+
+    model = nn.Sequential(nn.Linear(2, 2), Packed())
+    with pytest.raises(AdapterError, match=r"_extra_state.* is no tensor, as of a quantized layer"):
+        Ingredients(model)
+    plain = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(DataError, match=r"other: .*1\._extra_state.* is no tensor"):
+        Ingredients(plain).take(model.state_dict(), "other")
+
+
+def test_a_whole_file_s_content_is_taken_as_its_state_dict() -> None:
+    ingredients = Ingredients(Net(0))
+    content: Any = {"model": state_of(1), "epoch": 3}
+    assert equal(ingredients.take(content, "other"), ingredients.take(state_of(1), "other"))

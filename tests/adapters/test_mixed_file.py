@@ -149,3 +149,48 @@ def test_a_key_that_no_tensor_of_a_module_can_have_is_refused(tmp_path: Path) ->
         torch.save({"a..weight": torch.ones(2)}, tmp_path / name)
     with pytest.raises(AdapterError, match=r"'a\.\.weight' can't be the name of a tensor"):
         MixedFile(read_checkpoint(tmp_path / "a.pth"), [tmp_path / "b.pth"])
+
+
+def test_offsets_reach_a_tied_bias_under_either_key(tmp_path: Path) -> None:
+    """As of heads that one module is, behind each layer of a decoder."""
+    for seed in range(2):
+        tied = {f"heads.{head}.{name}": value for name, value in state(seed).items() for head in range(2)}
+        torch.save(tied, tmp_path / f"{seed}.pth")
+    file = read_checkpoint(tmp_path / "0.pth")
+    for key in ("heads.0.3.bias", "heads.1.3.bias"):
+        mixed = MixedFile(file, [tmp_path / "1.pth"], key)
+        phi = torch.zeros(mixed.adapter.dim)
+        phi[1] = 1.0
+        file.write(tmp_path / "out.pth", mixed.tensors(phi))
+        moved = read_checkpoint(tmp_path / "out.pth").tensor(key) - file.tensor(key)
+        torch.testing.assert_close(moved, torch.tensor([LOGITS, 0.0, 0.0, 0.0, 0.0]))
+
+
+@pytest.mark.parametrize(
+    ("names", "offsets"),
+    [
+        (["norm", "head.parametrizations.weight.original1", "head.bias"], "head.bias"),  # weight-normed
+        (["dense", "cls.bias"], "cls.bias"),  # of no linear layer
+        (["weight", "bias"], "bias"),  # a layer's own state dict
+    ],
+)
+def test_offsets_are_of_any_bias(names: list[str], offsets: str, tmp_path: Path) -> None:
+    for seed in range(2):
+        torch.manual_seed(seed)
+        save_file({name: torch.randn(5) for name in names}, tmp_path / f"{seed}.safetensors")
+    file = read_checkpoint(tmp_path / "0.safetensors")
+    mixed = MixedFile(file, [tmp_path / "1.safetensors"], offsets)
+    assert mixed.adapter.dim == 6
+    found = mixed.tensors(torch.tensor([1.0, 0, 0, 1, 0, 0]))
+    assert found.keys() == set(names)
+    other = read_checkpoint(tmp_path / "1.safetensors").tensor(offsets)
+    torch.testing.assert_close(found[offsets] - other, torch.tensor([0.0, 0, LOGITS, 0, 0]))
+
+
+def test_a_file_without_a_tied_tensor_is_read(tmp_path: Path) -> None:
+    """As Hugging Face's library saves it."""
+    weight = torch.randn(5, 4)
+    torch.save({"embedding.weight": weight, "head.weight": weight, "scale": torch.ones(4)}, tmp_path / "base.pth")
+    save_file({"embedding.weight": weight + 1, "scale": torch.zeros(4)}, tmp_path / "other.safetensors")
+    mixed = MixedFile(read_checkpoint(tmp_path / "base.pth"), [tmp_path / "other.safetensors"])
+    torch.testing.assert_close(mixed.tensors(torch.ones(1))["embedding.weight"], weight + 1)

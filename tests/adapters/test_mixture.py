@@ -312,3 +312,56 @@ def test_a_forward_pass_that_was_put_in_place_of_the_class_s_is_mixed_and_comes_
     assert torch.equal(at(adapter, 0.0, 1.0)(x), 3 * models[2](x))
     adapter.remove()
     assert model.forward is own
+
+
+@torch.no_grad()
+def test_tensors_of_several_precisions_are_mixed_each_in_its_own() -> None:
+    class Double(nn.Module):
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            torch.manual_seed(seed)
+            self.body, self.head = nn.Linear(4, 3), nn.Linear(3, 2, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body(x).double())
+
+    model, other, x = Double(0), Double(1), torch.randn(5, 4)
+    expected = model(x), other(x)
+    adapter = attach_mixture(model, [other.state_dict()])
+    for phi, found in zip((0.0, 1.0), expected, strict=True):
+        assert torch.equal(at(adapter, phi)(x), found)
+
+
+class Encoder(nn.Module):
+    """Has a method besides its forward that calls a layer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.body(x).relu()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encode(x))
+
+
+def test_a_call_past_the_model_s_forward_is_refused() -> None:
+    """The layers have the base's weights there: a metric would judge another model."""
+    model, x = Encoder(0), torch.randn(5, 4)
+    adapter = attach_mixture(model, [Encoder(1).state_dict()])
+    for each in (model, copy.deepcopy(model)):
+        each(x)
+        with pytest.raises(AdapterError, match=r"layer 'body' was called past Encoder\.forward.*merge\(\)"):
+            each.encode(x)
+    at(adapter, 1.0)
+    assert torch.equal(adapter.merge().encode(x), Encoder(1).encode(x))
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_model_without_floating_numbers_is_refused() -> None:
+    model = nn.Module()
+    model.register_buffer("table", torch.arange(3))
+    with pytest.raises(AdapterError, match="has no floating numbers"):
+        attach_mixture(model, [{"table": torch.arange(3)}])

@@ -95,6 +95,7 @@ def test_patterns_and_offsets_choose(tmp_path: Path) -> None:
         (MIXED, {"offsets": "head.weight"}, r"--offsets.*vector of floats"),
         ({"fc.weight": torch.ones(2, 2), "fc.bias": torch.ones(2)}, {}, r"no norm: .*it has \['fc.bias'\]"),
         ({"norm.gamma": torch.ones(2, 2), "w": torch.ones(2)}, {}, r"no norm: .*it has \['norm.gamma'\]"),
+        ({"norm.weight": torch.ones(2).to(torch.float8_e4m3fn)}, {}, r"no norm: .*it has \['norm.weight'\]"),
     ],
 )
 def test_what_moves_nothing_is_refused(
