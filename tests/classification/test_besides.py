@@ -48,7 +48,7 @@ def test_precision_without_a_prediction_is_0_and_no_example_is_an_error() -> Non
     logits, labels = torch.tensor([[0.0, 1.0, 0.0]] * 3), torch.tensor([0, 1, 1])
     assert found["precision[cat]"].function(logits, labels) == 0
     assert found["recall[cat]"].function(logits, labels) == 0
-    with pytest.raises(DataError, match="class 'cat', of which recall is asked"):
+    with pytest.raises(DataError, match="class 'cat', which recall needs"):
         found["recall[cat]"].function(logits, labels.clamp(min=1))
     with pytest.raises(ConfigError, match=r"metric\.also.*fails: no example"):
         check_besides(found, logits, labels.clamp(min=1))
