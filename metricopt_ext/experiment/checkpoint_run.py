@@ -267,11 +267,13 @@ class CheckpointRun(ProgramRun):
         """Write the checkpoint with what was kept: the same bytes as before if that is the model as it was.
 
         Raises:
+            DataError: The checkpoint changed since it was read.
             OSError: The file can't be written.
         """
         if tuned.changed:
             self.file.write(path, self.moving.tensors(tuned.phi))
             return
+        self.file.check_unchanged()
         with open_regular(self.file.path) as old, opened_atomically(path) as file:
             shutil.copyfileobj(old, file, 1 << 20)
 

@@ -82,12 +82,30 @@ class Printed:
             matches = list(self._pattern.finditer(text))
             if matches:
                 found = _number(matches[-1][1], "the program printed")
+                if not isinstance(found, Failed) and (whole := _cut(matches[-1])):
+                    return Failed(
+                        f"the program printed {brief(whole)}, of which the group of {self._switch} takes"
+                        f" {brief(matches[-1][1])} alone; let it match the whole number, as (\\S+) does"
+                    )
                 if isinstance(found, Failed) and re.search(r"\d[,%]", matches[-1][1] or ""):
                     return Failed(
                         f"{found.reason}; it must have a decimal point, and no % in the group of {self._switch}"
                     )
                 return found
         return Failed(f"the program printed nothing that matches {self._switch} {brief(self._pattern.pattern)}")
+
+
+def _cut(match: re.Match[str]) -> str:
+    """Return the number as it was printed, if a match ends within it; empty if not.
+
+    A comma may end it, as in a list, after a decimal point.
+    """
+    end = match.end(1)
+    more = "" if end != match.end() else match.string[end : end + 40]
+    comma = "" if "." in match[1] else "|,\\d"
+    if not re.match(rf"[\d.]*[eE][-+]?\d|\.?\d{comma}", more):
+        return ""
+    return match[1] + re.split(r"[^\w.,+-]", more, maxsplit=1)[0]
 
 
 class Written:

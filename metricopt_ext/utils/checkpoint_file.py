@@ -37,6 +37,7 @@ class CheckpointFile:
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
     packed: Sequence[str] = ()
+    _seen: tuple[int, ...] | None = None  # what tells whether the file is the one that was read
 
     def tensor(self, key: str) -> Tensor:
         """Return a copy of a tensor."""
@@ -57,10 +58,24 @@ class CheckpointFile:
             durable: As in `opened_atomically`.
 
         Raises:
+            DataError: The file changed since it was read.
             OSError: It can't be written, as where the disk is full.
         """
+        self.check_unchanged()
+        itself = Path(path).exists() and self.path.exists() and Path(path).samefile(self.path)
         with opened_atomically(path, durable=durable) as file:
             self._write(file, self._checked(replaced))
+        if itself:
+            self._seen = _seen(self.path)
+
+    def check_unchanged(self) -> None:
+        """Refuse to go on once another process has written the file anew, as a training does its last checkpoint.
+
+        Raises:
+            DataError: It did.
+        """
+        if self._seen is not None and _seen(self.path) != self._seen:
+            raise DataError(f"{self.path} changed after it was read, so the results would be of two files; use a copy")
 
     def _write(self, file: IO[bytes], replaced: Mapping[str, Tensor]) -> None:
         raise NotImplementedError
@@ -110,6 +125,7 @@ class _Safetensors(CheckpointFile):
         self.path = path
         with open_regular(path):
             pass  # that it is there, and no pipe
+        self._seen = _seen(path)
         try:
             check_header(path)
             with safetensors.safe_open(path, framework="pt") as file:  # which checks the header
@@ -133,6 +149,7 @@ class _Safetensors(CheckpointFile):
             return torch.uint8  # which is copied, never moved
 
     def tensor(self, key: str) -> Tensor:
+        self.check_unchanged()
         with safetensors.safe_open(self.path, framework="pt") as file:
             found: Tensor = file.get_tensor(key)
         return found
@@ -159,6 +176,14 @@ DTYPES = {
 }
 
 
+def _seen(path: Path) -> tuple[int, ...] | None:
+    try:
+        found = path.stat()
+    except OSError:  # whoever opens it says so
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def packed_in(state: Mapping[str, Any]) -> list[str]:
     """Return the entries of a state dict that hold tensors without being one."""
     return [name for name, value in state.items() if isinstance(value, tuple | list) and _holds_tensor(value)]
@@ -177,7 +202,7 @@ class _Torch(CheckpointFile):
     """Held in memory; to write it, what is replaced is put in place for a while, so that storages stay shared."""
 
     def __init__(self, path: Path, entry: str | None, option: str) -> None:
-        self.path = path
+        self.path, self._seen = path, _seen(path)
         self._content = torch_content(path)
         self.entry, self._state = state_dict_in(path, self._content, entry, option)
         tensors = {key: value for key, value in self._state.items() if isinstance(value, Tensor)}

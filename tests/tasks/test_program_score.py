@@ -192,3 +192,27 @@ def test_a_failure_says_in_which_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert scored("print('AP = 1'); 1 / 0", AP, tmp_path) == Failed("the program's exit status is 1")
     slow = scored("import time; time.sleep(60)", AP, tmp_path, timeout=0.3)
     assert "time limit" in getattr(slow, "reason", "")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "output", "found"),
+    [
+        (r"loss: ([0-9.]+)", "loss: 7.311e-05", "'7.311e-05'"),
+        (r"loss: ([0-9.]+)", "loss: 0,7311 nats", "'0,7311'"),
+        (r"loss: ([0-9.]+)", "loss: 1,234.5", "'1,234.5'"),
+        (r"loss: (\d+)", "loss: 0.73", "'0.73'"),
+        (r"loss: (\d)", "loss: 73", "'73'"),
+        (r"copypaste: [0-9.]+,([0-9.]+)", "copypaste: 45.1,52.25,48.0", 52.25),  # a list
+        (r"epoch (\d+),", "epoch 3,85", 3.0),  # a comma that the pattern names
+        (r"AP ([0-9]\.[0-9]+)", "AP 0.5.", 0.5),
+        (r"AP ([0-9.]+)", "AP 85.3% eager", 85.3),
+    ],
+)
+def test_a_number_that_goes_on_behind_the_group_is_not_cut(pattern: str, output: str, found: str | float) -> None:
+    read = Printed(pattern, "--parse").read(ended(output))
+    if isinstance(found, float):
+        assert read == found
+    else:
+        assert isinstance(read, Failed)
+        assert f"printed {found}, of which" in read.reason
+        assert r"(\S+)" in read.reason

@@ -281,3 +281,18 @@ def test_tensors_without_numbers_of_their_own_are_refused(
     torch.save({"b": torch.zeros(2), key: tensor}, tmp_path / "a.pth")
     with pytest.raises(FileFormatError, match=message):
         read_checkpoint(tmp_path / "a.pth")
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+def test_a_file_that_another_process_writes_anew_is_refused(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"last{suffix}"
+    save = save_file if suffix == ".safetensors" else torch.save
+    save({"a": torch.ones(2)}, path)  # type: ignore[operator]
+    file = read_checkpoint(path)
+    file.write(path, {"a": torch.zeros(2)})  # which is no other process
+    file.write(tmp_path / f"trial{suffix}", {})
+    save({"a": torch.ones(3)}, path)  # type: ignore[operator]
+    with pytest.raises(DataError, match=r"last.* changed after it was read.*use a copy"):
+        file.write(tmp_path / f"trial{suffix}", {"a": torch.ones(2)})
+    with pytest.raises(DataError, match="changed after it was read"):
+        file.check_unchanged()
