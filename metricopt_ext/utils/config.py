@@ -115,6 +115,7 @@ def load_with_origins(
                 origins[key] = origin
 
         config = OmegaConf.structured(defaults)
+        _read_as_written(content, _texts(file), known)
         given(OmegaConf.to_container(content), FILE)  # type: ignore[arg-type]
         config = OmegaConf.merge(config, content)
         for origin, group in overrides.items():
@@ -144,6 +145,8 @@ def load_with_origins(
                     OmegaConf.update(config, key, load(text, BaseLoader))
                     origins[key] = origin
                 else:
+                    if known.get(key) is not str:
+                        _check_numbers(load(text, BaseLoader), override)
                     parsed = OmegaConf.from_dotlist([override])
                     given(OmegaConf.to_container(parsed), origin)  # type: ignore[arg-type]
                     config = OmegaConf.merge(config, parsed)
@@ -170,6 +173,59 @@ def _content(file: str | Path | dict[str, Any] | None) -> Any:
     file = existing_config(file)
     check_yaml(file)
     return OmegaConf.load(StringIO(text_of(read_bounded(file, YAML_BYTES))))
+
+
+def _texts(file: str | Path | dict[str, Any] | None) -> Any:
+    """Return a file's content with every scalar as the text that it is written as; empty without a file."""
+    from yaml import BaseLoader, load
+
+    if isinstance(file, dict) or file is None:
+        return {}
+    return load(text_of(read_bounded(existing_config(file), YAML_BYTES)), BaseLoader) or {}
+
+
+def _read_as_written(content: Any, texts: Any, known: Mapping[str, Any]) -> None:
+    """Have text be what a file says, where YAML would make a number or a truth value of it, and check its numbers.
+
+    Args:
+        content: The file's content, of which text may be replaced.
+        texts: The same from `_texts`.
+        known: The type of each key.
+    """
+    from omegaconf import OmegaConf
+
+    def within(key: str) -> Any:
+        found = texts
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, dict) else None
+        return found
+
+    for key, value in _leaves(OmegaConf.to_container(content), known):  # type: ignore[arg-type]
+        text = within(key)
+        alike = isinstance(text, str) if isinstance(value, bool | int | float) else isinstance(value, list)
+        if known.get(key) in (str, list[str]) and alike and type(text) in (str, list):
+            OmegaConf.update(content, key, text)
+        elif known.get(key) is not str:
+            _check_numbers(text, key)
+
+
+def _check_numbers(texts: Any, name: str) -> None:
+    """Refuse numbers that YAML reads otherwise than they look: 010 as 8, 1:30 as 90.
+
+    Args:
+        texts: A scalar's text, or lists and dicts of them.
+        name: What messages begin with.
+
+    Raises:
+        ConfigError: There is one; the message says how to write it.
+    """
+    if isinstance(texts, dict | list):
+        for each in texts.values() if isinstance(texts, dict) else texts:
+            _check_numbers(each, name)
+    elif isinstance(texts, str) and re.fullmatch(r"[-+]?0[\d_]*\d", texts):
+        raise ConfigError(f"{name}: {texts} begins with 0, as octal numbers do; write {int(texts)}")
+    elif isinstance(texts, str) and re.fullmatch(r"[-+]?\d[\d_]*(:[0-5]?\d)+(\.\d*)?", texts):
+        raise ConfigError(f"{name}: {texts} would be read to the base of 60; write a plain number")
 
 
 def _defaults(schema: Any, content: Any, overrides: Sequence[str]) -> Any:

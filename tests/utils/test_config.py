@@ -325,3 +325,29 @@ def test_origins_are_those_of_the_last_that_set_a_key(tmp_path: Path) -> None:
     assert origins == {"count": "first", "inner.rate": "second", "inner.free": "second", "title": "second"}
     _, origins = load_with_origins(Schema, file, {})
     assert origins == dict.fromkeys(["count", "inner.rate", "inner.free"], "config file")
+
+
+@pytest.mark.parametrize("where", ["override", "file"])
+@pytest.mark.parametrize(
+    ("key", "text", "remedy"),
+    [("count", "010", "write 10"), ("count", "08", "write 8"), ("inner.rate", "1:30", "base of 60")],
+)
+def test_numbers_that_yaml_reads_otherwise_are_refused(
+    where: str, key: str, text: str, remedy: str, tmp_path: Path
+) -> None:
+    if where == "override":
+        said = error_of(None, f"{key}={text}")
+    else:
+        section, _, name = key.rpartition(".")
+        said = error_of(written(tmp_path, f"{section}: {{{name}: {text}}}" if section else f"{name}: {text}"))
+    assert key in said
+    assert text in said
+    assert remedy in said
+    assert "010" in error_of(None, "inner.pairs=[[1,010]]")
+
+
+def test_text_in_a_file_is_taken_as_it_stands(tmp_path: Path) -> None:
+    file = written(tmp_path, "title: 010\ninner: {names: [no, 1.10, yes, 'on'], free: {a: 0.5}}\nloud: yes\n")
+    config = load_config(Schema, file)
+    assert (config.title, config.inner.names, config.loud) == ("010", ["no", "1.10", "yes", "on"], True)
+    assert load_config(Schema, written(tmp_path, "title: yes")).title == "yes"
