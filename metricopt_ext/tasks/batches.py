@@ -35,6 +35,7 @@ class IndexSampler:
             raise DataError("there are no examples to draw batches from")
         self.groups = [torch.arange(size)]
         if labels is not None:
+            labels = _as_labels(labels)
             if len(labels) != size:
                 raise DataError(f"{counted(len(labels), 'label')} for {counted(size, 'example')}")
             self.groups = _groups(labels.cpu())
@@ -49,6 +50,21 @@ class IndexSampler:
         rng = generator(seed, "batch", task, step)
         drawn = [group[torch.randint(len(group), (self.share,), generator=rng)] for group in self.groups]
         return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+
+
+def _as_labels(labels: Any) -> Tensor:
+    try:
+        found = torch.as_tensor(labels)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"labels are {brief(labels)}; they must be numbers, n, or n x k of 0 and 1") from error
+    if found.dim() not in (1, 2):
+        raise DataError(f"labels are of shape {tuple(found.shape)}; they must be n, or n x k of 0 and 1")
+    if found.dim() == 2 and bool((other := (found != 0) & (found != 1)).any()):
+        remedy = "give them as n, labels.squeeze(1)" if found.shape[1] == 1 else "give numbers of classes as n"
+        raise DataError(
+            f"labels of shape {tuple(found.shape)} are of 0 and 1, got {found[other][0].item():g}; {remedy}"
+        )
+    return found
 
 
 def _groups(labels: Tensor) -> list[Tensor]:

@@ -1,12 +1,15 @@
 """Batches: the same from the same address, balanced where asked, and of classes."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
 from metricopt_ext.errors import DataError
 from metricopt_ext.tasks.batches import BlockBatches, ClassBatches, DatasetBatches, IndexSampler, TensorBatches
@@ -203,3 +206,27 @@ def test_batches_balanced_by_several_labels_have_each_of_them() -> None:
     with pytest.raises(DataError, match="too small for one example of each of 4"):
         IndexSampler(400, 3, y)
     assert len(IndexSampler(200, 4, y[:200]).groups) == 2  # nothing has the third, or none
+
+
+def test_labels_are_a_list_an_array_or_a_tensor() -> None:
+    labels = [0, 1, 2] * 10
+    dataset = TensorDataset(torch.arange(30.0))
+    drawn = [
+        DatasetBatches(dataset, 9, labels=each)(0, 0, 0)[0] for each in (labels, np.array(labels), torch.tensor(labels))
+    ]
+    assert torch.equal(drawn[0], drawn[1])
+    assert torch.equal(drawn[0], drawn[2])
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (torch.tensor([[0], [1], [2]]), r"shape \(3, 1\) are of 0 and 1, got 2; .*squeeze\(1\)"),
+        (torch.tensor([[0.0, 1.0], [1.0, math.nan], [0.0, 0.0]]), "got nan"),
+        (torch.zeros(3, 1, 1), r"shape \(3, 1, 1\)"),
+        (["cat", "dog", "cat"], "'cat'.*must be numbers"),
+    ],
+)
+def test_labels_that_cannot_be_read_are_refused(labels: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        DatasetBatches(TensorDataset(torch.arange(3.0)), 2, labels=labels)
