@@ -22,7 +22,7 @@ from torch import Tensor
 from metricopt_ext.runtime import distributed
 from metricopt_ext.tasks.evaluation import Evaluation, noise_of, stacked_halves
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.split_half import TELLING, chance_of_gain, fault_of_halves, reliability_of
+from metricopt_ext.tasks.split_half import TELLING, chance_of_gain, fault_of_halves, reliability_of, repeats_agree
 from metricopt_ext.utils.words import brief
 
 # What tells a gain from chance.
@@ -201,8 +201,18 @@ def decide_among(
 def _with_halves(
     candidates: Mapping[str, Evaluation], visited: Sequence[Evaluation]
 ) -> tuple[Mapping[str, Evaluation], Sequence[Evaluation]]:
-    """Return the evaluations without halves, and say so, if all of them together show that these are none."""
-    fault = fault_of_halves([*candidates.values(), *visited])
+    """Return the evaluations without halves, and say so, if all of them together show that these are none.
+
+    Of repeats that tell nothing it is only said: `judge` finds out by itself.
+    """
+    told = [*candidates.values(), *visited]
+    if repeats_agree(told) and distributed.rank() == 0:
+        warnings.warn(
+            "the metric's repeats always agree, so they don't tell a gain from chance and are not used; let it return"
+            " its values on two random halves of its data, or give a holdout",
+            stacklevel=4,
+        )
+    fault = fault_of_halves(told)
     if not fault:
         return candidates, visited
     if distributed.rank() == 0:
@@ -337,7 +347,7 @@ def _by_repeats(start: Evaluation, end: Evaluation, ranked: Sequence[Evaluation]
     A few repeats hardly show the noise of one evaluation, so all of them are pooled. Start and end have it both.
     """
     ranked = [each for each in ranked if each.noise is not None]
-    if start.noise is None or end.noise is None or not ranked:
+    if start.noise is None or end.noise is None or not ranked or repeats_agree([start, end, *ranked]):
         return None
     noise = noise_of([start, end, *ranked])
     costs = torch.tensor([each.cost for each in ranked], dtype=torch.float64)

@@ -32,6 +32,11 @@ def check_holdout(task: FinetuneTask, metric: Metric, starts: Mapping[str, Start
     if metric.maximize != task.metric.maximize:
         better = "higher" if metric.maximize else "lower"
         raise ValueError(f"for holdout, {metric.name!r}, {better} is better, unlike for {task.metric.name!r}")
+    if metric.bounds is not None and task.metric.bounds is not None and metric.bounds != task.metric.bounds:
+        raise ValueError(
+            f"holdout, {metric.name!r}, has bounds {metric.bounds}, and {task.metric.name!r} {task.metric.bounds};"
+            " their gains are compared, so let both be of one unit, and give them the same bounds"
+        )
     if metric.constraints:
         raise ValueError(
             f"holdout, {metric.name!r}, has subject_to, which no data held out are asked for; give it to"

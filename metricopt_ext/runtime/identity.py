@@ -83,17 +83,29 @@ def fingerprint_of_code(function: Any) -> str:
 
     Args:
         function: Any callable. Of a partial function and a bound method it is the function's code, of an object that
-            is called that of its class; of one that is not written in Python, the name.
+            is called that of its class; of one that is not written in Python, the name. Numbers and text that are
+            default arguments or a partial function's count, too.
     """
+    arguments: list[Any] = []
     while isinstance(function, partial):
+        arguments += [_plain(function.args), _plain(function.keywords)]
         function = function.func
     function = inspect.unwrap(function)
     called = function if hasattr(function, "__code__") or inspect.ismethod(function) else type(function).__call__
     code = getattr(called, "__code__", None)
     if code is None:
         return getattr(function, "__qualname__", type(function).__qualname__)
-    digest = hashlib.blake2b(_described_code(code).encode(), digest_size=8).hexdigest()
+    for name in ("__defaults__", "__kwdefaults__"):
+        arguments.append(_plain(getattr(called, name, None) or {}))
+    described = "".join([_described_code(code), *(repr(each) for each in arguments if each)])
+    digest = hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
     return f"{digest} (Python {sys.version_info.major}.{sys.version_info.minor})"
+
+
+def _plain(arguments: Any) -> dict[str, Any]:
+    """Return the numbers and text among arguments, by place or name; others are data, which is not looked at."""
+    named = arguments.items() if isinstance(arguments, dict) else enumerate(arguments)
+    return {str(name): value for name, value in named if isinstance(value, bool | int | float | str | None)}
 
 
 def _described_code(code: CodeType) -> str:

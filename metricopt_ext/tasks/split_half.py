@@ -61,6 +61,18 @@ def fault_of_halves(evaluations: Sequence[Evaluation]) -> str:
     return "" if 1 / UNITS < times < UNITS else f"move {times:.3g} times as far as its value, as in another unit"
 
 
+def repeats_agree(evaluations: Sequence[Evaluation]) -> bool:
+    """Whether a metric's repeats are the same at all points, though its value is not: it has no noise of that kind.
+
+    Then they say nothing of chance, which is that of its examples.
+
+    Args:
+        evaluations: Those of all points; points without repeats don't count, and fewer than `TELLING` show nothing.
+    """
+    told = [each for each in evaluations if each.noise is not None]
+    return len(told) >= TELLING and not any(each.noise for each in told) and len({each.cost for each in told}) > 1
+
+
 def _still(costs: Tensor, whole: Tensor) -> bool:
     """Whether costs, ``n``, don't vary, measured by how others do."""
     return float(costs.max() - costs.min()) <= RESOLUTION * float(whole.max() - whole.min())

@@ -178,10 +178,15 @@ def test_the_verdict_from_repeats_by_hand(n: int, signal: float) -> None:
     assert found.optimism == pytest.approx(optimism, rel=1e-9)
 
 
-def test_repeats_without_noise_leave_nothing_to_chance() -> None:
+def test_repeats_that_always_agree_tell_nothing() -> None:
+    """Of a metric without random numbers, whose chance is that of its examples."""
     visited = [Evaluation(float(i), None, 0.0) for i in range(5)]
-    found = judge(Evaluation(1.0, None, 0.0), Evaluation(1 - 1e-9, None, 0.0), visited)
-    assert (found.chance, found.optimism, found.accepted) == (0, 0, True)
+    start, end = Evaluation(1.0, None, 0.0), Evaluation(0.5, None, 0.0)
+    assert judge(start, end, visited).guard == "none"
+    with pytest.warns(UserWarning, match=r"repeats always agree.*halves.*holdout"):
+        assert decide_among({"start": start, "search": end}, visited).verdict.guard == "none"
+    noisy = [each._replace(noise=1e-9) for each in visited]
+    assert judge(start, end, noisy).guard == "repeats"
 
 
 def test_the_larger_of_two_optimisms_counts() -> None:

@@ -161,6 +161,9 @@ def test_what_can_not_judge_a_run_is_refused_before_any_query(quadratic: Callabl
     task = quadratic()
     blind = Metric(lambda: 0.0, maximize=False, bounds=None, name="aside")
     higher = Metric(lambda model: 0.0, maximize=True, bounds=None, name="aside")
+    percent = Metric(lambda model: 0.0, maximize=False, bounds=(0, 100), name="aside")
+    within = quadratic()
+    within.metric.bounds = (0.0, 1.0)
     two = Metric(lambda model: 0.0, maximize=False, bounds=None, name="aside", ledger=Ledger(2))
     bounded = Metric(lambda model: 0.0, maximize=False, bounds=None, name="aside", subject_to={"b": ">= start"})
     buffers = {"there": Start(task.origin(), {}, {"bias": torch.ones_like(task.adapter.model.bias)})}
@@ -178,6 +181,8 @@ def test_what_can_not_judge_a_run_is_refused_before_any_query(quadratic: Callabl
     ):
         with pytest.raises(error, match=what):  # type: ignore[call-overload]
             run(task, output_dir=tmp_path / "run", **arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"bounds \(0\.0, 100\.0\), and 'distance' \(0\.0, 1\.0\).*one unit"):
+        run(within, holdout=percent)
     assert task.queries == 0
     assert not (tmp_path / "run").exists()
 

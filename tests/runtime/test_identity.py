@@ -81,7 +81,7 @@ class Judge:
 def test_functions_are_told_by_their_code() -> None:
     first = fingerprint_of_code(made(1.0))
     assert first == fingerprint_of_code(made(2.0))  # what it closes over is not looked at
-    assert first == fingerprint_of_code(partial(made(1.0), 3))
+    assert first == fingerprint_of_code(partial(made(1.0), [3]))  # data
     others = [lambda model: 1.0, lambda model: 1 - 1.0, lambda: 1.0, Judge(), Judge().judged, len, max]
     assert len({first, *map(fingerprint_of_code, others)}) == 1 + len(others)
     assert fingerprint_of_code(Judge()) == fingerprint_of_code(Judge())
@@ -171,3 +171,19 @@ def test_a_lock_that_is_a_link_leaves_what_it_leads_to(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"\.lock"), sole_writer(tmp_path / "run"):
         pytest.fail("the lock is elsewhere")
     assert (tmp_path / "precious").read_text() == "content"
+
+
+def test_numbers_and_text_among_arguments_count() -> None:
+    def threshold(at: Any) -> Any:
+        def metric(model: Any, at: Any = at, *, beta: Any = at) -> None: ...
+
+        return metric
+
+    def score(model: Any, beta: Any) -> None: ...
+
+    found = [fingerprint_of_code(each) for each in (threshold(0.3), threshold(0.8), threshold("0.3"), threshold(None))]
+    found += [fingerprint_of_code(each) for each in (score, partial(score, beta=1.0), partial(score, beta=2.0))]
+    assert len(set(found)) == len(found)
+    data = [fingerprint_of_code(threshold(torch.full((3,), float(fill)))) for fill in range(2)]
+    assert data[0] == data[1]  # which is not looked at
+    assert fingerprint_of_code(partial(score, data)) == fingerprint_of_code(score)

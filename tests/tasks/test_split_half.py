@@ -15,6 +15,7 @@ from metricopt_ext.tasks.split_half import (
     evaluations_where_used,
     fault_of_halves,
     optimism_of_gain,
+    repeats_agree,
     seen_on_half,
     split_half_correlation,
 )
@@ -174,3 +175,10 @@ def test_a_half_is_judged_by_itself() -> None:
     items = [trajectory(0, [0, 10], [[1, 2], [3, 4]]), trajectory(1, [0, 10], None)]
     assert [t.cost.tolist() for t in seen_on_half(items, 0)] == [[1, 3]]
     assert [t.cost.tolist() for t in seen_on_half(items, 1)] == [[2, 4]]
+
+
+def test_repeats_agree_if_all_do_and_the_value_differs() -> None:
+    alike = [Evaluation(cost, None, 0.0) for cost in (1.0, 2.0, 3.0)]
+    assert repeats_agree([*alike, Evaluation(5.0)])  # the last has no repeats
+    for others in (alike[:2], [alike[0]] * 5, [*alike, Evaluation(1.0, None, 0.1)], [Evaluation(1.0)] * 5):
+        assert not repeats_agree(others)
