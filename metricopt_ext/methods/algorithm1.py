@@ -26,7 +26,7 @@ from metricopt_ext.tasks.rollout import Ends, Policy, check_observations, collec
 from metricopt_ext.tasks.split_half import evaluations_where_used
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
-from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
+from metricopt_ext.utils.checks import check_above, check_at_least, check_bool, check_instance, check_integer
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.fitting import Fit, fit_value_function
@@ -111,6 +111,9 @@ class Algorithm1(LearningStrategy[RecipeDetails]):
         check_above(0, lr=self.lr, start_std=self.start_std, variance=self.variance)
         check_at_least(0, metric_rate=self.metric_rate)
         check_observations(self.steps, self.evals, self.ends)
+        check_bool(history_grows=self.history_grows)
+        check_instance("ReptileLearner.paper()", learner=self.learner)
+        check_instance("GaussianProcessLabels()", labels=self.labels)
 
     def meta_train(
         self,

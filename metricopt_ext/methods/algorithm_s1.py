@@ -33,10 +33,10 @@ from metricopt_ext.tasks.rollout import observation_steps
 from metricopt_ext.tasks.split_half import evaluations_where_used
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
-from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
+from metricopt_ext.utils.checks import check_above, check_at_least, check_bool, check_instance, check_integer
 from metricopt_ext.utils.files import check_tensors, content_of, read_tensors, write_tensors
 from metricopt_ext.utils.seeding import generator
-from metricopt_ext.utils.words import counted
+from metricopt_ext.utils.words import brief, counted
 from metricopt_ext.value.fitting import Fit, measure
 from metricopt_ext.value.observations import Labeller, Observations
 from metricopt_ext.value.online import OnlineReptile
@@ -156,6 +156,14 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
             raise ValueError(f"estimator is {self.estimator!r}; it must be one of {', '.join(ESTIMATORS)}")
         if self.replay < self.tasks:
             raise ValueError(f"replay is {self.replay}; it must be at least tasks = {self.tasks}")
+        check_bool(coordinatewise=self.coordinatewise, sees_loss=self.sees_loss, sees_metric=self.sees_metric)
+        check_instance("GaussianProcessLabels()", optional=False, labels=self.labels)
+        for name, part, kind in (
+            ("objective", self.objective, LearnedObjective),
+            ("value", self.value, ReptileLearner),  # its inner loop is what is used, not what it fits when called
+        ):
+            if not isinstance(part, kind):
+                raise ValueError(f"{name} is {brief(part)}; it must be an instance, e.g. {kind.__name__}()")
 
     @classmethod
     def paper(cls, steps: int = 200, evals: int = 10) -> "AlgorithmS1":

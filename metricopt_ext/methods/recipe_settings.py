@@ -13,7 +13,7 @@ from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.utils.checks import check_above, check_at_least, check_instance, check_integer
 from metricopt_ext.utils.seeding import generator
-from metricopt_ext.utils.words import counted
+from metricopt_ext.utils.words import brief, counted
 from metricopt_ext.value.fitting import Fit, fit_value_function
 from metricopt_ext.value.learners import Learner, NeuralLearner, RidgeLearner
 from metricopt_ext.value.observations import Labeller, Observations
@@ -114,11 +114,13 @@ class RecipeSettings:
         if not self.settings:
             raise ValueError("settings is empty; give at least one pair (loss weight, metric step)")
         object.__setattr__(self, "settings", tuple(map(checked_weights, self.settings)))
+        if not isinstance(self.learners, Sequence) or isinstance(self.learners, str):
+            raise ValueError(f"learners is {brief(self.learners)}; it must be a tuple, e.g. (RidgeLearner(),)")
         if not self.learners:
             raise ValueError("learners is empty; give at least one kind of value function to fit")
         for learner in self.learners:
             check_instance("RidgeLearner()", learners=learner)
-        check_instance("GaussianProcessLabels()", labels=self.labels)
+        check_instance("GaussianProcessLabels()", optional=False, labels=self.labels)
         check_instance("CMAES()", refine=self.refine)
 
     def explored_settings(self, seed: int, indices: Sequence[int]) -> Tensor:

@@ -1,6 +1,6 @@
 """Checks of hyper-parameters: a value of the wrong kind or out of range raises a ValueError with its name and value.
 
-None, meaning no value, passes all but `check_integer`.
+None, meaning no value, passes all but `check_integer`, `check_bool`, and `check_instance` of what is not optional.
 """
 
 import math
@@ -62,12 +62,24 @@ def check_above(bound: float, **values: Any) -> None:
             raise ValueError(f"{name} is {value}; it must be above {bound}")
 
 
-def check_instance(example: str, **values: Any) -> None:
+def check_bool(**values: Any) -> None:
+    """Reject what is neither true nor false; a text such as ``"no"`` would count as true.
+
+    Raises:
+        ValueError: A value is rejected; the message gives the first such name and value.
+    """
+    for name, value in values.items():
+        if value not in (True, False):
+            raise ValueError(f"{name} is {brief(value)}; it must be True or False")
+
+
+def check_instance(example: str, *, optional: bool = True, **values: Any) -> None:
     """Reject a class where an instance of it is meant, and what can't be called.
 
     Args:
         example: What would do, for the message.
-        values: Callable objects by name; None, meaning no value, passes.
+        optional: Whether None, meaning no value, passes.
+        values: Callable objects by name.
 
     Raises:
         ValueError: A value is rejected; the message gives the first such name and value.
@@ -75,5 +87,5 @@ def check_instance(example: str, **values: Any) -> None:
     for name, value in values.items():
         if isinstance(value, type):
             raise ValueError(f"{name} is the class {value.__name__}; it must be an instance, {value.__name__}(...)")
-        if value is not None and not callable(value):
+        if not callable(value) and not (optional and value is None):
             raise ValueError(f"{name} is {brief(value)}; it must be an instance, e.g. {example}")

@@ -237,8 +237,18 @@ def test_random_ends_are_what_is_observed(quadratic: Callable[..., Any]) -> None
         ("steps", 20.0),
         ("history", True),
         ("ends", "first"),
+        ("learner", "ridge"),
+        ("labels", "gp"),
+        ("history_grows", "no"),
     ],
 )
 def test_impossible_settings_are_printed(wrong: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{wrong} is {value!r}"):
         Algorithm1(**{wrong: value})
+
+
+def test_parts_are_instances() -> None:
+    with pytest.raises(ValueError, match=r"learner is the class ReptileLearner; .*ReptileLearner\(\.\.\.\)"):
+        Algorithm1(learner=ReptileLearner)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"'gp'; .*e\.g\. GaussianProcessLabels\(\)"):
+        Algorithm1(labels="gp")  # type: ignore[arg-type]

@@ -31,6 +31,7 @@ from metricopt_ext.tasks.trajectory import TrajectoryStore
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.loading import load_value_function
 from metricopt_ext.value.observations import Observations
+from metricopt_ext.value.learners import RidgeLearner
 from metricopt_ext.value.online import OnlineReptile
 
 QUICK = AlgorithmS1(steps=5, evals=3, tasks=2, pairs=3, start_std=0.5, hidden=4, step=0.1)
@@ -263,6 +264,14 @@ def test_it_lowers_a_metric_that_the_loss_does_not_know(quadratic: Callable[...,
         ({"variance": 0.0}, "variance is 0.0"),
         ({"replay": 2}, r"replay is 2.*tasks = 4"),
         ({"clip": math.inf}, "clip is inf"),
+        ({"labels": "gp"}, r"labels is 'gp'; .*GaussianProcessLabels\(\)"),
+        ({"labels": None}, r"labels is None; .*GaussianProcessLabels\(\)"),
+        ({"value": "x"}, r"value is 'x'; .*ReptileLearner\(\)"),
+        ({"value": RidgeLearner(groups=4)}, r"value is RidgeLearner\(.*ReptileLearner\(\)"),
+        ({"objective": None}, r"objective is None; .*LearnedObjective\(\)"),
+        ({"sees_metric": "no"}, "sees_metric is 'no'; it must be True or False"),
+        ({"sees_loss": "no"}, "sees_loss is 'no'; it must be True or False"),
+        ({"coordinatewise": None}, "coordinatewise is None; it must be True or False"),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], message: str) -> None:

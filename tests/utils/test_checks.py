@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from metricopt_ext.utils.checks import check_above, check_at_least, check_finite, check_instance, check_integer
+from metricopt_ext.utils.checks import (
+    check_above,
+    check_at_least,
+    check_bool,
+    check_finite,
+    check_instance,
+    check_integer,
+)
 
 
 def test_values_on_the_bound_are_told_apart() -> None:
@@ -36,6 +43,19 @@ def test_what_is_no_finite_number_is_refused(check: Callable[..., None], value: 
 def test_what_is_no_integer_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(f'queries is {value!r}; it must be an integer')}$"):
         check_integer(0, steps=3, queries=value)
+
+
+@pytest.mark.parametrize("value", ["no", 2, None])
+def test_what_is_no_bool_is_refused(value: Any) -> None:
+    check_bool(first=True, second=False)
+    with pytest.raises(ValueError, match=f"^{re.escape(f'grows is {value!r}; it must be True or False')}$"):
+        check_bool(first=True, grows=value)
+
+
+def test_what_is_not_optional_is_no_none() -> None:
+    check_instance("len", optional=False, labels=len)
+    with pytest.raises(ValueError, match=r"labels is None; it must be an instance, e\.g\. len"):
+        check_instance("len", optional=False, labels=None)
 
 
 def test_a_class_is_no_instance() -> None:
