@@ -29,9 +29,9 @@ from metricopt_ext.tasks.rollout import observation_steps
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import TrajectoryStore
 from metricopt_ext.utils.seeding import generator
+from metricopt_ext.value.learners import RidgeLearner
 from metricopt_ext.value.loading import load_value_function
 from metricopt_ext.value.observations import Observations
-from metricopt_ext.value.learners import RidgeLearner
 from metricopt_ext.value.online import OnlineReptile
 
 QUICK = AlgorithmS1(steps=5, evals=3, tasks=2, pairs=3, start_std=0.5, hidden=4, step=0.1)
