@@ -15,13 +15,16 @@ from metricopt_ext.errors import DataError, MetricError
 from metricopt_ext.tasks.halved import with_halves
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.utils.checks import check_above
+from metricopt_ext.utils.words import brief
+
+Images = Sequence[Tensor] | Sequence[npt.NDArray[Any]] | Tensor | npt.NDArray[Any]
 
 DIAGONAL_SHARE = 0.0075  # of an image, within which boundaries are the same
 
 
 def mean_iou_metric(
-    images: Sequence[Tensor],
-    labels: Sequence[Tensor],
+    images: Images,
+    labels: Images,
     classes: int,
     *,
     halves: Sequence[Tensor] = (),
@@ -32,8 +35,9 @@ def mean_iou_metric(
     A class that is neither present nor predicted is left out of the mean, as in scikit-learn's ``jaccard_score``.
 
     Args:
-        images: What the network takes, each ``c x h x w``; it gets them one by one, so sizes may differ.
-        labels: The class of each pixel, each ``h x w`` integers in 0..classes-1, or ``ignored``.
+        images: What the network takes, each ``c x h x w``; it gets them one by one, so sizes may differ. Those of one
+            size may be stacked, ``n x c x h x w``; arrays will do in place of tensors.
+        labels: The class of each pixel, each ``h x w`` integers in 0..classes-1, or ``ignored``; likewise.
         classes: Number of classes, the background included.
         halves: Positions of two halves of the images, for a metric that also reports its value on each; empty for one
             that does not.
@@ -43,10 +47,11 @@ def mean_iou_metric(
         The metric of a network whose output, or the output's ``"out"`` as in torchvision, is ``1 x classes x h x w``.
 
     Raises:
-        DataError: There are no images, images and labels don't fit together, or a label is out of range.
+        DataError: There are no images, images and labels don't fit together, a label is out of range, or no pixel
+            counts.
         MetricError: From the metric, for a network whose output has another shape or is NaN.
     """
-    _check_maps(images, labels, classes, ignored)
+    images, labels = _checked(images, labels, classes, ignored)
 
     def confusion(model: nn.Module, image: Tensor, label: Tensor) -> Tensor:
         """Count the pixels of an image by true and predicted class, ``classes x classes``."""
@@ -70,8 +75,8 @@ def mean_iou_metric(
 
 
 def boundary_f_metric(
-    images: Sequence[Tensor],
-    labels: Sequence[Tensor],
+    images: Images,
+    labels: Images,
     classes: int,
     *,
     tolerance: float | None = None,
@@ -103,7 +108,7 @@ def boundary_f_metric(
     """
     if tolerance is not None:
         check_above(0, tolerance=tolerance)
-    _check_maps(images, labels, classes, ignored)
+    images, labels = _checked(images, labels, classes, ignored)
     if not any(_boundaries(_as_array(label), classes, ignored).any() for label in labels):
         raise DataError("no label map has a boundary: each shows a single class")
 
@@ -183,8 +188,12 @@ def _boundary_f(predicted: npt.NDArray[np.bool_], true: npt.NDArray[np.bool_], r
     return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
 
 
-def _check_maps(images: Sequence[Tensor], labels: Sequence[Tensor], classes: int, ignored: int) -> None:
-    """Reject images and label maps that don't fit together."""
+def _checked(images: Images, labels: Images, classes: int, ignored: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return images and label maps as tensors, and reject those that don't fit together."""
+    try:
+        images, labels = ([torch.as_tensor(each) for each in given] for given in (images, labels))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"images and label maps must be tensors or arrays of numbers: {brief(error)}") from error
     if not images or len(images) != len(labels):
         raise DataError(f"there are {len(images)} images and {len(labels)} label maps; give one map for each image")
     for index, (image, label) in enumerate(zip(images, labels, strict=True)):
@@ -196,6 +205,9 @@ def _check_maps(images: Sequence[Tensor], labels: Sequence[Tensor], classes: int
         wrong = label[((label < 0) | (label >= classes)) & (label != ignored)]
         if len(wrong):
             raise DataError(f"label map {index} holds {int(wrong[0])}; labels are 0..{classes - 1} or {ignored}")
+    if all(bool((label == ignored).all()) for label in labels):
+        raise DataError(f"no pixel of the label maps counts: all are {ignored}; give maps of the classes")
+    return images, labels
 
 
 def _predicted(model: nn.Module, image: Tensor, label: Tensor, classes: int, what: str) -> Tensor:

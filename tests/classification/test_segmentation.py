@@ -78,11 +78,29 @@ def test_it_is_scikit_learn_s_at_every_phi_and_on_the_halves() -> None:
         ([torch.zeros(3, 4, 4)], [torch.zeros(4, 5).long()], r"label map 0 is .* shape \(4, 5\)"),
         ([torch.zeros(3, 4, 4)], [torch.zeros(4, 4)], "label map 0 is torch.float32"),
         ([torch.zeros(3, 4, 4)], [torch.full((4, 4), 7)], r"label.*7; labels are 0\.\.3 or 255"),
+        ([torch.zeros(3, 4, 4)], [torch.full((4, 4), 255)], r"no pixel.*255; give maps"),
+        (torch.zeros(2, 3, 4, 4), torch.full((2, 4, 4), 255, dtype=torch.uint8), r"no pixel.*255; give maps"),
+        (torch.zeros(0, 3, 4, 4), torch.zeros(0, 4, 4).long(), "0 images and 0 label maps"),
+        ([torch.zeros(3, 4, 4)], [["sky"]], "must be tensors or arrays of numbers"),
     ],
 )
-def test_impossible_labels_are_refused(images: list[Tensor], labels: list[Tensor], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        mean_iou_metric(images, labels, CLASSES)
+def test_impossible_labels_are_refused(images: Any, labels: Any, message: str) -> None:
+    for metric in (mean_iou_metric, boundary_f_metric):
+        with pytest.raises(DataError, match=message):
+            metric(images, labels, CLASSES)
+
+
+@pytest.mark.parametrize("metric", [mean_iou_metric, boundary_f_metric])
+def test_stacked_tensors_and_arrays_are_read_as_lists_of_tensors(metric: Any) -> None:
+    rng, model = torch.Generator().manual_seed(1), nn.Conv2d(3, CLASSES, 1)
+    images, labels = torch.rand(3, 3, 8, 8, generator=rng), torch.randint(CLASSES, (3, 8, 8), generator=rng)
+    expected = metric(list(images), list(labels), CLASSES).judge(model).cost
+    for shown, true in (
+        (images, labels),
+        (images.numpy(), labels.numpy()),
+        (images, [each.numpy().astype("uint8") for each in labels]),
+    ):
+        assert metric(shown, true, CLASSES).judge(model).cost == expected
 
 
 @pytest.mark.parametrize(
