@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.tasks.ranking import positives_up_to, ranking_losses
-from metricopt_ext.utils.checks import check_above, check_at_least
+from metricopt_ext.utils.checks import check_above, check_at_least, check_instance
 
 try:
     from pytorch_metric_learning.distances import CosineSimilarity
@@ -156,7 +156,7 @@ class RecallLoss(RankingLoss):
         options: As for `RankingLoss`.
 
     Raises:
-        ValueError: ``lambda_val`` or ``margin`` is out of range.
+        ValueError: ``lambda_val`` or ``margin`` is out of range, or ``weight`` can't be called.
 
     Examples:
         >>> loss = RecallLoss()
@@ -174,6 +174,7 @@ class RecallLoss(RankingLoss):
     ) -> None:
         check_above(0, lambda_val=lambda_val)
         check_at_least(0, margin=margin)
+        check_instance("torch.log1p", optional=False, weight=weight)
         super().__init__(**options)
         self.lambda_val, self.margin, self.weight = lambda_val, margin, weight
         self.add_to_recordable_attributes(list_of_names=["lambda_val", "margin"], is_stat=False)

@@ -1,5 +1,6 @@
 """The loss that a config names."""
 
+import copy
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,8 +15,10 @@ from metricopt_ext.retrieval.kept_features import embed
 from metricopt_ext.retrieval.proxies import PerClass, fitted_proxies
 from metricopt_ext.tasks.task import Loss
 from metricopt_ext.utils.modes import evaluating
-from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.seeding import generator, seeded_streams
+from metricopt_ext.utils.words import brief
 
+TRIED = 8  # dimension of the random embeddings that a loss is tried on
 MEMORY = "cross_batch_memory"  # a loss of a loss (Wang et al., Cross-Batch Memory for Embedding Learning, CVPR 2020)
 
 
@@ -33,7 +36,8 @@ def build_loss(config: LossConfig, model: nn.Module | None = None, parts: Sequen
         seed: Fits the proxies, and draws what is remembered.
 
     Raises:
-        ConfigError: There is no such loss, it rejects its arguments, or it has other weights than those of classes.
+        ConfigError: There is no such loss, it rejects its arguments or fails on a random batch, or it has other weights
+            than those of classes.
     """
     from metricopt_ext.retrieval.task import embedding_loss
 
@@ -109,16 +113,44 @@ def criterion(config: LossConfig) -> nn.Module | PerClass:
 
     try:
         loss = known[config.name](**config.params)
-    except (KeyError, TypeError, ValueError, AssertionError) as error:
+    except Exception as error:  # its parts' own errors, as of a distance that is none
         try:
             made(2, 2)
-        except (TypeError, ValueError, AssertionError) as other:
+        except Exception as other:
             told = other if "num_classes" in str(error) else error
-            raise ConfigError(f"loss: {config.name} does not take {config.params}: {told}") from error
+            raise ConfigError(
+                f"loss: {config.name} does not take {config.params}: {brief(told)}{_parts(config)}"
+            ) from error
+        _try(config, made)
         return made
     if list(loss.parameters()):
         raise ConfigError(f"loss.name={config.name} has its own weights, which finetuning phi would leave untrained")
+    _try(config, lambda classes, dimension: copy.deepcopy(loss))  # one may remember what it saw
     return loss  # type: ignore[no-any-return]
+
+
+def _try(config: LossConfig, made: PerClass) -> None:
+    """Have the loss judge random embeddings of a batch's classes, before anything is trained by it.
+
+    Raises:
+        ConfigError: It fails; the message says why.
+    """
+    labels = torch.arange(config.classes).repeat_interleave(config.samples)
+    with seeded_streams(generator(0, "try_loss").initial_seed(), torch.device("cpu")):
+        try:
+            made(config.classes, TRIED)(torch.randn(len(labels), TRIED), labels).item()
+        except Exception as error:
+            raise ConfigError(
+                f"loss.params: {config.name} with {config.params} fails on a batch of {len(labels)} random"
+                f" embeddings: {brief(error)}{_parts(config)}"
+            ) from error
+
+
+def _parts(config: LossConfig) -> str:
+    """The end of a message where a text may stand for a part of the loss that no setting can be."""
+    if not any(isinstance(each, str) for each in config.params.values()):
+        return ""
+    return "; a distance, a reducer or a function can only be given in Python (embedding_loss): leave it out"
 
 
 def _snake(name: str) -> str:

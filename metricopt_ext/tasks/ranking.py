@@ -19,6 +19,9 @@ def ranking_losses(scores: Tensor, losses: Callable[[Tensor], Tensor], lambda_va
         scores: What is ranked, ``n x m``; infinite scores rank first or last.
         losses: Turns ranks, ``n x m``, into losses, ``n``; differentiable, and each loss depends on its own row alone.
         lambda_val: How far the interpolation moves the scores, above 0.
+
+    Returns:
+        ``n``; NaN for a row with a NaN, which has no rank.
     """
     values: Tensor = _Interpolated.apply(scores, losses, lambda_val)
     return values
@@ -36,7 +39,7 @@ class _Interpolated(torch.autograd.Function):
             (slope,) = torch.autograd.grad(values.sum(), before)
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward((ranks(scores + lambda_val * slope) - before.detach()) / lambda_val)
-        return values.detach()
+        return values.detach().masked_fill(scores.isnan().any(1), torch.nan)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

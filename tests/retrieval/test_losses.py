@@ -211,6 +211,13 @@ def test_batches_without_anything_to_rank(make: Callable[..., Any]) -> None:
     assert same.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("make", [RecallLoss, SmoothAPLoss])
+def test_the_loss_of_an_embedding_that_is_nan_is_nan(make: Callable[..., Any]) -> None:
+    x = rand(10, 4)
+    x[3, 1] = math.nan
+    assert make()(x, UNEQUAL).isnan()
+
+
 def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"temperature is 0; it must be above 0"):
         SmoothAPLoss(temperature=0)
@@ -218,6 +225,8 @@ def test_refusals() -> None:
         RecallLoss(lambda_val=-1)
     with pytest.raises(ValueError, match=r"margin is -0.1; it must be at least 0"):
         RecallLoss(margin=-0.1)
+    with pytest.raises(ValueError, match=r"weight is 'log1p'; .*torch\.log1p"):
+        RecallLoss(weight="log1p")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="labels are required"):
         RecallLoss()(rand(4, 2), None, (torch.tensor([0]), torch.tensor([1]), torch.tensor([2])))
     with pytest.raises(ValueError, match="labels are required"):

@@ -50,6 +50,14 @@ def mean_of_logs(found: Tensor) -> Tensor:
     return found[:, :3].log().mean(dim=1)
 
 
+def test_a_row_with_a_nan_has_no_loss_and_the_others_keep_theirs() -> None:
+    scores = rand(3, 6)
+    scores[1, 4] = torch.nan
+    losses = ranking_losses(scores, mean_of_logs, 1.0)
+    assert losses.isnan().tolist() == [False, True, False]
+    assert torch.equal(losses[[0, 2]], mean_of_logs(ranks(scores[[0, 2]])))
+
+
 @pytest.mark.parametrize("lambda_val", [0.5, 5.0, 50.0])
 def test_the_gradient_is_the_interpolation_row_by_row(lambda_val: float) -> None:
     scores = rand(4, 9).requires_grad_()
