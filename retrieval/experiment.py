@@ -31,7 +31,7 @@ from metricopt_ext.retrieval.cameras import CAMERA, Cameras, Seen, hits_across_c
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.data import queries_of
 from metricopt_ext.retrieval.few_classes import FewClasses
-from metricopt_ext.retrieval.metrics import besides, check_ks, embedding_metric, try_metric
+from metricopt_ext.retrieval.metrics import besides, check_ks, check_searched, embedding_metric, try_metric
 from metricopt_ext.retrieval.named_loss import build_loss
 from metricopt_ext.retrieval.named_metric import batch_metric, build_metric, embed_with
 from metricopt_ext.retrieval.pictures import plot_neighbours, plot_recalls, save_recalls
@@ -92,8 +92,11 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
                 self.callback.say(line)
         self.validation()  # too few pairs for a batch are found here rather than after training
         try_metric(config.metric, self.splits.validation.y, config.model.embedding)
-        whole = replace(config.metric, query_subset=0)
-        test = build_metric(whole, self.splits.test, queries=queries_of(self.splits), constrained=False)
+        whole, queries = replace(config.metric, query_subset=0), queries_of(self.splits)
+        others = len(self.splits.test) - 1 if queries is None else int((~queries).sum())
+        for name, count in (("validation images", len(self.splits.validation) - 1), ("test images", others)):
+            check_searched(config.metric, name, count)
+        test = build_metric(whole, self.splits.test, queries=queries, constrained=False)
         validation, batches = self.splits.validation, class_batches(self.splits.train, config.loss)
         model = embedder(config, self.splits, seed, self.folder, self.callback)
         self._loss = build_loss(config.loss, model, (self.splits.train, self.splits.validation), seed)

@@ -21,6 +21,9 @@ from metricopt_ext.tasks.evaluation import Pairs
 from metricopt_ext.tasks.halved import Halved
 from metricopt_ext.tasks.own_metric import number_within, own_metric
 from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.words import counted
+
+ALL_FOUND = ("recall", "found_at_k")  # what is 1 of whoever finds all that there is
 
 # Pairs of halves, by the indices of each.
 Draws = Sequence[tuple[Tensor, Tensor]]
@@ -162,6 +165,25 @@ def check_ks(config: MetricConfig) -> tuple[int, ...]:
         return check_options(config.ks, "l2", None, 0)
     except MetricOptError as error:
         raise ConfigError(f"metric: {error}") from error
+
+
+def check_searched(config: MetricConfig, part: str, count: int) -> None:
+    """Reject a k at which each query finds all that there is: recall is 1 there, and raises a mean over ks.
+
+    Args:
+        config: The metric's settings.
+        part: What is searched, in words.
+        count: How many images each query searches.
+
+    Raises:
+        ConfigError: There is one, of a recall.
+    """
+    ks = check_ks(config) if {config.name, *config.besides} & {*ALL_FOUND} else ()
+    if beyond := [k for k in ks if k >= count]:
+        raise ConfigError(
+            f"metric.ks={list(config.ks)}: a query searches {counted(count, 'image')} of the {part}, and at k ="
+            f" {beyond[0]} finds all of them; leave out what is not below {count}"
+        )
 
 
 def try_metric(config: MetricConfig, labels: Tensor, size: int) -> None:

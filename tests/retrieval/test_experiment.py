@@ -113,6 +113,13 @@ def test_the_error_of_another_metric_is_that_of_classes_left_out(tmp_path: Path)
     assert experiment.test_error(before, after) is None
 
 
+def test_a_k_beyond_the_images_is_refused_before_training(tmp_path: Path) -> None:
+    config = load_config(RetrievalConfig, DIGITS, [*TINY, "metric.ks=[1,5000]"])
+    with pytest.raises(ConfigError, match=r"metric\.ks=\[1, 5000\].*validation images.*k = 5000"):
+        RetrievalExperiment(config, tmp_path, 3).task  # noqa: B018
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_soup_is_a_start_where_it_is_asked_for(tmp_path: Path) -> None:
     config = load_config(RetrievalConfig, DIGITS, [*TINY, "starts=[soup,soup_batchnorm]"])
     config.check()

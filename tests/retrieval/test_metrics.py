@@ -15,7 +15,7 @@ pytest.importorskip("pytorch_metric_learning")
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import ConfigError, DataError, MetricError
 from metricopt_ext.retrieval.config import MetricConfig, OwnEmbedderMetricConfig
-from metricopt_ext.retrieval.metrics import besides, embedding_metric, try_metric
+from metricopt_ext.retrieval.metrics import besides, check_searched, embedding_metric, try_metric
 from metricopt_ext.retrieval.named_metric import build_metric
 from metricopt_ext.retrieval.ranking import RANKED, ranking_metrics
 
@@ -179,3 +179,20 @@ def test_what_counts_besides_is_told_by_the_same_embeddings() -> None:
         besides(MetricConfig(also=["recal"]))
     with pytest.raises(ConfigError, match=r"metric\.name=sklearn.*is.*each other"):
         build_metric(config, part, queries=Y > 1, constrained=False)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MetricConfig(ks=[1, 23]),
+        MetricConfig("found_at_k", ks=[23]),
+        MetricConfig("r_precision", ks=[1, 23], also=["recall"]),
+    ],
+)
+def test_a_k_of_all_that_is_searched_is_refused(config: MetricConfig) -> None:
+    check_searched(config, "test images", 24)
+    for count in (23, 5):
+        with pytest.raises(ConfigError, match=rf"metric\.ks.*{count} images of the test images.*k = 23.*below {count}"):
+            check_searched(config, "test images", count)
+    for name in ("r_precision", "ndcg_at_k"):
+        check_searched(MetricConfig(name, ks=[1, 5000]), "test images", 5)
