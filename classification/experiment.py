@@ -44,6 +44,7 @@ from metricopt_ext.data.rare import Rare, rare_groups
 from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.data.training import train_supervised
 from metricopt_ext.data.variation import jitter
+from metricopt_ext.errors import DataError
 from metricopt_ext.experiment.baselines import at_each_budget, ending_at
 from metricopt_ext.experiment.bootstrap import error_of, within_groups
 from metricopt_ext.experiment.correlation import CorrelationReport, correlation_report
@@ -309,8 +310,8 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
     def test_error(self, before: State, after: State) -> float | None:
         """Return the standard error of the test metric's difference between two states.
 
-        Both are judged on the same examples, resampled within classes. Of label maps it is not known: each resample
-        would count all pixels anew.
+        Both are judged on the same examples, resampled within classes, where the metric is defined on them. Of label
+        maps it is not known: each resample would count all pixels anew.
         """
         if self.target.kind == "segmentation":
             return None
@@ -320,9 +321,13 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         alike = [(kind == each).nonzero().flatten() for each in kind.unique()]
 
         def difference(rows: Tensor) -> float:
-            return value_of(spec, second, part, rows) - value_of(spec, first, part, rows)
+            try:
+                return value_of(spec, second, part, rows) - value_of(spec, first, part, rows)
+            except Exception:  # whatever one's own metric raises where a label or a quantity is missing
+                return math.nan
 
-        return error_of(difference, within_groups(alike, generator(self.seed, "test_error")))
+        error = error_of(difference, within_groups(alike, generator(self.seed, "test_error")))
+        return None if math.isnan(error) else error
 
     def own_settings(self) -> Settings:
         """Return the classifier's settings: views of its images, and a temperature if it is named."""
@@ -337,7 +342,8 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
     def correlations(self, ends: Sequence[End]) -> CorrelationReport | None:
         """Correlate the loss, and what the sibling methods learned, with the metric on test batches; not of label maps.
 
-        The batches are the first of `stratified_parts`, under each of the models where the methods ended.
+        The batches are the first of `stratified_parts`, under each of the models where the methods ended; None if the
+        metric is defined on fewer than two of them, as where most have the same quantity throughout.
         """
         if self.target.kind == "segmentation":
             return None
@@ -353,7 +359,17 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
 
         known = replace(spec, function=lambda scores, labels: value_of(spec, scores, judged[0]), columns=())
         own = score_loss(self.config, self.target)
-        return correlation_report({**own, **losses}, batch_metric(known), outputs())
+        try:
+            report = correlation_report({**own, **losses}, batch_metric(known), outputs(), where_defined=True)
+        except DataError as error:
+            self.callback.say(f"no correlations of losses with {spec.name}, for want of batches: {error}")
+            return None
+        if report.left_out:
+            self.callback.say(
+                f"correlations of losses leave out {report.left_out} of {report.left_out + len(report.values)} batches"
+                f" of test outputs, on which {spec.name} is not defined"
+            )
+        return report
 
     @torch.no_grad()
     def _scores(self, end: End, x: Tensor) -> Tensor:

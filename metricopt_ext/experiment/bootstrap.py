@@ -48,10 +48,15 @@ def jackknife_error(difference: Callable[[Tensor], float], groups: Sequence[Tens
 
 
 def error_of(difference: Callable[[Tensor], float], resamples: Iterator[Tensor]) -> float:
-    """Return the standard deviation of a statistic over resamples.
+    """Return the standard deviation of a statistic over the resamples on which it is defined.
 
     Args:
-        difference: The statistic on some rows, which may repeat.
+        difference: The statistic on some rows, which may repeat; NaN where it is not defined.
         resamples: The rows of each.
+
+    Returns:
+        NaN if it is defined on fewer than two.
     """
-    return float(torch.tensor([difference(rows) for rows in resamples], dtype=torch.float64).std())
+    values = torch.tensor([difference(rows) for rows in resamples], dtype=torch.float64)
+    defined = values[~values.isnan()]
+    return float(defined.std()) if len(defined) > 1 else math.nan

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from metricopt_ext.errors import DataError
+from metricopt_ext.errors import DataError, MetricError
 from metricopt_ext.experiment.style import direction, markdown_table, new_figure, save_figure
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.utils.words import counted
@@ -43,12 +43,14 @@ class CorrelationReport:
         maximize: Whether higher is better.
         values: The metric of each output, in its own units.
         losses: Each loss of each output, by its name.
+        left_out: How many further outputs the metric is not defined on.
     """
 
     metric: str
     maximize: bool
     values: list[float]
     losses: dict[str, list[float]]
+    left_out: int = 0
 
     @property
     def correlations(self) -> dict[str, RankCorrelation]:
@@ -95,7 +97,11 @@ class CorrelationReport:
 
 @torch.no_grad()
 def correlation_report(
-    losses: Mapping[str, ScoreLoss], metric: BatchMetric, outputs: Iterable[tuple[Tensor, Tensor]]
+    losses: Mapping[str, ScoreLoss],
+    metric: BatchMetric,
+    outputs: Iterable[tuple[Tensor, Tensor]],
+    *,
+    where_defined: bool = False,
 ) -> CorrelationReport:
     """Correlate the ranks that losses and a metric give to outputs, e.g. a model's at checkpoints of its training.
 
@@ -103,11 +109,12 @@ def correlation_report(
         losses: By name, each ``loss(scores, labels) -> scalar``; lower is better.
         metric: The metric; one query for each output, booked as ``"correlation"``.
         outputs: Batches of scores, ``n`` or ``n x c``, and labels, ``n``; two at least.
+        where_defined: Whether to leave out the outputs on which the metric fails, as on those of a class that it needs.
 
     Raises:
         DataError: There are no losses, or fewer than two outputs.
         BudgetError: The metric's budget ran out.
-        MetricError: The metric failed.
+        MetricError: The metric failed, but for ``where_defined``.
 
     Examples:
         >>> import torch
@@ -124,10 +131,17 @@ def correlation_report(
         raise DataError("losses is empty; a correlation needs one at least")
     values: list[float] = []
     found: dict[str, list[float]] = {name: [] for name in losses}
+    left_out = 0
     for scores, labels in outputs:
-        values.append(metric.to_value(metric.cost(scores, labels, "correlation")))
+        try:
+            values.append(metric.to_value(metric.cost(scores, labels, "correlation")))
+        except MetricError:
+            if not where_defined:
+                raise
+            left_out += 1
+            continue
         for name, loss in losses.items():
             found[name].append(float(loss(scores, labels)))
     if len(values) < 2:
         raise DataError(f"{counted(len(values), 'output')} can't be ranked; a correlation needs two at least")
-    return CorrelationReport(metric.name, metric.maximize, values, found)
+    return CorrelationReport(metric.name, metric.maximize, values, found, left_out)

@@ -204,9 +204,13 @@ class Experiment(ABC, Generic[Config]):
         if training is None or parts is None or self.task.loss is None:
             return None
         optimizer = model.optimizer if isinstance(model, TrainingConfig) else "adamw"
-        return whole_network_start(
-            self.task, self.task.loss, parts, lr=training.lr, optimizer=optimizer, seed=self.seed
-        )
+        try:
+            return whole_network_start(
+                self.task, self.task.loss, parts, lr=training.lr, optimizer=optimizer, seed=self.seed
+            )
+        except MetricError as error:  # it is on the held-out labels that the metric need not be defined
+            self.callback.say(f"the whole network is not finetuned on held-out labels: {error}")
+            return None
 
     def _soup(self, recalibrated: bool = False, kind: str = "uniform") -> Start | None:
         """Return the mean of short finetunes, kept in the folder; or None if there is no BatchNorm to re-estimate."""

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from metricopt_ext.classification.predictions import predict, scores_at
 from metricopt_ext.classification.splits import load_splits
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.experiment.cli import run_and_report
+from metricopt_ext.experiment.experiment import State
+from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.state_dict import load_checkpoint
 
@@ -209,3 +212,44 @@ def test_the_same_target_everywhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("\n".join([text[0], *fixed]) + "\n")
     with pytest.raises(DataError, match=r"5 in.*nothing to predict"):
         ClassificationExperiment(config_of(tmp_path, "regression"), tmp_path / "run", 0)
+
+
+RARE = {
+    "spearman": ["data.kind=regression", "data.target=claim", "data.drop=[rare,other]"],
+    "r2": ["data.kind=regression", "data.target=claim", "data.drop=[rare,other]"],
+    "map": ["data.kind=multilabel", "data.targets=[rare,other]", "data.drop=[claim]"],
+}
+
+
+@pytest.mark.parametrize("metric", RARE)
+def test_a_metric_that_parts_of_the_test_data_do_not_define_ends_no_run(tmp_path: Path, metric: str) -> None:
+    """Of 800 rows, in batches of 100, few have what the metric needs; nor does each resample have one."""
+    said: list[str] = []
+
+    class Saying(Callback):
+        def say(self, line: str) -> None:
+            said.append(line)
+
+    x = np.random.default_rng(0).normal(size=(1600, 2))
+    low, high = np.sort(x[:, 0])[[11, -12]]
+    lines = ["a,b,claim,rare,other"]
+    lines += [f"{a:.4f},{b:.4f},{(a + 9) * (a > high):.2f},{a > high:d},{a < low:d}" for a, b in x]
+    (tmp_path / "rare.csv").write_text("\n".join(lines) + "\n")
+    data = ["data.name=csv", f"data.root={tmp_path / 'rare.csv'}", *RARE[metric], f"metric.name={metric}"]
+    more = ["data.fractions=[0.3,0.2,0.5]", "model.epochs=1"]
+    config = load_config(ClassificationConfig, None, [*data, *SIZES, *more])
+    experiment = ClassificationExperiment(config, tmp_path / "run", 0, Saying())
+    origin = experiment.task.origin()
+    report = experiment.correlations([origin])
+    assert report is not None
+    assert 0 < report.left_out < 8 == report.left_out + len(report.values)
+    assert f"leave out {report.left_out} of 8 batches of test outputs, on which {metric} is not defined" in said[-1]
+    moved = State(experiment.task, origin + 1)
+    error = experiment.test_error(State(experiment.task, origin), moved)
+    assert error is not None
+    assert error > 0
+
+    few = experiment.splits.test.take(torch.arange(60))  # one batch
+    experiment.splits = replace(experiment.splits, test=few)
+    assert experiment.correlations([origin]) is None
+    assert "no correlations" in said[-1]

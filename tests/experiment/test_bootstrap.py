@@ -64,3 +64,11 @@ def test_the_jackknife_leaves_out_each_group_once_and_repeats_no_row() -> None:
     seen: list[list[int]] = []
     jackknife_error(lambda rows: float(seen.append(rows.tolist()) or 0), GROUPS)
     assert seen == [[1, 3, 5], [0, 2, 3, 4, 5, 6], [0, 1, 2, 4, 6]]
+
+
+def test_resamples_on_which_the_statistic_is_not_defined_are_left_out() -> None:
+    rows = [torch.tensor([i]) for i in range(4)]
+    values = {0: 1.0, 1: math.nan, 2: 4.0, 3: 5.0}
+    defined = torch.tensor([1.0, 4.0, 5.0], dtype=torch.float64)
+    assert error_of(lambda drawn: values[int(drawn)], iter(rows)) == float(defined.std())
+    assert math.isnan(error_of(lambda drawn: values[int(drawn)], iter(rows[:2])))

@@ -10,7 +10,7 @@ from PIL import Image
 from scipy.stats import kendalltau, spearmanr
 from torch import Tensor
 
-from metricopt_ext.errors import BudgetError, DataError
+from metricopt_ext.errors import BudgetError, DataError, MetricError
 from metricopt_ext.experiment.correlation import CorrelationReport, correlation_report
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.ledger import Ledger
@@ -59,6 +59,23 @@ def test_with_ties_they_are_scipys() -> None:
     assert found.correlations["ce"] == pytest.approx(expected, abs=1e-12)
     assert f"| ce | {expected[0]:.4f} | {expected[1]:.4f} |" in found.markdown().splitlines()
     assert found.to_json()["values"] == pytest.approx(values)
+
+
+def test_outputs_on_which_the_metric_fails_are_left_out_where_that_is_asked_for() -> None:
+    def of_positives(scores: Tensor, labels: Tensor) -> float:
+        if not labels.any():
+            raise ValueError("no positives")
+        return float(scores[0])
+
+    outputs = [(torch.tensor([first]), torch.tensor([label])) for first, label in ((0.1, 1), (0.5, 0), (0.4, 1))]
+    metric, losses = BatchMetric(of_positives, maximize=True), {"falls": lambda scores, labels: -scores[0]}
+    with pytest.raises(MetricError, match="no positives"):
+        correlation_report(losses, metric, outputs)
+    found = correlation_report(losses, metric, outputs, where_defined=True)
+    assert (found.values, found.left_out) == (pytest.approx([0.1, 0.4]), 1)
+    assert found.correlations["falls"] == pytest.approx((1, 1))
+    with pytest.raises(DataError, match="1 output can't be ranked"):
+        correlation_report(losses, metric, outputs[:2], where_defined=True)
 
 
 def test_its_plot_has_a_panel_for_each_loss(tmp_path: Path) -> None:
