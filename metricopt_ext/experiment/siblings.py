@@ -49,7 +49,7 @@ class SLConfig:
     # sl_u, sl_r: a universal surrogate (sl_u.safetensors of another run) to begin with; what it cost is not counted
     begin: str = ""
     network: str = SurrogateLearning.network  # plain, or published: the authors' code's, as are the other three's
-    thresholds: int = SurrogateLearning.thresholds  # 0, or as many percentiles of a batch, 100, one batch query each
+    thresholds: int = SurrogateLearning.thresholds  # of a single logit: 0, or 100 percentiles of a batch, a query each
     judged: str = SurrogateLearning.judged  # training, or evaluation: without dropout, while the surrogate learns
     first: str = SurrogateLearning.first  # model, or surrogate: whose steps come first in an iteration
     evals: int = SurrogateLearning.evals  # validation queries for the history, which decide nothing

@@ -26,12 +26,15 @@ def train(
 
     Raises:
         FloatingPointError: The loss is no longer finite.
+        DataError: It never was, as the model's scores are NaN.
     """
     optimizer = torch.optim.Adam(task.parameters(), lr)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps)
     for step in range(steps):
-        value = loss(task.model, task.batches(seed, 0, step))
+        batch = task.batches(seed, 0, step)
+        value = loss(task.model, batch)
         if not torch.isfinite(value):
+            task.predicted(batch)  # raises where the inputs are to blame
             raise FloatingPointError(f"the loss is {value.item()} at step {step}; lower the rate")
         optimizer.zero_grad()
         value.backward()

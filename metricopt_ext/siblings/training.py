@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.modulation import CONTEXT_NAME
-from metricopt_ext.errors import AdapterError, MetricError
+from metricopt_ext.errors import AdapterError, DataError, MetricError
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask, Loss
+from metricopt_ext.utils.modes import evaluating
+from metricopt_ext.utils.words import counted
 
 Trains = Literal["phi", "model"]
 TRAINS: tuple[Trains, ...] = ("phi", "model")
@@ -37,6 +39,7 @@ class TrainingTask:
         loss: ``loss(model, batch) -> scalar``, what the model is trained with otherwise.
         validation: Labelled batches of the data that ``metric`` sees, for methods that look at more than its value.
         build: ``build(seed)`` returns an untrained model, for methods that train several.
+        before: The model that this one is a copy of, as it was before any step; None of what is no copy.
     """
 
     model: nn.Module
@@ -49,6 +52,7 @@ class TrainingTask:
     loss: Loss
     validation: Batches | None = None
     build: Callable[[int], nn.Module] | None = None
+    before: nn.Module | None = None
 
     def __post_init__(self) -> None:
         """Check that what is to be trained is there, and can be judged on a copy.
@@ -114,7 +118,7 @@ class TrainingTask:
 
     def copied(self) -> "TrainingTask":
         """Return the same task on a copy of the model."""
-        return replace(self, model=copy.deepcopy(self.model))
+        return replace(self, model=copy.deepcopy(self.model), before=self.model if self.before is None else self.before)
 
     def untrained(self, seed: int) -> "TrainingTask":
         """Return the same task on an untrained model, all of whose weights are trained.
@@ -133,6 +137,42 @@ class TrainingTask:
             AdapterError: All weights are trained, so there is no phi.
         """
         return FinetuneTask(Adapter(self.model), loss=self.loss, batches=self.batches, metric=self.metric)
+
+    def predicted(self, batch: Any, model: nn.Module | None = None) -> tuple[Tensor, Tensor]:
+        """Return what `predict` returns of a batch, unless NaN is among it that training has not brought about.
+
+        Args:
+            batch: The batch.
+            model: What predicts; None for the task's model.
+
+        Raises:
+            DataError: A score is NaN, though no weight is, and was so before any step.
+        """
+        model = self.model if model is None else model
+        scores, labels = self.predict(model, batch)
+        if scores.isnan().any() and all(each.isfinite().all() for each in model.parameters()):
+            if self.before is not None:
+                with evaluating(self.before), torch.no_grad():
+                    if not self.predict(self.before, batch)[0].isnan().any():
+                        return scores, labels
+            rows = int(scores.isnan().reshape(len(scores), -1).any(1).sum())
+            raise DataError(
+                f"the model's scores are NaN for {rows} of {counted(len(scores), 'example')} of a batch before any"
+                f" step, in {scores.dtype}; leave out inputs that are NaN or infinite"
+            )
+        return scores, labels
+
+    def check_precision(self) -> None:
+        """Refuse weights in whose precision Adam divides 0 by 0, as its epsilon is 0 there.
+
+        Raises:
+            AdapterError: What is trained is of float16.
+        """
+        if any(parameter.dtype == torch.float16 for parameter in self.parameters()):
+            raise AdapterError(
+                f"the weights of {type(self.model).__name__} are torch.float16, in which Adam's steps are NaN; train"
+                " them in torch.float32 or torch.bfloat16 (model.float())"
+            )
 
     def parameters(self) -> list[nn.Parameter]:
         """Return what is trained: phi, or all weights that are not frozen."""

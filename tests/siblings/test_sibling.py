@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.errors import BudgetError, MetricError
+from metricopt_ext.errors import AdapterError, BudgetError, DataError, MetricError
 from metricopt_ext.experiment.method import SIBLINGS
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.checkpoints import Checkpoints
@@ -254,6 +254,50 @@ def test_a_bad_seed_is_refused_before_any_work(
     with pytest.raises(ValueError, match="seed is -1; it must be at least 0"):
         small(name).train(made(name, training_task), seed=-1)
     assert (calls.metric, calls.batch_metric) == (0, 0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_scores_that_are_nan_before_any_step_are_not_laid_to_the_rates(
+    name: str, training_task: Callable[..., TrainingTask]
+) -> None:
+    task = made(name, training_task)
+    draw = task.batches
+
+    def spoilt(seed: int, index: int, step: int) -> Any:
+        x, y = draw(seed, index, step)
+        if (seed, index, step) != (0, 0, 0):  # which `check` has seen
+            x = torch.cat([x[:-1], torch.full_like(x[-1:], torch.nan)])
+        return x, y
+
+    with pytest.raises(DataError, match=r"NaN for \d+ of 12 examples.*torch\.float64; leave out inputs"):
+        small(name).train(replace(task, batches=spoilt), seed=1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_half_precision_is_refused_where_adam_is_nan_in_it(
+    name: str, training_task: Callable[..., TrainingTask], calls: Any
+) -> None:
+    task = made(name, training_task)
+    half = replace(task, model=copy.deepcopy(task.model).half())
+    method = replace(small(name), optimizer="adam") if name.startswith("ala") else small(name)  # type: ignore[type-var]
+    with pytest.raises(AdapterError, match=r"torch\.float16.*torch\.float32"):
+        method.train(half)
+    assert (calls.metric, calls.batch_metric) == (0, 0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_trains_in_bfloat16(name: str, training_task: Callable[..., TrainingTask]) -> None:
+    task = made(name, training_task)
+    cast = replace(
+        task,
+        model=copy.deepcopy(task.model).bfloat16(),
+        predict=lambda model, batch: (model(batch[0].bfloat16()), batch[1]),
+        metric=Metric(lambda model: 0.5, maximize=False),
+        loss=lambda model, batch: model(batch[0].bfloat16()).square().mean(),
+        build=None,
+    )
+    history = small(name).train(cast).history
+    assert all(np.isfinite(value) for points in history.values() for _, value in points)
 
 
 @pytest.mark.parametrize("name", CASES)

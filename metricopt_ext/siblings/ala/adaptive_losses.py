@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metricopt_ext.errors import DataError
+from metricopt_ext.siblings.class_labels import class_labels
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
 
 Link = Literal["sigmoid", "none"]
@@ -108,7 +109,12 @@ class ClassCorrelation(AdaptiveLoss):
         return matrix
 
     def loss(self, parameters: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of ``n`` or ``n x c`` logits; see `AdaptiveLoss.loss`."""
+        """Return the loss of ``n`` or ``n x c`` logits; see `AdaptiveLoss.loss`.
+
+        Raises:
+            DataError: The scores are no such logits, or a label is no class's number.
+        """
+        labels = class_labels(scores, labels)  # a negative one would count from the matrix's end
         agreement = (self.matrix(parameters).to(scores)[labels] * log_probabilities(scores)).sum(1)
         return -(agreement.sigmoid() if self.link == "sigmoid" else agreement).mean()
 
@@ -123,7 +129,7 @@ class ClassCorrelation(AdaptiveLoss):
 
         A class without examples has the confusions of a uniform prediction, log c.
         """
-        member = F.one_hot(labels, self.classes).to(scores)
+        member = F.one_hot(class_labels(scores, labels), self.classes).to(scores)
         counts = member.sum(0)[:, None]
         confusions = -(member.t() @ log_probabilities(scores)) / counts.clamp(min=1)
         return torch.where(counts > 0, confusions, math.log(self.classes))
@@ -186,7 +192,8 @@ class PairwiseLoss(AdaptiveLoss):
 
     def loss(self, parameters: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of embeddings, ``n x d``; see `AdaptiveLoss.loss`."""
-        return self.of_distances(parameters.to(scores), *distances(scores, labels))
+        d, positive, negative = distances(scores, labels)
+        return self.of_distances(parameters.to(d), d, positive, negative)
 
     def statistics(self, scores: Tensor, labels: Tensor) -> Tensor:
         """Return the mean over pairs of each parameter's function, in units of its size at `TYPICAL`, ``u x 1``."""
@@ -265,7 +272,7 @@ def distances(embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tenso
         raise DataError(
             f"embeddings must be floats of shape n x d, got {embeddings.dtype} of {tuple(embeddings.shape)}"
         )
-    on_sphere = F.normalize(embeddings)
+    on_sphere = F.normalize(embeddings.to(torch.promote_types(embeddings.dtype, torch.float32)))  # no cdist of halves
     d = torch.cdist(on_sphere, on_sphere, compute_mode="donot_use_mm_for_euclid_dist")  # exact, and flat at 0
     same = labels[:, None] == labels[None]
     return d, same & ~torch.eye(len(labels), dtype=torch.bool, device=same.device), ~same

@@ -23,6 +23,7 @@ from metricopt_ext.siblings.ala.adaptive_losses import (
 )
 from metricopt_ext.siblings.ala.loss_policy import ACTIONS, LossPolicy, Reinforce, States
 from metricopt_ext.siblings.ala.loss_reward import REWARDS, Reward, reward_cost
+from metricopt_ext.siblings.class_labels import class_labels
 from metricopt_ext.siblings.sibling import Sibling
 from metricopt_ext.siblings.training import TrainingTask
 from metricopt_ext.siblings.unfinished import History, Unfinished
@@ -154,31 +155,33 @@ class AdaptiveLossAlignment(Sibling):
 
         Raises:
             ConfigError: ``validation`` or ``build`` is missing.
-            DataError: The scores have another shape.
+            DataError: The scores have another shape, or are NaN, or a label is no class's number.
+            AdapterError: Adam is to train weights of float16.
         """
         if task.validation is None:
             raise ConfigError("the task has no validation batches, which the controller's states are made from")
         if self.fresh_children and self.children > 1 and (task.build is None or task.trains == "phi"):
             raise ConfigError("fresh_children needs a task that trains a model, with build(seed) -> model")
+        if self.optimizer == "adam":
+            task.check_precision()
         self.adaptive_loss(task)
 
     def adaptive_loss(self, task: TrainingTask) -> AdaptiveLoss:
         """Return the loss for what the task's model returns.
 
         Raises:
-            DataError: It takes other scores.
+            DataError: It takes other scores or labels.
         """
         with evaluating(task.model), torch.no_grad():
-            scores, labels = task.predict(task.model, task.batches(0, 0, 0))
-        dims = (1, 2) if self.loss == ClassCorrelation.family else (2,)
-        if not scores.is_floating_point() or scores.dim() not in dims or scores.shape[:1] != labels.shape:
-            expected = "n or n x c logits" if 1 in dims else "n x d embeddings"
+            scores, labels = task.predicted(task.batches(0, 0, 0))
+        if self.loss == ClassCorrelation.family:
+            class_labels(scores, labels)
+            return ClassCorrelation(2 if scores.dim() == 1 else scores.shape[1], self.link, self.lowest)
+        if not scores.is_floating_point() or scores.dim() != 2 or scores.shape[:1] != labels.shape:
             raise DataError(
                 f"predict returned scores of shape {tuple(scores.shape)} and labels of shape {tuple(labels.shape)};"
-                f" loss={self.loss} takes {expected} and n labels"
+                f" loss={self.loss} takes n x d embeddings and n labels"
             )
-        if self.loss == ClassCorrelation.family:
-            return ClassCorrelation(2 if scores.dim() == 1 else scores.shape[1], self.link, self.lowest)
         return DistanceMixture() if self.loss == DistanceMixture.family else FocalWeighting(self.offset)
 
     def run(
@@ -318,7 +321,7 @@ class Child:
         """
         k, evals, costs = self.method.action_steps, self.method.reward_evals if self.method.learn else 0, []
         for j in range(k):
-            scores, labels = self.task.predict(self.task.model, self.task.batches(self.seed, self.index, t * k + j))
+            scores, labels = self.task.predicted(self.task.batches(self.seed, self.index, t * k + j))
             loss = self.loss.loss(self.parameters, scores, labels)
             self.optimizer.zero_grad(set_to_none=True)
             loss.backward()
@@ -347,7 +350,7 @@ class Child:
         v, model = self.method.validation_batches, self.task.model
         with evaluating(model), torch.no_grad():
             batches = [self.task.validation(self.seed, self.index, v * t + i) for i in range(v)]
-            return self._together([self.task.predict(model, batch) for batch in batches])
+            return self._together([self.task.predicted(batch) for batch in batches])
 
     def _together(self, seen: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """Return the batches as one for classes, which need examples each; apart for pairs, as the loss has them."""

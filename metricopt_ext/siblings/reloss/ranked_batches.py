@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metricopt_ext.errors import DataError
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.checkpoints import Checkpoints
+from metricopt_ext.siblings.class_labels import class_labels
 from metricopt_ext.siblings.training import TrainingTask
 from metricopt_ext.utils.checks import check_above, check_finite, check_integer
 from metricopt_ext.utils.modes import evaluating
@@ -45,22 +45,23 @@ def true_class_log_probability(scores: Tensor, labels: Tensor) -> Tensor:
 
     Args:
         scores: Logits, ``n`` for one of two classes, or ``n x c``.
-        labels: ``n`` integers.
+        labels: ``n`` integers in 0..c-1.
 
     Returns:
         ``n``, at most 0.
 
     Raises:
-        DataError: The shapes are others, or the scores are no floats.
+        DataError: The shapes are others, the scores are no floats, or a label is no class's number.
     """
-    if not scores.is_floating_point() or scores.dim() not in (1, 2) or scores.shape[:1] != labels.shape:
-        raise DataError(
-            f"scores have shape {tuple(scores.shape)} and labels {tuple(labels.shape)}; a relational loss takes n or"
-            " n x c logits and n labels"
-        )
+    labels = class_labels(scores, labels)
     if scores.dim() == 1:
         return F.logsigmoid(torch.where(labels == 1, scores, -scores))
     return scores.log_softmax(1).gather(1, labels.unsqueeze(1)).squeeze(1)
+
+
+def at_least_single(dtype: torch.dtype) -> torch.dtype:
+    """Return a precision in which batches can be ranked: half ones tell too few values apart."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def slope_in_logits(scores: Tensor, labels: Tensor) -> Tensor:
@@ -75,7 +76,7 @@ def slope_in_logits(scores: Tensor, labels: Tensor) -> Tensor:
     if scores.dim() == 1:
         return scores.sigmoid() * (-scores).sigmoid()
     probabilities = scores.softmax(1)
-    true = F.one_hot(labels, scores.shape[1]).to(scores)
+    true = F.one_hot(class_labels(scores, labels), scores.shape[1]).to(scores)
     length: Tensor = (true * probabilities).sum(1) * (true - probabilities).norm(dim=1)
     return length
 
@@ -172,17 +173,19 @@ class BatchSource:
             The training and the held-out batches.
 
         Raises:
-            DataError: The task's scores are no logits.
+            DataError: The task's scores are no logits, or NaN.
             FloatingPointError: The network's training diverged.
         """
         callback, are_random = callback or Callback(), self.are_random(seed)
         with evaluating(task.model), torch.no_grad():
-            like, labels = task.predict(task.model, task.batches(seed, STREAM, 0))
+            like, labels = task.predicted(task.batches(seed, STREAM, 0))
+        like = like.to(at_least_single(like.dtype))
         size, outputs = len(labels), 1 if like.dim() == 1 else like.shape[1]
         probabilities, slopes = like.new_empty(2, len(are_random), size)
         costs = like.new_empty(len(are_random))
 
         def ask(row: int, scores: Tensor, labels: Tensor) -> None:
+            scores = scores.to(like.dtype)
             probabilities[row] = true_class_log_probability(scores, labels).exp()
             slopes[row] = slope_in_logits(scores, labels)
             costs[row] = task.batch_metric.cost(scores, labels, "reloss")
@@ -196,5 +199,5 @@ class BatchSource:
             callback.stage(f"outputs of checkpoint {k + 1} of {count}")
             with torch.no_grad():
                 for row in rows[k::count]:
-                    ask(row, *task.predict(model, task.batches(seed, STREAM, row)))
+                    ask(row, *task.predicted(task.batches(seed, STREAM, row), model))
         return RankedBatches(probabilities, slopes, costs).split(self.training)

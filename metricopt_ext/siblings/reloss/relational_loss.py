@@ -45,10 +45,10 @@ class RelationalLoss(nn.Module):
 
         Args:
             scores: Logits, ``n`` for one of two classes, or ``n x c``.
-            labels: ``n``.
+            labels: ``n`` in 0..c-1.
 
         Raises:
-            DataError: The shapes are others.
+            DataError: The shapes are others, or a label is no class's number.
         """
         return self.of_probabilities(true_class_log_probability(scores, labels).exp())
 

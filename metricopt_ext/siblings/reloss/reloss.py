@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.checkpoints import train
-from metricopt_ext.siblings.reloss.ranked_batches import BatchSource, true_class_log_probability
+from metricopt_ext.siblings.reloss.ranked_batches import BatchSource, at_least_single, true_class_log_probability
 from metricopt_ext.siblings.reloss.relational_loss import RelationalLoss, RelationalTraining
 from metricopt_ext.siblings.sibling import Sibling
 from metricopt_ext.siblings.training import TrainingTask
@@ -60,11 +60,13 @@ class ReLoss(Sibling):
         """Refuse scores that are no logits, and a loss of another metric.
 
         Raises:
-            DataError: The scores are neither ``n`` nor ``n x c``.
+            DataError: The scores are neither ``n`` nor ``n x c``, or NaN, or a label is no class's number.
             ConfigError: ``begin`` does not fit the task.
+            AdapterError: The weights are of float16.
         """
+        task.check_precision()
         with evaluating(task.model), torch.no_grad():
-            true_class_log_probability(*task.predict(task.model, task.batches(0, 0, 0)))
+            true_class_log_probability(*task.predicted(task.batches(0, 0, 0)))
         if self.begin is not None and self.begin.metric != task.batch_metric.name:
             raise ConfigError(
                 f"the loss to begin with ranks by {self.begin.metric!r}, the metric is {task.batch_metric.name!r}"
@@ -81,7 +83,8 @@ class ReLoss(Sibling):
             metric.
         """
         absolute = self.training.absolute if self.begin is None else self.begin.absolute
-        loss = RelationalLoss(task.batch_metric.name, absolute).to(task.parameters()[0])
+        loss = RelationalLoss(task.batch_metric.name, absolute)
+        loss = loss.to(task.device, at_least_single(task.parameters()[0].dtype))
         history: History = {}
         if self.begin is not None:
             loss.load_state_dict(self.begin.state_dict())
@@ -98,10 +101,11 @@ class ReLoss(Sibling):
         losses: list[tuple[int, float]] = []
         metric: list[tuple[int, float]] = []
         loss.requires_grad_(False)
+        like = next(loss.parameters())
 
         def total(model: nn.Module, batch: Any) -> Tensor:
-            true = true_class_log_probability(*task.predict(model, batch))
-            learned = loss.of_probabilities(true.exp())
+            true = true_class_log_probability(*task.predicted(batch))
+            learned = loss.of_probabilities(true.exp().to(like.dtype))
             return learned - true.mean() if self.cross_entropy else learned
 
         for step, value in enumerate(train(task, total, steps=self.steps, lr=self.lr, seed=seed)):

@@ -49,6 +49,7 @@ def soft_spearman(values: Tensor, target: Tensor, steepness: float = STEEPNESS) 
     Returns:
         A scalar in [-1, 1]; 0 if either has a single value throughout.
     """
+    values = values.to(torch.promote_types(values.dtype, torch.float32))  # half precision counts to 256 alone
     standard = _unit(values) * math.sqrt(len(values))
     return _unit(soft_ranks(standard, steepness)) @ _unit(_ranks(target).to(values))
 
@@ -65,7 +66,7 @@ def spearman(values: Tensor, target: Tensor) -> float:
 def _ranks(values: Tensor) -> Tensor:
     from scipy.stats import rankdata  # takes a second
 
-    return torch.from_numpy(np.asarray(rankdata(values.detach().numpy(force=True))))
+    return torch.from_numpy(np.asarray(rankdata(values.detach().double().numpy(force=True))))
 
 
 def _unit(values: Tensor) -> Tensor:

@@ -4,6 +4,20 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.tasks.batch_metric import BatchMetric
+from metricopt_ext.utils.checks import check_integer
+
+
+def check_thresholds(thresholds: int) -> None:
+    """Reject a single threshold: it is the lowest logit, at which all examples count as positive.
+
+    Raises:
+        ValueError: It is neither 0 nor an integer of at least 2.
+    """
+    check_integer(0, thresholds=thresholds)
+    if thresholds == 1:
+        raise ValueError(
+            "thresholds is 1, the lowest logit, at which the cost is the same for any model; give 0 or 100"
+        )
 
 
 def lowest_cost(metric: BatchMetric, scores: Tensor, labels: Tensor, thresholds: int, purpose: str) -> float:
@@ -16,13 +30,15 @@ def lowest_cost(metric: BatchMetric, scores: Tensor, labels: Tensor, thresholds:
         metric: The metric, which counts a logit above 0 as positive.
         scores: ``n`` logits; of ``n x c`` the largest decides, and there is no threshold.
         labels: ``n``.
-        thresholds: How many, 0 for none, which is one query at the logits as they are.
+        thresholds: How many, at least 2, or 0 for none, which is one query at the logits as they are.
         purpose: What the ledger books the queries under.
 
     Raises:
+        ValueError: The number of thresholds is out of range.
         BudgetError: The budget is spent.
         MetricError: The metric failed.
     """
+    check_thresholds(thresholds)
     if not thresholds or scores.dim() != 1:
         return metric.cost(scores, labels, purpose)
     scores = scores.detach()

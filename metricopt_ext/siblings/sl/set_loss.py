@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from metricopt_ext.errors import DataError
 from metricopt_ext.runtime.progress import Callback
+from metricopt_ext.siblings.class_labels import class_labels
 from metricopt_ext.siblings.clipped_adam import ClippedAdam
-from metricopt_ext.siblings.sl.best_threshold import lowest_cost
+from metricopt_ext.siblings.sl.best_threshold import check_thresholds, lowest_cost
 from metricopt_ext.siblings.sl.set_network import EPSILON, NETWORKS, Network, SetNetwork, forward, to_weights
 from metricopt_ext.siblings.unfinished import History, Unfinished
 from metricopt_ext.tasks.batch_metric import BatchMetric
@@ -57,10 +58,10 @@ class SetLoss(nn.Module):
 
         Args:
             scores: Logits, ``N``, or ``N x C`` for more outputs than one.
-            labels: ``N``.
+            labels: ``N`` in 0..C-1, 0 and 1 for a single output.
 
         Raises:
-            DataError: The scores have another shape.
+            DataError: The scores have another shape, or a label is no class's number.
         """
         loss: Tensor = SetNetwork.apply(self._inputs(scores, labels), *self._weights())
         return loss
@@ -89,6 +90,7 @@ class SetLoss(nn.Module):
         if scores.shape[1:] != ((self.outputs,) if self.outputs > 1 else ()):
             expected = "N" if self.outputs == 1 else f"N x {self.outputs}"
             raise DataError(f"scores have shape {tuple(scores.shape)}; this surrogate loss takes {expected}")
+        labels = class_labels(scores, labels)
         if self.outputs == 1:
             return torch.stack([labels.to(scores.dtype), scores], 1)
         return torch.cat([F.one_hot(labels, self.outputs).to(scores.dtype), scores], 1)
@@ -155,7 +157,7 @@ class UniversalTraining:
             ValueError: A value is rejected; the message gives it.
         """
         check_integer(1, steps=self.steps, records=self.records)
-        check_integer(0, thresholds=self.thresholds)
+        check_thresholds(self.thresholds)
         check_above(0, std=self.std, lr=self.lr, clip=self.clip)
         check_finite(mean=self.mean, positive=self.positive)
         if not 0 < self.positive < 1:

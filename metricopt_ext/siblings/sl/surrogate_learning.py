@@ -8,15 +8,17 @@ from torch import Tensor
 
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.runtime.progress import Callback
+from metricopt_ext.siblings.class_labels import class_labels
 from metricopt_ext.siblings.clipped_adam import ClippedAdam
 from metricopt_ext.siblings.sibling import Sibling
-from metricopt_ext.siblings.sl.best_threshold import lowest_cost
+from metricopt_ext.siblings.sl.best_threshold import check_thresholds, lowest_cost
 from metricopt_ext.siblings.sl.set_loss import SetLoss, UniversalTraining, check_network, finite
 from metricopt_ext.siblings.sl.set_network import Network
 from metricopt_ext.siblings.training import TrainingTask
 from metricopt_ext.siblings.unfinished import History, Part, Unfinished
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.modes import evaluating
+from metricopt_ext.utils.words import counted
 
 Surrogate = Literal["universal", "scratch", "refined"]
 Judged = Literal["training", "evaluation"]
@@ -51,7 +53,8 @@ class SurrogateLearning(Sibling):
         begin: A universal surrogate that was learned before, instead of learning one; it is not changed.
         network: The surrogate's; see `set_network`.
         thresholds: How many percentiles of each batch's logits are tried as a threshold, one query each, for the lowest
-            cost (`best_threshold.lowest_cost`), in the universal training too; 0 for the threshold 0.
+            cost (`best_threshold.lowest_cost`), in the universal training too; 0 for the threshold 0, and the only
+            choice for several logits, of which the largest decides.
         judged: What the true cost is of: the ``"training"`` mode's scores, which the surrogate sees too, or those of
             the ``"evaluation"`` mode, without dropout, while the surrogate sees the training mode's.
         first: What comes first in an iteration, the ``"model"``'s steps, as in the paper, or the ``"surrogate"``'s.
@@ -90,7 +93,8 @@ class SurrogateLearning(Sibling):
         check_network(self.network)
         check_integer(1, iterations=self.iterations, model_steps=self.model_steps, records=self.records)
         check_integer(1, surrogate_steps=self.surrogate_steps)
-        check_integer(0, evals=self.evals, thresholds=self.thresholds)
+        check_integer(0, evals=self.evals)
+        check_thresholds(self.thresholds)
         check_above(0, model_lr=self.model_lr, surrogate_lr=self.surrogate_lr, clip=self.clip)
         if self.evals > self.iterations:
             raise ValueError(f"evals is {self.evals}; it must be at most iterations = {self.iterations}")
@@ -101,10 +105,23 @@ class SurrogateLearning(Sibling):
         """Refuse scores that are no logits, and a surrogate of other logits or of another metric.
 
         Raises:
-            DataError: The scores are neither ``n`` nor ``n x c``.
-            ConfigError: ``begin`` does not fit the task.
+            DataError: The scores are neither ``n`` nor ``n x c``, a label is no class's number, or a batch is of one
+                example, which the published network can't learn from.
+            ConfigError: ``begin`` does not fit the task, or there are thresholds for several logits.
+            AdapterError: The weights are of float16.
         """
-        outputs, _ = _shape(task)
+        task.check_precision()
+        outputs, size = _shape(task)
+        if size < 2 and self.network == "published":  # BatchNorm over the batch takes away all there is of one
+            raise DataError(
+                f"a batch has {counted(size, 'example')}, by which network='published' never moves the model; give"
+                " batches of at least 2, or network='plain'"
+            )
+        if self.thresholds and outputs > 1:
+            raise ConfigError(
+                f"thresholds is {self.thresholds}, but the model has {outputs} logits, of which the largest decides;"
+                " thresholds are for a single logit: give 0 (siblings.sl.thresholds)"
+            )
         if self.begin is None:
             return
         if self.begin.outputs != outputs:
@@ -172,7 +189,7 @@ class SurrogateLearning(Sibling):
 
             def descend() -> Tensor:  # lines 3-7
                 for _ in range(self.model_steps):
-                    loss: Tensor = surrogate(*task.predict(task.model, batch()))
+                    loss: Tensor = surrogate(*task.predicted(batch()))
                     alpha.step(loss)
                 return loss
 
@@ -206,7 +223,7 @@ class SurrogateLearning(Sibling):
     @torch.no_grad()
     def _judged(self, task: TrainingTask, batch: Any) -> tuple[Tensor, Tensor, float]:
         """Return what the surrogate sees of a batch, scores and labels, and the true cost."""
-        scores, labels = task.predict(task.model, batch)
+        scores, labels = task.predicted(batch)
         judged = scores
         if self.judged == "evaluation":
             with evaluating(task.model):
@@ -218,13 +235,9 @@ def _shape(task: TrainingTask) -> tuple[int, int]:
     """Return the number of logits for each example, and of examples in a batch.
 
     Raises:
-        DataError: The scores are neither ``n`` nor ``n x c``.
+        DataError: The scores are neither ``n`` nor ``n x c``, or NaN, or a label is no class's number.
     """
     with evaluating(task.model), torch.no_grad():
-        scores, labels = task.predict(task.model, task.batches(0, 0, 0))
-    if not scores.is_floating_point() or scores.dim() not in (1, 2) or scores.shape[:1] != labels.shape:
-        raise DataError(
-            f"predict returned scores of shape {tuple(scores.shape)} and labels of shape {tuple(labels.shape)};"
-            " a surrogate loss takes n or n x c logits and n labels"
-        )
+        scores, labels = task.predicted(task.batches(0, 0, 0))
+    class_labels(scores, labels)
     return (1 if scores.dim() == 1 else scores.shape[1]), len(labels)

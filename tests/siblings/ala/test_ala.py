@@ -328,7 +328,7 @@ def test_what_it_can_not_train_is_refused_before_any_query(training_task: Make, 
         AdaptiveLossAlignment(fresh_children=True).train(training_task("phi", 3))
     with pytest.raises(DataError, match=r"scores of shape \(12,\).*n labels"):
         AdaptiveLossAlignment("focal").train(training_task("model", 1))
-    with pytest.raises(DataError, match=r"scores.*\(5.*labels of shape \(12,\)"):
+    with pytest.raises(DataError, match=r"scores.*\(5.*labels have shape \(12,\)"):
         AdaptiveLossAlignment().train(replace(task, predict=lambda model, batch: (model(batch[0])[:5], batch[1])))
     with pytest.raises(ValueError, match=r"begin.*loss='mixture'.*loss is 'focal'"):
         AdaptiveLossAlignment("focal", begin=LossPolicy("mixture", 1, 10))
@@ -343,5 +343,7 @@ def test_a_loss_that_is_no_longer_finite_stops_it(training_task: Make) -> None:
         AdaptiveLossAlignment(**SHORT).train(task)
     spoilt = replace(task, model=training_task("model", 3).model)
     lost = replace(spoilt, batches=lambda seed, child, step: (torch.nan * task.batches(0, 0, 0)[0], torch.arange(12)))
-    with pytest.raises(FloatingPointError, match=r"the loss is nan.*1; lower model_lr"):
+    with pytest.raises(DataError, match=r"scores are NaN for 12 of 12 examples.*leave out inputs"):
         AdaptiveLossAlignment(**SHORT).train(replace(lost, predict=lambda m, b: (m(b[0]), b[1] % 3)))
+    with pytest.raises(FloatingPointError, match=r"lower model_lr"):
+        AdaptiveLossAlignment(**SHORT | {"model_lr": 1e300}).train(spoilt)

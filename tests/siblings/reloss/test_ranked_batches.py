@@ -46,7 +46,7 @@ def test_slopes_are_the_lengths_of_autograds_gradients(outputs: int) -> None:
 
 @pytest.mark.parametrize(("scores", "labels"), [((3, 2, 2), 3), ((4,), 3), ((), 3)])
 def test_other_shapes_are_refused(scores: tuple[int, ...], labels: int) -> None:
-    with pytest.raises(DataError, match=r"a relational.*logits and n labels"):
+    with pytest.raises(DataError, match=r"shape.*give n or n x c logits.*n labels"):
         true_class_log_probability(torch.zeros(scores), torch.zeros(labels, dtype=torch.long))
 
 

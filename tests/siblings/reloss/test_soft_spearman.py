@@ -76,3 +76,9 @@ def test_ascending_it_sorts_the_values() -> None:
             values += gradient
     assert before < 0.7
     assert spearman(values, target) > 0.95
+
+
+def test_half_precision_is_ranked_in_single() -> None:
+    values = torch.randn(300, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert spearman(values, -values) == pytest.approx(-1)
+    assert torch.equal(soft_spearman(values, values), soft_spearman(values.float(), values.float()))

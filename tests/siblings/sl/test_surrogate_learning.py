@@ -201,6 +201,7 @@ def test_a_surrogate_that_does_not_fit_is_refused_before_any_query(
         ({"judged": "eval"}, r"judged.*'eval'.*training, evaluation"),
         ({"first": "metric"}, r"first.*'metric'.*model, surrogate"),
         ({"thresholds": -1}, "thresholds is -1; it must be at least 0"),
+        ({"thresholds": 1}, "thresholds is 1.* give 0 or 100"),
     ],
 )
 def test_other_readings_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -212,9 +213,30 @@ def test_scores_of_another_shape_are_refused_before_any_query(
     training_task: Callable[..., TrainingTask], calls: Any
 ) -> None:
     task = replace(training_task(), predict=lambda model, batch: (model(batch[0])[:5], batch[1]))
-    with pytest.raises(DataError, match=r"predict.*\(5,\).*shape \(12,\)"):
+    with pytest.raises(DataError, match=r"scores.*\(5,\).*shape \(12,\)"):
         SurrogateLearning().train(task)
     assert (calls.metric, calls.batch_metric) == (0, 0)
+
+
+def test_thresholds_of_several_logits_are_refused_before_any_query(
+    training_task: Callable[..., TrainingTask], calls: Any
+) -> None:
+    with pytest.raises(ConfigError, match=r"thresholds is 100.*3 logits.*give 0 \(siblings\.sl\.thresholds\)"):
+        SurrogateLearning(thresholds=100).train(training_task("model", 3))
+    assert (calls.metric, calls.batch_metric) == (0, 0)
+
+
+def test_batches_of_one_example_are_refused_where_they_never_move_the_model(
+    training_task: Callable[..., TrainingTask], calls: Any
+) -> None:
+    task = training_task(dropout=0.0)
+    one = replace(task, batches=lambda *address: tuple(each[:1] for each in task.batches(*address)))
+    with pytest.raises(DataError, match=r"1 example.*at least 2.*network='plain'"):
+        SurrogateLearning("scratch", iterations=2).train(one)
+    assert (calls.metric, calls.batch_metric) == (0, 0)
+    one.model.body[2] = nn.Identity()  # type: ignore[union-attr, index, operator] # no BatchNorm: it takes one example
+    trained = SurrogateLearning("scratch", iterations=2, network="plain", **RATES).train(one)
+    assert not torch.equal(trained.model.head.weight, one.model.head.weight)  # type: ignore[union-attr, arg-type]
 
 
 def test_a_model_that_is_no_longer_finite_stops_it(training_task: Callable[..., TrainingTask]) -> None:
