@@ -1,6 +1,8 @@
 """What a relational loss learns from: batches of random outputs and of a network's at its checkpoints, with costs."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,11 +11,13 @@ from torch import Tensor
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.checkpoints import Checkpoints
 from metricopt_ext.siblings.class_labels import class_labels
+from metricopt_ext.siblings.random_batches import first_defined
 from metricopt_ext.siblings.training import TrainingTask
 from metricopt_ext.utils.checks import check_above, check_finite, check_integer
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.seeding import generator
 
+PURPOSE = "reloss"
 STREAM = 1  # of the batches that checkpoints predict; training has stream 0
 
 
@@ -164,6 +168,8 @@ class BatchSource:
     ) -> tuple[RankedBatches, RankedBatches]:
         """Draw the batches and ask for their costs; ``training + heldout`` queries of the task's batch metric.
 
+        A random batch on which the metric fails, as a class is missing, is drawn again.
+
         Args:
             task: What the network is trained by, and the metric.
             seed: Seed of all draws but dropout's.
@@ -175,6 +181,7 @@ class BatchSource:
         Raises:
             DataError: The task's scores are no logits, or NaN.
             FloatingPointError: The network's training diverged.
+            MetricError: The metric failed where no class is missing, or on too many random batches in a row.
         """
         callback, are_random = callback or Callback(), self.are_random(seed)
         with evaluating(task.model), torch.no_grad():
@@ -184,20 +191,30 @@ class BatchSource:
         probabilities, slopes = like.new_empty(2, len(are_random), size)
         costs = like.new_empty(len(are_random))
 
-        def ask(row: int, scores: Tensor, labels: Tensor) -> None:
-            scores = scores.to(like.dtype)
+        def ask(scores: Tensor, labels: Tensor) -> float:
+            return task.batch_metric.cost(scores, labels, PURPOSE)
+
+        def keep(row: int, scores: Tensor, labels: Tensor, cost: float) -> None:
             probabilities[row] = true_class_log_probability(scores, labels).exp()
             slopes[row] = slope_in_logits(scores, labels)
-            costs[row] = task.batch_metric.cost(scores, labels, "reloss")
+            costs[row] = cost
+
+        def drawn(row: int) -> Iterator[tuple[Tensor, Tensor]]:
+            rng = generator(seed, "random outputs", row)
+            while True:
+                scores, of_random = self.outputs.draw(size, outputs, rng)
+                yield scores.to(like), of_random.to(labels.device)
 
         callback.stage("random outputs")
+        booked: dict[str, Any] = {"classes": max(2, outputs), "ledger": task.batch_metric.ledger, "purpose": PURPOSE}
         for row in are_random.nonzero().flatten().tolist():
-            scores, drawn = self.outputs.draw(size, outputs, generator(seed, "random outputs", row))
-            ask(row, scores.to(like), drawn.to(labels.device))
+            keep(row, *first_defined(drawn(row), ask, **booked))
         rows, count = (~are_random).nonzero().flatten().tolist(), self.checkpoints.count
         for k, model in enumerate(self.checkpoints.models(task, seed) if rows else ()):
             callback.stage(f"outputs of checkpoint {k + 1} of {count}")
             with torch.no_grad():
                 for row in rows[k::count]:
-                    ask(row, *task.predicted(task.batches(seed, STREAM, row), model))
+                    scores, true = task.predicted(task.batches(seed, STREAM, row), model)
+                    scores = scores.to(like.dtype)
+                    keep(row, scores, true, ask(scores, true))
         return RankedBatches(probabilities, slopes, costs).split(self.training)

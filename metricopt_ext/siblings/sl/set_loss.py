@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from metricopt_ext.errors import DataError
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.class_labels import class_labels
 from metricopt_ext.siblings.clipped_adam import ClippedAdam
+from metricopt_ext.siblings.random_batches import first_defined
 from metricopt_ext.siblings.sl.best_threshold import check_thresholds, lowest_cost
 from metricopt_ext.siblings.sl.set_network import EPSILON, NETWORKS, Network, SetNetwork, forward, to_weights
 from metricopt_ext.siblings.unfinished import History, Unfinished
@@ -183,11 +184,14 @@ class UniversalTraining:
             callback: Notified of progress.
             left: Keeps the state, of a training that this is the first stage of.
 
+        A batch on which the metric fails, as a class is missing, is drawn again.
+
         Returns:
             ``"universal"``: the distance |loss - surrogate|.
 
         Raises:
             FloatingPointError: The distance is no longer finite.
+            MetricError: The metric failed where no class is missing, or on too many batches in a row.
         """
         callback, every = callback or Callback(), max(1, self.steps // self.records)
         with ClippedAdam(surrogate.parameters(), self.lr, self.clip) as optimizer:
@@ -195,7 +199,13 @@ class UniversalTraining:
             first, history = left.go_on("universal", **parts) if left is not None else (0, {})
             history.setdefault("universal", [])
             for step, (scores, labels) in enumerate(self.batches(surrogate, size, seed, first), first):
-                true = lowest_cost(metric, scores, labels, self.thresholds, "universal")
+                scores, labels, true = first_defined(
+                    chain([(scores, labels)], self._again(surrogate, size, seed, step)),
+                    lambda drawn, of_drawn: lowest_cost(metric, drawn, of_drawn, self.thresholds, "universal"),
+                    classes=max(2, surrogate.outputs),
+                    ledger=metric.ledger,
+                    purpose="universal",
+                )
                 distance, gradients = surrogate.distance(scores, labels, true)
                 optimizer.descend(gradients)
                 if step % every == 0 or step == self.steps - 1:
@@ -208,16 +218,24 @@ class UniversalTraining:
 
     def batches(self, surrogate: SetLoss, size: int, seed: int, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Draw scores, ``N`` or ``N x C``, and labels, ``N``, for each step from the first on."""
-        like, c = next(surrogate.parameters()), surrogate.outputs
         for at in range(first - first % BLOCK, self.steps, BLOCK):
             rng, n = generator(seed, "universal", at), min(BLOCK, self.steps - at)
-            if c > 2:
-                labels = torch.randint(c, (n, size), generator=rng)
-            else:
-                labels = (torch.rand(n, size, generator=rng) < self.positive).long()
-            scores = torch.randn((n, size, c) if c > 1 else (n, size), generator=rng) * self.std + self.mean
-            drawn = slice(max(0, first - at), None)
-            yield from zip(scores.to(like)[drawn], labels.to(like.device)[drawn], strict=True)
+            yield from islice(self._drawn(surrogate, n, size, rng), max(0, first - at), None)
+
+    def _again(self, surrogate: SetLoss, size: int, seed: int, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Draw further batches for a step, one by one, from a stream of their own."""
+        rng = generator(seed, "universal again", step)
+        while True:
+            yield from self._drawn(surrogate, 1, size, rng)
+
+    def _drawn(self, surrogate: SetLoss, n: int, size: int, rng: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        like, c = next(surrogate.parameters()), surrogate.outputs
+        if c > 2:
+            labels = torch.randint(c, (n, size), generator=rng)
+        else:
+            labels = (torch.rand(n, size, generator=rng) < self.positive).long()
+        scores = torch.randn((n, size, c) if c > 1 else (n, size), generator=rng) * self.std + self.mean
+        yield from zip(scores.to(like), labels.to(like.device), strict=True)
 
 
 def finite(value: Tensor, at: int) -> float:
