@@ -6,8 +6,8 @@ one logit (class 1 if it is above 0), and the labels are ``n`` integers in 0..c-
 class 1 the positive one.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy.typing as npt
@@ -40,6 +40,7 @@ class MetricSpec:
             called as ``function(logits, labels, *columns)``.
         description: One line for help texts.
         columns: Names of the further arrays of the same rows that the function takes, in order; see `Split.columns`.
+        arguments: What makes it this metric besides its name, such as its costs; JSON.
     """
 
     name: str
@@ -48,6 +49,7 @@ class MetricSpec:
     function: MetricFunction
     description: str
     columns: tuple[str, ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 def check(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -361,7 +363,8 @@ def expected_cost(costs: Matrix, prior: Matrix | None = None) -> MetricSpec:
             raise DataError(f"every class with a positive prior must have examples, got none of class {missing}")
         return min(max(float(paid @ (share / counts)[labels]), bounds[0]), bounds[1])
 
-    return MetricSpec("expected_cost", False, bounds, function, "mean cost of the decisions")
+    arguments = {"costs": cost.tolist(), "prior": None if weight is None else weight.tolist()}
+    return MetricSpec("expected_cost", False, bounds, function, "mean cost of the decisions", arguments=arguments)
 
 
 def _numbers(given: Matrix, name: str) -> Tensor:

@@ -1,6 +1,7 @@
 """The metric that a config names, tried before work is done for it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +42,7 @@ def build_metric(config: MetricConfig, kind: str = "classes") -> MetricSpec:
                 f"metric.name={config.name!r} is none of {', '.join([*METRICS, 'expected_cost'])}; name your own"
                 " function as MODULE:FUNCTION, e.g. sklearn.metrics:matthews_corrcoef"
             )
-        return from_callable(
+        spec = from_callable(
             own.function,
             maximize=own.maximize,
             bounds=own.bounds,
@@ -50,6 +51,8 @@ def build_metric(config: MetricConfig, kind: str = "classes") -> MetricSpec:
             columns=getattr(config, "columns", ()),
             prepared=None if kind == "classes" else prepared_by(kind, getattr(config, "scores", "labels")),
         )
+        given = {name: getattr(config, name, None) for name in ("kwargs", "scores")}
+        return replace(spec, arguments={"function": config.name, **given})
     except ConfigError:
         raise
     except (TypeError, ValueError) as error:

@@ -94,4 +94,6 @@ def model_metric(
 
 def batch_metric(spec: MetricSpec) -> BatchMetric:
     """Make the black box of a batch's scores and labels."""
-    return BatchMetric(spec.function, maximize=spec.maximize, bounds=spec.bounds, name=spec.name)
+    return BatchMetric(
+        spec.function, maximize=spec.maximize, bounds=spec.bounds, name=spec.name, arguments=spec.arguments
+    )

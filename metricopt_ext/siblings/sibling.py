@@ -4,16 +4,18 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.runtime.identity import fingerprint
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.training import TrainingTask, Trains
 from metricopt_ext.siblings.unfinished import History, Unfinished, difference
 from metricopt_ext.utils.checks import check_integer
+from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.seeding import generator, seeded_streams
 
 
@@ -75,6 +77,29 @@ class Sibling(ABC):
             What was learned besides the model, and what was measured on the way.
         """
 
+    def identity(self, task: TrainingTask, seed: int) -> dict[str, Any]:
+        """Return what a training that goes on must have in common with the one that was killed, as JSON.
+
+        Of the data it is the first batch, and of a loss or a policy to begin with its weights.
+
+        Args:
+            task: What is trained; it is left unchanged.
+            seed: The training's seed.
+        """
+        batch, begin = task.batches(seed, 0, 0), getattr(self, "begin", None)
+        with evaluating(task.model), torch.no_grad():
+            _, labels = task.predict(task.model, batch)
+        parts = dict(enumerate(batch)) if isinstance(batch, tuple | list) else {}
+        return {
+            "method": repr(self),
+            "trains": task.trains,
+            "seed": seed,
+            "metric": task.metric.identity,
+            "batch metric": task.batch_metric.identity,
+            "first batch": fingerprint({"labels": labels, **{str(at): part for at, part in parts.items()}}),
+            "begin": None if begin is None else fingerprint(begin.state_dict()),
+        }
+
     def train(
         self, task: TrainingTask, *, seed: int = 0, callback: Callback | None = None, unfinished: Path | None = None
     ) -> Trained:
@@ -96,7 +121,7 @@ class Sibling(ABC):
         check_integer(0, seed=seed)
         self.check(task)
         own, before, began = task.copied(), _spent(task), time.perf_counter()
-        left = Unfinished(own, {"method": repr(self), "trains": task.trains, "seed": seed}, unfinished)
+        left = Unfinished(own, {} if unfinished is None else self.identity(task, seed), unfinished)
         own.model.train()
         with seeded_streams(generator(seed, "sibling").initial_seed(), task.device):
             product, history = self.run(own, seed, callback or Callback(), left)

@@ -12,6 +12,7 @@ from metricopt_ext.errors import FileFormatError
 from metricopt_ext.siblings.training import TrainingTask
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.utils.files import check_tensors, content_of, read_tensors, write_tensors
+from metricopt_ext.utils.words import brief
 
 FILE_FORMAT = "metricopt_ext.sibling_training/1"
 KEEP_EVERY = 60.0  # seconds of training that a kill may cost
@@ -56,10 +57,13 @@ class Unfinished:
         if file is not None and file.exists():
             self._tensors, self._described = read_tensors(file, FILE_FORMAT)
             theirs = self._described.get("settings")
-            if theirs != settings:
-                raise FileFormatError(
-                    f"{file} is from another training: {theirs!r}, now {settings!r}; delete it to train anew"
-                )
+            for name in theirs if isinstance(theirs, dict) else settings:  # older files tell less
+                was, now = theirs.get(name) if isinstance(theirs, dict) else theirs, settings.get(name)
+                if was != now:
+                    raise FileFormatError(
+                        f"{file} is from another training: {name} was {brief(was)}, now {brief(now)}; delete it to"
+                        " train anew"
+                    )
             with content_of(file, "state of a training"):
                 self.stage, self.seconds = str(self._described["stage"]), float(self._described["seconds"])
 

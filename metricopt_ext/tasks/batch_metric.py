@@ -1,12 +1,15 @@
 """The metric of a batch's scores and labels: a second black box, asked on batches of any data, with its own ledger."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor
 
 from metricopt_ext.errors import MetricError
 from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.ledger import Ledger
+from metricopt_ext.utils.files import to_json
 
 
 class BatchMetric(CostScale):
@@ -23,6 +26,8 @@ class BatchMetric(CostScale):
             its cost is the value itself, negated if higher is better.
         name: Its name in messages and files.
         ledger: Counts the queries, one for each batch.
+        arguments: What else makes it this metric, such as its costs, by name; JSON. What is learned for one metric is
+            refused under another.
 
     Examples:
         >>> import torch
@@ -39,16 +44,24 @@ class BatchMetric(CostScale):
         bounds: tuple[float, float] | None = (0.0, 1.0),
         name: str | None = None,
         ledger: Ledger | None = None,
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
         if not callable(function):
             raise TypeError(f"function is {function!r}; it must be a function of scores and labels")
         name = name or getattr(function, "__name__", "metric").strip("<>")
         super().__init__(maximize=maximize, bounds=bounds, name=name, ledger=ledger)
-        self.function = function
+        self.function, self.arguments = function, dict(arguments or {})
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What its values mean, as JSON; see `CostScale.identity`."""
+        return {**super().identity, "arguments": json.loads(to_json(self.arguments))}
 
     def with_new_ledger(self) -> "BatchMetric":
         """Return the same metric with an empty ledger and no budget."""
-        return BatchMetric(self.function, maximize=self.maximize, bounds=self.bounds, name=self.name)
+        return BatchMetric(
+            self.function, maximize=self.maximize, bounds=self.bounds, name=self.name, arguments=self.arguments
+        )
 
     def cost(self, scores: Tensor, labels: Tensor, purpose: str) -> float:
         """Evaluate the metric on a batch and return the cost; one query.

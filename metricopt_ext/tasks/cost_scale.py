@@ -41,6 +41,12 @@ class CostScale:
         self.maximize, self.bounds, self.name = bool(maximize), None if bounds is None else _checked(bounds), name
         self.ledger = ledger or Ledger()
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What its values mean, as JSON: two black boxes that differ in it are not the same, whatever their names."""
+        bounds = None if self.bounds is None else list(self.bounds)
+        return {"name": self.name, "maximize": self.maximize, "bounds": bounds}
+
     def checked_cost(self, value: float, where: str = "") -> float:
         """Turn a value into a cost, of the bound itself where rounding overshot it.
 

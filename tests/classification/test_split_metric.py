@@ -3,8 +3,10 @@
 import torch
 from torch import nn
 
-from metricopt_ext.classification.metrics import METRICS
-from metricopt_ext.classification.split_metric import model_metric
+from metricopt_ext.classification.config import OwnClassifierMetricConfig
+from metricopt_ext.classification.metrics import METRICS, expected_cost
+from metricopt_ext.classification.named_metric import build_metric
+from metricopt_ext.classification.split_metric import batch_metric, model_metric
 from metricopt_ext.data.halves import stratified_halves
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.tasks.evaluation import Evaluation
@@ -20,3 +22,25 @@ def test_metrics_tell_their_values_on_halves() -> None:
     for half, cost in zip((a, b), told.halves, strict=True):
         assert cost == model_metric(METRICS["accuracy"], Split(part.x[half], y[half])).cost(model, "test")
     assert model_metric(METRICS["accuracy"], part).evaluate(model, "test") == Evaluation(told.cost)
+
+
+def test_a_batch_metric_tells_what_makes_it_this_metric() -> None:
+    costs, turned = [[0.0, 1.0], [10.0, 0.0]], [[0.0, 10.0], [1.0, 0.0]]
+    one, other, weighted = (
+        batch_metric(spec).identity
+        for spec in (expected_cost(costs), expected_cost(turned), expected_cost(costs, [1.0, 3.0]))
+    )
+    assert one == {
+        "name": "expected_cost",
+        "maximize": False,
+        "bounds": [0.0, 10.0],
+        "arguments": {"costs": costs, "prior": None},
+    }
+    assert other["arguments"]["costs"] == turned
+    assert weighted["arguments"]["prior"] == [0.25, 0.75]
+    own = OwnClassifierMetricConfig("sklearn.metrics:fbeta_score", kwargs={"beta": 2})
+    assert batch_metric(build_metric(own)).identity["arguments"] == {
+        "function": "sklearn.metrics:fbeta_score",
+        "kwargs": {"beta": 2},
+        "scores": "labels",
+    }

@@ -12,10 +12,12 @@ import torch
 from metricopt_ext.errors import BudgetError, FileFormatError
 from metricopt_ext.siblings import unfinished
 from metricopt_ext.siblings.sibling import Trained
-from metricopt_ext.siblings.sl.set_loss import UniversalTraining
+from metricopt_ext.siblings.sl.set_loss import SetLoss, UniversalTraining
 from metricopt_ext.siblings.sl.surrogate_learning import SurrogateLearning
 from metricopt_ext.siblings.training import TrainingTask
 from metricopt_ext.siblings.unfinished import Unfinished, difference
+from metricopt_ext.tasks.batch_metric import BatchMetric
+from metricopt_ext.tasks.metric import Metric
 
 METHOD = SurrogateLearning(
     "refined", iterations=6, model_lr=0.01, surrogate_lr=0.01, evals=3, universal=UniversalTraining(steps=12)
@@ -95,7 +97,7 @@ def test_the_seconds_of_both_parts_count(
     with monkeypatch.context() as patched:
         patched.setattr(unfinished, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
         killed(METHOD, training_task(), 1, file)
-    assert Unfinished(training_task(), {"method": repr(METHOD), "trains": "model", "seed": 3}, file).seconds == 1000
+    assert Unfinished(training_task(), METHOD.identity(training_task(), 3), file).seconds == 1000
     assert METHOD.train(training_task(), seed=3, unfinished=file).seconds > 1000
 
 
@@ -120,11 +122,68 @@ def test_another_training_is_refused_before_any_query(
     assert calls.batch_metric == asked
 
 
+def changed(task: TrainingTask, what: str) -> TrainingTask:
+    batch, judge = task.batch_metric, task.batch_metric.function
+    draw = task.batches
+    return {
+        "name": lambda: replace(task, batch_metric=BatchMetric(judge, maximize=False, name="other")),
+        "direction": lambda: replace(task, batch_metric=BatchMetric(judge, maximize=True, name=batch.name)),
+        "costs": lambda: replace(task, batch_metric=BatchMetric(judge, maximize=False, name="mcr", arguments={"c": 2})),
+        "the model's metric": lambda: replace(task, metric=Metric(lambda model: 0.5, maximize=True, name="mcr")),
+        "labels": lambda: replace(task, predict=lambda model, batch: (model(batch[0]), 1 - batch[1])),
+        "inputs": lambda: replace(task, batches=lambda *at: (draw(*at)[0] + 1, draw(*at)[1])),
+        "batch size": lambda: replace(task, batches=lambda *at: tuple(part[:10] for part in draw(*at))),
+    }[what]()
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("name", "batch metric was .*'mcr'.*, now .*'other'"),
+        ("direction", "batch metric was .*False.*, now .*True"),
+        ("costs", "batch metric was .*, now .*'c': 2"),
+        ("the model's metric", "metric was .*False.*, now .*True"),
+        ("labels", "first batch was"),
+        ("inputs", "first batch was"),
+        ("batch size", "first batch was"),
+    ],
+)
+def test_another_task_is_refused_before_any_query(
+    what: str, told: str, training_task: Callable[..., TrainingTask], tmp_path: Path, always: None, calls: Any
+) -> None:
+    file = tmp_path / "left.safetensors"
+    killed(METHOD, training_task(), 1, file)
+    asked = calls.batch_metric
+    with pytest.raises(FileFormatError, match=rf"another training: {told}.*delete it"):
+        METHOD.train(changed(training_task(), what), seed=3, unfinished=file)
+    assert calls.batch_metric == asked
+
+
+def test_another_loss_to_begin_with_is_refused(
+    training_task: Callable[..., TrainingTask], tmp_path: Path, always: None
+) -> None:
+    file, (one, other) = tmp_path / "left.safetensors", (SetLoss(1, "mcr").double() for _ in range(2))
+    killed(replace(METHOD, begin=one), training_task(), 12, file)
+    with pytest.raises(FileFormatError, match=r"another training: begin was .*delete it"):
+        replace(METHOD, begin=other).train(training_task(), seed=3, unfinished=file)
+
+
+def test_what_an_older_version_kept_goes_on(
+    training_task: Callable[..., TrainingTask], tmp_path: Path, always: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, file = METHOD.train(training_task(), seed=3), tmp_path / "left.safetensors"
+    told = {"method": repr(METHOD), "trains": "model", "seed": 3}
+    with monkeypatch.context() as patched:
+        patched.setattr(SurrogateLearning, "identity", lambda *_: told)
+        killed(METHOD, training_task(), 25, file)
+    assert same(METHOD.train(training_task(), seed=3, unfinished=file), whole)
+
+
 def test_a_larger_model_is_refused(training_task: Callable[..., TrainingTask], tmp_path: Path, always: None) -> None:
     file, method = tmp_path / "left.safetensors", replace(METHOD, surrogate="scratch")
     killed(method, training_task(), 12, file)
-    with pytest.raises(FileFormatError, match=r"'alpha\.mean'.*should have \(39,\)"):
-        method.train(training_task(outputs=3), seed=3, unfinished=file)
+    with pytest.raises(FileFormatError, match=r"'alpha\.mean'.*should have \(34,\)"):
+        method.train(training_task(outputs=2), seed=3, unfinished=file)
 
 
 def test_what_was_spent_between() -> None:

@@ -1,15 +1,17 @@
 """The loss of Relational Surrogate Loss Learning (Huang et al., 2022): it ranks batches as a metric does."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metricopt_ext.runtime.progress import Callback
+from metricopt_ext.siblings.learned_metric import metric_identity
 from metricopt_ext.siblings.reloss.ranked_batches import RankedBatches, true_class_log_probability
 from metricopt_ext.siblings.reloss.soft_spearman import soft_spearman, spearman
 from metricopt_ext.siblings.unfinished import History
@@ -32,11 +34,12 @@ class RelationalLoss(nn.Module):
         metric: Name of the metric that it ranks by; a file keeps it.
         absolute: Whether it is the mean of the network's absolute values, as in the authors' code, so that no loss is
             below 0; a file keeps it.
+        identity: The metric's `BatchMetric.identity`; a file keeps it. None if it is not known.
     """
 
-    def __init__(self, metric: str = "", absolute: bool = False) -> None:
+    def __init__(self, metric: str = "", absolute: bool = False, identity: Mapping[str, Any] | None = None) -> None:
         super().__init__()
-        self.metric, self.absolute = metric, absolute
+        self.metric, self.absolute, self.identity = metric, absolute, identity
         widths = (1, *[WIDTH] * (LAYERS - 1), 1)
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
 
@@ -73,7 +76,8 @@ class RelationalLoss(nn.Module):
 
     def save(self, path: str | Path) -> None:
         """Write it to a safetensors file; `load_relational_loss` reads it."""
-        write_tensors(path, self.state_dict(), FILE_FORMAT, {"metric": self.metric, "absolute": self.absolute})
+        described = {"metric": self.metric, "absolute": self.absolute, "identity": self.identity}
+        write_tensors(path, self.state_dict(), FILE_FORMAT, described)
 
 
 def load_relational_loss(path: str | Path) -> RelationalLoss:
@@ -87,7 +91,8 @@ def load_relational_loss(path: str | Path) -> RelationalLoss:
         absolute = described.get("absolute", False)  # older files say nothing
         if not isinstance(absolute, bool):
             raise ValueError(f"absolute is {absolute!r}")
-        loss = module_of(path, tensors, lambda: RelationalLoss(described["metric"], absolute))
+        identity = metric_identity(described)
+        loss = module_of(path, tensors, lambda: RelationalLoss(described["metric"], absolute, identity))
         return loss.to(next(iter(tensors.values())))
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.errors import ConfigError
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.checkpoints import train
+from metricopt_ext.siblings.learned_metric import check_metric
 from metricopt_ext.siblings.reloss.ranked_batches import BatchSource, at_least_single, true_class_log_probability
 from metricopt_ext.siblings.reloss.relational_loss import RelationalLoss, RelationalTraining
 from metricopt_ext.siblings.sibling import Sibling
@@ -67,10 +67,8 @@ class ReLoss(Sibling):
         task.check_precision()
         with evaluating(task.model), torch.no_grad():
             true_class_log_probability(*task.predicted(task.batches(0, 0, 0)))
-        if self.begin is not None and self.begin.metric != task.batch_metric.name:
-            raise ConfigError(
-                f"the loss to begin with ranks by {self.begin.metric!r}, the metric is {task.batch_metric.name!r}"
-            )
+        if self.begin is not None:
+            check_metric("the loss to begin with ranks by", self.begin, task.batch_metric)
 
     def run(
         self, task: TrainingTask, seed: int, callback: Callback, left: Unfinished
@@ -83,7 +81,7 @@ class ReLoss(Sibling):
             metric.
         """
         absolute = self.training.absolute if self.begin is None else self.begin.absolute
-        loss = RelationalLoss(task.batch_metric.name, absolute)
+        loss = RelationalLoss(task.batch_metric.name, absolute, task.batch_metric.identity)
         loss = loss.to(task.device, at_least_single(task.parameters()[0].dtype))
         history: History = {}
         if self.begin is not None:

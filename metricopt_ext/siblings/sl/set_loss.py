@@ -1,6 +1,6 @@
 """The surrogate loss of Learning Surrogate Losses (Grabocka et al., 2019): a network of a set of scores and labels."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -14,6 +14,7 @@ from metricopt_ext.errors import DataError
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.class_labels import class_labels
 from metricopt_ext.siblings.clipped_adam import ClippedAdam
+from metricopt_ext.siblings.learned_metric import metric_identity
 from metricopt_ext.siblings.random_batches import first_defined
 from metricopt_ext.siblings.sl.best_threshold import check_thresholds, lowest_cost
 from metricopt_ext.siblings.sl.set_network import EPSILON, NETWORKS, Network, SetNetwork, forward, to_weights
@@ -25,7 +26,7 @@ from metricopt_ext.utils.seeding import generator
 
 FILE_FORMAT = "metricopt_ext/set_loss/1"
 G, H = (30, 30), (10, 10, 1)  # neurons (section 4.1)
-DESCRIBED = ("outputs", "metric", "network")  # what a file says besides
+DESCRIBED = ("outputs", "metric", "network", "identity")  # what a file says besides
 BLOCK = 1000  # universal batches that are drawn together
 
 
@@ -39,16 +40,23 @@ class SetLoss(nn.Module):
         outputs: Logits per example: 1, or the number C of classes.
         metric: Name of the metric whose cost it stands for; a file keeps it.
         network: ``"plain"`` or ``"published"``, see `set_network`; the paper states no activation for g and h.
+        identity: The metric's `BatchMetric.identity`; a file keeps it. None if it is not known.
 
     Raises:
         ValueError: A value is rejected; the message gives it.
     """
 
-    def __init__(self, outputs: int = 1, metric: str = "", network: Network = "published") -> None:
+    def __init__(
+        self,
+        outputs: int = 1,
+        metric: str = "",
+        network: Network = "published",
+        identity: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__()
         check_integer(1, outputs=outputs)
         check_network(network)
-        self.outputs, self.metric, self.network = outputs, metric, network
+        self.outputs, self.metric, self.network, self.identity = outputs, metric, network, identity
         self.g = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise((2 * outputs, *G)))
         self.h = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise((G[-1], *H)))
         self.norm = nn.BatchNorm1d(G[0], EPSILON, track_running_stats=False) if network == "published" else None
@@ -114,7 +122,8 @@ def load_set_loss(path: str | Path) -> SetLoss:
     tensors, described = read_tensors(path, FILE_FORMAT)
     with content_of(path, "surrogate loss that it describes"):
         network = described.get("network", "plain")  # older files have no other
-        return module_of(path, tensors, lambda: SetLoss(described["outputs"], described["metric"], network))
+        identity = metric_identity(described)
+        return module_of(path, tensors, lambda: SetLoss(described["outputs"], described["metric"], network, identity))
 
 
 def check_network(network: str) -> None:

@@ -10,6 +10,7 @@ from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.class_labels import class_labels
 from metricopt_ext.siblings.clipped_adam import ClippedAdam
+from metricopt_ext.siblings.learned_metric import check_metric
 from metricopt_ext.siblings.sibling import Sibling
 from metricopt_ext.siblings.sl.best_threshold import check_thresholds, lowest_cost
 from metricopt_ext.siblings.sl.set_loss import SetLoss, UniversalTraining, check_network, finite
@@ -131,11 +132,7 @@ class SurrogateLearning(Sibling):
                 f"the surrogate to begin with has network={self.begin.network!r}, the settings have {self.network!r};"
                 " give the same (siblings.sl.network)"
             )
-        if self.begin.metric != task.batch_metric.name:
-            raise ConfigError(
-                f"the surrogate to begin with stands for {self.begin.metric!r}, the metric is"
-                f" {task.batch_metric.name!r}"
-            )
+        check_metric("the surrogate to begin with stands for", self.begin, task.batch_metric)
 
     def run(self, task: TrainingTask, seed: int, callback: Callback, left: Unfinished) -> tuple[SetLoss, History]:
         """Train the model and, but for a universal one, the surrogate; returns the surrogate and the history.
@@ -145,13 +142,14 @@ class SurrogateLearning(Sibling):
             model descends; ``"distance"``, that of Eq. 5; ``"metric"``, the ``evals`` values of the model's metric.
         """
         outputs, size = _shape(task)
-        surrogate = SetLoss(outputs, task.batch_metric.name, self.network).to(task.parameters()[0])
+        metric = task.batch_metric
+        surrogate = SetLoss(outputs, metric.name, self.network, metric.identity).to(task.parameters()[0])
         history: History = {}
         if self.begin is not None:
             surrogate.load_state_dict(self.begin.state_dict())
         elif self.surrogate != "scratch" and left.stage != ALTERNATING:
             universal = replace(self.universal, thresholds=self.thresholds)
-            history = universal.learn(surrogate, task.batch_metric, size, seed=seed, callback=callback, left=left)
+            history = universal.learn(surrogate, metric, size, seed=seed, callback=callback, left=left)
         return surrogate, self.alternate(task, surrogate, seed, callback, left, history)
 
     def alternate(
