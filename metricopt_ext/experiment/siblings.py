@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
 from torch import nn
 
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.experiment.brought_sections import brought_by
+from metricopt_ext.experiment.brought_sections import brought_by, read_by, refuse_unread
 from metricopt_ext.experiment.correlation import ScoreLoss
 from metricopt_ext.experiment.method import METHODS, SIBLINGS, Baseline, Reached, Started, now, siblings_of
 from metricopt_ext.experiment.style import new_figure, save_figure
@@ -27,7 +27,7 @@ from metricopt_ext.siblings.sl.surrogate_learning import SurrogateLearning
 from metricopt_ext.siblings.training import TrainingTask
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
-from metricopt_ext.utils.config import config_section
+from metricopt_ext.utils.config import config_section, is_optional_section
 from metricopt_ext.utils.described import read_shaped
 from metricopt_ext.utils.extras import require
 
@@ -47,11 +47,13 @@ class SLConfig:
     universal_steps: int = UniversalTraining.steps
     universal_lr: float = UniversalTraining.lr
     # sl_u, sl_r: a universal surrogate (sl_u.safetensors of another run) to begin with; what it cost is not counted
-    begin: str = ""
+    begin: str = field(default="", metadata=read_by("sl_u", "sl_r"))
     network: str = SurrogateLearning.network  # plain, or published: the authors' code's, as are the other three's
     thresholds: int = SurrogateLearning.thresholds  # of a single logit: 0, or 100 percentiles of a batch, a query each
-    judged: str = SurrogateLearning.judged  # training, or evaluation: without dropout, while the surrogate learns
-    first: str = SurrogateLearning.first  # model, or surrogate: whose steps come first in an iteration
+    # sl_s, sl_r: training, or evaluation: without dropout, while the surrogate learns
+    judged: str = field(default=SurrogateLearning.judged, metadata=read_by("sl_s", "sl_r"))
+    # sl_s, sl_r: model, or surrogate: whose steps come first in an iteration
+    first: str = field(default=SurrogateLearning.first, metadata=read_by("sl_s", "sl_r"))
     evals: int = SurrogateLearning.evals  # validation queries for the history, which decide nothing
 
     def build(self, method: SurrogateLearning) -> SurrogateLearning:
@@ -112,11 +114,17 @@ class ReLossConfig:
             ValueError: A value is out of range.
             FileFormatError: The loss to begin with can't be read.
         """
+        begin = load_relational_loss(self.begin) if self.begin else None
+        if begin is not None and self.absolute and not begin.absolute:
+            raise ValueError(
+                f"absolute is {self.absolute}, but the loss in {self.begin}, which is not learned anew, has no absolute"
+                " values; leave absolute or begin out"
+            )
         return replace(
             method,
             source=self.source(),
             training=self.relational_training(),
-            begin=load_relational_loss(self.begin) if self.begin else None,
+            begin=begin,
             steps=self.steps,
             lr=self.lr,
             evals=self.evals,
@@ -160,14 +168,15 @@ class ALAConfig:
     model_lr: float = AdaptiveLossAlignment.model_lr
     optimizer: str = AdaptiveLossAlignment.optimizer  # sgd or adam
     momentum: float = AdaptiveLossAlignment.momentum
-    link: str = AdaptiveLossAlignment.link  # ala: sigmoid, or none for the cross-entropy at Phi = I
+    # ala: sigmoid, or none for the cross-entropy at Phi = I
+    link: str = field(default=AdaptiveLossAlignment.link, metadata=read_by("ala"))
     # ala: smallest correlation of classes; 0 where a negative one lets the loss fall without the right class
-    lowest: float = AdaptiveLossAlignment.lowest
-    offset: float = AdaptiveLossAlignment.offset  # ala_focal: alpha
+    lowest: float = field(default=AdaptiveLossAlignment.lowest, metadata=read_by("ala"))
+    offset: float = field(default=AdaptiveLossAlignment.offset, metadata=read_by("ala_focal"))  # ala_focal: alpha
     begin: str = ""  # a policy (ala.safetensors of another run) to begin with; what it cost is not counted
     learn: bool = AdaptiveLossAlignment.learn  # false: the policy stays as it is, with children=1 and no query
     # ala: policy, or confusion: Eq. 7's matrix for Phi, a baseline, with learn=false and children=1
-    controller: str = AdaptiveLossAlignment.controller
+    controller: str = field(default=AdaptiveLossAlignment.controller, metadata=read_by("ala"))
     # What the reward is of: validation_metric, validation_loss, train_metric (batch queries) or train_loss
     reward: str = AdaptiveLossAlignment.reward
     reward_batches: int = AdaptiveLossAlignment.reward_batches  # that the last three are of
@@ -216,11 +225,14 @@ class EmbedderSiblingsConfig:
             names: The methods that run.
 
         Raises:
-            ConfigError: A value is out of range.
+            ConfigError: A value is out of range, or set for a method that does not run.
             FileFormatError: A file can't be read.
         """
         if self.trains not in TRAINS:
             raise ConfigError(f"siblings.trains={self.trains!r}: it must be one of {', '.join(TRAINS)}")
+        for section in fields(self):
+            if is_optional_section(section.type):
+                refuse_unread(getattr(self, section.name), f"siblings.{section.name}", names)
         for name in names:
             self.build(name)
 

@@ -119,7 +119,7 @@ def test_what_is_set_reaches_the_method(tmp_path: Path) -> None:
 
 
 def test_what_is_set_reaches_reloss(tmp_path: Path) -> None:
-    RelationalLoss("f1").save(tmp_path / "f1.safetensors")
+    RelationalLoss("f1", absolute=True).save(tmp_path / "f1.safetensors")
     ours: dict[str, Any] = {"steps": 7, "lr": 0.1, "evals": 3}
     config = SiblingsConfig(
         reloss=ReLossConfig(
@@ -178,6 +178,54 @@ def test_settings_of_ala_out_of_range_are_refused_before_any_work() -> None:
             made(trains="all").check([])
         with pytest.raises(FileFormatError, match="does not exist"):
             made(ala=ALAConfig(begin="nowhere")).check(["ala_focal"])
+
+
+@pytest.mark.parametrize(
+    ("config", "names", "message"),
+    [
+        (
+            SiblingsConfig(sl=SLConfig(begin="x")),
+            ["sl_s"],
+            r"siblings\.sl\.begin=x.*sl_u or sl_r.*methods=\[sl_s\]: leave",
+        ),
+        (SiblingsConfig(sl=SLConfig(judged="evaluation")), ["sl_u"], r"siblings\.sl\.judged=evaluation.*sl_s or sl_r"),
+        (SiblingsConfig(sl=SLConfig(first="surrogate")), ["sl_u"], r"siblings\.sl\.first=surrogate.*sl_s or sl_r"),
+        (SiblingsConfig(ala=ALAConfig(offset=5.0)), ["ala"], r"siblings\.ala\.offset=5\.0.*ala_focal among"),
+        (EmbedderSiblingsConfig(ala=ALAConfig(offset=5.0)), ["ala_mixture"], r"siblings\.ala\.offset=5\.0.*ala_focal"),
+        (EmbedderSiblingsConfig(ala=ALAConfig(link="none")), ["ala_focal"], r"siblings\.ala\.link=none.*of ala among"),
+        (EmbedderSiblingsConfig(ala=ALAConfig(lowest=0)), ["ala_focal"], r"siblings\.ala\.lowest=0.*of ala among"),
+        (
+            EmbedderSiblingsConfig(ala=ALAConfig(controller="confusion")),
+            ["ala_mixture", "ala_focal"],
+            r"siblings\.ala\.controller=confusion.*of ala among.*methods=\[ala_mixture,ala_focal\]",
+        ),
+    ],
+)
+def test_a_key_that_no_chosen_method_reads_is_refused(
+    config: EmbedderSiblingsConfig, names: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config.check(names)
+
+
+def test_a_key_that_one_of_the_methods_reads_is_taken(tmp_path: Path) -> None:
+    SetLoss(1, "f1").save(tmp_path / "f1.safetensors")
+    config = SiblingsConfig(sl=SLConfig(begin=str(tmp_path / "f1.safetensors"), judged="evaluation"))
+    config.check(["sl_s", "sl_r"])
+    EmbedderSiblingsConfig(ala=ALAConfig(offset=5.0)).check(["ala_mixture", "ala_focal"])
+
+
+def test_absolute_values_are_those_of_the_loss_to_begin_with(tmp_path: Path) -> None:
+    for absolute in (False, True):
+        RelationalLoss("f1", absolute).save(tmp_path / f"{absolute}.safetensors")
+    config = ReLossConfig(absolute=True, begin=str(tmp_path / "False.safetensors"))
+    with pytest.raises(ConfigError, match=r"siblings\.reloss: absolute is True.*False\.safetensors.*leave absolute or"):
+        SiblingsConfig(reloss=config).check(["reloss"])
+    for other in (
+        ReLossConfig(begin=config.begin),
+        ReLossConfig(absolute=True, begin=str(tmp_path / "True.safetensors")),
+    ):
+        SiblingsConfig(reloss=other).check(["reloss"])
 
 
 def test_a_surrogate_that_is_not_there_is_refused_before_any_work(tmp_path: Path) -> None:
