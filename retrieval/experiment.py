@@ -94,7 +94,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         try_metric(config.metric, self.splits.validation.y, config.model.embedding)
         whole, queries = replace(config.metric, query_subset=0), queries_of(self.splits)
         others = len(self.splits.test) - 1 if queries is None else int((~queries).sum())
-        for name, count in (("validation images", len(self.splits.validation) - 1), ("test images", others)):
+        for name, count in (("validation data", len(self.splits.validation) - 1), ("test data", others)):
             check_searched(config.metric, name, count)
         test = build_metric(whole, self.splits.test, queries=queries, constrained=False)
         validation, batches = self.splits.validation, class_batches(self.splits.train, config.loss)
