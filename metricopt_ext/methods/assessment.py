@@ -25,7 +25,7 @@ from metricopt_ext.methods.guard import (
 from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.evaluation import Evaluation, noise_of, stacked_pairs
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.split_half import TELLING, fault_of_halves, reliability_of
+from metricopt_ext.tasks.split_half import TELLING, fault_of_halves, reliability_of, repeats_agree
 from metricopt_ext.utils.words import counted, decimals
 
 # How many queries tell: those of the starts, and of a first design or the better part of it.
@@ -273,10 +273,10 @@ def _advised(
     if len({each.cost for each in points}) < 2:
         return _Advised("undecided", f"{shown}has one value at all of {n}: modulate more layers, or train first")
     if guard == "none":
-        return _Advised(
-            "undecided",
-            "nobody can tell a gain from chance: let the metric return (value, (half, half)), or give it repeats",
-        )
+        remedy = "let the metric return (value, (half, half))"
+        if repeats_agree(points):
+            return _Advised("undecided", f"a gain can't be told from chance, as repeats always agree: {remedy}")
+        return _Advised("undecided", f"a gain can't be told from chance: {remedy}, or give it repeats")
 
     if not verdicts:
         others = counted(len(evaluated) - 1, "other point")

@@ -172,6 +172,7 @@ def test_offsets_reach_a_tied_bias_under_either_key(tmp_path: Path) -> None:
         (["norm", "head.parametrizations.weight.original1", "head.bias"], "head.bias"),  # weight-normed
         (["dense", "cls.bias"], "cls.bias"),  # of no linear layer
         (["weight", "bias"], "bias"),  # a layer's own state dict
+        (["logits.weight", "logits.bias"], "logits.bias"),
     ],
 )
 def test_offsets_are_of_any_bias(names: list[str], offsets: str, tmp_path: Path) -> None:

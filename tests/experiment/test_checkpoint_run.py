@@ -81,7 +81,7 @@ def test_it_says_once_whether_it_is_worth_it(run: CheckpointRun) -> None:
     made(code).tune(16, failures=1, callback=Heard())
     first, worth = (line for line in Heard.lines if not line.startswith("trial 11 failed"))
     assert first == "score 0.0000 as trained; best of 11 queries +4.0000"
-    assert worth.startswith("worth it? undecided: nobody can tell a gain from chance")
+    assert worth.startswith("worth it? undecided: a gain can't be told from chance")
 
 
 def test_repeats_count_as_queries(run: CheckpointRun) -> None:

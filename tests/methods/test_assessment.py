@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -201,11 +202,12 @@ def test_a_few_points_tell_nothing() -> None:
     assert "too few" not in assessed(metric_of(), told[:TELLING], DIM).reason
 
 
-def test_what_repeats_exactly_is_believed() -> None:
+def test_repeats_that_always_agree_tell_nothing() -> None:
     told = [Evaluated(*kind, Evaluation(0.5 - 0.01 * i, None, 0.0)) for i, kind in enumerate(WITH_STARTS)]
     found = assessed(metric_of(repeats=2), told, DIM)
-    assert (found.guard, found.smallest, found.reliability, found.queries) == ("repeats", 0, 1, 24)
-    assert (found.recommendation, found.search_queries) == ("search", 2 * 40)  # 12 and a slope for each of 24, in tens
+    assert (found.guard, found.smallest, found.queries) == ("none", None, 24)
+    assert (found.recommendation, found.search_queries) == ("undecided", None)
+    assert re.search(r"repeats always agree: .*\(half, half\)\)", str(found))
 
 
 def test_what_failed_does_not_count() -> None:

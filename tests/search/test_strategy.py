@@ -119,7 +119,7 @@ def test_a_search_that_broke_does_not_look_like_one_that_is_over(quadratic: Call
         state.tell(0, Evaluation(1.0))
     with pytest.raises(FloatingPointError):
         state.ask()
-    with pytest.raises(RuntimeError, match="the search broke when it was asked last"):
+    with pytest.raises(RuntimeError, match="the search failed when it was last asked"):
         state.ask()
 
 
