@@ -12,6 +12,7 @@ from metricopt_ext.methods.starts import all_starts, with_start
 from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.split_half import UNITS
 from metricopt_ext.tasks.task import FinetuneTask
 
 CANDIDATES = 3  # at most: the model as it was, the start that the search began from, and the search's end
@@ -32,10 +33,10 @@ def check_holdout(task: FinetuneTask, metric: Metric, starts: Mapping[str, Start
     if metric.maximize != task.metric.maximize:
         better = "higher" if metric.maximize else "lower"
         raise ValueError(f"for holdout, {metric.name!r}, {better} is better, unlike for {task.metric.name!r}")
-    if metric.bounds is not None and task.metric.bounds is not None and metric.bounds != task.metric.bounds:
+    if _in_other_units(metric.bounds, task.metric.bounds):
         raise ValueError(
             f"holdout, {metric.name!r}, has bounds {metric.bounds}, and {task.metric.name!r} {task.metric.bounds};"
-            " their gains are compared, so let both be of one unit, and give them the same bounds"
+            " their gains are compared, so let both be of one unit"
         )
     if metric.constraints:
         raise ValueError(
@@ -46,6 +47,14 @@ def check_holdout(task: FinetuneTask, metric: Metric, starts: Mapping[str, Start
     if metric.ledger.left < CANDIDATES * metric.repeats:
         needed = CANDIDATES * metric.repeats
         raise BudgetError(f"holdout takes up to {needed} queries, {metric.ledger.left} are left in its budget")
+
+
+def _in_other_units(a: tuple[float, float] | None, b: tuple[float, float] | None) -> bool:
+    """Whether bounds are so many times as wide as others that they must be of another unit, such as percent."""
+    if a is None or b is None:
+        return False
+    narrow, wide = sorted((a[1] - a[0], b[1] - b[0]))
+    return wide >= UNITS * narrow
 
 
 def confirmed(result: Result[Own], task: FinetuneTask, confidence: float) -> Result[Own]:

@@ -82,7 +82,7 @@ def test_only_what_phi_changes_is_computed_for_each_phi(
 def test_another_architecture_is_told_of() -> None:
     model = nn.ModuleDict({"backbone": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
     attach_film(model, ["head"], dim=2)
-    with pytest.warns(UserWarning, match=r"unknown.*SEARCH\.KEEP_GIB=0 keeps"):
+    with pytest.warns(UserWarning, match=r"unknown.*SEARCH\.KEEP_GIB=0 turns"):
         assert keep_features(model, gib=1.0) == []
 
 
