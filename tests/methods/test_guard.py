@@ -28,6 +28,7 @@ from metricopt_ext.methods.guard import (
     deviates,
     judge,
     judge_held_out,
+    reliability_under,
 )
 from metricopt_ext.runtime import distributed
 from metricopt_ext.search.trust_region import GuidedTrustRegion
@@ -559,3 +560,7 @@ def test_points_whose_halves_are_undefined_leave_the_others_to_tell() -> None:
     expected = judge(start, end, visited)
     found = judge(start, end, [*visited, Evaluation(-3.0)])
     assert found == dataclasses.replace(expected, candidates=25)
+
+
+def test_without_noise_all_that_sets_points_apart_counts() -> None:
+    assert reliability_under(0.0, torch.tensor([1.0, 2.0])) == 1
