@@ -1,5 +1,7 @@
 """The affine map of a layer: its weight and bias, its channels, and whether phi can be folded into it."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -8,6 +10,11 @@ from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.modes import evaluating
 
 UNBATCHED = ((nn.Conv1d, nn.InstanceNorm1d), (nn.Conv2d, nn.InstanceNorm2d), (nn.Conv3d, nn.InstanceNorm3d))
+NORMS_OF_AXES = (
+    (nn.BatchNorm1d, nn.InstanceNorm1d),
+    (nn.BatchNorm2d, nn.InstanceNorm2d),
+    (nn.BatchNorm3d, nn.InstanceNorm3d),
+)
 # Ends of names, as each detector of transformers has its own. Not imported: the core does not depend on a toolkit.
 TOOLKIT_NORMS = ("FrozenBatchNorm2d", "LayerNorm2d")
 
@@ -45,32 +52,61 @@ def output_of(layer: nn.Module) -> nn.Module:
     return drop if isinstance(drop, nn.Module) and isinstance(getattr(layer, "act", None), nn.Module) else layer
 
 
-def is_affine(layer: nn.Module) -> bool:
-    """Whether phi can be folded into a norm's weight and bias; a subclass may add 1 to its weight, as Nemotron's does.
+def is_affine(layer: nn.Module, *, in_weight: bool = True) -> bool:
+    """Whether phi can be folded into a layer's weight and bias; a subclass may change what its base class returns.
 
-    It is asked by a forward pass with other weights, up to `output_of`, which one with further arguments can't be.
+    It is asked by a forward pass with other tensors, up to `output_of`, which a layer with further arguments can't be.
+    Of torch's own layers it is known, and of one without data, or whose tensors are computed, it can't be asked.
+
+    Args:
+        layer: A layer with a weight and a bias.
+        in_weight: Whether the weight matters, or the bias alone.
     """
-    if type(layer).forward in (nn.LayerNorm.forward, nn.GroupNorm.forward):
+    if _is_of_torch(layer):
         return True
     if is_foreign_norm(layer):
         return is_affine_norm(layer)
-    (weight, bias), outputs = affine(layer), []
-    shape = (2, 3, len(weight)) if channel_axis(layer) == -1 else (2, len(weight), 1, 3)
-    x = torch.arange(6.0 * len(weight)).sin().view(shape).to(weight)
-    before = KeptModules(layer)
+    weight, bias = affine(layer)
+    if weight.is_meta or not {"weight", "bias"} <= {*layer._parameters, *layer._buffers}:
+        return True
+    outputs, before = list[Tensor](), KeptModules(layer)
+    factor = 2 if in_weight else 1
     try:
-        handle = output_of(layer).register_forward_hook(lambda module, args, output: outputs.append(output.clone()))
         with evaluating(layer), torch.no_grad():
-            for weights in ({}, {"weight": 2 * weight, "bias": 2 * bias + 1}):
-                torch.func.functional_call(layer, weights, (x,))
-        handle.remove()
+            # Before the user's own hooks, as phi acts before them.
+            handle = output_of(layer).register_forward_hook(
+                lambda module, args, output: outputs.append(output.clone()), prepend=True
+            )
+            for tensors in ({}, {"weight": factor * weight, "bias": factor * bias + 1}):
+                torch.func.functional_call(layer, tensors, (_asked(layer),))
+            handle.remove()
     except BaseException as error:
         before.put_back()
         if isinstance(error, Exception):  # of the subclass's own code
             return False
         raise
-    rounding = 16 * torch.finfo(weight.dtype).eps
-    return torch.allclose(outputs[1], 2 * outputs[0] + 1, rtol=rounding, atol=rounding)
+    rounding = max(16 * torch.finfo(weight.dtype).eps, 1e-4)
+    size = 1 + float(bias.detach().abs().max()) + float(outputs[0].abs().max())  # of what is summed up
+    return torch.allclose(outputs[1], factor * outputs[0] + 1, rtol=rounding, atol=rounding * size)
+
+
+def _is_of_torch(layer: nn.Module) -> bool:
+    """Whether a layer computes by torch's own code."""
+    return type(layer).__module__.startswith("torch.nn.modules.") and "forward" not in vars(layer)
+
+
+def _asked(layer: nn.Module) -> Tensor:
+    """Return an input that a layer takes, of batch size 2."""
+    weight = weight_of(layer)
+    if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        spatial = zip(layer.dilation, layer.kernel_size, strict=True)
+        shape = [2, layer.in_channels, *(dilation * (size - 1) + 2 for dilation, size in spatial)]
+    elif channel_axis(layer) == -1:
+        shape = [2, 3, layer.in_features if isinstance(layer, nn.Linear) else len(weight)]
+    else:
+        axes = next((axes for axes, kinds in enumerate(NORMS_OF_AXES, start=1) if isinstance(layer, kinds)), 2)
+        shape = [2, len(weight), *[1] * (axes - 1), 3]
+    return torch.arange(float(math.prod(shape))).sin().view(shape).to(weight)
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Attaching adapters: a frozen model whose layers phi modulates."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from metricopt_ext.adapters.affine import affine, channel_axis, weight_of
 from metricopt_ext.adapters.calls import CONVOLUTIONS, Calls, calls_on
 from metricopt_ext.adapters.foreign_norms import scales_alone, weight_offset
 from metricopt_ext.adapters.ingredients import Ingredients
-from metricopt_ext.adapters.layers import matching, refuse_idle, unusable
+from metricopt_ext.adapters.layers import NORMS, matching, refuse_idle, unusable
 from metricopt_ext.adapters.logits_layer import logits_layer
 from metricopt_ext.adapters.lora import LoraScale, lora_layers
 from metricopt_ext.adapters.mixture import MOST, ROOT, Mixture, floating, saved_count, saved_shapes, saved_states
@@ -107,9 +107,11 @@ def _film_layers(model: nn.Module, layers: str | Sequence[str] | None, example: 
             norms = {name: module for name, module in norms.items() if name in calls.outputs}
         names = [name for name, module in norms.items() if not scales_alone(module)] or list(norms)
         if not names:
+            possible = shortened(list(usable)) if usable else "none of its layers has both"
+            other = next((f" that phi can be folded into, as {n!r} {why}" for n, why in _unusable_norms(model)), "")
             raise AdapterError(
-                f"{type(model).__name__} has no normalisation layer with a weight; name layers to modulate"
-                f" (possible: {shortened(list(usable)) if usable else 'none of its layers has both'})"
+                f"{type(model).__name__} has no normalisation layer with a weight{other}; name layers to modulate"
+                f" (possible: {possible})"
             )
     else:
         patterns = [layers] if isinstance(layers, str) else list(layers)
@@ -118,6 +120,13 @@ def _film_layers(model: nn.Module, layers: str | Sequence[str] | None, example: 
         names = matching(patterns, model, usable)
         refuse_idle(names, calls)
     return names, calls
+
+
+def _unusable_norms(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the names of norms that FiLM can't modulate, and why."""
+    for name, module in model.named_modules():
+        if isinstance(module, NORMS) and (why := unusable(module)) is not None:
+            yield name, why
 
 
 def _film(context: Context, layer: nn.Module, rng: torch.Generator) -> FiLM | Scale:
@@ -166,6 +175,8 @@ def attach_input_bias(
     else:
         names = [layer]
     refuse_idle(names, calls)
+    if (why := unusable(linear[names[0]], in_weight=False)) is not None:
+        raise AdapterError(f"layer {names[0]!r} {why}")
 
     def modulation(context: Context, index: int, layer: nn.Module) -> Modulation:
         return InputBias(context, affine(layer)[0].shape[0], generator(seed, "input_bias", index))
@@ -389,7 +400,7 @@ def _check_matrices(
         if name not in known:  # attaching would take it for a pattern
             near = nearest(name[:100], [each for each in known if each])
             raise AdapterError(f"{path}: {brief(name)} is no layer of the model{near}")
-        if (why := unusable(known[name])) is not None:
+        if (why := unusable(known[name], in_weight=described.kind != "input_bias")) is not None:
             raise AdapterError(f"{path}: layer {name!r} {why}")
         channels = weight_of(known[name]).shape[0]
         keys = SCALE_ALONE if scales_alone(known[name]) else MATRICES[described.kind]

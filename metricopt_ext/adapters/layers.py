@@ -25,8 +25,8 @@ def _inner(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and not may_give_logits(module)
 
 
-def unusable(module: nn.Module) -> str | None:
-    """Why FiLM can't modulate a module; None if it can."""
+def unusable(module: nn.Module, *, in_weight: bool = True) -> str | None:
+    """Why FiLM can't modulate a module, or what acts on its bias alone (``in_weight=False``); None if it can."""
     kind = type(module).__name__
     foreign = is_foreign_norm(module)
     if not (isinstance(module, (*NORMS, *CONVOLUTIONS, nn.Linear)) or kind.endswith(TOOLKIT_NORMS) or foreign):
@@ -48,8 +48,9 @@ def unusable(module: nn.Module) -> str | None:
         return f"is a {kind} with a norm or an activation inside; name its norm instead"
     if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) != 1:
         return f"is a {kind} over {len(module.normalized_shape)} axes, which has no channel axis"
-    if (foreign or isinstance(module, (nn.LayerNorm, nn.GroupNorm))) and not is_affine(module):
-        return f"is a {kind}, whose output is not affine in its weight and bias, so phi could not be merged"
+    if not is_affine(module, in_weight=in_weight):
+        what = "affine in its weight and bias" if in_weight else "its bias plus what does not depend on it"
+        return f"is a {kind}, whose output is not {what}, so phi could not be merged"
     return None
 
 

@@ -30,7 +30,7 @@ def logits_layer(outputs: Outputs, model: nn.Module, others: list[str], calls: C
         raise AdapterError(f"the outputs' layer {name!r} is not called on the example")
     if name not in known:
         raise AdapterError(f"the outputs' layer {name!r} is no layer of the model{nearest(name, list(known))}")
-    why = _why_no_offsets(model, known[name])
+    why = _why_no_offsets(model, known[name], outputs)
     if why is not None:
         raise AdapterError(f"the outputs' layer {name!r} {why}; it must be the layer that gives the logits")
     if name in others:
@@ -53,7 +53,7 @@ def _may_be_the_last(name: str, module: nn.Module) -> bool:
     return own and isinstance(module, nn.Linear) and may_give_logits(module)
 
 
-def _why_no_offsets(model: nn.Module, layer: nn.Module) -> str | None:
+def _why_no_offsets(model: nn.Module, layer: nn.Module, outputs: Outputs) -> str | None:
     """Why a layer's output can't get offsets; None if it can: it has a bias, or can be given one."""
     kind = f"is a {type(layer).__name__}"
     if scales_alone(layer):
@@ -63,7 +63,7 @@ def _why_no_offsets(model: nn.Module, layer: nn.Module) -> str | None:
         or getattr(layer, "weight", None) is None
         or getattr(layer, "bias", layer) is not None
     ):
-        return unusable(layer)
+        return unusable(layer, in_weight=outputs.temperature)
     if type(layer).forward not in (nn.Linear.forward, *(each.forward for each in CONVOLUTIONS)):
         return f"{kind} without a bias, whose own code need not add one"
     tied = [

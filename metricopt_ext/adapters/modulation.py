@@ -174,8 +174,8 @@ class Modulation(KeepsPrecision):
         return matrix @ phi
 
     def hooked(self, layer: nn.Module) -> Any:
-        """Have it act on a layer; returns a handle whose ``remove()`` ends that."""
-        return output_of(layer).register_forward_hook(self.hook)
+        """Have it act on a layer, before the user's own hooks; returns a handle whose ``remove()`` ends that."""
+        return output_of(layer).register_forward_hook(self.hook, prepend=True)
 
     def hook(self, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
         """Forward hook of the modulated layer; a bound method, because a closure would not survive ``deepcopy``."""

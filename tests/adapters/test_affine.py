@@ -1,7 +1,10 @@
 """Which axis has a layer's channels, and which norms phi can be folded into."""
 
+import copy
+
 import pytest
 import torch
+import torchvision
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.affine import channel_axis, is_affine
@@ -54,6 +57,86 @@ class Gated(nn.LayerNorm):
 )
 def test_a_norm_that_adds_to_its_weight_is_not_affine_in_it(norm: nn.Module, foldable: bool) -> None:
     assert is_affine(norm) == foldable
+
+
+class Rectified(nn.BatchNorm2d):
+    """A BatchNorm with an activation of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+class Renamed(nn.BatchNorm3d):
+    """A BatchNorm that computes as torch's."""
+
+
+class Standardised(nn.Conv2d):
+    """A convolution that normalises its weight."""
+
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(x, weight / weight.std(), bias)
+
+
+class Padded(nn.Conv1d):
+    """A convolution that pads its input by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.pad(x, (1, 0)))
+
+
+class Cosine(nn.Linear):
+    """A linear layer of directions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        normalize = nn.functional.normalize
+        return nn.functional.linear(normalize(x), normalize(self.weight), self.bias)
+
+
+class Equalised(nn.Linear):
+    """A linear layer whose bias is scaled, as StyleGAN's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight / 4, self.bias / 100)
+
+
+class Shifted(nn.InstanceNorm1d):
+    """An InstanceNorm whose weight is around 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.instance_norm(x, weight=self.weight + 1, bias=self.bias)
+
+
+@pytest.mark.parametrize(
+    ("layer", "foldable", "in_bias"),
+    [
+        (nn.BatchNorm2d(4), True, True),
+        (Renamed(4), True, True),
+        (torchvision.ops.FrozenBatchNorm2d(4), True, True),
+        (Rectified(4), False, False),
+        (Standardised(3, 4, 5, dilation=2), False, True),
+        (Padded(2, 4, 3, padding=1), True, True),
+        (Cosine(3, 4), False, True),
+        (Equalised(3, 4), False, False),
+        (Shifted(4, affine=True), False, True),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_own_code_is_asked_whether_phi_can_be_folded_in(
+    layer: nn.Module, foldable: bool, in_bias: bool, dtype: torch.dtype
+) -> None:
+    layer = copy.deepcopy(layer).to(dtype)
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    assert (is_affine(layer), is_affine(layer, in_weight=False)) == (foldable, in_bias)
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    assert not layer._forward_hooks
+
+
+def test_code_in_the_place_of_a_layers_own_is_asked_too() -> None:
+    layer = nn.Linear(3, 2)
+    own = layer.forward
+    layer.forward = lambda x: own(x).tanh()  # type: ignore[method-assign]
+    assert not is_affine(layer)
 
 
 class Interrupted(nn.GroupNorm):

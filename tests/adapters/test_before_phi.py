@@ -98,10 +98,10 @@ class Twice(nn.Module):
 
 
 class OfTheFirst(nn.BatchNorm1d):
-    """A norm of the first of two tensors."""
+    """A norm of the first of two tensors, or of one alone."""
 
-    def forward(self, pair: Any) -> Tensor:
-        return super().forward(pair[0])
+    def forward(self, given: Any) -> Tensor:
+        return super().forward(given[0] if isinstance(given, tuple) else given)
 
 
 def test_why_there_is_no_cut_is_said() -> None:

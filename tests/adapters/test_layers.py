@@ -1,13 +1,17 @@
 """Which layers phi can modulate, and what is said of others."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torchvision
 from torch import Tensor, nn
 
-from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs, load_adapter
+from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.errors import AdapterError
 
 
@@ -72,6 +76,60 @@ class Conditional(nn.GroupNorm):
         return super().forward(x) * scale
 
 
+class Rectified(nn.BatchNorm2d):
+    """A norm with an activation of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+class Scaled(nn.Linear):
+    """A linear layer that multiplies what it adds its bias to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 10 * super().forward(x)
+
+
+class Cosine(nn.Linear):
+    """A linear layer of directions, with a bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        normalize = nn.functional.normalize
+        return nn.functional.linear(normalize(x), normalize(self.weight), self.bias)
+
+
+@pytest.mark.parametrize(
+    ("attach", "layer", "message"),
+    [
+        (lambda model: attach_film(model, "0"), Cosine(4, 4), "'0'.*Cosine, whose output is not affine"),
+        (attach_input_bias, Scaled(4, 4), "layer '0' is a Scaled, whose output is not its bias plus"),
+        (attach_outputs, Scaled(4, 4), "outputs' layer '0' is a Scaled, whose output is not its bias plus"),
+        (
+            lambda model: attach_outputs(model, Outputs(temperature=True)),
+            Cosine(4, 4),
+            "outputs' layer '0' is a Cosine, whose output is not affine",
+        ),
+    ],
+)
+def test_linear_layers_that_phi_can_not_be_folded_into_are_refused(
+    attach: Callable[[nn.Module], Adapter], layer: nn.Module, message: str
+) -> None:
+    with pytest.raises(AdapterError, match=message):
+        attach(nn.Sequential(layer))
+
+
+@pytest.mark.parametrize("attach", [lambda model: attach_input_bias(model, dim=3), attach_outputs])
+def test_what_acts_on_a_bias_alone_is_folded_into_it(attach: Callable[[nn.Module], Adapter], tmp_path: Path) -> None:
+    model, x = nn.Sequential(Cosine(4, 3)).double(), torch.arange(8.0, dtype=torch.float64).view(2, 4)
+    adapter = attach(model)
+    adapter.set_phi(torch.tensor([1.0, -2.0, 0.5]))
+    expected = model(x).detach()
+    adapter.save(tmp_path / "a.safetensors")
+    adapter.remove()
+    again = load_adapter(model, tmp_path / "a.safetensors")
+    torch.testing.assert_close(again.merge()(x), expected)
+
+
 @pytest.mark.parametrize("norm", [OnePlus(4), Conditional(2, 4)])
 def test_norms_that_phi_can_not_be_folded_into_are_refused(norm: nn.Module) -> None:
     model = nn.Sequential(norm, nn.LayerNorm(4))
@@ -90,6 +148,7 @@ def test_norm_over_several_axes_has_no_channel() -> None:
     [
         (nn.Sequential(nn.Linear(2, 3), nn.ReLU()), r"no normalisation layer.*\['0'\]"),
         (nn.Sequential(nn.ReLU()), "none of its layers has both"),
+        (nn.Sequential(nn.Conv2d(1, 4, 3), Rectified(4)), r"folded into, as '1' is a Rectified, whose output.*\['0'\]"),
     ],
 )
 def test_model_without_norms(model: nn.Module, message: str) -> None:

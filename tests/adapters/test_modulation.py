@@ -362,3 +362,16 @@ def test_checkpoint_of_another_adapter_is_refused(
     with pytest.raises(RuntimeError, match=rf"seed {other.get('seed', 0)}\).*attach with the"):
         mine.model.load_state_dict(tuned(**other).model.state_dict(), strict=strict)
     assert torch.equal(mine.phi, phi)
+
+
+@pytest.mark.parametrize("attach", [lambda model: attach_film(model, "1", dim=3), attach_outputs])
+def test_phi_acts_before_the_users_own_hooks_as_what_it_is_merged_into_does(
+    attach: Callable[[nn.Module], Adapter],
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 3)).double()
+    for layer in model:
+        layer.register_forward_hook(lambda module, args, output: output.tanh())
+    adapter, x = attach(model), rand(5, 4)
+    adapter.set_phi(torch.tensor([1.0, -0.5, 2.0]))
+    adapted = model(x).detach()
+    torch.testing.assert_close(adapter.merge()(x), adapted)
