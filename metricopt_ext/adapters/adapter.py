@@ -340,11 +340,19 @@ class Adapter:
                 warnings.warn(message, stacklevel=2)
         return self._merge()
 
-    def _merge(self) -> nn.Module:
+    def check_merge(self) -> None:
+        """Check that `merge` can fold phi in, before what finds it is spent.
+
+        Raises:
+            AdapterError: A modulated layer shares its weight with another, or computes it.
+        """
+        self._changed_by_merge()
+
+    def _changed_by_merge(self) -> list[Tensor]:
         tensors = [
             t for module in self.model.modules() for t in (*module._parameters.values(), *module._buffers.values())
         ]
-        owners, before = Counter(map(id, tensors)), list[tuple[Tensor, Tensor]]()
+        owners, changed = Counter(map(id, tensors)), list[Tensor]()
         for name, (layer, modulation) in zip(self.layers, self.modulations(), strict=True):
             for key in modulation.merges_into:
                 tensor = layer._parameters.get(key, layer._buffers.get(key))
@@ -361,8 +369,12 @@ class Adapter:
                         f"{name}.{key} is shared with another layer, which folding phi into it would change; give each"
                         " layer a copy of its own first, or keep the adapter and save it"
                     )
-                before.append((tensor, tensor.detach().clone()))
-            before += [(tensor, tensor.detach().clone()) for tensor in modulation.changes(layer)]
+                changed.append(tensor)
+            changed += modulation.changes(layer)
+        return changed
+
+    def _merge(self) -> nn.Module:
+        before = [(tensor, tensor.detach().clone()) for tensor in self._changed_by_merge()]
         modules = KeptModules(self.model)
         try:
             for name, (layer, modulation) in zip(self.layers, self.modulations(), strict=True):

@@ -95,6 +95,7 @@ def tune_model(
     before = KeptModules(inner)
     try:
         adapter = attach(inner)
+        adapter.check_merge()
         judged = Metric(
             judged_together(adapter, metric),
             maximize=maximize,

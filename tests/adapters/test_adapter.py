@@ -94,8 +94,9 @@ def test_merging_where_it_would_be_wrong(make: Callable[[], nn.Module], layers: 
     adapter.set_phi(torch.ones(2))
     x = rand(6, 3, dtype=torch.float32)
     adapted = model(x)
-    with pytest.raises(AdapterError, match=message):
-        adapter.merge()
+    for merge in (adapter.check_merge, adapter.merge):
+        with pytest.raises(AdapterError, match=message):
+            merge()
     assert torch.equal(model(x), adapted)
 
 

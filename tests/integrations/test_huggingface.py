@@ -285,6 +285,16 @@ def test_what_is_refused(own: Any, metric: str | None, error: type[Exception], m
     assert all(parameter.requires_grad for parameter in host.model.parameters())
 
 
+def test_what_can_not_be_merged_costs_no_query(tmp_path: Path) -> None:
+    counted = Counted()
+    host = trainer(tmp_path)
+    host.add_callback(counted)
+    host.model.scale = host.model.bert.embeddings.LayerNorm.weight
+    with pytest.raises(AdapterError, match=r"LayerNorm\.weight is shared"):
+        tuned(host, "likelihood")
+    assert not counted.evaluated
+
+
 def test_halves_of_what_was_predicted() -> None:
     labels = np.array([0, 0, 1, 1, 1, 1])
     logits = np.arange(12.0).reshape(6, 2)

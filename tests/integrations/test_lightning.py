@@ -119,6 +119,17 @@ class Stream(IterableDataset[Any]):
         return iter(zip(X, Y, strict=True))
 
 
+def test_what_can_not_be_merged_is_said_before_training_if_it_is_to_be() -> None:
+    module = Module()
+    module.scale = module.net[1].weight
+    with pytest.raises(AdapterError, match=r"net\.1\.weight is shared"):
+        trainer(callbacks=[search()]).fit(module, BATCHES, BATCHES)
+    assert (module.trained, module.validated) == (0, 0)
+    callback = search(merge=False)
+    trainer(callbacks=[callback]).fit(module, BATCHES, BATCHES)
+    assert callback.adapter.dim == D
+
+
 @pytest.mark.parametrize(
     ("options", "data", "error", "message"),
     [

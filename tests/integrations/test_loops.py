@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 import metricopt_ext as mo
-from metricopt_ext.errors import DataError, MetricError
+from metricopt_ext.errors import AdapterError, DataError, MetricError
 from metricopt_ext.integrations.loops import loader_batches, on_device, tune_model
 from metricopt_ext.runtime.progress import Callback
 
@@ -140,6 +140,15 @@ def test_after_an_error_the_model_is_as_it_was() -> None:
         tuned(model, fails_later)
     assert model.state_dict().keys() == before.keys()
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_what_can_not_be_merged_costs_no_query() -> None:
+    model, asked = network(), []
+    model.scale = model[1].weight
+    with pytest.raises(AdapterError, match=r"1\.weight is shared"):
+        tuned(model, lambda: asked.append(1))
+    assert not asked
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 

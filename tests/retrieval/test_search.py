@@ -570,9 +570,18 @@ def test_one_call_attaches_searches_and_merges(part: str) -> None:
     assert all(parameter.requires_grad for parameter in ours.models[part].parameters())
 
 
+def shared(model: nn.Module) -> mo.Adapter:
+    model.scale = model[0].weight
+    return mo.attach_film(model)
+
+
 def test_one_call_leaves_no_adapter_after_an_error() -> None:
     trainer = make_trainer(make_trunk())
     names = set(trainer.models["trunk"].state_dict())
+    with pytest.raises(AdapterError, match="is shared with another layer"):
+        tune_with_trainer(trainer, None, {}, queries=QUERIES, attach=shared)
+    assert not any("metricopt" in name for name in trainer.models["trunk"].state_dict())
+    trainer = make_trainer(make_trunk())
     with pytest.raises(ConfigError, match="not calculated by the tester"):
         tune_with_trainer(trainer, make_tester(), {"val": pairs(7)}, queries=QUERIES, metric="f1")
     assert set(trainer.models["trunk"].state_dict()) == names
