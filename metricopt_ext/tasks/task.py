@@ -111,12 +111,18 @@ class FinetuneTask:
                 shape, not finite, or 0; or there are no inputs.
             TypeError: ``adapter`` or ``metric`` is something else, ``batches`` can't be replayed, ``loss`` is no
                 function of model and batch, or ``settings`` is no `Settings`.
-            AdapterError: The model does not return logits for ``inputs``. Or the offsets act on a layer that does not
-                give what the model returns, or a coordinate of phi moves no output on the first batch.
+            AdapterError: The model has no numbers (meta), or does not return logits for ``inputs``. Or the offsets act
+                on a layer that does not give what the model returns, or a coordinate of phi moves no output on the
+                first batch.
             WeightsError: The loss changed the model's weights on the first batch.
         """
         if not isinstance(self.adapter, Adapter):
             raise TypeError(f"adapter is {brief(self.adapter)}; it must be what attach_film(model) returns")
+        if self.adapter.phi.is_meta:
+            raise AdapterError(
+                f"{type(self.adapter.model).__name__} is on the meta device, without numbers; load its weights before"
+                " attaching an adapter"
+            )
         if not isinstance(self.metric, CostScale):
             raise TypeError(
                 f"metric is {brief(self.metric)}; it must be a Metric, as of Metric(function, maximize=True)"

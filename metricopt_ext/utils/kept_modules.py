@@ -22,7 +22,13 @@ class KeptModules:
     """
 
     def __init__(self, *models: nn.Module) -> None:
-        modules = {module: name for model in models for name, module in model.named_modules()}
+        # Those of TorchScript hold nothing in Python that could be changed.
+        modules = {
+            module: name
+            for model in models
+            for name, module in model.named_modules()
+            if not isinstance(module, torch.jit.ScriptModule)
+        }
         # Handles of hooks refer to the dictionaries themselves, so these stay and their content is put back.
         self._held = [
             (module, name, kind, held, dict(held) if held else _NOTHING)

@@ -408,6 +408,14 @@ def test_population_out_of_range(population: Any) -> None:
         make_task(mlp, population=population)
 
 
+def test_a_model_without_numbers() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 4), nn.LayerNorm(4))
+    metric = Metric(lambda model: 0.0, maximize=True)
+    with pytest.raises(AdapterError, match=r"Sequential is on the meta device.*load its weights"):
+        FinetuneTask(attach_film(model, dim=2), metric=metric)
+
+
 def test_a_data_loader_is_no_batches() -> None:
     adapter, x = mlp()
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, classes(30)), 6)
