@@ -125,7 +125,8 @@ def _normalised(splits: Splits, config: ClassificationConfig) -> Splits:
     """Normalise images as published weights or the model's folder need it, or as the settings say."""
     weights = published(config.model.name, config.model.weights)
     mean, std = (config.data.mean, config.data.std) if weights is None else mean_and_std(weights)
-    if not mean and (known := preprocessing_of(config.model.name)):
+    known = preprocessing_of(config.model.name)  # which refuses what the settings can't say either
+    if not mean and known:
         mean, std = known
     if not mean:
         return splits

@@ -171,16 +171,62 @@ def class_names_of(name: str) -> list[str]:
 def preprocessing_of(name: str) -> Preprocessing | None:
     """Return what a Hugging Face folder's images are normalised by; None for other models, or for none.
 
+    The rescaling of its image processor is part of it: it takes pixels in [0, 1] to what the processor would give.
+
     Raises:
+        DataError: The processor also reverses the channels, or the folder leaves open what it does.
         FileFormatError: The folder's description of it can't be read.
     """
-    if not is_folder(name) or not Path(name, "preprocessor_config.json").is_file():
+    found = _image_processor(name) if is_folder(name) else None
+    if found is None:
         return None
-    said = _read(name, "preprocessor_config.json")
-    if not said.get("do_normalize", True) or "image_mean" not in said:
+    path, said = found
+    if said.get("do_flip_channel_order"):
+        raise DataError(
+            f"{path} has do_flip_channel_order, but pixels are given in the order RGB; name a function that builds a"
+            " model which reverses them, as model.name=MODULE:FUNCTION"
+        )
+    normalises, rescales = said.get("do_normalize"), said.get("do_rescale") is not False
+    if normalises is None:
+        # Processors differ in what they do then; those that can reverse the channels don't normalise.
+        if "do_flip_channel_order" in said or said.get("image_mean") is None:
+            raise DataError(f"{path} does not say whether pixels are normalised; add do_normalize, true or false")
+        normalises = True
+    again = bool(said.get("include_top"))  # EfficientNet's divides by the deviation once more
+    if lacking := [key for key in ("image_mean", "image_std") if (normalises or again) and said.get(key) is None]:
+        raise DataError(f"{path} has no {' and no '.join(lacking)} to normalise pixels by; add them")
+    factor = said.get("rescale_factor")
+    with content_of(path, "rescale_factor, image_mean and image_std"):
+        scale = 255 * (1 / 255 if factor is None else float(factor)) if rescales else 255.0
+        own = Preprocessing(*([float(each) for each in said.get(key) or ()] for key in ("image_mean", "image_std")))
+    if not (scale > 0 and all(each > 0 for each in own.std)):
+        raise DataError(f"{path} has rescale_factor={factor} and image_std={own.std}; they must be above 0")
+    channels = len(own.std) or int(_read(name, "config.json").get("num_channels") or 3)
+    mean, std = own if normalises else Preprocessing([0.0] * channels, [1.0] * channels)
+    # (scale x - offset - mean) / std, and perhaps by the deviation again
+    offset = 1 if rescales and said.get("rescale_offset") else 0
+    mean = [(each + offset) / scale for each in mean]
+    std = [each / scale * (more if again else 1) for each, more in zip(std, own.std or std, strict=True)]
+    return Preprocessing(mean, std) if any(mean) or any(each != 1 for each in std) else None
+
+
+def _image_processor(name: str) -> tuple[Path, dict[str, Any]] | None:
+    """What a folder says of its image processor, and where; transformers looks in the same order."""
+    both, alone = "processor_config.json", "preprocessor_config.json"
+    if Path(name, both).is_file() and "image_processor" in (said := _read(name, both)):
+        with content_of(Path(name, both), "JSON object as image_processor"):
+            return Path(name, both), dict(said["image_processor"])
+    if Path(name, alone).is_file():
+        return Path(name, alone), _read(name, alone)
+    config = _read(name, "config.json")
+    if "pretrained_cfg" not in config:
         return None
-    with content_of(Path(name, "preprocessor_config.json"), "image_mean and image_std"):
-        return Preprocessing([float(each) for each in said["image_mean"]], [float(each) for each in said["image_std"]])
+    with content_of(Path(name, "config.json"), "JSON object as pretrained_cfg"):  # timm's
+        timms = dict(config["pretrained_cfg"])
+    return Path(name, "config.json"), {
+        **{f"image_{key}": timms[key] for key in ("mean", "std") if key in timms},
+        "do_normalize": True,
+    }
 
 
 def _read(name: str, file: str) -> dict[str, Any]:

@@ -246,3 +246,73 @@ def test_what_a_folder_does_not_say_is_none(tmp_path: Path) -> None:
     assert preprocessing_of(str(tmp_path)) is None
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"do_normalize": False, "image_mean": [1]}))
     assert preprocessing_of(str(tmp_path)) is None
+
+
+def processor_folder(folder: Path, said: dict[str, Any], nested: bool = False) -> Path:
+    """A folder that says what its image processor does, and nothing of a model."""
+    (folder / "config.json").write_text("{}")
+    name, content = (
+        ("processor_config.json", {"image_processor": said}) if nested else ("preprocessor_config.json", said)
+    )
+    (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("ViT", {}),
+        ("ViT", {"do_rescale": False, "image_mean": [127.5, 120.0, 110.0], "image_std": [127.5, 60.0, 50.0]}),
+        ("ViT", {"rescale_factor": 1 / 127.5, "image_mean": [1.0, 0.9, 0.8]}),
+        ("ViT", {"do_normalize": False}),
+        ("ViT", {"do_normalize": False, "rescale_factor": 1 / 127.5}),
+        ("ViT", {"do_normalize": False, "do_rescale": False}),
+        ("EfficientNet", {"image_std": [0.5, 0.4, 0.3]}),
+        ("EfficientNet", {"include_top": False, "rescale_offset": True, "rescale_factor": 1 / 127.5}),
+        ("EfficientNet", {"do_normalize": False, "image_std": [0.5, 0.4, 0.3]}),
+    ],
+)
+def test_pixels_are_what_a_folders_processor_gives(
+    tmp_path: Path, kind: str, settings: dict[str, Any], nested: bool
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    processor = getattr(transformers, f"{kind}ImageProcessor")(do_resize=False, **settings)
+    said = json.loads(processor.to_json_string())
+    found = preprocessing_of(str(processor_folder(tmp_path, said, nested)))
+    pixels = torch.randint(0, 256, (3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    theirs = processor(pixels, return_tensors="pt")["pixel_values"][0]
+    mean, std = (torch.tensor(each).view(-1, 1, 1) for each in found or ([0.0], [1.0]))
+    torch.testing.assert_close((pixels / 255 - mean) / std, theirs.float(), rtol=1e-5, atol=1e-4)
+    assert (found is None) == (settings == {"do_normalize": False})
+
+
+def test_of_two_descriptions_the_nested_one_counts(tmp_path: Path) -> None:
+    processor_folder(tmp_path, {"image_mean": [0.5], "image_std": [0.5]}, nested=True)
+    processor_folder(tmp_path, {"image_mean": [0.1], "image_std": [0.1]})
+    assert preprocessing_of(str(tmp_path)) == ([0.5], [0.5])
+    (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": "CLIPProcessor"}))
+    assert preprocessing_of(str(tmp_path)) == ([0.1], [0.1])
+
+
+def test_a_folder_of_timm_has_its_own_description(tmp_path: Path) -> None:
+    said = {"architecture": "resnet18", "pretrained_cfg": {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.2, 0.1]}}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    assert preprocessing_of(str(tmp_path)) == ([0.5, 0.4, 0.3], [0.2, 0.2, 0.1])
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"do_flip_channel_order": True}, r"has do_flip_channel_order.*RGB.*MODULE:FUNCTION"),
+        ({"do_flip_channel_order": False, "image_mean": [0.5], "image_std": [0.5]}, "add do_normalize, true or false"),
+        ({"size": 224}, "add do_normalize, true or false"),
+        ({"do_normalize": True, "image_mean": [0.5]}, "has no image_std to normalise pixels by; add"),
+        ({"do_normalize": False, "rescale_factor": 0}, "has rescale_factor=0 and .*must be above 0"),
+        ({"image_mean": [0.5], "image_std": [0]}, r"image_std=\[0.0\]; they must be above 0"),
+        ({"image_mean": 0.5, "image_std": 0.5}, "holds no rescale_factor, image_mean and image_std"),
+    ],
+)
+def test_processors_that_can_not_be_followed_are_refused(tmp_path: Path, said: dict[str, Any], message: str) -> None:
+    with pytest.raises((DataError, FileFormatError), match=message):
+        preprocessing_of(str(processor_folder(tmp_path, said)))

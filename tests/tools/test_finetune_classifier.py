@@ -594,6 +594,9 @@ def test_a_hugging_face_folder_brings_weights_and_normalisation(tmp_path: Path) 
     config.model.name = hugging_face(tmp_path / "others", ["x", "y", "z"])
     with pytest.warns(UserWarning, match=r"names.*\['x'.*data .* in this order"):
         classifier(config, splits, 0, tmp_path / "other")
+    (tmp_path / "hf" / "preprocessor_config.json").write_text(json.dumps({"do_flip_channel_order": True}))
+    with pytest.raises(DataError, match=r"hf.preprocessor_config\.json has do_flip"):  # whatever the settings are
+        load_splits(config_of(*data, f"model.name={folder}", "data.mean=[0,0,0]", "data.std=[1,1,1]"), 0)
 
 
 @pytest.mark.parametrize("kind", ["film", "outputs"])
