@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from metricopt_ext.classification.arrays import parts_in, read_arrays
 from metricopt_ext.classification.data import hold_out
@@ -168,6 +169,7 @@ def array_parts(paths: Mapping[str, Path], limits: Limits) -> tuple[dict[str, Sp
     for name, part in loaded.items():
         kind = Unscaled if isinstance(part, Table) else Split
         parts[name] = kind(part.x, renumbered(part.y, part.class_names, classes))
+    _check_one_white({name: part.x for name, part in parts.items()}, paths)
     warn_of_copies(
         {
             name: digests_of_rows(part.x, part.y, (f"row {i} of {paths[name]}" for i in range(len(part))))
@@ -177,6 +179,30 @@ def array_parts(paths: Mapping[str, Path], limits: Limits) -> tuple[dict[str, Sp
     )
     said = ", ".join(f"{name}: {counted(len(part), 'row')} of {paths[name]}" for name, part in parts.items())
     return parts, classes, Reading(f"arrays, {tuple(parts['train'].x.shape[1:])} each ({said})")
+
+
+def _check_one_white(parts: Mapping[str, Tensor], paths: Mapping[str, Path]) -> None:
+    """Refuse images of parts in which different values are white.
+
+    Raises:
+        DataError: Some are uint8 and others floats, or some end at 1 and others at 2 or later.
+    """
+    seen: list[tuple[str, str]] = []  # a part's name, and what its images are
+    for name, x in parts.items():
+        if x.dim() != 4:
+            continue
+        low, high = float(x.min()), float(x.max())
+        own = "uint8" if x.dtype == torch.uint8 else "floats in [0, 1]" if high <= 1 else f"floats up to {high:g}"
+        if own != "uint8" and (low < 0 or 1 < high < 2):
+            own = ""  # normalised: what is white there, no one can tell
+        for first, other in seen:
+            kinds = {own.split(" up")[0], other.split(" up")[0]}  # nothing, if no one can tell
+            if len(kinds) == 2 and ("" not in kinds or "uint8" in kinds):
+                raise DataError(
+                    f"{paths[first]} has {other or 'floats'} as images of {first}, {paths[name]} has"
+                    f" {own or 'floats'} as those of {name}; save all parts as uint8, or all as floats in [0, 1]"
+                )
+        seen.append((name, own))
 
 
 def table_parts(
