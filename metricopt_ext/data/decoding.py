@@ -3,7 +3,7 @@
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -82,11 +82,16 @@ def decoded(image: "Image.Image", mode: Mode) -> "Image.Image":
 
     Raises:
         DataError: Its values have no known white: integers of more than 16 bits, floats outside [0, 1], or 16-bit
-            values that end at 255 or before, as 8 bits saved with 16 do.
+            values that end at 255 or before, as 8 bits saved with 16 do. Colours of 16 bits that are all 0 are refused,
+            too: PIL does not tell them from such.
     """
     from PIL import Image
 
-    kind, image = image.format, upright(image)
+    kind, deep, image = image.format, has_16_bit_colours(image), upright(image)
+    if deep and not _colours(image).any():  # which is also said of a picture that is all black
+        raise DataError(
+            "its 16-bit values all end at 255 or before: black, if white is 65535. Save it with 8 bits per channel"
+        )
     if image.mode.startswith(("I", "F")):
         values = np.asarray(image)
         low, high = values.min(), values.max()
@@ -102,6 +107,35 @@ def decoded(image: "Image.Image", mode: Mode) -> "Image.Image":
         grey = np.rint(255 * values) if image.mode == "F" else values >> 8
         image = Image.fromarray(grey.astype(np.uint8))
     return image.convert(mode)
+
+
+def has_16_bit_colours(image: "Image.Image") -> bool:
+    """Whether a picture has 16 bits per channel of which PIL keeps the upper 8: in colours, or in grey with alpha.
+
+    Args:
+        image: What `opened` gives, not decoded yet: its mode is then that of 8 bits.
+    """
+    if image.format not in ("PNG", "TIFF") or image.mode.startswith(("I", "F")):
+        return False
+    forms = [each[3] for each in getattr(image, "tile", ())]  # how PIL is about to unpack the file's values
+    return any(";16" in str(form if isinstance(form, str) else form[0]) for form in forms)
+
+
+def has_12_bits(image: "Image.Image", deep: bool) -> bool:
+    """Whether the largest value of a picture with 16 bits is above 255 but below 4096.
+
+    Args:
+        image: A picture that was decoded.
+        deep: Whether it has colours of 16 bits, by `has_16_bit_colours`.
+    """
+    if deep:
+        return bool(0 < _colours(image).max() < 4096 >> 8)
+    return image.mode.startswith("I") and bool(255 < np.asarray(image).max() < 4096)
+
+
+def _colours(image: "Image.Image") -> "np.ndarray[Any, Any]":
+    """The values of a picture without its transparency."""
+    return np.asarray(image.convert(image.mode.removesuffix("A")) if image.mode in ("LA", "RGBA") else image)
 
 
 def upright(image: "Image.Image") -> "Image.Image":

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.data.archives import MEMBER_BYTES, ZipReader, open_zip
-from metricopt_ext.data.decoding import MAX_PIXELS, TWELVE, Mode, decoded, opened
+from metricopt_ext.data.decoding import MAX_PIXELS, TWELVE, Mode, decoded, has_12_bits, has_16_bit_colours, opened
 from metricopt_ext.data.labelled import MAX_BYTES, Labelled, check_bytes
 from metricopt_ext.data.streamed import StreamedImages, as_inputs
 from metricopt_ext.errors import DataError
@@ -207,7 +207,7 @@ def stream_images(
             told.add(what)
 
     for name in names[1:]:
-        height, width = _height_and_width(path, name, checked, max_pixels)
+        height, width = height_and_width(path, name, checked, max_pixels)
         if size is None and (height, width) != first[1:]:
             raise DataError(
                 f"{path}: images must all have one size, got {height} x {width} ({name}) and"
@@ -216,8 +216,12 @@ def stream_images(
     return StreamedImages.of(pixels, len(names), first, tell)
 
 
-def _height_and_width(path: Path, name: str, read: Callable[[str], bytes], max_pixels: int) -> tuple[int, int]:
-    """The size of an image upright, which is not decoded."""
+def height_and_width(path: Path, name: str, read: Callable[[str], bytes], max_pixels: int) -> tuple[int, int]:
+    """Return the size of an image upright, which is not decoded; arguments are those of `read_images`.
+
+    Raises:
+        DataError: It can't be opened, or has more pixels.
+    """
     try:
         with opened(read(name), max_pixels) as image:
             width, height = image.size
@@ -345,8 +349,9 @@ def _pixels(
             # A camera's MPO has previews of the one picture as further frames.
             if getattr(image, "is_animated", False) and image.format != "MPO":
                 noted["with several frames only the first is read"].append(name)
+            deep = has_16_bit_colours(image)
             converted = decoded(image, mode)
-            if image.mode.startswith("I") and 255 < np.asarray(image).max() < 4096:
+            if has_12_bits(image, deep):
                 noted[TWELVE].append(name)
     except (DataError, OSError, ValueError) as error:
         raise DataError(f"{path}: cannot read {name[:200]} as an image: {brief(error)}") from error

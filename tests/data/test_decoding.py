@@ -1,6 +1,8 @@
 """Pictures of several types of values and orientations, decoded to 8 bits and upright."""
 
+import struct
 import warnings
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +38,51 @@ def test_16_bit_pictures_keep_their_shades(tmp_path: Path, suffix: str, mode: An
     assert np.array_equal(x[0, 0].numpy(), BYTES)
 
 
-def test_big_endian_and_colour_of_16_bits(tmp_path: Path) -> None:
-    import struct
-    import zlib
-
-    rows = b"".join(b"\0" + np.repeat(row[:, None], 3, 1).astype(">u2").tobytes() for row in RAMP)
-    parts = [(b"IHDR", struct.pack(">IIBBBBB", 4, 4, 16, 2, 0, 0, 0)), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
-    png = b"\x89PNG\r\n\x1a\n" + b"".join(
+def png_of_16_bits(values: Any) -> bytes:
+    """A PNG of ``h x w x c`` values, c as its colour types have it."""
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    height, width, channels = values.shape
+    header = struct.pack(">IIBBBBB", width, height, 16, {1: 0, 2: 4, 3: 2, 4: 6}[channels], 0, 0, 0)
+    parts = [(b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
         struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in parts
     )
+
+
+def tiff_of_16_bits(values: Any) -> bytes:
+    """A TIFF of ``h x w x 3`` values."""
+    height, width, _ = values.shape
+    tags = ((256, width), (257, height), (258, 122), (259, 1), (262, 2), (273, 128), (277, 3), (278, height))
+    entries = [struct.pack("<HHIHH", tag, 3, 3 if tag == 258 else 1, value, 0) for tag, value in tags]
+    entries.append(struct.pack("<HHII", 279, 4, 1, values.size * 2))
+    head = b"II*\0\x08\0\0\0" + struct.pack("<H", len(entries)) + b"".join(entries) + bytes(4)
+    return head.ljust(122, b"\0") + struct.pack("<HHH", 16, 16, 16) + values.astype("<u2").tobytes()
+
+
+@pytest.mark.parametrize(("suffix", "channels"), [("png", 1), ("png", 2), ("png", 3), ("png", 4), ("tif", 3)])
+def test_dark_pictures_of_16_bits_are_refused_or_warned_of(tmp_path: Path, suffix: str, channels: int) -> None:
+    (tmp_path / "a").mkdir()
+    file = tmp_path / "a" / f"1.{suffix}"
+    write = png_of_16_bits if suffix == "png" else tiff_of_16_bits
+    values = np.repeat(np.array([[0, 300], [256, 4095]])[:, :, None], channels, 2)
+    if channels in (2, 4):
+        values[..., -1] = 65535  # opaque
+    file.write_bytes(write(values))
+    with pytest.warns(UserWarning, match="of 1 image with 16 bits all values are below 4096"):
+        assert load_image_folder(tmp_path, mode="L").x.flatten().tolist() == [0, 1, 1, 15]
+    values[1, 1, 0] = 4096
+    file.write_bytes(write(values))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load_image_folder(tmp_path).x[0, 0].flatten().tolist() == [0, 1, 1, 16]
+    values[..., : channels - (channels in (2, 4))] = 255
+    file.write_bytes(write(values))
+    with pytest.raises(DataError, match=rf"a/1\.{suffix}.*255.*: black, if white is 65535\. Save it with 8 bits"):
+        load_image_folder(tmp_path)
+
+
+def test_big_endian_and_colour_of_16_bits(tmp_path: Path) -> None:
+    png = png_of_16_bits(np.repeat(RAMP[:, :, None], 3, 2))
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "1.png").write_bytes(png)
     header = b"MM\0*\0\0\0\x08" + struct.pack(">H", 8)
