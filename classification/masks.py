@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.classification.targets import IGNORED
-from metricopt_ext.data.decoding import MAX_PIXELS, opened
-from metricopt_ext.data.images import SUFFIXES, read_images, reader
+from metricopt_ext.data.decoding import MAX_PIXELS, opened, upright
+from metricopt_ext.data.images import SUFFIXES, height_and_width, read_images, reader
 from metricopt_ext.data.labelled import MAX_BYTES, Labelled, check_bytes
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import existing
@@ -66,7 +66,7 @@ def load_masks(
     names = [images[stem] for stem in stems]
     x = read_images(folders[0], names, reader(folders[0]), image_size, max_bytes=max_bytes, max_pixels=max_pixels)
     check_bytes(f"{folders[1]}, {counted(len(stems), 'label map')}", 8 * len(x) * x.shape[-2:].numel(), max_bytes)
-    y = torch.stack([_map(folders[1] / masks[stem], x, image_size, max_pixels) for stem in stems])
+    y = torch.stack([_map(folders[1] / masks[stem], folders[0] / images[stem], x, max_pixels) for stem in stems])
     found = y[y != IGNORED].unique()
     if len(found) < 2:
         raise DataError(f"{folders[1]}: label maps must hold two classes, got {found.tolist()}")
@@ -93,21 +93,25 @@ def _by_stem(folder: Path) -> dict[str, str]:
     return found
 
 
-def _map(path: Path, x: Tensor, image_size: int | None, max_pixels: int) -> Tensor:
-    """One label map, ``h x w`` int64, in the size of the images."""
+def _map(path: Path, image_path: Path, x: Tensor, max_pixels: int) -> Tensor:
+    """One label map, ``h x w`` int64, in the size of the images as they were read."""
     from PIL import Image
 
     try:
         with opened(reader(path.parent)(path.name), max_pixels) as image:
             if image.mode not in ("1", "L", "P", "I", "I;16"):
                 raise DataError(f"it has colours ({image.mode}); save the class of each pixel as a number")
-            shown = np.asarray(image).astype(np.int64)
+            shown = np.asarray(upright(image)).astype(np.int64)
     except (DataError, OSError, ValueError) as error:
         raise DataError(f"cannot read {path} as a label map: {brief(error)}") from error
-    height, width = x.shape[-2:]
+    height, width = height_and_width(image_path.parent, image_path.name, reader(image_path.parent), max_pixels)
     if shown.shape != (height, width):
-        if image_size is None:
-            raise DataError(f"{path} has {shown.shape[1]} x {shown.shape[0]} pixels, its image {width} x {height}")
-        small = Image.fromarray(shown.astype(np.int32)).resize((width, height), Image.Resampling.NEAREST)
+        turned = shown.shape == (width, height)
+        raise DataError(
+            f"{path} has {shown.shape[1]} x {shown.shape[0]} pixels, its image {width} x {height}"
+            f"{', each upright by any EXIF orientation' if turned else ''}; save the map in its image's size"
+        )
+    if (size := tuple(x.shape[-2:])) != shown.shape:
+        small = Image.fromarray(shown.astype(np.int32)).resize((size[1], size[0]), Image.Resampling.NEAREST)
         shown = np.asarray(small).astype(np.int64)
     return torch.from_numpy(shown)

@@ -105,6 +105,30 @@ def test_maps_that_are_none_are_refused(tmp_path: Path) -> None:
         load_masks(folder)
 
 
+@pytest.mark.parametrize("image_size", [None, 16])
+def test_maps_of_another_size_than_their_image_are_refused(tmp_path: Path, image_size: int | None) -> None:
+    folder = write(tmp_path / "set", 1)
+    bright = np.zeros((32, 48), np.uint8)
+    bright[:4] = 1
+    stored = Image.fromarray(255 * bright)
+    stored.save(folder / "images" / "00.png")
+    Image.fromarray(bright.T.copy()).save(folder / "masks" / "00.png")
+    with pytest.raises(DataError, match=r"masks.00\.png has 32 x 48 pixels, its image 48 x 32.*; save the map in"):
+        load_masks(folder, image_size)
+    turn = Image.Exif()
+    turn[274] = 5  # the stored rows are the columns to be seen
+    stored.save(folder / "images" / "00.png", exif=turn)
+    data = load_masks(folder, image_size)
+    assert torch.equal(data.x[0, 0] > 127, data.y[0] == 1)
+    assert data.y[0, 0].unique().tolist() == [0, 1]
+    mask = Image.fromarray(bright)
+    mask.save(folder / "masks" / "00.png")
+    with pytest.raises(DataError, match=r"has 48 x 32 pixels, its image 32 x 48, each upright by any EXIF orientation"):
+        load_masks(folder, image_size)
+    mask.save(folder / "masks" / "00.png", exif=turn)
+    assert torch.equal(load_masks(folder, image_size).y, data.y)
+
+
 def test_losses_and_metrics_leave_out_what_does_not_count() -> None:
     rng = torch.Generator().manual_seed(0)
     logits, labels = torch.randn(4, 3, 8, 9, generator=rng), torch.randint(0, 3, (4, 8, 9), generator=rng)
