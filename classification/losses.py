@@ -16,7 +16,7 @@ from metricopt_ext.utils.checks import check_above
 def classification_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     """Cross-entropy of ``n`` or ``n x c`` logits for inputs ``n x ...`` and labels ``n``."""
     x, y = batch
-    return cross_entropy(model(x), y)
+    return cross_entropy(output_of(model(x)), y)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:

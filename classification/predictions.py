@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.data.parts import part_size
 from metricopt_ext.data.streamed import StreamedImages, is_streamed
+from metricopt_ext.errors import ConfigError
 from metricopt_ext.utils.modes import evaluating
 
 
@@ -29,8 +30,17 @@ def predict(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def output_of(found: Any) -> Tensor:
-    """Return a model's logits; torchvision's segmentation networks have them as ``"out"`` of several."""
-    logits: Tensor = found["out"] if isinstance(found, dict) else found
+    """Return a model's logits; torchvision's segmentation networks have them as ``"out"`` of several.
+
+    Raises:
+        ConfigError: It gives something else than a tensor.
+    """
+    logits = found["out"] if isinstance(found, dict) and "out" in found else found
+    if not isinstance(logits, Tensor):
+        raise ConfigError(
+            f"the model gives {type(found).__name__}, and not logits alone; have its forward() return one tensor, in"
+            " training as well"
+        )
     return logits
 
 

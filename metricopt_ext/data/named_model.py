@@ -1,5 +1,6 @@
 """The model that a config names: torchvision's or timm's, that of a Hugging Face folder, or what a function builds."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +18,8 @@ from metricopt_ext.utils.state_dict import is_script
 from metricopt_ext.utils.words import brief, shortened
 
 TIMM = "timm/"  # begins the names of timm's models, of which torchvision has some too
+AUXILIARY = ("googlenet", "inception_v3")  # torchvision's classifiers that have others beside the last layer ...
+AUXILIARY_PARTS = ("aux1", "aux2", "AuxLogits")  # ... and what they are called in its weights
 SCRIPTED = (
     "is of TorchScript, whose layers are compiled, so that none can be modulated; name what builds the model, as"
     " MODULE:FUNCTION, and give its state dict as model.weights"
@@ -288,8 +291,24 @@ def _timm(name: str, outputs: int, shape: tuple[int, ...], kwargs: dict[str, Any
 def _torchvision(name: str, outputs: int, shape: tuple[int, ...], kwargs: dict[str, Any]) -> nn.Module:
     import torchvision
 
-    model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=outputs, **kwargs)
+    # Their auxiliary classifiers make the output of training a tuple, and need images that the networks do not.
+    bare = {"aux_logits": False} if name in AUXILIARY else {}
+    model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=outputs, **{**bare, **kwargs})
+    if bare:
+        model.register_load_state_dict_pre_hook(_without_auxiliary)
     return model
+
+
+def _without_auxiliary(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Take auxiliary classifiers out of a state dict that is about to be loaded."""
+    found = [key for key in state if key.startswith(tuple(f"{prefix}{part}." for part in AUXILIARY_PARTS))]
+    for key in found:
+        del state[key]
+    if found:
+        warnings.warn(
+            f"the auxiliary classifiers of the weights for {type(model).__name__}, which only training uses, left out",
+            stacklevel=2,
+        )
 
 
 def _huggingface(name: str, embeds: bool, outputs: int, shape: tuple[int, ...], kwargs: dict[str, Any]) -> nn.Module:

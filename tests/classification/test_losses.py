@@ -1,5 +1,7 @@
 """Losses compared with their definitions."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -75,3 +77,14 @@ def test_pixels_that_do_not_count_add_nothing_to_the_loss() -> None:
     loss = loss_of(Target("segmentation", 2))
     chosen = maps.log_softmax(1).gather(1, labels.where(labels != IGNORED, 0)[:, None])[:, 0]
     torch.testing.assert_close(loss(Net(), (maps, labels)), -chosen[labels != IGNORED].mean())
+
+
+def test_models_that_give_a_tuple_are_refused() -> None:
+    class Several(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x), x
+
+    model = Several(4, 2, dtype=torch.float64)
+    for loss in (classification_loss, loss_of(Target("labels", 2))):
+        with pytest.raises(ConfigError, match=r"the model gives tuple, .*return one tensor, in training as well"):
+            loss(model, (X, Y))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchvision
 from torch import Tensor, nn
 
 from metricopt_ext.data import named_model as module
@@ -34,6 +35,26 @@ def test_torchvisions_classifiers_by_name() -> None:
     assert model.bn1.num_batches_tracked == 0  # trying it out left no trace
     assert model.eval()(torch.zeros(2, *IMAGES)).shape == (2, 7)
     assert not model._forward_hooks
+
+
+@pytest.mark.filterwarnings("ignore:The default weight init:FutureWarning")
+def test_auxiliary_classifiers_are_left_out() -> None:
+    """In training torchvision's GoogLeNet and Inception would give a tuple, and Inception want larger images."""
+    model: Any = made("inception_v3", (3, 75, 75), kwargs={"init_weights": False})
+    assert model(torch.rand(2, 3, 75, 75)).shape == (2, 7)
+    model = made("googlenet", kwargs={"init_weights": False})
+    assert model(torch.rand(2, *IMAGES)).shape == (2, 7)
+    theirs = torchvision.models.googlenet(num_classes=7, init_weights=False)
+    state = theirs.state_dict()
+    with pytest.warns(UserWarning, match=r"auxiliary classifiers of the weights for GoogLeNet.*left out"):
+        model.load_state_dict(state)
+    assert "aux1.fc1.weight" in state
+    x = torch.rand(2, *IMAGES)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(x), theirs.eval()(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.load_state_dict(model.state_dict())
 
 
 @pytest.mark.parametrize(
