@@ -3,12 +3,12 @@
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import lightning as L
-from lightning.fabric.utilities import move_data_to_device
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import IterableDataset
 
 from metricopt_ext.adapters.adapter import Adapter
@@ -16,6 +16,8 @@ from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.start import StartLine
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
 from metricopt_ext.integrations.lightning_checkpoints import load_best, save_tuned, warn_of_older_weights
+from metricopt_ext.integrations.lightning_steps import last_epoch, prepared, training_loss, validated
+from metricopt_ext.integrations.loops import in_step, judged_together, of_first, several
 from metricopt_ext.methods.pipeline import check_plan, optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run_folder import RunFolder
@@ -33,14 +35,16 @@ PLANNED = ("strategy", "starts", "guard_confidence", "seed")  # options that can
 class SearchPhi(L.Callback):
     """Searches phi at the end of ``Trainer.fit`` for what the module's own validation logs.
 
-    The loss is that of ``training_step``, on the trainer's training data; what the step logs meanwhile is dropped. Each
-    query is one pass of ``validation_step`` over the trainer's validation data, by a trainer without loggers and
-    callbacks, on one device. It begins from the best checkpoint, if the trainer keeps one, and ends with phi merged:
-    the module is an ordinary one again, and the checkpoints that Lightning reloads, ``"best"`` and ``"last"``, have the
-    tuned weights. What was in them is beside them, in files that end in ``.untuned``. Checkpoints that are folders of
-    shards stay as they are, and a warning names them; a module that FSDP or DeepSpeed's stage 3 shards is refused
-    before training. Settings, adapter and data are
-    checked before the first training step, what the validation logs after the sanity check or the first validation.
+    Each query is one validation by the trainer itself, as in its last epoch: with its precision, ``limit_val_batches``,
+    data module and hooks, but without its callbacks, and loggers get nothing. The loss is that of ``training_step``, on
+    batches of the training data after the same hooks; what the step logs meanwhile is dropped. Several processes
+    validate together, and the first one's values count: log with ``sync_dist=True`` what all should have a part in. The
+    search begins from the best checkpoint, if the trainer keeps one, and ends with phi merged: the module is an
+    ordinary one again, and the checkpoints that Lightning reloads, ``"best"`` and ``"last"``, have the tuned weights.
+    What was in them is beside them, in files that end in ``.untuned``. Checkpoints that are folders of shards stay as
+    they are, and a warning names them; a module that FSDP or DeepSpeed's stage 3 shards is refused before training.
+    Settings, adapter and data are checked before the first training step, what the validation logs after the sanity
+    check or the first validation.
 
     Args:
         monitor: What to tune, by the name under which ``validation_step`` logs it.
@@ -96,7 +100,7 @@ class SearchPhi(L.Callback):
         if maximize and LOWER.search(monitor):
             warnings.warn(f"{monitor!r} will be maximised; set maximize=False if lower is better", stacklevel=2)
         inspect.signature(optimize_metric).bind(None, queries=queries, **options)
-        self._metric(lambda model: None)
+        self._metric(lambda: None)
 
     def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Check the settings, the folder, and on the module that it can be adapted.
@@ -104,19 +108,22 @@ class SearchPhi(L.Callback):
         Raises:
             AdapterError, ValueError, BudgetError: As from ``attach`` and `optimize_metric`.
             FileFormatError, OSError: ``output_dir`` holds another run, or can't be written to.
-            ConfigError: The module optimizes by itself, so its training step returns no loss to follow.
+            ConfigError: The module optimizes by itself, so its training step returns no loss to follow; or there are
+                several processes and an ``output_dir``, which they can't share.
         """
         if not module.automatic_optimization:
             raise ConfigError(
                 f"{type(module).__name__}.automatic_optimization is False; SearchPhi needs a training_step that returns"
                 " the loss and takes no steps"
             )
+        if several():
+            in_step(self.options)
         adapter = self.attach(module)
         try:
             if self.merge:
                 adapter.check_merge()
             given = {name: self.options[name] for name in PLANNED if name in self.options}
-            check_plan(adapter, self._metric(lambda model: None), queries=self.queries, **given)
+            check_plan(adapter, self._metric(lambda: None), queries=self.queries, **given)
             for name, start in (given.get("starts") or {}).items():
                 if start is None:
                     raise AdapterError(f"start {name!r} is None: it does not apply to this model; leave it out")
@@ -153,13 +160,10 @@ class SearchPhi(L.Callback):
             DataError: The training data can't be drawn in batches, or there is no validation data.
             Others: As from `optimize_metric`.
         """
-        drawn = self._batches(trainer)
-        validation = trainer.val_dataloaders
+        drawn, options = self._batches(trainer), in_step(self.options) if several() else self.options
 
-        def validate(model: L.LightningModule) -> Any:
-            scores: dict[str, Any] = {}
-            for each in _quiet_trainer().validate(model, validation, verbose=False):  # of each loader
-                scores |= each
+        def validate() -> Any:
+            scores = validated(trainer)
             self._check_logged(scores)
             return scores[self.monitor], None if self.halves is None else [scores[half] for half in self.halves]
 
@@ -167,24 +171,24 @@ class SearchPhi(L.Callback):
         try:
             if self.merge:
                 put_back = load_best(trainer, module)
-            self.adapter = adapter = self.attach(module)
-            task = FinetuneTask(
-                adapter,
-                loss=_training_loss,
-                batches=lambda *place: move_data_to_device(drawn(*place), module.device),
-                metric=self._metric(validate),
-                population=1,  # a training step can be any code
-            )
-            self.run = optimize_metric(task, queries=self.queries, **self.options)
-            moved = bool(adapter.phi.any()) or bool(adapter.context.originals)
-            if self.merge:
-                adapter.merge()
-            module.trainer = trainer
+            with last_epoch(trainer):
+                self.adapter = adapter = self.attach(module)
+                task = FinetuneTask(
+                    adapter,
+                    loss=partial(training_loss, trainer),
+                    batches=lambda *place: prepared(trainer, drawn(*place), *place),
+                    metric=self._metric(judged_together(adapter, validate)),
+                    population=1,  # a training step can be any code
+                )
+                self.run = optimize_metric(task, queries=self.queries, **options)
+                adapter.set_phi(of_first(adapter.phi.detach()))
+                moved = bool(adapter.phi.any()) or bool(adapter.context.originals)
+                if self.merge:
+                    adapter.merge()
         except BaseException:
             before.put_back()  # without an adapter
             if put_back is not None:
                 put_back()
-            module.trainer = trainer
             raise
         if moved:
             if self.merge:
@@ -228,32 +232,3 @@ class SearchPhi(L.Callback):
                 " single examples, so give one of them a batch_size"
             )
         return DatasetBatches(dataset, size, collate=loader.collate_fn)
-
-
-def _quiet_trainer() -> L.Trainer:
-    return L.Trainer(
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-
-
-def _training_loss(module: Any, batch: Any) -> Tensor:
-    """Return the loss of a training step, which logs nothing: no loop is there to take it."""
-    muted, before = dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None), dict(vars(module))
-
-    def unmute() -> None:
-        for name in muted.keys() - before.keys():
-            vars(module).pop(name, None)
-        vars(module).update({name: before[name] for name in muted.keys() & before.keys()})
-
-    try:
-        vars(module).update(muted)
-        returned: Any = module.training_step(batch, 0)
-        unmute()
-    except BaseException:
-        unmute()
-        raise
-    return returned["loss"] if isinstance(returned, Mapping) else returned  # type: ignore[no-any-return]

@@ -107,6 +107,40 @@ def test_the_search_asks_the_modules_own_validation() -> None:
     assert all(parameter.requires_grad for parameter in module.parameters())
 
 
+class Scaled(L.LightningDataModule):
+    """Its batches come in other units than the module takes."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(1000 * X, Y), batch_size=16)
+
+    val_dataloader = train_dataloader
+
+    def on_after_batch_transfer(self, batch: Any, index: int) -> Any:
+        return batch[0] / 1000, batch[1]
+
+
+class Recording(Module):
+    """Notes the largest number of each training batch."""
+
+    def training_step(self, batch: Any, index: int) -> dict[str, Tensor]:
+        self.seen = [*getattr(self, "seen", []), float(batch[0].abs().max())]
+        return super().training_step(batch, index)
+
+
+@pytest.mark.parametrize(
+    "options", [{"limit_val_batches": 1}, {"precision": "64-true"}, {"precision": "bf16-true"}], ids=str
+)
+def test_it_judges_and_follows_what_the_trainer_does(options: dict[str, Any]) -> None:
+    module, callback = Recording(), search()
+    host = trainer(callbacks=[callback], num_sanity_val_steps=0, **options)
+    host.fit(module, datamodule=Scaled())
+    own = float(host.callback_metrics["score"])  # of the epoch, which changed no weight
+    assert callback.run.before == pytest.approx(own, abs=1e-12)
+    assert module.validated == (1 + 14) * options.get("limit_val_batches", len(BATCHES))
+    assert len(module.seen) > len(BATCHES)
+    assert max(module.seen) < 10
+
+
 def test_the_adapter_stays_if_it_is_asked_for() -> None:
     module, callback = Module(), search(merge=False)
     trainer(callbacks=[callback]).fit(module, BATCHES, BATCHES)
@@ -262,3 +296,67 @@ def test_the_batches_are_as_large_as_the_samplers() -> None:
     whole = DataLoader(data, batch_sampler=[list(range(24)), list(range(24, 48))])
     with pytest.raises(DataError, match="batch_size, nor its batch_sampler"):
         trainer(callbacks=[callback]).fit(Module(), whole, BATCHES)
+
+
+SHARDED = """
+import sys, torch, lightning as L
+from torch import distributed, nn
+from torch.utils.data import DataLoader, TensorDataset
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.integrations.lightning import SearchPhi
+from metricopt_ext.runtime.progress import Callback
+
+x = torch.randn(48, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+y = (x[:, 0] > 0.5).long()
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+    def training_step(self, batch, index):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch, index):
+        right = self.net(batch[0]).softmax(1).gather(1, batch[1][:, None]).mean()
+        self.log("score", right, sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+world = int(sys.argv[2])
+OWN = {"strategy": "ddp"} if world > 1 else {}
+quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+def fit(**options):
+    module, search = Module(), SearchPhi("score", queries=14, callback=Callback(), **options)
+    host = L.Trainer(accelerator="cpu", devices=world, max_epochs=1, callbacks=[search], **OWN, **quiet)
+    data = TensorDataset(x, y)
+    host.fit(module, DataLoader(data, batch_size=16), DataLoader(data, batch_size=24))
+    return search.run, module, host.global_rank
+
+run, module, rank = fit()
+torch.save((run.before, run.after, module.state_dict()), f"{sys.argv[1]}/{world}-{rank}.pt")
+if world > 1:
+    try:
+        fit(output_dir="out")
+    except ConfigError as error:
+        assert "output_dir='out' is for one process" in str(error)
+    else:
+        raise AssertionError("it was not refused")
+    distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_processes_validate_together(forked: Any, tmp_path: Path) -> None:
+    for world in (1, 2):
+        forked(SHARDED, world, str(tmp_path), str(world))
+    (before, after, one), *two = (torch.load(tmp_path / name) for name in ("1-0.pt", "2-0.pt", "2-1.pt"))
+    assert after > before
+    for shared_before, shared_after, state in two:
+        assert (shared_before, shared_after) == pytest.approx((before, after), abs=1e-9)
+        for name, each in state.items():
+            assert torch.equal(each, two[0][2][name])
+            torch.testing.assert_close(each, one[name], rtol=0, atol=1e-6)
