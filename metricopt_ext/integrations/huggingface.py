@@ -36,6 +36,8 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.kept_modules import KeptModules
 
 PREFIX = "eval_"  # of the names by which a Trainer reports its metrics
+SPEEDS = ("runtime", "per_second", "preparation_time")  # end names of what is measured of each evaluation
+SET_BY_EVALUATE = ("compute_metrics", "log", "_gen_kwargs", "gather_function")  # attributes; the last two by Seq2Seq's
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "adapter_model*", "*.index.json")  # files, or shards' index
 CONFIG = "*config.json"
 UNTUNED = "untuned"  # the folder in a checkpoint that keeps what the tuned weights replaced
@@ -63,9 +65,10 @@ def tune_trainer(
     own shards beside them stay as they are, which a warning says; a model of which each process has a part, as by FSDP
     or DeepSpeed's stage 3, is refused.
 
-    The loss is ``trainer.compute_loss`` on batches of the training data. A query is one pass over the evaluation data,
-    without callbacks and logs; ``compute_metrics`` is also asked on two halves of what was predicted, for the guard.
-    Several processes evaluate together, as in ``trainer.evaluate()``.
+    The loss is ``trainer.compute_loss`` on batches of the training data. A query is one ``trainer.evaluate()``, a
+    subclass's too, such as that of `Seq2SeqTrainer` with its arguments' ``generation_max_length``; but callbacks and
+    logs get nothing. ``compute_metrics`` is also asked on two halves of what was predicted, for the guard. Several
+    processes evaluate together.
 
     Args:
         trainer: The Trainer, or a subclass's.
@@ -193,13 +196,12 @@ class _Evaluation:
         trainer, found = self.trainer, list[Any]()
         own = trainer.compute_metrics
         with _quiet(trainer, None if own is None else self._halved(own, found)):
-            loader = trainer.get_eval_dataloader(self.dataset)
-            alone = None if own is not None else True
-            metrics = trainer.evaluation_loop(loader, "Evaluation", prediction_loss_only=alone).metrics
+            metrics = trainer.evaluate(eval_dataset=self.dataset) or {}
         if self.name == "loss" and PREFIX + "loss" in metrics:
             return metrics[PREFIX + "loss"]
         if not found or found[-1] is None:
-            reported = ", ".join(name.removeprefix(PREFIX) for name in metrics)
+            named = [each.removeprefix(PREFIX) for each in metrics]
+            reported = ", ".join(each for each in named if not each.endswith(SPEEDS))
             raise ConfigError(f"compute_metrics does not report {self.name!r}; the evaluation has {reported}")
         return found[-1]
 
@@ -230,14 +232,18 @@ class _Evaluation:
 
 @contextmanager
 def _quiet(trainer: Any, compute_metrics: Any) -> Iterator[None]:
-    """Let a trainer evaluate with another compute_metrics, and without its callbacks."""
-    handler = trainer.callback_handler
-    before = trainer.compute_metrics, handler.callbacks
+    """Let a trainer evaluate with another compute_metrics, and without its callbacks and logs."""
+    handler, held = trainer.callback_handler, vars(trainer)
+    callbacks, before = handler.callbacks, {name: held[name] for name in SET_BY_EVALUATE if name in held}
     try:
-        trainer.compute_metrics, handler.callbacks = compute_metrics, []
+        handler.callbacks, trainer.compute_metrics = [], compute_metrics
+        trainer.log = lambda *arguments, **options: None
         yield
     finally:
-        trainer.compute_metrics, handler.callbacks = before
+        handler.callbacks = callbacks
+        for name in SET_BY_EVALUATE:
+            held.pop(name, None)
+        held.update(before)
 
 
 def _leaves(content: Any) -> list[Any]:

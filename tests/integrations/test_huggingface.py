@@ -52,6 +52,7 @@ def trainer(folder: Path, **options: Any) -> Any:
     )
     names = ("train_dataset", "eval_dataset", "compute_metrics")
     given = {name: options.pop(name) for name in names if name in options}
+    kind = options.pop("kind", transformers.Trainer)
     arguments = transformers.TrainingArguments(
         str(folder),
         **{"num_train_epochs": 2, "eval_strategy": "epoch", "save_strategy": "epoch", **options},
@@ -63,7 +64,7 @@ def trainer(folder: Path, **options: Any) -> Any:
     )
     model = transformers.BertForSequenceClassification(config)
     parts = {"train_dataset": ROWS, "eval_dataset": ROWS, "compute_metrics": likelihood, **given}
-    return transformers.Trainer(model, arguments, data_collator=collate, **parts)
+    return kind(model, arguments, data_collator=collate, **parts)
 
 
 def tuned(host: Any, *arguments: Any, **options: Any) -> Any:
@@ -135,6 +136,63 @@ def test_what_the_guard_did_not_change_leaves_the_files_alone(tmp_path: Path) ->
     run = tuned(host, "eval_f1")
     assert (run.before, run.after) == (0.5, 0.5)
     assert not list(tmp_path.rglob("untuned"))
+
+
+def test_a_query_is_what_evaluate_does(tmp_path: Path) -> None:
+    """A Seq2SeqTrainer's evaluate sets how long the texts are that it has the model write."""
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=40, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    own = {"predict_with_generate": True, "generation_max_length": 5, "generation_num_beams": 2}
+    quiet = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+    rows = [{"input_ids": [1 + i, 3, 5], "labels": [7, 9, 2 + i]} for i in range(8)]
+    host = transformers.Seq2SeqTrainer(
+        transformers.T5ForConditionalGeneration(config),
+        transformers.Seq2SeqTrainingArguments(str(tmp_path), **own, **quiet),
+        data_collator=lambda batch: {name: torch.tensor([row[name] for row in batch]) for name in batch[0]},
+        train_dataset=rows,
+        eval_dataset=rows,
+        compute_metrics=lambda prediction: {"first": float((prediction.predictions[:, 1] < 20).mean())},
+    )
+    generate = host.model.generate
+
+    def noted(**options: Any) -> Any:
+        asked.add((options["max_length"], options["num_beams"]))
+        return generate(**options)
+
+    asked: set[Any] = set()
+    host.model.generate = noted
+    history, held = list(host.state.log_history), set(vars(host))
+    run = tune_trainer(host, "first", queries=8, attach=lambda model: mo.attach_film(model, dim=1), callback=Callback())
+    assert asked == {(5, 2)}
+    assert host.state.log_history == history
+    assert not {"log", "_gen_kwargs"} & (vars(host).keys() - held)
+    assert run.after == host.evaluate()["eval_first"]
+
+
+class Questions(transformers.Trainer):
+    """Makes answers of the predictions in its own ``evaluate``, as transformers' script for questions does."""
+
+    def evaluate(self, eval_dataset: Any = None, **options: Any) -> dict[str, float]:
+        compute, self.compute_metrics = self.compute_metrics, None
+        loop = self.evaluation_loop(self.get_eval_dataloader(eval_dataset), "Evaluation", prediction_loss_only=False)
+        self.compute_metrics = compute
+        prediction = transformers.EvalPrediction(np.array([[5.0, 0.0]]) + 0.01 * loop.predictions, loop.label_ids)
+        metrics = {f"eval_{name}": each for name, each in compute(prediction).items()}
+        self.log(metrics)
+        return metrics
+
+
+def test_an_evaluate_of_ones_own_is_asked(tmp_path: Path) -> None:
+    host = trainer(tmp_path, kind=Questions, eval_strategy="no", num_train_epochs=1)
+    host.train()
+    before, history = host.evaluate()["eval_likelihood"], list(host.state.log_history)
+    run = tuned(host, "likelihood")
+    assert run.before == pytest.approx(before, abs=1e-6)
+    assert run.before > 0.9
+    assert run.guard == "halves"
+    assert host.state.log_history == history
 
 
 def test_checkpoints_of_other_weights_are_named(tmp_path: Path) -> None:
@@ -272,7 +330,7 @@ class Stream(IterableDataset[Any]):
         ({"eval_dataset": None, "eval_strategy": "no"}, "f1", ConfigError, "has no eval_dataset"),
         ({"eval_dataset": {"a": ROWS, "b": ROWS}}, "f1", ConfigError, r"several evaluation sets \(a, b\)"),
         ({}, "f1", MetricError, r"'f1'.*loss.*, likelihood, rows"),
-        ({"compute_metrics": None}, "f1", MetricError, "report 'f1'; the evaluation has loss"),
+        ({"compute_metrics": None}, "f1", MetricError, r"report 'f1'; the evaluation has loss \(at"),
         ({"train_dataset": Stream(), "max_steps": 2}, "likelihood", DataError, "without an index"),
     ],
 )
