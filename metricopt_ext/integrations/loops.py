@@ -1,7 +1,7 @@
 """A search in one line of a training script of one's own: tune its model for its validation, and merge phi."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from functools import partial, wraps
 from typing import Any
 
@@ -24,6 +24,7 @@ from metricopt_ext.tasks.task import FinetuneTask, Loss
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.modes import in_mode
 from metricopt_ext.utils.seeding import seeded_streams
+from metricopt_ext.utils.words import brief
 
 FILM = partial(attach_film, dim=32)  # numbers that suit 60 to 300 queries
 
@@ -76,6 +77,8 @@ def tune_model(
     Raises:
         DataError: The training data can't be drawn in batches.
         ConfigError: There are several processes and an ``output_dir``, which they can't share.
+        TypeError: ``loss`` is a function of outputs and targets, such as ``F.cross_entropy``, or a criterion whose
+            batches have no first and second part, as dicts have not.
         Others: As from ``attach``, `FinetuneTask` and `optimize_metric`; the model has no adapter then.
 
     Examples:
@@ -124,19 +127,69 @@ class ReplayedLoss:
     Args:
         loss: ``loss(model, batch) -> scalar``, or a criterion of outputs and targets; see `tune_model`.
         training: Whether the model is in training mode meanwhile.
+
+    Raises:
+        TypeError: ``loss`` is no function, or one of outputs and targets, or a class.
     """
 
     def __init__(self, loss: Loss | nn.Module, training: bool) -> None:
+        function = loss.func if isinstance(loss, partial) else loss
+        name = getattr(function, "__name__", brief(loss))
+        if isinstance(function, type):
+            raise TypeError(f"loss is the class {name}; give one made of it, loss={name}()")
+        if not callable(loss):
+            raise TypeError(f"loss is {brief(loss)}; it must be a function loss(model, batch), or a criterion")
+        host = str(getattr(function, "__module__", None)).partition(".")[0]
+        if not isinstance(loss, nn.Module) and host in ("torch", "torchvision"):
+            raise TypeError(f"loss is {name}, of outputs and targets; {_of_outputs(name)}")
         self.loss, self.training = loss, training
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the loss of a model on a batch, a scalar."""
+        """Return the loss of a model on a batch, a scalar.
+
+        Raises:
+            TypeError: It is of outputs and targets, but takes the model or a batch without these two parts.
+        """
         device = next(model.parameters()).device
         with in_mode(model, training=self.training), seeded_streams(0, device):
             if isinstance(self.loss, nn.Module):
-                loss: Tensor = self.loss(model(batch[0]), batch[1])
+                x, y = self._pair(batch)
+                loss: Tensor = self.loss(model(x), y)
                 return loss
-            return self.loss(model, batch)
+            try:
+                return self.loss(model, batch)
+            except (AttributeError, TypeError) as error:
+                if type(model).__name__ not in str(error):
+                    raise
+                raise TypeError(
+                    f"loss(model, batch) raised {brief(error)}; if loss is of outputs and targets,"
+                    f" {_of_outputs('criterion')}"
+                ) from error
+
+    def _pair(self, batch: Any) -> tuple[Any, Any]:
+        """Return what a criterion is of: a batch's first part, the model's input, and its second.
+
+        Raises:
+            TypeError: The batch has no such parts.
+        """
+        parts = ()
+        if not isinstance(batch, Mapping | Tensor):  # a tensor's first two rows are examples
+            with suppress(IndexError, KeyError, TypeError):
+                parts = batch[0], batch[1]
+        if not parts:
+            keys = [repr(key) for key in batch] if isinstance(batch, Mapping) else []
+            kind = f"a {type(batch).__name__}{' of ' if keys else ''}{', '.join(keys)}"
+            raise TypeError(
+                f"loss is {type(self.loss).__name__}, of a batch's first part and its second, but a batch is {kind};"
+                " give a function of the model and a batch, such as loss=lambda model, batch:"
+                f" criterion(model(batch[{keys[0] if keys else '...'}]), batch[{keys[-1] if keys else '...'}])"
+            )
+        return parts
+
+
+def _of_outputs(name: str) -> str:
+    """Return how a loss of outputs and targets is given."""
+    return f"give loss=lambda model, batch: {name}(model(batch[0]), batch[1])"
 
 
 def judged_together(adapter: Adapter, metric: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """One call of a training script that tunes its model: what it leaves, what it refuses, several processes."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,43 @@ def test_a_criterion_of_outputs_and_targets() -> None:
     options = {"queries": 20, "callback": Callback(), "attach": lambda inner: mo.attach_film(inner, dim=4)}
     tune_model(other, LOADER, nn.CrossEntropyLoss(), likelihood, **options)
     assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+def squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.softmax(1)[:, 1] - targets).square().mean()
+
+
+PAIRS = DataLoader([{"x": x, "y": y} for x, y in zip(X, Y, strict=True)], batch_size=20)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("criterion", "loader", "message"),
+    [
+        (F.cross_entropy, LOADER, r"loss is cross_entropy, .*batch: cross_entropy\(model\(batch\[0\]\), batch\[1\]\)"),
+        (F.mse_loss, LOADER, "loss is mse_loss, of outputs and targets"),
+        (partial(F.cross_entropy, label_smoothing=0.1), LOADER, "loss is cross_entropy, of outputs"),
+        (squares, LOADER, r"loss\(model, batch\) raised 'Sequential' .*if loss is of outputs and targets, give loss="),
+        (nn.CrossEntropyLoss, LOADER, r"loss is the class CrossEntropyLoss; .*loss=CrossEntropyLoss\(\)"),
+        (None, LOADER, "loss is None; it must be a function"),
+        (nn.CrossEntropyLoss(), PAIRS, r"a dict of 'x', 'y'; .*criterion\(model\(batch\['x'\]\), batch\['y'\]\)"),
+        (nn.CrossEntropyLoss(), DataLoader(X, batch_size=20), "a batch is a Tensor"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_loss_of_other_things_is_refused_before_the_first_query(criterion: Any, loader: Any, message: str) -> None:
+    asked: list[int] = []
+    model = network()
+    with pytest.raises(TypeError, match=message):
+        tune_model(model, loader, criterion, lambda: asked.append(1), queries=20, callback=Callback())
+    assert not asked
+    assert set(model.state_dict()) == set(network().state_dict())
+
+
+def test_an_error_within_a_loss_stays_as_it_is() -> None:
+    def fails(model: nn.Module, batch: Any) -> Tensor:
+        raise TypeError("no such label")
+
+    with pytest.raises(TypeError, match=r"^no such label$"):
+        tune_model(network(), LOADER, fails, likelihood, queries=20, callback=Callback())
 
 
 def test_after_an_error_the_model_is_as_it_was() -> None:
