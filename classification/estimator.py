@@ -64,8 +64,8 @@ class MetricClassifier(ClassifierMixin, TunedNetwork):  # type: ignore[misc]
 
     Raises:
         ValueError: From ``fit``, before training: there are fewer than two classes or too few rows, a number is out of
-            range, there is no such scorer, the scorer is not handed ``groups``, or X has missing numbers (put an
-            imputer before it in a pipeline) or a feature whose values float32 can't tell apart.
+            range, there is no such scorer or there are several, the scorer is not handed ``groups``, or X has missing
+            numbers (put an imputer before it in a pipeline) or a feature whose values float32 can't tell apart.
         AdapterError: From ``fit``, before training: there are ``queries``, but no hidden layer to modulate.
         BudgetError: From ``fit``, before training: ``queries`` are too few for a search.
         MetricError: From ``fit``: the scorer fails on the rows held out for it, or is not defined on them.

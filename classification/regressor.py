@@ -42,7 +42,7 @@ class MetricRegressor(RegressorMixin, TunedNetwork):  # type: ignore[misc]
 
     Raises:
         ValueError: From ``fit``, before training: there are too few rows, a number is out of range or missing, there
-            is no such scorer, or the scorer is not handed ``groups``.
+            is no such scorer or there are several, or the scorer is not handed ``groups``.
         AdapterError: From ``fit``, before training: there are ``queries``, but no hidden layer to modulate.
         BudgetError: From ``fit``, before training: ``queries`` are too few for a search.
         MetricError: From ``fit``: the scorer fails on the rows held out for it.

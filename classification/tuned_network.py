@@ -129,7 +129,7 @@ class TunedNetwork(BaseEstimator):  # type: ignore[misc]
     def get_metadata_routing(self) -> Any:
         """Return which metadata ``fit`` takes, and that the scorer may request them, as scikit-learn routes them."""
         router = MetadataRouter(owner=type(self).__name__).add_self_request(self)
-        scorer = check_scoring(self, self._scoring())
+        scorer = self._checked_scorer()
         if hasattr(scorer, "get_metadata_routing"):
             router.add(scorer=scorer, method_mapping=MethodMapping().add(caller="fit", callee="score"))
         return router
@@ -236,7 +236,7 @@ class TunedNetwork(BaseEstimator):  # type: ignore[misc]
         """
         if not given or not self.queries:
             return {}
-        scorer = check_scoring(self, self._scoring())
+        scorer = self._checked_scorer()
         routed = sklearn.get_config()["enable_metadata_routing"] and hasattr(scorer, "get_metadata_routing")
         if routed:
             asked = dict(process_routing(self, "fit", **given).scorer.score)
@@ -300,7 +300,7 @@ class TunedNetwork(BaseEstimator):  # type: ignore[misc]
 
     def _check_search(self, seed: int, target: Target) -> None:
         """Refuse before training what the search would refuse after it."""
-        check_scoring(self, self._scoring())
+        self._checked_scorer()
         adapter = self._attached(seed)
         starts = {THRESHOLDS: Start(adapter.phi)} if _has_thresholds(target) else None
         check_plan(adapter, Metric(lambda: 0.0, maximize=True), queries=self.queries, starts=starts, seed=seed)
@@ -312,6 +312,20 @@ class TunedNetwork(BaseEstimator):  # type: ignore[misc]
     def _scoring(self) -> Any:
         return self._default_scoring if self.scoring is None else self.scoring
 
+    def _checked_scorer(self) -> Any:
+        """Return the scorer.
+
+        Raises:
+            ValueError: There is no such one, or there are several.
+        """
+        scoring = self._scoring()
+        if isinstance(scoring, list | tuple | set | dict):
+            raise ValueError(
+                f"scoring is {brief(scoring)}, of several metrics, and the search tunes one; name one of them, or give"
+                " a scorer(estimator, X, y) that makes one number of them"
+            )
+        return check_scoring(self, scoring)
+
     def _name(self) -> str:
         """The scorer's name, without the address that a function's text has."""
         scoring = self._scoring()
@@ -321,7 +335,7 @@ class TunedNetwork(BaseEstimator):  # type: ignore[misc]
         self, X_val: Any, y_val: Any, metadata: Mapping[str, Any], lacking: str
     ) -> Callable[[Tensor | None], float]:
         """Return the scorer's value on a half of the held-out rows, or on all of them for None."""
-        scorer = check_scoring(self, self._scoring())
+        scorer = self._checked_scorer()
 
         def value_on(half: Tensor | None) -> float:
             try:
@@ -335,6 +349,11 @@ class TunedNetwork(BaseEstimator):  # type: ignore[misc]
                 if half is None and lacking:
                     raise ValueError(f"{brief(error)}; it is not defined {lacking}") from error
                 raise
+            if isinstance(value, Mapping):
+                raise ValueError(
+                    f"it returned a dict of {', '.join(map(str, value))}; it must return one number, such as one of"
+                    " them"
+                )
             if half is None and lacking and isinstance(value, float) and math.isnan(value):
                 raise ValueError(f"it is nan {lacking}")
             return value

@@ -10,6 +10,7 @@ from sklearn.preprocessing import StandardScaler
 
 from metricopt_ext.classification.estimator import MetricClassifier
 from metricopt_ext.classification.tuned_network import CHUNK, Standardised
+from metricopt_ext.errors import MetricError
 
 SMALL: dict[str, Any] = {"dim": 2, "hidden": (8,), "epochs": 30, "batch_size": 16, "lr": 0.02, "random_state": 0}
 
@@ -54,3 +55,18 @@ def test_a_rows_prediction_is_its_own() -> None:
     one_by_one = np.concatenate([classifier.decision_function(row[None]) for row in X])
     np.testing.assert_allclose(one_by_one, whole, rtol=0, atol=1e-5)  # sums in another order, in single precision
     np.testing.assert_allclose(classifier.model_(torch.from_numpy(X)).detach().numpy(), whole, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("scoring", [["f1_macro", "accuracy"], ("accuracy",), {"a": "accuracy"}])
+def test_several_scorers_are_refused_before_training(scoring: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MetricClassifier, "_train", lambda *_: pytest.fail("it was trained"))
+    with pytest.raises(ValueError, match=r"scoring is .*accuracy.*, of several metrics.* name one of them"):
+        MetricClassifier(scoring, queries=12, **SMALL).fit(*table())
+
+
+def test_a_scorer_that_returns_several_numbers_is_named() -> None:
+    def both(estimator: Any, X: Any, y: Any) -> dict[str, float]:
+        return {"f1": 0.5, "accuracy": 0.6}
+
+    with pytest.raises(MetricError, match=r"'both'.*a dict of f1, accuracy; it must return one number"):
+        MetricClassifier(both, queries=12, **{**SMALL, "epochs": 1}).fit(*table())  # type: ignore[arg-type]
