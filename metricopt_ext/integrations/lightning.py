@@ -195,7 +195,7 @@ class SearchPhi(L.Callback):
                 save_tuned(trainer)
             warn_of_older_weights(trainer, self.merge)
 
-    def _metric(self, function: Callable[[Any], Any]) -> Metric:
+    def _metric(self, function: Callable[..., Any]) -> Metric:
         return Metric(function, maximize=self.maximize, bounds=self.bounds, name=self.monitor)
 
     def _check_logged(self, scores: Iterable[str], remedy: str = "") -> None:

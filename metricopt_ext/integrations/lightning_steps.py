@@ -39,7 +39,7 @@ def last_epoch(trainer: L.Trainer) -> Iterator[None]:
             held.update(content)
 
 
-class SilentLogger(DummyLogger):  # type: ignore[misc]
+class SilentLogger(DummyLogger):
     """Drops what is logged; its names and folders are another logger's, as a step may ask for them.
 
     Args:

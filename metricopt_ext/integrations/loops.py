@@ -172,7 +172,7 @@ class ReplayedLoss:
         Raises:
             TypeError: The batch has no such parts.
         """
-        parts = ()
+        parts: tuple[Any, ...] = ()
         if not isinstance(batch, Mapping | Tensor):  # a tensor's first two rows are examples
             with suppress(IndexError, KeyError, TypeError):
                 parts = batch[0], batch[1]
@@ -184,7 +184,7 @@ class ReplayedLoss:
                 " give a function of the model and a batch, such as loss=lambda model, batch:"
                 f" criterion(model(batch[{keys[0] if keys else '...'}]), batch[{keys[-1] if keys else '...'}])"
             )
-        return parts
+        return parts[0], parts[1]
 
 
 def _of_outputs(name: str) -> str:
