@@ -17,6 +17,7 @@ from metricopt_ext.utils.state_dict import within
 from metricopt_ext.utils.words import brief
 
 CHECKPOINT, TRIAL = "checkpoint", "trial"  # stand in braces for the file's path, and for the trial's name
+CONTEXT = 40  # characters beside a number, in which it may begin or go on
 
 
 @dataclass(frozen=True)
@@ -96,16 +97,43 @@ class Printed:
 
 
 def _cut(match: re.Match[str]) -> str:
-    """Return the number as it was printed, if a match ends within it; empty if not.
+    """Return the number as it was printed, if the group begins or ends within it; empty if not.
 
-    A comma may end it, as in a list, after a decimal point.
+    A comma between numbers may be one of a list: after a decimal point, or where the expression names it.
     """
-    end = match.end(1)
-    more = "" if end != match.end() else match.string[end : end + 40]
-    comma = "" if "." in match[1] else "|,\\d"
-    if not re.match(rf"[\d.]*[eE][-+]?\d|\.?\d{comma}", more):
+    text, (start, end) = match.string, match.span(1)
+    before, after = text[max(start - CONTEXT, 0) : start], text[end : end + CONTEXT]
+    if not (_begun(before, match) or _goes_on(after, match)):
         return ""
-    return match[1] + re.split(r"[^\w.,+-]", more, maxsplit=1)[0]
+    return re.split(r"[^\w.,+\-\u2212]", before)[-1] + match[1] + re.split(r"[^\w.,+-]", after, maxsplit=1)[0]
+
+
+def _begun(before: str, match: re.Match[str]) -> bool:
+    """Whether a number that a group holds began before it: with digits, a point, a sign or the number of an exponent.
+
+    A minus sign behind a letter or a digit is a hyphen, and more than one are a line.
+    """
+    if re.match(r"[-+\d]", match[1]) and re.search(r"(?<![\w.])[\d.,]*\d\.?[eE][-+]?\Z", before):
+        return True
+    if not re.match(r"[\d.]", match[1]):
+        return False
+    if re.search(r"(?<![\d.])\d+,\Z", before):
+        return not _names(match, match.start(1) - 1)
+    return bool(re.search(r"(\d|(\d|(?<![\w.]))\.|(?<![\w+\-\u2212])[-\u2212])\Z", before))
+
+
+def _goes_on(after: str, match: re.Match[str]) -> bool:
+    """Whether a number that a group holds goes on after it."""
+    if re.match(r",\d", after) and "." not in match[1]:
+        return not _names(match, match.end(1))
+    return bool(re.match(r"[\d.]*[eE][-+]?\d|\.?\d", after))
+
+
+def _names(match: re.Match[str], place: int) -> bool:
+    """Whether an expression asks for the character at a place, as its match is another with any other one there."""
+    text = f"{match.string[:place]}\0{match.string[place + 1 :]}"
+    other = match.re.match(text, match.start())
+    return other is None or other.span(1) != match.span(1)
 
 
 class Written:

@@ -206,6 +206,11 @@ def test_a_failure_says_in_which_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (r"epoch (\d+),", "epoch 3,85", 3.0),  # a comma that the pattern names
         (r"AP ([0-9]\.[0-9]+)", "AP 0.5.", 0.5),
         (r"AP ([0-9.]+)", "AP 85.3% eager", 85.3),
+        (r"loss: ([0-9.]+).* time", "loss: 7.3e-05 time: 3 s", "'7.3e-05'"),  # whatever the pattern matches there
+        (r"loss: ([0-9.]+).* time", "loss: 0,7311 time: 3 s", "'0,7311'"),
+        (r"AP (\d\.\d)\d*", "AP 0.512", "'0.512'"),
+        (r"AP ([0-9.]+).*", "AP 0.5 1e5", 0.5),
+        (r"copypaste: ([0-9]+),([0-9]+)", "copypaste: 45,52", 45.0),
     ],
 )
 def test_a_number_that_goes_on_behind_the_group_is_not_cut(pattern: str, output: str, found: str | float) -> None:
@@ -216,3 +221,38 @@ def test_a_number_that_goes_on_behind_the_group_is_not_cut(pattern: str, output:
         assert isinstance(read, Failed)
         assert f"printed {found}, of which" in read.reason
         assert r"(\S+)" in read.reason
+
+
+@pytest.mark.parametrize(
+    ("pattern", "output", "found"),
+    [
+        (r"R2\D+([0-9.]+)", "R2: -0.95", "'-0.95'"),
+        (r"R2\D+([0-9.]+)", "R2:-0.95", "'-0.95'"),
+        (r"R2=-([0-9.]+)", "R2=-0.95", "'-0.95'"),  # a sign counts even where the pattern names it
+        (r"R2\D+([0-9.]+)", "R2: \u22120.95", "'\u22120.95'"),
+        (r"R2\D+([0-9.]+)", "R2: -.95", "'-.95'"),
+        (r"accuracy.*([0-9.]+)", "accuracy: 0.8731", "'0.8731'"),
+        (r"([0-9.]+)", "loss 1,234.5", "'1,234.5'"),
+        (r"([0-9.]+)", "loss 0,7311", "'0,7311'"),
+        (r"\.(\d+)", "loss 0.7311", "'0.7311'"),
+        (r"\.(\d+)", "loss .7311", "'.7311'"),
+        (r"e([-\d]+)", "7.3e-05", "'7.3e-05'"),
+        (r"\D(\d+)$", "7e+05", "'7e+05'"),
+        (r"([0-9.]+)", "0.5,0.6", 0.6),  # a list
+        (r"\d,(\d+)", "45,52", 52.0),  # a comma that the pattern names
+        (r"val-([0-9.]+)", "val-0.93", 0.93),  # a hyphen
+        (r"epoch(\d+)", "epoch5", 5.0),
+        (r"accuracy\.+([0-9.]+)", "accuracy....0.93", 0.93),
+        (r"accuracy -+([0-9.]+)", "accuracy ---0.93", 0.93),
+        (r"AP50:([0-9.]+)", "AP50:0.93", 0.93),
+        (r"([-0-9.]+)$", "0.5 -0.95", -0.95),
+        (r"R2 \+?([0-9.]+)", "R2 +0.95", 0.95),
+    ],
+)
+def test_a_number_that_begins_before_the_group_is_not_cut(pattern: str, output: str, found: str | float) -> None:
+    read = Printed(pattern, "--parse").read(ended(output))
+    if isinstance(found, float):
+        assert read == found
+    else:
+        assert isinstance(read, Failed)
+        assert f"printed {found}, of which" in read.reason
