@@ -17,16 +17,18 @@ from metricopt_ext.tasks.inference_file import INFERENCE, save_inference
 from metricopt_ext.tasks.kept_evaluations import KeptEvaluations
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.own_metric import code_of_own
 from metricopt_ext.tasks.population import Population
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import TRAJECTORIES, TrajectoryStore
-from metricopt_ext.utils.files import read_json, remove_unfinished
+from metricopt_ext.utils.files import read_json, remove_unfinished, write_json
 
 IDENTITY, EVALUATIONS, HOLDOUT = "identity.json", "evaluations.json", "holdout.json"
 ADAPTER = "adapter.safetensors"  # written last: it says that a run has finished
 SETTINGS, SEEDS = "run.json", "seed-*"  # of a tool's run, and its seeds' folders
 JOINT_TRAINING = "joint_training.safetensors"
 CONTENT = "content of the data's files"  # beside the settings
+CODE = "own code"  # beside them too: of the functions that they name
 
 # Settings of a tool's run that may change on resuming: which seeds to run, and how.
 RUN_AGAIN_KEYS = {"seed", "seeds", "workers", "device", "max_bytes", "max_pixels"}
@@ -252,7 +254,8 @@ def settled(task: FinetuneTask, identity: dict[str, Any], folder: str | Path | N
 def open_run(folder: Path, settings: dict[str, Any], resume: bool, files: Sequence[Path] = ()) -> None:
     """Claim the output folder for a tool's run; seeds may be added to a run, other settings may not change.
 
-    A run that failed before it made a ``seed-N`` folder has no claim.
+    A run that failed before it made a ``seed-N`` folder has no claim. Neither may the code of the metric's functions
+    change that the settings name as ``MODULE:FUNCTION``. A folder that does not tell it yet is taken to be of today's.
 
     Args:
         folder: The output folder.
@@ -262,7 +265,9 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool, files: Sequen
 
     Raises:
         FileFormatError: The folder holds a run, and ``resume`` is False or its settings differ.
+        ConfigError: There is no such function.
     """
+    code = code_of_own(settings.get("metric", {}))
     started, file = any(folder.glob(SEEDS)), folder / SETTINGS
     if not started:
         file.unlink(missing_ok=True)
@@ -271,4 +276,10 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool, files: Sequen
     elif not resume:
         raise FileFormatError(f"{folder} holds an earlier run: add --resume to continue it, or use another folder")
     identity = {"format": FORMAT, **{key: settings[key] for key in sorted(settings.keys() - RUN_AGAIN_KEYS)}}
-    claim_open(file, identity | ({CONTENT: fingerprint_of_files(files)} if files else {}))
+    identity |= {CONTENT: fingerprint_of_files(files)} if files else {}
+    kept = read_json(file) if file.exists() else None
+    if not code or not isinstance(kept, dict) or CODE in kept:
+        claim_open(file, identity | ({CODE: code} if code else {}))
+    else:
+        claim_open(file, identity)
+        write_json(file, {**read_json(file), CODE: code})

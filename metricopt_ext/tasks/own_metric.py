@@ -1,12 +1,13 @@
 """A metric of the user's own that a config names as ``MODULE:FUNCTION``: its settings, its import, its value."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 from metricopt_ext.errors import ConfigError, MetricError
+from metricopt_ext.runtime.identity import fingerprint_of_code
 from metricopt_ext.utils.imports import import_named
 from metricopt_ext.utils.numbers import number_of, within
 
@@ -73,6 +74,27 @@ def own_metric(name: str, config: Any) -> OwnMetric | None:
         raise ConfigError(f"metric.name={name!r}: {error}; {places}") from error
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"metric.name={name!r}: {error}") from error
+
+
+def code_of_own(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return what identifies the code of the functions that a section ``metric`` names as ``MODULE:FUNCTION``.
+
+    Args:
+        settings: The section, whose ``name``, ``also`` and ``subject_to`` may name functions.
+
+    Returns:
+        By name, see `fingerprint_of_code`; empty if it names no function.
+
+    Raises:
+        ConfigError: As from `own_metric`.
+    """
+    found = dict[str, str]()
+    for name in dict.fromkeys([settings.get("name", ""), *settings.get("also", ()), *settings.get("subject_to", ())]):
+        kwargs = settings.get("kwargs", {}) if name == settings.get("name") else {}
+        own = own_metric(name, OwnMetricConfig(folder=settings.get("folder", ""), kwargs=kwargs))
+        if own is not None:
+            found[name] = fingerprint_of_code(own.function)
+    return found
 
 
 def number_within(result: Any, bounds: tuple[float, float], name: str) -> float:

@@ -1,7 +1,9 @@
 """What a run keeps in its folder."""
 
+import importlib
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,40 @@ def test_a_run_is_not_resumed_on_other_data(tmp_path: Path) -> None:
     tree.rename(tmp_path / "gone")
     with pytest.raises(FileFormatError, match="content of the data's files was"):
         opened()
+
+
+def test_a_run_is_not_resumed_on_other_code_of_its_metric(tmp_path: Path) -> None:
+    folder, file = tmp_path / "run", tmp_path / "run" / "run.json"
+
+    def opened(bodies: dict[str, str], **more: object) -> None:
+        for name, body in bodies.items():
+            (tmp_path / f"{name}.py").write_text(f"def score(labels, predictions): return {body}\n")
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        metric = {"name": "of_a_run:score", "folder": str(tmp_path), "subject_to": {"of_a_limit:score": ">= 0"}}
+        open_run(folder, {"queries": 600, "metric": {**metric, **more}}, resume=True)
+
+    opened({"of_a_run": "labels.mean()", "of_a_limit": "0.5"})
+    (folder / "seed-3").mkdir()
+    opened({"of_a_run": "labels.mean()  # a remark"})
+    for change in ({"of_a_run": "labels.mean() ** 2"}, {"of_a_run": "labels.mean()", "of_a_limit": "0.25"}):
+        with pytest.raises(FileFormatError, match=r"holds another run: own code\.of_a_.*:score was .*, now"):
+            opened(change)
+    with pytest.raises(FileFormatError, match=r"metric\.name was 'of_a_run:score', now 'accuracy'"):
+        opened({}, name="accuracy")
+    kept = json.loads(file.read_text())
+    code = kept.pop("own code")
+    file.write_text(json.dumps(kept))  # as before the code was kept
+    opened({})
+    assert json.loads(file.read_text())["own code"] != code
+    with pytest.raises(FileFormatError, match=r"own code\.of_a_limit"):
+        opened({"of_a_limit": "0.5"})
+    assert "own code" not in json.dumps(_claimed(tmp_path / "named", {"metric": {"name": "accuracy"}}))
+
+
+def _claimed(folder: Path, settings: dict[str, Any]) -> Any:
+    open_run(folder, settings, resume=False)
+    return json.loads((folder / "run.json").read_text())
 
 
 def test_seeds_without_their_settings_are_not_taken_for_the_run_s(tmp_path: Path) -> None:
