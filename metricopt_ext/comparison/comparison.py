@@ -121,7 +121,7 @@ def run_seed(
 ) -> None:
     """Run one seed and keep its starts and each method's row in ``folder/seed-N``.
 
-    A method whose row is on file without errors is not run again.
+    A method whose row is on file without errors is not run again, unless it is to run at further budgets.
 
     Args:
         experiment_type: What to run.
@@ -135,7 +135,7 @@ def run_seed(
         MetricOptError: Data, settings or metric are not usable; the message says which.
     """
     folder = folder / f"seed-{seed}"
-    missing = [name for name in plan.methods if not finished(folder / f"{name}.json")]
+    missing = [name for name in plan.methods if not finished(folder / f"{name}.json", plan.budgets_of(name))]
     if missing or not (folder / STARTS).exists():
         callback.stage("train the model")
         experiment = experiment_type(config, folder, seed, callback)
@@ -167,9 +167,13 @@ def run_seed(
     callback.done()
 
 
-def finished(file: Path) -> bool:
-    """Tell whether a method's row is on file and has no errors."""
-    return file.exists() and not read_row(file)["errors"]
+def finished(file: Path, budgets: Sequence[int]) -> bool:
+    """Tell whether a method's row is on file, has no errors, and was run at all budgets that it can do with."""
+    if not file.exists():
+        return False
+    row = read_row(file)
+    asked = row.get("budgets", [int(budget) for budget in row["cells"]] or budgets)  # rows of 0.1.0 don't tell
+    return not row["errors"] and {budget for budget in budgets if budget >= row["least"]} <= {*asked}
 
 
 def offered(experiment: Experiment[Any], wanted: Sequence[str]) -> dict[str, Start | StartLine]:
@@ -252,7 +256,8 @@ class _Row:
                 message = plain(" ".join(f"{type(error).__name__}: {error}".split()), MESSAGE)
                 errors |= {str(budget): message for budget in left}
         machine = str(Machine.current(self.task.adapter.phi.device))
-        return {"seed": seed, "least": least, "cells": cells, "errors": errors, "machine": machine}
+        asked = {"least": least, "budgets": possible}
+        return {"seed": seed, **asked, "cells": cells, "errors": errors, "machine": machine}
 
     def cell(self, reached: Reached, budget: int) -> dict[str, Any]:
         """Return what is kept of where a method stood.

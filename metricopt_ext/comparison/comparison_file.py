@@ -58,11 +58,12 @@ class Cell(TypedDict):
 
 
 class MethodRow(TypedDict):
-    """What a method's file holds of a seed: cells and errors by budget."""
+    """What a method's file holds of a seed: the budgets that it was run at, cells and errors by budget."""
 
     seed: int
     method: str
     least: int
+    budgets: NotRequired[list[int]]
     cells: dict[str, Cell]
     errors: dict[str, str]
     machine: str
@@ -116,11 +117,12 @@ class MetricName(TypedDict):
 
 
 class Ran(TypedDict, total=False):
-    """Of the settings, what the page's commands to repeat it name."""
+    """Of the settings, what the report names, and the page's commands to repeat it."""
 
     task: Literal["classification", "detection", "retrieval"]
     config: str
     overrides: list[str]
+    most: dict[str, int]
 
 
 class Comparison(TypedDict):

@@ -14,6 +14,8 @@ from metricopt_ext.comparison.comparison_tables import (
     PAIRS,
     UNGUARDED,
     means_table,
+    of_seeds,
+    on_all_seeds,
     pair_rows,
     rows_of,
 )
@@ -86,19 +88,23 @@ def heading(content: dict[str, Any]) -> str:
 def verdict(content: dict[str, Any]) -> str:
     """Say in a few sentences what came out at the largest number of queries, and whether it may be chance."""
     budget, titles = content["budgets"][-1], {name: entry_of(name).title for name in (*baselines_of(content), OURS)}
-    values = {name: tests(content, name, budget) for name in titles}
-    means = {name: float(np.mean(known(each))) for name, each in values.items() if each and known(each)}
-    top = (max if content["metric"]["maximize"] else min)(means, key=means.__getitem__)
-    best = f"The best method on test is {titles[top]} with {means[top]:.4f}"
+    values = {name: each for name in titles if (each := tests(content, name, budget)) and known(each)}
+    means = {name: mean for name, each in values.items() if (mean := on_all_seeds(each)) is not None}
+    top = (max if content["metric"]["maximize"] else min)(means, key=means.__getitem__, default=None)
+    best = f"The best method on test is {titles[top]} with {means[top]:.4f}" if top else "Nothing ran on all seeds"
     said = f"{heading(content)}, {counted(budget, 'query')}, mean over {counted(len(content['seeds']), 'seed')}"
-    if OURS not in means:
-        return f"{said}. {best}; the model as it was has {means[TRAINED]:.4f}."
+    if left := [titles[name] for name in values if name not in means]:
+        best += f" (of what ran on all seeds, unlike {', '.join(left)})" if top else ""
+    if OURS not in values:
+        return f"{said}. {best}; the model as it was has {np.mean(known(values[TRAINED])):.4f}."
     seen = (content["starts"][TRAINED], content["methods"][OURS]["cells"][str(budget)])
-    before, after = (float(np.mean(known(each["validation"]))) for each in seen)
+    shared = [i for i, pair in enumerate(zip(*(each["test"] for each in seen), strict=True)) if None not in pair]
     on_test, on_validation = (
-        f"{a:.4f} → {b:.4f} on {part}"
-        for a, b, part in ((means[TRAINED], means[OURS], "test"), (before, after, "validation"))
+        " → ".join(f"{np.mean(known([each[part][i] for i in shared])):.4f}" for each in seen) + f" on {part}"
+        for part in ("test", "validation")
     )
+    few = of_seeds(values[OURS])
+    on_validation += f" {few}" if few else ""
     judged = [
         each["whole"]
         for each in content["guards"]
@@ -110,7 +116,7 @@ def verdict(content: dict[str, Any]) -> str:
         else ""
     )
     gain = f"The gain on test, with its 95% interval, is {_difference(content, TRAINED, budget)}."
-    over = f"; MetricOpt's gain over it is {_difference(content, top, budget)}" if top != OURS else ""
+    over = f"; MetricOpt's gain over it is {_difference(content, top, budget)}" if top not in (None, OURS) else ""
     return f"{said}. MetricOpt: {on_test} and {on_validation}.{guard} {gain} {best}{over}."
 
 
@@ -173,13 +179,18 @@ def notes(content: dict[str, Any]) -> list[str]:
             f"{METHODS[LABELLED].title}: a third of the labels decides when to stop, then all are trained on; this"
             " counts no query"
         )
+    most = content["config"].get("most", {})
     for name, method in content["methods"].items():
         title, seeds = METHODS[name].title, len(content["seeds"])
         if any(budget < method["least"] for budget in content["budgets"]):
             least = counted(method["least"], "query")
             lines.append(f"{title} needs at least {least}, including those that choose the start")
+        above = [budget for budget in content["budgets"] if budget > most.get(name, budget)]
+        if any(str(budget) not in method["cells"] for budget in above):
+            lines.append(f"{title} is left out above {counted(most[name], 'query')}, by the key most")
         for budget, errors in method["errors"].items():
             lines.append(f"{title} failed with {budget} queries on {len(errors)} of {seeds} seeds: {errors[0]}")
-        if not method["cells"] and not method["errors"] and method["least"] <= content["budgets"][-1]:
+        asked = [budget for budget in content["budgets"] if budget >= method["least"] and budget not in above]
+        if not method["cells"] and not method["errors"] and asked:
             lines.append(f"{title} does not apply")
     return lines

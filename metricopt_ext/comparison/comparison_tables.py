@@ -1,7 +1,7 @@
 """The tables of a comparison: means by method and budget, and our difference from each baseline."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -56,8 +56,8 @@ class Row(NamedTuple):
         title: The method's.
         needs: What it needs of the data that the metric sees.
         means: Its mean at each budget, empty where it has none.
-        best: Whether that is the best of its column.
-        failed: On how many seeds it failed, empty where it didn't.
+        best: Whether that is the best of its column, of the rows that have every seed.
+        failed: On how many seeds it failed, and how many it has if more are missing; empty where it has all.
         seconds: What it took.
         passes: What that cost the model.
     """
@@ -80,21 +80,23 @@ def rows_of(content: dict[str, Any]) -> list[Row]:
     """Return all rows, that of our search without its guard last."""
     names = [*baselines_of(content), *([OURS] if OURS in content["methods"] else [])]
     sign, seeds = (1 if content["metric"]["maximize"] else -1), len(content["seeds"])
-    means: dict[str, list[float | None]] = {}
-    for name in names:
-        values = [tests(content, name, budget) for budget in content["budgets"]]
-        means[name] = [None if column is None else float(np.mean(known(column))) for column in values]
+    columns = {name: [tests(content, name, budget) for budget in content["budgets"]] for name in names}
+    # Means over other seeds can't be compared
+    ranked = {name: [column and on_all_seeds(column) for column in own] for name, own in columns.items()}
     highest = [
         max((sign * mean for mean in column if mean is not None), default=math.nan)
-        for column in zip(*means.values(), strict=True)
+        for column in zip(*ranked.values(), strict=True)
     ]
     rows: list[Row] = []
     for name in names:
         failed = content["methods"].get(name, {"errors": {}})["errors"]
         counts = [len(failed.get(str(budget), [])) for budget in content["budgets"]]
-        best = [mean is not None and sign * mean == top for mean, top in zip(means[name], highest, strict=True)]
-        cells = ["" if mean is None else f"{mean:.4f}" for mean in means[name]]
-        failures = [f"({count} of {seeds} failed)" if count else "" for count in counts]
+        best = [mean is not None and sign * mean == top for mean, top in zip(ranked[name], highest, strict=True)]
+        cells = ["" if column is None else f"{np.mean(known(column)):.4f}" for column in columns[name]]
+        failures = [
+            " ".join(filter(None, [f"({count} of {seeds} failed)" if count else "", of_seeds(column, count)]))
+            for column, count in zip(columns[name], counts, strict=True)
+        ]
         title, needs = entry_of(name).title, _needs(content, name)
         if name == "best_start":
             title += f" ({counted(content['best_start']['queries'], 'query')})"
@@ -102,8 +104,22 @@ def rows_of(content: dict[str, Any]) -> list[Row]:
     ends = [_unguarded(content, budget) for budget in content["budgets"]]
     if any(values is not None for values in ends):
         cells = ["" if values is None else f"{np.mean(known(values)):.4f}" for values in ends]
-        rows.append(Row(UNGUARDED, _needs(content, OURS), cells, [False] * len(cells), [""] * len(cells)))
+        few = [of_seeds(values) for values in ends]
+        rows.append(Row(UNGUARDED, _needs(content, OURS), cells, [False] * len(cells), few))
     return rows
+
+
+def on_all_seeds(column: Sequence[float | None]) -> float | None:
+    """Return the mean of values by seed; None if a seed has none."""
+    values = known(column)
+    return float(np.mean(values)) if values and len(values) == len(column) else None
+
+
+def of_seeds(column: Sequence[float | None] | None, failed: int = 0) -> str:
+    """Say on how many seeds a mean is, empty if on all but those that failed."""
+    if column is None or len(values := known(column)) + failed >= len(column):
+        return ""
+    return f"({len(values)} of {counted(len(column), 'seed')})"
 
 
 def _unguarded(content: dict[str, Any], budget: int) -> list[float | None] | None:

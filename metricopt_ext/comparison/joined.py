@@ -63,11 +63,14 @@ def joined(contents: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[
         }
         return {"least": max(each["least"] for each in own), "cells": cells, "errors": errors}
 
+    limits = [content.get("config", {}).get("most", {}) for content in contents]
+    most = {name: max(each[name] for each in limits) for name in limits[0] if all(name in each for each in limits)}
     best = [content["best_start"] for content in contents]
     parts = [key for key in best[0] if key != "queries"]
     guards = [guard for content in contents for guard in content["guards"]]
     return {
         **first,
+        **({"config": {**first["config"], "most": most}} if any(limits) else {}),
         "seeds": sorted(seeds),
         "starts": {name: start(name) for name in _names(contents, "starts")},
         "best_start": {

@@ -11,7 +11,7 @@ import torch
 
 from helpers.inference import put_into
 from metricopt_ext.adapters.start import Start, StartLine
-from metricopt_ext.comparison.comparison import Plan, read_row, run_seed
+from metricopt_ext.comparison.comparison import Plan, finished, read_row, run_seed
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.experiment.baselines import at_each_budget, metricopt, searching, usual_baselines
 from metricopt_ext.experiment.experiment import Experiment, Subject
@@ -211,6 +211,25 @@ def test_only_what_is_missing_or_failed_is_run_again(experiment: Any, tmp_path: 
     assert experiment.built == [5, 5]
     run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Callback())
     assert experiment.built == [5, 5]  # nothing is missing
+
+
+def test_budgets_that_were_left_out_are_run_later(experiment: Any, tmp_path: Path) -> None:
+    names = ("random_search", "metricopt")  # of which the second does not apply
+    for most, cells in (({"random_search": 3}, []), ({"random_search": 20}, ["4", "20"]), ({}, ["4", "20", "60"])):
+        plan = Plan(names, (4, 20, 60), most=most)
+        run_seed(experiment, RunConfig(), plan, tmp_path, 5, Callback())
+        assert list(rows(tmp_path)["random_search"]["cells"]) == cells
+    assert experiment.built == [5, 5, 5]
+    run_seed(experiment, RunConfig(), Plan(names, (4, 20, 60), most={"random_search": 4}), tmp_path, 5, Callback())
+    assert experiment.built == [5, 5, 5]
+    file = tmp_path / "seed-5" / "random_search.json"
+    row = rows(tmp_path)["random_search"]
+    assert row.pop("budgets") == [4, 20, 60]
+    file.write_text(json.dumps(row))  # as 0.1.0 has it
+    assert finished(file, [4, 20, 60])
+    row["cells"].pop("60")
+    file.write_text(json.dumps(row))
+    assert not finished(file, [4, 20, 60])
 
 
 def test_starts_can_be_chosen_by_name(experiment: Any, tmp_path: Path) -> None:

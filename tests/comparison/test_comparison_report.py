@@ -93,18 +93,50 @@ def test_the_table_marks_the_best_and_says_what_is_missing(content: dict[str, An
     assert "9 guarded runs, 9 accepted; mean change on test +0.0500" in text
 
 
+def test_means_over_some_of_the_seeds_are_not_ranked(tmp_path: Path) -> None:
+    for seed in (700, 701, 702):
+        put(tmp_path, seed, cma=0.95)
+    (tmp_path / "seed-700" / "cma_es.json").unlink()
+    content = gather(tmp_path, PLAN, SUBJECT, {})
+    text = markdown(content)
+    rows = table(text)
+    assert rows["CMA-ES on the metric"][1:4] == ["", "0.6500 (2 of 3 seeds)", "0.9500 (2 of 3 seeds)"]
+    assert rows["MetricOpt"][3] == "**0.8000**"
+    best = "The best method on test is MetricOpt with 0.8000 (of what ran on all seeds, unlike CMA-ES on the metric)."
+    assert best in text
+    (tmp_path / "seed-700" / "metricopt.json").unlink()
+    starts = json.loads((tmp_path / "seed-700" / "starts.json").read_text())
+    starts["test"]["pretrained"] = 0.2  # which would lower the mean that MetricOpt stands beside
+    (tmp_path / "seed-700" / "starts.json").write_text(json.dumps(starts))
+    text = markdown(gather(tmp_path, PLAN, SUBJECT, {}))
+    assert "MetricOpt: 0.5000 → 0.8000 on test and 0.4000 → 0.8000 on validation (2 of 3 seeds)." in text
+    assert "The best method on test is BatchNorm on validation with 0.6000 (of what" in text
+    assert table(text)["MetricOpt"][3] == "0.8000 (2 of 3 seeds)"
+
+
+def test_what_most_leaves_out_is_not_said_to_not_apply(tmp_path: Path) -> None:
+    put(tmp_path, 700)
+    row = json.loads((tmp_path / "seed-700" / "cma_es.json").read_text())
+    (tmp_path / "seed-700" / "cma_es.json").write_text(json.dumps({**row, "cells": {}}))
+    for most, said in ((18, "is left out above 18 queries, by the key most"), (60, "does not apply")):
+        text = markdown(gather(tmp_path, PLAN, SUBJECT, {"most": {"cma_es": most}}))
+        assert [line for line in text.splitlines() if line.startswith("- CMA-ES on the metric ")][-1].endswith(said)
+        assert ("- CMA-ES on the metric does not apply" in text) == (most == 60)
+        assert "- TuRBO on the metric does not apply" in text
+
+
 def test_our_search_without_its_guard_is_shown_but_no_baseline(content: dict[str, Any]) -> None:
     """Where it ended is the start's test metric, 0.6, and the change of 0.3; all other rows have at most 0.8."""
     for each in content["guards"]:
         each["change"] = 0.3
     content["guards"] = [each for each in content["guards"] if each["budget"] > 5 and each["seed"] > 700]
     text = markdown(content)
-    assert table(text)["MetricOpt, unguarded"] == ["inputs, training data", "", "0.9000", "0.9000", "", ""]
+    assert table(text)["MetricOpt, unguarded"] == ["inputs, training data", "", *["0.9000 (2 of 3 seeds)"] * 2, "", ""]
     assert table(text)["MetricOpt"][1:4] == ["**0.8000**"] * 3
     assert text.count("unguarded") == 2  # its row and the note
     assert list(table(text))[-2:] == ["MetricOpt", "MetricOpt, unguarded"]
     lower = {**content, "metric": {"name": "cost", "maximize": False}}
-    assert table(markdown(lower))["MetricOpt, unguarded"][2] == "0.3000"
+    assert table(markdown(lower))["MetricOpt, unguarded"][2].startswith("0.3000 ")
 
 
 def test_a_comparison_of_an_earlier_version_is_read(content: dict[str, Any], tmp_path: Path) -> None:

@@ -84,3 +84,9 @@ def test_a_setting_that_one_of_them_lacks_is_no_join() -> None:
     new["config"] = {"of_task": {"queries": 60, "evaluation": {"failures": 0}}}
     with pytest.raises(DataError, match=r"new ran.*old with None: no join"):
         joined([old, new], ["old", "new"])
+
+
+def test_most_is_what_all_of_them_left_out() -> None:
+    first, second = content([1], {}), content([2], {})
+    first["config"], second["config"] = {"most": {"turbo": 20, "ngopt": 60}}, {"most": {"turbo": 60}}
+    assert joined([first, second], ["first", "second"])["config"] == {"most": {"turbo": 60}}
