@@ -72,15 +72,15 @@ def command_words(command: str, switch: str, needed: Sequence[str] = ()) -> list
     if of_shell := [word for word in quoted if word in SHELL]:
         raise ConfigError(f"{switch} has {of_shell[0]!r}, but no shell runs it; write sh -c '...', or a script")
     for name in needed:
-        if f"{{{name}}}" not in command:
+        if not re.search(rf"(?<!\$)\{{{name}\}}", command):
             raise ConfigError(f"{switch} {brief(command)} has no {{{name}}}; write it where the {name}'s path belongs")
     return words
 
 
 def filled(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """Return the words with what stands for each name in braces; other braces stay."""
+    """Return the words with what stands for each name in braces; other braces stay, as does a shell's ``${NAME}``."""
     names = "|".join(map(re.escape, values))
-    return [re.sub(rf"\{{({names})\}}", lambda match: values[match[1]], word) for word in words]
+    return [re.sub(rf"(?<!\$)\{{({names})\}}", lambda match: values[match[1]], word) for word in words]
 
 
 class Programs:

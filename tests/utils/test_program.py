@@ -153,6 +153,9 @@ def test_words_are_those_of_a_shell() -> None:
     assert words == ["run", "a b", "--weights={checkpoint}", "{trial}", "{other}"]
     values = {"checkpoint": "/x y/{trial}.pth", "trial": "7"}
     assert filled(words, values) == ["run", "a b", "--weights=/x y/{trial}.pth", "7", "{other}"]
+    assert filled(["trial={trial}; run ${trial}", "$ {trial}"], values) == ["trial=7; run ${trial}", "$ 7"]
+    with pytest.raises(ConfigError, match=r"--score .* has no \{checkpoint\}"):
+        command_words("sh -c 'run ${checkpoint}'", "--score", needed=["checkpoint"])
 
 
 @pytest.mark.parametrize(
