@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.plain import escape_unprintable
 from metricopt_ext.utils.extras import naming_extras
 from metricopt_ext.utils.packaged import PACKAGE, PROGRAM, existing_config, packaged_configs
 
@@ -27,6 +28,7 @@ def tools() -> dict[str, Path]:
 
 def main() -> None:
     """Run the subcommand that the command line names."""
+    escape_unprintable()
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in tools():
         sys.argv = [f"{PROGRAM} {name}", *arguments]  # argparse takes the program's name from here
@@ -39,7 +41,9 @@ def main() -> None:
             print(*packaged_configs(), sep="\n")
         else:
             print(existing_config(parsed.name).read_text(encoding="utf-8"), end="")
-    except ConfigError as error:
+    except UnicodeDecodeError:
+        sys.exit(f"error: {parsed.name} is no config: it is not text in UTF-8")
+    except (ConfigError, OSError) as error:
         sys.exit(f"error: {error}")
 
 

@@ -4,7 +4,9 @@ File names, class names, columns, keys and what libraries say of them can hold a
 in Markdown by `in_markdown`; HTML is escaped by its template.
 """
 
+import io
 import re
+import sys
 import unicodedata
 
 MESSAGE = 1500  # the most characters of a message: it must be read, and what it quotes has no bound
@@ -32,6 +34,13 @@ def plain(text: str, most: int | None = None, *, lines: bool = False) -> str:
     if shortened.isprintable():
         return shortened
     return _shortened("".join(_written_out(each, lines) for each in shortened), most)
+
+
+def escape_unprintable() -> None:
+    """Have standard output write what its encoding lacks as escapes, as the error stream does, instead of an error."""
+    stream = sys.stdout
+    if isinstance(stream, io.TextIOWrapper) and (stream.errors == "strict" or "utf" not in stream.encoding.lower()):
+        stream.reconfigure(errors="backslashreplace")
 
 
 def in_markdown(text: str) -> str:

@@ -104,3 +104,10 @@ def test_a_comparison_and_a_tool_find_the_packages_configs(
         assert read_configs(Path("configs", name))[1] == read_configs(copy)[1]
     else:
         assert load_config(ClassificationConfig, f"configs/{name}").data.name == "digits"
+
+
+def test_a_file_that_is_no_text_is_no_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.pth"
+    path.write_bytes(b"PK\x80\xff")
+    said = ended("configs", str(path), monkeypatch=monkeypatch)
+    assert said == f"error: {path} is no config: it is not text in UTF-8"

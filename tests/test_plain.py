@@ -1,12 +1,14 @@
 """Text of files is shown as text, whatever a terminal or a page would make of it."""
 
+import io
 import pickle
+import sys
 import unicodedata
 
 import pytest
 
 from metricopt_ext.errors import DataError, MetricOptError
-from metricopt_ext.plain import MESSAGE, in_markdown, plain
+from metricopt_ext.plain import MESSAGE, escape_unprintable, in_markdown, plain
 
 
 @pytest.mark.parametrize(
@@ -69,3 +71,19 @@ def test_messages_are_plain_and_cut() -> None:
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     assert str(MetricOptError("short")) == "short"
     assert str(MetricOptError()) == ""
+
+
+def test_what_an_encoding_lacks_is_written_as_an_escape(monkeypatch: pytest.MonkeyPatch) -> None:
+    for encoding, errors, shown in (
+        ("ascii", "strict", b"\\xb1 \\u2192"),
+        ("ascii", "surrogateescape", b"\\xb1 \\u2192"),
+        ("latin-1", "strict", b"\xb1 \\u2192"),
+        ("utf-8", "strict", "\xb1 \u2192".encode()),
+    ):
+        raw = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding, errors))
+        escape_unprintable()
+        print("\xb1 \u2192", end="", flush=True)
+        assert raw.getvalue() == shown
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    escape_unprintable()  # nothing to do

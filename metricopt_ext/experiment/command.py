@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from metricopt_ext.errors import ConfigError, MetricOptError
-from metricopt_ext.plain import MESSAGE, plain
+from metricopt_ext.plain import MESSAGE, escape_unprintable, plain
 from metricopt_ext.runtime.launched import is_of_another
 from metricopt_ext.runtime.run_log import telling_warnings
 from metricopt_ext.runtime.stopping import ending_when_stopped
@@ -23,13 +23,15 @@ SHOW = "--show-config"
 def errors_in_one_line(*more: type[Exception], keeps: Path | None = None, resume: str = "") -> Iterator[None]:
     """End the process with one line for an error that a user can fix, and in a few when it is stopped.
 
-    An error that several ranks share is told by the one that met it. Warnings are shown as plain text.
+    An error that several ranks share is told by the one that met it. Warnings are shown as plain text, and characters
+    that standard output can't encode as escapes.
 
     Args:
         *more: Types of further errors that a user can fix.
         keeps: As in `ending_when_stopped`.
         resume: As in `ending_when_stopped`.
     """
+    escape_unprintable()
     mendable: tuple[type[Exception], ...] = (MetricOptError, FloatingPointError, OSError, *more)
     with ending_when_stopped(keeps, resume), naming_extras(), telling_warnings(lambda line: None):
         try:
