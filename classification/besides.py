@@ -9,6 +9,7 @@ from metricopt_ext.classification.metrics import METRICS, MetricSpec, _counts
 from metricopt_ext.classification.target_metrics import prepared_by, target_metric
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.tasks.besides import NO_BOUNDS, BesidesConfig, class_number, of_class, own_function
+from metricopt_ext.tasks.own_metric import why
 
 OF_ONE_CLASS = ("recall", "precision", "f1")
 
@@ -41,8 +42,8 @@ def check_besides(found: Mapping[str, MetricSpec], outputs: Tensor, labels: Tens
     for name, spec in found.items():
         try:
             spec.function(outputs, labels)
-        except Exception as error:
-            raise ConfigError(f"metric.also or metric.subject_to: {name} fails: {str(error).rstrip('.')}") from error
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"metric.also or metric.subject_to: {name} fails: {why(error)}") from error
 
 
 def _named(name: str, key: str, config: BesidesConfig, kind: str, classes: tuple[str, ...] | None) -> MetricSpec:

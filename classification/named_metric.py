@@ -16,7 +16,7 @@ from metricopt_ext.classification.target_metrics import prepared_by, target_metr
 from metricopt_ext.classification.targets import IGNORED, Target, beyond
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.tasks.own_metric import own_metric
+from metricopt_ext.tasks.own_metric import own_metric, why
 
 
 def build_metric(config: MetricConfig, kind: str = "classes") -> MetricSpec:
@@ -83,13 +83,13 @@ def try_metric(
     check_besides(others or {}, outputs, part.y)
     try:
         value_of(metric, outputs, part)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         keys = (
             "; see metric.kwargs (its arguments), metric.scores and metric.columns (what it is given) and metric.bounds"
             " (its range)"
         )
         raise ConfigError(
-            f"metric.name={config.name} fails on made-up predictions of {_what(target)}: {str(error).rstrip('.')}"
+            f"metric.name={config.name} fails on made-up predictions of {_what(target)}: {why(error)}"
             f"{keys if ':' in config.name else ''}"
         ) from error
 

@@ -33,7 +33,7 @@ from metricopt_ext.detection.toolkit import Example, Toolkit
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.tasks.halved import with_halves
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.own_metric import number_within
+from metricopt_ext.tasks.own_metric import number_within, why
 from metricopt_ext.utils.words import counted
 
 EVALUATION_BATCH = 8
@@ -207,10 +207,10 @@ class OwnDetectionMetric(DetectionMetric):
         found = [Detections(image.boxes, torch.ones(len(image.labels)), image.labels) for image in truth.images]
         try:
             self.judge(found, truth)(None)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"metric {self.name!r} fails where each object of {len(truth)} images is found:"
-                f" {str(error).rstrip('.')}; see metric.kwargs (its arguments) and metric.bounds (its range)"
+                f" {why(error)}; see metric.kwargs (its arguments) and metric.bounds (its range)"
             ) from error
 
 

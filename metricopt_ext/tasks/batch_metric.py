@@ -78,6 +78,6 @@ class BatchMetric(CostScale):
         self.ledger.spend(purpose)
         try:
             value = float(self.function(scores.detach(), labels))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise MetricError(f"metric {self.name!r} raised {type(error).__name__} on a batch: {error}") from error
         return self.checked_cost(value, " on a batch")

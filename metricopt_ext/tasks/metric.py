@@ -84,7 +84,8 @@ class Metric(CostScale):
         repeats: How many calls make one evaluation, at least 1, for a noisy function: their mean is the value, and
             their spread shows the search how large the noise is. Each call is a query.
         failures: How many evaluations may fail, at least 0. If the function raises, takes too long or returns no valid
-            value, the worst cost so far replaces it, with a warning, and the queries count.
+            value, the worst cost so far replaces it, with a warning, and the queries count. ``sys.exit`` is an error
+            however many may fail.
         require_guard: Refuse to be asked if nothing could tell a gain from chance: no repeats, and a function without
             halves. A run with a holdout needs neither (`optimize_metric`).
         new_classes: Whether the model will be judged on classes other than the metric's, as in retrieval, and the
@@ -274,7 +275,7 @@ class Metric(CostScale):
             except (UnguardedError, WeightsError):
                 raise
             except MetricError as error:
-                if not self.failures:
+                if not self.failures or isinstance(error.__cause__, SystemExit):  # as a signal's handler may ask for
                     raise
                 return error
 
@@ -457,7 +458,7 @@ class Metric(CostScale):
             began = time.perf_counter()
             try:
                 returned = call_within(self.timeout, partial(function, *arguments, **more))
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise MetricError(f"metric {who} raised {type(error).__name__}: {error}") from error
             finally:
                 took = time.perf_counter() - began

@@ -97,6 +97,13 @@ def code_of_own(settings: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
+def why(error: BaseException) -> str:
+    """Return why a metric failed, without a full stop."""
+    if isinstance(error, SystemExit):
+        return f"it calls sys.exit({'' if error.code is None else repr(error.code)})"
+    return str(error).rstrip(".")
+
+
 def number_within(result: Any, bounds: tuple[float, float], name: str) -> float:
     """Return what a metric returned as a number within its bounds, which rounding may have overshot.
 

@@ -4,6 +4,7 @@ import functools
 import inspect
 import math
 import re
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -793,3 +794,10 @@ def test_ranks_must_find_the_same_besides() -> None:
     assert metric._agree(one, other)
     assert not metric._agree(one, one._replace(also={"a": 0.2}))
     assert not metric._agree(one, one._replace(also=None))
+
+
+def test_a_metric_that_ends_the_program_has_failed_however_many_may() -> None:
+    for failures in (0, 5):
+        metric = Metric(lambda: sys.exit(0), maximize=True, name="quits", failures=failures)
+        with pytest.raises(MetricError, match="metric 'quits' raised SystemExit: 0"):
+            metric.cost(nn.Identity(), "test")

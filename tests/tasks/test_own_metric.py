@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from metricopt_ext.errors import ConfigError, MetricError
-from metricopt_ext.tasks.own_metric import OwnMetric, OwnMetricConfig, number_within, own_metric
+from metricopt_ext.tasks.own_metric import OwnMetric, OwnMetricConfig, number_within, own_metric, why
 
 
 def test_a_function_comes_with_what_is_known_of_it() -> None:
@@ -66,3 +66,8 @@ def test_values_are_numbers_within_the_bounds_but_for_rounding() -> None:
     ):
         with pytest.raises(MetricError, match=message):
             number_within(result, (0.0, 1.0), "own")
+
+
+def test_why_a_metric_failed() -> None:
+    assert why(ValueError("no positives.")) == "no positives"
+    assert (why(SystemExit(0)), why(SystemExit())) == ("it calls sys.exit(0)", "it calls sys.exit()")
