@@ -130,6 +130,7 @@ class Names:
             raise DataError(f"{path} has text as labels, but those of {self._numeric} are numbers; write them alike")
         named = np.asarray(labels)
         flat = [each.decode("utf-8", "replace") if isinstance(each, bytes) else each for each in named.ravel().tolist()]
+        flat = [each.strip() if isinstance(each, str) else each for each in flat]  # as cells of a text file are
         wrong = next((each for each in flat if not isinstance(each, str)), None)
         if wrong is not None or "" in flat:
             raise DataError(f"{path} has the label {brief(wrong or '')}; each must be a number, or text")

@@ -123,6 +123,7 @@ def test_names_are_numbered_over_all_files(tmp_path: Path) -> None:
     assert numbered(NAMES, tmp_path / "a").tolist() == [0, 1, 2, 1]
     assert numbered(np.array([["zebra"], ["cow"]]), tmp_path / "b").tolist() == [[2], [3]]
     assert numbered(np.array([b"ant"]), tmp_path / "c").tolist() == [1]
+    assert numbered(np.array([" ant", "ant\t", "zebra "]), tmp_path / "c").tolist() == [1, 1, 2]  # as in a text file
     with pytest.raises(DataError, match=r"d has numbers.*another file are text"):
         numbered(Y, tmp_path / "d")
 
@@ -133,7 +134,7 @@ def test_numbers_stay_as_they_are_and_are_not_mixed_with_names(tmp_path: Path) -
     with pytest.raises(DataError, match=r"b has text.*those of .*a are numbers"):
         numbered(NAMES, tmp_path / "b")
     with pytest.raises(DataError, match="has the label ''"):
-        Names().numbered(np.array(["a", ""]), tmp_path / "c")
+        Names().numbered(np.array(["a", " "]), tmp_path / "c")
     with pytest.raises(DataError, match=r"has the label 'nan'.*leave such out"):
         Names().numbered(np.array(["12", "nan", "7.0"]), tmp_path / "c")
     assert Names().numbered(np.array(["none", "any", "7"]), tmp_path / "c").tolist() == [0, 1, 2]
