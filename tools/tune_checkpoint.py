@@ -49,6 +49,7 @@ from metricopt_ext.experiment.program_switches import (
     show_end,
     told_besides,
     told_of_settings,
+    unguarded,
 )
 from metricopt_ext.experiment.program_trials import TrialError
 from metricopt_ext.plain import plain
@@ -57,6 +58,7 @@ from metricopt_ext.tasks.program_score import CHECKPOINT, TRIAL
 from metricopt_ext.tasks.settings import QUERIES
 
 DIM = 16  # of the norms
+NO_BIAS = ("weight", "running_mean", "running_var")  # ends of the names of vectors that --offsets can't mean
 
 
 def main() -> None:
@@ -114,11 +116,13 @@ def main() -> None:
 
 
 def check_mixture(arguments: argparse.Namespace) -> None:
-    """Refuse switches of the norms beside --mix, and set the default of --dim.
+    """Refuse switches of the norms beside --mix and offsets of what is no bias, and set the default of --dim.
 
     Raises:
         ConfigError: There is one.
     """
+    if arguments.offsets and arguments.offsets.rpartition(".")[2] in NO_BIAS:
+        raise ConfigError(f"--offsets {arguments.offsets} is no bias, by its name; name one, as that of the last layer")
     for name in ("layers", "dim", "gradients"):
         if arguments.mix and getattr(arguments, name) is not None:
             raise ConfigError(f"--{name} is of the norms, which --mix leaves as they are; leave one of them out")
@@ -130,13 +134,20 @@ def check_output(arguments: argparse.Namespace) -> None:
     """Refuse a file that can't take the tuned checkpoint.
 
     Raises:
-        ConfigError: It is of another kind, or the checkpoint itself.
+        ConfigError: It is of another kind, or a file that is read.
     """
     kind = arguments.checkpoint.suffix
     if arguments.output.suffix != kind:
         raise ConfigError(f"--output {arguments.output} must end in {kind}, as --checkpoint does: its kind stays")
-    if arguments.output.resolve() == arguments.checkpoint.resolve():
+    if is_file(arguments.output, arguments.checkpoint):
         raise ConfigError(f"--output {arguments.output} is the checkpoint itself; use another file")
+    if taken := [each for each in arguments.mix or () if is_file(arguments.output, Path(each))]:
+        raise ConfigError(f"--output {arguments.output} is {taken[0]} of --mix, which is read; use another file")
+
+
+def is_file(path: Path, other: Path) -> bool:
+    """Whether two paths are of one file, by links too."""
+    return path.resolve() == other.resolve() or (path.exists() and other.exists() and path.samefile(other))
 
 
 def run(arguments: argparse.Namespace, scores: Scores) -> dict[str, Any]:
@@ -358,7 +369,7 @@ def report(
     print_table(
         header, [*rows, ["validation" if first is None else "checkpoint", *numbers, guard, spent, str(tuned.failed)]]
     )
-    for line in [] if first is None else first.lines(settings):
+    for line in [] if first is None else first.lines(settings, unguarded(arguments)):
         print(plain(f"settings: {line}"))
     for line in besides(result.also, result.constrained):
         print(plain(line))
@@ -369,7 +380,7 @@ def report(
     if result.best != result.after:
         print(f"the best candidate has {decimals(result.best)}, but {result.doubt()}")
     if result.guard == "none":
-        print("unguarded: a gain can't be told from chance; give --halves, --repeats or --holdout")
+        print(unguarded(arguments))
     print(*map(plain, result.details.lines(result)), sep="\n")  # what there is to say of the search
     print_written(*written)
     if tuned.changed:

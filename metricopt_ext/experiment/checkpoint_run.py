@@ -242,7 +242,7 @@ class CheckpointRun(ProgramRun):
         path, found = self.folder / f"{HELD_OUT}.json", dict[str, float]()
         kept = read_json(path) if path.exists() else {}
         with ending() as programs:
-            for name in values_of_candidates(result):
+            for name, seen in values_of_candidates(result).items():
                 trial, phi = f"{HELD_OUT}-{name}", result.ends[name]
                 point = fingerprint({"phi": phi})
                 if not isinstance(kept.get(point), float):
@@ -252,6 +252,7 @@ class CheckpointRun(ProgramRun):
                     kept[point] = scored.value
                     write_json(path, kept)
                 found[name] = kept[point]
+                self.check_unit(seen, found[name], trial)
         return found
 
     def _scored(self, programs: Programs, score: ProgramScore, trial: str, phi: Tensor) -> Score | Failed:

@@ -20,6 +20,7 @@ from metricopt_ext.tasks.settings import Values
 from metricopt_ext.utils.program import command_words, last_lines
 from metricopt_ext.utils.words import brief
 
+LARGEST = 2**63 - 1  # seed that is an integer of 64 bits
 TAIL = 20  # lines of a failed trial's log that are shown
 
 # What a run depends on, so that another is not taken for it.
@@ -137,6 +138,8 @@ def read_scores(
     for switch, bound in (("queries", 1), ("repeats", 1), ("failures", 0), ("jobs", 1), *least):
         if (value := getattr(arguments, switch)) < bound:
             raise ConfigError(f"--{switch} {value}: it must be at least {bound}")
+    if (seed := getattr(arguments, "seed", 0)) > LARGEST:
+        raise ConfigError(f"--seed {seed}: it must be at most {LARGEST}")
     if arguments.timeout is not None and not arguments.timeout > 0:
         raise ConfigError(f"--timeout {arguments.timeout:g}: it must be above 0")
     printed = arguments.parse is not None
@@ -165,8 +168,13 @@ def read_scores(
         others = also if switch == "--score" else {}
         return ProgramScore(words, number, both, others, arguments.repeats, arguments.timeout)
 
+    seen = score(arguments.score, "--score")
     holdout = score(arguments.holdout, "--holdout") if arguments.holdout else None
-    return Scores(score(arguments.score, "--score"), holdout, settings, subject_to)
+    if holdout is not None and holdout.words == seen.words:
+        raise ConfigError(
+            f"--holdout {brief(arguments.holdout)} is --score itself, which the search sees; it must score other data"
+        )
+    return Scores(seen, holdout, settings, subject_to)
 
 
 def _also(given: Sequence[str], reader: type[Printed] | type[Written]) -> dict[str, Printed | Written]:
@@ -262,6 +270,14 @@ def told_besides(also: Mapping[str, tuple[float, float]], constrained: Constrain
 def as_written(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the switches as JSON."""
     return {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
+
+
+def unguarded(arguments: argparse.Namespace) -> str:
+    """Say that nothing told a gain from chance, and which switches could, of those that are not in use."""
+    used = {"--halves": arguments.halves, "--repeats": arguments.repeats > 1, "--holdout": arguments.holdout}
+    left = [switch for switch, given in used.items() if not given]
+    remedy = " or ".join(filter(None, [", ".join(left[:-1]), *left[-1:]]))
+    return "unguarded: a gain can't be told from chance" + (f"; give {remedy}" if remedy else "")
 
 
 def show_end(log: Path) -> None:

@@ -17,6 +17,7 @@ from metricopt_ext.utils.words import counted
 IDENTITY, TRIALS = "run.json", "trials"
 HELD_OUT = "holdout"  # begins the names of trials on data held out
 NAME = "score"  # of what the programs print
+PERCENT = (30, 300)  # times as large as a share is its percentage on other data, roughly
 FORMAT = 1  # of what is kept: a folder of another format is not resumed
 
 Trial = TypeVar("Trial")
@@ -49,6 +50,25 @@ class ProgramRun:
     def log(self, trial: int | str) -> Path:
         """Return where a trial's output is."""
         return self.folder / TRIALS / f"{self.prefix}{trial}.log"
+
+    def check_unit(self, seen: float, aside: float, trial: int | str) -> None:
+        """Refuse a score on data held out that must be the other's in percent, as their gains are compared.
+
+        Args:
+            seen: The score on the data that the search sees.
+            aside: The same candidate's on the data held out.
+            trial: The trial on these.
+
+        Raises:
+            TrialError: It is.
+        """
+        for share, percent, switch in ((seen, aside, "--holdout"), (aside, seen, "--score")):
+            if 0 < share <= 1 < percent <= 100 and PERCENT[0] <= percent / share <= PERCENT[1]:
+                raise TrialError(
+                    f"--holdout found {aside:g} where --score found {seen:g}, as if {switch} were in percent; their"
+                    " gains are compared, so let both print the same unit",
+                    self.log(trial),
+                )
 
     def started(self) -> bool:
         """Whether the folder holds a run."""

@@ -30,6 +30,9 @@ EVALUATIONS = "settings.json"
 BEFORE, AFTER = "start", "settings"  # the guard's candidates: the defaults, and the search's end
 
 
+UNGUARDED = "unguarded: a gain can't be told from chance; give --halves, --repeats or --holdout"
+
+
 @dataclass(frozen=True)
 class KeptScore:
     """What a program found for some settings.
@@ -175,8 +178,13 @@ class SettingsOutcome:
         guard = "unguarded" if self.guard == "none" else self.guard
         return [*numbers, guard, " + ".join(map(str, self.queries.values())), str(self.failed)]
 
-    def lines(self, settings: ProgramSettings) -> list[str]:
-        """Return what there is to say besides the scores: of time, of data held out, and of what was not kept."""
+    def lines(self, settings: ProgramSettings, unguarded: str = UNGUARDED) -> list[str]:
+        """Return what there is to say besides the scores: of time, of data held out, and of what was not kept.
+
+        Args:
+            settings: The settings.
+            unguarded: What to say if nothing told a gain from chance.
+        """
         lines = besides(self.also, self.constrained)
         if self.constrained is not None:
             lines += self.constrained.lines(AFTER if self.changed else BEFORE)
@@ -189,7 +197,7 @@ class SettingsOutcome:
             best = ", ".join(f"{name}={texts[name]}" for name in settings.changed(self.best_values))
             lines.append(f"the best candidate, {best}, has {decimals(self.best)}, but {self._doubt()}")
         if self.guard == "none":
-            lines.append("unguarded: a gain can't be told from chance; give --halves, --repeats or --holdout")
+            lines.append(unguarded)
         return lines
 
     def _doubt(self) -> str:
@@ -377,6 +385,7 @@ class SettingsRun(ProgramRun):
         """Return what data held out prefer; each candidate is asked for once, and kept."""
         assert self.holdout is not None
         aside = dict[str, float]()
+        seen = {BEFORE: tuned.before.value, AFTER: tuned.after.value}
         with ending() as programs:
             for name, values in ((BEFORE, self.settings.defaults), (AFTER, tuned.values)):
                 trial, texts = f"{HELD_OUT}-{name}", self.settings.texts(values)
@@ -388,7 +397,7 @@ class SettingsRun(ProgramRun):
                 if ledger.found(texts, held_out=True) is None:
                     ledger.keep(texts, found, held_out=True)
                 aside[name] = found.value
-        seen = {BEFORE: tuned.before.value, AFTER: tuned.after.value}
+                self.check_unit(seen[name], found.value, trial)
         chosen, verdict = best_on_holdout(seen, aside, self._scale, tuned.guard, CONFIDENCE)
         queries = {**tuned.queries, "held out": len(aside) * self.holdout.repeats}
         tuned = replace(tuned, verdict=verdict or tuned.verdict, holdout=aside, queries=queries)

@@ -16,6 +16,7 @@ from metricopt_ext.experiment.program_switches import (
     print_settings,
     read_scores,
     show_end,
+    unguarded,
 )
 from metricopt_ext.tasks.program_score import Written
 from metricopt_ext.tasks.program_settings import ProgramSettings
@@ -90,6 +91,7 @@ def test_without_settings_other_braces_stay() -> None:
         (["--setting", "b=1,2"], "which nothing fills; add --setting a="),
         (["--setting", "a=1,2", "--holdout", "echo {checkpoint}"], "--holdout has no {a}"),
         (["--default", "a=1"], "--default a=1: there is no --setting"),
+        (["--score", "echo {checkpoint}", "--holdout", "echo  '{checkpoint}'"], "is --score itself, which the search"),
         (["--also", "acc"], "--also 'acc': it must be NAME=WHERE"),
         (["--also", "=(.)"], "--also '=(.)': it must be NAME=WHERE"),
         (["--also", "score=(.)"], "--also 'score=(.)': there is a 'score'"),
@@ -106,6 +108,19 @@ def test_what_can_not_be_meant_is_refused(words: list[str], message: str) -> Non
     with pytest.raises(ConfigError) as caught:
         read(*words)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ([], "; give --halves, --repeats or --holdout"),
+        (["--repeats", "2"], "; give --halves or --holdout"),
+        (["--repeats", "2", "--halves", "(a)", "(b)"], "; give --holdout"),
+        (["--repeats", "2", "--halves", "(a)", "(b)", "--holdout", "echo"], ""),
+    ],
+)
+def test_a_remedy_that_is_in_use_is_not_named(words: list[str], remedy: str) -> None:
+    assert unguarded(parsed(*words)) == f"unguarded: a gain can't be told from chance{remedy}"
 
 
 def test_a_run_without_settings_is_told_apart_as_before() -> None:

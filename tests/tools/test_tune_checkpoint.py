@@ -355,7 +355,7 @@ def test_settings_first_and_the_checkpoint_with_them(folder: Path, capsys: pytes
 @pytest.mark.slow
 def test_a_run_with_settings_goes_on_wherever_it_was_killed(folder: Path) -> None:
     command = settable(folder, WITH_SETTINGS.replace("value, even", "time.sleep(0.05); value, even"))
-    run = partial(words, command, *PARSE, *HALVES, *SETTINGS, "--holdout", command, queries=22)
+    run = partial(words, command, *PARSE, *HALVES, *SETTINGS, "--holdout", f"{command} --aside", queries=22)
     tune(*run("--jobs", "1", out="whole"))
     asked = report("whole")["queries"]["settings"]
     for out, log in (("first", "settings-2.log"), ("last", "6.log")):
@@ -487,6 +487,8 @@ def test_a_dry_run_says_what_would_be_and_leaves_the_folder_free(
         (["--parse-json", "a.json:b"], "not allowed with argument --parse"),
         (["--setting", "nms=0.3:0.9"], "--score has no {nms}, so --setting nms"),
         (["--mix", "in.safetensors"], "--dim is of the norms, which --mix"),
+        (["--offsets", "bn.running_var"], "--offsets bn.running_var is no bias, by its name"),
+        (["--seed", "9223372036854775808"], "--seed 9223372036854775808: it must be at most 9223372036854775807"),
         (["--default", "nms=0.5"], "nms=0.5: there is no --setting; add"),
     ],
 )
@@ -497,11 +499,22 @@ def test_switches_that_can_not_be_meant(
     assert message in capsys.readouterr().err
 
 
+def test_a_file_to_mix_is_not_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    score = ["--score", "echo {checkpoint}", *PARSE, "--queries", "20", "--output-dir", "out"]
+    Path("fine.safetensors").write_bytes(b"mine")
+    Path("link.safetensors").hardlink_to("fine.safetensors")
+    for output in ("./fine.safetensors", "link.safetensors"):
+        files = ["--checkpoint", "in.safetensors", "--mix", "fine.safetensors", "--output", output]
+        tune(*files, *score, status=2)
+        assert "is fine.safetensors of --mix, which is read; use another file" in capsys.readouterr().err
+    assert Path("fine.safetensors").read_bytes() == b"mine"
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         (["--layers", "backbone.*"], "--layers 'backbone.*' matches no norm"),
-        (["--offsets", "head.weight"], "--offsets 'head.weight' is no tensor"),
+        (["--offsets", "head.offset"], "--offsets 'head.offset' is no tensor"),
         (["--checkpoint", "no.safetensors"], "No such file"),
         (["--output", "folder.safetensors"], "Is a directory"),
         (["--queries", "5"], "--queries 5 with --repeats 1: 5 queries"),

@@ -127,7 +127,7 @@ def without_times(out: str) -> Any:
 @pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_end(folder: Path) -> None:
     command = program(SCORE.replace("chance =", "open('ran', 'a').write('.'); time.sleep(0.1); chance ="))
-    arguments = [*words(command, *PARSE, *HALVES, "--holdout", command), "--jobs", "2"]
+    arguments = [*words(command, *PARSE, *HALVES, "--holdout", f"{command} --aside"), "--jobs", "2"]
     process = started("tune-settings", *arguments)
     until((folder / "out/trials/4.log").exists, process)
     time.sleep(0.05)  # a program that is not yet started would still hold the folder's lock
@@ -140,7 +140,7 @@ def test_a_killed_run_goes_on_to_the_same_end(folder: Path) -> None:
     tune(*arguments, "--resume")
     asked = sum(report()["queries"].values())
     assert len(Path("ran").read_text()) == asked - kept  # none is paid for twice
-    tune(*words(command, *PARSE, *HALVES, "--holdout", command, out="whole"))
+    tune(*words(command, *PARSE, *HALVES, "--holdout", f"{command} --aside", out="whole"))
     assert without_times("out") == without_times("whole")
 
 
@@ -193,6 +193,9 @@ def test_data_held_out_have_the_last_word(folder: Path, capsys: pytest.CaptureFi
     assert report()["guard"]["by"] == "held-out"
     assert report()["queries"]["held out"] == 2
     assert report()["guard"]["held out"]["settings"] == report()["after"]
+    percent = program(SCORE.replace("AP {value", "AP {100 * value"), "percent.py")
+    tune(*words(command, *PARSE, "--holdout", percent, out="percent"), status=1)
+    assert "as if --holdout were in percent; their gains are compared" in capsys.readouterr().err
     other = program(SCORE.replace("+ 0.1 *", "- 0.3 *"), "other.py")  # where the gain is a loss
     tune(*words(command, *PARSE, "--holdout", other, out="other"))
     assert report("other")["after"] == report("other")["before"]
