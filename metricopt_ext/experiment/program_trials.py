@@ -62,8 +62,9 @@ class ProgramRun:
         Raises:
             TrialError: It is.
         """
-        for share, percent, switch in ((seen, aside, "--holdout"), (aside, seen, "--score")):
-            if 0 < share <= 1 < percent <= 100 and PERCENT[0] <= percent / share <= PERCENT[1]:
+        seen_size, aside_size = abs(seen), abs(aside)
+        for share, percent, switch in ((seen_size, aside_size, "--holdout"), (aside_size, seen_size, "--score")):
+            if seen * aside > 0 and share <= 1 < percent <= 100 and PERCENT[0] <= percent / share <= PERCENT[1]:
                 raise TrialError(
                     f"--holdout found {aside:g} where --score found {seen:g}, as if {switch} were in percent; their"
                     " gains are compared, so let both print the same unit",
