@@ -369,7 +369,7 @@ def report(
     print_table(
         header, [*rows, ["validation" if first is None else "checkpoint", *numbers, guard, spent, str(tuned.failed)]]
     )
-    for line in [] if first is None else first.lines(settings, unguarded(arguments)):
+    for line in [] if first is None else [*first.lines(settings), *unguarded(arguments, first.guard)]:
         print(plain(f"settings: {line}"))
     for line in besides(result.also, result.constrained):
         print(plain(line))
@@ -379,9 +379,8 @@ def report(
         print(plain(f"held out, {name}: {decimals(value)}"))
     if result.best != result.after:
         print(f"the best candidate has {decimals(result.best)}, but {result.doubt()}")
-    if result.guard == "none":
-        print(unguarded(arguments))
-    print(*map(plain, result.details.lines(result)), sep="\n")  # what there is to say of the search
+    said = result.details.lines(result)  # what there is to say of the search
+    print(*map(plain, [*unguarded(arguments, result.guard), *said]), sep="\n")
     print_written(*written)
     if tuned.changed:
         print(plain(f"{arguments.output} is tuned: {decimals(result.before)} -> {decimals(result.after)}"))

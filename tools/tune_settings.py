@@ -149,7 +149,7 @@ def report(arguments: argparse.Namespace, scores: Scores, tuned: SettingsOutcome
     print_settings(settings, tuned.values)
     header = ["score", "before", "best", "after", "guard", "queries", "failed"]
     print_table(header, [["validation", *tuned.row()]])
-    print(*map(plain, tuned.lines(settings, unguarded(arguments))), sep="\n")
+    print(*map(plain, [*tuned.lines(settings), *unguarded(arguments, tuned.guard)]), sep="\n")
     print_written(path, arguments.output_dir / LOG, inference)
     if tuned.changed:
         print(plain(f"tuned: {decimals(tuned.before.value)} -> {decimals(tuned.after.value)}; to use it:"))

@@ -12,6 +12,7 @@ from metricopt_ext.experiment.program_trials import NAME
 from metricopt_ext.experiment.settings_run import SettingsOutcome
 from metricopt_ext.experiment.style import print_table
 from metricopt_ext.methods.constrained import Constrained
+from metricopt_ext.methods.guard import Guard
 from metricopt_ext.plain import plain
 from metricopt_ext.tasks.constraints import parse_constraints
 from metricopt_ext.tasks.program_score import TRIAL, Printed, ProgramScore, Written
@@ -272,12 +273,14 @@ def as_written(arguments: argparse.Namespace) -> dict[str, Any]:
     return {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
 
 
-def unguarded(arguments: argparse.Namespace) -> str:
-    """Say that nothing told a gain from chance, and which switches could, of those that are not in use."""
+def unguarded(arguments: argparse.Namespace, guard: Guard) -> list[str]:
+    """Return a line if nothing told a gain from chance, with the switches that could, of those not in use."""
+    if guard != "none":
+        return []
     used = {"--halves": arguments.halves, "--repeats": arguments.repeats > 1, "--holdout": arguments.holdout}
     left = [switch for switch, given in used.items() if not given]
     remedy = " or ".join(filter(None, [", ".join(left[:-1]), *left[-1:]]))
-    return "unguarded: a gain can't be told from chance" + (f"; give {remedy}" if remedy else "")
+    return ["unguarded: a gain can't be told from chance" + (f"; give {remedy}" if remedy else "")]
 
 
 def show_end(log: Path) -> None:

@@ -30,9 +30,6 @@ EVALUATIONS = "settings.json"
 BEFORE, AFTER = "start", "settings"  # the guard's candidates: the defaults, and the search's end
 
 
-UNGUARDED = "unguarded: a gain can't be told from chance; give --halves, --repeats or --holdout"
-
-
 @dataclass(frozen=True)
 class KeptScore:
     """What a program found for some settings.
@@ -178,13 +175,8 @@ class SettingsOutcome:
         guard = "unguarded" if self.guard == "none" else self.guard
         return [*numbers, guard, " + ".join(map(str, self.queries.values())), str(self.failed)]
 
-    def lines(self, settings: ProgramSettings, unguarded: str = UNGUARDED) -> list[str]:
-        """Return what there is to say besides the scores: of time, of data held out, and of what was not kept.
-
-        Args:
-            settings: The settings.
-            unguarded: What to say if nothing told a gain from chance.
-        """
+    def lines(self, settings: ProgramSettings) -> list[str]:
+        """Return what there is to say besides the scores: of time, of data held out, and of what was not kept."""
         lines = besides(self.also, self.constrained)
         if self.constrained is not None:
             lines += self.constrained.lines(AFTER if self.changed else BEFORE)
@@ -196,8 +188,6 @@ class SettingsOutcome:
             texts = settings.texts(self.best_values)
             best = ", ".join(f"{name}={texts[name]}" for name in settings.changed(self.best_values))
             lines.append(f"the best candidate, {best}, has {decimals(self.best)}, but {self._doubt()}")
-        if self.guard == "none":
-            lines.append(unguarded)
         return lines
 
     def _doubt(self) -> str:

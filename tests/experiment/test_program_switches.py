@@ -120,7 +120,8 @@ def test_what_can_not_be_meant_is_refused(words: list[str], message: str) -> Non
     ],
 )
 def test_a_remedy_that_is_in_use_is_not_named(words: list[str], remedy: str) -> None:
-    assert unguarded(parsed(*words)) == f"unguarded: a gain can't be told from chance{remedy}"
+    assert unguarded(parsed(*words), "none") == [f"unguarded: a gain can't be told from chance{remedy}"]
+    assert unguarded(parsed(*words), "halves") == []
 
 
 def test_a_run_without_settings_is_told_apart_as_before() -> None:

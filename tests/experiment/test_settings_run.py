@@ -177,7 +177,7 @@ def test_an_end_that_failed_is_none(monkeypatch: pytest.MonkeyPatch, folder: Pat
     tuned = made().tune(8, failures=1)
     assert not tuned.changed
     assert tuned.values == tuned.best_values == {"a": 0.5, "mode": "up"}
-    assert tuned.lines(made().settings)[0].startswith("unguarded")
+    assert tuned.guard == "none"
 
 
 def test_repeats_are_counted(folder: Path) -> None:
