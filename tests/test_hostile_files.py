@@ -541,8 +541,10 @@ LOADERS: dict[str, Loader] = {
     "record": Loader(write_record, SeedRecord.load),
     "sibling": Loader(write_kept, lambda path: load_trained(nn.Linear(2, 2), path.parent, "x")),
     "row": Loader(
-        parsed("r.json", {"seed": 0, "method": "a", "cells": {}, "errors": {}, "least": 1, "machine": "m"}),
-        comparison.finished,
+        parsed(
+            "r.json", {"seed": 0, "method": "a", "cells": {}, "errors": {}, "least": 1, "budgets": [9], "machine": "m"}
+        ),
+        lambda path: comparison.finished(path, [20]),
     ),
     "comparison": Loader(parsed("comparison.json", COMPARISON), read_comparison),
     "report": Loader(
