@@ -194,6 +194,17 @@ def test_a_failure_says_in_which_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "time limit" in getattr(slow, "reason", "")
 
 
+def check_whole(pattern: str, output: str, found: str | float) -> None:
+    """Check that a pattern reads a number, or that it is refused as a part of the one given as text."""
+    read = Printed(pattern, "--parse").read(ended(output))
+    if isinstance(found, float):
+        assert read == found
+    else:
+        assert isinstance(read, Failed)
+        assert f"printed {found}, of which" in read.reason
+        assert r"(\S+)" in read.reason
+
+
 @pytest.mark.parametrize(
     ("pattern", "output", "found"),
     [
@@ -214,13 +225,7 @@ def test_a_failure_says_in_which_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_a_number_that_goes_on_behind_the_group_is_not_cut(pattern: str, output: str, found: str | float) -> None:
-    read = Printed(pattern, "--parse").read(ended(output))
-    if isinstance(found, float):
-        assert read == found
-    else:
-        assert isinstance(read, Failed)
-        assert f"printed {found}, of which" in read.reason
-        assert r"(\S+)" in read.reason
+    check_whole(pattern, output, found)
 
 
 @pytest.mark.parametrize(
@@ -250,9 +255,4 @@ def test_a_number_that_goes_on_behind_the_group_is_not_cut(pattern: str, output:
     ],
 )
 def test_a_number_that_begins_before_the_group_is_not_cut(pattern: str, output: str, found: str | float) -> None:
-    read = Printed(pattern, "--parse").read(ended(output))
-    if isinstance(found, float):
-        assert read == found
-    else:
-        assert isinstance(read, Failed)
-        assert f"printed {found}, of which" in read.reason
+    check_whole(pattern, output, found)
