@@ -69,6 +69,8 @@ def is_affine(layer: nn.Module, *, in_weight: bool = True) -> bool:
     weight, bias = affine(layer)
     if weight.is_meta or not {"weight", "bias"} <= {*layer._parameters, *layer._buffers}:
         return True
+    if in_weight and not weight.is_floating_point():  # of a quantised layer
+        return False
     outputs, before = list[Tensor](), KeptModules(layer)
     factor = 2 if in_weight else 1
     try:
@@ -85,7 +87,9 @@ def is_affine(layer: nn.Module, *, in_weight: bool = True) -> bool:
         if isinstance(error, Exception):  # of the subclass's own code
             return False
         raise
-    rounding = max(16 * torch.finfo(weight.dtype).eps, 1e-4)
+    if len(outputs) != 2 or not outputs[0].is_floating_point():
+        return False
+    rounding = max(16 * torch.finfo(bias.dtype).eps, 1e-4)
     size = 1 + float(bias.detach().abs().max()) + float(outputs[0].abs().max())  # of what is summed up
     return torch.allclose(outputs[1], factor * outputs[0] + 1, rtol=rounding, atol=rounding * size)
 
@@ -97,7 +101,7 @@ def _is_of_torch(layer: nn.Module) -> bool:
 
 def _asked(layer: nn.Module) -> Tensor:
     """Return an input that a layer takes, of batch size 2."""
-    weight = weight_of(layer)
+    weight, bias = affine(layer)
     if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         spatial = zip(layer.dilation, layer.kernel_size, strict=True)
         shape = [2, layer.in_channels, *(dilation * (size - 1) + 2 for dilation, size in spatial)]
@@ -106,7 +110,7 @@ def _asked(layer: nn.Module) -> Tensor:
     else:
         axes = next((axes for axes, kinds in enumerate(NORMS_OF_AXES, start=1) if isinstance(layer, kinds)), 2)
         shape = [2, len(weight), *[1] * (axes - 1), 3]
-    return torch.arange(float(math.prod(shape))).sin().view(shape).to(weight)
+    return torch.arange(float(math.prod(shape))).sin().view(shape).to(weight if weight.is_floating_point() else bias)
 
 
 @torch.no_grad()

@@ -132,6 +132,35 @@ def test_own_code_is_asked_whether_phi_can_be_folded_in(
     assert not layer._forward_hooks
 
 
+class Quantised(nn.Linear):
+    """A linear layer with a weight of integers and their scale."""
+
+    def __init__(self, features: int, outputs: int) -> None:
+        super().__init__(features, outputs)
+        del self.weight
+        self.register_buffer("weight", torch.arange(features * outputs, dtype=torch.int8).view(outputs, features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.to(x) / 8, self.bias)
+
+
+class Undropped(nn.BatchNorm1d):
+    """A norm whose parts are called otherwise than timm calls its own."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features)
+        self.drop, self.act = nn.Identity(), nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(super().forward(x))
+
+
+def test_integers_and_parts_that_are_not_called() -> None:
+    assert not is_affine(Quantised(3, 2))
+    assert is_affine(Quantised(3, 2), in_weight=False)
+    assert not is_affine(Undropped(4))
+
+
 def test_code_in_the_place_of_a_layers_own_is_asked_too() -> None:
     layer = nn.Linear(3, 2)
     own = layer.forward
