@@ -99,6 +99,8 @@ def _map(path: Path, image_path: Path, x: Tensor, max_pixels: int) -> Tensor:
 
     try:
         with opened(reader(path.parent)(path.name), max_pixels) as image:
+            if image.format in ("JPEG", "MPO"):
+                raise DataError("it is a JPEG, which gives pixels at edges other classes; save it as PNG")
             if image.mode not in ("1", "L", "P", "I", "I;16"):
                 raise DataError(f"it has colours ({image.mode}); save the class of each pixel as a number")
             shown = np.asarray(upright(image)).astype(np.int64)

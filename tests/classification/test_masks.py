@@ -105,6 +105,16 @@ def test_maps_that_are_none_are_refused(tmp_path: Path) -> None:
         load_masks(folder)
 
 
+def test_a_lossy_map_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "set", 1)
+    mask = folder / "masks" / "00.png"
+    with Image.open(mask) as image:
+        image.convert("L").save(mask.with_suffix(".jpg"))
+    mask.unlink()
+    with pytest.raises(DataError, match=r"00\.jpg.*JPEG, which gives pixels at edges other classes; save it as PNG"):
+        load_masks(folder, None)
+
+
 @pytest.mark.parametrize("image_size", [None, 16])
 def test_maps_of_another_size_than_their_image_are_refused(tmp_path: Path, image_size: int | None) -> None:
     folder = write(tmp_path / "set", 1)
