@@ -107,6 +107,7 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at
         found = sorted(path.name for path in Path(own).iterdir())
         strategy = config.build_strategy()
         found_starts = {name: made.start(name) for name in config.starts if name not in ("loss_finetune", *SOUPS)}
+        found_starts["start"] = Start(task.origin())
         plan, work = planned(strategy, config, task.dim, task.at_once, found_starts, task.adapter.base_state_dict())
         one, wide, query = _probe(task, work.width, config.seed)
     subject = experiment.describe(config)
@@ -173,8 +174,8 @@ def planned(
         config: The settings.
         dim: Dimension of phi.
         population: Tasks computed together.
-        found: The starts but for the loss-only finetune and soups, which take training, by name; None of those that do
-            not apply.
+        found: The starts but for the loss-only finetune and soups, which take training, by name, the model as it was
+            trained as ``"start"``; None of those that do not apply.
         base: What a start does not replace, by name.
     """
 
@@ -203,7 +204,7 @@ def planned(
         return rows, Work(queried, 2 * strategy.steps, wide, min(tasks, population))
     fixed, lines = divided({name: start for name, start in (found or {}).items() if start is not None})
     soups = [name for name in config.starts if name in SOUPS]
-    starts = 1 + len(fixed) + len(soups) + ("loss_finetune" in config.starts)
+    starts = 1 + len(fixed.keys() - {"start"}) + len(soups) + ("loss_finetune" in config.starts)
     spare = config.queries - strategy.least_queries(dim, starts)
     planned = planned_lines(lines, fixed, config.queries, spare, base or {})
     along = sum(each.queries for each in planned.values())
@@ -228,7 +229,8 @@ def _along(line: PlannedLine) -> str:
     if not line.queries:
         return "left out, as there are too few queries"
     among = f", including those of {' and '.join(line.holds)}" if line.holds else ""
-    return f"{line.queries + len(line.holds)} queries{among}"
+    where = f", if {line.leads_to} is better than the model as trained" if line.leads_to else ""
+    return f"{line.queries + len(line.holds)} queries{among}{where}"
 
 
 def known_queries(config: RunConfig, methods: list[str]) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """The second stage of a search's beginning: along lines of starts, one after another, each from the best so far."""
 
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -48,16 +49,28 @@ class PlannedLine(NamedTuple):
     Attributes:
         queries: How many queries, besides those of the starts that lie on it; 0 of a line that is not looked along.
         holds: Names of the fixed starts that lie on it, and count among its queries.
+        leads_to: The fixed start at its end, where it begins at the model as it was trained; "" for other lines. Only
+            where that start is the better of the two are there any queries.
     """
 
     queries: int
     holds: tuple[str, ...]
+    leads_to: str = ""
 
 
 def planned_lines(
-    lines: Mapping[str, StartLine], fixed: Mapping[str, Start], queries: int, spare: int, base: Mapping[str, Tensor]
+    lines: Mapping[str, StartLine],
+    fixed: Mapping[str, Start],
+    queries: int,
+    spare: int,
+    base: Mapping[str, Tensor],
+    ranks: Mapping[str, Any] | None = None,
 ) -> dict[str, PlannedLine]:
     """Return what is asked along each line, by name; see `line_queries`.
+
+    A line from the model as it was trained to a fixed start is looked along only where that start is better. BatchNorm
+    statistics between those of training and deployment gained where the deployment's own did. Where these lose, as on
+    a long tail, the queries are better spent elsewhere.
 
     Args:
         lines: The lines.
@@ -65,14 +78,30 @@ def planned_lines(
         queries: Evaluations of the whole run.
         spare: Most that may be asked besides the fixed starts.
         base: What a start does not replace, by name (`Adapter.base_state_dict`).
+        ranks: What is least of the best of the fixed starts, by name; None where they are yet to be asked, so that the
+            plan is of what may be asked at most.
     """
-    holds, left = list[tuple[str, ...]](), {name: start for name, start in fixed.items() if name != "start"}
-    for line in lines.values():
-        places = PlacesOnLine(line, base)
-        holds.append(tuple(name for name, start in left.items() if places.of(start) is not None))
-        left = {name: start for name, start in left.items() if name not in holds[-1]}
-    shares = line_queries(queries, [len(each) for each in holds], spare)
-    return {name: PlannedLine(*each) for name, each in zip(lines, zip(shares, holds, strict=True), strict=True)}
+    places = {name: _places(line, fixed, base) for name, line in lines.items()}
+    leads_to = {name: _leads_to(line, places[name]) for name, line in lines.items()}
+    asked = [name for name, end in leads_to.items() if ranks is None or not end or ranks[end] < ranks["start"]]
+    holds, taken = dict.fromkeys(lines, tuple[str, ...]()), {"start"}
+    for name in asked:
+        holds[name] = tuple(each for each in places[name] if each not in taken)
+        taken |= places[name].keys()
+    shares = dict(zip(asked, line_queries(queries, [len(holds[name]) for name in asked], spare), strict=True))
+    return {name: PlannedLine(shares.get(name, 0), holds[name], leads_to[name]) for name in lines}
+
+
+def _places(line: StartLine, fixed: Mapping[str, Start], base: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the t of those fixed starts that lie on a line, by name."""
+    places = PlacesOnLine(line, base)
+    return {name: t for name, start in fixed.items() if (t := places.of(start)) is not None}
+
+
+def _leads_to(line: StartLine, places: Mapping[str, float]) -> str:
+    """Return the fixed start at a line's end if the model as it was trained is at the other; else ""."""
+    opposite = {line.low: line.high, line.high: line.low}.get(places.get("start", math.nan))
+    return next((name for name, t in places.items() if t == opposite), "")
 
 
 class Point(NamedTuple):

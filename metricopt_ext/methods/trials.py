@@ -483,7 +483,8 @@ class Trials:
         self._limits = limits = Limits.of(self.task.metric.constraints, self._evaluated["start"])
         fixed = [Point(name, self._starts[name], evaluation) for name, evaluation in self._evaluated.items()]
         spare = self.queries - held_back(self.strategy, self.task.metric) - self._least
-        planned = planned_lines(self._lines, self._starts, self.queries, spare, base)
+        ranks = {name: ranked(evaluation, limits) for name, evaluation in self._evaluated.items()}
+        planned = planned_lines(self._lines, self._starts, self.queries, spare, base, ranks)
         return StartLinesState(self._lines, planned, fixed, base, lambda each: ranked(each, limits))
 
     def _choose(self) -> None:

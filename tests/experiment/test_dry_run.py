@@ -160,6 +160,16 @@ def test_the_table_says_what_lines_of_starts_take(toy: Any, tmp_path: Path, caps
     assert "the line" not in shown(toy, settings(), tmp_path, capsys)
 
 
+def test_the_table_says_on_what_a_line_depends(toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Along(toy):  # type: ignore[misc]
+        def start(self, name: str) -> Any:
+            way = torch.eye(4, dtype=torch.float64)[0]
+            return StartLine(lambda t: Start(t * way), 0.0, 1.0) if name == "batchnorm_line" else Start(way)
+
+    said = shown(Along, settings(queries=30, starts=["batchnorm", "batchnorm_line"]), tmp_path, capsys)
+    assert "the line batchnorm_line 6 queries, including those of batchnorm, if batchnorm is better than the" in said
+
+
 def test_the_settings_file_is_named_if_there_are_settings() -> None:
     names = [files_of_seed(settings(settings=chosen), ("own",)) for chosen in (None, SettingsConfig())]
     assert [each for each in names[1] if each not in names[0]] == ["inference.yaml"]

@@ -73,6 +73,32 @@ def test_a_start_that_lies_on_a_line_counts_among_its_queries_once() -> None:
     assert planned == {"a": PlannedLine(5, ("on",)), "b": PlannedLine(6, ())}
 
 
+@pytest.mark.parametrize(
+    ("end", "trained", "queries"), [(0.4, 0.5, 5), (0.5, 0.5, 0), (0.6, 0.5, 0), ((False, 9.0), (True, 0.0), 5)]
+)
+def test_a_line_to_a_start_is_looked_along_only_if_that_start_is_better(end: Any, trained: Any, queries: int) -> None:
+    """The other line, in whose middle the model as trained lies, takes queries anyhow, and all if it is alone."""
+    fixed = {"start": Start(0 * E[0]), "end": Start(2 * E[0]), "on": Start(E[1])}
+    lines = {"to": along(0, 0.0), "other": along(1)}
+    assert planned_lines(lines, fixed, 60, 30, {})["to"] == PlannedLine(5, ("end",), "end")  # at most
+    ranks = {"start": trained, "end": end, "on": trained}
+    planned = planned_lines(lines, fixed, 60, 30, {}, ranks)
+    assert (planned["to"].queries, planned["to"].leads_to) == (queries, "end")
+    assert planned["other"] == PlannedLine(5, ("on",))
+    few = planned_lines(lines, fixed, 20, 30, {}, ranks)
+    assert [few[name].queries for name in lines] == ([2, 2] if queries else [0, 5])
+
+
+def test_a_line_without_a_start_at_its_end_is_looked_along() -> None:
+    fixed = {"start": Start(0 * E[0]), "inside": Start(E[0])}
+    for line in (along(0, 0.0), along(0, -2.0, 0.0)):
+        planned = planned_lines({"a": line}, fixed, 60, 30, {}, {"start": 0.0, "inside": 1.0})
+        assert planned["a"].queries
+        assert planned["a"].leads_to == ""
+    planned = planned_lines({"a": along(0, -1.0, 0.0)}, {"start": Start(0 * E[0]), "b": Start(-E[0])}, 60, 30, {})
+    assert planned["a"].leads_to == "b"  # from high to low
+
+
 def run(state: StartLinesState, cost: Callable[[Start], float], give_up: int | None = None) -> list[Start]:
     asked: list[Start] = []
     while (batch := state.ask())[1]:
@@ -230,6 +256,21 @@ def test_what_a_line_finds_is_where_the_design_is(quadratic: Callable[..., Any])
     assert f"towards (t = {result.strengths['towards']:.4g}) {result.starts['towards']:.4f}" in str(result)
     nearest = min(result.points[:7], key=lambda point: float((point - task.goal).norm()))
     torch.testing.assert_close(result.points[7:11].mean(0), nearest)  # of antithetic pairs
+
+
+@pytest.mark.parametrize(("way", "starts"), [(0.5, 7), (-0.5, 2)])
+def test_a_line_to_a_start_that_loses_costs_nothing(way: float, starts: int, quadratic: Callable[..., Any]) -> None:
+    """Where it gains the line takes six, two ends among them; else the search is that without the line."""
+    found = list[Any]()
+    for lined in (True, False):
+        task = quadratic()
+        end = Start(way * task.goal)
+        line = {"line": line_between(Start(task.origin()), end)} if lined else {}
+        found.append(optimize_metric(task, queries=30, starts={"end": end, **line}, callback=Callback()))
+    assert [result.queries["starts"] for result in found] == [starts, 2]
+    if starts == 2:
+        assert torch.equal(found[0].points, found[1].points)
+        assert found[0].starts == found[1].starts
 
 
 @pytest.mark.parametrize("kind", ["told", "resumed"])
