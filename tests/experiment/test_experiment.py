@@ -147,6 +147,18 @@ def test_a_soup_is_a_start_where_it_is_asked_for_kept_in_the_seeds_folder(tmp_pa
     assert (training.rebalanced is not None, training.augment is not None) == (True, True)
 
 
+def test_the_priors_of_classes_that_are_as_frequent_cost_no_query(tmp_path: Path) -> None:
+    experiment = ClassificationExperiment(replace(with_soups(), starts=["prior", "prior_twice"]), tmp_path, 3)
+    assert experiment.starts().keys() == {"prior", "prior_twice"}
+    train = experiment.splits.train
+    train.y[:] = torch.arange(len(train.y)) % 7 + 3
+    assert experiment.starts() == {}  # a class without examples has no prior
+    train.y[:] = torch.arange(len(train.y)) % 10
+    kept = len(train.y) // 10 * 10
+    experiment.splits = replace(experiment.splits, train=replace(train, x=train.x[:kept], y=train.y[:kept]))
+    assert experiment.starts() == {}
+
+
 def test_a_comparison_counts_the_passes_of_a_soup_once(tmp_path: Path) -> None:
     experiment = ClassificationExperiment(with_soups("soup_batchnorm"), tmp_path, 3)
     experiment.task = counted = counting(experiment.task)
