@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.comparison.comparison_file import STARTS, read_row
 from metricopt_ext.comparison.guarded import TRAINED, Change, record_of
@@ -40,6 +42,7 @@ from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.files import write_json
 from metricopt_ext.utils.machine import Machine
+from metricopt_ext.utils.weights import same_bits
 
 
 @dataclass(frozen=True)
@@ -207,12 +210,22 @@ def _passes(made: CountedTask, fresh: FinetuneTask, starts: Mapping[str, Start |
     Args:
         made: The task that they were made of, which counted the batches of a loss-only finetune.
         fresh: The task that judged them.
-        starts: The starts, and lines of them; buffers are estimated anew in a pass over the metric's inputs.
+        starts: The starts, and lines of them; buffers are estimated anew in a pass over the metric's inputs, once for a
+            start and the line that leads to it.
     """
-    each = [start.ends[-1] if isinstance(start, StartLine) else start for start in starts.values()]
-    judged, looked = passes_of(fresh), sum(bool(start.buffers) for start in each)
+    fixed, lines = divided(starts)
+    looked = [start.buffers for start in fixed.values() if start.buffers]
+    for line in lines.values():
+        end = line.ends[-1].buffers
+        if end and not any(_has(each, end) for each in looked):
+            looked.append(end)
+    judged = passes_of(fresh)
     assert judged is not None
-    return judged + Passes(looked, made.losses.count)
+    return judged + Passes(len(looked), made.losses.count)
+
+
+def _has(buffers: Mapping[str, Tensor], some: Mapping[str, Tensor]) -> bool:
+    return all(name in buffers and same_bits(value, buffers[name]) for name, value in some.items())
 
 
 class _Row:

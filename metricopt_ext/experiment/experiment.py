@@ -30,7 +30,7 @@ from metricopt_ext.experiment.run_config import SHARE, SOUP, RunConfig
 from metricopt_ext.experiment.transfer import transferred_methods
 from metricopt_ext.experiment.usual_methods import metricopt_result, usual_methods
 from metricopt_ext.experiment.whole_network import LabelParts, whole_network_start
-from metricopt_ext.methods.batchnorm_starts import batchnorm_line
+from metricopt_ext.methods.batchnorm_starts import statistics_line
 from metricopt_ext.methods.more_inference import MoreInference, more_inference
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.setting_lines import setting_lines
@@ -181,15 +181,19 @@ class Experiment(ABC, Generic[Config]):
         if name == "loss_finetune":
             return Start(loss_path(self.task, self.config.finetune, self.seed)[-1])
         if name == "batchnorm":
-            return batchnorm_start(self.task, self.validation()[0])
+            return self._batchnorm
         if name in ("batchnorm_line", "batchnorm_mixed"):
-            line = batchnorm_line(self.task, self.validation()[0])
+            line = None if self._batchnorm is None else statistics_line(self.task, self._batchnorm)
             return line.at(MIXED) if line is not None and name == "batchnorm_mixed" else line
         if name == "whole_network_labels":
             return self._whole_network()
         if name == "soup_greedy":
             return self._soup(kind="greedy")
         return self._soup(recalibrated=name == "soup_batchnorm") if name in ("soup", "soup_batchnorm") else None
+
+    @cached_property
+    def _batchnorm(self) -> Start | None:
+        return batchnorm_start(self.task, self.validation()[0])
 
     def training(self) -> Training | None:
         """Return how the model was trained, for the finetunes of a soup; None where a task has no soups."""

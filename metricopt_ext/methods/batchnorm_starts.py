@@ -11,7 +11,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import DataError
 from metricopt_ext.methods.start_lines import mixed
-from metricopt_ext.methods.starts import reestimate_batchnorm
+from metricopt_ext.methods.starts import batchnorm_start, reestimate_batchnorm
 from metricopt_ext.tasks.entropy import entropy_of, logits_of, refuse_probabilities
 from metricopt_ext.tasks.inputs import each_batch
 from metricopt_ext.tasks.task import FinetuneTask
@@ -40,10 +40,19 @@ def batchnorm_line(task: FinetuneTask, inputs: Iterable[Any]) -> StartLine | Non
     Raises:
         DataError: There is no batch, or the model can't take one.
     """
-    model = reestimate_batchnorm(task.adapter.model, inputs)
+    end = batchnorm_start(task, inputs)
+    return None if end is None else statistics_line(task, end)
+
+
+def statistics_line(task: FinetuneTask, end: Start) -> StartLine | None:
+    """Return the line of `batchnorm_line` to a start that is known (`batchnorm_start`); None if it has no statistics.
+
+    Args:
+        task: Its model's statistics are those at 0.
+        end: Has those at 1.
+    """
     own = {name: value.detach().clone() for name, value in task.adapter.base_state_dict().items()}
-    theirs = {} if model is None else {n: value for n, value in model.named_buffers() if n in own}
-    theirs = {n: value for n, value in theirs.items() if value.is_floating_point() and not same_bits(value, own[n])}
+    theirs = {name: value for name, value in end.buffers.items() if value.is_floating_point()}
     if not theirs:
         return None
     origin = task.origin()

@@ -159,6 +159,17 @@ def test_the_priors_of_classes_that_are_as_frequent_cost_no_query(tmp_path: Path
     assert experiment.starts() == {}
 
 
+def test_starts_of_batchnorm_share_one_pass_over_the_inputs(tmp_path: Path) -> None:
+    experiment = ClassificationExperiment(with_soups(), tmp_path, 3)
+    seen = list[int]()
+    experiment.task.adapter.model.register_forward_pre_hook(lambda model, args: seen.append(len(args[0])))
+    start, line, fixed = (experiment.start(name) for name in ("batchnorm", "batchnorm_line", "batchnorm_mixed"))
+    assert sum(seen) == len(experiment.splits.validation)
+    for t, expected in ((1.0, start), (0.75, fixed)):
+        found = line.at(t).buffers  # type: ignore[union-attr]
+        assert all(torch.equal(value, expected.buffers[name]) for name, value in found.items())  # type: ignore[union-attr]
+
+
 def test_a_comparison_counts_the_passes_of_a_soup_once(tmp_path: Path) -> None:
     experiment = ClassificationExperiment(with_soups("soup_batchnorm"), tmp_path, 3)
     experiment.task = counted = counting(experiment.task)
