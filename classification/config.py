@@ -24,7 +24,7 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.brought_sections import brought_by, either
 from metricopt_ext.experiment.config_sections import AdapterConfig, ShiftConfig, TrainingConfig, check_at_least
 from metricopt_ext.experiment.method import METHODS, siblings_of
-from metricopt_ext.experiment.run_config import MEMORY_GIB, RunConfig, memory_of
+from metricopt_ext.experiment.run_config import MEMORY_GIB, USUAL_STARTS, RunConfig, memory_of
 from metricopt_ext.experiment.siblings import SiblingsConfig
 from metricopt_ext.tasks.besides import BesidesConfig
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
@@ -160,6 +160,8 @@ class ClassificationConfig(RunConfig):
     loss: LossConfig | None = None  # there if loss.name is
     siblings: SiblingsConfig | None = field(default=None, metadata=brought_by(*siblings_of("classifiers")))
     second_round: SecondRoundConfig | None = field(default=None, metadata=brought_by("second_round"))
+    # see `RunConfig`; no gain of batchnorm_line was found for embedders, and detectors keep their statistics frozen
+    starts: list[str] = field(default_factory=lambda: [*USUAL_STARTS, "batchnorm_line"])
     batch_size: int = 100  # of the loss while finetuning
     # GiB that the activations of a population may take which is chosen (population=null); null: 1, or 0.75 with
     # data.stream, so that a run takes less than 2 GiB in all
