@@ -43,6 +43,7 @@ class Guarded(TypedDict):
     accepted: bool
     change: Finite
     error: Finite | None
+    end: NotRequired[Finite]
     whole: NotRequired[Judgement | None]
 
 

@@ -125,13 +125,16 @@ def of_seeds(column: Sequence[float | None] | None, failed: int = 0) -> str:
 def _unguarded(content: dict[str, Any], budget: int) -> list[float | None] | None:
     """Return the test metric of our search's end by seed, kept or not, or None if no guard judged one."""
     sign = 1 if content["metric"]["maximize"] else -1
-    changes = {
-        each["seed"]: sign * each["change"]
-        for each in content["guards"]
-        if each["method"] == OURS and each["budget"] == budget
-    }
-    started = zip(content["seeds"], content["best_start"]["test"], strict=True)
-    return [start + changes[seed] if seed in changes else None for seed, start in started] if changes else None
+    guards = {each["seed"]: each for each in content["guards"] if each["method"] == OURS and each["budget"] == budget}
+    trained, best = content["starts"]["pretrained"]["test"], content["best_start"]["test"]
+
+    def ended(seed: int, trained: float, best: float) -> float | None:
+        if seed not in guards:
+            return None
+        guard = guards[seed]  # earlier files lack the end; then searches began from the best free start
+        return trained + sign * float(guard["end"]) if "end" in guard else best + sign * float(guard["change"])
+
+    return list(map(ended, content["seeds"], trained, best)) if guards else None
 
 
 def _seconds(content: dict[str, Any], name: str, budget: int | None = None) -> str:

@@ -33,9 +33,10 @@ def record_of(
     Returns:
         Plain data: ``kept``, the name of what was kept; ``gain`` and the other terms of the guard's `Verdict` on the
         end, in the metric's units; of the search's step, from its start to its end, whether it, or a part of it, was
-        ``accepted``, and its ``change`` on test with its ``error``; and ``whole``, of the whole run from the model as
-        it was trained: whether anything else was ``accepted``, the ``change`` on test of what was kept with its
-        ``error``, and that of the ``best`` by the metric of start and end, kept or not.
+        ``accepted``, and its ``change`` on test with its ``error``; ``end``, the change on test from the model as it
+        was trained to the search's end; and ``whole``, of the whole run from that model: whether anything else was
+        ``accepted``, the ``change`` on test of what was kept with its ``error``, and that of the ``best`` by the
+        metric of start and end, kept or not.
     """
     verdict, started = result.verdict, result.started_at
     searched = with_start(task, result.candidates[started])
@@ -62,6 +63,7 @@ def record_of(
         "candidates": verdict.candidates,
         "change": step.value,
         "error": step.error,
+        "end": between("start", "search").value,
         "whole": {
             "accepted": result.chosen != "start",
             "change": run.value,

@@ -139,6 +139,17 @@ def test_our_search_without_its_guard_is_shown_but_no_baseline(content: dict[str
     assert table(markdown(lower))["MetricOpt, unguarded"][2].startswith("0.3000 ")
 
 
+def test_a_search_that_began_elsewhere_than_at_the_best_free_start_ended_where_it_ended(
+    content: dict[str, Any],
+) -> None:
+    """As on a line of starts, or with settings: its end is told from the model as it was trained, 0.5 on test."""
+    for each in content["guards"]:
+        each.update(change=0.3, end=0.42)
+    assert table(markdown(content))["MetricOpt, unguarded"][2] == "0.9200"
+    lower = {**content, "metric": {"name": "cost", "maximize": False}}
+    assert table(markdown(lower))["MetricOpt, unguarded"][2] == "0.0800"
+
+
 def test_a_comparison_of_an_earlier_version_is_read(content: dict[str, Any], tmp_path: Path) -> None:
     """It has neither passes nor whole runs, which are left blank, and calls MetricOpt ours."""
     content["methods"]["ours"] = content["methods"].pop("metricopt")

@@ -78,6 +78,7 @@ def test_a_whole_run_goes_from_the_model_as_it_was_trained(
     between = 11.0 if elsewhere else 1.0
     assert record["kept"] == kept
     assert (record["accepted"], record["change"], record["error"]) == (kept == "search", 4.0, 1.0)
+    assert record["end"] == 7.0
     assert record["whole"] == {
         "accepted": kept != TRAINED,
         "change": whole,
