@@ -70,7 +70,7 @@ from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.seeding import generator
 
 PRIORS = {"prior": 1.0, "prior_twice": 2.0}  # strengths of logit adjustment that a search may begin from
-SAME = 1e-9  # adjustments below this are rounding
+ROUNDING = 1e-9  # adjustments below it are none
 UNGROUPED = ("regression", "segmentation")  # whose examples are of no class
 BASELINES = {
     "multilabel": "label_thresholds",
@@ -253,7 +253,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             return None
         if name in PRIORS:
             adjustment = prior_adjustment(adapter, self.target, train.y)
-            if adjustment is None or float(adjustment.abs().max()) < SAME:
+            if adjustment is None or float(adjustment.abs().max()) < ROUNDING:
                 return None  # of classes that are as frequent as each other it is the model as it was trained
             return Start(moved_by(adapter, PRIORS[name] * adjustment))
         if name == "prior_line":

@@ -131,7 +131,7 @@ def _unguarded(content: dict[str, Any], budget: int) -> list[float | None] | Non
     def ended(seed: int, trained: float, best: float) -> float | None:
         if seed not in guards:
             return None
-        guard = guards[seed]  # earlier files lack the end; then searches began from the best free start
+        guard = guards[seed]  # earlier files lack the end; it is told by the best free start, where most searches began
         return trained + sign * float(guard["end"]) if "end" in guard else best + sign * float(guard["change"])
 
     return list(map(ended, content["seeds"], trained, best)) if guards else None
