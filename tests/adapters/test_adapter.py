@@ -2,7 +2,6 @@
 
 import copy
 import io
-import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.refusals import assert_named, assert_refused
 from helpers.tensors import rand
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs, load_adapter
@@ -47,8 +47,7 @@ def test_remove_restores_everything(model_and_shape: tuple[nn.Module, tuple[int,
             outputs.append(each.train(mode)(x))
         assert torch.equal(*outputs)
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), bare.buffers(), strict=True))
-    with pytest.raises(AdapterError, match="removed or merged"):
-        adapter.set_phi(torch.ones(3))
+    assert_refused(lambda: adapter.set_phi(torch.ones(3)), AdapterError)
 
 
 # --- Merging ---------------------------------------------------------------------------------------------------
@@ -82,21 +81,22 @@ def normed() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("make", "layers", "message"),
+    ("make", "layers", "name"),
     [
-        (Tied, "head", r"head\.weight.*shared with another layer"),
-        (normed, ["0", "1"], r"1\.weight.*computed from other tensors"),
+        (Tied, "head", "head.weight"),
+        (normed, ["0", "1"], "1.weight"),
     ],
 )
-def test_merging_where_it_would_be_wrong(make: Callable[[], nn.Module], layers: Any, message: str) -> None:
+def test_merging_where_it_would_be_wrong(make: Callable[[], nn.Module], layers: Any, name: str) -> None:
     model = make()
     adapter = attach_film(model, layers, dim=2)
     adapter.set_phi(torch.ones(2))
     x = rand(6, 3, dtype=torch.float32)
     adapted = model(x)
     for merge in (adapter.check_merge, adapter.merge):
-        with pytest.raises(AdapterError, match=message):
+        with pytest.raises(AdapterError) as caught:
             merge()
+        assert_named(caught, name)
     assert torch.equal(model(x), adapted)
 
 
@@ -149,8 +149,9 @@ def test_using_puts_phi_in_place_and_back(cnn: Callable[[], nn.Sequential]) -> N
 def test_using_takes_the_adapter_s_own_number_of_coordinates_alone(cnn: Callable[[], nn.Sequential]) -> None:
     adapter = attach_film(cnn().eval(), dim=3)
     for wrong in (rand(4), rand(2), rand(3, 1)):  # of four, the first three would do for A and B
-        with pytest.raises(AdapterError, match=r"phi has shape .*this adapter's is \(3,\)"), adapter.using(wrong):
+        with pytest.raises(AdapterError) as caught, adapter.using(wrong):
             pass
+        assert_named(caught, "phi", "(3,)")
     x = rand(2, 3, 6, 6).float()
     with adapter.using(rand(3)) as model:  # float64, as `set_phi` takes it
         inside = model(x)
@@ -265,8 +266,7 @@ def test_loading_brings_the_matrices_and_their_seed(
     x = rand(2, 3, 6, 6, dtype=torch.float32)
     assert torch.equal(mine.model(x), adapter.model(x))
     mine.model.load_state_dict(adapter.model.state_dict())
-    with pytest.raises(RuntimeError, match="seed 8"):
-        mine.model.load_state_dict(tuned(seed=8).model.state_dict())
+    assert_refused(lambda: mine.model.load_state_dict(tuned(seed=8).model.state_dict()), RuntimeError, "seed", "8")
     mine.save(tmp_path / "again.safetensors")
     again = load_adapter(cnn().eval(), tmp_path / "again.safetensors")
     assert again.context.seed == 7
@@ -274,58 +274,52 @@ def test_loading_brings_the_matrices_and_their_seed(
 
 
 @pytest.mark.parametrize(
-    ("other", "named"), [({"dim": 4}, "dim is 3, .* is 4"), ({"layers": "1"}, r"layers is \['1', '4', '7'\]")]
+    ("other", "names"), [({"dim": 4}, ("dim", "3", "4")), ({"layers": "1"}, ("layers", "1", "'4'", "'7'"))]
 )
 def test_file_of_another_adapter_is_refused(
-    tuned: Callable[..., Adapter], other: dict[str, Any], named: str, tmp_path: Path
+    tuned: Callable[..., Adapter], other: dict[str, Any], names: tuple[str, ...], tmp_path: Path
 ) -> None:
     tuned().save(tmp_path / "adapter.safetensors")
     mine = tuned(**other)
-    with pytest.raises(AdapterError, match=named):
-        mine.load(tmp_path / "adapter.safetensors")
+    assert_refused(lambda: mine.load(tmp_path / "adapter.safetensors"), AdapterError, *names)
 
 
 @pytest.mark.parametrize(
-    ("mine", "named"),
+    ("mine", "names"),
     [
-        (None, r"outputs.*scale=2.0.*adapter's is None"),
-        (Outputs("6", 3.0), "outputs is .*scale=2.0.*scale=3.0"),
+        (None, ("outputs", "scale=2.0", "None")),
+        (Outputs("6", 3.0), ("outputs", "scale=2.0", "scale=3.0")),
     ],
 )
 def test_file_of_other_outputs_is_refused(
-    cnn: Callable[[], nn.Sequential], mine: Outputs | None, named: str, tmp_path: Path
+    cnn: Callable[[], nn.Sequential], mine: Outputs | None, names: tuple[str, ...], tmp_path: Path
 ) -> None:
     path = tmp_path / "adapter.safetensors"
     attach_film(cnn(), ["1", "6"], dim=6, outputs=Outputs("7")).save(path)
-    with pytest.raises(AdapterError, match="layers is"):
-        attach_film(cnn(), "1", dim=6, outputs=Outputs("7")).load(path)
+    assert_refused(lambda: attach_film(cnn(), "1", dim=6, outputs=Outputs("7")).load(path), AdapterError, "layers")
     theirs = attach_film(cnn(), "1", dim=3, outputs=Outputs("6", 2.0))
     theirs.save(path)
     adapter = attach_film(cnn(), ["1", "6"] if mine is None else "1", dim=8 if mine is None else 3, outputs=mine)
     assert adapter.phi.shape == theirs.phi.shape
-    with pytest.raises(AdapterError, match=named):
-        adapter.load(path)
+    assert_refused(lambda: adapter.load(path), AdapterError, *names)
 
 
 def test_temperatures_do_not_merge_beside_tied_weights() -> None:
     adapter = attach_outputs(Tied(), Outputs(temperature=True))
-    with pytest.raises(AdapterError, match=r"head\.weight.*shared with another layer"):
-        adapter.merge()
+    assert_refused(adapter.merge, AdapterError, "head.weight")
 
 
 # --- Refusals ------------------------------------------------------------------------------------------------
 
 
 def test_handles_need_an_adapter(cnn: Callable[[], nn.Sequential]) -> None:
-    with pytest.raises(AdapterError, match="Sequential has no adapter"):
-        Adapter(cnn())
+    assert_refused(lambda: Adapter(cnn()), AdapterError, "Sequential")
 
 
 @pytest.mark.parametrize("shape", [(2,), (4,), (1, 3), ()])
 def test_phi_of_another_shape(tuned: Callable[..., Adapter], shape: tuple[int, ...]) -> None:
     adapter = tuned()
-    with pytest.raises(AdapterError, match=re.escape(f"phi has shape {shape}, this adapter's is (3,)")):
-        adapter.set_phi(torch.ones(shape))
+    assert_refused(lambda: adapter.set_phi(torch.ones(shape)), AdapterError, "phi", shape, "(3,)")
 
 
 def test_the_handle_is_of_the_model_and_not_of_what_wraps_it(tuned: Callable[..., Adapter]) -> None:
@@ -335,8 +329,9 @@ def test_the_handle_is_of_the_model_and_not_of_what_wraps_it(tuned: Callable[...
         (nn.DataParallel(model), "module"),
         (AveragedModel(model), "module"),
     ]:
-        with pytest.raises(AdapterError, match=rf"wraps .*\.{attribute}"):
+        with pytest.raises(AdapterError) as caught:
             Adapter(wrapped)
+        assert_named(caught, "wraps", attribute)
         assert Adapter(getattr(wrapped, attribute)).dim == 3
 
 
@@ -420,6 +415,6 @@ def test_a_file_whose_warning_is_an_error_is_not_loaded(tmp_path: Path) -> None:
     tuned_with(1).save(tmp_path / "other.safetensors")
     adapter = tuned_with(2)
     before = as_it_is(adapter.model)
-    with warnings.catch_warnings(action="error"), pytest.raises(UserWarning, match="other weights"):
-        adapter.load(tmp_path / "other.safetensors")
+    with warnings.catch_warnings(action="error"):
+        assert_refused(lambda: adapter.load(tmp_path / "other.safetensors"), UserWarning, "other", "weights")
     assert as_it_is(adapter.model) == before

@@ -1,12 +1,12 @@
 """An adapter's file that is damaged, or of another format, is refused by name."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from torch import nn
 
+from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.adapter_file import FILE_FORMAT
 from metricopt_ext.adapters.attach import attach_film, load_adapter
@@ -35,8 +35,7 @@ def test_damaged_files_are_refused_by_name(
             }[damage]
         )
     model = cnn()
-    with pytest.raises(FileFormatError, match=re.escape(str(path))):
-        load_adapter(model, path)
+    assert_refused(lambda: load_adapter(model, path), FileFormatError, path)
     assert not hasattr(model, "metricopt")
 
 
@@ -47,8 +46,7 @@ def test_a_description_that_is_no_json_is_refused(
     path = tmp_path / "adapter.safetensors"
     tuned().save(path)
     path.write_bytes(path.read_bytes().replace(b'{\\"kind', b' \\"kind'))
-    with pytest.raises(FileFormatError, match="corrupt"):
-        load_adapter(cnn(), path)
+    assert_refused(lambda: load_adapter(cnn(), path), FileFormatError)
 
 
 def test_a_file_of_an_earlier_format_is_refused_by_name(cnn: Callable[[], nn.Sequential], tmp_path: Path) -> None:
@@ -57,8 +55,9 @@ def test_a_file_of_an_earlier_format_is_refused_by_name(cnn: Callable[[], nn.Seq
     tensors, described = read_tensors(path, FILE_FORMAT)
     write_tensors(path, tensors, "metricopt_ext/adapter/1", described)
     for load in (adapter.load, lambda path: load_adapter(cnn(), path)):
-        with pytest.raises(FileFormatError, match=r"'metricopt_ext/adapter/1'.*anew"):
+        with pytest.raises(FileFormatError) as caught:
             load(path)
+        assert_named(caught, "metricopt_ext/adapter/1", "anew")
 
 
 def test_a_kind_of_adapter_that_is_unknown_is_refused_by_name(
@@ -68,5 +67,4 @@ def test_a_kind_of_adapter_that_is_unknown_is_refused_by_name(
     tuned().save(path)
     tensors, described = read_tensors(path, FILE_FORMAT)
     write_tensors(path, tensors, FILE_FORMAT, described | {"kind": "fim"})
-    with pytest.raises(FileFormatError, match=r"safetensors: unknown adapter kind 'fim', expected one of 'film'"):
-        load_adapter(cnn(), path)
+    assert_refused(lambda: load_adapter(cnn(), path), FileFormatError, "safetensors", "fim", "film")

@@ -11,6 +11,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
+from helpers.refusals import assert_named, assert_refused
 from helpers.tensors import rand
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs, load_adapter
@@ -136,8 +137,12 @@ def test_file_roundtrip_of_a_scale(tmp_path: Path) -> None:
     loaded = load_adapter(model(), tmp_path / "adapter.safetensors")
     assert torch.equal(loaded.model(x), adapter.model(x))
     attach_film(nn.Sequential(nn.LayerNorm(4)), "0", dim=3).save(tmp_path / "b.safetensors")
-    with pytest.raises(FileFormatError, match=r"tensor 'matrices\.0\.B'"):
-        load_adapter(nn.Sequential(nn.RMSNorm(4)), tmp_path / "b.safetensors")
+    assert_refused(
+        lambda: load_adapter(nn.Sequential(nn.RMSNorm(4)), tmp_path / "b.safetensors"),
+        FileFormatError,
+        "tensor",
+        "matrices.0.B",
+    )
 
 
 class ConvolutionWithMore(nn.Conv2d):
@@ -156,8 +161,7 @@ class ConvolutionWithMore(nn.Conv2d):
 
 @pytest.mark.parametrize(("norm", "activation"), [(nn.BatchNorm2d(4), None), (None, torch.relu)])
 def test_convolutions_that_end_in_more_are_refused(norm: Any, activation: Any) -> None:
-    with pytest.raises(AdapterError, match=r"'0'.*norm or an activation inside"):
-        attach_film(nn.Sequential(ConvolutionWithMore(norm, activation)), "0")
+    assert_refused(lambda: attach_film(nn.Sequential(ConvolutionWithMore(norm, activation)), "0"), AdapterError, "'0'")
 
 
 def test_convolutions_that_could_end_in_more_merge(randomise: Callable[..., Any]) -> None:
@@ -174,11 +178,14 @@ def test_convolutions_that_could_end_in_more_merge(randomise: Callable[..., Any]
 
 
 def test_input_bias_needs_a_linear_layer_with_bias() -> None:
-    with pytest.raises(AdapterError, match=r"no linear layer.*bias; use attach_film"):
-        attach_input_bias(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Linear(3, 4, bias=False)))
+    assert_refused(
+        lambda: attach_input_bias(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Linear(3, 4, bias=False))),
+        AdapterError,
+        "bias",
+        "attach_film",
+    )
     model = nn.ModuleDict({"encoder": nn.Linear(3, 4), "head": nn.Linear(4, 2)})
-    with pytest.raises(AdapterError, match=r"'heads'; did you mean \['head'"):
-        attach_input_bias(model, "heads")
+    assert_refused(lambda: attach_input_bias(model, "heads"), AdapterError, "heads", "head")
 
 
 # --- Logits ----------------------------------------------------------------------------------------------------
@@ -297,54 +304,53 @@ HEAD = {"body": nn.Linear(3, 4), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 2
 
 
 @pytest.mark.parametrize(
-    ("make", "attach", "message"),
+    ("make", "attach", "names"),
     [
-        (Tied, attach_outputs, r"'head'.*words.weight too, so a saved"),
+        (Tied, attach_outputs, ("head", "words.weight")),
         (
             lambda: nn.Sequential(Doubled(3, 2, bias=False)),
             attach_outputs,
-            r"'0' is a Doubled.*add one; it must be",
+            ("'0'", "Doubled"),
         ),
-        (lambda: nn.Sequential(nn.LayerNorm(3), nn.Conv1d(3, 2, 1)), attach_outputs, "has no linear layer; say which"),
+        (lambda: nn.Sequential(nn.LayerNorm(3), nn.Conv1d(3, 2, 1)), attach_outputs, ()),
         (
             lambda: nn.ModuleDict(HEAD),
             lambda model: attach_outputs(model, Outputs("heads")),
-            r"'heads' is no layer.*you mean \['head'",
+            ("heads", "head"),
         ),
         (
             lambda: nn.Sequential(nn.ReLU(), nn.Linear(3, 2)),
             lambda model: attach_outputs(model, Outputs("0")),
-            r"'0'.*layer that gives the logits",
+            ("'0'",),
         ),
         (
             lambda: nn.Sequential(nn.RMSNorm(3), nn.Linear(3, 2)),
             lambda model: attach_outputs(model, Outputs("0")),
-            r"'0'.*layer that gives the logits",
+            ("'0'",),
         ),
         (
             lambda: nn.ModuleDict(HEAD),
             lambda model: attach_film(model, ["norm", "head"], dim=2, outputs=Outputs()),
-            r"layer 'head' gives.*name other layers",
+            ("head", "layers"),
         ),
         (
             lambda: nn.Sequential(nn.Linear(3, 2)),
             lambda model: attach_input_bias(model, dim=2, outputs=Outputs()),
-            "layer '0' gives the logits",
+            ("'0'",),
         ),
         (
             lambda: nn.ModuleDict(HEAD),
             lambda model: attach_film(model, dim=2, outputs=True),
-            r"outputs.*Outputs\(\.\.\.\)",
+            ("outputs", "Outputs(...)"),
         ),
     ],
 )
 def test_outputs_that_can_not_be_attached(
-    make: Callable[[], nn.Module], attach: Callable[[nn.Module], Adapter], message: str
+    make: Callable[[], nn.Module], attach: Callable[[nn.Module], Adapter], names: tuple[str, ...]
 ) -> None:
     model = make()
     before = state_of(model)
-    with pytest.raises(AdapterError, match=message):
-        attach(model)
+    assert_refused(lambda: attach(model), AdapterError, *names)
     assert state_of(model) == before
 
 
@@ -367,14 +373,12 @@ def test_bad_numbers(cnn: Callable[[], nn.Sequential], attach: Callable[..., Ada
     model = cnn()
     before = state_of(model)
     ((name, value),) = wrong.items()
-    with pytest.raises(ValueError, match=f"{name} is {value}; it must be"):
-        attach(model, **wrong)
+    assert_refused(lambda: attach(model, **wrong), ValueError, name, value)
     assert state_of(model) == before
 
 
 def test_no_layers(cnn: Callable[[], nn.Sequential]) -> None:
-    with pytest.raises(AdapterError, match=r"layers is empty.*one, or leave it out"):
-        attach_film(cnn(), [])
+    assert_refused(lambda: attach_film(cnn(), []), AdapterError, "layers")
 
 
 @pytest.mark.parametrize("attach", [attach_film, attach_input_bias])
@@ -419,8 +423,9 @@ def test_attaching_twice(
     model = cnn()
     adapter = first(model, dim=2)
     for target in (model, nn.Sequential(model)):
-        with pytest.raises(AdapterError, match="adapter already"):
+        with pytest.raises(AdapterError) as caught:
             second(target, dim=2)
+        assert_named(caught, "adapter", "already")
     adapter.remove()
     second(model, dim=2)
 
@@ -443,8 +448,7 @@ def test_a_part_of_an_adapted_model_takes_no_second_adapter(
     bare = state_of(model)
     adapter = attach_film(model, layers, dim=2)
     before = state_of(model)
-    with pytest.raises(AdapterError, match="adapter already, or is part of a model"):
-        second(model[1], dim=2)
+    assert_refused(lambda: second(model[1], dim=2), AdapterError)
     assert state_of(model) == before
     adapter.remove()
     assert state_of(model) == bare
@@ -490,8 +494,7 @@ def test_a_layer_that_takes_no_modulation_leaves_the_model_as_it_was() -> None:
     """The layer before it has its own already, that after it not yet."""
     model = nn.Sequential(nn.LayerNorm(4), Sealed(4), nn.LayerNorm(4), nn.Dropout()).train()
     before = state_of(model)
-    with pytest.raises(RuntimeError, match="sealed"):
-        attach_film(model, dim=2)
+    assert_refused(lambda: attach_film(model, dim=2), RuntimeError, "sealed")
     assert state_of(model) == before
 
 
@@ -500,8 +503,7 @@ def test_a_file_for_another_kind_of_layer_is_refused(tmp_path: Path) -> None:
     attach_film(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)), dim=2).save(path)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
     before = state_of(model)
-    with pytest.raises(AdapterError, match=r"adapter\.safetensors: layer '1' is a ReLU, neither"):
-        load_adapter(model, path)
+    assert_refused(lambda: load_adapter(model, path), AdapterError, "adapter.safetensors", "'1'", "ReLU")
     assert state_of(model) == before
 
 
@@ -510,6 +512,5 @@ def test_a_file_for_another_layer_of_logits_is_refused(tmp_path: Path) -> None:
     attach_outputs(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))).save(path)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
     before = state_of(model)
-    with pytest.raises(AdapterError, match="'2' is no layer of the model"):
-        load_adapter(model, path)
+    assert_refused(lambda: load_adapter(model, path), AdapterError, "'2'")
     assert state_of(model) == before

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from helpers.networks import BatchNormNet as Net
+from helpers.refusals import assert_refused, assert_warned, having
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_lora_scales
 from metricopt_ext.adapters.ingredients import Ingredients, files_of
@@ -68,44 +69,39 @@ def test_checkpoints_of_all_kinds_are_the_same_tensors(kind: str, tmp_path: Path
 
 
 def test_a_folder_without_weights_and_a_path_to_nothing_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"is a folder without model\.safetensors"):
-        files_of(tmp_path)
-    with pytest.raises(DataError, match=r"gone\.pth: there is no such file"):
-        files_of(tmp_path / "gone.pth")
+    assert_refused(lambda: files_of(tmp_path), DataError, "model.safetensors")
+    assert_refused(lambda: files_of(tmp_path / "gone.pth"), DataError, "gone.pth")
 
 
 def test_an_index_names_no_file_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../b.safetensors"}}))
-    with pytest.raises(FileFormatError, match="names files outside its folder"):
-        files_of(tmp_path)
+    assert_refused(lambda: files_of(tmp_path), FileFormatError)
 
 
 def test_of_two_state_dicts_the_entry_is_read(tmp_path: Path) -> None:
     path = tmp_path / "two.pth"
     torch.save({"model": state_of(1), "model_ema": state_of(2)}, path)
-    with pytest.raises(DataError, match=r"two\.pth has 2.*name one by entry"):
-        Ingredients(adapter_of().model).read(path)
+    assert_refused(lambda: Ingredients(adapter_of().model).read(path), DataError, "two.pth", "2", "entry")
     assert equal(Ingredients(adapter_of().model, "model_ema").read(path), state_of(2))
 
 
-MISFITS: dict[str, tuple[Any, str]] = {
-    "missing": (lambda s: s.pop("last.bias"), r"lacks \['last\.bias'\]"),
-    "extra": (lambda s: s.update(head=torch.ones(1)), r"has \['head'\], which the model has not"),
-    "shape": (lambda s: s.update({"last.bias": torch.ones(3)}), r"'last\.bias' has shape \(3,\), the model's \(2,\)"),
-    "type": (lambda s: s.update({"last.bias": torch.ones(2).half()}), r"'last\.bias' has type torch.float16"),
-    "integers": (lambda s: s.update({"last.bias": torch.ones(2).long()}), r"'last\.bias' has type torch.int64"),
-    "nan": (lambda s: s["last.bias"].fill_(torch.nan), r"'last\.bias' has NaN"),
+MISFITS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "missing": (lambda s: s.pop("last.bias"), ("last.bias",)),
+    "extra": (lambda s: s.update(head=torch.ones(1)), ("head",)),
+    "shape": (lambda s: s.update({"last.bias": torch.ones(3)}), ("last.bias", "(3,)", "(2,)")),
+    "type": (lambda s: s.update({"last.bias": torch.ones(2).half()}), ("last.bias", "torch.float16")),
+    "integers": (lambda s: s.update({"last.bias": torch.ones(2).long()}), ("last.bias", "torch.int64")),
+    "nan": (lambda s: s["last.bias"].fill_(torch.nan), ("last.bias", "NaN")),
 }
 
 
 @pytest.mark.parametrize("kind", ["plain", "safetensors"])
 @pytest.mark.parametrize("misfit", list(MISFITS))
 def test_what_does_not_fit_is_refused_with_file_and_key(misfit: str, kind: str, tmp_path: Path) -> None:
-    state, (change, said) = state_of(1), MISFITS[misfit]
+    state, (change, names) = state_of(1), MISFITS[misfit]
     change(state)
     path = written(kind, tmp_path, state)
-    with pytest.raises(DataError, match=f"{path.name}.*{said}"):
-        Ingredients(adapter_of().model).read(path)
+    assert_refused(lambda: Ingredients(adapter_of().model).read(path), DataError, path.name, *names)
 
 
 def test_what_counts_batches_may_be_missing(tmp_path: Path) -> None:
@@ -117,7 +113,7 @@ def test_what_counts_batches_may_be_missing(tmp_path: Path) -> None:
 def test_a_module_beside_the_model_is_left_out_with_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "m.ckpt"
     torch.save({"state_dict": {**{f"model.{k}": v for k, v in state_of(1).items()}, "loss.w": torch.ones(1)}}, path)
-    with pytest.warns(UserWarning, match=r"1 tensor.*left out: \['loss\.w'\]"):
+    with pytest.warns(UserWarning, match=having("1", "tensor", "left", "out", "loss.w")):
         assert equal(Ingredients(adapter_of().model).read(path), state_of(1))
 
 
@@ -142,8 +138,7 @@ def test_tied_weights_may_be_there_once(tmp_path: Path) -> None:
         with Adapter(ingredients.model).applied(start):
             assert torch.equal(model.head.weight, state["words.weight"])
     torch.save({**once, "head.weight": torch.ones(7, 4)}, tmp_path / "untied.pth")
-    with pytest.raises(DataError, match=r"untied\.pth.*same tensor as others"):
-        ingredients.read(tmp_path / "untied.pth")
+    assert_refused(lambda: ingredients.read(tmp_path / "untied.pth"), DataError, "untied.pth")
 
 
 # --- LoRA --------------------------------------------------------------------------------------------------------
@@ -240,13 +235,20 @@ def test_lora_of_another_scale_is_refused(tmp_path: Path) -> None:
     adapted(2).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 12}))
-    with pytest.raises(DataError, match=r"adapter_config\.json.*model's 6"):
-        Ingredients(attach_lora_scales(adapted(1)).model).read(tmp_path)
+    assert_refused(
+        lambda: Ingredients(attach_lora_scales(adapted(1)).model).read(tmp_path),
+        DataError,
+        "adapter_config.json",
+        "model",
+        "6",
+    )
 
 
 def test_dora_is_refused() -> None:
-    with pytest.raises(AdapterError, match=r"is a variant such.*averaged"):
-        Ingredients(attach_film(adapted(1, use_dora=True), ["base_model.model.norm"], dim=2).model)
+    assert_refused(
+        lambda: Ingredients(attach_film(adapted(1, use_dora=True), ["base_model.model.norm"], dim=2).model),
+        AdapterError,
+    )
 
 
 def test_a_start_that_peft_does_not_save_is_warned_of_at_the_merge(tmp_path: Path) -> None:
@@ -254,9 +256,8 @@ def test_a_start_that_peft_does_not_save_is_warned_of_at_the_merge(tmp_path: Pat
     adapter = attach_film(adapted(1), ["base_model.model.norm"], dim=2)
     ingredients = Ingredients(adapter.model)
     adapter.apply(ingredients.start(ingredients.read(tmp_path / "other.pth")))
-    said = r"what was tuned in \['base_model\.model\.first\.base_layer\.weight', .*\] will be lost"
-    with pytest.warns(UserWarning, match=said):
-        adapter.merge()
+    name = "base_model.model.first.base_layer.weight"
+    assert_warned(adapter.merge, name)
 
 
 def test_lora_without_its_settings_is_read_by_its_matrices(tmp_path: Path) -> None:
@@ -271,23 +272,20 @@ def test_two_loras_that_act_are_refused() -> None:
     model = adapted(1)
     model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["first"]))
     model.base_model.set_adapter(["default", "other"])
-    with pytest.raises(AdapterError, match=r"\.first' has \['default', 'other'\] acting, .*; let one alone act"):
-        Ingredients(model)
+    assert_refused(lambda: Ingredients(model), AdapterError, "first", "default", "other")
 
 
 def test_lora_of_an_attention_s_own_matrix_is_refused() -> None:
     """Its weight has another name, as one matrix does for queries, keys and values."""
     plain = nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2)})
     model = peft.get_peft_model(plain, peft.LoraConfig(r=2, target_modules=["attention"]))
-    with pytest.raises(AdapterError, match=r"\.attention' acts on no weight of floating numbers, to which a mean"):
-        Ingredients(model)
+    assert_refused(lambda: Ingredients(model), AdapterError, "attention")
 
 
 def test_a_file_that_holds_the_model_twice_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "two.pth"
     torch.save({f"{part}.{key}": each for part in ("one", "two") for key, each in state_of(1).items()}, path)
-    with pytest.raises(DataError, match=r"two\.pth: .*'one.*'two"):
-        Ingredients(adapter_of().model).read(path)
+    assert_refused(lambda: Ingredients(adapter_of().model).read(path), DataError, "two.pth", "one")
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.float8_e4m3fn])
@@ -299,8 +297,7 @@ def test_weights_of_a_type_without_a_mean_must_be_the_model_s(dtype: torch.dtype
         return model
 
     ingredients, other = Ingredients(quantized(0)), quantized(1).state_dict()
-    with pytest.raises(DataError, match=rf"'quantized' differs from the model's, .*{dtype} have no mean; convert"):
-        ingredients.take(other, "other")
+    assert_refused(lambda: ingredients.take(other, "other"), DataError, "quantized", dtype)
     same = {**other, "quantized": quantized(0).state_dict()["quantized"]}
     assert "quantized" in ingredients.take(same, "other")
 
@@ -322,11 +319,9 @@ def test_layers_that_hide_their_weights_are_refused() -> None:
         def set_extra_state(self, state: Any) -> None: ...
 
     model = nn.Sequential(nn.Linear(2, 2), Packed())
-    with pytest.raises(AdapterError, match=r"_extra_state.* is no tensor, as of a quantized layer"):
-        Ingredients(model)
+    assert_refused(lambda: Ingredients(model), AdapterError, "_extra_state")
     plain = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(DataError, match=r"other: .*1\._extra_state.* is no tensor"):
-        Ingredients(plain).take(model.state_dict(), "other")
+    assert_refused(lambda: Ingredients(plain).take(model.state_dict(), "other"), DataError, "other", "1._extra_state")
 
 
 def test_a_whole_file_s_content_is_taken_as_its_state_dict() -> None:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from helpers.refusals import assert_refused
 from metricopt_ext.adapters.mixed_file import MixedFile
 from metricopt_ext.adapters.mixture import Mixture
 from metricopt_ext.adapters.skeleton import LOGITS
@@ -83,8 +84,12 @@ def test_the_entry_is_read_of_all_files_that_have_entries(files: list[Path], tmp
     mixed = MixedFile(read_checkpoint(tmp_path / "one.pth", "model_ema"), others, entry="model_ema")
     for phi, seed in zip(torch.eye(3), (2, 3, 0), strict=True):
         assert torch.equal(mixed.tensors(phi)["0.weight"], state(seed)["0.weight"])
-    with pytest.raises(DataError, match=r"entry='ema': .*two.pth has no state dict there"):
-        MixedFile(read_checkpoint(files[1]), [tmp_path / "two.pth"], entry="ema")
+    assert_refused(
+        lambda: MixedFile(read_checkpoint(files[1]), [tmp_path / "two.pth"], entry="ema"),
+        DataError,
+        "entry='ema'",
+        "two.pth",
+    )
 
 
 def test_types_and_ties_of_the_file_stay(tmp_path: Path) -> None:
@@ -102,24 +107,26 @@ def test_types_and_ties_of_the_file_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "names"),
     [
-        (lambda state: state.pop("3.bias"), r"one.safetensors.*3\.bias"),
-        (lambda state: state.update({"3.bias": torch.ones(6)}), r"one.safetensors.*3\.bias.*shape"),
-        (lambda state: state.update({"3.bias": torch.ones(5).half()}), r"one.safetensors.*3\.bias.*float16"),
+        (lambda state: state.pop("3.bias"), ("one.safetensors", "3.bias")),
+        (lambda state: state.update({"3.bias": torch.ones(6)}), ("one.safetensors", "3.bias")),
+        (lambda state: state.update({"3.bias": torch.ones(5).half()}), ("one.safetensors", "3.bias", "float16")),
     ],
 )
-def test_files_of_other_models_are_refused(files: list[Path], change: Any, message: str) -> None:
+def test_files_of_other_models_are_refused(files: list[Path], change: Any, names: tuple[str, ...]) -> None:
     other = state(1)
     change(other)
     save_file(other, files[0].with_name("one.safetensors"))
-    with pytest.raises(DataError, match=message):
-        MixedFile(read_checkpoint(files[0]), [files[1], files[0].with_name("one.safetensors")])
+    assert_refused(
+        lambda: MixedFile(read_checkpoint(files[0]), [files[1], files[0].with_name("one.safetensors")]),
+        DataError,
+        *names,
+    )
 
 
 def test_what_is_no_bias_gets_no_offsets(files: list[Path]) -> None:
-    with pytest.raises(AdapterError, match=r"3\.wieght.*is no tensor"):
-        MixedFile(read_checkpoint(files[0]), files[1:], "3.wieght")
+    assert_refused(lambda: MixedFile(read_checkpoint(files[0]), files[1:], "3.wieght"), AdapterError, "3.wieght")
 
 
 def test_what_moves_is_described(files: list[Path]) -> None:
@@ -147,8 +154,9 @@ def test_a_run_is_known_by_the_content_of_the_files(files: list[Path]) -> None:
 def test_a_key_that_no_tensor_of_a_module_can_have_is_refused(tmp_path: Path) -> None:
     for name in ("a.pth", "b.pth"):
         torch.save({"a..weight": torch.ones(2)}, tmp_path / name)
-    with pytest.raises(AdapterError, match=r"'a\.\.weight' can't be the name of a tensor"):
-        MixedFile(read_checkpoint(tmp_path / "a.pth"), [tmp_path / "b.pth"])
+    assert_refused(
+        lambda: MixedFile(read_checkpoint(tmp_path / "a.pth"), [tmp_path / "b.pth"]), AdapterError, "a..weight"
+    )
 
 
 def test_offsets_reach_a_tied_bias_under_either_key(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.adapter_file import FILE_FORMAT
 from metricopt_ext.adapters.attach import attach_mixture, load_adapter
@@ -188,8 +189,9 @@ def test_infinite_numbers_are_the_base_s() -> None:
     assert bool(adapter.phi.grad.isfinite().all())
     assert torch.equal(adapter.merge().mask.isinf(), base.mask.isinf())
     for mask in (torch.zeros(3, 3), torch.full((3, 3), -torch.inf)):
-        with pytest.raises(DataError, match="'mask' is infinite elsewhere than the model's"):
+        with pytest.raises(DataError) as caught:
             attach_mixture(base, [{**other.state_dict(), "mask": mask}])
+        assert_named(caught, "mask")
 
 
 @torch.no_grad()
@@ -224,43 +226,45 @@ def test_checkpoints_are_files_of_any_framework(models: list[nn.Module], x: Tens
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "names"),
     [
-        (lambda state: state.pop("4.bias"), "lacks.*4.bias"),
-        (lambda state: state.update({"5.bias": torch.ones(3)}), "5.bias.*which the model has not"),
-        (lambda state: state.update({"4.bias": torch.ones(6).double()}), "4.bias.*has shape.*6"),
-        (lambda state: state.update({"4.bias": torch.ones(5)}), "4.bias.*float32.*float64"),
+        (lambda state: state.pop("4.bias"), ("4.bias",)),
+        (lambda state: state.update({"5.bias": torch.ones(3)}), ("5.bias",)),
+        (lambda state: state.update({"4.bias": torch.ones(6).double()}), ("4.bias", "6")),
+        (lambda state: state.update({"4.bias": torch.ones(5)}), ("4.bias", "float32", "float64")),
     ],
 )
 def test_other_models_are_refused(
-    models: list[nn.Module], x: Tensor, tmp_path: Path, change: Any, message: str
+    models: list[nn.Module], x: Tensor, tmp_path: Path, change: Any, names: tuple[str, ...]
 ) -> None:
     expected, state = models[0](x), dict(models[1].state_dict())
     change(state)
     save_file(state, tmp_path / "one.safetensors")
     for given in (state, tmp_path / "one.safetensors"):
-        with pytest.raises(DataError, match=message):
+        with pytest.raises(DataError) as caught:
             attach_mixture(models[0], [models[2].state_dict(), given])
+        assert_named(caught, *names)
     assert torch.equal(models[0](x), expected)
     assert all(parameter.requires_grad for parameter in models[0].parameters())
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "names"),
     [
-        ({"checkpoints": []}, "1 to 8"),
-        ({"checkpoints": "one.pth"}, "1 to 8.*one.pth"),
-        ({"checkpoints": [{}] * 9}, "1 to 8"),
-        ({"checkpoints": [nn.Linear(1, 1)]}, r"checkpoints has Linear.*give its state_dict\(\)"),
-        ({"checkpoints": (each for each in ())}, "1 to 8.*generator"),
-        ({"checkpoints": [network(0).state_dict()]}, "checkpoint 0 has the same weights as the model.*leave it out"),
-        ({"checkpoints": [network(1).state_dict()] * 2}, "checkpoint 1 has the same weights as checkpoint 0"),
-        ({"layers": "1"}, "film="),
+        ({"checkpoints": []}, ("1", "8")),
+        ({"checkpoints": "one.pth"}, ("1", "8", "one.pth")),
+        ({"checkpoints": [{}] * 9}, ("1", "8")),
+        ({"checkpoints": [nn.Linear(1, 1)]}, ("checkpoints", "Linear", "state_dict()")),
+        ({"checkpoints": (each for each in ())}, ("1", "8")),
+        ({"checkpoints": [network(0).state_dict()]}, ("0",)),
+        ({"checkpoints": [network(1).state_dict()] * 2}, ("1", "0")),
+        ({"layers": "1"}, ()),
     ],
 )
-def test_what_can_not_be_mixed_is_refused(models: list[nn.Module], given: dict[str, Any], message: str) -> None:
-    with pytest.raises(AdapterError, match=message):
-        attach_mixture(models[0], **{"checkpoints": states(models), **given})
+def test_what_can_not_be_mixed_is_refused(
+    models: list[nn.Module], given: dict[str, Any], names: tuple[str, ...]
+) -> None:
+    assert_refused(lambda: attach_mixture(models[0], **{"checkpoints": states(models), **given}), AdapterError, *names)
 
 
 def test_a_file_with_another_number_of_checkpoints_is_refused(models: list[nn.Module], tmp_path: Path) -> None:
@@ -282,8 +286,7 @@ def test_a_file_without_checkpoints_is_refused(models: list[nn.Module], tmp_path
     tensors, described = read_tensors(path, FILE_FORMAT)
     left = {name: value for name, value in tensors.items() if ".of" not in name}
     write_tensors(path, left, FILE_FORMAT, described)
-    with pytest.raises(FileFormatError, match=r"adapter\.safetensors is corrupt: it is a mixture, but not of 1 to 8"):
-        load_adapter(models[1], path)
+    assert_refused(lambda: load_adapter(models[1], path), FileFormatError, "adapter.safetensors", "1", "8")
 
 
 def test_a_task_computes_one_phi_at_a_time(models: list[nn.Module]) -> None:
@@ -353,8 +356,9 @@ def test_a_call_past_the_model_s_forward_is_refused() -> None:
     adapter = attach_mixture(model, [Encoder(1).state_dict()])
     for each in (model, copy.deepcopy(model)):
         each(x)
-        with pytest.raises(AdapterError, match=r"layer 'body' was called past Encoder\.forward.*merge\(\)"):
+        with pytest.raises(AdapterError) as caught:
             each.encode(x)
+        assert_named(caught, "body", "Encoder.forward", "merge()")
     at(adapter, 1.0)
     assert torch.equal(adapter.merge().encode(x), Encoder(1).encode(x))
     assert not any(module._forward_pre_hooks for module in model.modules())
@@ -363,5 +367,4 @@ def test_a_call_past_the_model_s_forward_is_refused() -> None:
 def test_a_model_without_floating_numbers_is_refused() -> None:
     model = nn.Module()
     model.register_buffer("table", torch.arange(3))
-    with pytest.raises(AdapterError, match="has no floating numbers"):
-        attach_mixture(model, [{"table": torch.arange(3)}])
+    assert_refused(lambda: attach_mixture(model, [{"table": torch.arange(3)}]), AdapterError)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.refusals import assert_refused
 from metricopt_ext.adapters.sequence import attributes_of, cut_at, modules_of, run
 from metricopt_ext.errors import AdapterError
 
@@ -119,19 +120,18 @@ class WithoutInput(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "first", "message"),
+    ("model", "first", "names"),
     [
-        (Net(), "boddy", r"'boddy' is no module.*did you mean"),
-        (Net(), "unused", "Net does not call 'unused'"),
-        (Net(), "stem", r"'stem' is called.*model's own input"),
-        (Net(), "body.2", r"what.*'body.2'.*input: \['mul'\]"),
-        (Branches(), "body", r"Branches.*trace its forward pass"),
-        (WithoutInput(), "constant", "'constant' is called without an input"),
-        (WithoutInput(), "body", r"'body' needs \['.*rest'\] besides the model's first input"),
+        (Net(), "boddy", ("boddy",)),
+        (Net(), "unused", ("Net", "unused")),
+        (Net(), "stem", ("stem",)),
+        (Net(), "body.2", ("body.2", "mul")),
+        (Branches(), "body", ("Branches",)),
+        (WithoutInput(), "constant", ("constant",)),
+        (WithoutInput(), "body", ("body", "_rest")),
     ],
 )
-def test_what_can_not_be_cut_is_refused(model: nn.Module, first: str, message: str) -> None:
+def test_what_can_not_be_cut_is_refused(model: nn.Module, first: str, names: tuple[str, ...]) -> None:
     before = {name: each.training for name, each in model.named_modules()}
-    with pytest.raises(AdapterError, match=message):
-        cut_at(model, first)
+    assert_refused(lambda: cut_at(model, first), AdapterError, *names)
     assert before == {name: each.training for name, each in model.named_modules()}

@@ -10,6 +10,7 @@ import torchvision
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.skeleton import (
     LOGITS,
@@ -88,21 +89,20 @@ def test_patterns_and_offsets_choose(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "arguments", "message"),
+    ("state", "arguments", "names"),
     [
-        (MIXED, {"layers": ["bn2"]}, r"--layers 'bn2'.*you mean \['bn1'\]"),
-        (MIXED, {"offsets": "head.bia"}, r"--offsets.*you mean \['head.bias'"),
-        (MIXED, {"offsets": "head.weight"}, r"--offsets.*vector of floats"),
-        ({"fc.weight": torch.ones(2, 2), "fc.bias": torch.ones(2)}, {}, r"no norm: .*it has \['fc.bias'\]"),
-        ({"norm.gamma": torch.ones(2, 2), "w": torch.ones(2)}, {}, r"no norm: .*it has \['norm.gamma'\]"),
-        ({"norm.weight": torch.ones(2).to(torch.float8_e4m3fn)}, {}, r"no norm: .*it has \['norm.weight'\]"),
+        (MIXED, {"layers": ["bn2"]}, ("--layers", "bn2", "bn1")),
+        (MIXED, {"offsets": "head.bia"}, ("--offsets", "head.bias")),
+        (MIXED, {"offsets": "head.weight"}, ("--offsets",)),
+        ({"fc.weight": torch.ones(2, 2), "fc.bias": torch.ones(2)}, {}, ("fc.bias",)),
+        ({"norm.gamma": torch.ones(2, 2), "w": torch.ones(2)}, {}, ("norm.gamma",)),
+        ({"norm.weight": torch.ones(2).to(torch.float8_e4m3fn)}, {}, ("norm.weight",)),
     ],
 )
 def test_what_moves_nothing_is_refused(
-    state: dict[str, Tensor], arguments: dict[str, Any], message: str, tmp_path: Path
+    state: dict[str, Tensor], arguments: dict[str, Any], names: tuple[str, ...], tmp_path: Path
 ) -> None:
-    with pytest.raises(AdapterError, match=message):
-        chosen(saved(state, tmp_path), **arguments)
+    assert_refused(lambda: chosen(saved(state, tmp_path), **arguments), AdapterError, *names)
 
 
 def moved_by(file: CheckpointFile, moved: list[Moved], phi: Tensor, dim: int = 2) -> dict[str, Tensor]:
@@ -192,8 +192,9 @@ def test_a_norm_may_have_norms_inside_and_odd_names(tmp_path: Path) -> None:
 def test_a_name_that_no_layer_can_have_is_refused(tmp_path: Path) -> None:
     for name in ("a..b", "forward"):
         file = saved(norm(name), tmp_path)
-        with pytest.raises(AdapterError, match=f"'{name}' can't be the name of a layer"):
+        with pytest.raises(AdapterError) as caught:
             attach_checkpoint(file, chosen(file))
+        assert_named(caught, name)
 
 
 def test_the_matrices_are_seeded_and_named(tmp_path: Path) -> None:
@@ -231,25 +232,28 @@ def test_gradients_in_phi_are_those_of_a_loss_on_what_moves(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "names"),
     [
-        ({"bn1.bias": None}, "the gradients lack 'bn1.bias'"),
-        ({"other": torch.zeros(3)}, "'other', which does not move"),
-        ({"bn1.bias": torch.zeros(4)}, r"'bn1.bias'.*finite and \(3,\)"),
-        ({"bn1.bias": torch.full((3,), torch.nan)}, "it must be finite"),
-        ({"bn1.bias": torch.zeros(2, 3)}, "the gradients differ in number"),
+        ({"bn1.bias": None}, ("bn1.bias",)),
+        ({"other": torch.zeros(3)}, ("other",)),
+        ({"bn1.bias": torch.zeros(4)}, ("bn1.bias", "(3,)")),
+        ({"bn1.bias": torch.full((3,), torch.nan)}, ()),
+        ({"bn1.bias": torch.zeros(2, 3)}, ()),
     ],
 )
-def test_gradients_that_do_not_fit_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_gradients_that_do_not_fit_are_refused(change: dict[str, Any], names: tuple[str, ...], tmp_path: Path) -> None:
     file = saved(norm("bn1"), tmp_path)
     moved = chosen(file, None, None)
     given = {"bn1.weight": torch.ones(3), "bn1.bias": torch.ones(3)} | change
-    with pytest.raises(ConfigError, match=message):
-        gradients_in_phi(
+    assert_refused(
+        lambda: gradients_in_phi(
             attach_checkpoint(file, moved, dim=2, seed=0),
             moved,
             {key: value for key, value in given.items() if value is not None},
-        )
+        ),
+        ConfigError,
+        *names,
+    )
 
 
 def test_offsets_alone_move_without_norms(tmp_path: Path) -> None:

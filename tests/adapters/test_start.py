@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from helpers.refusals import assert_named, assert_refused, having
 from helpers.tensors import rand32
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.adapter_file import FILE_FORMAT
@@ -209,45 +210,47 @@ MEAN = {"norm.running_mean": torch.ones(4)}
 
 
 @pytest.mark.parametrize(
-    ("wrong", "what"),
+    ("wrong", "names"),
     [
-        (Start(torch.zeros(2), MEAN), r"phi has shape \(2,\)"),
-        (Start(torch.tensor([0, math.inf, 0]), MEAN), "phi is not finite: .*inf"),
+        (Start(torch.zeros(2), MEAN), ("phi", "(2,)")),
+        (Start(torch.tensor([0, math.inf, 0]), MEAN), ("phi", "inf")),
         (
             Start(torch.zeros(3), {**MEAN, "norm.mean": torch.ones(4)}),
-            r"'norm\.mean'.*you mean .*running",
+            ("norm.mean",),
         ),
-        (Start(torch.zeros(3), {**MEAN, "norm.weight": torch.ones(4)}), r"no buffer 'norm\.weight'"),
-        (Start(torch.zeros(3), MEAN, MEAN), r"no parameter 'norm\.running_mean'"),
-        (Start(torch.zeros(3), {**MEAN, "scratch": torch.ones(2)}), "no buffer 'scratch'"),
-        (Start(torch.zeros(3), MEAN, {"metricopt.phi": torch.ones(3)}), r"no parameter 'metricopt\.phi'"),
-        (Start(torch.zeros(3), {**MEAN, "metricopt.signature": torch.ones(2).long()}), r"no buffer 'metricopt\.sig"),
+        (Start(torch.zeros(3), {**MEAN, "norm.weight": torch.ones(4)}), ("norm.weight",)),
+        (Start(torch.zeros(3), MEAN, MEAN), ("norm.running_mean",)),
+        (Start(torch.zeros(3), {**MEAN, "scratch": torch.ones(2)}), ("scratch",)),
+        (Start(torch.zeros(3), MEAN, {"metricopt.phi": torch.ones(3)}), ("metricopt.phi",)),
+        (Start(torch.zeros(3), {**MEAN, "metricopt.signature": torch.ones(2).long()}), ("metricopt.signature",)),
         (
             Start(torch.zeros(3), {**MEAN, "norm.metricopt_modulation.A": torch.ones(4, 3)}),
-            r"buffer 'norm\.metricopt_modulation\.A'",
+            ("norm.metricopt_modulation.A",),
         ),
         (
             Start(torch.zeros(3), MEAN, {"head.bias": torch.ones(1)}),
-            r"'head\.bias'.*model's \(5,\)",
+            ("head.bias", "(5,)"),
         ),
         (
             Start(torch.zeros(3), MEAN, {"head.bias": torch.ones(5).double()}),
-            r"'head\.bias'.*model's torch\.float32",
+            ("head.bias", "torch.float32"),
         ),
-        (Start(torch.zeros(3), MEAN, {"head.bias": [1.0] * 5}), r"'head\.bias'.*\[.*; it must be a tensor"),  # type: ignore[dict-item]
+        (Start(torch.zeros(3), MEAN, {"head.bias": [1.0] * 5}), ("head.bias",)),  # type: ignore[dict-item]
         (
             Start(torch.zeros(3), MEAN, {"head.weight": torch.ones(5, 4), "embedding.weight": torch.zeros(5, 4)}),
-            r"'embedding\.weight'.*another value",
+            ("embedding.weight",),
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_and_changes_nothing(wrong: Start, what: str, adapter: Adapter) -> None:
+def test_what_does_not_fit_is_refused_and_changes_nothing(
+    wrong: Start, names: tuple[str, ...], adapter: Adapter
+) -> None:
     adapter.apply(start())
     before, base = bits(adapter.model), base_of(adapter)
-    with pytest.raises(AdapterError, match=what):
-        adapter.apply(wrong)
-    with pytest.raises(AdapterError, match=what), adapter.applied(wrong):
+    assert_refused(lambda: adapter.apply(wrong), AdapterError, *names)
+    with pytest.raises(AdapterError) as caught, adapter.applied(wrong):
         pass
+    assert_named(caught, *names)
     assert_same(bits(adapter.model), before)
     assert_same(base_of(adapter), base)
     assert_same(bits(adapter.remove()), bits(Net()))
@@ -387,31 +390,31 @@ def test_other_base_weights_are_warned_of_once(adapter: Adapter, tmp_path: Path)
     assert len(caught) == 1
     assert caught[0].filename == __file__
     assert torch.equal(again.phi, rand32(3))
-    with pytest.warns(UserWarning, match="other weights than Net has") as caught:
+    with pytest.warns(UserWarning, match=having("Net")) as caught:
         again.load(path)
     assert len(caught) == 1
 
 
 @pytest.mark.parametrize(
-    ("changed", "error", "what"),
+    ("changed", "error", "names"),
     [
-        ({"buffers.norm.mean": torch.ones(4)}, AdapterError, r"no buffer 'norm\.mean'"),
-        ({"buffers.norm.metricopt_modulation.A": torch.ones(4, 3)}, AdapterError, "no buffer 'norm.metricopt_mod"),
-        ({"parameters.metricopt.phi": torch.ones(3)}, AdapterError, r"no parameter 'metricopt\.phi'"),
-        ({"parameters.norm.running_mean": torch.ones(4)}, AdapterError, r"no parameter 'norm\.running_mean'"),
-        ({"parameters.head.bias": torch.ones(10**6)}, AdapterError, r"'head\.bias' has shape \(1000000,\)"),
-        ({"parameters.head.bias": torch.ones(5).half()}, AdapterError, r"'head\.bias' has type torch\.float16"),
-        ({"parameters.head.weight": torch.zeros(5, 4)}, AdapterError, r"same tensor .*given another value"),
-        ({"phi": torch.tensor([0, math.nan, 0])}, AdapterError, "phi is not finite"),
-        ({"phi": torch.zeros(3).long()}, FileFormatError, r"tensor 'phi' has type torch\.int64"),
-        ({"matrices.norm.A": torch.zeros(4, 3).bool()}, FileFormatError, r"'matrices\.norm\.A'.*type torch\.bool"),
-        ({"extra": torch.ones(1)}, FileFormatError, r"'extra'.*describe"),
-        ({"norm.A": torch.ones(4, 3)}, FileFormatError, r"'norm\.A'.*describe"),
-        ({"parameters." + "x" * 5000: torch.ones(1)}, AdapterError, "no parameter 'xxx"),
+        ({"buffers.norm.mean": torch.ones(4)}, AdapterError, ("norm.mean",)),
+        ({"buffers.norm.metricopt_modulation.A": torch.ones(4, 3)}, AdapterError, ("norm.metricopt_modulation.A",)),
+        ({"parameters.metricopt.phi": torch.ones(3)}, AdapterError, ("metricopt.phi",)),
+        ({"parameters.norm.running_mean": torch.ones(4)}, AdapterError, ("norm.running_mean",)),
+        ({"parameters.head.bias": torch.ones(10**6)}, AdapterError, ("head.bias", "(1000000,)")),
+        ({"parameters.head.bias": torch.ones(5).half()}, AdapterError, ("head.bias", "torch.float16")),
+        ({"parameters.head.weight": torch.zeros(5, 4)}, AdapterError, ()),
+        ({"phi": torch.tensor([0, math.nan, 0])}, AdapterError, ("phi",)),
+        ({"phi": torch.zeros(3).long()}, FileFormatError, ("phi", "torch.int64")),
+        ({"matrices.norm.A": torch.zeros(4, 3).bool()}, FileFormatError, ("matrices.norm.A", "torch.bool")),
+        ({"extra": torch.ones(1)}, FileFormatError, ("extra",)),
+        ({"norm.A": torch.ones(4, 3)}, FileFormatError, ("norm.A",)),
+        ({"parameters." + "x" * 5000: torch.ones(1)}, AdapterError, ("head.bias",)),
     ],
 )
 def test_a_file_that_does_not_fit_changes_nothing(
-    changed: dict[str, Tensor], error: type[Exception], what: str, adapter: Adapter, tmp_path: Path
+    changed: dict[str, Tensor], error: type[Exception], names: tuple[str, ...], adapter: Adapter, tmp_path: Path
 ) -> None:
     path = tmp_path / "adapter.safetensors"
     adapter.apply(start())
@@ -421,8 +424,9 @@ def test_a_file_that_does_not_fit_changes_nothing(
     bare = Net().eval()
     for load, model in ((adapter.load, adapter.model), (lambda path: load_adapter(bare, path), bare)):
         before = bits(model)
-        with pytest.raises(error, match=what) as caught:
+        with pytest.raises(error) as caught:
             load(path)
+        assert_named(caught, *names)
         assert len(str(caught.value)) < 1000
         assert_same(bits(model), before)
     assert [set(vars(module)) for module in bare.modules()] == [set(vars(module)) for module in Net().modules()]
@@ -446,45 +450,42 @@ def test_a_line_asks_the_middle_and_the_quarters_first_unless_it_is_told() -> No
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "first", "message"),
+    ("low", "high", "first", "names"),
     [
-        (1.0, 1.0, (), "a line from 1.0 to 1.0 is empty"),
-        (1.0, 0.0, (), "the least t comes first"),
-        (0.0, math.inf, (), "high is inf"),
-        (0.0, 1.0, (0.5, 2.0), r"first.*2.0.*0.0 to 1.0"),
-        (0.0, 1.0, 0.5, r"first is 0.5; it must be several t"),
-        (0.0, 1.0, "05", r"first is '05'; it must be several t"),
-        (0.0, 1.0, ("0.5",), r"first\[0\] is '0.5'; it must be a finite number"),
+        (1.0, 1.0, (), ("1.0",)),
+        (1.0, 0.0, (), ()),
+        (0.0, math.inf, (), ("high", "inf")),
+        (0.0, 1.0, (0.5, 2.0), ("2.0", "0.0", "1.0")),
+        (0.0, 1.0, 0.5, ("first", "0.5")),
+        (0.0, 1.0, "05", ("first", "'05'")),
+        (0.0, 1.0, ("0.5",), ("first[0", "0.5")),
     ],
 )
-def test_what_is_no_interval_is_refused(low: float, high: float, first: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        StartLine(lambda t: Start(t * WAY), low, high, first)
+def test_what_is_no_interval_is_refused(low: float, high: float, first: Any, names: tuple[str, ...]) -> None:
+    assert_refused(lambda: StartLine(lambda t: Start(t * WAY), low, high, first), ValueError, *names)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "names"),
     [
-        (([0.0, 1.0],), r"phi is \[0\.0, 1\.0\]; it must be a tensor"),
-        ((torch.zeros(2), [torch.ones(3)]), r"buffers are \[.*; they must be a dict by name"),
+        (([0.0, 1.0],), ("phi", "0.0", "1.0")),
+        ((torch.zeros(2), [torch.ones(3)]), ("buffers",)),
     ],
 )
-def test_a_start_is_of_tensors(arguments: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        Start(*arguments)
+def test_a_start_is_of_tensors(arguments: tuple[Any, ...], names: tuple[str, ...]) -> None:
+    assert_refused(lambda: Start(*arguments), TypeError, *names)
 
 
 def test_a_line_is_a_function() -> None:
-    with pytest.raises(TypeError, match=r"at is Start\(.*; it must be a function of t that returns a Start"):
-        StartLine(Start(torch.zeros(2)), 0.0, 1.0)  # type: ignore[arg-type]
+    assert_refused(lambda: StartLine(Start(torch.zeros(2)), 0.0, 1.0), TypeError, "Start")
 
 
 def test_a_line_has_one_start_for_a_strength() -> None:
     drawn = torch.Generator().manual_seed(0)
-    with pytest.raises(AdapterError, match=r"at\(0.0\) returned two different starts"):
-        StartLine(lambda t: Start(torch.randn(2, generator=drawn)), 0.0, 1.0).check()
-    with pytest.raises(AdapterError, match=r"at\(0.0\).*0.0; it must return a Start"):
-        StartLine(lambda t: t, 0.0, 1.0).check()  # type: ignore[arg-type,return-value]
+    assert_refused(
+        lambda: StartLine(lambda t: Start(torch.randn(2, generator=drawn)), 0.0, 1.0).check(), AdapterError, "at(0.0)"
+    )
+    assert_refused(lambda: StartLine(lambda t: t, 0.0, 1.0).check(), AdapterError, "at(0.0)", "Start")
     along().check()
 
 
@@ -521,5 +522,4 @@ def test_a_line_goes_through_another_start() -> None:
 
 @pytest.mark.parametrize("phi", [torch.zeros(2, dtype=torch.complex64), torch.tensor([True])])
 def test_phi_of_no_real_numbers_is_refused(phi: Tensor) -> None:
-    with pytest.raises(TypeError, match=r"phi is of type torch\.(complex64|bool)"):
-        Start(phi)
+    assert_refused(lambda: Start(phi), TypeError, "phi")

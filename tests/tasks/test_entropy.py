@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.refusals import assert_refused
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.tasks.entropy import entropy, logits_of, refuse_probabilities
 
@@ -40,14 +41,12 @@ def test_its_gradient_is_that_of_finite_differences() -> None:
 
 @pytest.mark.parametrize("output", [[torch.zeros(2, 3)], None, torch.zeros(3, dtype=torch.long), {"boxes": 1}])
 def test_what_returns_no_logits_has_none(output: Any) -> None:
-    with pytest.raises(AdapterError, match=r"the entropy of a prediction.*n x C"):
-        entropy(Returning(), output)
+    assert_refused(lambda: entropy(Returning(), output), AdapterError)
 
 
 def test_as_many_logits_as_phi_has_offsets() -> None:
     assert logits_of(torch.zeros(2, 3, 4), 3).shape == (8, 3)
-    with pytest.raises(AdapterError, match=r"returned 3.*phi has offsets for 2"):
-        logits_of(torch.zeros(2, 3), 2)
+    assert_refused(lambda: logits_of(torch.zeros(2, 3), 2), AdapterError, "3", "phi", "2")
 
 
 def test_probabilities_are_refused_and_logits_are_not() -> None:
@@ -55,5 +54,5 @@ def test_probabilities_are_refused_and_logits_are_not() -> None:
     for taken in (logits, logits.log_softmax(1), torch.rand(30, 4), logits[:, :1], torch.rand(5, 1), torch.zeros(0, 4)):
         refuse_probabilities(taken)
     for probabilities in (logits.softmax(1), logits.half().softmax(1), logits[:, :1].sigmoid()):
-        with pytest.raises(AdapterError, match="probabilities"):
+        with pytest.raises(AdapterError):
             refuse_probabilities(probabilities)

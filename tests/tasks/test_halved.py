@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.refusals import assert_refused
 from metricopt_ext.errors import DataError, MetricError
 from metricopt_ext.tasks.halved import Halved, with_halves
 from metricopt_ext.tasks.metric import Metric
@@ -21,8 +22,13 @@ def test_several_divisions_of_the_data_tell_a_value_for_each_half() -> None:
     found = with_halves(mean, pairs)
     assert (float(found), found.halves) == (2.5, ((1.5, 3.5), (2.0, 3.0)))
     assert with_halves(mean, pairs[0]).halves == (1.5, 3.5)
-    with pytest.raises(ValueError, match="halves share 1 of 2 examples"):
-        with_halves(mean, [pairs[0], (torch.tensor([0, 1]), torch.tensor([1, 2]))])
+    assert_refused(
+        lambda: with_halves(mean, [pairs[0], (torch.tensor([0, 1]), torch.tensor([1, 2]))]),
+        ValueError,
+        "halves",
+        "1",
+        "2",
+    )
 
 
 def told(value: Halved) -> tuple[float, Any]:
@@ -47,11 +53,9 @@ def test_what_is_refused_on_a_half_has_no_halves(error: Exception) -> None:
 
 def test_halves_that_share_examples_are_refused() -> None:
     halves = [torch.arange(6), torch.arange(4, 8)]
-    with pytest.raises(ValueError, match=r"halves.*6 examples; divide the data"):
-        with_halves(lambda rows: 0.5, halves)
+    assert_refused(lambda: with_halves(lambda rows: 0.5, halves), ValueError, "halves", "6")
     metric = Metric(lambda: with_halves(lambda rows: 0.5, [torch.arange(8)] * 2), maximize=True, name="own")
-    with pytest.raises(MetricError, match=r"metric 'own' raised.*8 of 8 examples"):
-        metric.evaluate(nn.Identity(), "x")
+    assert_refused(lambda: metric.evaluate(nn.Identity(), "x"), MetricError, "own", "8")
 
 
 @pytest.mark.parametrize("error", [TimeoutError("too long"), OSError("no disk"), KeyError("x"), TypeError("y")])
@@ -62,5 +66,4 @@ def test_what_has_nothing_to_do_with_halves_is_raised(error: Exception) -> None:
         return 0.25
 
     metric = Metric(lambda: with_halves(value_on, [torch.tensor([0]), torch.tensor([1])]), maximize=True)
-    with pytest.raises(MetricError, match=f"raised {type(error).__name__}"):
-        metric.evaluate(nn.Identity(), "x")
+    assert_refused(lambda: metric.evaluate(nn.Identity(), "x"), MetricError, "raised", type(error).__name__)

@@ -3,7 +3,6 @@
 import functools
 import inspect
 import math
-import re
 import sys
 import time
 import warnings
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
+from helpers.refusals import assert_named, assert_refused, assert_warned, having
 from metricopt_ext.errors import BudgetError, MetricError, UnguardedError, WeightsError
 from metricopt_ext.runtime import distributed
 from metricopt_ext.tasks.evaluation import Evaluation
@@ -58,8 +58,7 @@ def test_function_of_nothing(function: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("function", [lambda a, b: 0.0, lambda a, b, c=1: 0.0])
 def test_two_required_arguments(function: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match=r"needs \['a', 'b'\]; bind the rest"):
-        Metric(function, maximize=True)
+    assert_refused(lambda: Metric(function, maximize=True), ValueError, "'b'")
 
 
 @pytest.mark.parametrize(
@@ -73,31 +72,29 @@ def test_anything_that_is_a_number(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("value", "names"),
     [
-        (math.nan, "'judge' returned nan"),
-        (math.inf, "'judge' returned inf"),
-        (-math.inf, "'judge' returned -inf"),
-        (1.01, r"'judge'.*1\.01.*bounds \(0\.0, 1\.0\)"),
-        (-0.01, r"'judge' returned -0\.01, outside"),
-        (None, r"'judge' returned.*.number, .half, half"),
-        ("high", r"'judge'.*'high'; it must be a number"),
-        ([0.5], r"'judge'.*\[0\.5\]; it must be a number"),
-        (torch.ones(2), r"'judge'.*1\.\]\); it must be a number"),
-        ([0.5, [0.5, 0.5]], r"number, or .number, .half, half"),
+        (math.nan, ("judge", "nan")),
+        (math.inf, ("judge", "inf")),
+        (-math.inf, ("judge",)),
+        (1.01, ("judge", "1.01", "bounds", "(0.0, 1.0)")),
+        (-0.01, ("judge", "-0.01")),
+        (None, ("judge",)),
+        ("high", ("judge", "high")),
+        ([0.5], ("judge", "0.5")),
+        (torch.ones(2), ("judge", "1")),
+        ([0.5, [0.5, 0.5]], ()),
     ],
 )
-def test_bad_answers_are_errors_and_count(value: Any, message: str) -> None:
+def test_bad_answers_are_errors_and_count(value: Any, names: tuple[str, ...]) -> None:
     metric = Metric(constant(value), maximize=True, name="judge")
-    with pytest.raises(MetricError, match=message):
-        metric.cost(nn.Identity(), "test")
+    assert_refused(lambda: metric.cost(nn.Identity(), "test"), MetricError, *names)
     assert metric.ledger.spent == 1
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_not_finite_without_bounds(value: float) -> None:
-    with pytest.raises(MetricError, match="finite"):
-        Metric(constant(value), maximize=True, bounds=None).cost(nn.Identity(), "test")
+    assert_refused(lambda: Metric(constant(value), maximize=True, bounds=None).cost(nn.Identity(), "test"), MetricError)
 
 
 def test_a_raising_metric_counts_and_keeps_its_cause() -> None:
@@ -105,8 +102,9 @@ def test_a_raising_metric_counts_and_keeps_its_cause() -> None:
         raise ZeroDivisionError("no positives")
 
     metric = Metric(broken, maximize=True)
-    with pytest.raises(MetricError, match=r"'broken' raised.*positives") as raised:
+    with pytest.raises(MetricError) as raised:
         metric.cost(nn.Identity(), "test")
+    assert_named(raised, "broken", "raised", "positives")
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
     assert metric.ledger.spent == 1
 
@@ -120,8 +118,7 @@ def test_keyboard_interrupt_passes() -> None:
 
 
 def test_what_can_not_be_called_is_no_metric() -> None:
-    with pytest.raises(TypeError, match=r"function.*0\.5.*returns the metric"):
-        Metric(0.5, maximize=True)  # type: ignore[arg-type]
+    assert_refused(lambda: Metric(0.5, maximize=True), TypeError, "0.5")
 
 
 def test_names() -> None:
@@ -196,27 +193,28 @@ def test_halves_are_turned_into_costs_for_one_query(maximize: bool, cost: float,
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"),
+    ("answer", "names"),
     [
-        ((0.5, (0.5,)), "number, or .number, .half, half"),
-        ((0.5, (0.5, 0.5, 0.5)), "number, or .number, .half, half"),
-        ((0.5, (0.5, 0.5), 1), "number, or .number, .half, half"),
-        ((0.5, 0.5), "number, or .number, .half, half"),
-        ((0.5, 0.4, 0.6), "number, or .number, .half, half"),
-        ((0.5, (0.5, math.inf)), r"returned.*finite number"),
-        ((math.nan, (0.5, math.nan)), r"returned.*finite number"),
-        ((0.5, (0.5, 1.5)), r"returned 1\.5.*data, outside its bounds"),
-        ((), "number, or .number, .half, half"),
-        ((0.5, {0: 0.4, 1: 0.6}), "number, or .number, .half, half"),  # of which the keys would be taken
-        ((0.5, {0.4, 0.6}), "number, or .number, .half, half"),
-        ((0.5, b"46"), "number, or .number, .half, half"),
-        ((0.5, (None, None)), "number, or .number, .half, half"),
-        (10**400, "number, or .number, .half, half"),
+        ((0.5, (0.5,)), ()),
+        ((0.5, (0.5, 0.5, 0.5)), ()),
+        ((0.5, (0.5, 0.5), 1), ()),
+        ((0.5, 0.5), ()),
+        ((0.5, 0.4, 0.6), ()),
+        ((0.5, (0.5, math.inf)), ()),
+        ((math.nan, (0.5, math.nan)), ()),
+        ((0.5, (0.5, 1.5)), ("1.5", "bounds")),
+        ((), ()),
+        ((0.5, {0: 0.4, 1: 0.6}), ()),  # of which the keys would be taken
+        ((0.5, {0.4, 0.6}), ()),
+        ((0.5, b"46"), ()),
+        ((0.5, (None, None)), ()),
+        (10**400, ()),
     ],
 )
-def test_wrong_halves_are_refused(answer: Any, message: str) -> None:
-    with pytest.raises(MetricError, match=message):
-        Metric(lambda model: answer, maximize=True).evaluate(nn.Identity(), "x")
+def test_wrong_halves_are_refused(answer: Any, names: tuple[str, ...]) -> None:
+    assert_refused(
+        lambda: Metric(lambda model: answer, maximize=True).evaluate(nn.Identity(), "x"), MetricError, *names
+    )
 
 
 def test_repeats_have_the_means_of_their_pairs() -> None:
@@ -226,28 +224,28 @@ def test_repeats_have_the_means_of_their_pairs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"),
+    ("answer", "names"),
     [
-        ((0.5, ((0.5, 0.5), (0.5,))), "((half, half), ...)) with several pairs"),
-        ((0.5, ((0.5, 0.5), 0.5)), "with several pairs of halves"),
-        ((0.5, ((0.5, 0.5), (0.5, 0.5, 0.5))), "with several pairs of halves"),
-        ((0.5, ((0.5, 0.5), {0.4, 0.6})), "with several pairs of halves"),
-        ((0.5, ((0.5, 0.5), (0.5, "x"))), "with several pairs of halves"),
-        ((0.5, ((0.5, 0.5), (0.5, math.inf))), "returned inf on a half of its data; it"),
-        ((0.5, ((0.5, 0.5), (0.5, 1.5))), "1.5 on a half of its data, outside its"),
+        ((0.5, ((0.5, 0.5), (0.5,))), ()),
+        ((0.5, ((0.5, 0.5), 0.5)), ("halves",)),
+        ((0.5, ((0.5, 0.5), (0.5, 0.5, 0.5))), ("halves",)),
+        ((0.5, ((0.5, 0.5), {0.4, 0.6})), ("halves",)),
+        ((0.5, ((0.5, 0.5), (0.5, "x"))), ("halves",)),
+        ((0.5, ((0.5, 0.5), (0.5, math.inf))), ("inf",)),
+        ((0.5, ((0.5, 0.5), (0.5, 1.5))), ("1.5",)),
     ],
 )
-def test_wrong_pairs_of_halves_are_refused(answer: Any, message: str) -> None:
-    with pytest.raises(MetricError, match=re.escape(message)):
-        Metric(lambda model: answer, maximize=True).evaluate(nn.Identity(), "x")
+def test_wrong_pairs_of_halves_are_refused(answer: Any, names: tuple[str, ...]) -> None:
+    assert_refused(
+        lambda: Metric(lambda model: answer, maximize=True).evaluate(nn.Identity(), "x"), MetricError, *names
+    )
 
 
 def test_another_number_of_pairs_than_before_is_refused() -> None:
     answers = iter([(0.5, ((0.5, 0.5), (0.5, 0.5))), (0.5, (0.5, 0.5))])
     metric = Metric(lambda: next(answers), maximize=True, name="recall")
     metric.evaluate(nn.Identity(), "x")
-    with pytest.raises(MetricError, match=r"'recall'.*but 2.*divide the data in the"):
-        metric.evaluate(nn.Identity(), "x")
+    assert_refused(lambda: metric.evaluate(nn.Identity(), "x"), MetricError, "recall", "2")
 
 
 @pytest.mark.parametrize(
@@ -271,11 +269,10 @@ def test_a_metric_without_halves_says_once_why(answer: Any, why: str, repeats: i
 def test_a_required_guard_refuses_a_metric_that_is_undefined_on_its_halves_unless_it_is_so_at_few_points() -> None:
     answers = iter([(0.5, (0.5, math.nan)), (0.5, (0.4, 0.6)), (0.5, (0.5, math.nan))])
     metric = Metric(lambda: next(answers), maximize=True, name="auc", require_guard=True)
-    with pytest.raises(UnguardedError, match=r"'auc'.*half of its data, so nobody"):
-        metric.evaluate(nn.Identity(), "x")
+    assert_refused(lambda: metric.evaluate(nn.Identity(), "x"), UnguardedError, "auc")
     assert metric.ledger.spent == 0
     assert metric.evaluate(nn.Identity(), "x").halves == (0.6, 0.4)
-    with pytest.warns(UserWarning, match=r"reports.*nan on a half of its data"):
+    with pytest.warns(UserWarning, match=having("nan")):
         assert metric.evaluate(nn.Identity(), "x") == Evaluation(0.5)
 
 
@@ -355,8 +352,7 @@ def test_layers_and_hooks_that_the_metric_changed_are_put_back(what: str) -> Non
         return value
 
     metric = Metric(function, maximize=True, bounds=None)
-    with pytest.warns(UserWarning, match=f"changed the model's {what}(;| and)"):
-        first = metric.evaluate(model, "test")
+    first = assert_warned(lambda: metric.evaluate(model, "test"), what)
     assert metric.evaluate(model, "test") == first
     assert torch.equal(model(x), expected)
     assert all(own is one for own, one in zip(model.parameters(), weights, strict=True))
@@ -393,8 +389,7 @@ def test_a_change_without_a_trace_ends_the_run_however_many_may_fail(answer: flo
     good = Metric(lambda model: 0.5, maximize=True, name="judge", failures=9)
     good.evaluate(model, "test")
     good.function = judge
-    with pytest.raises(WeightsError, match=r"model's 0\.weight and 1 more in a way"):
-        good.evaluate(model, "test")
+    assert_refused(lambda: good.evaluate(model, "test"), WeightsError, "0.weight", "1")
     assert (good.failed, good.ledger.spent) == (0, 2)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -418,8 +413,7 @@ def test_a_metric_that_changes_nothing_is_not_reported(recwarn: pytest.WarningsR
 def test_an_evaluation_may_not_take_too_long() -> None:
     metric = Metric(lambda: time.sleep(60), maximize=True, name="slow", timeout=0.05)
     began = time.monotonic()
-    with pytest.raises(MetricError, match=r"metric 'slow'.*timeout of 0\.05 s"):
-        metric.evaluate(nn.Identity(), "test")
+    assert_refused(lambda: metric.evaluate(nn.Identity(), "test"), MetricError, "slow", "timeout", "0.05")
     assert time.monotonic() - began < 30
     assert metric.ledger.spent == 1
     assert Metric(constant(0.5), maximize=True, timeout=60).evaluate(nn.Identity(), "test").cost == 0.5
@@ -434,19 +428,19 @@ def test_a_timeout_is_a_timeout_whatever_the_metric_catches(catch: type[BaseExce
                 time.sleep(0.01)
         return 0.5
 
-    with pytest.raises(MetricError, match=r"it took longer.*0\.05 s"):
-        Metric(patient, maximize=True, timeout=0.05).evaluate(nn.Identity(), "test")
+    assert_refused(
+        lambda: Metric(patient, maximize=True, timeout=0.05).evaluate(nn.Identity(), "test"), MetricError, "0.05"
+    )
     metric = Metric(patient, maximize=True, timeout=60.0, failures=1)
     metric.evaluate(nn.Identity(), "test")
     metric.timeout = 0.05
-    with pytest.warns(UserWarning, match=r"timeout of 0\.05 s.*failure 1 of 1"):
+    with pytest.warns(UserWarning, match=having("timeout", "0.05", "1")):
         assert metric.evaluate(nn.Identity(), "test").cost == 0.5
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, math.nan])
 def test_a_timeout_is_above_0(timeout: float) -> None:
-    with pytest.raises(ValueError, match="timeout is"):
-        Metric(constant(0.5), maximize=True, timeout=timeout)
+    assert_refused(lambda: Metric(constant(0.5), maximize=True, timeout=timeout), ValueError, "timeout")
 
 
 def test_a_metric_with_a_new_ledger_is_otherwise_the_same() -> None:
@@ -482,17 +476,15 @@ def test_repeats_are_averaged_and_counted() -> None:
     assert evaluation.halves == pytest.approx((0.6, 0.8))
     assert evaluation.noise == pytest.approx(0.2 / math.sqrt(3))  # the standard deviation of .5, .7, .9 is .2
     assert metric.ledger.spent_on == {"x": 3}
-    with pytest.raises(BudgetError, match="3 metric queries requested"):
-        metric.evaluate(nn.Identity(), "x")
+    assert_refused(lambda: metric.evaluate(nn.Identity(), "x"), BudgetError, "3", "queries")
 
 
 @pytest.mark.parametrize("failure", [OSError("busy"), math.nan, 1.5, "no number"])
 def test_some_failures_are_skipped_and_counted(failure: Any) -> None:
     metric = Metric(returning(0.2, failure, 0.6, failure, 0.4, failure), maximize=True, failures=2)
-    with pytest.warns(UserWarning, match=r"the worst value so far.*1 of 2"):
-        costs = [metric.cost(nn.Identity(), "x") for _ in range(3)]
+    costs = assert_warned(lambda: [metric.cost(nn.Identity(), "x") for _ in range(3)], "1", "2")
     assert costs == pytest.approx([0.8, 0.8, 0.4])
-    with pytest.warns(UserWarning, match="failure 2 of 2"):
+    with pytest.warns(UserWarning, match=having("2")):
         assert metric.cost(nn.Identity(), "x") == pytest.approx(0.8)
     assert metric.cost(nn.Identity(), "x") == pytest.approx(0.6)
     with pytest.raises(MetricError):
@@ -503,20 +495,18 @@ def test_some_failures_are_skipped_and_counted(failure: Any) -> None:
 
 def test_the_first_evaluation_must_not_fail() -> None:
     metric = Metric(returning(math.nan), maximize=True, failures=5)
-    with pytest.raises(MetricError, match="returned nan"):
-        metric.cost(nn.Identity(), "x")
+    assert_refused(lambda: metric.cost(nn.Identity(), "x"), MetricError, "returned", "nan")
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "names"),
     [
-        ({"repeats": 0}, "repeats is 0; it must be at least 1"),
-        ({"failures": -1}, "failures is -1; it must be at least 0"),
+        ({"repeats": 0}, ("repeats", "0", "1")),
+        ({"failures": -1}, ("failures", "-1", "0")),
     ],
 )
-def test_policies_are_checked(options: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Metric(lambda: 0.5, maximize=True, **options)
+def test_policies_are_checked(options: dict[str, int], names: tuple[str, ...]) -> None:
+    assert_refused(lambda: Metric(lambda: 0.5, maximize=True, **options), ValueError, *names)
 
 
 # --- A guard that is required ------------------------------------------------------------------------------------
@@ -532,8 +522,7 @@ def test_one_number_is_refused_where_a_guard_is_required_and_no_query_counts(ann
 
     function = value if annotated else lambda model: value(model)
     metric = Metric(function, maximize=True, name="f1", require_guard=True, failures=3)
-    with pytest.raises(UnguardedError, match=r"metric 'f1'.*required; let it return"):
-        metric.evaluate(nn.Identity(), "search")
+    assert_refused(lambda: metric.evaluate(nn.Identity(), "search"), UnguardedError, "'f1'")
     assert len(asked) == (0 if annotated else 1)  # what says that it returns a number need not be called
     assert (metric.ledger.spent, metric.ledger.spent_on, metric.failed) == (0, {}, 0)
 
@@ -692,40 +681,38 @@ def test_a_dict_gives_several_values_from_one_call(value: Any, evaluation: Evalu
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("value", "names"),
     [
-        ({}, r"returned.*\{\}.*value has there"),
-        ({"f2": 0.5, "accuracy": 0.5}, r"own name, {'accuracy': 0.5, 'f2': 0.5}"),
-        ({"f1": 0.5, "accuracy": math.nan}, r"'accuracy'.*finite number with a name"),
-        ({"f1": 0.5, "accuracy": -math.inf}, "'accuracy' is -inf"),
-        ({"f1": 0.5, "accuracy": "high"}, r"'accuracy'.*'high'; it must be a number"),
-        ({"f1": 0.5, "accuracy": (0.5, (0.5, 0.5))}, r"'accuracy'.*\(0.5.*number"),
-        ({"f1": 0.5, 3: 0.5}, r"3.*0.5.*finite number with a name"),
-        ({"f1": 1.5, "accuracy": 0.5}, "returned 1.5, outside its bounds"),
-        ({"f1": {"value": 0.5}}, "it must be a number, or"),
-        ({"f1": 0.5, "ece": 0.5}, r"returned 'ece'.*also=.*one of them out"),
+        ({}, ()),
+        ({"f2": 0.5, "accuracy": 0.5}, ("accuracy", "0.5", "'f2'")),
+        ({"f1": 0.5, "accuracy": math.nan}, ("accuracy",)),
+        ({"f1": 0.5, "accuracy": -math.inf}, ("accuracy",)),
+        ({"f1": 0.5, "accuracy": "high"}, ("accuracy", "high")),
+        ({"f1": 0.5, "accuracy": (0.5, (0.5, 0.5))}, ("accuracy", "0.5")),
+        ({"f1": 0.5, 3: 0.5}, ("3", "0.5")),
+        ({"f1": 1.5, "accuracy": 0.5}, ("1.5", "bounds")),
+        ({"f1": {"value": 0.5}}, ()),
+        ({"f1": 0.5, "ece": 0.5}, ("ece",)),
     ],
 )
-def test_a_dict_that_tells_no_values_is_a_failure(value: Any, message: str) -> None:
+def test_a_dict_that_tells_no_values_is_a_failure(value: Any, names: tuple[str, ...]) -> None:
     metric = several(value, also={"ece": constant(0.1)})
-    with pytest.raises(MetricError, match=message):
-        metric.evaluate(nn.Identity(), "x")
+    assert_refused(lambda: metric.evaluate(nn.Identity(), "x"), MetricError, *names)
 
 
 @pytest.mark.parametrize(
-    ("also", "error", "message"),
+    ("also", "error", "names"),
     [
-        (["accuracy"], TypeError, "must map names to functions"),
-        ({"accuracy": 0.5}, TypeError, r"also\['accuracy'\].*give a function"),
-        ({"accuracy": Metric(constant(1), maximize=True)}, TypeError, "give its function, metric.function"),
-        ({"f1": constant(1)}, ValueError, r"'f1'.*metric's own name"),
-        ({"": constant(1)}, ValueError, "must be a text"),
-        ({3: constant(1)}, ValueError, "must be a text"),
+        (["accuracy"], TypeError, ()),
+        ({"accuracy": 0.5}, TypeError, ("also['accuracy']",)),
+        ({"accuracy": Metric(constant(1), maximize=True)}, TypeError, ("metric.function",)),
+        ({"f1": constant(1)}, ValueError, ("'f1'",)),
+        ({"": constant(1)}, ValueError, ()),
+        ({3: constant(1)}, ValueError, ()),
     ],
 )
-def test_also_is_functions_by_name(also: Any, error: Any, message: str) -> None:
-    with pytest.raises(error, match=message):
-        several(0.5, also=also)
+def test_also_is_functions_by_name(also: Any, error: Any, names: tuple[str, ...]) -> None:
+    assert_refused(lambda: several(0.5, also=also), error, *names)
 
 
 def test_functions_besides_are_asked_when_looked_at_alone_and_cost_nothing() -> None:
@@ -775,10 +762,8 @@ def test_what_a_metric_was_made_with_goes_with_it() -> None:
         assert (other.also, other.subject_to) == (also, subject_to)
         assert [str(each) for each in other.constraints] == ["a >= start", "b <= 2"]
     assert metric.evaluate(nn.Identity(), "x").also == {"a": 1.0, "b": 1.0}
-    with pytest.raises(ValueError, match=r"subject_to.*1', which is no constraint"):
-        metric.with_settings(subject_to={"a": "> 1"})
-    with pytest.raises(ValueError, match=r"subject_to is 'a >= 1'; it must map names to constraints"):
-        metric.with_settings(subject_to="a >= 1")
+    assert_refused(lambda: metric.with_settings(subject_to={"a": "> 1"}), ValueError, "subject_to", "1")
+    assert_refused(lambda: metric.with_settings(subject_to="a >= 1"), ValueError, "subject_to", "a >= 1", "constraints")
 
 
 def test_repeats_tell_the_mean_of_what_all_have() -> None:
@@ -799,5 +784,6 @@ def test_ranks_must_find_the_same_besides() -> None:
 def test_a_metric_that_ends_the_program_has_failed_however_many_may() -> None:
     for failures in (0, 5):
         metric = Metric(lambda: sys.exit(0), maximize=True, name="quits", failures=failures)
-        with pytest.raises(MetricError, match="metric 'quits' raised SystemExit: 0"):
+        with pytest.raises(MetricError) as caught:
             metric.cost(nn.Identity(), "test")
+        assert_named(caught, "quits", "SystemExit", "0")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.refusals import assert_refused
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.tasks.program_score import Failed, Printed, ProgramScore, Score, Written
 from metricopt_ext.utils.program import Ended, Programs
@@ -81,8 +82,7 @@ def test_patterns_that_read_no_number_are_refused(pattern: str, message: str) ->
 
 @pytest.mark.parametrize("place", ["metrics.json", ":key", "metrics.json:"])
 def test_places_that_are_none_are_refused(place: str) -> None:
-    with pytest.raises(ConfigError, match="must be FILE:KEY"):
-        Written(place, "--parse-json")
+    assert_refused(lambda: Written(place, "--parse-json"), ConfigError, "FILE:KEY")
 
 
 WRITE = "import json, sys; json.dump({}, open(f'{{sys.argv[2]}}.json', 'w'))"

@@ -1,7 +1,6 @@
 """Trajectories: a store of them that keeps what it has and refuses what is another run's."""
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.refusals import assert_named, assert_refused, having
 from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.tasks.trajectory import TRAJECTORIES, Trajectory, TrajectoryStore, load_trajectories
@@ -37,28 +37,27 @@ def test_store(same: Callable[[Trajectory | None, Trajectory | None], bool], on_
         assert [(t.round, t.index) for t in each] == sorted(keys)
         assert all(same(each.get(*key), make_trajectory(*key)) for key in keys)  # type: ignore[arg-type]
         assert each.get(0, 12) is None
-        with pytest.raises(ValueError, match=r"trajectory 12.*1 is already stored"):
+        with pytest.raises(ValueError, match=having("12", "1")):
             each.add(make_trajectory(1, 12))
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("other", "names"),
     [
-        ({"seed": 2, "layers": ["a"]}, "seed was 1, now 2"),
-        ({"seed": 1, "layers": ["a", "b"]}, r"layers was \['a'\], now \['a', 'b'\]"),
-        ({"seed": 1}, r"layers was \['a'\], now None"),
-        ({"seed": 1, "layers": ["a"], "steps": 3}, "steps was None, now 3"),
-        (None, "seed was"),
+        ({"seed": 2, "layers": ["a"]}, ("seed", "1", "2")),
+        ({"seed": 1, "layers": ["a", "b"]}, ("layers", "'b'")),
+        ({"seed": 1}, ("layers", "None")),
+        ({"seed": 1, "layers": ["a"], "steps": 3}, ("steps", "None", "3")),
+        (None, ("seed",)),
     ],
 )
 def test_another_identity_is_refused(
-    files: Callable[[Path], dict[str, bytes]], other: dict[str, Any] | None, message: str, tmp_path: Path
+    files: Callable[[Path], dict[str, bytes]], other: dict[str, Any] | None, names: tuple[str, ...], tmp_path: Path
 ) -> None:
     store = TrajectoryStore(tmp_path, {"seed": 1, "layers": ["a"]})
     store.add(make_trajectory())
     before = files(tmp_path)
-    with pytest.raises(FileFormatError, match=re.escape(str(tmp_path)) + ".* another run: " + message):
-        TrajectoryStore(tmp_path, other)
+    assert_refused(lambda: TrajectoryStore(tmp_path, other), FileFormatError, tmp_path, *names)
     assert files(tmp_path) == before
 
 
@@ -81,8 +80,9 @@ def test_stored_trajectories_can_be_read_without_their_identity(
 
 def test_a_folder_without_trajectories_is_refused(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(FileFormatError, match=re.escape(f"{folder} holds no trajectories; give the output_dir")):
+        with pytest.raises(FileFormatError) as caught:
             load_trajectories(folder)
+        assert_named(caught, folder, "output_dir")
 
 
 def test_identity_is_compared_as_json_has_it(tmp_path: Path) -> None:
@@ -99,8 +99,7 @@ def test_truncated_file_is_refused_by_name(kept: float, tmp_path: Path) -> None:
         store.add(make_trajectory(index=index))
     path = tmp_path / "round-0-task-00001.safetensors"
     path.write_bytes(path.read_bytes()[: int(kept * path.stat().st_size)])
-    with pytest.raises(FileFormatError, match=re.escape(str(path))):
-        TrajectoryStore(tmp_path)
+    assert_refused(lambda: TrajectoryStore(tmp_path), FileFormatError, path)
     path.unlink()
     assert len(TrajectoryStore(tmp_path)) == 2
 
@@ -108,8 +107,7 @@ def test_truncated_file_is_refused_by_name(kept: float, tmp_path: Path) -> None:
 def test_corrupt_identity_is_refused_by_name(tmp_path: Path) -> None:
     TrajectoryStore(tmp_path, {"seed": 1})
     (tmp_path / "identity.json").write_text('{"seed": ')
-    with pytest.raises(FileFormatError, match=r"identity\.json is not valid JSON"):
-        TrajectoryStore(tmp_path, {"seed": 1})
+    assert_refused(lambda: TrajectoryStore(tmp_path, {"seed": 1}), FileFormatError, "identity.json", "JSON")
 
 
 def test_a_half_written_file_is_never_seen(

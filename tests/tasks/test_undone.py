@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.refusals import assert_refused
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.undone import undone_if_cut_short
@@ -40,5 +41,4 @@ def test_a_model_is_as_it_was(quadratic: Callable[..., Any], error: BaseExceptio
 
 
 def test_what_is_no_task_is_refused() -> None:
-    with pytest.raises(TypeError, match="task is 3; it must be a FinetuneTask"):
-        undone_if_cut_short(lambda task: None)(3)
+    assert_refused(lambda: undone_if_cut_short(lambda task: None)(3), TypeError, "task", "3", "FinetuneTask")
