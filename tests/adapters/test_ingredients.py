@@ -113,7 +113,7 @@ def test_what_counts_batches_may_be_missing(tmp_path: Path) -> None:
 def test_a_module_beside_the_model_is_left_out_with_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "m.ckpt"
     torch.save({"state_dict": {**{f"model.{k}": v for k, v in state_of(1).items()}, "loss.w": torch.ones(1)}}, path)
-    with pytest.warns(UserWarning, match=having("1", "tensor", "left", "out", "loss.w")):
+    with pytest.warns(UserWarning, match=having("1", "loss.w")):
         assert equal(Ingredients(adapter_of().model).read(path), state_of(1))
 
 
@@ -239,7 +239,6 @@ def test_lora_of_another_scale_is_refused(tmp_path: Path) -> None:
         lambda: Ingredients(attach_lora_scales(adapted(1)).model).read(tmp_path),
         DataError,
         "adapter_config.json",
-        "model",
         "6",
     )
 

@@ -38,7 +38,7 @@ def test_unusable_layers(layers: Any, names: tuple[str, ...]) -> None:
 
 def test_attention_output_projection_is_no_layer() -> None:
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2)})
-    assert_refused(lambda: attach_film(model, "attention.*"), AdapterError, "attention.out_proj", "projection")
+    assert_refused(lambda: attach_film(model, "attention.*"), AdapterError, "attention.out_proj")
 
 
 class OnePlus(nn.LayerNorm):

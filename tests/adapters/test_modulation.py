@@ -351,7 +351,7 @@ def test_checkpoint_of_other_outputs_is_refused(mine: Outputs | None) -> None:
             continue
         with pytest.raises(RuntimeError) as caught:
             adapter.model.load_state_dict(theirs.model.state_dict())
-        assert_named(caught, "outputs", "seed")
+        assert_named(caught, "differs", "outputs", "seed")
 
 
 @pytest.mark.parametrize("strict", [True, False])

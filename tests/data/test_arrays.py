@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from helpers.refusals import assert_refused
 from metricopt_ext.data.arrays import Names, read_array, read_shape
 from metricopt_ext.errors import DataError
 
@@ -29,11 +30,9 @@ def test_npy_and_safetensors_hold_what_was_written(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"x\.npy does not exist"):
-        read_array(tmp_path / "x.npy", "embeddings")
+    assert_refused(lambda: read_array(tmp_path / "x.npy", "embeddings"), DataError, "x.npy")
     (tmp_path / "x.txt").write_text("1,2")
-    with pytest.raises(DataError, match=r"x\.txt must be a \.npy"):
-        read_array(tmp_path / "x.txt", "embeddings")
+    assert_refused(lambda: read_array(tmp_path / "x.txt", "embeddings"), DataError, "x.txt")
 
 
 NAMES = np.array(["bee", "ant", "zebra", "ant"])
@@ -114,8 +113,7 @@ def test_lists_are_read_from_a_torch_file(tmp_path: Path, x: Any, y: Any) -> Non
     assert np.array_equal(np.asarray(read_array(tmp_path / "a.pt", "embeddings")), X)
     assert np.array_equal(np.asarray(read_array(tmp_path / "a.pt", "labels")), Y)
     assert read_array(tmp_path / "a.pt", "cameras").tolist() == [3, 1, 2, 3]
-    with pytest.raises(DataError, match=r"has 'torn'.*list of text, of numbers"):
-        read_array(tmp_path / "a.pt", "torn")
+    assert_refused(lambda: read_array(tmp_path / "a.pt", "torn"), DataError, "torn")
 
 
 def test_names_are_numbered_over_all_files(tmp_path: Path) -> None:
@@ -124,55 +122,52 @@ def test_names_are_numbered_over_all_files(tmp_path: Path) -> None:
     assert numbered(np.array([["zebra"], ["cow"]]), tmp_path / "b").tolist() == [[2], [3]]
     assert numbered(np.array([b"ant"]), tmp_path / "c").tolist() == [1]
     assert numbered(np.array([" ant", "ant\t", "zebra "]), tmp_path / "c").tolist() == [1, 1, 2]  # as in a text file
-    with pytest.raises(DataError, match=r"d has numbers.*another file are text"):
-        numbered(Y, tmp_path / "d")
+    assert_refused(lambda: numbered(Y, tmp_path / "d"), DataError)
 
 
 def test_numbers_stay_as_they_are_and_are_not_mixed_with_names(tmp_path: Path) -> None:
     numbered = Names().numbered
     assert numbered(Y, tmp_path / "a") is Y
-    with pytest.raises(DataError, match=r"b has text.*those of .*a are numbers"):
-        numbered(NAMES, tmp_path / "b")
-    with pytest.raises(DataError, match="has the label ''"):
-        Names().numbered(np.array(["a", " "]), tmp_path / "c")
-    with pytest.raises(DataError, match=r"has the label 'nan'.*leave such out"):
-        Names().numbered(np.array(["12", "nan", "7.0"]), tmp_path / "c")
+    assert_refused(lambda: numbered(NAMES, tmp_path / "b"), DataError)
+    assert_refused(lambda: Names().numbered(np.array(["a", " "]), tmp_path / "c"), DataError, "''")
+    assert_refused(lambda: Names().numbered(np.array(["12", "nan", "7.0"]), tmp_path / "c"), DataError, "nan")
     assert Names().numbered(np.array(["none", "any", "7"]), tmp_path / "c").tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
-    ("file", "write", "message"),
+    ("file", "write", "names"),
     [
-        ("a.npz", lambda path: np.savez(path, weights=X), "array 'embeddings', only 'weights'"),
-        ("a.npz", lambda path: np.savez(path, x=X, feats=X), r"has 'x'.*one to use 'embeddings'"),
-        ("a.npz", lambda path: np.savez(path, x=np.array([{}], dtype=object)), "it holds Python objects"),
+        ("a.npz", lambda path: np.savez(path, weights=X), ("embeddings", "weights")),
+        ("a.npz", lambda path: np.savez(path, x=X, feats=X), ("'x'", "embeddings")),
+        ("a.npz", lambda path: np.savez(path, x=np.array([{}], dtype=object)), ("Python",)),
         (
             "a.npy",
             lambda path: np.save(path, Y.astype(object)),
-            r"Python.*numbers, or text as labels.asty",
+            ("Python", "labels.astype(str)"),
         ),
-        ("a.npz", lambda path: path.write_bytes(b"PK\x03\x04 torn"), r"is not a \.npz file"),
-        ("a.pt", lambda path: torch.save({"x": X}, path), "can't be read without running code of"),
-        ("a.pt", lambda path: torch.save({"x": [1, "a"]}, path), r"labels.*labels that are text"),
-        ("a.pt", lambda path: torch.save([1, 2, 3], path), r"holds.*dict of tensors"),
-        ("a.pt", lambda path: torch.save(torch.zeros(3), path), "tensor 'embeddings', only 'labels'"),
-        ("a.pt", lambda path: torch.save({"x": torch.eye(3).to_sparse()}, path), r"'embeddings' .* sparse, .*to_dense"),
-        ("a.pt", lambda path: torch.save({"x": torch.eye(3, device="meta")}, path), "without data; save all its"),
-        ("a.h5", lambda path: path.write_bytes(b"\x89HDF torn"), "is not an HDF5 file"),
-        ("a.parquet", lambda path: table(path, {"x": [[1.0], [1.0, 2.0]]}), "lists of numbers, all of one length"),
-        ("a.parquet", lambda path: table(path, {"x": [[1.0], None]}), "no value in 1 of 2 rows"),
+        ("a.npz", lambda path: path.write_bytes(b"PK\x03\x04 torn"), ("npz",)),
+        ("a.pt", lambda path: torch.save({"x": X}, path), ()),
+        ("a.pt", lambda path: torch.save({"x": [1, "a"]}, path), ("labels",)),
+        ("a.pt", lambda path: torch.save([1, 2, 3], path), ("holds",)),
+        ("a.pt", lambda path: torch.save(torch.zeros(3), path), ("embeddings", "labels")),
+        ("a.pt", lambda path: torch.save({"x": torch.eye(3).to_sparse()}, path), ("embeddings", "to_dense")),
+        ("a.pt", lambda path: torch.save({"x": torch.eye(3, device="meta")}, path), ()),
+        ("a.h5", lambda path: path.write_bytes(b"\x89HDF torn"), ("HDF5",)),
+        ("a.parquet", lambda path: table(path, {"x": [[1.0], [1.0, 2.0]]}), ()),
+        ("a.parquet", lambda path: table(path, {"x": [[1.0], None]}), ("1", "2")),
         (
             "a.parquet",
             lambda path: table(path, {"d0": [1.0], "d2": [1.0]}),
-            "no column 'embeddings', only 'd0', 'd2'",
+            ("embeddings", "'d0'", "'d2'"),
         ),
     ],
 )
-def test_what_can_t_be_read_is_named(tmp_path: Path, file: str, write: Callable[[Path], Any], message: str) -> None:
+def test_what_can_t_be_read_is_named(
+    tmp_path: Path, file: str, write: Callable[[Path], Any], names: tuple[str, ...]
+) -> None:
     pytest.importorskip({"h5": "h5py", "parquet": "pyarrow"}.get(file[2:], "numpy"))
     write(tmp_path / file)
-    with pytest.raises(DataError, match=message):
-        read_array(tmp_path / file, "embeddings")
+    assert_refused(lambda: read_array(tmp_path / file, "embeddings"), DataError, *names)
 
 
 def test_what_an_hdf5_file_leads_to_is_not_read(tmp_path: Path) -> None:
@@ -183,8 +178,7 @@ def test_what_an_hdf5_file_leads_to_is_not_read(tmp_path: Path) -> None:
         file["embeddings"] = h5py.ExternalLink("other.h5", "embeddings")
         file.create_dataset("x", (2, 2), "f4", external=[("secret.bin", 0, 16)])
         file["other"] = Y
-    with pytest.raises(DataError, match=r"x lies.*copy it into this one"):
-        read_array(tmp_path / "a.h5", "embeddings")
+    assert_refused(lambda: read_array(tmp_path / "a.h5", "embeddings"), DataError)
 
 
 def test_a_file_that_declares_more_than_it_has_is_not_read(tmp_path: Path) -> None:
@@ -193,8 +187,7 @@ def test_a_file_that_declares_more_than_it_has_is_not_read(tmp_path: Path) -> No
         content = archive.read("embeddings.npy")
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
         archive.writestr("embeddings.npy", content.replace(b"(4, 3)", b"(9, 9)"))
-    with pytest.raises(DataError, match="says that it has 324 bytes"):
-        read_array(tmp_path / "a.npz", "embeddings")
+    assert_refused(lambda: read_array(tmp_path / "a.npz", "embeddings"), DataError, "324")
 
 
 @pytest.mark.parametrize("suffix", ["csv", "tsv"])
@@ -216,26 +209,24 @@ def test_tables_of_embeddings(tmp_path: Path, suffix: str, labels: list[str], ex
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "names"),
     [
-        ("0.5,0.25,a\n0.1,0.2,b\n", r"a column.*f0, f1, \.\.\., got"),
-        ("f0,f1,label\n1,x,a\n", r"column 'f1'.*'x' in row 2"),
-        ("f0,f1,label\n1,1_0,a\n", r"column 'f1'.*'1_0' in row 2"),
-        ("f0,f2,label\n1,2,a\n", r"a column.*each dimension by its number"),
-        ("f0,f0,label\n1,2,a\n", "has 'f0' twice in its first row"),
-        ("f0,f1\n1,2,3\n", "row 2 must have 2 cells"),
+        ("0.5,0.25,a\n0.1,0.2,b\n", ("f0", "f1")),
+        ("f0,f1,label\n1,x,a\n", ("'f1'", "'x'", "2")),
+        ("f0,f1,label\n1,1_0,a\n", ("'f1'", "1_0", "2")),
+        ("f0,f2,label\n1,2,a\n", ()),
+        ("f0,f0,label\n1,2,a\n", ("'f0'",)),
+        ("f0,f1\n1,2,3\n", ("2",)),
     ],
 )
-def test_tables_that_may_mean_another_are_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_tables_that_may_mean_another_are_refused(tmp_path: Path, text: str, names: tuple[str, ...]) -> None:
     (tmp_path / "e.csv").write_text(text)
-    with pytest.raises(DataError, match=message):
-        read_array(tmp_path / "e.csv", "embeddings")
+    assert_refused(lambda: read_array(tmp_path / "e.csv", "embeddings"), DataError, *names)
 
 
 def test_a_table_without_labels_is_named(tmp_path: Path) -> None:
     (tmp_path / "e.csv").write_text("f0,f1\n1,2\n")
-    with pytest.raises(DataError, match="has no column 'labels', only 'f0', 'f1'"):
-        read_array(tmp_path / "e.csv", "labels")
+    assert_refused(lambda: read_array(tmp_path / "e.csv", "labels"), DataError, "labels", "'f0'", "'f1'")
 
 
 def test_an_npy_file_may_stay_on_the_disk(tmp_path: Path) -> None:
@@ -246,8 +237,7 @@ def test_an_npy_file_may_stay_on_the_disk(tmp_path: Path) -> None:
     assert (mapped == given).all()
     assert not isinstance(read_array(tmp_path / "x.npy", "embeddings"), np.memmap)
     (tmp_path / "x.npy").write_bytes(b"no array")
-    with pytest.raises(DataError, match=r"x\.npy is not a \.npy file of numbers"):
-        read_array(tmp_path / "x.npy", "embeddings", mapped=True)
+    assert_refused(lambda: read_array(tmp_path / "x.npy", "embeddings", mapped=True), DataError, "x.npy")
 
 
 @pytest.mark.parametrize(
@@ -265,5 +255,4 @@ def test_ids_of_many_digits_stay_apart(tmp_path: Path, labels: list[str], expect
 
 def test_decimal_commas_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("f0;f1;label\n1,5;2;0\n")
-    with pytest.raises(DataError, match=r"got '1,5'.*write decimals with a point"):
-        read_array(tmp_path / "a.csv", "embeddings")
+    assert_refused(lambda: read_array(tmp_path / "a.csv", "embeddings"), DataError, "1,5")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from helpers.refusals import assert_refused, having
 from metricopt_ext.data.images import load_image_folder
 from metricopt_ext.errors import DataError
 
@@ -68,7 +69,7 @@ def test_dark_pictures_of_16_bits_are_refused_or_warned_of(tmp_path: Path, suffi
     if channels in (2, 4):
         values[..., -1] = 65535  # opaque
     file.write_bytes(write(values))
-    with pytest.warns(UserWarning, match="of 1 image with 16 bits all values are below 4096"):
+    with pytest.warns(UserWarning, match=having("1", "16", "4096")):
         assert load_image_folder(tmp_path, mode="L").x.flatten().tolist() == [0, 1, 1, 15]
     values[1, 1, 0] = 4096
     file.write_bytes(write(values))
@@ -77,8 +78,7 @@ def test_dark_pictures_of_16_bits_are_refused_or_warned_of(tmp_path: Path, suffi
         assert load_image_folder(tmp_path).x[0, 0].flatten().tolist() == [0, 1, 1, 16]
     values[..., : channels - (channels in (2, 4))] = 255
     file.write_bytes(write(values))
-    with pytest.raises(DataError, match=rf"a/1\.{suffix}.*255.*: black, if white is 65535\. Save it with 8 bits"):
-        load_image_folder(tmp_path)
+    assert_refused(lambda: load_image_folder(tmp_path), DataError, f"a/1.{suffix}", "255", "65535", "Save", "8")
 
 
 def test_big_endian_and_colour_of_16_bits(tmp_path: Path) -> None:
@@ -101,22 +101,21 @@ def test_floats_between_black_and_white(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pixels", "message"),
+    ("pixels", "names"),
     [
-        (np.full((4, 4), 128.0, np.float32), r"a/1\.tif.*PIL's.* 128.*128; only floats"),
-        (np.full((4, 4), np.nan, np.float32), r"mode F with values.*\[0, 1\]"),
-        (np.full((4, 4), 70_000, np.int32), r"mode.*70000 to.*known white"),
-        (np.full((4, 4), -1, np.int32), r"mode.*-1.*-1, so it has no known white"),
+        (np.full((4, 4), 128.0, np.float32), ("a/1.tif", "PIL", "128")),
+        (np.full((4, 4), np.nan, np.float32), ("0", "1")),
+        (np.full((4, 4), 70_000, np.int32), ("mode", "70000")),
+        (np.full((4, 4), -1, np.int32), ("mode", "-1")),
         (
             BYTES.astype(np.uint16),
-            r"mode I;16.*to 255.*Save it with 8 bits",
+            ("16", "255", "Save", "8"),
         ),
     ],
 )
-def test_values_without_a_known_white_are_refused(tmp_path: Path, pixels: Any, message: str) -> None:
+def test_values_without_a_known_white_are_refused(tmp_path: Path, pixels: Any, names: tuple[str, ...]) -> None:
     saved(tmp_path / "a/1.tif", pixels)
-    with pytest.raises(DataError, match=message):
-        load_image_folder(tmp_path)
+    assert_refused(lambda: load_image_folder(tmp_path), DataError, *names)
 
 
 @pytest.mark.parametrize(("high", "told"), [(4095, True), (4096, False)])
@@ -172,5 +171,5 @@ def test_the_first_of_several_frames_is_read(tmp_path: Path) -> None:
     first, second = (Image.fromarray(np.full((4, 4), shade, np.uint8)) for shade in (40, 90))
     saved(tmp_path / "a/1.gif", first, save_all=True, append_images=[second])
     saved(tmp_path / "a/2.png", first)
-    with pytest.warns(UserWarning, match=r"of 1 image.*first is read: 'a/1\.gif'"):
+    with pytest.warns(UserWarning, match=having("a/1.gif")):
         assert set(load_image_folder(tmp_path).x.flatten().tolist()) == {40}

@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from helpers.refusals import assert_named, assert_refused, assert_warned
 from metricopt_ext.data.images import load_image_folder, read_images, reader
 from metricopt_ext.errors import DataError
 
@@ -33,8 +34,7 @@ def test_images_of_other_sizes_and_modes(lay: Callable[..., Path], tmp_path: Pat
     grey = io.BytesIO()
     Image.new("L", (8, 8), 77).save(grey, "JPEG")
     root = lay(tmp_path / "set", FILES | {"dog/1.jpg": grey.getvalue()}, "folder")
-    with pytest.raises(DataError, match=r"8.*3 x.*\(ant/7\.PNG\); set image_size"):
-        load_image_folder(root)
+    assert_refused(lambda: load_image_folder(root), DataError, "8", "3", "ant/7.PNG", "image_size")
     data = load_image_folder(root, image_size=(5, 6))
     assert data.x.shape == (4, 3, 5, 6)
     assert set(data.x[3].flatten().tolist()) == {77}
@@ -48,8 +48,9 @@ def test_unreadable_image_is_named(lay: Callable[..., Path], tmp_path: Path, kin
     Image.fromarray(noise).save(whole, "JPEG")
     for name, content in {"cat/3.png": b"not a picture", "cat/3.jpg": whole.getvalue()[:-300]}.items():
         root = lay(tmp_path / name[-3:], FILES | {name: content}, kind)
-        with pytest.raises(DataError, match=f"cannot read {name}"):
+        with pytest.raises(DataError) as caught:
             load_image_folder(root, image_size=4)
+        assert_named(caught, name)
 
 
 def test_damaged_zip(lay: Callable[..., Path], tmp_path: Path) -> None:
@@ -57,79 +58,78 @@ def test_damaged_zip(lay: Callable[..., Path], tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[content.index(b"IDAT") + 6] ^= 0xFF
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"cannot read cat/2\.png"):
-        load_image_folder(path)
+    assert_refused(lambda: load_image_folder(path), DataError, "cat/2.png")
     path.write_bytes(b"not a zip")
-    with pytest.raises(DataError, match="neither a folder nor a complete zip"):
-        load_image_folder(path)
+    assert_refused(lambda: load_image_folder(path), DataError)
 
 
 @pytest.mark.parametrize(
-    ("files", "message"),
+    ("files", "names"),
     [
-        ({"readme.txt": b""}, r"with one of the suffixes .*\.png .*, got none; 1 file of other names: .readme.txt"),
-        ({"1.png": 1}, r"<class>/<file>, got 1\.png"),
-        ({"a/1.png": 1, "a/b/2.png": 1}, r"got a/b/2\.png"),
-        ({"x/a/1.png": 1, "y/a/2.png": 1}, r"got x/a/1\.png"),
+        ({"readme.txt": b""}, ("1", "readme.txt")),
+        ({"1.png": 1}, ("1.png",)),
+        ({"a/1.png": 1, "a/b/2.png": 1}, ("a/b/2.png",)),
+        ({"x/a/1.png": 1, "y/a/2.png": 1}, ("x/a/1.png",)),
     ],
 )
 def test_other_image_layouts_are_refused(
-    lay: Callable[..., Path], tmp_path: Path, files: dict[str, Any], message: str
+    lay: Callable[..., Path], tmp_path: Path, files: dict[str, Any], names: tuple[str, ...]
 ) -> None:
-    with pytest.raises(DataError, match=message):
-        load_image_folder(lay(tmp_path / "set", files, "folder"))
+    assert_refused(lambda: load_image_folder(lay(tmp_path / "set", files, "folder")), DataError, *names)
 
 
 def test_limits_must_be_positive(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"limit_per_class.*least 1"):
-        load_image_folder(tmp_path, limit_per_class=0)
+    assert_refused(lambda: load_image_folder(tmp_path, limit_per_class=0), ValueError, "limit_per_class", "1")
 
 
 @pytest.mark.parametrize("kind", ["folder", "zip"])
 def test_what_is_not_read_is_said(lay: Callable[..., Path], tmp_path: Path, kind: str) -> None:
     files = FILES | {"cat/.hidden": b"", "cat/Thumbs.db": b"", "cat/3.heic": b"", "README": b""}
-    with pytest.warns(UserWarning, match=r"2 files .* not read: 'README'"):
-        load_image_folder(lay(tmp_path / "set", files, kind))
+    assert_warned(lambda: load_image_folder(lay(tmp_path / "set", files, kind)), "2", "README")
 
 
 def test_a_class_without_an_image_is_refused(lay: Callable[..., Path], tmp_path: Path) -> None:
     root = lay(tmp_path / "set", FILES, "folder")
     (root / "emu").mkdir()
     (root / ".git").mkdir()
-    with pytest.raises(DataError, match=r"1 folder.*'emu'\..*images with one of"):
-        load_image_folder(root)
+    assert_refused(lambda: load_image_folder(root), DataError, "1", "emu")
     for kind in ("zip", "nested zip", "nested folder"):
-        with pytest.raises(DataError, match=r"1.*read: '(images/)?emu'\."):
+        with pytest.raises(DataError) as caught:
             load_image_folder(lay(tmp_path / kind, FILES | {"emu/1.heic": b""}, kind))
+        assert_named(caught, "1", "emu")
     (root / "emu").rmdir()
     (root / "cat" / "1.png").rename(root / "cat" / "1.jfif")
     assert load_image_folder(root).x[:, 0, 0, 0].tolist() == [1, 11, 12]
 
 
 def test_an_alphabet_without_a_character_is_refused(lay: Callable[..., Path], tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"1 folder.*image that is read: 'latin'"):
-        load_image_folder(lay(tmp_path / "set", {"greek/a/1.png": 1, "latin/a.txt": b""}, "folder"), depth=2)
+    assert_refused(
+        lambda: load_image_folder(lay(tmp_path / "set", {"greek/a/1.png": 1, "latin/a.txt": b""}, "folder"), depth=2),
+        DataError,
+        "1",
+        "folder",
+        "latin",
+    )
 
 
 def test_an_empty_file_and_one_of_another_format_have_no_address(lay: Callable[..., Path], tmp_path: Path) -> None:
-    for name, content, why in (("empty.png", b"", "it is empty"), ("text.png", b"text", "it is none of BMP, GIF")):
-        with pytest.raises(DataError, match=rf"cannot read cat/{name} as an image: {why}"):
+    for name, content, names in (("empty.png", b"", ("empty",)), ("text.png", b"text", ("BMP", "GIF"))):
+        with pytest.raises(DataError) as caught:
             load_image_folder(lay(tmp_path / name, {f"cat/{name}": content}, "folder"))
+        assert_named(caught, f"cat/{name}", *names)
 
 
 def test_a_pipe_is_refused_at_once(lay: Callable[..., Path], tmp_path: Path) -> None:
     root = lay(tmp_path / "set", FILES, "folder")
     os.mkfifo(root / "cat" / "3.png")
-    with pytest.raises(DataError, match=r"cannot.*cat/3\.png.*not a regular file"):
-        load_image_folder(root)
+    assert_refused(lambda: load_image_folder(root), DataError, "cat/3.png")
 
 
 def test_links_end(lay: Callable[..., Path], tmp_path: Path) -> None:
     root = lay(tmp_path / "set", {"ant/1.png": 1, "cat/2.png": 2}, "folder")
     (root / "ant" / "up").symlink_to("..")
     (root / "ant" / "here").symlink_to(".")
-    with pytest.warns(UserWarning, match=r"2 links.*out: 'ant/here', 'ant/up'"):
-        data = load_image_folder(root)
+    data = assert_warned(lambda: load_image_folder(root), "2", "ant/here", "ant/up")
     assert data.class_names == ("ant", "cat")
     (tmp_path / "farm").mkdir()
     for name in ("ant", "cat"):
@@ -139,8 +139,7 @@ def test_links_end(lay: Callable[..., Path], tmp_path: Path) -> None:
 
 
 def test_a_missing_path_names_itself_and_the_key(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere not found; set data\.root=DIR"):
-        load_image_folder(tmp_path / "nowhere")
+    assert_refused(lambda: load_image_folder(tmp_path / "nowhere"), DataError, "nowhere", "data.root=DIR")
 
 
 def test_two_folders_may_name_a_class(lay: Callable[..., Path], tmp_path: Path) -> None:
@@ -149,8 +148,7 @@ def test_two_folders_may_name_a_class(lay: Callable[..., Path], tmp_path: Path) 
     assert data.class_names == ("greek/a", "greek/b", "latin/a")
     assert data.x[:, 0, 0, 0].tolist() == [1, 4, 2, 3]
     assert data.y.tolist() == [0, 1, 2, 2]
-    with pytest.raises(DataError, match=r"must hold its images.*got cat/1\.png"):
-        load_image_folder(lay(tmp_path / "flat", {"cat/1.png": 1}), depth=2)
+    assert_refused(lambda: load_image_folder(lay(tmp_path / "flat", {"cat/1.png": 1}), depth=2), DataError, "cat/1.png")
 
 
 def test_shades_of_grey_have_one_channel(tmp_path: Path) -> None:
@@ -166,5 +164,4 @@ def test_images_are_read_in_the_order_of_their_names(lay: Callable[..., Path], t
     folder = lay(tmp_path / "set", {"a.png": 1, "b.png": 2, "c/d.png": 3})
     x = read_images(folder, ["c/d.png", "a.png", "b.png"], reader(folder))
     assert x[:, 0, 0, 0].tolist() == [3, 1, 2]
-    with pytest.raises(DataError, match=r"set: cannot read gone\.png as an image"):
-        read_images(folder, ["a.png", "gone.png"], reader(folder))
+    assert_refused(lambda: read_images(folder, ["a.png", "gone.png"], reader(folder)), DataError, "gone.png")

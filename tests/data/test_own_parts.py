@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.refusals import assert_refused, assert_warned, having
 from metricopt_ext.data.own_parts import (
     digests_of_rows,
     folders_of_parts,
@@ -19,15 +20,15 @@ from metricopt_ext.errors import ConfigError, DataError
 
 @pytest.mark.parametrize("given", [{"train": "a"}, {"validation": "b"}, {"validation": "b", "test": "c"}])
 def test_train_and_what_to_judge_on_are_needed(given: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"need data\.train.*data\.test"):
-        given_parts(given)
+    assert_refused(lambda: given_parts(given), ConfigError, "data.train", "data.test")
 
 
 def test_parts_are_in_place_of_a_root() -> None:
     assert given_parts({"train": "", "validation": "", "test": ""}, "there") == {}
     assert given_parts({"test": "c", "train": "a", "validation": ""}) == {"train": "a", "test": "c"}
-    with pytest.raises(ConfigError, match=r"data\.root=there.*data\.test"):
-        given_parts({"train": "a", "test": "c"}, "there")
+    assert_refused(
+        lambda: given_parts({"train": "a", "test": "c"}, "there"), ConfigError, "data.root=there", "data.test"
+    )
 
 
 @pytest.mark.parametrize("around", ["", "dataset/"])
@@ -62,25 +63,31 @@ def test_classes_are_no_parts(tmp_path: Path, names: tuple[str, ...]) -> None:
 def test_two_folders_of_one_part_are_refused(tmp_path: Path) -> None:
     for name in ("train", "val", "valid"):
         (tmp_path / name / "a").mkdir(parents=True)
-    with pytest.raises(DataError, match=r"val and valid for data\.val"):
-        folders_of_parts(tmp_path)
+    assert_refused(lambda: folders_of_parts(tmp_path), DataError, "data.val")
 
 
 @pytest.mark.parametrize("alone", ["train", "validation", "test"])
 def test_a_class_of_one_part_alone_is_named(alone: str) -> None:
     parts = {name: ["cat", "dog", *(["emu"] if name == alone else [])] for name in ("train", "validation", "test")}
-    with pytest.raises(DataError, match=r"class 'emu' is in data\.\w+ alone"):
-        same_classes(parts)
+    assert_refused(lambda: same_classes(parts), DataError, "emu")
 
 
 def test_a_class_that_train_lacks_is_named() -> None:
-    with pytest.raises(DataError, match=r"class 'emu'.*data\.train lacks it"):
-        same_classes({"train": ["cat"], "validation": ["cat", "emu"], "test": ["cat", "emu"]})
+    assert_refused(
+        lambda: same_classes({"train": ["cat"], "validation": ["cat", "emu"], "test": ["cat", "emu"]}),
+        DataError,
+        "emu",
+        "data.train",
+    )
 
 
 def test_a_class_that_one_part_to_judge_on_lacks_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match=r"classes.*'emu' in data\.test"):
-        classes = same_classes({"train": ["emu", "cat"], "validation": ["cat", "emu"], "test": ["cat"]})
+    classes = assert_warned(
+        lambda: same_classes({"train": ["emu", "cat"], "validation": ["cat", "emu"], "test": ["cat"]}),
+        "classes",
+        "emu",
+        "data.test",
+    )
     assert classes == ("emu", "cat")
 
 
@@ -90,7 +97,7 @@ def test_labels_are_renumbered_by_name() -> None:
 
 def test_copies_are_counted_and_five_are_named() -> None:
     parts = {"train": {f"a{i}": str(i) for i in range(9)}, "test": {f"b{i}": str(i) for i in range(2, 12)}}
-    with pytest.warns(UserWarning, match="7 files in two parts, by content") as told:
+    with pytest.warns(UserWarning, match=having("7")) as told:
         warn_of_copies(parts)
     (said,) = {str(each.message) for each in told}
     assert "b2 of test is a2 of train" in said

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.refusals import assert_refused
 from metricopt_ext.data.parquet import parquet_cells
 from metricopt_ext.errors import DataError
 
@@ -26,18 +27,15 @@ def test_cells_are_those_of_a_csv_file(tmp_path: Path) -> None:
 
 def test_what_is_no_cell_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "t.parquet", a=[[1.0], [2.0]])
-    with pytest.raises(DataError, match="column 'a' is of list"):
-        parquet_cells(file, 10**6)
+    assert_refused(lambda: parquet_cells(file, 10**6), DataError, "'a'")
 
 
 def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.parquet").write_bytes(b"PAR1 but no more")
-    with pytest.raises(DataError, match=r"t\.parquet as Parquet"):
-        parquet_cells(tmp_path / "t.parquet", 10**6)
+    assert_refused(lambda: parquet_cells(tmp_path / "t.parquet", 10**6), DataError, "t.parquet", "Parquet")
 
 
 def test_a_file_that_is_larger_than_allowed_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "t.parquet", a=[7] * 100_000)  # a run, which takes a few bytes
     assert file.stat().st_size < 10_000
-    with pytest.raises(DataError, match="raise max_bytes"):
-        parquet_cells(file, 50_000)
+    assert_refused(lambda: parquet_cells(file, 50_000), DataError, "max_bytes")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.refusals import assert_refused
 from metricopt_ext.data.precision import check_told_apart, mean_and_spread
 from metricopt_ext.errors import DataError
 
@@ -11,18 +12,17 @@ SECONDS = 1_700_000_064 + torch.arange(400.0, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
-    ("x", "message"),
+    ("x", "names"),
     [
-        (SECONDS, r"column 'ts'.*of 400.*5 are left; do so"),
-        (2.0**24 + torch.arange(99, dtype=torch.float64), "column 'ts' apart: of 99 different ones"),
-        (torch.tensor([1e39, 1.0], dtype=torch.float64), r"column 'ts'.*large for float32; do so"),
-        (torch.cat([torch.zeros(400, dtype=torch.float64), SECONDS]), "of 401 different ones, .* 6 are left"),
+        (SECONDS, ("'ts'", "400", "5")),
+        (2.0**24 + torch.arange(99, dtype=torch.float64), ("'ts'", "99")),
+        (torch.tensor([1e39, 1.0], dtype=torch.float64), ("'ts'", "float32")),
+        (torch.cat([torch.zeros(400, dtype=torch.float64), SECONDS]), ("401", "6")),
     ],
 )
-def test_a_column_that_loses_its_values(x: Tensor, message: str) -> None:
+def test_a_column_that_loses_its_values(x: Tensor, names: tuple[str, ...]) -> None:
     exact = torch.stack([torch.zeros_like(x), x], 1)
-    with pytest.raises(DataError, match=message):
-        check_told_apart(exact, exact.float(), ["zero", "ts"], "do so")
+    assert_refused(lambda: check_told_apart(exact, exact.float(), ["zero", "ts"], "do so"), DataError, *names)
 
 
 @pytest.mark.parametrize(
@@ -42,8 +42,11 @@ def test_rounding_that_does_no_harm(x: Tensor) -> None:
 
 def test_only_what_is_finite_matters_beside_train() -> None:
     check_told_apart(SECONDS[:, None], SECONDS[:, None].float(), distinct=False)
-    with pytest.raises(DataError, match="column 1 has"):
-        check_told_apart(1e30 * SECONDS[:, None], 1e30 * SECONDS[:, None].float(), distinct=False)
+    assert_refused(
+        lambda: check_told_apart(1e30 * SECONDS[:, None], 1e30 * SECONDS[:, None].float(), distinct=False),
+        DataError,
+        "1",
+    )
 
 
 def test_columns_of_any_scale_have_their_spread() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.refusals import assert_refused
 from metricopt_ext.data.pretrained import pretrained
 from metricopt_ext.errors import ConfigError, DataError
 
@@ -72,8 +73,7 @@ def test_the_named_entry_of_a_checkpoint_is_loaded(tmp_path: Path) -> None:
     torch.save({"state_dict": other, "state_dict_ema": given, "args": Namespace(lr=1)}, tmp_path / "last.pth")
     settings: dict[str, Any] = {"weights": str(tmp_path / "last.pth"), "folder": tmp_path / "run", "seed": 0}
     settings |= {"check": lambda model: None, "device": torch.device("cpu")}
-    with pytest.raises(DataError, match=r"last\.pth.*2 state.*one by model\.entry"):
-        pretrained(build, never, **settings)
+    assert_refused(lambda: pretrained(build, never, **settings), DataError, "last.pth", "2", "model.entry")
     model = pretrained(build, never, entry="state_dict_ema", **settings)
     assert same(model.state_dict(), given)
 
@@ -86,8 +86,13 @@ def test_nothing_is_kept_of_a_training_that_failed(tmp_path: Path) -> None:
         make(tmp_path / "run", fail)
     assert not (tmp_path / "run" / "model.safetensors").exists()
     torch.save(nn.Linear(3, 4).state_dict(), tmp_path / "other.pt")
-    with pytest.raises(DataError, match=r"other\.pt.*weights for Sequential"):
-        make(tmp_path / "run", weights=str(tmp_path / "other.pt"))
+    assert_refused(
+        lambda: make(tmp_path / "run", weights=str(tmp_path / "other.pt")),
+        DataError,
+        "other.pt",
+        "weights",
+        "Sequential",
+    )
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
@@ -118,8 +123,7 @@ def test_a_copy_of_the_untrained_model_is_checked_first(tmp_path: Path) -> None:
     def refuse(model: nn.Module) -> None:
         raise ConfigError("no such layer")
 
-    with pytest.raises(ConfigError, match="no such layer"):
-        make(tmp_path / "b", never, check=refuse)
+    assert_refused(lambda: make(tmp_path / "b", never, check=refuse), ConfigError, "no such layer")
     assert not (tmp_path / "b").exists()
     trained = make(tmp_path / "b", lambda *_: None, check=check)
     assert same(trained, untrained)

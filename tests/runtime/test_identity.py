@@ -2,7 +2,6 @@
 
 import errno
 import os
-import re
 import subprocess
 import sys
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.refusals import assert_named
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.runtime.identity import claim, fingerprint, fingerprint_of_code, sole_writer
 
@@ -49,18 +49,19 @@ def test_another_state_has_another_fingerprint(change: dict[str, Any]) -> None:
 def test_processors_may_round_differently(tmp_path: Path) -> None:
     claim(tmp_path / "identity.json", {"steps": 3, "loss": 0.25, "of": {"each": [0.5, 1.0]}})
     claim(tmp_path / "identity.json", {"steps": 3, "loss": 0.250001, "of": {"each": [0.500001, 1.0]}})
-    for other, said in [
-        ({"loss": 0.2502}, r"loss was 0\.25, now 0\.2502"),
-        ({"steps": 4}, "steps was 3, now 4"),
-        ({"of": {"each": [0.5, 1.1]}}, r"of\.each was \[0\.5, 1\.0\], now \[0\.5, 1\.1\];"),
-        ({"of": {"each": [0.5]}}, r"of\.each was"),
-        ({"of": {"all": [0.5, 1.0]}}, r"of\.all was 'nothing', now \[0\.5, 1\.0\];"),
-        ({"of": {"each": [0.5, 1.0], "all": None}}, r"of\.all was 'nothing', now None;"),
-        ({"of": 3}, r"of was \{'each': \[0\.5, 1\.0\]\}, now 3;"),
-        ({"more": 1}, "more was None, now 1"),
+    for other, names in [
+        ({"loss": 0.2502}, ("loss", "0.25", "0.2502")),
+        ({"steps": 4}, ("steps", "3", "4")),
+        ({"of": {"each": [0.5, 1.1]}}, ("of.each", "0.5", "1.0", "1.1")),
+        ({"of": {"each": [0.5]}}, ("of.each",)),
+        ({"of": {"all": [0.5, 1.0]}}, ("of.all", "nothing", "0.5", "1.0")),
+        ({"of": {"each": [0.5, 1.0], "all": None}}, ("of.all", "nothing", "None")),
+        ({"of": 3}, ("each", "0.5", "1.0", "3")),
+        ({"more": 1}, ("more", "None", "1")),
     ]:
-        with pytest.raises(FileFormatError, match=said):
+        with pytest.raises(FileFormatError) as caught:
             claim(tmp_path / "identity.json", {"steps": 3, "loss": 0.25, "of": {"each": [0.5, 1.0]}, **other})
+        assert_named(caught, *names)
 
 
 def made(value: float) -> Any:
@@ -107,10 +108,10 @@ print(fingerprint_of_code(made(1.0)))
 
 
 def test_a_folder_has_one_writer(tmp_path: Path) -> None:
-    busy = "run is being written by another process; wait until it has ended"
     with sole_writer(tmp_path / "run"):
-        with pytest.raises(FileFormatError, match=busy), sole_writer(tmp_path / "run"):
+        with pytest.raises(FileFormatError) as caught, sole_writer(tmp_path / "run"):
             pytest.fail("there are two writers")
+        assert_named(caught, "run")
         with sole_writer(tmp_path / "other"):
             pass
     with sole_writer(tmp_path / "run"):
@@ -128,7 +129,7 @@ with sole_writer(sys.argv[1]):
     with subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "mine\n"
-        with pytest.raises(FileFormatError, match="another process"), sole_writer(tmp_path):
+        with pytest.raises(FileFormatError), sole_writer(tmp_path):
             pytest.fail("there are two writers")
         process.kill()
     with sole_writer(tmp_path):
@@ -143,10 +144,9 @@ def test_a_file_system_without_locks_is_named(code: int, tmp_path: Path, monkeyp
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    folder, why = re.escape(str(tmp_path / "run")), os.strerror(code)
-    said = rf"^{folder} can't be kept .* \(.*{why}\).*; use another output folder"
-    with pytest.raises(FileFormatError, match=said), sole_writer(tmp_path / "run"):
+    with pytest.raises(FileFormatError) as caught, sole_writer(tmp_path / "run"):
         pytest.fail("nothing keeps others out")
+    assert_named(caught, tmp_path / "run", os.strerror(code))
 
 
 def test_a_lock_that_cannot_be_given_back_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

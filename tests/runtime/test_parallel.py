@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.refusals import assert_refused
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.runtime.parallel import run_seeds
 from metricopt_ext.runtime.progress import Callback
@@ -18,8 +19,14 @@ from metricopt_ext.runtime.progress import Callback
 
 @pytest.mark.parametrize(("workers", "threads"), [(0, 1), (1, 0), (-1, 1)])
 def test_workers_and_threads_are_at_least_one(workers: int, threads: int) -> None:
-    with pytest.raises(ConfigError, match=rf"workers={workers}.*both must be at least 1"):
-        run_seeds(lambda seed, callback: pytest.fail("was run"), [0], queries=1, workers=workers, threads=threads)
+    assert_refused(
+        lambda: run_seeds(
+            lambda seed, callback: pytest.fail("was run"), [0], queries=1, workers=workers, threads=threads
+        ),
+        ConfigError,
+        f"workers={workers}",
+        "1",
+    )
 
 
 def test_the_number_of_threads_is_put_back() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.refusals import assert_refused
 from metricopt_ext.search.box import Box, check_package, drawn, sobol
 from metricopt_ext.search.strategy import Answer, Answers
 from metricopt_ext.tasks.evaluation import Evaluation
@@ -55,5 +56,6 @@ def test_points_and_seeds_follow_their_seed() -> None:
 
 def test_a_missing_package_says_what_to_install() -> None:
     check_package("torch", "This search")
-    with pytest.raises(ImportError, match=r"This search.*'metricopt-ext\[compare\]'"):
-        check_package("no_such", "This search")
+    assert_refused(
+        lambda: check_package("no_such", "This search"), ImportError, "This", "search", "metricopt-ext[compare]"
+    )

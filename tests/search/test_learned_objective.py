@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.refusals import assert_refused
 from metricopt_ext.search.learned_objective import LearnedObjective, loss_term, metric_term
 
 
@@ -72,14 +73,13 @@ def test_losses_of_zero_or_below_are_finite() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "names"),
     [
-        ({"metric_weight": -1.0}, "metric_weight is -1.0"),
-        ({"sharpness": 0.0}, "sharpness is 0.0"),
-        ({"loss_offset": 0.0}, "loss_offset is 0.0"),
-        ({"cost_floor": -1.0}, "cost_floor is -1.0"),
+        ({"metric_weight": -1.0}, ("metric_weight", "-1.0")),
+        ({"sharpness": 0.0}, ("sharpness", "0.0")),
+        ({"loss_offset": 0.0}, ("loss_offset", "0.0")),
+        ({"cost_floor": -1.0}, ("cost_floor", "-1.0")),
     ],
 )
-def test_bad_settings(settings: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LearnedObjective(**settings)
+def test_bad_settings(settings: dict[str, float], names: tuple[str, ...]) -> None:
+    assert_refused(lambda: LearnedObjective(**settings), ValueError, *names)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.refusals import assert_refused
 from helpers.tensors import rand
 from metricopt_ext.search.learned_optimizer import BlindWarning, LearnedOptimizer
 from metricopt_ext.search.unrolled import unroll
@@ -171,13 +172,12 @@ def test_parameters_without_gradients_stay() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     phi = nn.Parameter(rand(D))
-    with pytest.raises(TypeError, match=r"rule.*UpdateRule: load_update_rule"):
-        LearnedOptimizer([phi], "rule.safetensors")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"4 numbers.*rule was learned for 3"):
-        LearnedOptimizer([phi], make_rule(3))
-    with pytest.raises(ValueError, match=r"lr is -1\.0; it must be at least 0"):
-        LearnedOptimizer([phi], make_rule(), lr=-1.0)
-    with pytest.raises(ValueError, match=r"2 parameter groups.*sees one vector"):
-        LearnedOptimizer([{"params": [phi]}, {"params": [nn.Parameter(rand(1))]}], make_rule())
-    with pytest.raises(ValueError, match="cost is nan; it must be a finite number"):
-        LearnedOptimizer([phi], make_rule()).observe(cost=math.nan)
+    assert_refused(
+        lambda: LearnedOptimizer([phi], "rule.safetensors"), TypeError, "rule", "UpdateRule", "load_update_rule"
+    )
+    assert_refused(lambda: LearnedOptimizer([phi], make_rule(3)), ValueError, "4", "3")
+    assert_refused(lambda: LearnedOptimizer([phi], make_rule(), lr=-1.0), ValueError, "lr", "-1.0")
+    assert_refused(
+        lambda: LearnedOptimizer([{"params": [phi]}, {"params": [nn.Parameter(rand(1))]}], make_rule()), ValueError, "2"
+    )
+    assert_refused(lambda: LearnedOptimizer([phi], make_rule()).observe(cost=math.nan), ValueError, "cost", "nan")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.refusals import assert_refused
 from metricopt_ext.search.ngopt import NGOpt
 from metricopt_ext.tasks.evaluation import Evaluation
 
@@ -50,13 +51,11 @@ def test_a_point_that_is_given_up_is_not_told_and_others_are_asked(quadratic: Ca
 
 @pytest.mark.parametrize("sigma", [0.0, float("nan")])
 def test_an_impossible_spread_is_refused(sigma: float) -> None:
-    with pytest.raises(ValueError, match=f"sigma is {sigma}"):
-        NGOpt(sigma)
+    assert_refused(lambda: NGOpt(sigma), ValueError, "sigma", sigma)
 
 
 def test_a_missing_package_says_what_to_install(quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nevergrad", None)
     task = quadratic()
-    with pytest.raises(ImportError, match=r"pip install 'metricopt-ext\[compare\]'"):
-        NGOpt()(task, task.origin(), 50)
+    assert_refused(lambda: NGOpt()(task, task.origin(), 50), ImportError, "metricopt-ext[compare]")
     assert task.queries == 0

@@ -3,7 +3,6 @@
 import io
 import math
 import pickle
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.refusals import assert_refused, having
 from helpers.tensors import rand
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.errors import ValueFunctionError
@@ -153,7 +153,7 @@ def test_single_precision_and_mixed() -> None:
 def test_an_untrusted_f_is_not_followed(quality: Quality | None, dtype: torch.dtype) -> None:
     phi, other = parameter(dtype=dtype), parameter(dtype=dtype)
     tiny = torch.finfo(dtype).eps
-    with pytest.warns(UntrustedWarning, match=r"f is .*: phi follows.*f from more tasks"):
+    with pytest.warns(UntrustedWarning, match=having("f", "phi")):
         optimizer = MetricOpt([phi], make_f(radius=0.01, quality=quality, dtype=dtype), lr=0.2)
     reference = torch.optim.SGD([other], lr=0.2)
     for step in range(10):
@@ -473,24 +473,23 @@ def test_autocast_training_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "names"),
     [
-        ({"lr": -0.1}, "lr is -0.1; it must be at least 0"),
-        ({"lr": float("nan")}, "lr is nan"),
-        ({"metric_step": -1.0}, "metric_step is -1.0"),
-        ({"loss_weight": -0.5}, "loss_weight is -0.5"),
-        ({"trust": 0.0}, "trust is 0.0; it must be above 0"),
-        ({"trust": -2.0}, "trust is -2.0"),
-        ({"trust": float("nan")}, "trust is nan; it must be above 0"),
-        ({"metric_step": float("inf")}, "metric_step is inf; it must be a finite"),
-        ({"history": 0}, "history is 0; it must be at least 1"),
-        ({"history": 3.0}, "history is 3.0; it must be an integer"),
-        ({"steps": 0}, "steps is 0; it must be at least 1"),
+        ({"lr": -0.1}, ("lr", "-0.1")),
+        ({"lr": float("nan")}, ("lr", "nan")),
+        ({"metric_step": -1.0}, ("metric_step", "-1.0")),
+        ({"loss_weight": -0.5}, ("loss_weight", "-0.5")),
+        ({"trust": 0.0}, ("trust", "0.0")),
+        ({"trust": -2.0}, ("trust", "-2.0")),
+        ({"trust": float("nan")}, ("trust", "nan", "0")),
+        ({"metric_step": float("inf")}, ("metric_step", "inf")),
+        ({"history": 0}, ("history", "0", "1")),
+        ({"history": 3.0}, ("history", "3.0")),
+        ({"steps": 0}, ("steps", "0", "1")),
     ],
 )
-def test_bad_settings(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        MetricOpt([parameter()], make_f(), **settings)
+def test_bad_settings(settings: dict[str, Any], names: tuple[str, ...]) -> None:
+    assert_refused(lambda: MetricOpt([parameter()], make_f(), **settings), ValueError, *names)
 
 
 def test_an_infinite_trust_radius_holds_nothing_back() -> None:
@@ -503,19 +502,16 @@ def test_an_infinite_trust_radius_holds_nothing_back() -> None:
 
 def test_parameter_groups() -> None:
     a, b = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(2))
-    with pytest.raises(ValueError, match=r"2 parameter groups.*sees one vector"):
-        MetricOpt([{"params": [a]}, {"params": [b]}], make_f())
+    assert_refused(lambda: MetricOpt([{"params": [a]}, {"params": [b]}], make_f()), ValueError, "2")
     optimizer = MetricOpt([{"params": [a, b], "lr": 0.7}], make_f())
     assert optimizer.param_groups[0]["lr"] == 0.7
-    with pytest.raises(ValueError, match="2 parameter groups given"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    assert_refused(lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]}), ValueError, "2")
     assert len(optimizer.param_groups) == 1
 
 
 @pytest.mark.parametrize("f", [None, "f.safetensors"])
 def test_what_is_no_value_function(f: Any) -> None:
-    with pytest.raises(TypeError, match=rf"f is a {type(f).__name__}.*fit's f, or load_"):
-        MetricOpt([parameter()], f)
+    assert_refused(lambda: MetricOpt([parameter()], f), TypeError, "f", type(f).__name__, "load_value_function")
 
 
 def test_f_of_another_adapter() -> None:
@@ -524,16 +520,14 @@ def test_f_of_another_adapter() -> None:
     f.signature = adapters[0].signature
     MetricOpt(adapters[0].parameters(), f)
     MetricOpt([parameter()], f)  # whose numbers may mean anything
-    with pytest.raises(ValueFunctionError, match=r"f was fitted for another.*0, not 1"):
-        MetricOpt(adapters[1].parameters(), f)
+    assert_refused(lambda: MetricOpt(adapters[1].parameters(), f), ValueFunctionError, "0", "1")
     f.signature = None
     MetricOpt(adapters[1].parameters(), f)
 
 
 @pytest.mark.parametrize("dim", [D - 1, D + 1])
 def test_f_of_another_dimension(dim: int) -> None:
-    with pytest.raises(ValueFunctionError, match=rf"hold 6 numbers.*phi of dimension {dim}"):
-        MetricOpt([parameter()], make_f(dim=dim))
+    assert_refused(lambda: MetricOpt([parameter()], make_f(dim=dim)), ValueFunctionError, "6", "phi", dim)
 
 
 # --- Under the f of a search ------------------------------------------------------------------------------------

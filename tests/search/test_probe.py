@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.refusals import assert_refused
 from helpers.tensors import rand
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias
 from metricopt_ext.errors import AdapterError, ConfigError
@@ -68,10 +69,9 @@ def test_a_dim_that_does_not_fit_is_refused_before_anything_is_computed(monkeypa
     task, _ = linear(1.0, dim=11)
     monkeypatch.setattr("metricopt_ext.utils.memory.free_memory", lambda device: 4 * 8 * (5 * 10**2 + 2 * 64 * 10))
     monkeypatch.setattr(FinetuneTask, "loss_and_gradient", None)
-    with pytest.raises(ConfigError, match=r"11: .* the largest dim that fits is 10"):
-        probe(task, task.origin(), 0)
-    with pytest.raises(ConfigError, match=r"11: .* the largest dim that fits is 10"):
-        GuidedTrustRegion()(task, task.origin(), 20)  # the task's metric refuses to be asked
+    assert_refused(lambda: probe(task, task.origin(), 0), ConfigError, "11", "dim", "10")
+    # the task's metric refuses to be asked
+    assert_refused(lambda: GuidedTrustRegion()(task, task.origin(), 20), ConfigError, "11", "dim", "10")
     check_dim(10, torch.device("cpu"))
 
 
@@ -193,8 +193,7 @@ def test_a_flat_loss_knows_no_direction(quadratic: Callable[..., Any]) -> None:
 
 def test_a_loss_without_a_gradient_is_named(quadratic: Callable[..., Any]) -> None:
     task = replace(quadratic(), loss=lambda model, batch: (model.metricopt.value() > 0).sum())
-    with pytest.raises(AdapterError, match="has no gradient in phi"):
-        probe(task, task.origin(), 0)
+    assert_refused(lambda: probe(task, task.origin(), 0), AdapterError, "phi")
 
 
 # --- What it leaves ----------------------------------------------------------------------------------------------
@@ -224,8 +223,7 @@ def test_the_model_is_left_as_it_was(training: bool, fails: bool) -> None:
     state = {name: value.clone() for name, value in model.state_dict().items()}
     modes = [module.training for module in model.modules()]
     if fails:
-        with pytest.raises(OSError, match="no more memory"):
-            probe(task, task.origin(), 0)
+        assert_refused(lambda: probe(task, task.origin(), 0), OSError, "no more memory")
     else:
         probe(task, task.origin(), 0)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.refusals import assert_refused
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.utils.seeding import generator
@@ -33,5 +34,4 @@ def _note(model: Any, points: list[torch.Tensor]) -> float:
 
 @pytest.mark.parametrize("std", [0.0, -1.0, float("nan")])
 def test_an_impossible_spread_is_refused(std: float) -> None:
-    with pytest.raises(ValueError, match=f"std is {std}"):
-        RandomSearch(std)
+    assert_refused(lambda: RandomSearch(std), ValueError, "std", std)

@@ -12,6 +12,7 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor
 
+from helpers.refusals import assert_named, assert_refused
 from helpers.tensors import rand
 from metricopt_ext.errors import BudgetError, ConfigError, MetricError
 from metricopt_ext.search.descent import descend
@@ -90,8 +91,7 @@ def test_the_least_budget_has_a_design_a_proposal_and_an_end(
     least = SEARCH.least_queries(dim)
     assert least == design + 3
     task = quadratic(dim)
-    with pytest.raises(ValueError, match=rf"queries.*{least - 1}.*{dim}.*needs at least {least}"):
-        SEARCH(task, task.origin(), least - 1)
+    assert_refused(lambda: SEARCH(task, task.origin(), least - 1), ValueError, "queries", least - 1, dim, least)
     assert task.queries == 0
     end = SEARCH(task, task.origin(), least)
     assert task.queries == least
@@ -101,15 +101,13 @@ def test_the_least_budget_has_a_design_a_proposal_and_an_end(
 @pytest.mark.parametrize("wrong", [[], [20, 20], [30, 20], [20.5], [True]])
 def test_checkpoints_that_make_no_sense_cost_nothing(quadratic: Callable[..., Any], wrong: Any) -> None:
     task = quadratic()
-    with pytest.raises(ValueError, match=r"checkpoints are|queries is"):
-        list(SEARCH.ends(task, task.origin(), wrong))
+    assert_refused(lambda: list(SEARCH.ends(task, task.origin(), wrong)), ValueError)
     assert task.queries == 0
 
 
 def test_a_phi_whose_matrices_fill_the_memory_is_refused() -> None:
     task: Any = SimpleNamespace(dim=10**7, origin=lambda: torch.zeros(1))
-    with pytest.raises(ConfigError, match=r"dim.*10000000"):
-        SEARCH.check(task)
+    assert_refused(lambda: SEARCH.check(task), ConfigError, "dim", "10000000")
     task.dim = 100
     SEARCH.check(task)
 
@@ -129,8 +127,9 @@ def test_the_quality_so_far_is_the_rank_correlation_of_what_was_predicted(quadra
 def test_a_ledger_with_less_is_refused(quadratic: Callable[..., Any]) -> None:
     task = quadratic(budget=30)
     for checkpoints, asked in (([31], 31), ([20, 30], 31), ([10, 20, 29], 31)):
-        with pytest.raises(BudgetError, match=rf"{asked}.*30 left in the metric's budget"):
+        with pytest.raises(BudgetError) as caught:
             list(SEARCH.ends(task, task.origin(), checkpoints))
+        assert_named(caught, asked, "30", "budget")
     assert task.queries == 0
     list(SEARCH.ends(task, task.origin(), [20, 29]))
     assert task.queries == 30
@@ -151,15 +150,13 @@ def test_a_ledger_with_less_is_refused(quadratic: Callable[..., Any]) -> None:
 )
 def test_settings_out_of_range(wrong: dict[str, Any]) -> None:
     (name,) = wrong
-    with pytest.raises(ValueError, match=f"{name} is"):
-        GuidedTrustRegion(**wrong)
+    assert_refused(lambda: GuidedTrustRegion(**wrong), ValueError, name)
 
 
 def test_a_metric_that_fails_says_at_which_query(quadratic: Callable[..., Any]) -> None:
     task = quadratic()
     task.problem.fail_after = 17
-    with pytest.raises(MetricError, match="query 18 of 40"):
-        SEARCH(task, task.origin(), 40)
+    assert_refused(lambda: SEARCH(task, task.origin(), 40), MetricError, "18", "40")
     assert task.queries == 18
 
 
@@ -191,10 +188,10 @@ def test_known_points_count_but_are_not_asked_again(quadratic: Callable[..., Any
     assert list(end.evaluations[:2]) == [evaluation for _, evaluation in known]
     assert_same(next(SEARCH.ends(quadratic(), start, [30], known=known[1:])), SEARCH(quadratic(), start, 30))
     least = SEARCH.least_queries(4)
-    with pytest.raises(ValueError, match=f"queries is {least}; .* needs at least {least + 1}"):
-        list(SEARCH.ends(task, start, [least], known=known))
-    with pytest.raises(ValueError, match="known has 1 point without the start"):
-        list(SEARCH.ends(task, start, [30], known=known[:1]))
+    assert_refused(
+        lambda: list(SEARCH.ends(task, start, [least], known=known)), ValueError, "queries", least, least + 1
+    )
+    assert_refused(lambda: list(SEARCH.ends(task, start, [30], known=known[:1])), ValueError, "known", "1")
     assert task.queries == 28
 
 

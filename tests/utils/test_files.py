@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from helpers.refusals import assert_named, assert_refused, having
 from metricopt_ext.errors import AdapterError, DataError, FileFormatError
 from metricopt_ext.runtime.identity import claim
 from metricopt_ext.utils import files
@@ -51,7 +52,7 @@ def test_a_failed_write_names_its_file_and_leaves_the_old_one(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, failing, full)
-    with pytest.raises(OSError, match=r"No space left on device: '.*/a\.json'") as raised:
+    with pytest.raises(OSError, match=having("a.json")) as raised:
         write_atomically(path, b"new")
     assert raised.value.errno == errno.ENOSPC
     assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"old"]
@@ -59,8 +60,11 @@ def test_a_failed_write_names_its_file_and_leaves_the_old_one(
 
 def test_a_folder_that_is_a_file_keeps_its_kind_of_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises((FileExistsError, NotADirectoryError), match=r"file/a\.json"):
-        write_atomically(tmp_path / "file" / "a.json", b"new")
+    assert_refused(
+        lambda: write_atomically(tmp_path / "file" / "a.json", b"new"),
+        (FileExistsError, NotADirectoryError),
+        "file/a.json",
+    )
 
 
 def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
@@ -87,15 +91,15 @@ def test_numbers_of_numpy_are_numbers_in_json(tmp_path: Path) -> None:
 
 
 def test_what_json_can_not_hold_is_refused_by_its_type(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"is a Tensor, which JSON can't hold"):
-        write_json(tmp_path / "numbers.json", {"lr": torch.tensor(0.1)})
+    assert_refused(
+        lambda: write_json(tmp_path / "numbers.json", {"lr": torch.tensor(0.1)}), TypeError, "Tensor", "JSON"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_json_in_another_encoding_says_what_to_do() -> None:
     assert parse_json('"ä"'.encode("utf-16")) == "ä"
-    with pytest.raises(ValueError, match="line 2 is not UTF-8, by the byte 0xe4; save it as UTF-8"):
-        parse_json(b'["",\n"\xe4"]')
+    assert_refused(lambda: parse_json(b'["",\n"\xe4"]'), ValueError, "2", "UTF-8", "0xe4")
 
 
 def test_json_has_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,14 +110,12 @@ def test_json_has_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     write_json(path, nested)
     assert read_json(path) == nested
     write_json(path, {"a": nested})
-    with pytest.raises(FileFormatError, match=r"a.json is not valid JSON.*50 levels\)"):
-        read_json(path)
+    assert_refused(lambda: read_json(path), FileFormatError, "a.json", "JSON", "50")
     write_json(path, {"a": 1})
     monkeypatch.setattr(files, "JSON_BYTES", path.stat().st_size)
     assert read_json(path) == {"a": 1}
     monkeypatch.setattr(files, "JSON_BYTES", path.stat().st_size - 1)
-    with pytest.raises(FileFormatError, match="12 bytes that are read at most"):
-        read_json(path)
+    assert_refused(lambda: read_json(path), FileFormatError, "12")
 
 
 def test_a_description_and_tensors_come_back_and_are_aligned(tmp_path: Path) -> None:
@@ -136,27 +138,26 @@ def test_a_flipped_byte_is_noticed(tmp_path: Path, place: str) -> None:
     at = len(content) - 2 if place == "tensors" else content.index(b"11")
     content[at] ^= 1
     path.write_bytes(content)
-    with pytest.raises(FileFormatError, match=r"a\.safetensors.*checksum is another"):
-        read_tensors(path, "kind/1")
+    assert_refused(lambda: read_tensors(path, "kind/1"), FileFormatError, "a.safetensors")
 
 
 def test_a_file_without_a_checksum_is_refused(tmp_path: Path) -> None:
     metadata = {"format": "kind/1", "described": '{"steps": 11}'}
     (tmp_path / "a.safetensors").write_bytes(safetensors.torch.save({"a": torch.arange(3.0)}, metadata=metadata))
-    with pytest.raises(FileFormatError, match=r"a\.safetensors.*checksum is another"):
-        read_tensors(tmp_path / "a.safetensors", "kind/1")
+    assert_refused(lambda: read_tensors(tmp_path / "a.safetensors", "kind/1"), FileFormatError, "a.safetensors")
 
 
 def test_other_tensors_are_named() -> None:
     tensors = {"a": torch.zeros(2, 3)}
     check_tensors("f", tensors, {"a": (2, 3)})
-    for expected, message in (
-        ({"a": (2, 3), "b": ()}, "f is corrupt: it has no tensor 'b'"),
-        ({}, "f is corrupt: it has a tensor 'a', which it does not describe"),
-        ({"a": (3, 2)}, r"f is corrupt: tensor 'a' has shape \(2, 3\), but should have \(3, 2\)"),
+    for expected, names in (
+        ({"a": (2, 3), "b": ()}, ("f", "'b'")),
+        ({}, ("f", "'a'")),
+        ({"a": (3, 2)}, ("f", "'a'", "(2, 3)", "(3, 2)")),
     ):
-        with pytest.raises(FileFormatError, match=message):
+        with pytest.raises(FileFormatError) as caught:
             check_tensors("f", tensors, expected)
+        assert_named(caught, *names)
 
 
 def test_a_module_is_built_of_its_own_tensors_alone() -> None:
@@ -165,18 +166,22 @@ def test_a_module_is_built_of_its_own_tensors_alone() -> None:
     loaded = module_of("f", model.state_dict(), lambda: nn.BatchNorm1d(3))
     assert all(torch.equal(value, model.state_dict()[key].to(value)) for key, value in loaded.state_dict().items())
     assert loaded.weight.dtype == torch.float32
-    with pytest.raises(FileFormatError, match=r"should have \(1000000000000,\)"):  # 16 TB, had it been built
-        module_of("f", model.state_dict(), lambda: nn.BatchNorm1d(10**12))
+    # 16 TB, had it been built
+    assert_refused(
+        lambda: module_of("f", model.state_dict(), lambda: nn.BatchNorm1d(10**12)), FileFormatError, "(1000000000000,)"
+    )
 
 
 def test_what_code_raises_on_other_content_names_the_file() -> None:
     with (
-        pytest.raises(FileFormatError, match=r"holds no thing \(KeyError\('a'\)\)"),
+        pytest.raises(FileFormatError) as caught,
         content_of("f", "thing"),
     ):
         {}["a"]
-    with pytest.raises(AdapterError, match=r"^mine$"), content_of("f", "thing"):
+    assert_named(caught, "thing", "KeyError('a')")
+    with pytest.raises(AdapterError) as caught, content_of("f", "thing"):
         raise AdapterError("mine")
+    assert_named(caught, "mine")
     with pytest.raises(KeyboardInterrupt), content_of("f", "thing"):
         raise KeyboardInterrupt
 
@@ -185,7 +190,7 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for path in (pipe, tmp_path, Path(os.devnull)):
-        with pytest.raises(OSError, match=r"a folder.*device, not a regular file"):
+        with pytest.raises(OSError, match=having(path)):
             open_regular(path)
     (tmp_path / "real").write_bytes(b"content")
     (tmp_path / "link").symlink_to("real")
@@ -225,5 +230,4 @@ def test_an_open_file_has_its_name(tmp_path: Path) -> None:
 
 
 def test_a_home_that_no_shell_put_in_is_named() -> None:
-    with pytest.raises(DataError, match=r"~/none not found \(~ is taken as it stands\); set data.root=DIR"):
-        files.existing("~/none")
+    assert_refused(lambda: files.existing("~/none"), DataError, "~/none", "data.root=DIR")

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from helpers.refusals import assert_refused
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.utils.imports import import_named, installed_path
 
@@ -152,8 +153,9 @@ def test_what_a_module_imports_is_limited_like_itself(tmp_path: Path, monkeypatc
     about = written(tmp_path / "about", "own_helper")
     written(tmp_path / "given", "own_needs", "from own_helper import half\nimport statistics")
     monkeypatch.syspath_prepend(about.parent)
-    with pytest.raises(ModuleNotFoundError, match="own_helper"):
-        import_named("own_needs:half", str(tmp_path / "given"), KEY)
+    assert_refused(
+        lambda: import_named("own_needs:half", str(tmp_path / "given"), KEY), ModuleNotFoundError, "own_helper"
+    )
     assert not about.with_suffix(".ran").exists()
     written(tmp_path / "given", "own_helper")
     assert import_named("own_needs:half", str(tmp_path / "given"), KEY)([1], []) == 0.5
@@ -195,10 +197,8 @@ def test_what_can_not_be_found(
 
 
 def test_what_a_module_lacks() -> None:
-    with pytest.raises(AttributeError, match="nothing"):
-        import_named("statistics:nothing", "", KEY)
-    with pytest.raises(ModuleNotFoundError, match=r"statistics\.nothing"):
-        import_named("statistics.nothing:mean", "", KEY)
+    assert_refused(lambda: import_named("statistics:nothing", "", KEY), AttributeError, "nothing")
+    assert_refused(lambda: import_named("statistics.nothing:mean", "", KEY), ModuleNotFoundError, "statistics.nothing")
 
 
 def test_the_folders_of_installed_modules() -> None:

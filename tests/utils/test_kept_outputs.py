@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import metricopt_ext as mo
+from helpers.refusals import assert_refused, assert_warned
 from metricopt_ext.utils.kept_outputs import KeptOutputs, circumstances, digest_of, digest_of_model
 
 GIB = 2**30
@@ -82,10 +83,8 @@ def test_what_is_kept_if_there_is_room_pushes_nothing_out_and_stays(tmp_path: Pa
     assert [whole.get(key) is not None for key in "abc"] == [True, True, False]
     half, large = KeptOutputs(gib=0.01), int(0.006 * GIB)
     half.of("large", lambda: numbers(large), if_room=True)
-    with pytest.warns(UserWarning, match=r"kept outputs.*0\.005 GiB of memory"):
-        half.of("large", lambda: numbers(large), if_room=True)
-    with pytest.raises(ValueError, match=r"room is 2.*share, from 0 to 1"):
-        KeptOutputs(room=2)
+    assert_warned(lambda: half.of("large", lambda: numbers(large), if_room=True), "outputs", "0.005", "GiB")
+    assert_refused(lambda: KeptOutputs(room=2), ValueError, "room", "2", "0", "1")
 
 
 def test_what_was_used_longest_ago_goes_first() -> None:
@@ -96,8 +95,8 @@ def test_what_was_used_longest_ago_goes_first() -> None:
         for key in keys:
             kept.of(key, lambda key=key: made.append(key) or numbers(100))  # type: ignore[func-returns-value, misc]
 
-    with pytest.warns(UserWarning, match=r"kept outputs.*fits is computed again"):
-        ask("a", "b", "a", "c", "a", "b")  # c takes the place of b, which a was used after
+    # c takes the place of b, which a was used after
+    assert_warned(lambda: ask("a", "b", "a", "c", "a", "b"), "outputs")
     assert made == ["a", "b", "c", "b"]
     assert (kept.passes, kept.nbytes) == (4, 200)
     ask("a")
@@ -148,8 +147,7 @@ def test_what_is_too_large_is_not_kept_and_nothing_else_goes() -> None:
     kept = KeptOutputs(gib=100 / GIB)
     kept.of("small", lambda: numbers(60))
     assert len(kept.of("large", lambda: numbers(101))) == 101
-    with pytest.warns(UserWarning, match="kept outputs fill"):
-        kept.of("large", lambda: numbers(101))
+    assert_warned(lambda: kept.of("large", lambda: numbers(101)), "outputs")
     kept.of("small", lambda: numbers(60))
     assert (kept.passes, kept.nbytes) == (3, 60)
 
@@ -189,8 +187,7 @@ def test_a_damaged_file_is_made_anew_with_a_warning(tmp_path: Path) -> None:
 
 
 def test_what_can_not_be_kept_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"an output holds.*number, text or None"):
-        KeptOutputs().of("key", lambda: [{1}])
+    assert_refused(lambda: KeptOutputs().of("key", lambda: [{1}]), TypeError, "None")
     for options in ({"gib": -1}, {"disk_gib": float("nan")}):
         with pytest.raises(ValueError, match="gib is"):
             KeptOutputs(**options)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.refusals import assert_refused
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.utils import program
 from metricopt_ext.utils.program import Ended, Programs, StoppedError, command_words, filled, last_lines
@@ -138,7 +139,7 @@ def test_stopping_ends_all_and_starts_no_more(tmp_path: Path, monkeypatch: pytes
 def test_a_program_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no program")
     for name in ("no-such-program", str(tmp_path / "text")):
-        with pytest.raises(ConfigError, match="can't be started: "):
+        with pytest.raises(ConfigError):
             Programs().run([name], tmp_path / "0.log")
 
 
@@ -154,24 +155,27 @@ def test_words_are_those_of_a_shell() -> None:
     values = {"checkpoint": "/x y/{trial}.pth", "trial": "7"}
     assert filled(words, values) == ["run", "a b", "--weights=/x y/{trial}.pth", "7", "{other}"]
     assert filled(["trial={trial}; run ${trial}", "$ {trial}"], values) == ["trial=7; run ${trial}", "$ 7"]
-    with pytest.raises(ConfigError, match=r"--score .* has no \{checkpoint\}"):
-        command_words("sh -c 'run ${checkpoint}'", "--score", needed=["checkpoint"])
+    assert_refused(
+        lambda: command_words("sh -c 'run ${checkpoint}'", "--score", needed=["checkpoint"]),
+        ConfigError,
+        "--score",
+        "{checkpoint}",
+    )
 
 
 @pytest.mark.parametrize(
-    ("command", "message"),
+    ("command", "names"),
     [
-        ("", "--score is empty"),
-        ("run 'a {checkpoint}", "No closing quotation"),
-        ("run weights.pth", r"has no {checkpoint}"),
-        ("run {checkpoint} | tail -1", r"has '\|', but no shell.*write sh -c"),
-        ("cd x && run {checkpoint}", "has '&&'"),
-        ("run {checkpoint} > log", "has '>'"),
+        ("", ("--score",)),
+        ("run 'a {checkpoint}", ()),
+        ("run weights.pth", ("{checkpoint}",)),
+        ("run {checkpoint} | tail -1", ("'|'",)),
+        ("cd x && run {checkpoint}", ("'&&'",)),
+        ("run {checkpoint} > log", ("'>'",)),
     ],
 )
-def test_commands_that_can_not_be_meant_are_refused(command: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        command_words(command, "--score", needed=["checkpoint"])
+def test_commands_that_can_not_be_meant_are_refused(command: str, names: tuple[str, ...]) -> None:
+    assert_refused(lambda: command_words(command, "--score", needed=["checkpoint"]), ConfigError, *names)
 
 
 def test_quoted_signs_are_arguments() -> None:

@@ -2,12 +2,13 @@
 
 import pytest
 
+from helpers.refusals import having
 from metricopt_ext.runtime import distributed
 from metricopt_ext.utils import ranks
 
 
 def test_joined_is_the_same_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match=r"runtime\.distributed"):
+    with pytest.warns(DeprecationWarning, match=having("runtime.distributed")):
         context = ranks.joined()
     with context:
         assert distributed.world() == 1

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 from torch.optim.swa_utils import AveragedModel
 
+from helpers.refusals import assert_named, assert_refused, assert_warned
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import save_checkpoint
 from metricopt_ext.utils.state_dict import load_checkpoint, read_state_dict, within
@@ -29,8 +30,7 @@ def test_a_saved_checkpoint_is_loaded_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["x.safetensors", "x.pt"])
 def test_a_pipe_is_not_opened(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
-    with pytest.raises(DataError, match="not a regular file"):
-        load_checkpoint(nn.Linear(1, 1), tmp_path / name)
+    assert_refused(lambda: load_checkpoint(nn.Linear(1, 1), tmp_path / name), DataError)
 
 
 def test_keys_with_dots_lead_into_nested_content() -> None:
@@ -119,8 +119,7 @@ def test_a_wrapped_model_takes_what_it_wraps(tmp_path: Path) -> None:
 def test_what_is_beside_the_model_is_left_out_with_a_warning(tmp_path: Path) -> None:
     torch.save({"state_dict": Lightning().state_dict(), "hyper_parameters": {"lr": 0.1}}, tmp_path / "last.ckpt")
     model = network()
-    with pytest.warns(UserWarning, match=r"last\.ckpt: 1.*out: \['class_weight'\]"):
-        load_checkpoint(model, tmp_path / "last.ckpt")
+    assert_warned(lambda: load_checkpoint(model, tmp_path / "last.ckpt"), "last.ckpt", "1", "class_weight")
     assert equal(model, Lightning().model)
 
 
@@ -136,15 +135,17 @@ def test_one_of_several_state_dicts_is_named(tmp_path: Path) -> None:
     good, other = drawn(network()).state_dict(), network().state_dict()
     torch.save({"state_dict": other, "state_dict_ema": good}, tmp_path / "a.pth")
     model = network()
-    with pytest.raises(DataError, match=r"2 state.*name one by model\.entry"):
-        load_checkpoint(model, tmp_path / "a.pth")
-    with pytest.raises(DataError, match=r"model\.entry='ema'.*state dict there"):
-        load_checkpoint(model, tmp_path / "a.pth", entry="ema")
+    assert_refused(lambda: load_checkpoint(model, tmp_path / "a.pth"), DataError, "2", "model.entry")
+    assert_refused(lambda: load_checkpoint(model, tmp_path / "a.pth", entry="ema"), DataError, "model.entry='ema'")
     load_checkpoint(model, tmp_path / "a.pth", entry="state_dict_ema")
     assert equal(model, drawn(network()))
     save_checkpoint(tmp_path / "a.safetensors", good)
-    with pytest.raises(DataError, match=r"--entry 'model'.*alone; leave it out"):
-        load_checkpoint(model, tmp_path / "a.safetensors", entry="model", option="--entry")
+    assert_refused(
+        lambda: load_checkpoint(model, tmp_path / "a.safetensors", entry="model", option="--entry"),
+        DataError,
+        "--entry",
+        "model",
+    )
 
 
 def without(name: str) -> dict[str, Tensor]:
@@ -152,22 +153,21 @@ def without(name: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("state", "message"),
+    ("state", "names"),
     [
-        (without("0.weight"), r"Sequential: it lacks \['0\.weight'\]$"),
-        ({**network().state_dict(), "fc.bias": torch.ones(2)}, r"\['fc\.bias'\], which the model has not"),
-        ({**network().state_dict(), "0.bias": torch.ones(5)}, r"\(5,\) and should be \(3,\)"),
-        ({f"net.{key}": each for key, each in without("0.weight").items()}, r"it lacks .*; it has \['net\."),
+        (without("0.weight"), ("Sequential", "0.weight")),
+        ({**network().state_dict(), "fc.bias": torch.ones(2)}, ("fc.bias",)),
+        ({**network().state_dict(), "0.bias": torch.ones(5)}, ("(5,)", "(3,)")),
+        ({f"net.{key}": each for key, each in without("0.weight").items()}, ("net",)),
         (
             {f"{at}.{key}": each for at in ("online", "target") for key, each in network().state_dict().items()},
-            r"the model's.*save a file that has one",
+            (),
         ),
     ],
 )
-def test_weights_of_another_model_are_refused(state: dict[str, Tensor], message: str, tmp_path: Path) -> None:
+def test_weights_of_another_model_are_refused(state: dict[str, Tensor], names: tuple[str, ...], tmp_path: Path) -> None:
     torch.save(state, tmp_path / "a.pth")
-    with pytest.raises(DataError, match=message):
-        load_checkpoint(network(), tmp_path / "a.pth")
+    assert_refused(lambda: load_checkpoint(network(), tmp_path / "a.pth"), DataError, *names)
 
 
 class Own:
@@ -190,8 +190,9 @@ def scripted(path: Path) -> None:
 )
 def test_what_runs_code_is_refused_on_one_line_with_the_way_out(make: Any, name: str, why: str, tmp_path: Path) -> None:
     make(tmp_path / name)
-    way = r"If you trust it, export .*alone, torch\.save\(model\.state_dict\(\), FILE\)"
-    with pytest.raises(DataError, match=way) as caught:
+    names = ("torch.save(model.state_dict()", "FILE")
+    with pytest.raises(DataError) as caught:
         read_state_dict(tmp_path / name)
+    assert_named(caught, *names)
     assert re.search(re.escape(why), str(caught.value))
     assert "\n" not in str(caught.value)

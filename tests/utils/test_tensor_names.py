@@ -2,6 +2,7 @@
 
 import pytest
 
+from helpers.refusals import assert_refused
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.tensor_names import names_in_model
 
@@ -71,8 +72,13 @@ def test_what_is_beside_the_model_is_told() -> None:
 
 
 def test_two_models_under_strange_prefixes_are_refused() -> None:
-    with pytest.raises(DataError, match=r"there 2 times, after 'key\.', 'query\.'"):
-        names_in_model([f"{at}.{name}" for at in ("query", "key") for name in OWN], OWN)
+    assert_refused(
+        lambda: names_in_model([f"{at}.{name}" for at in ("query", "key") for name in OWN], OWN),
+        DataError,
+        "2",
+        "key.",
+        "query.",
+    )
 
 
 def test_names_of_another_model_stay() -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from helpers.refusals import assert_refused
 from metricopt_ext.utils.text import text_of
 
 
@@ -15,5 +16,4 @@ def test_marks_of_either_order() -> None:
 
 
 def test_other_text_is_told_by_its_line_and_byte() -> None:
-    with pytest.raises(ValueError, match=r"^line 2 is not UTF-8, by the byte 0xe4; save it as UTF-8$"):
-        text_of("cat\ncät".encode("latin-1"))
+    assert_refused(lambda: text_of("cat\ncät".encode("latin-1")), ValueError, "2", "UTF-8", "0xe4")

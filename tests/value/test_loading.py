@@ -1,6 +1,5 @@
 """Files of value functions of every kind: what is read is what was written, and what is no such file is named."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.refusals import assert_refused
 from helpers.tensors import rand32
 from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.errors import FileFormatError, ValueFunctionError
@@ -70,8 +70,7 @@ def test_file_roundtrip(make: Any, quality: Quality | None, signature: Signature
 def test_file_of_another_dimension(tmp_path: Path) -> None:
     path = tmp_path / "f.safetensors"
     ridge().save(path)
-    with pytest.raises(ValueFunctionError, match=re.escape(str(path)) + r".* dimension 5, the adapter's is 6"):
-        load_value_function(path, dim=6)
+    assert_refused(lambda: load_value_function(path, dim=6), ValueFunctionError, path, "5", "6")
     assert load_value_function(path).dim == 5
 
 
@@ -80,16 +79,20 @@ def test_file_of_another_adapter(tmp_path: Path) -> None:
     path, f = tmp_path / "f.safetensors", ridge()
     f.signature = SIGNATURE
     f.save(path)
-    with pytest.raises(
-        ValueFunctionError, match=re.escape(str(path)) + " was fitted for another adapter, of seed 3, not 4:"
-    ):
-        load_value_function(path, signature=replace(SIGNATURE, seed=4))
+    assert_refused(
+        lambda: load_value_function(path, signature=replace(SIGNATURE, seed=4)),
+        ValueFunctionError,
+        path,
+        "seed",
+        "3",
+        "4",
+    )
     other = replace(SIGNATURE, layers=tuple("bcdefgh"), channels=(9,) * 7)
-    with pytest.raises(ValueFunctionError, match=r"\['a'\].*7 in.*channels \[8\], not"):
-        load_value_function(path, signature=other)
+    assert_refused(lambda: load_value_function(path, signature=other), ValueFunctionError, "7", "8")
     loaded = load_value_function(path)
-    with pytest.raises(ValueFunctionError, match=r"f was fitted.*'film', not 'input_bias'"):
-        loaded.check_fits(replace(SIGNATURE, kind="input_bias"))
+    assert_refused(
+        lambda: loaded.check_fits(replace(SIGNATURE, kind="input_bias")), ValueFunctionError, "film", "input_bias"
+    )
     loaded.signature = None
     loaded.check_fits(other)
 
@@ -99,17 +102,13 @@ def test_truncated_file(kept: float, tmp_path: Path) -> None:
     path = tmp_path / "f.safetensors"
     neural().save(path)
     path.write_bytes(path.read_bytes()[: int(kept * path.stat().st_size)])
-    with pytest.raises(FileFormatError, match=re.escape(str(path))):
-        load_value_function(path)
+    assert_refused(lambda: load_value_function(path), FileFormatError, path)
 
 
 def test_file_of_unknown_contents(tmp_path: Path) -> None:
     path = tmp_path / "f.safetensors"
-    with pytest.raises(FileFormatError, match="does not exist"):
-        load_value_function(path)
+    assert_refused(lambda: load_value_function(path), FileFormatError)
     write_tensors(path, {}, FILE_FORMAT, {"kind": "forest", "settings": {}})
-    with pytest.raises(FileFormatError, match=r"unknown.*'forest'.*'neural', 'ridge'\]"):
-        load_value_function(path)
+    assert_refused(lambda: load_value_function(path), FileFormatError, "unknown", "forest", "neural", "ridge")
     write_tensors(path, {}, "another/1", {})
-    with pytest.raises(FileFormatError, match="format 'another/1', expected"):
-        load_value_function(path)
+    assert_refused(lambda: load_value_function(path), FileFormatError, "another/1")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.refusals import assert_refused, assert_warned, having
 from metricopt_ext.value import reptile
 from metricopt_ext.value.fitting import fit_value_function
 from metricopt_ext.value.objective import CollapseWarning, Objective, hardest_triplets
@@ -207,8 +208,10 @@ def test_paper_preset_is_algorithm_1_as_printed() -> None:
 def test_passes_take_every_task_that_a_member_sees_and_as_many_times(tasks: int, per_pass: int) -> None:
     data, passes, spy = observations(tasks=11, points=5), 4, recorder()
     fold = folded(data, 3)  # the members see 7, 7 and 8 tasks
-    with pytest.warns(UserWarning, match=f"f gets only {2 * 4 * per_pass} updates"):
-        replace(QUICK, passes=passes, tasks=tasks, objective=spy, inner=SGD)(data, fold, 3, seed=0)
+    assert_warned(
+        lambda: replace(QUICK, passes=passes, tasks=tasks, objective=spy, inner=SGD)(data, fold, 3, seed=0),
+        2 * 4 * per_pass,
+    )
     batches = [phi for phi, _, _ in spy.calls[::2]]  # two inner steps on each
     assert len(batches) == passes * per_pass
     for member in range(3):
@@ -234,8 +237,7 @@ def test_eta_falls_over_all_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_so_few_updates_that_f_is_not_trained_are_said_with_the_passes_that_train_it() -> None:
     data = observations(tasks=20)
     learner, all_seen = ReptileLearner.paper(), torch.full_like(data.trajectory, -1)
-    with pytest.warns(UserWarning, match=r"only 40.*300 .*15 or more \(it is 2\)"):
-        replace(learner, passes=2)(data, all_seen, 1, seed=0)
+    assert_warned(lambda: replace(learner, passes=2)(data, all_seen, 1, seed=0), "40", "300", "15", "2")
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warnings.simplefilter("ignore", CollapseWarning)
@@ -392,25 +394,24 @@ def test_equal_uncertainties_do() -> None:
 def test_collapse_is_said() -> None:
     data = observations()
     learner = replace(QUICK, iterations=20, inner=partial(INNER_ADAMW, lr=1e-2, weight_decay=50))
-    with pytest.warns(CollapseWarning, match=r"2.*function's 2.*nearly the same cost"):
+    with pytest.warns(CollapseWarning, match=having("2")):
         learner(data, folded(data, 2), 2, seed=0)
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "names"),
     [
-        ({"iterations": 0}, "iterations is 0; it must be at least 1"),
-        ({"passes": 0}, "passes is 0; it must be at least 1"),
-        ({"tasks": 0}, "tasks is 0; it must be at least 1"),
-        ({"inner_steps": -1}, r"inner_steps.*-1; it must be at least 1"),
-        ({"resolution": 0.0}, r"resolution is 0\.0; it must be above 0"),
-        ({"points": 0}, "points is 0; it must be at least 1"),
-        ({"points": 1, "tasks": 1}, r"points is 1.*is 1.*needs at least 2"),
+        ({"iterations": 0}, ("iterations", "0", "1")),
+        ({"passes": 0}, ("passes", "0", "1")),
+        ({"tasks": 0}, ("tasks", "0", "1")),
+        ({"inner_steps": -1}, ("inner_steps", "-1")),
+        ({"resolution": 0.0}, ("resolution", "0.0")),
+        ({"points": 0}, ("points", "0", "1")),
+        ({"points": 1, "tasks": 1}, ("points", "1", "2")),
     ],
 )
-def test_impossible_settings(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ReptileLearner(**settings)
+def test_impossible_settings(settings: dict[str, Any], names: tuple[str, ...]) -> None:
+    assert_refused(lambda: ReptileLearner(**settings), ValueError, *names)
 
 
 def test_repr_is_the_same_in_every_process() -> None:

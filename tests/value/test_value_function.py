@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.refusals import assert_named
 from helpers.tensors import rand, rand32
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.value.value_function import NeuralValueFunction, Quality, RidgeValueFunction
@@ -155,8 +156,9 @@ def test_gradient_has_phis_type(make: Any) -> None:
 def test_phi_of_another_dimension(make: Any, shape: tuple[int, ...]) -> None:
     f = make()
     for call in (f, f.gradient):
-        with pytest.raises(ValueFunctionError, match=rf"dimension {shape[-1]}.*fitted for 5"):
+        with pytest.raises(ValueFunctionError) as caught:
             call(torch.zeros(shape))
+        assert_named(caught, shape[-1], "5")
 
 
 @each_kind
