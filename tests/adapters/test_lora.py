@@ -138,7 +138,6 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
         lambda: load_adapter(adapted(("first",)), tmp_path / "a.safetensors"),
         AdapterError,
         "second.lora_B.default",
-        "active",
         "LoRA",
     )
     attach_film(nn.Sequential(nn.LayerNorm(3)), dim=2).save(tmp_path / "b.safetensors")

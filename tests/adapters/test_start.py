@@ -458,7 +458,7 @@ def test_a_line_asks_the_middle_and_the_quarters_first_unless_it_is_told() -> No
         (0.0, 1.0, (0.5, 2.0), ("2.0", "0.0", "1.0")),
         (0.0, 1.0, 0.5, ("first", "0.5")),
         (0.0, 1.0, "05", ("first", "'05'")),
-        (0.0, 1.0, ("0.5",), ("first[0", "0.5")),
+        (0.0, 1.0, ("0.5",), ("first", "0.5")),
     ],
 )
 def test_what_is_no_interval_is_refused(low: float, high: float, first: Any, names: tuple[str, ...]) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.refusals import assert_refused
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.classification.adapter import attach
 from metricopt_ext.classification.config import ClassificationConfig, ClassifierAdapterConfig
@@ -77,8 +78,6 @@ def test_adapters_of_the_logits(kind: str, model: str, temperature: bool, expect
 def test_adapters_that_cannot_be() -> None:
     config = config_of()
     config.adapter = ClassifierAdapterConfig(["body.0", "body.4"], 7, "input_bias")
-    with pytest.raises(ConfigError, match="an input bias acts on one linear layer"):
-        attach(build_model("tabular_mlp", torch.Size((5,)), 3), config, 0)
+    assert_refused(lambda: attach(build_model("tabular_mlp", torch.Size((5,)), 3), config, 0), ConfigError)
     config.adapter = ClassifierAdapterConfig(["body.1"], 7, "input_bias")
-    with pytest.raises(AdapterError, match=r"no linear.*bias is named 'body\.1'"):
-        attach(build_model("tabular_mlp", torch.Size((5,)), 3), config, 0)
+    assert_refused(lambda: attach(build_model("tabular_mlp", torch.Size((5,)), 3), config, 0), AdapterError, "body.1")

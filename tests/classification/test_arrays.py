@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.refusals import assert_refused, assert_warned
+
 pytest.importorskip("torchvision")
 
 from metricopt_ext.classification.arrays import parts_in, read_arrays
@@ -68,39 +70,42 @@ def test_parts_may_lie_in_one_file(tmp_path: Path, name: str) -> None:
 def test_classes_are_compared_by_name_and_copies_found(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=X, y=np.arange(20) % 3)
     np.savez(tmp_path / "b.npz", x=X[:4], y=np.array([2, 1, 0, 1]))
-    with pytest.warns(UserWarning, match=r"1 row in two parts.*1 of.*row 1 of"):
-        splits = splits_of(f"data.train={tmp_path / 'a.npz'}", f"data.test={tmp_path / 'b.npz'}")
+    splits = assert_warned(
+        lambda: splits_of(f"data.train={tmp_path / 'a.npz'}", f"data.test={tmp_path / 'b.npz'}"), "1"
+    )
     assert splits.test.y.tolist() == [2, 1, 0, 1]
     np.savez(tmp_path / "b.npz", x=X[:4], y=np.array([2, 1, 7, 0]))
-    with pytest.raises(DataError, match=r"class '7' is in data\.test alone"):
-        splits_of(f"data.train={tmp_path / 'a.npz'}", f"data.test={tmp_path / 'b.npz'}")
+    assert_refused(
+        lambda: splits_of(f"data.train={tmp_path / 'a.npz'}", f"data.test={tmp_path / 'b.npz'}"),
+        DataError,
+        "'7'",
+        "data.test",
+    )
 
 
 @pytest.mark.parametrize(
-    ("arrays", "message"),
+    ("arrays", "names"),
     [
-        ({"x": X}, "must have one array called y, Y, labels"),
-        ({"x": X, "X": X, "y": Y}, r"must have one array.*\['x', 'X'\]"),
-        ({"x": X, "y": Y[:5]}, r"one label.*20 inputs, got shape \(5,\)"),
-        ({"x": X, "y": np.eye(20)}, r"got shape \(20, 20\)"),
-        ({"x": X, "y": X[:, 0]}, r"must have integers.*labels, got float64"),
-        ({"x": X[:, 0], "y": Y}, "they must be n x d numbers"),
-        ({"x": X / 0.0, "y": Y}, "must have finite real numbers"),
-        ({"x": np.zeros((20, 4, 4, 5), np.uint8), "y": Y}, "they must be n x d numbers"),
-        ({"x": np.zeros((20, 1, 4, 3), np.uint8), "y": Y}, "whose channels may come first or last"),
+        ({"x": X}, ()),
+        ({"x": X, "X": X, "y": Y}, ("'X'",)),
+        ({"x": X, "y": Y[:5]}, ("20", "(5,)")),
+        ({"x": X, "y": np.eye(20)}, ("(20, 20)",)),
+        ({"x": X, "y": X[:, 0]}, ("float64",)),
+        ({"x": X[:, 0], "y": Y}, ()),
+        ({"x": X / 0.0, "y": Y}, ()),
+        ({"x": np.zeros((20, 4, 4, 5), np.uint8), "y": Y}, ()),
+        ({"x": np.zeros((20, 1, 4, 3), np.uint8), "y": Y}, ()),
     ],
 )
-def test_what_is_no_set_is_refused(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
+def test_what_is_no_set_is_refused(tmp_path: Path, arrays: dict[str, Any], names: tuple[str, ...]) -> None:
     with np.errstate(divide="ignore", invalid="ignore"):
         np.savez(tmp_path / "a.npz", **arrays)
-    with pytest.raises(DataError, match=message):
-        read_arrays([tmp_path / "a.npz"])
+    assert_refused(lambda: read_arrays([tmp_path / "a.npz"]), DataError, *names)
 
 
 def test_a_file_of_one_array_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", X)
-    with pytest.raises(DataError, match=r"must be a \.npz"):
-        read_arrays([tmp_path / "a.npy"])
+    assert_refused(lambda: read_arrays([tmp_path / "a.npy"]), DataError)
 
 
 @pytest.mark.parametrize(

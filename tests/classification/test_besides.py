@@ -1,12 +1,11 @@
 """What counts besides a classifier's metric: against scikit-learn, and what is refused by name."""
 
-import re
-
 import pytest
 import sklearn.metrics
 import torch
 from torch import Tensor, nn
 
+from helpers.refusals import assert_refused
 from metricopt_ext.classification.besides import besides, check_besides
 from metricopt_ext.classification.config import ClassificationConfig, MetricConfig
 from metricopt_ext.classification.metrics import METRICS
@@ -48,10 +47,8 @@ def test_precision_without_a_prediction_is_0_and_no_example_is_an_error() -> Non
     logits, labels = torch.tensor([[0.0, 1.0, 0.0]] * 3), torch.tensor([0, 1, 1])
     assert found["precision[cat]"].function(logits, labels) == 0
     assert found["recall[cat]"].function(logits, labels) == 0
-    with pytest.raises(DataError, match="class 'cat', which recall needs"):
-        found["recall[cat]"].function(logits, labels.clamp(min=1))
-    with pytest.raises(ConfigError, match=r"metric\.also.*fails: no example"):
-        check_besides(found, logits, labels.clamp(min=1))
+    assert_refused(lambda: found["recall[cat]"].function(logits, labels.clamp(min=1)), DataError, "cat", "recall")
+    assert_refused(lambda: check_besides(found, logits, labels.clamp(min=1)), ConfigError, "metric.also")
 
 
 def test_names_are_the_tool_s_and_functions_of_one_s_own() -> None:
@@ -115,32 +112,30 @@ BASE = ["data.name=digits", "model.name=small_cnn"]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "names"),
     [
         (
             ["metric.subject_to.mcc=> 0"],
-            r"metric\.subject_to.*constraint; write",
+            ("metric.subject_to",),
         ),
-        (["metric.subject_to.accuracy=>= 0"], r"subject_to.*metric itself"),
-        (["metric.also=[accuracy]"], r"metric\.also.*itself; leave it out"),
+        (["metric.subject_to.accuracy=>= 0"], ("subject_to", "metric")),
+        (["metric.also=[accuracy]"], ("metric.also",)),
         (
             ["metric.subject_to.mcc=>= 0", "method.name=recipe"],
-            r"subject_to=\{'mcc'.*0'\}.*method\.name=search",
+            ("subject_to", "0", "method.name=search"),
         ),
         (
             ["metric.subject_to.mcc=>= 0", "methods=[metricopt_paper]"],
-            "metricopt_paper can't respect",
+            ("metricopt_paper",),
         ),
     ],
 )
-def test_settings_that_can_t_be_are_refused(overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config(ClassificationConfig, None, [*BASE, *overrides]).check()
+def test_settings_that_can_t_be_are_refused(overrides: list[str], names: tuple[str, ...]) -> None:
+    assert_refused(lambda: load_config(ClassificationConfig, None, [*BASE, *overrides]).check(), ConfigError, *names)
 
 
 def test_constraints_are_texts_by_names_with_dots_and_brackets() -> None:
     given = ["metric.subject_to.recall[3]=>= start - 0.5", "metric.subject_to.sklearn.metrics:f1_score=<= ${x} 1"]
     config = load_config(ClassificationConfig, None, [*BASE, *given])
     assert config.metric.subject_to == {"recall[3]": ">= start - 0.5", "sklearn.metrics:f1_score": "<= ${x} 1"}
-    with pytest.raises(ConfigError, match=re.escape("no constraint")):
-        config.check()
+    assert_refused(config.check, ConfigError)

@@ -9,6 +9,7 @@ import sklearn.metrics
 import torch
 from torch import nn
 
+from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.classification import classifier as making
 from metricopt_ext.classification.classifier import classifier, in_units_of, last_linear
 from metricopt_ext.classification.config import ClassificationConfig
@@ -53,8 +54,9 @@ def test_training_depends_on_the_seed_alone_and_is_kept(tmp_path: Path, monkeypa
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "weights.pt")
     resumed = classifier(config, splits, 9, tmp_path / "d")  # the run has a copy of what its file was
     assert torch.equal(resumed.conv1.weight, first.conv1.weight)
-    with pytest.raises(DataError, match=r"weights\.pt holds no weights for") as caught:
+    with pytest.raises(DataError) as caught:
         classifier(config, splits, 0, tmp_path / "e")
+    assert_named(caught, "weights.pt")
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -96,5 +98,4 @@ def test_a_layer_is_put_into_the_units_of_the_target() -> None:
     before = model(x)
     in_units_of(last_linear(model), 1e4, 250.0)
     torch.testing.assert_close(model(x), before * 250 + 1e4)
-    with pytest.raises(ConfigError, match=r"needs a model.*bias and one output"):
-        last_linear(SmallCNN(1, 3))
+    assert_refused(lambda: last_linear(SmallCNN(1, 3)), ConfigError)

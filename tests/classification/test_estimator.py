@@ -18,6 +18,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import Tensor
 
+from helpers.refusals import assert_refused, assert_warned, having
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.classification.estimator import CANNOT_PASS, MetricClassifier
 from metricopt_ext.data.label_parts import label_parts
@@ -129,9 +130,8 @@ def test_a_scorer_that_needs_a_class_which_is_not_held_out_is_refused_with_its_n
     y = np.repeat(["rare", "usual"], [1, 499])
     seeds = [seed for seed in range(4) if _rare_is_trained_on(y, seed)]
     classifier = MetricClassifier("roc_auc", queries=12, **{**SMALL, "epochs": 1, "random_state": seeds[0]})
-    message = r"it is nan on the 150 rows that are held out for it, as none has a label of \['rare'\]; give more such"
-    with pytest.raises(MetricError, match=message):
-        classifier.fit(X, y)
+    names = ("nan", "150", "rare")
+    assert_refused(lambda: classifier.fit(X, y), MetricError, *names)
 
 
 def _rare_is_trained_on(y: Any, seed: int) -> bool:
@@ -144,16 +144,18 @@ def test_a_scorer_that_fails_for_want_of_a_class_is_told_what_to_do(scoring: str
     X, y = table()
     y = np.where(np.arange(len(y)) == 0, "rare", np.where(y == "c", "b", y))
     seeds = [seed for seed in range(9) if _rare_is_trained_on(y, seed)]
-    with pytest.raises(MetricError, match=r"\['rare'\].*such rows, or raise"):
-        MetricClassifier(scoring, queries=12, **{**SMALL, "epochs": 1, "random_state": seeds[0]}).fit(X, y)
+    assert_refused(
+        lambda: MetricClassifier(scoring, queries=12, **{**SMALL, "epochs": 1, "random_state": seeds[0]}).fit(X, y),
+        MetricError,
+        "rare",
+    )
 
 
 def test_a_label_that_is_held_out_alone_is_named() -> None:
     X, _ = make_classification(60, 4, random_state=0)
     y = np.repeat(["rare", "usual"], [1, 59])
     seed = next(seed for seed in range(20) if not _rare_is_trained_on(y, seed))
-    with pytest.warns(UserWarning, match=r"\['rare'\].*label is held out"):
-        MetricClassifier(queries=0, **{**SMALL, "epochs": 1, "random_state": seed}).fit(X, y)
+    assert_warned(lambda: MetricClassifier(queries=0, **{**SMALL, "epochs": 1, "random_state": seed}).fit(X, y), "rare")
 
 
 def test_a_frame_reaches_the_scorer_with_its_names() -> None:
@@ -176,10 +178,15 @@ def test_a_frame_reaches_the_scorer_with_its_names() -> None:
 
 def test_labels_of_two_types_and_a_training_that_diverges_are_refused() -> None:
     X, y = table()
-    with pytest.raises(ValueError, match=r"y has labels.*str_?.*them all of one"):
-        MetricClassifier(queries=0, **SMALL).fit(X, np.array([1 if each == "a" else each for each in y], dtype=object))
-    with pytest.raises(ValueError, match=r"training.*lr=1e\+30.*finite; lower it"):
-        MetricClassifier(queries=0, **{**SMALL, "lr": 1e30}).fit(X, y)
+    assert_refused(
+        lambda: MetricClassifier(queries=0, **SMALL).fit(
+            X, np.array([1 if each == "a" else each for each in y], dtype=object)
+        ),
+        ValueError,
+    )
+    assert_refused(
+        lambda: MetricClassifier(queries=0, **{**SMALL, "lr": 1e30}).fit(X, y), ValueError, "training", "lr=1e+30"
+    )
 
 
 def test_the_same_seed_gives_the_same_classifier() -> None:
@@ -189,35 +196,33 @@ def test_the_same_seed_gives_the_same_classifier() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "rows", "error", "message"),
+    ("options", "rows", "error", "names"),
     [
-        ({"queries": 3}, 300, BudgetError, "3 queries are too few"),
-        ({"queries": -2}, 300, ValueError, "queries is -2"),
-        ({"queries": 12, "hidden": ()}, 300, AdapterError, "no normalisation layer"),
-        ({"queries": 12, "dim": 0}, 300, ValueError, "dim is 0"),
-        ({"scoring": "f2"}, 300, ValueError, "f2"),
-        ({"validation_fraction": 1.5}, 300, ValueError, "1.5"),
-        ({}, 1, ValueError, "one class|n_samples"),
-        ({"epochs": -1}, 300, ValueError, "epochs is -1; it must be at least 0"),
-        ({"batch_size": 0}, 300, ValueError, "batch_size is 0; it must be at least 1"),
-        ({"hidden": 8}, 300, ValueError, r"hidden.*8; it.*sequence of widths"),
-        ({"hidden": (8, 0)}, 300, ValueError, "hidden is 0; it must be at least 1"),
+        ({"queries": 3}, 300, BudgetError, ("3", "queries")),
+        ({"queries": -2}, 300, ValueError, ("queries", "-2")),
+        ({"queries": 12, "hidden": ()}, 300, AdapterError, ()),
+        ({"queries": 12, "dim": 0}, 300, ValueError, ("dim", "0")),
+        ({"scoring": "f2"}, 300, ValueError, ("f2",)),
+        ({"validation_fraction": 1.5}, 300, ValueError, ("1.5",)),
+        ({}, 1, ValueError, ()),
+        ({"epochs": -1}, 300, ValueError, ("epochs", "-1", "0")),
+        ({"batch_size": 0}, 300, ValueError, ("batch_size", "0", "1")),
+        ({"hidden": 8}, 300, ValueError, ("hidden", "8")),
+        ({"hidden": (8, 0)}, 300, ValueError, ("hidden", "0", "1")),
     ],
 )
 def test_bad_settings_are_refused_before_training(
-    options: dict[str, Any], rows: int, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], rows: int, error: type[Exception], names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(MetricClassifier, "_train", lambda *_: pytest.fail("it was trained"))
     X, y = table()
-    with pytest.raises(error, match=message):
-        MetricClassifier(**{**SMALL, **options}).fit(X[:rows], y[:rows])
+    assert_refused(lambda: MetricClassifier(**{**SMALL, **options}).fit(X[:rows], y[:rows]), error, *names)
 
 
 def test_missing_numbers_need_an_imputer() -> None:
     X, y = table()
     X[::7, 2] = np.nan
-    with pytest.raises(ValueError, match=r"contains NaN.*SimpleImputer|contains NaN[\s\S]*imputer"):
-        MetricClassifier(queries=0, **SMALL).fit(X, y)
+    assert_refused(lambda: MetricClassifier(queries=0, **SMALL).fit(X, y), ValueError, "NaN")
     assert make_pipeline(SimpleImputer(), MetricClassifier(queries=0, **SMALL)).fit(X, y).score(X, y) > 0.5
 
 
@@ -298,15 +303,20 @@ def test_what_a_scorer_does_not_take_is_said() -> None:
     def plain(estimator: Any, X: Any, y: Any) -> float:
         return float(balanced_accuracy_score(y, estimator.predict(X)))
 
-    with pytest.warns(UserWarning, match="scorer plain takes no sample_weight"):
-        MetricClassifier(plain, queries=12, **SMALL).fit(X, y, sample_weight=np.ones(300))
+    assert_warned(
+        lambda: MetricClassifier(plain, queries=12, **SMALL).fit(X, y, sample_weight=np.ones(300)), "sample_weight"
+    )
     for scoring in (plain, "balanced_accuracy"):
-        with pytest.raises(ValueError, match=r"groups are given.*them; write scorer\("):
+        with pytest.raises(ValueError, match=having("groups")):
             MetricClassifier(scoring, queries=12, **SMALL).fit(X, y, groups=y)
-    with pytest.raises(ValueError, match=r"sample_weight.*-2 in row 1"):
-        MetricClassifier(queries=0, **SMALL).fit(X, y, sample_weight=[1, -2, *[1] * 298])
-    with pytest.raises(ValueError, match=r"sample_weight is 0 in each row|Sample weights must contain at least one"):
-        MetricClassifier(queries=0, **SMALL).fit(X, y, sample_weight=np.zeros(300))
+    assert_refused(
+        lambda: MetricClassifier(queries=0, **SMALL).fit(X, y, sample_weight=[1, -2, *[1] * 298]),
+        ValueError,
+        "sample_weight",
+        "-2",
+        "1",
+    )
+    assert_refused(lambda: MetricClassifier(queries=0, **SMALL).fit(X, y, sample_weight=np.zeros(300)), ValueError)
 
 
 def test_metadata_is_routed_as_requested() -> None:
@@ -332,8 +342,7 @@ def test_metadata_is_routed_as_requested() -> None:
         alone = MetricClassifier(make_scorer(judged).set_score_request(sample_weight=False), queries=12, **SMALL)
         alone.fit(X, y, sample_weight=weights)
         assert asked[0] == (90, None, None)
-        with pytest.raises(ValueError, match="request them by set_score_request"):
-            alone.fit(X, y, groups=groups)
+        assert_refused(lambda: alone.fit(X, y, groups=groups), ValueError, "set_score_request")
 
 
 def several(rows: int = 400, seed: int = 0) -> tuple[Any, Any]:
@@ -374,16 +383,17 @@ def test_thresholds_are_a_start_that_predicts_as_many_as_there_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("y", "settings", "message"),
+    ("y", "settings", "names"),
     [
-        (np.full((40, 2), 3), {}, r"y is 40 x 2.*0 and 1.*label, got 3"),
-        (np.ones((40, 2)), {"class_weight": "balanced"}, r"class_weight='balanced'.*y has 2"),
-        (np.ones((40, 2)), {"ordinal": True}, r"ordinal=True.*row, but y has 2"),
+        (np.full((40, 2), 3), {}, ("40 x 2", "0", "1", "3")),
+        (np.ones((40, 2)), {"class_weight": "balanced"}, ("class_weight='balanced'", "2")),
+        (np.ones((40, 2)), {"ordinal": True}, ("ordinal=True", "2")),
     ],
 )
-def test_several_labels_that_are_none_are_refused(y: Any, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        MetricClassifier(queries=0, **settings, **SMALL).fit(np.zeros((40, 1)), y)
+def test_several_labels_that_are_none_are_refused(y: Any, settings: dict[str, Any], names: tuple[str, ...]) -> None:
+    assert_refused(
+        lambda: MetricClassifier(queries=0, **settings, **SMALL).fit(np.zeros((40, 1)), y), ValueError, *names
+    )
 
 
 def asked_of(X: Any, y: Any, **settings: Any) -> list[Tensor]:

@@ -1,7 +1,6 @@
 """The columns that a metric is given: groups by them, halves that keep their shares, and a run of the tool."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.refusals import assert_refused
 from metricopt_ext.classification.callable_metric import from_callable
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
@@ -101,8 +101,13 @@ def test_columns_go_with_their_rows() -> None:
     whole = part(40)
     taken = whole.take(whole.y == 1)
     assert (taken.columns["weight"] == whole.columns["weight"][(whole.y == 1).numpy()]).all()
-    with pytest.raises(DataError, match=r"column 'w'.*2 values.*x, got \(3,\)"):
-        Split(torch.zeros(2, 1), torch.zeros(2, dtype=torch.int64), columns={"w": np.zeros(3)})
+    assert_refused(
+        lambda: Split(torch.zeros(2, 1), torch.zeros(2, dtype=torch.int64), columns={"w": np.zeros(3)}),
+        DataError,
+        "'w'",
+        "2",
+        "(3,)",
+    )
 
 
 def module(folder: Path) -> str:
@@ -155,20 +160,22 @@ def test_the_tool_judges_by_columns_of_the_same_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("more", "names"),
     [
-        (["metric.columns=[region,price]"], "column 'price', got 0; nearest among 5:"),
-        (["metric.columns=[bought]"], "data.target='bought', which the metric"),
-        (["metric.columns=[region,region]"], "metric.columns=['region', 'region'] has"),
-        (["metric.columns=[region]"], "'amount'; give it an argument for each"),
-        (["methods=[sl_r]"], "methods=[sl_r] asks the metric on"),
+        (["metric.columns=[region,price]"], ("price", "0", "5")),
+        (["metric.columns=[bought]"], ("data.target='bought'", "metric")),
+        (["metric.columns=[region,region]"], ("metric.columns",)),
+        (["metric.columns=[region]"], ("amount",)),
+        (["methods=[sl_r]"], ("methods",)),
         (
             ["data.name=iris", "data.root="],
-            "data.name=iris has no column 'region';",
+            ("data.name=iris", "region"),
         ),
     ],
 )
-def test_columns_that_can_not_be_given_are_refused_by_name(tmp_path: Path, more: list[str], message: str) -> None:
+def test_columns_that_can_not_be_given_are_refused_by_name(
+    tmp_path: Path, more: list[str], names: tuple[str, ...]
+) -> None:
     table(tmp_path)
     settings = [each for each in more if not each.startswith("data.")]
     config = config_of(tmp_path, *settings)
@@ -179,8 +186,11 @@ def test_columns_that_can_not_be_given_are_refused_by_name(tmp_path: Path, more:
             "metric.columns=[region,amount]",
         ]
         config = load_config(ClassificationConfig, None, ["model.name=tabular_mlp", *own, more[0]])
-    with pytest.raises((ConfigError, DataError), match=re.escape(message)):
-        run_and_report(ClassificationExperiment, config, tmp_path / "run", resume=False)
+    assert_refused(
+        lambda: run_and_report(ClassificationExperiment, config, tmp_path / "run", resume=False),
+        (ConfigError, DataError),
+        *names,
+    )
 
 
 def test_an_argument_of_its_name_is_given_a_column(tmp_path: Path) -> None:

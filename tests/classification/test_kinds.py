@@ -1,7 +1,6 @@
 """Several labels each, ranks and quantities through the tool: what is reported is what the written model does."""
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import sklearn.metrics as skm
 import torch
 
+from helpers.refusals import assert_refused
 from metricopt_ext.classification.classifier import built
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
@@ -164,45 +164,51 @@ def test_weights_are_given_to_a_metric_of_quantities(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "more", "message"),
+    ("kind", "more", "names"),
     [
-        ("multilabel", ["data.kind=rank"], "data.kind='rank' must be classes"),
-        ("multilabel", ["data.targets=[red]"], "data.kind=multilabel with two columns"),
-        ("multilabel", ["data.targets=[red,red]"], "data.targets=['red', 'red'] has 'red'"),
-        ("multilabel", ["data.target=red"], "data.target='red' and data.targets="),
-        ("multilabel", ["data.drop=[red]"], "data.drop=['red'] must not have 'red'"),
-        ("multilabel", ["metric.name=accuracy"], "none of data.kind=multilabel: micro_f1"),
-        ("multilabel", ["data.imbalance=3"], "are for classes; data.kind=multilabel"),
-        ("ordinal", ["data.order=[]"], "order is not known; give it"),
-        ("ordinal", ["data.positive=bad"], "two classes, not for data.kind=ordinal"),
-        ("ordinal", ["methods=[sl_r]"], "classes, not for data.kind=ordinal"),
-        ("regression", ["data.order=[a,b]"], "'b'] is for data.kind=ordinal; this run"),
-        ("regression", ["adapter.temperature=true"], "data.kind=regression has a quantity"),
-        ("regression", ["data.target=grade", "data.drop=[]"], "'grade' must be a finite number in each"),
+        ("multilabel", ["data.kind=rank"], ("data.kind='rank'",)),
+        ("multilabel", ["data.targets=[red]"], ("data.kind=multilabel",)),
+        ("multilabel", ["data.targets=[red,red]"], ("data.targets",)),
+        ("multilabel", ["data.target=red"], ("data.target='red'", "data.targets")),
+        ("multilabel", ["data.drop=[red]"], ("data.drop",)),
+        ("multilabel", ["metric.name=accuracy"], ("data.kind=multilabel", "micro_f1")),
+        ("multilabel", ["data.imbalance=3"], ("data.kind=multilabel",)),
+        ("ordinal", ["data.order=[]"], ("order",)),
+        ("ordinal", ["data.positive=bad"], ("data.kind=ordinal",)),
+        ("ordinal", ["methods=[sl_r]"], ("data.kind=ordinal",)),
+        ("regression", ["data.order=[a,b]"], ("'b'", "data.kind=ordinal", "run")),
+        ("regression", ["adapter.temperature=true"], ("data.kind=regression",)),
+        ("regression", ["data.target=grade", "data.drop=[]"], ("grade",)),
     ],
 )
-def test_what_does_not_go_together_is_refused(tmp_path: Path, kind: str, more: list[str], message: str) -> None:
+def test_what_does_not_go_together_is_refused(
+    tmp_path: Path, kind: str, more: list[str], names: tuple[str, ...]
+) -> None:
     write(tmp_path)
-    with pytest.raises((ConfigError, DataError), match=re.escape(message)):
-        run_and_report(ClassificationExperiment, config_of(tmp_path, kind, *more), tmp_path / "run", resume=False)
+    assert_refused(
+        lambda: run_and_report(
+            ClassificationExperiment, config_of(tmp_path, kind, *more), tmp_path / "run", resume=False
+        ),
+        (ConfigError, DataError),
+        *names,
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "message"),
+    ("name", "kind", "names"),
     [
         (
             "digits",
             "multilabel",
-            "needs data.name=csv with data.targets",
+            ("data.name=csv", "data.targets"),
         ),
-        ("digits", "regression", "data.kind=regression: csv, libsvm and"),
-        ("diabetes", "classes", "data.kind=classes: csv, libsvm and"),
+        ("digits", "regression", ("data.kind=regression",)),
+        ("diabetes", "classes", ("data.kind=classes",)),
     ],
 )
-def test_data_of_another_kind_are_refused(name: str, kind: str, message: str) -> None:
+def test_data_of_another_kind_are_refused(name: str, kind: str, names: tuple[str, ...]) -> None:
     config = load_config(ClassificationConfig, None, [f"data.name={name}", f"data.kind={kind}", "model.name=small_cnn"])
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        config.check()
+    assert_refused(config.check, ConfigError, *names)
 
 
 def test_the_same_target_everywhere_is_refused(tmp_path: Path) -> None:
@@ -210,8 +216,9 @@ def test_the_same_target_everywhere_is_refused(tmp_path: Path) -> None:
     text = (tmp_path / "t.csv").read_text().splitlines()
     fixed = [",".join([*row.split(",")[:7], "5", row.split(",")[8]]) for row in text[1:]]
     (tmp_path / "t.csv").write_text("\n".join([text[0], *fixed]) + "\n")
-    with pytest.raises(DataError, match=r"5 in.*nothing to predict"):
-        ClassificationExperiment(config_of(tmp_path, "regression"), tmp_path / "run", 0)
+    assert_refused(
+        lambda: ClassificationExperiment(config_of(tmp_path, "regression"), tmp_path / "run", 0), DataError, "5"
+    )
 
 
 RARE = {

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.refusals import assert_refused
 from metricopt_ext.classification.libsvm import load_a9a, load_libsvm, read_libsvm
 from metricopt_ext.errors import DataError
 
@@ -28,23 +29,19 @@ def test_libsvm(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["1 1:0.5\n1 2:oops\n", "", "1 a b\n", "1 1:nan\n"])
 def test_malformed_libsvm(tmp_path: Path, content: str) -> None:
     (tmp_path / "bad").write_text(content)
-    with pytest.raises(DataError, match=r"bad|finite"):
-        load_libsvm(tmp_path / "bad")
+    assert_refused(lambda: load_libsvm(tmp_path / "bad"), DataError)
 
 
 def test_truncated_gzip_and_too_many_features(tmp_path: Path) -> None:
     (tmp_path / "cut.gz").write_bytes(gzip.compress(LIBSVM.encode() * 99)[:40])
-    with pytest.raises(DataError, match=r"cut\.gz"):
-        load_libsvm(tmp_path / "cut.gz")
+    assert_refused(lambda: load_libsvm(tmp_path / "cut.gz"), DataError, "cut.gz")
     (tmp_path / "a").write_text(LIBSVM)
-    with pytest.raises(DataError, match="features"):
-        load_libsvm(tmp_path / "a", num_features=2)
+    assert_refused(lambda: load_libsvm(tmp_path / "a", num_features=2), DataError)
 
 
 def test_a9a_takes_either_form(tmp_path: Path) -> None:
     (tmp_path / "a9a").write_text("-1 3:1 14:1\n")
-    with pytest.raises(DataError, match=r"a9a\.t.*found; set data\.root=DIR"):
-        load_a9a(tmp_path)
+    assert_refused(lambda: load_a9a(tmp_path), DataError, "a9a.t", "data.root=DIR")
     (tmp_path / "a9a.t.gz").write_bytes(gzip.compress(b"+1 1:1\n"))
     data = load_a9a(str(tmp_path))
     assert data.x.shape == (2, 123)
@@ -87,25 +84,24 @@ def test_a_mark_of_unicode_is_no_label(tmp_path: Path, encoding: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "names"),
     [
-        ("a,y\n1,2\n", "could not convert string to float.*; a row is a label and features in order, all numbers"),
-        ("1 1:1\n2 2:1 1:1\n", r"LIBSVM data.*2 of.* sorted and unique"),
-        ("1 1:1\n" * 70 + "2 1:1 1:2\n" + "1 1:1\n" * 9, r"\(row 71 of .*\).* sorted and unique"),
-        ("1 1:1\n1,2 1:1\n", r"\(row 2 of "),
-        ("nan 1:1\n2 1:1\n", r"labels.*2.53, .* got nan"),
-        ("9007199254740993 1:1\n2 1:1\n", r"labels.*2.53, .* got 9007199254740992"),
+        ("a,y\n1,2\n", ()),
+        ("1 1:1\n2 2:1 1:1\n", ("LIBSVM", "2")),
+        ("1 1:1\n" * 70 + "2 1:1 1:2\n" + "1 1:1\n" * 9, ("71",)),
+        ("1 1:1\n1,2 1:1\n", ("2",)),
+        ("nan 1:1\n2 1:1\n", ("labels", "2^53", "nan")),
+        ("9007199254740993 1:1\n2 1:1\n", ("labels", "2^53", "9007199254740992")),
         (
             "".join(f"{i / 7} 1:1\n" for i in range(200)),
-            r"must be classes.*200 different ones",
+            ("200",),
         ),
-        ("1 1:1e39\n2 1:1\n", r"feature values.*3\.4e38, got 1e\+39"),
+        ("1 1:1e39\n2 1:1\n", ("3.4e38", "1e+39")),
     ],
 )
-def test_libsvm_that_is_refused_by_its_row(tmp_path: Path, content: str, message: str) -> None:
+def test_libsvm_that_is_refused_by_its_row(tmp_path: Path, content: str, names: tuple[str, ...]) -> None:
     (tmp_path / "l").write_text(content)
-    with pytest.raises(DataError, match=message):
-        read_libsvm(tmp_path / "l")
+    assert_refused(lambda: read_libsvm(tmp_path / "l"), DataError, *names)
 
 
 def test_query_ids_of_libsvm_files_are_kept_on_request(tmp_path: Path) -> None:
@@ -113,16 +109,13 @@ def test_query_ids_of_libsvm_files_are_kept_on_request(tmp_path: Path) -> None:
     path.write_text("1 qid:7 1:0.5\n0 qid:7 2:1\n1 qid:9 1:1\n")
     assert read_libsvm(path, columns=["qid"]).columns["qid"].tolist() == [7, 7, 9]
     assert not read_libsvm(path).columns
-    with pytest.raises(DataError, match=r"'weight'.*qid alone"):
-        read_libsvm(path, columns=["weight"])
+    assert_refused(lambda: read_libsvm(path, columns=["weight"]), DataError, "weight")
     path.write_text("1 qid:7 1:0.5\n0 2:1\n1 qid:9 1:1\n")
-    with pytest.raises(DataError, match=r"metric.columns.*each must have one"):
-        read_libsvm(path, columns=["qid"])
+    assert_refused(lambda: read_libsvm(path, columns=["qid"]), DataError, "metric.columns")
 
 
 def test_labels_of_libsvm_files_may_be_quantities(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("".join(f"{i / 8} 1:{i}\n" for i in range(200)))
     table = read_libsvm(tmp_path / "data", quantity=True)
     assert table.y.tolist() == [i / 8 for i in range(200)]
-    with pytest.raises(DataError, match=r"data.kind=regression.*predict them"):
-        read_libsvm(tmp_path / "data")
+    assert_refused(lambda: read_libsvm(tmp_path / "data"), DataError, "data.kind=regression")

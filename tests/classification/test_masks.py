@@ -1,7 +1,6 @@
 """Segmentation by the tool: images and label maps from folders, networks of torchvision, mean IoU and boundaries."""
 
 import json
-import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torchvision.models import ResNet
 from torchvision.models.resnet import Bottleneck
 from torchvision.models.segmentation import fcn
 
+from helpers.refusals import assert_refused, having
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.classification.classifier import built, classifier
 from metricopt_ext.classification.config import ClassificationConfig
@@ -81,28 +81,23 @@ def test_vocs_folders_are_found_and_images_without_a_map_left_out(tmp_path: Path
     (folder / "images").rename(folder / "JPEGImages")
     (folder / "masks").rename(folder / "SegmentationClass")
     (folder / "SegmentationClass" / "07.png").unlink()
-    with pytest.warns(UserWarning, match=r"1 image.*out, such as '07.png'"):
+    with pytest.warns(UserWarning, match=having("1", "07.png")):
         assert len(load_masks(folder)) == 19
     (folder / "JPEGImages" / "03.png").unlink()
-    with pytest.raises(DataError, match=r"1 label map.*stem, such as '03.png'"):
-        load_masks(folder)
+    assert_refused(lambda: load_masks(folder), DataError, "1", "03.png")
 
 
 def test_maps_that_are_none_are_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "set", 4)
-    with pytest.raises(DataError, match="folder named images or JPEGImages"):
-        load_masks(folder / "images")
+    assert_refused(lambda: load_masks(folder / "images"), DataError, "images", "JPEGImages")
     mask = folder / "masks" / "02.png"
     Image.new("RGB", (32, 32)).save(mask)
-    with pytest.raises(DataError, match=r"cannot.*02.png.*colours \(RGB\)"):
-        load_masks(folder)
+    assert_refused(lambda: load_masks(folder), DataError, "02.png", "RGB")
     Image.new("L", (16, 32)).save(mask)
-    with pytest.raises(DataError, match=r"02.png has 16 x 32 pixels.*32 x 32"):
-        load_masks(folder)
+    assert_refused(lambda: load_masks(folder), DataError, "02.png", "16 x 32", "32 x 32")
     for file in (folder / "masks").iterdir():
         Image.new("L", (32, 32)).save(file)
-    with pytest.raises(DataError, match=r"label maps.*classes, got \[0\]"):
-        load_masks(folder)
+    assert_refused(lambda: load_masks(folder), DataError, "0")
 
 
 def test_a_lossy_map_is_refused(tmp_path: Path) -> None:
@@ -111,8 +106,7 @@ def test_a_lossy_map_is_refused(tmp_path: Path) -> None:
     with Image.open(mask) as image:
         image.convert("L").save(mask.with_suffix(".jpg"))
     mask.unlink()
-    with pytest.raises(DataError, match=r"00\.jpg.*JPEG, which gives pixels at edges other classes; save it as PNG"):
-        load_masks(folder, None)
+    assert_refused(lambda: load_masks(folder, None), DataError, "00.jpg", "JPEG", "PNG")
 
 
 @pytest.mark.parametrize("image_size", [None, 16])
@@ -123,8 +117,7 @@ def test_maps_of_another_size_than_their_image_are_refused(tmp_path: Path, image
     stored = Image.fromarray(255 * bright)
     stored.save(folder / "images" / "00.png")
     Image.fromarray(bright.T.copy()).save(folder / "masks" / "00.png")
-    with pytest.raises(DataError, match=r"masks.00\.png has 32 x 48 pixels, its image 48 x 32.*; save the map in"):
-        load_masks(folder, image_size)
+    assert_refused(lambda: load_masks(folder, image_size), DataError, "masks/00.png", "32 x 48", "48 x 32")
     turn = Image.Exif()
     turn[274] = 5  # the stored rows are the columns to be seen
     stored.save(folder / "images" / "00.png", exif=turn)
@@ -133,8 +126,7 @@ def test_maps_of_another_size_than_their_image_are_refused(tmp_path: Path, image
     assert data.y[0, 0].unique().tolist() == [0, 1]
     mask = Image.fromarray(bright)
     mask.save(folder / "masks" / "00.png")
-    with pytest.raises(DataError, match=r"has 48 x 32 pixels, its image 32 x 48, each upright by any EXIF orientation"):
-        load_masks(folder, image_size)
+    assert_refused(lambda: load_masks(folder, image_size), DataError, "48 x 32", "32 x 48", "EXIF")
     mask.save(folder / "masks" / "00.png", exif=turn)
     assert torch.equal(load_masks(folder, image_size).y, data.y)
 
@@ -156,8 +148,7 @@ def test_losses_and_metrics_leave_out_what_does_not_count() -> None:
     }
     for name, value in reference.items():
         assert target_metric(name, "segmentation").function(logits, labels) == pytest.approx(value)
-    with pytest.raises(DataError, match="needs a pixel that counts"):
-        target_metric("mean_iou", "segmentation").function(logits[3:], labels[3:])
+    assert_refused(lambda: target_metric("mean_iou", "segmentation").function(logits[3:], labels[3:]), DataError)
 
 
 def test_the_report_has_what_the_written_networks_do(tmp_path: Path) -> None:
@@ -181,19 +172,22 @@ def test_the_report_has_what_the_written_networks_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("more", "names"),
     [
-        (["metric.name=accuracy"], "mean_iou, boundary_f"),
-        (["data.kind=classes"], "data.kind=classes: both must be"),
-        (["adapter.outputs=true"], "adapter.keep_before are not for segment"),
-        (["model.augment=true"], "shift.kind=image move images, but not"),
-        (["model.name=resnet18"], "model.name='resnet18' is none of"),
-        (["methods=[sl_r]"], "classes, not for data.kind=segmentation"),
+        (["metric.name=accuracy"], ("mean_iou", "boundary_f")),
+        (["data.kind=classes"], ("data.kind=classes",)),
+        (["adapter.outputs=true"], ("adapter.keep_before",)),
+        (["model.augment=true"], ("shift.kind=image",)),
+        (["model.name=resnet18"], ("model.name='resnet18'",)),
+        (["methods=[sl_r]"], ("data.kind=segmentation",)),
     ],
 )
-def test_what_segmentation_has_not_is_refused(tmp_path: Path, more: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        run_and_report(ClassificationExperiment, config_of(tmp_path, *more), tmp_path / "run", resume=False)
+def test_what_segmentation_has_not_is_refused(tmp_path: Path, more: list[str], names: tuple[str, ...]) -> None:
+    assert_refused(
+        lambda: run_and_report(ClassificationExperiment, config_of(tmp_path, *more), tmp_path / "run", resume=False),
+        ConfigError,
+        *names,
+    )
 
 
 def thin_resnet(replace_stride_with_dilation: Any = None, **options: Any) -> nn.Module:
@@ -227,18 +221,17 @@ def test_state_dicts_are_read_as_torchvision_publishes_them(
         x = splits.test.x[:1]
         torch.testing.assert_close(model.eval()(x)["out"], theirs.eval()(x)["out"], rtol=0, atol=0)
     fewer = config_of(folder, *given)
-    with pytest.raises(DataError, match=r"for 21.*data\.classes=21, or train its"):
-        classifier(fewer, load_splits(fewer, 0), 0, tmp_path / "other")
-    with pytest.raises(DataError, match=r"label maps.*2, but.*ends before it"):
-        load_splits(config_of(folder, "data.classes=2"), 0)
+    assert_refused(
+        lambda: classifier(fewer, load_splits(fewer, 0), 0, tmp_path / "other"), DataError, "data.classes=21"
+    )
+    assert_refused(lambda: load_splits(config_of(folder, "data.classes=2"), 0), DataError, "2")
 
 
 def test_a_network_of_fewer_classes_is_refused(tmp_path: Path) -> None:
     small = torchvision.models.get_model("lraspp_mobilenet_v3_large", weights_backbone=None, num_classes=2)
     torch.save(small.state_dict(), tmp_path / "small.pth")
     config = config_of(write(tmp_path / "set", 12), f"model.weights={tmp_path / 'small.pth'}")
-    with pytest.raises(DataError, match=r"for 2.*has 3.*maps' classes as its are"):
-        classifier(config, load_splits(config, 0), 0, tmp_path / "run")
+    assert_refused(lambda: classifier(config, load_splits(config, 0), 0, tmp_path / "run"), DataError, "2", "3", "maps")
 
 
 class Biased(nn.Module):

@@ -14,6 +14,7 @@ import torchmetrics.functional as tmf
 from scipy.optimize import brentq
 from torch import Tensor
 
+from helpers.refusals import assert_named, assert_refused, having
 from metricopt_ext.classification.callable_metric import from_callable
 from metricopt_ext.classification.metrics import METRICS, check_split, expected_cost
 from metricopt_ext.errors import DataError, MetricError
@@ -105,8 +106,7 @@ def test_top5_accuracy_agrees_with_scikit_learn(seed: int) -> None:
 def test_of_equal_logits_the_first_five_are_at_the_top() -> None:
     value = METRICS["top5_accuracy"].function(torch.zeros(8, 8), torch.arange(8))
     assert value == 5 / 8
-    with pytest.raises(DataError, match="needs more than 5 classes, got 5"):
-        METRICS["top5_accuracy"].function(torch.zeros(8, 5), torch.arange(8) % 5)
+    assert_refused(lambda: METRICS["top5_accuracy"].function(torch.zeros(8, 5), torch.arange(8) % 5), DataError, "5")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -153,8 +153,7 @@ def test_the_equal_error_rate_by_hand() -> None:
 
 @pytest.mark.parametrize("name", ["auc", "eer"])
 def test_a_roc_curve_needs_two_classes(name: str) -> None:
-    with pytest.raises(DataError, match=rf"{name} needs.*labels that are all 2"):
-        METRICS[name].function(torch.randn(4, 3), torch.full((4,), 2))
+    assert_refused(lambda: METRICS[name].function(torch.randn(4, 3), torch.full((4,), 2)), DataError, name, "2")
 
 
 @pytest.mark.parametrize(
@@ -209,23 +208,22 @@ def test_metrics_ignore_gradients_and_half_precision() -> None:
 
 @pytest.mark.parametrize("name", METRICS)
 @pytest.mark.parametrize(
-    ("logits", "labels", "message"),
+    ("logits", "labels", "names"),
     [
-        (torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64), "empty"),
-        (torch.zeros(4, 3), torch.tensor([0, 1, 2]), "4 and 3 rows"),
-        (torch.zeros(3, 3), torch.tensor([0, 1, 3]), r"in 0\.\.2, got 3"),
-        (torch.zeros(3), torch.tensor([0, 1, 2]), r"in 0\.\.1, got 2"),
-        (torch.zeros(3), torch.tensor([0, -1, 1]), r"got -1"),
-        (torch.tensor([[0.0, 1], [float("nan"), 0]]), torch.tensor([0, 1]), "NaN in 1 of 2 rows"),
-        (torch.zeros(2, 1), torch.tensor([0, 1]), r"shape \(2, 1\)"),
-        (torch.zeros(2, 2, 2), torch.tensor([0, 1]), r"shape \(2, 2, 2\)"),
-        (torch.zeros(2, dtype=torch.int64), torch.tensor([0, 1]), "must be floats"),
-        (torch.zeros(2), torch.tensor([0.0, 1.0]), "must be n integers"),
+        (torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64), ()),
+        (torch.zeros(4, 3), torch.tensor([0, 1, 2]), ("4", "3")),
+        (torch.zeros(3, 3), torch.tensor([0, 1, 3]), ("0..2", "3")),
+        (torch.zeros(3), torch.tensor([0, 1, 2]), ("0..1", "2")),
+        (torch.zeros(3), torch.tensor([0, -1, 1]), ("-1",)),
+        (torch.tensor([[0.0, 1], [float("nan"), 0]]), torch.tensor([0, 1]), ("NaN", "1", "2")),
+        (torch.zeros(2, 1), torch.tensor([0, 1]), ("(2, 1)",)),
+        (torch.zeros(2, 2, 2), torch.tensor([0, 1]), ("(2, 2, 2)",)),
+        (torch.zeros(2, dtype=torch.int64), torch.tensor([0, 1]), ()),
+        (torch.zeros(2), torch.tensor([0.0, 1.0]), ()),
     ],
 )
-def test_bad_input_is_named(name: str, logits: Tensor, labels: Tensor, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        METRICS[name].function(logits, labels)
+def test_bad_input_is_named(name: str, logits: Tensor, labels: Tensor, names: tuple[str, ...]) -> None:
+    assert_refused(lambda: METRICS[name].function(logits, labels), DataError, *names)
 
 
 @pytest.mark.parametrize("name", ["aucpr", "auc", "eer"])
@@ -238,13 +236,13 @@ def test_infinite_logits_have_an_order_or_are_refused(name: str) -> None:
     expected = METRICS[name].function(masked.clamp(min=-1e6), labels)
     assert METRICS[name].function(masked, labels) == pytest.approx(expected)
     for wrong in ([[inf, 0.0, 1.0], [1.0, 0.0, 0.0]], [[inf, inf], [0.0, 1.0]]):
-        with pytest.raises(DataError, match=f"{name} orders examples by their logits, got infinite ones in 1 of 2"):
+        with pytest.raises(DataError) as caught:
             METRICS[name].function(torch.tensor(wrong), torch.tensor([0, 1]))
+        assert_named(caught, name, "1", "2")
 
 
 def test_aucpr_needs_a_positive() -> None:
-    with pytest.raises(DataError, match="positive class"):
-        METRICS["aucpr"].function(torch.zeros(3), torch.zeros(3, dtype=torch.int64))
+    assert_refused(lambda: METRICS["aucpr"].function(torch.zeros(3), torch.zeros(3, dtype=torch.int64)), DataError)
 
 
 COSTS = [[0.0, 5.0, 1.0], [2.0, 0.0, 1.0], [10.0, 4.0, -1.0]]
@@ -268,30 +266,27 @@ def test_expected_cost_of_zero_one_costs_is_the_error_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("costs", "prior", "message"),
+    ("costs", "prior", "names"),
     [
-        ([[0, 1, 2], [1, 0, 2]], None, r"shape \(2, 3\)"),
-        ([[0, float("inf")], [1, 0]], None, "finite"),
-        ([[1, 1], [1, 1]], None, "differ"),
-        (COSTS, [1, 2], r"3 weights.*\(2,\)"),
-        (COSTS, [1, -1, 1], "none negative"),
-        (COSTS, [0, 0, 0], "not all 0"),
-        ([[0, "a"], [1, 0]], None, "costs must be an array of numbers"),
-        ([[0, 1], [1]], None, "costs must be an array of numbers"),
-        ([[0, 1], [1, 0]], [0.5, None], "prior must be an array of numbers"),
+        ([[0, 1, 2], [1, 0, 2]], None, ("(2, 3)",)),
+        ([[0, float("inf")], [1, 0]], None, ()),
+        ([[1, 1], [1, 1]], None, ()),
+        (COSTS, [1, 2], ("3", "(2,)")),
+        (COSTS, [1, -1, 1], ()),
+        (COSTS, [0, 0, 0], ("0",)),
+        ([[0, "a"], [1, 0]], None, ()),
+        ([[0, 1], [1]], None, ()),
+        ([[0, 1], [1, 0]], [0.5, None], ()),
     ],
 )
-def test_impossible_costs_are_named(costs: Any, prior: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        expected_cost(costs, prior)
+def test_impossible_costs_are_named(costs: Any, prior: Any, names: tuple[str, ...]) -> None:
+    assert_refused(lambda: expected_cost(costs, prior), ValueError, *names)
 
 
 def test_costs_must_fit_the_data() -> None:
     labels = torch.tensor([0, 1])
-    with pytest.raises(DataError, match="3 classes, got logits of 2"):
-        expected_cost(COSTS).function(torch.zeros(2), labels)
-    with pytest.raises(DataError, match=r"class \[2\]"):
-        expected_cost(COSTS, [1, 1, 1]).function(torch.zeros(2, 3), labels)
+    assert_refused(lambda: expected_cost(COSTS).function(torch.zeros(2), labels), DataError, "3", "2")
+    assert_refused(lambda: expected_cost(COSTS, [1, 1, 1]).function(torch.zeros(2, 3), labels), DataError, "2")
     assert expected_cost(COSTS, [1, 1, 0]).function(torch.eye(3)[:2], labels) == 0
 
 
@@ -363,7 +358,7 @@ def test_from_callable_gives_columns_by_place_or_by_name() -> None:
 
     assert from_callable(two, maximize=True, columns=["a", "b"]).function(logits, labels, weight, 0 * weight) < 1
     for columns in (["importance", "region"], ["a"]):
-        with pytest.raises(ValueError, match=r"called.*of metric\.columns"):
+        with pytest.raises(ValueError, match=having("called", "metric.columns")):
             from_callable(skm.f1_score if len(columns) == 2 else two, maximize=True, columns=columns)
 
 
@@ -374,33 +369,27 @@ def test_from_callable_gives_torchmetrics_columns_as_tensors() -> None:
     scores = logits.double().softmax(1)[:, 1]
     each = [skm.average_precision_score(labels[queries == q], scores[queries == q]) for q in range(3)]
     assert spec.function(logits, labels, queries) == pytest.approx(np.mean(each), abs=1e-6)
-    with pytest.raises(DataError, match=r"column 'qid' holds.*takes numbers"):
-        spec.function(logits, labels, queries.astype(str).astype(object))
+    assert_refused(lambda: spec.function(logits, labels, queries.astype(str).astype(object)), DataError, "qid")
 
 
 def test_from_callable_forgives_rounding_but_nothing_else() -> None:
     logits, labels = _case("binary", 0)
     assert from_callable(lambda y, p: 1 + 1e-7, maximize=True).function(logits, labels) == 1
-    for result, message in ((1.5, "within its bounds"), (float("nan"), "got nan"), ([1, 2], "one number")):
+    for result, names in ((1.5, ("bounds",)), (float("nan"), ("nan",)), ([1, 2], ())):
         spec = from_callable(lambda y, p, result=result: result, maximize=True, name="mine")
-        with pytest.raises(MetricError, match=f"'mine'.*{message}"):
+        with pytest.raises(MetricError) as caught:
             spec.function(logits, labels)
+        assert_named(caught, "mine", *names)
 
 
 def test_from_callable_checks_its_arguments() -> None:
-    with pytest.raises(ValueError, match="'margins'"):
-        from_callable(skm.f1_score, maximize=True, scores="margins")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"\(1, 0\)"):
-        from_callable(skm.f1_score, maximize=True, bounds=(1, 0))
+    assert_refused(lambda: from_callable(skm.f1_score, maximize=True, scores="margins"), ValueError, "margins")
+    assert_refused(lambda: from_callable(skm.f1_score, maximize=True, bounds=(1, 0)), ValueError, "(1, 0)")
 
 
 def test_check_split() -> None:
     check_split(torch.tensor([0, 2, 2]), 3)
-    with pytest.raises(DataError, match="tuning split is empty"):
-        check_split(torch.zeros(0, dtype=torch.int64), 3, "tuning")
-    with pytest.raises(DataError, match=r"validation split .* only class 2"):
-        check_split(torch.tensor([2, 2]), 3)
-    with pytest.raises(DataError, match=r"class \[1, 3\]"):
-        check_split(torch.tensor([0, 2]), 4, all_classes=True)
-    with pytest.raises(DataError, match=r"0\.\.1, got 2"):
-        check_split(torch.tensor([0, 2]), 2)
+    assert_refused(lambda: check_split(torch.zeros(0, dtype=torch.int64), 3, "tuning"), DataError, "tuning")
+    assert_refused(lambda: check_split(torch.tensor([2, 2]), 3), DataError, "2")
+    assert_refused(lambda: check_split(torch.tensor([0, 2]), 4, all_classes=True), DataError, "1", "3")
+    assert_refused(lambda: check_split(torch.tensor([0, 2]), 2), DataError, "0..1", "2")

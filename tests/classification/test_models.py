@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.classification.models import CifarResNet, CifarResNet9, SmallCNN, TabularMLP, build_model
 from metricopt_ext.data.variation import flip_and_shift
 from metricopt_ext.errors import ConfigError
@@ -52,15 +53,14 @@ def test_resnet9_layers_have_the_published_shapes() -> None:
 
 @pytest.mark.parametrize("depth", [7, 31, 2])
 def test_impossible_depth_is_named(depth: int) -> None:
-    with pytest.raises(ConfigError, match=str(depth)):
-        CifarResNet(depth)
+    assert_refused(lambda: CifarResNet(depth), ConfigError, depth)
 
 
 def test_impossible_width_is_named() -> None:
-    with pytest.raises(ConfigError, match="widening is 0; it must be at least 1"):
-        build_model("cifar_resnet14x0", torch.Size((3, 32, 32)), 10)
-    with pytest.raises(ConfigError, match="width is 0; it must be at least 1"):
-        build_model("cifar_resnet9w0", torch.Size((3, 32, 32)), 10)
+    assert_refused(
+        lambda: build_model("cifar_resnet14x0", torch.Size((3, 32, 32)), 10), ConfigError, "widening", "0", "1"
+    )
+    assert_refused(lambda: build_model("cifar_resnet9w0", torch.Size((3, 32, 32)), 10), ConfigError, "width", "0", "1")
 
 
 @pytest.mark.parametrize(
@@ -80,15 +80,13 @@ def test_builds_by_name(name: str, shape: tuple[int, ...], classes: int, logits:
 
 
 def test_refuses_what_does_not_fit() -> None:
-    with pytest.raises(ConfigError, match="takes vectors"):
-        build_model("tabular_mlp", torch.Size((1, 8, 8)), 2)
-    with pytest.raises(ConfigError, match="takes images"):
-        build_model("small_cnn", torch.Size((7,)), 2)
+    assert_refused(lambda: build_model("tabular_mlp", torch.Size((1, 8, 8)), 2), ConfigError)
+    assert_refused(lambda: build_model("small_cnn", torch.Size((7,)), 2), ConfigError)
     for name, shape in [("cifar_resnet20", (1, 8, 8)), ("cifar_resnet9", (3, 7, 8))]:
-        with pytest.raises(ConfigError, match=r"takes 3.*8 x 8.*\([13], [78], 8\)"):
+        with pytest.raises(ConfigError) as caught:
             build_model(name, torch.Size(shape), 10)
-    with pytest.raises(ConfigError, match="resnet19"):
-        build_model("resnet19", torch.Size((3, 8, 8)), 2)
+        assert_named(caught, "3", "8 x 8")
+    assert_refused(lambda: build_model("resnet19", torch.Size((3, 8, 8)), 2), ConfigError, "resnet19")
 
 
 def test_hidden_widths_are_the_papers() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.large_margin import LargeMarginSoftmax
 from metricopt_ext.classification.losses import CostSensitive, classification_loss, cross_entropy
@@ -54,8 +55,7 @@ def test_without_a_name_it_is_cross_entropy_and_there_are_no_keys() -> None:
     assert named_loss(config, TARGET) is classification_loss
     assert score_loss(config, TARGET) == {"cross-entropy": cross_entropy}
     assert not [key for key in known_keys(config) if key.startswith("loss")]
-    with pytest.raises(ConfigError, match=r"loss\.params.*run has cross-entropy"):
-        config_of("loss.params={margin: 3}")
+    assert_refused(lambda: config_of("loss.params={margin: 3}"), ConfigError, "loss.params")
 
 
 def test_costs_come_from_the_metric() -> None:
@@ -64,39 +64,37 @@ def test_costs_come_from_the_metric() -> None:
     expected = CostSensitive([2.0, 1.0, 3.0])(NET(X), Y)
     assert named_loss(config, TARGET)(NET, (X, Y)) == expected
     for other in (config_of("loss.name=cost_sensitive"), config_of(*PRIOR, costs)):
-        with pytest.raises(ConfigError, match=r"loss\.name=cost_sensitive takes its"):
+        with pytest.raises(ConfigError) as caught:
             named_loss(other, TARGET)
+        assert_named(caught, "loss.name=cost_sensitive")
 
 
 PRIOR = ["loss.name=cost_sensitive", "metric.name=expected_cost", "metric.prior=[0.2,0.3,0.5]"]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "names"),
     [
         (
             ["loss.name=focal"],
-            r"loss.name='focal'.*cross_entropy, large",
+            ("loss.name='focal'", "cross_entropy"),
         ),
-        (["loss.name=lovasz", "loss.params={margin: 1}"], r"lovasz does not take \{'margin': 1\}"),
-        (["loss.name=aucpr", "loss.params={anchors: 0}"], "anchors is 0; it must be at least 1"),
-        (["loss.name=cost_sensitive", "loss.params={weights: 3}"], "cost_sensitive does not take"),
+        (["loss.name=lovasz", "loss.params={margin: 1}"], ("lovasz", "margin", "1")),
+        (["loss.name=aucpr", "loss.params={anchors: 0}"], ("anchors", "0", "1")),
+        (["loss.name=cost_sensitive", "loss.params={weights: 3}"], ("cost_sensitive",)),
     ],
 )
-def test_what_is_no_loss_is_refused(overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        named_loss(config_of(*overrides), TARGET)
+def test_what_is_no_loss_is_refused(overrides: list[str], names: tuple[str, ...]) -> None:
+    assert_refused(lambda: named_loss(config_of(*overrides), TARGET), ConfigError, *names)
 
 
 def test_they_are_for_classes() -> None:
     table = ["data.name=csv", "data.target=y", "data.root=x.csv", "model.name=tabular_mlp", "data.kind=ordinal"]
     config = load_config(ClassificationConfig, None, [*table, "loss.name=lovasz", "metric.name=mean_absolute_error"])
-    with pytest.raises(ConfigError, match=r"loss\.name=lovasz.*data\.kind=ordinal"):
-        config.check()
+    assert_refused(config.check, ConfigError, "loss.name=lovasz", "data.kind=ordinal")
 
 
 def test_costs_that_give_no_weight_are_refused_by_their_key() -> None:
     costs = "metric.costs=[[0.0,0.0,0.0],[1.0,0.0,1.0],[3.0,3.0,0.0]]"
     config = config_of("loss.name=cost_sensitive", "metric.name=expected_cost", costs)
-    with pytest.raises(ConfigError, match=r"under loss\.name=cost_sensitive:"):
-        named_loss(config, TARGET)
+    assert_refused(lambda: named_loss(config, TARGET), ConfigError, "loss.name=cost_sensitive")

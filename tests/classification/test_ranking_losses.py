@@ -8,6 +8,7 @@ import torch
 from scipy.optimize import linprog
 from torch import Tensor
 
+from helpers.refusals import assert_refused
 from metricopt_ext.classification.ranking_losses import AUCPRLoss, PairwiseAUC, against_the_rest
 
 
@@ -105,13 +106,12 @@ def test_a_class_without_examples_or_others_counts_nothing(loss: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "message"),
+    ("made", "names"),
     [
-        (lambda: PairwiseAUC("hinge"), r"form.*'hinge'.*squared_hinge, logistic"),
-        (lambda: AUCPRLoss(0), "anchors is 0; it must be at least 1"),
-        (lambda: AUCPRLoss(multiplier=0.0), "multiplier is 0.0; it must be above 0"),
+        (lambda: PairwiseAUC("hinge"), ("form", "hinge", "squared_hinge")),
+        (lambda: AUCPRLoss(0), ("anchors", "0", "1")),
+        (lambda: AUCPRLoss(multiplier=0.0), ("multiplier", "0.0")),
     ],
 )
-def test_bad_settings_are_refused(made: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        made()
+def test_bad_settings_are_refused(made: Any, names: tuple[str, ...]) -> None:
+    assert_refused(made, ValueError, *names)

@@ -13,6 +13,7 @@ pytest.importorskip("torchvision")
 
 import metricopt_ext as mo
 from helpers.networks import Counted
+from helpers.refusals import assert_refused
 from metricopt_ext.classification.callable_metric import from_callable
 from metricopt_ext.classification.kept_features import Rest
 from metricopt_ext.classification.metrics import METRICS
@@ -219,20 +220,19 @@ def test_a_metric_that_sees_probabilities_is_judged_by_the_temperature() -> None
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "names"),
     [
-        (lambda: classification_settings(Classifier(), images=False), "leave nothing to set"),
+        (lambda: classification_settings(Classifier(), images=False), ()),
         (
             lambda: classification_settings(Rest(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "1")),
-            "what the layers before 1 computed",
+            ("layers", "1"),
         ),
-        (lambda: classification_settings(with_temperature(), temperature=True), "phi has one already"),
-        (lambda: classification_settings(hooked()), r"Classifier.*forward of its own"),
+        (lambda: classification_settings(with_temperature(), temperature=True), ("phi",)),
+        (lambda: classification_settings(hooked()), ("Classifier",)),
     ],
 )
-def test_what_can_t_be_set_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
+def test_what_can_t_be_set_is_refused(make: Any, names: tuple[str, ...]) -> None:
+    assert_refused(make, ValueError, *names)
 
 
 def with_temperature() -> nn.Module:
@@ -250,14 +250,8 @@ def hooked() -> nn.Module:
 
 def test_what_has_no_views_is_refused() -> None:
     table = nn.Linear(4, 2).eval()
-    with (
-        classification_settings(table).applied({"flip": True}),
-        pytest.raises(ValueError, match=r"\(5, 4\) have no views"),
-    ):
-        logits(table, torch.rand(5, 4))
+    with classification_settings(table).applied({"flip": True}):
+        assert_refused(lambda: logits(table, torch.rand(5, 4)), ValueError, "(5, 4)")
     segmenter = nn.Conv2d(3, 2, 1).eval()
-    with (
-        classification_settings(segmenter).applied({"flip": True}),
-        pytest.raises(ValueError, match=r"views are of classifiers.*n x c"),
-    ):
-        logits(segmenter, torch.rand(5, 3, 8, 8))
+    with classification_settings(segmenter).applied({"flip": True}):
+        assert_refused(lambda: logits(segmenter, torch.rand(5, 3, 8, 8)), ValueError, "views")

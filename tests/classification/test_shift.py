@@ -1,10 +1,9 @@
 """Long tails: how many of each class are left, and which."""
 
-import re
-
 import pytest
 import torch
 
+from helpers.refusals import assert_refused
 from metricopt_ext.classification.shift import long_tail
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.splits import Splits
@@ -53,28 +52,25 @@ def test_the_choice_is_the_seed_s() -> None:
 
 
 @pytest.mark.parametrize(
-    ("imbalance", "largest", "message"),
+    ("imbalance", "largest", "names"),
     [
         (
             3,
             11,
-            "1/3 of that: it has [10, 10] examples",
+            ("1/3", "10"),
         ),
-        (100, 0, "would keep [10, 0]"),
+        (100, 0, ("10", "0")),
     ],
 )
-def test_too_few_examples(imbalance: float, largest: int, message: str) -> None:
-    with pytest.raises(DataError, match=re.escape(message)):
-        long_tail(splits_of(10, 10), imbalance, largest)
+def test_too_few_examples(imbalance: float, largest: int, names: tuple[str, ...]) -> None:
+    assert_refused(lambda: long_tail(splits_of(10, 10), imbalance, largest), DataError, *names)
 
 
 @pytest.mark.parametrize("imbalance", [0.5, 0, float("nan"), float("inf")])
 def test_an_imbalance_out_of_range(imbalance: float) -> None:
-    with pytest.raises(ValueError, match=f"imbalance is {imbalance}; it must be"):
-        long_tail(splits_of(10, 10), imbalance)
+    assert_refused(lambda: long_tail(splits_of(10, 10), imbalance), ValueError, "imbalance", imbalance)
 
 
 @pytest.mark.parametrize("largest", [-1, 2.5])
 def test_a_largest_class_out_of_range(largest: float) -> None:
-    with pytest.raises(ValueError, match=f"largest_class is {largest}; it must be"):
-        long_tail(splits_of(10, 10), 2, largest)  # type: ignore[arg-type]
+    assert_refused(lambda: long_tail(splits_of(10, 10), 2, largest), ValueError, "largest_class", largest)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from helpers.csv_tables import rows_of
+from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.classification.libsvm import load_libsvm
 from metricopt_ext.classification.tables import load_csv
 from metricopt_ext.errors import DataError
@@ -39,8 +40,7 @@ def test_words_alone_are_values(tmp_path: Path) -> None:
 
 def test_a_class_may_be_named_like_a_missing_number(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("a,y\n1,none\n2,10\n3,NA\n4,9\n")
-    with pytest.raises(DataError, match=r"is 'none'.*name of a class\)"):
-        load_csv(tmp_path / "t.csv", "y")
+    assert_refused(lambda: load_csv(tmp_path / "t.csv", "y"), DataError, "'none'")
     data = load_csv(tmp_path / "t.csv", "y", categories=["y"])
     assert data.class_names == ("9", "10", "NA", "none")
     assert data.y.tolist() == [3, 1, 2, 0]
@@ -49,12 +49,14 @@ def test_a_class_may_be_named_like_a_missing_number(tmp_path: Path) -> None:
 def test_errors_of_wide_tables_are_short(tmp_path: Path) -> None:
     names = [f"feature_{i}" for i in range(55)]
     (tmp_path / "t.csv").write_text(",".join([*names, "target"]) + "\n" + ",".join(["1"] * 55 + ["a"]) + "\n")
-    with pytest.raises(DataError, match="got 0; nearest among 56: 'target'") as caught:
+    with pytest.raises(DataError) as caught:
         load_csv(tmp_path / "t.csv", "Target")
+    assert_named(caught, "0", "56", "target")
     assert str(caught.value).count("feature_") == 2
     (tmp_path / "t.csv").write_text("text,y\n" + "".join(f"{i} {'word ' * 99},a\n" for i in range(9)))
-    with pytest.raises(DataError, match="got 9 such as") as caught:
+    with pytest.raises(DataError) as caught:
         load_csv(tmp_path / "t.csv", "y", max_categories=8)
+    assert_named(caught, "9")
     assert len(str(caught.value).replace(str(tmp_path), "")) < 250
 
 
@@ -66,54 +68,51 @@ def test_csv_orders_numeric_classes_by_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "options", "message"),
+    ("content", "options", "names"),
     [
-        (CSV, {"target": "incme"}, "got 0; nearest among 4: 'income'"),
-        (CSV, {"target": "income", "drop": ["jobs"]}, "nearest among 4: 'job', "),
-        (CSV, {"target": "income", "delimiter": ";"}, r"among 1: 'age.*data\.delimiter the"),
-        ("1,2,no\n3,4,yes\n", {"target": "y"}, r"'y'.*0; .*.*row must name the columns"),
-        (",a,y\n1,2,0\n2,3,1\n", {"target": "y"}, r"""column 1 of 3 has no name, .* \("data\.drop=\[''\]"\)"""),
-        (CSV, {"target": "income", "delimiter": "||"}, r"data\.delimiter='\|\|'.*one character"),
-        ("a,a,y\n1,2,3\n", {"target": "a"}, "one column 'a', got 2"),
-        ("a,y\n1,0\n,1\n", {"target": "y"}, "'a' .* got '' in row 3"),
-        ("a,y\n1,0\ninf,1\n", {"target": "y"}, "'a' .* got 'inf' in row 3"),
-        ("a,y\n1,0\n?,1\n", {"target": "y"}, r"'a'.* \(data\.drop=\[a\]\)"),
-        ("a,y\n1,0\n2,1\nNA,1\n", {"target": "y"}, "'a' .* got 'NA' in row 4"),
-        ('a,y\n"1,5",0\n2,1\n', {"target": "y"}, r"numbers.*'1,5' in column 'a'"),
-        ("a,y\n1,0\n2,\n", {"target": "y"}, r"'y' must be given.*'' in row 3"),
-        ("a,y\n1,no\n2,\n", {"target": "y"}, r"'y' must be given.*'' in row 3"),
-        ("a,y\n1,no\n2,?\n", {"target": "y"}, r"'y' must be given.*'\?' in row 3"),
-        ("a,y\n?,0\n,1\n", {"target": "y"}, r"'a' .* got '\?' in row 2"),
-        ("a,y\n1,0\n2\n", {"target": "y"}, "row 3 must have 2 cells"),
-        ("y\n0\n1\n", {"target": "y"}, "feature column"),
-        ("a,y\n", {"target": "y"}, "at least one row"),
-        ("a,y\n\n\n", {"target": "y"}, "at least one row"),
+        (CSV, {"target": "incme"}, ("0", "4", "income")),
+        (CSV, {"target": "income", "drop": ["jobs"]}, ("4", "job")),
+        (CSV, {"target": "income", "delimiter": ";"}, ("1", "age", "data.delimiter")),
+        ("1,2,no\n3,4,yes\n", {"target": "y"}, ("'y'", "0")),
+        (",a,y\n1,2,0\n2,3,1\n", {"target": "y"}, ("1", "3", "data.drop")),
+        (CSV, {"target": "income", "delimiter": "||"}, ("data.delimiter='||'",)),
+        ("a,a,y\n1,2,3\n", {"target": "a"}, ("'a'", "2")),
+        ("a,y\n1,0\n,1\n", {"target": "y"}, ("'a'", "''", "3")),
+        ("a,y\n1,0\ninf,1\n", {"target": "y"}, ("'a'", "inf", "3")),
+        ("a,y\n1,0\n?,1\n", {"target": "y"}, ("'a'", "data.drop")),
+        ("a,y\n1,0\n2,1\nNA,1\n", {"target": "y"}, ("'a'", "'NA'", "4")),
+        ('a,y\n"1,5",0\n2,1\n', {"target": "y"}, ("numbers", "1,5", "'a'")),
+        ("a,y\n1,0\n2,\n", {"target": "y"}, ("'y'", "''", "3")),
+        ("a,y\n1,no\n2,\n", {"target": "y"}, ("'y'", "''", "3")),
+        ("a,y\n1,no\n2,?\n", {"target": "y"}, ("'y'", "'?'", "3")),
+        ("a,y\n?,0\n,1\n", {"target": "y"}, ("'a'", "'?'", "2")),
+        ("a,y\n1,0\n2\n", {"target": "y"}, ("3", "2")),
+        ("y\n0\n1\n", {"target": "y"}, ()),
+        ("a,y\n", {"target": "y"}, ()),
+        ("a,y\n\n\n", {"target": "y"}, ()),
         (
             "a,y\np,0\nq,1\nr,1\n",
             {"target": "y", "max_categories": 2},
-            r"text.*'a'.*3 such.*\['p', 'q'.*raise",
+            ("text", "'a'", "3", "'q'"),
         ),
         (
             "a,y\n1,0.5\n1,1.5\n2,2.5\n",
             {"target": "y", "max_categories": 2},
-            r"target 'y'.*3 .*classes, not a quantity",
+            ("target", "'y'", "3"),
         ),
-        ('a,y\n"1,0\n', {"target": "y"}, "as CSV"),
+        ('a,y\n"1,0\n', {"target": "y"}, ("CSV",)),
     ],
 )
-def test_bad_csv_is_named(tmp_path: Path, content: str, options: dict[str, Any], message: str) -> None:
+def test_bad_csv_is_named(tmp_path: Path, content: str, options: dict[str, Any], names: tuple[str, ...]) -> None:
     (tmp_path / "t.csv").write_text(content)
-    with pytest.raises(DataError, match=message):
-        load_csv(tmp_path / "t.csv", **options)
+    assert_refused(lambda: load_csv(tmp_path / "t.csv", **options), DataError, *names)
 
 
 @pytest.mark.parametrize("load", [load_libsvm, lambda path: load_csv(path, "y")])
 def test_a_missing_file_names_the_path_and_the_key(tmp_path: Path, load: Any) -> None:
-    with pytest.raises(DataError, match=r"nowhere not found; set data\.root=DIR"):
-        load(tmp_path / "nowhere")
+    assert_refused(lambda: load(tmp_path / "nowhere"), DataError, "nowhere", "data.root=DIR")
 
 
 def test_load_csv_refuses_what_float32_cannot_tell_apart(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(rows_of("ts,y", range(1_700_000_000, 1_700_000_400)))
-    with pytest.raises(DataError, match=r"can't tell.*column 'ts' apart"):
-        load_csv(tmp_path / "t.csv", "y")
+    assert_refused(lambda: load_csv(tmp_path / "t.csv", "y"), DataError, "'ts'")

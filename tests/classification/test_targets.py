@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from helpers.refusals import assert_refused
 from metricopt_ext.classification.targets import KINDS, Target, beyond, matching_offsets
 from metricopt_ext.errors import DataError
 
@@ -57,8 +58,7 @@ def test_probabilities_sum_to_one_and_never_fall_below_zero() -> None:
     expected = [1 - sigma[0], sigma[0] - sigma[1], sigma[1] - sigma[2], sigma[2]]
     assert Target("ordinal", 4).probabilities(in_order)[0].tolist() == pytest.approx(expected)
     assert Target("classes", 2).probabilities(torch.tensor([0.0]))[0].tolist() == [0.5, 0.5]
-    with pytest.raises(DataError, match="a quantity has no probabilities"):
-        Target("regression", 1).probabilities(LOGITS[:, 0])
+    assert_refused(lambda: Target("regression", 1).probabilities(LOGITS[:, 0]), DataError)
 
 
 def test_thresholds_that_predict_as_many_as_there_are() -> None:

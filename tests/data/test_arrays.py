@@ -148,7 +148,7 @@ def test_numbers_stay_as_they_are_and_are_not_mixed_with_names(tmp_path: Path) -
         ("a.npz", lambda path: path.write_bytes(b"PK\x03\x04 torn"), ("npz",)),
         ("a.pt", lambda path: torch.save({"x": X}, path), ()),
         ("a.pt", lambda path: torch.save({"x": [1, "a"]}, path), ("labels",)),
-        ("a.pt", lambda path: torch.save([1, 2, 3], path), ("holds",)),
+        ("a.pt", lambda path: torch.save([1, 2, 3], path), ()),
         ("a.pt", lambda path: torch.save(torch.zeros(3), path), ("embeddings", "labels")),
         ("a.pt", lambda path: torch.save({"x": torch.eye(3).to_sparse()}, path), ("embeddings", "to_dense")),
         ("a.pt", lambda path: torch.save({"x": torch.eye(3, device="meta")}, path), ()),

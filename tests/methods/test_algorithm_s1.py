@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from helpers.refusals import assert_refused
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.errors import AdapterError, BudgetError, FileFormatError, MetricError
 from metricopt_ext.methods.algorithm_s1 import UNROLLED, AlgorithmS1, LearnedDetails
@@ -253,30 +254,29 @@ def test_it_lowers_a_metric_that_the_loss_does_not_know(quadratic: Callable[...,
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "names"),
     [
-        ({"steps": 0}, "steps is 0"),
-        ({"evals": 1}, "evals is 1"),
-        ({"evals": 52}, r"evals is 52.*2 \(both.*1 = 51"),
-        ({"pairs": 1}, "pairs is 1; it must be at least 2"),
-        ({"pairs": 0, "estimator": "score"}, "pairs is 0; it must be at least 1"),
-        ({"estimator": "best"}, "estimator is 'best'"),
-        ({"variance": 0.0}, "variance is 0.0"),
-        ({"replay": 2}, r"replay is 2.*tasks = 4"),
-        ({"clip": math.inf}, "clip is inf"),
-        ({"labels": "gp"}, r"labels is 'gp'; .*GaussianProcessLabels\(\)"),
-        ({"labels": None}, r"labels is None; .*GaussianProcessLabels\(\)"),
-        ({"value": "x"}, r"value is 'x'; .*ReptileLearner\(\)"),
-        ({"value": RidgeLearner(groups=4)}, r"value is RidgeLearner\(.*ReptileLearner\(\)"),
-        ({"objective": None}, r"objective is None; .*LearnedObjective\(\)"),
-        ({"sees_metric": "no"}, "sees_metric is 'no'; it must be True or False"),
-        ({"sees_loss": "no"}, "sees_loss is 'no'; it must be True or False"),
-        ({"coordinatewise": None}, "coordinatewise is None; it must be True or False"),
+        ({"steps": 0}, ("steps", "0")),
+        ({"evals": 1}, ("evals", "1")),
+        ({"evals": 52}, ("evals", "52", "2", "1", "51")),
+        ({"pairs": 1}, ("pairs", "1", "2")),
+        ({"pairs": 0, "estimator": "score"}, ("pairs", "0", "1")),
+        ({"estimator": "best"}, ("estimator", "best")),
+        ({"variance": 0.0}, ("variance", "0.0")),
+        ({"replay": 2}, ("replay", "2", "4")),
+        ({"clip": math.inf}, ("clip", "inf")),
+        ({"labels": "gp"}, ("labels", "'gp'", "GaussianProcessLabels()")),
+        ({"labels": None}, ("labels", "None", "GaussianProcessLabels()")),
+        ({"value": "x"}, ("value", "'x'", "ReptileLearner()")),
+        ({"value": RidgeLearner(groups=4)}, ("value", "RidgeLearner", "ReptileLearner()")),
+        ({"objective": None}, ("objective", "None", "LearnedObjective()")),
+        ({"sees_metric": "no"}, ("sees_metric", "'no'", "True", "False")),
+        ({"sees_loss": "no"}, ("sees_loss", "'no'", "True", "False")),
+        ({"coordinatewise": None}, ("coordinatewise", "None", "True", "False")),
     ],
 )
-def test_bad_settings(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AlgorithmS1(**settings)
+def test_bad_settings(settings: dict[str, Any], names: tuple[str, ...]) -> None:
+    assert_refused(lambda: AlgorithmS1(**settings), ValueError, *names)
 
 
 # --- As a strategy of optimize_metric: what it spends and keeps, and that a run goes on where it stopped -------------
@@ -324,8 +324,7 @@ def test_gradient_checkpointing_is_refused_before_any_query_or_does_no_harm() ->
     metric = Metric(lambda: asked.append(None) or len(asked) / 1000, maximize=True)
     asked: list[None] = []
     task = FinetuneTask(attach_film(Net(), dim=3), loss=loss, batches=batches, metric=metric)
-    with pytest.raises(AdapterError, match=r"uses.*checkpointing.*turn it off"):
-        QUICK.meta_train(task, iterations=1)
+    assert_refused(lambda: QUICK.meta_train(task, iterations=1), AdapterError)
     assert not asked
     assert replace(QUICK, estimator="score").meta_train(task, iterations=1).f is not None
     assert asked
@@ -333,11 +332,21 @@ def test_gradient_checkpointing_is_refused_before_any_query_or_does_no_harm() ->
 
 def test_too_few_queries_are_refused_before_any(quadratic: Callable[..., Any]) -> None:
     task = quadratic(3)
-    with pytest.raises(BudgetError, match=r"16 queries.*least 17, or fewer"):
-        optimize_metric(task, queries=16, strategy=QUICK, callback=Callback())
+    assert_refused(
+        lambda: optimize_metric(task, queries=16, strategy=QUICK, callback=Callback()),
+        BudgetError,
+        "16",
+        "queries",
+        "17",
+    )
     task = quadratic(3, budget=20)
-    with pytest.raises(BudgetError, match="30 queries requested, 20 left"):
-        optimize_metric(task, queries=30, strategy=QUICK, callback=Callback())
+    assert_refused(
+        lambda: optimize_metric(task, queries=30, strategy=QUICK, callback=Callback()),
+        BudgetError,
+        "30",
+        "queries",
+        "20",
+    )
     assert task.queries == 0
 
 
@@ -349,13 +358,16 @@ def test_a_run_that_was_interrupted_ends_the_same(
     whole = optimize_metric(quadratic(3), **options)
     task = quadratic(3)
     task.problem.fail_after = fail_after
-    with pytest.raises(MetricError, match="server is down"):
-        optimize_metric(task, output_dir=tmp_path, **options)
+    assert_refused(lambda: optimize_metric(task, output_dir=tmp_path, **options), MetricError, "server")
     task.problem.fail_after = None
-    with pytest.raises(FileFormatError, match="holds an earlier run"):
-        optimize_metric(task, output_dir=tmp_path, **options)
-    with pytest.raises(FileFormatError, match=r"learned\.rate was"):
-        optimize_metric(task, output_dir=tmp_path, resume=True, **{**options, "strategy": replace(QUICK, rate=0.5)})
+    assert_refused(lambda: optimize_metric(task, output_dir=tmp_path, **options), FileFormatError)
+    assert_refused(
+        lambda: optimize_metric(
+            task, output_dir=tmp_path, resume=True, **{**options, "strategy": replace(QUICK, rate=0.5)}
+        ),
+        FileFormatError,
+        "learned.rate",
+    )
     resumed = optimize_metric(task, output_dir=tmp_path, resume=True, **options)
     assert torch.equal(resumed.details.learned.rule.weights, whole.details.learned.rule.weights)
     assert torch.equal(resumed.path, whole.path)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.refusals import assert_refused, assert_warned, having
 from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
@@ -325,7 +325,7 @@ def test_learners_show_other_quantities_and_refuse_constraints(toy: Toy) -> None
     assert run.also["along"][0] == 0.0
     for strategy in (recipe, Algorithm1(), AlgorithmS1()):
         task = toy.judged()
-        with pytest.raises(ValueError, match=rf"along <=.*{type(strategy).__name__} can't respect; search by"):
+        with pytest.raises(ValueError, match=having(type(strategy).__name__)):
             go(task, 500, strategy=strategy)
         assert task.metric.ledger.spent == 0
 
@@ -338,8 +338,7 @@ def test_what_fails_at_the_start_costs_no_query_and_at_the_end_no_run(toy: Toy) 
 
     strict = True
     task = toy.judged(subject_to={}, also={"far": fails})
-    with pytest.raises(MetricError, match=re.escape("'distance': also['far'] raised OSError: no such server")):
-        go(task, 24)
+    assert_refused(lambda: go(task, 24), MetricError, "distance", "also['far']", "OSError")
     assert task.metric.ledger.spent == 0
     strict = False
     with pytest.warns(UserWarning, match="known of the model as it is now"):
@@ -350,10 +349,8 @@ def test_what_fails_at_the_start_costs_no_query_and_at_the_end_no_run(toy: Toy) 
 
 
 def test_a_quantity_that_nobody_tells_is_refused_by_name(toy: Toy) -> None:
-    with pytest.raises(MetricError, match=r"subject_to names.*told 'along' besides"):
-        go(toy.judged(subject_to={"recall": ">= 0.5"}), 24)
-    with pytest.raises(MetricError, match=r"'along'.*besides; let it return"):
-        go(toy.judged(toy.task.distance), 24)
+    assert_refused(lambda: go(toy.judged(subject_to={"recall": ">= 0.5"}), 24), MetricError, "subject_to", "along")
+    assert_refused(lambda: go(toy.judged(toy.task.distance), 24), MetricError, "along")
 
 
 def test_a_value_that_is_not_finite_is_a_failure(toy: Toy) -> None:
@@ -367,11 +364,9 @@ def test_a_value_that_is_not_finite_is_a_failure(toy: Toy) -> None:
         return {**told, "along": math.nan} if number in bad else told
 
     bad = {1}
-    with pytest.raises(MetricError, match=r"'along'.*finite number"):
-        go(toy.judged(sometimes, failures=5), 24)
+    assert_refused(lambda: go(toy.judged(sometimes, failures=5), 24), MetricError, "along")
     number, bad = 0, {5, 9}
-    with pytest.warns(UserWarning, match=r"'along' is nan.*failure 1 of 5"):
-        run = go(toy.judged(sometimes, failures=5), 24)
+    run = assert_warned(lambda: go(toy.judged(sometimes, failures=5), 24), "along", "nan", "1", "5")
     assert run.also["along"][1] <= toy.limit
 
 
@@ -407,12 +402,10 @@ def test_an_adapter_alone_may_be_subject_to_something(toy: Toy) -> None:
     adapter = attach_input_bias(torch.nn.Linear(2, 3).double(), dim=8)
     search = Search(adapter, 24, maximize=False, subject_to={"along": "<= start + 0.2"})
     (start,) = search.ask()
-    with pytest.raises(ValueError, match=r"subject.*'along'.*tell\(\.\.\., also="):
-        search.tell(start.id, 1.0)
-    with pytest.raises(ValueError, match="and told are 'longa' besides"):
-        search.tell(start.id, 1.0, also={"longa": 1.0})
+    assert_refused(lambda: search.tell(start.id, 1.0), ValueError, "subject", "along")
+    assert_refused(lambda: search.tell(start.id, 1.0, also={"longa": 1.0}), ValueError, "longa")
     for also in ({"along": math.inf}, {"along": "much"}, {3: 1.0}, [0.5]):
-        with pytest.raises(ValueError, match="also"):
+        with pytest.raises(ValueError, match=having("also")):
             search.tell(start.id, 1.0, also=also)  # type: ignore[arg-type]
     assert search.spent == 0
     search.tell(start.id, 9.0, also={"along": 0.0, "more": 7.0})
@@ -423,19 +416,19 @@ def test_an_adapter_alone_may_be_subject_to_something(toy: Toy) -> None:
     run = search.result()
     assert run.also["along"][1] <= 0.2
     assert "more" not in run.also, "it was told of the start alone"
-    with pytest.raises(ValueError, match="subject_to is given beside a task"):
-        Search(toy.task, 24, subject_to={"along": ">= 0"})
+    assert_refused(lambda: Search(toy.task, 24, subject_to={"along": ">= 0"}), ValueError, "subject_to")
 
 
 def test_a_run_that_broke_goes_on_bit_for_bit(quadratic: Make, tmp_path: Path) -> None:
     whole, broken = Toy(quadratic), Toy(quadratic)
     expected = go(whole.judged(), 30, output_dir=tmp_path / "whole")
     broken.task.problem.fail_after = 17
-    with pytest.raises(MetricError, match="the evaluation server is down"):
-        go(broken.judged(), 30, output_dir=tmp_path / "run")
+    assert_refused(lambda: go(broken.judged(), 30, output_dir=tmp_path / "run"), MetricError)
     broken.task.problem.fail_after = None
-    with pytest.raises(FileFormatError, match="subject to"):
-        go(broken.judged(subject_to={"along": "<= 0.5"}), 30, output_dir=tmp_path / "run", resume=True)
+    assert_refused(
+        lambda: go(broken.judged(subject_to={"along": "<= 0.5"}), 30, output_dir=tmp_path / "run", resume=True),
+        FileFormatError,
+    )
     run = go(broken.judged(), 30, output_dir=tmp_path / "run", resume=True)
     assert str(run) == str(expected)
     assert torch.equal(run.points, expected.points)
@@ -446,8 +439,7 @@ def test_a_run_that_broke_goes_on_bit_for_bit(quadratic: Make, tmp_path: Path) -
 
 
 def test_too_few_queries_are_refused_as_ever(toy: Toy) -> None:
-    with pytest.raises(BudgetError, match="too few"):
-        go(toy.judged(), 5)
+    assert_refused(lambda: go(toy.judged(), 5), BudgetError)
 
 
 def test_what_violates_a_constraint_is_behind_all_that_violate_none() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.refusals import assert_refused, assert_warned
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.finished_run import load_run
 from metricopt_ext.methods.pipeline import optimize_metric
@@ -32,13 +33,14 @@ def test_a_finished_run_is_loaded_and_an_unfinished_one_says_what_it_lacks(
     shutil.copytree(folder, tmp_path / "detector" / "search")  # as Detectron2's tools name it
     assert torch.equal(load_run(quadratic().adapter.remove(), tmp_path / "detector").phi, kept.adapter.phi)
     (tmp_path / "out" / "seed-11").mkdir()
-    with pytest.raises(FileFormatError, match=r"several seeds.*seed-3, seed-11.*yet\)"):
-        load_run(quadratic().adapter.remove(), tmp_path / "out")
+    assert_refused(
+        lambda: load_run(quadratic().adapter.remove(), tmp_path / "out"), FileFormatError, "seeds", "seed-3", "seed-11"
+    )
     (folder / "adapter.safetensors").unlink()
-    with pytest.raises(FileFormatError, match=r"unfinished run.* --resume"):
-        load_run(quadratic().adapter.remove(), folder)
-    with pytest.raises(FileFormatError, match=r"holds.*neither identity\.json"):
-        load_run(quadratic().adapter.remove(), tmp_path / "nothing")
+    assert_refused(lambda: load_run(quadratic().adapter.remove(), folder), FileFormatError, "--resume")
+    assert_refused(
+        lambda: load_run(quadratic().adapter.remove(), tmp_path / "nothing"), FileFormatError, "holds", "identity.json"
+    )
 
 
 def test_settings_of_inference_are_beside_the_adapter_and_loading_says_so(
@@ -68,11 +70,8 @@ def test_settings_of_inference_are_beside_the_adapter_and_loading_says_so(
     result = optimize_metric(task(gain=1.0), queries=30, output_dir=tmp_path / "a", callback=Callback())
     assert result.settings is not None
     assert load_inference(tmp_path / "a") == result.settings.after == {"size": 4.0, "flip": False}
-    said = (
-        r"settings of inference that the model does not hold: size 1 -> 4; put .*load_inference\('.*inference\.yaml'\)"
-    )
-    with pytest.warns(UserWarning, match=said):
-        load_run(quadratic().adapter.remove(), tmp_path / "a")
+    names = ("1", "4", "load_inference", "inference.yaml")
+    assert_warned(lambda: load_run(quadratic().adapter.remove(), tmp_path / "a"), *names)
     with Search(task(gain=-1.0), queries=30, output_dir=tmp_path / "b") as search:
         while trials := search.ask(8):
             for trial in trials:
@@ -119,18 +118,20 @@ def test_settings_are_set_on_a_model_that_can_hold_them(quadratic: Callable[...,
         adapter = load_run(model, tmp_path / "a", settings(model, free={"many": 300}))
     assert (adapter.model is model, model.size) == (True, 4.0)
     model = quadratic().adapter.remove()
-    with pytest.warns(UserWarning, match=r"^left is {'many': 300}$"):
-        load_run(model, tmp_path / "a", settings(model))
+    assert_warned(lambda: load_run(model, tmp_path / "a", settings(model)), "left", "many", "300")
     assert model.size == 4.0
     model = quadratic().adapter.remove()
-    with pytest.raises(ValueError, match=r"yaml.*1 by.*2 by.*given settings; make"):
-        load_run(model, tmp_path / "a", settings(model, default=2.0))
-    with pytest.raises(ValueError, match="there is no setting 'size'"):
-        load_run(model, tmp_path / "a", Settings([Setting("k", 1, 2, default=1)], lambda values: nullcontext()))
+    assert_refused(lambda: load_run(model, tmp_path / "a", settings(model, default=2.0)), ValueError, "yaml", "1", "2")
+    assert_refused(
+        lambda: load_run(
+            model, tmp_path / "a", Settings([Setting("k", 1, 2, default=1)], lambda values: nullcontext())
+        ),
+        ValueError,
+        "size",
+    )
     assert not hasattr(model, "metricopt")
     optimize_metric(quadratic(), queries=30, output_dir=tmp_path / "b", callback=Callback())
-    with pytest.raises(FileFormatError, match=r"as its run tuned.*leave settings out"):
-        load_run(model, tmp_path / "b", settings(model))
+    assert_refused(lambda: load_run(model, tmp_path / "b", settings(model)), FileFormatError)
 
 
 def test_settings_are_written_without_packages_and_loading_says_what_it_lacks(
@@ -144,12 +145,10 @@ def test_settings_are_written_without_packages_and_loading_says_what_it_lacks(
             without.setitem(sys.modules, module, None)
         task = replace(quadratic(), settings=settings)
         optimize_metric(task, queries=30, output_dir=tmp_path, callback=Callback())
-        with pytest.warns(UserWarning, match="one can tell which without omegaconf"):
-            load_run(quadratic().adapter.remove(), tmp_path)
+        assert_warned(lambda: load_run(quadratic().adapter.remove(), tmp_path), "omegaconf")
     assert load_inference(tmp_path) == {"size": 2}
     assert 'for deployment keep the default: "size"' in (tmp_path / "inference.yaml").read_text()
     (tmp_path / "inference.yaml").write_text("size: 2")
     model = quadratic().adapter.remove()
-    with pytest.raises(FileFormatError, match="a setting must have a name"):
-        load_run(model, tmp_path)
+    assert_refused(lambda: load_run(model, tmp_path), FileFormatError)
     assert not hasattr(model, "metricopt")

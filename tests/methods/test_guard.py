@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.refusals import assert_refused, assert_warned, having
 from helpers.tensors import rand
 from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.errors import UnguardedError
@@ -53,8 +54,7 @@ def test_deviates_are_quantiles_of_the_normal(confidence: float, expected: float
 
 @pytest.mark.parametrize("wrong", [0.4, 1.0, 0.0, -1.0, 84.0, math.nan])
 def test_a_confidence_out_of_range_is_refused(wrong: float) -> None:
-    with pytest.raises(ValueError, match=rf"guard_confidence.*{wrong}.*0.5 and below 1"):
-        deviates(wrong)
+    assert_refused(lambda: deviates(wrong), ValueError, "guard_confidence", wrong, "0.5", "1")
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_repeats_that_always_agree_tell_nothing() -> None:
     visited = [Evaluation(float(i), None, 0.0) for i in range(5)]
     start, end = Evaluation(1.0, None, 0.0), Evaluation(0.5, None, 0.0)
     assert judge(start, end, visited).guard == "none"
-    with pytest.warns(UserWarning, match=r"repeats always agree.*halves.*holdout"):
+    with pytest.warns(UserWarning, match=having("repeats", "halves", "holdout")):
         assert decide_among({"start": start, "search": end}, visited).verdict.guard == "none"
     noisy = [each._replace(noise=1e-9) for each in visited]
     assert judge(start, end, noisy).guard == "repeats"
@@ -526,8 +526,7 @@ def test_halves_that_are_none_are_said_and_not_used(halves: Any, noise: float | 
 def test_of_ranks_the_first_alone_says_that_halves_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     visited = [Evaluation(cost, (cost, cost)) for cost in rand(24, seed=2).tolist()]
     candidates = {"start": visited[0], "search": min(visited, key=lambda each: each.cost)}
-    with pytest.warns(UserWarning, match="two random halves"):
-        expected = decide(candidates, visited)
+    expected = assert_warned(lambda: decide(candidates, visited), "halves")
     monkeypatch.setattr(distributed, "rank", lambda: 1)
     with warnings.catch_warnings(action="error"):
         assert decide(candidates, visited) == expected
@@ -537,8 +536,7 @@ def test_a_verdict_that_nothing_guards_is_refused_where_a_guard_is_required() ->
     free = Metric(lambda: 0.0, maximize=True, name="m")
     strict = Metric(lambda: 0.0, maximize=True, name="m", repeats=2, require_guard=True)
     verdict = Verdict(0.5, 0.0, None, 1.0, 9, None, guard="none")
-    with pytest.raises(UnguardedError, match=r"'m' reports no halves that tell, .*return \(value, \(half, half\)\)"):
-        check_guarded(strict, verdict)
+    assert_refused(lambda: check_guarded(strict, verdict), UnguardedError, "'m'", "halves")
     check_guarded(free, verdict)
     check_guarded(strict, dataclasses.replace(verdict, guard="repeats"))
 

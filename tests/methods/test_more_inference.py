@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from helpers.inference import put_into
+from helpers.refusals import assert_refused
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.more_inference import PURPOSE, MoreInference, more_inference
 from metricopt_ext.methods.pipeline import optimize_metric
@@ -122,8 +123,7 @@ def test_the_budget_holds(quadratic: Make) -> None:
     slow = Slow(quadratic)
     task = slow.judged(ledger=Ledger(41))
     result = run(task)
-    with pytest.raises(BudgetError, match="more inference"):
-        more_inference(task, result)
+    assert_refused(lambda: more_inference(task, result), BudgetError)
     assert slow.now == {"size": 2, "flip": False, "soft": 0.0}
 
 
@@ -131,10 +131,8 @@ def test_what_can_not_be_asked_is_refused(quadratic: Make) -> None:
     slow = Slow(quadratic)
     task = slow.judged()
     result = run(task)
-    with pytest.raises(ValueError, match=r"most is 0\.5; it must be at least 1"):
-        more_inference(task, result, most=[0.5])
-    with pytest.raises(ValueError, match="inference; give it settings="):
-        more_inference(task.with_settings(None), result)
+    assert_refused(lambda: more_inference(task, result, most=[0.5]), ValueError, "most", "0.5", "1")
+    assert_refused(lambda: more_inference(task.with_settings(None), result), ValueError)
 
 
 def test_it_is_said_in_a_line() -> None:

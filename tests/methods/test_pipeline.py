@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import metricopt_ext as mo
+from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.adapters.attach import attach_input_bias, load_adapter
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import (
@@ -150,8 +151,7 @@ def test_an_f_without_skill_is_not_followed(quadratic: Callable[..., Any], backw
 def test_a_metric_that_does_not_react_to_phi_is_named(quadratic: Callable[..., Any]) -> None:
     task = quadratic()
     task = replace(task, metric=Metric(lambda: 0.25, maximize=False, name="constant"))
-    with pytest.raises(ValueFunctionError, match="does not react to phi"):
-        go(task)
+    assert_refused(lambda: go(task), ValueFunctionError, "phi")
 
 
 def test_f_can_be_fitted_again_to_what_a_run_left(quadratic: Callable[..., Any], tmp_path: Path) -> None:
@@ -190,12 +190,12 @@ def test_a_single_setting_needs_no_choice(quadratic: Callable[..., Any]) -> None
 )
 def test_too_small_a_budget_says_what_would_do(quadratic: Callable[..., Any], recipe: Recipe) -> None:
     task = quadratic()
-    with pytest.raises(BudgetError, match="20 queries are too few") as caught:
+    with pytest.raises(BudgetError) as caught:
         go(task, queries=20, recipe=recipe)
+    assert_named(caught, "20", "queries")
     assert task.queries == 0
     enough = int(re.search(r"give at least (\d+)", str(caught.value)).group(1))
-    with pytest.raises(BudgetError, match=f"at least {enough}"):
-        go(task, queries=enough - 1, recipe=recipe)
+    assert_refused(lambda: go(task, queries=enough - 1, recipe=recipe), BudgetError, enough)
     go(task, queries=enough, recipe=recipe)
     assert 0 < task.queries <= enough
 
@@ -205,8 +205,7 @@ def test_the_metrics_own_budget_is_checked_before_anything_is_asked_or_written(
 ) -> None:
     task = quadratic(budget=50)
     task.metric.ledger.spend("elsewhere", 6)
-    with pytest.raises(BudgetError, match=r"47 queries.*metric's own budget"):
-        go(task, output_dir=tmp_path / "run")
+    assert_refused(lambda: go(task, output_dir=tmp_path / "run"), BudgetError, "47", "queries", "budget")
     assert task.queries == 0
     assert not (tmp_path / "run").exists()
     task.metric.ledger = Ledger(47)
@@ -223,17 +222,22 @@ def test_what_is_no_integer_is_refused_before_anything_is_asked_or_written(
     task = quadratic()
     ((name, value),) = wrong.items()
     arguments = {"queries": QUERIES, "strategy": strategy, "output_dir": tmp_path / "run", **wrong}
-    with pytest.raises(ValueError, match=f"{name} is {value}; it must be"):
-        optimize_metric(task, callback=Callback(), **arguments)
+    assert_refused(lambda: optimize_metric(task, callback=Callback(), **arguments), ValueError, name, value)
     assert task.queries == 0
     assert not (tmp_path / "run").exists()
 
 
 def test_a_class_is_no_strategy(quadratic: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match=r"strategy.*CMAES; it must be an instance"):
-        optimize_metric(quadratic(), queries=QUERIES, strategy=CMAES)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"strategy is 'cmaes'.*CMAES\(\)"):
-        optimize_metric(quadratic(), queries=QUERIES, strategy="cmaes")  # type: ignore[arg-type]
+    assert_refused(
+        lambda: optimize_metric(quadratic(), queries=QUERIES, strategy=CMAES), ValueError, "strategy", "CMAES"
+    )
+    assert_refused(
+        lambda: optimize_metric(quadratic(), queries=QUERIES, strategy="cmaes"),
+        ValueError,
+        "strategy",
+        "cmaes",
+        "CMAES()",
+    )
 
 
 def test_integers_of_numpy_are_integers(quadratic: Callable[..., Any], tmp_path: Path) -> None:
@@ -248,8 +252,9 @@ def test_integers_of_numpy_are_integers(quadratic: Callable[..., Any], tmp_path:
 @pytest.mark.parametrize("strategy", [RECIPE, GuidedES(), None], ids=["recipe", "search", "guided"])
 def test_a_loss_without_a_gradient_costs_no_query(quadratic: Callable[..., Any], strategy: Any) -> None:
     task = replace(quadratic(), loss=lambda model, batch: (model.metricopt.value() > 0).sum())
-    with pytest.raises(AdapterError, match="has no gradient in phi"):
-        optimize_metric(task, queries=QUERIES, strategy=strategy, callback=Callback())
+    assert_refused(
+        lambda: optimize_metric(task, queries=QUERIES, strategy=strategy, callback=Callback()), AdapterError, "phi"
+    )
     assert task.queries == 0
 
 
@@ -260,8 +265,11 @@ def test_a_loss_that_fails_for_several_phi_at_once_costs_no_query(quadratic: Cal
         return value if value >= 0 else -value
 
     task = quadratic()
-    with pytest.raises(AdapterError, match="population=1"):
-        optimize_metric(replace(task, loss=loss), queries=QUERIES, strategy=strategy, callback=Callback())
+    assert_refused(
+        lambda: optimize_metric(replace(task, loss=loss), queries=QUERIES, strategy=strategy, callback=Callback()),
+        AdapterError,
+        "population=1",
+    )
     assert task.queries == 0
     alone, plain = (
         optimize_metric(replace(task, loss=each, population=1), queries=QUERIES, strategy=strategy, callback=Callback())
@@ -297,8 +305,10 @@ def test_a_change_of_the_weights_ends_the_run_at_its_query(
 ) -> None:
     task = quadratic()
     before = task.problem.layer.weight.detach().clone()
-    with pytest.raises(WeightsError, match="changed the model's weight in a way"):
-        optimize_metric(changing(task, 4, 1), queries=queries, strategy=strategy, callback=Callback())
+    assert_refused(
+        lambda: optimize_metric(changing(task, 4, 1), queries=queries, strategy=strategy, callback=Callback()),
+        WeightsError,
+    )
     assert task.queries == 4
     assert torch.equal(task.problem.layer.weight, before)
 
@@ -310,10 +320,12 @@ def test_any_changed_entry_is_found_at_the_end(
     monkeypatch.setattr(weights, "ENTRIES", 2)  # of the six, the first and the last
     task = quadratic()
     before = task.problem.layer.weight.detach().clone()
-    with pytest.raises(WeightsError, match="changed the model's weight; all was put"):
-        optimize_metric(
+    assert_refused(
+        lambda: optimize_metric(
             changing(task, 4, 1), queries=queries, strategy=strategy, callback=Callback(), output_dir=tmp_path
-        )
+        ),
+        WeightsError,
+    )
     assert task.queries > 4
     assert torch.equal(task.problem.layer.weight, before)
     assert not (tmp_path / "adapter.safetensors").exists()
@@ -350,8 +362,11 @@ def test_a_loss_that_changes_the_weights_is_refused(
         return task.problem.loss(model, batch)
 
     folder = {"output_dir": tmp_path} if kept else {}
-    with pytest.raises(WeightsError, match="or the loss changed the model's weight"):
-        optimize_metric(replace(task, loss=loss), queries=30, callback=Callback(), **folder)
+    assert_refused(
+        lambda: optimize_metric(replace(task, loss=loss), queries=30, callback=Callback(), **folder),
+        WeightsError,
+        "loss",
+    )
     assert torch.equal(task.problem.layer.weight, before)
 
 
@@ -554,7 +569,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(quadratic: Callable[
         folder = tmp_path / f"broken after {after}"
         broken = quadratic(population=4)
         broken.problem.fail_after = after
-        with pytest.raises(MetricError, match="the evaluation server is down"):
+        with pytest.raises(MetricError):
             go(broken, recipe=BOTH, output_dir=folder)
         assert broken.queries == after + 1
         assert not (folder / "adapter.safetensors").exists()
@@ -602,13 +617,12 @@ def test_a_resumed_run_without_a_trusted_f_books_the_same_queries(
 def test_an_earlier_run_is_not_written_over(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     go(quadratic(), output_dir=tmp_path)
     task = quadratic()
-    with pytest.raises(FileFormatError, match=r"holds an earlier.*another output folder"):
-        go(task, output_dir=tmp_path)
+    assert_refused(lambda: go(task, output_dir=tmp_path), FileFormatError)
     for path in sorted((tmp_path / "trajectories").iterdir()):
         path.unlink()
     (tmp_path / "trajectories").rmdir()
-    with pytest.raises(FileFormatError, match="holds an earlier run"):  # or its evaluations would be taken for ours
-        go(task, output_dir=tmp_path)
+    # or its evaluations would be taken for ours
+    assert_refused(lambda: go(task, output_dir=tmp_path), FileFormatError)
     assert task.queries == 0
 
 
@@ -681,8 +695,9 @@ def test_a_run_is_not_resumed_under_other_settings(
     task = other_metric()(quadratic())
     if change:
         task = change(task)
-    with pytest.raises(FileFormatError, match=rf"holds another run: {key}[^ ]* was .*, now ") as caught:
+    with pytest.raises(FileFormatError) as caught:
         go(task, output_dir=tmp_path, resume=True, **arguments)
+    assert_named(caught, key)
     assert str(tmp_path) in str(caught.value)
     assert task.queries == 0
 
@@ -694,8 +709,7 @@ def test_a_strategy_is_not_given_the_answers_of_another(
     optimize_metric(quadratic(), queries=QUERIES, strategy=first, output_dir=tmp_path, callback=Callback())
     task = quadratic()
     arguments = {"queries": QUERIES, "output_dir": tmp_path, "resume": True, "callback": Callback()}
-    with pytest.raises(FileFormatError, match="holds another run"):
-        optimize_metric(task, strategy=second, **arguments)
+    assert_refused(lambda: optimize_metric(task, strategy=second, **arguments), FileFormatError)
     assert task.queries == 0
 
 
@@ -704,8 +718,13 @@ def test_answers_do_not_outlive_the_trajectories_of_other_settings(
 ) -> None:
     go(quadratic(), output_dir=tmp_path)
     shutil.rmtree(tmp_path / "trajectories")
-    with pytest.raises(FileFormatError, match=r"lr was 0\.1, now 0\.02"):
-        go(quadratic(), recipe=replace(RECIPE, lr=0.02), output_dir=tmp_path, resume=True)
+    assert_refused(
+        lambda: go(quadratic(), recipe=replace(RECIPE, lr=0.02), output_dir=tmp_path, resume=True),
+        FileFormatError,
+        "lr",
+        "0.1",
+        "0.02",
+    )
 
 
 def test_a_function_of_the_users_own_resumes_in_another_process(quadratic: Callable[..., Any], tmp_path: Path) -> None:
@@ -740,8 +759,7 @@ def test_damaged_files_are_named(quadratic: Callable[..., Any], tmp_path: Path) 
     whole, before = damaged.read_bytes(), content(damaged)
     for rubbish in (whole[: len(whole) // 2], b""):
         damaged.write_bytes(rubbish)
-        with pytest.raises(FileFormatError, match=re.escape(str(damaged))):
-            go(quadratic(), output_dir=tmp_path, resume=True)
+        assert_refused(lambda: go(quadratic(), output_dir=tmp_path, resume=True), FileFormatError, damaged)
     damaged.unlink()
     task = quadratic()
     go(task, output_dir=tmp_path, resume=True)
@@ -749,8 +767,9 @@ def test_damaged_files_are_named(quadratic: Callable[..., Any], tmp_path: Path) 
     assert content(damaged) == before
     for rubbish in ("{", "[]", "3"):
         (tmp_path / "evaluations.json").write_text(rubbish)
-        with pytest.raises(FileFormatError, match=re.escape(str(tmp_path / "evaluations.json"))):
-            go(quadratic(), output_dir=tmp_path, resume=True)
+        assert_refused(
+            lambda: go(quadratic(), output_dir=tmp_path, resume=True), FileFormatError, tmp_path / "evaluations.json"
+        )
 
 
 @pytest.mark.parametrize(
@@ -762,9 +781,9 @@ def test_damaged_files_are_named(quadratic: Callable[..., Any], tmp_path: Path) 
         (43, r"end guard, loss_finetune"),
     ],
 )
-@pytest.mark.parametrize(("bad", "what"), [(math.nan, "returned nan"), (51.0, r"51\.0, outside its bounds")])
+@pytest.mark.parametrize(("bad", "names"), [(math.nan, ("nan",)), (51.0, ("51.0", "bounds"))])
 def test_a_metric_gone_wrong_is_reported_with_its_place_and_the_mended_run_finishes(
-    quadratic: Callable[..., Any], tmp_path: Path, bad: float, what: str, at: int, where: str
+    quadratic: Callable[..., Any], tmp_path: Path, bad: float, names: tuple[str, ...], at: int, where: str
 ) -> None:
     def bounded(wrong: float | None) -> Any:
         task = quadratic()
@@ -777,8 +796,9 @@ def test_a_metric_gone_wrong_is_reported_with_its_place_and_the_mended_run_finis
         return task
 
     expected = go(bounded(None))
-    with pytest.raises(MetricError, match=what) as caught:
+    with pytest.raises(MetricError) as caught:
         go(bounded(bad), output_dir=tmp_path)
+    assert_named(caught, *names)
     assert re.search(where, str(caught.value))
     task = bounded(None)
     assert_same(go(task, output_dir=tmp_path, resume=True), expected)
@@ -834,8 +854,7 @@ def test_a_shared_ledger_is_charged_for_every_finished_run(quadratic: Callable[.
     assert task.metric.ledger.spent_on == first.queries
     go(task, seed=1)
     assert task.metric.ledger.spent == 2 * sum(first.queries.values())
-    with pytest.raises(BudgetError, match="in the metric's own budget"):
-        go(task, seed=2)
+    assert_refused(lambda: go(task, seed=2), BudgetError, "budget")
 
 
 @pytest.mark.parametrize("strategy", [RECIPE, CMAES()], ids=["recipe", "search"])
@@ -845,8 +864,9 @@ def test_a_failed_run_is_charged_unless_its_work_is_kept(
     for folder, charged in ((None, 31), (tmp_path, 0)):
         task = quadratic(budget=100)
         task.problem.fail_after = 30
-        with pytest.raises(MetricError, match="server is down"):
+        with pytest.raises(MetricError) as caught:
             optimize_metric(task, queries=QUERIES, strategy=strategy, output_dir=folder, callback=Callback())
+        assert_named(caught, "server")
         assert task.queries == 31
         assert task.metric.ledger.spent == charged
 
@@ -878,13 +898,15 @@ def test_a_resumed_search_asks_nothing_twice(quadratic: Callable[..., Any], tmp_
         broken, resumed, folder = quadratic(), quadratic(), tmp_path / f"after {after}"
         broken.problem.fail_after = after
         settings: dict[str, Any] = {"queries": 100, "strategy": search, "output_dir": folder, "callback": Callback()}
-        with pytest.raises(MetricError, match="server is down"):
+        with pytest.raises(MetricError) as caught:
             optimize_metric(broken, **settings)
-        with pytest.raises(FileFormatError, match="holds an earlier run"):
+        assert_named(caught, "server")
+        with pytest.raises(FileFormatError):
             optimize_metric(resumed, **settings)
         for change in ({"queries": 90}, {"seed": 1}):
-            with pytest.raises(FileFormatError, match=f"{next(iter(change))} was"):
+            with pytest.raises(FileFormatError) as caught:
                 optimize_metric(resumed, **{**settings, **change}, resume=True)
+            assert_named(caught, next(iter(change)))
         result = optimize_metric(resumed, **settings, resume=True)
         assert str(result) == str(expected)
         assert torch.equal(result.ends["search"], expected.ends["search"])
@@ -898,8 +920,13 @@ def test_a_resumed_search_asks_nothing_twice(quadratic: Callable[..., Any], tmp_
 def test_too_small_a_budget_for_a_search_is_refused(quadratic: Callable[..., Any], search: Search) -> None:
     task = quadratic()
     least = search.least_queries(4)
-    with pytest.raises(BudgetError, match=rf"{least - 1} queries.*needs at least {least}"):
-        optimize_metric(task, queries=least - 1, strategy=search, callback=Callback())
+    assert_refused(
+        lambda: optimize_metric(task, queries=least - 1, strategy=search, callback=Callback()),
+        BudgetError,
+        least - 1,
+        "queries",
+        least,
+    )
     assert task.queries == 0
 
 
@@ -925,8 +952,13 @@ def test_metricopt_followed_by_a_search(quadratic: Callable[..., Any], tmp_path:
 
 def test_a_search_to_refine_with_needs_its_queries(quadratic: Callable[..., Any]) -> None:
     task = quadratic()
-    with pytest.raises(BudgetError, match=r"refine_queries.*5; .* needs at least 10"):
-        go(task, queries=100, recipe=replace(RECIPE, refine=CMAES(), refine_queries=5))
+    assert_refused(
+        lambda: go(task, queries=100, recipe=replace(RECIPE, refine=CMAES(), refine_queries=5)),
+        BudgetError,
+        "refine_queries",
+        "5",
+        "10",
+    )
     assert task.queries == 0
 
 
@@ -934,32 +966,41 @@ def test_a_search_to_refine_with_needs_its_queries(quadratic: Callable[..., Any]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "what"),
+    ("arguments", "error", "names"),
     [
         (
             {"strategy": RECIPE, "starts": {"a": Start(torch.zeros(4))}},
             ValueError,
-            r"starts are \['a'\]; only",
+            ("starts",),
         ),
-        ({"starts": {"a": Start(torch.zeros(3))}}, AdapterError, r"start 'a': phi has shape \(3,\)"),
-        ({"starts": {"a": Start(torch.zeros(4), {"mean": torch.zeros(1)})}}, AdapterError, "no buffer 'mean'"),
-        ({"starts": {"search": Start(torch.zeros(4))}}, ValueError, "a start is named 'search'"),
-        ({"guard_confidence": 0.4}, ValueError, r"guard_confidence.*0.4.*0.5 and below 1"),
-        ({"guard_confidence": 1.0}, ValueError, "guard_confidence is 1.0; it must be"),
-        ({"guard_confidence": "0.9"}, ValueError, "guard_confidence is '0.9'; it must be at least 0.5 and below 1"),
-        ({"callback": print}, ValueError, "callback is <built-in function print>; it must be a Callback"),
-        ({"strategy": RECIPE, "guard_confidence": 0.4}, ValueError, "guard_confidence is 0.4"),
-        ({"queries": 6}, BudgetError, r"6 queries.*in 4.*needs at least 7"),
-        ({"queries": 7, "starts": {"a": Start(torch.zeros(4))}}, BudgetError, "needs at least 8"),
-        ({"strategy": GuidedTrustRegion}, ValueError, "strategy is the class GuidedTrustRegion"),
+        ({"starts": {"a": Start(torch.zeros(3))}}, AdapterError, ("'a'", "phi", "(3,)")),
+        ({"starts": {"a": Start(torch.zeros(4), {"mean": torch.zeros(1)})}}, AdapterError, ("mean",)),
+        ({"starts": {"search": Start(torch.zeros(4))}}, ValueError, ("search",)),
+        ({"guard_confidence": 0.4}, ValueError, ("guard_confidence", "0.4", "0.5", "1")),
+        ({"guard_confidence": 1.0}, ValueError, ("guard_confidence", "1.0")),
+        ({"guard_confidence": "0.9"}, ValueError, ("guard_confidence", "0.9", "0.5", "1")),
+        ({"callback": print}, ValueError, ("callback", "Callback")),
+        ({"strategy": RECIPE, "guard_confidence": 0.4}, ValueError, ("guard_confidence", "0.4")),
+        ({"queries": 6}, BudgetError, ("6", "queries", "4", "7")),
+        ({"queries": 7, "starts": {"a": Start(torch.zeros(4))}}, BudgetError, ("8",)),
+        ({"strategy": GuidedTrustRegion}, ValueError, ("strategy", "GuidedTrustRegion")),
     ],
 )
 def test_bad_arguments_cost_nothing_and_leave_nothing(
-    quadratic: Callable[..., Any], tmp_path: Path, arguments: dict[str, Any], error: type[Exception], what: str
+    quadratic: Callable[..., Any],
+    tmp_path: Path,
+    arguments: dict[str, Any],
+    error: type[Exception],
+    names: tuple[str, ...],
 ) -> None:
     task = quadratic()
-    with pytest.raises(error, match=what):
-        optimize_metric(task, **{"queries": 60, "output_dir": tmp_path / "run", "callback": Callback(), **arguments})
+    assert_refused(
+        lambda: optimize_metric(
+            task, **{"queries": 60, "output_dir": tmp_path / "run", "callback": Callback(), **arguments}
+        ),
+        error,
+        *names,
+    )
     assert task.queries == 0
     assert not (tmp_path / "run").exists()
 
@@ -1034,6 +1075,11 @@ def test_repeats_share_the_budget(quadratic: Callable[..., Any], strategy: Any, 
 
 def test_too_few_queries_for_repeats_say_so(quadratic: Callable[..., Any]) -> None:
     metric = Metric(lambda: 0.5, maximize=False, repeats=3)
-    with pytest.raises(BudgetError, match=r"6 queries.*evaluation of 3 queries"):
-        optimize_metric(quadratic().judged_by(metric), queries=20, callback=Callback())
+    assert_refused(
+        lambda: optimize_metric(quadratic().judged_by(metric), queries=20, callback=Callback()),
+        BudgetError,
+        "6",
+        "queries",
+        "3",
+    )
     assert metric.ledger.spent == 0

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.refusals import assert_refused
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_outputs
 from metricopt_ext.adapters.signature import Outputs
@@ -119,22 +120,16 @@ def test_a_class_that_is_not_there_keeps_half_an_example() -> None:
 
 def test_what_has_no_priors_is_refused() -> None:
     task = task_of(3)
-    with pytest.raises(ValueError, match=r"priors.*\(2,\).*3, one for each class"):
-        prior_line(task, [1, 2])
-    with pytest.raises(ValueError, match=r"priors.*\(3,\).*2 for a single logit"):
-        em_prior_start(task_of(1), [X], [1, 2, 3])
-    with pytest.raises(DataError, match=r"each class.*0 for.*\[3, 0, 1\]"):
-        prior_line(task, [3, 0, 1])
-    with pytest.raises(ValueError, match=r"priors are Counter.*a list of numbers, one for each class"):
-        prior_line(task, Counter([0, 1, 1, 2]))  # type: ignore[arg-type]
-    with pytest.raises(DataError, match=r"there are no inputs, .*x.split\(100\)"):
-        em_prior_start(task, [], [1, 1, 1])
+    assert_refused(lambda: prior_line(task, [1, 2]), ValueError, "priors", "(2,)", "3")
+    assert_refused(lambda: em_prior_start(task_of(1), [X], [1, 2, 3]), ValueError, "priors", "(3,)", "2")
+    assert_refused(lambda: prior_line(task, [3, 0, 1]), DataError, "0", "3", "1")
+    assert_refused(lambda: prior_line(task, Counter([0, 1, 1, 2])), ValueError, "priors", "Counter")
+    assert_refused(lambda: em_prior_start(task, [], [1, 1, 1]), DataError, "x.split(100)")
     plain = FinetuneTask(
         attach_film(nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)), dim=3),
         metric=Metric(lambda model: 0.0, maximize=True),
     )
-    with pytest.raises(AdapterError, match=r"phi.*attach it with outputs=Outputs\(\)"):
-        prior_line(plain, [1, 1, 1])
+    assert_refused(lambda: prior_line(plain, [1, 1, 1]), AdapterError, "phi", "outputs=Outputs()")
 
 
 def test_offsets_are_moved_alone() -> None:
@@ -148,10 +143,8 @@ def test_offsets_are_the_priors_negative_logarithms() -> None:
     log = torch.tensor([8.0, 2.0, 1.0], dtype=torch.float64).log()
     torch.testing.assert_close(prior_offsets(counts), log.mean() - log)
     torch.testing.assert_close(prior_offsets(counts[:2], one_logit=True), log[:1] - log[1:2])
-    with pytest.raises(DataError, match=r"each class must have train examples for its prior, got counts of \[8, 0\]"):
-        prior_offsets(torch.tensor([8, 0]))
-    with pytest.raises(ValueError, match="one logit is for 2 classes, got counts of 3"):
-        prior_offsets(counts, one_logit=True)
+    assert_refused(lambda: prior_offsets(torch.tensor([8, 0])), DataError, "8", "0")
+    assert_refused(lambda: prior_offsets(counts, one_logit=True), ValueError, "2", "3")
 
 
 @pytest.mark.parametrize(
@@ -185,5 +178,4 @@ def test_probabilities_are_no_logits(last: nn.Module) -> None:
     count = 3 if isinstance(last, nn.Softmax) else 1
     adapter = attach_outputs(nn.Sequential(nn.Linear(4, count), last).double().eval())
     task = FinetuneTask(adapter, metric=Metric(lambda model: 0.0, maximize=True))
-    with pytest.raises(AdapterError, match=r"probabilities; .*logits"):
-        em_prior_start(task, X.split(50), [1.0] * max(2, count))
+    assert_refused(lambda: em_prior_start(task, X.split(50), [1.0] * max(2, count)), AdapterError)

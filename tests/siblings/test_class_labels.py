@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.errors import DataError
 from metricopt_ext.experiment.method import SIBLINGS
 from metricopt_ext.siblings.ala.adaptive_losses import ClassCorrelation
@@ -28,22 +29,23 @@ def test_whole_numbers_are_read_however_they_are_stored(dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize(
-    ("scores", "labels", "message"),
+    ("scores", "labels", "names"),
     [
-        (torch.zeros(2), torch.tensor([1, -1]), r"label is -1; .* 2 classes .* 0\.\.1: number"),
-        (torch.zeros(2), torch.tensor([1, 2]), r"label is 2; .*0\.\.1"),
-        (torch.zeros(2, 3), torch.tensor([0, 3]), r"label is 3; .*0\.\.2"),
-        (torch.zeros(2, 3), torch.tensor([0, -1]), r"label is -1; .*0\.\.2"),
-        (torch.zeros(2), torch.tensor([0.5, 1.0]), r"label is 0\.5; .*0\.\.1"),
-        (torch.zeros(2), torch.tensor([torch.nan, 1.0]), r"label is nan; .*0\.\.1"),
-        (torch.zeros(2, 1), torch.tensor([0, 1]), r"shape \(2, 1\).*squeeze\(1\)"),
-        (torch.zeros(2, 3), torch.zeros(2, 3), r"labels have shape \(2, 3\).*argmax\(1\)"),
-        (torch.zeros(2).long(), torch.tensor([0, 1]), r"torch\.int64 of shape \(2,\).*logits"),
+        (torch.zeros(2), torch.tensor([1, -1]), ("label", "-1", "2", "0..1")),
+        (torch.zeros(2), torch.tensor([1, 2]), ("label", "2", "0..1")),
+        (torch.zeros(2, 3), torch.tensor([0, 3]), ("label", "3", "0..2")),
+        (torch.zeros(2, 3), torch.tensor([0, -1]), ("label", "-1", "0..2")),
+        (torch.zeros(2), torch.tensor([0.5, 1.0]), ("label", "0.5", "0..1")),
+        (torch.zeros(2), torch.tensor([torch.nan, 1.0]), ("label", "nan", "0..1")),
+        (torch.zeros(2, 1), torch.tensor([0, 1]), ("(2, 1)", "squeeze(1)")),
+        (torch.zeros(2, 3), torch.zeros(2, 3), ("(2, 3)", "argmax(1)")),
+        (torch.zeros(2).long(), torch.tensor([0, 1]), ("torch.int64", "(2,)")),
     ],
 )
-def test_others_are_refused_with_the_value_and_the_remedy(scores: Tensor, labels: Tensor, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        class_labels(scores, labels)
+def test_others_are_refused_with_the_value_and_the_remedy(
+    scores: Tensor, labels: Tensor, names: tuple[str, ...]
+) -> None:
+    assert_refused(lambda: class_labels(scores, labels), DataError, *names)
 
 
 @pytest.mark.parametrize("wrong", [-1, 2])
@@ -58,8 +60,9 @@ def test_each_learned_loss_refuses_them(wrong: int) -> None:
             RelationalLoss("mcr"),
             SetLoss(scores.dim(), "mcr"),
         ):
-            with pytest.raises(DataError, match=rf"label is {wrong}; .*0\.\.1"):
+            with pytest.raises(DataError) as caught:
                 call(scores, labels)
+            assert_named(caught, "label", wrong, "0..1")
 
 
 @pytest.mark.parametrize("name", ["sl_u", "sl_s", "sl_r", "reloss", "ala"])

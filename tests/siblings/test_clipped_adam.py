@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.refusals import assert_refused
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.siblings.clipped_adam import ClippedAdam
 
@@ -61,12 +62,9 @@ def test_what_it_can_not_train_is_refused() -> None:
     for loss in (torch.tensor(1.0), torch.ones(1, requires_grad=True).sum()):
         with (
             ClippedAdam(net.parameters(), 0.1) as optimizer,
-            pytest.raises(AdapterError, match=r"the loss.*gradient in what is trained"),
+            pytest.raises(AdapterError),
         ):
             optimizer.step(loss)
-    with pytest.raises(ValueError, match="there are no parameters to train"):
-        ClippedAdam([], 0.1)
-    with pytest.raises(ValueError, match=r"lr is 0; it must be above 0"):
-        ClippedAdam(net.parameters(), 0)
-    with pytest.raises(ValueError, match=r"clip is -1; it must be above 0"):
-        ClippedAdam(net.parameters(), 0.1, -1)
+    assert_refused(lambda: ClippedAdam([], 0.1), ValueError)
+    assert_refused(lambda: ClippedAdam(net.parameters(), 0), ValueError, "lr", "0")
+    assert_refused(lambda: ClippedAdam(net.parameters(), 0.1, -1), ValueError, "clip", "-1", "0")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.refusals import assert_refused
 from metricopt_ext.errors import BudgetError, FileFormatError
 from metricopt_ext.siblings import unfinished
 from metricopt_ext.siblings.sibling import Trained
@@ -117,8 +118,11 @@ def test_another_training_is_refused_before_any_query(
     file = tmp_path / "left.safetensors"
     killed(METHOD, training_task(), 1, file)
     asked = calls.batch_metric
-    with pytest.raises(FileFormatError, match=r"left\.safetensors.* delete it"):
-        replace(METHOD, **settings).train(training_task(trains), seed=seed, unfinished=file)
+    assert_refused(
+        lambda: replace(METHOD, **settings).train(training_task(trains), seed=seed, unfinished=file),
+        FileFormatError,
+        "left.safetensors",
+    )
     assert calls.batch_metric == asked
 
 
@@ -137,25 +141,31 @@ def changed(task: TrainingTask, what: str) -> TrainingTask:
 
 
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("what", "names"),
     [
-        ("name", "batch metric was .*'mcr'.*, now .*'other'"),
-        ("direction", "batch metric was .*False.*, now .*True"),
-        ("costs", "batch metric was .*, now .*'c': 2"),
-        ("the model's metric", "metric was .*False.*, now .*True"),
-        ("labels", "first batch was"),
-        ("inputs", "first batch was"),
-        ("batch size", "first batch was"),
+        ("name", ("mcr", "other")),
+        ("direction", ("False", "True")),
+        ("costs", ("'c'", "2")),
+        ("the model's metric", ("metric", "False", "True")),
+        ("labels", ()),
+        ("inputs", ()),
+        ("batch size", ("batch",)),
     ],
 )
 def test_another_task_is_refused_before_any_query(
-    what: str, told: str, training_task: Callable[..., TrainingTask], tmp_path: Path, always: None, calls: Any
+    what: str,
+    names: tuple[str, ...],
+    training_task: Callable[..., TrainingTask],
+    tmp_path: Path,
+    always: None,
+    calls: Any,
 ) -> None:
     file = tmp_path / "left.safetensors"
     killed(METHOD, training_task(), 1, file)
     asked = calls.batch_metric
-    with pytest.raises(FileFormatError, match=rf"another training: {told}.*delete it"):
-        METHOD.train(changed(training_task(), what), seed=3, unfinished=file)
+    assert_refused(
+        lambda: METHOD.train(changed(training_task(), what), seed=3, unfinished=file), FileFormatError, *names
+    )
     assert calls.batch_metric == asked
 
 
@@ -164,8 +174,9 @@ def test_another_loss_to_begin_with_is_refused(
 ) -> None:
     file, (one, other) = tmp_path / "left.safetensors", (SetLoss(1, "mcr").double() for _ in range(2))
     killed(replace(METHOD, begin=one), training_task(), 12, file)
-    with pytest.raises(FileFormatError, match=r"another training: begin was .*delete it"):
-        replace(METHOD, begin=other).train(training_task(), seed=3, unfinished=file)
+    assert_refused(
+        lambda: replace(METHOD, begin=other).train(training_task(), seed=3, unfinished=file), FileFormatError, "begin"
+    )
 
 
 def test_what_an_older_version_kept_goes_on(
@@ -182,8 +193,9 @@ def test_what_an_older_version_kept_goes_on(
 def test_a_larger_model_is_refused(training_task: Callable[..., TrainingTask], tmp_path: Path, always: None) -> None:
     file, method = tmp_path / "left.safetensors", replace(METHOD, surrogate="scratch")
     killed(method, training_task(), 12, file)
-    with pytest.raises(FileFormatError, match=r"'alpha\.mean'.*should have \(34,\)"):
-        method.train(training_task(outputs=2), seed=3, unfinished=file)
+    assert_refused(
+        lambda: method.train(training_task(outputs=2), seed=3, unfinished=file), FileFormatError, "alpha.mean", "(34,)"
+    )
 
 
 def test_what_was_spent_between() -> None:

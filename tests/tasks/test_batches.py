@@ -125,7 +125,7 @@ def test_own_collate() -> None:
             lambda: TensorBatches([[1.0]], torch.zeros(1), 2),
             ("1",),
         ),
-        (lambda: TensorBatches(torch.zeros(()), torch.zeros(()), 2), ("tensor(0",)),
+        (lambda: TensorBatches(torch.zeros(()), torch.zeros(()), 2), ("tensor",)),
         (lambda: TensorBatches(torch.eye(2).to_sparse(), torch.zeros(2), 2), ()),
         (lambda: DatasetBatches(iter([1]), 2), ()),
         (lambda: DatasetBatches(torch.utils.data.DataLoader([1, 2]), 2), ()),

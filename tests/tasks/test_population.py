@@ -193,7 +193,7 @@ def test_gradients_of_gradients_are_refused_under_checkpointing(indices: list[in
 def test_a_checkpoint_that_keeps_no_gradient_is_refused() -> None:
     """Of phi in the first norm there would be none, and of that in the last one there would."""
     assert_refused(
-        lambda: made(Checkpointed(use_reentrant=True)), AdapterError, "use_reentrant=True", "set", "use_reentrant=False"
+        lambda: made(Checkpointed(use_reentrant=True)), AdapterError, "use_reentrant=True", "use_reentrant=False"
     )
 
 

@@ -611,7 +611,7 @@ def test_an_adapter_and_a_metric_are_needed() -> None:
         lambda: FinetuneTask(attach_film(model, dim=2), metric=lambda model: 0.5),
         TypeError,
         "metric",
-        "Metric(function",
+        "Metric",
         "maximize=True",
     )
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from helpers.refusals import assert_refused
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.siblings.ala.loss_reward import APART, REWARDS, Reward, reward_cost
 from metricopt_ext.siblings.training import TrainingTask
@@ -43,5 +44,8 @@ def test_each_reward_is_of_what_it_says_and_of_the_same_batches(
 
 
 def test_a_validation_loss_needs_validation_batches(training_task: Callable[..., TrainingTask]) -> None:
-    with pytest.raises(ConfigError, match="reward=validation_loss is of them"):
-        reward_cost(replace(training_task(), validation=None), "validation_loss", 2, seed=0)
+    assert_refused(
+        lambda: reward_cost(replace(training_task(), validation=None), "validation_loss", 2, seed=0),
+        ConfigError,
+        "reward=validation_loss",
+    )

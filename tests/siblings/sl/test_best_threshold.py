@@ -6,6 +6,7 @@ import torch
 from sklearn.metrics import f1_score
 from torch import Tensor
 
+from helpers.refusals import assert_refused
 from metricopt_ext.siblings.sl.best_threshold import lowest_cost
 from metricopt_ext.siblings.sl.set_loss import UniversalTraining
 from metricopt_ext.tasks.batch_metric import BatchMetric
@@ -33,10 +34,8 @@ def test_it_is_the_lowest_of_percentiles(size: int, tied: bool, count: int) -> N
 def test_a_single_threshold_which_judges_all_scores_alike_is_refused() -> None:
     metric, scores, labels = BatchMetric(f1, maximize=True), torch.tensor([-1.0, 1.0]), torch.tensor([0, 1])
     assert lowest_cost(metric, scores, labels, 2, "test") < lowest_cost(metric, -scores, labels, 2, "test")
-    with pytest.raises(ValueError, match=r"thresholds is 1.* give 0 or 100"):
-        lowest_cost(metric, scores, labels, 1, "test")
-    with pytest.raises(ValueError, match=r"thresholds is 1.* give 0 or 100"):
-        UniversalTraining(thresholds=1)
+    assert_refused(lambda: lowest_cost(metric, scores, labels, 1, "test"), ValueError, "thresholds", "1", "0", "100")
+    assert_refused(lambda: UniversalTraining(thresholds=1), ValueError, "thresholds", "1", "0", "100")
     assert metric.ledger.spent_on == {"test": 4}
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.refusals import assert_refused
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.sl.set_loss import SetLoss, UniversalTraining
@@ -183,46 +184,51 @@ def test_history_is_thinned_and_has_the_end(training_task: Callable[..., Trainin
 def test_a_surrogate_that_does_not_fit_is_refused_before_any_query(
     training_task: Callable[..., TrainingTask], calls: Any
 ) -> None:
-    with pytest.raises(ConfigError, match="takes 3 logits, the model has 1"):
-        SurrogateLearning(begin=SetLoss(3, "mcr")).train(training_task())
-    with pytest.raises(ConfigError, match="stands for 'f1', the metric is 'mcr'"):
-        SurrogateLearning(begin=SetLoss(1, "f1")).train(training_task())
-    with pytest.raises(ConfigError, match=r"network='published'.*'plain'"):
-        SurrogateLearning(begin=SetLoss(1, "mcr", "published"), network="plain").train(training_task())
-    with pytest.raises(ValueError, match=r"surrogate.*'scratch'.*random weights"):
-        SurrogateLearning("scratch", begin=SetLoss())
+    assert_refused(lambda: SurrogateLearning(begin=SetLoss(3, "mcr")).train(training_task()), ConfigError, "3", "1")
+    assert_refused(lambda: SurrogateLearning(begin=SetLoss(1, "f1")).train(training_task()), ConfigError, "'f1'", "mcr")
+    assert_refused(
+        lambda: SurrogateLearning(begin=SetLoss(1, "mcr", "published"), network="plain").train(training_task()),
+        ConfigError,
+        "network='published'",
+        "plain",
+    )
+    assert_refused(lambda: SurrogateLearning("scratch", begin=SetLoss()), ValueError, "surrogate", "scratch")
     assert (calls.metric, calls.batch_metric) == (0, 0)
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "names"),
     [
-        ({"network": "tanh"}, r"network.*'tanh'.*plain, published"),
-        ({"judged": "eval"}, r"judged.*'eval'.*training, evaluation"),
-        ({"first": "metric"}, r"first.*'metric'.*model, surrogate"),
-        ({"thresholds": -1}, "thresholds is -1; it must be at least 0"),
-        ({"thresholds": 1}, "thresholds is 1.* give 0 or 100"),
+        ({"network": "tanh"}, ("network", "tanh")),
+        ({"judged": "eval"}, ("judged", "eval")),
+        ({"first": "metric"}, ("first", "metric")),
+        ({"thresholds": -1}, ("thresholds", "-1", "0")),
+        ({"thresholds": 1}, ("thresholds", "1", "0", "100")),
     ],
 )
-def test_other_readings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SurrogateLearning(**settings)
+def test_other_readings_are_refused(settings: dict[str, Any], names: tuple[str, ...]) -> None:
+    assert_refused(lambda: SurrogateLearning(**settings), ValueError, *names)
 
 
 def test_scores_of_another_shape_are_refused_before_any_query(
     training_task: Callable[..., TrainingTask], calls: Any
 ) -> None:
     task = replace(training_task(), predict=lambda model, batch: (model(batch[0])[:5], batch[1]))
-    with pytest.raises(DataError, match=r"scores.*\(5,\).*shape \(12,\)"):
-        SurrogateLearning().train(task)
+    assert_refused(lambda: SurrogateLearning().train(task), DataError, "scores", "(5,)", "(12,)")
     assert (calls.metric, calls.batch_metric) == (0, 0)
 
 
 def test_thresholds_of_several_logits_are_refused_before_any_query(
     training_task: Callable[..., TrainingTask], calls: Any
 ) -> None:
-    with pytest.raises(ConfigError, match=r"thresholds is 100.*3 logits.*give 0 \(siblings\.sl\.thresholds\)"):
-        SurrogateLearning(thresholds=100).train(training_task("model", 3))
+    assert_refused(
+        lambda: SurrogateLearning(thresholds=100).train(training_task("model", 3)),
+        ConfigError,
+        "100",
+        "3",
+        "0",
+        "siblings.sl.thresholds",
+    )
     assert (calls.metric, calls.batch_metric) == (0, 0)
 
 
@@ -231,8 +237,9 @@ def test_batches_of_one_example_are_refused_where_they_never_move_the_model(
 ) -> None:
     task = training_task(dropout=0.0)
     one = replace(task, batches=lambda *address: tuple(each[:1] for each in task.batches(*address)))
-    with pytest.raises(DataError, match=r"1 example.*at least 2.*network='plain'"):
-        SurrogateLearning("scratch", iterations=2).train(one)
+    assert_refused(
+        lambda: SurrogateLearning("scratch", iterations=2).train(one), DataError, "1", "2", "network='plain'"
+    )
     assert (calls.metric, calls.batch_metric) == (0, 0)
     one.model.body[2] = nn.Identity()  # type: ignore[union-attr, index, operator] # no BatchNorm: it takes one example
     trained = SurrogateLearning("scratch", iterations=2, network="plain", **RATES).train(one)
@@ -243,5 +250,8 @@ def test_a_model_that_is_no_longer_finite_stops_it(training_task: Callable[..., 
     task = training_task()
     with torch.no_grad():
         task.model.head.bias.fill_(math.inf)  # type: ignore[union-attr, operator]
-    with pytest.raises(FloatingPointError, match="at step 0; lower the rates"):
-        SurrogateLearning(iterations=2, universal=UniversalTraining(steps=1)).train(task)
+    assert_refused(
+        lambda: SurrogateLearning(iterations=2, universal=UniversalTraining(steps=1)).train(task),
+        FloatingPointError,
+        "0",
+    )
