@@ -84,12 +84,9 @@ def test_the_least_python_is_the_one_that_all_tests_run_on() -> None:
     named = re.findall(r"Python :: (3\.\d+)", "\n".join(settings["project"]["classifiers"]))
     assert settings["project"]["requires-python"] == f">={named[0]}"
     assert settings["tool"]["ruff"]["target-version"] == f"py{named[0].replace('.', '')}"
-    if not (ROOT / ".ci").exists():
-        pytest.skip("an sdist has no .ci")
-    assert re.findall(r"3\.\d+", (ROOT / ".ci" / "run").read_text()) == named
 
 
-def test_the_least_versions_are_those_that_the_tests_of_files_run_on() -> None:
+def test_the_least_versions_are_without_known_holes() -> None:
     """The first releases without a known hole in what SECURITY.md promises, from the advisories."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
@@ -101,13 +98,6 @@ def test_the_least_versions_are_those_that_the_tests_of_files_run_on() -> None:
         assert [line for line in lines if re.match(rf"{name}\b[^-]", line)] == [
             line for line in lines if line.startswith(f"{name}>={version},<")
         ]
-    if shutil.which("make") is None:
-        pytest.skip("needs make")
-    commands = subprocess.run(
-        ["make", "-n", "-B", "test-lowest"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    (installs,) = [line for line in commands.splitlines() if " pip install " in line]
-    assert f" {' '.join(f'{name}=={version}' for name, version in least.items())} -e " in installs
 
 
 def test_the_citation_is_of_this_release() -> None:
@@ -117,8 +107,6 @@ def test_the_citation_is_of_this_release() -> None:
 
 
 def test_checkout_links_folders() -> None:
-    if not (ROOT / ".git").exists():
-        pytest.skip("an sdist has no symlinks")
     for name in LINKED:
         link = ROOT / "metricopt_ext" / name
         assert os.readlink(link) == f"../{name}"
@@ -134,8 +122,9 @@ def test_sdist_holds_regular_files_only(dist: Path) -> None:
     names = {member.name.split("/", 1)[1] for member in members}
     assert names >= set(FILES)
     assert names >= {f"{task}/__init__.py" for task in TASKS}
-    assert names >= {"metricopt_ext/__init__.py", "metricopt_ext/py.typed", PAGE, "tests/test_packaging.py", CONFIG}
-    assert not [name for name in names if name.startswith(tuple(f"metricopt_ext/{folder}/" for folder in LINKED))]
+    assert names >= {"metricopt_ext/__init__.py", "metricopt_ext/py.typed", PAGE, CONFIG}
+    elsewhere = ("benchmarks", "tests", *(f"metricopt_ext/{folder}" for folder in LINKED))
+    assert not [name for name in names if name.startswith(tuple(f"{folder}/" for folder in elsewhere))]
 
 
 def test_wheel_holds_every_module_below_one_package(unpacked_wheel: Path) -> None:
