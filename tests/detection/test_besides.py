@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.refusals import assert_named, assert_refused
+
 pytest.importorskip("torchvision")
 
 from metricopt_ext.detection.ap50 import average_precision, match_for
@@ -48,23 +50,22 @@ def test_the_average_precision_of_a_class_is_its_share_of_the_mean() -> None:
 
 
 def test_names_that_there_are_not_are_refused() -> None:
-    for name, message in (
+    for name, names in (
         (
             "AP90",
-            r"metric\.also: 'AP90' is none of F1, AP50, AP, AP75, segm/AP50, .* of a class, such as AP50\[CLASS\];",
+            ("metric.also", "AP90", "F1", "AP", "AP75", "segm/AP50", "AP50"),
         ),
-        ("AP90[RBC]", r"metric\.also: 'AP90\[RBC\]' is none of"),
-        ("AP50[WBC]", r"metric\.also: there is no class 'WBC'; did you mean"),
-        ("AP50[Rbc]", r"metric\.also: there is no class 'Rbc'"),
+        ("AP90[RBC]", ("metric.also", "AP90[RBC]")),
+        ("AP50[WBC]", ("metric.also", "WBC")),
+        ("AP50[Rbc]", ("metric.also", "Rbc")),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError) as caught:
             besides(MetricConfig(also=[name]), CLASSES)
+        assert_named(caught, *names)
     assert besides(MetricConfig(also=["AP50[Rbc]"]))["AP50[Rbc]"], "classes are not known yet"
     none = besides(MetricConfig(subject_to={"AP50[rbc]": ">= 0"}), CLASSES)["AP50[rbc]"]
-    with pytest.raises(ConfigError, match=r"no image.*'rbc'.*AP50 needs one"):
-        none.try_on(TRUTH)
-    with pytest.raises(DataError, match="class 'rbc'"):
-        none.judge(FOUND, TRUTH)(None)
+    assert_refused(lambda: none.try_on(TRUTH), ConfigError, "rbc", "AP50")
+    assert_refused(lambda: none.judge(FOUND, TRUTH)(None), DataError, "rbc")
 
 
 def test_masks_and_keypoints_are_by_coco_s_definition_and_one_kind_at_a_time() -> None:
@@ -76,14 +77,13 @@ def test_masks_and_keypoints_are_by_coco_s_definition_and_one_kind_at_a_time() -
     ]
     assert DetectionConfig(metric=config).kind == "segm"
     assert DetectionConfig(metric=MetricConfig("AP50", also=["keypoints/AP"])).kind == "keypoints"
-    with pytest.raises(ConfigError, match=r"metric\.name=segm/AP.*set it to coco"):
-        build_metric(MetricConfig("segm/AP", "voc"))
+    assert_refused(lambda: build_metric(MetricConfig("segm/AP", "voc")), ConfigError, "metric.name=segm/AP")
     both = DetectionConfig(metric=MetricConfig("segm/AP", "coco", also=["keypoints/AP"]))
-    with pytest.raises(ConfigError, match=r"segm/AP and keypoints/AP.*one out of"):
-        _ = both.kind
-    for toolkit, remedy in (("transformers", "take another toolkit"), ("detectron2", "search by tools/train_detector")):
-        with pytest.raises(ConfigError, match=rf"segm.*toolkit=torchvision here, .*{remedy}"):
+    assert_refused(lambda: both.kind, ConfigError, "segm/AP", "keypoints/AP")
+    for toolkit, name in (("transformers", "toolkit"), ("detectron2", "tools/train_detector")):
+        with pytest.raises(ConfigError) as caught:
             build_toolkit(DetectionConfig(toolkit=toolkit, metric=config))
+        assert_named(caught, "segm", "toolkit=torchvision", name)
 
 
 def test_what_is_constrained_is_told_by_the_same_detections() -> None:

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.refusals import assert_named, assert_refused, assert_warned, having
+
 pytest.importorskip("PIL")
 
 from PIL import Image
@@ -78,14 +80,12 @@ def test_images_are_loaded_from_their_folder(annotations: Path, tmp_path: Path) 
         Image.new("RGB", (image["width"], image["height"]), (1, 2, 3)).save(tmp_path / image["file_name"])
     assert read_coco(annotations, tmp_path).images[1].load().shape == (3, 30, 40)
     (tmp_path / "c.png").unlink()
-    with pytest.raises(DataError, match=r"lacks 1 of 3 images, first c.png"):
-        read_coco(annotations, tmp_path)
+    assert_refused(lambda: read_coco(annotations, tmp_path), DataError, "1", "3", "c.png")
 
 
 def test_boxes_without_area_are_left_out_with_a_warning(tmp_path: Path) -> None:
     content = {**CONTENT, "annotations": [{**CONTENT["annotations"][0], "bbox": [1, 1, 0, 5]}]}
-    with pytest.warns(UserWarning, match=r"1 without area left out \(b.png\)"):
-        data = read_coco(written(tmp_path / "flat.json", content))
+    data = assert_warned(lambda: read_coco(written(tmp_path / "flat.json", content)), "1", "b.png")
     assert sum(len(image.boxes) for image in data.images) == 0
 
 
@@ -148,8 +148,13 @@ def test_voc_images_are_known_by_their_names_and_classes_by_number_or_name(tmp_p
     found = read_detections(written(tmp_path / "results.json", results), voc_set())
     assert [each.labels.tolist() for each in found] == [[0], [1]]
     results[0]["image_id"] = 4
-    with pytest.raises(DataError, match=r"detection 0.*known: '000007', '000003'"):
-        read_detections(written(tmp_path / "results.json", results), voc_set())
+    assert_refused(
+        lambda: read_detections(written(tmp_path / "results.json", results), voc_set()),
+        DataError,
+        "0",
+        "000007",
+        "000003",
+    )
 
 
 def test_pycocotools_evaluates_what_was_written_for_a_voc_set(tmp_path: Path) -> None:
@@ -175,63 +180,59 @@ def changed(key: str, place: int, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "names"),
     [
-        ([], "has no list 'images'"),
-        ({**CONTENT, "categories": None}, "has no list 'categories'"),
-        ({**CONTENT, "images": [], "annotations": []}, r"annotations.json.*empty list 'images'"),
-        (changed("images", 0, id=7), "an image's id occurs twice: 7"),
-        (changed("images", 0, id=1.5), r"id 1.5; it must be an integer or text"),
-        (changed("images", 0, id=True), r"unknown.*number or text"),
-        (changed("images", 0, id=None), "an image has no 'id'"),
-        (changed("categories", 0, id=13), r"a category's.*13, of.*'stop sign'"),
-        (changed("categories", 0, name=[1]), r"a category.*\[1\]; it must be text"),
-        (changed("annotations", 1, category_id="x"), r"annotation 1.*unknown category_id 'x'"),
-        (changed("annotations", 1, iscrowd="no"), r"annotation 1.*'no'.*0 or 1"),
-        (changed("annotations", 1, bbox_mode=0), r"annotation 1.*bbox_mode 0; bbox must be"),
-        (changed("annotations", 1, bbox=[1, 2, 3, 4, 5]), "rotated boxes are of another kind"),
-        (changed("annotations", 1, bbox=None, segmentation={"counts": "x"}), "has a segmentation of the size None"),
-        (changed("annotations", 1, bbox=None, segmentation=[[1, 2, 3]]), "its segmentation is no list of polygons"),
-        (changed("categories", 0, name="stop sign"), "several categories named 'stop sign'"),
+        ([], ("images",)),
+        ({**CONTENT, "categories": None}, ("categories",)),
+        ({**CONTENT, "images": [], "annotations": []}, ("annotations.json", "images")),
+        (changed("images", 0, id=7), ("id", "7")),
+        (changed("images", 0, id=1.5), ("id", "1.5")),
+        (changed("images", 0, id=True), ("unknown",)),
+        (changed("images", 0, id=None), ("'id'",)),
+        (changed("categories", 0, id=13), ("13", "stop sign")),
+        (changed("categories", 0, name=[1]), ("1",)),
+        (changed("annotations", 1, category_id="x"), ("1", "category_id", "'x'")),
+        (changed("annotations", 1, iscrowd="no"), ("1", "'no'", "0")),
+        (changed("annotations", 1, bbox_mode=0), ("1", "bbox_mode", "0", "bbox")),
+        (changed("annotations", 1, bbox=[1, 2, 3, 4, 5]), ()),
+        (changed("annotations", 1, bbox=None, segmentation={"counts": "x"}), ("segmentation", "None")),
+        (changed("annotations", 1, bbox=None, segmentation=[[1, 2, 3]]), ("segmentation",)),
+        (changed("categories", 0, name="stop sign"), ("categories", "stop sign")),
         (
             {**CONTENT, "annotations": [{**CONTENT["annotations"][1], "image_id": 8}]},
-            r"annotation 0.*image_id 8.*7, 70, 71",
+            ("0", "image_id", "8", "7", "70", "71"),
         ),
-        (changed("annotations", 1, category_id=1), r"annotation 1.*1; known: 13, 90"),
-        (changed("annotations", 1, bbox=[1, 2, 3]), r"annotation 1.*3\]; it must be 4 finite"),
+        (changed("annotations", 1, category_id=1), ("1", "13", "90")),
+        (changed("annotations", 1, bbox=[1, 2, 3]), ("1", "3", "4")),
     ],
 )
-def test_wrong_annotations_are_named(tmp_path: Path, content: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        read_coco(written(tmp_path / "annotations.json", content))
+def test_wrong_annotations_are_named(tmp_path: Path, content: Any, names: tuple[str, ...]) -> None:
+    assert_refused(lambda: read_coco(written(tmp_path / "annotations.json", content)), DataError, *names)
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "names"),
     [
-        ({"annotations": []}, "holds a dict; COCO's results are a list"),
-        ([RESULTS[0], 5], "detection 1 has no 'image_id'"),
-        ([{**RESULTS[0], "image_id": 8}], "detection 0 has the unknown image_id 8"),
-        ([{**RESULTS[0], "category_id": 1}], r"detection 0.*category_id.*known: 13, 90"),
-        ([{**RESULTS[0], "category_name": "dog"}], r"unknown category_name.*'toothbrush'"),
-        ([{**RESULTS[0], "category_id": [1]}], r"unknown category_id \[1\]"),
-        ([{**RESULTS[0], "score": float("nan")}], "score nan; it must be a finite number"),
-        ([{**RESULTS[0], "bbox": [1, 2, 3, float("inf")]}], "it must be 4 finite numbers"),
-        ([{"image_id": 7, "category_id": 13, "score": 0.5}], "has the bbox None"),
+        ({"annotations": []}, ("COCO", "results")),
+        ([RESULTS[0], 5], ("1", "image_id")),
+        ([{**RESULTS[0], "image_id": 8}], ("0", "image_id", "8")),
+        ([{**RESULTS[0], "category_id": 1}], ("0", "category_id", "13", "90")),
+        ([{**RESULTS[0], "category_name": "dog"}], ("category_name", "toothbrush")),
+        ([{**RESULTS[0], "category_id": [1]}], ("category_id", "1")),
+        ([{**RESULTS[0], "score": float("nan")}], ("score", "nan")),
+        ([{**RESULTS[0], "bbox": [1, 2, 3, float("inf")]}], ("4",)),
+        ([{"image_id": 7, "category_id": 13, "score": 0.5}], ("bbox", "None")),
     ],
 )
-def test_wrong_detections_are_named(data: CocoSet, tmp_path: Path, content: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        read_detections(written(tmp_path / "results.json", content), data)
+def test_wrong_detections_are_named(data: CocoSet, tmp_path: Path, content: Any, names: tuple[str, ...]) -> None:
+    assert_refused(lambda: read_detections(written(tmp_path / "results.json", content), data), DataError, *names)
 
 
 @pytest.mark.parametrize("read", [read_coco, lambda path: read_detections(path, voc_set())])
 def test_what_is_no_json_or_missing_is_named(tmp_path: Path, read: Callable[[Path], Any]) -> None:
     (tmp_path / "torn.json").write_text('{"images": [')
-    with pytest.raises(DataError, match=r"torn.json is truncated or not JSON"):
-        read(tmp_path / "torn.json")
-    with pytest.raises(DataError, match=r"missing.json does not exist"):
-        read(tmp_path / "missing.json")
+    assert_refused(lambda: read(tmp_path / "torn.json"), DataError, "torn.json", "JSON")
+    assert_refused(lambda: read(tmp_path / "missing.json"), DataError, "missing.json")
 
 
 # --- The same in other words: each way of writing gives the value of pycocotools ----------------------------------
@@ -363,11 +364,11 @@ def test_what_is_written_otherwise_has_the_value_of_pycocotools(
 def test_class_ids_from_0_are_read_and_said(tmp_path: Path, expected: float) -> None:
     dt = results()
     each(dt, category_id=lambda i: i - 1)
-    with pytest.warns(UserWarning, match=r"category_id.*0, as 0.*cat', '1 is dog'"):
+    with pytest.warns(UserWarning, match=having("category_id", "0", "cat", "1 is dog")):
         assert value(tmp_path, truth(), dt) == pytest.approx(expected, abs=1e-12)
     gt = truth()
     ids_of(category_id=lambda i: (13, 90)[i - 1])(gt, dt)  # as COCO's own, with gaps
-    with pytest.warns(UserWarning, match="counted from 0"):
+    with pytest.warns(UserWarning, match=having("0")):
         assert value(tmp_path, gt, dt) == pytest.approx(expected, abs=1e-12)
 
 
@@ -376,7 +377,7 @@ def test_class_ids_that_fit_both_ways_are_warned_of_only_where_from_0_is_as_good
     ids_of(category_id=lambda i: i + 1)(gt, None)  # birds, which have no object, are 1
     gt["categories"].append({"id": 1, "name": "bird"})
     dt = [{**entry, "category_id": 1} for entry in results() if entry["category_id"] == 1]
-    with pytest.warns(UserWarning, match=r"counted from 0, 2.*read, 0 do"):
+    with pytest.warns(UserWarning, match=having("0", "2")):
         assert value(tmp_path, gt, dt) == 0
     each(dt, category_id=lambda i: 2)
     with warnings.catch_warnings():
@@ -387,7 +388,7 @@ def test_class_ids_that_fit_both_ways_are_warned_of_only_where_from_0_is_as_good
 def test_class_ids_from_1_in_a_set_from_0_are_warned_of(tmp_path: Path) -> None:
     gt, dt = truth(), [entry for entry in results() if entry["category_id"] == 1]
     ids_of(category_id=lambda i: i - 1)(gt, dt)  # dogs are 1 now, and cats are what the detections mean
-    with pytest.warns(UserWarning, match=r"counted from 1, 2.*read, 0 do"):
+    with pytest.warns(UserWarning, match=having("1", "2", "0")):
         assert value(tmp_path, gt, dt) == 0
 
 
@@ -401,8 +402,7 @@ def test_boxes_that_are_perhaps_of_another_kind_are_warned_of(tmp_path: Path, we
         ]
     else:  # a detector that does not cut its boxes
         dt[0]["bbox"][0] = -4
-    with pytest.warns(UserWarning, match=r"2 detections.*and 4.*\[left, top, right"):
-        value(tmp_path, gt, dt)
+    assert_warned(lambda: value(tmp_path, gt, dt), "2", "4")
 
 
 def test_masks_and_boxes_of_other_areas_are_no_corners(tmp_path: Path, expected: float) -> None:
@@ -415,17 +415,16 @@ def test_masks_and_boxes_of_other_areas_are_no_corners(tmp_path: Path, expected:
 
 def test_packed_results_and_those_of_a_line_each_are_named(tmp_path: Path, data: CocoSet) -> None:
     lines = "\n".join(json.dumps(entry) for entry in RESULTS).encode()
-    for content, message in ((gzip.compress(lines), "packed by gzip; unpack it"), (lines, "a JSON value on each line")):
+    for content, names in ((gzip.compress(lines), ()), (lines, ("JSON",))):
         (tmp_path / "dt.json").write_bytes(content)
-        with pytest.raises(DataError, match=message):
-            read_detections(tmp_path / "dt.json", data)
+        assert_refused(lambda: read_detections(tmp_path / "dt.json", data), DataError, *names)
 
 
 def test_annotations_of_images_that_are_not_listed_are_left_out(tmp_path: Path, expected: float) -> None:
     """As by pycocotools, and said: a list of images is cut more often than their annotations are."""
     gt = truth()
     gt["annotations"] += [{**gt["annotations"][0], "id": 90 + i, "image_id": 77 + i} for i in range(2)]
-    with pytest.warns(UserWarning, match=r"2 of 6 annotations.*listed, such as 77"):
+    with pytest.warns(UserWarning, match=having("2", "6", "annotations", "77")):
         assert value(tmp_path, gt, results()) == pytest.approx(expected, abs=1e-12)
 
 
@@ -455,7 +454,7 @@ def test_image_ids_from_0_in_a_set_from_1_are_warned_of(tmp_path: Path, expected
     gt["images"].append({"id": 1})  # in which nothing is
     assert value(tmp_path, gt, dt) == pytest.approx(expected, abs=1e-12)
     each(dt, image_id=lambda i: i - 1)
-    with pytest.warns(UserWarning, match=r"image_id.*0, 4.*hit an object"):
+    with pytest.warns(UserWarning, match=having("image_id", "0", "4")):
         assert value(tmp_path, gt, dt) < expected
 
 
@@ -467,74 +466,74 @@ def test_image_ids_that_are_also_names_of_other_files_are_warned_of(tmp_path: Pa
         right = value(tmp_path, gt, results())
     dt = results()
     each(dt, image_id=lambda i: i % 3 + 1)
-    with pytest.warns(UserWarning, match=r"read as the name.*file, 4.*read, 1 do"):
+    with pytest.warns(UserWarning, match=having("4", "1")):
         assert value(tmp_path, gt, dt) < right
     each(dt, image_id=str)  # as text they are neither one nor the other
-    with pytest.raises(DataError, match=r"image_id '2'.*2 and.*1; write it"):
-        value(tmp_path, gt, dt)
+    assert_refused(lambda: value(tmp_path, gt, dt), DataError, "image_id", "'2'", "1")
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "names"),
     [
         (lambda gt, dt: gt["images"].append({"id": 4, "file_name": "other/000001.jpg"}) or each(
-            dt, image_id=lambda i: f"{i:06}.jpg"), r"image_id '000001.jpg'.*4; write it as"),
-        (lambda gt, dt: gt["images"].append({**gt["images"][0], "height": 9}), r"an image's id occurs twice: 1, of"),
-        (lambda gt, dt: each(dt, image_id=lambda i: True), r"unknown image_id.*number or text"),
-        (lambda gt, dt: each(dt, image_id=lambda i: i + 0.5), r"unknown image_id 1.5; known: 1, 2, 3"),
-        (lambda gt, dt: each(dt, category_id=lambda i: i + 1), r"unknown category_id.*1, 2; category_id"),
+            dt, image_id=lambda i: f"{i:06}.jpg"), ("image_id", "000001.jpg", "4")),
+        (lambda gt, dt: gt["images"].append({**gt["images"][0], "height": 9}), ("1",)),
+        (lambda gt, dt: each(dt, image_id=lambda i: True), ("image_id",)),
+        (lambda gt, dt: each(dt, image_id=lambda i: i + 0.5), ("image_id", "1.5", "2", "3")),
+        (lambda gt, dt: each(dt, category_id=lambda i: i + 1), ("category_id", "1", "2")),
         (lambda gt, dt: each(dt, category_id=lambda i: 2 * i - 2) or dt.append({**dt[0], "category_id": 1}),
-         r"unknown category_id 0.*1, 2.*1"),
-        (lambda gt, dt: each(dt, bbox=lambda b: [*b, 30]), "rotated boxes are of another kind"),
-        (lambda gt, dt: each(dt, bbox_mode=lambda _: 0), "bbox_mode 0; bbox must be"),
+         ("category_id", "0", "1", "2")),
+        (lambda gt, dt: each(dt, bbox=lambda b: [*b, 30]), ()),
+        (lambda gt, dt: each(dt, bbox_mode=lambda _: 0), ("bbox_mode", "0", "bbox")),
         (lambda gt, dt: each(dt, bbox=lambda b: [b[0], b[1], b[0] + b[2], b[1] + b[3]]),
-         r"2.*and 4.*\[left, top, right, bottom\]"),
+         ("2", "4")),
         (lambda gt, dt: each(dt, bbox=lambda b: [b[0] + b[2] / 2, b[1] + b[3] / 2, b[2], b[3]]),
-         r"0 detections.*\[centre x, centre y"),
+         ("0",)),
         (lambda gt, dt: each(dt, bbox=lambda b: [b[0] / 200, b[1] / 100, b[2] / 200, b[3] / 100]),
-         "every bbox lies within"),
+         ("bbox",)),
         (lambda gt, dt: each(gt["annotations"], bbox=lambda b: [b[0] / 200, b[1] / 100, b[2] / 200, b[3] / 100]),
-         "every bbox lies within"),
+         ("bbox",)),
         (lambda gt, dt: each(dt, bbox=lambda b: [b[1], b[0], b[1] + b[3], b[0] + b[2]]),
-         r"4.*\[top, left, bottom, right\]"),
+         ("4",)),
         (lambda gt, dt: each(dt, bbox=lambda b: [b[0] / 2, b[1], b[2] / 2, b[3]]),
-         r"0.*bbox were in percent of the image"),
+         ("0", "bbox")),
         (lambda gt, dt: each(gt["annotations"], bbox=lambda b: [b[0], b[1], b[0] + b[2], b[1] + b[3]]),
-         r"of 4.*\[left, top, right, bottom\]"),
+         ("4",)),
         (lambda gt, dt: each(gt["annotations"], bbox=lambda b: [b[0] + 90, b[1] + 30, b[0] + 100, b[1] + 80])
          or without(gt["annotations"], "area"),
-         r"boxes reach beyond.*\[left, top"),
+         ()),
     ],
 )  # fmt: skip
 def test_what_could_mean_two_things_is_refused(
-    tmp_path: Path, change: Callable[[Any, Any], None], message: str
+    tmp_path: Path, change: Callable[[Any, Any], None], names: tuple[str, ...]
 ) -> None:
     gt, dt = truth(), results()
     change(gt, dt)
-    with pytest.raises(DataError, match=message):
-        value(tmp_path, gt, dt)
+    assert_refused(lambda: value(tmp_path, gt, dt), DataError, *names)
 
 
 def test_a_voc_name_that_two_numbers_could_mean_is_refused(tmp_path: Path) -> None:
     data = voc_set()
     data = DetectionSet(data.classes, [replace(data.images[0], image_id=name, path=Path()) for name in ("1", "0001")])
     box = {"bbox": [1, 2, 3, 4], "score": 0.5, "category_name": "bird"}
-    with pytest.raises(DataError, match=r"image_id 1.*annotations do"):
-        read_detections(written(tmp_path / "results.json", [{"image_id": 1, **box}]), data)
+    assert_refused(
+        lambda: read_detections(written(tmp_path / "results.json", [{"image_id": 1, **box}]), data),
+        DataError,
+        "image_id",
+        "1",
+        "annotations",
+    )
     found = read_detections(written(tmp_path / "results.json", [{"image_id": "0001", **box}]), data)
     assert [len(each) for each in found] == [0, 1]
 
 
 def test_detections_of_unknown_classes_are_refused_or_left_out_and_counted(tmp_path: Path, expected: float) -> None:
     dt = [*results(), {**results()[0], "category_id": 3}, {**results()[0], "category_id": 80, "category_name": "bus"}]
-    with pytest.raises(DataError, match=r"detection.*3.*--ignore-unknown-classes"):
-        value(tmp_path, truth(), dt)
-    with pytest.raises(DataError, match="6 has the unknown category_name"):
-        value(tmp_path, truth(), [*dt[:6], dt[7]])
-    with pytest.warns(UserWarning, match=r"left.*of 2.*don't.*\('3': 1, 'bus': 1\)"):
+    assert_refused(lambda: value(tmp_path, truth(), dt), DataError, "detection", "3", "--ignore-unknown-classes")
+    assert_refused(lambda: value(tmp_path, truth(), [*dt[:6], dt[7]]), DataError, "6", "category_name")
+    with pytest.warns(UserWarning, match=having("2", "3", "1", "bus")):
         assert value(tmp_path, truth(), dt, ignore_unknown_classes=True) == pytest.approx(expected, abs=1e-12)
-    with pytest.raises(DataError, match="no detection of a known class"):
-        value(tmp_path, truth(), [dt[6]], ignore_unknown_classes=True)
+    assert_refused(lambda: value(tmp_path, truth(), [dt[6]], ignore_unknown_classes=True), DataError)
 
 
 def test_an_image_without_a_size_has_its_own_by_which_boxes_are_told_of(tmp_path: Path) -> None:
@@ -545,22 +544,21 @@ def test_an_image_without_a_size_has_its_own_by_which_boxes_are_told_of(tmp_path
         "categories": [{"id": 1, "name": "cat"}],
         "annotations": [{"image_id": 1, "category_id": 1, "bbox": box} for box in ([1, 1, 5, 5], [30, 30, 5, 5])],
     }
-    with pytest.warns(UserWarning, match=r"1 outside.*out of training \(a.png\)"):
-        images = read_coco(written(tmp_path / "gt.json", gt), tmp_path).images
+    images = assert_warned(lambda: read_coco(written(tmp_path / "gt.json", gt), tmp_path).images, "1", "a.png")
     assert [(image.width, image.height) for image in images] == [(20, 10), (0, 0)]
-    with pytest.raises(DataError, match=r"torn.png can't be read"):
-        images[1].load()
+    assert_refused(lambda: images[1].load(), DataError, "torn.png")
 
 
 def test_sizes_and_names_are_needed_where_images_are(annotations: Path, tmp_path: Path) -> None:
     Image.new("RGB", (20, 10)).save(tmp_path / "a.png")
-    for change, message in (
-        ({"width": 1.5}, "an image has the width 1.5; it must be an integer from 1"),
-        ({"height": 0}, "an image has the height 0"),
-        ({"file_name": None}, "an image has no 'file_name'"),
-        ({"file_name": 5}, "an image has the file_name 5; it must be text"),
+    for change, names in (
+        ({"width": 1.5}, ("width", "1.5")),
+        ({"height": 0}, ("height", "0")),
+        ({"file_name": None}, ("file_name",)),
+        ({"file_name": 5}, ("file_name", "5")),
     ):
         path = written(tmp_path / "changed.json", changed("images", 1, **change))
-        with pytest.raises(DataError, match=message):
+        with pytest.raises(DataError) as caught:
             read_coco(path, tmp_path)
+        assert_named(caught, *names)
         assert len(read_coco(path)) == 3

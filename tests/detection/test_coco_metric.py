@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.refusals import assert_named, assert_refused, assert_warned, having
+
 pytest.importorskip("pycocotools")
 pytest.importorskip("torchvision")
 
@@ -145,8 +147,7 @@ def test_halves_are_random_ones_by_default() -> None:
 
 @pytest.mark.parametrize("images", [iter([1]), {1: torch.zeros(3, 2, 2)}])
 def test_images_without_an_order_are_refused(images: Any) -> None:
-    with pytest.raises(DataError, match=r"images are .*; they must be a list, in the order of annotations\['images'\]"):
-        coco_metric(images, truth(1))
+    assert_refused(lambda: coco_metric(images, truth(1)), DataError, "annotations['images']")
 
 
 def test_another_detector_s_output_is_translated() -> None:
@@ -155,26 +156,26 @@ def test_another_detector_s_output_is_translated() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "settings", "message"),
+    ("change", "settings", "names"),
     [
-        ({}, {"kind": "mask"}, r"kind='mask'.*bbox, segm, keypoints"),
-        ({}, {"name": "AP25"}, "name='AP25' one of AP, AP50, AP75"),
-        ({"images": []}, {}, "2 images, but annotations of 0"),
-        ({"annotations": []}, {}, r"none.*2 images.*object that counts"),
-        ({"annotations": [{"id": 4, "bbox": []}]}, {"kind": "segm"}, "annotation 4 has no 'segmentation'"),
+        ({}, {"kind": "mask"}, ("kind='mask'", "bbox", "keypoints")),
+        ({}, {"name": "AP25"}, ("name='AP25'", "AP", "AP50", "AP75")),
+        ({"images": []}, {}, ("2", "images", "annotations", "0")),
+        ({"annotations": []}, {}, ("2",)),
+        ({"annotations": [{"id": 4, "bbox": []}]}, {"kind": "segm"}, ("4", "segmentation")),
     ],
 )
-def test_what_can_not_be_judged_is_refused(change: dict[str, Any], settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        coco_metric(pictures(0, 1), truth(2) | change, **settings)
+def test_what_can_not_be_judged_is_refused(
+    change: dict[str, Any], settings: dict[str, Any], names: tuple[str, ...]
+) -> None:
+    assert_refused(lambda: coco_metric(pictures(0, 1), truth(2) | change, **settings), DataError, *names)
 
 
 def test_a_detector_without_masks_is_named() -> None:
     metric = coco_metric(
         pictures(0), truth(1), kind="segm", detect=lambda *_: {"scores": torch.ones(1), "labels": torch.ones(1)}
     )
-    with pytest.raises(MetricError, match=r"gave.*10; they.*masks, scores, labels"):
-        metric.judge(nn.Identity())
+    assert_refused(lambda: metric.judge(nn.Identity()), MetricError, "10")
 
 
 # --- A Mask R-CNN of torchvision's -----------------------------------------------------------------------------
@@ -348,36 +349,36 @@ def test_boxes_need_no_sizes_and_names_and_are_those_of_polygons() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "kind", "message"),
+    ("content", "kind", "names"),
     [
-        (changed(area=...), "keypoints", r"annotation 0.*similarity of keypoints"),
-        (changed(iscrowd="yes"), "bbox", r"annotation 0.*'yes'.*0 or 1"),
-        (changed(bbox=[1, 2, 3, 4, 5]), "bbox", r"annotation 0.*boxes are of another kind"),
-        (changed(bbox_mode=0), "bbox", "annotation 0 has the bbox_mode 0"),
+        (changed(area=...), "keypoints", ("0", "keypoints")),
+        (changed(iscrowd="yes"), "bbox", ("0", "yes", "1")),
+        (changed(bbox=[1, 2, 3, 4, 5]), "bbox", ("0", "kind")),
+        (changed(bbox_mode=0), "bbox", ("0", "bbox_mode")),
         (
             "instances.json",
             "bbox",
-            r"annotations.*file's.*'instances.json'",
+            ("annotations", "instances.json"),
         ),
-        (changed(bbox=[2, 2, 22, 22]), "bbox", "each of 4 objects is that of its bbox"),
-        (changed(bbox=[0, 0, 0.5, 0.5]), "bbox", "annotations: every bbox lies within"),
-        (changed(category_id=8), "bbox", r"annotation 0.*category_id.*known: 7, 9"),
-        (truth() | {"categories": [{"id": "a"}]}, "bbox", r"categories.*\['a'\].*integers"),
-        (truth() | {"categories": None}, "bbox", "annotations have no list 'categories'"),
-        (truth() | {"images": [{"id": i // 2} for i in range(4)]}, "bbox", "the image id 0 occurs twice; give each"),
-        (truth() | {"images": [{"id": 10 + i} for i in range(4)]}, "segm", "image 10 has no width and height, which"),
+        (changed(bbox=[2, 2, 22, 22]), "bbox", ("4", "bbox")),
+        (changed(bbox=[0, 0, 0.5, 0.5]), "bbox", ("annotations", "bbox")),
+        (changed(category_id=8), "bbox", ("0", "category_id", "7", "9")),
+        (truth() | {"categories": [{"id": "a"}]}, "bbox", ("categories",)),
+        (truth() | {"categories": None}, "bbox", ("annotations", "categories")),
+        (truth() | {"images": [{"id": i // 2} for i in range(4)]}, "bbox", ("id", "0")),
+        (truth() | {"images": [{"id": 10 + i} for i in range(4)]}, "segm", ("10",)),
     ],
 )
-def test_annotations_that_can_not_be_read_are_refused(content: dict[str, Any], kind: Kind, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        coco_metric(pictures(0, 1, 2, 3), content, kind=kind)
+def test_annotations_that_can_not_be_read_are_refused(
+    content: dict[str, Any], kind: Kind, names: tuple[str, ...]
+) -> None:
+    assert_refused(lambda: coco_metric(pictures(0, 1, 2, 3), content, kind=kind), DataError, *names)
 
 
 def test_annotations_of_other_images_are_counted() -> None:
     content = truth()
     content["images"] = content["images"][:2]
-    with pytest.warns(UserWarning, match=r"2 annotations.*they don't count"):
-        metric = coco_metric(pictures(0, 1), content)
+    metric = assert_warned(lambda: coco_metric(pictures(0, 1), content), "2", "annotations")
     assert value(metric, Finder())[0] == pytest.approx(1)
 
 
@@ -405,48 +406,45 @@ def test_detections_that_do_not_count_are_counted_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("boxes", "labels", "message"),
+    ("boxes", "labels", "names"),
     [
-        ([[0.0, 0, 20, 20]], [0], r"labels are 0.*categories, 7, 9"),
-        ([[0.0, 0, 0.4, 0.4]], [7], "the detector: every bbox lies within"),
-        ([[0.0, 0, math.nan, 20]], [7], r"the detector.*infinite in image 10"),
-        ([[0.0, 0, 20, 20]], [[7]], r"scores.*\(1,\).*1\).*10; they must be n"),
-        ([[10.0, 10, 20, 20, 0]], [7], r"boxes.*\(1, 5\).*4 \(left, top"),
-        ([[10.0, 10, 20, 20]], [7, 7], r"1.*10; their numbers must be equal"),
+        ([[0.0, 0, 20, 20]], [0], ("labels", "0", "categories", "7", "9")),
+        ([[0.0, 0, 0.4, 0.4]], [7], ("bbox",)),
+        ([[0.0, 0, math.nan, 20]], [7], ("10",)),
+        ([[0.0, 0, 20, 20]], [[7]], ("scores", "(1,)", "10")),
+        ([[10.0, 10, 20, 20, 0]], [7], ("boxes", "(1, 5)", "4")),
+        ([[10.0, 10, 20, 20]], [7, 7], ("1", "10")),
     ],
 )
-def test_detections_of_another_kind_are_refused(boxes: Any, labels: Any, message: str) -> None:
+def test_detections_of_another_kind_are_refused(boxes: Any, labels: Any, names: tuple[str, ...]) -> None:
     metric = coco_metric(pictures(0), truth(1), detect=found(boxes, labels))
-    with pytest.raises(MetricError, match=message):
-        metric.judge(nn.Identity())
+    assert_refused(lambda: metric.judge(nn.Identity()), MetricError, *names)
 
 
 @pytest.mark.parametrize("kind", ["bbox", "segm", "keypoints"])
 def test_scores_that_are_no_numbers_are_refused(kind: Kind) -> None:
     metric = coco_metric(pictures(0), truth(1), kind=kind, detect=lambda *_: {**Finder().find(0), "scores": [math.inf]})
-    with pytest.raises(MetricError, match=r"the detector.*infinite in image 10"):
-        metric.judge(nn.Identity())
+    assert_refused(lambda: metric.judge(nn.Identity()), MetricError, "10")
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "message"),
+    ("kind", "change", "names"),
     [
-        ("segm", lambda masks: masks[..., :40], r"masks.*50 x 40.*50 x 50, height and"),
+        ("segm", lambda masks: masks[..., :40], ("masks", "50 x 40", "50 x 50")),
         (
             "segm",
             lambda masks: masks[:, :, None],
-            r"masks.*\(1, 1, 1, 50, 50\).*x 1 x",
+            ("masks", "(1, 1, 1, 50, 50)"),
         ),
-        ("segm", lambda masks: masks * math.nan, r"masks.*infinite in image 10"),
-        ("keypoints", lambda points: points[..., :2], r"keypoints of 34 numbers.*17 x 3"),
+        ("segm", lambda masks: masks * math.nan, ("masks", "10")),
+        ("keypoints", lambda points: points[..., :2], ("keypoints", "34", "17 x 3")),
     ],
 )
-def test_masks_and_keypoints_of_another_kind_are_refused(kind: Kind, change: Any, message: str) -> None:
+def test_masks_and_keypoints_of_another_kind_are_refused(kind: Kind, change: Any, names: tuple[str, ...]) -> None:
     """Masks of another size would hit nothing, without a word."""
     key, whole = {"segm": "masks", "keypoints": "keypoints"}[kind], Finder().find(0)
     metric = coco_metric(pictures(0), truth(1), kind=kind, detect=lambda *_: {**whole, key: change(whole[key])})
-    with pytest.raises(MetricError, match=message):
-        metric.judge(nn.Identity())
+    assert_refused(lambda: metric.judge(nn.Identity()), MetricError, *names)
 
 
 def test_masks_may_lack_their_channel() -> None:
@@ -472,14 +470,13 @@ def of_kinds(box: list[float], label: int) -> Any:
     [([8.0, 4, 10, 10], "left, top, width, height"), ([13.0, 9, 10, 10], "centre x, centre y, width, height")],
 )
 def test_detected_boxes_by_their_sides_are_refused(box: list[float], kind: str) -> None:
-    message = rf"AP50 would be 1.000 in place of 0.000 if the detector's boxes were \[{kind}\]; they must be"
-    with pytest.raises(MetricError, match=message):
-        of_kinds(box, 3).judge(nn.Identity())
+    names = ("AP50", "1.000", "0.000", kind)
+    assert_refused(lambda: of_kinds(box, 3).judge(nn.Identity()), MetricError, *names)
 
 
 def test_labels_that_count_otherwise_are_warned_of_once() -> None:
     metric = of_kinds([8.0, 4, 18, 14], 2)
-    with pytest.warns(UserWarning, match=r"AP50.*added to the detector's labels"):
+    with pytest.warns(UserWarning, match=having("AP50")):
         assert value(metric, nn.Identity())[0] == 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -488,8 +485,7 @@ def test_labels_that_count_otherwise_are_warned_of_once() -> None:
 
 
 def test_images_of_another_size_than_annotated_are_warned_of() -> None:
-    with pytest.warns(UserWarning, match=rf"1 of 1.*10: 9.*7 pixels, not {SIDE} x"):
-        coco_metric([torch.zeros(3, 7, 9)], truth(1))
+    assert_warned(lambda: coco_metric([torch.zeros(3, 7, 9)], truth(1)), "1", "10", "9", "7", SIDE)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         coco_metric([torch.zeros(3, 7, 9)], truth(1), detect=lambda *_: {})  # which may translate boxes
@@ -498,8 +494,7 @@ def test_images_of_another_size_than_annotated_are_warned_of() -> None:
 def test_annotated_boxes_without_area_are_counted() -> None:
     content = truth()
     content["annotations"][0]["bbox"] = [3, 3, 0, 5]
-    with pytest.warns(UserWarning, match=r"1.*count as objects that are not found"):
-        metric = coco_metric(pictures(0, 1, 2, 3), content, name="AP50")
+    metric = assert_warned(lambda: coco_metric(pictures(0, 1, 2, 3), content, name="AP50"), "1")
     # Of class a one of two objects is found, by one of two detections; the better one, of equals the first, is false.
     assert value(metric, Finder())[0] == pytest.approx((51 * 0.5 / 101 + 1) / 2)
 
@@ -517,8 +512,9 @@ def test_numpy_s_numbers_and_arrays_are_read() -> None:
 
 def test_halves_outside_the_images_are_refused() -> None:
     for half in ([4], [-1]):
-        with pytest.raises(DataError, match=r"halves.*4 images, from 0, got"):
+        with pytest.raises(DataError) as caught:
             coco_metric(pictures(0, 1, 2, 3), truth(), halves=[torch.tensor([0]), torch.tensor(half)])
+        assert_named(caught, "halves", "4", "0")
 
 
 def test_a_box_may_shrink_to_a_pixel_in_a_later_query() -> None:

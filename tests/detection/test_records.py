@@ -9,6 +9,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from helpers.refusals import assert_named, assert_refused
+
 pytest.importorskip("PIL")
 
 from PIL import ExifTags, Image
@@ -64,8 +66,9 @@ def test_a_size_that_nothing_tells_is_said_with_the_file(tmp_path: Path) -> None
     (tmp_path / "torn.png").write_bytes(b"torn")
     Image.fromarray(PIXELS).save(tmp_path / "large.png")
     for name, most in (("gone.png", 99), ("torn.png", 99), ("large.png", 11)):
-        with pytest.raises(DataError, match=f"{name} can't be read as an image"):
+        with pytest.raises(DataError) as caught:
             image_of(tmp_path / name, 0, 0).with_size(most)
+        assert_named(caught, name)
 
 
 def test_what_lies_inside_an_image() -> None:
@@ -92,8 +95,9 @@ def test_images_are_those_that_detectron2_reads(tmp_path: Path, orientation: int
 
 
 def test_a_size_that_ignores_the_orientation_is_named_with_it(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"6.png.*3 x 4.*4 x 3.*EXIF orientation"):
-        image_of(oriented(tmp_path / "6.png", 6)).load()
+    assert_refused(
+        lambda: image_of(oriented(tmp_path / "6.png", 6)).load(), DataError, "6.png", "3 x 4", "4 x 3", "EXIF"
+    )
 
 
 def test_broken_exif_data_do_not_spoil_an_image(tmp_path: Path) -> None:
@@ -111,8 +115,7 @@ def test_broken_exif_data_do_not_spoil_an_image(tmp_path: Path) -> None:
 def test_values_without_a_known_white_are_refused(tmp_path: Path, dtype: type, mode: str) -> None:
     path = tmp_path / "deep.tif"
     Image.fromarray(np.full((3, 4), 1000, dtype)).save(path)
-    with pytest.raises(DataError, match=r"deep.tif.*PIL's.*bits per channel"):
-        image_of(path).load()
+    assert_refused(lambda: image_of(path).load(), DataError, "deep.tif", "PIL")
 
 
 def test_16_bits_keep_their_shades(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.refusals import assert_refused
+
 pytest.importorskip("PIL")
 
 from metricopt_ext.detection.ap50 import average_precision
@@ -50,20 +52,23 @@ def test_all_classes_are_one_in_the_order_of_classes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "names"),
     [
         (
             {"boxes": torch.tensor([[0.0, 0, 1, 1], [0, 0, math.nan, 1]])},
-            r"image 'a'.*\[0.0, 0.0, nan, 1.0\]",
+            ("'a'", "0.0", "nan", "1.0"),
         ),
-        ({"boxes": torch.zeros(2, 5)}, r"'a'.*\(2.*difficult and 2 as crowd"),
-        ({"labels": torch.tensor([0, 1, 1])}, r"has boxes of shape \(2, 4\), 3 labels"),
-        ({"labels": torch.tensor([0.0, 1.5])}, "labels must be integers, got 1.5"),
-        ({"labels": torch.tensor([1, 2])}, r"objects.*1 to 2.*2 classes from 0"),
-        ({"crowd": torch.zeros(1, dtype=torch.bool)}, "2 as difficult and 1 as crowd"),
+        ({"boxes": torch.zeros(2, 5)}, ("'a'", "2")),
+        ({"labels": torch.tensor([0, 1, 1])}, ("(2, 4)", "3", "labels")),
+        ({"labels": torch.tensor([0.0, 1.5])}, ("labels", "1.5")),
+        ({"labels": torch.tensor([1, 2])}, ("objects", "1", "2", "0")),
+        ({"crowd": torch.zeros(1, dtype=torch.bool)}, ("2", "1", "crowd")),
     ],
 )
-def test_records_that_contradict_themselves_are_refused(change: Any, message: str) -> None:
+def test_records_that_contradict_themselves_are_refused(change: Any, names: tuple[str, ...]) -> None:
     none = [Detections(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.int64))]
-    with pytest.raises(DataError, match=message):
-        average_precision(none, DetectionSet(("x", "y"), [replace(image([0, 1]), **change)]), "coco")
+    assert_refused(
+        lambda: average_precision(none, DetectionSet(("x", "y"), [replace(image([0, 1]), **change)]), "coco"),
+        DataError,
+        *names,
+    )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 pytest.importorskip("torchvision")
 
 from helpers.boxes import CLASSES, example
+from helpers.refusals import assert_refused
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.detection.frozen import FrozenFeatures
@@ -177,8 +178,9 @@ def test_proposals_are_in_the_image_and_the_best_come_first(case: Case) -> None:
 
 
 def test_an_unknown_placement_is_refused_with_the_known_ones(case: Case) -> None:
-    with pytest.raises(ConfigError, match=r"'necks'.*backbone.*predictor"):
-        case.toolkit.film_layers(case.model, ["roi_head", "necks"])
+    assert_refused(
+        lambda: case.toolkit.film_layers(case.model, ["roi_head", "necks"]), ConfigError, "necks", "backbone"
+    )
 
 
 def test_inputs_are_what_forward_takes(case: Case) -> None:

@@ -20,6 +20,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from helpers.boxes import CLASSES, example
 from helpers.detectors import thin_detectors
+from helpers.refusals import assert_refused
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.detection.shapes import masks_from, pixels_in
@@ -171,11 +172,9 @@ def test_masks_are_learned_and_found_as_torchvision_has_them() -> None:
     (found,) = toolkit.detect(model, [shown])
     assert found.labels.tolist() == [1, 0]
     assert np.array_equal(pixels_in(found.shapes or [], 48, 56), drawn.numpy())
-    with pytest.raises(DataError, match=r"none.*masks, which the loss is of, too"):
-        toolkit.loss(model, [plain])
+    assert_refused(lambda: toolkit.loss(model, [plain]), DataError)
     model.found.pop("masks")
-    with pytest.raises(MetricError, match=r"the detector gave none.*1 x h x w"):
-        toolkit.detect(model, [shown])
+    assert_refused(lambda: toolkit.detect(model, [shown]), MetricError, "1")
 
 
 def test_keypoints_are_learned_and_found_as_torchvision_has_them() -> None:
@@ -189,49 +188,45 @@ def test_keypoints_are_learned_and_found_as_torchvision_has_them() -> None:
     (found,) = toolkit.detect(model, [shown])
     assert np.array_equal(np.stack(found.shapes or []), points[:1].numpy()), "0 is the background"
     model.found["keypoints"] = points[:, :5]
-    with pytest.raises(MetricError, match=r"a tensor of shape \(2, 5, 3\).*17 x 3"):
-        toolkit.detect(model, [shown])
+    assert_refused(lambda: toolkit.detect(model, [shown]), MetricError, "(2, 5, 3)", "17 x 3")
 
 
 def test_a_loss_that_is_not_finite_is_named() -> None:
     model: Any = SMALL.build(CLASSES, seed=0)
     model.roi_heads.box_predictor.cls_score.bias.data[0] = torch.nan
-    with pytest.raises(FloatingPointError, match="loss_classifier is nan; lower the lr"):
-        SMALL.loss(model, BATCH)
+    assert_refused(lambda: SMALL.loss(model, BATCH), FloatingPointError, "loss_classifier", "nan", "lr")
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "names"),
     [
-        ({"name": "yolo"}, "no detector is named 'yolo'"),
-        ({"min_size": 200}, r"min_size=200.*most max_size=128"),
-        ({"score_threshold": 1.5}, "score_threshold=1.5"),
-        ({"proposals": -1}, "proposals=-1"),
-        ({"head": 0}, "width=64 and head=0 must be at least 1"),
-        ({"classification_loss": "focal"}, "classification_loss='focal' must be"),
-        ({"weights": "coco.pth"}, "no weights for small_fpn"),
+        ({"name": "yolo"}, ("yolo",)),
+        ({"min_size": 200}, ("min_size=200", "max_size=128")),
+        ({"score_threshold": 1.5}, ("score_threshold=1.5",)),
+        ({"proposals": -1}, ("proposals=-1",)),
+        ({"head": 0}, ("width=64", "head=0", "1")),
+        ({"classification_loss": "focal"}, ("classification_loss='focal'",)),
+        ({"weights": "coco.pth"}, ("weights", "small_fpn")),
         (
             {"kind": "segm"},
-            r"small_fpn finds.*maskrcnn_resnet50_fp",
+            ("small_fpn", "maskrcnn_resnet50_fpn"),
         ),
         (
             {"kind": "keypoints", "name": "maskrcnn_resnet50_fpn"},
-            r"finds.* are keypointrcnn_resnet50_fpn",
+            ("finds", "keypointrcnn_resnet50_fpn"),
         ),
         (
             {"kind": "segm", "name": "maskrcnn_resnet50_fpn", "classification_loss": "ap"},
-            r"'ap'.*losses: leave it out",
+            ("'ap'",),
         ),
     ],
 )
-def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        TorchvisionToolkit(**settings)
+def test_impossible_settings_are_refused(settings: dict[str, Any], names: tuple[str, ...]) -> None:
+    assert_refused(lambda: TorchvisionToolkit(**settings), ConfigError, *names)
 
 
 def test_a_detector_without_classes_is_refused() -> None:
-    with pytest.raises(ConfigError, match="at least one class, not 0"):
-        SMALL.build(0, seed=0)
+    assert_refused(lambda: SMALL.build(0, seed=0), ConfigError, "0")
 
 
 @torch.no_grad()
@@ -299,8 +294,9 @@ def test_published_weights_are_taken_but_for_the_predictor(published: tuple[Fast
     assert len(kept) > 40
     assert all(torch.equal(own[name], state[name]) for name in kept)
     assert own["roi_heads.box_predictor.cls_score.weight"].shape[0] == CLASSES + 1
-    with pytest.raises(DataError, match=r"coco\.pth"):
-        replace(toolkit, name="fasterrcnn_resnet50_fpn_v2").build(CLASSES, seed=0)
+    assert_refused(
+        lambda: replace(toolkit, name="fasterrcnn_resnet50_fpn_v2").build(CLASSES, seed=0), DataError, "coco.pth"
+    )
 
 
 def test_what_torchvision_trained_on_from_published_weights_computes_the_same(
@@ -310,8 +306,7 @@ def test_what_torchvision_trained_on_from_published_weights_computes_the_same(
     toolkit = TorchvisionToolkit("fasterrcnn_resnet50_fpn", min_size=64, max_size=64, weights=path, strict_weights=True)
     model = toolkit.build(90, seed=0).double()
     assert_close(unsorted_outputs(model), unsorted_outputs(theirs), 1e-5)  # the weights are of single precision
-    with pytest.raises(DataError, match=r"coco\.pth holds no weights for"):
-        toolkit.build(CLASSES, seed=0)
+    assert_refused(lambda: toolkit.build(CLASSES, seed=0), DataError, "coco.pth")
 
 
 def test_a_detector_from_published_weights_is_exported_for_torchvision(

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.refusals import assert_refused, assert_warned, having
+
 pytest.importorskip("PIL")
 
 from metricopt_ext.detection.records import Annotated, inside
@@ -199,14 +201,14 @@ def test_a_box_of_one_pixel_has_equal_ends(tree: Path) -> None:
 @pytest.mark.parametrize(("old", "new"), [("<xmax>17<", "<xmax>5<"), ("<ymin>7<", "<ymin>28.5<")])
 def test_corners_in_the_wrong_order_are_left_out_with_a_warning(tree: Path, old: str, new: str) -> None:
     replace(annotation(tree), old, new)
-    with pytest.warns(UserWarning, match=r"1 left out.*above xmax .*\(a3.xml\)"):
+    with pytest.warns(UserWarning, match=having("1", "a3.xml")):
         assert not len(read_voc(tree, "test").images[0].boxes)
 
 
 @pytest.mark.parametrize("text", ["Unspecified", "0.0597", "frontal\nside"])
 def test_a_flag_that_is_no_flag_is_said_and_not_difficult(tree: Path, text: str) -> None:
     replace(annotation(tree, "a1"), "<difficult>1<", f"<difficult>{text}<")
-    with pytest.warns(UserWarning, match=r"objects.*1.*neither.*\(a1.xml\)"):
+    with pytest.warns(UserWarning, match=having("objects", "1", "a1.xml")):
         assert read_voc(tree, "train").images[0].difficult.tolist() == [False, False]
 
 
@@ -339,8 +341,7 @@ def test_annotations_in_folders_below_are_warned_of(tree: Path) -> None:
     folder = annotation(tree).parent
     (folder / "more").mkdir()
     annotation(tree, "a3").rename(folder / "more" / "a9.xml")
-    with pytest.warns(UserWarning, match=r"Annotations has XML files in folders below \(more\), .* move"):
-        found = read_voc(tree)
+    found = assert_warned(lambda: read_voc(tree), "Annotations", "XML")
     assert "a9" not in {image.image_id for image in found.images}
 
 
@@ -420,13 +421,13 @@ def test_what_is_broken_is_named(tree: Path, case: str) -> None:
 
 
 def test_an_unknown_class_is_named_with_the_known_ones(tree: Path) -> None:
-    with pytest.raises(DataError, match=r"a3.xml.*'cat'.*classes are dog, cow"):
-        read_voc(tree, "test", classes=("dog", "cow"))
+    assert_refused(
+        lambda: read_voc(tree, "test", classes=("dog", "cow")), DataError, "a3.xml", "cat", "classes", "dog", "cow"
+    )
 
 
 def test_a_class_given_twice_is_refused(tree: Path) -> None:
-    with pytest.raises(DataError, match=r"classes must be different.*'cat' twice"):
-        read_voc(tree, "test", classes=("cat", "cow", "cat"))
+    assert_refused(lambda: read_voc(tree, "test", classes=("cat", "cow", "cat")), DataError, "classes", "cat")
 
 
 @pytest.mark.parametrize("other", [CLASSES[1].capitalize(), CLASSES[1] + "e\N{COMBINING ACUTE ACCENT}"])
@@ -434,7 +435,7 @@ def test_names_of_classes_that_look_alike_are_warned_of(tree: Path, other: str) 
     known = unicodedata.normalize("NFC", other).lower()
     for name, written in (("a1", known), ("a3", other)):
         replace(annotation(tree, name), f"<name>{CLASSES[1]}<", f"<name>{written}<")
-    with pytest.warns(UserWarning, match=rf"'{other}'.*'{known}'.*ones.*write them alike"):
+    with pytest.warns(UserWarning, match=having(other, known)):
         assert {other, known} <= set(read_voc(tree).classes)
 
 
@@ -453,21 +454,16 @@ def packed(tree: Path) -> Path:
 
 def test_messages_name_what_is_in_a_zip_file(tree: Path) -> None:
     replace(annotation(tree, "a3"), "<xmax>17<", "<xmax>170<")
-    with pytest.warns(UserWarning, match=r"boxes.*outside.*a3.xml"):
-        read_voc(packed(tree), "test")
+    assert_warned(lambda: read_voc(packed(tree), "test"), "boxes", "a3.xml")
     replace(annotation(tree, "a3"), "<xmax>", "<x>")
-    with pytest.raises(DataError, match="is truncated"):
-        read_voc(packed(tree), "test")
-    with pytest.raises(DataError, match="split 'no' in"):
-        read_voc(packed(tree), "no")
+    assert_refused(lambda: read_voc(packed(tree), "test"), DataError)
+    assert_refused(lambda: read_voc(packed(tree), "no"), DataError, "'no'")
 
 
 def test_what_is_no_zip_file_or_is_missing_is_named(tmp_path: Path) -> None:
     (tmp_path / "torn.zip").write_bytes(b"PK\x03\x04 torn")
-    with pytest.raises(DataError, match=r"torn.zip is neither.*complete zip file"):
-        read_voc(tmp_path / "torn.zip")
-    with pytest.raises(DataError, match="does not exist"):
-        read_voc(tmp_path / "missing")
+    assert_refused(lambda: read_voc(tmp_path / "torn.zip"), DataError, "torn.zip")
+    assert_refused(lambda: read_voc(tmp_path / "missing"), DataError)
 
 
 def damage(packed: Path, name: str, how: str) -> None:
@@ -494,23 +490,20 @@ def test_what_is_damaged_in_a_zip_file_is_named(tree: Path, tmp_path: Path, name
         for file in tree.rglob("VOC2007/**/*.*"):
             archive.write(file, file.relative_to(tree))
     damage(packed, name, how)
-    with pytest.raises(DataError, match=rf"{name} can't be read"):
-        read_voc(packed, "test").images[0].load()
+    assert_refused(lambda: read_voc(packed, "test").images[0].load(), DataError, name)
 
 
 def test_a_truncated_image_is_noticed_when_it_is_loaded(tree: Path) -> None:
     file = next(tree.rglob("a3.png"))
     file.write_bytes(file.read_bytes()[:200])
     (image,) = read_voc(tree, "test").images
-    with pytest.raises(DataError, match=r"a3.png can't be read"):
-        image.load()
+    assert_refused(image.load, DataError, "a3.png")
 
 
 def test_an_image_of_another_size_is_noticed_when_it_is_loaded(tree: Path) -> None:
     replace(annotation(tree), "<height>30<", "<height>29<")
     (image,) = read_voc(tree, "test").images
-    with pytest.raises(DataError, match=r"a3.png is 40 x 30 pixels.*40 x 29"):
-        image.load()
+    assert_refused(image.load, DataError, "a3.png", "40 x 30", "40 x 29")
 
 
 def with_truth(**fields: str | Tensor) -> Example:
@@ -519,13 +512,12 @@ def with_truth(**fields: str | Tensor) -> Example:
 
 
 @pytest.mark.parametrize(
-    ("bad", "message"),
+    ("bad", "names"),
     [
-        (with_truth(image_id="../x"), "can't name a file"),
-        (with_truth(crowd=torch.tensor([True])), "crowd"),
-        (with_truth(boxes=torch.tensor([[3.0, 3.0, 3.5, 9.0]])), "less than one pixel"),
+        (with_truth(image_id="../x"), ()),
+        (with_truth(crowd=torch.tensor([True])), ("crowd",)),
+        (with_truth(boxes=torch.tensor([[3.0, 3.0, 3.5, 9.0]])), ()),
     ],
 )
-def test_what_voc_can_not_hold_is_not_written(tmp_path: Path, bad: Example, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        write_voc(tmp_path, [bad], CLASSES, "all")
+def test_what_voc_can_not_hold_is_not_written(tmp_path: Path, bad: Example, names: tuple[str, ...]) -> None:
+    assert_refused(lambda: write_voc(tmp_path, [bad], CLASSES, "all"), DataError, *names)

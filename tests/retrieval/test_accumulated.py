@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.refusals import assert_refused, having
+
 pytest.importorskip("faiss")
 
 from metricopt_ext.errors import DataError
@@ -53,24 +55,18 @@ def test_rows_that_come_again_count_once_and_tell_the_order() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     x, y, seen = drawn(30, 0)
     metric = RankingMetrics(["recall"], (1,))
-    with pytest.raises(DataError, match="queries to judge; call update"):
-        metric.compute()
-    with pytest.raises(DataError, match=r"got \(30, 3\) and 29 labels"):
-        metric.update(x, y[1:])
+    assert_refused(metric.compute, DataError, "queries")
+    assert_refused(lambda: metric.update(x, y[1:]), DataError, "(30, 3)", "29")
     metric.update(x, y, cameras=seen)
     metric.update(x, y, gallery=True)
-    with pytest.raises(DataError, match=r"cameras.*gallery, or for neither"):
-        metric.compute()
+    assert_refused(metric.compute, DataError, "cameras", "gallery")
     metric.update(x, y)
-    with pytest.raises(DataError, match=r"cameras.*queries, or for none"):
-        metric.compute()
+    assert_refused(metric.compute, DataError, "cameras", "queries")
     metric.reset()
     metric.update(x, y)
     metric.update(x[:, :2], y)
-    with pytest.raises(DataError, match=r"batches of the queries.*\[2, 3\]"):
-        metric.compute()
-    with pytest.raises(DataError, match="metric 'map' is none of"):
-        RankingMetrics(["map"])
+    assert_refused(metric.compute, DataError, "queries", "2", "3")
+    assert_refused(lambda: RankingMetrics(["map"]), DataError, "map")
 
 
 # Each of two processes has its share of a data set of an odd size, as a DistributedSampler deals it.
@@ -116,5 +112,5 @@ def test_arrays_of_another_byte_order_and_reversed_ones_are_read() -> None:
     metric = RankingMetrics(NAMES, KS)
     metric.update(x[::-1].astype(">f8"), y[::-1].astype(">i4"))
     metric.update(x[::-1], y[::-1], gallery=True)
-    with pytest.warns(UserWarning, match="30 of 30 queries are in the gallery too"):
+    with pytest.warns(UserWarning, match=having("30", "queries", "gallery")):
         assert metric.compute()["recall_at_1"] == 1

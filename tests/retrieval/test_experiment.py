@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.refusals import assert_refused
+
 pytest.importorskip("faiss")
 pytest.importorskip("pytorch_metric_learning")
 
@@ -62,8 +64,7 @@ def test_a_population_is_chosen_by_the_memory_that_is_given(tmp_path: Path) -> N
     assert population() == 1
     assert population("population=null", "memory=1e-6") == 1
     assert population("population=null", "memory=1000") == 32
-    with pytest.raises(ConfigError, match=r"memory=2\.0.*run has population=1"):
-        population("memory=2")
+    assert_refused(lambda: population("memory=2"), ConfigError, "memory=2.0", "population=1")
 
 
 def test_it_says_how_many_classes_there_are_before_the_first_query_and_what_they_can_tell_at_it(tmp_path: Path) -> None:

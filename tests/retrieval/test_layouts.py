@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 from scipy.io import savemat
 
+from helpers.refusals import assert_refused
 from metricopt_ext.data.decoding import MAX_PIXELS
 from metricopt_ext.data.images import Limits
 from metricopt_ext.data.labelled import MAX_BYTES
@@ -56,30 +57,27 @@ def test_in_shop_is_divided_by_its_partition(tmp_path: Path, images: str, lists:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("old", "new", "names"),
     [
-        ("query", "probe", r"line 12.*gallery, got .*'probe'"),
-        ("18\n", "19\n", r"says 19 images.*18; it may be cut off"),
-        ("18\n", "", "must begin with the number of images"),
-        ("01_front.jpg   id_00000000", "00_front.jpg   id_00000000", r"in line 3.*4; list each image once"),
-        ("query", "gallery", "lists no image for query"),
+        ("query", "probe", ("12", "gallery", "probe")),
+        ("18\n", "19\n", ("19", "18")),
+        ("18\n", "", ()),
+        ("01_front.jpg   id_00000000", "00_front.jpg   id_00000000", ("3", "4")),
+        ("query", "gallery", ("query",)),
     ],
 )
-def test_a_partition_that_is_wrong_is_named(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_a_partition_that_is_wrong_is_named(tmp_path: Path, old: str, new: str, names: tuple[str, ...]) -> None:
     file = in_shop(tmp_path)
     file.write_text(file.read_text().replace(old, new))
-    with pytest.raises(DataError, match=message):
-        load_in_shop(tmp_path, None, LIMITS)
+    assert_refused(lambda: load_in_shop(tmp_path, None, LIMITS), DataError, *names)
 
 
 def test_a_partition_or_its_images_that_are_missing_are_named(tmp_path: Path) -> None:
     file = in_shop(tmp_path)
     file.write_text(file.read_text().replace("img/", "pictures/"))
-    with pytest.raises(DataError, match="lacks 'pictures/WOMEN"):
-        load_in_shop(tmp_path, None, LIMITS)
+    assert_refused(lambda: load_in_shop(tmp_path, None, LIMITS), DataError, "pictures/WOMEN")
     file.unlink()
-    with pytest.raises(DataError, match=r"must hold list_eval_partition\.txt"):
-        load_in_shop(tmp_path, None, LIMITS)
+    assert_refused(lambda: load_in_shop(tmp_path, None, LIMITS), DataError, "list_eval_partition.txt")
 
 
 # --- Cars196 ----------------------------------------------------------------------------------------------------------
@@ -117,21 +115,17 @@ def test_cars_may_come_in_two_folders(tmp_path: Path) -> None:
     assert ((data.y + 1) == data.x[:, 0, 0, 0]).all()
     assert len(data) == 8
     (tmp_path / "cars_test_annos_withlabels.mat").unlink()
-    with pytest.raises(DataError, match=r"lacks cars_test_annos_withlabels\.mat"):
-        load_cars196(tmp_path, None, LIMITS)
+    assert_refused(lambda: load_cars196(tmp_path, None, LIMITS), DataError, "cars_test_annos_withlabels.mat")
 
 
 def test_annotations_that_say_too_little_are_refused(tmp_path: Path) -> None:
     cars(tmp_path)
     mat(tmp_path / "cars_annos.mat", ["relative_im_path"], [("car_ims/000000.jpg",)])
-    with pytest.raises(DataError, match="must tell each image's relative_im_path"):
-        load_cars196(tmp_path, None, LIMITS)
+    assert_refused(lambda: load_cars196(tmp_path, None, LIMITS), DataError, "relative_im_path")
     mat(tmp_path / "cars_annos.mat", ["relative_im_path", "class"], [("car_ims/000000.jpg", 1.5)])
-    with pytest.raises(DataError, match=r"image 1.*class 1\.5"):
-        load_cars196(tmp_path, None, LIMITS)
+    assert_refused(lambda: load_cars196(tmp_path, None, LIMITS), DataError, "1.5")
     (tmp_path / "cars_annos.mat").write_bytes(b"MATLAB 5.0 MAT-file, but no more")
-    with pytest.raises(DataError, match=r"cannot read .*cars_annos\.mat"):
-        load_cars196(tmp_path, None, LIMITS)
+    assert_refused(lambda: load_cars196(tmp_path, None, LIMITS), DataError, "cars_annos.mat")
 
 
 # --- Folders ----------------------------------------------------------------------------------------------------------
@@ -151,7 +145,6 @@ def test_cub_has_its_classes_in_images(tmp_path: Path) -> None:
 def test_queries_and_gallery_go_together(tmp_path: Path) -> None:
     assert queries_and_gallery(tmp_path) is None
     (tmp_path / "Query").mkdir()
-    with pytest.raises(DataError, match=r"one.*queries and one of the gallery"):
-        queries_and_gallery(tmp_path)
+    assert_refused(lambda: queries_and_gallery(tmp_path), DataError, "queries", "gallery")
     (tmp_path / "gallery").mkdir()
     assert queries_and_gallery(tmp_path) == (tmp_path / "Query", tmp_path / "gallery")

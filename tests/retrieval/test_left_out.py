@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from helpers.refusals import assert_refused
+
 pytest.importorskip("faiss")
 
 from metricopt_ext.data.halves import class_draws
@@ -143,5 +145,4 @@ def test_no_halves_are_said_why_and_zeros_are_refused() -> None:
     assert recalls_left_out(x, y, KS, "why", PostProcessing(augmentation=4), "l2").halves == "why"
     assert recalls_left_out(x, y, KS, [], PostProcessing(augmentation=4), "l2").halves is None
     x[3] = 0
-    with pytest.raises(DataError, match="must not be 0"):
-        recalls_left_out(x, y, KS, [], PostProcessing(augmentation=4), "l2")
+    assert_refused(lambda: recalls_left_out(x, y, KS, [], PostProcessing(augmentation=4), "l2"), DataError, "0")

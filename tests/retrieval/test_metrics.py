@@ -9,6 +9,8 @@ import torch
 from sklearn.metrics import silhouette_score
 from torch import Tensor
 
+from helpers.refusals import assert_named, assert_refused
+
 pytest.importorskip("faiss")
 pytest.importorskip("pytorch_metric_learning")
 
@@ -80,55 +82,59 @@ def test_an_own_function_may_work_in_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "message"),
+    ("name", "change", "names"),
     [
         (
             "recal",
             {},
-            r"metric\.name='recal'.* ndcg_at_k; name",
+            ("metric.name='recal'", "ndcg_at_k"),
         ),
-        ("r_precision", {"query_subset": 9}, r"metric\.query_subset=9.*all images"),
-        (OWN, {"query_subset": 9}, "query_subset=9 is for recall"),
-        ("recall", {"ks": [0]}, r"metric: ks must be"),
-        (OWN, {"bounds": [1.0, -1.0]}, r"metric\.bounds=\[.*\].*finite numbers"),
-        ("sklearn.metrics:nothing", {}, "has no attribute 'nothing'"),
-        ("no_such_module:score", {}, "there is no module 'no_such_module'"),
+        ("r_precision", {"query_subset": 9}, ("metric.query_subset=9",)),
+        (OWN, {"query_subset": 9}, ("query_subset=9",)),
+        ("recall", {"ks": [0]}, ("ks",)),
+        (OWN, {"bounds": [1.0, -1.0]}, ("metric.bounds",)),
+        ("sklearn.metrics:nothing", {}, ("nothing",)),
+        ("no_such_module:score", {}, ("no_such_module",)),
     ],
 )
-def test_impossible_settings_are_refused(name: str, change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        embedding_metric(OwnEmbedderMetricConfig(name, **change))
+def test_impossible_settings_are_refused(name: str, change: dict[str, Any], names: tuple[str, ...]) -> None:
+    assert_refused(lambda: embedding_metric(OwnEmbedderMetricConfig(name, **change)), ConfigError, *names)
 
 
 def test_an_own_function_is_tried_before_the_work() -> None:
     try_metric(OwnEmbedderMetricConfig(OWN, bounds=[-1.0, 1.0]), Y, 5)
     try_metric(MetricConfig(), torch.zeros(2), 5)  # a known one is not
-    for config, message in (
-        (OwnEmbedderMetricConfig("sklearn.metrics:davies_bouldin_score"), r"must be within its bounds \(0, 1\), got "),
+    for config, names in (
+        (OwnEmbedderMetricConfig("sklearn.metrics:davies_bouldin_score"), ("bounds", "(0, 1)")),
         (
             OwnEmbedderMetricConfig(OWN, bounds=[-1.0, 1.0], kwargs={"metrics": "l2"}),
-            "unexpected keyword argument 'metrics'",
+            ("metrics",),
         ),
     ):
-        with pytest.raises(ConfigError, match=rf"fails on random.*\(24, 5\) .*{message}"):
+        with pytest.raises(ConfigError) as caught:
             try_metric(config, Y, 5)
+        assert_named(caught, "(24, 5)", *names)
 
 
 @pytest.mark.parametrize("name", ["r_precision", OWN])
 def test_what_are_no_embeddings_of_these_labels_is_refused(name: str) -> None:
     function = embedding_metric(MetricConfig(name)).function
-    with pytest.raises(DataError, match=r"embeddings and labels.*9 and 24"):
-        function(X[:9], Y)
-    with pytest.raises(DataError, match="NaN or infinity in 1 of 24 rows"):
-        function(torch.where(torch.arange(24)[:, None] == 3, torch.nan, X), Y)
+    assert_refused(lambda: function(X[:9], Y), DataError, "9", "24")
+    assert_refused(
+        lambda: function(torch.where(torch.arange(24)[:, None] == 3, torch.nan, X), Y), DataError, "NaN", "1", "24"
+    )
 
 
 def test_a_value_that_is_none_is_refused() -> None:
-    with pytest.raises(DataError, match="none of the 3 queries shares its label"):
-        embedding_metric(MetricConfig("r_precision")).function(X[:3], torch.arange(3))
+    assert_refused(
+        lambda: embedding_metric(MetricConfig("r_precision")).function(X[:3], torch.arange(3)),
+        DataError,
+        "3",
+        "queries",
+    )
     function = embedding_metric(OwnEmbedderMetricConfig(OWN)).function
-    with pytest.raises(MetricError, match=r"'silhouette_score'.*within its bounds"):
-        function(X, Y)  # below 0, and bounds say 0 to 1
+    # below 0, and bounds say 0 to 1
+    assert_refused(lambda: function(X, Y), MetricError, "silhouette_score", "bounds")
 
 
 @pytest.mark.parametrize("name", RANKED)
@@ -175,10 +181,10 @@ def test_what_counts_besides_is_told_by_the_same_embeddings() -> None:
     test = build_metric(config, part, constrained=False)
     assert test.evaluate(Model(), "x").also is None
     assert set(test.look(Model())) == {OWN, "mean_average_precision_at_r", "r_precision"}
-    with pytest.raises(ConfigError, match=r"metric\.also: 'recal' is none of"):
-        besides(MetricConfig(also=["recal"]))
-    with pytest.raises(ConfigError, match=r"metric\.name=sklearn.*is.*each other"):
-        build_metric(config, part, queries=Y > 1, constrained=False)
+    assert_refused(lambda: besides(MetricConfig(also=["recal"])), ConfigError, "metric.also", "recal")
+    assert_refused(
+        lambda: build_metric(config, part, queries=Y > 1, constrained=False), ConfigError, "metric.name=sklearn"
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,7 +198,8 @@ def test_what_counts_besides_is_told_by_the_same_embeddings() -> None:
 def test_a_k_of_all_that_is_searched_is_refused(config: MetricConfig) -> None:
     check_searched(config, "test images", 24)
     for count in (23, 5):
-        with pytest.raises(ConfigError, match=rf"metric\.ks.*{count} images of the test images.*k = 23.*below {count}"):
+        with pytest.raises(ConfigError) as caught:
             check_searched(config, "test images", count)
+        assert_named(caught, "metric.ks", count, "images", "test", "23")
     for name in ("r_precision", "ndcg_at_k"):
         check_searched(MetricConfig(name, ks=[1, 5000]), "test images", 5)

@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.refusals import assert_refused
+
 pytest.importorskip("pytorch_metric_learning")
 
 from metricopt_ext.errors import ConfigError
@@ -13,20 +15,19 @@ from metricopt_ext.retrieval.named_loss import build_loss
 
 
 @pytest.mark.parametrize(
-    ("name", "params", "message"),
+    ("name", "params", "names"),
     [
-        ("recall", {"weight": "log1p"}, r"loss.*weight is 'log1p'.*leave it out"),
-        ("contrastive", {"distance": "cosine"}, r"loss\.params: contrastive.*'cosine'.*leave it out"),
-        ("contrastive", {"reducer": "mean"}, r"loss: contrastive.*'mean'.*leave it out"),
-        ("triplet_margin", {"margin": [0.1]}, r"loss\.params: triplet_margin.*\[0\.1\]"),
-        ("proxy_anchor", {"distance": "cosine"}, r"loss\.params: proxy_anchor.*'cosine'.*leave it out"),
-        ("cross_batch_memory", {"loss": "contrastive", "params": {"distance": "l2"}}, r"contrastive.*'l2'.*leave it"),
-        ("vic_reg", {}, r"loss\.params: vic_reg with \{\}"),
+        ("recall", {"weight": "log1p"}, ("loss", "weight", "log1p")),
+        ("contrastive", {"distance": "cosine"}, ("loss.params", "contrastive", "cosine")),
+        ("contrastive", {"reducer": "mean"}, ("contrastive", "mean")),
+        ("triplet_margin", {"margin": [0.1]}, ("loss.params", "triplet_margin", "0.1")),
+        ("proxy_anchor", {"distance": "cosine"}, ("loss.params", "proxy_anchor", "cosine")),
+        ("cross_batch_memory", {"loss": "contrastive", "params": {"distance": "l2"}}, ("contrastive", "'l2'")),
+        ("vic_reg", {}, ("loss.params", "vic_reg")),
     ],
 )
-def test_a_loss_is_tried_before_anything_is_trained(name: str, params: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        build_loss(LossConfig(name, params))
+def test_a_loss_is_tried_before_anything_is_trained(name: str, params: dict[str, Any], names: tuple[str, ...]) -> None:
+    assert_refused(lambda: build_loss(LossConfig(name, params)), ConfigError, *names)
 
 
 @pytest.mark.parametrize("name", ["fast_ap", "triplet_margin", "dynamic_soft_margin"])

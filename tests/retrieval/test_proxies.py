@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.refusals import assert_refused
+
 pytest.importorskip("faiss")
 pytest.importorskip("pytorch_metric_learning")
 
@@ -47,8 +49,7 @@ def test_labels_of_each_part_have_the_proxies_of_their_classes() -> None:
     numbers = torch.tensor([[2, 7, 40].index(label) for label in y.tolist()])
     assert loss(x, y) == loss.losses[0](x, numbers)
     assert loss(other, theirs) == loss.losses[1](other, (theirs == 11).long())
-    with pytest.raises(DataError, match=r"classes \[2, 5, 7, 11, 40\] in one part"):
-        loss(torch.cat([x, other]), torch.cat([y, theirs]))
+    assert_refused(lambda: loss(torch.cat([x, other]), torch.cat([y, theirs])), DataError, "2", "5", "7", "11", "40")
     again = ProxyLoss(lambda c, d: losses.ProxyAnchorLoss(c, d), [y, theirs], 5, seed=3)
     assert again(x, y) == loss(x, y)
 
@@ -116,16 +117,15 @@ def test_a_memory_has_the_model_s_embeddings_of_the_first_part() -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "message"),
+    ("params", "names"),
     [
-        ({}, r"cross_batch_memory.*loss.params=\{loss.*memory_size: 1024\}"),
-        ({"loss": "contrastive", "memory_size": 63}, r"memory_size.*63; it.*least a batch, 64"),
-        ({"loss": "contrastive", "size": 9}, r"takes loss.*memory_size, not size"),
-        ({"loss": "proxy_anchor"}, "a memory can't be for proxy_anchor"),
-        ({"loss": "fast_ap"}, r"fast_ap.*supported"),
-        ({"loss": "contrastive", "params": {"margin": 1}}, r"contrastive.*\{'margin': 1\}"),
+        ({}, ("cross_batch_memory", "loss.params", "memory_size", "1024")),
+        ({"loss": "contrastive", "memory_size": 63}, ("memory_size", "63", "64")),
+        ({"loss": "contrastive", "size": 9}, ("loss", "memory_size", "size")),
+        ({"loss": "proxy_anchor"}, ("proxy_anchor",)),
+        ({"loss": "fast_ap"}, ("fast_ap",)),
+        ({"loss": "contrastive", "params": {"margin": 1}}, ("contrastive", "margin", "1")),
     ],
 )
-def test_memories_that_can_not_be_are_refused(params: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        build_loss(LossConfig("cross_batch_memory", params))
+def test_memories_that_can_not_be_are_refused(params: dict[str, Any], names: tuple[str, ...]) -> None:
+    assert_refused(lambda: build_loss(LossConfig("cross_batch_memory", params)), ConfigError, *names)
