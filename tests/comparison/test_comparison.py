@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from helpers.inference import put_into
+from helpers.refusals import assert_refused
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.comparison.comparison import Plan, finished, read_row, run_seed
 from metricopt_ext.errors import ConfigError, FileFormatError
@@ -236,8 +237,11 @@ def test_starts_can_be_chosen_by_name(experiment: Any, tmp_path: Path) -> None:
     run_seed(experiment, RunConfig(), Plan(("random_search",), (4,), ("pretrained",)), tmp_path, 5, Callback())
     assert rows(tmp_path)["starts"]["chosen"] == "pretrained"
     assert rows(tmp_path)["random_search"]["least"] == 2 + 1
-    with pytest.raises(ConfigError, match="'prior' is none of pretrained, half"):
-        run_seed(experiment, RunConfig(), Plan(("random_search",), (4,), ("prior",)), tmp_path, 6, Callback())
+    assert_refused(
+        lambda: run_seed(experiment, RunConfig(), Plan(("random_search",), (4,), ("prior",)), tmp_path, 6, Callback()),
+        ConfigError,
+        "prior",
+    )
 
 
 def test_a_guard_is_judged_on_the_test_data(
@@ -347,25 +351,23 @@ def test_a_comparison_runs_what_optimize_metric_does(
 
 
 @pytest.mark.parametrize(
-    ("plan", "message"),
+    ("plan", "names"),
     [
-        (Plan(("a", "z"), (20,)), "'z' is none of a, b"),
-        (Plan((), (20,)), "one or more"),
-        (Plan(("a", "a"), (20,)), "each once"),
-        (Plan(("a",), ()), "budgets="),
-        (Plan(("a",), (20, 20)), "ascending"),
-        (Plan(("a",), (0, 20)), "at least 1"),
+        (Plan(("a", "z"), (20,)), ("'z'",)),
+        (Plan((), (20,)), ()),
+        (Plan(("a", "a"), (20,)), ()),
+        (Plan(("a",), ()), ()),
+        (Plan(("a",), (20, 20)), ()),
+        (Plan(("a",), (0, 20)), ("1",)),
     ],
 )
-def test_impossible_plans_are_refused(plan: Plan, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        plan.check(["b", "a"])
+def test_impossible_plans_are_refused(plan: Plan, names: tuple[str, ...]) -> None:
+    assert_refused(lambda: plan.check(["b", "a"]), ConfigError, *names)
 
 
 def test_a_foreign_file_is_no_row(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"seed": 1}')
-    with pytest.raises(FileFormatError, match="not a row of a comparison"):
-        read_row(tmp_path / "a.json")
+    assert_refused(lambda: read_row(tmp_path / "a.json"), FileFormatError)
 
 
 def test_the_start_is_not_moved_by_a_baseline(experiment: Any, tmp_path: Path) -> None:

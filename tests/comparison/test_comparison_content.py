@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-import pytest
-
+from helpers.refusals import assert_refused
 from metricopt_ext.comparison.comparison import Plan
 from metricopt_ext.comparison.comparison_content import gather, load
 from metricopt_ext.errors import DataError, FileFormatError
@@ -14,10 +13,7 @@ PLAN = Plan(("cma_es", "metricopt", "turbo"), (5, 20, 60))
 
 
 def test_a_folder_without_seeds_or_comparison_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no seed"):
-        gather(tmp_path, PLAN, SUBJECT, {})
-    with pytest.raises(FileFormatError, match="run the comparison into"):
-        load(tmp_path)
+    assert_refused(lambda: gather(tmp_path, PLAN, SUBJECT, {}), DataError, "seed")
+    assert_refused(lambda: load(tmp_path), FileFormatError)
     (tmp_path / "comparison.json").write_text("{}")
-    with pytest.raises(FileFormatError, match="not a comparison's"):
-        load(tmp_path)
+    assert_refused(lambda: load(tmp_path), FileFormatError)

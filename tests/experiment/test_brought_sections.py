@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.refusals import assert_refused
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.method_config import LearnedConfig, RecipeConfig
 from metricopt_ext.experiment.run_config import RunConfig
@@ -46,6 +47,5 @@ def test_a_file_chooses_too(tmp_path: Path) -> None:
     config = load_config(RunConfig, file)
     assert config.method == RecipeConfig(rounds=2)
     assert config.learned == LearnedConfig(pairs=3)
-    message = r"config\.yaml: method\.rounds is a key of method\.name=recipe; this run has method\.name=paper"
-    with pytest.raises(ConfigError, match=message):
-        load_config(RunConfig, file, ["method.name=paper"])
+    names = ("config.yaml", "method.rounds", "method.name=recipe", "method.name=paper")
+    assert_refused(lambda: load_config(RunConfig, file, ["method.name=paper"]), ConfigError, *names)

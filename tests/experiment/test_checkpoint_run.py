@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.adapters.skeleton import Norms, chosen
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.experiment.checkpoint_run import CheckpointRun
@@ -86,26 +87,24 @@ def test_it_says_once_whether_it_is_worth_it(run: CheckpointRun) -> None:
 
 def test_repeats_count_as_queries(run: CheckpointRun) -> None:
     repeated = made(KEEPING.replace("time.sleep(0.1)", ""), repeats=2)
-    with pytest.raises(ConfigError, match=r"--queries 12.*2: 6 queries are too few"):
-        repeated.tune(12)
+    assert_refused(lambda: repeated.tune(12), ConfigError, "--queries", "12", "2", "6")
     assert not Path("times").exists()
     assert repeated.tune(23).queries == {"score": 22}
 
 
 def test_a_trial_that_fails_names_its_log(run: CheckpointRun) -> None:
     failing = made("raise SystemExit(3)")
-    with pytest.raises(TrialError, match=r"unchanged.*exit status is 3") as caught:
+    with pytest.raises(TrialError) as caught:
         failing.score_unchanged()
+    assert_named(caught, "unchanged", "3")
     assert caught.value.log == Path("out/trials/0.log")
 
 
 def test_a_folder_is_of_one_run(run: CheckpointRun, tmp_path: Path) -> None:
     run.claim({"score": "a"}, resume=False)
     assert run.started()
-    with pytest.raises(FileFormatError, match="holds an earlier run: add --resume"):
-        run.claim({"score": "a"}, resume=False)
-    with pytest.raises(FileFormatError, match="score was 'a', now 'b'"):
-        run.claim({"score": "b"}, resume=True)
+    assert_refused(lambda: run.claim({"score": "a"}, resume=False), FileFormatError, "--resume")
+    assert_refused(lambda: run.claim({"score": "b"}, resume=True), FileFormatError, "score", "'a'", "'b'")
     leftovers = [tmp_path / "out/trials/3.safetensors", tmp_path / "out/trials/.3.safetensors.x.unfinished"]
     for path in leftovers:
         path.parent.mkdir(exist_ok=True)
@@ -113,8 +112,7 @@ def test_a_folder_is_of_one_run(run: CheckpointRun, tmp_path: Path) -> None:
     run.claim({"score": "a"}, resume=True)
     assert not any(path.exists() for path in leftovers)
     save_file({"norm.weight": torch.zeros(4), "norm.bias": torch.zeros(4)}, "in.safetensors")
-    with pytest.raises(FileFormatError, match="content of the checkpoint was"):
-        run.claim({"score": "a"}, resume=True)
+    assert_refused(lambda: run.claim({"score": "a"}, resume=True), FileFormatError)
     assert json.loads(Path("out/run.json").read_text())["moved"] == ["norm.weight", "norm.bias"]
 
 

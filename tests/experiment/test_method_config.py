@@ -1,11 +1,11 @@
 """The settings of methods: what they become, and that a key exists only for what a chosen method reads."""
 
-import re
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
+from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.cli import experiment_of
 from metricopt_ext.experiment.method_config import FinetuneConfig, LearnedConfig, RecipeConfig, SearchConfig
@@ -98,35 +98,37 @@ def test_literal_readings_of_the_paper_are_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "names"),
     [
-        ("method.learner=best", "one of reptile, reptile_mixed, offline"),
-        ("method.labels=best", "method: labels is 'best'"),
-        ("method.count=0", "method: count is 0"),
-        ("method.gamma=-1", "method: gamma is -1.0"),
-        ("method.optimizer=rmsprop", "method: optimizer is 'rmsprop'"),
-        ("method.kernel=matern", "one of rbf_constant, rbf"),
-        ("method.sigma=noise", "'noise'; it must be one of true"),
-        ("method.ends=first", "ends is 'first'; it must be 'observed'"),
-        ("method.miner=easy", "one of hardest, multi_similarity"),
+        ("method.learner=best", ("reptile_mixed",)),
+        ("method.labels=best", ("method", "labels", "best")),
+        ("method.count=0", ("method", "count", "0")),
+        ("method.gamma=-1", ("method", "gamma", "-1.0")),
+        ("method.optimizer=rmsprop", ("method", "optimizer", "rmsprop")),
+        ("method.kernel=matern", ("rbf_constant",)),
+        ("method.sigma=noise", ("noise",)),
+        ("method.ends=first", ("ends", "first", "observed")),
+        ("method.miner=easy", ("multi_similarity",)),
     ],
 )
-def test_impossible_parts_are_refused_before_any_work(override: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        load_config(RunConfig, None, ["method.name=paper", override]).check()
+def test_impossible_parts_are_refused_before_any_work(override: str, names: tuple[str, ...]) -> None:
+    assert_refused(lambda: load_config(RunConfig, None, ["method.name=paper", override]).check(), ConfigError, *names)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "names"),
     [
-        (["kernel=rbf", "labels=linear"], "'linear'; only gp and gp_always have"),
-        (["sigma=posterior", "labels=observed"], "'posterior', but labels is 'observed';"),
-        (["miner=multi_similarity", "learner=offline"], "only reptile and reptile_mixed"),
+        (["kernel=rbf", "labels=linear"], ("linear", "gp_always")),
+        (["sigma=posterior", "labels=observed"], ("posterior", "labels", "observed")),
+        (["miner=multi_similarity", "learner=offline"], ("reptile_mixed",)),
     ],
 )
-def test_a_part_that_would_change_nothing_is_refused(overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        load_config(RunConfig, None, ["method.name=paper", *(f"method.{each}" for each in overrides)]).check()
+def test_a_part_that_would_change_nothing_is_refused(overrides: list[str], names: tuple[str, ...]) -> None:
+    assert_refused(
+        lambda: load_config(RunConfig, None, ["method.name=paper", *(f"method.{each}" for each in overrides)]).check(),
+        ConfigError,
+        *names,
+    )
 
 
 def test_the_learned_optimizer_of_nothing_but_defaults_is_the_library_s() -> None:
@@ -153,34 +155,31 @@ def test_labels_are_chosen_by_name(name: str, kind: str) -> None:
 
 
 def test_unknown_labels_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"labels.*'cubic'.*observed, linear, gp"):
-        RecipeConfig(labels="cubic").build(FinetuneConfig())
+    assert_refused(lambda: RecipeConfig(labels="cubic").build(FinetuneConfig()), ConfigError, "labels", "cubic")
 
 
 def test_learners_are_chosen_by_name() -> None:
     recipe = RecipeConfig(learners=["reptile", "ridge"]).build(FinetuneConfig())
     assert [type(learner).__name__ for learner in recipe.learners] == ["ReptileLearner", "RidgeLearner"]
     for wrong in (["forest"], []):
-        with pytest.raises(ConfigError, match=r"it must name.*neural, ridge, reptile"):
+        with pytest.raises(ConfigError):
             RecipeConfig(learners=wrong).build(FinetuneConfig())
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "names"),
     [
-        ("method.folds=1", "folds is 1; it must be at least 2"),
-        ("method.evals=99", "method: evals is 99"),
-        ("method.adapt_queries=50", "adapt_queries is 50; a task of 50 steps"),
+        ("method.folds=1", ("folds", "1", "2")),
+        ("method.evals=99", ("method", "evals", "99")),
+        ("method.adapt_queries=50", ("adapt_queries", "50")),
     ],
 )
-def test_a_recipe_out_of_range_is_refused(override: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        load_config(RunConfig, None, ["method.name=recipe", override]).check()
+def test_a_recipe_out_of_range_is_refused(override: str, names: tuple[str, ...]) -> None:
+    assert_refused(lambda: load_config(RunConfig, None, ["method.name=recipe", override]).check(), ConfigError, *names)
 
 
 def test_a_search_out_of_range_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"method.*3; it must be at least 4"):
-        load_config(RunConfig, None, ["method.design=3"]).check()
+    assert_refused(lambda: load_config(RunConfig, None, ["method.design=3"]).check(), ConfigError, "method", "3", "4")
 
 
 NAMES = {"data": {"name": "x"}, "model": {"name": "x"}}
@@ -192,6 +191,7 @@ def test_a_metric_of_ones_own_brings_its_keys(key: str) -> None:
         schema: Any = experiment_of(task).config_type
         chosen = load_config(schema, NAMES, [f"metric.{key}", "metric.name=a:b"])
         assert isinstance(chosen.metric, OwnMetricConfig)
-        message = rf"metric\.{key.partition('=')[0]} is a key of metric\.name=MODULE:FUNCTION, a metric of your own"
-        with pytest.raises(ConfigError, match=message):
+        names = (key.partition("=")[0], "metric.name=MODULE:FUNCTION")
+        with pytest.raises(ConfigError) as caught:
             load_config(schema, None, [f"metric.{key}"])
+        assert_named(caught, *names)

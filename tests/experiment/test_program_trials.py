@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.refusals import assert_named
 from metricopt_ext.experiment.program_trials import ProgramRun, TrialError, ending, side_by_side
 from metricopt_ext.tasks.program_score import Failed, Score
 from metricopt_ext.utils.program import Programs, StoppedError
@@ -71,8 +72,9 @@ def test_an_error_of_tell_ends_the_programs(tmp_path: Path) -> None:
         raise TrialError("trial 0 failed", tmp_path / "0.log")
 
     began = time.monotonic()
-    with pytest.raises(TrialError, match="trial 0 failed") as caught:
+    with pytest.raises(TrialError) as caught:
         side_by_side(Bench(2).ask, score, tell, 2)
+    assert_named(caught, "trial 0 failed")
     assert time.monotonic() - began < 30
     assert caught.value.log == tmp_path / "0.log"
     assert ended == ["stopped"]
@@ -88,8 +90,9 @@ def test_programs_start_no_more_once_the_block_has_ended(tmp_path: Path) -> None
 def test_a_score_in_percent_is_not_compared_with_one_that_is_not(tmp_path: Path) -> None:
     one = ProgramRun(tmp_path)
     for seen, aside, switch in ((0.7, 65.0, "--holdout"), (65.0, 0.7, "--score"), (-0.26, -17.6, "--holdout")):
-        with pytest.raises(TrialError, match=f"as if {switch} were in percent.* the same unit") as caught:
+        with pytest.raises(TrialError) as caught:
             one.check_unit(seen, aside, "holdout-start")
+        assert_named(caught, switch)
         assert caught.value.log == one.log("holdout-start")
     for seen, aside in ((0.7, 0.65), (70.0, 65.0), (0.05, 1.2), (0.0, 50.0), (-0.5, 50.0), (0.5, 5000.0)):
         one.check_unit(seen, aside, "holdout-start")

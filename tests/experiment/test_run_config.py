@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.errors import BudgetError, ConfigError
 from metricopt_ext.experiment.config_sections import AdapterConfig
 from metricopt_ext.experiment.method_config import FinetuneConfig, RecipeConfig
@@ -15,26 +16,25 @@ from metricopt_ext.utils.config import load_config
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "names"),
     [
-        ("seeds=0", "seeds=0: it must be at least 1"),
-        ("evaluation.failures=-1", "failures is -1; it must be at least 0"),
-        ("evaluation.timeout=0", "evaluation: timeout is 0"),
-        ("seed=-1", "seed=-1: it must be at least 0"),
-        ("seed=4294967292", "seed=4294967292: it and all after it must be below 2^32"),
-        ("population=0", "population=0: it must be at least 1"),
-        ("best_evals=0", "best_evals=0: it must be at least 1"),
-        ("workers=0", "workers=0: it must be at least 1"),
-        ("threads=0", "threads=0: it must be at least 1"),
-        ("adapter.dim=0", "adapter.dim=0: it must be at least 1"),
-        ("finetune.steps=1", "steps is 1; it must be at least 2"),
-        ("finetune.lr=0", "finetune: lr is 0.0; it must be above 0"),
+        ("seeds=0", ("seeds=0", "1")),
+        ("evaluation.failures=-1", ("failures", "-1", "0")),
+        ("evaluation.timeout=0", ("evaluation", "timeout", "0")),
+        ("seed=-1", ("seed=-1", "0")),
+        ("seed=4294967292", ("seed=4294967292", "2^32")),
+        ("population=0", ("population=0", "1")),
+        ("best_evals=0", ("best_evals=0", "1")),
+        ("workers=0", ("workers=0", "1")),
+        ("threads=0", ("threads=0", "1")),
+        ("adapter.dim=0", ("adapter.dim=0", "1")),
+        ("finetune.steps=1", ("steps", "1", "2")),
+        ("finetune.lr=0", ("finetune", "lr", "0.0")),
     ],
 )
-def test_numbers_out_of_range_are_refused_before_any_work(override: str, message: str) -> None:
+def test_numbers_out_of_range_are_refused_before_any_work(override: str, names: tuple[str, ...]) -> None:
     config = load_config(RunConfig, None, [override])
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        config.check()
+    assert_refused(config.check, ConfigError, *names)
 
 
 def test_a_population_is_chosen_unless_it_is_given() -> None:
@@ -46,43 +46,45 @@ def test_a_population_is_chosen_unless_it_is_given() -> None:
 
 
 def test_too_few_queries_are_refused_before_any_work() -> None:
-    with pytest.raises(BudgetError, match=r"9 queries.*give at least (\d+)") as caught:
+    with pytest.raises(BudgetError) as caught:
         RunConfig(queries=9, method=RecipeConfig()).check()
+    assert_named(caught, "9", "queries")
     enough = int(re.search(r"at least (\d+), or", str(caught.value)).group(1))
     RunConfig(queries=enough, method=RecipeConfig()).check()
-    with pytest.raises(BudgetError, match=f"at least {enough}"):
-        RunConfig(queries=enough - 1, method=RecipeConfig()).check()
+    assert_refused(lambda: RunConfig(queries=enough - 1, method=RecipeConfig()).check(), BudgetError, enough)
 
 
 @pytest.mark.parametrize(("starts", "least"), [([], 9), (["batchnorm"], 10), (["loss_finetune", "prior"], 11)])
 def test_a_search_needs_its_starts_a_design_and_an_end(starts: list[str], least: int) -> None:
     RunConfig(queries=least, starts=starts).check()
-    with pytest.raises(BudgetError, match=rf"too few: .* needs at least {least}"):
-        RunConfig(queries=least - 1, starts=starts).check()
+    assert_refused(lambda: RunConfig(queries=least - 1, starts=starts).check(), BudgetError, least)
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "names"),
     [
-        ("search_queries=some", "search_queries='some': it must be a"),
+        ("search_queries=some", ("search_queries='some'",)),
         (
             "methods=[sl_r]",
-            "'sl_r' is none of metricopt_paper",
+            ("sl_r", "metricopt_paper"),
         ),
-        ("starts=[labels]", "'labels' is none of loss_finetune"),
-        ("guard.confidence=0.4", "guard_confidence is 0.4; it must be at"),
-        ("methods=[refined]", "recipe's end: set method.name=recipe"),
+        ("starts=[labels]", ("labels", "loss_finetune")),
+        ("guard.confidence=0.4", ("guard_confidence", "0.4")),
+        ("methods=[refined]", ("method.name=recipe",)),
     ],
 )
-def test_a_search_is_set_up_before_any_work(override: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        load_config(RunConfig, None, [override]).check()
+def test_a_search_is_set_up_before_any_work(override: str, names: tuple[str, ...]) -> None:
+    assert_refused(lambda: load_config(RunConfig, None, [override]).check(), ConfigError, *names)
 
 
 def test_searches_can_be_given_what_metricopt_spends() -> None:
     load_config(RunConfig, None, ["search_queries=same", "queries=60"]).check()
-    with pytest.raises(ConfigError, match=r"search_queries=15.*least 19"):
-        load_config(RunConfig, None, ["search_queries=same", "queries=15"]).check()
+    assert_refused(
+        lambda: load_config(RunConfig, None, ["search_queries=same", "queries=15"]).check(),
+        ConfigError,
+        "search_queries=15",
+        "19",
+    )
 
 
 def test_searches_get_enough_queries_or_none() -> None:
@@ -94,14 +96,12 @@ def test_searches_get_enough_queries_or_none() -> None:
         config.check()
     for few in (1, least - 1):
         config.search_queries = few
-        with pytest.raises(ConfigError, match=rf"least {least} for adapter.dim=5"):
-            config.check()
+        assert_refused(config.check, ConfigError, least, "adapter.dim=5")
     config.search_queries, least = 0, CMAES().least_queries(5)
     config.refined.queries = least
     config.check()
     config.refined.queries = least - 1
-    with pytest.raises(ConfigError, match=rf"refined.queries={least - 1}.*least {least} for"):
-        config.check()
+    assert_refused(config.check, ConfigError, f"refined.queries={least - 1}", least)
 
 
 def test_settings_as_plain_data_make_the_same_settings(tmp_path: Path) -> None:
@@ -118,5 +118,4 @@ def test_methods_that_tune_no_settings_are_refused_beside_some(name: str) -> Non
     config = load_config(RunConfig, None, ["methods=[settings]"])
     config.check()
     config.methods = ["settings", name]
-    with pytest.raises(ConfigError, match=rf"{name} tunes.*leave it or settings out"):
-        config.check()
+    assert_refused(config.check, ConfigError, name)

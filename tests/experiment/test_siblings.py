@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.experiment.compare import compare
 from metricopt_ext.experiment.method import METHODS, SIBLINGS, siblings_of
@@ -87,8 +88,7 @@ def test_what_is_set_reaches_ala(tmp_path: Path) -> None:
     assert built.fresh_children
     assert built.begin is not None
     assert not EmbedderSiblingsConfig("model").build("ala_focal").fresh_children  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"siblings.ala: begin.*history=4"):
-        config.build("ala_focal")
+    assert_refused(lambda: config.build("ala_focal"), ConfigError, "siblings.ala", "history=4")
 
 
 def test_what_is_set_reaches_the_method(tmp_path: Path) -> None:
@@ -153,59 +153,59 @@ def test_what_is_set_reaches_reloss(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "names"),
     [
-        (SiblingsConfig(trains="theta"), r"siblings.trains='theta'.*scratch"),
-        (SiblingsConfig(batch_size=0), r"siblings: batch_size.*0; it.*least 1"),
-        (SiblingsConfig(threshold_evals=-1), r"siblings: threshold_evals.*least 0"),
-        (SiblingsConfig(sl=SLConfig(iterations=0)), r"siblings.sl.*0; it must be at least 1"),
-        (SiblingsConfig(sl=SLConfig(universal_steps=0)), r"siblings.sl.*0; it must be at least 1"),
-        (SiblingsConfig(sl=SLConfig(clip=-1.0)), r"siblings.sl.*-1.0; it must be above 0"),
-        (SiblingsConfig(reloss=ReLossConfig(random=2.0)), r"siblings.reloss.*2.0.*\[0, 1\]"),
-        (SiblingsConfig(reloss=ReLossConfig(checkpoints=1)), r"siblings.reloss.*1; it.*least 2"),
+        (SiblingsConfig(trains="theta"), ("siblings.trains='theta'",)),
+        (SiblingsConfig(batch_size=0), ("batch_size", "0", "1")),
+        (SiblingsConfig(threshold_evals=-1), ("threshold_evals", "0")),
+        (SiblingsConfig(sl=SLConfig(iterations=0)), ("siblings.sl", "0", "1")),
+        (SiblingsConfig(sl=SLConfig(universal_steps=0)), ("siblings.sl", "0", "1")),
+        (SiblingsConfig(sl=SLConfig(clip=-1.0)), ("siblings.sl", "-1.0")),
+        (SiblingsConfig(reloss=ReLossConfig(random=2.0)), ("siblings.reloss", "2.0", "1")),
+        (SiblingsConfig(reloss=ReLossConfig(checkpoints=1)), ("siblings.reloss", "1", "2")),
     ],
 )
-def test_settings_out_of_range_are_refused_before_any_work(config: SiblingsConfig, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        config.check(["sl_u", "reloss"])
+def test_settings_out_of_range_are_refused_before_any_work(config: SiblingsConfig, names: tuple[str, ...]) -> None:
+    assert_refused(lambda: config.check(["sl_u", "reloss"]), ConfigError, *names)
 
 
 def test_settings_of_ala_out_of_range_are_refused_before_any_work() -> None:
     for made in (SiblingsConfig, EmbedderSiblingsConfig):
-        with pytest.raises(ConfigError, match=r"siblings.ala.*'lion'.*sgd, adam"):
+        with pytest.raises(ConfigError) as caught:
             made(ala=ALAConfig(optimizer="lion")).check(["ala_focal"])
-        with pytest.raises(ConfigError, match=r"siblings.trains='all'.*model, scratch"):
+        assert_named(caught, "siblings.ala", "lion")
+        with pytest.raises(ConfigError) as caught:
             made(trains="all").check([])
-        with pytest.raises(FileFormatError, match="does not exist"):
+        assert_named(caught, "siblings.trains='all'")
+        with pytest.raises(FileFormatError):
             made(ala=ALAConfig(begin="nowhere")).check(["ala_focal"])
 
 
 @pytest.mark.parametrize(
-    ("config", "names", "message"),
+    ("config", "names", "named"),
     [
         (
             SiblingsConfig(sl=SLConfig(begin="x")),
             ["sl_s"],
-            r"siblings\.sl\.begin=x.*sl_u or sl_r.*methods=\[sl_s\]: leave",
+            ("siblings.sl.begin=x", "sl_u", "sl_r", "methods"),
         ),
-        (SiblingsConfig(sl=SLConfig(judged="evaluation")), ["sl_u"], r"siblings\.sl\.judged=evaluation.*sl_s or sl_r"),
-        (SiblingsConfig(sl=SLConfig(first="surrogate")), ["sl_u"], r"siblings\.sl\.first=surrogate.*sl_s or sl_r"),
-        (SiblingsConfig(ala=ALAConfig(offset=5.0)), ["ala"], r"siblings\.ala\.offset=5\.0.*ala_focal among"),
-        (EmbedderSiblingsConfig(ala=ALAConfig(offset=5.0)), ["ala_mixture"], r"siblings\.ala\.offset=5\.0.*ala_focal"),
-        (EmbedderSiblingsConfig(ala=ALAConfig(link="none")), ["ala_focal"], r"siblings\.ala\.link=none.*of ala among"),
-        (EmbedderSiblingsConfig(ala=ALAConfig(lowest=0)), ["ala_focal"], r"siblings\.ala\.lowest=0.*of ala among"),
+        (SiblingsConfig(sl=SLConfig(judged="evaluation")), ["sl_u"], ("siblings.sl.judged=evaluation", "sl_s", "sl_r")),
+        (SiblingsConfig(sl=SLConfig(first="surrogate")), ["sl_u"], ("siblings.sl.first=surrogate", "sl_s", "sl_r")),
+        (SiblingsConfig(ala=ALAConfig(offset=5.0)), ["ala"], ("siblings.ala.offset=5.0", "ala_focal")),
+        (EmbedderSiblingsConfig(ala=ALAConfig(offset=5.0)), ["ala_mixture"], ("siblings.ala.offset=5.0", "ala_focal")),
+        (EmbedderSiblingsConfig(ala=ALAConfig(link="none")), ["ala_focal"], ("siblings.ala.link=none",)),
+        (EmbedderSiblingsConfig(ala=ALAConfig(lowest=0)), ["ala_focal"], ("siblings.ala.lowest=0",)),
         (
             EmbedderSiblingsConfig(ala=ALAConfig(controller="confusion")),
             ["ala_mixture", "ala_focal"],
-            r"siblings\.ala\.controller=confusion.*of ala among.*methods=\[ala_mixture,ala_focal\]",
+            ("siblings.ala.controller=confusion", "methods", "ala_focal"),
         ),
     ],
 )
 def test_a_key_that_no_chosen_method_reads_is_refused(
-    config: EmbedderSiblingsConfig, names: list[str], message: str
+    config: EmbedderSiblingsConfig, names: list[str], named: tuple[str, ...]
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
-        config.check(names)
+    assert_refused(lambda: config.check(names), ConfigError, *named)
 
 
 def test_a_key_that_one_of_the_methods_reads_is_taken(tmp_path: Path) -> None:
@@ -219,8 +219,13 @@ def test_absolute_values_are_those_of_the_loss_to_begin_with(tmp_path: Path) -> 
     for absolute in (False, True):
         RelationalLoss("f1", absolute).save(tmp_path / f"{absolute}.safetensors")
     config = ReLossConfig(absolute=True, begin=str(tmp_path / "False.safetensors"))
-    with pytest.raises(ConfigError, match=r"siblings\.reloss: absolute is True.*False\.safetensors.*leave absolute or"):
-        SiblingsConfig(reloss=config).check(["reloss"])
+    assert_refused(
+        lambda: SiblingsConfig(reloss=config).check(["reloss"]),
+        ConfigError,
+        "siblings.reloss",
+        "True",
+        "False.safetensors",
+    )
     for other in (
         ReLossConfig(begin=config.begin),
         ReLossConfig(absolute=True, begin=str(tmp_path / "True.safetensors")),
@@ -229,8 +234,7 @@ def test_absolute_values_are_those_of_the_loss_to_begin_with(tmp_path: Path) -> 
 
 
 def test_a_surrogate_that_is_not_there_is_refused_before_any_work(tmp_path: Path) -> None:
-    with pytest.raises(FileFormatError, match="does not exist"):
-        SiblingsConfig(sl=SLConfig(begin=str(tmp_path / "none"))).check(["sl_r"])
+    assert_refused(lambda: SiblingsConfig(sl=SLConfig(begin=str(tmp_path / "none"))).check(["sl_r"]), FileFormatError)
 
 
 def test_learned_losses_take_scores_of_any_type(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from helpers.refusals import assert_refused
 from metricopt_ext.experiment.style import (
     markdown_table,
     new_figure,
@@ -46,8 +47,7 @@ def test_a_figure_that_cannot_be_written_leaves_the_old_one(monkeypatch: pytest.
 
     (tmp_path / "figure.png").write_bytes(b"old")
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match=r"figure\.png"):
-        save_figure(new_figure(2.0, 1.0)[0], tmp_path / "figure.png")
+    assert_refused(lambda: save_figure(new_figure(2.0, 1.0)[0], tmp_path / "figure.png"), OSError, "figure.png")
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from helpers.inference import put_into
+from helpers.refusals import assert_refused
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, ConfigError
 from metricopt_ext.experiment.baselines import at_each_budget, searching
@@ -173,14 +174,26 @@ def test_they_are_in_the_table_of_methods() -> None:
 
 
 def test_too_little_is_refused_before_any_work() -> None:
-    with pytest.raises(BudgetError, match="16 queries are too few"):
-        RunConfig(finetune=FINETUNE, learned=replace(SMALL, queries=16), methods=CONFIG.methods).check()
-    with pytest.raises(ConfigError, match=r"methods=\['learned'\].*metricopt_l"):
-        RunConfig(methods=["learned"]).check()
-    with pytest.raises(BudgetError, match="6 queries"):
-        RunConfig(finetune=FINETUNE, queries=6, paper=PAPER, methods=["metricopt_paper"], starts=[]).check()
-    with pytest.raises(ConfigError, match="learned: pairs is 1"):
-        RunConfig(learned=LearnedConfig(pairs=1), methods=CONFIG.methods).check()
+    assert_refused(
+        lambda: RunConfig(finetune=FINETUNE, learned=replace(SMALL, queries=16), methods=CONFIG.methods).check(),
+        BudgetError,
+        "16",
+        "queries",
+    )
+    assert_refused(lambda: RunConfig(methods=["learned"]).check(), ConfigError, "methods", "metricopt_learned")
+    assert_refused(
+        lambda: RunConfig(finetune=FINETUNE, queries=6, paper=PAPER, methods=["metricopt_paper"], starts=[]).check(),
+        BudgetError,
+        "6",
+        "queries",
+    )
+    assert_refused(
+        lambda: RunConfig(learned=LearnedConfig(pairs=1), methods=CONFIG.methods).check(),
+        ConfigError,
+        "learned",
+        "pairs",
+        "1",
+    )
 
 
 @pytest.mark.parametrize("name", VARIANTS)

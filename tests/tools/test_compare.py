@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from helpers import programs
+from helpers.refusals import assert_refused
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.search.guided_es import estimated_direction
 from metricopt_ext.tools import compare as tool
@@ -93,8 +94,7 @@ def test_shards_and_resuming_give_one_comparison(tmp_path: Path, capsys: pytest.
     both = run(parts, "--seeds", "3-5")
     assert numbers(both) == numbers(whole)
 
-    with pytest.raises(SystemExit, match="budgets was"):
-        run(parts, "budgets=[6,20]")
+    assert_refused(lambda: run(parts, "budgets=[6,20]"), SystemExit, "budgets")
 
     assert "are in more than one of" in refused("--join", parts, tmp_path / "whole", "--output-dir", tmp_path / "all")
     call("--join", parts, "--output-dir", tmp_path / "all")

@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("PIL")
 
 from helpers.programs import call
+from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.detection.ap50 import average_precision
 from metricopt_ext.detection.coco import CocoSet, read_coco, read_detections, write_coco, write_detections
 from metricopt_ext.detection.coco_summary import Summary, summarize
@@ -154,52 +155,55 @@ def test_a_class_may_have_brackets_in_its_name(folder: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "names"),
     [
-        ((*COCO, "--split", "test"), r"--split.*--classes are for VOC's format"),
-        ((*VOC[:4], "--split", "train"), r"'train'.*; it has test, val"),
-        (("--detections", "coco_results.json", *VOC[2:]), r"detection 0.*image_id 1; known: 's1_0'"),
-        (("--detections", "missing.json", *VOC[2:]), "missing.json does not exist"),
-        ((*COCO, "--definition", "voc", "--max-dets", "5"), r"--max-dets.*COCO's.*--definition voc"),
-        ((*VOC, "--iou-type", "segm"), r"--iou-type.*annotations in COCO's JSON"),
-        ((*COCO, "--iou-type", "segm", "--definition", "voc"), r"--iou-type.*COCO's definition"),
+        ((*COCO, "--split", "test"), ("--split", "--classes", "VOC")),
+        ((*VOC[:4], "--split", "train"), ("train",)),
+        (("--detections", "coco_results.json", *VOC[2:]), ("0", "image_id", "1", "s1_0")),
+        (("--detections", "missing.json", *VOC[2:]), ("missing.json",)),
+        ((*COCO, "--definition", "voc", "--max-dets", "5"), ("--max-dets", "COCO", "--definition", "voc")),
+        ((*VOC, "--iou-type", "segm"), ("--iou-type", "annotations", "COCO", "JSON")),
+        ((*COCO, "--iou-type", "segm", "--definition", "voc"), ("--iou-type", "COCO", "definition")),
         (
             ("--config-file", "c.yaml", "--weights", "w.pth", *COCO[2:], "--iou-type", "segm"),
-            r"--iou-type.*needs --detections, a file",
+            ("--iou-type", "--detections", "file"),
         ),
-        ((*COCO, "--iou-type", "segm"), r"annotation 0.*--iou-type segm"),
-        ((*COCO, "--iou-type", "keypoints"), r"annotation 0.*None; they must be"),
-        ((*COCO, "--iou", "0.5", "1.5"), "--iou 1.5 must be above 0 and at most 1"),
-        ((*COCO, "--iou", "0.6", "--definition", "voc"), r"--iou.*--definition voc has an IoU"),
-        ((*COCO, "--picture", "--definition", "voc"), r"--picture.*COCO's precision and recall"),
-        ((*COCO, "--against", "x.json", "--definition", "voc"), r"--against.*numbers; --definition voc"),
-        ((*COCO, "--against", "x.json"), "x.json does not exist"),
+        ((*COCO, "--iou-type", "segm"), ("0", "--iou-type", "segm")),
+        ((*COCO, "--iou-type", "keypoints"), ("0", "None")),
+        ((*COCO, "--iou", "0.5", "1.5"), ("--iou", "1.5", "0")),
+        ((*COCO, "--iou", "0.6", "--definition", "voc"), ("--iou", "--definition", "voc", "IoU")),
+        ((*COCO, "--picture", "--definition", "voc"), ("--picture", "COCO")),
+        ((*COCO, "--against", "x.json", "--definition", "voc"), ("--against", "--definition", "voc")),
+        ((*COCO, "--against", "x.json"), ("x.json",)),
         (
             ("--config-file", "c.yaml", "--weights", "w.pth", *COCO[2:], "--against", "x.json"),
-            "--against compares two files",
+            ("--against",),
         ),
-        ((*COCO, "--strict"), r"--strict.*COCO's JSON format"),
-        ((*VOC, "--strict", "--definition", "coco"), r"--strict.*annotations in COCO's"),
+        ((*COCO, "--strict"), ("--strict", "COCO", "JSON")),
+        ((*VOC, "--strict", "--definition", "coco"), ("--strict", "annotations", "COCO")),
         (
             ("--config-file", "c.yaml", "--weights", "w", *COCO[2:], "--strict", "--definition", "coco"),
-            "--strict is for --detections",
+            ("--strict", "--detections"),
         ),
-        ((*COCO, "--max-dets", "0"), "--max-dets 0 must be at least 1"),
+        ((*COCO, "--max-dets", "0"), ("--max-dets", "0", "1")),
         (
             ("--config-file", "c.yaml", "--weights", "w.pth", *COCO[2:], "--ignore-unknown-classes"),
-            r"--ignore-unknown-classes.*--detections",
+            ("--ignore-unknown-classes", "--detections"),
         ),
         (
             (*COCO[:3], "table.txt"),
-            r"table.txt.*COCO's.*unpack or rename",
+            ("table.txt", "COCO"),
         ),
-        (("--detections", "voc_results.json", "--annotations", "voc_results.json"), "has no list 'images'"),
+        (("--detections", "voc_results.json", "--annotations", "voc_results.json"), ("images",)),
     ],
 )
-def test_what_a_user_can_mend_ends_in_one_line(folder: Path, arguments: tuple[str, ...], message: str) -> None:
+def test_what_a_user_can_mend_ends_in_one_line(
+    folder: Path, arguments: tuple[str, ...], names: tuple[str, ...]
+) -> None:
     (folder / "table.txt").write_text("{}")
-    with pytest.raises(SystemExit, match=message) as caught:
+    with pytest.raises(SystemExit) as caught:
         evaluate(folder, *arguments)
+    assert_named(caught, *names)
     assert str(caught.value).startswith("error: ")
     assert "\n" not in str(caught.value)
 
@@ -208,8 +212,12 @@ def test_a_set_without_images_ends_in_one_line(folder: Path) -> None:
     content = json.loads((folder / "coco.json").read_text())
     (folder / "empty.json").write_text(json.dumps({**content, "images": [], "annotations": []}))
     (folder / "none.json").write_text("[]")
-    with pytest.raises(SystemExit, match=r"empty.json has an empty list 'images'"):
-        evaluate(folder, "--detections", "none.json", "--annotations", "empty.json")
+    assert_refused(
+        lambda: evaluate(folder, "--detections", "none.json", "--annotations", "empty.json"),
+        SystemExit,
+        "empty.json",
+        "images",
+    )
 
 
 def crowded(folder: Path, objects: int = 150) -> tuple[str, ...]:
@@ -340,8 +348,7 @@ def test_a_strict_count_is_pycocotools_s(folder: Path) -> None:
 
 def test_lvis_is_refused_by_name(folder: Path) -> None:
     changed(folder, "coco.json", lambda content: content["images"][3].update(neg_category_ids=[]))
-    with pytest.raises(SystemExit, match=r"is in LVIS's.*Use the package lvis"):
-        evaluate(folder, *COCO)
+    assert_refused(lambda: evaluate(folder, *COCO), SystemExit, "LVIS")
 
 
 def with_masks(folder: Path) -> None:
@@ -376,8 +383,7 @@ def test_masks_are_compared_by_iou_type(folder: Path, capsys: pytest.CaptureFixt
     assert masks["coco"]["AP"] != boxes["coco"]["AP"]
     assert "".join(f"{line}\n" for line in summary.lines) in capsys.readouterr().out
     changed(folder, "coco.json", lambda content: [each.update(iscrowd=1) for each in content["annotations"]])
-    with pytest.raises(SystemExit, match=r"none.*12 images.*object that counts"):
-        evaluate(folder, *COCO, "--iou-type", "segm")
+    assert_refused(lambda: evaluate(folder, *COCO, "--iou-type", "segm"), SystemExit, "12")
 
 
 def changed(folder: Path, name: str, change: Any) -> None:
@@ -419,8 +425,7 @@ def test_a_value_of_0_is_spoken_of(folder: Path) -> None:
 
 def test_a_refusal_comes_with_what_readers_left_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changed(folder, "coco.json", lambda content: [each.update(bbox=[0, 0, 0, 0]) for each in content["annotations"]])
-    with pytest.raises(SystemExit, match=r"none.*12 images.*object that counts"):
-        evaluate(folder, *COCO)
+    assert_refused(lambda: evaluate(folder, *COCO), SystemExit, "12")
     assert "note: boxes in coco.json: 36 without area left out" in capsys.readouterr().out
 
 
@@ -428,8 +433,7 @@ def test_detections_of_unknown_classes_are_left_out_on_demand(folder: Path) -> N
     before = evaluate(folder, *COCO)
     results = json.loads((folder / "coco_results.json").read_text())
     (folder / "coco_results.json").write_text(json.dumps([*results, {**results[0], "category_id": 44}]))
-    with pytest.raises(SystemExit, match="unknown category_id"):
-        evaluate(folder, *COCO)
+    assert_refused(lambda: evaluate(folder, *COCO), SystemExit, "category_id")
     after = evaluate(folder, *COCO, "--ignore-unknown-classes")
     assert after["ap50"] == before["ap50"]
     assert [note for note in after["notes"] if note not in before["notes"]] == [
@@ -477,8 +481,7 @@ def test_a_training_scripts_checkpoint_is_judged_as_its_state_dict(
     settings = {"score_thresh": 0.05, "detections": 100, "min_size": 128, "max_size": 128}
     assert json.loads((tmp_path / "out" / "report.json").read_text())["inference"] == settings
     assert judged("wrapped.pth") == plain
-    with pytest.raises(SystemExit, match=r"ema\.pth has 2.*name one by --entry"):
-        judged("ema.pth")
+    assert_refused(lambda: judged("ema.pth"), SystemExit, "ema.pth", "2", "--entry")
     assert judged("ema.pth", "--entry", "model_ema") == plain
 
 

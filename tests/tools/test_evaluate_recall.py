@@ -22,6 +22,7 @@ from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from pytorch_metric_learning.utils.inference import CustomKNN
 
 from helpers.programs import call
+from helpers.refusals import assert_refused
 from metricopt_ext.adapters.attach import attach_film, load_adapter
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.experiment.cli import run_and_report
@@ -192,8 +193,7 @@ def test_what_was_searched_is_printed_before_an_error(folder: Path, capsys: pyte
     x[3] = np.nan
     np.save(folder / "b.npy", x)
     galleries = [("--gallery-embeddings", f"{name}.npy", "--gallery-labels", f"{name}_labels.npy") for name in "ab"]
-    with pytest.raises(SystemExit, match="gallery embeddings must be finite"):
-        evaluate(folder, *QUERIES, *galleries[0], *galleries[1], "--ks", "1")
+    assert_refused(lambda: evaluate(folder, *QUERIES, *galleries[0], *galleries[1], "--ks", "1"), SystemExit, "gallery")
     expected = recall_at_k(*items(folder, "q"), (1,), gallery=items(folder, "a"))
     assert f"{expected.at[1]:.4f}" in capsys.readouterr().out
 
@@ -301,11 +301,9 @@ def test_a_run_is_compared_with_another_and_with_itself_before(run: Path, folder
     settings = json.loads((folder / "other" / "run.json").read_text())
     settings["data"]["test_classes"] = ["2", "5"]
     (folder / "other" / "run.json").write_text(json.dumps(settings))
-    with pytest.raises(SystemExit, match=r"other/seed-0/model.*same data"):
-        evaluate(folder, *asked, *baseline)
+    assert_refused(lambda: evaluate(folder, *asked, *baseline), SystemExit, "other/seed-0/model")
     (folder / "other" / "seed-1" / "tuned.safetensors").unlink()
-    with pytest.raises(SystemExit, match=r"other.*1, which.*runs of the same seeds"):
-        evaluate(folder, *asked, *baseline)
+    assert_refused(lambda: evaluate(folder, *asked, *baseline), SystemExit, "1", "seeds")
 
 
 def test_other_folders_are_no_runs(run: Path, folder: Path) -> None:
@@ -712,5 +710,8 @@ def test_names_of_queries_and_galleries_are_one(folder: Path, kind: str) -> None
 
 def test_names_and_numbers_are_not_compared(folder: Path) -> None:
     np.save(folder / "names.npy", np.array([f"id_{i % 6}" for i in range(40)]))
-    with pytest.raises(SystemExit, match=r"a_labels\.npy.*another file are text"):
-        evaluate(folder, *QUERIES[:2], "--labels", "names.npy", "--gallery-embeddings", "a.npy", *A_LABELS)
+    assert_refused(
+        lambda: evaluate(folder, *QUERIES[:2], "--labels", "names.npy", "--gallery-embeddings", "a.npy", *A_LABELS),
+        SystemExit,
+        "a_labels.npy",
+    )

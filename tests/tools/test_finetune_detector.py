@@ -21,6 +21,7 @@ pytest.importorskip("torchvision")
 
 from helpers.pictures import check_figures
 from helpers.programs import call, refused
+from helpers.refusals import assert_refused
 from helpers.runs import KEPT, check_needs_resume, stopped_after
 from metricopt_ext.adapters.attach import load_adapter
 from metricopt_ext.data import training_state
@@ -566,8 +567,8 @@ def test_evaluate_ap50_finds_with_the_kept_detector(finished: Path, tmp_path: Pa
         report = content_of(tmp_path)
         assert report["images"] == 6
         assert report["ap50"]["coco"]["mean"] == pytest.approx(methods[name]["test"][0])
-    with pytest.raises(SystemExit, match=r"error: --images-dir is for a JSON file"):
-        call(
+    assert_refused(
+        lambda: call(
             evaluate_ap50,
             "--config-file",
             file,
@@ -577,13 +578,26 @@ def test_evaluate_ap50_finds_with_the_kept_detector(finished: Path, tmp_path: Pa
             tuned,
             "--annotations",
             annotations,
-        )
-    with pytest.raises(SystemExit, match=r"error: --config-file needs --weights"):
-        call(evaluate_ap50, "--config-file", file, "--output-dir", tmp_path, *data)
-    with pytest.raises(SystemExit, match=r"error: --weights.*--detections"):
-        call(
+        ),
+        SystemExit,
+        "--images-dir",
+        "JSON",
+        "file",
+    )
+    assert_refused(
+        lambda: call(evaluate_ap50, "--config-file", file, "--output-dir", tmp_path, *data),
+        SystemExit,
+        "--config-file",
+        "--weights",
+    )
+    assert_refused(
+        lambda: call(
             evaluate_ap50, "--detections", file, "--output-dir", tmp_path, "--weights", tuned, "--adapter", tuned, *data
-        )
+        ),
+        SystemExit,
+        "--weights",
+        "--detections",
+    )
 
 
 # --- The toolkit that the settings name ------------------------------------------------------------------------
@@ -604,15 +618,17 @@ def test_evaluate_ap50_finds_with_the_kept_detector(finished: Path, tmp_path: Pa
 def test_a_setting_that_the_toolkit_does_not_look_at_is_refused(toolkit: str, setting: str) -> None:
     other = {"detectron2": "torchvision", "torchvision": "detectron2"}[toolkit]
     config = load_config(DetectionConfig, None, [f"toolkit={toolkit}", "data.name=scenes", setting])
-    said = rf"{setting.partition('=')[0]}=.* is for toolkit={other}.* and has no effect with toolkit={toolkit}$"
-    with pytest.raises(ConfigError, match=said):
-        build_toolkit(config)
+    names = (setting.partition("=")[0], f"toolkit={other}", f"toolkit={toolkit}")
+    assert_refused(lambda: build_toolkit(config), ConfigError, *names)
 
 
 def test_detectron2_needs_its_config_file() -> None:
     pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
-    with pytest.raises(ConfigError, match=r"needs model\.config_file=FILE"):
-        build_toolkit(load_config(DetectionConfig, None, ["toolkit=detectron2", "data.name=scenes"]))
+    assert_refused(
+        lambda: build_toolkit(load_config(DetectionConfig, None, ["toolkit=detectron2", "data.name=scenes"])),
+        ConfigError,
+        "model.config_file=FILE",
+    )
 
 
 @pytest.mark.slow
@@ -787,12 +803,18 @@ def test_hugging_faces_detectors_are_tuned_and_judged(tmp_path: Path) -> None:
     assert 0 <= report["methods"]["metricopt"]["test"][0] <= 1
     fresh = transformers.YolosForObjectDetection.from_pretrained(folder)
     fresh.load_state_dict(torch.load(tmp_path / "run" / "seed-0" / "tuned.pth"))
-    with pytest.raises(ConfigError, match=r"model\.min_size=64.*toolkit=torchvision"):
-        build_toolkit(load_config(DetectionConfig, plain, [*options, "model.min_size=64"]))
-    with pytest.raises(ConfigError, match="toolkit=transformers"):
-        build_toolkit(load_config(DetectionConfig, plain, [*options, "classification_loss=ap"]))
-    with pytest.raises(ConfigError, match=r"small_fpn has no config\.json"):
-        build_toolkit(load_config(DetectionConfig, plain))
+    assert_refused(
+        lambda: build_toolkit(load_config(DetectionConfig, plain, [*options, "model.min_size=64"])),
+        ConfigError,
+        "model.min_size=64",
+        "toolkit=torchvision",
+    )
+    assert_refused(
+        lambda: build_toolkit(load_config(DetectionConfig, plain, [*options, "classification_loss=ap"])),
+        ConfigError,
+        "toolkit=transformers",
+    )
+    assert_refused(lambda: build_toolkit(load_config(DetectionConfig, plain)), ConfigError, "small_fpn", "config.json")
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from helpers.programs import call
+from helpers.refusals import assert_refused
 from metricopt_ext.experiment.cli import experiment_of
 from metricopt_ext.utils.config import leaf_keys, load_config
 
@@ -46,5 +47,9 @@ def test_each_tool_shows_all_keys(
 
 @pytest.mark.parametrize("tool", ["evaluate_ap50", "evaluate_recall"])
 def test_there_is_nothing_to_show_without_a_file(tool: str) -> None:
-    with pytest.raises(SystemExit, match="--show-config needs --config-file"):
-        call(import_module(f"metricopt_ext.tools.{tool}"), "--show-config")
+    assert_refused(
+        lambda: call(import_module(f"metricopt_ext.tools.{tool}"), "--show-config"),
+        SystemExit,
+        "--show-config",
+        "--config-file",
+    )

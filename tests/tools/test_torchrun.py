@@ -62,6 +62,7 @@ def kept(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.program
 def test_ranks_write_what_one_process_does(forked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They share one seed, and take several in turn; each of them finds a metric of the user's own in its folder."""
     (tmp_path / "mine").mkdir()
