@@ -1,5 +1,6 @@
 """Detectron2's default trainer with MetricOpt as its optimizer."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,7 +32,7 @@ from metricopt_ext.errors import ConfigError, DataError, MetricOptError
 from metricopt_ext.runtime.identity import claim
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.trajectory import TrajectoryStore
-from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.seeding import generator, seeded_streams
 
 
 class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
@@ -165,7 +166,9 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
     @classmethod
     def build_train_loader(cls, cfg: CfgNode) -> Any:
         """Return Detectron2's loader, whose order is drawn by ``SEED``."""
-        return build_detection_train_loader(cfg, mapper=Mapper(cfg, is_train=True))
+        # Before February 2024 Detectron2 draws it from NumPy's global stream, whatever SEED is.
+        with nullcontext() if cfg.SEED < 0 else seeded_streams(cfg.SEED, torch.device("cpu")):
+            return build_detection_train_loader(cfg, mapper=Mapper(cfg, is_train=True))
 
     @classmethod
     def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> Any:
