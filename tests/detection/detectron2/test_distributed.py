@@ -52,7 +52,7 @@ def join(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     meeting, patience = f"file://{folder / 'meeting'}", timedelta(minutes=10)
     distributed.init_process_group("gloo", init_method=meeting, world_size=2, rank=rank, timeout=patience)
-    comm.create_local_process_group(2)
+    comm._LOCAL_PROCESS_GROUP = distributed.new_group()  # as Detectron2's launch does in any release
     seed_all_rng(rank)  # as Detectron2 does: the global streams differ
 
 
