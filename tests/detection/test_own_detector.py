@@ -194,7 +194,7 @@ def test_labels_of_no_class_are_refused_and_the_background_is_left_out_with_a_wa
 ) -> None:
     examples = load_examples(squares(1))
     toolkit = toolkit_of(tmp_path, monkeypatch, Plain([]), classes=2)
-    with pytest.warns(UserWarning, match=having("finds", "0")):
+    with pytest.warns(UserWarning, match=having("0")):
         (found,) = toolkit.detect(Plain([found_of(0, 2)]), examples)
     assert found.labels.tolist() == [1]
     assert_refused(lambda: toolkit.detect(Plain([found_of(1, 3)]), examples), DataError, "2", "1")

@@ -671,8 +671,7 @@ def test_settings_that_are_set_on_a_model_leave_what_is_free() -> None:
         expected = found_by(model)
     assert settings.set_on(model, values) == ""
     assert (model.roi_heads.score_thresh, model.roi_heads.detections_per_img) == (0.05, 20)
-    with pytest.raises(ValueError, match="make new ones"), settings.applied(LOW):
-        pass
+    assert_refused(settings.applied(LOW).__enter__, ValueError, "settings")
     fresh = detection_settings(model, average_precision=True, kept=KeptOutputs())
     with fresh.applied(fresh.free):
         assert_same(found_by(model), expected)

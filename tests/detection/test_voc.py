@@ -366,58 +366,57 @@ def swapped(xml: str, *words: str) -> Callable[[Path], None]:
 
 
 BROKEN = {
-    "truncated XML": (lambda tree: annotation(tree).write_text(annotation(tree).read_text()[:200]), "a3.xml is trunc"),
-    "a negative width": (swapped("a3", "<width>40<", "<width>-1<"), "a3.xml says that its image has -1 x 30"),
-    "half a pixel": (swapped("a3", "<width>40<", "<width>39.5<"), "a3.xml says that its image has 39.5 x 30"),
-    "another format": (lambda tree: annotation(tree).write_text("<svg/>"), "a3.xml is not in Pascal VOC's format"),
-    "two XML files": (lambda tree: annotation(tree, "a3").with_suffix(".XML").touch(), "holds both a3.(xml|XML) and"),
-    "no name": (swapped("a3", "name>", "label>"), "a3.xml has an <object> without <name>"),
-    "too large": (swapped("a3", "<xmin>6<", "<xmin>-1e31<"), "a3.xml has '-1e31' as <bndbox/xmin>"),
-    "Python's number": (swapped("a3", "<xmax>17<", "<xmax>1_7<"), "a3.xml has '1_7' as <bndbox/xmax>"),
-    "a name of a control code": (lambda tree: split_file(tree).write_text("a\x1b[31m"), r"lacks 'a\\x1b\[31m'\.xml"),
-    "no number": (swapped("a3", "<xmin>6<", "<xmin>nan<"), "a3.xml has 'nan' as <bndbox/xmin>"),
-    "no image": (lambda tree: next(tree.rglob("a3.png")).unlink(), "lacks the image of .*a3.xml"),
-    "empty split": (lambda tree: split_file(tree).write_text("\n"), "test.txt is empty"),
+    "truncated XML": (lambda tree: annotation(tree).write_text(annotation(tree).read_text()[:200]), ("a3.xml",)),
+    "a negative width": (swapped("a3", "<width>40<", "<width>-1<"), ("a3.xml", "-1", "30")),
+    "half a pixel": (swapped("a3", "<width>40<", "<width>39.5<"), ("a3.xml", "39.5", "30")),
+    "another format": (lambda tree: annotation(tree).write_text("<svg/>"), ("a3.xml", "Pascal", "VOC")),
+    "two XML files": (lambda tree: annotation(tree, "a3").with_suffix(".XML").touch(), ("a3",)),
+    "no name": (swapped("a3", "name>", "label>"), ("a3.xml",)),
+    "too large": (swapped("a3", "<xmin>6<", "<xmin>-1e31<"), ("a3.xml", "-1e31", "bndbox/xmin")),
+    "Python's number": (swapped("a3", "<xmax>17<", "<xmax>1_7<"), ("a3.xml", "1_7", "bndbox/xmax")),
+    "a name of a control code": (lambda tree: split_file(tree).write_text("a\x1b[31m"), ("a\\x1b[31m",)),
+    "no number": (swapped("a3", "<xmin>6<", "<xmin>nan<"), ("a3.xml", "nan", "bndbox/xmin")),
+    "no image": (lambda tree: next(tree.rglob("a3.png")).unlink(), ("a3.xml",)),
+    "empty split": (lambda tree: split_file(tree).write_text("\n"), ("test.txt",)),
     "Latin-1 split": (
         lambda tree: split_file(tree).write_bytes(b"\xe4\n"),
-        r"test.txt can't be read: line 1 is not UTF-8, by the byte 0xe4; save it as",
+        ("test.txt", "1", "UTF-8", "0xe4"),
     ),
     "Latin-1 without a word": (
         lambda tree: annotation(tree).write_bytes("<annotation>ä</annotation>".encode("latin-1")),
-        "a3.xml is truncated or not XML .line 1 is not UTF-8, by the byte 0xe4; save it as UTF-8",
+        ("a3.xml", "XML", "1", "UTF-8", "0xe4"),
     ),
     "no such encoding": (
         lambda tree: annotation(tree).write_text('<?xml version="1.0" encoding="klingon"?><annotation/>'),
-        "a3.xml is truncated or not XML .unknown encoding",
+        ("a3.xml", "XML"),
     ),
-    "double name": (lambda tree: split_file(tree).write_text("a2\na3\na1 1\na3 1\na1\n"), "test.txt names a3 twice"),
-    "unknown flag": (swapped("a3", "difficult>0<", "difficult>2<"), "a3.xml has '2' as <difficult>; it must be 0 or 1"),
-    "no split": (lambda tree: split_file(tree).unlink(), "no split 'test' in .*; it has train$"),
-    "no annotation": (lambda tree: annotation(tree).unlink(), "lacks a3.xml, which the split 'test' names"),
-    "two sets": (lambda tree: (tree / "VOCdevkit/VOC2012/Annotations").mkdir(parents=True), "several sets"),
+    "double name": (lambda tree: split_file(tree).write_text("a2\na3\na1 1\na3 1\na1\n"), ("test.txt", "a3")),
+    "unknown flag": (swapped("a3", "difficult>0<", "difficult>2<"), ("a3.xml", "'2'", "0", "1")),
+    "no split": (lambda tree: split_file(tree).unlink(), ("test",)),
+    "no annotation": (lambda tree: annotation(tree).unlink(), ("a3.xml", "test")),
+    "two sets": (lambda tree: (tree / "VOCdevkit/VOC2012/Annotations").mkdir(parents=True), ()),
     "two names in a line": (
         lambda tree: split_file(tree).write_text("a2 a3\n"),
-        "test.txt .*names a2 and a3; write one",
+        ("test.txt", "a2", "a3"),
     ),
     "an object in another": (
         swapped("a3", "<object>", "<objects><object>", "</object>", "</object></objects>"),
-        "a3.xml has 1 <object> within other elements",
+        ("a3.xml", "1"),
     ),
-    "two boxes": (swapped("a3", "</bndbox>", "</bndbox><bndbox/>"), "a3.xml has an <object> with several <bndbox>"),
+    "two boxes": (swapped("a3", "</bndbox>", "</bndbox><bndbox/>"), ("a3.xml",)),
     "normalised corners": (
         swapped("a3", ">6<", ">0.1<", ">7<", ">0.2<", ">17<", ">0.5<", ">28<", ">1<"),
-        r"VOC2007: every bbox lies within \[0, 1\], .*corners in pixels",
+        ("VOC2007", "bbox", "0", "1"),
     ),
-    "no set": (lambda tree: (tree / "VOCdevkit/VOC2007/Annotations").rename(tree / "x"), "holds no folder Annotations"),
+    "no set": (lambda tree: (tree / "VOCdevkit/VOC2007/Annotations").rename(tree / "x"), ("Annotations",)),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_what_is_broken_is_named(tree: Path, case: str) -> None:
-    damage, message = BROKEN[case]
+    damage, names = BROKEN[case]
     damage(tree)
-    with pytest.raises(DataError, match=message):
-        read_voc(tree, "test")
+    assert_refused(lambda: read_voc(tree, "test"), DataError, *names)
 
 
 def test_an_unknown_class_is_named_with_the_known_ones(tree: Path) -> None:

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 import metricopt_ext as mo
-from helpers.refusals import assert_named, assert_refused
+from helpers.refusals import assert_named, assert_refused, assert_warned
 from metricopt_ext.errors import AdapterError, BudgetError, ConfigError, DataError, FileFormatError
 from metricopt_ext.integrations.lightning import SearchPhi
 from metricopt_ext.runtime.progress import Callback
@@ -280,8 +280,7 @@ def test_its_halves_are_two_other_values(halves: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("monitor", ["val_loss", "Error rate", "val/WER"])
 def test_a_loss_that_would_be_maximised_is_warned_of(monitor: str) -> None:
-    with pytest.warns(UserWarning, match=rf"'{monitor}'.*maximize=False if lower is better"):
-        search(monitor=monitor)
+    assert_warned(lambda: search(monitor=monitor), monitor, "maximize=False")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         search(monitor=monitor, maximize=False)

@@ -249,7 +249,7 @@ def test_several_pairs_of_halves_are_told_and_kept_and_their_number_must_stay(qu
     search = Search(task, 40, output_dir=tmp_path)
     (start,) = search.ask()
     for wrong in (((1.0, 0.5), (0.5,)), ((1.0, 0.5), 0.5)):
-        with pytest.raises(ValueError, match="or several pairs of two"):
+        with pytest.raises(ValueError, match=having("halves")):
             search.tell(start.id, 1.0, halves=wrong)  # type: ignore[arg-type]
     assert_refused(lambda: search.tell(start.id, 1.0, halves=((1.0, 0.5), (0.5, 3.0))), ValueError)
     search.tell(start.id, 1.0, halves=((1.0, 0.5), (0.5, 2.0)))

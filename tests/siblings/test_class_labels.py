@@ -72,11 +72,12 @@ def test_each_method_refuses_them_before_any_query(
 ) -> None:
     task = training_task("model", outputs)
     wrong: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
-        r"label is -1; .*number the classes from 0": lambda scores, labels: (scores, 2 * labels - 1),
-        rf"label is {max(2, outputs)}; .*number the classes from 0": lambda scores, labels: (scores, labels + 1),
-        r"shape \(12, 1\).*squeeze\(1\)": lambda scores, labels: (scores.reshape(12, -1)[:, :1], labels),
+        "-1": lambda scores, labels: (scores, 2 * labels - 1),
+        f"{max(2, outputs)}": lambda scores, labels: (scores, labels + 1),
+        "squeeze(1)": lambda scores, labels: (scores.reshape(12, -1)[:, :1], labels),
     }
-    for message, changed in wrong.items():
-        with pytest.raises(DataError, match=message):
+    for named, changed in wrong.items():
+        with pytest.raises(DataError) as caught:
             SIBLINGS[name].train(replace(task, predict=lambda model, batch, of=changed: of(model(batch[0]), batch[1])))
+        assert_named(caught, named)
     assert (calls.metric, calls.batch_metric) == (0, 0)

@@ -42,7 +42,7 @@ class Case:
         settings: Settings under which it takes a moment.
         queries: What it then spends of the model's metric, by purpose.
         batch_queries: What it then spends of the batch's metric, by purpose.
-        refused: Settings that it refuses, and the message.
+        refused: Settings that it refuses for the last of them.
         trains: What it can train.
         outputs: Numbers that the model it trains returns of an example.
     """
@@ -50,20 +50,20 @@ class Case:
     settings: dict[str, Any]
     queries: dict[str, int]
     batch_queries: dict[str, int]
-    refused: list[tuple[dict[str, Any], str]]
+    refused: list[dict[str, Any]]
     trains: tuple[str, ...] = field(default=TRAINS)
     outputs: int = 1
 
 
 SL_REFUSED = [
-    ({"surrogate": "refind"}, "surrogate is 'refind'; it must be one of universal, scratch, refined"),
-    ({"iterations": 0}, "iterations is 0; it must be at least 1"),
-    ({"model_steps": 0}, "model_steps is 0; it must be at least 1"),
-    ({"surrogate_steps": 0.5}, "surrogate_steps is 0.5; it must be an integer"),
-    ({"model_lr": 0.0}, "model_lr is 0.0; it must be above 0"),
-    ({"surrogate_lr": -1.0}, "surrogate_lr is -1.0; it must be above 0"),
-    ({"clip": 0.0}, "clip is 0.0; it must be above 0"),
-    ({"iterations": 3, "evals": 4}, "evals is 4; it must be at most iterations = 3"),
+    {"surrogate": "refind"},
+    {"iterations": 0},
+    {"model_steps": 0},
+    {"surrogate_steps": 0.5},
+    {"model_lr": 0.0},
+    {"surrogate_lr": -1.0},
+    {"clip": 0.0},
+    {"iterations": 3, "evals": 4},
 ]
 RELOSS = {
     "steps": 4,
@@ -73,32 +73,32 @@ RELOSS = {
     "training": RelationalTraining(2, batches=4),
 }
 RELOSS_REFUSED = [
-    ({"steps": 0}, "steps is 0; it must be at least 1"),
-    ({"records": 0}, "records is 0; it must be at least 1"),
-    ({"lr": 0.0}, "lr is 0.0; it must be above 0"),
-    ({"steps": 3, "evals": 4}, "evals is 4; it must be at most steps = 3"),
+    {"steps": 0},
+    {"records": 0},
+    {"lr": 0.0},
+    {"steps": 3, "evals": 4},
 ]
 ALA_REFUSED = [
-    ({"loss": "triplet"}, "loss is 'triplet'; it must be one of classes, mixture, focal"),
-    ({"optimizer": "rmsprop"}, "optimizer is 'rmsprop'; it must be one of sgd, adam"),
-    ({"lowest": 0.1}, "lowest is 0.1; it must be at most 0"),
-    ({"lowest": -1.1}, "lowest is -1.1; it must be at least -1"),
-    ({"link": "log"}, "link is 'log'; it must be one of sigmoid, none"),
-    ({"iterations": 300}, "iterations is 300; it must be a multiple of action_steps = 200"),
-    ({"reward_evals": 201}, "reward_evals is 201; it must be at most action_steps = 200"),
-    ({"reward_evals": 0}, "reward_evals is 0; it must be at least 1"),
-    ({"children": 0}, "children is 0; it must be at least 1"),
-    ({"gamma": 1.1}, "gamma is 1.1; it must be at most 1"),
-    ({"gamma": 0}, "gamma is 0; it must be above 0"),
-    ({"beta": -0.1}, "beta is -0.1; it must be at least 0"),
-    ({"decay": 1.0}, "decay is 1.0; it must be below 1"),
-    ({"momentum": 1.0}, "momentum is 1.0; it must be below 1"),
-    ({"memory": 0}, "memory is 0; it must be at least 1"),
-    ({"validation_batches": 0}, "validation_batches is 0; it must be at least 1"),
-    ({"policy_lr": -1.0}, "policy_lr is -1.0; it must be at least 0"),
-    ({"model_lr": 0.0}, "model_lr is 0.0; it must be above 0"),
-    ({"offset": 0.0}, "offset is 0.0; it must be above 0"),
-    ({"learn": False}, "learn is False; that needs a policy in begin, and children = 1"),
+    {"loss": "triplet"},
+    {"optimizer": "rmsprop"},
+    {"lowest": 0.1},
+    {"lowest": -1.1},
+    {"link": "log"},
+    {"iterations": 300},
+    {"reward_evals": 201},
+    {"reward_evals": 0},
+    {"children": 0},
+    {"gamma": 1.1},
+    {"gamma": 0},
+    {"beta": -0.1},
+    {"decay": 1.0},
+    {"momentum": 1.0},
+    {"memory": 0},
+    {"validation_batches": 0},
+    {"policy_lr": -1.0},
+    {"model_lr": 0.0},
+    {"offset": 0.0},
+    {"learn": False},
 ]
 CASES = {
     "sl_u": Case(SL, {"history": 2}, {"universal": 5}, SL_REFUSED),
@@ -242,10 +242,9 @@ def test_what_it_learned_besides_can_be_saved(
         assert (tmp_path / "product.safetensors").stat().st_size > 0
 
 
-@pytest.mark.parametrize(("name", "settings", "message"), [(n, *each) for n, c in CASES.items() for each in c.refused])
-def test_bad_settings_are_refused(name: str, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        replace(SIBLINGS[name], **settings)  # type: ignore[type-var]
+@pytest.mark.parametrize(("name", "settings"), [(n, each) for n, c in CASES.items() for each in c.refused])
+def test_bad_settings_are_refused(name: str, settings: dict[str, Any]) -> None:
+    assert_refused(lambda: replace(SIBLINGS[name], **settings), ValueError, *list(settings.items())[-1])
 
 
 @pytest.mark.parametrize("name", CASES)

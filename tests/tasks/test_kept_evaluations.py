@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.refusals import assert_refused
+from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.tasks.cost_scale import CostScale
@@ -87,34 +87,35 @@ def written(path: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "bounds", "refused"),
+    ("changes", "bounds", "name"),
     [
         ({}, (0.0, 1.0), ""),
         ({"cost": 1.0}, (0.1, 0.7), ""),  # 0.7 - 1.0 * (0.7 - 0.1) is below 0.1
         ({"cost": -7.0}, None, ""),
-        ({"cost": -7.0}, (0.0, 1.0), "-7.0 is no cost of a metric with bounds"),
-        ({"cost": 1.5}, (0.0, 9.0), "1.5 is no cost of a metric with bounds"),
-        ({"halves": [0.5, 2.0]}, (0.0, 9.0), "2.0 is no cost of a metric with bounds"),
-        ({"cost": float("nan")}, (0.0, 1.0), "nan is no cost"),
-        ({"cost": float("inf")}, None, "inf is no cost"),
-        ({"noise": -0.5}, None, "-0.5 is no standard error"),
-        ({"cost": None}, None, "has a cost although it failed or was given up, or has none"),
-        ({"failed": True}, None, "has a cost although it failed or was given up, or has none"),
+        ({"cost": -7.0}, (0.0, 1.0), "-7.0"),
+        ({"cost": 1.5}, (0.0, 9.0), "1.5"),
+        ({"halves": [0.5, 2.0]}, (0.0, 9.0), "2.0"),
+        ({"cost": float("nan")}, (0.0, 1.0), "nan"),
+        ({"cost": float("inf")}, None, "inf"),
+        ({"noise": -0.5}, None, "-0.5"),
+        ({"cost": None}, None, "cost"),
+        ({"failed": True}, None, "cost"),
         ({"phi": "x"}, None, "phi"),
-        ({"phi": [0.5, float("nan")]}, None, "point 0 is not finite"),
+        ({"phi": [0.5, float("nan")]}, None, "0"),
         ({"cost": "x"}, None, "cost"),
     ],
 )
 def test_an_answer_that_can_be_none_is_not_believed(
-    tmp_path: Path, changes: dict[str, Any], bounds: Any, refused: str
+    tmp_path: Path, changes: dict[str, Any], bounds: Any, name: str
 ) -> None:
     path, scale = tmp_path / "kept.json", CostScale(maximize=False, bounds=bounds, name="x")
     written(path, **changes)
-    if not refused:
+    if not name:
         assert KeptEvaluations(path, scale).evaluations[0].cost == changes.get("cost", 0.5)
         return
-    with pytest.raises(FileFormatError, match=refused) as caught:
+    with pytest.raises(FileFormatError) as caught:
         KeptEvaluations(path, scale)
+    assert_named(caught, name)
     assert "use another output folder" in str(caught.value)
     assert "delete" not in str(caught.value)
 

@@ -74,10 +74,9 @@ def test_other_numbers_of_the_same_output(tmp_path: Path) -> None:
     assert "matches --also lines" in missing.reason
 
 
-@pytest.mark.parametrize(("pattern", "message"), [("AP (", "no regular expression"), (r"AP \d+", "has no group; put")])
-def test_patterns_that_read_no_number_are_refused(pattern: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"--halves .*{message}"):
-        Printed(pattern, "--halves")
+@pytest.mark.parametrize("pattern", ["AP (", r"AP \d+"])
+def test_patterns_that_read_no_number_are_refused(pattern: str) -> None:
+    assert_refused(lambda: Printed(pattern, "--halves"), ConfigError, "--halves")
 
 
 @pytest.mark.parametrize("place", ["metrics.json", ":key", "metrics.json:"])

@@ -390,7 +390,7 @@ def test_every_config_is_sound(file: Path, monkeypatch: pytest.MonkeyPatch) -> N
     config.check()
     build_metric(config.metric)
     there = config.toolkit == "torchvision" or importlib.util.find_spec("detectron2")
-    with nullcontext() if there else pytest.raises(ConfigError, match="toolkit=detectron2 needs Detectron2"):
+    with nullcontext() if there else pytest.raises(ConfigError):
         build_toolkit(config)
     assert config.toolkit == "torchvision" or Path(config.model.config_file).is_file()
 

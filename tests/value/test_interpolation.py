@@ -296,8 +296,7 @@ def test_nothing_to_fit() -> None:
 
 @pytest.mark.parametrize("wrong", [{"noise": 0.0}, {"length_scale": -1.0}, {"std": math.inf}, {"level_scale": -0.1}])
 def test_impossible_hyper_parameters(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        replace(PLAIN, **wrong)
+    assert_refused(lambda: replace(PLAIN, **wrong), ValueError, *wrong)
 
 
 # --- Uncertainty and size ----------------------------------------------------------------------------------------
