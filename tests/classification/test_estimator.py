@@ -319,6 +319,7 @@ def test_what_a_scorer_does_not_take_is_said() -> None:
     assert_refused(lambda: MetricClassifier(queries=0, **SMALL).fit(X, y, sample_weight=np.zeros(300)), ValueError)
 
 
+@pytest.mark.slow
 def test_metadata_is_routed_as_requested() -> None:
     """In a pipeline under cross-validation, with aliases, by scikit-learn's own rules."""
     X, y = table()
@@ -353,6 +354,7 @@ def several(rows: int = 400, seed: int = 0) -> tuple[Any, Any]:
     return X, (X[:, :3] + 0.7 * noise > [0, 1.6, 0.3]).astype(int)
 
 
+@pytest.mark.slow
 def test_several_labels_for_each_row() -> None:
     X, y = several()
     classifier = MetricClassifier(queries=20, **SMALL).fit(X[:300], y[:300])

@@ -141,6 +141,7 @@ def config_of(folder: Path, *more: str) -> ClassificationConfig:
     return load_config(ClassificationConfig, None, [*settings, *more])
 
 
+@pytest.mark.slow
 def test_the_tool_judges_by_columns_of_the_same_rows(tmp_path: Path) -> None:
     table(tmp_path)
     config = config_of(tmp_path)

@@ -84,6 +84,7 @@ def reference(kind: str, logits: Any, y: Any) -> float:
     return float(skm.mean_pinball_loss(y, logits, alpha=0.9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_report_has_what_the_written_models_do(tmp_path: Path, kind: str) -> None:
     write(tmp_path)

@@ -151,6 +151,7 @@ def test_losses_and_metrics_leave_out_what_does_not_count() -> None:
     assert_refused(lambda: target_metric("mean_iou", "segmentation").function(logits[3:], labels[3:]), DataError)
 
 
+@pytest.mark.slow
 def test_the_report_has_what_the_written_networks_do(tmp_path: Path) -> None:
     config = config_of(write(tmp_path / "set"))
     run_and_report(ClassificationExperiment, config, tmp_path / "run", resume=False)
@@ -196,6 +197,7 @@ def thin_resnet(replace_stride_with_dilation: Any = None, **options: Any) -> nn.
     return ResNet(Bottleneck, [1, 1, 1, 1], width_per_group=16, **dilated)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("auxiliary", [True, False])
 @pytest.mark.parametrize("name", ["fcn_resnet50", "deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large"])
 def test_state_dicts_are_read_as_torchvision_publishes_them(

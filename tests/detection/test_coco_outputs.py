@@ -80,6 +80,7 @@ def example(labels: list[int]) -> Example:
     return Example(IMAGE, Annotated(0, Path("none"), 64, 64, boxes, torch.tensor(labels), none, none))
 
 
+@pytest.mark.slow
 def test_detections_and_loss_are_those_of_the_categories(
     trained: tuple[TorchvisionToolkit, nn.Module, Path],
 ) -> None:

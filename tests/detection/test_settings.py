@@ -225,6 +225,7 @@ def examples(model: Any, every: int = 3) -> list[Example]:
     return made
 
 
+@pytest.mark.slow
 def test_the_metric_from_kept_outputs_is_that_of_a_new_pass(model: Any) -> None:
     metric = detector_metric(
         MeanAveragePrecision("AP50", "voc"), TorchvisionToolkit(), examples(model), CLASSES, halves=()
@@ -309,6 +310,7 @@ def by_hand(candidates: list[Any], sigma: float, nms: float, threshold: float, m
     return kept[:most]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", [{}, {"soft_nms": 0.2}], ids=["NMS", "soft-NMS"])
 @pytest.mark.parametrize("name", ["FasterRCNN", "RetinaNet", "FCOS", "SSD"])
 def test_views_are_merged_as_by_hand(name: str, values: dict[str, float]) -> None:
@@ -551,6 +553,7 @@ def test_a_threshold_of_zero_is_the_lowest_already() -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_ssd300_has_no_smaller_images() -> None:
     model = ssd300_vgg16(weights=None, weights_backbone=None, num_classes=2)
     settings = detection_settings(model)

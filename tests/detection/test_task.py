@@ -180,6 +180,7 @@ def test_training_can_be_replayed() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_killed_training_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batches, settings = ExampleBatches(squares(8), 2), {"steps": 20, "lr": 0.05, "warmup": 3}
     checkpoint, taken = tmp_path / "training.safetensors", 0

@@ -129,6 +129,7 @@ def assert_close(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
         assert (value - second[key]).abs().max() < 1e-8 * (1 + value.abs().max()), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "place", "kinds"), PLACES)
 def test_phi_leaves_changes_merges_and_goes(name: str, place: str, kinds: set[type[nn.Module]], tmp_path: Path) -> None:
     model, toolkit = copy.deepcopy(built(name)), toolkit_of(name)

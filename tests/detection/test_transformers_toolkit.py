@@ -187,6 +187,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert_refused(lambda: TransformersToolkit(folder).build(4, seed=0), (ConfigError, FileFormatError))
 
 
+@pytest.mark.slow
 def test_a_search_in_ten_lines(tmp_path: Path) -> None:
     folder, classes, out = str(saved(tmp_path / "detr")), NAMES, tmp_path / "out"
     toolkit = TransformersToolkit(folder, classes=classes)

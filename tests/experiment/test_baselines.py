@@ -71,6 +71,7 @@ def started_at(task: Any, **phi: Tensor) -> Started:
     return Started(starts, min(asked, key=lambda name: asked[name].cost), len(starts), asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accepted", [True, False])
 def test_it_is_what_optimize_metric_does(quadratic: Callable[..., Any], accepted: bool) -> None:
     """The same points and the same end at each budget, though the starts were asked by somebody else."""
@@ -91,6 +92,7 @@ def test_it_is_what_optimize_metric_does(quadratic: Callable[..., Any], accepted
     assert task.queries - asked == BUDGETS[-1] - 3 + 2  # the ends of the smaller budgets are elsewhere
 
 
+@pytest.mark.slow
 def test_a_share_of_the_way_is_kept_at_each_budget_where_classes_are_new(quadratic: Callable[..., Any]) -> None:
     """As `optimize_metric` does; what a smaller budget asks for itself alone is not counted for a larger one."""
 

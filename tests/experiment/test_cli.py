@@ -260,6 +260,7 @@ def test_a_metric_that_never_varies_has_no_picture_of_f(toy: Any, tmp_path: Path
     assert "predicted" not in page
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tensorboard")
 @pytest.mark.parametrize(("strategy", "course"), [("search", "search.png"), ("recipe", "finetuning.png")])
 def test_a_run_leaves_its_report_pictures_and_seeds(
@@ -314,6 +315,7 @@ def test_a_run_leaves_its_report_pictures_and_seeds(
     assert f"{report.verdict()}\n" in (tmp_path / "report.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tensorboard")
 @pytest.mark.parametrize(
     ("seeds", "strategy", "pictures"),
@@ -375,6 +377,7 @@ def tensorboard() -> None:
     pytest.importorskip("tensorboard")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tensorboard")
 def test_a_run_is_resumed_with_more_seeds_but_with_no_other_settings(
     toy: Any, html: Callable[[str], Any], tmp_path: Path
@@ -398,6 +401,7 @@ def logged(folder: Path) -> list[str]:
     return [line.split("  ", 1)[1] for line in (folder / "log.txt").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tensorboard")
 def test_the_log_has_what_was_shown_and_the_error_and_goes_on_when_the_run_is_resumed(
     toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]

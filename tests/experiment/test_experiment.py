@@ -202,6 +202,7 @@ def test_baselines_end_at_starts_that_cost_what_they_ask_and_begin_other_methods
     assert cells["batchnorm_mixed"]["14"]["test"] not in (starts["test"]["batchnorm"], starts["test"]["pretrained"])
 
 
+@pytest.mark.slow
 def test_a_run_with_a_soup_ends_and_is_resumed(tmp_path: Path) -> None:
     config = with_soups()
     record = run_seed(ClassificationExperiment, config, tmp_path, False, 3, Callback())

@@ -17,6 +17,7 @@ from metricopt_ext.experiment.report import Report
 from metricopt_ext.methods.setting_lines import SettingLine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [1, 3])
 @pytest.mark.parametrize("draw", [plot_methods, plot_finetuning, plot_value_function])
 def test_plots_are_pictures(report: Callable[..., Report], tmp_path: Path, draw: Any, seeds: int) -> None:

@@ -23,6 +23,7 @@ def run(task: Any, learner: Any) -> tuple[Result[RecipeDetails], dict[str, torch
     return result, {"metricopt": finetune(task, metric_policy(result.fit.f, recipe, (0.3, 0.3)), 8, 0)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("learner", "names"),
     [

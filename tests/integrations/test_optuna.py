@@ -221,6 +221,7 @@ def test_whoever_asks_before_the_batch_is_told_gets_points_beside_the_best() -> 
     assert sorted(each.cost for _, each in [*state.answered(), *study.sampler._search._others]) == [1.0, 2.0]
 
 
+@pytest.mark.slow
 def test_a_study_goes_on_from_its_storage(tmp_path: Path) -> None:
     storage = f"sqlite:///{tmp_path / 'study.db'}"
     first = study_of(quadratic(0), 20, MetricOptSampler(40), storage=storage, study_name="mine")
@@ -300,6 +301,7 @@ def test_settings_out_of_range_are_refused(settings: dict[str, int]) -> None:
         MetricOptSampler(**settings)
 
 
+@pytest.mark.slow
 def test_the_core_does_not_import_optuna() -> None:
     code = "import sys, metricopt_ext as mo; mo.Search, mo.optimize_metric; print('optuna' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -269,6 +269,7 @@ def test_a_budget_that_is_too_small_by_what_is_held_back_is_refused(quadratic: M
     assert_refused(lambda: next(search_results(of_classes(quadratic(), 1.5), [least, 40])), ValueError, least + 1)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_cut_short_goes_on_bit_for_bit(quadratic: Make, tmp_path: Path) -> None:
     kept = tmp_path / "whole"
     whole = run_of(of_classes(quadratic(), 1.5), output_dir=kept)
@@ -309,6 +310,7 @@ def test_an_earlier_run_that_knew_of_no_new_classes_is_not_gone_on_with(quadrati
     )
 
 
+@pytest.mark.slow
 def test_budgets_that_are_looked_at_on_the_way_have_shares_of_their_own(quadratic: Make) -> None:
     """One run looked at after 20 and after 30 queries ends as two runs do."""
     task = of_classes(quadratic(), 1.5)

@@ -245,6 +245,7 @@ def test_what_a_start_replaced_is_loaded_removed_and_resumed_with(kind: str, tmp
     assert all(torch.equal(value, bare[name]) for name, value in task.adapter.remove().state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_killed_search_is_resumed_bit_for_bit(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     expected = guided(task := quadratic(), starts=starts_of(task))
     for after in (0, 1, 2, 4, 17, 29):
@@ -337,6 +338,7 @@ def test_a_search_from_a_line_of_phi_alone_is_of_the_same_model(quadratic: Calla
 # --- Kept work belongs to its point ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_failures_count_over_resumes(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     """Those that fail do so by the point alone, one of five; the sixth ends a run, wherever it was stopped before."""
 

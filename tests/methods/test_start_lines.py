@@ -272,6 +272,7 @@ def test_a_line_to_a_start_that_loses_costs_nothing(way: float, starts: int, qua
         assert found[0].starts == found[1].starts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["told", "resumed"])
 def test_asked_and_told_a_line_is_the_same(kind: str, quadratic: Callable[..., Any], tmp_path: Any) -> None:
     """In any order, through another sitting after each answer, and with one that is given up and one that fails."""

@@ -195,6 +195,7 @@ def test_they_are_applied_to_the_model_that_is_judged(quadratic: Make) -> None:
     assert len({id(judged) for judged, _ in models}) == 2
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_in_each_stage(quadratic: Make, tmp_path: Path) -> None:
     whole = run(Toy(quadratic).judged(), 30, output_dir=tmp_path / "whole")
     for at in (1, 3, 6, 9, 20):

@@ -150,6 +150,7 @@ def test_market_s_folders_are_queries_a_gallery_and_train(tmp_path: Path) -> Non
     assert "12 test queries search 38 gallery images" in splits.reading.found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*junk")
 def test_the_report_s_recall_is_by_the_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(market(tmp_path / "set"))

@@ -110,6 +110,7 @@ def test_equals_the_definition(distance: Any, separate: bool) -> None:
     assert result.mean == pytest.approx(np.mean(list(expected.values())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "d", "distance"),
     [(4100, 64, "l2"), (6110, 64, "l2"), (6110, 64, "ip"), (8300, 16, "l2"), (3000, 2, "ip")],

@@ -140,6 +140,7 @@ def test_memories_hold_embeddings_of_the_model_as_it_is_or_what_training_left() 
     assert memory.queue_idx == BATCH
 
 
+@pytest.mark.slow
 def test_a_search_with_a_memory_leaves_the_trainer_s_alone() -> None:
     trunk = make_trunk()
     memory = losses.CrossBatchMemory(losses.TripletMarginLoss(margin=2.0), embedding_size=8, memory_size=40)
@@ -150,6 +151,7 @@ def test_a_search_with_a_memory_leaves_the_trainer_s_alone() -> None:
     assert not memory.embedding_memory.any()
 
 
+@pytest.mark.slow
 def test_proxies_stay_as_they_are() -> None:
     trunk = make_trunk()
     proxies = losses.ProxyAnchorLoss(num_classes=CLASSES, embedding_size=8).double()

@@ -93,6 +93,7 @@ print("cost", k, f"score {{value:.9f}} even {{even + 0.001 * k:.9f}} odd {{odd -
 """
 
 
+@pytest.mark.slow
 def test_a_limit_on_another_number_holds_in_what_is_kept(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command, also = program(folder, LARGEST), ["--also", r"largest=largest (\S+)"]
     tune(*words(command, *PARSE, *HALVES, *also, queries=30, out="free"))
