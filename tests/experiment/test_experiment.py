@@ -297,7 +297,7 @@ def test_workers_change_nothing_and_pass_their_errors_on(tmp_path: Path, capsys:
             threads=1,
         ),
         FileFormatError,
-        "seed-1.record.json",
+        "seed-1/record.json",
         "JSON",
     )
     for record in alone:
