@@ -102,9 +102,7 @@ def test_literal_readings_of_the_paper_are_keys() -> None:
     [
         ("method.learner=best", ("reptile_mixed",)),
         ("method.labels=best", ("method", "labels", "best")),
-        ("method.count=0", ("method", "count", "0")),
         ("method.gamma=-1", ("method", "gamma", "-1.0")),
-        ("method.optimizer=rmsprop", ("method", "optimizer", "rmsprop")),
         ("method.kernel=matern", ("rbf_constant",)),
         ("method.sigma=noise", ("noise",)),
         ("method.ends=first", ("ends", "first", "observed")),
@@ -169,7 +167,6 @@ def test_learners_are_chosen_by_name() -> None:
 @pytest.mark.parametrize(
     ("override", "names"),
     [
-        ("method.folds=1", ("folds", "1", "2")),
         ("method.evals=99", ("method", "evals", "99")),
         ("method.adapt_queries=50", ("adapt_queries", "50")),
     ],

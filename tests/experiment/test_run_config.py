@@ -28,7 +28,6 @@ from metricopt_ext.utils.config import load_config
         ("workers=0", ("workers=0", "1")),
         ("threads=0", ("threads=0", "1")),
         ("adapter.dim=0", ("adapter.dim=0", "1")),
-        ("finetune.steps=1", ("steps", "1", "2")),
         ("finetune.lr=0", ("finetune", "lr", "0.0")),
     ],
 )

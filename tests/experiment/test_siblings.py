@@ -160,7 +160,6 @@ def test_what_is_set_reaches_reloss(tmp_path: Path) -> None:
         (SiblingsConfig(threshold_evals=-1), ("threshold_evals", "0")),
         (SiblingsConfig(sl=SLConfig(iterations=0)), ("siblings.sl", "0", "1")),
         (SiblingsConfig(sl=SLConfig(universal_steps=0)), ("siblings.sl", "0", "1")),
-        (SiblingsConfig(sl=SLConfig(clip=-1.0)), ("siblings.sl", "-1.0")),
         (SiblingsConfig(reloss=ReLossConfig(random=2.0)), ("siblings.reloss", "2.0", "1")),
         (SiblingsConfig(reloss=ReLossConfig(checkpoints=1)), ("siblings.reloss", "1", "2")),
     ],
