@@ -135,6 +135,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     forget()
 
 
+@pytest.mark.slow
 def test_tool_trains_and_finetunes(
     tool: Callable[..., Any], tiny_config: Any, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,6 +192,7 @@ def test_tool_trains_and_finetunes(
         score(*judged, out / "model_final.pth", "TEST.EXPECTED_RESULTS", "[['bbox', 'AP50', 101.0, 0.1]]")
 
 
+@pytest.mark.slow
 def test_tool_searches(tool: Callable[..., Any], tiny_config: Any, folder: Path, tmp_path: Path) -> None:
     cfg = tiny_config("fpn", "BN", "METRICOPT.SEARCH.QUERIES", 7, "METRICOPT.METRIC.SET", "val")
     cfg.METRICOPT.DATASETS.update(REGISTER=["train=squares:train", "val=squares:val"], ROOT=str(tmp_path))

@@ -155,6 +155,7 @@ def of_detector(tiny_config: Any, folder: Path, *overrides: Any) -> Any:
     return cfg
 
 
+@pytest.mark.slow
 def test_two_processes_learn_the_f_of_one(tiny_config: Any, tmp_path: Path) -> None:
     kept = {}
     for processes in (1, 2):
@@ -189,6 +190,7 @@ def look(rank: int, cfg: Any, folder: Path, processes: int) -> None:
     torch.save({"phi": run.ends[run.chosen], "after": run.after, "seen": len(seen)}, folder / f"rank{rank}.pth")
 
 
+@pytest.mark.slow
 def test_two_processes_find_the_phi_of_one(tiny_config: Any, tmp_path: Path) -> None:
     kept = {}
     for processes in (1, 2):

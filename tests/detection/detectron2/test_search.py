@@ -332,6 +332,7 @@ def test_the_average_that_is_named_is_searched_from(to_search: Callable[..., Any
 # --- A start from the detector's own training ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_training_keeps_its_last_checkpoints_and_a_search_begins_from_their_average(
     to_search: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -601,6 +601,7 @@ def to_meta_train(tiny_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     return make
 
 
+@pytest.mark.slow
 def test_meta_training_follows_what_it_learned(to_meta_train: Callable[..., Any], tmp_path: Path) -> None:
     cfg = to_meta_train()
     fit = meta_train(cfg, tmp_path / "f.safetensors")
@@ -854,6 +855,7 @@ def test_f_must_be_writable_before_a_query_is_spent(
     assert not Path(cfg.OUTPUT_DIR).exists()
 
 
+@pytest.mark.slow
 def test_killed_meta_training_goes_on(
     to_meta_train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
