@@ -199,7 +199,8 @@ def test_boxes_outside_their_images_are_not_trained_on(tiny_config: Any, squares
     register("outlying", data)
     with pytest.warns(UserWarning, match="boxes in dataset outlying") as caught:
         check_sets(tiny_config(), ["outlying"], ["outlying"])
-    (said,) = [str(each.message) for each in caught]
+    # torch warns of other things, once a process.
+    (said,) = [text for text in (str(each.message) for each in caught) if "outlying" in text]
     for text in ("2 without area, left out", "1 outside the image, left out", "1 partly outside the image, clipped"):
         assert text in said
     with warnings.catch_warnings():
