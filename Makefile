@@ -5,19 +5,21 @@
 # large download. A CPU-only torch does only with a torchvision built for it: PIP_ARGS can point pip to both.
 
 PYTHON ?= python3
-VERSION ?= 3.13
 PIP_ARGS ?=
 ARGS ?= -n auto --maxprocesses=8
 
 VENV := .venv
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-fast coverage test-outcomes test-python test-lowest test-wheel benchmarks-smoke docs quality style clean
+.PHONY: help demo quality test test-fast test-programs golden-quick test-wheel contract-detectron2 docs nightly \
+	test-slow test-detectron2 test-faults test-hostile test-outcomes golden golden-freeze test-compare test-lowest \
+	test-wheel-alone verify-types benchmarks-smoke coverage style clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -nE 's/^([a-z0-9%-]*):[^#]*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 19
 
 # One pip command, so that one resolution chooses torch and torchvision together.
 $(STAMP): pyproject.toml
@@ -31,42 +33,122 @@ demo: $(STAMP)  ## search phi for a long tail's worst class, for unseen digits, 
 	.venv/bin/python tools/finetune_retrieval.py --config-file configs/retrieval/digits.yaml --output-dir out/demo/retrieval seed=300 queries=150
 	.venv/bin/python tools/finetune_classifier.py --config-file configs/classification/digits.yaml --output-dir out/demo/shifted seed=100 seeds=3 queries=60
 
-test: $(STAMP)  ## run the quick tests on all cores; ARGS goes to pytest, e.g. ARGS="-n 2 tests/search"
-	.venv/bin/python -m pytest -m "not slow and not outcome" $(ARGS)
+# --- What .ci/run runs
 
-test-slow: $(STAMP)  ## run the others but those of outcomes: whole programs, notebooks, ranks, killed runs
-	.venv/bin/python -m pytest -m "slow and not outcome" $(ARGS)
+quality: $(STAMP)  ## check lint, format, the order of imports between packages, and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+test: $(STAMP)  ## run the quick tests on all cores; ARGS goes to pytest, e.g. ARGS="-n 2 tests/search"
+	$(PYTEST) -m "not slow and not outcome" $(ARGS)
 
 # The core's lower floors, without the searches of other packages, which fit for seconds.
 FAST := tests/adapters tests/tasks tests/utils tests/value tests/search \
 	$(addprefix --ignore=tests/search/test_,ngopt.py noisy_ei.py optuna_sampler.py turbo.py)
 
-test-fast: $(STAMP)  ## run the quick tests of the core, from adapters to searches: a minute and a half on two cores
-	.venv/bin/python -m pytest -m "not slow and not outcome" $(ARGS) $(FAST)
+test-fast: $(STAMP)  ## run the quick tests of the core, from adapters to searches: a minute on two cores
+	$(PYTEST) -m "not slow and not outcome" $(ARGS) $(FAST)
 
-CORE := adapters methods search value
+test-programs: $(STAMP)  ## run five whole programs, one that is killed and resumed, and one under torchrun
+	$(PYTEST) -m program $(ARGS) tests/system tests/tools/test_torchrun.py tests/test_faults.py
 
-# In one process: what runs in others, as ranks do, is not counted.
-coverage: $(STAMP)  ## report the lines and branches of adapters, methods, search and value that no test of theirs reaches
-	mkdir -p out
-	.venv/bin/python -m coverage run -m pytest -m "not outcome" $(addprefix tests/,$(CORE))
-	.venv/bin/python -m coverage report
+golden-quick: $(STAMP)  ## compare what a few searches come to, to the last digit, with what was frozen
+	$(BIN)/python tests/golden/golden.py check --quick
+
+# An environment that sees the packages of $(VENV), and not the checkout that is installed there: the .pth files
+# beside those packages are not read.
+define shared
+	rm -rf $(1)
+	$(BIN)/python -m venv --without-pip $(1)
+	cd $(1)/lib/python*/site-packages && $(abspath $(BIN))/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > shared.pth
+endef
+
+# Where no checkout is in reach, so that what the wheel lacks is missed.
+WHEEL := $(abspath out/wheel)
+BUILT = rm -rf $(WHEEL) && $(BIN)/python -m build --no-isolation --outdir $(WHEEL)
+README = mkdir $(WHEEL)/readme && cd $(WHEEL)/readme && ../venv/bin/python $(CURDIR)/tests/readme_from_wheel.py $(CURDIR)/README.md
+
+test-wheel: $(STAMP)  ## install the wheel where the checkout can't be imported, and run the README there
+	$(BUILT)
+	$(call shared,$(WHEEL)/venv)
+	$(BIN)/python -m pip --python $(WHEEL)/venv install --no-deps --no-index $(WHEEL)/*.whl
+	cd $(WHEEL) && venv/bin/metricopt configs
+	$(README)
+	rm -rf $(WHEEL)/venv
+
+# An old release that a registry has, for tests alone: its source lies in the environment and runs uncompiled.
+# DETECTRON2=PATH takes another source.
+DETECTRON2_NEEDS := black cloudpickle fvcore hydra-core iopath 'setuptools<82' tabulate termcolor yacs
+WITH_DETECTRON2 = PYTHONPATH=$(if $(DETECTRON2),$(abspath $(DETECTRON2)):)tests .venv-detectron2/bin/python
+
+.venv-detectron2/.installed: $(STAMP) tests/detectron2_06.txt tests/detectron2_06.py
+	$(call shared,.venv-detectron2)
+	$(BIN)/python -m pip --python .venv-detectron2 install $(PIP_ARGS) $(DETECTRON2_NEEDS)
+	$(BIN)/python -m pip download --no-deps --no-build-isolation --require-hashes -r tests/detectron2_06.txt -d .venv-detectron2
+	mkdir .venv-detectron2/source
+	printf '%s\n' $(CURDIR)/.venv-detectron2/source $(CURDIR) > $$(echo .venv-detectron2/lib/python*/site-packages)/detectron2.pth
+	tar -xzf .venv-detectron2/*.tar.gz -C .venv-detectron2/source --strip-components=1
+	$(BIN)/python tests/detectron2_06.py .venv-detectron2/source/detectron2
+	touch $@
+
+contract-detectron2: .venv-detectron2/.installed  ## run the quick tests of Detectron2
+	$(WITH_DETECTRON2) -m pytest -p detectron2_06 -m "detectron2 and not slow and not outcome" $(ARGS) tests/detection
+
+docs: $(STAMP)  ## build the documentation site into out/docs; a broken link or anchor fails
+	$(BIN)/mkdocs build
+	@echo "open out/docs/index.html"
+
+# --- What takes longer: .ci/nightly runs these too
+
+nightly: $(STAMP)  ## run all that is too long for each change, a line a target; what has passed at this commit is not repeated
+	.ci/nightly
+
+test-slow: $(STAMP)  ## run the tests of more than a few seconds: whole programs, notebooks, examples, ranks
+	$(PYTEST) -m "slow and not outcome" $(ARGS) --ignore=tests/test_faults.py --ignore=tests/test_hostile_files.py
+
+test-detectron2: .venv-detectron2/.installed  ## run all tests of Detectron2; DETECTRON2=PATH takes another source
+	$(WITH_DETECTRON2) -m pytest -p detectron2_06 -m detectron2 $(ARGS)
+
+test-faults: $(STAMP)  ## kill runs at 200 drawn moments; METRICOPT_SEED draws others
+	METRICOPT_KILLS=$${METRICOPT_KILLS:-200} $(PYTEST) $(ARGS) tests/test_faults.py
+
+test-hostile: $(STAMP)  ## read 400 mutations of each kind of file
+	METRICOPT_EXAMPLES=$${METRICOPT_EXAMPLES:-400} $(PYTEST) $(ARGS) tests/test_hostile_files.py
 
 test-outcomes: $(STAMP)  ## run the tests of what training and search come to, over many seeds
-	.venv/bin/python -m pytest -m outcome $(ARGS)
+	$(PYTEST) -m outcome $(ARGS)
+
+# What has PyTorch, oneDNN and MKL compute, and so round, as another processor would.
+AS_default = ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
+AS_avx2 = ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=AVX2
+AS_avx512 = ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE MKL_CBWR=AVX512
+
+test-outcomes-%: $(STAMP)  ## run them with the instructions of another processor: default, avx2 or avx512
+	$(AS_$*) $(PYTEST) -m outcome $(ARGS)
+
+golden: .venv-detectron2/.installed  ## compare all that was frozen
+	.venv-detectron2/bin/python tests/golden/golden.py check
+
+golden-freeze: .venv-detectron2/.installed  ## compute all of these numbers anew, and keep them
+	.venv-detectron2/bin/python tests/golden/golden.py freeze
+
+test-compare: .venv-compare/.installed  ## run the tests of rivals that other packages bring, BoTorch's and Nevergrad's
+	.venv-compare/bin/python -m pytest $(ARGS) -m "not slow or outcome" tests/search/test_ngopt.py tests/search/test_noisy_ei.py tests/search/test_turbo.py
+
+.venv-compare/.installed: $(STAMP)
+	$(call shared,.venv-compare)
+	$(BIN)/python -m pip --python .venv-compare install $(PIP_ARGS) -e '.[compare]'
+	touch $@
 
 # pyenv answers for a Python that is not its global one only where that is named.
-test-python:  ## run the quick tests of the core's lower floors on another Python, e.g. VERSION=3.13; skip if it is missing
-	@if PYENV_VERSION=$(VERSION) python$(VERSION) --version; then \
-	    $(MAKE) .venv-$(VERSION)/.installed && \
-	    .venv-$(VERSION)/bin/python -m pytest $(ARGS) -m "not slow" tests/adapters tests/tasks tests/utils; \
-	else \
-	    echo "skipped: this machine has no python$(VERSION)"; \
-	fi
+test-python-%: .venv-3.%/.installed  ## run the quick tests of the core's lower floors on another Python: 12 or 13
+	.venv-3.$*/bin/python -m pytest $(ARGS) -m "not slow" tests/adapters tests/tasks tests/utils
 
-.venv-%/.installed: pyproject.toml
-	PYENV_VERSION=$* python$* -m venv .venv-$*
-	.venv-$*/bin/python -m pip install $(PIP_ARGS) -e '.[classification,siblings,dev]'
+.venv-3.%/.installed: pyproject.toml
+	PYENV_VERSION=3.$* python3.$* -m venv .venv-3.$*
+	.venv-3.$*/bin/python -m pip install $(PIP_ARGS) -e '.[classification,siblings,dev]'
 	touch $@
 
 # SECURITY.md's promises rest on these, so they must hold on the least that pyproject.toml allows.
@@ -80,19 +162,18 @@ test-lowest: .venv-lowest/.installed  ## run the tests of files on the least fil
 	.venv-lowest/bin/python -m pip install $(PIP_ARGS) $(LOWEST) -e '.[classification,retrieval,detection,dev]'
 	touch $@
 
-# Where no checkout is in reach, so that what the wheel lacks is missed.
-WHEEL := $(abspath out/wheel)
-
-test-wheel: $(STAMP)  ## install the wheel into an empty environment elsewhere, and run the program and the README there
-	rm -rf $(WHEEL)
-	$(BIN)/python -m build --no-isolation --outdir $(WHEEL)
+test-wheel-alone: $(STAMP)  ## install the wheel into an empty environment, and run the program and the README there
+	$(BUILT)
 	$(PYTHON) -m venv $(WHEEL)/venv
 	$(WHEEL)/venv/bin/python -m pip install $(PIP_ARGS) "$$(echo $(WHEEL)/*.whl)[classification]"
 	cd $(WHEEL) && venv/bin/metricopt configs && venv/bin/metricopt doctor
 	cd $(WHEEL) && venv/bin/metricopt finetune-classifier --config-file configs/classification/digits.yaml --output-dir run device=cpu queries=20 seeds=1
 	cd $(WHEEL) && venv/bin/python -c "import json; run = json.load(open('run/report.json')); assert run['methods'], run"
-	mkdir $(WHEEL)/readme && cd $(WHEEL)/readme && ../venv/bin/python $(CURDIR)/tests/readme_from_wheel.py $(CURDIR)/README.md
+	$(README)
 	rm -rf $(WHEEL)/venv
+
+verify-types: $(STAMP)  ## check that callers know the types of all that the public names take and return
+	$(BIN)/python tests/verify_types.py
 
 SMOKE := out/benchmarks-smoke
 TOY := --config-file configs/classification/digits.yaml
@@ -125,16 +206,15 @@ benchmarks-smoke: $(STAMP)  ## run each command of benchmarks/ once at toy size,
 	.venv/bin/python benchmarks/tabulate_runs.py $(SMOKE)/sibling --output-dir $(SMOKE)
 	.venv/bin/python benchmarks/summarise_comparisons.py benchmarks/results/comparison/*.json --output-dir $(SMOKE)
 
-docs: $(STAMP)  ## build the documentation site into out/docs; a broken link or anchor fails
-	$(BIN)/mkdocs build
-	@echo "open out/docs/index.html"
+# --- Besides
 
-quality: $(STAMP)  ## check lint, format, the order of imports between packages, and types
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/lint-imports
-	$(BIN)/mypy
-	$(BIN)/python tests/verify_types.py
+CORE := adapters methods search value
+
+# In one process: what runs in others, as ranks do, is not counted.
+coverage: $(STAMP)  ## report the lines and branches of adapters, methods, search and value that no test of theirs reaches
+	mkdir -p out
+	.venv/bin/python -m coverage run -m pytest -m "not outcome" $(addprefix tests/,$(CORE))
+	.venv/bin/python -m coverage report
 
 style: $(STAMP)  ## fix lint and format where it can be done automatically
 	$(BIN)/ruff check --fix .

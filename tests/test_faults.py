@@ -467,6 +467,7 @@ def without_seconds(report: Any) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.program
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds a tool's workers in /proc")
 def test_a_killed_tool_goes_on_to_the_same_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(f"{SEED} tool")
