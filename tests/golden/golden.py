@@ -41,6 +41,7 @@ SCENES = (
     "data.images=[60,12,16] scene.size=64 scene.digits=[1,2] scene.scale=[32,52] shift.contrast=0.6 model.steps=150"
     " model.batch_size=2 batch_size=1 finetune.steps=6 adapter.dim=4 seeds=1"
 )
+DETECTRON2 = "configs/detection/scenes_detectron2.yaml"
 TOY = "pictures=false model.epochs=2 adapter.dim=4 population=8 finetune.steps=6 best_evals=2"
 VARIANTS = (
     f"methods=[metricopt_paper,metricopt_learned] {TOY} method.name=recipe method.evals=3 method.rounds=1"
@@ -64,7 +65,7 @@ COMPARED = {  # config and overrides of tools/compare.py, for MetricOpt's search
     "omniglot": "omniglot_plain model.epochs=2",
     "omniglot_shifted": "omniglot_shifted model.epochs=2",
     "scenes": f"scenes_shifted model.min_size=64 model.max_size=64 model.proposals=10 {SCENES}",
-    "detectron2": f"scenes_shifted config=configs/detection/scenes_detectron2.yaml {SCENES}",
+    "detectron2": f"scenes_shifted config={DETECTRON2} model.opts=[INPUT.MIN_SIZE_TEST,'64'] {SCENES}",
 }
 QUICK = ("digits", "longtail_f1", "retrieval", "scenes")
 GROUNDS = {
