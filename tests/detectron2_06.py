@@ -46,6 +46,10 @@ LACKED = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    from detectron2.utils import comm
+
+    if hasattr(comm, "create_local_process_group"):
+        return  # a newer source, though it too says that it is 0.6
     for item in items:
         for lack, tests in LACKED.items():
             if item.nodeid.endswith(tests):
