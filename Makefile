@@ -86,7 +86,7 @@ WITH_DETECTRON2 = PYTHONPATH=$(if $(DETECTRON2),$(abspath $(DETECTRON2)):)tests 
 .venv-detectron2/.installed: $(STAMP) tests/detectron2_06.txt tests/detectron2_06.py
 	$(call shared,.venv-detectron2)
 	$(BIN)/python -m pip --python .venv-detectron2 install $(PIP_ARGS) $(DETECTRON2_NEEDS)
-	$(BIN)/python -m pip download --no-deps --no-build-isolation --require-hashes -r tests/detectron2_06.txt -d .venv-detectron2
+	$(BIN)/python -m pip download $(PIP_ARGS) --no-deps --no-build-isolation --require-hashes -r tests/detectron2_06.txt -d .venv-detectron2
 	mkdir .venv-detectron2/source
 	printf '%s\n' $(CURDIR)/.venv-detectron2/source $(CURDIR) > $$(echo .venv-detectron2/lib/python*/site-packages)/detectron2.pth
 	tar -xzf .venv-detectron2/*.tar.gz -C .venv-detectron2/source --strip-components=1
@@ -94,7 +94,7 @@ WITH_DETECTRON2 = PYTHONPATH=$(if $(DETECTRON2),$(abspath $(DETECTRON2)):)tests 
 	touch $@
 
 contract-detectron2: .venv-detectron2/.installed  ## run the quick tests of Detectron2
-	$(WITH_DETECTRON2) -m pytest -p detectron2_06 -m "detectron2 and not slow and not outcome" $(ARGS) tests/detection
+	$(WITH_DETECTRON2) -m pytest -p detectron2_06 -rs -m "detectron2 and not slow and not outcome" $(ARGS) tests/detection
 
 docs: $(STAMP)  ## build the documentation site into out/docs; a broken link or anchor fails
 	$(BIN)/mkdocs build
@@ -109,7 +109,7 @@ test-slow: $(STAMP)  ## run the tests of more than a few seconds: whole programs
 	$(PYTEST) -m "slow and not outcome" $(ARGS) --ignore=tests/test_faults.py --ignore=tests/test_hostile_files.py
 
 test-detectron2: .venv-detectron2/.installed  ## run all tests of Detectron2; DETECTRON2=PATH takes another source
-	$(WITH_DETECTRON2) -m pytest -p detectron2_06 -m detectron2 $(ARGS)
+	$(WITH_DETECTRON2) -m pytest -p detectron2_06 -rs -m detectron2 $(ARGS)
 
 test-faults: $(STAMP)  ## kill runs at 200 drawn moments; METRICOPT_SEED draws others
 	METRICOPT_KILLS=$${METRICOPT_KILLS:-200} $(PYTEST) $(ARGS) tests/test_faults.py
