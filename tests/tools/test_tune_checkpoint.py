@@ -442,13 +442,14 @@ def test_nan_is_a_failure_and_the_last_of_two_numbers_counts(folder: Path, capsy
     assert report("again")["before"] == pytest.approx(0.91)
 
 
+@pytest.mark.slow
 def test_one_that_hangs_is_ended(folder: Path) -> None:
-    code = PRINT.replace("print(", "time.sleep(60 * (sys.argv[2] == '2')); print(")
+    code = PRINT.replace("print(", "time.sleep(300 * (sys.argv[2] == '2')); print(")
     began = time.monotonic()
-    tune(*words(program(folder, code), *PARSE, *HALVES, "--timeout", "1", "--failures", "1"))
-    assert time.monotonic() - began < 30
+    tune(*words(program(folder, code), *PARSE, *HALVES, "--timeout", "10", "--failures", "1"))
+    assert time.monotonic() - began < 150
     assert report()["failed"] == 1
-    assert "time limit of 1 s" in (folder / "out/trials/2.log").read_text()
+    assert "10 s" in (folder / "out/trials/2.log").read_text()
 
 
 # --- Switches -------------------------------------------------------------------------------------------------

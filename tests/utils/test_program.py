@@ -101,8 +101,8 @@ def test_one_that_takes_too_long_ends_with_all_it_started(tmp_path: Path, monkey
 
 def test_one_that_does_not_end_when_asked_to_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "GRACE", 0.2)
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)"
-    ended = Programs().run(python(code), tmp_path / "0.log", timeout=0.5)
+    deaf = ["sh", "-c", "trap '' TERM; exec sleep 100"]
+    ended = Programs().run(deaf, tmp_path / "0.log", timeout=1)
     assert ended.timed_out
     assert ended.status == -9
 
