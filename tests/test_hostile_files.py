@@ -75,6 +75,8 @@ from metricopt_ext.value.gp import GPValueFunction
 from metricopt_ext.value.loading import load_value_function
 from metricopt_ext.value.value_function import NeuralValueFunction, Quality, RidgeValueFunction
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = int(os.environ.get("METRICOPT_EXAMPLES", 40))  # mutations of each kind of file
 ALLOWED = 400  # MiB that a loader may take for the small files of these tests; the attacks below took up to 15 GB

@@ -28,6 +28,8 @@ from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 
+pytestmark = pytest.mark.slow
+
 PACKAGE = str(Path(metricopt_ext.__file__).parent)
 
 Line = tuple[str, int]
@@ -258,14 +260,12 @@ def searching(strategy: Any, queries: int) -> Callable[[], tuple[nn.Module, Call
 swallowed = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
-@pytest.mark.slow
 @swallowed
 def test_a_direct_search() -> None:
     """Every sixth of its lines."""
     check_lines(searching(RandomSearch(), 4), every=6)
 
 
-@pytest.mark.slow
 @swallowed
 def test_a_guided_search() -> None:
     """A sample of its lines, as it takes longer."""

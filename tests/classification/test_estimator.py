@@ -279,6 +279,7 @@ def test_the_scorer_is_handed_weights_and_groups_of_its_rows() -> None:
     assert abs(whole - 0.3 * of_all).max() <= 1.5
 
 
+@pytest.mark.slow
 def test_weights_reach_scikit_learns_scorers() -> None:
     """The tuned value is that of the weighted metric, on the rows that were held out."""
     X, y = table()

@@ -269,6 +269,7 @@ def test_a_zip_file_is_to_be_unpacked(tmp_path: Path) -> None:
     assert "set.zip is a zip file; unpack it" in refused(f"data.root={tmp_path / 'set.zip'}")
 
 
+@pytest.mark.slow
 def test_a_run_reports_its_labels(tmp_path: Path) -> None:
     draw(tmp_path / "set", range(1, 121))
     (tmp_path / "set" / "labels.csv").write_text(columns(range(1, 121)))

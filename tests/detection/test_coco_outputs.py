@@ -110,6 +110,7 @@ def test_detections_and_loss_are_those_of_the_categories(
     torch.testing.assert_close(loss, torch.stack(list(own.values())).sum())
 
 
+@pytest.mark.slow
 def test_other_outputs_are_left_or_refused(trained: tuple[TorchvisionToolkit, nn.Module, Path]) -> None:
     toolkit, _, path = trained
     ninety = [f"class {each}" for each in range(90)]

@@ -137,6 +137,7 @@ def test_passes_are_those_of_the_queries_and_of_the_losses(quadratic: Callable[.
         assert [each.queries for each in reached] == [metric for metric, _ in passes]
 
 
+@pytest.mark.slow
 def test_a_metric_that_runs_no_model_takes_no_passes(quadratic: Callable[..., Any]) -> None:
     (*_, last) = run(metricopt(), noticing(quadratic()))
     assert (last.queries, last.passes) == (60, Passes(0, 66))

@@ -440,6 +440,7 @@ def test_the_log_has_what_was_shown_and_the_error_and_goes_on_when_the_run_is_re
     assert logged(tmp_path) == whole  # it is not this run's
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tensorboard")
 def test_events_have_each_query_of_metricopt_once_even_of_a_resumed_run(toy: Any, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

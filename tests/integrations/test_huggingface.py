@@ -185,6 +185,7 @@ class Questions(transformers.Trainer):
         return metrics
 
 
+@pytest.mark.slow
 def test_an_evaluate_of_ones_own_is_asked(tmp_path: Path) -> None:
     host = trainer(tmp_path, kind=Questions, eval_strategy="no", num_train_epochs=1)
     host.train()
@@ -196,6 +197,7 @@ def test_an_evaluate_of_ones_own_is_asked(tmp_path: Path) -> None:
     assert host.state.log_history == history
 
 
+@pytest.mark.slow
 def test_checkpoints_of_other_weights_are_named(tmp_path: Path) -> None:
     falling = iter([0.9, 0.1])  # the first epoch is the better one
     host = trainer(tmp_path, metric_for_best_model="score", compute_metrics=lambda prediction: {"score": next(falling)})
@@ -220,6 +222,7 @@ def in_shards(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("shards", "shards"), ("shards", "whole"), ("whole", "shards")])
 def test_sharded_weights_are_replaced_as_a_whole(
     before: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -264,6 +267,7 @@ def test_a_model_in_parts_is_refused(tmp_path: Path) -> None:
     assert_refused(lambda: tuned(host, "likelihood"), AdapterError, "sharded", "DeepSpeed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [True, False])
 def test_weights_that_are_not_written_are_put_back(
     fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

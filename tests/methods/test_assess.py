@@ -118,6 +118,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str], Pat
     return str(result), heard.worth, folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("queries", [4, 9, 12, 17])
 def test_the_union_is_the_search_alone_byte_for_byte(
     queries: int, alone: tuple[str, list[str], Path], tmp_path: Path

@@ -82,6 +82,7 @@ def noisy(
     return [Evaluated(*kind, Evaluation(sum(half) / 2, half)) for kind, half in zip(kinds, halves, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [WITH_STARTS, WITH_LINE, ALONE], ids=["starts", "line", "alone"])
 @pytest.mark.parametrize(
     "draw",

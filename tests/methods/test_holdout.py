@@ -128,6 +128,7 @@ def test_each_candidate_has_the_buffers_of_its_start(agrees: bool, tmp_path: Pat
         assert result.holdout["search"] == result.after
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_does_not_ask_the_held_out_data_again(
     quadratic: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -453,6 +453,7 @@ class Numbers(Callback):
         self.qualities.append((queries, spearman))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", [RECIPE, GuidedTrustRegion(), Algorithm1(steps=10, evals=3, learner=RidgeLearner()), CMAES()]
 )

@@ -182,6 +182,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
     return run_with_lines(Cut(), folder), folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("queries", [1, 3, 5, 8, 11, 15, 22])
 def test_a_run_with_lines_goes_on_where_it_was_cut_short(
     tmp_path: Path, whole: tuple[Result, Path], queries: int

@@ -404,6 +404,7 @@ def test_halves_have_two_classes_at_each_label_level(seed: int) -> None:
     assert task.evaluate(task.origin(), "test").halves == pytest.approx(costs, abs=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("classes", [3, 4])
 def test_without_two_classes_at_each_level_there_are_no_halves(classes: int) -> None:
     trunk = make_trunk()
