@@ -98,7 +98,7 @@ print(fingerprint_of_code(made(1.0)))
     for hash_seed in "12":
         done = subprocess.run(
             [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": "tests"},  # for `helpers`
             cwd=Path(__file__).parents[2],
             capture_output=True,
             text=True,
