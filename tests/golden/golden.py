@@ -39,7 +39,7 @@ AVX2 = "ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=AVX2 OPENBLAS_
 USUAL = "seeds=2 workers=1 device=cpu"
 SCENES = (
     "data.images=[60,12,16] scene.size=64 scene.digits=[1,2] scene.scale=[32,52] shift.contrast=0.6 model.steps=150"
-    " model.batch_size=2 batch_size=1 finetune.steps=6 adapter.dim=4 seeds=1"
+    " model.batch_size=2 batch_size=1 finetune.steps=6 adapter.dim=4"
 )
 DETECTRON2 = "configs/detection/scenes_detectron2.yaml"
 TOY = "pictures=false model.epochs=2 adapter.dim=4 population=8 finetune.steps=6 best_evals=2"
