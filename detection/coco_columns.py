@@ -13,9 +13,9 @@ import numpy as np
 from msgspec import Raw, Struct
 from typing_extensions import override
 
-from metricopt_ext.detection.coco_entries import LARGEST, Entries
+from metricopt_ext.detection.coco_entries import Entries
 from metricopt_ext.detection.ids import Id
-from metricopt_ext.detection.tables import Booleans, Floats, Integers, Kind
+from metricopt_ext.detection.tables import LARGEST, Booleans, Floats, Integers, Kind
 from metricopt_ext.utils.files import JSON_LEVELS, parse_json
 
 Box = tuple[float, float, float, float]

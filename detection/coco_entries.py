@@ -13,12 +13,11 @@ import numpy as np
 from typing_extensions import override
 
 from metricopt_ext.detection.ids import Id, distinct, number
-from metricopt_ext.detection.tables import LONGEST_SIDE, Booleans, Floats, Integers, Kind
+from metricopt_ext.detection.tables import LARGEST, LONGEST_SIDE, Booleans, Floats, Integers, Kind, is_finite
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.words import brief
 
 FLAGS = {None: False, 0: False, 1: True, "": False, "0": False, "1": True}  # False and True are 0 and 1
-LARGEST = 1e30  # of a coordinate or score: sums of two are finite in float32
 
 
 class Entries(ABC):
@@ -201,7 +200,7 @@ def box_of(entry: Any, where: str) -> list[float]:
         raise DataError(f"{where} has the bbox_mode {brief(mode)}; bbox must be [left, top, width, height] in pixels")
     if box in (None, []) and shape:
         return _around(shape, where)
-    if not isinstance(box, list) or len(box) != 4 or not all(map(_is_finite, box)):
+    if not isinstance(box, list) or len(box) != 4 or not all(map(is_finite, box)):
         rotated = "; rotated boxes are of another kind" if isinstance(box, list) and len(box) == 5 else ""
         raise DataError(
             f"{where} has the bbox {brief(box)}; it must be 4 finite numbers, each at most {LARGEST:.0e}{rotated}"
@@ -236,7 +235,7 @@ def _extent(entry: Any, where: str, kind: Kind, shape: Any) -> tuple[list[float]
         mask = shape if kind == "segm" else mask_of(told, where)
         return box_around(mask), pixels_of(mask)
     points = shape if kind == "keypoints" else None if told else get(entry, "keypoints")
-    if isinstance(points, list) and points and len(points) % 3 == 0 and all(map(_is_finite, points)):
+    if isinstance(points, list) and points and len(points) % 3 == 0 and all(map(is_finite, points)):
         points = np.array(points, dtype=np.float64).reshape(-1, 3)
     box = box_around_points(points) if isinstance(points, np.ndarray) else box_of(entry, where)
     return box, box[2] * box[3]
@@ -245,7 +244,7 @@ def _extent(entry: Any, where: str, kind: Kind, shape: Any) -> tuple[list[float]
 def area_of(entry: Any) -> float:
     """Return the area that an annotation tells, NaN if it tells none."""
     area = get(entry, "area")
-    return float(area) if _is_finite(area) else math.nan
+    return float(area) if is_finite(area) else math.nan
 
 
 def _around(polygons: Any, where: str) -> list[float]:
@@ -256,7 +255,7 @@ def _around(polygons: Any, where: str) -> list[float]:
         return box_around(mask_of(polygons, where))
     whole = [each for each in polygons if isinstance(each, list)] if isinstance(polygons, list) else []
     numbers = [coordinate for each in whole for coordinate in each]
-    if len(whole) != len(polygons) or any(len(each) % 2 for each in whole) or not all(map(_is_finite, numbers)):
+    if len(whole) != len(polygons) or any(len(each) % 2 for each in whole) or not all(map(is_finite, numbers)):
         raise DataError(f"{where} has no bbox, and its segmentation is no list of polygons; AP50 is of boxes")
     x, y = ([coordinate for each in whole for coordinate in each[axis::2]] for axis in (0, 1))
     if not x:
@@ -266,7 +265,7 @@ def _around(polygons: Any, where: str) -> list[float]:
 
 def _score(entry: Any, where: str) -> float:
     score = get(entry, "score")
-    if not _is_finite(score):
+    if not is_finite(score):
         raise DataError(f"{where} has the score {brief(score)}; it must be a finite number")
     return float(score)
 
@@ -281,7 +280,3 @@ def flag_of(entry: Any, key: str, where: str) -> bool:
     if isinstance(value, list | dict) or value not in FLAGS:
         raise DataError(f"{where} has {brief(value)} as {key}; it must be 0 or 1")
     return FLAGS[value]
-
-
-def _is_finite(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= LARGEST  # NaN is not

@@ -29,6 +29,7 @@ Array = npt.NDArray[Any]
 
 # Pixels on the longest side of an image that an annotation may tell of; float32 still counts them one by one.
 LONGEST_SIDE = 1 << 24
+LARGEST = 1e30  # of a coordinate or score: sums of two are finite in float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,3 +239,8 @@ def _shapes(records: Sequence[Any]) -> Objects | None:
     if all(each.shapes is None for each in records):
         return None
     return as_objects([shape for each in records for shape in each.shapes or [None] * len(each.labels)])
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value that a file holds is a number that a coordinate, area or score can be."""
+    return type(value) in (int, float) and abs(value) <= LARGEST  # NaN is not

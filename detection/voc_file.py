@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from metricopt_ext.data.archives import Archive
-from metricopt_ext.detection.coco_entries import LARGEST
 from metricopt_ext.detection.records import UNREADABLE
-from metricopt_ext.detection.tables import LONGEST_SIDE
+from metricopt_ext.detection.tables import LARGEST, LONGEST_SIDE
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc_tree import XML, Folder, stem_of
 from metricopt_ext.errors import DataError
