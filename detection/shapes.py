@@ -4,7 +4,6 @@ Masks are pycocotools' run-length encodings, of pixels down the columns, and its
 trusts what it is given, so all that a file says of a mask is checked first.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 
 from metricopt_ext.data.decoding import MAX_PIXELS
 from metricopt_ext.detection.matching import Found, Pairs, Things
-from metricopt_ext.detection.tables import KINDS, Booleans, Floats, Integers, Kind
+from metricopt_ext.detection.tables import KINDS, Booleans, Floats, Integers, Kind, is_finite
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.words import brief
 
@@ -165,7 +164,7 @@ def keypoints_of(entry: Any, where: str) -> Floats:
             f"{where} has the keypoints None; they must be [x, y, flag, ...]. Name a file with keypoints, as COCO's"
             " person_keypoints_*.json, or compare boxes"
         )
-    if not isinstance(numbers, list) or not all(type(each) in (int, float) and math.isfinite(each) for each in numbers):
+    if not isinstance(numbers, list) or not all(map(is_finite, numbers)):
         raise DataError(f"{where} has the keypoints {brief(numbers)}; they must be [x, y, flag, ...], finite numbers")
     if len(numbers) != 3 * len(DEVIATIONS):
         raise DataError(

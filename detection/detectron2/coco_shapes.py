@@ -1,7 +1,6 @@
 """Masks and keypoints of COCO's files in the form of Detectron2's records, as its ``load_coco_json`` has them."""
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 from metricopt_ext.detection.coco import CocoSet
 from metricopt_ext.detection.records import Annotated
 from metricopt_ext.detection.shapes import mask_of, polygons_of
+from metricopt_ext.detection.tables import is_finite
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import JSON_BYTES, parse_json, read_bounded
 from metricopt_ext.utils.words import brief
@@ -102,8 +102,7 @@ def _mask(shape: Any, where: str, image: Annotated) -> Any:
 def _moved(numbers: Any, where: str, count: int) -> list[float]:
     if not count:
         raise DataError(f"{where} has keypoints, which no category names under 'keypoints'")
-    whole = isinstance(numbers, list) and all(type(each) in (int, float) and math.isfinite(each) for each in numbers)
-    if not whole or len(numbers) != 3 * count:
+    if not isinstance(numbers, list) or not all(map(is_finite, numbers)) or len(numbers) != 3 * count:
         raise DataError(
             f"{where} has the keypoints {brief(numbers)}; they must be [x, y, flag, ...] of the {count} that are named"
         )

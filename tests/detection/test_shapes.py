@@ -119,6 +119,7 @@ def test_masks_are_bounded_and_polygons_need_a_size() -> None:
         ({}, ("keypoints", "None")),
         ({"keypoints": [1, 2, 2]}, ("3", "17")),
         ({"keypoints": [float("inf")] * 51}, ()),
+        ({"keypoints": [10**400] * 51}, ()),  # which no float can hold
         ({"keypoints": [1] * 51, "num_keypoints": 0}, ("num_keypoints", "0", "17")),
         ({"keypoints": [0] * 51, "num_keypoints": 3}, ("num_keypoints", "3", "0")),
     ],
