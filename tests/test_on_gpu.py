@@ -239,6 +239,7 @@ def test_metricopt_follows_an_f_from_a_file_wherever_phi_is(members: int, device
         torch.testing.assert_close(end, ends[torch.device("cpu"), "cpu"], rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_recipe_learns_an_f_that_finetunes_a_start(device: torch.device) -> None:
     task = task_of(ADAPTERS["film"](network(device)), device, population=8)
     recipe = RecipeSettings(steps=4, rounds=1, evals=3)

@@ -44,6 +44,7 @@ def test_scikit_learns_own_checks(estimator: Any, check: Any) -> None:
     check(estimator)
 
 
+@pytest.mark.slow
 def test_in_a_pipeline_under_cross_validation_and_in_a_grid() -> None:
     X, y = table()
     pipeline = make_pipeline(StandardScaler(), MetricClassifier("f1_macro", queries=12, **SMALL))
@@ -67,6 +68,7 @@ def test_the_scorer_is_asked_of_the_held_out_rows_as_often_as_allowed() -> None:
     assert not [name for name in classifier.model_.state_dict() if "metricopt" in name]  # merged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scoring", ["balanced_accuracy", "neg_log_loss"])
 def test_what_is_kept_is_what_the_result_says(scoring: str) -> None:
     """The network without queries is that before the search, and the one that was kept is in the estimator."""
@@ -242,6 +244,7 @@ def test_rows_of_no_weight_are_as_if_they_were_not_there() -> None:
     assert weighed.score(X, np.arange(300) % 2) == 1
 
 
+@pytest.mark.slow
 def test_weights_count_in_the_loss_in_proportion() -> None:
     X, y = np.zeros((400, 1)), np.arange(400) % 2
     settings = {**SMALL, "epochs": 60, "batch_size": 70}
@@ -298,6 +301,7 @@ def test_weights_reach_scikit_learns_scorers() -> None:
     assert tuned.run_.after != pytest.approx(right.mean())
 
 
+@pytest.mark.slow
 def test_what_a_scorer_does_not_take_is_said() -> None:
     X, y = table()
 
@@ -370,6 +374,7 @@ def test_several_labels_for_each_row() -> None:
     np.testing.assert_array_equal(by_sparse.predict(X), predicted)
 
 
+@pytest.mark.slow
 def test_thresholds_are_a_start_that_predicts_as_many_as_there_are() -> None:
     X, y = several()
     classifier = MetricClassifier("f1_macro", queries=20, **SMALL)

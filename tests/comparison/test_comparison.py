@@ -321,6 +321,7 @@ def test_the_trained_model_is_always_among_the_starts(experiment: Any, tmp_path:
     assert rows(tmp_path)["starts"]["validation"].keys() == {"pretrained", "half"}
 
 
+@pytest.mark.slow
 def test_a_comparison_runs_what_optimize_metric_does(
     experiment: Any, quadratic: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

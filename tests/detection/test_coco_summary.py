@@ -112,6 +112,7 @@ def known(numbers: dict[str, float | None]) -> list[float]:
     return [-1 if value is None else value for value in numbers.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:boxes in:UserWarning", "ignore:.*would hit an object:UserWarning")
 @pytest.mark.parametrize(
     ("seed", "images", "most"), [*((seed, 12, 25) for seed in range(8)), (8, 3, 300), (9, 1, 1), (10, 2, 300)]

@@ -47,6 +47,7 @@ def assert_same(ours: Detections, other: Detections) -> None:
     torch.testing.assert_close(ours.scores, other.scores, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "batch"),
     [*(("small_fpn", batch) for batch in (SAME_SIZE, *ALONE)), ("fasterrcnn_resnet50_fpn_v2", ALONE[0])],

@@ -94,6 +94,7 @@ def test_a_shift_changes_val_and_test_alone(folder: Path, tmp_path: Path) -> Non
         assert (shifted - expected).abs().max() <= (0 if split == "train" else 1 / 255)
 
 
+@pytest.mark.slow
 def test_a_shift_adds_noise_and_scales_digits(tmp_path: Path) -> None:
     counts = (30, 30, 1)
     write_scenes(tmp_path, images=counts, digits_per_scene=(1, 1), shift=SceneShift(noise_std=0.1, scale=0.6))

@@ -170,6 +170,7 @@ def iou(first: Tensor, second: Tensor) -> float:
     return width * height / (sum(areas) - width * height)
 
 
+@pytest.mark.slow
 def test_training_can_be_replayed() -> None:
     first, losses = train(steps=3)
     torch.rand(5)

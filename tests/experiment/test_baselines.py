@@ -116,6 +116,7 @@ def test_a_share_of_the_way_is_kept_at_each_budget_where_classes_are_new(quadrat
         assert each.after_choice(1).queries == budget
 
 
+@pytest.mark.slow
 def test_passes_are_those_of_the_queries_and_of_the_losses(quadratic: Callable[..., Any]) -> None:
     """The metric runs the model; a check of the loss takes 2 batches or 1, the probe 64, Guided ES one a step."""
     config = RunConfig()

@@ -227,6 +227,7 @@ def test_the_time_is_the_probes_times_the_plan() -> None:
     assert work == (2 * 8 * 3 + 6 + 5, 4 * 10, (2 * 3 + 2) * 10, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [SEARCH, RECIPE, PAPER], ids=lambda method: method.name)
 def test_the_files_are_those_of_a_run(
     method: Any, toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]

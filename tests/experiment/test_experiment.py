@@ -177,6 +177,7 @@ def test_a_comparison_counts_the_passes_of_a_soup_once(tmp_path: Path) -> None:
     assert counted.losses.count == 6 * experiment.training().share_of(0.1)
 
 
+@pytest.mark.slow
 def test_baselines_end_at_starts_that_cost_what_they_ask_and_begin_other_methods(tmp_path: Path) -> None:
     names = ("whole_network_labels", "em_prior", "batchnorm_mixed", "soup", "soup_greedy", "whitening")
     plan = Plan((*names, "random_search"), (5, 14), ("soup_greedy", "batchnorm"))

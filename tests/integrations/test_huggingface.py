@@ -82,6 +82,7 @@ class Counted(transformers.TrainerCallback):
     on_prediction_step = on_evaluate
 
 
+@pytest.mark.slow
 def test_what_the_trainer_reloads_is_what_was_judged(tmp_path: Path) -> None:
     host, counted = trainer(tmp_path, load_best_model_at_end=True, metric_for_best_model="likelihood"), Counted()
     host.train()
@@ -115,6 +116,7 @@ def test_what_the_trainer_reloads_is_what_was_judged(tmp_path: Path) -> None:
     assert all(torch.equal(each, weights[name]) for name, each in resumed.model.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("masked", "population"), [(False, 32), (True, 1)])
 def test_the_population_is_what_the_model_can_do(masked: bool, population: int, tmp_path: Path) -> None:
     """BERT's code looks into a mask, which ``vmap`` can't."""
@@ -131,6 +133,7 @@ def test_the_population_is_what_the_model_can_do(masked: bool, population: int, 
     assert host.evaluate()["eval_likelihood"] == pytest.approx(run.after, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_what_the_guard_did_not_change_leaves_the_files_alone(tmp_path: Path) -> None:
     host = trainer(tmp_path, num_train_epochs=1, compute_metrics=lambda prediction: {"f1": 0.5})
     host.train()
@@ -249,6 +252,7 @@ def test_sharded_weights_are_replaced_as_a_whole(
     assert not torch.equal(weights["classifier.bias"], untuned["classifier.bias"])
 
 
+@pytest.mark.slow
 def test_deepspeed_s_own_weights_are_named(tmp_path: Path) -> None:
     host = trainer(tmp_path, num_train_epochs=1)
     host.train()

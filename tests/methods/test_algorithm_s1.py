@@ -226,6 +226,7 @@ def test_meta_testing_is_the_optimizer_alone(quadratic: Callable[..., Any], sees
     torch.testing.assert_close(task.adapter.phi.detach(), path[5], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_the_paper_s_own_parts_run(quadratic: Callable[..., Any]) -> None:
     settings = replace(AlgorithmS1.paper(steps=6, evals=4), pairs=2, hidden=4)
     task = quadratic(3)

@@ -164,6 +164,7 @@ def test_without_a_folder_it_is_charged_at_once() -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_interrupted_one_goes_on(tmp_path: Path) -> None:
     whole, cut, again = Shifted(), Shifted(), Shifted()
     assess(whole.task, starts=whole.starts, output_dir=tmp_path / "whole", callback=Callback())

@@ -241,6 +241,7 @@ def test_halves_tell_chance_as_without_constraints(toy: Toy) -> None:
     assert toy.share_left(run.after) < 0.3
 
 
+@pytest.mark.slow
 def test_a_part_of_the_way_is_kept_only_if_it_is_known_to_satisfy_them(toy: Toy) -> None:
     """Classes are new: halves pull to both sides of the goal, and what is kept is between start and end, or either."""
     goal = toy.task.problem.goal
@@ -284,6 +285,7 @@ def test_held_out_data_do_not_bring_back_a_start_that_violates(toy: Toy) -> None
 # --- Several values, from one function or several ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_functions_of_their_own_are_asked_at_every_query_if_bounded(quadratic: Make) -> None:
     """The run is that of one function that tells both."""
     toy, other, calls = Toy(quadratic), Toy(quadratic), []
@@ -381,6 +383,7 @@ def tell_all(search: Search, toy: Toy, stop: int = 1000) -> None:
             search.tell(trial.id, told.pop("distance"), also=told)
 
 
+@pytest.mark.slow
 def test_ask_and_tell_is_optimize_metric(quadratic: Make, tmp_path: Path) -> None:
     toy, other = Toy(quadratic), Toy(quadratic)
     expected = go(toy.judged(), 30, seed=2, output_dir=tmp_path / "whole")
@@ -419,6 +422,7 @@ def test_an_adapter_alone_may_be_subject_to_something(toy: Toy) -> None:
     assert_refused(lambda: Search(toy.task, 24, subject_to={"along": ">= 0"}), ValueError, "subject_to")
 
 
+@pytest.mark.slow
 def test_a_run_that_broke_goes_on_bit_for_bit(quadratic: Make, tmp_path: Path) -> None:
     whole, broken = Toy(quadratic), Toy(quadratic)
     expected = go(whole.judged(), 30, output_dir=tmp_path / "whole")

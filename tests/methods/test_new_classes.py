@@ -323,6 +323,7 @@ def test_budgets_that_are_looked_at_on_the_way_have_shares_of_their_own(quadrati
     assert task.metric.ledger.spent == 30 + 2  # the first end, and what is kept of it
 
 
+@pytest.mark.slow
 def test_ask_and_tell_ends_as_the_run_does_and_has_fs_mean_before(quadratic: Make) -> None:
     expected = run_of(of_classes(quadratic(), 1.5))
     task = of_classes(quadratic(), 1.5)

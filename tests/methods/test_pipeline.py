@@ -258,6 +258,7 @@ def test_a_loss_without_a_gradient_costs_no_query(quadratic: Callable[..., Any],
     assert task.queries == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [RECIPE, None], ids=["recipe", "guided"])
 def test_a_loss_that_fails_for_several_phi_at_once_costs_no_query(quadratic: Callable[..., Any], strategy: Any) -> None:
     def loss(model: Any, batch: Any) -> Any:
@@ -892,6 +893,7 @@ def test_direct_search_is_a_strategy_on_the_same_ledger(quadratic: Callable[...,
     assert f"kept the end of the search\n{said}" in str(result)
 
 
+@pytest.mark.slow
 @each_search
 def test_a_resumed_search_asks_nothing_twice(quadratic: Callable[..., Any], tmp_path: Path, search: Search) -> None:
     expected = optimize_metric(quadratic(), queries=100, strategy=search, callback=Callback())

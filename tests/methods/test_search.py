@@ -45,6 +45,7 @@ def tell_all(search: Search, score: Callable[[nn.Module], float], *, n: int = 3,
                 search.tell(trial.id, score(model))
 
 
+@pytest.mark.slow
 @each_strategy
 def test_the_loop_is_optimize_metric_byte_for_byte(quadratic: Make, tmp_path: Path, strategy: Any) -> None:
     """Each batch told in reverse, and the second half by another object that goes on from the folder."""

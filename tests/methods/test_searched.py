@@ -80,6 +80,7 @@ class Normed:
         return float(off + 0.1 * (model.metricopt.phi - 1).square().mean())
 
 
+@pytest.mark.slow
 def test_the_guided_search_is_the_default(quadratic: Callable[..., Any]) -> None:
     task, alone = quadratic(), quadratic()
     result = guided(task)
@@ -119,6 +120,7 @@ def test_a_start_may_be_what_the_model_holds(quadratic: Callable[..., Any]) -> N
     assert_same_search(result, guided(other, starts=starts_of(other, near=0.8)))
 
 
+@pytest.mark.slow
 def test_the_guard_refuses_an_end_and_a_start_alike(halved: Callable[..., Any], quadratic: Callable[..., Any]) -> None:
     sure, unsure = halved(quadratic(), 1e-4), halved(quadratic(), 1e4)
     kept, left = (guided(task, starts=starts_of(quadratic())) for task in (sure, unsure))
@@ -383,6 +385,7 @@ def test_failures_count_over_resumes(quadratic: Callable[..., Any], tmp_path: Pa
     assert run(tmp_path / "stopped", (12,)) == run(tmp_path / "twice", (9, 7)) == whole
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_removed_or_replaced_ends_the_run(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     for replaced in (False, True):
         task, folder = quadratic(), tmp_path / "run"

@@ -143,6 +143,7 @@ def test_memory_does_not_grow_with_the_neighbours_of_all_queries(monkeypatch: py
     assert peak < 2**17 * 40 < 4000 * 1001 * 12 / 8  # an eighth of indices and distances for all
 
 
+@pytest.mark.slow
 def test_ties_come_in_the_order_of_their_rows() -> None:
     rng = np.random.default_rng(3)
     x = rng.integers(3, size=(300, 3)).astype(np.float32)  # 27 points, each some 11 times
@@ -471,6 +472,7 @@ def test_progress_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_searches_on_a_gpu_where_faiss_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """FAISS' GPU classes are played by those of the CPU: only how they are called is tested."""
     asked: list[Any] = []

@@ -254,6 +254,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_a_run_is_evaluated_on_its_test_classes(run: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = evaluate(folder, "--run-dir", str(run), "--ks", "1", "2", "4")
     rows = {row["gallery"]: row for row in report["galleries"]}

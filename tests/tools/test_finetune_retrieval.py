@@ -293,6 +293,7 @@ def test_class_folders_with_a_fixed_test_part_and_a_subset_of_queries(tmp_path: 
     assert content["methods"]["metricopt"]["test"] == [pytest.approx(expected)]
 
 
+@pytest.mark.slow
 def test_another_metric_than_recall(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = ["metric.name=sklearn.metrics:silhouette_score", "metric.bounds=[-1.0,1.0]"]
     call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, *own)

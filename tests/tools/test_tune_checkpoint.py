@@ -157,6 +157,7 @@ def finetunes(folder: Path) -> list[str]:
     return ["--mix", "one.safetensors", "two.safetensors"]
 
 
+@pytest.mark.slow
 def test_finetunes_are_mixed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mix = finetunes(folder)
     arguments = [each for each in words(program(folder, PRINT), *PARSE, *HALVES, *mix, queries=30) if each != "--dim"]
@@ -181,6 +182,7 @@ def test_finetunes_are_mixed(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert "mix" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_result_does_not_depend_on_jobs(folder: Path) -> None:
     command = program(folder, PRINT.replace("print(", "time.sleep(0.03 * (int(sys.argv[2]) % 3)); print("))
     for jobs in ("1", "2", "3"):
@@ -280,6 +282,7 @@ def test_repeats_guard_a_noisy_score(folder: Path) -> None:
     assert content["after"] > content["before"]
 
 
+@pytest.mark.slow
 def test_data_held_out_have_the_last_word(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = program(folder, PRINT)
     tune(*words(command, *PARSE, "--holdout", program(folder, PRINT, "same.py")))
@@ -328,6 +331,7 @@ def settable(folder: Path, code: str = WITH_SETTINGS, name: str = "score.py") ->
     return f"{program(folder, code, name)} {{mode}} {{t}}"
 
 
+@pytest.mark.slow
 def test_settings_first_and_the_checkpoint_with_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = settable(folder)
     tune(*words(command, *PARSE, *HALVES, *SETTINGS, queries=30))
@@ -374,6 +378,7 @@ def test_a_run_with_settings_goes_on_wherever_it_was_killed(folder: Path) -> Non
         assert report(out)["queries"]["settings"] == asked
 
 
+@pytest.mark.slow
 def test_settings_that_gain_nothing_leave_the_checkpoint_its_turn(folder: Path) -> None:
     command = settable(folder, WITH_SETTINGS.replace("0.1 * (", "-0.1 * (").replace("- 0.6", "- 0.5"))
     tune(*words(command, *PARSE, *HALVES, *SETTINGS, queries=30))

@@ -144,6 +144,7 @@ def test_a_killed_run_goes_on_to_the_same_end(folder: Path) -> None:
     assert without_times("out") == without_times("whole")
 
 
+@pytest.mark.slow
 def test_a_stopped_run_says_how_to_go_on(folder: Path) -> None:
     code = SCORE.replace("chance =", "time.sleep(100 * (trial > '0')); chance =")
     process = started("tune-settings", *words(program(code), *PARSE))
