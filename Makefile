@@ -105,7 +105,7 @@ docs: $(STAMP)  ## build the documentation site into out/docs; a broken link or 
 nightly: $(STAMP)  ## run all that is too long for each change, a line a target; what has passed at this commit is not repeated
 	.ci/nightly
 
-test-slow: $(STAMP)  ## run the tests of more than a few seconds: whole programs, notebooks, examples, ranks
+test-slow: $(STAMP)  ## run the tests of more than two seconds: whole programs, notebooks, examples, ranks
 	$(PYTEST) -m "slow and not outcome" $(ARGS) --ignore=tests/test_faults.py --ignore=tests/test_hostile_files.py
 
 test-detectron2: .venv-detectron2/.installed  ## run all tests of Detectron2; DETECTRON2=PATH takes another source
