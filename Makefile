@@ -44,11 +44,10 @@ quality: $(STAMP)  ## check lint, format, the order of imports between packages,
 test: $(STAMP)  ## run the quick tests on all cores; ARGS goes to pytest, e.g. ARGS="-n 2 tests/search"
 	$(PYTEST) -m "not slow and not outcome" $(ARGS)
 
-# The core's lower floors, without the searches of other packages, which fit for seconds.
-FAST := tests/adapters tests/tasks tests/utils tests/value tests/search \
-	$(addprefix --ignore=tests/search/test_,ngopt.py noisy_ei.py optuna_sampler.py turbo.py)
+# The core's lower floors.
+FAST := tests/adapters tests/tasks tests/utils tests/value
 
-test-fast: $(STAMP)  ## run the quick tests of the core, from adapters to searches: a minute on two cores
+test-fast: $(STAMP)  ## run the quick tests of the core's lower floors, from adapters to value functions: a minute on two cores
 	$(PYTEST) -m "not slow and not outcome" $(ARGS) $(FAST)
 
 test-programs: $(STAMP)  ## run five whole programs, one that is killed and resumed, and one under torchrun
