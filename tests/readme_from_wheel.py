@@ -1,8 +1,7 @@
-"""Run the README's code and commands, shorter, by what is installed; ``make test-wheel`` does.
+"""Run the README's code and two commands by what is installed; ``make test-wheel`` does.
 
-Usage: python readme_from_wheel.py README.md, in an empty folder. What the README takes as given is made here: a network
-and data, a checkpoint and what evaluates it, and a folder of tables. ``python tools/NAME.py`` of a clone is
-``metricopt NAME`` of an installation.
+Usage: python readme_from_wheel.py README.md, in an empty folder. What they take as given is made here: a network and
+data, a checkpoint and what evaluates it, and a folder of tables.
 """
 
 import os
@@ -20,7 +19,12 @@ from torchvision.models import resnet18
 
 import metricopt_ext
 
-SHORTER = {"queries=150": "queries=20", "--queries 100": "--queries 20", "FOLDER": "tables"}
+COMMANDS = (
+    "finetune-classifier --config-file configs/classification/a9a.yaml --output-dir out/a9a data.root=tables"
+    " metric.name=f1 queries=20 seeds=1 device=cpu",
+    "tune-checkpoint --checkpoint model.pth --score 'python evaluate.py --weights {checkpoint}' --output tuned.pth"
+    " --parse 'accuracy: ([0-9.]+)' --queries 20 --output-dir out/tuned",
+)
 EVALUATE = """
 import argparse
 import torch
@@ -45,7 +49,7 @@ def given() -> dict[str, Any]:
 
 
 def write_files() -> None:
-    """Write what the README's commands take as given."""
+    """Write what the commands take as given."""
     torch.manual_seed(0)
     Path("evaluate.py").write_text(EVALUATE)
     torch.save(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).state_dict(), "model.pth")
@@ -60,33 +64,19 @@ def write_files() -> None:
         (Path("tables") / name).write_text("\n".join(lines) + "\n")
 
 
-def shortened(text: str) -> str:
-    """Return code or a command with fewer queries, on the folder made here."""
-    for old, new in SHORTER.items():
-        text = text.replace(old, new)
-    return text
-
-
 def main(readme: Path) -> None:
-    """Run the Python blocks as one script, then each command of a tool."""
+    """Run the Python block, then the commands."""
     installed = Path(metricopt_ext.__file__).resolve().parent
     assert installed != readme.resolve().parent / "metricopt_ext", "it is the checkout's, not an installed one"
-    text = readme.read_text()
-    script = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.S | re.M))
+    (script,) = re.findall(r"^```python\n(.*?)^```", readme.read_text(), re.S | re.M)
     assert "queries=150" in script
-    exec(compile(shortened(script), str(readme), "exec"), given())
+    exec(compile(script.replace("queries=150", "queries=20"), str(readme), "exec"), given())
     write_files()
-    shell = "".join(re.findall(r"^```sh\n(.*?)^```", text, re.S | re.M)).replace("\\\n", " ")
-    commands = re.findall(r"^python tools/(\w+)\.py (.*)$", shell, re.M)
-    assert len(commands) > 1
     programs = Path(sys.executable).parent
-    for tool, words in commands:
-        command = ["metricopt", tool.replace("_", "-"), *shlex.split(shortened(words), comments=True)]
-        if "--config-file" in command:
-            command += ["seeds=1", "device=cpu"]
-        print(f"$ {shlex.join(command)}", flush=True)
+    for command in COMMANDS:
+        print(f"$ metricopt {command}", flush=True)
         path = os.pathsep.join([str(programs), os.environ["PATH"]])
-        subprocess.run([programs / command[0], *command[1:]], check=True, env={**os.environ, "PATH": path})
+        subprocess.run([programs / "metricopt", *shlex.split(command)], check=True, env={**os.environ, "PATH": path})
 
 
 if __name__ == "__main__":
