@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from metricopt_ext.errors import DataError
 from metricopt_ext.experiment.style import print_table
-from metricopt_ext.retrieval.approximate import Index, Overlap, recall_by_index
 from metricopt_ext.retrieval.inputs import Items, as_ids
 from metricopt_ext.retrieval.intervals import difference_interval, interval
 from metricopt_ext.retrieval.neighbours import Distance
@@ -37,7 +36,7 @@ class Search(NamedTuple):
     Attributes:
         name: Its name in the table.
         queries: The queries.
-        items: The gallery, whose embeddings may be an `Index`; None if it is the queries.
+        items: The gallery; None if it is the queries.
         cameras: Those of both; None if they don't count.
         classes: The names of the classes by label; None if they have none.
         other: Other embeddings of the same items, which these are compared with; None without.
@@ -49,11 +48,6 @@ class Search(NamedTuple):
     cameras: Cameras | None = None
     classes: Sequence[str] | None = None
     other: "Search | None" = None
-
-    @property
-    def by_index(self) -> bool:
-        """Whether the gallery is an index of the user's own."""
-        return self.items is not None and isinstance(self.items[0], Index)
 
     def reversed(self) -> "Search":
         """Return the gallery's search for the queries."""
@@ -72,10 +66,8 @@ class Options:
         names: Metrics beside recall, as in `ranking_metrics`.
         distance: As in `recall_at_k`.
         query_subset: As in `recall_at_k`.
-        seed: As in `recall_at_k`, and of the sample.
+        seed: As in `recall_at_k`.
         per_class: Whether each class is judged alone, too.
-        index: What finds neighbours approximately; None for exact search.
-        sample: How many queries tell how near that is to exact search.
     """
 
     ks: Sequence[int]
@@ -84,8 +76,6 @@ class Options:
     query_subset: int | None = None
     seed: int = 0
     per_class: bool = False
-    index: str | None = None
-    sample: int = 1000
 
 
 @dataclass(frozen=True)
@@ -107,7 +97,6 @@ class Row:
         classes: The same numbers of each class alone, by its name.
         against: What other embeddings of the same items have: ``values``, and ``differences`` of ours from them with
             their 95% ``intervals`` over queries, by name.
-        index: What found the neighbours, if not exact search, and how near that is.
     """
 
     gallery: str
@@ -123,7 +112,6 @@ class Row:
     copies: int
     classes: dict[str, dict[str, float]] | None = None
     against: dict[str, Any] | None = None
-    index: Overlap | None = None
 
     def report(self) -> dict[str, Any]:
         """Return what the report has of it."""
@@ -141,7 +129,7 @@ def evaluated(search: Search, options: Options) -> Row:
         DataError: As from `recall_at_k` and `ranking_metrics`; the other embeddings are not of the same items.
     """
     started = time.perf_counter()
-    recall, each, near = _judged(search, options)
+    recall, each = _judged(search, options)
     seconds = time.perf_counter() - started
     metrics = [name for name in each if name not in ("mean", *(f"recall_at_{k}" for k in recall.at))]
     classes = None
@@ -150,7 +138,7 @@ def evaluated(search: Search, options: Options) -> Row:
         classes = {search.classes[label] if search.classes else str(label): of for label, of in means.items()}
     against = None
     if search.other is not None:
-        theirs, others, _ = _judged(search.other, options)
+        theirs, others = _judged(search.other, options)
         if not np.array_equal(theirs.rows, recall.rows):
             raise DataError(f"{search.other.name} is not of the same queries and galleries; their labels differ")
         differences = {name: values - others[name] for name, values in each.items()}
@@ -174,11 +162,10 @@ def evaluated(search: Search, options: Options) -> Row:
         recall.copies,
         classes,
         against,
-        near,
     )
 
 
-def _judged(search: Search, options: Options) -> tuple[Recall, Values, Overlap | None]:
+def _judged(search: Search, options: Options) -> tuple[Recall, Values]:
     """The recalls, and all values of each query by name: the recalls, their mean, and the metrics."""
     arguments: dict[str, Any] = {
         "gallery": search.items,
@@ -186,15 +173,11 @@ def _judged(search: Search, options: Options) -> tuple[Recall, Values, Overlap |
         "query_subset": options.query_subset,
         "seed": options.seed,
     }
-    near, ks = None, tuple(dict.fromkeys(options.ks))
+    ks = tuple(dict.fromkeys(options.ks))
     names = [name for name in options.names if name != "recall"]  # which is always there
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        if options.index is not None or search.by_index:
-            recall, near = recall_by_index(
-                *search.queries, ks, options.index, options.sample, progress=search.name, **arguments
-            )
-        elif search.cameras is None:
+        if search.cameras is None:
             recall = recall_at_k(*search.queries, ks, progress=search.name, **arguments)
         ranked: Values = {}
         if names or search.cameras is not None:
@@ -210,7 +193,7 @@ def _judged(search: Search, options: Options) -> tuple[Recall, Values, Overlap |
         print(f"note: {search.name}: {said}")
     hits = {f"recall_at_{k}": recall.places < k for k in ks} if search.cameras is None else ranked
     hits = {f"recall_at_{k}": np.asarray(hits[f"recall_at_{k}"], np.float64) for k in ks}
-    return recall, {**hits, "mean": np.mean(list(hits.values()), axis=0), **ranked}, near
+    return recall, {**hits, "mean": np.mean(list(hits.values()), axis=0), **ranked}
 
 
 def print_rows(rows: list[Row], searched: str) -> None:
@@ -232,15 +215,7 @@ def print_rows(rows: list[Row], searched: str) -> None:
 
 
 def _print_besides(row: Row, titles: dict[str, str]) -> None:
-    """Print what was asked for beside the numbers of a row: its index, its classes, and other embeddings."""
-    if row.index is not None and not row.index.sample:
-        print(f"{row.gallery}: found by {row.index.name}, which can't be compared with exact search")
-    elif row.index is not None:
-        each = ", ".join(
-            f"R@{k} {row.index.recall[k]:.4f}, exactly {row.index.exact[k]:.4f} ({found:.1%} of the {k} nearest found)"
-            for k, found in row.index.found.items()
-        )
-        print(f"{row.gallery}: found by {row.index.name}. For {row.index.sample} queries: {each}")
+    """Print what was asked for beside the numbers of a row: its classes, and other embeddings."""
     if row.classes is not None:
         means = {name: values["mean"] for name, values in row.classes.items()}
         each = ", ".join(f"{name} {means[name]:.4f}" for name in sorted(means, key=means.__getitem__)[:LOWEST])

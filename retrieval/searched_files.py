@@ -9,7 +9,6 @@ import numpy as np
 
 from metricopt_ext.data.arrays import Names, array_names, holds_several, read_array, read_shape
 from metricopt_ext.errors import DataError
-from metricopt_ext.retrieval.approximate import read_index
 from metricopt_ext.retrieval.cameras import JUNK
 from metricopt_ext.retrieval.copies import equal_items
 from metricopt_ext.retrieval.evaluation import Cameras, Search
@@ -27,12 +26,6 @@ def search_files(arguments: argparse.Namespace) -> Iterator[Search]:
     names = Names()  # over all files: the same name is the same class
     queries = read_items(arguments.embeddings, arguments.labels, "--labels", names)
     embeddings, labels = arguments.gallery_embeddings, arguments.gallery_labels
-    if arguments.gallery_index is not None:
-        path = arguments.gallery_index
-        theirs = names.numbered(read_array(labels[0], "labels"), labels[0])
-        index = read_index(path, int(queries[0].shape[-1]), arguments.distance, len(theirs))
-        yield Search(str(path), queries, (index, theirs), None, names.names)
-        return
     check_galleries(embeddings, labels, queries)
     others = galleries(embeddings, labels, arguments.embeddings, queries, names)
     baselines = arguments.against_gallery or [None] * max(1, len(embeddings))

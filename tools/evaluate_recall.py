@@ -29,9 +29,7 @@ With --run-dir, it takes another run on the same data, and compares the models o
 itself, and compares its models after finetuning with those before. With --both-directions, each gallery also searches
 the queries, as for images and texts, where several texts may have one image's label.
 
---index searches approximately, for a gallery too large to search exactly; --sample queries are also searched exactly,
-to show the loss. --gallery-index takes an index written by FAISS, whose items are the rows of --gallery-labels. With
---cameras, a query ignores gallery items of its own label and camera: Recall@k is then the cumulative matching
+With --cameras, a query ignores gallery items of its own label and camera: Recall@k is then the cumulative matching
 characteristic (CMC), and re-identification's mAP stands beside it. A file of cameras has integers or names; a file with
 several arrays names them "cameras". Prints a table with 95% intervals over queries, and writes report.json.
 """
@@ -54,7 +52,7 @@ if TYPE_CHECKING:
 # The options that belong to each kind of queries.
 OPTIONS = {
     "--embeddings": (
-        *("labels", "cameras", "gallery_embeddings", "gallery_labels", "gallery_cameras", "gallery_index"),
+        *("labels", "cameras", "gallery_embeddings", "gallery_labels", "gallery_cameras"),
         "against_gallery",
     ),
     "--images": ("config_file", "weights", "entry", "adapter", "gallery_images", "grey"),
@@ -88,7 +86,6 @@ def main() -> None:
     parser.add_argument(
         "--gallery-cameras", action="append", default=[], type=Path, help="its cameras, m of them; one per gallery"
     )
-    parser.add_argument("--gallery-index", type=Path, help="in place of galleries, FAISS' index of one; see above")
     parser.add_argument(
         "--gallery-images", action="append", default=[], type=Path, help="a gallery for --images; may be repeated"
     )
@@ -112,8 +109,6 @@ def main() -> None:
     parser.add_argument(
         "--against-gallery", action="append", default=[], type=Path, help="other embeddings of each gallery"
     )
-    parser.add_argument("--index", choices=["ivf", "hnsw"], help="search approximately; default: exactly")
-    parser.add_argument("--sample", type=int, help="with --index, how many queries to compare; default: 1000")
     parser.add_argument(
         "--distance",
         choices=["l2", "ip", "cosine"],
@@ -150,12 +145,12 @@ def run(arguments: argparse.Namespace) -> None:
             metrics = arguments.metrics or (["mean_average_precision"] if search.cameras is not None else [])
             options = Options(
                 *(arguments.ks, metrics, arguments.distance, arguments.query_subset, arguments.seed),
-                *(arguments.per_class, arguments.index, 1000 if arguments.sample is None else arguments.sample),
+                arguments.per_class,
             )
             rows.append(evaluated(search, options))
             if arguments.both_directions and search.items is not None:
                 reverse.append(evaluated(search.reversed(), options))
-            vectors = Vectors((search.queries if search.items is None or search.by_index else search.items)[0])
+            vectors = Vectors((search.queries if search.items is None else search.items)[0])
             found = [np.linalg.norm(vectors.rows(part), axis=1) for part in vectors.parts()]
             lengths += [min(each.min() for each in found), max(each.max() for each in found)]
     except MetricOptError:
@@ -201,7 +196,7 @@ def without_copies(search: "Search") -> "Search":
     from metricopt_ext.retrieval.copies import equal_items, repeated
 
     name, queries, items, cameras, _, other = search
-    copied = items is not None and not search.by_index and equal_items(queries, items)
+    copied = items is not None and equal_items(queries, items)
     if cameras is not None and (copied or items is None) and not np.array_equal(*cameras):
         raise DataError(f"{name} is a copy of the queries, but its cameras are not those of --cameras")
     if (copied or items is None) and other is not None and other.items is not None:
@@ -233,8 +228,6 @@ def check_options(arguments: argparse.Namespace) -> None:
     galleries = len(arguments.gallery_embeddings or arguments.gallery_images)
     if arguments.both_directions and not galleries:
         raise DataError("--both-directions needs galleries, which search the queries: --gallery-embeddings")
-    if arguments.sample is not None and arguments.index is None:
-        raise DataError("--sample is for --index, which searches approximately; exact search needs none")
     if arguments.against_gallery and arguments.against is None:
         raise DataError("--against-gallery needs --against, other embeddings of the queries")
     if arguments.images is not None and arguments.against is not None and arguments.against.suffix in OF_EMBEDDINGS:
@@ -247,13 +240,6 @@ def check_options(arguments: argparse.Namespace) -> None:
             f"with --against, each --gallery-embeddings needs its --against-gallery, got {galleries} and"
             f" {len(arguments.against_gallery)} of them"
         )
-    by_index = "--gallery-index" if arguments.gallery_index else "--index" if arguments.index else ""
-    if by_index and (arguments.metrics or arguments.cameras):
-        raise DataError(f"{by_index} finds nearest neighbours; leave --metrics and --cameras out, which rank all items")
-    if arguments.gallery_index and (galleries or arguments.index or arguments.against):
-        raise DataError("--gallery-index is gallery and search; leave other galleries, --index and --against out")
-    if arguments.gallery_index and len(arguments.gallery_labels) != 1:
-        raise DataError("--gallery-index needs --gallery-labels, one label for each of its items")
 
 
 def searches(arguments: argparse.Namespace) -> "Iterable[Search]":

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("faiss")
 pytest.importorskip("pytorch_metric_learning")
 
-import faiss
 from pytorch_metric_learning.distances import CosineSimilarity
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from pytorch_metric_learning.utils.inference import CustomKNN
@@ -547,23 +546,6 @@ def test_both_directions_of_images_and_texts(folder: Path, capsys: pytest.Captur
     assert "the queries, from t.npy" in capsys.readouterr().out
 
 
-def test_what_an_index_finds_is_told_beside_exact_search(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (row,) = evaluate(folder, *QUERIES, *A, "--ks", "1", "3", "--index", "ivf", "--sample", "20")["galleries"]
-    exact = recall_at_k(*items(folder, "q"), (1, 3), gallery=items(folder, "a"))
-    assert row["recall"] == as_json(exact.at)  # all of its one list
-    assert (row["index"]["sample"], row["index"]["found"]) == (20, {"1": 1.0, "3": 1.0})
-    assert row["index"]["recall"] == row["index"]["exact"]
-    assert "a.npy: found by ivf, 1 of 1 lists. For 20 queries: R@1 " in (shown := capsys.readouterr().out)
-    assert "(100.0% of the 3 nearest found)" in shown
-
-    index = faiss.IndexFlatL2(3)
-    index.add(items(folder, "a")[0])
-    faiss.write_index(index, str(folder / "a.faiss"))
-    (row,) = evaluate(folder, *QUERIES, "--gallery-index", "a.faiss", *A_LABELS, "--ks", "1", "3")["galleries"]
-    assert (row["gallery"], row["size"], row["recall"]) == ("a.faiss", 60, as_json(exact.at))
-    assert "found by IndexFlatL2 of a.faiss, which can't be compared with exact search" in capsys.readouterr().out
-
-
 def test_cameras_are_of_one_file_or_of_a_name(folder: Path) -> None:
     own = cameras(folder, "q", 40, 1)
     x, y = items(folder, "q")
@@ -651,12 +633,6 @@ def test_wide_tables_are_whole(folder: Path, capsys: pytest.CaptureFixture[str])
             (*QUERIES, *COPY, "--against", "q.npy", "--against-gallery", "more.npy"),
             "--against-gallery is none of --against",
         ),
-        ((*QUERIES, "--sample", "5"), "--sample is for --index, which searches"),
-        ((*QUERIES, "--index", "ivf", "--metrics", "ndcg"), "--index finds nearest neighbours; leave"),
-        ((*QUERIES, "--index", "hnsw", "--sample", "0"), "least 1 query, got 0"),
-        ((*QUERIES, "--gallery-index", "q.npy"), "--gallery-index needs --gallery-labels"),
-        ((*QUERIES, *A, "--gallery-index", "q.npy"), "--gallery-index is gallery and search;"),
-        ((*QUERIES, *A_LABELS, "--gallery-index", "q.npy"), "index of embeddings of dimension 3"),
         (("--images", "x", *CAMERAS), "--cameras and --gallery-cameras can't"),
     ],
 )
