@@ -21,8 +21,7 @@ from metricopt_ext.utils.config import MISSING
 class DataConfig:
     """Where images come from and how their classes are divided."""
 
-    # class_folders (Cars196 and CUB-200-2011 as distributed too), digits (scikit-learn's), in_shop, market1501
-    # (DukeMTMC-reID too), omniglot or stanford_online_products
+    # class_folders (CUB-200-2011 as distributed too), digits (scikit-learn's), omniglot or stanford_online_products
     name: str = MISSING
     root: str = ""  # the folder or zip file that holds the set; not needed for digits
     # class_folders, in place of root: the folder of each part, which share no class; test may hold query and gallery.
@@ -31,17 +30,14 @@ class DataConfig:
     val: str = ""
     test: str = ""
     image_size: int = 0  # pixels per side; 0 if all images have the same size
-    # class_folders, in_shop, market1501: read images from disk whenever they are asked for: less memory, and each query
-    # decodes all
+    # class_folders: read images from disk whenever they are asked for: less memory, and each query decodes all
     stream: bool = False
     # shares of the classes for train, validation and test; stanford_online_products has its own test part
     fractions: list[float] = field(default_factory=lambda: [0.5, 0.25, 0.25])
     # names of the classes that are the test part whatever the seed; the others are divided by the first two fractions
     test_classes: list[str] = field(default_factory=list)
-    last_test: bool = False  # whether the last classes by name are the test part, as is usual for CUB and Cars
-    validation_share: float = (
-        0.1  # in_shop, market1501, stanford_online_products, parts of one's own: of the train classes
-    )
+    last_test: bool = False  # whether the last classes by name are the test part, as is usual for CUB
+    validation_share: float = 0.1  # stanford_online_products, parts of one's own: of the train classes
 
     @property
     def parts(self) -> dict[str, str]:
@@ -130,15 +126,15 @@ class RetrievalConfig(RunConfig):
 
     def check(self) -> None:
         """Reject what would only fail after work has been done (see `RunConfig.check`)."""
-        own_test = self.data.last_test or self.data.name in ("in_shop", "market1501", "stanford_online_products")
+        own_test = self.data.last_test or self.data.name == "stanford_online_products"
         if self.data.test_classes and (own_test or self.data.parts):
             raise ConfigError(
                 "data.test_classes chooses the test part, as data.last_test or the set's own lists do; leave it empty"
             )
         if self.data.parts and self.data.name != "class_folders":
             raise ConfigError("data.train, data.val and data.test are for data.name=class_folders")
-        if self.data.stream and self.data.name not in ("class_folders", "in_shop", "market1501"):
-            raise ConfigError("data.stream=true is for data.name=class_folders, in_shop and market1501")
+        if self.data.stream and self.data.name != "class_folders":
+            raise ConfigError("data.stream=true is for data.name=class_folders")
         if self.data.parts and self.data.last_test:
             raise ConfigError("data.last_test=true is for data.root; data.test is the test part, or half of data.val")
         if isinstance(self.metric, OwnMetricConfig):

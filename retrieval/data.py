@@ -59,8 +59,8 @@ def split_classes(
         whole: The set.
         fractions: Shares of the classes for train, validation and test, above 0 and summing to 1.
         seed: Seed of the choice.
-        last_test: Whether the last classes by name are the test part whatever the seed, as is usual for CUB-200-2011
-            and Cars196.
+        last_test: Whether the last classes by name are the test part whatever the seed, as is usual for
+            CUB-200-2011.
         test_classes: Names of the classes that are the test part whatever the seed; the others are divided in the
             proportion of the shares of train and validation. Empty for none.
 
@@ -111,7 +111,7 @@ def hold_out_classes(train: Labelled, test: Labelled, share: float, seed: int = 
     n = len(train.class_names)
     order = torch.randperm(n, generator=generator(seed, "classes"))
     rest, held = (_of_classes(train, classes) for classes in order.tensor_split([n - round(share * n)]))
-    later = Split(test.x, test.y + n, columns=test.columns)
+    later = Split(test.x, test.y + n)
     return disjoint(Splits(rest, held, later, train.class_names + test.class_names))
 
 

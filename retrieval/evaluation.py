@@ -17,7 +17,6 @@ from metricopt_ext.retrieval.neighbours import Distance
 from metricopt_ext.retrieval.ranking import class_means, ranking_metrics
 from metricopt_ext.retrieval.recall import Recall, recall_at_k
 
-Cameras = tuple[Any, Any]  # the queries' and the gallery's
 Values = dict[str, npt.NDArray[Any]]
 
 LOWEST = 5  # classes that are shown
@@ -37,7 +36,6 @@ class Search(NamedTuple):
         name: Its name in the table.
         queries: The queries.
         items: The gallery; None if it is the queries.
-        cameras: Those of both; None if they don't count.
         classes: The names of the classes by label; None if they have none.
         other: Other embeddings of the same items, which these are compared with; None without.
     """
@@ -45,16 +43,14 @@ class Search(NamedTuple):
     name: str
     queries: Items
     items: Items | None
-    cameras: Cameras | None = None
     classes: Sequence[str] | None = None
     other: "Search | None" = None
 
     def reversed(self) -> "Search":
         """Return the gallery's search for the queries."""
         assert self.items is not None
-        cameras = self.cameras and self.cameras[::-1]
         other = self.other and self.other.reversed()._replace(name=self.other.name)
-        return Search(f"the queries, from {self.name}", self.items, self.queries, cameras, self.classes, other)
+        return Search(f"the queries, from {self.name}", self.items, self.queries, self.classes, other)
 
 
 @dataclass(frozen=True)
@@ -177,22 +173,13 @@ def _judged(search: Search, options: Options) -> tuple[Recall, Values]:
     names = [name for name in options.names if name != "recall"]  # which is always there
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        if search.cameras is None:
-            recall = recall_at_k(*search.queries, ks, progress=search.name, **arguments)
+        recall = recall_at_k(*search.queries, ks, progress=search.name, **arguments)
         ranked: Values = {}
-        if names or search.cameras is not None:
-            wanted = names if search.cameras is None else ["recall", *names]
-            found = ranking_metrics(
-                *search.queries, wanted, ks, cameras=search.cameras, progress=search.name, **arguments
-            )
-            ranked = dict(found.each)
-            if search.cameras is not None:
-                recalls = {k: found.values[f"recall_at_{k}"] for k in ks}
-                recall = Recall(recalls, found.queries, found.without_match, found.gallery, rows=found.rows)
+        if names:
+            ranked = ranking_metrics(*search.queries, names, ks, progress=search.name, **arguments).each
     for said in dict.fromkeys(str(each.message) for each in caught if each.category is UserWarning):
         print(f"note: {search.name}: {said}")
-    hits = {f"recall_at_{k}": recall.places < k for k in ks} if search.cameras is None else ranked
-    hits = {f"recall_at_{k}": np.asarray(hits[f"recall_at_{k}"], np.float64) for k in ks}
+    hits = {f"recall_at_{k}": (recall.places < k).astype(np.float64) for k in ks}
     return recall, {**hits, "mean": np.mean(list(hits.values()), axis=0), **ranked}
 
 

@@ -27,7 +27,6 @@ from metricopt_ext.experiment.usual_methods import planned
 from metricopt_ext.experiment.whole_network import FEWEST_CLASSES, LabelParts, held_third
 from metricopt_ext.methods.short_finetunes import Training
 from metricopt_ext.retrieval.build import attach, class_batches, embedder, steps_of, untrained
-from metricopt_ext.retrieval.cameras import CAMERA, Cameras, Seen, hits_across_cameras
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.data import queries_of
 from metricopt_ext.retrieval.few_classes import FewClasses
@@ -222,9 +221,8 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
             with evaluating(task.adapter.model):
                 embedded.append(embed_with(task.adapter, phi, self.splits.test.x))
         if self.config.metric.name == "recall":
-            cameras = self.splits.test.columns.get(CAMERA)
             ks, queries = check_ks(self.config.metric), queries_of(self.splits)
-            return recall_error(embedded[0], embedded[1], labels, ks, rng, queries, cameras)
+            return recall_error(embedded[0], embedded[1], labels, ks, rng, queries)
         queries = queries_of(self.splits)
         metric, classes = embedding_metric(self.config.metric), labels.unique()
         if len(classes) < FEWEST:
@@ -248,7 +246,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         after = embed_with(adapter, adapter.phi.detach(), test.x)
         queries, found = queries_of(self.splits), {"pretrained": before, "metricopt": after}
         plot_neighbours(test, before, after, self.folder / "neighbours.png", self.seed, queries)
-        save_recalls(test.y, found, self.folder / "recalls.json", queries, test.columns.get(CAMERA))
+        save_recalls(test.y, found, self.folder / "recalls.json", queries)
 
     @property
     def _siblings(self) -> EmbedderSiblingsConfig:
@@ -276,7 +274,6 @@ def recall_error(
     ks: Sequence[int],
     rng: torch.Generator,
     queries: Tensor | None = None,
-    cameras: Cameras | None = None,
 ) -> float | None:
     """Return the standard error of mean Recall@k's difference, by resampled classes of queries; None for one class.
 
@@ -289,15 +286,10 @@ def recall_error(
         ks: Numbers of neighbours.
         rng: Source of the draws.
         queries: Which of the images are queries, ``n`` booleans; None if each searches all others.
-        cameras: The camera of each, ``n``, as `hits_across_cameras` takes them; None without that rule.
     """
     found, gallery = [], None
     own_labels = labels if queries is None else labels[queries]
     for embeddings in (before, after):
-        if cameras is not None:
-            rows, hits = hits_across_cameras(*Seen(embeddings, labels, cameras).parted(queries), ks)
-            found.append(torch.from_numpy(hits).double().mean(1))
-            continue
         if queries is not None:
             gallery = embeddings[~queries], labels[~queries]
         rows, hits = hits_at_k(embeddings if queries is None else embeddings[queries], own_labels, ks, gallery=gallery)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.errors import ConfigError, MetricOptError
-from metricopt_ext.retrieval.cameras import Cameras, Seen, recall_across_cameras
 from metricopt_ext.retrieval.config import MetricConfig
 from metricopt_ext.retrieval.inputs import check_items, check_options
 from metricopt_ext.retrieval.post_processing import PostProcessing
@@ -35,8 +34,6 @@ class EmbeddingMetric:
 
     Attributes:
         function: Called with embeddings, ``n x d``, and labels, ``n``, both on the CPU; returns the value.
-        across: The same of queries and a gallery, but for those of a query's identity by its camera; None for a metric
-            that can't leave these out.
         against: The same of queries and a gallery: embeddings and labels of the former, then of the latter; None for a
             metric that has no gallery.
         name: Name in tables.
@@ -55,53 +52,40 @@ class EmbeddingMetric:
     bounds: tuple[float, float] = (0.0, 1.0)
     description: str = ""
     against: Callable[[Tensor, Tensor, Tensor, Tensor], float] | None = None
-    across: Callable[[Seen, Seen], float] | None = None
     on_halves: Callable[[Tensor, Tensor, Draws], tuple[float, Pairs]] | None = None
     left_out: Callable[[Tensor, Tensor, Draws, PostProcessing], Halved] | None = None
 
-    def check(self, gallery: bool, cameras: bool) -> None:
+    def check(self, gallery: bool) -> None:
         """Reject what the metric can't judge.
 
         Args:
             gallery: Whether there are queries and a gallery.
-            cameras: Whether images have cameras, and those by a query's own camera of its identity are to be ignored.
 
         Raises:
-            ConfigError: The metric has no gallery, or no cameras.
+            ConfigError: The metric has no gallery.
         """
-        if cameras and self.across is None:
-            raise ConfigError(
-                f"metric.name={self.name} can't ignore what a query's own camera shows of its identity, as the rule of"
-                f" data.name=market1501 is; take recall, {' or '.join(RANKED)}"
-            )
-        if gallery and not cameras and self.against is None:
+        if gallery and self.against is None:
             raise ConfigError(
                 f"metric.name={self.name} is of embeddings that search each other, but the test images are queries and"
                 f" a gallery; take recall, {' or '.join(RANKED)}"
             )
 
-    def judge(
-        self, embeddings: Tensor, labels: Tensor, queries: Tensor | None = None, cameras: Cameras | None = None
-    ) -> float:
+    def judge(self, embeddings: Tensor, labels: Tensor, queries: Tensor | None = None) -> float:
         """Return the value for embeddings, ``n x d``, of which each searches all others, or queries a gallery.
 
         Args:
             embeddings: The embeddings, on the CPU.
             labels: ``n``.
             queries: Which of them are queries, ``n`` booleans; None if each searches all others.
-            cameras: The camera of each, ``n``; those of a query's identity by its camera are ignored then.
 
         Raises:
             ConfigError: As from `check`.
         """
-        self.check(queries is not None, cameras is not None)
-        queries = None if queries is None else queries.cpu()
-        if cameras is not None:
-            assert self.across is not None
-            return self.across(*Seen(embeddings, labels, cameras).parted(queries))
+        self.check(queries is not None)
         if queries is None:
             return self.function(embeddings, labels)
         assert self.against is not None
+        queries = queries.cpu()
         return self.against(embeddings[queries], labels[queries], embeddings[~queries], labels[~queries])
 
 
@@ -124,7 +108,6 @@ def embedding_metric(config: MetricConfig) -> EmbeddingMetric:
             lambda x, y: recall_at_k(x, y, ks, query_subset=subset).mean,
             title,
             against=lambda x, y, *gallery: recall_at_k(x, y, ks, query_subset=subset, gallery=gallery).mean,
-            across=lambda queries, gallery: recall_across_cameras(queries, gallery, ks, query_subset=subset or 0),
             on_halves=None if subset else lambda x, y, pairs: recalls_on_halves(x, y, ks, pairs),
             left_out=lambda x, y, pairs, post: recalls_left_out(x, y, ks, pairs, post, "l2", subset),
         )
@@ -215,10 +198,6 @@ def _ranked(name: str, ks: tuple[int, ...]) -> EmbeddingMetric:
     def value(embeddings: Tensor, labels: Tensor, **options: Any) -> float:
         return statistics.fmean(ranking_metrics(embeddings, labels, [name], ks, **options).values.values())
 
-    def across(queries: Seen, gallery: Seen) -> float:
-        items, cameras = (gallery.embeddings, gallery.labels), (queries.cameras, gallery.cameras)
-        return value(queries.embeddings, queries.labels, gallery=items, cameras=cameras)
-
     return EmbeddingMetric(
         value,
         ("mean " if len(ks) > 1 else "") + f"{name.removesuffix('_at_k')}@" + ",".join(map(str, ks))
@@ -226,7 +205,6 @@ def _ranked(name: str, ks: tuple[int, ...]) -> EmbeddingMetric:
         else name,
         description=RANKED[name],
         against=lambda x, y, *gallery: value(x, y, gallery=gallery),
-        across=across,
     )
 
 

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.data.labelled import Split
-from metricopt_ext.retrieval.cameras import CAMERA
 from metricopt_ext.retrieval.config import MetricConfig
 from metricopt_ext.retrieval.judged import JudgedEmbeddings, Processing
 from metricopt_ext.retrieval.kept_features import KeptFeatures, embed
@@ -57,24 +56,19 @@ def build_metric(
     Raises:
         ConfigError: The metric's settings are impossible.
     """
-    metric, also, cameras = embedding_metric(config), besides(config), part.columns.get(CAMERA)
+    metric, also = embedding_metric(config), besides(config)
     for each in (metric, *also.values()):
-        each.check(queries is not None, cameras is not None)
+        each.check(queries is not None)
     bounded = {name: each for name, each in also.items() if name in config.subject_to and constrained}
     several = not isinstance(halves, str) and len(halves) > 0 and not isinstance(halves[0], Tensor)
-    draws = cast(Draws, halves) if several and queries is None and cameras is None else []
+    draws = cast(Draws, halves) if several and queries is None else []
 
     own_queries = None if queries is None else queries.cpu()
     features = KeptFeatures(part.x, keep_gib)
 
     def judged(each: EmbeddingMetric, embeddings: Tensor, half: Tensor | None = None) -> float:
         rows = slice(None) if half is None else half.cpu()
-        return each.judge(
-            embeddings[rows],
-            part.y.cpu()[rows],
-            None if own_queries is None else own_queries[rows],
-            None if cameras is None else cameras[rows],
-        )
+        return each.judge(embeddings[rows], part.y.cpu()[rows], None if own_queries is None else own_queries[rows])
 
     def value_of(each: EmbeddingMetric, raw: Tensor, processing: Processing, pairs: Any = ()) -> Any:
         if processing.post.mixes and own_queries is None:
@@ -107,7 +101,7 @@ def build_metric(
         value,
         embeddings_of=lambda raw: raw,
         embed_inputs=_embed_on_cpu,
-        cannot=_not_mixed((metric, *also.values()), queries is not None, cameras is not None),
+        cannot=_not_mixed((metric, *also.values()), queries is not None),
     )
     return Metric(
         judging,
@@ -121,14 +115,11 @@ def build_metric(
     )
 
 
-def _not_mixed(metrics: Sequence[EmbeddingMetric], gallery: bool, cameras: bool) -> dict[str, str]:
+def _not_mixed(metrics: Sequence[EmbeddingMetric], gallery: bool) -> dict[str, str]:
     """Return why embeddings are not mixed with their neighbours, if they are not; see `JudgedEmbeddings`."""
-    if cameras and not gallery:
-        why = "images by a query's own camera are ignored for each query, but not when embeddings are mixed"
-    elif not gallery and (names := [each.name for each in metrics if each.left_out is None]):
-        why = f"{names[0]} is of embeddings that search each other, and each would know the queries it was mixed with"
-    else:
+    if gallery or not (names := [each.name for each in metrics if each.left_out is None]):
         return {}
+    why = f"{names[0]} is of embeddings that search each other, and each would know the queries it was mixed with"
     return dict.fromkeys(("augmentation", "expansion"), why)
 
 

@@ -129,26 +129,18 @@ class Search:
             places[i] = outside + _place(exact, near, item_labels[near] == labels[i])
         return places
 
-    def places_of_matches(
-        self, rows: Integers, labels: Integers, item_labels: Integers, ignored: Callable[[int, Integers], Flags] | None
-    ) -> Iterator[Integers]:
+    def places_of_matches(self, rows: Integers, labels: Integers, item_labels: Integers) -> Iterator[Integers]:
         """Find the exact places, from 0, ascending, of all items with each query's label, by float64 distances.
 
         Args:
             rows: Which queries search, ``b``.
             labels: Their labels, ``b``.
             item_labels: Labels of the items, ``m``.
-            ignored: Called with a query's row and the items of its label; says which of these are left out of all
-                places. None for none.
         """
         order = np.argsort(item_labels, kind="stable")
         starts, ends = (np.searchsorted(item_labels, labels, side=side, sorter=order) for side in ("left", "right"))
         for i, (keys, offset, length) in enumerate(self._among_all(rows)):
             matches = order[starts[i] : ends[i]]
-            if ignored is not None:
-                left_out = ignored(rows[i], matches)
-                keys[matches[left_out]] = np.inf
-                matches = matches[~left_out]
             matches = matches[np.isfinite(keys[matches])]  # without the query itself
             yield self._places(rows[i], keys, matches, offset, length)
 

@@ -16,14 +16,7 @@ from metricopt_ext.data.streamed import taken
 from metricopt_ext.errors import DataError
 from metricopt_ext.retrieval.config import DataConfig
 from metricopt_ext.retrieval.data import Searched, disjoint, hold_out_classes
-from metricopt_ext.retrieval.layouts import (
-    is_market,
-    joined,
-    load_class_folders,
-    load_in_shop,
-    load_market,
-    queries_and_gallery,
-)
+from metricopt_ext.retrieval.layouts import joined, load_class_folders, queries_and_gallery
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import brief, counted
 
@@ -45,17 +38,6 @@ def own_parts(data: DataConfig, limits: Limits, seed: int) -> Splits | None:
         ConfigError: The settings of the parts don't go together.
         DataError: A part can't be read; a class is in two parts; queries have no gallery.
     """
-    if data.name == "in_shop":
-        parts = load_in_shop(Path(data.root), data.image_size or None, limits, data.stream)
-        counts = ", ".join(f"{name}: {counted(len(part), 'image')}" for name, part in parts.items())
-        test = {"query": parts["query"], "gallery": parts["gallery"]}
-        return completed({"train": {"train": parts["train"]}, TEST: test}, data, seed, f"In-Shop's partition, {counts}")
-    if data.name == "market1501":
-        parts = load_market(Path(data.root), data.image_size or None, limits, data.stream)
-        counts = ", ".join(f"{name}: {counted(len(part), 'image')}" for name, part in parts.items())
-        test = {"query": parts["query"], "gallery": parts["gallery"]}
-        found = f"Market-1501's folders, {counts}; images by a query's own camera of its identity are ignored"
-        return completed({"train": {"train": parts["train"]}, TEST: test}, data, seed, found)
     paths, left = {name: Path(path) for name, path in data.parts.items()}, list[Path]()
     if not paths and data.name == "class_folders" and data.root:
         paths, left = _folders_of(Path(data.root))
@@ -148,10 +130,6 @@ def _part(path: Path, data: DataConfig, limits: Limits, contents: dict[str, str]
 
 def _folders_of(root: Path) -> tuple[dict[str, Path], list[Path]]:
     """The folder of each part in a root: train, and val, test, or queries and a gallery beside it."""
-    if root.is_dir() and is_market(root):
-        raise DataError(
-            f"{root} has the folders of Market-1501, whose files' names say who is shown; set data.name=market1501"
-        )
     if queries_and_gallery(root) is None:
         return folders_of_parts(root)
     train = [each for each in root.iterdir() if each.is_dir() and each.name.lower() in ("train", "training")]

@@ -12,7 +12,6 @@ from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.experiment.method import METHODS
 from metricopt_ext.experiment.style import new_figure, over_seeds, save_figure
-from metricopt_ext.retrieval.cameras import CAMERA, Cameras, Seen, hits_across_cameras, nearest_across_cameras
 from metricopt_ext.retrieval.recall import nearest, recall_at_k
 from metricopt_ext.utils.described import Finite, read_shaped
 from metricopt_ext.utils.files import write_json
@@ -41,20 +40,14 @@ def plot_neighbours(
             all others.
     """
     everywhere = torch.arange(len(part))
-    cameras = part.columns.get(CAMERA)
     own, items = (everywhere, everywhere) if queries is None else (everywhere[queries], everywhere[~queries])
     labels = part.y.cpu()
     y = labels[own]
     count = min(NEIGHBOURS, len(items) - (queries is None))
     found = []
     for each in (before, after):
-        if cameras is None:
-            near = nearest(each[own], count, gallery=None if queries is None else each[items])
-        else:
-            near = nearest_across_cameras(*Seen(each.cpu(), labels, cameras).parted(queries), count)
-            near = near[:, (near >= 0).all(0)]
+        near = nearest(each[own], count, gallery=None if queries is None else each[items])
         found.append(items[torch.from_numpy(near)])
-    count = found[0].shape[1]
     right = [labels[rows[:, 0]] == y for rows in found]
     interest = 2 * (right[0] != right[1]).long() + (found[0] != found[1]).any(1).long()
     order = torch.randperm(len(y), generator=generator(seed, "neighbours"))
@@ -81,13 +74,7 @@ def plot_neighbours(
     return save_figure(figure, path)
 
 
-def save_recalls(
-    y: Tensor,
-    embeddings: dict[str, Tensor],
-    path: Path,
-    queries: Tensor | None = None,
-    cameras: Cameras | None = None,
-) -> None:
+def save_recalls(y: Tensor, embeddings: dict[str, Tensor], path: Path, queries: Tensor | None = None) -> None:
     """Write Recall@k on the test data, for several k, as JSON.
 
     Args:
@@ -96,15 +83,9 @@ def save_recalls(
         path: The file.
         queries: Which of them are queries, ``n`` booleans, and the others their gallery; None if each searches all
             others.
-        cameras: The camera of each, ``n``, as `hits_across_cameras` takes them; None without that rule.
     """
     y = y.cpu()
     ks = [k for k in CURVE_KS if k < (len(y) if queries is None else int((~queries).sum()))]
-    if cameras is not None:
-        seen = {name: Seen(vectors, y, cameras).parted(queries) for name, vectors in embeddings.items()}
-        shares = {name: hits_across_cameras(*each, ks)[1].mean(0).tolist() for name, each in seen.items()}
-        write_json(path, {"ks": ks, **shares})
-        return
     recalls = {
         name: (
             recall_at_k(vectors, y, ks)

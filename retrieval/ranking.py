@@ -12,10 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from metricopt_ext.errors import DataError
-from metricopt_ext.retrieval.cameras import JUNK, shown_elsewhere
 from metricopt_ext.retrieval.copies import copies_in_gallery
 from metricopt_ext.retrieval.inputs import (
-    as_ids,
     check_gallery,
     check_options,
     check_vectors,
@@ -68,7 +66,7 @@ class Ranking:
         values: Mean over the queries, in [0, 1], by name: ``recall_at_1``, ``precision_at_1``, ``ndcg``, ...
         intervals: Their 95% intervals, lowest and highest value; see `interval`.
         queries: Number of queries that they are means over.
-        without_match: Number of queries left out because no other item that counts has their label.
+        without_match: Number of queries left out because no other item has their label.
         gallery: Number of items in the gallery.
         rows: The rows of these queries, ascending.
         each: The values of each of them, by name.
@@ -90,7 +88,6 @@ def ranking_metrics(
     ks: Sequence[int] = (1,),
     *,
     gallery: tuple[Array, Array] | None = None,
-    cameras: tuple[Array, Array] | None = None,
     distance: Distance = "l2",
     query_subset: int | None = None,
     seed: int = 0,
@@ -100,15 +97,14 @@ def ranking_metrics(
 
     With R matches of a query at the places p_1 < ... < p_R of its ranking, from 1:
 
-    - ``recall``: whether p_1 <= k; for each k. Across cameras: the cumulative matching characteristic (CMC).
+    - ``recall``: whether p_1 <= k; for each k.
     - ``precision``: how many p_i <= k, over k, also where the gallery has fewer items; for each k.
     - ``found_at_k``: how many p_i <= k, over R; for each k, as all that end so.
     - ``mean_average_precision_at_k``: mean of i / p_i over p_i <= k, 0 if there are none.
     - ``mean_reciprocal_rank_at_k``: 1 / p_1 if p_1 <= k, else 0.
     - ``ndcg_at_k``: as ``ndcg``, both sums over places up to k.
     - ``mean_reciprocal_rank``: 1 / p_1.
-    - ``mean_average_precision``: (1 / R) sum_i i / p_i, over the whole gallery; across cameras, re-identification's
-      mAP as its toolkits have it (Market-1501's own code averages the precision before and after each match).
+    - ``mean_average_precision``: (1 / R) sum_i i / p_i, over the whole gallery.
     - ``mean_average_precision_at_r``: (1 / R) sum of i / p_i over p_i <= R (Musgrave et al., A Metric Learning Reality
       Check, ECCV 2020).
     - ``r_precision``: how many p_i <= R, over R.
@@ -124,17 +120,13 @@ def ranking_metrics(
             ``recall_at_5``.
         ks: Numbers of neighbours, each at least 1.
         gallery: Embeddings ``m x d`` and labels ``m`` to be searched; None to search the queries themselves.
-        cameras: The cameras of queries and gallery, ``n`` and ``m`` integers; gallery items of a query's label by its
-            camera are ignored then (Zheng et al., Scalable Person Re-identification: A Benchmark, ICCV 2015). So are
-            all of label -1, Market-1501's junk, unless a query has it; a warning counts them.
         distance: As in `recall_at_k`.
         query_subset: As in `recall_at_k`.
         seed: As in `recall_at_k`.
         progress: Title of a progress bar on stderr; None for no bar.
 
     Raises:
-        DataError: As in `recall_at_k`; an unknown name; cameras that are no pair, or not one integer for each item; or
-            no query whose identity another camera shows.
+        DataError: As in `recall_at_k`, or an unknown name.
 
     Examples:
         >>> embeddings, labels = np.array([[0.0], [1.0], [3.0], [3.5]]), np.array([0, 1, 0, 1])
@@ -154,25 +146,9 @@ def ranking_metrics(
     items, item_labels = queries, own
     if gallery is not None:
         items, item_labels = check_gallery(embeddings, queries, own, gallery, False)
-    if cameras is None:
-        rows, ignored = with_match(own, item_labels, includes_queries=gallery is None), None
-    else:
-        theirs, others = _pair_of_cameras(cameras, own, item_labels)
-        if gallery is not None and JUNK not in own and (kept := item_labels != JUNK).any() and not kept.all():
-            warnings.warn(
-                f"{len(kept) - int(kept.sum())} of {len(kept)} gallery items left out: their label is {JUNK}, by which"
-                " Market-1501 marks junk",
-                stacklevel=2,
-            )
-            items, item_labels, others = items.take(np.flatnonzero(kept)), item_labels[kept], others[kept]
-        rows = shown_elsewhere(own, theirs, item_labels, others)
-
-        def ignored(row: int, matches: Integers) -> npt.NDArray[np.bool_]:
-            same: npt.NDArray[np.bool_] = others[matches] == theirs[row]
-            return same
-
+    rows = with_match(own, item_labels, includes_queries=gallery is None)
     chosen = drawn_queries(rows, query_subset, seed)
-    if gallery is not None and cameras is None:  # a copy has the query's camera
+    if gallery is not None:
         _, said = copies_in_gallery(queries, own, items, item_labels, chosen)
         if said:
             warnings.warn(said, stacklevel=2)
@@ -181,7 +157,7 @@ def ranking_metrics(
         [
             [value(places) for value in columns.values()]
             for part in with_bar(chunks(len(chosen), PART), progress)
-            for places in search.places_of_matches(chosen[part], own[chosen[part]], item_labels, ignored)
+            for places in search.places_of_matches(chosen[part], own[chosen[part]], item_labels)
         ]
     )
     each = {name: found[:, i] for i, name in enumerate(columns)}
@@ -224,16 +200,3 @@ def _precisions(places: Integers) -> npt.NDArray[np.float64]:
 def _gain(places: Integers) -> float:
     """The discounted cumulative gain of matches at these places, from 0."""
     return float((1 / np.log2(places + 2)).sum())
-
-
-def _pair_of_cameras(cameras: Any, labels: Integers, item_labels: Integers) -> tuple[Integers, Integers]:
-    if not isinstance(cameras, tuple | list) or len(cameras) != 2:
-        raise DataError("cameras must be a pair, those of the queries and those of the gallery")
-    return _cameras(cameras[0], labels, ""), _cameras(cameras[1], item_labels, "gallery ")
-
-
-def _cameras(cameras: Array, labels: Integers, whose: str) -> Integers:
-    found = as_ids(cameras, whose, "cameras")
-    if len(found) != len(labels):
-        raise DataError(f"{whose}labels and cameras must match in number, got {len(labels)} and {len(found)}")
-    return found

@@ -9,9 +9,8 @@ import numpy as np
 
 from metricopt_ext.data.arrays import Names, array_names, holds_several, read_array, read_shape
 from metricopt_ext.errors import DataError
-from metricopt_ext.retrieval.cameras import JUNK
 from metricopt_ext.retrieval.copies import equal_items
-from metricopt_ext.retrieval.evaluation import Cameras, Search
+from metricopt_ext.retrieval.evaluation import Search
 from metricopt_ext.retrieval.inputs import Items, as_ids
 
 Gallery = tuple[str, Items | None]  # its name, and its items unless they are the queries
@@ -29,22 +28,12 @@ def search_files(arguments: argparse.Namespace) -> Iterator[Search]:
     check_galleries(embeddings, labels, queries)
     others = galleries(embeddings, labels, arguments.embeddings, queries, names)
     baselines = arguments.against_gallery or [None] * max(1, len(embeddings))
-    for (name, items), seen, baseline in zip(others, read_cameras(arguments), baselines, strict=True):
+    for (name, items), baseline in zip(others, baselines, strict=True):
         other = None
-        if items is not None and seen is not None:
-            items = items[0], numbered_junk(items[1], queries[1], names)
         if arguments.against is not None:
             own = against(arguments.against, queries, names), baseline and against(baseline, items or queries, names)
-            other = Search(str(arguments.against), *own, seen)
-        yield Search(name, queries, items, seen, names.names, other)
-
-
-def numbered_junk(labels: Any, queries: Any, names: Names) -> Any:
-    """Return a gallery's labels with -1 for the name ``-1``, Market-1501's junk, unless it is a query's."""
-    number = (names.names or []).index(str(JUNK)) if str(JUNK) in (names.names or []) else None
-    if number is None or number in queries:
-        return labels
-    return np.where(labels == number, JUNK, labels)
+            other = Search(str(arguments.against), *own)
+        yield Search(name, queries, items, names.names, other)
 
 
 def against(path: Path, items: Items, names: Names) -> Items:
@@ -63,29 +52,6 @@ def against(path: Path, items: Items, names: Names) -> Items:
     ):
         raise DataError(f"{path} has other labels; it must have the same items in the same order")
     return embeddings, items[1]
-
-
-def read_cameras(arguments: argparse.Namespace) -> list[Cameras | None]:
-    """Read the cameras of the queries and of each gallery; None for each without.
-
-    Raises:
-        DataError: A file can't be read, is missing, or has no use.
-    """
-    galleries = max(1, len(arguments.gallery_embeddings or arguments.gallery_images))
-    if arguments.cameras is None:
-        if arguments.gallery_cameras:
-            raise DataError("--gallery-cameras needs --cameras, the queries'")
-        return [None] * galleries
-    if len(arguments.gallery_cameras) != len(arguments.gallery_embeddings):
-        raise DataError(
-            "with --cameras, each --gallery-embeddings needs its --gallery-cameras, got"
-            f" {len(arguments.gallery_embeddings)} and {len(arguments.gallery_cameras)} of them"
-        )
-    names = Names()
-    own, *theirs = (
-        names.numbered(read_array(path, "cameras"), path) for path in (arguments.cameras, *arguments.gallery_cameras)
-    )
-    return [(own, each) for each in theirs or [own]]
 
 
 def check_galleries(embeddings: list[Path], labels: list[Path], queries: Items) -> None:

@@ -55,6 +55,6 @@ def embed_images(arguments: argparse.Namespace) -> Iterator[Search]:
         own = path is None or path.samefile(arguments.images)
         items = [None] * len(models) if own else embedded(path)
         name = "the queries" if path is None else str(path)
-        found = [Search(name, *each, None, classes) for each in zip(queries, items, strict=True)]
+        found = [Search(name, *each, classes) for each in zip(queries, items, strict=True)]
         other = found[1]._replace(name=str(arguments.against)) if arguments.against else None
         yield found[0]._replace(other=other)

@@ -10,7 +10,6 @@ from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.methods.run_folder import CONTENT
 from metricopt_ext.methods.run_identity import FORMAT
 from metricopt_ext.retrieval.build import built
-from metricopt_ext.retrieval.cameras import CAMERA
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.data import queries_of
 from metricopt_ext.retrieval.evaluation import Search
@@ -92,14 +91,12 @@ def read_run(folder: Path) -> tuple[RetrievalConfig, list[int]]:
 def embedded_by(config: RetrievalConfig, splits: Splits, part: str, file: Path) -> Search:
     """Embed a part of a run's data by a seed's model, ``model`` before or ``tuned`` after finetuning."""
     data, queries, device = getattr(splits, part), queries_of(splits, part), choose_device(config.device)
-    seen, name = data.columns.get(CAMERA), f"{file.parent.name}/{file.name}"
+    name = f"{file.parent.name}/{file.name}"
     model = built(config.model, data.x.shape[1:])
     load_checkpoint(model, file.with_suffix(".safetensors"))
     with torch.no_grad():
         embeddings = embed(model.to(device).eval(), data.x.to(device)).cpu()
     if queries is None:
-        cameras = None if seen is None else (seen, seen)
-        return Search(name, (embeddings, data.y), None, cameras, splits.class_names)
-    items, own = (embeddings[~queries], data.y[~queries]), queries.numpy(force=True)
-    cameras = None if seen is None else (seen[own], seen[~own])
-    return Search(name, (embeddings[queries], data.y[queries]), items, cameras, splits.class_names)
+        return Search(name, (embeddings, data.y), None, splits.class_names)
+    items = embeddings[~queries], data.y[~queries]
+    return Search(name, (embeddings[queries], data.y[queries]), items, splits.class_names)

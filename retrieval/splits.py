@@ -27,7 +27,7 @@ LOADERS: dict[str, Callable[[DataConfig, Limits], Labelled]] = {  # by the setti
     "omniglot": lambda data, limits: load_omniglot(data.root, data.image_size or None, **limits),
 }
 
-WITH_PARTS = ("in_shop", "market1501", "stanford_online_products")  # sets with train and test parts of their own
+WITH_PARTS = ("stanford_online_products",)  # sets with train and test parts of their own
 
 
 def load_splits(config: RetrievalConfig, seed: int) -> Splits:

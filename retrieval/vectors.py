@@ -50,11 +50,6 @@ class Vectors:
             found /= np.linalg.norm(found, axis=1, keepdims=True)
         return found
 
-    def take(self, rows: Integers) -> "Vectors":
-        """Return some of the rows."""
-        at = torch.from_numpy(rows).to(self.given.device) if isinstance(self.given, Tensor) else rows
-        return Vectors(self.given[at], self.unit)
-
     def parts(self) -> list[slice]:
         """Slices that are short enough to be held in float64."""
         return chunks(self.size, max(1, NUMBERS // self.dimension))

@@ -27,7 +27,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from scipy.io import savemat
 from torch import nn
 
 from metricopt_ext.adapters.attach import attach_film, attach_outputs, load_adapter
@@ -51,7 +50,6 @@ from metricopt_ext.detection.yolo import read_yolo, read_yolo_file
 from metricopt_ext.errors import DataError, MetricOptError
 from metricopt_ext.experiment.record import Outcome, SeedRecord
 from metricopt_ext.retrieval.data import load_stanford_online_products
-from metricopt_ext.retrieval.layouts import load_cars196, load_in_shop
 from metricopt_ext.runtime.identity import claim
 from metricopt_ext.search.update_rule import UpdateRule, load_update_rule
 from metricopt_ext.siblings.ala.loss_policy import LossPolicy, load_loss_policy
@@ -387,20 +385,6 @@ def read_both(path: Path) -> None:
         read_array(path, name)
 
 
-def write_cars(folder: Path) -> Path:
-    text("car_ims/0.jpg", SMALL)(folder)
-    rows = np.array([("car_ims/0.jpg", 1)], dtype=[("relative_im_path", "O"), ("class", "O")])
-    savemat(folder / "cars_annos.mat", {"annotations": rows})
-    return folder / "cars_annos.mat"
-
-
-def write_partition(folder: Path) -> Path:
-    for name in "abc":
-        text(f"img/{name}.jpg", SMALL)(folder)
-    rows = "img/a.jpg x train\nimg/b.jpg y query\nimg/c.jpg y gallery\n"
-    return text("list_eval_partition.txt", f"3\nimage_name item_id evaluation_status\n{rows}")(folder)
-
-
 def write_yolo(folder: Path) -> Path:
     text("images/a.png", SMALL)(folder)
     return text("labels/a.txt", "0 0.5 0.5 0.5 0.25\n1 0.1 0.1 0.2 0.1 0.2 0.9\n")(folder)
@@ -587,8 +571,6 @@ LOADERS: dict[str, Loader] = {
     "h5": Loader(write_h5, read_both),
     "parquet": Loader(write_parquet, read_both),
     "parquet table": Loader(write_table, lambda path: parquet_cells(path, 10**6)),
-    "cars": Loader(write_cars, lambda path: load_cars196(path.parent, None, LIMITS)),
-    "partition": Loader(write_partition, lambda path: load_in_shop(path.parent, None, LIMITS)),
     "yolo": Loader(write_yolo, lambda path: read_yolo(path.parents[1] / "images", ("cat", "dog"))),
     "data.yaml": Loader(text("data.yaml", "train: a\nval: [b, c]\nnc: 2\nnames: {0: cat, 1: dog}\n"), read_yolo_file),
     "npy": Loader(write_npy, lambda path: read_array(path, "embeddings")),

@@ -1,13 +1,11 @@
 r"""Compute Recall@k of embeddings: the share of queries whose label is among those of the k nearest others.
 
-On request it adds other ranking metrics, or applies re-identification's camera rule.
+On request it adds other ranking metrics.
 
     python tools/evaluate_recall.py --embeddings E.npy --labels Y.npy --ks 1 10 100 --output-dir out/recall
     python tools/evaluate_recall.py --embeddings Q.npy --labels QY.npy \
         --gallery-embeddings A.npy --gallery-labels AY.npy --gallery-embeddings B.npy --gallery-labels BY.npy \
         --output-dir out/recall
-    python tools/evaluate_recall.py --embeddings Q.npy --labels QY.npy --cameras QC.npy \
-        --gallery-embeddings G.npy --gallery-labels GY.npy --gallery-cameras GC.npy --output-dir out/recall
     python tools/evaluate_recall.py --run-dir out/run --output-dir out/recall
     python tools/evaluate_recall.py --images FOLDER --config-file configs/retrieval/class_folders.yaml \
         --weights out/run/seed-0/tuned.safetensors --output-dir out/recall
@@ -29,9 +27,7 @@ With --run-dir, it takes another run on the same data, and compares the models o
 itself, and compares its models after finetuning with those before. With --both-directions, each gallery also searches
 the queries, as for images and texts, where several texts may have one image's label.
 
-With --cameras, a query ignores gallery items of its own label and camera: Recall@k is then the cumulative matching
-characteristic (CMC), and re-identification's mAP stands beside it. A file of cameras has integers or names; a file with
-several arrays names them "cameras". Prints a table with 95% intervals over queries, and writes report.json.
+Prints a table with 95% intervals over queries, and writes report.json.
 """
 
 import argparse
@@ -51,10 +47,7 @@ if TYPE_CHECKING:
 
 # The options that belong to each kind of queries.
 OPTIONS = {
-    "--embeddings": (
-        *("labels", "cameras", "gallery_embeddings", "gallery_labels", "gallery_cameras"),
-        "against_gallery",
-    ),
+    "--embeddings": (*("labels", "gallery_embeddings", "gallery_labels", "against_gallery"),),
     "--images": ("config_file", "weights", "entry", "adapter", "gallery_images", "grey"),
     "--run-dir": ("part",),
 }
@@ -72,7 +65,6 @@ def main() -> None:
     queries.add_argument("--run-dir", type=Path, help="output folder of tools/finetune_retrieval.py, with its own data")
     parser.add_argument("--part", choices=["train", "validation", "test"], help="of the run's data; default: test")
     parser.add_argument("--labels", type=Path, help="their labels, n integers or names")
-    parser.add_argument("--cameras", type=Path, help="their cameras, n integers or names; see above")
     parser.add_argument(
         "--gallery-embeddings", action="append", default=[], type=Path, help="a gallery, m x d; may be repeated"
     )
@@ -82,9 +74,6 @@ def main() -> None:
         default=[],
         type=Path,
         help="its labels, m of them; one per gallery",
-    )
-    parser.add_argument(
-        "--gallery-cameras", action="append", default=[], type=Path, help="its cameras, m of them; one per gallery"
     )
     parser.add_argument(
         "--gallery-images", action="append", default=[], type=Path, help="a gallery for --images; may be repeated"
@@ -99,8 +88,8 @@ def main() -> None:
         "--metrics",
         nargs="+",
         metavar="NAME",
-        help="besides: precision (for each k), mean_reciprocal_rank, ndcg, mean_average_precision (default with"
-        " cameras), mean_average_precision_at_r, r_precision; and found, ndcg, mean_reciprocal_rank and"
+        help="besides: precision (for each k), mean_reciprocal_rank, ndcg, mean_average_precision,"
+        " mean_average_precision_at_r, r_precision; and found, ndcg, mean_reciprocal_rank and"
         " mean_average_precision with _at_k",
     )
     parser.add_argument("--per-class", action="store_true", help="judge each class alone, too")
@@ -142,7 +131,7 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         for search in searches(arguments):
             search = without_copies(search)
-            metrics = arguments.metrics or (["mean_average_precision"] if search.cameras is not None else [])
+            metrics = arguments.metrics or []
             options = Options(
                 *(arguments.ks, metrics, arguments.distance, arguments.query_subset, arguments.seed),
                 arguments.per_class,
@@ -170,7 +159,7 @@ def run(arguments: argparse.Namespace) -> None:
             " --distance cosine, which ignores them, would give other numbers"
         )
     config = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
-    for key in ("gallery_embeddings", "gallery_labels", "gallery_cameras", "gallery_images", "against_gallery"):
+    for key in ("gallery_embeddings", "gallery_labels", "gallery_images", "against_gallery"):
         config[key] = [str(path) for path in config[key]]
     report = arguments.output_dir / "report.json"
     write_json(
@@ -191,14 +180,12 @@ def without_copies(search: "Search") -> "Search":
     """Return a search in which queries and a gallery that is a copy of them search each other; and say so.
 
     Raises:
-        DataError: Cameras of a copy are not the queries' own, or the other embeddings of a copy are none.
+        DataError: The other embeddings of a copy are none.
     """
     from metricopt_ext.retrieval.copies import equal_items, repeated
 
-    name, queries, items, cameras, _, other = search
+    name, queries, items, _, other = search
     copied = items is not None and equal_items(queries, items)
-    if cameras is not None and (copied or items is None) and not np.array_equal(*cameras):
-        raise DataError(f"{name} is a copy of the queries, but its cameras are not those of --cameras")
     if (copied or items is None) and other is not None and other.items is not None:
         if not equal_items(other.queries, other.items):
             raise DataError(f"{name} is a copy of the queries, but its --against-gallery is none of --against")
@@ -207,7 +194,7 @@ def without_copies(search: "Search") -> "Search":
         print(f"note: {name} is a copy of the queries; each searches all others")
         return search._replace(items=None, other=other)
     search = search._replace(other=other)
-    if items is None and cameras is None and (copies := repeated(queries)):
+    if items is None and (copies := repeated(queries)):
         print(f"note: {copies} of {len(queries[0])} queries have a copy with their label among the others")
     return search
 

@@ -26,7 +26,6 @@ SUFFIXES = (".npy", *NPZ, ".safetensors", *TORCH, *HDF5, *PARQUET, *TABLES)
 OTHER_NAMES = {
     "embeddings": ("embedding", "features", "feature", "feats", "vectors", "x", "X"),
     "labels": ("label", "targets", "target", "classes", "class", "ids", "pids", "pid", "y", "Y"),
-    "cameras": ("camera", "cams", "cam", "camids", "camid"),
 }
 NUMBERED = re.compile(r"(?P<name>.*?)(?P<number>[0-9]+)")  # a column of a table with one for each dimension
 

@@ -109,10 +109,9 @@ def test_both_lie_in_one_file(tmp_path: Path, file: str, names: tuple[str, str],
     ("x", "y"), [(list(torch.from_numpy(X)), Y.astype(float).tolist()), (X.tolist(), list(torch.from_numpy(Y)))]
 )
 def test_lists_are_read_from_a_torch_file(tmp_path: Path, x: Any, y: Any) -> None:
-    torch.save({"embeddings": x, "pids": y, "camids": [3, 1, 2, 3], "torn": [[1, 2], [3]]}, tmp_path / "a.pt")
+    torch.save({"embeddings": x, "pids": y, "torn": [[1, 2], [3]]}, tmp_path / "a.pt")
     assert np.array_equal(np.asarray(read_array(tmp_path / "a.pt", "embeddings")), X)
     assert np.array_equal(np.asarray(read_array(tmp_path / "a.pt", "labels")), Y)
-    assert read_array(tmp_path / "a.pt", "cameras").tolist() == [3, 1, 2, 3]
     assert_refused(lambda: read_array(tmp_path / "a.pt", "torn"), DataError, "torn")
 
 

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.refusals import assert_refused, assert_warned, having
+from helpers.refusals import assert_refused, assert_warned
 
 pytest.importorskip("faiss")
 
 from metricopt_ext.errors import DataError
 from metricopt_ext.retrieval import neighbours, ranking, vectors
-from metricopt_ext.retrieval.cameras import Seen, hits_across_cameras
 from metricopt_ext.retrieval.neighbours import Distance
 from metricopt_ext.retrieval.ranking import AT_K, OF_PLACES, RANKED, class_means, ranking_metrics
 from metricopt_ext.retrieval.recall import recall_at_k
@@ -23,25 +22,21 @@ NAMES = [*AT_K, *OF_PLACES]
 KS = (1, 3, 500)
 
 
-def drawn(seed: int, whole: bool, n: int = 60, dimension: int = 3) -> tuple[Any, Any, Any]:
-    """Embeddings, of which many are at equal distances or the same, labels, some of which occur once, and cameras."""
+def drawn(seed: int, whole: bool, n: int = 60, dimension: int = 3) -> tuple[Any, Any]:
+    """Embeddings, of which many are at equal distances or the same, and labels, some of which occur once."""
     rng = np.random.default_rng(seed)
     labels = rng.integers(12, size=n)
     x = rng.integers(4, size=(n, dimension)).astype(float) if whole else rng.normal(size=(n, dimension)) + 30
     x[n // 2 : n // 2 + 10] = x[:10]  # copies
     labels[0] = 90 + seed
-    return x, labels, rng.integers(3, size=n)
+    return x, labels
 
 
-def relevance(
-    x: Any, y: Any, items: Any, labels: Any, distance: Distance = "l2", cameras: Any = None, own: bool = False
-) -> Iterator[Any]:
+def relevance(x: Any, y: Any, items: Any, labels: Any, distance: Distance = "l2", own: bool = False) -> Iterator[Any]:
     """For each query with a match, which items are of its label, nearest first, one query after the other."""
     for i in range(len(x)):
         keys = ((items - x[i]) ** 2).sum(axis=1) if distance == "l2" else -(items * x[i]).sum(axis=1)
         order = [j for j in np.lexsort((np.arange(len(items)), keys)) if not (own and i == j)]
-        if cameras is not None:
-            order = [j for j in order if labels[j] != y[i] or cameras[1][j] != cameras[0][i]]
         found = labels[order] == y[i]
         if found.any():
             yield found
@@ -78,16 +73,14 @@ def expected(queries: list[Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("distance", ["l2", "ip"])
-@pytest.mark.parametrize("across", [False, True])
-def test_all_are_their_definitions(seed: int, whole: bool, distance: Distance, across: bool) -> None:
-    x, y, seen = drawn(seed, whole)
-    items, labels, theirs = drawn(seed + 100, whole, n=80)
+def test_all_are_their_definitions(seed: int, whole: bool, distance: Distance) -> None:
+    x, y = drawn(seed, whole)
+    items, labels = drawn(seed + 100, whole, n=80)
     items[:20] = x[-20:]
     for gallery in (None, (items, labels)):
         searched, classes = gallery or (x, y)
-        cameras = (seen, seen if gallery is None else theirs) if across else None
-        found = ranking_metrics(x, y, NAMES, KS, gallery=gallery, cameras=cameras, distance=distance)
-        queries = list(relevance(x, y, searched, classes, distance, cameras, own=gallery is None))
+        found = ranking_metrics(x, y, NAMES, KS, gallery=gallery, distance=distance)
+        queries = list(relevance(x, y, searched, classes, distance, own=gallery is None))
         assert found.values == expected(queries)
         assert (found.queries, found.without_match) == (len(queries), len(x) - len(queries))
         assert found.without_match > 0
@@ -95,24 +88,12 @@ def test_all_are_their_definitions(seed: int, whole: bool, distance: Distance, a
 
 @pytest.mark.parametrize("distance", ["l2", "cosine"])
 def test_recall_is_that_of_recall_at_k(distance: Distance) -> None:
-    x, y, _ = drawn(0, whole=False)
+    x, y = drawn(0, whole=False)
     for options in ({}, {"query_subset": 20, "seed": 3}):
         recall = recall_at_k(x, y, KS, distance=distance, **options)
         found = ranking_metrics(x, y, ["recall"], KS, distance=distance, **options)
         assert found.values == {f"recall_at_{k}": value for k, value in recall.at.items()}
         assert (found.queries, found.without_match) == (recall.queries, recall.without_match)
-
-
-def test_recall_across_cameras_is_that_of_market1501s_rule() -> None:
-    x, y, seen = drawn(5, whole=False)
-    items, labels, theirs = drawn(6, whole=False)
-    _, hits = hits_across_cameras(
-        Seen(torch.from_numpy(x), torch.from_numpy(y), seen),
-        Seen(torch.from_numpy(items), torch.from_numpy(labels), theirs),
-        KS,
-    )
-    found = ranking_metrics(x, y, ["recall"], KS, gallery=(items, labels), cameras=(seen, theirs))
-    assert list(found.values.values()) == hits.mean(axis=0).tolist()
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -137,7 +118,7 @@ def test_pytorch_metric_learning_has_the_same(same: bool) -> None:
 
 def test_torchmetrics_has_the_same() -> None:
     functional = pytest.importorskip("torchmetrics.functional.retrieval")
-    x, y, _ = drawn(3, whole=False)
+    x, y = drawn(3, whole=False)
     queries = [torch.from_numpy(found) for found in relevance(x, y, x, y, own=True)]
     found = ranking_metrics(x, y, NAMES, KS).values
 
@@ -160,7 +141,7 @@ def test_torchmetrics_has_the_same() -> None:
 
 
 def test_classes_have_the_means_of_their_queries() -> None:
-    x, y, _ = drawn(0, whole=False)
+    x, y = drawn(0, whole=False)
     found = ranking_metrics(x, y, ["recall", "ndcg"], KS)
     assert list(y[found.rows]) == [label for label in y if (y == label).sum() > 1]
     assert {name: np.mean(values) for name, values in found.each.items()} == pytest.approx(found.values, abs=1e-12)
@@ -202,13 +183,13 @@ def test_embeddings_that_are_all_the_same_rank_by_their_rows() -> None:
 
 
 def test_parts_of_the_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, y, seen = drawn(1, whole=False)
-    whole = ranking_metrics(x, y, NAMES, KS, cameras=(seen, seen))
+    x, y = drawn(1, whole=False)
+    whole = ranking_metrics(x, y, NAMES, KS)
     monkeypatch.setattr(ranking, "PART", 7)
     monkeypatch.setattr(neighbours, "DISTANCES", 200)  # three queries at a time
     for module in (neighbours, vectors):
         monkeypatch.setattr(module, "NUMBERS", 50)
-    assert ranking_metrics(x, y, NAMES, KS, cameras=(seen, seen)) == whole
+    assert ranking_metrics(x, y, NAMES, KS) == whole
 
 
 @pytest.mark.parametrize(
@@ -216,13 +197,10 @@ def test_parts_of_the_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) ->
     [
         ({"names": ["map"]}, ("found_at_k",)),
         ({"ks": [0]}, ("ks",)),
-        ({"cameras": (np.arange(3), np.arange(60))}, ("cameras", "60", "3")),
-        ({"cameras": (np.arange(60), np.full(60, 0.5))}, ("gallery", "cameras", "0.5")),
-        ({"cameras": (np.ones(60), np.ones(60))}, ()),
     ],
 )
 def test_what_is_impossible_is_refused(options: dict[str, Any], names: tuple[str, ...]) -> None:
-    x, y, _ = drawn(0, whole=False)
+    x, y = drawn(0, whole=False)
     assert_refused(lambda: ranking_metrics(x, y, **options), DataError, *names)
 
 
@@ -230,23 +208,6 @@ def test_each_metric_is_described() -> None:
     assert set(RANKED) == set(NAMES) - {"recall"}
 
 
-def test_junk_is_left_out_by_the_rule_of_cameras() -> None:
-    """Market-1501's own evaluation ignores it: the numbers are those of a gallery without it."""
-    rng = np.random.default_rng(0)
-    x, items = rng.normal(size=(12, 3)), rng.normal(size=(40, 3))
-    labels, item_labels = np.arange(12) % 3, rng.integers(-1, 3, 40)
-    seen, theirs = rng.integers(2, size=12), rng.integers(2, size=40)
-    kept = item_labels != -1
-    expected = ranking_metrics(x, labels, gallery=(items[kept], item_labels[kept]), cameras=(seen, theirs[kept]))
-    for gallery in ((items, item_labels), (torch.from_numpy(items), torch.from_numpy(item_labels))):
-        with pytest.warns(UserWarning, match=having((~kept).sum(), "40", "-1")):
-            assert ranking_metrics(x, labels, gallery=gallery, cameras=(seen, theirs)) == expected
-    own = np.where(labels == 0, -1, labels)  # a class, as queries have it
-    whole = ranking_metrics(x, own, ["recall"], gallery=(items, item_labels), cameras=(seen, theirs))
-    assert whole.gallery == 40
-
-
 def test_queries_in_a_gallery_are_told() -> None:
     x, y = np.random.default_rng(0).normal(size=(20, 3)), np.arange(20) % 4
     assert_warned(lambda: ranking_metrics(x, y, ["ndcg"], gallery=(x, y)), "20")
-    assert_refused(lambda: ranking_metrics(x, y, cameras=(y,)), DataError, "cameras")

@@ -106,22 +106,6 @@ def test_on_the_command_line(folder: Path) -> None:
     assert "pytorch-metric-learning" in report["versions"]
 
 
-def test_junk_by_its_name_is_left_out_by_the_rule_of_cameras(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (x, y), (gallery, labels) = items(folder, "q"), items(folder, "a")
-    names = {"q_names": y.astype(str), "a_names": np.where(np.arange(60) % 4, labels.astype(str), "-1")}
-    for name, each in {**names, "q_seen": np.arange(40) % 3, "a_seen": np.arange(60) % 2}.items():
-        np.save(folder / f"{name}.npy", each)
-    options = ("--gallery-embeddings", "a.npy", "--gallery-labels", "a_names.npy", "--gallery-cameras", "a_seen.npy")
-    query = ("--embeddings", "q.npy", "--labels", "q_names.npy", "--cameras", "q_seen.npy")
-    (row,) = evaluate(folder, *query, *options, "--ks", "1")["galleries"]
-    kept, seen = np.arange(60) % 4 > 0, np.arange(60) % 2
-    expected = ranking_metrics(
-        x, y, ["recall"], gallery=(gallery[kept], labels[kept]), cameras=(np.arange(40) % 3, seen[kept])
-    )
-    assert (row["size"], row["recall"]["1"]) == (45, expected.values["recall_at_1"])
-    assert "note: a.npy: 15 of 60 gallery items left out: their label is -1" in capsys.readouterr().out
-
-
 def test_several_galleries(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     galleries = [("--gallery-embeddings", f"{name}.npy", "--gallery-labels", f"{name}_labels.npy") for name in "ab"]
     report = evaluate(folder, *QUERIES, *galleries[0], *galleries[1], "--ks", "1", "3", "--distance", "ip")
@@ -430,16 +414,8 @@ def test_query_subset(folder: Path) -> None:
     assert row["recall"] == as_json(recall_at_k(*items(folder, "q"), (1, 2), query_subset=11, seed=5).at)
 
 
-def cameras(folder: Path, name: str, count: int, seed: int) -> Any:
-    """Write cameras of queries or a gallery, and return them."""
-    seen = np.random.default_rng(seed).integers(3, size=count)
-    np.save(folder / f"{name}_cameras.npy", seen)
-    return seen
-
-
 A = ("--gallery-embeddings", "a.npy", *A_LABELS)
 COPY = ("--gallery-embeddings", "q.npy", "--gallery-labels", "q_labels.npy")
-CAMERAS = ("--cameras", "q_cameras.npy", "--gallery-cameras", "a_cameras.npy")
 
 
 def test_other_metrics_stand_beside_recall(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -458,25 +434,6 @@ def test_other_metrics_stand_beside_recall(folder: Path, capsys: pytest.CaptureF
     low, high = found.intervals["ndcg"]
     assert "95% intervals over queries, a.npy: R@1 " in out
     assert f"NDCG {low:.4f} to {high:.4f}" in out
-
-
-def test_what_the_same_camera_shows_of_an_identity_is_ignored(folder: Path) -> None:
-    own, theirs = cameras(folder, "q", 40, 1), cameras(folder, "a", 60, 2)
-    (row,) = evaluate(folder, *QUERIES, *A, *CAMERAS, "--ks", "1", "5")["galleries"]
-    (x, y), (gallery, labels) = items(folder, "q"), items(folder, "a")
-    hits, averages = [], []
-    for i in range(40):
-        kept = ~((labels == y[i]) & (theirs == own[i]))
-        order = ((gallery[kept].astype(float) - x[i].astype(float)) ** 2).sum(1).argsort(kind="stable")
-        right = labels[kept][order] == y[i]
-        if right.any():
-            hits.append([right[:1].any(), right[:5].any()])
-            averages.append((right.cumsum() / np.arange(1, len(right) + 1))[right].mean())
-    assert row["recall"] == as_json(dict(zip((1, 5), np.mean(hits, axis=0).tolist(), strict=True)))
-    assert row["metrics"] == {"mean_average_precision": pytest.approx(np.mean(averages), abs=1e-12)}
-    assert (row["queries"], row["without_match"]) == (len(hits), 40 - len(hits))
-    (plain,) = evaluate(folder, *QUERIES, *A, "--ks", "1", "5")["galleries"]
-    assert plain["recall"]["1"] != row["recall"]["1"]
 
 
 def test_classes_are_judged_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -546,18 +503,6 @@ def test_both_directions_of_images_and_texts(folder: Path, capsys: pytest.Captur
     assert "the queries, from t.npy" in capsys.readouterr().out
 
 
-def test_cameras_are_of_one_file_or_of_a_name(folder: Path) -> None:
-    own = cameras(folder, "q", 40, 1)
-    x, y = items(folder, "q")
-    expected = ranking_metrics(x, y, ["recall"], (1,), cameras=(own, own)).values["recall_at_1"]
-    np.savez(folder / "all.npz", embeddings=x, labels=y, cameras=np.array(["north", "south", "east"])[own])
-    alone = evaluate(folder, *QUERIES, "--cameras", "q_cameras.npy", "--ks", "1")
-    named = evaluate(folder, "--embeddings", "all.npz", "--cameras", "all.npz", "--ks", "1")
-    copied = evaluate(folder, *QUERIES, *COPY, *CAMERAS[:3], "q_cameras.npy", "--ks", "1")
-    for report in (alone, named, copied):
-        assert report["galleries"][0]["recall"] == {"1": expected}
-
-
 def test_wide_tables_are_whole(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = evaluate(folder, *QUERIES, "--ks", *map(str, range(1, 13)))["galleries"]
     out = capsys.readouterr().out
@@ -613,14 +558,6 @@ def test_wide_tables_are_whole(folder: Path, capsys: pytest.CaptureFixture[str])
         ((*QUERIES, "--query-subset", "0"), "query_subset must be at least 1"),
         ((*QUERIES, "--query-subset", "3", "--seed", "-1"), "seed must be at least 0, got -1"),
         ((*QUERIES, "--metrics", "map"), "'map' is none of recall, precision"),
-        ((*QUERIES, *A, *CAMERAS[:2]), "--gallery-cameras, got 1 and 0 of them"),
-        ((*QUERIES, *A, *CAMERAS[2:]), "needs --cameras, the queries'"),
-        ((*QUERIES, "--cameras", "a_cameras.npy"), "match in number, got 40 and 60"),
-        ((*QUERIES, *A, *CAMERAS[:3], "q_cameras.npy"), "cameras must match in number, got 60"),
-        (
-            (*QUERIES, "--cameras", "q_cameras.npy", *COPY, "--gallery-cameras", "other.npy"),
-            "cameras are not those of --cameras",
-        ),
         ((*QUERIES, "--both-directions"), "--both-directions needs galleries"),
         (
             (*QUERIES, "--against-gallery", "a.npy"),
@@ -633,12 +570,10 @@ def test_wide_tables_are_whole(folder: Path, capsys: pytest.CaptureFixture[str])
             (*QUERIES, *COPY, "--against", "q.npy", "--against-gallery", "more.npy"),
             "--against-gallery is none of --against",
         ),
-        (("--images", "x", *CAMERAS), "--cameras and --gallery-cameras can't"),
+        (("--images", "x", *A), "--gallery-embeddings and --gallery-labels can't"),
     ],
 )
 def test_bad_input_ends_with_one_line(folder: Path, arguments: tuple[str, ...], message: str) -> None:
-    cameras(folder, "q", 40, 1)
-    cameras(folder, "a", 60, 2)
     (folder / "q.txt").write_text("1 2 3")
     np.save(folder / "one.npy", np.zeros(60, int))
     np.save(folder / "flat.npy", np.zeros((60, 2)))
