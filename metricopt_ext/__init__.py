@@ -7,17 +7,8 @@ Attach an adapter (`attach_film`, `attach_outputs`), describe the task (`Finetun
 docs/api.md lists.
 """
 
-from typing import Any
-
 import lazy_loader
 
 # The public names are listed in `__init__.pyi` alone and imported at their first use, so that `metricopt --help` does
 # without torch.
-_public, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name, or one that was public."""
-    from metricopt_ext.moved import MOVED, moved
-
-    return moved(name) if name in MOVED else _public(name)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -15,7 +15,6 @@ from metricopt_ext.errors import AdapterError, ConfigError, DataError
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
-from metricopt_ext.moved import renamed_arguments
 from metricopt_ext.retrieval.few_classes import FewClasses
 from metricopt_ext.retrieval.judged import JudgedEmbeddings, Processing
 from metricopt_ext.retrieval.kept_features import KeptPasses
@@ -39,7 +38,6 @@ Embedded = dict[str, tuple[Tensor, Tensor]]
 Evaluated = Sequence[tuple[str, Sequence[str]]]
 
 
-@renamed_arguments(watcher="callback", kept_aside="holdout")
 def search_with_trainer(
     trainer: Any,
     tester: Any,

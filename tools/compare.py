@@ -54,7 +54,7 @@ METHODS = [
     "turbo",
     "loss_finetune_best",
     "loss_finetune_validation",
-    "ours",
+    "metricopt",
 ]
 
 OF_THE_COMPARISON = ("seed", "seeds", "workers", "threads", "device")  # what it sets in the task's config

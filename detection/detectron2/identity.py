@@ -33,7 +33,7 @@ def identity_of_run(cfg: CfgNode) -> dict[str, Any]:
         **dict(_leaves(cfg.METRICOPT, "METRICOPT.")),
         "DATASETS.TRAIN": cfg.DATASETS.TRAIN,
         "SOLVER.IMS_PER_BATCH": cfg.SOLVER.IMS_PER_BATCH,
-        **({AMP: True} if cfg.SOLVER.AMP.ENABLED else {}),  # absent in runs of before, which had none
+        AMP: cfg.SOLVER.AMP.ENABLED,
     }
     for key in ("MODEL.WEIGHTS", "METRICOPT.FINETUNE.VALUE_FUNCTION"):
         settings[key] = _described(settings[key])

@@ -64,7 +64,7 @@ class Context(KeepsPrecision):
     """
 
     signature: Tensor
-    outputs: Outputs | None = None  # of the class too: a model pickled by an earlier version has neither
+    outputs: Outputs | None = None
     classes: int = 0
     guessed: bool = False
 
@@ -238,8 +238,6 @@ class Scale(Modulation):
         rng: Draws A, ``C x d`` with entries N(0, 1/d).
         offset: What the layer adds to its weight before it multiplies, 1 in Gemma's.
     """
-
-    offset: float = 0.0  # of the class too: a model pickled by an earlier version has none
 
     A: Tensor
     merges_into = ("weight",)

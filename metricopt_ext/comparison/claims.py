@@ -138,7 +138,7 @@ class Judged(NamedTuple):
 
 
 def guard_blocks(guards: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Say in words what guarded runs came to: of the search's step and, where it is on file, of the whole run.
+    """Say in words what guarded runs came to: of the search's step and of the whole run.
 
     Args:
         guards: Records of `guarded`.
@@ -150,11 +150,11 @@ def guard_blocks(guards: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[st
         Judged(each["accepted"], each["accepted"] * each["change"], each["error"], each["change"], each["error"])
         for each in guards
     ]
-    blocks = [("The guard on the search's step, from the start it began at to its end", guard_lines(steps))]
-    if whole := [Judged(**each["whole"]) for each in guards if each.get("whole")]:
-        heading = "The guard on the whole run, from the model as trained to what is kept (start or end)"
-        blocks.append((heading, guard_lines(whole)))
-    return blocks
+    whole = [Judged(**each["whole"]) for each in guards]
+    return [
+        ("The guard on the search's step, from the start it began at to its end", guard_lines(steps)),
+        ("The guard on the whole run, from the model as trained to what is kept (start or end)", guard_lines(whole)),
+    ]
 
 
 def guard_lines(guards: Sequence[Judged]) -> list[str]:

@@ -18,7 +18,6 @@ from metricopt_ext.experiment.compare import judge
 from metricopt_ext.experiment.experiment import Experiment, State
 from metricopt_ext.experiment.method import (
     METHODS,
-    RENAMED,
     STANDING,
     TUNES_SETTINGS,
     Baseline,
@@ -74,8 +73,7 @@ class Plan:
         known = sorted(known)
         for name in (*self.methods, *self.most):
             if name not in known:
-                said = f"called {RENAMED[name]!r} now" if name in RENAMED else f"none of {', '.join(known)}"
-                raise ConfigError(f"methods={list(self.methods)}: {name!r} is {said}")
+                raise ConfigError(f"methods={list(self.methods)}: {name!r} is none of {', '.join(known)}")
         if not self.methods or len(set(self.methods)) < len(self.methods):
             raise ConfigError(f"methods={list(self.methods)}: it must name one or more, each once")
         ascending = all(a < b for a, b in zip(self.budgets, self.budgets[1:], strict=False))
@@ -175,8 +173,7 @@ def finished(file: Path, budgets: Sequence[int]) -> bool:
     if not file.exists():
         return False
     row = read_row(file)
-    asked = row.get("budgets", [int(budget) for budget in row["cells"]] or budgets)  # rows of 0.1.0 don't tell
-    return not row["errors"] and {budget for budget in budgets if budget >= row["least"]} <= {*asked}
+    return not row["errors"] and {budget for budget in budgets if budget >= row["least"]} <= {*row["budgets"]}
 
 
 def offered(experiment: Experiment[Any], wanted: Sequence[str]) -> dict[str, Start | StartLine]:

@@ -66,10 +66,10 @@ def _gathered(
             for name in names
         },
         "best_start": {
-            "queries": max(each.get("queries", len(each["test"])) for each in started),
+            "queries": max(each["queries"] for each in started),
             "chosen": [each["chosen"] for each in started],
             "seconds": [each["seconds"] for each in started],
-            "passes": [each.get("passes") for each in started],
+            "passes": [each["passes"] for each in started],
             **{part: [each[part][each["chosen"]] for each in started] for part in ("validation", "test")},
         },
         "methods": {name: _method(own, plan.budgets) for name, own in rows.items()},

@@ -5,7 +5,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from metricopt_ext.comparison.guarded import TRAINED
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.experiment.method import METHODS, RENAMED
+from metricopt_ext.experiment.method import METHODS
 from metricopt_ext.experiment.passes import Passes
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.described import Finite, read_shaped
@@ -22,9 +22,9 @@ class StartsFile(TypedDict):
     chosen: str
     validation: dict[str, Finite]
     test: dict[str, Finite]
-    queries: NotRequired[int]
+    queries: int
     seconds: Finite
-    passes: NotRequired[Passes | None]
+    passes: Passes
 
 
 class Judgement(TypedDict):
@@ -43,8 +43,8 @@ class Guarded(TypedDict):
     accepted: bool
     change: Finite
     error: Finite | None
-    end: NotRequired[Finite]
-    whole: NotRequired[Judgement | None]
+    end: NotRequired[Finite]  # not in those in benchmarks/results
+    whole: Judgement
 
 
 class Cell(TypedDict):
@@ -64,7 +64,7 @@ class MethodRow(TypedDict):
     seed: int
     method: str
     least: int
-    budgets: NotRequired[list[int]]
+    budgets: list[int]
     cells: dict[str, Cell]
     errors: dict[str, str]
     machine: str
@@ -82,7 +82,7 @@ class Columns(Column):
 
     queries: list[int | None]
     seconds: list[Finite | None]
-    passes: NotRequired[list[Passes | None]]
+    passes: list[Passes | None]
 
 
 class BestStart(Column):
@@ -91,7 +91,7 @@ class BestStart(Column):
     queries: int
     chosen: list[str | None]
     seconds: list[Finite | None]
-    passes: NotRequired[list[Passes | None]]
+    passes: list[Passes | None]
 
 
 class MethodColumns(TypedDict):
@@ -142,7 +142,7 @@ class Comparison(TypedDict):
     versions: dict[str, str]
     config: Ran
     subject_to: NotRequired[dict[str, str]]
-    format: NotRequired[Literal["metricopt_ext/comparison/1"]]
+    format: NotRequired[Literal["metricopt_ext/comparison/1"]]  # not in those in benchmarks/results
 
 
 def read_starts(file: Path) -> dict[str, Any]:
@@ -175,8 +175,6 @@ def read_comparison(file: Path) -> dict[str, Any]:
         FileFormatError: The file holds something else.
     """
     content = read_shaped(file, Comparison, "a comparison's")
-    content["methods"] = {RENAMED.get(name, name): each for name, each in content["methods"].items()}
-    content["guards"] = [{**each, "method": RENAMED.get(each["method"], each["method"])} for each in content["guards"]]
     try:
         _check(content)
     except ValueError as error:

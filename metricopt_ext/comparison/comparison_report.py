@@ -105,11 +105,7 @@ def verdict(content: dict[str, Any]) -> str:
     )
     few = of_seeds(values[OURS])
     on_validation += f" {few}" if few else ""
-    judged = [
-        each["whole"]
-        for each in content["guards"]
-        if (each["method"], each["budget"]) == (OURS, budget) and each.get("whole")
-    ]
+    judged = [each["whole"] for each in content["guards"] if (each["method"], each["budget"]) == (OURS, budget)]
     guard = (
         f" The guard accepted a change in {sum(each['accepted'] for each in judged)} of {len(judged)} seeds."
         if judged

@@ -131,7 +131,9 @@ def _unguarded(content: dict[str, Any], budget: int) -> list[float | None] | Non
     def ended(seed: int, trained: float, best: float) -> float | None:
         if seed not in guards:
             return None
-        guard = guards[seed]  # earlier files lack the end; it is told by the best free start, where most searches began
+        guard = guards[
+            seed
+        ]  # what is published lacks the end; the best free start, where most searches began, tells it
         return trained + sign * float(guard["end"]) if "end" in guard else best + sign * float(guard["change"])
 
     return list(map(ended, content["seeds"], trained, best)) if guards else None
@@ -154,8 +156,8 @@ def _passes(content: dict[str, Any], name: str) -> str:
     """Format the mean passes of a method at its largest budget; empty where none were counted."""
     if name in content["starts"]:
         return ""
-    columns = [cell.get("passes", []) for cell in content["methods"].get(name, {"cells": {}})["cells"].values()]
-    last = content["best_start"].get("passes", []) if name == "best_start" else columns[-1] if columns else []
+    columns = [cell["passes"] for cell in content["methods"].get(name, {"cells": {}})["cells"].values()]
+    last = content["best_start"]["passes"] if name == "best_start" else columns[-1] if columns else []
     known = [each for each in last if each is not None]
     return " + ".join(f"{np.mean([each[part] for each in known]):.0f}" for part in ("metric", "loss")) if known else ""
 

@@ -148,9 +148,6 @@ METHODS: dict[str, Entry] = {
     "ala_focal": _sibling("ALA, focal weighting", "#93c49b", AdaptiveLossAlignment("focal"), "labels", "embedders"),
 }
 
-# Names of earlier versions, which comparisons on file have.
-RENAMED = {"ours": "metricopt"}
-
 # The methods whose ends have settings of inference.
 TUNES_SETTINGS = tuple(name for name in METHODS if name.startswith("settings"))
 
@@ -349,8 +346,6 @@ def check_known(names: Iterable[str]) -> None:
     """
     before: set[str] = set()
     for name in names:
-        if name in RENAMED:
-            raise ConfigError(f"method {name!r} is called {RENAMED[name]!r} now")
         if name not in METHODS:
             raise ConfigError(f"method {name!r} has no entry in METHODS; the choices are {', '.join(METHODS)}")
         if (after := METHODS[name].after) and after not in before:

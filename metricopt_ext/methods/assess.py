@@ -13,7 +13,6 @@ from metricopt_ext.methods.run_identity import identity_of
 from metricopt_ext.methods.searched import first_answers
 from metricopt_ext.methods.starts import all_starts
 from metricopt_ext.methods.strategy import check_strategy
-from metricopt_ext.moved import renamed_arguments
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.strategy import SearchStrategy
@@ -25,7 +24,6 @@ from metricopt_ext.utils.words import counted
 
 
 @undone_if_cut_short
-@renamed_arguments(watcher="callback")
 def assess(
     task: FinetuneTask,
     queries: int | None = None,

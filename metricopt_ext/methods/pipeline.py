@@ -18,7 +18,6 @@ from metricopt_ext.methods.run_identity import identity_of
 from metricopt_ext.methods.searched import runner_of
 from metricopt_ext.methods.starts import all_starts, check_starts
 from metricopt_ext.methods.strategy import Context, LearningStrategy, check_constraints, sized
-from metricopt_ext.moved import renamed_arguments
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import fingerprint_of_code
 from metricopt_ext.runtime.progress import Callback, check_callback, progress_of
@@ -33,7 +32,6 @@ from metricopt_ext.utils.words import and_more, counted
 
 
 @undone_if_cut_short
-@renamed_arguments(watcher="callback", kept_aside="holdout")
 def optimize_metric(
     task: FinetuneTask,
     *,

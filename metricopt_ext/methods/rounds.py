@@ -8,7 +8,6 @@ import torch
 
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.methods.recipe_settings import RecipeSettings
-from metricopt_ext.moved import renamed_arguments
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.optimizer import LossStep, MetricOptStep
@@ -28,7 +27,6 @@ Collect = Callable[[int, Sequence[int], Fit | None], Sequence[Trajectory]]
 
 
 @undone_if_cut_short
-@renamed_arguments(watcher="callback")
 def meta_train(
     task: FinetuneTask,
     *,

@@ -16,7 +16,6 @@ from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, BudgetError
 from metricopt_ext.methods.short_finetunes import Training, check_finetunes, short_finetunes
 from metricopt_ext.methods.starts import has_batchnorm, reestimate_batchnorm, with_start
-from metricopt_ext.moved import renamed_arguments
 from metricopt_ext.plain import plain
 from metricopt_ext.runtime.identity import fingerprint
 from metricopt_ext.runtime.progress import Callback
@@ -28,7 +27,6 @@ KINDS = ("uniform", "greedy")
 APART = 0.5  # by so much of it, the average's loss may exceed the worst ingredient's
 
 
-@renamed_arguments(watcher="callback")
 def soup_starts(
     task: FinetuneTask,
     checkpoints: Sequence[str | Path] | None = None,

@@ -9,7 +9,6 @@ from torch import Tensor
 from metricopt_ext.methods.guard import CONFIDENCE, Verdict, check_guarded, decide_among
 from metricopt_ext.methods.recipe_settings import RecipeSettings, StepWeights, checked_weights
 from metricopt_ext.methods.strategy import check_constraints
-from metricopt_ext.moved import renamed_arguments
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.optimizer import LossStep, MetricOptStep
 from metricopt_ext.tasks.evaluation import Evaluation
@@ -55,7 +54,6 @@ class Tuned:
 
 
 @undone_if_cut_short
-@renamed_arguments(watcher="callback")
 def tune_start(
     task: FinetuneTask,
     fit: Fit,

@@ -15,7 +15,7 @@ class Learned(Protocol):
 
     Attributes:
         metric: The metric's name.
-        identity: Its `BatchMetric.identity`; None if only the name is known, as of older files.
+        identity: Its `BatchMetric.identity`; None if only the name is known.
     """
 
     metric: str
@@ -23,12 +23,12 @@ class Learned(Protocol):
 
 
 def metric_identity(described: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the identity of the metric that a file describes, None if it tells none.
+    """Return the identity of the metric that a file describes, None if only its name is known.
 
     Raises:
         ValueError: It is none.
     """
-    identity = described.get("identity")
+    identity = described["identity"]
     if identity is not None and not isinstance(identity, dict):
         raise ValueError(f"identity is {brief(identity)}")
     return identity

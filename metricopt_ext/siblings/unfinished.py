@@ -56,9 +56,10 @@ class Unfinished:
         self.stage, self.seconds = "", 0.0
         if file is not None and file.exists():
             self._tensors, self._described = read_tensors(file, FILE_FORMAT)
-            theirs = self._described.get("settings")
-            for name in theirs if isinstance(theirs, dict) else settings:  # older files tell less
-                was, now = theirs.get(name) if isinstance(theirs, dict) else theirs, settings.get(name)
+            with content_of(file, "state of a training"):
+                theirs = dict(self._described["settings"])
+            for name in {**theirs, **settings}:
+                was, now = theirs.get(name), settings.get(name)
                 if was != now:
                     raise FileFormatError(
                         f"{file} is from another training: {name} was {brief(was)}, now {brief(now)}; delete it to"

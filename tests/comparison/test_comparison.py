@@ -225,11 +225,9 @@ def test_budgets_that_were_left_out_are_run_later(experiment: Any, tmp_path: Pat
     assert experiment.built == [5, 5, 5]
     file = tmp_path / "seed-5" / "random_search.json"
     row = rows(tmp_path)["random_search"]
-    assert row.pop("budgets") == [4, 20, 60]
-    file.write_text(json.dumps(row))  # as 0.1.0 has it
+    assert row["budgets"] == [4, 20, 60]
     assert finished(file, [4, 20, 60])
-    row["cells"].pop("60")
-    file.write_text(json.dumps(row))
+    file.write_text(json.dumps({**row, "budgets": [4, 20]}))
     assert not finished(file, [4, 20, 60])
 
 

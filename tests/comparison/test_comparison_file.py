@@ -15,6 +15,7 @@ from metricopt_ext.errors import FileFormatError
 RESULTS = sorted(Path(__file__).parents[2].glob("benchmarks/results/comparison/*.json"))
 COLUMN = {"validation": [0.5, None], "test": [0.5, 0.25]}
 CELL = {**COLUMN, "queries": [5, 5], "seconds": [0.5, 1], "passes": [{"metric": 5, "loss": 0}, None]}
+WHOLE = {"accepted": True, "change": 0.1, "error": None, "best": 0.1, "best_error": None}
 COMPARISON: dict[str, Any] = {
     "task": "classification/toy",
     "title": "net on toy",
@@ -24,7 +25,17 @@ COMPARISON: dict[str, Any] = {
     "starts": {"pretrained": COLUMN},
     "best_start": {**CELL, "queries": 2, "chosen": ["pretrained", "pretrained"]},
     "methods": {"metricopt": {"least": 3, "cells": {"5": CELL}, "errors": {}}},
-    "guards": [{"seed": 700, "method": "metricopt", "budget": 5, "accepted": True, "change": 0.1, "error": None}],
+    "guards": [
+        {
+            "seed": 700,
+            "method": "metricopt",
+            "budget": 5,
+            "accepted": True,
+            "change": 0.1,
+            "error": None,
+            "whole": WHOLE,
+        }
+    ],
     "machines": ["A processor"],
     "versions": {"torch": "2.6"},
     "config": {"task": "classification", "config": "a.yaml", "overrides": []},
@@ -102,7 +113,8 @@ def test_another_shape_of_a_comparison_is_refused(at: str, value: Any, said: str
 
 def test_rows_and_starts_of_another_shape_are_refused(tmp_path: Path) -> None:
     cell = {"queries": 5, "validation": 0.5, "test": 0.5, "seconds": 1.0, "passes": None, "guard": None}
-    row = {"seed": 3, "method": "metricopt", "least": 2, "cells": {"5": cell}, "errors": {}, "machine": "A processor"}
+    row = {"seed": 3, "method": "metricopt", "least": 2, "budgets": [5], "cells": {"5": cell}, "errors": {}}
+    row["machine"] = "A processor"
     file = tmp_path / "metricopt.json"
     file.write_text(json.dumps(row))
     assert read_row(file) == row
@@ -114,7 +126,8 @@ def test_rows_and_starts_of_another_shape_are_refused(tmp_path: Path) -> None:
         ("machine", ...),
     ]:
         assert "is not a row of a comparison: " in refused(read_row, file, changed(row, at, value))
-    starts = {"seed": 3, "chosen": "a", "validation": {"a": 0.5}, "test": {"a": 0.5}, "seconds": 1.0}
+    starts = {"seed": 3, "chosen": "a", "validation": {"a": 0.5}, "test": {"a": 0.5}, "queries": 1, "seconds": 1.0}
+    starts["passes"] = {"metric": 1, "loss": 0}
     file = tmp_path / "starts.json"
     file.write_text(json.dumps(starts))
     assert read_starts(file) == starts

@@ -11,7 +11,7 @@ QUALITY = Quality(0.5, 0.1, 0.2, 9, 3, 0.1, 0.2)
 
 
 def record() -> SeedRecord:
-    """Return a record, always the same: `tests/formats` has its file."""
+    """Return a record, always the same."""
     return SeedRecord(
         seed=3,
         outcomes={"pretrained": [Outcome(0.1, 0.2, 0, 0, 0.0)], "metricopt": [Outcome(1 / 3, 0.1 + 0.2, 9, 2, 1.5, 4)]},

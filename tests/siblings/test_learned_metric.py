@@ -1,4 +1,4 @@
-"""A loss that was learned for another metric is refused, whatever the metrics are called; older files tell the name."""
+"""A loss that was learned for another metric is refused, whatever the metrics are called."""
 
 import json
 from collections.abc import Callable
@@ -54,14 +54,14 @@ def test_another_metric_is_refused_in_memory_and_from_a_file(
         assert_named(caught, *names)
 
 
-def test_a_file_without_an_identity_is_known_by_its_metrics_name(tmp_path: Path) -> None:
+def test_without_an_identity_it_is_known_by_its_metrics_name(tmp_path: Path) -> None:
     set_loss, relational = SetLoss(1, "cost"), RelationalLoss("cost")
-    older: dict[str, tuple[Any, str, dict[str, Any], Any]] = {
+    losses: dict[str, tuple[Any, str, dict[str, Any], Any]] = {
         "set": (set_loss, SET, {"outputs": 1, "metric": "cost", "network": "published"}, load_set_loss),
         "relational": (relational, RELATIONAL, {"metric": "cost", "absolute": False}, load_relational_loss),
     }
-    for name, (loss, kind, described, load) in older.items():
-        write_tensors(tmp_path / name, loss.state_dict(), kind, described)
+    for name, (loss, kind, described, load) in losses.items():
+        loss.save(tmp_path / name)
         found = load(tmp_path / name)
         assert found.identity is None
         check_metric("it stands for", found, metric(maximize=True))

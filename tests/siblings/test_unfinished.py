@@ -179,17 +179,6 @@ def test_another_loss_to_begin_with_is_refused(
     )
 
 
-def test_what_an_older_version_kept_goes_on(
-    training_task: Callable[..., TrainingTask], tmp_path: Path, always: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, file = METHOD.train(training_task(), seed=3), tmp_path / "left.safetensors"
-    told = {"method": repr(METHOD), "trains": "model", "seed": 3}
-    with monkeypatch.context() as patched:
-        patched.setattr(SurrogateLearning, "identity", lambda *_: told)
-        killed(METHOD, training_task(), 25, file)
-    assert same(METHOD.train(training_task(), seed=3, unfinished=file), whole)
-
-
 def test_a_larger_model_is_refused(training_task: Callable[..., TrainingTask], tmp_path: Path, always: None) -> None:
     file, method = tmp_path / "left.safetensors", replace(METHOD, surrogate="scratch")
     killed(method, training_task(), 12, file)

@@ -125,7 +125,6 @@ def test_a_failing_method_marks_its_cells_and_is_tried_again(
     ("arguments", "message"),
     [
         (["methods=[cma_es,sorcery]"], "'sorcery' is none of"),
-        (["methods=[ours]"], "'ours' is called 'metricopt' now"),
         (["budgets=[60,20]"], "ascending"),
         (["budgets=[]"], "ascending"),
         (["task=regression"], "task=regression: it must be one of"),

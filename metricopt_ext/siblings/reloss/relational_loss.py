@@ -88,7 +88,7 @@ def load_relational_loss(path: str | Path) -> RelationalLoss:
     """
     tensors, described = read_tensors(path, FILE_FORMAT)
     with content_of(path, "relational loss that it describes"):
-        absolute = described.get("absolute", False)  # older files say nothing
+        absolute = described["absolute"]
         if not isinstance(absolute, bool):
             raise ValueError(f"absolute is {absolute!r}")
         identity = metric_identity(described)

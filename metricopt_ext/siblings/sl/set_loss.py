@@ -121,9 +121,9 @@ def load_set_loss(path: str | Path) -> SetLoss:
     """
     tensors, described = read_tensors(path, FILE_FORMAT)
     with content_of(path, "surrogate loss that it describes"):
-        network = described.get("network", "plain")  # older files have no other
+        outputs, metric, network = (described[name] for name in ("outputs", "metric", "network"))
         identity = metric_identity(described)
-        return module_of(path, tensors, lambda: SetLoss(described["outputs"], described["metric"], network, identity))
+        return module_of(path, tensors, lambda: SetLoss(outputs, metric, network, identity))
 
 
 def check_network(network: str) -> None:

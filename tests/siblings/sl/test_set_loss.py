@@ -142,12 +142,6 @@ def test_a_file_gives_back_the_same_loss(tmp_path: Path, network: Network) -> No
     assert torch.equal(again(scores.float(), labels), net(scores.float(), labels))
 
 
-def test_a_file_of_an_older_version_has_the_plain_network(tmp_path: Path) -> None:
-    described, net = {"outputs": 1, "metric": "mcr"}, SetLoss(network="plain")
-    write_tensors(tmp_path / "old.safetensors", net.state_dict(), "metricopt_ext/set_loss/1", described)
-    assert load_set_loss(tmp_path / "old.safetensors").network == "plain"
-
-
 def test_other_files_are_refused(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
     assert_refused(lambda: load_set_loss(tmp_path / "other.safetensors"), FileFormatError, "other.safetensors", "None")
