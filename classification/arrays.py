@@ -61,7 +61,7 @@ def read_arrays(
         check_bytes(path, size if len(read_shape(path, inputs)) == 2 else size // 8, left)
         left -= size
         x, y = read_array(path, inputs), np.asarray(read_array(path, labels))
-        read.append(_labelled(path, x if isinstance(x, Tensor) else torch.from_numpy(np.asarray(x)), y))
+        read.append(labelled(path, x if isinstance(x, Tensor) else torch.from_numpy(np.asarray(x)), y))
     return read
 
 
@@ -86,7 +86,17 @@ def _one(path: Path, names: Sequence[str], known: Sequence[str], part: str) -> s
     return found[0]
 
 
-def _labelled(path: Path, x: Tensor, y: npt.NDArray[Any]) -> Labelled | Table:
+def labelled(path: Path | str, x: Tensor, y: npt.NDArray[Any]) -> Labelled | Table:
+    """Return inputs and labels, as `read_arrays` takes them, with the names of the classes.
+
+    Args:
+        path: Where they are from, for messages.
+        x: Inputs.
+        y: Labels.
+
+    Raises:
+        DataError: Shapes or types are others, or labels are no classes.
+    """
     labels = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
     if labels.ndim != 1 or len(labels) != len(x) or len(x) == 0:
         raise DataError(f"{path} must have one label for each of its {counted(len(x), 'input')}, got shape {y.shape}")
@@ -97,10 +107,10 @@ def _labelled(path: Path, x: Tensor, y: npt.NDArray[Any]) -> Labelled | Table:
         kept = x if x.dtype == torch.float32 else x.double()
         found = f"arrays of {path}, {counted(len(x), 'row')} of {counted(x.shape[1], 'feature')}"
         return Table(kept, numbers, names, Reading(found), (tuple(map(str, range(len(x)))),))
-    return Labelled(_images(path, x), numbers, names)
+    return Labelled(images(path, x), numbers, names)
 
 
-def _classes(path: Path, labels: npt.NDArray[Any]) -> tuple[tuple[str, ...], Tensor]:
+def _classes(path: Path | str, labels: npt.NDArray[Any]) -> tuple[tuple[str, ...], Tensor]:
     """The classes' names, in numeric or alphabetical order, and the place of each label."""
     if labels.dtype.kind == "f" and np.array_equal(labels, np.rint(labels)) and (np.abs(labels) < 2**24).all():
         labels = labels.astype(np.int64)
@@ -114,8 +124,8 @@ def _classes(path: Path, labels: npt.NDArray[Any]) -> tuple[tuple[str, ...], Ten
     return tuple(map(str, values.tolist())), torch.from_numpy(places.reshape(-1).astype(np.int64))
 
 
-def _images(path: Path, x: Tensor) -> Tensor:
-    """Images as ``n x c x h x w``, uint8 or float32."""
+def images(path: Path | str, x: Tensor) -> Tensor:
+    """Return images as ``n x c x h x w``, uint8 or float32; see `labelled`."""
     if x.dtype == torch.uint8 and x.dim() == 3:
         return x[:, None].contiguous()
     if x.dtype == torch.uint8 and x.dim() == 4:

@@ -13,6 +13,7 @@ from metricopt_ext.classification.data_config import (
     ImageFolderConfig,
     LabelledImagesConfig,
     MasksConfig,
+    OwnDataConfig,
     PartsConfig,
     TableConfig,
 )
@@ -119,8 +120,17 @@ class OwnClassifierMetricConfig(OwnMetricConfig, MetricConfig):
 class LossConfig:
     """The loss in place of cross-entropy: the classifier is trained and phi is finetuned by it."""
 
-    name: str = "cross_entropy"  # aucpr, cost_sensitive, cross_entropy, large_margin, lovasz or pairwise_auc
+    # aucpr, cost_sensitive, cross_entropy, large_margin, lovasz, pairwise_auc, or MODULE:FUNCTION, which is imported
+    # and called as FUNCTION(logits, labels, **params); of a class an object is made with params
+    name: str = "cross_entropy"
     params: dict[str, Any] = field(default_factory=dict)  # its arguments, e.g. {anchors: 10}
+
+
+@dataclass
+class OwnLossConfig(LossConfig):
+    """The same with what a loss of the user's own, ``loss.name=MODULE:FUNCTION``, takes."""
+
+    folder: str = ""  # where the module is, if it is not installed
 
 
 @dataclass
@@ -183,10 +193,11 @@ class ClassificationConfig(RunConfig):
         """Return the defaults where these choices are made; see `config.Choosing`."""
         made, name = super().chosen(choices), choices.get("data.name")
         if isinstance(name, str):
-            kind = KINDS_OF_DATA.get((name, str(choices.get("data.kind"))), DATA.get(name, DataConfig))
-            made.data = kind(name)  # type: ignore[attr-defined]
+            known = OwnDataConfig if ":" in name else DATA.get(name, DataConfig)
+            made.data = KINDS_OF_DATA.get((name, str(choices.get("data.kind"))), known)(name)  # type: ignore[attr-defined]
         if "loss.name" in choices:
-            made.loss = LossConfig()  # type: ignore[attr-defined]
+            own = ":" in str(choices["loss.name"])
+            made.loss = OwnLossConfig() if own else LossConfig()  # type: ignore[attr-defined]
         if choices.get("data.kind") in ("multilabel", "ordinal"):
             made.starts.append("thresholds")
         return made
@@ -196,6 +207,9 @@ class ClassificationConfig(RunConfig):
         section, _, rest = key.partition(".")
         if section == "loss" and (not rest or rest in known_keys(LossConfig)):
             return f"{key} is a key of loss.name=NAME; this run has cross-entropy"
+        for kind, what in ((OwnLossConfig, "loss"), (OwnDataConfig, "data")):
+            if section == what and rest.partition(".")[0] in known_keys(kind):
+                return f"{key} is a key of {what}.name=MODULE:FUNCTION, your own; this run has one of the tool's"
         bringing = [name for name, kind in DATA.items() if section == "data" and rest in known_keys(kind)]
         if not bringing and section == "data" and rest in known_keys(LabelledImagesConfig):
             return (
@@ -218,10 +232,10 @@ class ClassificationConfig(RunConfig):
             raise ConfigError(f"data.kind={data.kind!r} must be {either(KINDS)}")
         if data.order and data.kind != "ordinal":
             raise ConfigError(f"data.order={data.order} is for data.kind=ordinal; this run has {data.kind}")
-        if data.kind == "multilabel" and not isinstance(data, TableConfig | LabelledImagesConfig):
+        if data.kind == "multilabel" and not isinstance(data, TableConfig | LabelledImagesConfig | OwnDataConfig):
             raise ConfigError(
-                f"data.kind=multilabel needs data.name={TABLE} with data.targets, or data.name=image_folder with a file"
-                f" of labels; {data.name} has one label"
+                f"data.kind=multilabel needs data.name={TABLE} with data.targets, data.name=image_folder with a file of"
+                f" labels, or data.name=MODULE:FUNCTION; {data.name} has one label"
             )
         quantities = data.kind == "regression" or data.name == "diabetes"
         if quantities and (data.kind != "regression" or data.name not in (TABLE, "libsvm", "diabetes")):
@@ -245,7 +259,7 @@ class ClassificationConfig(RunConfig):
                 )
         if data.kind == "classes":
             return
-        if self.loss:
+        if self.loss and not isinstance(self.loss, OwnLossConfig):
             raise ConfigError(f"loss.name={self.loss.name} is for classes, not for data.kind={data.kind}")
         if data.positive:
             raise ConfigError(f"data.positive={data.positive!r} is for two classes, not for data.kind={data.kind}")
@@ -286,6 +300,11 @@ class ClassificationConfig(RunConfig):
         self._check_kind()
         if isinstance(self.data, TableConfig | ImageFolderConfig):
             self.data.check()
+        if isinstance(self.data, OwnDataConfig) and self.data.root:
+            raise ConfigError(
+                f"data.root={self.data.root}: data.name={self.data.name} is a function; give it what it reads by"
+                " data.kwargs"
+            )
         if isinstance(self.data, PartsConfig):
             _ = self.data.parts  # refuses what does not go together
         check_at_least(0, {"data.image_size": self.data.image_size})

@@ -1,6 +1,7 @@
 """The settings of the data of `tools/finetune_classifier.py`; each key is a field here and nowhere else."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from metricopt_ext.classification.tables import read_csv
 from metricopt_ext.data.images import ImageSize, centre_crop
@@ -19,7 +20,8 @@ class DataConfig:
     """Where examples come from and how they are divided."""
 
     # a9a, arrays (npz, pt, h5, safetensors), cifar10, csv (or parquet), image_folder, libsvm, segmentation (folders of
-    # images and of masks), or scikit-learn's breast_cancer, diabetes, digits, iris, wine
+    # images and of masks), scikit-learn's breast_cancer, diabetes, digits, iris, wine, or MODULE:FUNCTION, which is
+    # imported and run
     name: str = MISSING
     root: str = ""  # the file, or the folder that holds the set; not needed for scikit-learn's
     # what is predicted: classes, multilabel (several labels each), ordinal (classes in order), regression (numbers) or
@@ -42,6 +44,14 @@ class DataConfig:
     # 1 / imbalance of it; validation and test stay as they are. 1: they stay as they are in train too
     imbalance: float = 1.0
     largest_class: int = 0  # with imbalance: train examples of the first class; 0: as many as there are
+
+
+@dataclass
+class OwnDataConfig(DataConfig):
+    """The same with what a function of the user's own, ``data.name=MODULE:FUNCTION``, takes."""
+
+    folder: str = ""  # where the module is, if it is not installed
+    kwargs: dict[str, Any] = field(default_factory=dict)  # the function's arguments, e.g. {file: my.npz}
 
 
 @dataclass

@@ -15,12 +15,12 @@ from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.classification.adapter import attach, tuned_part
 from metricopt_ext.classification.besides import besides
 from metricopt_ext.classification.classifier import classifier, steps_of, train, untrained
-from metricopt_ext.classification.config import ClassificationConfig
+from metricopt_ext.classification.config import ClassificationConfig, OwnLossConfig
 from metricopt_ext.classification.data import stratified_parts
 from metricopt_ext.classification.groups import groups_of, metric_halves, strata
 from metricopt_ext.classification.kept_features import Rest
 from metricopt_ext.classification.metrics import MetricSpec
-from metricopt_ext.classification.named_loss import named_loss, score_loss
+from metricopt_ext.classification.named_loss import named_loss, score_loss, try_loss
 from metricopt_ext.classification.named_metric import build_metric, try_metric
 from metricopt_ext.classification.nelder_mead import tune_cut_points, tune_line
 from metricopt_ext.classification.offsets import (
@@ -128,6 +128,8 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         self._batches(splits.train)  # refuses a size before anything is trained, as do the siblings'
         if config.trained_methods:
             self._sibling_batches()
+        if isinstance(config.loss, OwnLossConfig):
+            try_loss(config, untrained(config, splits, seed), splits.train)
         metric = self._metric
         model = tuned_part(classifier(config, splits, seed, self.folder, self.callback), config)
         if isinstance(model, Rest):

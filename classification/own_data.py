@@ -3,16 +3,19 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from metricopt_ext.classification.arrays import parts_in, read_arrays
-from metricopt_ext.classification.data import hold_out
+from metricopt_ext.classification.arrays import images, labelled, parts_in, read_arrays
+from metricopt_ext.classification.data import divided, hold_out
 from metricopt_ext.classification.data_config import (
     DataConfig,
     ImageFolderConfig,
     LabelledImagesConfig,
+    OwnDataConfig,
     PartsConfig,
     TableConfig,
 )
@@ -39,9 +42,10 @@ from metricopt_ext.data.own_parts import (
     warn_of_copies,
 )
 from metricopt_ext.data.reading import Reading
-from metricopt_ext.data.splits import Splits, check_fractions
-from metricopt_ext.errors import DataError
-from metricopt_ext.utils.words import counted
+from metricopt_ext.data.splits import PARTS, Splits, check_fractions
+from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.utils.named import named
+from metricopt_ext.utils.words import brief, counted
 
 
 def own_parts(
@@ -62,6 +66,10 @@ def own_parts(
         ConfigError: The settings of the parts don't go together.
         DataError: A part can't be read; a part alone has a class; the parts' columns differ.
     """
+    if isinstance(data, OwnDataConfig):
+        given = parts_of_function(data)
+        where = dict.fromkeys(given, f"data.name={data.name}")
+        return completed(*_arrays_together(given, where), data.fractions, seed)
     if not isinstance(data, PartsConfig):
         return None
     paths = {name: Path(path) for name, path in data.parts.items()}
@@ -85,7 +93,7 @@ def own_parts(
         parts, names, found = table_parts(data, paths, limits, columns)
     if without_classes:
         found = replace(found, found=f"{found.found}; not read, as it has no classes: {without_classes[0].name}")
-    return completed(parts, names, data.fractions, seed, found)
+    return completed(parts, names, found, data.fractions, seed)
 
 
 def image_parts(
@@ -163,25 +171,82 @@ def array_parts(paths: Mapping[str, Path], limits: Limits) -> tuple[dict[str, Sp
     """
     names = [name if name in parts_in(path) else "" for name, path in paths.items()]
     read = read_arrays(list(paths.values()), names, max_bytes=limits["max_bytes"])
-    loaded = dict(zip(paths, read, strict=True))
+    return _arrays_together(dict(zip(paths, read, strict=True)), paths)
+
+
+def parts_of_function(data: OwnDataConfig) -> dict[str, Labelled | Table]:
+    """Return the parts that a function of the user's own gives.
+
+    It is called as ``FUNCTION(**data.kwargs)`` and returns ``{"train": (inputs, labels)}``, perhaps with
+    ``"validation"``, ``"test"`` or both. Inputs and labels are tensors or arrays, as `read_arrays` takes them; with
+    ``data.kind=multilabel`` labels are ``n x k`` of 0 and 1.
+
+    Raises:
+        ConfigError: There is no such function, or it fails.
+        DataError: It returns something else.
+    """
+    function, where = named("data.name", data.name, data.folder, data.kwargs), f"data.name={data.name}"
+    try:
+        found = function()
+    except Exception as error:
+        raise ConfigError(
+            f"{where} fails as FUNCTION({'**data.kwargs' if data.kwargs else ''}): {type(error).__name__}:"
+            f" {brief(error)}"
+        ) from error
+    shape = "{'train': (inputs, labels)}, and perhaps 'validation' and 'test'"
+    if not isinstance(found, Mapping) or "train" not in found or not {*found} <= {*PARTS}:
+        raise DataError(f"{where} returned {brief(found)}; it must return {shape}")
+    read = {}
+    for name in PARTS:
+        if name in found:
+            if not isinstance(found[name], tuple | list) or len(found[name]) != 2:
+                raise DataError(f"{where} returned {brief(found[name])} as {name}; it must return {shape}")
+            x, y = found[name]
+            read[name] = _of_function(f"{name} of {where}", x, y, data.kind == "multilabel")
+    return read
+
+
+def _of_function(where: str, x: Any, y: Any, several: bool) -> Labelled | Table:
+    try:
+        inputs = x if isinstance(x, Tensor) else torch.from_numpy(np.asarray(x))
+        labels = y.numpy(force=True) if isinstance(y, Tensor) else np.asarray(y)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where} must be tensors or arrays of numbers: {brief(error)}") from error
+    if not several:
+        return labelled(where, inputs, labels)
+    if labels.ndim != 2 or len(labels) != len(inputs) or labels.dtype.kind not in "iub":
+        raise DataError(
+            f"{where}: with data.kind=multilabel labels must be {len(inputs)} x k integers, each 0 or 1, got"
+            f" {labels.dtype} of shape {labels.shape}"
+        )
+    numbers, names = torch.from_numpy(labels.astype(np.int64)), tuple(map(str, range(labels.shape[1])))
+    if inputs.dim() == 2:
+        return Table(inputs.double(), numbers, names, Reading(f"{counted(len(inputs), 'row')} of {where}"))
+    return Labelled(images(where, inputs), numbers, names)
+
+
+def _arrays_together(
+    loaded: Mapping[str, Labelled | Table], where: Mapping[str, object]
+) -> tuple[dict[str, Split], tuple[str, ...], Reading]:
+    """The parts with labels that count the classes of all, the classes' names, and what was read."""
     classes = same_classes({name: part.class_names for name, part in loaded.items()})
     parts: dict[str, Split] = {}
     for name, part in loaded.items():
         kind = Unscaled if isinstance(part, Table) else Split
-        parts[name] = kind(part.x, renumbered(part.y, part.class_names, classes))
-    _check_one_white({name: part.x for name, part in parts.items()}, paths)
+        parts[name] = kind(part.x, part.y if part.y.ndim == 2 else renumbered(part.y, part.class_names, classes))
+    _check_one_white({name: part.x for name, part in parts.items()}, where)
     warn_of_copies(
         {
-            name: digests_of_rows(part.x, part.y, (f"row {i} of {paths[name]}" for i in range(len(part))))
+            name: digests_of_rows(part.x, part.y, (f"row {i} of {where[name]}" for i in range(len(part))))
             for name, part in parts.items()
         },
         "row",
     )
-    said = ", ".join(f"{name}: {counted(len(part), 'row')} of {paths[name]}" for name, part in parts.items())
+    said = ", ".join(f"{name}: {counted(len(part), 'row')} of {where[name]}" for name, part in parts.items())
     return parts, classes, Reading(f"arrays, {tuple(parts['train'].x.shape[1:])} each ({said})")
 
 
-def _check_one_white(parts: Mapping[str, Tensor], paths: Mapping[str, Path]) -> None:
+def _check_one_white(parts: Mapping[str, Tensor], paths: Mapping[str, object]) -> None:
     """Refuse images of parts in which different values are white.
 
     Raises:
@@ -261,16 +326,16 @@ def streams(data: DataConfig) -> bool:
 
 
 def completed(
-    parts: Mapping[str, Split], names: tuple[str, ...], fractions: Sequence[float], seed: int, reading: Reading
+    parts: Mapping[str, Split], names: tuple[str, ...], reading: Reading, fractions: Sequence[float], seed: int
 ) -> Splits:
-    """Return all three parts; one that is not given is held out from another, class by class.
+    """Return all three parts; one that is not given is held out from another, class by class, and two from train.
 
     Args:
-        parts: Train, and validation or test or both.
+        parts: Train, and perhaps validation and test.
         names: The classes' names.
-        fractions: Shares of train, validation and test; the two that take part say how many are held out.
-        seed: Draws them.
         reading: How the parts were read; what is held out is added.
+        fractions: Shares of train, validation and test; those that take part say how many are held out.
+        seed: Draws them.
 
     Raises:
         ValueError: For fractions out of range.
@@ -278,14 +343,18 @@ def completed(
     """
     check_fractions(fractions)
     train, validation, test = (parts.get(name) for name in ("train", "validation", "test"))
-    said, held = reading.found, Split(torch.zeros(0, 1), torch.zeros(0, dtype=torch.int64))
     if train is None:
         raise DataError("the train part is missing; give data.train")
-    if validation is None:
-        train, held = hold_out(train, fractions[1] / (fractions[0] + fractions[1]), seed)
-        said += f"; validation: {counted(len(held), 'example')} held out from train"
-    elif test is None:
-        validation, held = hold_out(validation, fractions[2] / (fractions[1] + fractions[2]), seed)
-        said += f"; test: {counted(len(held), 'example')} held out from validation"
-    splits = Splits(train, held if validation is None else validation, held if test is None else test, names)
-    return replace(splits, reading=replace(reading, found=said))
+    if validation is not None and test is not None:
+        return Splits(train, validation, test, names, reading)
+    if validation is not None:
+        validation, test = hold_out(validation, fractions[2] / (fractions[1] + fractions[2]), seed)
+        said = f"test: {counted(len(test), 'example')} held out from validation"
+        splits = Splits(train, validation, test, names)
+    elif test is not None:
+        train, validation = hold_out(train, fractions[1] / (fractions[0] + fractions[1]), seed)
+        said = f"validation: {counted(len(validation), 'example')} held out from train"
+        splits = Splits(train, validation, test, names)
+    else:
+        splits, said = divided(train, names, fractions, seed), "validation and test held out from train"
+    return replace(splits, reading=replace(reading, found=f"{reading.found}; {said}"))

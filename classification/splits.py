@@ -25,6 +25,7 @@ from metricopt_ext.classification.data_config import (
     DataConfig,
     LabelledImagesConfig,
     MasksConfig,
+    OwnDataConfig,
     PartsConfig,
     TableConfig,
 )
@@ -156,8 +157,11 @@ def train_subset(splits: Splits, seed: int) -> Split:
 
 def _divided(config: ClassificationConfig, seed: int) -> Splits:
     data, limits, weights = config.data, config.limits, published(config.model.name, config.model.weights)
-    if data.name != "cifar10" and data.name not in LOADERS:
-        raise ConfigError(f"data.name={data.name!r} is none of cifar10, {', '.join(LOADERS)}")
+    if data.name not in (*LOADERS, "cifar10") and not isinstance(data, OwnDataConfig):
+        raise ConfigError(
+            f"data.name={data.name!r} is none of cifar10, {', '.join(LOADERS)}; name your own function as"
+            " MODULE:FUNCTION"
+        )
     size = cropped(weights) if weights else size_of(data)
     if (own := own_parts(data, limits, seed, size, config.metric_columns)) is not None:
         return own

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.utils.extras import require
 from metricopt_ext.utils.files import JSON_BYTES, content_of, parse_json, read_bounded
-from metricopt_ext.utils.imports import import_named
+from metricopt_ext.utils.named import named
 from metricopt_ext.utils.state_dict import is_script
 from metricopt_ext.utils.words import brief, shortened
 
@@ -100,17 +100,11 @@ def own_model(name: str, *arguments: Any, folder: str = "", kwargs: Mapping[str,
     Raises:
         ConfigError: There is no such function, it fails, or it returns no `torch.nn.Module`.
     """
-    more = dict(kwargs or {})
+    function = named("model.name", name, folder, kwargs, made=False)
     try:
-        function = import_named(name, folder, "model.folder")
-        model = function(*arguments, **more)
-    except ConfigError as error:
-        raise ConfigError(f"model.name={name}: {error}") from error
-    except ModuleNotFoundError as error:
-        places = "modules are imported from the installed packages and model.folder alone"
-        raise ConfigError(f"model.name={name}: {error}; {places}") from error
+        model = function(*arguments)
     except Exception as error:
-        shown = ", ".join([*map(str, arguments), *(["**model.kwargs"] if more else [])])
+        shown = ", ".join([*map(str, arguments), *(["**model.kwargs"] if kwargs else [])])
         raise ConfigError(
             f"model.name={name} fails as FUNCTION({shown}): {type(error).__name__}: {brief(error)}"
         ) from error

@@ -254,8 +254,8 @@ def settled(task: FinetuneTask, identity: dict[str, Any], folder: str | Path | N
 def open_run(folder: Path, settings: dict[str, Any], resume: bool, files: Sequence[Path] = ()) -> None:
     """Claim the output folder for a tool's run; seeds may be added to a run, other settings may not change.
 
-    A run that failed before it made a ``seed-N`` folder has no claim. Neither may the code of the metric's functions
-    change that the settings name as ``MODULE:FUNCTION``. A folder that does not tell it yet is taken to be of today's.
+    A run that failed before it made a ``seed-N`` folder has no claim. Neither may the code of functions change
+    that the settings name as ``MODULE:FUNCTION``. A folder that does not tell it yet is taken to be of today's.
 
     Args:
         folder: The output folder.
@@ -267,7 +267,7 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool, files: Sequen
         FileFormatError: The folder holds a run, and ``resume`` is False or its settings differ.
         ConfigError: There is no such function.
     """
-    code = code_of_own(settings.get("metric", {}))
+    code = code_of_own(settings)
     started, file = any(folder.glob(SEEDS)), folder / SETTINGS
     if not started:
         file.unlink(missing_ok=True)

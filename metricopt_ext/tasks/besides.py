@@ -61,10 +61,7 @@ def own_function(name: str, config: Any, key: str) -> Callable[..., Any] | None:
     Raises:
         ConfigError: As from `own_metric`.
     """
-    try:
-        own = own_metric(name, OwnMetricConfig(folder=getattr(config, "folder", "")))
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("metric.name=", f"{key}: ", 1)) from error
+    own = own_metric(name, OwnMetricConfig(folder=getattr(config, "folder", "")), key)
     return None if own is None else own.function
 
 

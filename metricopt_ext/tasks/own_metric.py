@@ -3,12 +3,11 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 from metricopt_ext.errors import ConfigError, MetricError
 from metricopt_ext.runtime.identity import fingerprint_of_code
-from metricopt_ext.utils.imports import import_named
+from metricopt_ext.utils.named import named
 from metricopt_ext.utils.numbers import number_of, within
 
 
@@ -43,12 +42,13 @@ class OwnMetric(NamedTuple):
     bounds: tuple[float, float]  # infinite where none are known
 
 
-def own_metric(name: str, config: Any) -> OwnMetric | None:
+def own_metric(name: str, config: Any, key: str = "metric.name") -> OwnMetric | None:
     """Import what ``metric.name`` names as ``MODULE:FUNCTION``, which runs its module, and bind the further arguments.
 
     Args:
         name: The name; of a class, such as one of torchmetrics, an object is made.
         config: The other settings, if they are an `OwnMetricConfig`; else its defaults are taken.
+        key: The key that has the name.
 
     Returns:
         None for a name without a colon.
@@ -61,39 +61,32 @@ def own_metric(name: str, config: Any) -> OwnMetric | None:
         return None
     config = config if isinstance(config, OwnMetricConfig) else OwnMetricConfig()
     config.check()
-    try:
-        found = import_named(name, config.folder, "metric.folder")
-        made = isinstance(found, type)
-        function = found(**config.kwargs) if made else partial(found, **config.kwargs) if config.kwargs else found
-        low, high = config.bounds or (-math.inf, math.inf)
-        return OwnMetric(function, attribute, config.maximize, (low, high))
-    except ConfigError:
-        raise
-    except ModuleNotFoundError as error:
-        places = "modules are imported from the installed packages and metric.folder alone"
-        raise ConfigError(f"metric.name={name!r}: {error}; {places}") from error
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"metric.name={name!r}: {error}") from error
+    low, high = config.bounds or (-math.inf, math.inf)
+    function = named(key, name, config.folder, config.kwargs)
+    return OwnMetric(function, attribute, config.maximize, (low, high))
 
 
 def code_of_own(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return what identifies the code of the functions that a section ``metric`` names as ``MODULE:FUNCTION``.
+    """Return what identifies the code of the functions that a run's settings name as ``MODULE:FUNCTION``.
 
     Args:
-        settings: The section, whose ``name``, ``also`` and ``subject_to`` may name functions.
+        settings: The run's, in whose sections ``metric``, ``loss`` and ``data`` may be names of functions, as well as
+            in the metric's ``also`` and ``subject_to``.
 
     Returns:
-        By name, see `fingerprint_of_code`; empty if it names no function.
+        By name, see `fingerprint_of_code`; empty if they name no function.
 
     Raises:
-        ConfigError: As from `own_metric`.
+        ConfigError: As from `named`.
     """
     found = dict[str, str]()
-    for name in dict.fromkeys([settings.get("name", ""), *settings.get("also", ()), *settings.get("subject_to", ())]):
-        kwargs = settings.get("kwargs", {}) if name == settings.get("name") else {}
-        own = own_metric(name, OwnMetricConfig(folder=settings.get("folder", ""), kwargs=kwargs))
-        if own is not None:
-            found[name] = fingerprint_of_code(own.function)
+    for section, arguments in (("metric", "kwargs"), ("loss", "params"), ("data", "kwargs")):
+        own = settings.get(section) or {}
+        bound = {own.get("name", ""): own.get(arguments, {})}
+        for name in dict.fromkeys([*bound, *own.get("also", ()), *own.get("subject_to", ())]):
+            if ":" in name:
+                function = named(f"{section}.name", name, own.get("folder", ""), bound.get(name))
+                found[name] = fingerprint_of_code(function)
     return found
 
 
