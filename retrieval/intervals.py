@@ -25,23 +25,3 @@ def interval(values: npt.NDArray[np.float64]) -> tuple[float, float]:
         return float(low), float(high)
     half = NORMAL * float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else 1.0
     return max(0.0, mean - half), min(1.0, mean + half)
-
-
-def difference_interval(values: npt.NDArray[np.float64]) -> tuple[float, float]:
-    """Return the 95% interval of a mean of paired differences over queries, within [-1, 1].
-
-    Of differences of zeros and ones it is Agresti and Min's (Simple improved confidence intervals for comparing matched
-    proportions, 2005), which has a width where no query differs, too: half a query is added to each of the four kinds
-    of pairs. Else it is the mean's normal interval.
-
-    Args:
-        values: One for each query, ``n``, in [-1, 1].
-    """
-    n, mean = len(values), float(np.mean(values))
-    if np.isin(values, (-1, 0, 1)).all():  # SciPy has none of this kind
-        better, worse, n = np.count_nonzero(values > 0) + 0.5, np.count_nonzero(values < 0) + 0.5, n + 2
-        mean = (better - worse) / n
-        half = NORMAL * math.sqrt((better + worse) / n - mean**2) / math.sqrt(n)
-    else:
-        half = NORMAL * float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else 2.0
-    return max(-1.0, mean - half), min(1.0, mean + half)

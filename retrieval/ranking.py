@@ -6,7 +6,6 @@ All come from the exact places of a query's matches, the gallery items with its 
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -164,21 +163,6 @@ def ranking_metrics(
     values = {name: float(np.mean(column)) for name, column in each.items()}
     intervals = {name: interval(column) for name, column in each.items()}
     return Ranking(values, intervals, len(chosen), len(own) - len(rows), items.size, chosen, each)
-
-
-def class_means(each: dict[str, npt.NDArray[Any]], labels: Integers) -> dict[int, dict[str, float]]:
-    """Return the means of values over the queries of each class, by its label, ascending.
-
-    Args:
-        each: Values of queries by name, ``n`` each.
-        labels: Their labels, ``n``.
-    """
-    classes, of_class, sizes = np.unique(labels, return_inverse=True, return_counts=True)
-    means = {name: np.bincount(of_class, weights=values) / sizes for name, values in each.items()}
-    return {
-        int(label): {"queries": int(size), **{name: float(mean[i]) for name, mean in means.items()}}
-        for i, (label, size) in enumerate(zip(classes, sizes, strict=True))
-    }
 
 
 def check_names(names: Sequence[str]) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from metricopt_ext.data.arrays import Names, array_names, holds_several, read_array, read_shape
+from metricopt_ext.data.arrays import Names, holds_several, read_array, read_shape
 from metricopt_ext.errors import DataError
 from metricopt_ext.retrieval.copies import equal_items
 from metricopt_ext.retrieval.evaluation import Search
-from metricopt_ext.retrieval.inputs import Items, as_ids
+from metricopt_ext.retrieval.inputs import Items
 
 Gallery = tuple[str, Items | None]  # its name, and its items unless they are the queries
 
@@ -27,31 +27,8 @@ def search_files(arguments: argparse.Namespace) -> Iterator[Search]:
     embeddings, labels = arguments.gallery_embeddings, arguments.gallery_labels
     check_galleries(embeddings, labels, queries)
     others = galleries(embeddings, labels, arguments.embeddings, queries, names)
-    baselines = arguments.against_gallery or [None] * max(1, len(embeddings))
-    for (name, items), baseline in zip(others, baselines, strict=True):
-        other = None
-        if arguments.against is not None:
-            own = against(arguments.against, queries, names), baseline and against(baseline, items or queries, names)
-            other = Search(str(arguments.against), *own)
-        yield Search(name, queries, items, names.names, other)
-
-
-def against(path: Path, items: Items, names: Names) -> Items:
-    """Read other embeddings of some items.
-
-    Raises:
-        DataError: The file can't be read, or has embeddings or labels of other items.
-    """
-    embeddings = read_array(path, "embeddings", mapped=True)
-    if len(embeddings) != len(items[1]):
-        raise DataError(f"{path} has {len(embeddings)} embeddings, and there are {len(items[1])} items to compare")
-    if (
-        holds_several(path)
-        and "labels" in array_names(path)
-        and not np.array_equal(as_ids(names.numbered(read_array(path, "labels"), path)), as_ids(items[1]))
-    ):
-        raise DataError(f"{path} has other labels; it must have the same items in the same order")
-    return embeddings, items[1]
+    for name, items in others:
+        yield Search(name, queries, items)
 
 
 def check_galleries(embeddings: list[Path], labels: list[Path], queries: Items) -> None:

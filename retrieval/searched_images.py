@@ -29,23 +29,19 @@ def embed_images(arguments: argparse.Namespace) -> Iterator[Search]:
         FileFormatError: The adapter can't be used.
     """
     config = load_config(RetrievalConfig, arguments.config_file, [])
-    labels, classes = dict[str, int](), list[str]()  # over all folders: the same name is the same class
-    models = list[nn.Module]()  # and then the one of --against, if there is one
+    labels, models = dict[str, int](), list[nn.Module]()  # over all folders: the same name is the same class
 
-    def embedded(path: Path) -> list[Items]:
-        """By each model."""
+    def embedded(path: Path) -> Items:
         mode: Literal["L", "RGB"] = "L" if arguments.grey else "RGB"
         images = load_image_folder(path, config.data.image_size or None, mode=mode, **config.limits)
         if not models:
-            for weights in (arguments.weights, *([arguments.against] if arguments.against else [])):
-                models.append(built(config.model, images.x.shape[1:]))
-                load_checkpoint(models[-1], weights, entry=arguments.entry, option="--entry")
+            models.append(built(config.model, images.x.shape[1:]))
+            load_checkpoint(models[0], arguments.weights, entry=arguments.entry, option="--entry")
             if arguments.adapter is not None:
                 load_adapter(models[0], arguments.adapter)
         known = torch.tensor([labels.setdefault(name, len(labels)) for name in images.class_names])
-        classes[:] = labels
-        with evaluating(nn.ModuleList(models)), torch.no_grad():
-            return [(embed(model, images.x), known[images.y]) for model in models]
+        with evaluating(models[0]), torch.no_grad():
+            return embed(models[0], images.x), known[images.y]
 
     for path in arguments.gallery_images:  # before the first is embedded and searched
         if not path.exists():
@@ -53,8 +49,4 @@ def embed_images(arguments: argparse.Namespace) -> Iterator[Search]:
     queries = embedded(arguments.images)
     for path in arguments.gallery_images or [None]:
         own = path is None or path.samefile(arguments.images)
-        items = [None] * len(models) if own else embedded(path)
-        name = "the queries" if path is None else str(path)
-        found = [Search(name, *each, classes) for each in zip(queries, items, strict=True)]
-        other = found[1]._replace(name=str(arguments.against)) if arguments.against else None
-        yield found[0]._replace(other=other)
+        yield Search("the queries" if path is None else str(path), queries, None if own else embedded(path))

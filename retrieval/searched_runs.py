@@ -21,48 +21,22 @@ from metricopt_ext.utils.files import read_json
 from metricopt_ext.utils.state_dict import load_checkpoint
 
 
-def embed_run(folder: Path, part: str, baseline: Path | None = None) -> Iterator[Search]:
+def embed_run(folder: Path, part: str) -> Iterator[Search]:
     """Embed a part of a run's data by each seed's models, before and after finetuning.
 
     Args:
         folder: The run's.
         part: The part's name.
-        baseline: The folder of a run with whose models of the same seeds and names they are compared; the same folder
-            to compare those after finetuning with those before. None for no comparison.
 
     Raises:
-        DataError: A folder holds no run of retrieval, or one of another version; none of its seeds has finished, or
-            its data can't be read; or the other run lacks a seed or has other data.
+        DataError: The folder holds no run of retrieval, or one of another version; none of its seeds has finished, or
+            its data can't be read.
     """
     config, seeds = read_run(folder)
-    itself = baseline is not None and baseline.samefile(folder)
-    theirs, known = (config, seeds) if baseline is None or itself else read_run(baseline)
-    if missing := sorted({*seeds} - {*known}):
-        raise DataError(
-            f"{baseline} has no finished seed {missing[0]}, which {folder} has; compare runs of the same seeds"
-        )
     for seed in seeds:
         splits = load_splits(config, seed)
-        others = splits if theirs is config else load_splits(theirs, seed)
         for name in ("model", "tuned"):
-            search, other = embedded_by(config, splits, part, folder / f"seed-{seed}" / name), None
-            if baseline is not None and not (itself and name == "model"):
-                file = baseline / f"seed-{seed}" / ("model" if itself else name)
-                other = embedded_by(theirs, others, part, file)._replace(name=str(file))
-                check_same_items(search, other, part)
-            yield search._replace(other=other)
-
-
-def check_same_items(ours: Search, theirs: Search, part: str) -> None:
-    """Reject another run's data that are not the same, as far as labels and their order tell.
-
-    Raises:
-        DataError: They are not.
-    """
-    pairs = [(ours.queries, theirs.queries), *([(ours.items, theirs.items)] if ours.items and theirs.items else [])]
-    same = list(ours.classes or ()) == list(theirs.classes or ()) and (ours.items is None) == (theirs.items is None)
-    if not (same and all(torch.equal(own[1].cpu(), other[1].cpu()) for own, other in pairs)):
-        raise DataError(f"{theirs.name} is of another {part} part; compare runs on the same data and seeds")
+            yield embedded_by(config, splits, part, folder / f"seed-{seed}" / name)
 
 
 def read_run(folder: Path) -> tuple[RetrievalConfig, list[int]]:
@@ -97,6 +71,6 @@ def embedded_by(config: RetrievalConfig, splits: Splits, part: str, file: Path) 
     with torch.no_grad():
         embeddings = embed(model.to(device).eval(), data.x.to(device)).cpu()
     if queries is None:
-        return Search(name, (embeddings, data.y), None, splits.class_names)
+        return Search(name, (embeddings, data.y), None)
     items = embeddings[~queries], data.y[~queries]
-    return Search(name, (embeddings[queries], data.y[queries]), items, splits.class_names)
+    return Search(name, (embeddings[queries], data.y[queries]), items)

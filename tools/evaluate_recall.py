@@ -21,17 +21,12 @@ gallery is the queries (the same file, or a copy), the queries search each other
 the queries, which would find themselves: a note counts them. Embeddings are compared as they are;
 pytorch-metric-learning's testers scale them to length 1 first, as --distance cosine does.
 
---against, with --against-gallery for each gallery, takes other embeddings of the same items in the same order, and adds
-each number's difference from theirs. With --images, --against takes other weights of the model, without the adapter.
-With --run-dir, it takes another run on the same data, and compares the models of the same seeds and names; or the run
-itself, and compares its models after finetuning with those before. With --both-directions, each gallery also searches
-the queries, as for images and texts, where several texts may have one image's label.
-
 Prints a table with 95% intervals over queries, and writes report.json.
 """
 
 import argparse
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,13 +42,10 @@ if TYPE_CHECKING:
 
 # The options that belong to each kind of queries.
 OPTIONS = {
-    "--embeddings": (*("labels", "gallery_embeddings", "gallery_labels", "against_gallery"),),
+    "--embeddings": ("labels", "gallery_embeddings", "gallery_labels"),
     "--images": ("config_file", "weights", "entry", "adapter", "gallery_images", "grey"),
     "--run-dir": ("part",),
 }
-
-
-OF_EMBEDDINGS = (".npy", ".npz", ".h5", ".hdf5", ".parquet", ".csv")
 
 
 def main() -> None:
@@ -92,12 +84,6 @@ def main() -> None:
         " mean_average_precision_at_r, r_precision; and found, ndcg, mean_reciprocal_rank and"
         " mean_average_precision with _at_k",
     )
-    parser.add_argument("--per-class", action="store_true", help="judge each class alone, too")
-    parser.add_argument("--both-directions", action="store_true", help="search the queries by each gallery, too")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="other embeddings of the queries; see above")
-    parser.add_argument(
-        "--against-gallery", action="append", default=[], type=Path, help="other embeddings of each gallery"
-    )
     parser.add_argument(
         "--distance",
         choices=["l2", "ip", "cosine"],
@@ -120,33 +106,27 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Evaluate against every gallery and write the report."""
-    from metricopt_ext.retrieval.evaluation import Options, Row, evaluated, print_rows
+    from metricopt_ext.retrieval.evaluation import Row, evaluated, print_rows
     from metricopt_ext.retrieval.ranking import check_names
     from metricopt_ext.retrieval.vectors import Vectors
 
     check_options(arguments)
     check_names(arguments.metrics or [])
-    rows, reverse, lengths = list[Row](), list[Row](), list[float]()
+    options = {name: getattr(arguments, name) for name in ("distance", "query_subset", "seed")}
+    rows, lengths = list[Row](), list[float]()
     searched = "gallery" if arguments.run_dir is None else "model"
     try:
         for search in searches(arguments):
             search = without_copies(search)
-            metrics = arguments.metrics or []
-            options = Options(
-                *(arguments.ks, metrics, arguments.distance, arguments.query_subset, arguments.seed),
-                arguments.per_class,
-            )
-            rows.append(evaluated(search, options))
-            if arguments.both_directions and search.items is not None:
-                reverse.append(evaluated(search.reversed(), options))
+            rows.append(evaluated(search, arguments.ks, arguments.metrics or [], **options))
             vectors = Vectors((search.queries if search.items is None else search.items)[0])
             found = [np.linalg.norm(vectors.rows(part), axis=1) for part in vectors.parts()]
             lengths += [min(each.min() for each in found), max(each.max() for each in found)]
     except MetricOptError:
         if rows:  # what was found is not lost
-            print_rows([*rows, *reverse], searched)
+            print_rows(rows, searched)
         raise
-    print_rows([*rows, *reverse], searched)
+    print_rows(rows, searched)
     if doubles := sum(row.doubles for row in rows):
         print(
             f"note: for {doubles} of {sum(row.queries for row in rows)} queries, float32 could not tell neighbours"
@@ -159,7 +139,7 @@ def run(arguments: argparse.Namespace) -> None:
             " --distance cosine, which ignores them, would give other numbers"
         )
     config = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
-    for key in ("gallery_embeddings", "gallery_labels", "gallery_images", "against_gallery"):
+    for key in ("gallery_embeddings", "gallery_labels", "gallery_images"):
         config[key] = [str(path) for path in config[key]]
     report = arguments.output_dir / "report.json"
     write_json(
@@ -167,8 +147,7 @@ def run(arguments: argparse.Namespace) -> None:
         {
             "task": "retrieval/recall",
             "metric": {"name": "recall_at_k", "maximize": True},
-            "galleries": [row.report() for row in rows],
-            **({"reverse": [row.report() for row in reverse]} if reverse else {}),
+            "galleries": [asdict(row) for row in rows],
             "versions": versions(),
             "config": config,
         },
@@ -177,23 +156,13 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def without_copies(search: "Search") -> "Search":
-    """Return a search in which queries and a gallery that is a copy of them search each other; and say so.
-
-    Raises:
-        DataError: The other embeddings of a copy are none.
-    """
+    """Return a search in which queries and a gallery that is a copy of them search each other; and say so."""
     from metricopt_ext.retrieval.copies import equal_items, repeated
 
-    name, queries, items, _, other = search
-    copied = items is not None and equal_items(queries, items)
-    if (copied or items is None) and other is not None and other.items is not None:
-        if not equal_items(other.queries, other.items):
-            raise DataError(f"{name} is a copy of the queries, but its --against-gallery is none of --against")
-        other = other._replace(items=None)
-    if copied:
+    name, queries, items = search
+    if items is not None and equal_items(queries, items):
         print(f"note: {name} is a copy of the queries; each searches all others")
-        return search._replace(items=None, other=other)
-    search = search._replace(other=other)
+        return search._replace(items=None)
     if items is None and (copies := repeated(queries)):
         print(f"note: {copies} of {len(queries[0])} queries have a copy with their label among the others")
     return search
@@ -212,21 +181,6 @@ def check_options(arguments: argparse.Namespace) -> None:
         raise DataError(f"{' and '.join(given)} can't be used with {kind}")
     if arguments.images is not None and not (arguments.config_file and arguments.weights):
         raise DataError("--images needs --config-file, which describes the model, and --weights, its state dict")
-    galleries = len(arguments.gallery_embeddings or arguments.gallery_images)
-    if arguments.both_directions and not galleries:
-        raise DataError("--both-directions needs galleries, which search the queries: --gallery-embeddings")
-    if arguments.against_gallery and arguments.against is None:
-        raise DataError("--against-gallery needs --against, other embeddings of the queries")
-    if arguments.images is not None and arguments.against is not None and arguments.against.suffix in OF_EMBEDDINGS:
-        raise DataError(
-            f"{arguments.against} holds embeddings; with --images, --against takes other weights of the model. Compare"
-            " files of embeddings with --embeddings"
-        )
-    if arguments.embeddings is not None and arguments.against and len(arguments.against_gallery) != galleries:
-        raise DataError(
-            f"with --against, each --gallery-embeddings needs its --against-gallery, got {galleries} and"
-            f" {len(arguments.against_gallery)} of them"
-        )
 
 
 def searches(arguments: argparse.Namespace) -> "Iterable[Search]":
@@ -234,7 +188,7 @@ def searches(arguments: argparse.Namespace) -> "Iterable[Search]":
     if arguments.run_dir is not None:
         from metricopt_ext.retrieval.searched_runs import embed_run
 
-        return embed_run(arguments.run_dir, arguments.part or "test", arguments.against)
+        return embed_run(arguments.run_dir, arguments.part or "test")
     if arguments.images is not None:
         from metricopt_ext.retrieval.searched_images import embed_images
 

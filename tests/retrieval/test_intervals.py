@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from metricopt_ext.retrieval.intervals import difference_interval, interval
+from metricopt_ext.retrieval.intervals import interval
 
 
 def test_intervals_are_wilsons_of_shares_and_normal_ones_of_other_means() -> None:
@@ -27,28 +27,3 @@ def test_intervals_hold_the_truth_nearly_as_often_as_they_say() -> None:
         low, high = interval(rng.beta(2, 1, size=60))
         held.append(low <= 2 / 3 <= high)
     assert abs(np.mean(held) - 0.95) < 3 * math.sqrt(0.95 * 0.05 / 2000) + 0.005
-
-
-def test_intervals_of_differences_are_agresti_and_mins_or_normal() -> None:
-    hits = np.array([1.0] * 6 + [-1.0] * 2 + [0.0] * 12)  # 6 queries found by the one alone, 2 by the other
-    mean = (6.5 - 2.5) / 22  # half a query more in each cell of the table of pairs
-    half = 1.959963984540054 * math.sqrt((6.5 + 2.5) - (6.5 - 2.5) ** 2 / 22) / 22
-    assert difference_interval(hits) == pytest.approx((mean - half, mean + half), abs=1e-12)
-    low, high = difference_interval(np.zeros(20))
-    assert low == -high < 0
-    values = np.array([0.25, -0.5, 0.5, 0.75])
-    half = 1.959963984540054 * np.std(values, ddof=1) / 2
-    assert difference_interval(values) == pytest.approx((0.25 - half, 0.25 + half), abs=1e-12)
-    assert difference_interval(np.array([0.3])) == (-1.0, 1.0)
-
-
-def test_intervals_of_differences_hold_the_truth_nearly_as_often_as_they_say() -> None:
-    rng = np.random.default_rng(0)
-    held = []
-    for _ in range(2000):
-        both = rng.random(60)
-        low, high = difference_interval(
-            (both < 0.7) * 1.0 - (np.where(rng.random(60) < 0.3, rng.random(60), both) < 0.6)
-        )
-        held.append(low <= 0.1 <= high)
-    assert abs(np.mean(held) - 0.95) < 3 * math.sqrt(0.95 * 0.05 / 2000) + 0.01

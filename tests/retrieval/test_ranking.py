@@ -15,7 +15,7 @@ pytest.importorskip("faiss")
 from metricopt_ext.errors import DataError
 from metricopt_ext.retrieval import neighbours, ranking, vectors
 from metricopt_ext.retrieval.neighbours import Distance
-from metricopt_ext.retrieval.ranking import AT_K, OF_PLACES, RANKED, class_means, ranking_metrics
+from metricopt_ext.retrieval.ranking import AT_K, OF_PLACES, RANKED, ranking_metrics
 from metricopt_ext.retrieval.recall import recall_at_k
 
 NAMES = [*AT_K, *OF_PLACES]
@@ -140,18 +140,6 @@ def test_torchmetrics_has_the_same() -> None:
         assert found[f"ndcg_at_{k}"] == theirs("retrieval_normalized_dcg", top_k=top)
 
 
-def test_classes_have_the_means_of_their_queries() -> None:
-    x, y = drawn(0, whole=False)
-    found = ranking_metrics(x, y, ["recall", "ndcg"], KS)
-    assert list(y[found.rows]) == [label for label in y if (y == label).sum() > 1]
-    assert {name: np.mean(values) for name, values in found.each.items()} == pytest.approx(found.values, abs=1e-12)
-    classes = class_means(found.each, y[found.rows])
-    assert list(classes) == sorted({*y[found.rows].tolist()})
-    for label, means in classes.items():
-        own = y[found.rows] == label
-        assert means == {"queries": own.sum()} | {name: pytest.approx(v[own].mean()) for name, v in found.each.items()}
-
-
 @pytest.mark.parametrize(
     ("third", "hits"),
     [(1, [1, 1, 1]), (3, [1, 1, 0])],  # a query at its class, and one at no item, which ranks by rows
@@ -172,8 +160,7 @@ def test_one_hot_embeddings_are_judged_by_class_as_open_metric_learning_does(thi
         "mean_average_precision_at_1": pytest.approx(sum(hits) / 3),
         "mean_average_precision_at_500": pytest.approx((2 + last) / 3),
     }
-    by_class = class_means(found.each, labels)
-    assert [by_class[label]["recall_at_1"] for label in (0, 1)] == [1.0, (hits[1] + hits[2]) / 2]
+    assert found.each["recall_at_1"].tolist() == hits
 
 
 def test_embeddings_that_are_all_the_same_rank_by_their_rows() -> None:

@@ -1,7 +1,6 @@
 """tools/evaluate_recall.py on small files."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +27,7 @@ from metricopt_ext.experiment.cli import run_and_report
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.data import load_digits
 from metricopt_ext.retrieval.experiment import RetrievalExperiment
-from metricopt_ext.retrieval.intervals import difference_interval, interval
+from metricopt_ext.retrieval.intervals import interval
 from metricopt_ext.retrieval.models import build_model
 from metricopt_ext.retrieval.ranking import RANKED, ranking_metrics
 from metricopt_ext.retrieval.recall import hits_at_k, recall_at_k
@@ -253,43 +252,6 @@ def test_a_run_is_evaluated_on_its_test_classes(run: Path, folder: Path, capsys:
     assert other[0]["mean"] == pytest.approx(methods["pretrained"]["validation"][0])
 
 
-def test_a_run_is_compared_with_another_and_with_itself_before(run: Path, folder: Path) -> None:
-    shutil.copytree(run, folder / "other")
-    for file in (folder / "other").glob("seed-*/tuned.safetensors"):
-        torch.manual_seed(0)
-        weights = load_file(file)
-        save_file({k: v + 0.1 * torch.randn(v.shape) if v.dim() > 1 else v for k, v in weights.items()}, file)
-    asked, baseline = ("--run-dir", str(run), "--ks", "1"), ("--against", "other")
-    theirs, crossed, itself = (
-        {row["gallery"]: row for row in evaluate(folder, *options)["galleries"]}
-        for options in (
-            ("--run-dir", "other", *asked[2:]),
-            (*asked, *baseline),
-            ("--run-dir", "other", *asked[2:], *baseline),
-        )
-    )
-
-    def compared(row: Any) -> tuple[str, float]:
-        against = row["against"]
-        assert against["differences"]["recall_at_1"] == pytest.approx(
-            row["recall"]["1"] - against["values"]["recall_at_1"]
-        )
-        return against["embeddings"], against["values"]["recall_at_1"]
-
-    for model, tuned in (("seed-0/model", "seed-0/tuned"), ("seed-1/model", "seed-1/tuned")):
-        assert theirs[tuned]["recall"] != theirs[model]["recall"]
-        assert compared(crossed[model]) == (f"other/{model}", theirs[model]["recall"]["1"])
-        assert compared(crossed[tuned]) == (f"other/{tuned}", theirs[tuned]["recall"]["1"])
-        assert compared(itself[tuned]) == (f"other/{model}", theirs[model]["recall"]["1"])
-        assert "against" not in itself[model]
-    settings = json.loads((folder / "other" / "run.json").read_text())
-    settings["data"]["test_classes"] = ["2", "5"]
-    (folder / "other" / "run.json").write_text(json.dumps(settings))
-    assert_refused(lambda: evaluate(folder, *asked, *baseline), SystemExit, "other/seed-0/model")
-    (folder / "other" / "seed-1" / "tuned.safetensors").unlink()
-    assert_refused(lambda: evaluate(folder, *asked, *baseline), SystemExit, "1", "seeds")
-
-
 def test_other_folders_are_no_runs(run: Path, folder: Path) -> None:
     (folder / "begun").mkdir()
     (folder / "begun" / "run.json").write_text((run / "run.json").read_text())
@@ -361,32 +323,11 @@ def test_a_model_and_folders_of_images(embedder: Path, tuned: bool) -> None:
     assert report["galleries"][0]["without_match"] == 4  # c0 is not in the gallery
 
 
-def test_images_are_embedded_by_other_weights_too(embedder: Path) -> None:
-    gallery = ("--gallery-images", "gallery", "--gallery-images", "images")
-    torch.manual_seed(1)
-    save_file(build_model("conv4", torch.Size([1, 8, 8]), 4, 4).state_dict(), embedder / "other.safetensors")
-    ours = evaluate(embedder, *MODEL, *gallery, "--against", "other.safetensors")["galleries"]
-    other = ("--weights", "other.safetensors", "--ks", "1", "2")
-    theirs = evaluate(embedder, *IMAGES, *other, *gallery)["galleries"]
-    for own, baseline in zip(ours, theirs, strict=True):
-        assert own["against"]["embeddings"] == "other.safetensors"
-        assert {k: own["against"]["values"][f"recall_at_{k}"] for k in ("1", "2")} == baseline["recall"]
-    tuned = ("--adapter", "adapter.safetensors", "--against", "model.safetensors")
-    (row,), (plain,) = (evaluate(embedder, *MODEL, *more)["galleries"] for more in (tuned, ()))
-    assert {k: row["against"]["values"][f"recall_at_{k}"] for k in ("1", "2")} == plain["recall"], "without the adapter"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (IMAGES, "--images needs --config-file, which"),
         ((*MODEL, "--labels", "q_labels.npy"), "--labels can't be used with --images"),
-        ((*MODEL, "--against", "q.npy"), "--images, --against takes other weights"),
-        ((*MODEL, "--against", "q.safetensors"), "holds no weights for Embedder"),
-        (
-            (*MODEL, "--against", "model.safetensors", "--against-gallery", "a.npy"),
-            "can't be used with --images",
-        ),
         ((*QUERIES, "--gallery-images", "images"), "can't be used with --embeddings"),
         ((*IMAGES, "--weights", "q.safetensors"), "holds no weights for Embedder"),
         ((*MODEL, "--adapter", "model.safetensors"), "model.safetensors has format None"),
@@ -415,7 +356,6 @@ def test_query_subset(folder: Path) -> None:
 
 
 A = ("--gallery-embeddings", "a.npy", *A_LABELS)
-COPY = ("--gallery-embeddings", "q.npy", "--gallery-labels", "q_labels.npy")
 
 
 def test_other_metrics_stand_beside_recall(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -434,73 +374,6 @@ def test_other_metrics_stand_beside_recall(folder: Path, capsys: pytest.CaptureF
     low, high = found.intervals["ndcg"]
     assert "95% intervals over queries, a.npy: R@1 " in out
     assert f"NDCG {low:.4f} to {high:.4f}" in out
-
-
-def test_classes_are_judged_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (x, y), names = items(folder, "q"), np.array(["ant", "bee", "cow", "dog", "eel", "fox"])
-    np.savez(folder / "named.npz", embeddings=x, labels=names[y % 6])
-    options = ("--ks", "1", "3", "--metrics", "ndcg", "--per-class")
-    (row,) = evaluate(folder, "--embeddings", "named.npz", *options)["galleries"]
-    ranked = ranking_metrics(x, y, ["recall", "ndcg"], (1, 3))
-    for label, name in enumerate(names):
-        own = y[ranked.rows] % 6 == label
-        expected = {each: pytest.approx(values[own].mean()) for each, values in ranked.each.items()}
-        expected["mean"] = pytest.approx((expected["recall_at_1"].expected + expected["recall_at_3"].expected) / 2)
-        assert row["classes"].pop(name) == {"queries": own.sum(), **expected}
-    assert row["classes"] == {}
-    assert "the queries: mean recall by class, the lowest of 6: " in capsys.readouterr().out
-    assert {*evaluate(folder, *QUERIES, "--per-class")["galleries"][0]["classes"]} == {str(each) for each in {*y}}
-
-
-def test_differences_from_other_embeddings_are_paired(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (x, y), (gallery, labels) = items(folder, "q"), items(folder, "a")
-    rng = np.random.default_rng(5)
-    np.savez(folder / "other.npz", embeddings=x + rng.normal(size=x.shape), labels=y)
-    np.save(folder / "other_a.npy", other := gallery + rng.normal(size=gallery.shape))
-    options = ("--ks", "1", "3", "--metrics", "ndcg")
-    baseline = ("--against", "other.npz", "--against-gallery", "other_a.npy")
-    (row,) = evaluate(folder, *QUERIES, *A, *options, *baseline)["galleries"]
-    ours = ranking_metrics(x, y, ["recall", "ndcg"], (1, 3), gallery=(gallery, labels)).each
-    theirs = ranking_metrics(
-        np.load(folder / "other.npz")["embeddings"], y, ["recall", "ndcg"], (1, 3), gallery=(other, labels)
-    )
-    found = row["against"]
-    assert found["embeddings"] == "other.npz"
-    for name, values in ours.items():
-        assert found["values"][name] == pytest.approx(theirs.values[name])
-        assert found["differences"][name] == pytest.approx(np.mean(values - theirs.each[name]))
-        assert found["intervals"][name] == pytest.approx([*difference_interval(values - theirs.each[name])])
-    assert f"a.npy, less other.npz (95% intervals over queries): R@1 {found['differences']['recall_at_1']:+.4f}" in (
-        capsys.readouterr().out
-    )
-    for copy in ((), COPY):  # each of both searches itself
-        more = ("--against-gallery", "q.npy") if copy else ()
-        (row,) = evaluate(folder, *QUERIES, *copy, *options, "--against", "q.npy", *more)["galleries"]
-        assert {*row["against"]["differences"].values()} == {0.0}
-
-
-def test_both_directions_of_images_and_texts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rng = np.random.default_rng(0)
-    images, texts = rng.normal(size=(12, 4)), rng.normal(size=(60, 4))
-    of_image = np.arange(60) // 5  # five texts each
-    texts += images[of_image]
-    for name, each in (("i", images), ("i_labels", np.arange(12)), ("t", texts), ("t_labels", of_image)):
-        np.save(folder / f"{name}.npy", each)
-    gallery = ("--gallery-embeddings", "t.npy", "--gallery-labels", "t_labels.npy", "--both-directions")
-    ranked = ("--ks", "1", "5", "--metrics", "mean_reciprocal_rank", "--against", "i.npy", "--against-gallery", "t.npy")
-    report = evaluate(folder, "--embeddings", "i.npy", "--labels", "i_labels.npy", *gallery, *ranked)
-    scores = ((images[:, None] - texts) ** 2).sum(-1)
-    for row, each, own, theirs in (
-        (report["galleries"][0], scores, np.arange(12), of_image),
-        (report["reverse"][0], scores.T, of_image, np.arange(12)),
-    ):
-        first = [np.flatnonzero(theirs[order.argsort()] == label)[0] for order, label in zip(each, own, strict=True)]
-        assert row["recall"] == {k: pytest.approx(np.mean([p < int(k) for p in first])) for k in ("1", "5")}
-        assert row["metrics"] == {"mean_reciprocal_rank": pytest.approx(np.mean([1 / (1 + p) for p in first]))}
-        assert row["against"]["embeddings"] == "i.npy"
-        assert {*row["against"]["differences"].values()} == {0.0}
-    assert [row["gallery"] for row in report["reverse"]] == ["the queries, from t.npy"]
-    assert "the queries, from t.npy" in capsys.readouterr().out
 
 
 def test_wide_tables_are_whole(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -558,18 +431,6 @@ def test_wide_tables_are_whole(folder: Path, capsys: pytest.CaptureFixture[str])
         ((*QUERIES, "--query-subset", "0"), "query_subset must be at least 1"),
         ((*QUERIES, "--query-subset", "3", "--seed", "-1"), "seed must be at least 0, got -1"),
         ((*QUERIES, "--metrics", "map"), "'map' is none of recall, precision"),
-        ((*QUERIES, "--both-directions"), "--both-directions needs galleries"),
-        (
-            (*QUERIES, "--against-gallery", "a.npy"),
-            "--against-gallery needs --against",
-        ),
-        ((*QUERIES, *A, "--against", "q.npy"), "--against-gallery, got 1 and 0"),
-        ((*QUERIES, "--against", "a.npy"), "60 embeddings, and there are 40 items"),
-        ((*QUERIES, "--against", "shuffled.npz"), "labels; it must have the same items"),
-        (
-            (*QUERIES, *COPY, "--against", "q.npy", "--against-gallery", "more.npy"),
-            "--against-gallery is none of --against",
-        ),
         (("--images", "x", *A), "--gallery-embeddings and --gallery-labels can't"),
     ],
 )
@@ -578,8 +439,6 @@ def test_bad_input_ends_with_one_line(folder: Path, arguments: tuple[str, ...], 
     np.save(folder / "one.npy", np.zeros(60, int))
     np.save(folder / "flat.npy", np.zeros((60, 2)))
     np.save(folder / "other.npy", np.arange(40))
-    np.save(folder / "more.npy", np.load(folder / "q.npy") + 1)
-    np.savez(folder / "shuffled.npz", embeddings=np.load(folder / "q.npy"), labels=np.arange(40))
     (folder / "broken.npy").write_text("1 2 3")
     (folder / "short.npy").write_bytes((folder / "q.npy").read_bytes()[:-40])
     np.save(folder / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)
