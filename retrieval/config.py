@@ -91,9 +91,9 @@ class MetricConfig(BesidesConfig):
     """What the embedding is judged by."""
 
     # recall or precision (the mean over ks), mean_average_precision_at_r, r_precision, mean_average_precision,
-    # mean_reciprocal_rank, ndcg (all but r_precision with _at_k, too), or MODULE:FUNCTION, which is imported and run
+    # mean_reciprocal_rank, ndcg, or MODULE:FUNCTION, which is imported and run
     name: str = "recall"
-    ks: list[int] = field(default_factory=lambda: [1, 2, 4])  # recall, precision, ..._at_k: numbers of neighbours
+    ks: list[int] = field(default_factory=lambda: [1, 2, 4])  # recall, precision: numbers of neighbours
     # recall: search only this many validation images, against all; 0: all of them. Test: always all
     query_subset: int = 0
 

@@ -110,7 +110,7 @@ def evaluated(search: Search, ks: Sequence[int], names: Sequence[str] = (), **op
 def print_rows(rows: list[Row], searched: str) -> None:
     """Print a line for each gallery, or whatever else is searched, and the intervals of its numbers."""
     recalls, shown = [f"R@{k}" for k in rows[0].recall], []
-    titles = {name: TITLES.get(name, _title(name)) for name in rows[0].metrics}
+    titles = {name: TITLES.get(name, name.replace("precision_at_", "P@")) for name in rows[0].metrics}
     for row in rows:
         counts = [str(count) for count in (row.size, row.queries, row.without_match)]
         values = [f"{value:.4f}" for value in (*row.recall.values(), row.mean, *row.metrics.values())]
@@ -121,9 +121,3 @@ def print_rows(rows: list[Row], searched: str) -> None:
     for row in rows:
         ranges = ", ".join(f"{titles[name]} {low:.4f} to {high:.4f}" for name, (low, high) in row.intervals.items())
         print(f"95% intervals over queries, {row.gallery}: {ranges}")
-
-
-def _title(name: str) -> str:
-    """The short name of a metric at k."""
-    start, _, k = name.rpartition("_at_")
-    return f"{TITLES.get(start, {'precision': 'P', 'found': 'found'}.get(start, start))}@{k}"

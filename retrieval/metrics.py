@@ -22,8 +22,6 @@ from metricopt_ext.tasks.own_metric import number_within, own_metric, why
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
 
-ALL_FOUND = ("recall", "found_at_k")  # what is 1 of whoever finds all that there is
-
 # Pairs of halves, by the indices of each.
 Draws = Sequence[tuple[Tensor, Tensor]]
 
@@ -161,7 +159,7 @@ def check_searched(config: MetricConfig, part: str, count: int) -> None:
     Raises:
         ConfigError: There is one, of a recall.
     """
-    ks = check_ks(config) if {config.name, *config.besides} & {*ALL_FOUND} else ()
+    ks = check_ks(config) if "recall" in (config.name, *config.besides) else ()
     if beyond := [k for k in ks if k >= count]:
         raise ConfigError(
             f"metric.ks={list(config.ks)}: a query searches {counted(count, 'image')} of the {part}, and at k ="
@@ -200,9 +198,7 @@ def _ranked(name: str, ks: tuple[int, ...]) -> EmbeddingMetric:
 
     return EmbeddingMetric(
         value,
-        ("mean " if len(ks) > 1 else "") + f"{name.removesuffix('_at_k')}@" + ",".join(map(str, ks))
-        if name in AT_K
-        else name,
+        ("mean " if len(ks) > 1 else "") + f"{name}@" + ",".join(map(str, ks)) if name in AT_K else name,
         description=RANKED[name],
         against=lambda x, y, *gallery: value(x, y, gallery=gallery),
     )

@@ -38,10 +38,6 @@ OF_PLACES: dict[str, Callable[[Integers], float]] = {
 AT_K: dict[str, Callable[[Integers, int], float]] = {
     "recall": lambda p, k: float(p[0] < k),
     "precision": lambda p, k: np.count_nonzero(p < k) / k,
-    "found_at_k": lambda p, k: float(np.mean(p < k)),
-    "mean_average_precision_at_k": lambda p, k: float(_precisions(p)[p < k].mean()) if p[0] < k else 0.0,
-    "mean_reciprocal_rank_at_k": lambda p, k: 1 / (1 + int(p[0])) if p[0] < k else 0.0,
-    "ndcg_at_k": lambda p, k: _gain(p[p < k]) / _gain(np.arange(min(k, len(p)))),
 }
 RANKED = {  # R is the number of a query's matches
     "mean_average_precision_at_r": "average precision of the R nearest, mean over queries (Musgrave et al., 2020)",
@@ -50,10 +46,6 @@ RANKED = {  # R is the number of a query's matches
     "mean_reciprocal_rank": "1 / place, from 1, of the nearest item of the query's class, mean over queries",
     "ndcg": "discounted cumulative gain of the whole ranking, as a share of the best (Järvelin & Kekäläinen, 2002)",
     "precision": "share of the k nearest that have the query's class, mean over queries",
-    "found_at_k": "share of a query's matches that are among the k nearest, mean over queries",
-    "mean_average_precision_at_k": "mean of the precisions at the matches among the k nearest, mean over queries",
-    "mean_reciprocal_rank_at_k": "1 / place of the nearest match, 0 if it is beyond the k nearest, mean over queries",
-    "ndcg_at_k": "discounted cumulative gain of the k nearest, as a share of the best, mean over queries",
 }
 
 
@@ -98,10 +90,6 @@ def ranking_metrics(
 
     - ``recall``: whether p_1 <= k; for each k.
     - ``precision``: how many p_i <= k, over k, also where the gallery has fewer items; for each k.
-    - ``found_at_k``: how many p_i <= k, over R; for each k, as all that end so.
-    - ``mean_average_precision_at_k``: mean of i / p_i over p_i <= k, 0 if there are none.
-    - ``mean_reciprocal_rank_at_k``: 1 / p_1 if p_1 <= k, else 0.
-    - ``ndcg_at_k``: as ``ndcg``, both sums over places up to k.
     - ``mean_reciprocal_rank``: 1 / p_1.
     - ``mean_average_precision``: (1 / R) sum_i i / p_i, over the whole gallery.
     - ``mean_average_precision_at_r``: (1 / R) sum of i / p_i over p_i <= R (Musgrave et al., A Metric Learning Reality
@@ -115,8 +103,7 @@ def ranking_metrics(
     Args:
         embeddings: Queries, ``n x d``, as in `recall_at_k`.
         labels: ``n`` integers.
-        names: Which metrics; for each k those that have one: ``"ndcg_at_k"`` becomes ``ndcg_at_5``, ``"recall"``
-            ``recall_at_5``.
+        names: Which metrics; for each k those that have one: ``"recall"`` becomes ``recall_at_5``.
         ks: Numbers of neighbours, each at least 1.
         gallery: Embeddings ``m x d`` and labels ``m`` to be searched; None to search the queries themselves.
         distance: As in `recall_at_k`.
@@ -137,8 +124,7 @@ def ranking_metrics(
     columns: dict[str, Callable[[Integers], float]] = {}
     for name in names:
         if name in AT_K:
-            title = name.removesuffix("_at_k")
-            columns |= {f"{title}_at_{k}": lambda p, of=AT_K[name], k=k: of(p, k) for k in ks}  # type: ignore[misc]
+            columns |= {f"{name}_at_{k}": lambda p, of=AT_K[name], k=k: of(p, k) for k in ks}  # type: ignore[misc]
         else:
             columns[name] = OF_PLACES[name]
     queries, own = check_vectors(embeddings, labels, "", distance)

@@ -81,8 +81,7 @@ def main() -> None:
         nargs="+",
         metavar="NAME",
         help="besides: precision (for each k), mean_reciprocal_rank, ndcg, mean_average_precision,"
-        " mean_average_precision_at_r, r_precision; and found, ndcg, mean_reciprocal_rank and"
-        " mean_average_precision with _at_k",
+        " mean_average_precision_at_r, r_precision",
     )
     parser.add_argument(
         "--distance",

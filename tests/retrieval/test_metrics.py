@@ -87,7 +87,7 @@ def test_an_own_function_may_work_in_place(tmp_path: Path) -> None:
         (
             "recal",
             {},
-            ("metric.name='recal'", "ndcg_at_k"),
+            ("metric.name='recal'", "ndcg"),
         ),
         ("r_precision", {"query_subset": 9}, ("metric.query_subset=9",)),
         (OWN, {"query_subset": 9}, ("query_subset=9",)),
@@ -141,8 +141,7 @@ def test_a_value_that_is_none_is_refused() -> None:
 def test_metrics_of_rankings_judge_all_halves_and_galleries(name: str) -> None:
     config = MetricConfig(name, ks=[2, 4])
     metric = embedding_metric(config)
-    at_k = name == "precision" or name.endswith("_at_k")
-    assert metric.name == (f"mean {name.removesuffix('_at_k')}@2,4" if at_k else name)
+    assert metric.name == ("mean precision@2,4" if name == "precision" else name)
 
     def expected(x: Tensor, y: Tensor, **options: Any) -> Any:
         return pytest.approx(np.mean(list(ranking_metrics(x, y, [name], (2, 4), **options).values.values())), abs=1e-12)
@@ -191,7 +190,6 @@ def test_what_counts_besides_is_told_by_the_same_embeddings() -> None:
     "config",
     [
         MetricConfig(ks=[1, 23]),
-        MetricConfig("found_at_k", ks=[23]),
         MetricConfig("r_precision", ks=[1, 23], also=["recall"]),
     ],
 )
@@ -201,5 +199,5 @@ def test_a_k_of_all_that_is_searched_is_refused(config: MetricConfig) -> None:
         with pytest.raises(ConfigError) as caught:
             check_searched(config, "test images", count)
         assert_named(caught, "metric.ks", count, "images", "test", "23")
-    for name in ("r_precision", "ndcg_at_k"):
+    for name in ("r_precision", "ndcg"):
         check_searched(MetricConfig(name, ks=[1, 5000]), "test images", 5)
