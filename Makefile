@@ -190,7 +190,7 @@ benchmarks-smoke: $(STAMP)  ## run each command of benchmarks/ once at toy size,
 	.venv/bin/python benchmarks/measure_ap50.py --images 20 --detections 30 --classes 4 --repeats 1 --output-dir $(SMOKE)/ap50
 	.venv/bin/python benchmarks/measure_assess.py --output-dir $(SMOKE)/assess --seeds 1-2 digits_plain noise --override device=cpu --override model.epochs=1
 	.venv/bin/python benchmarks/measure_checkpoints.py --config-file configs/detection/scenes_torchvision.yaml --output-dir $(SMOKE)/checkpoints --checkpoints 2 device=cpu seeds=1 workers=1 model.steps=4 'data.images=[4,4,4]' 'methods=[]'
-	.venv/bin/python benchmarks/measure_correlation.py --config-file configs/siblings/reloss_digits.yaml --output-dir $(SMOKE)/correlation device=cpu seeds=1 workers=1 siblings.reloss.training=12 siblings.reloss.heldout=4 siblings.reloss.checkpoints=3 siblings.reloss.checkpoint_steps=4 siblings.reloss.loss_steps=2 siblings.reloss.loss_batches=6
+	.venv/bin/python benchmarks/measure_correlation.py --config-file benchmarks/configs/siblings/reloss_digits.yaml --output-dir $(SMOKE)/correlation device=cpu seeds=1 workers=1 siblings.reloss.training=12 siblings.reloss.heldout=4 siblings.reloss.checkpoints=3 siblings.reloss.checkpoint_steps=4 siblings.reloss.loss_steps=2 siblings.reloss.loss_batches=6
 	.venv/bin/python benchmarks/measure_cost.py --output-dir $(SMOKE)/cost --repeats 6
 	.venv/bin/python benchmarks/measure_recall.py --size 600 --dim 16 --k 120 --output-dir $(SMOKE)/recall
 	.venv/bin/python benchmarks/measure_scale.py --queries 20 --images 60

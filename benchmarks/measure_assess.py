@@ -3,8 +3,9 @@
     python benchmarks/measure_assess.py --output-dir out/assess --seeds 20300-20319 digits_shifted digits_plain noise
     python benchmarks/measure_assess.py --output-dir out/assess --seeds 20300-20319 a9a_f1 --override data.root=FOLDER
 
-A task is a file in configs/compare. `noise` is a metric of two halves that have nothing in common, on the first seed's
-model of plain digits. What is on file is not asked again, but judged by the rules of the day.
+A task is a file in benchmarks/configs/compare or configs/compare. `noise` is a metric of two halves that have nothing
+in common, on the first seed's model of plain digits. What is on file is not asked again, but judged by the rules of the
+day.
 """
 
 import argparse
@@ -24,7 +25,8 @@ from metricopt_ext.tools.assess import assess_seed, read
 from metricopt_ext.tools.compare import seed_range
 from metricopt_ext.utils.files import write_json
 
-CONFIGS = Path(__file__).parents[1] / "configs" / "compare"
+FOLDERS = [folder / "configs" / "compare" for folder in (Path(__file__).parents[1], Path(__file__).parent)]
+CONFIGS = {file.stem: file for folder in FOLDERS for file in folder.glob("*.yaml")}
 NOISE = "noise"
 
 SETTINGS: Recommendation = "settings of inference"
@@ -91,7 +93,7 @@ def of_task(task: str, seeds: Sequence[int], folder: Path, overrides: Sequence[s
     """Return what is said of a comparison's task by seed; models and evaluations are kept in a folder."""
     said = {}
     for seed in seeds:
-        experiment, config = read(CONFIGS / f"{task}.yaml", [f"seed={seed}", *overrides])
+        experiment, config = read(CONFIGS[task], [f"seed={seed}", *overrides])
         own = folder / str(seed)
         said[seed] = assess_seed(experiment, config, None, own, resume=(own / "run.json").exists())
     return said
@@ -99,7 +101,7 @@ def of_task(task: str, seeds: Sequence[int], folder: Path, overrides: Sequence[s
 
 def of_noise(seeds: Sequence[int], folder: Path, overrides: Sequence[str]) -> dict[int, Assessment]:
     """Return what is said of noise by seed, on one model."""
-    experiment, config = read(CONFIGS / "digits_plain.yaml", [f"seed={seeds[0]}", *overrides])
+    experiment, config = read(CONFIGS["digits_plain"], [f"seed={seeds[0]}", *overrides])
     made, said = experiment(config, folder, seeds[0]), {}
     for seed in seeds:
         rng = random.Random(seed)

@@ -1,7 +1,8 @@
 r"""Measure how well losses rank a classifier's outputs as its metric does: a learned ReLoss, cross-entropy, 1 - p.
 
-    python benchmarks/measure_correlation.py --config-file configs/siblings/reloss_digits.yaml --output-dir out/digits
-    python benchmarks/measure_correlation.py --config-file configs/siblings/reloss_cifar10.yaml \
+    python benchmarks/measure_correlation.py --config-file benchmarks/configs/siblings/reloss_digits.yaml \
+        --output-dir out/digits
+    python benchmarks/measure_correlation.py --config-file benchmarks/configs/siblings/reloss_cifar10.yaml \
         --output-dir out/cifar10 data.root=FOLDER seeds=5
 
 Each seed learns a relational loss from random outputs and from a network's on train data, at checkpoints of its

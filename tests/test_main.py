@@ -89,7 +89,7 @@ def test_configs_are_listed_and_printed(monkeypatch: pytest.MonkeyPatch, capsys:
     )
 
 
-@pytest.mark.parametrize("name", ["classification/digits.yaml", "compare/digits_plain.yaml"])
+@pytest.mark.parametrize("name", ["classification/digits.yaml", "compare/digits_shifted.yaml"])
 def test_a_comparison_and_a_tool_find_the_packages_configs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,7 @@ r"""Say with a few queries whether a search for a metric is worth more of them, 
 
     metricopt assess configs/classification/digits_longtail.yaml metric.name=worst_recall
     python tools/assess.py configs/classification/a9a.yaml metric.name=f1 data.root=FOLDER
-    python tools/assess.py configs/compare/digits_retrieval.yaml --queries 20 seed=3
+    python tools/assess.py configs/compare/digits_shifted.yaml --queries 20 seed=3
 
 CONFIG is a config of `finetune_classifier`, `finetune_retrieval` or `finetune_detector`, or of `compare`, which names
 its task's. The first seed's model is trained or loaded. The queries are those that a search would ask first: the free

@@ -1,7 +1,7 @@
 """Find the best method for one model, one metric and a number of queries: methods x budgets x seeds on the same splits.
 
     python tools/compare.py --config-file configs/compare/digits_shifted.yaml --output-dir out/digits_shifted
-    python tools/compare.py --config-file configs/compare/a9a_f1.yaml --output-dir out/a9a_f1 data.root=FOLDER
+    python tools/compare.py --config-file configs/compare/digits_shifted.yaml --output-dir out/plain shift.kind=none
     python tools/compare.py --config-file configs/compare/digits_shifted.yaml --output-dir out/part --seeds 700-704
     python tools/compare.py --join out/part other/part --output-dir out/all
 

@@ -55,24 +55,25 @@ SIBLINGS = (
     " siblings.reloss.loss_steps=20 siblings.reloss.loss_batches=16 siblings.reloss.steps=20 siblings.reloss.evals=4"
     " siblings.ala.iterations=40 siblings.ala.action_steps=10 siblings.ala.reward_evals=2 siblings.ala.children=2"
 )
+OURS = "benchmarks/configs/compare"
 COMPARED = {  # config and overrides of tools/compare.py, for MetricOpt's search at 20 and 60 queries
-    "digits": "digits_plain model.epochs=3",
-    "longtail_f1": "digits_longtail_f1 model.epochs=30",
-    "longtail_worst": "digits_longtail_worst model.epochs=30",
-    "digits_shifted": "digits_shifted model.epochs=10",
-    "a9a_f1": "a9a_f1 model.epochs=3",
-    "retrieval": "digits_retrieval model.epochs=8",
-    "omniglot": "omniglot_plain model.epochs=2",
-    "omniglot_shifted": "omniglot_shifted model.epochs=2",
-    "scenes": f"scenes_shifted model.min_size=64 model.max_size=64 model.proposals=10 {SCENES}",
-    "detectron2": f"scenes_shifted config={DETECTRON2} model.opts=[INPUT.MIN_SIZE_TEST,'64'] {SCENES}",
+    "digits": f"{OURS}/digits_plain.yaml model.epochs=3",
+    "longtail_f1": f"{OURS}/digits_longtail_f1.yaml model.epochs=30",
+    "longtail_worst": f"{OURS}/digits_longtail_worst.yaml model.epochs=30",
+    "digits_shifted": "configs/compare/digits_shifted.yaml model.epochs=10",
+    "a9a_f1": f"{OURS}/a9a_f1.yaml model.epochs=3",
+    "retrieval": f"{OURS}/digits_retrieval.yaml model.epochs=8",
+    "omniglot": f"{OURS}/omniglot_plain.yaml model.epochs=2",
+    "omniglot_shifted": f"{OURS}/omniglot_shifted.yaml model.epochs=2",
+    "scenes": f"{OURS}/scenes_shifted.yaml model.min_size=64 model.max_size=64 model.proposals=10 {SCENES}",
+    "detectron2": f"{OURS}/scenes_shifted.yaml config={DETECTRON2} model.opts=[INPUT.MIN_SIZE_TEST,'64'] {SCENES}",
 }
 QUICK = ("digits", "longtail_f1", "retrieval", "scenes")
 GROUNDS = {
-    **{name: f"compare compare/{own} methods=[metricopt] budgets=[20,60]" for name, own in COMPARED.items()},
-    "variants_20": f"finetune_classifier classification/digits queries=20 {VARIANTS}",
-    "variants_60": f"finetune_classifier classification/digits queries=60 {VARIANTS}",
-    "siblings": f"finetune_classifier classification/digits {SIBLINGS}",
+    **{name: f"compare {own} methods=[metricopt] budgets=[20,60]" for name, own in COMPARED.items()},
+    "variants_20": f"finetune_classifier configs/classification/digits.yaml queries=20 {VARIANTS}",
+    "variants_60": f"finetune_classifier configs/classification/digits.yaml queries=60 {VARIANTS}",
+    "siblings": f"finetune_classifier configs/classification/digits.yaml {SIBLINGS}",
 }
 GROUNDS |= {f"{name}, quick": f"{GROUNDS[name]} budgets=[20] seeds=1" for name in QUICK}
 
@@ -140,7 +141,7 @@ def compute(name: str, instructions: str) -> dict[str, Any]:
     settings = dict(each.split("=") for each in f"{instructions} OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=".split())
     environment = os.environ | settings | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
     with TemporaryDirectory() as out:
-        command = [sys.executable, __file__, "run", tool, out, "--config-file", str(ROOT / f"configs/{config}.yaml")]
+        command = [sys.executable, __file__, "run", tool, out, "--config-file", str(ROOT / config)]
         before = seconds()
         done = subprocess.run(
             [*command, *USUAL.split(), *data, *overrides], env=environment, cwd=ROOT, capture_output=True, text=True

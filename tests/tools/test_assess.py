@@ -12,6 +12,7 @@ from metricopt_ext.tools import assess, finetune_classifier
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
+COMPARED = ROOT / "benchmarks" / "configs" / "compare"
 SMALL = [
     "metric.name=f1",
     "model.epochs=3",
@@ -44,10 +45,10 @@ def test_a_tools_config_is_known_by_its_keys_or_its_folder(tmp_path: Path) -> No
 
 
 def test_a_comparisons_config_is_its_tasks() -> None:
-    experiment, config = assess.read(CONFIGS / "compare/digits_longtail_worst.yaml", ["model.epochs=3", "seed=9"])
+    experiment, config = assess.read(COMPARED / "digits_longtail_worst.yaml", ["model.epochs=3", "seed=9"])
     assert experiment.__name__ == "ClassificationExperiment"
     assert (config.metric.name, config.model.epochs, config.seed) == ("worst_recall", 3, 9)  # type: ignore[attr-defined]
-    assert assess.read(CONFIGS / "compare/digits_longtail_worst.yaml")[1].seed == 810  # the comparison's first
+    assert assess.read(COMPARED / "digits_longtail_worst.yaml")[1].seed == 810  # the comparison's first
 
 
 def test_what_is_no_config_is_refused_with_the_reasons(tmp_path: Path) -> None:

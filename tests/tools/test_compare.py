@@ -17,8 +17,9 @@ from metricopt_ext.utils.config import load_config
 call = partial(programs.call, tool)
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "configs" / "compare").glob("*.yaml"))
 DIGITS = ROOT / "configs" / "compare" / "digits_shifted.yaml"
+OTHERS = ROOT / "benchmarks" / "configs" / "compare"
+CONFIGS = sorted([DIGITS, *OTHERS.glob("*.yaml")])
 OVERRIDES = [
     *("methods=[random_search,cma_es,guided_es,threshold,metricopt]", "budgets=[6,20,40]", "workers=1", "device=cpu"),
     *(
@@ -160,7 +161,7 @@ def test_overrides_go_to_the_comparison_or_to_its_task() -> None:
 
 
 def test_what_the_task_s_tool_runs_by_default_is_no_part_of_a_comparison() -> None:
-    config, subject = tool.read_configs(DIGITS.parent / "digits_retrieval.yaml")
+    config, subject = tool.read_configs(OTHERS / "digits_retrieval.yaml")
     assert "settings" in config.methods  # its rows
     assert subject.methods == []  # configs/retrieval/digits.yaml has [settings]
 

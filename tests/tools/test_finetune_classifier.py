@@ -222,7 +222,7 @@ def test_methods_on_request(finished: Path, tmp_path: Path) -> None:
 
 
 def test_the_committed_settings_of_siblings_are_the_paper_s_and_shorter_ones() -> None:
-    folder, overrides = ROOT / "configs" / "siblings", ["data.root=FOLDER"]
+    folder, overrides = ROOT / "benchmarks" / "configs" / "siblings", ["data.root=FOLDER"]
     paper, short = (load_config(ClassificationConfig, folder / f"a9a_{n}.yaml", overrides) for n in ("paper", "30k"))
     for config in (paper, short):
         config.check()
@@ -470,7 +470,7 @@ def made_set(folder: Path, features: int, kind: str) -> list[str]:
 @pytest.mark.parametrize(("name", "features"), [("covertype", 54), ("skin", 3)])
 @pytest.mark.parametrize("kind", ["libsvm", "csv"])
 def test_the_sets_of_sl_are_read_as_either_file(name: str, features: int, kind: str, tmp_path: Path) -> None:
-    file = ROOT / "configs" / "siblings" / f"{name}.yaml"
+    file = ROOT / "benchmarks" / "configs" / "siblings" / f"{name}.yaml"
     config = load_config(ClassificationConfig, file, made_set(tmp_path, features, kind))
     config.check()
     splits = load_splits(config, 0)
@@ -902,7 +902,7 @@ def test_a_loss_policy_of_ten_classes_serves_two_without_queries(tmp_path: Path)
 
 
 def test_the_committed_settings_of_ala_fit_their_descriptions() -> None:
-    folder, queries = ROOT / "configs" / "siblings", {"digits": 6010, "cifar10": 122}
+    folder, queries = ROOT / "benchmarks" / "configs" / "siblings", {"digits": 6010, "cifar10": 122}
     for name, total in queries.items():
         config = load_config(ClassificationConfig, folder / f"ala_{name}.yaml", ["data.root=FOLDER"])
         config.check()

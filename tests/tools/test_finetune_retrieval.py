@@ -613,7 +613,7 @@ def test_sibling_methods_on_request(trains: str, tmp_path: Path) -> None:
 
 
 def test_the_committed_settings_of_ala_fit_their_descriptions() -> None:
-    folder, queries = ROOT / "configs" / "siblings", {"digits_retrieval": 610, "omniglot": 244}
+    folder, queries = ROOT / "benchmarks" / "configs" / "siblings", {"digits_retrieval": 610, "omniglot": 244}
     for name, total in queries.items():
         config = load_config(RetrievalConfig, folder / f"ala_{name}.yaml", ["data.root=FOLDER"])
         config.check()

@@ -19,8 +19,8 @@ MODULES = {"faiss-cpu": "faiss", "faiss-gpu": "faiss", "pillow": "PIL", "scikit-
 # What each tool or benchmark is called with, what it then needs first, and the extra that it names.
 CALLS = {
     "benchmarks/ablate_recipe": ("--output-dir out", "omegaconf", "classification"),
-    "tools/assess": ("configs/compare/a9a_f1.yaml", "omegaconf", "classification"),
-    "tools/compare": ("--config-file configs/compare/a9a_f1.yaml --output-dir out", "omegaconf", "all"),
+    "tools/assess": ("configs/compare/digits_shifted.yaml", "omegaconf", "classification"),
+    "tools/compare": ("--config-file configs/compare/digits_shifted.yaml --output-dir out", "omegaconf", "all"),
     "benchmarks/compare_starts": (
         "--config-file configs/classification/a9a.yaml --output-dir out",
         "omegaconf",
@@ -52,7 +52,7 @@ CALLS = {
         "detection",
     ),
     "benchmarks/measure_correlation": (
-        "--config-file configs/siblings/reloss_digits.yaml --output-dir out",
+        "--config-file benchmarks/configs/siblings/reloss_digits.yaml --output-dir out",
         "omegaconf",
         "classification",
     ),
