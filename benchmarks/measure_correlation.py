@@ -40,7 +40,7 @@ from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.correlation import CorrelationReport, correlation_report
 from metricopt_ext.experiment.seeds import paired_interval, spread
 from metricopt_ext.experiment.siblings import ReLossConfig, SiblingsConfig
-from metricopt_ext.experiment.style import direction, markdown_table, print_table
+from metricopt_ext.experiment.style import direction, markdown_table, new_figure, print_table, save_figure
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.plain import in_markdown, plain
 from metricopt_ext.runtime.identity import sole_writer
@@ -180,7 +180,7 @@ def learn_and_judge(config: ClassificationConfig, folder: Path, seed: int, callb
     loss.save(folder / f"seed-{seed}.safetensors")
     callback.stage("another network")
     report = judged(config, task, loss, splits.test, seed)
-    report.plot(folder / f"seed-{seed}.png")
+    plot(report, folder / f"seed-{seed}.png")
     return {
         "correlations": report.to_json()["correlations"],
         "outputs": len(report.values),
@@ -188,6 +188,18 @@ def learn_and_judge(config: ClassificationConfig, folder: Path, seed: int, callb
         "seconds": seconds,
         "history": history,
     }
+
+
+def plot(report: CorrelationReport, path: Path) -> None:
+    """Draw the metric of each output over each loss of it, a panel for each loss."""
+    figure, (row,) = new_figure(max(4.0, 3.4 * len(report.losses)), 3.6, columns=len(report.losses), sharey=True)
+    for axes, (name, each) in zip(row, report.correlations.items(), strict=True):
+        axes.plot(report.losses[name], report.values, ".", color="#1b7f79", alpha=0.4, markersize=4, markeredgewidth=0)
+        axes.set_title(f"Spearman {each.spearman:.4f}, Kendall {each.kendall:.4f}", fontsize=9)
+        axes.set_xlabel(name)
+    row[0].set_ylabel(f"{report.metric} ({direction(report.maximize)})")
+    figure.suptitle(f"{counted(len(report.values), 'batch')} of outputs", fontsize=9)
+    save_figure(figure, path)
 
 
 def judged(

@@ -6,7 +6,7 @@ r"""Measure what a value function is worth on another network, other data or ano
 Each seed makes two tasks, of the same matrices where the layers are the same. On the first f is learned by --learners,
 on the second a fresh one, by as many queries. On the second phi is finetuned from 0 under the loss alone, under the
 fresh f, under the first one's (transferred), and under this one turned at random (placebo): without a query, without
-a guard, by the transfer's steps. Besides phi itself, f is learned of two descriptions of what phi does (--inputs;
+a guard. Besides phi itself, f is learned of two descriptions of what phi does (--inputs;
 `described_change`), on the trajectories of the recipe. Writes transfer.json: test metrics, and how well the first one's
 f ranks the points that were observed on the second. A seed that is on file is not run again.
 """
@@ -33,25 +33,25 @@ from metricopt_ext.experiment.cli import RUNS_CODE, TASKS, experiment_of
 from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.compare import judge
 from metricopt_ext.experiment.experiment import Experiment
-from metricopt_ext.experiment.method_config import TransferConfig, method_named
+from metricopt_ext.experiment.method_config import method_named
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.seeds import standard_error
 from metricopt_ext.experiment.style import direction, print_table
-from metricopt_ext.experiment.transfer import followed
 from metricopt_ext.methods.algorithm1 import Algorithm1
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.rounds import meta_train
 from metricopt_ext.methods.run_folder import open_run
-from metricopt_ext.methods.tuning import finetune
+from metricopt_ext.methods.tuning import FRESH, finetune
 from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.search.optimizer import MetricOptStep
+from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import TrajectoryStore
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.files import write_json
 from metricopt_ext.value.fitting import fit_value_function, measure
 from metricopt_ext.value.observations import Observations
-from metricopt_ext.value.rotated import RotatedValueFunction
 from metricopt_ext.value.value_function import ValueFunction
+from rotated import RotatedValueFunction
 
 BATCHNORM = "batchnorm"  # re-estimated on the deployment's inputs
 SEEN = 256  # inputs of a description, at most
@@ -185,9 +185,26 @@ def run_seed(
 
 
 def with_method(config: RunConfig, name: str) -> RunConfig:
-    """Return a recipe's config with this method in its place, which follows another run's f."""
+    """Return a recipe's config with this method in its place."""
     method = config.method if name == config.method.name else method_named(name)
-    return replace(config, method=method, transfer=TransferConfig())
+    return replace(config, method=method)
+
+
+def followed(config: RunConfig, f: ValueFunction, task: FinetuneTask, start: Tensor, seed: int) -> Tensor:
+    """Finetune under f as the run's own method would; returns the visited phi, ``(T + 1) x d``. No query.
+
+    Args:
+        config: The run's settings.
+        f: The value function, of no known adapter.
+        task: What is finetuned.
+        start: phi_0, ``d``.
+        seed: Seed of batches and perturbations.
+    """
+    strategy, steps = config.build_strategy(), config.finetune.steps
+    if isinstance(strategy, Algorithm1):
+        return strategy.meta_test(task, f, start, seed=seed, index=FRESH)
+    policy = MetricOptStep(f, config.finetune.lr, steps=steps, even_untrusted=True)
+    return finetune(task, policy, steps, seed, start)
 
 
 def learned(experiment: Experiment[Any], learner: str, seed: int) -> tuple[ValueFunction, Observations]:

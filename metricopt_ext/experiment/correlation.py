@@ -1,16 +1,15 @@
-"""How well losses rank outputs as a metric does: Spearman's and Kendall's correlation, as a table and a plot."""
+"""How well losses rank outputs as a metric does: Spearman's and Kendall's correlation, as a table."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from metricopt_ext.errors import DataError, MetricError
-from metricopt_ext.experiment.style import direction, markdown_table, new_figure, save_figure
+from metricopt_ext.experiment.style import markdown_table
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.utils.words import counted
 
@@ -82,17 +81,6 @@ class CorrelationReport:
         """Return a table of the correlations."""
         rows = [[name, *(f"{value:.4f}" for value in each)] for name, each in self.correlations.items()]
         return "\n".join(markdown_table(HEADER, rows))
-
-    def plot(self, path: str | Path) -> Path:
-        """Draw the metric of each output over each loss of it, a panel for each loss; returns the path."""
-        figure, (row,) = new_figure(max(4.0, 3.4 * len(self.losses)), 3.6, columns=len(self.losses), sharey=True)
-        for axes, (name, each) in zip(row, self.correlations.items(), strict=True):
-            axes.plot(self.losses[name], self.values, ".", color="#1b7f79", alpha=0.4, markersize=4, markeredgewidth=0)
-            axes.set_title(f"Spearman {each.spearman:.4f}, Kendall {each.kendall:.4f}", fontsize=9)
-            axes.set_xlabel(name)
-        row[0].set_ylabel(f"{self.metric} ({direction(self.maximize)})")
-        figure.suptitle(f"{counted(len(self.values), 'batch')} of outputs", fontsize=9)
-        return save_figure(figure, path)
 
 
 @torch.no_grad()

@@ -33,7 +33,6 @@ from metricopt_ext.utils.machine import deterministic
 from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.utils.words import and_more, counted, duration
 
-LANDSCAPE = 169  # evaluations for the picture of the first seed's landscape
 TRAINING = 10.0  # seconds for which a model is trained at most
 
 
@@ -248,12 +247,12 @@ def known_queries(config: RunConfig, methods: list[str]) -> dict[str, int]:
 
 
 def besides(config: RunConfig, methods: list[str], strategy: GuidedTrustRegion | Recipe | Algorithm1) -> Work:
-    """Return what is not MetricOpt's and not a query: loss finetunes, curves along them, verdicts, the landscape."""
+    """Return what is not MetricOpt's and not a query: loss finetunes, curves along them, verdicts."""
     paths = [name for name in ("loss_finetune", "loss_finetune_validation") if name in methods]
     curves, steps = len(paths) * (config.finetune.steps + 1), len(paths) * config.finetune.steps
     if not isinstance(strategy, GuidedTrustRegion):
         curves, steps = curves + strategy.steps + 1, steps + strategy.steps
-    return Work(curves + 2 * len(methods) + (LANDSCAPE if config.pictures else 0), steps)
+    return Work(curves + 2 * len(methods), steps)
 
 
 def of_more_inference(config: RunConfig) -> int:

@@ -27,7 +27,6 @@ from metricopt_ext.experiment.method import STANDING, Baseline, End, Method
 from metricopt_ext.experiment.passes import CountedTask, Counter
 from metricopt_ext.experiment.record import SeedRecord
 from metricopt_ext.experiment.run_config import SHARE, SOUP, RunConfig
-from metricopt_ext.experiment.transfer import transferred_methods
 from metricopt_ext.experiment.usual_methods import metricopt_result, usual_methods
 from metricopt_ext.experiment.whole_network import LabelParts, whole_network_start
 from metricopt_ext.methods.batchnorm_starts import statistics_line
@@ -157,9 +156,9 @@ class Experiment(ABC, Generic[Config]):
         """Return the validation data's inputs, in parts of about one size, and labelled batches for the loss."""
 
     def methods(self, resume: bool = False, callback: Callback | None = None) -> dict[str, Method]:
-        """Return the methods to compare, by name; see `baselines.usual_methods` and `transfer.transferred_methods`."""
+        """Return the methods to compare, by name; see `usual_methods`."""
         inputs, batches = self.validation()
-        methods = usual_methods(
+        return usual_methods(
             self.config,
             self.seed,
             starts=self.starts() if self.config.method.name == "search" else None,  # the others have no use for them
@@ -169,7 +168,6 @@ class Experiment(ABC, Generic[Config]):
             resume=resume,
             callback=callback,
         )
-        return {**methods, **transferred_methods(self.config, self.task, self.seed, self.callback)}
 
     def starts(self) -> dict[str, Start | StartLine]:
         """Return what a method may begin from besides phi = 0: what the settings name, as far as it applies."""
@@ -369,15 +367,13 @@ def _more(experiment: Experiment[Any], result: Result[Any]) -> list[MoreInferenc
 
 
 def _recorded(experiment: Experiment[Any], comparison: Comparison) -> SeedRecord:
-    """Set MetricOpt's end, and write the record, the first seed's pictures and the tuned model."""
-    config, folder, seed, task = experiment.config, experiment.folder, experiment.seed, experiment.task
+    """Set MetricOpt's end, and write the record and the tuned model."""
+    folder, seed, task = experiment.folder, experiment.seed, experiment.task
     result = metricopt_result(comparison.results)
     task.adapter.apply(result.start_of(result.chosen))
     to_value = task.metric.to_value
     searched = [] if result.details.finetunes else [to_value(cost) for cost in result.costs]
     correlations = experiment.correlations([reached[-1].end for reached in comparison.results.values()])
-    if correlations is not None and config.pictures and seed == config.seed:
-        correlations.plot(folder / "correlations.png")
     record = SeedRecord(
         seed=seed,
         outcomes=comparison.outcomes,
@@ -403,12 +399,6 @@ def _recorded(experiment: Experiment[Any], comparison: Comparison) -> SeedRecord
         more=_more(experiment, result),
         holding=None if result.constrained is None else result.constrained.holding,
     )
-    if config.pictures and seed == config.seed:
-        from metricopt_ext.experiment.value_plots import draw_value_function
-
-        shown = [(name, comparison.results[name][-1].path) for name in ("loss_finetune", "metricopt")]
-        paths = {name: path for name, path in shown if path is not None}
-        draw_value_function(task.judged_by(task.metric.with_new_ledger()), result, paths, folder)
     experiment.finish()
     record.save(folder / "record.json")
     return record

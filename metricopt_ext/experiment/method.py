@@ -30,7 +30,7 @@ from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 
 Kind = Literal["free", "queries"]
-Needs = Literal["scores", "inputs", "labels", "another f", "batch metric"]
+Needs = Literal["scores", "inputs", "labels", "batch metric"]
 End = Tensor | nn.Module | Start
 
 
@@ -43,8 +43,7 @@ class Entry:
         colour: Its colour, ``#rrggbb``.
         kind: ``free`` spends no metric query of its own, ``queries`` does.
         needs: What it needs from the data that the metric sees: the metric's scores alone, the inputs, or the labels
-            too; or the value function of another run; or the metric of any scores and labels, to ask on training
-            batches.
+            too; or the metric of any scores and labels, to ask on training batches.
         training: Whether it needs examples of the training too.
         standing: Whether it ends at the start of its name, of the model as it was trained, whatever else begins there.
         after: The method that it continues from: what that one spent counts as its own too.
@@ -122,8 +121,6 @@ METHODS: dict[str, Entry] = {
     "settings": Entry("settings", "#a5854e", "queries"),
     "settings_gp": Entry("settings, GP over all", "#e0c068", "queries"),
     "settings+phi": Entry("settings, then MetricOpt", "#8c1515", "queries", training=True),
-    "transferred": Entry("f of another run", "#7f9c3c", "free", "another f", training=True),
-    "placebo": Entry("the same f, turned", "#b9c58f", "free", "another f", training=True),
     "metricopt": Entry(
         "MetricOpt",
         "#d7191c",

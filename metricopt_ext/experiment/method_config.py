@@ -10,26 +10,21 @@ A key of what is not chosen is refused by the name of the choice that would brin
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
-from metricopt_ext.errors import ConfigError, ValueFunctionError
+from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.brought_sections import either, methods_bringing
 from metricopt_ext.methods.algorithm1 import Algorithm1
 from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.recipe_settings import checked_weights
 from metricopt_ext.search.learned_objective import LearnedObjective
-from metricopt_ext.search.optimizer import LOSS_WEIGHT, METRIC_STEP
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.config import config_section, known_keys
 from metricopt_ext.value.learners import Learner, NeuralLearner, RidgeLearner
-from metricopt_ext.value.loading import load_value_function
 from metricopt_ext.value.objective import Miner, hardest_triplets, multi_similarity_triplets, sampled_triplets
 from metricopt_ext.value.observations import Labeller
 from metricopt_ext.value.reptile import ReptileLearner
-from metricopt_ext.value.value_function import ValueFunction
 
 DEFAULT = Recipe()
 LEARNERS: dict[str, Learner] = {"neural": NeuralLearner(), "ridge": RidgeLearner(), "reptile": ReptileLearner()}
@@ -321,76 +316,3 @@ class RefinedConfig:
     """How the method ``refined`` works: CMA-ES, continuing from a recipe's end point."""
 
     queries: int = 100
-
-
-@dataclass
-class TransferConfig:
-    """Reuse of another run's value function, without queries, next to the same f rotated at random (a placebo).
-
-    After method.name=paper phi follows it as Algorithm 1 does, and as a recipe does after any other.
-    """
-
-    # A value_function.safetensors for phi of the same dimension, or a run's folder: each seed takes that of its number
-    value_function: str = ""
-    loss_weight: float = LOSS_WEIGHT
-    metric_step: float = METRIC_STEP
-
-    def check(self, method: str, seeds: Sequence[int], dim: int | None) -> None:
-        """Reject what can't be followed.
-
-        Args:
-            method: The run's ``method.name``.
-            seeds: The run's seeds.
-            dim: The dimension of phi; None if only the model says it.
-
-        Raises:
-            ConfigError: A value is out of range or of no use, or a seed has no file.
-            FileFormatError: A file can't be read.
-            ValueFunctionError: It was fitted for another dimension.
-        """
-        with config_section("transfer"):
-            weights = checked_weights((self.loss_weight, self.metric_step))
-        if not self.value_function:
-            raise ConfigError(
-                "methods=[transfer] needs transfer.value_function=FILE, of another run, or that run's folder"
-            )
-        if method == PaperConfig.name and weights != (LOSS_WEIGHT, METRIC_STEP):
-            raise ConfigError(
-                f"transfer.loss_weight={self.loss_weight} and transfer.metric_step={self.metric_step}: Algorithm 1 has"
-                " neither; leave both out and set method.metric_rate, or set method.name=recipe"
-            )
-        for path in dict.fromkeys(map(self.file, seeds)):
-            self.load(path, dim)
-
-    def file(self, seed: int) -> Path:
-        """Return the file of a seed's f.
-
-        Raises:
-            ConfigError: A run's folder is given, which lacks it.
-        """
-        given = Path(self.value_function)
-        if not given.is_dir():
-            return given
-        own = given / f"seed-{seed}" / "value_function.safetensors"
-        if not own.is_file():
-            raise ConfigError(
-                f"transfer.value_function={given} has no {own.relative_to(given)}: run that seed there (a search may"
-                " end without an f), choose other seeds, or give one file for all"
-            )
-        return own
-
-    @staticmethod
-    def load(path: Path, dim: int | None) -> ValueFunction:
-        """Return the f of a file.
-
-        Raises:
-            FileFormatError: It can't be read.
-            ValueFunctionError: It was fitted for another dimension than this, if it is known.
-        """
-        f = load_value_function(path)
-        if dim is not None and f.dim != dim:
-            raise ValueFunctionError(
-                f"transfer.value_function: {path} was fitted for phi of dimension {f.dim}, this run's phi has {dim}:"
-                " set adapter.dim as in that run (offsets of logits count besides), or learn f with this adapter.dim"
-            )
-        return f

@@ -17,8 +17,7 @@ OVER = ["against", "gain", "95% interval", "verdict"]
 MORE_NOTES = (
     "seconds: wall-clock time, mean over seeds; for a method that was interrupted, the time since it was resumed.",
     "needs: what a method uses of the validation data: the metric's scores alone, the inputs, or the labels too.",
-    "needs can also be another f (a value function from another run) or the batch metric (the metric of any scores and"
-    " labels, evaluated on training batches).",
+    "needs can also be the batch metric (the metric of any scores and labels, evaluated on training batches).",
 )
 SPENT = "MetricOpt's queries by purpose"
 MORE = "What slower inference with other settings would give, on validation; none of it was kept"

@@ -27,7 +27,6 @@ from metricopt_ext.experiment.method_config import (
     PaperSettings,
     RefinedConfig,
     SearchConfig,
-    TransferConfig,
     choice_of,
     method_named,
 )
@@ -103,13 +102,12 @@ class RunConfig:
     # Further methods to run, each of which brings a section. settings: MetricOpt tunes inference before phi, where
     # the task has any. The paper's own metricopt_paper and metricopt_learned; refined, after a recipe; siblings of
     # MetricOpt, sl_u, sl_s, sl_r, reloss, reloss_only and ala for classifiers, ala_mixture and ala_focal for embedders;
-    # transfer, another run's f; second_round for classifiers.
+    # second_round for classifiers.
     methods: list[str] = field(default_factory=list)
     paper: PaperSettings | None = field(default=None, metadata=brought_by("metricopt_paper"))
     learned: LearnedConfig | None = field(default=None, metadata=brought_by("metricopt_learned"))
     refined: RefinedConfig | None = field(default=None, metadata=brought_by("refined"))
     settings: SettingsConfig | None = field(default=None, metadata=brought_by("settings"))
-    transfer: TransferConfig | None = field(default=None, metadata=brought_by("transfer"))
     seeds: int = 5  # number of seeds, each a fresh split, model and value function
     seed: int = 0  # the first of them
     pictures: bool = True  # of the first seed's value function; its landscape evaluates the metric another 169 times
@@ -181,7 +179,6 @@ class RunConfig:
         self._check_besides()
         self.needs_recipe("refined")
         self.check_queries(self.least_dim())
-        self.check_transfer(self.adapter.known_dim)
 
     def check_settings(self, known: Sequence[str]) -> None:
         """Reject settings of inference that a task does not have; see `SettingsConfig.check_known`."""
@@ -269,18 +266,6 @@ class RunConfig:
         if self.paper:
             self.paper.build(self.finetune).tasks(self.queries)
         self.build_strategy().size(self.queries, dim, self._fixed_starts)
-
-    def check_transfer(self, dim: int | None) -> None:
-        """Reject a value function of another run that can't be followed here, if there is one.
-
-        Args:
-            dim: The dimension of phi; None if only the model says it.
-
-        Raises:
-            ConfigError, FileFormatError, ValueFunctionError: As from `TransferConfig.check`.
-        """
-        if self.transfer:
-            self.transfer.check(self.method.name, range(self.seed, self.seed + self.seeds), dim)
 
     def _searched(self) -> int:
         if isinstance(self.search_queries, str) and self.search_queries != "same":

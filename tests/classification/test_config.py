@@ -32,7 +32,7 @@ def test_a_default_run_has_few_enough_keys() -> None:
     assert len(leaf_keys(config)) <= 75
     assert {"method", "finetune", "guard"} < set(known_keys(config))
     assert not {key for key in known_keys(OwnMetricConfig) if f"metric.{key}" in known_keys(config)}
-    assert not {"siblings", "paper", "learned", "refined", "transfer", "second_round"} & set(known_keys(config))
+    assert not {"siblings", "paper", "learned", "refined", "second_round"} & set(known_keys(config))
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda path: path.stem)
@@ -52,9 +52,7 @@ def test_there_are_configurations_to_load() -> None:
     [
         ("model.batch_size=-5", ("model.batch_size=-5",)),
         ("second_round.lr=nan", ("second_round", "lr", "nan")),
-        ("transfer.loss_weight=-1", ("transfer", "loss_weight", "-1.0")),
         ("metric.bounds=[1,0]", ("metric.bounds", "0.0")),
-        ("transfer.value_function=", ("transfer.value_function=FILE",)),
         ("data.image_size=-1", ("data.image_size=-1",)),
         ("data.name=csv", ("data.name=csv", "data.target=COLUMN")),
         ("data.name=csv data.max_categories=1", ("data.max_categories=1",)),
@@ -68,7 +66,7 @@ def test_there_are_configurations_to_load() -> None:
 )
 def test_numbers_out_of_range_are_refused_before_any_work(override: str, names: tuple[str, ...]) -> None:
     section = override.partition(".")[0]
-    chosen = ["method.name=recipe", f"methods=[{section}]"] if section in ("second_round", "transfer") else []
+    chosen = ["method.name=recipe", f"methods=[{section}]"] if section == "second_round" else []
     chosen += ["metric.name=sklearn.metrics:f1_score"] if section == "metric" else []
     config = load_config(
         ClassificationConfig, None, ["data.name=iris", "model.name=tabular_mlp", *chosen, *override.split()]

@@ -20,13 +20,8 @@ from metricopt_ext.detection.records import Detections, DetectionSet
 from metricopt_ext.detection.task import load_examples
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.experiment.experiment import State
-from metricopt_ext.experiment.method_config import FinetuneConfig, TransferConfig
-from metricopt_ext.methods.tuning import finetune
-from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.value.rotated import RotatedValueFunction
-from metricopt_ext.value.value_function import RidgeValueFunction
 
 
 class Knowing:
@@ -87,29 +82,3 @@ def test_a_soup_is_a_start_where_it_is_asked_for(tmp_path: Path) -> None:
     now = experiment.task.adapter.base_state_dict()
     assert all(torch.equal(value, now[name]) for name, value in base.items())
     assert experiment.training().steps == 10
-
-
-@pytest.mark.slow
-def test_another_runs_f_is_followed_beside_its_placebo(tmp_path: Path) -> None:
-    f = RidgeValueFunction(2)
-    f.coefficients.fill_(0.1)
-    f.set_domain(torch.eye(2))
-    f.save(tmp_path / "f.safetensors")
-    config = DetectionConfig(
-        data=DataConfig(name="scenes", images=[8, 4, 4]),
-        model=ModelConfig(name="small_fpn", min_size=64, max_size=64, proposals=20, steps=2, batch_size=2),
-        adapter=DetectorAdapterConfig(dim=2),
-        finetune=FinetuneConfig(steps=2, lr=0.1),
-        methods=["transfer"],
-        transfer=TransferConfig(str(tmp_path / "f.safetensors")),
-        starts=[],
-        device="cpu",
-    )
-    config.check()
-    experiment = DetectionExperiment(config, tmp_path, 3)
-    task, methods = experiment.task, experiment.methods()
-    for name, each in (("transferred", f), ("placebo", RotatedValueFunction(f, 3))):
-        (reached,) = methods[name]({}).run(task)
-        policy = MetricOptStep(each, 0.1, steps=2, even_untrusted=True)
-        assert torch.equal(reached.end, finetune(task, policy, 2, 3)[-1])  # type: ignore[arg-type]
-    assert task.metric.ledger.spent == 0

@@ -1,12 +1,10 @@
 """Rank correlations of losses with a metric: closed cases, SciPy's, and what the report holds."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from scipy.stats import kendalltau, spearmanr
 from torch import Tensor
 
@@ -75,15 +73,6 @@ def test_outputs_on_which_the_metric_fails_are_left_out_where_that_is_asked_for(
     assert (found.values, found.left_out) == (pytest.approx([0.1, 0.4]), 1)
     assert found.correlations["falls"] == pytest.approx((1, 1))
     assert_refused(lambda: correlation_report(losses, metric, outputs[:2], where_defined=True), DataError, "1")
-
-
-def test_its_plot_has_a_panel_for_each_loss(tmp_path: Path) -> None:
-    report = CorrelationReport("cost", False, [1.0, 2.0, 3.0], {"a": [1.0, 3.0, 2.0], "b": [1.0, 1.0, 1.0]})
-    with Image.open(report.plot(tmp_path / "two.png")) as two:
-        wide = two.size
-    one = CorrelationReport("cost", False, [1.0, 2.0, 3.0], {"a": [1.0, 3.0, 2.0]}).plot(tmp_path / "one.png")
-    with Image.open(one) as narrow:
-        assert narrow.size[0] < wide[0]
 
 
 def test_what_can_not_be_ranked_is_refused() -> None:

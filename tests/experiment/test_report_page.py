@@ -26,7 +26,7 @@ def page(tmp_path: Path) -> Callable[[Report], Page]:
 
     def make(report: Report) -> Page:
         (tmp_path / "seed-4").mkdir(exist_ok=True)
-        drawn = [save_figure(new_figure(3, 2)[0], tmp_path / name) for name in ("methods.png", "seed-4/landscape.png")]
+        drawn = [save_figure(new_figure(3, 2)[0], tmp_path / name) for name in ("methods.png", "seed-4/examples.png")]
         return report_page(report, tmp_path, drawn[:1], "tuned.safetensors")
 
     return make
@@ -63,7 +63,7 @@ def test_the_order_is_that_of_a_reader_s_questions(report: Callable[..., Report]
     headings = ["Methods", "Gains", "Plots", "Quality of f", "Queries", "Settings", "Environment", "What to do next"]
     assert seen.texts("h2") == headings
     assert seen.texts("h1") == ["classification/toy: accuracy (higher is better)"]
-    captions = [CAPTIONS["methods"], f"{CAPTIONS['landscape']} Seed 4."]
+    captions = [CAPTIONS["methods"], f"{CAPTIONS['examples']} Seed 4."]
     assert [text for text in seen.texts("figcaption") if text in captions] == captions
     assert len([name for name, _ in seen.elements if name == "img"]) == 2
 

@@ -19,17 +19,13 @@ from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.experiment import State
 from metricopt_ext.experiment.method import Started
-from metricopt_ext.methods.tuning import finetune
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.experiment import RetrievalExperiment
 from metricopt_ext.retrieval.named_metric import embed_with
 from metricopt_ext.retrieval.recall import hits_at_k, recall_at_k
 from metricopt_ext.retrieval.whitening_start import whitened
 from metricopt_ext.runtime.progress import Callback
-from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.utils.config import load_config
-from metricopt_ext.value.rotated import RotatedValueFunction
-from metricopt_ext.value.value_function import RidgeValueFunction
 
 DIGITS = Path(__file__).parents[2] / "configs" / "retrieval" / "digits.yaml"
 TINY = ["model.epochs=1", "model.width=4", "model.embedding=6", "adapter.dim=3", "device=cpu", "metric.ks=[1]"]
@@ -173,20 +169,3 @@ def test_labels_are_held_out_by_class_or_within_few_and_whitenings_end_a_compari
         expected = whitened(experiment.task, experiment.validation()[0], labels)
         assert torch.equal(reached.end(part.x), expected(part.x))
         assert reached.queries == 0
-
-
-def test_another_runs_f_is_followed_beside_its_placebo(tmp_path: Path) -> None:
-    f = RidgeValueFunction(3)
-    f.coefficients.fill_(0.1)
-    f.set_domain(torch.eye(3))
-    f.save(tmp_path / "f.safetensors")
-    transfer = ["methods=[transfer]", f"transfer.value_function={tmp_path}/f.safetensors", "finetune.steps=2"]
-    config = load_config(RetrievalConfig, DIGITS, [*TINY, *transfer, "starts=[]"])
-    config.check()
-    experiment = RetrievalExperiment(config, tmp_path, 3)
-    task, methods = experiment.task, experiment.methods()
-    for name, each in (("transferred", f), ("placebo", RotatedValueFunction(f, 3))):
-        (reached,) = methods[name]({}).run(task)
-        policy = MetricOptStep(each, config.finetune.lr, steps=2, even_untrusted=True)
-        assert torch.equal(reached.end, finetune(task, policy, 2, 3)[-1])  # type: ignore[arg-type]
-    assert task.metric.ledger.spent == 0

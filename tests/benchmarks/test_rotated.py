@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from metricopt_ext.value.rotated import RotatedValueFunction, random_rotation
 from metricopt_ext.value.value_function import NeuralValueFunction, Quality, RidgeValueFunction
+from rotated import RotatedValueFunction, random_rotation
 
 GOOD = Quality(spearman=0.9, mae=0.01, constant_mae=0.05, points=100, trajectories=50, near_mae=0.01, headroom=0.05)
 

@@ -8,7 +8,7 @@ import matplotlib.image
 import pytest
 import torch
 
-from metricopt_ext.experiment import value_plots
+import value_plots
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import RecipeDetails, Result

@@ -1,5 +1,12 @@
-"""Pictures of a value function: the labels it learns from, what it made of them, and the path of finetuning on it."""
+"""Draw a value function: the labels it learns from, what it made of them, and the path of finetuning on it.
 
+    python benchmarks/value_plots.py --task classification --config-file configs/classification/digits.yaml \
+        --output-dir out/pictures method.name=recipe
+
+Runs the config's first seed, and evaluates the metric another 169 times for the landscape.
+"""
+
+import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,15 +15,42 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from metricopt_ext.experiment.baselines import loss_path
+from metricopt_ext.experiment.cli import RUNS_CODE, TASKS, experiment_of
+from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.method import METHODS
-from metricopt_ext.experiment.style import new_figure, save_figure
+from metricopt_ext.experiment.style import new_figure, print_written, save_figure
+from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import RecipeDetails, Result
 from metricopt_ext.methods.starts import with_start
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.utils.config import load_config
 from metricopt_ext.value.interpolation import GaussianProcess
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.value_function import NeuralValueFunction, ValueFunction
+
+
+def main() -> None:
+    """Parse the command line, run, draw."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=RUNS_CODE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--task", choices=TASKS, required=True, help="whose config the next option names")
+    parser.add_argument("--config-file", required=True, help="YAML file of a finetune tool")
+    parser.add_argument("--output-dir", required=True, type=Path, help="folder for all output files")
+    parser.add_argument("overrides", nargs="*", help="key=value, e.g. method.name=recipe")
+    arguments = parser.parse_intermixed_args()
+    with errors_in_one_line(ValueError):
+        kind, folder = experiment_of(arguments.task), arguments.output_dir
+        config = load_config(kind.config_type, arguments.config_file, arguments.overrides)
+        config.check()
+        task = kind(config, folder, config.seed).task
+        result = optimize_metric(
+            task, queries=config.queries, strategy=config.build_strategy(), seed=config.seed, output_dir=folder
+        )
+        paths = {"loss_finetune": loss_path(task, config.finetune, config.seed)}
+        print_written(*draw_value_function(task.judged_by(task.metric.with_new_ledger()), result, paths, folder))
 
 
 def draw_value_function(
@@ -165,3 +199,7 @@ def plot_landscape(
 
 def _values(metric: Any, costs: Tensor) -> Any:
     return metric.to_value(costs.double().numpy())
+
+
+if __name__ == "__main__":
+    main()
