@@ -34,7 +34,7 @@ OFFSETS: Recommendation = "a threshold or offsets"
 BATCHNORM: Recommendation = "BatchNorm on the deployment's inputs"
 
 # What is best after 60 queries by results/comparison.md, or by docs/settings.md where settings come first, or within
-# chance of that (paired by seed, 95%), as far as an assessment can name it; and what benchmarks/results/evidence.md names.
+# chance of that (paired by seed, 95%), as far as an assessment can name it; and what results/evidence.md names.
 BEST: dict[str, tuple[Recommendation, ...]] = {
     "a9a_f1": (OFFSETS, "search"),
     "a9a_mcr": ("do not", BATCHNORM, "search"),
