@@ -16,7 +16,6 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 import metricopt_ext as mo
-from metricopt_ext.integrations.optuna import MetricOptSampler
 
 HIDDEN, FILM, CLASSES = 64, 16, 10  # 16 numbers move the norm, 10 the logits
 
@@ -74,22 +73,14 @@ def by_cma(job: Job, queries: int) -> tuple[nn.Module, str]:
     return job.moved(z_best), "-"
 
 
-def by_optuna(job: Job, queries: int, sampler: optuna.samplers.BaseSampler) -> tuple[nn.Module, str]:
+def by_tpe(job: Job, queries: int) -> tuple[nn.Module, str]:
     def objective(trial: optuna.Trial) -> float:
         return job.validate(job.moved([trial.suggest_float(f"z{i}", -1, 1) for i in range(FILM + CLASSES)]))
 
-    study = optuna.create_study(direction="maximize", sampler=sampler)
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=job.seed))
     study.enqueue_trial({f"z{i}": 0.0 for i in range(FILM + CLASSES)})  # the model as it is
     study.optimize(objective, n_trials=queries)
     return job.moved([study.best_params[f"z{i}"] for i in range(FILM + CLASSES)]), "-"
-
-
-def by_tpe(job: Job, queries: int) -> tuple[nn.Module, str]:
-    return by_optuna(job, queries, optuna.samplers.TPESampler(seed=job.seed))
-
-
-def by_sampler(job: Job, queries: int) -> tuple[nn.Module, str]:
-    return by_optuna(job, queries, MetricOptSampler(queries, seed=job.seed))
 
 
 def by_search(job: Job, queries: int) -> tuple[nn.Module, str]:
@@ -112,7 +103,6 @@ def by_search(job: Job, queries: int) -> tuple[nn.Module, str]:
 WAYS: dict[str, Callable[[Job, int], tuple[nn.Module, str]]] = {
     "CMA-ES": by_cma,
     "Optuna, TPE": by_tpe,
-    "Optuna, MetricOptSampler": by_sampler,
     "optimize_metric": by_search,
 }
 

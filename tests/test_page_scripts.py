@@ -4,7 +4,6 @@ What a page takes as given (a model, its data) is made here first, small enough 
 behind a `print` says what it prints, it does.
 """
 
-import importlib.util
 import os
 import re
 import shlex
@@ -258,16 +257,11 @@ def test_the_scorers_of_their_page_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     (tmp_path / "evaluate.py").write_text(evaluate)
-    assert len(scripts) == 4
-    if importlib.util.find_spec("optuna") is None:
-        scripts.pop()
+    assert len(scripts) == 3
     names: dict[str, Any] = {}
     with torch.random.fork_rng():
         for script in scripts:
-            exec(
-                compile(script.replace("queries=60", "queries=30").replace("n_trials=60", "n_trials=10"), page, "exec"),
-                names,
-            )
+            exec(compile(script.replace("queries=60", "queries=30"), page, "exec"), names)
     assert len(list(tmp_path.glob("trial-*.safetensors"))) == 30
     (block,) = blocks(page, "sh")
     (_, *words) = shlex.split(block.replace("\\\n", " ").replace("--queries 60", "--queries 20"))

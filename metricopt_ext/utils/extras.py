@@ -17,7 +17,6 @@ EXTRAS = {
         *("pycocotools", "sklearn", "tensorboard", "torchvision", "yaml"),
     ),
     "files": ("h5py", "pyarrow"),
-    "optuna": ("optuna",),
     "compare": ("botorch", "nevergrad", "optuna"),
     "siblings": ("diffsort",),
 }

@@ -29,6 +29,7 @@ HOSTS_LINES, HOSTS_CHANGED = 80, 3
 RUNS = {
     "plain_loop": (["plain_loop.py", "--epochs", "2", "--queries", "20"], "plain_loop.pth"),
     "generation": (["generation.py", "--epochs", "1", "--queries", "20"], "generation"),
+    "optuna_search": (["optuna_search.py"], "optuna_search.pth"),
     "lightning_follow": (["lightning_follow.py", "--epochs", "2", "--queries", "20"], "lightning_follow.pth"),
     "pml_follow": (["pml_follow.py", "--epochs", "1", "--queries", "20"], "pml_follow.pth"),
     **{
@@ -43,6 +44,7 @@ SMALLER = {
         "range(4000), range(4000, 4400), range(5000, 7000)": "range(400), range(400, 500), range(5000, 5100)"
     },
     "timm_model.py": {"slice(800, 1300), slice(1300, None)": "slice(800, 900), slice(1700, None)"},
+    "optuna_search.py": {"queries=100": "queries=20"},
     "imagenet_trainer.py": {"images[:1300]": "images[:400]", "i >= 900": "i >= 300", "i < 900": "i < 300"},
     "torchvision_detection.py": {"range(1000, 1040)": "range(1000, 1020)", "range(2000, 2060)": "range(2000, 2020)"},
 }
@@ -284,7 +286,6 @@ def test_every_script_is_run() -> None:
 
 @pytest.mark.slow
 def test_three_ways_do_one_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("optuna", reason="the extra `optuna` is not installed")
     monkeypatch.setattr(sys, "argv", [COMPARED, "--queries", "20", "--seeds", "0"])
     with torch.random.fork_rng():
         script = runpy.run_path(str(ROOT / "examples" / COMPARED), run_name="__main__")
@@ -298,5 +299,5 @@ def test_three_ways_do_one_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 def test_each_of_the_three_ways_takes_forty_lines_at_most() -> None:
     tree = ast.parse((ROOT / "examples" / COMPARED).read_text())
     lines = {node.name: node.end_lineno - node.lineno + 1 for node in tree.body if isinstance(node, ast.FunctionDef)}
-    assert lines.keys() == {"by_cma", "by_optuna", "by_tpe", "by_sampler", "by_search"}
+    assert lines.keys() == {"by_cma", "by_tpe", "by_search"}
     assert max(lines.values()) <= 40

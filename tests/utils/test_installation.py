@@ -26,9 +26,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "7.0",
         "made-core<3,>=2",
         'made-file>=1; extra == "files"',
-        'made-tuner; extra == "optuna"',
+        'made-tuner; extra == "docs"',
         'made-tuner; extra == "compare"',
-        'made-never; python_version < "3" and extra == "optuna"',
+        'made-never; python_version < "3" and extra == "docs"',
         f'{DISTRIBUTION}[files]; extra == "compare"',
     )
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -46,7 +46,7 @@ def test_what_is_missing_is_named_by_its_extra(site: Path) -> None:
     assert of("").complete
     assert of("files").missing == ["made-file"]
     assert of("files").absent
-    assert of("optuna").missing == of("compare").missing == []
+    assert of("docs").missing == of("compare").missing == []
 
 
 @pytest.mark.parametrize("release", ["1.9", "3.0"])
