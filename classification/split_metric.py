@@ -13,7 +13,6 @@ from metricopt_ext.errors import DataError
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.halved import with_halves
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.utils.words import counted
 
 
 def check_part(part: Split, target: Target, name: str) -> None:
@@ -88,7 +87,6 @@ def model_metric(
         name=spec.name,
         also={name: alone(each) for name, each in also.items() if name not in bounded},
         subject_to=subject_to,
-        data=counted(len(part.y), "example"),
     )
 
 

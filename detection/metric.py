@@ -34,7 +34,6 @@ from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.tasks.halved import with_halves
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.own_metric import number_within, why
-from metricopt_ext.utils.words import counted
 
 EVALUATION_BATCH = 8
 PRECISIONS = (*METRICS, *(f"{kind}/{name}" for kind in KINDS if kind != "bbox" for name in METRICS))
@@ -291,7 +290,6 @@ def detector_metric(
         name=metric.name,
         also={name: alone(each) for name, each in also.items() if name not in bounded},
         subject_to=subject_to,
-        data=counted(len(examples), "image"),
     )
 
 

@@ -11,7 +11,6 @@ __all__ = [
     "MetricError",
     "MetricOptError",
     "RankError",
-    "UnguardedError",
     "ValueFunctionError",
     "WeightsError",
 ]
@@ -34,10 +33,6 @@ class AdapterError(MetricOptError, ValueError):
 
 class MetricError(MetricOptError, RuntimeError):
     """The black-box metric raised, returned NaN or left its bounds."""
-
-
-class UnguardedError(MetricError):
-    """A guard is required, but nothing could tell a gain from chance."""
 
 
 class WeightsError(MetricError):

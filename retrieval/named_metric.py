@@ -16,7 +16,6 @@ from metricopt_ext.retrieval.metrics import Draws, EmbeddingMetric, besides, emb
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.halved import Halved, with_halves
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.utils.words import counted
 
 
 def _embed_on_cpu(model: nn.Module, x: Tensor) -> Tensor:
@@ -111,7 +110,6 @@ def build_metric(
         new_classes=new_classes,
         also={name: alone(each) for name, each in also.items() if name not in bounded},
         subject_to=config.subject_to if constrained else None,
-        data=f"{counted(len(part.y), 'image')} of {counted(len(part.y.unique()), 'class')}",
     )
 
 

@@ -51,7 +51,7 @@ STRATEGIES: dict[str, tuple[Any, int]] = {
 }
 
 
-def make_task(timeout: float | None = None) -> FinetuneTask:
+def make_task() -> FinetuneTask:
     """Return a small classifier's task."""
     x = torch.randn(90, 4, generator=torch.Generator().manual_seed(0))
     y = torch.randint(3, (90,), generator=torch.Generator().manual_seed(1))
@@ -66,7 +66,7 @@ def make_task(timeout: float | None = None) -> FinetuneTask:
         attach_film(model, "1", dim=6, seed=0),
         loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
         batches=TensorBatches(x, y, batch_size=30),
-        metric=Metric(score, maximize=True, bounds=(0, 2), name="score", timeout=timeout),
+        metric=Metric(score, maximize=True, bounds=(0, 2), name="score"),
         population=3,
     )
 
@@ -393,7 +393,7 @@ from tests.test_faults import STRATEGIES, make_task, work
 
 folder = Path(sys.argv[1])
 for name in STRATEGIES:  # shown in lines, then in bars
-    end = work(make_task(timeout=600), name, folder / name, False)
+    end = work(make_task(), name, folder / name, False)
     (folder / f"{name}.json").write_text(end)
 with Bars(Console(force_terminal=True, force_interactive=True)) as bars:
     end = work(make_task(), "search", folder / "bars", False, bars.watch("score", 24))

@@ -77,19 +77,10 @@ class ShiftConfig:
 
 
 @dataclass
-class EvaluationConfig:
-    """How the metric is evaluated on the validation data; see `Metric`."""
-
-    failures: int = 0  # evaluations that may fail: the worst value so far is taken in their place
-    timeout: float | None = None  # seconds that an evaluation may take; null: no limit
-
-
-@dataclass
 class GuardConfig:
     """When the guard keeps what was found; see `methods.guard`."""
 
     confidence: float = CONFIDENCE  # how sure it must be that a gain is not chance, in [0.5, 1)
-    required: bool = False  # refuse a metric that reports no halves: nobody could tell a gain of it from chance
 
 
 @dataclass

@@ -108,10 +108,7 @@ class Experiment(ABC, Generic[Config]):
     def __init__(self, config: Config, folder: Path, seed: int, callback: Callback | None = None) -> None:
         self.config, self.folder, self.seed, self.callback = config, folder, seed, callback or Callback()
         self._charged: list[Counter] = []  # those that a soup's finetunes, which are made once, count in already
-        task, self.test_metric = self.prepare()
-        self.task = task.judged_by(
-            task.metric.with_settings(**vars(config.evaluation), require_guard=config.guard.required)
-        )
+        self.task, self.test_metric = self.prepare()
         if config.settings is not None:
             self.task = self.task.with_settings(self.settings)
 

@@ -14,7 +14,6 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.brought_sections import bring_sections, brought_by, methods_with_sections
 from metricopt_ext.experiment.config_sections import (
     AdapterConfig,
-    EvaluationConfig,
     GuardConfig,
     SettingsConfig,
     check_at_least,
@@ -38,7 +37,6 @@ from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.besides import BesidesConfig
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.tasks.population import MEMORY
-from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.config import as_plain, config_section, known_keys
 
 # All free starts of the tools, and those that are on by default; each is made by `Experiment.start`.
@@ -83,7 +81,6 @@ class RunConfig:
     )  # how MetricOpt works; method.name: search, recipe, paper
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     # What the search may begin from besides the model as it is, where it applies; each costs a query, a line three to
     # six. loss_finetune, batchnorm (re-estimated on the validation inputs), prior and prior_twice (classifiers with
     # outputs in phi: logits adjusted by the class shares, with strength 1 and 2), prior_line (with all strengths),
@@ -168,9 +165,6 @@ class RunConfig:
         self.finetune.check()
         with config_section("guard.confidence"):
             deviates(self.guard.confidence)
-        with config_section("evaluation"):
-            check_integer(0, failures=self.evaluation.failures)
-            check_above(0, timeout=self.evaluation.timeout)
         unknown = [name for name in self.starts if name not in STARTS]
         if unknown:
             raise ConfigError(f"starts={self.starts}: {unknown[0]!r} is none of {', '.join(STARTS)}")

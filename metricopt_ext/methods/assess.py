@@ -67,8 +67,7 @@ def assess(
         ValueError: A number is out of range, or the strategy's first queries depend on its budget, or a start has a
             name that is taken.
         BudgetError: ``queries`` is too small, or more than the metric's ledger has left.
-        AdapterError, MetricError, WeightsError, UnguardedError, FileFormatError, OSError, RankError: As from
-            `optimize_metric`.
+        AdapterError, MetricError, WeightsError, FileFormatError, OSError, RankError: As from `optimize_metric`.
 
     Examples:
         >>> found = assess(task, starts={"batchnorm": batchnorm_start(task, x_val)})  # doctest: +SKIP

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from metricopt_ext.runtime import distributed
 from metricopt_ext.tasks.evaluation import Evaluation, noise_of, stacked_halves
-from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.split_half import TELLING, chance_of_gain, fault_of_halves, reliability_of, repeats_agree
 from metricopt_ext.utils.words import brief
 
@@ -290,16 +289,6 @@ def judge_held_out(seen: float, held_out: float, confidence: float = CONFIDENCE)
     chance = abs(seen - held_out) / 2
     needed = math.tan(math.pi * (confidence - 0.5)) * chance
     return Verdict((seen + held_out) / 2, 0.0, chance, 1.0, 1, needed, guard="held-out")
-
-
-def check_guarded(metric: Metric, verdict: Verdict) -> None:
-    """Refuse a verdict for which nothing told chance, of a metric that requires a guard.
-
-    Raises:
-        UnguardedError: It does, and its halves, if there were any, count for none.
-    """
-    if metric.require_guard and verdict.guard == "none":
-        raise metric.unguarded("reports no halves that tell")
 
 
 class _Chance(NamedTuple):

@@ -70,15 +70,13 @@ def confirmed(result: Result[Own], task: FinetuneTask, confidence: float) -> Res
             began from, if that is another, and for what was kept.
         confidence: How sure to be of a gain that nothing else can tell from chance, at least 0.5 and below 1.
 
-    What fails there is not kept, if the metric may fail.
-
     Raises:
-        MetricError: The metric failed more often than it may, or for the model as it was.
+        MetricError: The metric failed.
     """
     if result.chosen == "start":
         return result
     found = {name: _judged(result, task, name) for name in values_of_candidates(result)}
-    values = {name: task.metric.to_value(each.cost) for name, each in found.items() if not each.failed}
+    values = {name: task.metric.to_value(each.cost) for name, each in found.items()}
     result = preferred(result, values, task.metric, confidence)
     if result.settings is None or task.settings is None:
         return result

@@ -22,7 +22,7 @@ def model_card(result: Result[Any], adapter: Adapter, metric: Metric) -> str:
     Args:
         result: The run's.
         adapter: What is kept, applied to the model.
-        metric: The run's; `Metric.data` says what it is asked on.
+        metric: The run's.
     """
     better = "higher" if metric.maximize else "lower"
     model, (_, *said) = adapter.model, result.lines()
@@ -48,7 +48,6 @@ def model_card(result: Result[Any], adapter: Adapter, metric: Metric) -> str:
             "Both are on the metric's data, on which phi was chosen: expect a smaller gain on other data.",
             "",
             f"- **What was tuned**: {in_markdown(described(adapter))}",
-            f"- **The metric's data**: {in_markdown(metric.data) or UNTOLD}",
             f"- **Queries**: {queried}",
             f"- **Guard**: {GUARDED[result.guard]}",
             f"- **Kept**: {in_markdown(result.what_was_kept())}",
@@ -67,7 +66,6 @@ def model_card(result: Result[Any], adapter: Adapter, metric: Metric) -> str:
     )
 
 
-UNTOLD = "not stated; write down which, and how many examples"
 GUARDED = {
     "halves": "chance was estimated from the metric's values on two halves of its data",
     "repeats": "chance was estimated from repeats of the metric",

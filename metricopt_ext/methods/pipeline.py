@@ -90,8 +90,6 @@ def optimize_metric(
         BudgetError: ``queries`` is too small to plan with.
         MetricError: The metric failed; finished work is in ``output_dir``.
         WeightsError: The metric or the loss changed the model's parameters without a trace; they are put back.
-        UnguardedError: The metric requires a guard (`Metric`), and nothing could tell a gain from chance. No query
-            counts, unless all of them were needed to see that its halves are none.
         FileFormatError: ``output_dir`` holds another run, with other settings or model weights, it holds a run and
             ``resume`` is False, or another process writes to it.
         OSError: ``output_dir`` can't be written to, as where the disk is full; what was written before is in it.
@@ -116,7 +114,6 @@ def optimize_metric(
     del starts["start"]
     if holdout is not None:
         check_holdout(task, holdout, starts)
-        task = task.judged_by(task.metric.guarded_otherwise()) if task.metric.require_guard else task
     kept = output_dir is not None or distributed.several()
     identity = identity_of(runner, task, starts, seed=seed, size=size) if kept else {}
     if kept and holdout is not None:

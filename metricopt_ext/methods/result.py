@@ -11,7 +11,7 @@ from typing_extensions import TypeVar
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.methods.constrained import Constrained, besides
-from metricopt_ext.methods.guard import Decision, Guard, Verdict, check_guarded
+from metricopt_ext.methods.guard import Decision, Guard, Verdict
 from metricopt_ext.methods.new_classes import KeptShare
 from metricopt_ext.methods.recipe_settings import StepWeights
 from metricopt_ext.methods.tuned_settings import TunedSettings
@@ -292,12 +292,8 @@ def outcome(
         candidates: Evaluations by name, of ``"start"`` and the others that the guard chose from.
         decision: What it kept.
         ends: End point phi, ``d``, of each candidate.
-
-    Raises:
-        UnguardedError: The metric requires a guard, but nothing told a gain from chance.
     """
     verdict = decision.verdict
-    check_guarded(metric, verdict)
     return {
         "metric": metric.name,
         "before": metric.to_value(candidates["start"].cost),

@@ -151,9 +151,8 @@ class RunFolder:
 
     @contextmanager
     def own_ledger(self, metric: Metric, queries: int) -> Iterator[None]:
-        """Count a run apart, its failures too; see `counted`."""
+        """Count a run apart; see `counted`."""
         own, metric.ledger = metric.ledger, Ledger(queries)
-        metric.failed = 0
         self._unpaid = own, metric.ledger
         try:
             yield

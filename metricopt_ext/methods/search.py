@@ -127,7 +127,6 @@ class Search(Trials):
             BudgetError: Too few trials were told; the message says how many are missing.
             FileFormatError: The folder was removed or replaced, or left by `close` and changed by another process; the
                 model is as it was.
-            UnguardedError: The metric requires a guard (`Metric`), and nothing could tell a gain from chance.
         """
         result = self.outcome()
         with self.folder.held(self._kept.check_unchanged):  # before the model is another

@@ -23,7 +23,7 @@ from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.strategy import SearchStrategy, check_checkpoints
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.evaluation import Evaluation
-from metricopt_ext.tasks.kept_evaluations import KeptEvaluation, KeptEvaluations
+from metricopt_ext.tasks.kept_evaluations import KeptEvaluations
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.notifying import notifying
 from metricopt_ext.tasks.settings import Value
@@ -85,7 +85,8 @@ class Proposed(NamedTuple):
         id: Its number.
         start: Name of its start.
         phi: ``d``.
-        kept: What is on file of it.
+        on_file: Whether it was asked before, by a run that goes on.
+        known: Its answer then; None if it was given up.
         stage: What it is for.
         settings: The settings of inference to be judged with, by name.
         state: Its start, where that is on a line, which the other ranks do not follow; None for a fixed one.
@@ -94,7 +95,8 @@ class Proposed(NamedTuple):
     id: int
     start: str
     phi: Tensor
-    kept: KeptEvaluation | None
+    on_file: bool
+    known: Evaluation | None
     stage: str
     settings: dict[str, Value]
     state: Start | None = None
@@ -160,7 +162,7 @@ def search_results(
             if trials is not None:
                 trials.extend(queries)
             for proposed, evaluation in first.timed(_evaluated(models, trials, queries, callback)):
-                if trials is not None and proposed.kept is None:
+                if trials is not None and not proposed.on_file:
                     trials.tell_evaluation(proposed.id, evaluation)
                 first.evaluated(proposed)
             yield distributed.on_first(lambda: None if trials is None else trials.outcome())  # type: ignore[arg-type, return-value]
@@ -197,7 +199,7 @@ def first_answers(
     with _started(task, search, candidates, queries, confidence, seed, callback, kept) as (models, trials):
         first = FirstLines(trials, Callback())
         for proposed, evaluation in first.timed(_evaluated(models, trials, most, callback, most)):
-            if trials is not None and proposed.kept is None:
+            if trials is not None and not proposed.on_file:
                 trials.tell_evaluation(proposed.id, evaluation)
         return distributed.on_first(lambda: trials.assessment(most, first.seconds))  # type: ignore[union-attr]
 
@@ -288,7 +290,7 @@ class FirstLines:
             found = next(answers, None)
             if found is None:
                 return
-            if found[0].kept is None:
+            if not found[0].on_file:
                 self._spent, self._new = self._spent + time.perf_counter() - began, self._new + 1
             yield found
 
@@ -318,12 +320,13 @@ def _evaluated(
                 trial.id,
                 trial.start,
                 trial.phi,
-                kept,
+                on_file,
+                known,
                 trials.stage_of(trial.id),
                 trial.settings,
                 trials.state_on_line(trial),
             )
-            for trial, kept in batch
+            for trial, on_file, known in batch
         ]
 
     metric, stage, of_queries = models.metric, "", 0
@@ -334,10 +337,9 @@ def _evaluated(
             if stage != (stage := same[0].stage):
                 callback.stage(stage)
             for proposed in same:
-                if proposed.kept is not None and not proposed.kept.given_up:
-                    known = proposed.kept.evaluation or metric.stand_in()
-                    yield from ((proposed, each) for each in metric.repeat(known, stage, proposed.phi))
-            new = [proposed for proposed in same if proposed.kept is None]
+                if proposed.known is not None:
+                    yield from ((proposed, each) for each in metric.repeat(proposed.known, stage, proposed.phi))
+            new = [proposed for proposed in same if not proposed.on_file]
 
             def where(index: int, start: str = name if starting else "", new: list[Proposed] = new) -> str:
                 if start:

@@ -135,10 +135,10 @@ class Trials:
         self._handed |= {trial.id for trial in new}
         return new
 
-    def next_batch(self, most: int | None = None) -> list[tuple[Trial, KeptEvaluation | None]]:
-        """Return the next batch with what is on file of each trial, for a loop that answers all; [] at the end.
+    def next_batch(self, most: int | None = None) -> list[tuple[Trial, bool, Evaluation | None]]:
+        """Return the next batch, whether each trial is on file, and its answer there; [] at the end.
 
-        Unlike `ask` it leaves the new trials to be written with their answers.
+        It is for a loop that answers all: unlike `ask` it leaves the new trials to be written with their answers.
 
         Args:
             most: Number of the first trials that are wanted at all, the last batch's cut to them; None for all.
@@ -151,7 +151,7 @@ class Trials:
         trials = trials if most is None else trials[: most - self._batch.first]
         new = [trial for trial in trials if trial.id not in kept.evaluations and trial.id not in kept.open]
         kept.ask(map(self._kept_point, new), write=False)
-        return [(trial, kept.evaluations.get(trial.id)) for trial in trials]
+        return [(trial, trial.id in kept.evaluations, self._answer(trial.id)) for trial in trials]
 
     @alone
     def extend(self, queries: int) -> None:
@@ -414,16 +414,12 @@ class Trials:
         if self._state is not None:
             self._tell_state()
         elif self._stage is not None:
-            worst = self._worst()
             for index, trial in enumerate(self._batch.trials):
-                kept = self._kept.evaluations[trial.id]
-                self._stage.tell(index, None if kept.given_up else kept.evaluation or worst, trial.settings)
+                self._stage.tell(index, self._answer(trial.id), trial.settings)
         else:
             assert self._along is not None
-            worst = self._worst()
             for index, trial in enumerate(self._batch.trials):
-                kept = self._kept.evaluations[trial.id]
-                self._along.tell(index, None if kept.given_up else kept.evaluation or worst, trial._state)
+                self._along.tell(index, self._answer(trial.id), trial._state)
         self._settled = True
 
     def _made(self, id: int, name: str, at: Start) -> Trial:
@@ -565,6 +561,11 @@ class Trials:
             elif kept is not None and self._complete:
                 self._state.give_up(index, trial.phi)
 
+    def _answer(self, id: int) -> Evaluation | None:
+        """Return a trial's answer, of one that failed the worst so far; None without any, or if it was given up."""
+        kept = self._kept.evaluations.get(id)
+        return None if kept is None or kept.given_up else kept.evaluation or self._worst()
+
     def _worst(self) -> Evaluation:
         """Return the worst evaluation so far, which stands in for those that failed."""
         known = [
@@ -615,11 +616,8 @@ class Trials:
         if not self._settled:  # what is told of an open batch counts too
             self._tell_state()
         end = self._state.end()
-        part = None if self._part is None else self._kept.evaluations.get(self._part.id)
-        if part is None or part.given_up or self._part is None:
-            known = None
-        else:
-            known = self._part.phi, part.evaluation or self._worst()
+        part = None if self._part is None else self._answer(self._part.id)
+        known = None if self._part is None or part is None else (self._part.phi, part)
         stage = None if self._stage is None else self._stage.end()
         return guarded(self.task, self._began, end, self._confidence, known, self._limits, stage)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from metricopt_ext.methods.guard import CONFIDENCE, Verdict, check_guarded, decide_among
+from metricopt_ext.methods.guard import CONFIDENCE, Verdict, decide_among
 from metricopt_ext.methods.recipe_settings import RecipeSettings, StepWeights, checked_weights
 from metricopt_ext.methods.strategy import check_constraints
 from metricopt_ext.runtime.progress import Callback
@@ -88,7 +88,6 @@ def tune_start(
     Raises:
         ValueFunctionError: f was fitted for another adapter.
         ValueError: ``setting``, ``index`` or ``seed`` is out of range, or the metric is subject to constraints.
-        UnguardedError: The metric requires a guard (`Metric`), and nothing could tell a gain from chance.
     """
     check_constraints(task.metric, "tune_start")
     fit.f.check_fits(task.adapter.signature)
@@ -152,7 +151,6 @@ def _tuned(
         visited += found.evaluations
     overstated = {name: led for name in ends if name not in WITHOUT_F}
     decision = decide_among(evaluations, visited, guard_confidence, overstated)
-    check_guarded(task.metric, decision.verdict)
     return Tuned(ends, evaluations, decision.kept, decision.verdict, path)
 
 

@@ -63,7 +63,8 @@ class CachedMetric(Metric):
         at = 0
         while at < len(items):
             if (kept := self._take(points[at])) is not None:
-                yield from self.repeat(kept.evaluation or self.metric.stand_in(), purpose, points[at])
+                assert kept.evaluation is not None  # as none fails, and none is given up
+                yield from self.repeat(kept.evaluation, purpose, points[at])
                 at += 1
                 continue
             new = at + 1
@@ -93,10 +94,6 @@ class CachedMetric(Metric):
         if not kept.is_of(self._start) or len(kept.phi) != len(point):
             return False
         return same_point(kept.at(point), point)
-
-    def saw(self, evaluation: Evaluation) -> None:
-        """Have the metric itself note an evaluation."""
-        self.metric.saw(evaluation)
 
     def judge(self, model: nn.Module, settings: Values | None = None) -> Evaluation:
         """Have the metric itself judge the model; nothing is booked or stored."""

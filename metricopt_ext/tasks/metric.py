@@ -15,17 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.errors import MetricError, RankError, UnguardedError, WeightsError
+from metricopt_ext.errors import MetricError, RankError, WeightsError
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import ROUNDING
-from metricopt_ext.runtime.time_limit import call_within
 from metricopt_ext.tasks.constraints import Constraint, parse_constraints
 from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.evaluation import Evaluation, stacked_pairs
 from metricopt_ext.tasks.halved import Halved, pairs_of
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.settings import Values, needs, takes
-from metricopt_ext.utils.checks import check_above, check_integer
+from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.numbers import number_of
@@ -66,7 +65,8 @@ class Metric(CostScale):
     Args:
         function: Returns the metric as a float. It takes the model, or nothing if it already knows the model. If it has
             a parameter named ``settings``, that gets the task's settings of inference by name (`FinetuneTask`). It is
-            called in evaluation mode and without gradients, once per phi. It may instead return ``(value, (half,
+            called in evaluation mode and without gradients, once per phi; an error that it raises ends the run, so it
+            catches those that it can mend. It may instead return ``(value, (half,
             half))``, its value on all of its data and on two random halves: they show how much of a gain is chance
             (`split_half`). This is still one query, as it takes one pass over the data. ``(value, ((half, half), (half,
             half), ...))`` gives several pairs of halves, from as many splits of the data each time; where one pair is
@@ -79,21 +79,13 @@ class Metric(CostScale):
             bounds: its cost is the value itself, negated if higher is better.
         name: Its name in tables.
         ledger: Counts the queries; give several metrics one ledger to share a budget.
-        timeout: Seconds that one call of the function may take, above 0; None for no limit. A call that took longer has
-            failed, whatever it catches or returns. See `call_within`.
         repeats: How many calls make one evaluation, at least 1, for a noisy function: their mean is the value, and
             their spread shows the search how large the noise is. Each call is a query.
-        failures: How many evaluations may fail, at least 0. If the function raises, takes too long or returns no valid
-            value, the worst cost so far replaces it, with a warning, and the queries count. ``sys.exit`` is an error
-            however many may fail.
-        require_guard: Refuse to be asked if nothing could tell a gain from chance: no repeats, and a function without
-            halves. A run with a holdout needs neither (`optimize_metric`).
         new_classes: Whether the model will be judged on classes other than the metric's, as in retrieval, and the
             halves have different classes. A guided search then keeps only part of the step to its end (`kept_share`).
         also: Functions for other quantities, by name, that show what a gain costs elsewhere; they take the model, or
             nothing. They are called only for the model as trained and for what is kept. They cost no query and decide
             nothing, unless ``subject_to`` names them.
-        data: What it is computed on, in words: ``"500 images of 10 classes"``. The card in a run's folder quotes it.
         subject_to: Constraints on other quantities, by name: ``">= 0.9"``, or relative to the model as trained, ``">=
             start - 0.005"``. A search respects them, and the guard keeps no end that violates one. Each query gives
             their values, in the dict that ``function`` returns or else by the functions in ``also``.
@@ -103,7 +95,6 @@ class Metric(CostScale):
         takes_model: Whether all that is evaluated at a query takes the model, and so can judge a copy of it.
         callbacks: Each is told of every `Query`, after whoever asked has stored the answer. Metrics derived from this
             one begin with the same callbacks.
-        failed: How many evaluations have failed.
 
     Examples:
         >>> metric = Metric(lambda: 0.75, maximize=True, name="recall")
@@ -112,17 +103,12 @@ class Metric(CostScale):
     """
 
     function: Callable[..., Any]
-    timeout: float | None
     repeats: int
-    failures: int
-    require_guard: bool
     new_classes: bool
-    data: str
     also: dict[str, Callable[..., Any]]
     subject_to: dict[str, str]
     constraints: tuple[Constraint, ...]
     takes_model: bool
-    failed: int
 
     def __init__(
         self,
@@ -132,40 +118,31 @@ class Metric(CostScale):
         bounds: tuple[float, float] | None = (0.0, 1.0),
         name: str | None = None,
         ledger: Ledger | None = None,
-        timeout: float | None = None,
         repeats: int = 1,
-        failures: int = 0,
-        require_guard: bool = False,
         new_classes: bool = False,
         also: Mapping[str, Callable[..., Any]] | None = None,
         subject_to: Mapping[str, str] | None = None,
-        data: str = "",
     ) -> None:
-        check_above(0, timeout=timeout)
         check_integer(1, repeats=repeats)
-        check_integer(0, failures=failures)
         if not callable(function):
             raise TypeError(f"function is {function!r}; it must be a function that returns the metric of a model")
         name = name or getattr(function, "__name__", "metric").strip("<>")
         super().__init__(maximize=maximize, bounds=bounds, name=name, ledger=ledger)
-        self.function, self.timeout, self.repeats, self.failures = function, timeout, repeats, failures
-        self.require_guard, self.new_classes, self.data = require_guard, new_classes, data
+        self.function, self.repeats, self.new_classes = function, repeats, new_classes
         self.constraints = parse_constraints(subject_to, name)
         self.also, self.subject_to = _checked_functions(also, name), dict(subject_to or {})
         functions = [function, *(self.also[each] for each in self.subject_to if each in self.also)]
         self.takes_model = all(map(_takes_model, functions))
         self.callbacks: list[OnQuery] = []
-        self.failed = 0
-        self._worst: Evaluation | None = None
-        self._reported = self._halved = self._lacked = False
+        self._reported = self._lacked = False
         self._pairs = 0  # how many it reports, once known
         self._compared = 0  # the session of `distributed` in which all were seen to find the same value
 
     @property
     def settings(self) -> dict[str, Any]:
         """What it was made with besides the function and the ledger."""
-        names = ("maximize", "bounds", "name", "timeout", "repeats", "failures", "require_guard", "new_classes")
-        return {name: getattr(self, name) for name in (*names, "also", "subject_to", "data")}
+        names = ("maximize", "bounds", "name", "repeats", "new_classes", "also", "subject_to")
+        return {name: getattr(self, name) for name in names}
 
     def with_new_ledger(self) -> "Metric":
         """Return the same metric with an empty ledger and no budget."""
@@ -193,12 +170,6 @@ class Metric(CostScale):
             yield
         finally:
             self.callbacks[:] = before
-
-    def guarded_otherwise(self) -> "Metric":
-        """Return the same metric, with the same ledger, for a run in which something else tells chance."""
-        metric = self.with_settings(require_guard=False)
-        metric.ledger = self.ledger
-        return metric
 
     def of(self, start: Start) -> "Metric":
         """Return the metric of models to which a start is applied; one that keeps its evaluations tells them apart."""
@@ -235,10 +206,7 @@ class Metric(CostScale):
 
         Raises:
             BudgetError: The budget is spent; the next item was not evaluated.
-            MetricError: As from `judge`, once more than ``failures`` have failed, or if the first does. What was
-                evaluated at once with it counts too.
-            UnguardedError: As from `judge`; no query counts.
-            WeightsError: As from `judge`, however many may fail.
+            MetricError, WeightsError: As from `judge`. What was evaluated at once with it counts too.
             RankError: Ranks that share the work find different values of the first item.
         """
         spent = self.ledger.spent
@@ -250,7 +218,6 @@ class Metric(CostScale):
     def repeat(self, evaluation: Evaluation, purpose: str, item: Item | None = None) -> Iterator[Evaluation]:
         """Yield an evaluation that is on file, which is booked and told like a new one; see `each`."""
         self.ledger.spend(purpose, self.repeats)
-        self.saw(evaluation)
         yield evaluation
         self.tell(evaluation, purpose, item, on_file=True)
 
@@ -268,51 +235,27 @@ class Metric(CostScale):
         self, judged: Callable[[Item], Evaluation], items: Sequence[Item], purpose: str
     ) -> Iterator[Evaluation]:
         """Yield the evaluations that `each` passes on, and tell nobody."""
-
-        def tried(item: Item) -> Evaluation | MetricError:
-            try:
-                return judged(item)
-            except (UnguardedError, WeightsError):
-                raise
-            except MetricError as error:
-                if not self.failures or isinstance(error.__cause__, SystemExit):  # as a signal's handler may ask for
-                    raise
-                return error
-
         at = 0
         while at < len(items):
             compared = distributed.world() == 1 or self._compared == distributed.session()
             possible = int(min(distributed.world() if compared else 1, self.ledger.left / self.repeats))
             wave = items[at : at + max(1, possible)]
             self.ledger.spend(purpose, len(wave) * self.repeats)
-            try:
-                for outcome in (
-                    distributed.each(tried, wave) if compared else [self._on_all_ranks(partial(tried, wave[0]))]
-                ):
-                    evaluation = outcome if isinstance(outcome, Evaluation) else self._skipped(outcome)
-                    self.saw(evaluation)
-                    yield evaluation
-            except UnguardedError:
-                self.ledger.take_back(purpose, len(wave) * self.repeats)
-                raise
+            yield from distributed.each(judged, wave) if compared else [self._on_all_ranks(partial(judged, wave[0]))]
             at += len(wave)
 
-    def _on_all_ranks(self, tried: Callable[[], Evaluation | MetricError]) -> Evaluation | MetricError:
-        """Return the first rank's evaluation of an item, if no rank fails and all find the same."""
-        found = distributed.everywhere(tried)
-        for number, outcome in enumerate(found):
-            if isinstance(outcome, MetricError):
-                return outcome
-            first = found[0]
-            assert isinstance(first, Evaluation)
-            if not self._agree(first, outcome):
+    def _on_all_ranks(self, judged: Callable[[], Evaluation]) -> Evaluation:
+        """Return the first rank's evaluation of an item, if all find the same."""
+        first, *others = distributed.everywhere(judged)
+        for number, other in enumerate(others, 1):
+            if not self._agree(first, other):
                 raise RankError(
-                    f"metric {self.name!r} is {self._shown(first)} on rank 0, but {self._shown(outcome)} on rank"
+                    f"metric {self.name!r} is {self._shown(first)} on rank 0, but {self._shown(other)} on rank"
                     f" {number}, for the same model: each rank's metric must see all the data (no shard of it, no"
                     " DistributedSampler), and draw the same at random"
                 )
         self._compared = distributed.session()
-        return found[0]
+        return first
 
     def _agree(self, a: Evaluation, b: Evaluation) -> bool:
         """Whether evaluations of one model are the same but for rounding, and for the noise that repeats show."""
@@ -337,38 +280,6 @@ class Metric(CostScale):
         halves = [f"{self.to_value(half):.6g}" for half in evaluation.halves or ()]
         return f"{self.to_value(evaluation.cost):.6g}" + (f" (halves {', '.join(halves)})" if halves else "")
 
-    def saw(self, evaluation: Evaluation) -> None:
-        """Note an evaluation, which may be the worst so far, or have failed, and whether there are halves at all."""
-        if evaluation.failed:
-            self.failed += 1
-            return
-        self._halved = self._halved or evaluation.halves is not None
-        if self._worst is None or evaluation.cost > self._worst.cost:
-            self._worst = evaluation
-
-    def stand_in(self) -> Evaluation:
-        """Return what stands in for an evaluation that failed: the worst so far.
-
-        Raises:
-            MetricError: There is none yet.
-        """
-        if self._worst is None:
-            raise MetricError(f"metric {self.name!r} failed at its first evaluation")
-        return self._worst._replace(failed=True)
-
-    def _skipped(self, error: MetricError) -> Evaluation:
-        """Return what stands in for an evaluation that failed, or raise its error."""
-        number = self.failed + 1
-        if number > self.failures or self._worst is None:
-            self.failed = number
-            raise error
-        if distributed.rank() == 0:
-            warnings.warn(
-                f"{error}; the worst value so far is taken in its place (failure {number} of {self.failures} allowed)",
-                stacklevel=4,
-            )
-        return self.stand_in()
-
     def judge(self, model: nn.Module, settings: Values | None = None) -> Evaluation:
         """Evaluate the metric on the model as it is, without booking the queries.
 
@@ -382,13 +293,9 @@ class Metric(CostScale):
         entries of each parameter, in all at a run's end (`FinetuneTask.keeping_weights`).
 
         Raises:
-            MetricError: The metric raised, took longer than its timeout, did not return a finite number, or left its
-                bounds.
+            MetricError: The metric raised, did not return a finite number, or left its bounds.
             WeightsError: It changed the model's parameters without a trace; they are put back.
-            UnguardedError: A guard is required, but the metric reports no halves and is not repeated.
         """
-        if self.require_guard and self.repeats == 1 and returns_number(self.function):
-            raise self.unguarded()
         calls = [self._call(model, settings) for _ in range(self.repeats)]
         if len(calls) == 1:
             return calls[0]
@@ -457,7 +364,7 @@ class Metric(CostScale):
         with evaluating(model), torch.no_grad():
             began = time.perf_counter()
             try:
-                returned = call_within(self.timeout, partial(function, *arguments, **more))
+                returned = function(*arguments, **more)
             except (Exception, SystemExit) as error:
                 raise MetricError(f"metric {who} raised {type(error).__name__}: {error}") from error
             finally:
@@ -499,31 +406,14 @@ class Metric(CostScale):
         return Evaluation.of(cost, self.costs_of(pairs))
 
     def _without_halves(self, why: str) -> None:
-        """Refuse them where a guard is required, or say once why there are none, if a reason is given.
-
-        Where a few phi alone have none, the guard has the others'.
-        """
-        if self.require_guard and self.repeats == 1 and not self._halved:
-            raise self.unguarded(f"reports no halves, as {why}" if why else "returns one number")
+        """Say once why there are none, if a reason is given; where a few phi alone have none, the guard has others'."""
         if why and not self._lacked:
             self._lacked = True
-            where = " at some phi" if self._halved else ""
+            where = " at some phi" if self._pairs else ""
             warnings.warn(
                 f"metric {self.name!r} reports no halves{where}, as {why}; a gain can't be told from chance by them",
                 stacklevel=4,
             )
-
-    def unguarded(self, what: str = "returns one number") -> UnguardedError:
-        """Return the error of a required guard without anything that tells chance.
-
-        Args:
-            what: What the metric does, in words.
-        """
-        return UnguardedError(
-            f"metric {self.name!r} {what}, so nobody could tell a gain from chance, but a guard is"
-            " required; let it return (value, (half, half)), its values on all of its data and on two random halves of"
-            " them, or give it repeats if it is noisy, or the run data that the search does not see"
-        )
 
     def _report(self, changed: Sequence[str]) -> None:
         """Say once that the function changed the model."""
@@ -578,14 +468,6 @@ def _mean_besides(known: Sequence[Mapping[str, float]]) -> dict[str, float] | No
 def _agree_besides(a: Mapping[str, float], b: Mapping[str, float]) -> bool:
     """Whether the same was told besides the metric but for rounding."""
     return a.keys() == b.keys() and all(math.isclose(a[n], b[n], rel_tol=ROUNDING, abs_tol=1e-9) for n in a)
-
-
-def returns_number(function: Callable[..., Any]) -> bool:
-    """Whether a function says, by its annotation, that it returns one number alone."""
-    try:
-        return inspect.signature(function).return_annotation in (float, int, "float", "int")
-    except (TypeError, ValueError):  # a builtin without a signature
-        return False
 
 
 def _takes_model(function: Callable[..., Any]) -> bool:

@@ -20,9 +20,8 @@ from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.classification.predictions import predict_classes
 from metricopt_ext.comparison.comparison import Plan
 from metricopt_ext.comparison.comparison import run_seed as compare_seed
-from metricopt_ext.errors import FileFormatError, UnguardedError
+from metricopt_ext.errors import FileFormatError
 from metricopt_ext.experiment.cli import run_and_report
-from metricopt_ext.experiment.config_sections import EvaluationConfig
 from metricopt_ext.experiment.dry_run import dry_run
 from metricopt_ext.experiment.experiment import State, run_seed
 from metricopt_ext.experiment.method import Started
@@ -71,19 +70,6 @@ def test_a_population_is_chosen_by_the_memory_that_is_given(tmp_path: Path) -> N
 def size_of_one(line: str) -> float:
     """Return the bytes of one batch's activations, as a line says those of 32."""
     return float(re.search(r"of 32 batches take ([\d.]+) MiB", line)[1]) * 2**20 / 32  # type: ignore[index]
-
-
-def test_a_metric_is_as_patient_as_the_settings_say(tmp_path: Path) -> None:
-    config = tiny()
-    config.evaluation = EvaluationConfig(failures=2, timeout=30.0)
-    metric = ClassificationExperiment(config, tmp_path, 3).task.metric
-    assert (metric.failures, metric.timeout, metric.ledger.spent) == (2, 30.0, 0)
-    assert not metric.require_guard
-    config.guard.required = True
-    metric = ClassificationExperiment(config, tmp_path, 3).task.metric
-    assert metric.require_guard
-    metric.function = lambda model: 0.5
-    assert_refused(lambda: metric.evaluate(torch.nn.Identity(), "starts"), UnguardedError)
 
 
 def test_free_starts_are_what_the_free_methods_reach(tmp_path: Path) -> None:

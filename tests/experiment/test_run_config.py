@@ -19,8 +19,6 @@ from metricopt_ext.utils.config import load_config
     ("override", "names"),
     [
         ("seeds=0", ("seeds=0", "1")),
-        ("evaluation.failures=-1", ("failures", "-1", "0")),
-        ("evaluation.timeout=0", ("evaluation", "timeout", "0")),
         ("seed=-1", ("seed=-1", "0")),
         ("seed=4294967292", ("seed=4294967292", "2^32")),
         ("population=0", ("population=0", "1")),

@@ -16,7 +16,7 @@ from torch import nn
 
 import metricopt_ext as mo
 from helpers.refusals import assert_refused
-from metricopt_ext.errors import BudgetError, FileFormatError, UnguardedError
+from metricopt_ext.errors import BudgetError, FileFormatError
 from metricopt_ext.methods.assess import assess
 from metricopt_ext.methods.assessment import QUERIES
 from metricopt_ext.methods.pipeline import optimize_metric
@@ -248,14 +248,6 @@ def test_too_few_queries_are_refused_before_the_first() -> None:
         lambda: assess(task, 7, starts=shifted.starts, callback=Callback()), BudgetError, "7", "queries", "3", "8"
     )
     assert shifted.calls == 0
-
-
-def test_a_required_guard_is_required_here_too() -> None:
-    task = Shifted().task
-    number = Metric(lambda model: 0.5, maximize=True, name="number", require_guard=True)
-    with pytest.raises(UnguardedError):
-        assess(task.judged_by(number), callback=Callback())
-    assert number.ledger.spent == 0
 
 
 def test_repeats_are_queries() -> None:

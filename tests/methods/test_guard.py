@@ -13,7 +13,6 @@ import torch
 from helpers.refusals import assert_refused, assert_warned, having
 from helpers.tensors import rand
 from metricopt_ext.adapters.attach import attach_input_bias
-from metricopt_ext.errors import UnguardedError
 from metricopt_ext.methods.guard import (
     CLIMBED,
     CONFIDENCE,
@@ -23,7 +22,6 @@ from metricopt_ext.methods.guard import (
     SHARE,
     START_CONFIDENCE,
     Verdict,
-    check_guarded,
     decide,
     decide_among,
     deviates,
@@ -530,15 +528,6 @@ def test_of_ranks_the_first_alone_says_that_halves_are_none(monkeypatch: pytest.
     monkeypatch.setattr(distributed, "rank", lambda: 1)
     with warnings.catch_warnings(action="error"):
         assert decide(candidates, visited) == expected
-
-
-def test_a_verdict_that_nothing_guards_is_refused_where_a_guard_is_required() -> None:
-    free = Metric(lambda: 0.0, maximize=True, name="m")
-    strict = Metric(lambda: 0.0, maximize=True, name="m", repeats=2, require_guard=True)
-    verdict = Verdict(0.5, 0.0, None, 1.0, 9, None, guard="none")
-    assert_refused(lambda: check_guarded(strict, verdict), UnguardedError, "'m'", "halves")
-    check_guarded(free, verdict)
-    check_guarded(strict, dataclasses.replace(verdict, guard="repeats"))
 
 
 @pytest.mark.parametrize("among", [False, True])

@@ -16,7 +16,6 @@ from metricopt_ext.runtime.progress import Callback
 
 def test_a_finished_run_has_a_card_that_says_what_it_is(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     task = quadratic()
-    task = task.judged_by(task.metric.with_settings(data="40 scores of 4 judges"))
     result = optimize_metric(task, queries=30, output_dir=tmp_path, callback=Callback())
     card = (tmp_path / CARD).read_text()
     _, head, body = card.split("---\n", 2)
@@ -26,16 +25,9 @@ def test_a_finished_run_has_a_card_that_says_what_it_is(quadratic: Callable[...,
     }
     rows = [line for line in body.splitlines() if line.startswith("| as it ")]
     assert rows == [f"| as it was trained | {result.before:.4f} |", f"| as it is now | {result.after:.4f} |"]
-    assert "- **The metric's data**: 40 scores of 4 judges\n" in body
     assert f"- **Queries**: 1 query for starts, {result.queries['search']} queries for search\n" in body
     assert "- **Guard**: none. Nothing told a gain from chance" in body
     assert 'mo.load_run(model, "FOLDER")' in body
-
-
-def test_data_of_which_nobody_told_are_asked_for(quadratic: Callable[..., Any]) -> None:
-    task = quadratic()
-    result = optimize_metric(task, queries=30, callback=Callback())
-    assert "write down which, and how many examples" in model_card(result, task.adapter, task.metric)
 
 
 def test_names_are_text_and_not_markup(quadratic: Callable[..., Any]) -> None:

@@ -2,8 +2,7 @@
 
 import copy
 import shutil
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -339,50 +338,6 @@ def test_a_search_from_a_line_of_phi_alone_is_of_the_same_model(quadratic: Calla
 
 
 # --- Kept work belongs to its point ------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_failures_count_over_resumes(quadratic: Callable[..., Any], tmp_path: Path) -> None:
-    """Those that fail do so by the point alone, one of five; the sixth ends a run, wherever it was stopped before."""
-
-    def run(folder: Path, stops: Sequence[int]) -> tuple[int, str]:
-        failed = 0
-
-        def metric(model: Any) -> float:
-            nonlocal failed
-            value = task.distance(model)
-            if task.adapter.phi.any() and int(value * 1e6) % 5 == 0:
-                failed += 1
-                raise ValueError("now and then")
-            return value
-
-        def judged(stop: int) -> Any:
-            def stopping(model: Any) -> float:
-                if len(answers) == stop:
-                    raise KeyboardInterrupt
-                answers.append(metric(model))
-                return answers[-1]
-
-            answers: list[float] = []
-            return task.judged_by(Metric(stopping, maximize=False, bounds=None, name="d", failures=5))
-
-        task = quadratic()
-        for at, stop in enumerate([*stops, -1]):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                try:
-                    search = judged(stop)
-                    optimize_metric(search, queries=90, seed=1, output_dir=folder, resume=at > 0, callback=Callback())
-                except KeyboardInterrupt:
-                    continue
-                except MetricError as error:
-                    return failed, str(error)
-        return failed, "a result"
-
-    whole = run(tmp_path / "whole", ())
-    assert whole[0] == 6
-    assert "now and then" in whole[1]
-    assert run(tmp_path / "stopped", (12,)) == run(tmp_path / "twice", (9, 7)) == whole
 
 
 @pytest.mark.slow

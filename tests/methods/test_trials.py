@@ -29,15 +29,15 @@ def test_all_starts_come_first_and_the_search_begins_at_the_best(quadratic: Call
     task = quadratic()
     search = trials(task, a=Start(task.origin() + 1), b=Start(task.origin() + 2))
     batch = search.next_batch()
-    assert [(trial.id, trial.start, kept) for trial, kept in batch] == [
-        (0, "start", None),
-        (1, "a", None),
-        (2, "b", None),
+    assert [(trial.id, trial.start, *rest) for trial, *rest in batch] == [
+        (0, "start", False, None),
+        (1, "a", False, None),
+        (2, "b", False, None),
     ]
     for id, cost in enumerate((3.0, 1.0, 2.0)):
         search.tell_evaluation(id, Evaluation(cost))
-    design = torch.stack([trial.phi for trial, _ in search.next_batch()])
-    assert {trial.start for trial, _ in search.next_batch()} == {"a"}
+    design = torch.stack([trial.phi for trial, *_ in search.next_batch()])
+    assert {trial.start for trial, *_ in search.next_batch()} == {"a"}
     assert torch.allclose(design.mean(0), task.origin() + 1)  # antithetic pairs around the best start
 
 
@@ -56,9 +56,9 @@ def test_a_failure_is_as_bad_as_the_worst_of_its_batch_or_before(quadratic: Call
 def test_what_is_given_up_is_replaced(quadratic: Callable[..., Any]) -> None:
     search = trials(quadratic(), 6, RandomSearch())
     search.tell_evaluation(search.next_batch()[0][0].id, Evaluation(1.0))
-    for trial, _ in search.next_batch():
+    for trial, *_ in search.next_batch():
         search.give_up(trial.id) if trial.id == 2 else search.tell_evaluation(trial.id, Evaluation(float(trial.id)))
-    ((trial, _),) = search.next_batch()
+    ((trial, *_),) = search.next_batch()
     assert trial.id == 6
     search.tell_evaluation(6, Evaluation(0.25))
     assert search.outcome().costs == (1.0, 1.0, 3.0, 4.0, 5.0, 0.25)
@@ -79,7 +79,7 @@ def test_a_metric_that_never_varies_has_a_result_a_query_early(quadratic: Callab
     least = GuidedTrustRegion().least_queries(task.dim)
     search = trials(task, least)
     while batch := search.next_batch():
-        for trial, _ in batch:
+        for trial, *_ in batch:
             search.tell_evaluation(trial.id, Evaluation(1.0))
     assert sum(search.outcome().queries.values()) == least - 1
 
@@ -91,7 +91,7 @@ def test_it_can_go_on_with_more_queries(quadratic: Callable[..., Any]) -> None:
     def answer() -> int:
         count = 0
         while batch := search.next_batch():
-            for trial, _ in batch:
+            for trial, *_ in batch:
                 search.tell_evaluation(trial.id, Evaluation(task.true_cost(trial.phi)))
                 count += 1
         return count
@@ -121,7 +121,7 @@ def tuned(task: Any, path: Path) -> None:
     """Answer the start, and the first settings."""
     search = trials(task, 40, path=path)
     for _ in range(2):
-        for trial, _ in search.next_batch():
+        for trial, *_ in search.next_batch():
             search.tell_evaluation(trial.id, Evaluation(1.0 + trial.id))
 
 

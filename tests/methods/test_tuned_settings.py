@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from helpers.inference import put_into
-from helpers.refusals import assert_refused, assert_warned
+from helpers.refusals import assert_refused
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
 from metricopt_ext.methods.algorithm1 import Algorithm1
@@ -387,12 +387,9 @@ def test_an_error_names_the_settings_in_force(quadratic: Make) -> None:
     names = ("RuntimeError", "4.0", "hard", "3", "40", "phi")
     assert_refused(lambda: run(toy.judged(distance)), MetricError, *names)
     assert toy.now == {"size": 2.0, "kind": "hard"}
-    result = assert_warned(lambda: run(toy.judged(distance, failures=1)), "settings", "4.0")
-    assert result.settings is not None
-    assert result.settings.after == {"size": BEST, "kind": "soft"}
 
 
-def test_settings_that_cannot_be_applied_are_an_evaluation_that_failed(quadratic: Make) -> None:
+def test_settings_that_cannot_be_applied_end_the_run(quadratic: Make) -> None:
     toy = Toy(quadratic)
 
     @contextmanager
@@ -405,10 +402,6 @@ def test_settings_that_cannot_be_applied_are_an_evaluation_that_failed(quadratic
     toy.settings = Settings([toy.settings[name] for name in toy.settings.names], apply, inference=4.0)
     names = ("4.0", "hard", "RuntimeError", "3", "40")
     assert_refused(lambda: run(toy.judged()), MetricError, *names)
-    with pytest.warns(UserWarning, match="can't be applied"):
-        result = run(toy.judged(failures=1))
-    assert result.settings is not None
-    assert result.settings.after == {"size": BEST, "kind": "soft"}
 
 
 def test_what_the_settings_suppress_is_an_error_all_the_same(quadratic: Make) -> None:

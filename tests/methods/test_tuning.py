@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.refusals import assert_named, assert_refused, assert_warned
-from metricopt_ext.errors import UnguardedError, ValueFunctionError
+from helpers.refusals import assert_refused
+from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.methods.guard import judge
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.rounds import meta_train
@@ -196,17 +196,3 @@ def test_finetuning_is_gradient_descent_on_fresh_batches_and_asks_nothing(quadra
     torch.testing.assert_close(finetune(task, LossStep(0.2), 5, seed=3), torch.stack(path))
     assert torch.equal(finetune(task, LossStep(0.2), 5, seed=3, start=path[2])[0], path[2])
     assert task.queries == 0
-
-
-def test_a_required_guard_refuses_halves_that_are_none(quadratic: Callable[..., Any]) -> None:
-    task = quadratic()
-    fit = learned(task)
-
-    def metric(model: Any) -> Any:
-        value = task.distance(model)
-        return value, (value, value)
-
-    strict = Metric(metric, maximize=False, bounds=None, name="distance", require_guard=True)
-    with pytest.raises(UnguardedError) as caught:
-        assert_warned(lambda: tune_start(replace(task, metric=strict), fit, recipe=RECIPE), "metric", "halves")
-    assert_named(caught, "distance")

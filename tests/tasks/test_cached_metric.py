@@ -1,14 +1,13 @@
 """A remembered metric against the metric itself, over interruptions."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.refusals import assert_refused, having
+from helpers.refusals import assert_refused
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import MetricError
 from metricopt_ext.tasks.cached_metric import CachedMetric
@@ -117,18 +116,3 @@ def test_a_metric_with_an_ask_of_its_own_is_asked_by_it() -> None:
         == Evaluation(0.5)
     )
     assert metric.ledger.spent == 2
-
-
-def test_a_resumed_run_counts_failures_as_before(tmp_path: Path) -> None:
-    def run(values: list[float], *points: float) -> list[float]:
-        left = iter(values)
-        metric = Metric(lambda: next(left), maximize=False, repeats=2, failures=1)
-        cached = CachedMetric(metric, tmp_path / "evaluations.json")
-        costs = [each.cost for each in ask(cached, *points)]
-        assert metric.failed == 1
-        return costs
-
-    with pytest.warns(UserWarning, match=having("1")):
-        assert run([0.6, 0.8, 0.1, 0.3, math.nan], 1, 2, 3) == pytest.approx([0.7, 0.2, 0.7])
-    assert run([], 1, 2, 3) == pytest.approx([0.7, 0.2, 0.7])  # the worst stands in again
-    assert_refused(lambda: run([math.nan], 1, 2, 3, 4), MetricError, "nan")

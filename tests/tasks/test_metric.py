@@ -4,7 +4,6 @@ import functools
 import inspect
 import math
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
-from helpers.refusals import assert_named, assert_refused, assert_warned, having
-from metricopt_ext.errors import BudgetError, MetricError, UnguardedError, WeightsError
+from helpers.refusals import assert_named, assert_refused, assert_warned
+from metricopt_ext.errors import BudgetError, MetricError, WeightsError
 from metricopt_ext.runtime import distributed
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.halved import Halved
@@ -266,16 +265,6 @@ def test_a_metric_without_halves_says_once_why(answer: Any, why: str, repeats: i
     assert str(warning.message) == f"metric 'auc' reports no halves, as {why}; a gain can't be told from chance by them"
 
 
-def test_a_required_guard_refuses_a_metric_that_is_undefined_on_its_halves_unless_it_is_so_at_few_points() -> None:
-    answers = iter([(0.5, (0.5, math.nan)), (0.5, (0.4, 0.6)), (0.5, (0.5, math.nan))])
-    metric = Metric(lambda: next(answers), maximize=True, name="auc", require_guard=True)
-    assert_refused(lambda: metric.evaluate(nn.Identity(), "x"), UnguardedError, "auc")
-    assert metric.ledger.spent == 0
-    assert metric.evaluate(nn.Identity(), "x").halves == (0.6, 0.4)
-    with pytest.warns(UserWarning, match=having("nan")):
-        assert metric.evaluate(nn.Identity(), "x") == Evaluation(0.5)
-
-
 def in_training_mode(model: nn.Module) -> float:
     """Evaluate as people do by mistake, which moves BatchNorm's statistics."""
     model.train()
@@ -378,7 +367,7 @@ def test_a_cache_that_a_forward_pass_makes_stays() -> None:
 
 
 @pytest.mark.parametrize("answer", [0.5, math.nan])
-def test_a_change_without_a_trace_ends_the_run_however_many_may_fail(answer: float) -> None:
+def test_a_change_without_a_trace_ends_the_run(answer: float) -> None:
     def judge(model: Any) -> float:
         model[0].weight.data.mul_(2.0)
         model[1].bias.detach().numpy()[0] = 1.0
@@ -386,11 +375,11 @@ def test_a_change_without_a_trace_ends_the_run_however_many_may_fail(answer: flo
 
     model: Any = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    good = Metric(lambda model: 0.5, maximize=True, name="judge", failures=9)
+    good = Metric(lambda model: 0.5, maximize=True, name="judge")
     good.evaluate(model, "test")
     good.function = judge
     assert_refused(lambda: good.evaluate(model, "test"), WeightsError, "0.weight", "1")
-    assert (good.failed, good.ledger.spent) == (0, 2)
+    assert good.ledger.spent == 2
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -410,41 +399,8 @@ def test_a_metric_that_changes_nothing_is_not_reported(recwarn: pytest.WarningsR
     assert not recwarn.list
 
 
-def test_an_evaluation_may_not_take_too_long() -> None:
-    metric = Metric(lambda: time.sleep(60), maximize=True, name="slow", timeout=0.05)
-    began = time.monotonic()
-    assert_refused(lambda: metric.evaluate(nn.Identity(), "test"), MetricError, "slow", "timeout", "0.05")
-    assert time.monotonic() - began < 30
-    assert metric.ledger.spent == 1
-    assert Metric(constant(0.5), maximize=True, timeout=60).evaluate(nn.Identity(), "test").cost == 0.5
-
-
-@pytest.mark.parametrize("catch", [Exception, BaseException])
-def test_a_timeout_is_a_timeout_whatever_the_metric_catches(catch: type[BaseException]) -> None:
-    def patient() -> float:
-        end = time.monotonic() + 0.3
-        while time.monotonic() < end:
-            with suppress(catch):
-                time.sleep(0.01)
-        return 0.5
-
-    assert_refused(
-        lambda: Metric(patient, maximize=True, timeout=0.05).evaluate(nn.Identity(), "test"), MetricError, "0.05"
-    )
-    metric = Metric(patient, maximize=True, timeout=60.0, failures=1)
-    metric.evaluate(nn.Identity(), "test")
-    metric.timeout = 0.05
-    with pytest.warns(UserWarning, match=having("timeout", "0.05", "1")):
-        assert metric.evaluate(nn.Identity(), "test").cost == 0.5
-
-
-@pytest.mark.parametrize("timeout", [0, -1.0, math.nan])
-def test_a_timeout_is_above_0(timeout: float) -> None:
-    assert_refused(lambda: Metric(constant(0.5), maximize=True, timeout=timeout), ValueError, "timeout")
-
-
 def test_a_metric_with_a_new_ledger_is_otherwise_the_same() -> None:
-    metric = Metric(constant(0.5), maximize=False, bounds=(0.0, 2.0), name="half", timeout=3.0)
+    metric = Metric(constant(0.5), maximize=False, bounds=(0.0, 2.0), name="half", repeats=3)
     assert metric.with_new_ledger().settings == metric.settings
     assert set(metric.settings) == {
         name for name in inspect.signature(Metric.__init__).parameters if name not in ("self", "function", "ledger")
@@ -480,61 +436,17 @@ def test_repeats_are_averaged_and_counted() -> None:
 
 
 @pytest.mark.parametrize("failure", [OSError("busy"), math.nan, 1.5, "no number"])
-def test_some_failures_are_skipped_and_counted(failure: Any) -> None:
-    metric = Metric(returning(0.2, failure, 0.6, failure, 0.4, failure), maximize=True, failures=2)
-    costs = assert_warned(lambda: [metric.cost(nn.Identity(), "x") for _ in range(3)], "1", "2")
-    assert costs == pytest.approx([0.8, 0.8, 0.4])
-    with pytest.warns(UserWarning, match=having("2")):
-        assert metric.cost(nn.Identity(), "x") == pytest.approx(0.8)
-    assert metric.cost(nn.Identity(), "x") == pytest.approx(0.6)
+def test_what_fails_counts_and_can_be_asked_again(failure: Any) -> None:
+    metric = Metric(returning(0.2, failure, 0.6), maximize=True)
+    assert metric.cost(nn.Identity(), "x") == pytest.approx(0.8)
     with pytest.raises(MetricError):
         metric.cost(nn.Identity(), "x")
-    assert metric.failed == 3
-    assert metric.ledger.spent == 6
+    assert metric.cost(nn.Identity(), "x") == pytest.approx(0.4)
+    assert metric.ledger.spent == 3
 
 
-def test_the_first_evaluation_must_not_fail() -> None:
-    metric = Metric(returning(math.nan), maximize=True, failures=5)
-    assert_refused(lambda: metric.cost(nn.Identity(), "x"), MetricError, "nan")
-
-
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({"repeats": 0}, ("repeats", "0", "1")),
-        ({"failures": -1}, ("failures", "-1", "0")),
-    ],
-)
-def test_policies_are_checked(options: dict[str, int], names: tuple[str, ...]) -> None:
-    assert_refused(lambda: Metric(lambda: 0.5, maximize=True, **options), ValueError, *names)
-
-
-# --- A guard that is required ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("annotated", [True, False])
-def test_one_number_is_refused_where_a_guard_is_required_and_no_query_counts(annotated: bool) -> None:
-    asked = []
-
-    def value(model: nn.Module) -> float:
-        asked.append(model)
-        return 0.5
-
-    function = value if annotated else lambda model: value(model)
-    metric = Metric(function, maximize=True, name="f1", require_guard=True, failures=3)
-    assert_refused(lambda: metric.evaluate(nn.Identity(), "search"), UnguardedError, "'f1'")
-    assert len(asked) == (0 if annotated else 1)  # what says that it returns a number need not be called
-    assert (metric.ledger.spent, metric.ledger.spent_on, metric.failed) == (0, {}, 0)
-
-
-def test_halves_and_repeats_are_what_a_required_guard_needs() -> None:
-    halves = Metric(lambda: (0.5, (0.4, 0.6)), maximize=True, require_guard=True)
-    repeats = Metric(lambda: 0.5, maximize=True, repeats=2, require_guard=True)
-    assert halves.evaluate(nn.Identity(), "x").halves == (0.6, 0.4)
-    assert repeats.evaluate(nn.Identity(), "x").noise == 0
-    otherwise = Metric(lambda: 0.5, maximize=True, require_guard=True).guarded_otherwise()
-    assert otherwise.evaluate(nn.Identity(), "x") == Evaluation(0.5)
-    assert not otherwise.settings["require_guard"]
+def test_repeats_are_checked() -> None:
+    assert_refused(lambda: Metric(lambda: 0.5, maximize=True, repeats=0), ValueError, "repeats", "0", "1")
 
 
 ON_RANKS = """
@@ -570,8 +482,8 @@ METRICS = {
     "halves on one": (lambda model: (0.6, (0.5, 0.7)) if own else 0.6, {}, "0.6 on rank 0"),
     "other draws": (lambda model: float(torch.rand(1, generator=draw)), {}, "draw the same"),
     "unbounded": (lambda model: 1000.0 + own, {"bounds": None}, "1000 on rank 0, but 1001"),
-    "a failure": (failing, {"failures": 3}, "no such file"),
-    "a sum": (summed, {"failures": 3}, "(allreduce)"),
+    "a failure": (failing, {}, "no such file"),
+    "a sum": (summed, {}, "(allreduce)"),
     "rounding": (lambda model: 0.6 + 1e-8 * own, {}, 3),
     "rounding close to 1": (lambda model: 1 - 1e-6 + 1e-7 * own, {}, 3),
     "noise": (lambda model: 0.5 + 0.1 * float(torch.rand(1, generator=draw)), {"repeats": 3}, 3),
@@ -758,7 +670,7 @@ def test_a_function_besides_leaves_the_model_as_it_was() -> None:
 def test_what_a_metric_was_made_with_goes_with_it() -> None:
     also, subject_to = {"a": constant(1.0)}, {"a": ">= start", "b": "<= 2"}
     metric = several({"f1": 0.5, "b": 1.0}, also=also, subject_to=subject_to)
-    for other in (metric, metric.with_new_ledger(), metric.with_settings(failures=1), metric.with_callbacks()):
+    for other in (metric, metric.with_new_ledger(), metric.with_settings(repeats=1), metric.with_callbacks()):
         assert (other.also, other.subject_to) == (also, subject_to)
         assert [str(each) for each in other.constraints] == ["a >= start", "b <= 2"]
     assert metric.evaluate(nn.Identity(), "x").also == {"a": 1.0, "b": 1.0}
@@ -781,9 +693,8 @@ def test_ranks_must_find_the_same_besides() -> None:
     assert not metric._agree(one, one._replace(also=None))
 
 
-def test_a_metric_that_ends_the_program_has_failed_however_many_may() -> None:
-    for failures in (0, 5):
-        metric = Metric(lambda: sys.exit(0), maximize=True, name="quits", failures=failures)
-        with pytest.raises(MetricError) as caught:
-            metric.cost(nn.Identity(), "test")
-        assert_named(caught, "quits", "SystemExit", "0")
+def test_a_metric_that_ends_the_program_has_failed() -> None:
+    metric = Metric(lambda: sys.exit(0), maximize=True, name="quits")
+    with pytest.raises(MetricError) as caught:
+        metric.cost(nn.Identity(), "test")
+    assert_named(caught, "quits", "SystemExit", "0")
