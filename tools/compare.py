@@ -51,7 +51,6 @@ METHODS = [
     "guided_es",
     "cma_es",
     "ngopt",
-    "turbo",
     "loss_finetune_best",
     "loss_finetune_validation",
     "metricopt",

@@ -21,7 +21,6 @@ from metricopt_ext.search.optuna_sampler import OptunaSampler
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.search.turbo import TuRBO
 from metricopt_ext.siblings.ala.ala import AdaptiveLossAlignment
 from metricopt_ext.siblings.reloss.reloss import ReLoss
 from metricopt_ext.siblings.sibling import Sibling
@@ -111,7 +110,6 @@ METHODS: dict[str, Entry] = {
     "cma_es": Entry("CMA-ES on the metric", "#6aa3cf", "queries", factory=lambda config: CMAES()),
     "random_search": Entry("random search", "#b7b7b7", "queries", factory=lambda config: RandomSearch()),
     "ngopt": Entry("NGOpt on the metric", "#3b8f6b", "queries", factory=lambda config: NGOpt()),
-    "turbo": Entry("TuRBO on the metric", "#8fbf8f", "queries", factory=lambda config: TuRBO()),
     "noisy_ei": Entry("BoTorch, noisy EI", "#5a9a8a", "queries", factory=lambda config: NoisyEI()),
     "optuna_tpe": Entry("Optuna, TPE", "#b08fbf", "queries", factory=lambda config: OptunaSampler("tpe")),
     "optuna_gp": Entry("Optuna, GP", "#8a6f9a", "queries", factory=lambda config: OptunaSampler("gp")),
@@ -144,6 +142,9 @@ METHODS: dict[str, Entry] = {
     ),
     "ala_focal": _sibling("ALA, focal weighting", "#93c49b", AdaptiveLossAlignment("focal"), "labels", "embedders"),
 }
+
+# Methods that published comparisons have and nothing runs any more.
+PUBLISHED = {"turbo": Entry("TuRBO on the metric", "#8fbf8f", "queries")}
 
 # The methods whose ends have settings of inference.
 TUNES_SETTINGS = tuple(name for name in METHODS if name.startswith("settings"))

@@ -16,17 +16,17 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 def test_a_summary_states_gains_and_losses() -> None:
     better = {"60": [0.951, 0.952, 0.953], "150": [0.991, 0.992, 0.9935]}
-    page = tool.summary({"first": compared(metricopt=OURS, turbo=better), "second": compared(metricopt=OURS)})
+    page = tool.summary({"first": compared(metricopt=OURS, noisy_ei=better), "second": compared(metricopt=OURS)})
     assert "# MetricOpt over 2 tasks" in page
     difference = np.array([0.8, 0.9, 0.7]) - better["150"]
     row = next(line for line in page.splitlines() if line.startswith("| first | +0.3000"))
     assert f"| {difference.mean():+.4f} [" in row
-    # Of each task the two constant differences, at 60 and at 150 queries, are clear, and of the first TuRBO's at 150.
+    # Of each task the two constant differences, at 60 and at 150 queries, are clear, and the first's noisy EI at 150.
     assert "Holm's correction over all 14 comparisons, at 5%." in page
     assert "| first | 8 | 2 | 1 |" in page
     assert "| second | 6 | 2 | 0 |" in page
     assert "- first, 150 queries: -0.0922 [" in page
-    assert "| first |  | yes | not BatchNorm on validation |" in page  # TuRBO is a search
+    assert "| first |  | yes | not BatchNorm on validation |" in page  # noisy EI is a search
     assert "| second |  | yes | not BatchNorm on validation |" in page
     assert "| at or above | 2 of 2 | 2 of 2 | 2 of 2 | 0 of 1 |" in page
     assert "- no guarded run" in page

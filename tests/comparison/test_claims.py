@@ -44,24 +44,26 @@ def test_t_tests_of_two_and_three_numbers_are_the_closed_forms() -> None:
 
 
 def test_pairs_are_by_seed_and_in_the_metrics_direction() -> None:
-    higher, lower = (compared(maximize, metricopt=OURS, turbo={"60": [0.7, None, 0.75]}) for maximize in (True, False))
-    assert baselines_of(higher) == ["pretrained", "batchnorm", "best_start", "turbo"]
-    found = pair(higher, "turbo", 60)
+    higher, lower = (
+        compared(maximize, metricopt=OURS, noisy_ei={"60": [0.7, None, 0.75]}) for maximize in (True, False)
+    )
+    assert baselines_of(higher) == ["pretrained", "batchnorm", "best_start", "noisy_ei"]
+    found = pair(higher, "noisy_ei", 60)
     assert found is not None
     assert found.interval.mean == pytest.approx(0.025)
     assert (found.wins, found.losses, found.seeds) == (1, 1, 2)
     assert found.p == pytest.approx(1 - 2 / math.pi * math.atan(0.025 / 0.075))  # of 0.1 and -0.05
-    opposite = pair(lower, "turbo", 60)
+    opposite = pair(lower, "noisy_ei", 60)
     assert opposite is not None
     assert opposite.interval.mean == pytest.approx(-0.025)
-    assert pair(higher, "turbo", 150) is None
-    assert pair(higher, "turbo", 20) is None
+    assert pair(higher, "noisy_ei", 150) is None
+    assert pair(higher, "noisy_ei", 20) is None
     across = pair(higher, "best_start", 150, 60)
     assert across is not None
     assert across.interval.mean == pytest.approx(0.8 - 1.6 / 3)
     assert pair(higher, "best_start", 1, 60) is None  # fewer queries than its choice takes
     assert [(each.baseline, each.budget) for each in all_pairs(higher)] == [
-        *((name, 60) for name in ("pretrained", "batchnorm", "best_start", "turbo")),
+        *((name, 60) for name in ("pretrained", "batchnorm", "best_start", "noisy_ei")),
         *((name, 150) for name in ("pretrained", "batchnorm", "best_start")),
     ]
 

@@ -27,7 +27,7 @@ from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Setting, Settings
 
 VERDICT = Verdict(gain=0.0, optimism=0.0, chance=1.0, reliability=0.5, candidates=3, needed=1.0)
-PLAN = Plan(("random_search", "cma_es", "ngopt", "turbo", "metricopt"), (4, 20, 60))
+PLAN = Plan(("random_search", "cma_es", "ngopt", "noisy_ei", "metricopt"), (4, 20, 60))
 
 
 def failing(task: Any, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
@@ -52,7 +52,7 @@ def experiment(quadratic: Callable[..., Any]) -> type[Experiment[Any]]:
             "random_search": searching(RandomSearch()),
             "cma_es": searching(CMAES()),
             "ngopt": Baseline(failing, lambda dim: 1),
-            "turbo": Baseline(greedy, lambda dim: 1, anytime=True),
+            "noisy_ei": Baseline(greedy, lambda dim: 1, anytime=True),
             "metricopt": at_each_budget(lambda *_: None, lambda dim: 1),
         }
 
@@ -124,7 +124,9 @@ def test_every_row_counts_what_the_starts_cost_the_model(
     monkeypatch.setattr(experiment, "starts", starts)
     monkeypatch.setattr(experiment, "prepare", running)
     experiment.baselines_now["metricopt"] = metricopt()
-    run_seed(experiment, RunConfig(), Plan(("random_search", "metricopt", "turbo"), (20, 60)), tmp_path, 5, Callback())
+    run_seed(
+        experiment, RunConfig(), Plan(("random_search", "metricopt", "noisy_ei"), (20, 60)), tmp_path, 5, Callback()
+    )
     found = rows(tmp_path)
     assert found["starts"]["chosen"] == "half"
     assert found["starts"]["passes"] == {"metric": 2 + 1, "loss": 7}
@@ -190,8 +192,8 @@ def test_errors_mark_their_cells_and_the_rest_goes_on(experiment: Any, tmp_path:
     found = rows(tmp_path)
     assert list(found["ngopt"]["cells"]) == ["4", "20"]
     assert found["ngopt"]["errors"] == {"60": "RuntimeError: out of memory"}
-    assert found["turbo"]["cells"] == {}
-    assert found["turbo"]["errors"] == dict.fromkeys(
+    assert found["noisy_ei"]["cells"] == {}
+    assert found["noisy_ei"]["errors"] == dict.fromkeys(
         ("4", "20", "60"), "BudgetError: 5 queries were spent of a budget of 4"
     )
     assert (found["metricopt"]["cells"], found["metricopt"]["errors"]) == ({}, {})  # does not apply
@@ -203,7 +205,7 @@ def test_only_what_is_missing_or_failed_is_run_again(experiment: Any, tmp_path: 
     folder = tmp_path / "seed-5"
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.json")}
     experiment.baselines_now["ngopt"] = searching(RandomSearch())
-    experiment.baselines_now["turbo"] = searching(RandomSearch())
+    experiment.baselines_now["noisy_ei"] = searching(RandomSearch())
     (folder / "cma_es.json").unlink()
     run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Callback())
     after = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.json")}

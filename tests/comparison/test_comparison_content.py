@@ -9,7 +9,7 @@ from metricopt_ext.errors import DataError, FileFormatError
 from metricopt_ext.experiment.experiment import Subject
 
 SUBJECT = Subject("classification/toy", "net on toy", "accuracy", True)
-PLAN = Plan(("cma_es", "metricopt", "turbo"), (5, 20, 60))
+PLAN = Plan(("cma_es", "metricopt", "noisy_ei"), (5, 20, 60))
 
 
 def test_a_folder_without_seeds_or_comparison_is_refused(tmp_path: Path) -> None:

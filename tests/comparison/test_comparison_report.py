@@ -13,11 +13,11 @@ from metricopt_ext.comparison.joined import joined
 from metricopt_ext.experiment.experiment import Subject
 
 SUBJECT = Subject("classification/toy", "net on toy", "accuracy", True)
-PLAN = Plan(("cma_es", "metricopt", "turbo"), (5, 20, 60))
+PLAN = Plan(("cma_es", "metricopt", "noisy_ei"), (5, 20, 60))
 
 
 def put(folder: Path, seed: int, ours: float = 0.8, cma: float | None = 0.7) -> None:
-    """Write one seed's rows: CMA-ES can't do with 5 queries and may fail with 60, TuRBO does not apply."""
+    """Write one seed's rows: CMA-ES can't do with 5 queries and may fail with 60, noisy EI does not apply."""
 
     def cell(test: float, budget: int, guard: Any = None) -> dict[str, Any]:
         passes = {"metric": budget + seed % 2, "loss": 64} if guard else None  # which are not counted for all
@@ -43,7 +43,7 @@ def put(folder: Path, seed: int, ours: float = 0.8, cma: float | None = 0.7) -> 
             "errors": failed,
         },
         "metricopt": {"least": 4, "cells": {str(q): cell(ours, q, guard) for q in (5, 20, 60)}, "errors": {}},
-        "turbo": {"least": 19, "cells": {}, "errors": {}},
+        "noisy_ei": {"least": 19, "cells": {}, "errors": {}},
     }
     (folder / f"seed-{seed}").mkdir(parents=True)
     for name, row in rows.items():
@@ -91,7 +91,7 @@ def test_the_table_marks_the_best_and_says_what_is_missing(content: dict[str, An
     assert rows["MetricOpt"] == ours
     assert "- CMA-ES on the metric needs at least 18 queries" in text
     assert "failed with 60 queries on 1 of 3 seeds: seed 700: MetricError: down" in text
-    assert "- TuRBO on the metric does not apply" in text
+    assert "- BoTorch, noisy EI does not apply" in text
     assert "9 guarded runs, 9 accepted; mean change on test +0.0500" in text
 
 
@@ -124,7 +124,7 @@ def test_what_most_leaves_out_is_not_said_to_not_apply(tmp_path: Path) -> None:
         text = markdown(gather(tmp_path, PLAN, SUBJECT, {"most": {"cma_es": most}}))
         assert [line for line in text.splitlines() if line.startswith("- CMA-ES on the metric ")][-1].endswith(said)
         assert ("- CMA-ES on the metric does not apply" in text) == (most == 60)
-        assert "- TuRBO on the metric does not apply" in text
+        assert "- BoTorch, noisy EI does not apply" in text
 
 
 def test_our_search_without_its_guard_is_shown_but_no_baseline(content: dict[str, Any]) -> None:
@@ -194,7 +194,7 @@ def test_joined_seeds_are_one_comparison(tmp_path: Path) -> None:
         for folder in ("whole", "odd" if seed % 2 else "even"):
             put(tmp_path / folder, seed, ours, cma)
             if seed % 2:
-                (tmp_path / folder / f"seed-{seed}" / "turbo.json").unlink()
+                (tmp_path / folder / f"seed-{seed}" / "noisy_ei.json").unlink()
     whole, even, odd = (gather(tmp_path / folder, PLAN, SUBJECT, {}) for folder in ("whole", "even", "odd"))
     both = paired(joined([odd, even], ["odd", "even"]))
     assert both["seeds"] == [700, 701, 702, 703]

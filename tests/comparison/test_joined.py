@@ -34,21 +34,21 @@ def content(seeds: list[int], methods: dict[str, dict[str, list[float]]], machin
 
 def test_seeds_are_put_in_order_and_gaps_are_none() -> None:
     first = content([3, 1], {"metricopt": {"20": [0.3, 0.1], "60": [0.33, 0.11]}})
-    second = content([2], {"metricopt": {"20": [0.2]}, "turbo": {"60": [0.9]}}, machine="B")
-    second["methods"]["turbo"]["least"] = 19
+    second = content([2], {"metricopt": {"20": [0.2]}, "noisy_ei": {"60": [0.9]}}, machine="B")
+    second["methods"]["noisy_ei"]["least"] = 19
     second["methods"]["metricopt"]["errors"] = {"60": ["seed 2: MetricError: down"]}
     both = joined([first, second], ["first", "second"])
     assert both["seeds"] == [1, 2, 3]
     assert both["starts"]["pretrained"] == {"validation": [10.0, 20.0, 30.0], "test": [1.0, 2.0, 3.0]}
     assert both["best_start"]["chosen"] == ["start 1", "start 2", "start 3"]
     assert both["best_start"]["queries"] == 2
-    ours, turbo = both["methods"]["metricopt"], both["methods"]["turbo"]
+    ours, noisy_ei = both["methods"]["metricopt"], both["methods"]["noisy_ei"]
     assert ours["cells"]["20"]["test"] == [0.1, 0.2, 0.3]
     assert ours["cells"]["60"]["seconds"] == [0.11, None, 0.33]
     assert ours["errors"] == {"60": ["seed 2: MetricError: down"]}
-    assert list(turbo["cells"]) == ["60"]
-    assert turbo["cells"]["60"]["test"] == [None, 0.9, None]
-    assert turbo["least"] == 19
+    assert list(noisy_ei["cells"]) == ["60"]
+    assert noisy_ei["cells"]["60"]["test"] == [None, 0.9, None]
+    assert noisy_ei["least"] == 19
     assert [guard["seed"] for guard in both["guards"]] == [1, 2, 3]
     assert both["machines"] == ["A", "B"]
 
@@ -87,5 +87,5 @@ def test_a_setting_that_one_of_them_lacks_is_no_join() -> None:
 
 def test_most_is_what_all_of_them_left_out() -> None:
     first, second = content([1], {}), content([2], {})
-    first["config"], second["config"] = {"most": {"turbo": 20, "ngopt": 60}}, {"most": {"turbo": 60}}
-    assert joined([first, second], ["first", "second"])["config"] == {"most": {"turbo": 60}}
+    first["config"], second["config"] = {"most": {"noisy_ei": 20, "ngopt": 60}}, {"most": {"noisy_ei": 60}}
+    assert joined([first, second], ["first", "second"])["config"] == {"most": {"noisy_ei": 60}}

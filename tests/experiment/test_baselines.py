@@ -179,7 +179,7 @@ def test_baselines_are_in_the_methods_table_and_say_what_they_need() -> None:
     baselines = usual_baselines(RunConfig())
     assert set(baselines) <= set(METHODS)
     assert {name for name, each in baselines.items() if each.anytime} == {
-        *("random_search", "turbo", "noisy_ei", "optuna_tpe", "optuna_gp", "settings+phi", "metricopt")
+        *("random_search", "noisy_ei", "optuna_tpe", "optuna_gp", "settings+phi", "metricopt")
     }
     assert {name: each.least(32) for name, each in baselines.items()} == {
         "loss_finetune_best": 2,
@@ -187,7 +187,6 @@ def test_baselines_are_in_the_methods_table_and_say_what_they_need() -> None:
         "cma_es": 16,
         "random_search": 2,
         "ngopt": 2,
-        "turbo": 17,
         "noisy_ei": 9,
         "optuna_tpe": 2,
         "optuna_gp": 2,

@@ -16,14 +16,14 @@ from metricopt_ext.methods.strategy import Context, check_strategy
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.ngopt import NGOpt
+from metricopt_ext.search.noisy_ei import NoisyEI
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.search.turbo import TuRBO
 from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.trajectory import TrajectoryStore
 
 LEARNERS = [Recipe(), Algorithm1(), AlgorithmS1()]
-SEARCHES = [GuidedTrustRegion(), CMAES(), GuidedES(), RandomSearch(), NGOpt(), TuRBO()]
+SEARCHES = [GuidedTrustRegion(), CMAES(), GuidedES(), RandomSearch(), NGOpt(), NoisyEI()]
 
 
 @pytest.mark.parametrize("strategy", [*LEARNERS, *SEARCHES], ids=lambda strategy: type(strategy).__name__)

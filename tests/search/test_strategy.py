@@ -16,7 +16,6 @@ from metricopt_ext.search.optuna_sampler import OptunaSampler
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.strategy import Answer, Answers, Batches, DirectState, SearchStrategy, falls
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.search.turbo import TuRBO
 from metricopt_ext.tasks.constraints import parse_constraints
 from metricopt_ext.tasks.evaluation import Evaluation
 
@@ -26,12 +25,11 @@ SEARCHES = [
     GuidedES(),
     RandomSearch(),
     NGOpt(),
-    TuRBO(initial=6, iterations=10),
     NoisyEI(batch=8, initial=23, samples=8, restarts=1, raw=4),
     OptunaSampler(),
 ]
 each_search = pytest.mark.parametrize("search", SEARCHES, ids=lambda search: type(search).__name__)
-PACKAGES = {"NGOpt": "nevergrad", "TuRBO": "botorch", "NoisyEI": "botorch", "OptunaSampler": "optuna"}
+PACKAGES = {"NGOpt": "nevergrad", "NoisyEI": "botorch", "OptunaSampler": "optuna"}
 
 
 @pytest.fixture(autouse=True)
