@@ -13,13 +13,10 @@ from metricopt_ext.data.pretrained import pretrained
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.data.training import train_supervised
 from metricopt_ext.retrieval.config import LossConfig, ModelConfig, RetrievalConfig
-from metricopt_ext.retrieval.kept_features import embed
 from metricopt_ext.retrieval.models import Embedder, build_model
-from metricopt_ext.retrieval.named_loss import criterion, inner
-from metricopt_ext.retrieval.proxies import Together, fitted_proxies
+from metricopt_ext.retrieval.named_loss import build_loss
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.batches import ClassBatches
-from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.state_dict import load_checkpoint
 
@@ -101,19 +98,11 @@ def train(
     checkpoint: Path | None = None,
     callback: Callback | None = None,
 ) -> None:
-    """Train an embedder by the surrogate loss, with proxies that it has but no memory; see `train_supervised`."""
-    from metricopt_ext.retrieval.task import embedding_loss
-
-    settings, batches, made = config.model, class_batches(part, config.loss), criterion(inner(config.loss))
-    if not isinstance(made, nn.Module):
-        with torch.no_grad(), evaluating(model):
-            embedded = embed(model, part.x), part.y
-        made = fitted_proxies(made, [embedded], seed).requires_grad_(True)
-        model = Together(model, made)
-    loss = embedding_loss(made)
+    """Train an embedder by the surrogate loss; see `train_supervised`."""
+    settings, batches = config.model, class_batches(part, config.loss)
     train_supervised(
         model,
-        loss,
+        build_loss(config.loss),
         batches,
         steps=steps_of(config, part, batches),
         lr=settings.lr,

@@ -74,13 +74,9 @@ class EmbedderAdapterConfig(AdapterConfig):
 
 @dataclass
 class LossConfig:
-    """The surrogate loss: one of pytorch-metric-learning's, or recall or smooth_ap.
+    """The surrogate loss: one of pytorch-metric-learning's without weights of its own, or recall or smooth_ap."""
 
-    One with weights for each class (proxy_anchor, arc_face, ...) takes those that fit the model's embeddings, and
-    cross_batch_memory has those of training in its memory.
-    """
-
-    name: str = "fast_ap"  # contrastive, fast_ap, multi_similarity, proxy_anchor, recall, smooth_ap, triplet_margin...
+    name: str = "fast_ap"  # contrastive, fast_ap, multi_similarity, recall, smooth_ap, triplet_margin, ...
     params: dict[str, Any] = field(default_factory=dict)  # its arguments, e.g. {margin: 0.1}
     classes: int = 16  # in a batch
     samples: int = 4  # of each class

@@ -98,7 +98,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         test = build_metric(whole, self.splits.test, queries=queries, constrained=False)
         validation, batches = self.splits.validation, class_batches(self.splits.train, config.loss)
         model = embedder(config, self.splits, seed, self.folder, self.callback)
-        self._loss = build_loss(config.loss, model, (self.splits.train, self.splits.validation), seed)
+        self._loss = build_loss(config.loss)
         task = FinetuneTask(
             attach(model, config, seed),
             loss=self._loss,

@@ -21,8 +21,6 @@ from metricopt_ext.retrieval.named_loss import build_loss
         ("contrastive", {"distance": "cosine"}, ("loss.params", "contrastive", "cosine")),
         ("contrastive", {"reducer": "mean"}, ("contrastive", "mean")),
         ("triplet_margin", {"margin": [0.1]}, ("loss.params", "triplet_margin", "0.1")),
-        ("proxy_anchor", {"distance": "cosine"}, ("loss.params", "proxy_anchor", "cosine")),
-        ("cross_batch_memory", {"loss": "contrastive", "params": {"distance": "l2"}}, ("contrastive", "'l2'")),
         ("vic_reg", {}, ("loss.params", "vic_reg")),
     ],
 )
