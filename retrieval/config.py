@@ -1,5 +1,6 @@
 """The settings of `tools/finetune_retrieval.py`; each key is a field here and nowhere else."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,15 @@ from metricopt_ext.experiment.run_config import MEMORY_GIB, RunConfig, memory_of
 from metricopt_ext.experiment.siblings import EmbedderSiblingsConfig
 from metricopt_ext.tasks.besides import BesidesConfig
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
-from metricopt_ext.utils.config import MISSING
+from metricopt_ext.utils.config import MISSING, known_keys
 
 
 @dataclass
 class DataConfig:
     """Where images come from and how their classes are divided."""
 
-    # class_folders (CUB-200-2011 as distributed too), digits (scikit-learn's), omniglot or stanford_online_products
+    # class_folders (CUB-200-2011 as distributed too), digits (scikit-learn's), omniglot, stanford_online_products, or
+    # MODULE:FUNCTION, which is imported and run
     name: str = MISSING
     root: str = ""  # the folder or zip file that holds the set; not needed for digits
     # class_folders, in place of root: the folder of each part, which share no class; test may hold query and gallery.
@@ -43,6 +45,14 @@ class DataConfig:
     def parts(self) -> dict[str, str]:
         """The path of each part of one's own; see `given_parts`."""
         return given_parts({"train": self.train, "validation": self.val, "test": self.test}, self.root)
+
+
+@dataclass
+class OwnDataConfig(DataConfig):
+    """The same with what a function of the user's own, ``data.name=MODULE:FUNCTION``, takes."""
+
+    folder: str = ""  # where the module is, if it is not installed
+    kwargs: dict[str, Any] = field(default_factory=dict)  # the function's arguments, e.g. {file: my.npz}
 
 
 @dataclass
@@ -74,12 +84,21 @@ class EmbedderAdapterConfig(AdapterConfig):
 
 @dataclass
 class LossConfig:
-    """The surrogate loss: one of pytorch-metric-learning's without weights of its own, or recall or smooth_ap."""
+    """The surrogate loss: one of pytorch-metric-learning's without weights of its own, or the user's."""
 
-    name: str = "fast_ap"  # contrastive, fast_ap, multi_similarity, recall, smooth_ap, triplet_margin, ...
+    # contrastive, fast_ap, multi_similarity, triplet_margin, ..., or MODULE:FUNCTION, which is imported and called as
+    # FUNCTION(embeddings, labels, **params); of a class an object is made with params
+    name: str = "fast_ap"
     params: dict[str, Any] = field(default_factory=dict)  # its arguments, e.g. {margin: 0.1}
     classes: int = 16  # in a batch
     samples: int = 4  # of each class
+
+
+@dataclass
+class OwnLossConfig(LossConfig):
+    """The same with what a loss of the user's own, ``loss.name=MODULE:FUNCTION``, takes."""
+
+    folder: str = ""  # where the module is, if it is not installed
 
 
 @dataclass
@@ -103,6 +122,7 @@ class OwnEmbedderMetricConfig(OwnMetricConfig, MetricConfig):
 class RetrievalConfig(RunConfig):
     """A whole run of `tools/finetune_retrieval.py`."""
 
+    CHOICES = (*RunConfig.CHOICES, "data.name", "loss.name")
     NAMED_MODEL = NamedEmbedderConfig
     OWN_METRIC = OwnEmbedderMetricConfig
 
@@ -115,6 +135,24 @@ class RetrievalConfig(RunConfig):
     siblings: EmbedderSiblingsConfig | None = field(default=None, metadata=brought_by(*siblings_of("embedders")))
     population: int | None = 1  # tasks whose images are embedded together; on a CPU 1 is fastest for convolutions
     memory: float = MEMORY_GIB  # GiB that the activations of a population may take which is chosen (population=null)
+
+    @classmethod
+    def chosen(cls, choices: Mapping[str, Any]) -> RunConfig:
+        """Return the defaults where these choices are made; see `config.Choosing`."""
+        made = super().chosen(choices)
+        if ":" in str(choices.get("data.name", "")):
+            made.data = OwnDataConfig()  # type: ignore[attr-defined]
+        if ":" in str(choices.get("loss.name", "")):
+            made.loss = OwnLossConfig()  # type: ignore[attr-defined]
+        return made
+
+    def why_absent(self, key: str) -> str:
+        """Return which choice would bring a key that this run lacks; see `config.Choosing`."""
+        section, _, rest = key.partition(".")
+        for kind, what in ((OwnLossConfig, "loss"), (OwnDataConfig, "data")):
+            if section == what and rest.partition(".")[0] in known_keys(kind):
+                return f"{key} is a key of {what}.name=MODULE:FUNCTION, your own; this run has one of the tool's"
+        return super().why_absent(key)
 
     def data_files(self) -> list[Path]:
         """Return the file or folder of the data, or nothing."""
@@ -129,6 +167,11 @@ class RetrievalConfig(RunConfig):
             )
         if self.data.parts and self.data.name != "class_folders":
             raise ConfigError("data.train, data.val and data.test are for data.name=class_folders")
+        if isinstance(self.data, OwnDataConfig) and self.data.root:
+            raise ConfigError(
+                f"data.root={self.data.root}: data.name={self.data.name} is a function; give it what it reads by"
+                " data.kwargs"
+            )
         if self.data.stream and self.data.name != "class_folders":
             raise ConfigError("data.stream=true is for data.name=class_folders")
         if self.data.parts and self.data.last_test:

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,10 +15,11 @@ from metricopt_ext.data.own_parts import folders_of_parts, warn_of_copies
 from metricopt_ext.data.reading import Reading
 from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.data.streamed import taken
-from metricopt_ext.errors import DataError
-from metricopt_ext.retrieval.config import DataConfig
-from metricopt_ext.retrieval.data import Searched, disjoint, hold_out_classes
+from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.retrieval.config import DataConfig, OwnDataConfig
+from metricopt_ext.retrieval.data import Searched, disjoint, hold_out_classes, split_classes
 from metricopt_ext.retrieval.layouts import joined, load_class_folders, queries_and_gallery
+from metricopt_ext.utils.named import named
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import brief, counted
 
@@ -53,6 +56,72 @@ def own_parts(data: DataConfig, limits: Limits, seed: int) -> Splits | None:
     said = ", ".join(f"{name}: {folders}" for name, folders in told.items())
     more = f"; not read, as it has no classes: {left[0].name}" if left else ""
     return completed(read, data, seed, f"folders of images for each part ({said}){more}")
+
+
+def of_function(data: OwnDataConfig, seed: int) -> Splits:
+    """Return what a function of the user's own gives, ``data.name=MODULE:FUNCTION``, called with ``data.kwargs``.
+
+    It returns ``{"train": (images, labels)}``, and perhaps ``"validation"`` and ``"test"`` of other classes, of which
+    each may be ``{"query": (images, labels), "gallery": (images, labels)}``. Images are ``n x c x h x w``, uint8 or
+    floats; labels ``n`` integers or words. Of train alone all parts are made by ``data.fractions``; else what is
+    missing is held out as in `own_parts`.
+
+    Args:
+        data: The settings.
+        seed: Draws what is held out.
+
+    Raises:
+        ConfigError: There is no such function, it fails, or settings choose a test part that it gives.
+        DataError: It returns something else; a class is in two parts.
+    """
+    function, where = named("data.name", data.name, data.folder, data.kwargs), f"data.name={data.name}"
+    try:
+        found = function()
+    except Exception as error:
+        raise ConfigError(f"{where} fails with data.kwargs={data.kwargs}: {brief(error)}") from error
+    if not isinstance(found, Mapping) or "train" not in found or not {*found} <= {*PARTS}:
+        raise DataError(
+            f"{where} returned {brief(found)}; it must return {{'train': (images, labels)}}, and perhaps 'validation'"
+            " and 'test'"
+        )
+    read = {}
+    for name in (name for name in PARTS if name in found):
+        part = found[name] if isinstance(found[name], Mapping) else {"": found[name]}
+        if [*part] not in ([""], ["query", "gallery"]) or (name == "train" and len(part) > 1):
+            raise DataError(f"{where} returned {brief(found[name])} as {name}; it must be (images, labels)")
+        read[name] = {own: _given(f"{own or name} of {where}", each) for own, each in part.items()}
+    if len(read) > 1:
+        if data.last_test or data.test_classes:
+            raise ConfigError(f"{where} gives {' and '.join(read)}; leave data.last_test and data.test_classes out")
+        return completed(read, data, seed, where)
+    whole = joined(read["train"])
+    splits = split_classes(whole, data.fractions, seed, last_test=data.last_test, test_classes=data.test_classes)
+    return replace(splits, reading=Reading(where))
+
+
+def _given(where: str, pair: Any) -> Labelled:
+    """Images and labels that a function gave.
+
+    Raises:
+        DataError: They are not.
+    """
+    try:
+        x, y = (each.detach().cpu() if isinstance(each, Tensor) else np.asarray(each) for each in pair)
+        x = torch.as_tensor(x)
+        names, places = np.unique(np.asarray(y), return_inverse=True)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where} must be a pair, images and labels: {brief(error)}") from error
+    if x.dim() != 4 or not (x.dtype == torch.uint8 or x.is_floating_point()):
+        raise DataError(
+            f"{where}: images must be n x c x h x w, uint8 or floats, got {str(x.dtype).removeprefix('torch.')} of"
+            f" shape {tuple(x.shape)}"
+        )
+    if y.ndim != 1 or len(y) != len(x) or names.dtype.kind not in "iubUS":
+        raise DataError(
+            f"{where}: labels must be {len(x)} integers or words, got {names.dtype} of shape {tuple(y.shape)}"
+        )
+    x = x if x.dtype == torch.uint8 else x.float()
+    return Labelled(x, torch.from_numpy(places.reshape(-1).astype(np.int64)), tuple(map(str, names.tolist())))
 
 
 def completed(read: Mapping[str, Mapping[str, Labelled]], data: DataConfig, seed: int, found: str) -> Splits:

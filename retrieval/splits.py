@@ -1,15 +1,13 @@
 """The data that a config names, divided into train, validation and test."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from metricopt_ext.data.images import Limits
-from metricopt_ext.data.labelled import Labelled
 from metricopt_ext.data.reading import Reading
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.retrieval.config import DataConfig, RetrievalConfig
+from metricopt_ext.retrieval.config import DataConfig, OwnDataConfig, RetrievalConfig
 from metricopt_ext.retrieval.data import (
     hold_out_classes,
     load_digits,
@@ -18,16 +16,10 @@ from metricopt_ext.retrieval.data import (
     split_classes,
 )
 from metricopt_ext.retrieval.layouts import load_class_folders
-from metricopt_ext.retrieval.own_data import own_parts
+from metricopt_ext.retrieval.own_data import of_function, own_parts
 from metricopt_ext.utils.config import config_section
 
-LOADERS: dict[str, Callable[[DataConfig, Limits], Labelled]] = {  # by the settings and the bounds
-    "class_folders": lambda data, limits: load_class_folders(Path(data.root), data.image_size or None, limits)[0],
-    "digits": lambda data, limits: load_digits(),
-    "omniglot": lambda data, limits: load_omniglot(data.root, data.image_size or None, **limits),
-}
-
-WITH_PARTS = ("stanford_online_products",)  # sets with train and test parts of their own
+NAMES = ("class_folders", "digits", "omniglot", "stanford_online_products")
 
 
 def load_splits(config: RetrievalConfig, seed: int) -> Splits:
@@ -48,8 +40,12 @@ def load_splits(config: RetrievalConfig, seed: int) -> Splits:
 
 
 def _divided(data: DataConfig, limits: Limits, seed: int) -> Splits:
-    if data.name not in (*WITH_PARTS, *LOADERS):
-        raise ConfigError(f"data.name={data.name!r} is none of {', '.join((*LOADERS, *WITH_PARTS))}")
+    if isinstance(data, OwnDataConfig):
+        return of_function(data, seed)
+    if data.name not in NAMES:
+        raise ConfigError(
+            f"data.name={data.name!r} is none of {', '.join(NAMES)}; name your own function as MODULE:FUNCTION"
+        )
     if data.name != "digits" and not (data.root or data.parts):
         raise ConfigError(
             f"data.name={data.name} needs data.root=PATH, the file or folder that holds it"
@@ -63,7 +59,9 @@ def _divided(data: DataConfig, limits: Limits, seed: int) -> Splits:
     said = ""
     if data.name == "class_folders":
         whole, said = load_class_folders(Path(data.root), data.image_size or None, limits, stream=data.stream)
+    elif data.name == "digits":
+        whole = load_digits()
     else:
-        whole = LOADERS[data.name](data, limits)
+        whole = load_omniglot(data.root, data.image_size or None, **limits)
     splits = split_classes(whole, data.fractions, seed, last_test=data.last_test, test_classes=data.test_classes)
     return replace(splits, reading=Reading(said)) if said else splits

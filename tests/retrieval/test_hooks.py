@@ -26,7 +26,6 @@ from metricopt_ext.methods.rounds import meta_train
 from metricopt_ext.retrieval import task as retrieval_task
 from metricopt_ext.retrieval.accuracy import RecallCalculator
 from metricopt_ext.retrieval.hooks import TrajectoryRecorder
-from metricopt_ext.retrieval.losses import RecallLoss, SmoothAPLoss
 from metricopt_ext.retrieval.recall import recall_metric
 from metricopt_ext.retrieval.task import embedding_loss
 from metricopt_ext.search.learned_optimizer import LearnedOptimizer
@@ -40,6 +39,7 @@ from metricopt_ext.value.learners import RidgeLearner
 from metricopt_ext.value.loading import load_value_function
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.value_function import Quality, RidgeValueFunction
+from retrieval_losses import RecallLoss, SmoothAPLoss
 
 CPU = torch.device("cpu")
 D, CLASSES, BATCH = 6, 5, 15

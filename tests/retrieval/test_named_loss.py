@@ -17,7 +17,7 @@ from metricopt_ext.retrieval.named_loss import build_loss
 @pytest.mark.parametrize(
     ("name", "params", "names"),
     [
-        ("recall", {"weight": "log1p"}, ("loss", "weight", "log1p")),
+        ("smooth_ap", {}, ("loss.name", "smooth_ap", "MODULE:FUNCTION")),
         ("contrastive", {"distance": "cosine"}, ("loss.params", "contrastive", "cosine")),
         ("contrastive", {"reducer": "mean"}, ("contrastive", "mean")),
         ("triplet_margin", {"margin": [0.1]}, ("loss.params", "triplet_margin", "0.1")),

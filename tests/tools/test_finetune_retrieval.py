@@ -31,7 +31,6 @@ from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.retrieval import build
 from metricopt_ext.retrieval.build import class_batches, embedder
 from metricopt_ext.retrieval.config import LossConfig, MetricConfig, RetrievalConfig
-from metricopt_ext.retrieval.losses import SmoothAPLoss
 from metricopt_ext.retrieval.models import Conv4, Embedder, build_model
 from metricopt_ext.retrieval.named_loss import build_loss
 from metricopt_ext.retrieval.named_metric import batch_metric, build_metric
@@ -453,15 +452,20 @@ def test_embeddings_that_do_not_match_their_labels_are_refused() -> None:
     assert_refused(lambda: metric.evaluate(nn.Unflatten(1, (3, 1)), "test"), MetricError)
 
 
-LOSSES = ["fast_ap", "triplet_margin", "margin", "contrastive", "multi_similarity", "smooth_ap"]
+LOSSES = ["fast_ap", "triplet_margin", "margin", "contrastive", "multi_similarity"]
 
 
 @pytest.mark.parametrize(
     ("name", "params"),
-    [*((name, "{}") for name in LOSSES), ("recall", "{lambda_val: 50}")],  # enough to change ranks
+    [
+        *((name, "{}") for name in LOSSES),
+        ("retrieval_losses:SmoothAPLoss", "{}"),
+        ("retrieval_losses:RecallLoss", "{lambda_val: 50}"),  # enough to change ranks
+    ],
 )
 def test_losses_by_name_reach_phi(name: str, params: str) -> None:
-    config = config_of(f"loss.name={name}", f"loss.params={params}")
+    folder = [f"loss.folder={ROOT / 'benchmarks'}"] if ":" in name else []
+    config = config_of(f"loss.name={name}", f"loss.params={params}", *folder)
     splits = load_splits(config, 0)
     torch.manual_seed(0)
     model = build_model("conv4", splits.train.x.shape[1:], 6, 4).double()  # in which no two similarities tie
@@ -486,12 +490,6 @@ def test_losses_by_name_reach_phi(name: str, params: str) -> None:
     task = replace(task, population=3)
     together = task.loss_and_gradient(phi, 0, range(3), 0)
     torch.testing.assert_close(together, (loss, gradient), rtol=1e-9, atol=1e-12)
-
-
-def test_the_smooth_ap_is_the_one_for_classes_of_any_size() -> None:
-    loss = build_loss(LossConfig(name="smooth_ap"))
-    embeddings, labels = torch.randn(5, 3), torch.tensor([0, 0, 0, 1, 1])
-    assert float(loss(nn.Identity(), (embeddings, labels))) == pytest.approx(float(SmoothAPLoss()(embeddings, labels)))
 
 
 def test_a_part_of_few_classes_gets_smaller_batches() -> None:

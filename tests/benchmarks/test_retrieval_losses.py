@@ -15,10 +15,10 @@ pytest.importorskip("pytorch_metric_learning")
 from pytorch_metric_learning import losses, miners, reducers
 from pytorch_metric_learning.distances import LpDistance
 
+import retrieval_losses
 from helpers.refusals import assert_refused
 from helpers.tensors import rand
-from metricopt_ext.retrieval import losses as ours
-from metricopt_ext.retrieval.losses import RecallLoss, SmoothAPLoss
+from retrieval_losses import RecallLoss, SmoothAPLoss
 
 UNEQUAL = torch.tensor([3, 3, 7, 7, 7, 7, 1, 9, 9, 9])  # a single member, classes of 2, 3 and 4
 
@@ -233,6 +233,6 @@ def test_refusals() -> None:
 
 
 def test_examples() -> None:
-    failed, attempted = doctest.testmod(ours)
+    failed, attempted = doctest.testmod(retrieval_losses)
     assert attempted > 0
     assert failed == 0
