@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -33,7 +33,6 @@ BOUNDS = {
     "output_scale": (1e-3, 1e3),
     "noise": (1e-4, 10.0),
     "level_scale": (1e-6, 1e7),
-    "warp": (0.01, 1e3),
 }
 
 # The marginal likelihood has several maxima, such as a short length scale without noise and a long one with noise.
@@ -87,18 +86,17 @@ class Skill:
 class GaussianProcess:
     """The metric along a trajectory as a smooth function of time t = step / T, with one prior for all trajectories.
 
-    The covariance of two points of one trajectory is ``output_scale exp(-(u - u')^2 / (2 length_scale^2)) +
-    level_scale``, where u is t, or ``log(1 + warp t) / log(1 + warp)``. The level is each trajectory's unknown mean,
-    integrated out. With one mean for all, the RBF would have to explain differing levels, and become too long;
-    subtracting the mean of a few points would hide its uncertainty. Where levels do not differ, the likelihood puts
-    ``level_scale`` near 0, which leaves the standard RBF process.
+    The covariance of two points of one trajectory is ``output_scale exp(-(t - t')^2 / (2 length_scale^2)) +
+    level_scale``. The level is each trajectory's unknown mean, integrated out. With one mean for all, the RBF would
+    have to explain differing levels, and become too long; subtracting the mean of a few points would hide its
+    uncertainty. Where levels do not differ, the likelihood puts ``level_scale`` near 0, which leaves the standard RBF
+    process.
 
     Attributes:
         length_scale: Length scale of the RBF kernel.
         output_scale: Its variance, in units of ``std ** 2``, as are the next two.
         noise: Variance of an observation.
         level_scale: Variance between the levels of trajectories, at least 0.
-        warp: How much time is stretched at the start, where metrics change fastest; 0 for not at all, as in the paper.
         mean: Mean of all observed costs.
         std: Standard deviation of observed costs within trajectories.
     """
@@ -107,7 +105,6 @@ class GaussianProcess:
     output_scale: float
     noise: float
     level_scale: float = 0.0
-    warp: float = 0.0
     mean: float = 0.0
     std: float = 1.0
 
@@ -118,12 +115,12 @@ class GaussianProcess:
             ValueError: A value is out of range; the message gives it.
         """
         check_above(0, length_scale=self.length_scale, output_scale=self.output_scale, noise=self.noise, std=self.std)
-        check_at_least(0, level_scale=self.level_scale, warp=self.warp)
+        check_at_least(0, level_scale=self.level_scale)
         check_finite(mean=self.mean)
 
     @classmethod
     @num_threads(1)
-    def fit(cls, trajectories: Sequence[Trajectory], *, warped: bool = False, levels: bool = True) -> "GaussianProcess":
+    def fit(cls, trajectories: Sequence[Trajectory], *, levels: bool = True) -> "GaussianProcess":
         """Maximise the exact marginal likelihood, summed over trajectories (Rasmussen & Williams, Eq. 5.8).
 
         The 5 to 10 points of one trajectory do not determine a length scale; those of all do. Constant trajectories
@@ -131,7 +128,6 @@ class GaussianProcess:
 
         Args:
             trajectories: At least one.
-            warped: Whether to fit ``warp`` too.
             levels: Whether to fit ``level_scale``; without it the kernel is the paper's, RBF alone.
 
         Raises:
@@ -142,9 +138,9 @@ class GaussianProcess:
         _check(trajectories)
         varying = [t for t in trajectories if not _is_constant(t)] or trajectories
         level, mean, std = _moments(varying)
-        start = cls(0.2, 1.0, 0.1, level if levels else 0.0, 10.0 if warped else 0.0, mean, std)
-        fixed = {name for name, free in (("warp", warped), ("level_scale", levels)) if not free}
-        fits = [replace(start, length_scale=length)._climb(varying, fixed) for length in LENGTH_SCALE_STARTS]
+        start = cls(0.2, 1.0, 0.1, level if levels else 0.0, mean, std)
+        names = [name for name in BOUNDS if levels or name != "level_scale"]
+        fits = [replace(start, length_scale=length)._climb(varying, names) for length in LENGTH_SCALE_STARTS]
         return max(fits, key=lambda process: process.log_likelihood(varying))
 
     @num_threads(1)
@@ -243,13 +239,14 @@ class GaussianProcess:
     def _batches(self, trajectories: Sequence[Trajectory]) -> list[tuple[Tensor, Tensor]]:
         return [self._data([trajectories[row] for row in rows]) for rows in _alike(trajectories, lambda t: len(t.cost))]
 
-    def _climb(self, trajectories: Sequence[Trajectory], fixed: Collection[str]) -> "GaussianProcess":
-        """Climb from these hyper-parameters to a maximum of the likelihood, by L-BFGS, bounded by a sigmoid.
+    def _climb(self, trajectories: Sequence[Trajectory], names: Sequence[str]) -> "GaussianProcess":
+        """Climb from these hyper-parameters to a maximum of the likelihood in those that are named.
+
+        It is by L-BFGS, bounded by a sigmoid.
 
         This uses torch's L-BFGS: scipy's L-BFGS-B loses more time to threads that wait for each other.
         """
         model, batches, points = _Model(self), self._batches(trajectories), sum(len(t.cost) for t in trajectories)
-        names = [name for name in BOUNDS if name not in fixed]
         low, high = torch.tensor([BOUNDS[name] for name in names], dtype=torch.float64).log().unbind(1)
         start = torch.tensor([getattr(self, name) for name in names], dtype=torch.float64).log()
         free = ((start - low) / (high - low)).logit(eps=0.01).requires_grad_()
@@ -279,7 +276,6 @@ _RAW = {
     "output_scale": "smooth.raw_outputscale",
     "noise": "likelihood.noise_covar.raw_noise",
     "level_scale": "level.raw_constant",
-    "warp": "raw_warp",
 }
 
 
@@ -299,7 +295,6 @@ class _Model(gpytorch.Module):  # type: ignore[misc]
         )
         self.level = gpytorch.kernels.ConstantKernel(constant_constraint=positive())
         self.likelihood = gpytorch.likelihoods.GaussianLikelihood(noise_constraint=positive())
-        self.raw_warp = torch.nn.Parameter(torch.zeros(()))
         self.double()
         for name, raw in _RAW.items():
             value = getattr(process, name)
@@ -307,9 +302,6 @@ class _Model(gpytorch.Module):  # type: ignore[misc]
 
     def kernel(self, times: Tensor, others: Tensor) -> Any:
         """Return the covariance of noise-free metrics, ``n x K x L``, lazily; times are ``n x K x 1``."""
-        warp = self.raw_warp.exp()
-        if warp > 0:
-            times, others = (torch.log1p(warp * t) / torch.log1p(warp) for t in (times, others))
         return (self.smooth + self.level)(times, others)
 
     def observations(self, times: Tensor) -> Any:

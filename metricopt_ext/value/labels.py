@@ -49,13 +49,11 @@ class GaussianProcessLabels:
 
     Attributes:
         always: Label all steps in any case, as the paper does.
-        warped: Stretch time at the start of trajectories, as far as the likelihood favours it.
         levels: Let the kernel be RBF plus a constant, the level of each trajectory; otherwise RBF alone, as printed.
         noisy: Let sigma be that of a further observation; otherwise that of the metric itself, as printed.
     """
 
     always: bool = False
-    warped: bool = False
     levels: bool = True
     noisy: bool = True
 
@@ -69,7 +67,7 @@ class GaussianProcessLabels:
         Raises:
             ValueFunctionError: As in `GaussianProcess.fit` and `GaussianProcess.posterior`.
         """
-        process = GaussianProcess.fit(trajectories, warped=self.warped, levels=self.levels)
+        process = GaussianProcess.fit(trajectories, levels=self.levels)
         skill = process.leave_one_out(trajectories)
         if not (self.always or skill.skilful):
             return _observed(trajectories, skill)

@@ -50,13 +50,12 @@ def _mixed(seed: int = 0) -> list[Trajectory]:
 
 
 def _sampled(
-    count: int, evals: int, *, length_scale: float, noise: float, level: float, warp: float = 0.0, seed: int = 0
+    count: int, evals: int, *, length_scale: float, noise: float, level: float, seed: int = 0
 ) -> list[Trajectory]:
     """Draw trajectories of 40 steps from a Gaussian process of output scale 1; noise and level are deviations."""
     rng = np.random.default_rng(seed)
     t = np.arange(41) / 40
-    u = np.log1p(warp * t) / np.log1p(warp) if warp else t
-    root = np.linalg.cholesky(np.exp(-((u[:, None] - u) ** 2) / (2 * length_scale**2)) + 1e-9 * np.eye(41))
+    root = np.linalg.cholesky(np.exp(-((t[:, None] - t) ** 2) / (2 * length_scale**2)) + 1e-9 * np.eye(41))
     made = []
     for i in range(count):
         observed = observation_steps(40, evals, seed, i)

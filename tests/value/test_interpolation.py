@@ -25,14 +25,9 @@ PLAIN = GaussianProcess(length_scale=0.3, output_scale=1.7, noise=0.02, mean=0.4
 PROCESSES = [
     PLAIN,
     replace(PLAIN, level_scale=2.5),
-    replace(PLAIN, level_scale=0.3, warp=20.0, noise=1e-4),
+    replace(PLAIN, level_scale=0.3, noise=1e-4),
     replace(PLAIN, length_scale=0.02, mean=-3.0, std=1e3),
 ]
-
-
-def stretched(process: GaussianProcess, times: Any) -> Any:
-    times = np.asarray(times, dtype=np.float64)
-    return np.log1p(process.warp * times) / np.log1p(process.warp) if process.warp else times
 
 
 def reference(process: GaussianProcess, steps: int, observed: Any, cost: Any) -> GaussianProcessRegressor:
@@ -41,7 +36,7 @@ def reference(process: GaussianProcess, steps: int, observed: Any, cost: Any) ->
         kernel = kernel + ConstantKernel(process.level_scale)
     regressor = GaussianProcessRegressor(kernel, alpha=process.noise, optimizer=None)
     targets = (np.asarray(cost) - process.mean) / process.std
-    return regressor.fit(stretched(process, np.asarray(observed) / steps)[:, None], targets)
+    return regressor.fit((np.asarray(observed) / steps)[:, None], targets)
 
 
 # --- Against scikit-learn --------------------------------------------------------------------------------------
@@ -55,7 +50,7 @@ def test_posterior_is_sklearns(mixed: Callable[..., list[Trajectory]], process: 
     for trajectory, (mean, std) in zip(trajectories, posteriors, strict=True):
         steps = len(trajectory.phi) - 1
         gp = reference(process, steps, trajectory.observed, trajectory.cost)
-        expected, spread = gp.predict(stretched(process, np.arange(steps + 1) / steps)[:, None], return_std=True)
+        expected, spread = gp.predict((np.arange(steps + 1) / steps)[:, None], return_std=True)
         assert mean.dtype == std.dtype == torch.float64
         assert not mean.requires_grad
         np.testing.assert_allclose(mean, process.mean + process.std * expected, rtol=1e-9, atol=1e-9 * process.std)
@@ -81,7 +76,7 @@ def test_left_out_predictions_are_those_of_a_refit(
         for k in range(len(times)):
             others = [i for i in range(len(times)) if i != k]
             gp = reference(process, steps, trajectory.observed[others], trajectory.cost[others])
-            expected = process.mean + process.std * gp.predict(stretched(process, times[k : k + 1].double())[:, None])
+            expected = process.mean + process.std * gp.predict((times[k : k + 1].double())[:, None])
             np.testing.assert_allclose(predicted[k], expected[0], rtol=1e-6, atol=1e-6 * process.std)
 
 
@@ -106,16 +101,6 @@ def test_fit_recovers_hyper_parameters(sampled: Callable[..., list[Trajectory]],
     assert process.std**2 * process.output_scale == pytest.approx(1, rel=0.2)  # 0.97 ± 0.04
     # 0.14 ± 0.12, 1.02 ± 0.03 and 30.0 ± 1.0
     assert process.std * math.sqrt(process.level_scale) == pytest.approx(level, rel=0.15, abs=0 if level else 0.6)
-    assert process.warp == 0
-
-
-@pytest.mark.outcome
-def test_fit_recovers_warped_time(sampled: Callable[..., list[Trajectory]]) -> None:
-    data = sampled(300, 8, length_scale=0.15, noise=0.05, level=1, warp=20)
-    plain, warped = GaussianProcess.fit(data), GaussianProcess.fit(data, warped=True)
-    assert warped.log_likelihood(data) > plain.log_likelihood(data) + 100  # 1363 ± 18 more
-    assert 2.1 < math.log(warped.warp) < 4.1  # 3.1 ± 0.17, in truth 3.0
-    assert warped.length_scale == pytest.approx(0.15, rel=0.2)  # 0.149 ± 0.006
 
 
 @pytest.mark.parametrize("kind", ["smooth", "white", "trend", "wiggly"])
@@ -163,7 +148,7 @@ def test_no_other_search_climbs_higher(noise_only: Callable[..., list[Trajectory
     )
     assert fitted.log_likelihood(data) >= -found.fun - 1e-4
     for name, (low, high) in BOUNDS.items():
-        assert name == "warp" or low <= getattr(fitted, name) <= high
+        assert low <= getattr(fitted, name) <= high
 
 
 def test_without_levels_the_kernel_is_rbf_alone(sampled: Callable[..., list[Trajectory]]) -> None:
@@ -203,7 +188,7 @@ def test_without_levels_the_kernel_is_rbf_alone(sampled: Callable[..., list[Traj
 
 def test_fit_is_deterministic_and_draws_nothing(mixed: Callable[..., list[Trajectory]]) -> None:
     data, state = mixed(), torch.get_rng_state()
-    first, second = GaussianProcess.fit(data, warped=True), GaussianProcess.fit(data, warped=True)
+    first, second = GaussianProcess.fit(data), GaussianProcess.fit(data)
     assert first == second
     assert torch.equal(torch.get_rng_state(), state)
     for (mean, std), (mean2, std2) in zip(first.posterior(data), second.posterior(data), strict=True):
@@ -326,13 +311,9 @@ def test_no_covariance_between_all_steps(along: Callable[..., Trajectory]) -> No
 
 
 @pytest.mark.outcome
-@pytest.mark.parametrize("warped", [False, True])
 @pytest.mark.parametrize("level", [0.0, 0.5, 10.0])
-def test_noise_shows_no_skill(noise_only: Callable[..., list[Trajectory]], level: float, warped: bool) -> None:
-    skills = [
-        GaussianProcess.fit(data, warped=warped).leave_one_out(data)
-        for data in (noise_only(seed, level) for seed in range(5))
-    ]
+def test_noise_shows_no_skill(noise_only: Callable[..., list[Trajectory]], level: float) -> None:
+    skills = [GaussianProcess.fit(data).leave_one_out(data) for data in (noise_only(seed, level) for seed in range(5))]
     assert np.mean([skill.skill for skill in skills]) < 0.12  # 0.02 ± 0.02
     assert sum(skill.skilful for skill in skills) < 2  # 0.14 ± 0.37
 

@@ -44,11 +44,10 @@ def assert_dense(labels: Observations, data: list[Trajectory]) -> None:
         assert torch.equal(getattr(labels, name)[asked], getattr(sparse, name))
 
 
-@pytest.mark.parametrize("warped", [False, True])
-def test_gaussian_process_labels(mixed: Callable[..., list[Trajectory]], warped: bool) -> None:
+def test_gaussian_process_labels(mixed: Callable[..., list[Trajectory]]) -> None:
     data = [replace(t, round=t.index // 3) for t in mixed()]
-    process = GaussianProcess.fit(data, warped=warped)
-    labels = GaussianProcessLabels(always=True, warped=warped)(data)
+    process = GaussianProcess.fit(data)
+    labels = GaussianProcessLabels(always=True)(data)
     assert_dense(labels, data)
     assert labels.kind == "gp"
     assert labels.skill == process.leave_one_out(data)
