@@ -7,7 +7,6 @@ from metricopt_ext.data.shift import ImageShift
 from metricopt_ext.data.training import OPTIMIZERS
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.methods.guard import CONFIDENCE
-from metricopt_ext.methods.more_inference import FACTORS
 from metricopt_ext.tasks.settings import Settings
 from metricopt_ext.utils.checks import check_above, check_finite, check_integer
 from metricopt_ext.utils.config import config_section
@@ -91,9 +90,6 @@ class SettingsConfig:
     inference: float = 1.0  # factor on inference time that they may take, at least 1
     queries: int = 10  # of MetricOpt's queries, so many at most are for them
     free: bool = True  # whether what costs nothing and can't lower the metric is changed at once, for the metric alone
-    # The report shows what settings would give if inference took so many times as long: of what was kept, asked after
-    # the run by at most as many queries each, which are not among the run's. []: none.
-    more: list[float] = field(default_factory=lambda: list(FACTORS))
 
     @property
     def chosen(self) -> list[str]:
@@ -128,9 +124,7 @@ class SettingsConfig:
         with config_section("settings"):
             check_integer(0, queries=self.queries)
             check_finite(inference=self.inference)
-            for each in self.more:
-                check_finite(more=each)
-        check_at_least(1, {"settings.inference": self.inference, "settings.more": min(self.more, default=None)})
+        check_at_least(1, {"settings.inference": self.inference})
         if not self.names or (USUAL in self.names and len(self.names) > 1):
             raise ConfigError(f"settings.names={self.names}: it must be [{USUAL}], or name each")
 

@@ -112,8 +112,8 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at
     subject = experiment.describe(config)
     baselines = known_queries(config, methods)
     unknown = [name for name in methods if METHODS[name].kind == "queries" and name not in {*baselines, "metricopt"}]
-    more, widened = besides(config, methods, strategy), of_more_inference(config)
-    queried = (work.queries + sum(baselines.values()) + more.queries + widened) * query
+    more = besides(config, methods, strategy)
+    queried = (work.queries + sum(baselines.values()) + more.queries) * query
     soups = config.method.name == "search" and any(name in SOUPS for name in config.starts)
     again = SOUP * SHARE * prepared if soups else 0.0
     seconds = prepared + again + queried + (work.steps + more.steps) * one + work.wide * wide
@@ -126,7 +126,6 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at
         *((f"queries of {METHODS[name].title}", f"{queries} at most") for name, queries in baselines.items()),
         *((f"queries of {METHODS[name].title}", "not known in advance") for name in unknown),
         ("other evaluations", f"{more.queries} for curves, tests and pictures"),
-        *([("more inference", f"{widened} evaluations at most, of what was kept")] if widened else []),
         (f"files in {folder}", ", ".join(files_of_run(config))),
         (f"files in {folder}/seed-N", ", ".join(dict.fromkeys([*found, *files_of_seed(config, made.own_files)]))),
         ("peak memory of this dry run", _peak_memory()),
@@ -253,14 +252,6 @@ def besides(config: RunConfig, methods: list[str], strategy: GuidedTrustRegion |
     if not isinstance(strategy, GuidedTrustRegion):
         curves, steps = curves + strategy.steps + 1, steps + strategy.steps
     return Work(curves + 2 * len(methods), steps)
-
-
-def of_more_inference(config: RunConfig) -> int:
-    """Return the evaluations of what more inference would give, at most: of what was kept, and for each factor."""
-    if config.settings is None:
-        return 0
-    factors = [each for each in config.settings.more if each > config.settings.inference]
-    return 1 + len(factors) * config.settings.queries if factors else 0
 
 
 def files_of_run(config: RunConfig) -> list[str]:

@@ -30,7 +30,6 @@ from metricopt_ext.experiment.run_config import SHARE, SOUP, RunConfig
 from metricopt_ext.experiment.usual_methods import metricopt_result, usual_methods
 from metricopt_ext.experiment.whole_network import LabelParts, whole_network_start
 from metricopt_ext.methods.batchnorm_starts import statistics_line
-from metricopt_ext.methods.more_inference import MoreInference, more_inference
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.setting_lines import setting_lines
 from metricopt_ext.methods.short_finetunes import Training
@@ -350,19 +349,6 @@ def _besides(experiment: Experiment[Any], result: Result[Any]) -> dict[str, dict
     }
 
 
-def _more(experiment: Experiment[Any], result: Result[Any]) -> list[MoreInference]:
-    """Return what settings would give if inference might take longer; the run is done, so what fails is left out."""
-    config, task = experiment.config.settings, experiment.task
-    if config is None:
-        return []
-    own = task.judged_by(task.metric.with_new_ledger())
-    try:
-        return list(more_inference(own, result, most=config.more, confidence=experiment.config.guard.confidence))
-    except MetricError as error:
-        warnings.warn(f"{error}; so it is not known what more inference would give", stacklevel=2)
-        return []
-
-
 def _recorded(experiment: Experiment[Any], comparison: Comparison) -> SeedRecord:
     """Set MetricOpt's end, and write the record and the tuned model."""
     folder, seed, task = experiment.folder, experiment.seed, experiment.task
@@ -393,7 +379,6 @@ def _recorded(experiment: Experiment[Any], comparison: Comparison) -> SeedRecord
         also=_besides(experiment, result),
         settings={} if result.settings is None else dict(result.settings.changes),
         lines=[] if result.settings is None else setting_lines(experiment.settings, result.settings),
-        more=_more(experiment, result),
         holding=None if result.constrained is None else result.constrained.holding,
     )
     experiment.finish()

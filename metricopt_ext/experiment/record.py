@@ -10,7 +10,6 @@ from metricopt_ext.data.reading import Reading
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.experiment.method import METHODS
 from metricopt_ext.methods.guard import Guard
-from metricopt_ext.methods.more_inference import MoreInference
 from metricopt_ext.methods.recipe_settings import StepWeights
 from metricopt_ext.methods.setting_lines import SettingLine
 from metricopt_ext.utils.checks import check_at_least, check_integer
@@ -74,7 +73,6 @@ class SeedRecord:
         holding: How many of the points that were asked satisfy the constraints; None without any.
         settings: Settings of inference that were changed, by name: before and after.
         lines: What was asked of each setting, the others as they were.
-        more: What settings would give if inference might take longer.
         format: Of the file; one of another format is refused.
     """
 
@@ -100,7 +98,6 @@ class SeedRecord:
     holding: int | None = None
     settings: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     lines: list[SettingLine] = field(default_factory=list)
-    more: list[MoreInference] = field(default_factory=list)
     format: Literal["metricopt_ext/record/1"] = "metricopt_ext/record/1"
 
     def save(self, path: Path) -> None:
@@ -138,9 +135,6 @@ class SeedRecord:
                 points = f"{len(line.values)} values of {brief(line.name)}"
                 raise ValueError(f"it has {points}, and the metric at {len(line.metric)}")
             _check_values(line.name, line.metric)
-        for more in self.more:
-            _check_values("more", [more.most, more.factor, more.before, more.value])
-            check_integer(0, tried=more.tried, queries=more.queries)
         for name, values in {**self.curves, "true": self.true, "searched": self.searched}.items():
             _check_values(name, values)
 

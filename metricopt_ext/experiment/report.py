@@ -130,7 +130,6 @@ class Report:
             "queries": [record.queries for record in self.records],
             "settings": [record.setting for record in self.records],
             "inference": [record.settings for record in self.records],
-            "more_inference": [[asdict(each) for each in record.more] for record in self.records],
             "reading": None if self.reading is None else asdict(self.reading),
             "machines": [vars(record.machine) for record in self.records],
             "versions": versions(),
@@ -350,41 +349,6 @@ class Report:
         changed_in = ", ".join(f"{change} in {count}" for change, count in changes.most_common())
         changed_in += f" of {counted(len(self.records), 'seed')}" if changed_in else ""
         return [f"Settings of inference kept: {changed_in or 'the original ones'}; MetricOpt is evaluated with these"]
-
-    def more(self) -> list[list[str]]:
-        """Return what more inference would give, a row for each factor under `MORE_HEADER`; none where nothing would.
-
-        The first row is of what was kept.
-        """
-        records = [record for record in self.records if record.more]
-        if not records:
-            return []
-        rows = [["as it is", "", spread([record.more[0].before for record in records]), "", ""]]
-        for most in sorted({each.most for record in records for each in record.more}):
-            those = [each for record in records for each in record.more if each.most == most]
-            counts = collections.Counter(
-                f"{name} {shown(before)} → {shown(after)}"
-                for each in those
-                for name, (before, after) in each.changes.items()
-            )
-            rows.append(
-                [
-                    f"{most:g} times",
-                    f"{np.mean([each.factor for each in those]):.3g}",
-                    spread([each.value for each in those]),
-                    f"{sum(each.sure for each in those)} of {len(those)}",
-                    ", ".join(f"{change} in {count}" for change, count in counts.most_common()) or "nothing gains",
-                ]
-            )
-        return rows
-
-    def on_more(self) -> str:
-        """Say how what more inference would give was asked."""
-        queries = sum(each.queries for record in self.records for each in record.more)
-        return (
-            f"Measured after the run by {counted(queries, 'query')} beyond its own. Each is the best of several on"
-            " validation, and so a little too good. To use one, run again with a larger settings.inference"
-        )
 
     def on_data(self) -> list[str]:
         """Say of what the metric saw few examples."""

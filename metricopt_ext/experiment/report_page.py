@@ -10,8 +10,6 @@ from metricopt_ext.experiment.report_text import (
     ELSEWHERE,
     GAINS,
     LOSSES,
-    MORE,
-    MORE_HEADER,
     MORE_NOTES,
     OVER,
     PREDICTED,
@@ -99,7 +97,6 @@ def report_page(report: Report, folder: Path, pictures: Sequence[Path], tuned: s
                     *(_figure(path, report.metric, f" Seed {first}.") for path in own),
                 ],
             ),
-            *_more(report),
             Section("Quality of f", _quality(report)),
             *_data(report),
             Section("Queries", [Table(SPENT, *report.spent()), Text(NOT_COUNTED)]),
@@ -128,15 +125,6 @@ def _elsewhere(report: Report) -> list[Section]:
             "Elsewhere", [Table(f"{ELSEWHERE}.", QUANTITIES, rows, words={0, 3}), *([Points(said)] if said else [])]
         )
     ]
-
-
-def _more(report: Report) -> list[Section]:
-    """Return the section on what more inference would give, if anything would."""
-    rows = report.more()
-    if not rows:
-        return []
-    table = Table(f"{MORE}.", MORE_HEADER, rows, words={0, 4})
-    return [Section("More inference", [table, Text(f"{report.on_more()}.")])]
 
 
 def _data(report: Report) -> list[Section]:

@@ -20,8 +20,6 @@ MORE_NOTES = (
     "needs can also be the batch metric (the metric of any scores and labels, evaluated on training batches).",
 )
 SPENT = "MetricOpt's queries by purpose"
-MORE = "What slower inference with other settings would give, on validation; none of it was kept"
-MORE_HEADER = ["time, at most", "times as long", "validation", "beyond chance", "settings"]
 GUARD_AND_F = "The guard and the value function f (means over seeds)"
 PREDICTED = "How well f, and each predictor that was fitted, predicts the metric at points not used in its fit"
 PREDICTORS = ["predictor", "Spearman", "mean absolute error of the cost"]
@@ -64,7 +62,6 @@ def markdown(report: Report) -> str:
         "",
         *(f"- {in_markdown(line)}" for line in (*report.on_guard(), *report.on_f())),
         "",
-        *_more_in_markdown(report),
         f"{SPENT}:",
         "",
         *markdown_table(*report.spent()),
@@ -86,12 +83,6 @@ def _elsewhere_in_markdown(report: Report) -> list[str]:
     rows = report.elsewhere()
     said = [f"- {in_markdown(line)}" for line in report.on_constraints()]
     return [f"{ELSEWHERE}:", "", *markdown_table(QUANTITIES, rows), "", *said, *([""] if said else [])] if rows else []
-
-
-def _more_in_markdown(report: Report) -> list[str]:
-    rows = report.more()
-    said = [f"{MORE}:", "", *markdown_table(MORE_HEADER, rows), "", f"{in_markdown(report.on_more())}.", ""]
-    return said if rows else []
 
 
 def print_report(report: Report) -> None:
@@ -118,7 +109,4 @@ def print_report(report: Report) -> None:
     if elsewhere := report.elsewhere():
         print_table(QUANTITIES, elsewhere, title=ELSEWHERE)
         print()
-    if more := report.more():
-        print_table(MORE_HEADER, more, title=MORE)
-        print()
-    print_points([*report.on_constraints(), *report.on_guard(), *([report.on_more()] if more else []), *report.on_f()])
+    print_points([*report.on_constraints(), *report.on_guard(), *report.on_f()])

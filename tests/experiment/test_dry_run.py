@@ -16,7 +16,7 @@ from metricopt_ext.data import training_state
 from metricopt_ext.errors import AdapterError, BudgetError, ConfigError
 from metricopt_ext.experiment import cli
 from metricopt_ext.experiment.config_sections import AdapterConfig, SettingsConfig
-from metricopt_ext.experiment.dry_run import dry_run, files_of_run, files_of_seed, of_more_inference, planned
+from metricopt_ext.experiment.dry_run import dry_run, files_of_run, files_of_seed, planned
 from metricopt_ext.experiment.experiment import Experiment, Subject
 from metricopt_ext.experiment.method_config import (
     FinetuneConfig,
@@ -176,20 +176,6 @@ def test_the_settings_file_is_named_if_there_are_settings() -> None:
     assert [each for each in names[1] if each not in names[0]] == ["inference.yaml"]
     names = [files_of_run(settings(settings=chosen)) for chosen in (None, SettingsConfig())]
     assert [each for each in names[1] if each not in names[0]] == ["settings.png"]
-
-
-@pytest.mark.parametrize(
-    ("chosen", "most"),
-    [
-        (None, 0),
-        (SettingsConfig(), 1 + 2 * 10),
-        (SettingsConfig(inference=2.0, queries=5), 1 + 5),
-        (SettingsConfig(inference=6.0), 0),
-        (SettingsConfig(more=[]), 0),
-    ],
-)
-def test_more_inference_asks_at_most_so_much(chosen: SettingsConfig | None, most: int) -> None:
-    assert of_more_inference(settings(settings=chosen)) == most
 
 
 @pytest.mark.parametrize(("queries", "along", "batches"), [(30, 6, 5), (12, 4, 1), (9, 0, 1)])

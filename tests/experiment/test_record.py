@@ -13,7 +13,6 @@ from helpers.records import record as recorded
 from helpers.refusals import assert_refused
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.experiment.record import Outcome, SeedRecord, check_alike
-from metricopt_ext.methods.more_inference import MoreInference
 from metricopt_ext.methods.setting_lines import SettingLine
 
 
@@ -29,7 +28,6 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
             SettingLine("size", "values", 1.0, 1.41, [0.84, 1.0, 1.41], [0.1, 0.2, 1 / 3]),
             SettingLine("flip", "values", False, True, [False, True], [0.1, 0.2]),
         ],
-        more=[MoreInference(2.0, 1.99, {"size": 1.41, "flip": False}, {"size": (1.0, 1.41)}, 0.2, 1 / 3, 5, True, 6)],
     )
     record.save(tmp_path / "record.json")
     assert SeedRecord.load(tmp_path / "record.json") == record
@@ -37,7 +35,6 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
 
 OUTCOME = asdict(Outcome(0.5, 0.5, 1, 1, 0.1))
 LINE = asdict(SettingLine("size", "values", 1.0, 2.0, [1.0, 2.0], [0.1, 0.2]))
-MORE = asdict(MoreInference(2.0, 2.0, {"size": 2.0}, {"size": (1.0, 2.0)}, 0.1, 0.2, 1, True, 2))
 
 
 def without(name: str, whole: dict[str, Any]) -> str:
@@ -90,9 +87,6 @@ def having(whole: dict[str, Any], **outcomes: Any) -> str:
         lambda whole: json.dumps({**whole, "lines": [LINE | {"values": [1.0]}]}),
         lambda whole: json.dumps({**whole, "lines": [LINE | {"metric": [0.1, math.nan]}]}),
         lambda whole: json.dumps({**whole, "lines": [{"name": "size"}]}),
-        lambda whole: json.dumps({**whole, "more": [MORE | {"value": math.inf}]}),
-        lambda whole: json.dumps({**whole, "more": [MORE | {"queries": -1}]}),
-        lambda whole: json.dumps({**whole, "more": [MORE | {"changes": {"size": [1.0]}}]}),
     ],
 )
 def test_a_damaged_record_is_refused(tmp_path: Path, damage: Any) -> None:

@@ -13,9 +13,8 @@ from metricopt_ext.experiment.method import METHODS
 from metricopt_ext.experiment.page import Page
 from metricopt_ext.experiment.report import Report
 from metricopt_ext.experiment.report_page import CAPTIONS, report_page
-from metricopt_ext.experiment.report_text import markdown, print_report
+from metricopt_ext.experiment.report_text import markdown
 from metricopt_ext.experiment.style import new_figure, save_figure
-from metricopt_ext.methods.more_inference import MoreInference
 
 NUMBER = re.compile(r"[+-]?\d+\.\d+")
 
@@ -201,34 +200,3 @@ def test_what_it_cost_elsewhere_has_a_section(report: Callable[..., Report], pag
     (table,) = [each for each in seen.tables if each[0] == ["quantity", "validation", "test", "subject to"]]
     assert table == [["quantity", "validation", "test", "subject to"], *made.elsewhere()]
     assert made.on_constraints()[0] in seen.texts("li")
-
-
-def test_what_more_inference_would_give_has_a_section(
-    report: Callable[..., Report], page: Any, html: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made = report(seeds=2)
-    assert "More inference" not in html(page(made).html()).texts("h2")
-    assert "more inference" not in markdown(made).lower()
-    two = MoreInference(2.0, 1.5, {"size": 1.2}, {"size": (1.0, 1.2)}, 0.5, 0.625, 2, True, 3)
-    six = MoreInference(6.0, 4.0, {"size": 1.4}, {"size": (1.0, 1.4), "flip": (False, True)}, 0.5, 0.75, 5, True, 3)
-    none = MoreInference(6.0, 1.0, {"size": 1.0}, {}, 0.25, 0.25, 5, False, 6)
-    first, second = made.records
-    made = replace(made, records=[replace(first, more=[two, six]), replace(second, more=[none])])
-    rows = made.more()
-    assert rows == [
-        ["as it is", "", "0.3750 ±0.1768", "", ""],
-        ["2 times", "1.5", "0.6250", "1 of 1", "size 1 → 1.2 in 1"],
-        ["6 times", "2.5", "0.5000 ±0.3536", "1 of 2", "size 1 → 1.4 in 1, flip False → True in 1"],
-    ]
-    seen = html(page(made).html())
-    seen.check()
-    assert "More inference" in seen.texts("h2")
-    (table,) = [each for each in seen.tables if each[0][0] == "time, at most"]
-    assert table[1:] == rows
-    assert made.on_more().startswith("Measured after the run by 12 queries beyond its own.")
-    assert f"{made.on_more()}." in seen.texts("p")
-    assert [table] == [each for each in markdown_tables(markdown(made)) if each[0][0] == "time, at most"]
-    print_report(made)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "by 12 queries beyond its own" in said
-    assert made.to_json()["more_inference"][1][0]["value"] == 0.25

@@ -1,7 +1,6 @@
 """The record of a seed, with all that one may hold."""
 
 from metricopt_ext.experiment.record import Outcome, SeedRecord
-from metricopt_ext.methods.more_inference import MoreInference
 from metricopt_ext.methods.recipe_settings import StepWeights
 from metricopt_ext.methods.setting_lines import SettingLine
 from metricopt_ext.utils.machine import Machine
@@ -33,5 +32,4 @@ def record() -> SeedRecord:
         holding=7,
         settings={"size": (1.0, 1.41)},
         lines=[SettingLine("size", "values", 1.0, 1.41, [0.84, 1.0, 1.41], [0.1, 0.2, 1 / 3])],
-        more=[MoreInference(2.0, 1.99, {"size": 1.41}, {"size": (1.0, 1.41)}, 0.2, 1 / 3, 5, True, 6)],
     )

@@ -820,7 +820,7 @@ def test_settings_of_inference_come_before_phi(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A larger image and views of it are tried, and as many detections as AP can use are there from the first on."""
-    more = ["methods=[settings]", "settings.inference=3", "settings.more=[]", "queries=28", weights_of(finished)]
+    more = ["methods=[settings]", "settings.inference=3", "queries=28", weights_of(finished)]
     overrides = [each for each in SIZES if not each.startswith("queries=")]
     call(tool, "--config-file", SCENES, "--output-dir", tmp_path / "run", *overrides, *more)
     report = content_of(tmp_path / "run")

@@ -660,30 +660,7 @@ def test_settings_of_inference_are_tuned_first(tmp_path: Path, capsys: pytest.Ca
     assert report["methods"]["metricopt"]["validation"][0] >= alone["validation"][0] - 1e-12
     said = ", ".join(f"{name} {a} → {b} in 1" for name, (a, b) in changed.items()) or "the original ones"
     assert f"Settings of inference kept: {said}" in " ".join(capsys.readouterr().out.split())
-    assert report["more_inference"] == [[]]  # none of the usual ones takes longer
     assert (tmp_path / "run" / "settings.png").exists()
-
-
-@pytest.mark.slow
-def test_what_more_inference_would_give_is_shown_and_not_kept(tmp_path: Path) -> None:
-    """Query expansion searches twice; what is asked of it changes nothing else."""
-    more = ["methods=[settings]", "queries=40", "settings.names=[whitening,expansion]"]
-    reports = []
-    for name, shown in (("shown", "settings.more=[1.5,2]"), ("not", "settings.more=[]")):
-        call("--config-file", DIGITS, "--output-dir", tmp_path / name, *SIZES, *more, shown)
-        reports.append(json.loads((tmp_path / name / "report.json").read_text()))
-    first, second = reports
-    assert second["more_inference"] == [[]]
-    for key in ("inference", "queries", "kept"):
-        assert first[key] == second[key]
-    ours = [each["methods"]["metricopt"] for each in reports]
-    assert all(ours[0][key] == ours[1][key] for key in ("validation", "test", "queries_total"))
-    ((two,),) = first["more_inference"]  # nothing takes 1.5 times as long
-    assert two["most"] == 2
-    assert two["before"] == ours[0]["validation"][0]
-    assert two["value"] >= two["before"]
-    assert two["queries"] == 1 + two["tried"] > 1
-    assert "| 2 times |" in (tmp_path / "shown" / "report.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -695,8 +672,6 @@ def test_what_more_inference_would_give_is_shown_and_not_kept(tmp_path: Path) ->
         ),
         (["methods=[settings]", "settings.names=[usual,whitening]"], r"it must be \[usual\], or name each"),
         (["methods=[settings]", "settings.inference=0.5"], r"settings\.inference"),
-        (["methods=[settings]", "settings.more=[2,0.5]"], r"settings\.more=0\.5.*least 1"),
-        (["methods=[settings]", "settings.more=[.nan]"], r"settings: more is nan"),
         (
             ["methods=[settings]", "method.name=paper"],
             r"method\.name=paper.*method\.name=search",
