@@ -68,5 +68,5 @@ def check_adapter(adapter: Adapter, config: ClassificationConfig) -> None:
                     f"adapter.layers has {layer!r}, which comes before adapter.keep_before={adapter.model.first}: what"
                     " it computes is kept, so phi can't act there; name layers from there on"
                 )
-    config.check_dim(adapter.dim)
+    config.check_queries(adapter.dim)
     adapter.merge()

@@ -350,15 +350,3 @@ class ClassificationConfig(RunConfig):
     def least_dim(self) -> int:
         """Return the dimension of phi as far as it is known before the model; of offsets there is one at least."""
         return 1 if self.adapter.kind == "outputs" else self.adapter.dim
-
-    def check_dim(self, dim: int) -> None:
-        """Reject what does not fit the dimension of phi, once the model says what that is.
-
-        Args:
-            dim: The dimension.
-
-        Raises:
-            ConfigError, BudgetError, ValueFunctionError: As from `check`.
-        """
-        self.check_queries(dim)
-        self.check_transfer(dim)
