@@ -1,6 +1,7 @@
 """Hooks for Detectron2's trainers: record a trajectory, log and keep its best point, replay a run's random draws."""
 
 import logging
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.hosts import AVERAGE
 from metricopt_ext.detection.detectron2.export import checkpoint_of, export
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.tasks.recording import Recording
@@ -23,6 +23,7 @@ from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
 
 EMA_STATE = "ema_state"  # where the projects' moving averages are, in their models and in their checkpoints
+AVERAGE = re.compile(r"EMA|Ema(?![a-z])|MovingAverage")  # in a class's name
 LOGGER = logging.getLogger("detectron2.metricopt")  # a child of Detectron2's, which has the handlers
 
 

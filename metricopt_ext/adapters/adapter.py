@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from metricopt_ext.adapters.adapter_file import FILE_FORMAT, MATRIX, REPLACED, Described, Saved, read_adapter
-from metricopt_ext.adapters.hosts import left_out, not_read
+from metricopt_ext.adapters.hosts import left_out
 from metricopt_ext.adapters.modulation import CONTEXT_NAME, MODULATION_NAME, Context, Modulation
 from metricopt_ext.adapters.signature import Outputs, Signature
 from metricopt_ext.adapters.start import Start
@@ -318,8 +318,8 @@ class Adapter:
         """Fold phi into the modulated layers and detach: the plain model computes what the adapted one did.
 
         Every host can save, export and serve it, at no extra cost at inference. What a start replaced stays. Logit
-        offsets give a layer without a bias one. If the host's own saving function would omit what phi was folded into,
-        or what a start replaced, as PEFT's ``save_pretrained`` omits norms, a UserWarning says so. Returns the model.
+        offsets give a layer without a bias one. If PEFT's ``save_pretrained`` would omit what phi was folded into, or
+        what a start replaced, as it omits norms, a UserWarning says so. Returns the model.
 
         Raises:
             AdapterError: A modulated layer shares its weight with another, or computes it; nothing is changed.
@@ -331,13 +331,11 @@ class Adapter:
         }
         if not (self.phi.is_meta or bool(self.phi.any())):
             merged = {}  # nothing changes there
-        added = [name for name, tensor in merged.items() if tensor is None]
         merged = {name: tensor for name, tensor in merged.items() if tensor is not None}
         own = {name: tensor for each in self._own().values() for name, tensor in each.items()}
         merged |= {name: own[name] for name in self.context.originals}
-        if merged or added:  # before the merge, after which nothing can be undone
-            for message in (*left_out(self.model, merged), *not_read(self.model, added)):
-                warnings.warn(message, stacklevel=2)
+        if merged and (message := left_out(self.model, merged)):  # before the merge, after which nothing can be undone
+            warnings.warn(message, stacklevel=2)
         return self._merge()
 
     def check_merge(self) -> None:
