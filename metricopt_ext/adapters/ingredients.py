@@ -1,12 +1,9 @@
 """The models that a soup is made of: checkpoints of any framework, under the names that the task's model has."""
 
-import copy
-import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,60 +22,38 @@ from metricopt_ext.utils.words import brief, counted, shortened
 
 INDEX = ".index.json"
 WHOLE = ("model.safetensors", "pytorch_model.bin")  # of a folder of Hugging Face's, or with INDEX if it has shards
-LORA = ("adapter_model.safetensors", "adapter_model.bin")  # of one of PEFT's
-MATRICES = ("lora_A.", "lora_B.", "lora_embedding_A.", "lora_embedding_B.")  # begin their names in a layer
-LORA_CONFIG = "adapter_config.json"
-LORA_FACTORS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")  # what LoRA's scales follow from
 
 NO_TENSOR = "is no tensor, as of a quantized layer, and has no mean; use the models before quantization"
 
 
-class Layer(NamedTuple):
-    """A layer that PEFT has adapted by LoRA.
-
-    Attributes:
-        layer: The layer.
-        weight: Name of the weight that the low-rank change adds to.
-        parts: Names of the matrices that make the change which acts.
-        idle: Names of those that others make, which do not act.
-    """
-
-    layer: Any
-    weight: str
-    parts: list[str]
-    idle: list[str]
-
-
 class Ingredients:
     """Reads checkpoints as the tensors of a model without an adapter, and makes starts of such tensors.
-
-    Of layers with LoRA the change B A counts, not A and B: it is added to the layer's weight, where changes of several
-    files can be averaged. A start leaves the model's own A and B and puts what they lack into that weight.
 
     Args:
         model: The model, with an adapter or without.
         entry: The state dict's key in each file of torch that is not one itself; None to find it.
 
     Raises:
-        AdapterError: LoRA is of a variant whose change is not added, or on a weight that is no floating number; or the
-            model holds weights that are no tensors, as quantized layers do.
+        AdapterError: The model has layers that PEFT has adapted by LoRA, of whose matrices a mean says nothing; or
+            weights that are no tensors, as quantized layers have.
     """
 
     def __init__(self, model: nn.Module, entry: str | None = None) -> None:
+        if (lora := next(adapted_layers(model), None)) is not None:
+            raise AdapterError(
+                f"LoRA of {lora[0]!r} is not merged, and a mean of its matrices says nothing; merge the model and each"
+                " checkpoint first, model.merge_and_unload(), and save that"
+            )
         self.model, self.entry = model, entry
         state = Adapter(model).base_state_dict() if hasattr(model, CONTEXT_NAME) else model.state_dict()
         if packed := packed_in(state):
             raise AdapterError(f"the model's {brief(packed[0])} {NO_TENSOR}")
         self.base = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         self._aliases = _aliases(model)
-        self._lora = dict(_layers(model, self.base))
-        lora = [name for each in self._lora.values() for name in (*each.parts, *each.idle)]
-        self.left_alone = set(lora)
-        self.floating = [n for n, each in self.base.items() if has_mean(each) and n not in self.left_alone]
-        self._own_changes = {each.weight: self._change(each, self.base) for each in self._lora.values()}
+        self.floating = [name for name, each in self.base.items() if has_mean(each)]
 
     def read(self, path: Path) -> dict[str, Tensor]:
-        """Read a file or folder: its tensors by the model's names, on the CPU, changes by LoRA added in float64.
+        """Read a file or folder: its tensors by the model's names, on the CPU.
 
         Raises:
             DataError: It can't be read, or lacks a tensor, has one that the model has not, or one of another shape or
@@ -125,21 +100,13 @@ class Ingredients:
             known = state.setdefault(self._aliases.get(name, [name])[0], value)
             if not same_bits(known, value):
                 raise DataError(f"{path}: {brief(key)} is not the same tensor as others are that it is tied to here")
-        for each in self._lora.values():
-            weight = state.get(each.weight, self.base[each.weight].cpu())
-            state[each.weight] = weight.double() + self._change(each, state)
-        return {name: value for name, value in state.items() if name not in self.left_alone}
+        return state
 
     def replaced(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what of tensors as `read` has them, of any floating type, differs from the model's, cast to its types.
-
-        With them in place the model, which keeps LoRA's A and B, computes what the model of the values would.
-        """
+        """Return what of tensors as `read` has them differs from the model's, cast to the model's types."""
         found: dict[str, Tensor] = {}
         for name, value in values.items():
             own = self.base[name]
-            if name in self._own_changes:
-                value = value.double() - self._own_changes[name]
             value = value.to(own.dtype)
             if not same_bits(own, value):
                 found[name] = value
@@ -155,25 +122,17 @@ class Ingredients:
 
     def _names(self, path: Path, keys: list[str]) -> Names:
         """Return the model's names of a file's tensors, and refuse a file that has others, or not all."""
-        saved = self._saved_by_peft()
-        if saved and set(keys) <= saved.keys():
-            self._check_lora(path)
-            read, wanted = Names({key: saved[key] for key in keys}, "", []), set(saved.values())
-        else:
-            try:
-                read = names_in_model(keys, self.base)
-            except DataError as error:
-                raise DataError(f"{path}: {error}") from error
-            wanted = set(self.base)
+        try:
+            read = names_in_model(keys, self.base)
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from error
         found = set(read.names.values())
-        if unknown := [key for key, name in read.names.items() if name not in wanted]:
+        if unknown := [key for key, name in read.names.items() if name not in self.base]:
             raise DataError(f"{path} has {shortened(unknown)}, which the model has not; leave this file out")
         missing = [
             name
             for name in self.base
-            if name in wanted
-            and not name.endswith(UNTRAINED)
-            and not found.intersection(self._aliases.get(name, [name]))
+            if not name.endswith(UNTRAINED) and not found.intersection(self._aliases.get(name, [name]))
         ]
         if missing:
             raise DataError(f"{path} lacks {shortened(missing)}; it is no checkpoint of the whole model")
@@ -211,39 +170,6 @@ class Ingredients:
             " the model and all files to floating numbers, as before quantization"
         )
 
-    def _change(self, each: Layer, state: Mapping[str, Tensor]) -> Tensor:
-        """Return what LoRA adds to a layer's weight, in float64, with matrices from a state dict or the model's own."""
-        copied: Any = copy.deepcopy(each.layer).cpu()
-        prefix = each.weight.removesuffix("base_layer.weight")
-        for name, parameter in copied.named_parameters():
-            if f"{prefix}{name}" in each.parts:
-                parameter.data = state.get(f"{prefix}{name}", self.base[f"{prefix}{name}"]).cpu().double()
-        with torch.no_grad():
-            change: Tensor = copied.get_delta_weight(copied.active_adapters[0])
-        return change
-
-    def _saved_by_peft(self) -> dict[str, str]:
-        """Return the model's names of what PEFT's own function saves, by the names there; nothing without LoRA."""
-        model: Any = self.model
-        if not self._lora or not hasattr(model, "peft_config"):
-            return {}
-        own = {each.data_ptr(): name for name, each in self.base.items()}
-        state = sys.modules["peft"].get_peft_model_state_dict(model)
-        return {key: own[each.data_ptr()] for key, each in state.items() if each.data_ptr() in own}
-
-    def _check_lora(self, path: Path) -> None:
-        """Refuse LoRA of other factors, as the matrices alone do not say what they are multiplied by."""
-        file = (path if path.is_dir() else path.parent) / LORA_CONFIG
-        if not file.is_file():
-            return
-        with content_of(file, "settings of PEFT's"):
-            theirs = dict(parse_json(read_bounded(file, JSON_BYTES)))
-        model: Any = self.model
-        ours = model.peft_config[model.active_adapter]
-        for name in LORA_FACTORS:
-            if theirs.get(name) != getattr(ours, name, None):
-                raise DataError(f"{file}: {name} is {brief(theirs.get(name))}, the model's {getattr(ours, name, None)}")
-
 
 def files_of(path: Path) -> list[Path]:
     """Return the files of a checkpoint: itself, or those of a folder that Hugging Face's libraries save.
@@ -265,9 +191,12 @@ def files_of(path: Path) -> list[Path]:
             if any(Path(each).name != each for each in names):
                 raise FileFormatError(f"{index} names files outside its folder: {shortened(names)}")
             return [path / each for each in names]
-    found = [path / name for name in (*WHOLE, *LORA) if (path / name).is_file()]
+    found = [path / name for name in WHOLE if (path / name).is_file()]
     if not found:
-        raise DataError(f"{path} is a folder without {', '.join((*WHOLE, *LORA))}; name the checkpoint's file")
+        raise DataError(
+            f"{path} is a folder without {', '.join(WHOLE)}; name the checkpoint's file, or merge PEFT's adapter into"
+            " its model and save that"
+        )
     return found[:1]
 
 
@@ -299,29 +228,3 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
     for name, tensor in every:
         names.setdefault(id(tensor), []).append(name)
     return {name: each for each in names.values() for name in each if len(each) > 1}
-
-
-def _layers(model: nn.Module, base: Mapping[str, Tensor]) -> Iterator[tuple[str, Layer]]:
-    """Yield the layers with LoRA, by name."""
-    for where, layer in adapted_layers(model):
-        prefix = f"{where}." if where else ""
-        weight = f"{prefix}base_layer.weight"
-        acting = layer.active_adapters
-        variants = getattr(layer, "lora_variant", {})
-        if len(acting) != 1 or layer.merged or layer.disable_adapters:
-            raise AdapterError(
-                f"LoRA of {where!r} has {shortened(list(acting))} acting, or is merged; let one alone act"
-            )
-        if acting[0] in variants or acting[0] in layer.lora_magnitude_vector:
-            raise AdapterError(f"LoRA of {where!r} is a variant such as DoRA, whose changes can't be averaged")
-        if weight not in base or not base[weight].is_floating_point():
-            raise AdapterError(
-                f"LoRA of {where!r} acts on no weight of floating numbers, to which a mean could be added"
-            )
-        matrices = [name for name in base if name.removeprefix(prefix).startswith(MATRICES) and _is_matrix(name)]
-        parts = [name for name in matrices if acting[0] in name.removeprefix(prefix).split(".")]
-        yield where, Layer(layer, weight, parts, [name for name in matrices if name not in parts])
-
-
-def _is_matrix(name: str) -> bool:
-    return not name.endswith(".bias")  # of B, which is added as any other bias is

@@ -1,6 +1,5 @@
 """What checkpoints of several frameworks hold, under the model's names; what does not fit is refused by name."""
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from helpers.networks import BatchNormNet as Net
-from helpers.refusals import assert_refused, assert_warned, having
+from helpers.refusals import assert_refused, having
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.attach import attach_film, attach_lora_scales
+from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.ingredients import Ingredients, files_of
 from metricopt_ext.errors import AdapterError, DataError, FileFormatError
 
@@ -141,144 +140,10 @@ def test_tied_weights_may_be_there_once(tmp_path: Path) -> None:
     assert_refused(lambda: ingredients.read(tmp_path / "untied.pth"), DataError, "untied.pth")
 
 
-# --- LoRA --------------------------------------------------------------------------------------------------------
-
-peft = pytest.importorskip("peft")
-
-
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.words, self.first, self.norm, self.head = (
-            nn.Embedding(9, 4),
-            nn.Linear(4, 5),
-            nn.LayerNorm(5),
-            nn.Linear(5, 3),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.first(self.words(x)).tanh()))
-
-
-X = torch.arange(7)
-
-
-def adapted(seed: int, targets: tuple[str, ...] = ("first", "head"), **how: Any) -> Any:
-    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=list(targets), init_lora_weights=False, **how)
-    model = Words()
-    torch.manual_seed(seed)  # of LoRA alone
-    return peft.get_peft_model(model, config).eval()
-
-
-def of_changes(models: list[Any]) -> Any:
-    """Return a plain model whose weights have the mean of what the models' LoRA adds, by PEFT's own merge."""
-    states = [copy.deepcopy(each).merge_and_unload().state_dict() for each in models]
-    model = Words().eval()
-    model.load_state_dict({name: torch.stack([s[name].double() for s in states]).mean(0).float() for name in states[0]})
-    return model
-
-
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize(
-    "how", [{}, {"use_rslora": True}, {"targets": ("words", "first")}, {"modules_to_save": ["norm"]}]
-)
-def test_of_lora_the_changes_are_averaged_and_phi_still_acts(how: dict[str, Any], whole: bool, tmp_path: Path) -> None:
-    own, others = adapted(1, **how), [adapted(seed, **how) for seed in (2, 3, 4)]
-    if "modules_to_save" in how:
-        for seed, each in enumerate(others):
-            torch.manual_seed(seed)
-            nn.init.normal_(each.base_model.model.norm.modules_to_save["default"].weight)
-    adapter = attach_film(own, ["base_model.model.norm*"], dim=2)
-    ingredients = Ingredients(adapter.model)
-    states = []
-    for number, each in enumerate(others):
-        path = tmp_path / f"{number}"
-        if whole:
-            path = tmp_path / f"{number}.pth"
-            torch.save(each.state_dict(), path)
-        else:
-            each.save_pretrained(path)
-        states.append(ingredients.read(path))
-    mean = {
-        name: torch.stack([s[name].double() for s in states]).mean(0)
-        for name in states[0]
-        if states[0][name].is_floating_point()
-    }
-    start = ingredients.start(mean)
-    assert not any("lora_" in name for name in start.parameters)
-    with adapter.applied(start) as model, torch.no_grad():
-        torch.testing.assert_close(model(X), of_changes(others)(X), atol=1e-5, rtol=1e-5)
-        adapter.set_phi(torch.ones(2))
-        assert not torch.allclose(model(X), of_changes(others)(X), atol=1e-3)
-
-
-def test_the_mean_of_a_and_b_is_another_model(tmp_path: Path) -> None:
-    others = [adapted(seed) for seed in (2, 3)]
-    wrong = adapted(1)
-    states = [each.state_dict() for each in others]
-    wrong.load_state_dict({name: (states[0][name] + states[1][name]) / 2 for name in states[0]})
-    assert (wrong(X) - of_changes(others)(X)).abs().max() > 0.05
-
-
-def test_lora_scales_act_on_an_average(tmp_path: Path) -> None:
-    own, other = adapted(1), adapted(2)
-    torch.save(other.state_dict(), tmp_path / "other.pth")
-    adapter = attach_lora_scales(own)
-    ingredients = Ingredients(adapter.model)
-    start = ingredients.start(ingredients.read(tmp_path / "other.pth"))
-    with adapter.applied(start) as model:
-        torch.testing.assert_close(model(X), other(X), atol=1e-5, rtol=1e-5)
-
-
-def test_lora_of_another_scale_is_refused(tmp_path: Path) -> None:
-    adapted(2).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
-    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 12}))
-    assert_refused(
-        lambda: Ingredients(attach_lora_scales(adapted(1)).model).read(tmp_path),
-        DataError,
-        "adapter_config.json",
-        "6",
-    )
-
-
-def test_dora_is_refused() -> None:
-    assert_refused(
-        lambda: Ingredients(attach_film(adapted(1, use_dora=True), ["base_model.model.norm"], dim=2).model),
-        AdapterError,
-    )
-
-
-def test_a_start_that_peft_does_not_save_is_warned_of_at_the_merge(tmp_path: Path) -> None:
-    torch.save(adapted(2).state_dict(), tmp_path / "other.pth")
-    adapter = attach_film(adapted(1), ["base_model.model.norm"], dim=2)
-    ingredients = Ingredients(adapter.model)
-    adapter.apply(ingredients.start(ingredients.read(tmp_path / "other.pth")))
-    name = "base_model.model.first.base_layer.weight"
-    assert_warned(adapter.merge, name)
-
-
-def test_lora_without_its_settings_is_read_by_its_matrices(tmp_path: Path) -> None:
-    adapted(2).save_pretrained(tmp_path)
-    read = [Ingredients(attach_lora_scales(adapted(1)).model).read(tmp_path)]
-    (tmp_path / "adapter_config.json").unlink()
-    read.append(Ingredients(attach_lora_scales(adapted(1)).model).read(tmp_path))
-    assert equal(*read)
-
-
-def test_two_loras_that_act_are_refused() -> None:
-    model = adapted(1)
-    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["first"]))
-    model.base_model.set_adapter(["default", "other"])
-    assert_refused(lambda: Ingredients(model), AdapterError, "first", "default", "other")
-
-
-def test_lora_of_an_attention_s_own_matrix_is_refused() -> None:
-    """Its weight has another name, as one matrix does for queries, keys and values."""
-    plain = nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2)})
-    model = peft.get_peft_model(plain, peft.LoraConfig(r=2, target_modules=["attention"]))
-    assert_refused(lambda: Ingredients(model), AdapterError, "attention")
+def test_lora_is_to_be_merged_first() -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(Net(), peft.LoraConfig(r=2, target_modules=["first"]))
+    assert_refused(lambda: Ingredients(model), AdapterError, "first", "merge_and_unload")
 
 
 def test_a_file_that_holds_the_model_twice_is_refused_by_name(tmp_path: Path) -> None:
