@@ -31,14 +31,9 @@ def unwrapped(model: nn.Module, *, searched: bool = False) -> nn.Module:
 
     Raises:
         AdapterError: It is no model whose layers can be modulated: no module, one of TorchScript, or one with weights
-            that are not there yet or were made in inference mode; or each process holds only a part of its weights.
+            that are not there yet, were made in inference mode, or are divided among processes.
     """
     _refuse_others(model)
-    if (by := sharded_by(model)) is not None:
-        raise AdapterError(
-            f"{type(model).__name__}'s weights are sharded by {by}, and a layer's shard is not its weight: save the"
-            " trained weights as one full state dict, load them into a model that is not sharded, and tune that"
-        )
     while True:
         if isinstance(model, PARALLEL):
             if isinstance(model, nn.parallel.DistributedDataParallel) and not searched:
@@ -60,33 +55,32 @@ def _refuse_others(model: Any) -> None:
     if not isinstance(model, nn.Module):
         state = "; build the model and load this state dict into it" if isinstance(model, Mapping) else ""
         raise AdapterError(f"model is {brief(model)}; it must be a torch.nn.Module{state}")
-    if isinstance(model, torch.jit.ScriptModule):
+    if strange := _strange_in(model):
         raise AdapterError(
-            f"{type(model).__name__} is of TorchScript, whose layers are compiled, so that none can be modulated;"
-            " attach to the model that was scripted or traced"
+            f"{type(model).__name__} has {strange}, which phi can't act on; build the plain model, whose layers and"
+            " weights are all there (a lazy layer's are after a batch), load the trained weights into it, and tune that"
         )
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if is_lazy(tensor):
-            raise AdapterError(f"{name} has no shape yet, as of a lazy layer; run the model on a batch first")
-        if tensor.is_inference() and isinstance(tensor, nn.Parameter):  # a buffer may be made anew by a forward pass
-            raise AdapterError(
-                f"{name} was made under torch.inference_mode, so nothing can be differentiated through it; build or"
-                " load the model outside of that"
-            )
 
 
-def sharded_by(model: nn.Module) -> str | None:
-    """Return what has left each process only a part of a model's parameters: FSDP, DTensor or DeepSpeed; else None.
+def _strange_in(model: nn.Module) -> str:
+    """Name what a model has in place of ordinary layers and whole weights; empty if that is nothing.
 
-    They are known by their marks, as importing them takes long.
+    What divides weights among processes is known by its marks, as importing it takes long.
     """
+    if isinstance(model, torch.jit.ScriptModule):
+        return "compiled layers, of TorchScript"
     kinds = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     if kinds & {"FullyShardedDataParallel", "FSDPModule"}:
-        return "FSDP"
-    if any(hasattr(each, "ds_id") for each in model.parameters()):
-        return "DeepSpeed's ZeRO stage 3"
-    kinds = {type(each).__name__ for each in (*model.parameters(), *(p.data for p in model.parameters()))}
-    return "torch.distributed, as a DTensor" if "DTensor" in kinds else None
+        return "weights that FSDP divides"
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            return f"{name} without a shape, of a lazy layer"
+        if isinstance(tensor, nn.Parameter):  # a buffer may be made anew by a forward pass
+            if tensor.is_inference():
+                return f"{name} of torch.inference_mode"
+            if hasattr(tensor, "ds_id") or "DTensor" in (type(tensor).__name__, type(tensor.data).__name__):
+                return f"{name} divided among processes"
+    return ""
 
 
 def bare_name(name: str) -> str:

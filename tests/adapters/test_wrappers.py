@@ -17,7 +17,7 @@ from helpers.networks import LayerNormNet as Net
 from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.adapters.attach import attach_film, attach_outputs
 from metricopt_ext.adapters.signature import Outputs
-from metricopt_ext.adapters.wrappers import bare_name, sharded_by, unwrapped
+from metricopt_ext.adapters.wrappers import bare_name, unwrapped
 from metricopt_ext.errors import AdapterError
 
 
@@ -82,13 +82,12 @@ def test_a_model_of_which_each_process_has_a_part_is_refused(tmp_path: Path) -> 
             assert_named(caught, "weights")
         split = Net()
         split.norm.weight = nn.Parameter(distribute_tensor(split.norm.weight, init_device_mesh("cpu", (1,))))
-        assert sharded_by(split) == "torch.distributed, as a DTensor"
+        assert_refused(lambda: attach_film(split, dim=2), AdapterError, "norm.weight", "divided")
     finally:
         distributed.destroy_process_group()
     partitioned = Net()
     partitioned.norm.weight.ds_id = 3  # as ZeRO's third stage marks them
-    assert sharded_by(partitioned) == "DeepSpeed's ZeRO stage 3"
-    assert sharded_by(Net()) is None
+    assert_refused(lambda: attach_film(partitioned, dim=2), AdapterError, "norm.weight", "divided")
 
 
 def test_layers_of_wrapped_parts_are_found_by_their_own_names() -> None:
