@@ -3,7 +3,7 @@
     python benchmarks/published_cifar.py --images FOLDER --output-dir out/published
     python benchmarks/published_cifar.py --images FOLDER --output-dir out/published3500 --count 3500
 
-``--images`` holds train.zip and test.zip, or folders, of ``<class>/<image>``. Each file that is written has 500
+``--images`` holds train and test, folders of ``<class>/<image>``. Each file that is written has 500
 training images, which the loss sees, under x_train and y_train; and a pool of test images, which the network never saw,
 under x_val and y_val, for each seed to divide into validation and test. What a deployment does, it does to all of them.
 ``--toy`` writes a few random images of each class in place of CIFAR-10's. The comparisons are in configs/published.
@@ -40,7 +40,7 @@ CORRUPTED: dict[str, Callable[[Tensor, int], Tensor]] = {
 def main() -> None:
     """Parse the command line, read the images, write a file for each deployment."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=Path, help="folder with train.zip and test.zip, or folders of their names")
+    parser.add_argument("--images", type=Path, help="folder with train and test")
     parser.add_argument("--output-dir", required=True, type=Path, help="receives clean.npz, noise.npz, ...")
     parser.add_argument("--count", type=int, default=2000, help="test images of a deployment (default: 2000)")
     parser.add_argument(
@@ -120,11 +120,7 @@ def fog(x: Tensor, seed: int) -> Tensor:
 
 
 def _read(folder: Path) -> tuple[Labelled, Labelled]:
-    names = ("train", "test")
-    train, test = (next((p for p in (folder / f"{each}.zip", folder / each) if p.exists()), None) for each in names)
-    if train is None or test is None:
-        raise DataError(f"{folder} must hold train.zip and test.zip, or folders of their names")
-    return load_image_folder(train, limit_per_class=TRAINING), load_image_folder(test)
+    return load_image_folder(folder / "train", limit_per_class=TRAINING), load_image_folder(folder / "test")
 
 
 def _toy(seed: int) -> Labelled:

@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from metricopt_ext.data.arrays import TABLES, array_names, holds_several, read_array, read_shape
-from metricopt_ext.data.labelled import MAX_BYTES, Labelled, Table, check_bytes
+from metricopt_ext.data.arrays import TABLES, array_names, holds_several, read_array
+from metricopt_ext.data.labelled import Labelled, Table
 from metricopt_ext.data.reading import Reading
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.words import brief, counted, shortened
@@ -33,9 +33,7 @@ def parts_in(path: Path) -> tuple[str, ...]:
     return tuple(part for part in PARTS if _names(names, INPUTS, part))
 
 
-def read_arrays(
-    paths: Sequence[Path], parts: Sequence[str] = (), *, max_bytes: int = MAX_BYTES
-) -> list[Labelled | Table]:
+def read_arrays(paths: Sequence[Path], parts: Sequence[str] = ()) -> list[Labelled | Table]:
     """Read inputs and labels of files, one set for each.
 
     Inputs are ``n x d`` numbers, or images: ``n x h x w`` or ``n x h x w x c`` or ``n x c x h x w`` uint8, or floats in
@@ -44,12 +42,11 @@ def read_arrays(
     Args:
         paths: The files.
         parts: Of each the part whose arrays are read, as ``x_train``; empty for ``x`` and ``y``.
-        max_bytes: Most bytes of all inputs in memory.
 
     Raises:
         DataError: A file can't be read, or lacks one of the arrays; shapes or types are others; labels are no classes.
     """
-    read, left = [], max_bytes
+    read = list[Labelled | Table]()
     for path, part in zip(paths, parts or [""] * len(paths), strict=True):
         if path.suffix.lower() in TABLES:
             raise DataError(f"{path} is a table of text; data.name=csv reads it, with data.target=COLUMN")
@@ -57,9 +54,6 @@ def read_arrays(
             raise DataError(f"{path} must be a .npz, .pt, .h5, .safetensors or .parquet file with x and y")
         names = array_names(path)
         inputs, labels = (_one(path, names, known, part) for known in (INPUTS, LABELS))
-        size = 8 * int(np.prod(read_shape(path, inputs), dtype=np.float64))
-        check_bytes(path, size if len(read_shape(path, inputs)) == 2 else size // 8, left)
-        left -= size
         x, y = read_array(path, inputs), np.asarray(read_array(path, labels))
         read.append(labelled(path, x if isinstance(x, Tensor) else torch.from_numpy(np.asarray(x)), y))
     return read

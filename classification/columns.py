@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from metricopt_ext.data.labelled import check_bytes
 from metricopt_ext.data.numerals import BLANK, MISSING, WHOLE, Numeral, in_one_go, number_in, plain_number
 from metricopt_ext.data.reading import METRICS, Column
 from metricopt_ext.errors import DataError
@@ -91,12 +90,8 @@ def near_names(values: Iterable[str]) -> list[str]:
 class Columns:
     """Reads the columns of a table: as numbers, or as categories."""
 
-    def __init__(
-        self, path: StrPath, lines: Sequence[int | str], decimal: str, missing: bool, most: int, max_bytes: int
-    ) -> None:
+    def __init__(self, path: StrPath, lines: Sequence[int | str], decimal: str, missing: bool, most: int) -> None:
         self._path, self._lines, self._decimal, self._missing, self._most = path, lines, decimal, missing, most
-        self._max_bytes = max_bytes
-        self.width = 0  # inputs so far
 
     def column(self, name: str, column: Sequence[str], as_they_are: bool) -> tuple[Array, Column]:
         """Return a column's inputs, ``n x inputs`` float64 or bool, and how it was read."""
@@ -196,7 +191,6 @@ class Columns:
             )
         if different < 2 and not bad:
             notes.append("the same in each row")
-        self._widen(1)
         return values[:, None], Column(name, "number", 1, different, len(bad), which, "; ".join(notes))
 
     def _categories(self, name: str, column: Sequence[str], note: str) -> tuple[Array, Column]:
@@ -206,7 +200,6 @@ class Columns:
                 f"{self._path}: {too_many('text column', name, values, self._most)}; leave it out"
                 f" (data.drop=[{name}]) or raise data.max_categories" + (f" ({note})" if note else "")
             )
-        self._widen(len(values))
         empty = [i for i, cell in enumerate(column) if cell.lower() in MISSING]
         notes = [note] if note else []
         single = sum(count == 1 for count in Counter(column).values())
@@ -223,13 +216,6 @@ class Columns:
             "; ".join([*(["these are categories too"] if empty else []), *notes]),
         )
         return codes[:, None] == np.arange(len(values)), how
-
-    def _widen(self, inputs: int) -> None:
-        """Count further inputs, before they are made."""
-        self.width += inputs
-        rows = len(self._lines)
-        what = f"{self._path}, of {rows} rows and at least {self.width} features,"
-        check_bytes(what, 4 * self.width * rows, self._max_bytes)
 
     def _check_notation(self, name: str, column: Sequence[str], cells: dict[str, Numeral | None]) -> None:
         """Reject numbers of another notation than the table's, and of several signs: nothing fills these in."""

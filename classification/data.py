@@ -9,16 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metricopt_ext.data.decoding import MAX_PIXELS
 from metricopt_ext.data.images import load_image_folder
 from metricopt_ext.data.label_parts import label_parts
-from metricopt_ext.data.labelled import MAX_BYTES, Labelled, Split, Unscaled
+from metricopt_ext.data.labelled import Labelled, Split, Unscaled
 from metricopt_ext.data.precision import check_told_apart, mean_and_spread
 from metricopt_ext.data.reading import Column, Reading
 from metricopt_ext.data.splits import PARTS, Splits, check_fractions
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.checks import check_at_least
-from metricopt_ext.utils.files import existing
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import brief
 
@@ -279,21 +277,13 @@ def ordered(splits: Splits, order: Sequence[str]) -> Splits:
     return replace(changed, class_names=tuple(order))
 
 
-def load_cifar10(
-    root: StrPath,
-    limit_per_class: int | None = None,
-    *,
-    max_bytes: int = MAX_BYTES,
-    max_pixels: int = MAX_PIXELS,
-) -> tuple[Labelled, Labelled]:
+def load_cifar10(root: StrPath, limit_per_class: int | None = None) -> tuple[Labelled, Labelled]:
     """Read the train and test sets of CIFAR-10, 50,000 and 10,000 images of ten classes.
 
     Args:
-        root: Folder that holds either ``cifar-10-batches-py``, or ``train`` and ``test``, each a folder or a ``.zip``
-            of ``<class>/<file>`` images.
+        root: Folder that holds either ``cifar-10-batches-py``, or ``train`` and ``test``, each a folder of
+            ``<class>/<file>`` images.
         limit_per_class: Keep only the first this many of each class in each set; at least 1.
-        max_bytes: As in `load_image_folder`.
-        max_pixels: As in `load_image_folder`.
 
     Returns:
         Train and test, with inputs ``n x 3 x 32 x 32`` uint8 (RGB).
@@ -304,15 +294,7 @@ def load_cifar10(
     check_at_least(1, limit_per_class=limit_per_class)
     if Path(root, "cifar-10-batches-py").is_dir():
         return _cifar10_batches(root, True, limit_per_class), _cifar10_batches(root, False, limit_per_class)
-    train, test = (
-        load_image_folder(
-            existing(Path(root, name), Path(root, f"{name}.zip")),
-            limit_per_class=limit_per_class,
-            max_bytes=max_bytes,
-            max_pixels=max_pixels,
-        )
-        for name in ("train", "test")
-    )
+    train, test = (load_image_folder(Path(root, name), limit_per_class=limit_per_class) for name in ("train", "test"))
     if train.class_names != test.class_names:
         raise DataError(f"{root}: test must have the classes of train {train.class_names}, got {test.class_names}")
     return train, test

@@ -16,17 +16,16 @@ from metricopt_ext.classification.columns import PRESENT, near_names
 from metricopt_ext.data.images import (
     SUFFIXES,
     ImageSize,
-    Limits,
     noting,
     read_images,
     reader,
     stream_images,
 )
-from metricopt_ext.data.labelled import Labelled, check_bytes
+from metricopt_ext.data.labelled import Labelled
 from metricopt_ext.data.own_parts import FOLDERS
 from metricopt_ext.data.reading import Reading
 from metricopt_ext.data.streamed import as_inputs
-from metricopt_ext.data.text_files import DELIMITERS, TEXT_SHARE, content_of, decoded, rows_of_cells
+from metricopt_ext.data.text_files import DELIMITERS, content_of, decoded, rows_of_cells
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import existing, parse_json, walked
 from metricopt_ext.utils.words import brief, counted
@@ -78,12 +77,8 @@ def labels_files(root: Path) -> dict[str, Path]:
     Raises:
         DataError: There is none, or none can be told to be the one that is meant.
     """
-    if root.suffix.lower() == ".zip" and root.is_file():
-        raise DataError(
-            f"{root} is a zip file; unpack it, for data.kind=multilabel reads a folder and its file of labels"
-        )
-    if not root.is_dir():
-        return {WHOLE: existing(root)}
+    if not existing(root).is_dir():
+        return {WHOLE: root}
     inner = [each for each in sorted(root.iterdir()) if each.is_dir() and not each.name.startswith((".", "__"))]
     here = _tables_in(root) or _tables_in(root / "annotations")
     if not here and len(inner) == 1:
@@ -107,7 +102,6 @@ def labels_files(root: Path) -> dict[str, Path]:
 
 def read_labels(
     file: Path,
-    limits: Limits,
     *,
     images: str = "",
     targets: Sequence[str] = (),
@@ -121,7 +115,6 @@ def read_labels(
 
     Args:
         file: The file.
-        limits: What it may take.
         images: The folder of the images; empty for the one beside the file that has its name (without ``instances_``),
             or else the file's own, with what is below it.
         targets: The columns of labels; none for all but the one of names.
@@ -133,21 +126,17 @@ def read_labels(
     """
     folder = existing(images) if images else _folder_of(file)
     read = _read_coco if file.suffix.lower() == ".json" else _read_table
-    found = read(file, folder, limits, targets, separator)
+    found = read(file, folder, targets, separator)
     if len(found.labels) < 2:
         raise DataError(f"{file}: several labels each need two labels at least, got {_few(found.labels) or 'none'}")
     if near := near_names(found.labels):
         raise DataError(f"{file}: of its labels {near[0]}")
-    check_bytes(
-        f"{file}, {counted(len(found.labels), 'label')}", 8 * len(found.images) * len(found.labels), limits["max_bytes"]
-    )
     return found
 
 
 def load_labelled(
     found: Labels,
     names: Sequence[str],
-    limits: Limits,
     size: ImageSize | None = None,
     *,
     stream: bool = False,
@@ -158,7 +147,6 @@ def load_labelled(
     Args:
         found: What `read_labels` returned.
         names: The labels, in the order of the targets' columns.
-        limits: What the images may take.
         size: As in `load_image_folder`.
         stream: As in `load_image_folder`.
         contents: As in `load_image_folder`.
@@ -167,14 +155,14 @@ def load_labelled(
         Inputs ``n x 3 x h x w`` uint8, and which labels each has, ``n x k`` int64.
 
     Raises:
-        DataError: For an unreadable image, unequal sizes without ``size``, or more bytes or pixels than allowed.
+        DataError: For an unreadable image, or unequal sizes without ``size``.
     """
     folder, y = found.folder, found.targets(names)
     if stream:
-        streamed = stream_images(folder, found.images, reader(folder), size, max_pixels=limits["max_pixels"])
+        streamed = stream_images(folder, found.images, reader(folder), size)
         return Labelled(as_inputs(streamed), y, tuple(names))
     read = noting(reader(folder), contents)
-    return Labelled(read_images(folder, found.images, read, size, **limits), y, tuple(names))
+    return Labelled(read_images(folder, found.images, read, size), y, tuple(names))
 
 
 def warn_of_unlabelled(parts: Sequence[Labels]) -> None:
@@ -213,9 +201,8 @@ def check_same_columns(parts: Mapping[str, Labels]) -> None:
             )
 
 
-def _read_table(file: Path, folder: Path, limits: Limits, targets: Sequence[str], separator: str) -> Labels:
-    most = limits["max_bytes"] // TEXT_SHARE
-    text, _ = decoded(file, content_of(existing(file), most), "")
+def _read_table(file: Path, folder: Path, targets: Sequence[str], separator: str) -> Labels:
+    text, _ = decoded(file, content_of(existing(file)), "")
     delimiter = "\t" if file.suffix.lower() == ".tsv" else ""
     (_, header), *rows = rows_of_cells(file, text, delimiter, _name_column(text))[0]
     if repeated := [name for name in header if header.count(name) > 1]:
@@ -380,11 +367,11 @@ def _check_spaces(file: Path, name: str, listed: Sequence[Sequence[str]]) -> Non
             )
 
 
-def _read_coco(file: Path, folder: Path, limits: Limits, targets: Sequence[str], separator: str) -> Labels:
+def _read_coco(file: Path, folder: Path, targets: Sequence[str], separator: str) -> Labels:
     if targets or separator:
         raise DataError(f"{file}: data.targets and data.separator are for CSV; COCO's JSON has categories")
     try:
-        content = parse_json(content_of(existing(file), limits["max_bytes"] // TEXT_SHARE))
+        content = parse_json(content_of(existing(file)))
     except ValueError as error:
         raise DataError(f"cannot read {file} as JSON: {brief(error)}") from error
     try:

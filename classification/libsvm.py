@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from metricopt_ext.data.labelled import MAX_BYTES, Labelled, Table, check_bytes
+from metricopt_ext.data.labelled import Labelled, Table
 from metricopt_ext.data.precision import in_single_precision
 from metricopt_ext.data.reading import Reading
-from metricopt_ext.data.text_files import TEXT_SHARE, content_of
+from metricopt_ext.data.text_files import content_of
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import existing
 from metricopt_ext.utils.text import MARKS, text_of
@@ -28,25 +28,22 @@ QUERY = "qid"  # the query's id in a row of a LIBSVM file
 _CLASSES = 100  # of numbers that are not whole so many may be classes
 
 
-def load_libsvm(
-    paths: StrPath | Sequence[StrPath], num_features: int | None = None, *, max_bytes: int = MAX_BYTES
-) -> Labelled:
+def load_libsvm(paths: StrPath | Sequence[StrPath], num_features: int | None = None) -> Labelled:
     """Read files in LIBSVM (SVMlight) format, gzipped if named ``.gz``, and stack them.
 
     Args:
         paths: One file or several.
         num_features: Number of features d; by default the largest index found.
-        max_bytes: Most bytes of the inputs in memory; of the text, unzipped, a 32nd part of it.
 
     Returns:
         Inputs ``n x d`` float32, and classes numbered in ascending order of their labels in the file (-1 before +1).
 
     Raises:
-        DataError: For a file that is missing or malformed, or has more than d features, or more bytes than allowed; for
+        DataError: For a file that is missing or malformed, or has more than d features; for
             numbers that float32 can't tell apart, or labels that float64 can't, or that are no classes
             but a quantity.
     """
-    return in_single_precision(read_libsvm(paths, num_features, max_bytes=max_bytes))
+    return in_single_precision(read_libsvm(paths, num_features))
 
 
 def read_libsvm(
@@ -55,7 +52,6 @@ def read_libsvm(
     *,
     columns: Sequence[str] = (),
     quantity: bool = False,
-    max_bytes: int = MAX_BYTES,
 ) -> Table:
     """Read files as `load_libsvm` does, with all digits of their numbers.
 
@@ -64,7 +60,6 @@ def read_libsvm(
         num_features: As in `load_libsvm`.
         columns: What else is kept of each row (`Split.columns`): such files have ``qid`` alone, the query's id.
         quantity: Whether the labels are numbers to predict, and no classes; y is then ``n`` float64.
-        max_bytes: As in `load_libsvm`.
 
     Raises:
         DataError: As from `load_libsvm`, and for another column, or a row without its ``qid``.
@@ -74,11 +69,10 @@ def read_libsvm(
     if unknown := [name for name in columns if name != QUERY]:
         raise DataError(f"LIBSVM data has no column {unknown[0]!r} for metric.columns; it may have {QUERY} alone")
     files = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    named, left = ", ".join(map(str, files)), max_bytes // TEXT_SHARE
+    named = ", ".join(map(str, files))
     texts = []
     for file in files:
-        content = content_of(existing(file), left)
-        left -= len(content)
+        content = content_of(existing(file))
         texts.append(text_of(content).encode() if content.startswith((codecs.BOM_UTF8, *MARKS)) else content)
     try:
         loaded = load_svmlight_files(
@@ -111,8 +105,6 @@ def read_libsvm(
         raise DataError(f"{named}: feature values must be finite and below 3.4e38, got {at:g}")
     # float32, at half the memory, where it holds all numbers
     kind: Any = np.float32 if np.array_equal(rounded, entries) else np.float64
-    size = np.dtype(kind).itemsize * rows * features
-    check_bytes(f"{named}, of {rows} rows and {features} features,", size, max_bytes)
     x, above = np.zeros((rows, features), kind), 0
     for part in parts:
         placed = part.tocoo()
@@ -153,18 +145,17 @@ def _query_ids(named: str, ids: Sequence[Array], parts: Sequence[Any]) -> Array:
     return joined
 
 
-def load_a9a(root: StrPath, *, max_bytes: int = MAX_BYTES) -> Labelled:
+def load_a9a(root: StrPath) -> Labelled:
     """Read the two files of a9a (Adult), 48,842 rows of 123 features; class 1 earns more than 50,000.
 
     Args:
         root: Folder of ``a9a`` and ``a9a.t``, each gzipped (``.gz``) or not.
-        max_bytes: As in `load_libsvm`.
 
     Raises:
         DataError: For a missing or malformed file.
     """
     files = [existing(Path(root, name), Path(root, f"{name}.gz")) for name in ("a9a", "a9a.t")]
-    return load_libsvm(files, 123, max_bytes=max_bytes)
+    return load_libsvm(files, 123)
 
 
 def _bad_row(files: Sequence[StrPath], texts: Sequence[bytes]) -> str:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.classification.targets import IGNORED
-from metricopt_ext.data.decoding import MAX_PIXELS, opened, upright
+from metricopt_ext.data.decoding import opened, upright
 from metricopt_ext.data.images import SUFFIXES, height_and_width, read_images, reader
-from metricopt_ext.data.labelled import MAX_BYTES, Labelled, check_bytes
+from metricopt_ext.data.labelled import Labelled
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import existing
 from metricopt_ext.utils.words import brief, counted
@@ -20,22 +20,13 @@ from metricopt_ext.utils.words import brief, counted
 IMAGES, MASKS = ("images", "JPEGImages"), ("masks", "SegmentationClass")  # names of the two folders
 
 
-def load_masks(
-    root: str | os.PathLike[str],
-    image_size: int | None = None,
-    classes: int = 0,
-    *,
-    max_bytes: int = MAX_BYTES,
-    max_pixels: int = MAX_PIXELS,
-) -> Labelled:
+def load_masks(root: str | os.PathLike[str], image_size: int | None = None, classes: int = 0) -> Labelled:
     """Read ``images`` and ``masks``, or VOC's ``JPEGImages`` and ``SegmentationClass``, paired by their files' stems.
 
     Args:
         root: The folder of both.
         image_size: Height and width to resize to, label maps without mixing; None if all have the same size.
         classes: How many classes there are, at least as many as the largest number says; 0 for so many.
-        max_bytes: Most bytes of all images in memory, and of all label maps.
-        max_pixels: Most pixels of an image as it is stored.
 
     Returns:
         Inputs ``n x 3 x h x w`` uint8, and the class of each pixel, ``n x h x w`` int64 in 0..c-1, or 255 for one that
@@ -43,8 +34,7 @@ def load_masks(
 
     Raises:
         DataError: For a missing folder, label maps without an image, a map in colours or of another size than its
-            image, unequal sizes without ``image_size``, fewer than two classes or more than ``classes``, or more bytes
-            or pixels than allowed.
+            image, unequal sizes without ``image_size``, or fewer than two classes or more than ``classes``.
     """
     path = existing(root)
     folders = [_folder(path, names) for names in (IMAGES, MASKS)]
@@ -64,9 +54,8 @@ def load_masks(
         )
     stems = sorted(masks)
     names = [images[stem] for stem in stems]
-    x = read_images(folders[0], names, reader(folders[0]), image_size, max_bytes=max_bytes, max_pixels=max_pixels)
-    check_bytes(f"{folders[1]}, {counted(len(stems), 'label map')}", 8 * len(x) * x.shape[-2:].numel(), max_bytes)
-    y = torch.stack([_map(folders[1] / masks[stem], folders[0] / images[stem], x, max_pixels) for stem in stems])
+    x = read_images(folders[0], names, reader(folders[0]), image_size)
+    y = torch.stack([_map(folders[1] / masks[stem], folders[0] / images[stem], x) for stem in stems])
     found = y[y != IGNORED].unique()
     if len(found) < 2:
         raise DataError(f"{folders[1]}: label maps must hold two classes, got {found.tolist()}")
@@ -93,12 +82,12 @@ def _by_stem(folder: Path) -> dict[str, str]:
     return found
 
 
-def _map(path: Path, image_path: Path, x: Tensor, max_pixels: int) -> Tensor:
+def _map(path: Path, image_path: Path, x: Tensor) -> Tensor:
     """One label map, ``h x w`` int64, in the size of the images as they were read."""
     from PIL import Image
 
     try:
-        with opened(reader(path.parent)(path.name), max_pixels) as image:
+        with opened(path.read_bytes()) as image:
             if image.format in ("JPEG", "MPO"):
                 raise DataError("it is a JPEG, which gives pixels at edges other classes; save it as PNG")
             if image.mode not in ("1", "L", "P", "I", "I;16"):
@@ -106,7 +95,7 @@ def _map(path: Path, image_path: Path, x: Tensor, max_pixels: int) -> Tensor:
             shown = np.asarray(upright(image)).astype(np.int64)
     except (DataError, OSError, ValueError) as error:
         raise DataError(f"cannot read {path} as a label map: {brief(error)}") from error
-    height, width = height_and_width(image_path.parent, image_path.name, reader(image_path.parent), max_pixels)
+    height, width = height_and_width(image_path.parent, image_path.name, reader(image_path.parent))
     if shown.shape != (height, width):
         turned = shown.shape == (width, height)
         raise DataError(

@@ -12,12 +12,12 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import StartLine
 from metricopt_ext.classification.predictions import output_of, predict
 from metricopt_ext.classification.targets import Target
-from metricopt_ext.data.labelled import MAX_BYTES
 from metricopt_ext.methods.prior_starts import offset_line, prior_offsets
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
 
+KEPT_BYTES = 4 << 30  # of scores
 REACH = 4.0  # logits, to each side, of the first round
 STRONGEST = 2.0  # strength of logit adjustment
 
@@ -149,7 +149,7 @@ def tune_offsets(
     In each round each class's offset in turn takes the best of evenly spaced values around its own, up to 4 logits away
     in the first round and half as far in each further one. Each value tried is one query, the model as it is the first;
     an offset's own value, the middle one if ``points`` is odd, is not tried again. The metric sees scores that are
-    kept: the model runs once on data in memory, unless the scores of ``x`` take more than `MAX_BYTES`, as of pixels.
+    kept: the model runs once on data in memory, unless the scores of ``x`` take more than `KEPT_BYTES`, as of pixels.
 
     Args:
         task: Its model, at phi = 0, is judged by its metric.
@@ -168,7 +168,7 @@ def tune_offsets(
     logits = output_of(original(x[:1]))
     if logits.dim() == 1:
         return None
-    small = logits.nbytes * len(x) <= MAX_BYTES  # maps of many classes may not be
+    small = logits.nbytes * len(x) <= KEPT_BYTES  # maps of many classes may not be
     model = Remembered(original) if small else original
     steps = [REACH * (2 * i / (points - 1) - 1) for i in range(points) if 2 * i != points - 1]
 

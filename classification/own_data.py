@@ -31,7 +31,7 @@ from metricopt_ext.classification.labelled_images import (
 )
 from metricopt_ext.classification.libsvm import read_libsvm
 from metricopt_ext.classification.tables import read_csv
-from metricopt_ext.data.images import ImageSize, Limits, load_image_folder
+from metricopt_ext.data.images import ImageSize, load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split, Table, Unscaled
 from metricopt_ext.data.own_parts import (
     digests_of_files,
@@ -48,16 +48,13 @@ from metricopt_ext.utils.named import named
 from metricopt_ext.utils.words import brief, counted
 
 
-def own_parts(
-    data: DataConfig, limits: Limits, seed: int, size: ImageSize | None, columns: Sequence[str] = ()
-) -> Splits | None:
+def own_parts(data: DataConfig, seed: int, size: ImageSize | None, columns: Sequence[str] = ()) -> Splits | None:
     """Read parts of one's own; None if the settings name none, and ``data.root`` is no folder that holds them.
 
     Validation that is not given is held out from train, test from validation, class by class.
 
     Args:
         data: The settings.
-        limits: What the files may take.
         seed: Draws what is held out.
         size: The size of images, as `load_image_folder` takes it.
         columns: What the metric is given besides (`Split.columns`).
@@ -84,20 +81,20 @@ def own_parts(
     if not paths:
         return None
     if data.name == "arrays":
-        parts, names, found = array_parts(paths, limits)
+        parts, names, found = array_parts(paths)
     elif isinstance(data, LabelledImagesConfig):
-        parts, names, found = labelled_image_parts(data, paths, limits, size)
+        parts, names, found = labelled_image_parts(data, paths, size)
     elif isinstance(data, ImageFolderConfig):
-        parts, names, found = image_parts(paths, limits, size, data.stream)
+        parts, names, found = image_parts(paths, size, data.stream)
     else:
-        parts, names, found = table_parts(data, paths, limits, columns)
+        parts, names, found = table_parts(data, paths, columns)
     if without_classes:
         found = replace(found, found=f"{found.found}; not read, as it has no classes: {without_classes[0].name}")
     return completed(parts, names, found, data.fractions, seed)
 
 
 def image_parts(
-    paths: Mapping[str, Path], limits: Limits, size: ImageSize | None, stream: bool = False
+    paths: Mapping[str, Path], size: ImageSize | None, stream: bool = False
 ) -> tuple[dict[str, Split], tuple[str, ...], Reading]:
     """Read a folder of images, ``<class>/<file>``, for each part; their classes are compared by name.
 
@@ -108,7 +105,7 @@ def image_parts(
     contents: dict[str, dict[str, str]] = {}
     for name, path in paths.items():
         digests: dict[str, str] = {}
-        loaded[name] = load_image_folder(path, size, contents=digests, stream=stream, **limits)
+        loaded[name] = load_image_folder(path, size, contents=digests, stream=stream)
         contents[name] = {str(path / file): digest for file, digest in digests.items()}
     classes = same_classes({name: part.class_names for name, part in loaded.items()})
     warn_of_copies(contents)
@@ -118,21 +115,21 @@ def image_parts(
 
 
 def labelled_image_parts(
-    data: LabelledImagesConfig, paths: Mapping[str, Path], limits: Limits, size: ImageSize | None
+    data: LabelledImagesConfig, paths: Mapping[str, Path], size: ImageSize | None
 ) -> tuple[dict[str, Split], tuple[str, ...], Reading]:
     """Read a file of labels and its images for each part; the labels are compared by name.
 
     Returns:
         The parts, the labels' names, and what was read.
     """
-    read = {name: read_one(data, path, limits) for name, path in paths.items()}
+    read = {name: read_one(data, path) for name, path in paths.items()}
     check_same_columns(read)
     labels = same_classes({name: each.labels for name, each in read.items()})
     contents: dict[str, dict[str, str]] = {}
     parts: dict[str, Split] = {}
     for name, each in read.items():
         digests: dict[str, str] = {}
-        parts[name] = load_labelled(each, labels, limits, size, stream=data.stream, contents=digests)
+        parts[name] = load_labelled(each, labels, size, stream=data.stream, contents=digests)
         contents[name] = {str(each.folder / file): digest for file, digest in digests.items()}
     if data.stream:  # which has read none
         files = {name: [each.folder / file for file in each.images] for name, each in read.items()}
@@ -142,15 +139,15 @@ def labelled_image_parts(
     return parts, labels, reading_of(read, labels)
 
 
-def labelled_images(data: LabelledImagesConfig, limits: Limits, size: ImageSize | None) -> tuple[Labelled, Reading]:
+def labelled_images(data: LabelledImagesConfig, size: ImageSize | None) -> tuple[Labelled, Reading]:
     """Read the file of labels that ``data.root`` is or holds, and its images, which are yet to be divided."""
-    found = read_one(data, Path(data.root), limits)
-    whole = load_labelled(found, found.labels, limits, size, stream=data.stream)
+    found = read_one(data, Path(data.root))
+    whole = load_labelled(found, found.labels, size, stream=data.stream)
     warn_of_unlabelled([found])
     return whole, reading_of({WHOLE: found}, found.labels)
 
 
-def read_one(data: LabelledImagesConfig, path: Path, limits: Limits) -> Labels:
+def read_one(data: LabelledImagesConfig, path: Path) -> Labels:
     """Read the one file of labels that a path is or holds.
 
     Raises:
@@ -160,17 +157,17 @@ def read_one(data: LabelledImagesConfig, path: Path, limits: Limits) -> Labels:
     if WHOLE not in files:
         shown = " and ".join(map(str, files.values()))
         raise DataError(f"{path} has a file of labels for each part, {shown}; name the one that is meant")
-    return read_labels(files[WHOLE], limits, images=data.images, targets=data.targets, separator=data.separator)
+    return read_labels(files[WHOLE], images=data.images, targets=data.targets, separator=data.separator)
 
 
-def array_parts(paths: Mapping[str, Path], limits: Limits) -> tuple[dict[str, Split], tuple[str, ...], Reading]:
+def array_parts(paths: Mapping[str, Path]) -> tuple[dict[str, Split], tuple[str, ...], Reading]:
     """Read the arrays of each part, of a file each, or all of one file.
 
     Returns:
         The parts, the classes' names, and what was read.
     """
     names = [name if name in parts_in(path) else "" for name, path in paths.items()]
-    read = read_arrays(list(paths.values()), names, max_bytes=limits["max_bytes"])
+    read = read_arrays(list(paths.values()), names)
     return _arrays_together(dict(zip(paths, read, strict=True)), paths)
 
 
@@ -271,14 +268,14 @@ def _check_one_white(parts: Mapping[str, Tensor], paths: Mapping[str, object]) -
 
 
 def table_parts(
-    data: PartsConfig, paths: Mapping[str, Path], limits: Limits, columns: Sequence[str] = ()
+    data: PartsConfig, paths: Mapping[str, Path], columns: Sequence[str] = ()
 ) -> tuple[dict[str, Split], tuple[str, ...], Reading]:
     """Read a table for each part as one: a column is of one kind in all, and has the values of all.
 
     Returns:
         The parts, the classes' names, and what was read.
     """
-    whole = read_table(data, list(map(str, paths.values())), limits, columns)
+    whole = read_table(data, list(map(str, paths.values())), columns)
     divided = torch.arange(len(whole)).split([len(rows) for rows in whole.rows])
     parts = {name: whole.take(rows) for name, rows in zip(paths, divided, strict=True)}
     names = whole.class_names
@@ -293,11 +290,11 @@ def table_parts(
     return {**parts}, names, replace(whole.reading, found=f"{whole.reading.found} ({said})")
 
 
-def read_table(data: DataConfig, paths: Sequence[str], limits: Limits, columns: Sequence[str] = ()) -> Table:
+def read_table(data: DataConfig, paths: Sequence[str], columns: Sequence[str] = ()) -> Table:
     """Read one table from files, as the settings say, with the columns that the metric is given."""
     quantity = data.kind == "regression"
     if not isinstance(data, TableConfig):
-        return read_libsvm(paths, columns=columns, quantity=quantity, max_bytes=limits["max_bytes"])
+        return read_libsvm(paths, columns=columns, quantity=quantity)
     return read_csv(
         paths,
         data.target,
@@ -311,7 +308,6 @@ def read_table(data: DataConfig, paths: Sequence[str], limits: Limits, columns: 
         encoding=data.encoding,
         missing=bool(data.missing),
         max_categories=data.max_categories,
-        max_bytes=limits["max_bytes"],
     )
 
 

@@ -35,7 +35,7 @@ from metricopt_ext.classification.own_data import labelled_images, own_parts, re
 from metricopt_ext.classification.published import cropped, mean_and_std, published
 from metricopt_ext.classification.shift import long_tail, shift_class_ratio
 from metricopt_ext.classification.targets import Target
-from metricopt_ext.data.images import Limits, load_image_folder
+from metricopt_ext.data.images import load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split, Table, Unscaled
 from metricopt_ext.data.named_model import preprocessing_of
 from metricopt_ext.data.precision import check_told_apart
@@ -46,17 +46,17 @@ from metricopt_ext.utils.config import config_section
 from metricopt_ext.utils.seeding import generator
 
 SKLEARN_SETS = ("breast_cancer", "diabetes", "digits", "iris", "wine")
-# by the settings, the bounds and the columns that the metric is given
-LOADERS: dict[str, Callable[[DataConfig, Limits, Sequence[str]], Labelled | Table]] = {
-    "a9a": lambda data, limits, _: load_a9a(data.root, max_bytes=limits["max_bytes"]),
-    "arrays": lambda data, limits, _: read_arrays([Path(data.root)], max_bytes=limits["max_bytes"])[0],
-    "csv": lambda data, limits, columns: read_table(data, [data.root], limits, columns),
-    "image_folder": lambda data, limits, _: load_image_folder(data.root, size_of(data), stream=streams(data), **limits),
-    "segmentation": lambda data, limits, _: load_masks(
-        data.root, data.image_size or None, data.classes if isinstance(data, MasksConfig) else 0, **limits
+# by the settings and the columns that the metric is given
+LOADERS: dict[str, Callable[[DataConfig, Sequence[str]], Labelled | Table]] = {
+    "a9a": lambda data, _: load_a9a(data.root),
+    "arrays": lambda data, _: read_arrays([Path(data.root)])[0],
+    "csv": lambda data, columns: read_table(data, [data.root], columns),
+    "image_folder": lambda data, _: load_image_folder(data.root, size_of(data), stream=streams(data)),
+    "segmentation": lambda data, _: load_masks(
+        data.root, data.image_size or None, data.classes if isinstance(data, MasksConfig) else 0
     ),
-    "libsvm": lambda data, limits, columns: read_table(data, [data.root], limits, columns),
-    **{name: lambda data, limits, _, name=name: load_sklearn(name) for name in SKLEARN_SETS},  # type: ignore[misc]
+    "libsvm": lambda data, columns: read_table(data, [data.root], columns),
+    **{name: lambda data, _, name=name: load_sklearn(name) for name in SKLEARN_SETS},  # type: ignore[misc]
 }
 
 
@@ -156,14 +156,14 @@ def train_subset(splits: Splits, seed: int) -> Split:
 
 
 def _divided(config: ClassificationConfig, seed: int) -> Splits:
-    data, limits, weights = config.data, config.limits, published(config.model.name, config.model.weights)
+    data, weights = config.data, published(config.model.name, config.model.weights)
     if data.name not in (*LOADERS, "cifar10") and not isinstance(data, OwnDataConfig):
         raise ConfigError(
             f"data.name={data.name!r} is none of cifar10, {', '.join(LOADERS)}; name your own function as"
             " MODULE:FUNCTION"
         )
     size = cropped(weights) if weights else size_of(data)
-    if (own := own_parts(data, limits, seed, size, config.metric_columns)) is not None:
+    if (own := own_parts(data, seed, size, config.metric_columns)) is not None:
         return own
     if data.name not in SKLEARN_SETS and not data.root:
         raise ConfigError(
@@ -171,21 +171,21 @@ def _divided(config: ClassificationConfig, seed: int) -> Splits:
             + (", or data.train=PATH and data.val or data.test" if isinstance(data, PartsConfig) else "")
         )
     if data.name == "cifar10":
-        train, test = load_cifar10(data.root, **limits)
+        train, test = load_cifar10(data.root)
         rest, validation = hold_out(train, data.validation_size, seed)
         return Splits(rest, validation, test, train.class_names)
     if isinstance(data, LabelledImagesConfig):
-        images, reading = labelled_images(data, limits, size)
+        images, reading = labelled_images(data, size)
         parts = split(images.x, images.y, data.fractions, seed, class_names=images.class_names)
         return replace(parts, reading=reading)
     if weights is None:
-        whole = LOADERS[data.name](data, limits, config.metric_columns)
+        whole = LOADERS[data.name](data, config.metric_columns)
         if isinstance(whole, Table):
             rows = Unscaled(whole.x, whole.y, columns=whole.columns)
             parts = divided(rows, whole.class_names, data.fractions, seed)
             return replace(parts, reading=whole.reading)
     else:
-        whole = load_image_folder(data.root, cropped(weights), stream=streams(data), **limits)
+        whole = load_image_folder(data.root, cropped(weights), stream=streams(data))
     return split(whole.x, whole.y, data.fractions, seed, class_names=whole.class_names)
 
 

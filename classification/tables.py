@@ -11,12 +11,12 @@ import numpy.typing as npt
 import torch
 
 from metricopt_ext.classification.columns import Columns, class_labels, too_many
-from metricopt_ext.data.labelled import MAX_BYTES, Labelled, Table, check_bytes
+from metricopt_ext.data.labelled import Labelled, Table
 from metricopt_ext.data.numerals import plain_number
 from metricopt_ext.data.parquet import PARQUET, parquet_cells
 from metricopt_ext.data.precision import in_single_precision
 from metricopt_ext.data.reading import Column, Reading
-from metricopt_ext.data.text_files import TEXT_SHARE, content_of, decoded, rows_of_cells
+from metricopt_ext.data.text_files import content_of, decoded, rows_of_cells
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import existing
 from metricopt_ext.utils.words import brief, counted
@@ -56,7 +56,6 @@ def read_csv(
     encoding: str = "",
     missing: bool = False,
     max_categories: int = 100,
-    max_bytes: int = MAX_BYTES,
 ) -> Table:
     """Read a table with a header row; numeric columns are kept, each other column becomes one 0/1 column per value.
 
@@ -85,21 +84,20 @@ def read_csv(
         encoding: Any of Python's. Empty: UTF-8, or UTF-16 if it begins with the mark of that.
         missing: Whether missing numbers, and what is none in a numeric column, become NaN instead of an error.
         max_categories: Maximum number of values in a text column, or of classes in the target.
-        max_bytes: Most bytes of the inputs in memory; of the file a 32nd part of it.
 
     Returns:
         Numbers with all their digits, ``n x d``, NaN where missing, and classes named by their values.
 
     Raises:
         DataError: For a missing or malformed file, a name not in the header or a column without a name, a missing
-            number or one that can't be read, a column that mixes notations, a missing label, a column with too many
-            values, or more bytes than allowed.
+            number or one that can't be read, a column that mixes notations, a missing label, or a column with too many
+            values.
     """
     files = [path] if isinstance(path, str | os.PathLike) else list(path)
     path = ", ".join(map(str, files))
     targets = list(targets) or [target]
     asked = [*targets[1:], *drop, *categories, *columns]
-    header, rows, sizes, found = _joined(files, targets[0], asked, delimiter, encoding, max_bytes)
+    header, rows, sizes, found = _joined(files, targets[0], asked, delimiter, encoding)
     lines = [line for line, _ in rows]
     cells = list(zip(header, zip(*(row for _, row in rows), strict=True), strict=True))
     del rows
@@ -110,7 +108,7 @@ def read_csv(
         labels[target], names_of_classes = class_labels(
             path, target, named[target], lines, header, target in categories
         )
-    read = Columns(path, lines, decimal, missing, max_categories, max_bytes)
+    read = Columns(path, lines, decimal, missing, max_categories)
     y = np.zeros(0)
     if quantity:
         y, labels[target] = read.quantity(target, named[target])
@@ -146,8 +144,6 @@ def read_csv(
     with np.errstate(over="ignore"):
         exact = all(part.dtype == bool or np.array_equal(part.astype(np.float32), part) for part in features)
     kind: Any = np.float32 if exact else np.float64
-    size = np.dtype(kind).itemsize * read.width * len(y)
-    check_bytes(f"{path}, of {len(lines)} rows and {read.width} features,", size, max_bytes)
     x = np.concatenate(features, axis=1, dtype=kind)
     found = f"{found}, decimal {'comma' if decimal == ',' else 'point'}, {counted(len(lines), 'row')}"
     rows_by_file = tuple(tuple(map(str, part)) for part in _divided(lines, sizes))
@@ -157,17 +153,15 @@ def read_csv(
 
 
 def _joined(
-    files: Sequence[StrPath], target: str, named: Sequence[str], delimiter: str, encoding: str, max_bytes: int
+    files: Sequence[StrPath], target: str, named: Sequence[str], delimiter: str, encoding: str
 ) -> tuple[list[str], list[tuple[int | str, list[str]]], list[int], str]:
     """The header, the rows of all files with their numbers, how many each file has, and what they are written in."""
     header: list[str] = []
     joined: list[tuple[int | str, list[str]]] = []
     sizes: list[int] = []
     found: list[str] = []
-    left = max_bytes // TEXT_SHARE
     for path in files:
-        (_, own), *rows, how, taken = _one_file(path, target, delimiter, encoding, left)
-        left -= taken
+        (_, own), *rows, how = _one_file(path, target, delimiter, encoding)
         _check_header(path, own, target, named)
         header = header or own
         if sorted(own) != sorted(header) or (own != header and len({*own}) < len(own)):
@@ -185,17 +179,16 @@ def _joined(
     return header, joined, sizes, "; ".join(dict.fromkeys(found))
 
 
-def _one_file(path: StrPath, target: str, delimiter: str, encoding: str, most: int) -> tuple[Any, ...]:
-    """The header and the rows of a file, each with its number; then what it is written in, and its size in bytes."""
+def _one_file(path: StrPath, target: str, delimiter: str, encoding: str) -> tuple[Any, ...]:
+    """The header and the rows of a file, each with its number; then what it is written in."""
     if Path(path).suffix.lower() in PARQUET:
-        rows = parquet_cells(existing(path), most)
+        rows = parquet_cells(existing(path))
         if len(rows) < 2:
             raise DataError(f"{path} must hold at least one row, got none")
-        return (*rows, "Parquet", sum(len(cell) for _, row in rows for cell in row))
-    content = content_of(existing(path), most)
-    text, encoding = decoded(path, content, encoding)
+        return (*rows, "Parquet")
+    text, encoding = decoded(path, content_of(existing(path)), encoding)
     lines, delimiter = rows_of_cells(path, text, delimiter, target)
-    return (*lines, f"{encoding}, cells parted by {delimiter!r}", len(content))
+    return (*lines, f"{encoding}, cells parted by {delimiter!r}")
 
 
 def _divided(rows: Sequence[Any], sizes: Sequence[int]) -> list[Sequence[Any]]:

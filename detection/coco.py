@@ -13,7 +13,7 @@ from metricopt_ext.detection.coco_tables import read_found, read_truth
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
 from metricopt_ext.detection.tables import Kind
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.files import JSON_BYTES, write_atomically
+from metricopt_ext.utils.files import write_atomically
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,6 @@ def read_coco(
     *,
     dtype: torch.dtype = torch.float32,
     kind: Kind = "bbox",
-    max_bytes: int = JSON_BYTES,
 ) -> CocoSet:
     """Read annotated images in COCO's format: images and classes in the order of their ids, as in pycocotools.
 
@@ -54,10 +53,9 @@ def read_coco(
         images_dir: Folder of the images; None if only the boxes are needed; the images are then not looked for.
         dtype: Type of the boxes; float64 keeps all decimals of the file.
         kind: ``"segm"`` or ``"keypoints"`` to read these, too: `Annotated.shapes`. Boxes without area then stay.
-        max_bytes: Most bytes of the JSON file, which takes up to 25 times as much memory.
 
     Raises:
-        DataError: The file is truncated, too large, not JSON of this format or without images; an id is duplicate or
+        DataError: The file is truncated, not JSON of this format or without images; an id is duplicate or
             unknown; a box or size is not a number; an image is missing; a mask or keypoints can't be compared.
     """
 
@@ -70,9 +68,7 @@ def read_coco(
 
     none = torch.zeros(0, dtype=torch.bool)
     nothing = torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), none, none
-    table = read_truth(
-        annotations, images_dir, kind=kind, max_bytes=max_bytes, size_of=None if images_dir is None else size_of
-    )
+    table = read_truth(annotations, images_dir, kind=kind, size_of=None if images_dir is None else size_of)
     counts = np.bincount(table.places, minlength=len(table)).tolist()
     boxes, labels, crowd, difficult, areas = (
         torch.from_numpy(each).split(counts)
@@ -108,7 +104,6 @@ def read_detections(
     *,
     kind: Kind = "bbox",
     ignore_unknown_classes: bool = False,
-    max_bytes: int = JSON_BYTES,
 ) -> list[Detections]:
     """Read COCO's results format: a list of ``{image_id, category_id, bbox: [x, y, width, height], score}``.
 
@@ -123,16 +118,15 @@ def read_detections(
         kind: ``"segm"`` or ``"keypoints"`` to read these, too: `Detections.shapes`.
         ignore_unknown_classes: Whether detections of classes that the set does not have are left out, with one warning
             that counts them, rather than refused.
-        max_bytes: Most bytes of the JSON file, which takes up to 25 times as much memory.
 
     Returns:
         The detections in each image of the set, in float64 and in the file's order.
 
     Raises:
-        DataError: The file is truncated, too large or not a list in this format, has an unknown or ambiguous image or
+        DataError: The file is truncated or not a list in this format, has an unknown or ambiguous image or
             category, a box or score that is not a finite number, or boxes of another kind (`box_kinds`).
     """
-    table = read_found(results, dataset, kind=kind, ignore_unknown_classes=ignore_unknown_classes, max_bytes=max_bytes)
+    table = read_found(results, dataset, kind=kind, ignore_unknown_classes=ignore_unknown_classes)
     counts = np.bincount(table.places, minlength=len(table)).tolist()
     parts = [torch.from_numpy(each).split(counts) for each in (table.boxes, table.scores, table.labels, table.areas)]
     ends = np.cumsum(counts).tolist()

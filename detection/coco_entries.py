@@ -115,18 +115,13 @@ class Objects(Entries):
     def shapes(self, kind: Kind, images: Integers, ids: Sequence[Id], sizes: Integers) -> list[Any] | None:
         if kind == "bbox":
             return None
-        from metricopt_ext.data.labelled import MAX_BYTES
-
-        shapes, size = list[Any](), 0
+        shapes = list[Any]()
         for (entry, where), place in zip(self.entries, images.tolist(), strict=True):
             if place < 0:
                 shapes.append(None)
                 continue
             width, height = sizes[place].tolist()
             shapes.append(_shape(entry, where, kind, ids[place], width, height))
-            size += len(shapes[-1]["counts"]) if kind == "segm" else 0
-            if size > MAX_BYTES:  # polygons take less in the file
-                raise DataError(f"{where}: the masks so far take more than {MAX_BYTES} bytes")
         return shapes
 
     @override

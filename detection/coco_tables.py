@@ -39,7 +39,7 @@ from metricopt_ext.detection.tables import (
     as_objects,
 )
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.files import JSON_BYTES, parse_json, read_bounded
+from metricopt_ext.utils.files import parse_json
 from metricopt_ext.utils.words import brief, counted
 
 NAMED = 5  # images listed in a warning
@@ -54,7 +54,6 @@ def read_truth(
     *,
     kind: Kind = "bbox",
     strict: bool = False,
-    max_bytes: int = JSON_BYTES,
     size_of: Size | None = None,
 ) -> TruthTable:
     """Read annotated images; see `coco.read_coco`.
@@ -65,13 +64,12 @@ def read_truth(
         kind: What is compared.
         strict: Count what pycocotools counts: boxes without area, those of another kind, and of several annotations
             with one id the last, as often as there are such; one with the id 0 can't be hit.
-        max_bytes: Most bytes of the JSON file.
         size_of: Returns the width and height of an image, by its id and file; asked where the JSON file tells none.
 
     Raises:
         DataError: As `coco.read_coco`.
     """
-    content, entries = _annotations(Path(annotations), kind, max_bytes)
+    content, entries = _annotations(Path(annotations), kind)
     wrong = [key for key in ("images", "annotations", "categories") if not isinstance(get(content, key), list)]
     if wrong == ["categories"] and any(get(each, "caption") is not None for each in content["annotations"]):
         raise DataError(f"{annotations} has captions, and no boxes; COCO's boxes are in instances_*.json")
@@ -185,7 +183,6 @@ def read_found(
     kind: Kind = "bbox",
     ignore_unknown_classes: bool = False,
     strict: bool = False,
-    max_bytes: int = JSON_BYTES,
 ) -> FoundTable:
     """Read detections; see `coco.read_detections`.
 
@@ -195,13 +192,12 @@ def read_found(
         kind: What is compared.
         ignore_unknown_classes: Whether detections of classes that the set does not have are left out.
         strict: Take boxes as they are, as pycocotools does, whatever kind they seem to be of.
-        max_bytes: Most bytes of the JSON file.
 
     Raises:
         DataError: As `coco.read_detections`.
     """
     truth = TruthTable.of(dataset)
-    entries = _detections(Path(results), kind, max_bytes)
+    entries = _detections(Path(results), kind)
     image_ids, ways = entries.distinct("image_id"), image_ways(truth.image_ids, truth.names)
     at = choose(ways, image_ids, "image_id", "; image_id is the image's id or the name of its file")
     labels, other_labels = _labels(entries, truth, str(results), ignore_unknown_classes)
@@ -264,9 +260,9 @@ class _Results:
         return table.take(rows[self.labels[rows] >= 0])
 
 
-def _annotations(path: Path, kind: Kind, max_bytes: int) -> tuple[Any, Entries]:
+def _annotations(path: Path, kind: Kind) -> tuple[Any, Entries]:
     """What a file of annotations holds, and its annotations, none where they are no list."""
-    data, what = _read(path, max_bytes), f"{path}: annotation"
+    data, what = _read(path), f"{path}: annotation"
     if kind == "bbox" and find_spec("msgspec") is not None:
         from metricopt_ext.detection.coco_columns import annotations_of
 
@@ -278,8 +274,8 @@ def _annotations(path: Path, kind: Kind, max_bytes: int) -> tuple[Any, Entries]:
     return content, Objects(listed if isinstance(listed, list) else [], what)
 
 
-def _detections(path: Path, kind: Kind, max_bytes: int) -> Entries:
-    data, what = _read(path, max_bytes), f"{path}: detection"
+def _detections(path: Path, kind: Kind) -> Entries:
+    data, what = _read(path), f"{path}: detection"
     if kind == "bbox" and find_spec("msgspec") is not None:
         from metricopt_ext.detection.coco_columns import detections_of
 
@@ -291,13 +287,10 @@ def _detections(path: Path, kind: Kind, max_bytes: int) -> Entries:
     return Objects(content, what)
 
 
-def _read(path: Path, max_bytes: int) -> bytes:
+def _read(path: Path) -> bytes:
     if not path.is_file():
         raise DataError(f"{path} does not exist")
-    try:
-        return read_bounded(path, max_bytes)
-    except ValueError as error:
-        raise DataError(f"{path} is truncated or not JSON ({brief(error)})") from error
+    return path.read_bytes()
 
 
 def _parsed(path: Path, data: bytes) -> Any:

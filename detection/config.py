@@ -49,7 +49,7 @@ class DataConfig:
 class FilesConfig(DataConfig):
     """Images and annotations in files (data.name=coco or yolo)."""
 
-    # voc: the tree, or a zip file of it; coco: the folder of the images, or of their folders; yolo: data.yaml's folder
+    # voc: the tree; coco: the folder of the images, or of their folders; yolo: data.yaml's folder
     root: str = ""
     # voc: names of image lists; coco: annotation files; all: names of the parts' folders, or of data.yaml's parts. An
     # empty second or third one: validation or test is held out from train
@@ -242,7 +242,7 @@ class DetectionConfig(RunConfig):
         return kinds[0] if kinds else "bbox"
 
     def data_files(self) -> list[Path]:
-        """Return the trees or zip files of the data, or the annotation files and the folder of the images."""
+        """Return the trees of the data, or the annotation files and the folder of the images."""
         data = self.data
         if not isinstance(data, FilesConfig):
             return []

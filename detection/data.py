@@ -18,6 +18,7 @@ from metricopt_ext.detection.task import load_examples
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc import read_voc
 from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.utils.files import existing
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
 
@@ -73,7 +74,7 @@ def load_splits(config: DetectionConfig, seed: int, folder: Path) -> DetectionSp
             digests_of_files({name: files_of(part) for name, part in zip(PARTS, drawn, strict=True)}), "image"
         )
     size, stream = config.data.size or None, config.data.stream
-    train, validation, test = (load_examples(part, size, stream=stream, **config.limits) for part in drawn)
+    train, validation, test = (load_examples(part, size, stream=stream) for part in drawn)
     numbers = category_ids_of(read["train"]) if read["train"].classes == tuple(classes) else ()
     return DetectionSplits(classes, train, validation, test, numbers, found)
 
@@ -92,8 +93,8 @@ def with_classes(data: DetectionSet, classes: Sequence[str]) -> DetectionSet:
 
 
 def files_of(part: DetectionSet) -> list[Path]:
-    """Return the files of the images that are not in a zip file."""
-    return [image.path for image in part.images if image.archive is None]
+    """Return the files of the images."""
+    return [image.path for image in part.images]
 
 
 def _learned_from(image: Annotated) -> Tensor:
@@ -129,10 +130,9 @@ def _found(data: FilesConfig) -> dict[str, Part]:
     """Where the parts of a root are."""
     if not data.root:
         raise ConfigError(
-            f"data.name={data.name} needs data.root=PATH, its folder or, for voc, zip file, or data.train=PATH and"
-            " data.val or data.test"
+            f"data.name={data.name} needs data.root=PATH, its folder, or data.train=PATH and data.val or data.test"
         )
-    root = Path(data.root)
+    root = existing(data.root)
     if tuple(data.splits) == SPLITS and is_whole(root, data.name):
         return {"train": part_at(root, data.name)}
     named = {name: split for name, split in zip(PARTS, data.splits, strict=True) if split}

@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
 
 from metricopt_ext.detection.ap50 import told_cut
 from metricopt_ext.detection.coco_tables import read_found, read_truth
@@ -74,11 +73,6 @@ def read_annotations(
 
     path, split, classes = arguments.annotations, arguments.split, arguments.classes or classes
     if not is_coco(path):
-        if path.is_file() and not is_zipfile(path):
-            raise DataError(
-                f"{path} is neither COCO's .json file nor a folder or complete zip file in Pascal VOC's format; unpack"
-                " or rename it"
-            )
         if path.is_dir() and (part := part_in(path, split)) is not None and not as_usual(part):
             if classes is not None and part.kind != "voc":
                 raise DataError(f"--classes is for VOC's format; {path} is in {part.kind.upper()}'s, which has its own")

@@ -1,6 +1,5 @@
 """Where the parts of a set for detectors are: how people lay out VOC's, COCO's and YOLO's files, recognised here."""
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from metricopt_ext.detection.voc import read_voc
 from metricopt_ext.detection.voc_tree import find_tree, masks_in
 from metricopt_ext.detection.yolo import PARTS, read_yolo, read_yolo_file, yolo_file
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.files import JSON_BYTES, parse_json, read_bounded
+from metricopt_ext.utils.files import existing, parse_json
 from metricopt_ext.utils.words import brief, shortened
 
 ROBOFLOW = "_annotations.coco.json"
@@ -35,7 +34,7 @@ class Part:
 
     Attributes:
         kind: One of `KINDS`.
-        path: COCO's file of annotations; VOC's folder or zip file; YOLO's folder or list of images.
+        path: COCO's file of annotations; VOC's folder; YOLO's folder or list of images.
         images: COCO: the folder of its images.
         split: VOC: the name or the path of a list of images; None for all.
         classes: YOLO: the names of the classes.
@@ -86,7 +85,7 @@ def part_at(path: Path, kind: str = "", root: Path | None = None) -> Part:
     """Return the part that a path stands for.
 
     It is COCO's file of annotations, or a folder that holds one (Roboflow's); a list of images in VOC's tree, or the
-    tree, a zip file of it, or a folder of XML files beside their images; or YOLO's folder or list of images, with a
+    tree, or a folder of XML files beside their images; or YOLO's folder or list of images, with a
     ``data.yaml`` there or in a folder around it.
 
     Args:
@@ -97,14 +96,13 @@ def part_at(path: Path, kind: str = "", root: Path | None = None) -> Part:
     Raises:
         DataError: It does not exist, or is of none of these, or of another kind.
     """
-    if not path.exists():
-        raise DataError(f"{path} does not exist")
+    existing(path)
     found = _coco_at(path, root) or _voc_list_at(path) or _voc_at(path) or _yolo_at(path)
     if found is None and path.is_dir() and (masks := masks_in(path)):
         raise DataError(masks)
     if found is None:
         raise DataError(
-            f"{path} is neither COCO's .json file, a folder with {ROBOFLOW}, a folder, zip file or list in Pascal VOC's"
+            f"{path} is neither COCO's .json file, a folder with {ROBOFLOW}, a folder or list in Pascal VOC's"
             " format, nor a folder of images with YOLO's labels and data.yaml"
         )
     if kind and found.kind != kind:
@@ -120,7 +118,7 @@ def part_of(root: Path, name: str, kind: str) -> Part:
     same.
 
     Args:
-        root: The folder that holds the set; VOC's may be a zip file.
+        root: The folder that holds the set.
         name: The part's name, or COCO's file of annotations.
         kind: One of `KINDS`.
 
@@ -140,7 +138,7 @@ def part_of(root: Path, name: str, kind: str) -> Part:
         return _of_yolo_file(file, name)
     folder = _folder_named(root, name)
     if kind == "voc" and not (folder is not None and _voc_at(folder) and not _has_list(root, name)):
-        return Part("voc", root, split=name, found=_told_of_voc(root))
+        return Part("voc", root, split=name, found=str(find_tree(root)))
     if folder is None:
         raise DataError(f"{root} has no part {name!r} in {_names(kind)}; it has {_what_is_in(root)}")
     return part_at(folder, kind, root)
@@ -159,7 +157,7 @@ def part_in(folder: Path, name: str | None) -> Part | None:
     if name is None:
         return _coco_at(folder, None) or _voc_at(folder) or _yolo_at(folder)
     if _has_list(folder, name):
-        return Part("voc", folder, split=name, found=_told_of_voc(folder))
+        return Part("voc", folder, split=name, found=str(find_tree(folder)))
     if (file := _annotations_named(folder, name)) is not None:
         return part_at(file, "coco", folder)
     if (yaml := yolo_file(folder, around=False)) is not None and _has_part(yaml, name):
@@ -249,8 +247,8 @@ def _voc_list_at(path: Path) -> Part | None:
 
 
 def _voc_at(path: Path) -> Part | None:
-    if path.is_file():
-        return Part("voc", path, found=f"VOC's format in {path}") if path.suffix.lower() == ".zip" else None
+    if not path.is_dir():
+        return None
     try:
         tree = find_tree(path)
     except DataError as error:
@@ -359,10 +357,6 @@ def _has_list(root: Path, name: str) -> bool:
     return lists is not None and (lists / f"{name}.txt").is_file()
 
 
-def _told_of_voc(root: Path) -> str:
-    return str(find_tree(root)) if root.is_dir() else f"VOC's format in {root}"
-
-
 def _is_coco(file: Path) -> bool:
     content = _content(file)
     return isinstance(content, dict) and {"images", "categories"} <= content.keys()
@@ -381,8 +375,8 @@ def _image_names(annotations: Path) -> list[str]:
 def _content(file: Path) -> Any:
     """A JSON file's content; None for one that is none, which its reader says."""
     try:
-        return parse_json(read_bounded(file, JSON_BYTES))
-    except (OSError, ValueError, json.JSONDecodeError):
+        return parse_json(file.read_bytes())
+    except (OSError, ValueError):
         return None
 
 

@@ -1,10 +1,7 @@
 """Annotated images and detections, in the form shared by all parts of the detection tools."""
 
-import lzma
 import math
-import zipfile
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from metricopt_ext.data.archives import MEMBER_BYTES, open_zip
-from metricopt_ext.data.decoding import MAX_PIXELS, decoded, opened, upright
+from metricopt_ext.data.decoding import decoded, opened, upright
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.files import read_bounded
 from metricopt_ext.utils.words import brief
-
-# What reading a file raises, on disk or in a zip file: missing, corrupt, encrypted, compressed in an unknown way.
-UNREADABLE = (OSError, KeyError, EOFError, RuntimeError, lzma.LZMAError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,14 +25,13 @@ class Annotated:
 
     Attributes:
         image_id: Identifies the image in its set; COCO's are integers, VOC's file names without suffix.
-        path: The image file; if there is an ``archive``, its name within that zip file.
+        path: The image file.
         width: Width in pixels; 0 where the annotation does not tell.
         height: Height in pixels; 0 where the annotation does not tell.
         boxes: ``n x 4`` floats, as annotated: they may reach beyond the image, see `inside`.
         labels: Classes, ``n`` integers: indices into the set's classes.
         difficult: VOC's flag, ``n`` booleans.
         crowd: COCO's flag, ``n`` booleans.
-        archive: The zip file that holds the image, if one does.
         areas: COCO's areas of the objects in square pixels, ``n``, NaN where none is told; None for those of boxes.
         shapes: Masks or keypoints (`shapes`) if these are compared, ``n``; None for boxes.
     """
@@ -53,23 +44,18 @@ class Annotated:
     labels: Tensor
     difficult: Tensor
     crowd: Tensor
-    archive: Path | None = None
     areas: Tensor | None = None
     shapes: Sequence[Any] | None = None
 
-    def load(self, max_pixels: int = MAX_PIXELS, unzip: Callable[[str], bytes] | None = None) -> Tensor:
+    def load(self) -> Tensor:
         """Return the image, ``3 x height x width``, uint8 RGB, rotated as its EXIF orientation says (`decoded`).
 
-        Args:
-            max_pixels: Most pixels that it may have.
-            unzip: Reads a file of the ``archive`` by its name; None to open the zip file for this image alone.
-
         Raises:
-            DataError: The file is missing, truncated, not an image, of values without a known white, of more pixels,
-                or, once rotated, of a different size from its annotation.
+            DataError: The file is missing, truncated, not an image, of values without a known white, or, once rotated,
+                of a different size from its annotation.
         """
         try:
-            with opened(self._read(unzip), max_pixels) as image:
+            with opened(self.path.read_bytes()) as image:
                 pixels = np.array(decoded(image, "RGB"))
         except (DataError, OSError, ValueError) as error:
             raise DataError(f"{self.path} can't be read as an image: {brief(error)}") from error
@@ -81,31 +67,20 @@ class Annotated:
             )
         return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
 
-    def with_size(self, max_pixels: int = MAX_PIXELS) -> "Annotated":
+    def with_size(self) -> "Annotated":
         """Return the same with the size that the image itself has, if the annotation does not tell.
 
-        Args:
-            max_pixels: Most pixels that it may have.
-
         Raises:
-            DataError: The file is missing, not an image, or of more pixels.
+            DataError: The file is missing, or not an image.
         """
         if self.width and self.height:
             return self
         try:
-            with opened(self._read(), max_pixels) as image:
+            with opened(self.path.read_bytes()) as image:
                 width, height = upright(image).size
-        except (DataError, *UNREADABLE, ValueError) as error:
+        except (DataError, OSError, ValueError) as error:
             raise DataError(f"{self.path} can't be read as an image: {brief(error)}") from error
         return replace(self, width=width, height=height)
-
-    def _read(self, unzip: Callable[[str], bytes] | None = None) -> bytes:
-        if self.archive is None:
-            return read_bounded(self.path, MEMBER_BYTES)
-        if unzip is not None:
-            return unzip(self.path.as_posix())
-        with open_zip(self.archive) as archive:
-            return archive.read(self.path.as_posix())
 
 
 def inside(boxes: Tensor, width: int, height: int) -> tuple[Tensor, Tensor]:

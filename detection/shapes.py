@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from metricopt_ext.data.decoding import MAX_PIXELS
 from metricopt_ext.detection.matching import Found, Pairs, Things
 from metricopt_ext.detection.tables import KINDS, Booleans, Floats, Integers, Kind, is_finite
 from metricopt_ext.errors import DataError
@@ -47,7 +46,6 @@ def mask_of(shape: Any, where: str, height: int = 0, width: int = 0) -> Mask:
                 f"{where} has a segmentation of the size {brief(size)}, but its image has [{height}, {width}], height"
                 " and width"
             )
-        _check_size(size[0], size[1], where)
         runs = _runs(_whole(shape.get("counts")), where)
         if runs.min(initial=0) < 0 or int(runs.sum()) != size[0] * size[1]:
             raise DataError(
@@ -60,14 +58,8 @@ def mask_of(shape: Any, where: str, height: int = 0, width: int = 0) -> Mask:
         raise DataError(f"{where} has the segmentation {brief(shape)}; it must be polygons or a run-length encoding")
     if not (height and width):
         raise DataError(f"{where}'s image has no width and height, which polygons are drawn in")
-    _check_size(height, width, where)
     drawn: Mask = mask.merge(mask.frPyObjects(polygons_of(shape, where), height, width))
     return drawn
-
-
-def _check_size(height: int, width: int, where: str) -> None:
-    if height * width > MAX_PIXELS:
-        raise DataError(f"{where} has a segmentation of {height} x {width} pixels; at most {MAX_PIXELS} are read")
 
 
 def polygons_of(shape: list[Any], where: str) -> list[list[float]]:
@@ -118,7 +110,7 @@ def _runs(counts: Any, where: str) -> Integers:
     """
     wrong = DataError(f"{where} has a segmentation with the counts {brief(counts)}; they are cut short or no encoding")
     if isinstance(counts, list):
-        if not all(type(each) is int and 0 <= each <= MAX_PIXELS for each in counts):
+        if not all(type(each) is int and 0 <= each < 2**32 for each in counts):
             raise wrong
         return np.array(counts, dtype=np.int64)
     if not isinstance(counts, str) or not counts.isascii():

@@ -1,6 +1,5 @@
 """Detectors in a `FinetuneTask`: examples in memory, batches of them, and a loss that can be replayed."""
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,16 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metricopt_ext.data.archives import ZipReader
-from metricopt_ext.data.decoding import MAX_PIXELS
-from metricopt_ext.data.labelled import MAX_BYTES, check_bytes
 from metricopt_ext.data.streamed import Reading, threads
 from metricopt_ext.detection.records import Annotated, DetectionSet
 from metricopt_ext.detection.toolkit import Example, Toolkit
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.tasks.batches import IndexSampler
 from metricopt_ext.utils.seeding import seeded_streams
-from metricopt_ext.utils.words import counted
 
 KEPT = 16  # images on disk that are kept once read: a batch's are looked at several times
 
@@ -99,44 +94,31 @@ class InputsOnDisk(Sequence[Any]):
         return self._compute(self._parts[index])
 
 
-def load_examples(
-    dataset: DetectionSet,
-    size: int | None = None,
-    *,
-    max_bytes: int = MAX_BYTES,
-    max_pixels: int = MAX_PIXELS,
-    stream: bool = False,
-) -> list[Example]:
+def load_examples(dataset: DetectionSet, size: int | None = None, *, stream: bool = False) -> list[Example]:
     """Read images into memory, or leave them on disk.
 
     Args:
         dataset: The images with their boxes.
         size: Longer side in pixels, at least 1; larger images are scaled down to it, and their boxes with them. None
             leaves all unchanged.
-        max_bytes: Most bytes of all images in memory.
-        max_pixels: Most pixels of an image as it is stored.
-        stream: Whether images are read whenever they are asked for (`ExampleOnDisk`); ``max_bytes`` is then not for
-            them, and an image that can't be decoded is found when it is.
+        stream: Whether images are read whenever they are asked for (`ExampleOnDisk`); an image that can't be decoded
+            is found when it is.
 
     Raises:
-        DataError: An image can't be read, or there are more bytes or pixels than allowed.
+        DataError: An image can't be read.
     """
     if size is not None and size < 1:
         raise ConfigError(f"images can't be scaled to size={size}; it must be at least 1 pixel")
-    images = [truth.with_size(max_pixels) for truth in dataset.images]
+    images = [truth.with_size() for truth in dataset.images]
     if stream:
-        zipped = {truth.archive: ZipReader(truth.archive) for truth in images if truth.archive is not None}
 
         def read(place: int) -> Tensor:
             truth = images[place]
-            unzip = zipped[truth.archive] if truth.archive is not None else None
-            return _within(Example(truth.load(max_pixels, unzip), truth), size).image
+            return _within(Example(truth.load(), truth), size).image
 
         on_disk = ImagesOnDisk(read)
         return [ExampleOnDisk(on_disk, place, _scaled_truth(truth, size)) for place, truth in enumerate(images)]
-    pixels = sum(math.prod(_scaled(truth, size)) for truth in images)
-    check_bytes(f"the set of {counted(len(images), 'image')}", 3 * pixels, max_bytes)
-    return [_within(Example(truth.load(max_pixels), truth), size) for truth in images]
+    return [_within(Example(truth.load(), truth), size) for truth in images]
 
 
 def _scaled(truth: Annotated, size: int | None) -> tuple[int, int]:

@@ -1,9 +1,8 @@
-"""Annotated images in Pascal VOC's format, in a folder or in a zip file."""
+"""Annotated images in Pascal VOC's format."""
 
 import io
 import unicodedata
 import warnings
-import zipfile
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -13,19 +12,17 @@ import numpy as np
 import torch
 from PIL import Image
 
-from metricopt_ext.data.archives import Archive, open_zip
 from metricopt_ext.detection.box_kinds import refuse_normalised
 from metricopt_ext.detection.boxes_outside import shown_files, warn_of_boxes_outside
 from metricopt_ext.detection.records import Annotated, DetectionSet
 from metricopt_ext.detection.tables import TruthTable
 from metricopt_ext.detection.toolkit import Example
-from metricopt_ext.detection.voc_file import CORNERS, Annotation, Box, parse, read_bytes, to_xml
+from metricopt_ext.detection.voc_file import CORNERS, Annotation, Box, parse, to_xml
 from metricopt_ext.detection.voc_tree import (
     IMAGES,
     LISTED,
     SUFFIXES,
     XML,
-    Folder,
     VocTree,
     find_tree,
     folders_of_xml,
@@ -35,12 +32,9 @@ from metricopt_ext.detection.voc_tree import (
     xml_files,
 )
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.files import write_atomically
+from metricopt_ext.utils.files import existing, write_atomically
 from metricopt_ext.utils.text import text_of
 from metricopt_ext.utils.words import brief
-
-# The largest list of images: ten million names.
-LIST_BYTES = 1 << 27
 
 
 def read_voc(
@@ -65,7 +59,7 @@ def read_voc(
     object that is never found. A flag ``difficult`` that is a word is read as not difficult, with a warning.
 
     Args:
-        root: A folder, or a zip file, which is read without unpacking it.
+        root: The folder.
         split: Name of a list of images, ``ImageSets/Main/<split>.txt``, or the path of one, which also gives their
             order; None for every
             annotated image, sorted by name. A line is a name, with a suffix and folders or without, or a name without
@@ -77,26 +71,12 @@ def read_voc(
     Raises:
         DataError: No such tree, split, annotation or image; a split that is empty, in another encoding than Unicode's,
             or names an image twice; an XML file that is truncated, lacks an object's name or its box, or has a size or
-            a flag that is another number than possible; two XML files of one name; a corrupt or encrypted file in the
-            zip file; a class that is not among ``classes``.
+            a flag that is another number than possible; two XML files of one name; a class that is not among
+            ``classes``.
     """
-    root = Path(root)
-    if root.is_dir():
-        return _read_tree(root, None, split, classes, keep_difficult, images)
-    if not root.exists():
-        raise DataError(f"{root} does not exist; it should be a folder or a zip file in Pascal VOC's format")
-    with open_zip(root) as archive:
-        return _read_tree(zipfile.Path(archive.file), archive, split, classes, keep_difficult, images)
-
-
-def _read_tree(
-    root: Folder,
-    archive: Archive | None,
-    split: str | Path | None,
-    classes: Sequence[str] | None,
-    keep_difficult: bool,
-    need_images: bool,
-) -> DetectionSet:
+    root = existing(root)
+    if not root.is_dir():
+        raise DataError(f"{root} is no folder; it should be one in Pascal VOC's format")
     found_tree = find_tree(root)
     tree = found_tree.folder
     annotated = xml_files(found_tree.annotations)
@@ -104,9 +84,9 @@ def _read_tree(
         warnings.warn(
             f"{found_tree.annotations} has XML files in folders below ({list_of([each.name for each in deeper])}),"
             " which are not read; move them up if they belong to the set",
-            stacklevel=3,
+            stacklevel=2,
         )
-    stems = sorted(annotated) if split is None else _read_split(found_tree, split, annotated, archive)
+    stems = sorted(annotated) if split is None else _read_split(found_tree, split, annotated)
     missing = [stem for stem in stems if stem not in annotated]
     if missing:
         raise DataError(
@@ -119,26 +99,25 @@ def _read_tree(
     if double:
         raise DataError(f"classes must be different names, got {brief(double[0])} twice")
     # Without given classes all files are read, so that every split gets the same labels.
-    parsed = {stem: parse(annotated[stem], archive) for stem in (sorted(annotated) if classes is None else stems)}
+    parsed = {stem: parse(annotated[stem]) for stem in (sorted(annotated) if classes is None else stems)}
     if classes is None:
         classes = sorted({thing.name for annotation in parsed.values() for thing in annotation.objects})
         _warn_of_like_names(tree, classes)
-    images = [(folder, _images(folder)) for folder in found_tree.images]
+    folders = [(folder, _images(folder)) for folder in found_tree.images]
     chosen = [parsed[stem] for stem in stems]
     found = []
     for annotation in chosen:
-        path = _image_of(annotation, images, need_images)
+        path = _image_of(annotation, folders, images)
         objects = _objects(annotation, classes, keep_difficult)
         image = Annotated(
             image_id=annotation.stem,
-            path=path if isinstance(path, Path) else Path(path.at),
+            path=path,
             width=annotation.width,
             height=annotation.height,
             boxes=torch.tensor([box for box, _, _ in objects], dtype=torch.float32).reshape(-1, 4),
             labels=torch.tensor([label for _, label, _ in objects], dtype=torch.int64),
             difficult=torch.tensor([difficult for _, _, difficult in objects], dtype=torch.bool),
             crowd=torch.zeros(len(objects), dtype=torch.bool),
-            archive=None if archive is None else archive.path,
         )
         with suppress(DataError):  # what can't be read is said when it is loaded, if ever
             image = image.with_size()
@@ -165,7 +144,7 @@ def _objects(annotation: Annotation, classes: Sequence[str], keep_difficult: boo
     return objects
 
 
-def _warn(tree: Folder, annotations: Sequence[Annotation]) -> None:
+def _warn(tree: Path, annotations: Sequence[Annotation]) -> None:
     """Warn once of boxes whose corners are in the wrong order, and once of flags that are not understood."""
     things = [(each.file.name, thing) for each in annotations for thing in each.objects]
     turned = [name for name, thing in things if not thing.in_order]
@@ -173,18 +152,18 @@ def _warn(tree: Folder, annotations: Sequence[Annotation]) -> None:
         warnings.warn(
             f"boxes in {tree}: {len(turned)} left out, their corners being in the wrong order, xmin above xmax or ymin"
             f" above ymax ({shown_files(turned)}); exchange them to count these objects",
-            stacklevel=4,
+            stacklevel=3,
         )
     misread = [(name, thing.misread) for name, thing in things if thing.misread]
     if misread:
         warnings.warn(
             f"objects in {tree}: {len(misread)} with a flag <difficult> that is neither 0 nor 1, first"
             f" {brief(misread[0][1])}, read as not difficult ({shown_files([name for name, _ in misread])})",
-            stacklevel=4,
+            stacklevel=3,
         )
 
 
-def _warn_of_like_names(tree: Folder, classes: Sequence[str]) -> None:
+def _warn_of_like_names(tree: Path, classes: Sequence[str]) -> None:
     """Warn once of classes that are most likely one, written in several ways."""
     alike: dict[str, list[str]] = defaultdict(list)
     for name in classes:
@@ -194,11 +173,11 @@ def _warn_of_like_names(tree: Folder, classes: Sequence[str]) -> None:
         warnings.warn(
             f"classes in {tree}: {'; '.join(told[:LISTED])} are taken for different ones, though they differ in case,"
             " spaces or the encoding of letters alone; write them alike if they are one",
-            stacklevel=4,
+            stacklevel=3,
         )
 
 
-def _read_split(tree: VocTree, split: str | Path, annotated: Container[str], archive: Archive | None) -> list[str]:
+def _read_split(tree: VocTree, split: str | Path, annotated: Container[str]) -> list[str]:
     """The names in a split's file: whole lines that are a name, and the first word of others (name and flag)."""
     folder = tree.folder / "ImageSets" / "Main" if tree.lists is None else tree.lists
     file = split if isinstance(split, Path) else folder / f"{split}.txt"
@@ -206,8 +185,8 @@ def _read_split(tree: VocTree, split: str | Path, annotated: Container[str], arc
         known = sorted(each.name.removesuffix(".txt") for each in folder.iterdir()) if folder.is_dir() else []
         raise DataError(f"there is no split {brief(str(split))} in {folder}; it has {list_of(known) or 'none'}")
     try:
-        lines = text_of(read_bytes(file, archive, LIST_BYTES)).splitlines()
-    except ValueError as error:
+        lines = text_of(file.read_bytes()).splitlines()
+    except (OSError, ValueError) as error:
         raise DataError(f"{file} can't be read: {error}") from error
     lines = [line.strip() for line in lines if line.strip()]
     for line in lines:
@@ -232,7 +211,7 @@ def _in_split(line: str, annotated: Container[str]) -> str:
     return first
 
 
-def _check_words(file: Folder, line: str, annotated: Container[str]) -> None:
+def _check_words(file: Path, line: str, annotated: Container[str]) -> None:
     """Reject a line that names several images, of which only the first would be read."""
     first, *words = line.split()
     named = [_in_split(word, annotated) for word in words if word not in ("-1", "0", "1")]  # flags
@@ -241,14 +220,14 @@ def _check_words(file: Folder, line: str, annotated: Container[str]) -> None:
         raise DataError(f"{file} has a line that names {quoted(first)} and {quoted(others[0])}; write one on each line")
 
 
-def _images(folder: Folder) -> dict[str, str]:
+def _images(folder: Path) -> dict[str, str]:
     """The names of a folder's files by themselves, and by themselves with their suffixes in lower case."""
     names = sorted(image.name for image in folder.iterdir()) if folder.is_dir() else []
     lower = {stem_of(name, SUFFIXES) + name[len(stem_of(name, SUFFIXES)) :].lower(): name for name in names}
     return {**lower, **{name: name for name in names}}
 
 
-def _image_of(annotation: Annotation, folders: Sequence[tuple[Folder, Mapping[str, str]]], needed: bool) -> Folder:
+def _image_of(annotation: Annotation, folders: Sequence[tuple[Path, Mapping[str, str]]], needed: bool) -> Path:
     # The stem is tried first: in many sets files were renamed, but not their <filename>.
     names = (*(annotation.stem + suffix for suffix in SUFFIXES), annotation.image)
     for folder, images in folders:

@@ -7,13 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from metricopt_ext.data.archives import Archive
-from metricopt_ext.detection.records import UNREADABLE
 from metricopt_ext.detection.tables import LARGEST, LONGEST_SIDE
 from metricopt_ext.detection.toolkit import Example
-from metricopt_ext.detection.voc_tree import XML, Folder, stem_of
+from metricopt_ext.detection.voc_tree import XML, stem_of
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.files import read_bounded
 from metricopt_ext.utils.text import text_of
 from metricopt_ext.utils.words import brief
 
@@ -23,9 +20,6 @@ FLAGS = {
     **dict.fromkeys(("", "0", "0.0", "false", "no"), False),
     **dict.fromkeys(("1", "1.0", "true", "yes"), True),
 }
-
-# The largest XML file that is read: a thousand objects take 0.3 MB. Parsed, XML takes up to 100 times as much.
-XML_BYTES = 1 << 22
 
 DECLARED = re.compile(rb"<\?xml[^>]*\bencoding\s*=\s*[\"']([\w.-]+)")
 
@@ -52,7 +46,7 @@ class Object:
 class Annotation:
     """What an XML file says; its image's sides are 0 if it does not tell."""
 
-    file: Folder
+    file: Path
     image: str
     width: int
     height: int
@@ -64,33 +58,16 @@ class Annotation:
         return stem_of(self.file.name, (XML,))
 
 
-def read_bytes(file: Folder, archive: Archive | None, most: int) -> bytes:
-    """Read a file, also one within an archive, of so many bytes at most.
-
-    Raises:
-        DataError: It can't be read, or has more.
-    """
-    if not isinstance(file, Path):
-        assert archive is not None
-        content = archive.read(file.at)
-        if len(content) > most:
-            raise DataError(f"{file} can't be read (it has more than the {most} bytes that are read at most)")
-        return content
-    try:
-        return read_bounded(file, most)
-    except (*UNREADABLE, ValueError) as error:
-        raise DataError(f"{file} can't be read ({error})") from error
-
-
-def parse(file: Folder, archive: Archive | None) -> Annotation:
+def parse(file: Path) -> Annotation:
     """Read an annotation file.
 
     Raises:
         DataError: It can't be read, or is no such file.
     """
-    content = read_bytes(file, archive, XML_BYTES)
     try:
-        top = _tree(content)
+        top = _tree(file.read_bytes())
+    except OSError as error:
+        raise DataError(f"{file} can't be read ({error})") from error
     except (ET.ParseError, LookupError, ValueError) as error:
         raise DataError(f"{file} is truncated or not XML ({brief(error)})") from error
     for each in top.iter():
@@ -129,7 +106,7 @@ def _tree(content: bytes) -> ET.Element:
         return ET.fromstring(content.decode(declared[1].decode()))
 
 
-def _size(top: ET.Element, file: Folder) -> tuple[int, int]:
+def _size(top: ET.Element, file: Path) -> tuple[int, int]:
     """The image's width and height; 0 if the file does not tell both: no side, or 0, as some tools write."""
     told = [top.findtext(f"size/{side}") for side in ("width", "height")]
     width, height = (
@@ -144,14 +121,14 @@ def _size(top: ET.Element, file: Folder) -> tuple[int, int]:
     return (int(width), int(height)) if width and height else (0, 0)
 
 
-def _text(element: ET.Element, path: str, file: Folder) -> str:
+def _text(element: ET.Element, path: str, file: Path) -> str:
     text = (element.findtext(path) or "").strip()
     if not text:
         raise DataError(f"{file} has an <{element.tag}> without <{path}>")
     return text
 
 
-def _number(element: ET.Element, path: str, file: Folder) -> float:
+def _number(element: ET.Element, path: str, file: Path) -> float:
     text = _text(element, path, file)
     try:
         number = math.nan if "_" in text else float(text)  # Python would take 1_0 for 10

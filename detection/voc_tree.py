@@ -1,6 +1,5 @@
 """Where the files of a set in Pascal VOC's format are."""
 
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,6 @@ MASKS = ("segmentationclass", "segmentationobject")  # folders of masks, in lowe
 LISTS = (("imagesets", "main"), ("imagesets",))
 LONGEST_NAME, LISTED = 80, 10  # characters of a name in a message, and names
 
-Folder = Path | zipfile.Path
-
 
 @dataclass(frozen=True)
 class VocTree:
@@ -34,11 +31,11 @@ class VocTree:
         unread: Folders of masks, and of lists for other tasks, such as ``SegmentationClass``.
     """
 
-    folder: Folder
-    annotations: Folder
-    images: tuple[Folder, ...]
-    lists: Folder | None
-    unread: tuple[Folder, ...] = ()
+    folder: Path
+    annotations: Path
+    images: tuple[Path, ...]
+    lists: Path | None
+    unread: tuple[Path, ...] = ()
 
     def __str__(self) -> str:
         """Say where what was found, and what is not read."""
@@ -59,19 +56,19 @@ def list_of(names: Sequence[str]) -> str:
     return ", ".join(map(quoted, names[:LISTED])) + more
 
 
-def find_tree(root: Folder) -> VocTree:
+def find_tree(root: Path) -> VocTree:
     """Return where the files of a set are: in the root, in a folder of it, one level deeper, or around the root.
 
     Annotations are in a folder of one of the names `ANNOTATIONS`, images beside it in one of `IMAGES`, in any case; or
     XML files lie beside their images in the root, or in a folder of it.
 
     Args:
-        root: The folder, or the top of a zip file.
+        root: The folder.
 
     Raises:
         DataError: There is no such set, or several.
     """
-    level: list[Folder] = [root]
+    level: list[Path] = [root]
     for depth in range(3):
         found = [folder for folder in level if _annotations_in(folder) is not None]
         if not found:
@@ -82,7 +79,6 @@ def find_tree(root: Folder) -> VocTree:
         if found:
             return _tree(found[0], _annotations_in(found[0]) or found[0])
         if depth == 0 and _is_annotations(root):
-            assert isinstance(root, Path)
             inside_link = root.name.lower() not in ANNOTATIONS  # then its parent is not what is around it
             root = root.resolve() if inside_link else root
             return _tree(root.parent, root)
@@ -95,7 +91,7 @@ def find_tree(root: Folder) -> VocTree:
     )
 
 
-def _tree(folder: Folder, annotations: Folder) -> VocTree:
+def _tree(folder: Path, annotations: Path) -> VocTree:
     inner = [each for each in annotations.iterdir() if each.is_dir() and each.name.lower() in ANNOTATIONS]
     if inner and not _holds(annotations, (XML,)):  # as annotations/xmls
         annotations = inner[0]
@@ -107,13 +103,13 @@ def _tree(folder: Folder, annotations: Folder) -> VocTree:
     return VocTree(folder, annotations, tuple(images), lists, tuple(sorted([*_masks(folder), *other], key=str)))
 
 
-def masks_in(root: Folder) -> str:
+def masks_in(root: Path) -> str:
     """Return in words that a folder, or one in it or a level deeper, holds masks and no boxes; empty without masks.
 
     Args:
-        root: A folder without annotations in VOC's format, or the top of a zip file.
+        root: A folder without annotations in VOC's format.
     """
-    level: list[Folder] = [root]
+    level: list[Path] = [root]
     for _ in range(3):
         if found := [each for folder in level for each in _masks(folder)]:
             return (
@@ -124,11 +120,11 @@ def masks_in(root: Folder) -> str:
     return ""
 
 
-def _masks(folder: Folder) -> list[Folder]:
+def _masks(folder: Path) -> list[Path]:
     return [found for name in MASKS for found in _children(folder, name)]
 
 
-def _annotations_in(folder: Folder) -> Folder | None:
+def _annotations_in(folder: Path) -> Path | None:
     """The folder of the XML files in another; one called so by VOC need not hold any."""
     named = [each for name in ANNOTATIONS for each in _children(folder, name)]
     inner = [(each, below) for each in named for name in ANNOTATIONS for below in _children(each, name)]
@@ -138,35 +134,35 @@ def _annotations_in(folder: Folder) -> Folder | None:
     return next(iter([*holding, *own]), None)
 
 
-def _is_annotations(root: Folder) -> bool:
-    return isinstance(root, Path) and {root.name.lower(), root.resolve().name.lower()} & {*ANNOTATIONS} != set()
+def _is_annotations(root: Path) -> bool:
+    return {root.name.lower(), root.resolve().name.lower()} & {*ANNOTATIONS} != set()
 
 
-def _is_flat(folder: Folder, alone: bool) -> bool:
+def _is_flat(folder: Path, alone: bool) -> bool:
     """Whether a folder holds XML files beside their images, or alone."""
     return _holds(folder, (XML,)) and (alone or _holds(folder, SUFFIXES))
 
 
-def _holds(folder: Folder, suffixes: tuple[str, ...]) -> bool:
+def _holds(folder: Path, suffixes: tuple[str, ...]) -> bool:
     return any(each.name.lower().endswith(suffixes) and not each.name.startswith(".") for each in folder.iterdir())
 
 
-def _children(folder: Folder, name: str) -> list[Folder]:
+def _children(folder: Path, name: str) -> list[Path]:
     """The folders of a name, in any case, within another; those that are written as VOC's own come first."""
     found = [each for each in folder.iterdir() if each.name.lower() == name and each.is_dir()]
     return sorted(found, key=lambda each: each.name)
 
 
-def _below(folder: Folder, names: Sequence[str]) -> list[Folder]:
+def _below(folder: Path, names: Sequence[str]) -> list[Path]:
     found = [folder]
     for name in names:
         found = [inner for each in found for inner in _children(each, name)]
     return found
 
 
-def xml_files(folder: Folder) -> dict[str, Folder]:
+def xml_files(folder: Path) -> dict[str, Path]:
     """The XML files of a folder by their names without suffix, which may be in upper case."""
-    found: dict[str, Folder] = {}
+    found: dict[str, Path] = {}
     for file in folder.iterdir():
         stem = stem_of(file.name, (XML,))
         if stem == file.name or stem.startswith("."):
@@ -177,7 +173,7 @@ def xml_files(folder: Folder) -> dict[str, Folder]:
     return found
 
 
-def folders_of_xml(folder: Folder) -> list[Folder]:
+def folders_of_xml(folder: Path) -> list[Path]:
     """The folders in another that hold XML files."""
     return sorted((each for each in folder.iterdir() if each.is_dir() and _holds(each, (XML,))), key=str)
 

@@ -13,14 +13,11 @@ from metricopt_ext.detection.boxes_outside import shown_files, warn_of_boxes_out
 from metricopt_ext.detection.records import Annotated, DetectionSet
 from metricopt_ext.detection.tables import TruthTable
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.files import read_bounded
 from metricopt_ext.utils.text import text_of
 from metricopt_ext.utils.words import brief, counted, shortened
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 YAML = (".yaml", ".yml")
-TEXT_BYTES = 1 << 22  # of the labels of an image, and of data.yaml
-LIST_BYTES = 1 << 27  # of a list of images
 PARTS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}  # and what data.yaml calls them
 ROUNDING = 1e-3  # beyond [0, 1], by as much as files of three decimals are off
 
@@ -86,7 +83,7 @@ def read_yolo_file(path: Path) -> YoloFile:
     import yaml
 
     try:
-        content = yaml.safe_load(read_bounded(path, TEXT_BYTES))
+        content = yaml.safe_load(path.read_bytes())
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise DataError(f"{path} can't be read as YOLO's data.yaml: {brief(error)}") from error
     names = content.get("names") if isinstance(content, dict) else None
@@ -104,7 +101,7 @@ def read_yolo_file(path: Path) -> YoloFile:
     return YoloFile(path, classes, {name: _paths(path, content.get("path"), each) for name, each in given.items()})
 
 
-def read_yolo(images: Path | Sequence[Path], classes: Sequence[str], *, max_bytes: int = LIST_BYTES) -> DetectionSet:
+def read_yolo(images: Path | Sequence[Path], classes: Sequence[str]) -> DetectionSet:
     """Read annotated images in YOLO's format.
 
     The boxes of ``images/a.jpg`` are in ``labels/a.txt``, or beside it: ``class x y width height`` on each line, the
@@ -114,14 +111,13 @@ def read_yolo(images: Path | Sequence[Path], classes: Sequence[str], *, max_byte
     Args:
         images: A folder of images, which may hold further ones, or a list of them; or several.
         classes: Names of the classes, by their numbers from 0.
-        max_bytes: Most bytes of a list.
 
     Raises:
         DataError: There are no images, no file of labels at all, or one that can't be read; a class is unknown; a
             number is none, or lies outside [0, 1].
     """
     folders = [images] if isinstance(images, Path) else list(images)
-    files = [file for folder in folders for file in _files_of(folder, max_bytes)]
+    files = [file for folder in folders for file in _files_of(folder)]
     shown = " and ".join(map(str, folders))
     if not files:
         raise DataError(f"{shown} holds no image")
@@ -169,7 +165,7 @@ def _annotated(name: str, image: Path, labels: Path | None, classes: Sequence[st
 def _rows(file: Path, classes: Sequence[str]) -> list[tuple[int, tuple[float, ...]]]:
     """The class and the edges, as shares of the image, of each object."""
     try:
-        lines = text_of(read_bounded(file, TEXT_BYTES)).splitlines()
+        lines = text_of(file.read_bytes()).splitlines()
     except (OSError, ValueError) as error:
         raise DataError(f"{file} can't be read: {brief(error)}") from error
     rows = []
@@ -231,14 +227,14 @@ def _paths(file: Path, root: Any, given: Any) -> tuple[Path, ...]:
     return tuple(found)
 
 
-def _files_of(folder: Path, max_bytes: int) -> list[Path]:
+def _files_of(folder: Path) -> list[Path]:
     """The images of a folder and those below, or those that a list names."""
     if folder.is_dir():
         return sorted(each for each in folder.rglob("*") if _is_image(each))
     if not folder.is_file():
         raise DataError(f"{folder} does not exist; it should be a folder of images, or a list of them")
     try:
-        lines = text_of(read_bounded(folder, max_bytes)).splitlines()
+        lines = text_of(folder.read_bytes()).splitlines()
     except (OSError, ValueError) as error:
         raise DataError(f"{folder} can't be read as a list of images: {brief(error)}") from error
     named = [folder.parent / line.strip() for line in lines if line.strip()]

@@ -25,7 +25,7 @@ class DataConfig:
     # class_folders (CUB-200-2011 as distributed too), digits (scikit-learn's), omniglot, stanford_online_products, or
     # MODULE:FUNCTION, which is imported and run
     name: str = MISSING
-    root: str = ""  # the folder or zip file that holds the set; not needed for digits
+    root: str = ""  # the folder that holds the set; not needed for digits
     # class_folders, in place of root: the folder of each part, which share no class; test may hold query and gallery.
     # Without val it is held out from train's classes by validation_share, without test half of val's are
     train: str = ""

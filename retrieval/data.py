@@ -10,20 +10,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from metricopt_ext.data.decoding import MAX_PIXELS
-from metricopt_ext.data.images import Limits, load_image_folder, read_images, reader
-from metricopt_ext.data.labelled import MAX_BYTES, Labelled, Split
+from metricopt_ext.data.images import load_image_folder, read_images, reader
+from metricopt_ext.data.labelled import Labelled, Split
 from metricopt_ext.data.splits import PARTS, Splits, check_fractions
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.files import existing, read_bounded
+from metricopt_ext.utils.files import existing
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.text import text_of
 from metricopt_ext.utils.words import brief
 
 StrPath = str | os.PathLike[str]
 
-# The largest list of Stanford Online Products that is read; its own have 4 MB. A line takes ten times that in memory.
-LIST_BYTES = 1 << 28
 
 _COLUMNS = ["image_id", "class_id", "super_class_id", "path"]  # of the lists of Stanford Online Products
 
@@ -144,16 +141,12 @@ def load_digits() -> Labelled:
     return Labelled(x, torch.tensor(bunch.target, dtype=torch.int64), tuple(map(str, bunch.target_names)))
 
 
-def load_omniglot(
-    root: StrPath, image_size: int | None = 28, *, max_bytes: int = MAX_BYTES, max_pixels: int = MAX_PIXELS
-) -> Labelled:
+def load_omniglot(root: StrPath, image_size: int | None = 28) -> Labelled:
     """Read Omniglot, ``<alphabet>/<character>/<file>.png``; a class is a character of an alphabet.
 
     Args:
-        root: The folder of the alphabets, a zip file of them, or a folder that holds nothing but such a zip file.
+        root: The folder of the alphabets.
         image_size: Pixels per side to reduce to; None for the original 105.
-        max_bytes: As in `load_image_folder`.
-        max_pixels: As in `load_image_folder`.
 
     Returns:
         Images ``n x 1 x h x w`` uint8, ink 255 on 0.
@@ -161,28 +154,16 @@ def load_omniglot(
     Raises:
         DataError: For a missing path, another layout or an unreadable image.
     """
-    path = existing(root)
-    if path.is_dir() and not any(entry.is_dir() for entry in path.iterdir()):
-        archives = sorted(path.glob("*.zip"))
-        if len(archives) != 1:
-            raise DataError(
-                f"{path} must hold the folders of the alphabets or one zip file of them, got {len(archives)} zip files"
-            )
-        path = archives[0]
-    data = load_image_folder(path, image_size, depth=2, mode="L", max_bytes=max_bytes, max_pixels=max_pixels)
+    data = load_image_folder(root, image_size, depth=2, mode="L")
     return Labelled(255 - data.x, data.y, data.class_names)
 
 
-def load_stanford_online_products(
-    root: StrPath, image_size: int = 224, *, max_bytes: int = MAX_BYTES, max_pixels: int = MAX_PIXELS
-) -> tuple[Labelled, Labelled]:
+def load_stanford_online_products(root: StrPath, image_size: int = 224) -> tuple[Labelled, Labelled]:
     """Read the train and test parts of Stanford Online Products from its own lists.
 
     Args:
         root: The folder of ``Ebay_train.txt`` and ``Ebay_test.txt`` and of the images they name.
         image_size: Pixels per side to resize to.
-        max_bytes: As in `load_image_folder`, of each part.
-        max_pixels: As in `load_image_folder`.
 
     Returns:
         Train and test, images ``n x 3 x h x w`` uint8; all 120,053 of 224 pixels take 18 GB.
@@ -190,7 +171,6 @@ def load_stanford_online_products(
     Raises:
         DataError: For a missing or malformed list, or an image that is missing, unreadable or listed twice.
     """
-    limits = Limits(max_bytes=max_bytes, max_pixels=max_pixels)
     lists = {name: _listed(Path(root), name) for name in ("Ebay_train.txt", "Ebay_test.txt")}
     seen: dict[str, str] = {}
     for name, rows in lists.items():
@@ -198,7 +178,7 @@ def load_stanford_online_products(
             where, key = f"line {number} of {name}", posixpath.normpath(path)
             if (first := seen.setdefault(key, where)) != where:
                 raise DataError(f"{root} lists {brief(path)} in {first} and in {where}; list each image once")
-    train, test = (_listed_images(Path(root), rows, image_size, limits) for rows in lists.values())
+    train, test = (_listed_images(Path(root), rows, image_size) for rows in lists.values())
     return train, test
 
 
@@ -218,7 +198,7 @@ def _listed(root: Path, name: str) -> list[tuple[int, int, str]]:
     """The line, the class and the path of each image in a list."""
     file = existing(root / name)
     try:
-        lines = text_of(read_bounded(file, LIST_BYTES)).splitlines()
+        lines = text_of(file.read_bytes()).splitlines()
     except (ValueError, OSError) as error:
         raise DataError(f"cannot read {file}: {brief(error)}") from error
     (_, header), *listed = [(n, line.strip()) for n, line in enumerate(lines, start=1) if line.strip()] or [(1, "")]
@@ -231,7 +211,7 @@ def _listed(root: Path, name: str) -> list[tuple[int, int, str]]:
     return [(number, int(row[1]), row[3]) for number, row in rows]
 
 
-def _listed_images(root: Path, rows: list[tuple[int, int, str]], image_size: int, limits: Limits) -> Labelled:
+def _listed_images(root: Path, rows: list[tuple[int, int, str]], image_size: int) -> Labelled:
     classes, y = torch.tensor([label for _, label, _ in rows]).unique(return_inverse=True)
-    x = read_images(root, [path for _, _, path in rows], reader(root), image_size, **limits)
+    x = read_images(root, [path for _, _, path in rows], reader(root), image_size)
     return Labelled(x, y, tuple(map(str, classes.tolist())))

@@ -7,7 +7,6 @@ import torch
 
 from metricopt_ext.data.images import (
     ImageSize,
-    Limits,
     load_image_folder,
 )
 from metricopt_ext.data.labelled import Labelled
@@ -51,14 +50,13 @@ def joined(parts: Mapping[str, Labelled]) -> Labelled:
 
 
 def load_class_folders(
-    root: Path, size: ImageSize | None, limits: Limits, contents: dict[str, str] | None = None, stream: bool = False
+    root: Path, size: ImageSize | None, contents: dict[str, str] | None = None, stream: bool = False
 ) -> tuple[Labelled, str]:
     """Read images of classes: ``<class>/<file>``, or ``images`` with these (CUB-200-2011).
 
     Args:
-        root: The folder or zip file.
+        root: The folder.
         size: As ``image_size`` of `load_image_folder`.
-        limits: What the files may take.
         contents: Receives a digest of each image's file that is read, by its name.
         stream: Whether the images stay on disk (`StreamedImages`).
 
@@ -70,7 +68,5 @@ def load_class_folders(
     """
     inner = root / "images"
     if (root / "images.txt").is_file() and (root / "image_class_labels.txt").is_file() and inner.is_dir():
-        return load_image_folder(
-            inner, size, contents=contents, stream=stream, **limits
-        ), f"CUB-200-2011: the classes of {inner}"
-    return load_image_folder(root, size, contents=contents, stream=stream, **limits), ""
+        return load_image_folder(inner, size, contents=contents, stream=stream), f"CUB-200-2011: the classes of {inner}"
+    return load_image_folder(root, size, contents=contents, stream=stream), ""

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metricopt_ext.data.images import Limits
 from metricopt_ext.data.labelled import Labelled, Split
 from metricopt_ext.data.own_parts import folders_of_parts, warn_of_copies
 from metricopt_ext.data.reading import Reading
@@ -26,7 +25,7 @@ from metricopt_ext.utils.words import brief, counted
 VALIDATION, TEST = PARTS[1:]
 
 
-def own_parts(data: DataConfig, limits: Limits, seed: int) -> Splits | None:
+def own_parts(data: DataConfig, seed: int) -> Splits | None:
     """Read parts of one's own; None if the settings name none, and ``data.root`` is no folder that holds them.
 
     Validation that is not given is held out from train's classes (``data.validation_share``), test from validation's
@@ -34,7 +33,6 @@ def own_parts(data: DataConfig, limits: Limits, seed: int) -> Splits | None:
 
     Args:
         data: The settings.
-        limits: What the files may take.
         seed: Draws what is held out.
 
     Raises:
@@ -47,7 +45,7 @@ def own_parts(data: DataConfig, limits: Limits, seed: int) -> Splits | None:
     if not paths:
         return None
     contents: dict[str, dict[str, str]] = {}
-    read = {name: _part(path, data, limits, contents.setdefault(name, {})) for name, path in paths.items()}
+    read = {name: _part(path, data, contents.setdefault(name, {})) for name, path in paths.items()}
     warn_of_copies(contents)
     told = {
         name: " and ".join(f"{counted(len(each), 'image')} of {paths[name] / own}" for own, each in part.items())
@@ -184,15 +182,13 @@ def _of_classes(part: Labelled, classes: Tensor) -> Labelled:
     return Labelled(taken(part.x, rows), places[part.y[rows]], names)
 
 
-def _part(path: Path, data: DataConfig, limits: Limits, contents: dict[str, str]) -> dict[str, Labelled]:
+def _part(path: Path, data: DataConfig, contents: dict[str, str]) -> dict[str, Labelled]:
     """A part's images by folder within it: all of them, or queries and gallery."""
     both = queries_and_gallery(path)
     read = {}
     for folder in both or (path,):
         own: dict[str, str] = {}
-        read[folder.name if both else ""], _ = load_class_folders(
-            folder, data.image_size or None, limits, own, data.stream
-        )
+        read[folder.name if both else ""], _ = load_class_folders(folder, data.image_size or None, own, data.stream)
         contents.update({str(folder / name): digest for name, digest in own.items()})
     return read
 

@@ -33,7 +33,7 @@ def embed_images(arguments: argparse.Namespace) -> Iterator[Search]:
 
     def embedded(path: Path) -> Items:
         mode: Literal["L", "RGB"] = "L" if arguments.grey else "RGB"
-        images = load_image_folder(path, config.data.image_size or None, mode=mode, **config.limits)
+        images = load_image_folder(path, config.data.image_size or None, mode=mode)
         if not models:
             models.append(built(config.model, images.x.shape[1:]))
             load_checkpoint(models[0], arguments.weights, entry=arguments.entry, option="--entry")

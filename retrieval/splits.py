@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-from metricopt_ext.data.images import Limits
 from metricopt_ext.data.reading import Reading
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.errors import ConfigError
@@ -30,7 +29,7 @@ def load_splits(config: RetrievalConfig, seed: int) -> Splits:
         DataError: The data are missing or unusable.
     """
     with config_section("data"):
-        splits = _divided(config.data, config.limits, seed)
+        splits = _divided(config.data, seed)
     with config_section("shift"):
         if config.shift.kind == "none":
             return splits
@@ -39,7 +38,7 @@ def load_splits(config: RetrievalConfig, seed: int) -> Splits:
         return splits.shifted(config.shift.image_shift(), seed)
 
 
-def _divided(data: DataConfig, limits: Limits, seed: int) -> Splits:
+def _divided(data: DataConfig, seed: int) -> Splits:
     if isinstance(data, OwnDataConfig):
         return of_function(data, seed)
     if data.name not in NAMES:
@@ -51,17 +50,17 @@ def _divided(data: DataConfig, limits: Limits, seed: int) -> Splits:
             f"data.name={data.name} needs data.root=PATH, the file or folder that holds it"
             + ", or data.train=PATH and data.val or data.test" * (data.name == "class_folders")
         )
-    if (parts := own_parts(data, limits, seed)) is not None:
+    if (parts := own_parts(data, seed)) is not None:
         return parts
     if data.name == "stanford_online_products":
-        train, test = load_stanford_online_products(data.root, data.image_size or 224, **limits)
+        train, test = load_stanford_online_products(data.root, data.image_size or 224)
         return hold_out_classes(train, test, data.validation_share, seed)
     said = ""
     if data.name == "class_folders":
-        whole, said = load_class_folders(Path(data.root), data.image_size or None, limits, stream=data.stream)
+        whole, said = load_class_folders(Path(data.root), data.image_size or None, stream=data.stream)
     elif data.name == "digits":
         whole = load_digits()
     else:
-        whole = load_omniglot(data.root, data.image_size or None, **limits)
+        whole = load_omniglot(data.root, data.image_size or None)
     splits = split_classes(whole, data.fractions, seed, last_test=data.last_test, test_classes=data.test_classes)
     return replace(splits, reading=Reading(said)) if said else splits

@@ -10,7 +10,6 @@ import sqlite3
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from html.parser import HTMLParser
@@ -158,7 +157,7 @@ def records() -> Records:
 
 @pytest.fixture
 def lay() -> Callable[..., Path]:
-    """Write a set of files into a folder or a zip, ``nested`` below one more folder; a number becomes a small PNG."""
+    """Write a set of files into a folder, ``nested`` below one more folder; a number becomes a small PNG."""
 
     def picture(value: int) -> bytes:
         """A PNG, 4 x 3, the value in red and the column number in green."""
@@ -174,15 +173,9 @@ def lay() -> Callable[..., Path]:
         if kind.startswith("nested"):
             contents = {f"images/{name}": data for name, data in contents.items()}
             contents["__MACOSX/cat/._1.png"] = b"junk"
-        if kind.endswith("zip"):
-            root = root.with_suffix(".zip")
-            with zipfile.ZipFile(root, "w") as archive:
-                for name, data in contents.items():
-                    archive.writestr(name, data)
-        else:
-            for name, data in contents.items():
-                (root / name).parent.mkdir(parents=True, exist_ok=True)
-                (root / name).write_bytes(data)
+        for name, data in contents.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_bytes(data)
         return root
 
     return write

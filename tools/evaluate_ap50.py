@@ -7,7 +7,7 @@ r"""Compute the AP50 of detections: the average precision if a hit needs an inte
         --weights out/run/seed-0/tuned.pth --annotations out/run/seed-0/scenes --split test --output-dir out/ap50
 
 Detections are in COCO's results format: a list of {"image_id", "category_id", "bbox": [x, y, width, height], "score"}.
-Annotations are COCO's JSON, or a folder or zip file in Pascal VOC's format, or a folder as exported by Roboflow, Kaggle
+Annotations are COCO's JSON, or a folder in Pascal VOC's format, or a folder as exported by Roboflow, Kaggle
 or YOLO; a note says which (metricopt_ext.detection.layouts). For VOC and YOLO, image_id is the image's file name
 without suffix, and category_id counts the classes from 1 (or category_name names one). Ids in another form are read if
 one reading fits them all (metricopt_ext.detection.ids). Notes below the table say what did not count. The module
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--entry", default="", metavar="KEY", help="where it is in that file, if that has several")
     parser.add_argument("--adapter", type=Path, help="a finetuned adapter for it; BatchNorm statistics beside it count")
     parser.add_argument(
-        "--annotations", required=not shows_config(), type=Path, help="COCO's JSON file, or VOC's folder or zip file"
+        "--annotations", required=not shows_config(), type=Path, help="COCO's JSON file, or VOC's folder"
     )
     parser.add_argument("--images-dir", type=Path, help="folder of the images that COCO's JSON file names")
     parser.add_argument("--split", help="VOC only: the list of images to evaluate; default: all")

@@ -12,7 +12,7 @@ On request it adds other ranking metrics.
 
 A run is the output folder of tools/finetune_retrieval.py: each seed's models before and after finetuning are evaluated
 on its test classes (or --part validation), which seed-N/classes.json lists and data.test_classes can choose. Images are
-<class>/<file> in a folder or zip file. A model embeds them: one described by a config file of
+<class>/<file> in a folder. A model embeds them: one described by a config file of
 tools/finetune_retrieval.py, with its weights, and with a finetuned adapter if given.
 
 Files are .npy; or they hold "embeddings" and "labels": .npz, .safetensors, .pt, .h5, .parquet or .csv; then omit

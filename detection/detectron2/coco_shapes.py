@@ -11,7 +11,7 @@ from metricopt_ext.detection.records import Annotated
 from metricopt_ext.detection.shapes import mask_of, polygons_of
 from metricopt_ext.detection.tables import is_finite
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.files import JSON_BYTES, parse_json, read_bounded
+from metricopt_ext.utils.files import parse_json
 from metricopt_ext.utils.words import brief
 
 JUDGED_BY = {"id", "area", "iscrowd"}  # what pycocotools needs of an object beside its shape
@@ -62,7 +62,7 @@ def read_shapes(file: Path, data: CocoSet) -> CocoShapes | None:
     Returns:
         None if no object has any.
     """
-    content = parse_json(read_bounded(file, JSON_BYTES))
+    content = parse_json(Path(file).read_bytes())
     entries, left_out, metadata = content["annotations"], dict[str, str](), dict[str, Any]()
     try:
         metadata = _keypoints_of(content["categories"])

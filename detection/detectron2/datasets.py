@@ -1,49 +1,28 @@
 """Annotated sets in Detectron2's catalog, and its sets as annotated sets."""
 
-import io
 import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, DatasetMapper, MetadataCatalog
 from detectron2.structures import BoxMode
-from detectron2.utils.file_io import PathHandler, PathManager
 
-from metricopt_ext.data.archives import open_zip
 from metricopt_ext.detection.box_kinds import check_annotated
 from metricopt_ext.detection.boxes_outside import warn_of_boxes
 from metricopt_ext.detection.detectron2.coco_shapes import CocoShapes
 from metricopt_ext.detection.detectron2.config import metricopt_settings
 from metricopt_ext.detection.metric import kind_of
-from metricopt_ext.detection.records import UNREADABLE, Annotated, DetectionSet
+from metricopt_ext.detection.records import Annotated, DetectionSet
 from metricopt_ext.detection.tables import KINDS, TruthTable
 from metricopt_ext.detection.voc import read_voc
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import brief
-
-
-class ZipHandler(PathHandler):  # type: ignore[misc]
-    """Opens ``zip://ARCHIVE!MEMBER`` wherever Detectron2 reads a file, so its own data mapper can read archives."""
-
-    PREFIX = "zip://"
-
-    def _get_supported_prefixes(self) -> list[str]:
-        return [self.PREFIX]
-
-    def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> IO[Any]:
-        archive, _, member = path[len(self.PREFIX) :].partition("!")
-        with open_zip(Path(archive)) as file:
-            content = io.BytesIO(file.read(member))
-        return content if "b" in mode else io.TextIOWrapper(content)
-
-
-PathManager.register_handler(ZipHandler(), allow_override=True)
 
 
 class Mapper(DatasetMapper):  # type: ignore[misc]
@@ -57,7 +36,7 @@ class Mapper(DatasetMapper):  # type: ignore[misc]
         """
         try:
             return super().__call__(dataset_dict)
-        except (*UNREADABLE, SyntaxError, ValueError) as error:
+        except (OSError, RuntimeError, SyntaxError, ValueError) as error:
             raise DataError(f"{dataset_dict['file_name']} can't be used: {error}") from error
 
 
@@ -333,11 +312,8 @@ def _record(image: Annotated) -> dict[str, Any]:
             image.boxes.tolist(), image.labels.tolist(), image.crowd.tolist(), image.difficult.tolist(), strict=True
         )
     ]
-    path = str(image.path)
-    if image.archive is not None:
-        path = f"{ZipHandler.PREFIX}{image.archive}!{image.path.as_posix()}"
     return {
-        "file_name": path,
+        "file_name": str(image.path),
         "image_id": image.image_id,
         "width": image.width,
         "height": image.height,
@@ -356,19 +332,15 @@ def _annotated(record: dict[str, Any], classes: int, name: str) -> Annotated:
                 f"{where} has the category_id {brief(each['category_id'])}; with {classes} classes it must be in"
                 f" 0..{classes - 1}"
             )
-    path, archive = str(record.get("file_name") or ""), None
-    if path.startswith(ZipHandler.PREFIX):
-        archive, _, path = path[len(ZipHandler.PREFIX) :].partition("!")
     return Annotated(
         image_id=record["image_id"],
-        path=Path(path),
+        path=Path(str(record.get("file_name") or "")),
         width=record.get("width") or 0,
         height=record.get("height") or 0,
         boxes=torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4),
         labels=torch.tensor([each["category_id"] for each in annotations], dtype=torch.int64),
         difficult=torch.tensor([bool(each.get("difficult")) for each in annotations], dtype=torch.bool),
         crowd=torch.tensor([bool(each.get("iscrowd")) for each in annotations], dtype=torch.bool),
-        archive=None if archive is None else Path(archive),
     )
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from detectron2.config import CfgNode
 
-from metricopt_ext.utils.files import open_regular
-
 # What meta-training sets for each of its runs, whose trajectories belong together all the same.
 OF_ONE_RUN = {
     "METRICOPT.ENABLED",
@@ -78,5 +76,5 @@ def _described(name: str) -> str:
 
 @lru_cache
 def _fingerprint(file: Path, changed: int) -> str:
-    with open_regular(file) as opened:
+    with open(file, "rb") as opened:
         return hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=8)).hexdigest()

@@ -48,7 +48,7 @@ def write_example(datasets: DatasetsNode) -> None:
 def register_entries(entries: Sequence[str], root: str | Path, classes: Sequence[str] = ()) -> None:
     """Register what METRICOPT.DATASETS.REGISTER lists, unless it is already in the catalog.
 
-    An entry is ``NAME=FOLDER:SPLIT`` for a VOC folder or its zip file, or ``NAME=FOLDER:FILE.json`` for images with
+    An entry is ``NAME=FOLDER:SPLIT`` for a VOC folder, or ``NAME=FOLDER:FILE.json`` for images with
     annotations in COCO's format, masks and keypoints among them (`coco_shapes.read_shapes`). A suffix of ``[:80%]`` or
     ``[80%:]`` chooses a part of the images in an order that is always shuffled the same way: what one leaves out is
     what the other has, in every run.
@@ -93,8 +93,8 @@ def _judge_by(file: Path, name: str, data: CocoSet) -> None:
 def register_parts(cfg: CfgNode) -> tuple[str, ...]:
     """Register the parts of one's own that METRICOPT.DATASETS names, and have a config take them for its sets.
 
-    They are read as in our other tools (`layouts.part_at`): COCO's files and Roboflow's folders, VOC's lists, folders
-    and zip files, folders in YOLO's format. Classes are compared by name, and train's numbers count. Images in two
+    They are read as in our other tools (`layouts.part_at`): COCO's files and Roboflow's folders, VOC's lists and
+    folders, folders in YOLO's format. Classes are compared by name, and train's numbers count. Images in two
     parts, by content, are counted in a warning.
 
     Args:

@@ -14,7 +14,7 @@ from metricopt_ext.adapters.modulation import CONTEXT_NAME
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, DataError, FileFormatError
 from metricopt_ext.utils.checkpoint_file import CheckpointFile, packed_in, read_checkpoint
-from metricopt_ext.utils.files import JSON_BYTES, content_of, parse_json, read_bounded
+from metricopt_ext.utils.files import content_of, parse_json
 from metricopt_ext.utils.state_dict import state_dict_in
 from metricopt_ext.utils.tensor_names import UNTRAINED, Names, names_in_model
 from metricopt_ext.utils.weights import has_mean, same_bits
@@ -185,9 +185,7 @@ def files_of(path: Path) -> list[Path]:
     for name in WHOLE:
         if (index := path / f"{name}{INDEX}").is_file():
             with content_of(index, "files by tensor in weight_map"):
-                names = sorted(
-                    {str(each) for each in parse_json(read_bounded(index, JSON_BYTES))["weight_map"].values()}
-                )
+                names = sorted({str(each) for each in parse_json(index.read_bytes())["weight_map"].values()})
             if any(Path(each).name != each for each in names):
                 raise FileFormatError(f"{index} names files outside its folder: {shortened(names)}")
             return [path / each for each in names]

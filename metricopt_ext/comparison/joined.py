@@ -9,7 +9,7 @@ from metricopt_ext.errors import DataError
 SAME = ("task", "metric", "budgets")
 
 # Settings that say on which seeds, where and how far something ran, not what.
-ELSEWHERE = ("seed", "seeds", "workers", "threads", "device", "root", "methods", "most", "max_bytes", "max_pixels")
+ELSEWHERE = ("seed", "seeds", "workers", "threads", "device", "root", "methods", "most")
 PER_METHOD = ("queries", "validation", "test", "seconds", "passes")
 
 

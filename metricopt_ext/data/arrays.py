@@ -10,12 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metricopt_ext.data.labelled import MAX_BYTES
 from metricopt_ext.data.numerals import MISSING, WHOLE, plain_number
 from metricopt_ext.data.parquet import PARQUET, parquet_table
-from metricopt_ext.data.text_files import DELIMITERS, TEXT_SHARE, content_of, decoded, rows_of_cells
+from metricopt_ext.data.text_files import DELIMITERS, content_of, decoded, rows_of_cells
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.files import check_header, check_uncompressed, open_regular
 from metricopt_ext.utils.words import brief, shortened
 
 NPZ, TORCH, HDF5 = (".npz",), (".pt", ".pth"), (".h5", ".hdf5")
@@ -157,14 +155,13 @@ def _named(path: Path, name: str, there: Sequence[str], what: str = "array") -> 
 
 
 def _npy(path: Path, name: str, shape: bool) -> Any:
-    # Mapped, as then no more memory is taken than the file has, whatever shape it declares.
     mapped = _mapped(path)
     return mapped.shape if shape else np.array(mapped)
 
 
 def _mapped(path: Path) -> Any:
     try:
-        with open_regular(path) as file:
+        with open(path, "rb") as file:
             _header(file)  # which says what to do about Python objects
         return np.lib.format.open_memmap(path, mode="r")
     except Exception as error:  # its header is parsed as Python, with errors of many types
@@ -173,16 +170,11 @@ def _mapped(path: Path) -> Any:
 
 def _npz(path: Path, name: str, shape: bool) -> Any:
     try:
-        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+        with zipfile.ZipFile(path) as archive:
             members = {each.filename.removesuffix(".npy"): each for each in archive.infolist()}
             member = members[_named(path, name, list(members))]
             with archive.open(member) as opened:
-                found, kind, header = _header(opened)
-                size = int(np.prod(found, dtype=np.float64)) * kind.itemsize
-                # What is zipped may unpack to a thousand times its size.
-                packed = member.compress_type != zipfile.ZIP_STORED
-                if size != member.file_size - header or (packed and size > MAX_BYTES):
-                    raise DataError(f"{path}: {member.filename} says that it has {size} bytes, which can't be read")
+                found = _header(opened)
             if shape:
                 return found
             with archive.open(member) as opened:
@@ -193,21 +185,21 @@ def _npz(path: Path, name: str, shape: bool) -> Any:
         raise DataError(f"{path} is not a .npz file of numbers and text ({brief(error)})") from error
 
 
-def _header(file: Any) -> tuple[tuple[int, ...], np.dtype[Any], int]:
-    """The shape and the type of an array, and how many bytes its header takes; objects would run code."""
+def _header(file: Any) -> tuple[int, ...]:
+    """The shape of an array; objects would run code."""
     version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, _, kind = read(file)
     if kind.hasobject:
         raise ValueError("it holds Python objects; save numbers, or text as labels.astype(str)")
-    return shape, kind, file.tell()
+    found: tuple[int, ...] = shape
+    return found
 
 
 def _safetensors(path: Path, name: str, shape: bool) -> Any:
     from safetensors import safe_open
 
     try:
-        check_header(path)
         with safe_open(path, framework="pt") as file:
             found = _named(path, name, list(file.keys()), "tensor")
             return file.get_slice(found).get_shape() if shape else file.get_tensor(found)
@@ -219,7 +211,6 @@ def _safetensors(path: Path, name: str, shape: bool) -> Any:
 
 def _torch(path: Path, name: str, shape: bool) -> Any:
     try:
-        check_uncompressed(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise DataError(
@@ -271,16 +262,13 @@ def _hdf5(path: Path, name: str, shape: bool) -> Any:
     import h5py
 
     try:
-        with open_regular(path) as opened, h5py.File(opened, "r") as file:
+        with h5py.File(path, "r") as file:
             # What a link leads to may lie in another file.
             own = [each for each in file if isinstance(file.get(each, getlink=True), h5py.HardLink)]
             own = [each for each in own if isinstance(file[each], h5py.Dataset)]
             found = file[_named(path, name, own, "dataset")]
             if found.external or found.is_virtual:
                 raise DataError(f"{path}: {found.name} lies in another file; copy it into this one")
-            size = int(np.prod(found.shape, dtype=np.float64)) * found.dtype.itemsize
-            if size > max(MAX_BYTES, 2 * path.stat().st_size):  # packed, or not written at all
-                raise DataError(f"{path}: {found.name} says that it has {size} bytes, which can't be read")
             if shape:
                 return tuple(found.shape)
             text = h5py.check_string_dtype(found.dtype) is not None
@@ -292,7 +280,7 @@ def _hdf5(path: Path, name: str, shape: bool) -> Any:
 
 
 def _parquet(path: Path, name: str, shape: bool) -> Any:
-    table = parquet_table(path, MAX_BYTES)
+    table = parquet_table(path)
     names = list(map(str, table.column_names))
     dimensions = _numbered_columns(names) if name == "embeddings" else []
     if dimensions and not {name, *OTHER_NAMES[name]} & {*names}:
@@ -303,10 +291,7 @@ def _parquet(path: Path, name: str, shape: bool) -> Any:
 
 
 def _csv(path: Path, name: str, shape: bool) -> Any:
-    most = MAX_BYTES // TEXT_SHARE
-    if path.stat().st_size > most:
-        raise DataError(f"{path} has more than {most} bytes of text; save what it holds as .npy, .npz or .parquet")
-    text, _ = decoded(path, content_of(path, most), "")
+    text, _ = decoded(path, content_of(path), "")
     delimiter = (
         "\t" if path.suffix.lower() == ".tsv" else next((d for d in DELIMITERS if d in text.split("\n", 1)[0]), ",")
     )

@@ -15,10 +15,6 @@ if TYPE_CHECKING:
 
 Mode = Literal["RGB", "L"]
 
-# Most pixels of one picture, unless a caller allows more; decoding takes up to 12 bytes for each. A
-# camera's have up to 100 million; PIL itself refuses twice its 89 million.
-MAX_PIXELS = 50_000_000
-
 # What PIL may take a file for, whatever its name is: all that are decoded within PIL. It would run Ghostscript on EPS.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
@@ -41,26 +37,19 @@ TWELVE = (
 
 
 @contextmanager
-def opened(content: bytes, max_pixels: int = MAX_PIXELS) -> Iterator["Image.Image"]:
+def opened(content: bytes) -> Iterator["Image.Image"]:
     """Open an image of one of `FORMATS`, not yet decoded, to decode it (`decoded`).
 
     Args:
         content: The file's.
-        max_pixels: Most pixels that it may have.
 
     Raises:
-        DataError: It is no such image, can't be decoded, or has more pixels; the message does not name the file.
+        DataError: It is no such image, or can't be decoded; the message does not name the file.
     """
     from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            pixels = image.width * image.height
-            if pixels > max_pixels:
-                raise DataError(
-                    f"it has {image.width} x {image.height} pixels, more than {max_pixels}; if that is right,"
-                    " raise max_pixels"
-                )
             yield image
     except MetricOptError:
         raise

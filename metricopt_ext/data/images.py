@@ -1,4 +1,4 @@
-"""Images with class labels, read from folders and zip files."""
+"""Images with class labels, read from folders."""
 
 import hashlib
 import os
@@ -6,30 +6,22 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from metricopt_ext.data.archives import MEMBER_BYTES, ZipReader, open_zip
-from metricopt_ext.data.decoding import MAX_PIXELS, TWELVE, Mode, decoded, has_12_bits, has_16_bit_colours, opened
-from metricopt_ext.data.labelled import MAX_BYTES, Labelled, check_bytes
+from metricopt_ext.data.decoding import TWELVE, Mode, decoded, has_12_bits, has_16_bit_colours, opened
+from metricopt_ext.data.labelled import Labelled
 from metricopt_ext.data.streamed import StreamedImages, as_inputs
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.checks import check_at_least
-from metricopt_ext.utils.files import existing, read_bounded, walked
+from metricopt_ext.utils.files import existing, walked
 from metricopt_ext.utils.words import brief, counted
 
 Array = npt.NDArray[Any]
-
-
-class Limits(TypedDict):
-    """What files of images may take, as arguments of the loaders; see `load_image_folder`."""
-
-    max_bytes: int
-    max_pixels: int
 
 
 ImageSize = int | tuple[int, int] | Callable[[Any], Any]  # the last takes and returns a PIL image
@@ -44,73 +36,54 @@ _SYSTEM = ("__MACOSX", "Thumbs.db", "desktop.ini")
 
 
 def load_image_folder(
-    path_or_zip: str | os.PathLike[str],
+    root: str | os.PathLike[str],
     image_size: ImageSize | None = None,
     limit_per_class: int | None = None,
     *,
     depth: int = 1,
     mode: Mode = "RGB",
-    max_bytes: int = MAX_BYTES,
-    max_pixels: int = MAX_PIXELS,
     contents: dict[str, str] | None = None,
     stream: bool = False,
 ) -> Labelled:
-    """Read ``<class>/<file>`` images from a folder or a zip file, possibly below one more folder.
+    """Read ``<class>/<file>`` images from a folder, possibly below one more folder.
 
     A warning tells what is not read: files without one of `SUFFIXES`, folders that links lead to once more, further
     frames, and most shades of 12-bit pictures in 16 bits. Hidden files are left out without one.
 
     Args:
-        path_or_zip: The folder or the zip file.
+        root: The folder.
         image_size: Height and width to resize to, or one number for both, or a function that returns each PIL image
             in the size that all get; None if all images have the same size.
         limit_per_class: Read only this many of each class, the first by file name; at least 1.
         depth: Number of folders that name a class; 2 for ``<group>/<class>/<file>``.
         mode: ``"RGB"``, or ``"L"`` for greyscale.
-        max_bytes: Most bytes of all images in memory, and of all files that are read from a zip file.
-        max_pixels: Most pixels of an image as it is stored.
         contents: Receives a digest of each file that is read, by its name there.
-        stream: Whether the images stay on disk and are read whenever they are asked for (`StreamedImages`);
-            ``max_bytes`` is not for them.
+        stream: Whether the images stay on disk and are read whenever they are asked for (`StreamedImages`).
 
     Returns:
         Inputs ``n x 3 x h x w`` uint8 (``n x 1 x h x w`` in grey), ordered by class and
             file name; classes in alphabetical order.
 
     Raises:
-        DataError: For a missing path, no images, a class without any, another layout, an unreadable image, unequal
-            sizes without ``image_size``, or more bytes or pixels than allowed.
+        DataError: For a missing path, no images, a class without any, another layout, an unreadable image, or
+            unequal sizes without ``image_size``.
     """
     check_at_least(1, limit_per_class=limit_per_class)
-    path = existing(path_or_zip)
-    if path.is_dir():
-        try:
-            entries, again = walked(path)
-        except OSError as error:
-            raise DataError(f"{path} can't be read: {brief(error)}") from error
-        if again:
-            warnings.warn(
-                f"{path}: {counted(len(again), 'link')} to folders that are read elsewhere left out: {_few(again)}",
-                stacklevel=2,
-            )
-        chosen, y, class_names = _chosen(path, entries, limit_per_class, depth)
-        if stream:
-            images = stream_images(
-                path, chosen, reader(path), image_size, mode, max_pixels=max_pixels, contents=contents
-            )
-            return Labelled(as_inputs(images), y, class_names)
-        read = noting(reader(path), contents)
-        x = read_images(path, chosen, read, image_size, mode, max_bytes=max_bytes, max_pixels=max_pixels)
-        return Labelled(x, y, class_names)
+    path = existing(root)
+    try:
+        entries, again = walked(path)
+    except OSError as error:
+        raise DataError(f"{path} can't be read: {brief(error)}") from error
+    if again:
+        warnings.warn(
+            f"{path}: {counted(len(again), 'link')} to folders that are read elsewhere left out: {_few(again)}",
+            stacklevel=2,
+        )
+    chosen, y, class_names = _chosen(path, entries, limit_per_class, depth)
     if stream:
-        unzip = ZipReader(path)
-        chosen, y, class_names = _chosen(path, unzip.names(), limit_per_class, depth)
-        images = stream_images(path, chosen, unzip, image_size, mode, max_pixels=max_pixels, contents=contents)
+        images = stream_images(path, chosen, reader(path), image_size, mode, contents=contents)
         return Labelled(as_inputs(images), y, class_names)
-    with open_zip(path, max_bytes) as archive:
-        chosen, y, class_names = _chosen(path, archive.names(), limit_per_class, depth)
-        read = noting(archive.read, contents)
-        x = read_images(path, chosen, read, image_size, mode, max_bytes=max_bytes, max_pixels=max_pixels)
+    x = read_images(path, chosen, noting(reader(path), contents), image_size, mode)
     return Labelled(x, y, class_names)
 
 
@@ -120,31 +93,25 @@ def read_images(
     read: Callable[[str], bytes],
     image_size: ImageSize | None = None,
     mode: Mode = "RGB",
-    *,
-    max_bytes: int = MAX_BYTES,
-    max_pixels: int = MAX_PIXELS,
 ) -> Tensor:
     """Read images, ``n x 3 x h x w`` uint8 (``n x 1 x h x w`` in grey).
 
     Args:
-        path: The folder or zip file that holds them, for messages.
+        path: The folder that holds them, for messages.
         names: Their names there, at least one.
         read: Returns the content of a file by its name there.
         image_size: As in `load_image_folder`.
         mode: As in `load_image_folder`.
-        max_bytes: As in `load_image_folder`, of all images in memory.
-        max_pixels: As in `load_image_folder`.
 
     Raises:
-        DataError: For an unreadable image, unequal sizes without ``image_size``, or more bytes or pixels than allowed.
+        DataError: For an unreadable image, or unequal sizes without ``image_size``.
     """
     size = (image_size, image_size) if isinstance(image_size, int) else image_size
     noted = defaultdict[str, list[str]](list)
-    first = _pixels(path, names[0], read, size, mode, max_pixels, noted)
-    check_bytes(path, len(names) * first.nbytes, max_bytes)
+    first = _pixels(path, names[0], read, size, mode, noted)
     x = np.empty((len(names), *first.shape), dtype=np.uint8)
     for i, name in enumerate(names):
-        pixels = first if i == 0 else _pixels(path, name, read, size, mode, max_pixels, noted)
+        pixels = first if i == 0 else _pixels(path, name, read, size, mode, noted)
         if pixels.shape != x.shape[1:]:
             got, others = (f"{shape[1]} x {shape[2]}" for shape in (pixels.shape, x.shape[1:]))
             raise DataError(
@@ -163,7 +130,6 @@ def stream_images(
     image_size: ImageSize | None = None,
     mode: Mode = "RGB",
     *,
-    max_pixels: int = MAX_PIXELS,
     contents: dict[str, str] | None = None,
 ) -> StreamedImages:
     """Return images that are read whenever they are asked for, as `read_images` reads them all.
@@ -172,26 +138,25 @@ def stream_images(
     that all have one size. What is lost of an image is warned of as it is read, once for each kind of loss.
 
     Args:
-        path: The folder or zip file that holds them, for messages.
+        path: The folder that holds them, for messages.
         names: Their names there, at least one.
         read: Returns the content of a file by its name there; called in any thread.
         image_size: As in `load_image_folder`.
         mode: As in `load_image_folder`.
-        max_pixels: As in `load_image_folder`.
         contents: As in `load_image_folder`.
 
     Raises:
-        DataError: For an image that can't be opened, unequal sizes without ``image_size``, or more pixels than allowed.
+        DataError: For an image that can't be opened, or unequal sizes without ``image_size``.
     """
     size = (image_size, image_size) if isinstance(image_size, int) else image_size
     lost: dict[int, list[str]] = {}  # of images that were read, until it is told
     told = set[str]()
     checked = noting(read, contents)
-    first = _pixels(path, names[0], checked, size, mode, max_pixels, defaultdict(list)).shape
+    first = _pixels(path, names[0], checked, size, mode, defaultdict(list)).shape
 
     def pixels(row: int) -> Tensor:
         noted = defaultdict[str, list[str]](list)
-        found = np.array(_pixels(path, names[row], read, size, mode, max_pixels, noted))
+        found = np.array(_pixels(path, names[row], read, size, mode, noted))
         if found.shape != first:
             raise DataError(
                 f"{path}: images must all have one size, got {found.shape[1]} x {found.shape[2]} ({names[row]}) and"
@@ -207,7 +172,7 @@ def stream_images(
             told.add(what)
 
     for name in names[1:]:
-        height, width = height_and_width(path, name, checked, max_pixels)
+        height, width = height_and_width(path, name, checked)
         if size is None and (height, width) != first[1:]:
             raise DataError(
                 f"{path}: images must all have one size, got {height} x {width} ({name}) and"
@@ -216,14 +181,14 @@ def stream_images(
     return StreamedImages.of(pixels, len(names), first, tell)
 
 
-def height_and_width(path: Path, name: str, read: Callable[[str], bytes], max_pixels: int) -> tuple[int, int]:
+def height_and_width(path: Path, name: str, read: Callable[[str], bytes]) -> tuple[int, int]:
     """Return the size of an image upright, which is not decoded; arguments are those of `read_images`.
 
     Raises:
-        DataError: It can't be opened, or has more pixels.
+        DataError: It can't be opened.
     """
     try:
-        with opened(read(name), max_pixels) as image:
+        with opened(read(name)) as image:
             width, height = image.size
             orientation = image.getexif().get(0x0112, 1) if image.format != "TIFF" else 1
     except (DataError, OSError, ValueError) as error:
@@ -235,7 +200,7 @@ def height_and_width(path: Path, name: str, read: Callable[[str], bytes], max_pi
 
 def reader(folder: Path) -> Callable[[str], bytes]:
     """Return a function that reads a folder's files by their names in it."""
-    return lambda name: read_bounded(folder / name, MEMBER_BYTES)
+    return lambda name: (folder / name).read_bytes()
 
 
 def noting(read: Callable[[str], bytes], contents: dict[str, str] | None) -> Callable[[str], bytes]:
@@ -338,14 +303,13 @@ def _pixels(
     read: Callable[[str], bytes],
     size: tuple[int, int] | Callable[[Any], Any] | None,
     mode: Mode,
-    max_pixels: int,
     noted: dict[str, list[str]],
 ) -> Array:
     """One image as ``3 x h x w`` or ``1 x h x w`` uint8; its name is added to ``noted`` under what is lost of it."""
     from PIL import Image
 
     try:
-        with opened(read(name), max_pixels) as image:
+        with opened(read(name)) as image:
             # A camera's MPO has previews of the one picture as further frames.
             if getattr(image, "is_animated", False) and image.format != "MPO":
                 noted["with several frames only the first is read"].append(name)

@@ -12,27 +12,6 @@ from metricopt_ext.data.reading import Reading
 from metricopt_ext.data.streamed import is_streamed, taken
 from metricopt_ext.errors import DataError
 
-# Most bytes of a set in memory, unless a caller allows more: VOC2007 takes 2.8 GB, but a picture of one
-# colour takes a thousand times its file. A loader's own copies take as much again.
-MAX_BYTES = 4 << 30
-
-
-def check_bytes(what: object, size: int, max_bytes: int) -> None:
-    """Reject a set that would take too much memory, before it is read.
-
-    Args:
-        what: The set, for the message.
-        size: Bytes that it would take.
-        max_bytes: Most bytes that it may take.
-
-    Raises:
-        DataError: It would take more.
-    """
-    if size > max_bytes:
-        raise DataError(
-            f"{what} would take {size} bytes of memory, more than {max_bytes}; if that is right, raise max_bytes"
-        )
-
 
 @dataclass(frozen=True, eq=False)
 class Split:

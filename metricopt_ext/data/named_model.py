@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.utils.extras import require
-from metricopt_ext.utils.files import JSON_BYTES, content_of, parse_json, read_bounded
+from metricopt_ext.utils.files import content_of, parse_json
 from metricopt_ext.utils.named import named
 from metricopt_ext.utils.state_dict import is_script
 from metricopt_ext.utils.words import brief, shortened
@@ -229,7 +229,7 @@ def _image_processor(name: str) -> tuple[Path, dict[str, Any]] | None:
 def _read(name: str, file: str) -> dict[str, Any]:
     path = Path(name, file)
     with content_of(path, "JSON object"):
-        content = parse_json(read_bounded(path, JSON_BYTES))
+        content = parse_json(path.read_bytes())
         return dict(content)
 
 

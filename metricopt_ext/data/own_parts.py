@@ -11,7 +11,6 @@ from torch import Tensor
 
 from metricopt_ext.data.splits import PARTS
 from metricopt_ext.errors import ConfigError, DataError
-from metricopt_ext.utils.files import open_regular
 from metricopt_ext.utils.words import brief, counted
 
 KEYS = {"train": "data.train", "validation": "data.val", "test": "data.test"}
@@ -183,7 +182,7 @@ def digests_of_rows(x: Tensor, y: Tensor, names: Iterable[str]) -> dict[str, str
 
 
 def _digest_of(name: str) -> str:
-    with open_regular(name) as file:
+    with open(name, "rb") as file:
         return hashlib.file_digest(file, "blake2b").hexdigest()
 
 

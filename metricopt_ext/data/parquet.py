@@ -9,48 +9,36 @@ from metricopt_ext.utils.words import brief
 PARQUET = (".parquet", ".pq")
 
 
-def parquet_cells(path: Path, most: int) -> list[tuple[int, list[str]]]:
+def parquet_cells(path: Path) -> list[tuple[int, list[str]]]:
     """Return the header, and the rows, each with its number from 1 on, the header's.
 
     Numbers keep all digits, what is null is empty, and what is true or false is a word.
 
     Args:
         path: The file.
-        most: Most bytes that its columns may take, uncompressed.
 
     Raises:
-        DataError: It is no such file, too large, or has a column of lists, structures or bytes.
+        DataError: It is no such file, or has a column of lists, structures or bytes.
     """
-    table = parquet_table(path, most)
+    table = parquet_table(path)
     columns = [_column(path, name, table.column(i)) for i, name in enumerate(table.column_names)]
     rows = enumerate(zip(*columns, strict=True), start=2)
     return [(1, list(map(str, table.column_names))), *((number, list(row)) for number, row in rows)]
 
 
-def parquet_table(path: Path, most: int) -> Any:
+def parquet_table(path: Path) -> Any:
     """Return a file's table, as pyarrow has it.
 
     Args:
         path: The file.
-        most: Most bytes that its columns may take, uncompressed.
 
     Raises:
-        DataError: It is no such file, or too large.
+        DataError: It is no such file.
     """
     import pyarrow.parquet
 
     try:
-        file = pyarrow.parquet.ParquetFile(path)
-        groups = file.metadata
-        size = sum(groups.row_group(i).total_byte_size for i in range(groups.num_row_groups))
-        cells = groups.num_rows * max(1, groups.num_columns)  # runs of one value are stored as one
-        if max(size, cells) > most:
-            raise DataError(
-                f"{path} takes {max(size, cells)} bytes, more than {most}; if that is right, raise max_bytes"
-            )
-        return file.read()
-    except DataError:
-        raise
+        return pyarrow.parquet.ParquetFile(path).read()
     except Exception as error:  # pyarrow's errors are of many types
         raise DataError(f"cannot read {path} as Parquet: {brief(error)}") from error
 

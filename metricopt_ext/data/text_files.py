@@ -8,18 +8,13 @@ import io
 import os
 import zlib
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.files import open_regular, read_at_most
 from metricopt_ext.utils.words import brief, counted
 
 StrPath = str | os.PathLike[str]
-
-# Text may have max_bytes divided by this: while it is parsed, it takes up to 30 times its size.
-TEXT_SHARE = 32
 
 # What begins a file that is no text, and what to do with it.
 PACKED = {
@@ -35,19 +30,14 @@ PACKED = {
 DELIMITERS = (",", ";", "\t", "|")  # looked for without a delimiter
 
 
-def content_of(path: Path, most: int) -> bytes:
-    """A file's content, unzipped if it is named ``.gz`` or ``.bz2``: at most so many bytes, of text."""
+def content_of(path: Path) -> bytes:
+    """A file's content, of text, unpacked if it is named ``.gz`` or ``.bz2``."""
     openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open}
     try:
-        with open_regular(path) as packed, openers.get(path.suffix, nullcontext)(packed) as file:
-            text = read_at_most(file, most)
+        with openers.get(path.suffix, open)(path, "rb") as file:
+            text: bytes = file.read()
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read {path}: {brief(error)}") from error
-    if text is None:
-        raise DataError(
-            f"{path} has more than {most} bytes of text; all text may have max_bytes / {TEXT_SHARE}, so raise max_bytes"
-            " if that is right"
-        )
     for mark, what in PACKED.items():
         if text.startswith(mark):
             raise DataError(f"{path} is {what}")

@@ -24,7 +24,7 @@ from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.program_score import Failed, ProgramScore, Score
 from metricopt_ext.utils.checkpoint_file import CheckpointFile
-from metricopt_ext.utils.files import open_regular, opened_atomically, read_json, remove_unfinished, write_json
+from metricopt_ext.utils.files import opened_atomically, read_json, remove_unfinished, write_json
 from metricopt_ext.utils.program import Programs
 from metricopt_ext.utils.words import brief, counted
 
@@ -275,7 +275,7 @@ class CheckpointRun(ProgramRun):
             self.file.write(path, self.moving.tensors(tuned.phi))
             return
         self.file.check_unchanged()
-        with open_regular(self.file.path) as old, opened_atomically(path) as file:
+        with open(self.file.path, "rb") as old, opened_atomically(path) as file:
             shutil.copyfileobj(old, file, 1 << 20)
 
     def disk(self, jobs: int) -> int:

@@ -6,9 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from metricopt_ext.data.decoding import MAX_PIXELS
-from metricopt_ext.data.images import Limits
-from metricopt_ext.data.labelled import MAX_BYTES
 from metricopt_ext.data.named_model import NamedModelConfig
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.brought_sections import bring_sections, brought_by, methods_with_sections
@@ -112,8 +109,6 @@ class RunConfig:
     threads: int = 1  # CPU threads of each
     device: str = "auto"  # auto, cpu, cuda, cuda:0, ...
     # What files of data may take, so that a small one can't fill the memory. They have no influence on results.
-    max_bytes: int = MAX_BYTES  # of memory, for a set as it is loaded, or a part of one that comes in parts
-    max_pixels: int = MAX_PIXELS  # of an image as it is stored
     # The kernels and number of threads that every processor has, deterministic algorithms on a GPU; slower. Whether
     # processors of different makers then give the same digits is not tested.
     deterministic: bool = False
@@ -144,11 +139,6 @@ class RunConfig:
         found = [*choice_of(self, key)]
         return f"{key} is a key of {found[0]}; this run has {found[1]}" if found else ""
 
-    @property
-    def limits(self) -> Limits:
-        """Return what loaders of images take as their bounds."""
-        return Limits(max_bytes=self.max_bytes, max_pixels=self.max_pixels)
-
     def check(self) -> None:
         """Reject what would only fail after work has been done.
 
@@ -156,7 +146,6 @@ class RunConfig:
             ConfigError: A value is out of range.
             BudgetError: There are too few queries; the message says how many are needed.
         """
-        check_at_least(1, {"max_bytes": self.max_bytes, "max_pixels": self.max_pixels})
         check_at_least(1, {n: getattr(self, n) for n in ("population", "best_evals", "seeds", "workers", "threads")})
         check_at_least(1, {"adapter.dim": self.adapter.dim})
         check_at_least(0, {"seed": self.seed})

@@ -31,7 +31,7 @@ CONTENT = "content of the data's files"  # beside the settings
 CODE = "own code"  # beside them too: of the functions that they name
 
 # Settings of a tool's run that may change on resuming: which seeds to run, and how.
-RUN_AGAIN_KEYS = {"seed", "seeds", "workers", "device", "max_bytes", "max_pixels"}
+RUN_AGAIN_KEYS = {"seed", "seeds", "workers", "device"}
 
 
 class RunFolder:

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.utils.files import open_regular, read_json, to_json, walked, write_json
+from metricopt_ext.utils.files import read_json, to_json, walked, write_json
 from metricopt_ext.utils.words import brief
 
 LOCK = ".lock"
@@ -128,7 +128,7 @@ def fingerprint_of_files(paths: Iterable[Path]) -> str:
     for path in paths:
         found = [path / name for name in walked(path)[0]] if path.is_dir() else [path]
         for file in sorted(each for each in found if each.is_file()):
-            with open_regular(file) as opened:
+            with open(file, "rb") as opened:
                 content = hashlib.file_digest(opened, "blake2b").hexdigest()
             digest.update(f"{file.relative_to(path)} {file.stat().st_size} {content}\n".encode())
     return digest.hexdigest()

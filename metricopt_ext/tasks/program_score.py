@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.utils.files import JSON_BYTES, parse_json, read_bounded
+from metricopt_ext.utils.files import parse_json
 from metricopt_ext.utils.program import Ended, Programs, filled
 from metricopt_ext.utils.state_dict import within
 from metricopt_ext.utils.words import brief
@@ -177,7 +177,7 @@ class Written:
             if _state(path) == before:
                 return Failed(f"the program wrote no {path}" + (", which is of an earlier run" if before else ""))
             try:
-                content = parse_json(read_bounded(path, JSON_BYTES))
+                content = parse_json(Path(path).read_bytes())
             except (OSError, ValueError) as error:
                 return Failed(f"{path} can't be read as JSON: {brief(error)}")
             found = within(content, self._key)

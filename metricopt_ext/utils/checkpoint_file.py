@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.errors import DataError, FileFormatError
-from metricopt_ext.utils.files import check_header, open_regular, opened_atomically
+from metricopt_ext.utils.files import opened_atomically
 from metricopt_ext.utils.state_dict import PICKLES, state_dict_in, torch_content
 from metricopt_ext.utils.words import brief
 
@@ -123,16 +123,15 @@ class _Safetensors(CheckpointFile):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with open_regular(path):
-            pass  # that it is there, and no pipe
         self._seen = _seen(path)
         try:
-            check_header(path)
             with safetensors.safe_open(path, framework="pt") as file:  # which checks the header
                 keys = list(file.keys())
-            with open_regular(path) as opened:
+            with open(path, "rb") as opened:
                 size = int.from_bytes(opened.read(8), "little")
                 header: dict[str, Any] = json.loads(opened.read(size))
+        except OSError:
+            raise
         except Exception as error:
             raise FileFormatError(f"{path} is truncated or not a safetensors file ({brief(error)})") from error
         self._begins = {key: 8 + size + int(header[key]["data_offsets"][0]) for key in keys}
@@ -155,7 +154,7 @@ class _Safetensors(CheckpointFile):
         return found
 
     def _write(self, file: IO[bytes], replaced: Mapping[str, Tensor]) -> None:
-        with open_regular(self.path) as old:
+        with open(self.path, "rb") as old:
             shutil.copyfileobj(old, file, 1 << 20)
         for key, value in replaced.items():
             file.seek(self._begins[key])

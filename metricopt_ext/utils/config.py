@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Protocol, TypeVar, get_args, get_origin
 
 from metricopt_ext.errors import ConfigError, MetricOptError
-from metricopt_ext.utils.files import MISFITS, read_bounded
+from metricopt_ext.utils.files import MISFITS
 from metricopt_ext.utils.packaged import existing_config
 from metricopt_ext.utils.text import text_of
 from metricopt_ext.utils.words import brief
 
 # Bounds on a config file, ten times what one of ours has at most. Nodes are counted with aliases replaced by what they
 # stand for, which can double them with every line; so can interpolations, whose number bounds the growth to 3^4.
-YAML_BYTES = 1 << 18
 YAML_NODES = 20_000
 YAML_LEVELS = 20
 YAML_INTERPOLATIONS = 12
@@ -172,7 +171,7 @@ def _content(file: str | Path | dict[str, Any] | None) -> Any:
         return OmegaConf.create(file or {})
     file = existing_config(file)
     check_yaml(file)
-    return OmegaConf.load(StringIO(text_of(read_bounded(file, YAML_BYTES))))
+    return OmegaConf.load(StringIO(text_of(Path(file).read_bytes())))
 
 
 def _texts(file: str | Path | dict[str, Any] | None) -> Any:
@@ -181,7 +180,7 @@ def _texts(file: str | Path | dict[str, Any] | None) -> Any:
 
     if isinstance(file, dict) or file is None:
         return {}
-    return load(text_of(read_bounded(existing_config(file), YAML_BYTES)), BaseLoader) or {}
+    return load(text_of(existing_config(file).read_bytes()), BaseLoader) or {}
 
 
 def _read_as_written(content: Any, texts: Any, known: Mapping[str, Any]) -> None:
@@ -317,7 +316,7 @@ def check_yaml(file: str | Path) -> None:
         file: The file, which exists.
 
     Raises:
-        ConfigError: It has more than `YAML_BYTES` bytes, `YAML_INTERPOLATIONS` interpolations, `YAML_LEVELS` levels, or
+        ConfigError: It has more than `YAML_INTERPOLATIONS` interpolations, `YAML_LEVELS` levels, or
             `YAML_NODES` nodes once its aliases are replaced by what they stand for; it holds a single value, a list,
             several documents or nothing; or it is no YAML.
     """
@@ -328,7 +327,7 @@ def check_yaml(file: str | Path) -> None:
         raise ConfigError(f"{file} has more than {most} {what}, too many for a config file")
 
     try:
-        text = text_of(read_bounded(file, YAML_BYTES))
+        text = text_of(Path(file).read_bytes())
         if text.count("${") > YAML_INTERPOLATIONS:
             reject("interpolations, ${...}", YAML_INTERPOLATIONS)
         sizes: dict[str, int] = {}  # nodes below each anchor

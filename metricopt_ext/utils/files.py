@@ -4,16 +4,13 @@ What is read may come from anywhere: memory and time are bounded by the file's s
 whatever its content is, errors are of `metricopt_ext.errors`. Only what needs torch imports it: a tool may do without.
 """
 
-import errno
 import hashlib
 import json
 import os
-import stat
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from io import BufferedReader
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
@@ -29,9 +26,6 @@ if TYPE_CHECKING:
 # How the name ends that a file has while it is written; it begins with a dot.
 UNFINISHED = ".unfinished"
 
-# The largest JSON file that is read. COCO's largest has 0.45 GB. Parsed, JSON takes up to 25 times as much.
-JSON_BYTES = 1 << 30
-
 # The deepest JSON. Our own has ten levels at most; parsers, comparisons and messages take a stack frame for each.
 JSON_LEVELS = 50
 
@@ -41,6 +35,8 @@ HEADER_BYTES = 1 << 24
 
 # What code raises that meets other content than it was written for; RuntimeError is PyTorch's.
 MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+ARCHIVES = (".zip", ".tar", ".tar.gz", ".tar.bz2", ".tar.xz", ".tgz", ".7z", ".rar")
 
 Module = TypeVar("Module", bound="nn.Module")
 
@@ -125,7 +121,7 @@ def read_json(path: str | Path) -> Any:
         FileFormatError: The file is not JSON, or not a JSON object.
     """
     try:
-        content = parse_json(read_bounded(path, JSON_BYTES))
+        content = parse_json(Path(path).read_bytes())
     except ValueError as error:
         raise FileFormatError(f"{path} is not valid JSON ({brief(error)}); delete it to regenerate it") from error
     if not isinstance(content, dict):
@@ -166,45 +162,6 @@ def walked(folder: Path) -> tuple[list[str], list[str]]:
                     else:
                         (links if each.is_symlink() else inner).append(f"{name}{each.name}/")
     return sorted(names[1:]), sorted(again)
-
-
-def open_regular(path: str | Path) -> BufferedReader:
-    """Open a file to read it, which must be a regular one: a pipe or a device could be waited for without end.
-
-    Raises:
-        OSError: It can't be opened, or is no regular file.
-    """
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is a folder, a pipe or a device, not a regular file", str(path))
-    return open(path, "rb", opener=lambda *_: descriptor)  # unlike os.fdopen, it keeps the name, which messages have
-
-
-def read_bounded(path: str | Path, most: int) -> bytes:
-    """Read a regular file of at most so many bytes.
-
-    Raises:
-        ValueError: It is larger.
-        OSError: It can't be read, or is no regular file.
-    """
-    with open_regular(path) as file:
-        content = read_at_most(file, most)
-    if content is None:
-        raise ValueError(f"it has more than the {most} bytes that are read at most")
-    return content
-
-
-def read_at_most(file: IO[bytes], most: int) -> bytes | None:
-    """Return the rest of an open file, or None if that has more than so many bytes.
-
-    The size that a file or a zipped stream says it has need not be the one it has, so none is trusted.
-    """
-    parts, left = [], most + 1
-    while left > 0 and (part := file.read(min(left, 1 << 20))):
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts) if left > 0 else None
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -308,7 +265,7 @@ def _checksum(described: str, tensors: bytes) -> str:
 
 
 def _after_header(path: str | Path) -> bytes:
-    with open_regular(path) as file:
+    with open(path, "rb") as file:
         file.seek(8 + int.from_bytes(file.read(8), "little"))
         return file.read()
 
@@ -319,7 +276,7 @@ def check_header(path: str | Path) -> None:
     Raises:
         ValueError: The file says so.
     """
-    with open_regular(path) as file:
+    with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
     if size > HEADER_BYTES:
         raise ValueError(f"its header should have {size} bytes; at most {HEADER_BYTES} are read")
@@ -383,7 +340,7 @@ def check_uncompressed(path: Path) -> None:
     Raises:
         ValueError: They are.
     """
-    with open_regular(path) as file:
+    with open(path, "rb") as file:
         if not zipfile.is_zipfile(file):
             return  # of an early version of torch, which has no parts
         with zipfile.ZipFile(file) as archive:
@@ -396,10 +353,12 @@ def existing(*candidates: str | os.PathLike[str]) -> Path:
     """Return the first of these paths that exists.
 
     Raises:
-        DataError: None of them exists.
+        DataError: None of them exists, or it is an archive, which is not unpacked here.
     """
     for candidate in candidates:
         if Path(candidate).exists():
+            if Path(candidate).name.lower().endswith(ARCHIVES):
+                raise DataError(f"{candidate} is an archive, which is not read; unpack it and name the folder")
             return Path(candidate)
     home = " (~ is taken as it stands)" if any(str(each).startswith("~") for each in candidates) else ""
     raise DataError(f"{' or '.join(map(str, candidates))} not found{home}; set data.root=DIR to the data's folder")

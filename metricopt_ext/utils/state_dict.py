@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.errors import DataError, FileFormatError, MetricOptError
-from metricopt_ext.utils.files import check_header, check_uncompressed, open_regular
+from metricopt_ext.utils.files import check_header, check_uncompressed
 from metricopt_ext.utils.tensor_names import names_in_model
 from metricopt_ext.utils.words import and_more, brief, counted, shortened
 
@@ -58,7 +58,7 @@ def torch_content(path: Path) -> Any:
             of Python that export a state dict.
         OSError: It can't be read.
     """
-    with open_regular(path) as file:
+    with open(path, "rb") as file:
         begin = file.read(2)
     if path.suffix in PICKLES:
         raise FileFormatError(

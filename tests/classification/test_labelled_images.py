@@ -264,9 +264,9 @@ def test_keys_are_there_for_images_with_several_labels_alone(tmp_path: Path) -> 
     assert "has no file of labels, a CSV with the images' names or COCO's JSON" in refused(f"data.root={tmp_path}")
 
 
-def test_a_zip_file_is_to_be_unpacked(tmp_path: Path) -> None:
+def test_an_archive_is_to_be_unpacked(tmp_path: Path) -> None:
     (tmp_path / "set.zip").write_bytes(b"PK")
-    assert "set.zip is a zip file; unpack it" in refused(f"data.root={tmp_path / 'set.zip'}")
+    assert "set.zip is an archive, which is not read; unpack it" in refused(f"data.root={tmp_path / 'set.zip'}")
 
 
 @pytest.mark.slow

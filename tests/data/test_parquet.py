@@ -18,7 +18,7 @@ def write(path: Path, **columns: list[object]) -> Path:
 
 def test_cells_are_those_of_a_csv_file(tmp_path: Path) -> None:
     file = write(tmp_path / "t.parquet", a=[1, None], b=[0.1, 3.0], c=["x ", None], d=[True, False])
-    assert parquet_cells(file, 10**6) == [
+    assert parquet_cells(file) == [
         (1, ["a", "b", "c", "d"]),
         (2, ["1", "0.1", "x", "True"]),
         (3, ["", "3", "", "False"]),
@@ -27,15 +27,9 @@ def test_cells_are_those_of_a_csv_file(tmp_path: Path) -> None:
 
 def test_what_is_no_cell_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "t.parquet", a=[[1.0], [2.0]])
-    assert_refused(lambda: parquet_cells(file, 10**6), DataError, "'a'")
+    assert_refused(lambda: parquet_cells(file), DataError, "'a'")
 
 
 def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.parquet").write_bytes(b"PAR1 but no more")
-    assert_refused(lambda: parquet_cells(tmp_path / "t.parquet", 10**6), DataError, "t.parquet", "Parquet")
-
-
-def test_a_file_that_is_larger_than_allowed_is_refused(tmp_path: Path) -> None:
-    file = write(tmp_path / "t.parquet", a=[7] * 100_000)  # a run, which takes a few bytes
-    assert file.stat().st_size < 10_000
-    assert_refused(lambda: parquet_cells(file, 50_000), DataError, "max_bytes")
+    assert_refused(lambda: parquet_cells(tmp_path / "t.parquet"), DataError, "t.parquet", "Parquet")

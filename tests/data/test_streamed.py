@@ -2,7 +2,6 @@
 
 import os
 import warnings
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -191,28 +190,6 @@ def test_what_is_wrong_with_a_folder_is_said_before_anything_is_trained(folder: 
     assert_refused(lambda: load_image_folder(folder, stream=True), DataError, "10 x 12", "cat/1.jpg", "9 x 12")
     (folder / "dog/3.jpg").write_bytes(b"no picture")
     assert_refused(lambda: load_image_folder(folder, 7, stream=True), DataError, "dog/3.jpg")
-    (folder / "packed.zip").write_bytes(b"PK")
-    assert_refused(lambda: load_image_folder(folder / "packed.zip", 7, stream=True), DataError, "zip")
-
-
-def test_a_zip_file_gives_the_same_from_disk_as_its_folder(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    file = tmp_path_factory.mktemp("zip") / "set.zip"
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-        for each in sorted(folder.rglob("*.jpg")):
-            archive.write(each, each.relative_to(folder))
-    seen: list[dict[str, str]] = [{}, {}, {}]
-    memory = load_image_folder(folder, 7, contents=seen[0])
-    disk, zipped = (
-        load_image_folder(path, 7, stream=True, contents=own)
-        for path, own in zip((folder, file), seen[1:], strict=True)
-    )
-    assert seen[0] == seen[1] == seen[2]
-    assert torch.equal(zipped.y, memory.y)
-    for _ in range(2):
-        assert torch.equal(torch.cat(list(zipped.x.split(3))), memory.x)
-    assert torch.equal(zipped.x[[6, 1]], disk.x[[6, 1]])
 
 
 def test_what_is_lost_of_images_is_said_once(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,6 @@ pytest.importorskip("torchvision")
 
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.data import streamed, training_state
-from metricopt_ext.detection import records
 from metricopt_ext.detection.records import Annotated, DetectionSet
 from metricopt_ext.detection.shapes import masks_from
 from metricopt_ext.detection.task import ExampleBatches, detection_loss, jittered, load_examples
@@ -300,23 +298,6 @@ def test_images_on_disk_are_those_in_memory_and_few_are_kept(
     for one, other in zip(images_in(disk[:20]), images_in(memory[:20]), strict=True):  # more than are kept
         assert torch.equal(one, other)
     assert len(read) == 44  # all but the one that was there
-
-
-def test_images_in_a_zip_file_are_read_from_one_handle(
-    squares: Callable[..., DetectionSet], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = squares(12)
-    memory = load_examples(data)
-    with zipfile.ZipFile(tmp_path / "set.zip", "w") as archive:
-        for each in data.images:
-            archive.write(each.path, f"images/{each.path.name}")
-    zipped = [replace(each, path=Path("images", each.path.name), archive=tmp_path / "set.zip") for each in data.images]
-    disk = load_examples(DetectionSet(data.classes, zipped), stream=True)
-    opened, open_zip = [], records.open_zip
-    monkeypatch.setattr(records, "open_zip", lambda path: opened.append(path) or open_zip(path))
-    for one, other in zip(images_in(disk), memory, strict=True):
-        assert torch.equal(one, other.image)
-    assert opened == []
 
 
 def test_jittered_examples_are_bytes_in_other_light_with_the_same_boxes() -> None:

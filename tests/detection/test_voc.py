@@ -3,7 +3,6 @@
 import re
 import unicodedata
 import warnings
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,22 +82,6 @@ def test_reads_what_was_written(tree: Path) -> None:
     data = read_voc(tree)
     assert data.classes == CLASSES
     for image, written in zip(data.images, EXAMPLES, strict=True):
-        assert_same(image, written)
-        assert torch.equal(image.load(), written.image)
-
-
-def zipped(tree: Path, folder: Path) -> Path:
-    packed = folder / "packed.zip"
-    with zipfile.ZipFile(packed, "w") as archive:
-        for file in tree.rglob("VOC2007/**/*.*"):
-            archive.write(file, file.relative_to(tree))
-    return packed
-
-
-def test_reads_the_same_from_a_zip_file(tree: Path, tmp_path: Path) -> None:
-    data = read_voc(zipped(tree, tmp_path), "train")
-    assert [image.image_id for image in data.images] == ["a1", "a2"]
-    for image, written in zip(data.images, EXAMPLES[:2], strict=True):
         assert_same(image, written)
         assert torch.equal(image.load(), written.image)
 
@@ -223,13 +206,11 @@ def test_a_flag_that_is_no_flag_is_said_and_not_difficult(tree: Path, text: str)
         SIZE.format(0, 30),
     ],
 )
-@pytest.mark.parametrize("packed", [False, True])
-def test_an_image_without_an_annotated_size_has_its_own(tree: Path, tmp_path: Path, size: str, packed: bool) -> None:
+def test_an_image_without_an_annotated_size_has_its_own(tree: Path, size: str) -> None:
     whole = re.search("<size>.*</size>", annotation(tree).read_text(), re.DOTALL)
     assert whole is not None
     replace(annotation(tree), whole[0], size)
-    root = zipped(tree, tmp_path) if packed else tree
-    (image,) = read_voc(root, "test").images
+    (image,) = read_voc(tree, "test").images
     assert_same(image, EXAMPLES[2])
     next(tree.rglob("a3.png")).unlink()
     (alone,) = read_voc(tree, "test", images=False).images
@@ -443,53 +424,12 @@ def test_tags_may_be_in_upper_case(tree: Path) -> None:
     assert_same(read_voc(tree, "train").images[0], EXAMPLES[0])
 
 
-def packed(tree: Path) -> Path:
-    path = tree / "packed.zip"
-    with zipfile.ZipFile(path, "w") as archive:
-        for file in tree.rglob("VOC2007/**/*.*"):
-            archive.write(file, file.relative_to(tree))
-    return path
-
-
-def test_messages_name_what_is_in_a_zip_file(tree: Path) -> None:
-    replace(annotation(tree, "a3"), "<xmax>17<", "<xmax>170<")
-    assert_warned(lambda: read_voc(packed(tree), "test"), "boxes", "a3.xml")
-    replace(annotation(tree, "a3"), "<xmax>", "<x>")
-    assert_refused(lambda: read_voc(packed(tree), "test"), DataError)
-    assert_refused(lambda: read_voc(packed(tree), "no"), DataError, "'no'")
-
-
-def test_what_is_no_zip_file_or_is_missing_is_named(tmp_path: Path) -> None:
-    (tmp_path / "torn.zip").write_bytes(b"PK\x03\x04 torn")
-    assert_refused(lambda: read_voc(tmp_path / "torn.zip"), DataError, "torn.zip")
-    assert_refused(lambda: read_voc(tmp_path / "missing"), DataError)
-
-
-def damage(packed: Path, name: str, how: str) -> None:
-    """Damage a file within a zip file, at its data or at its entry in the directory at the end."""
-    with zipfile.ZipFile(packed) as archive:
-        (info,) = (each for each in archive.infolist() if each.filename.endswith(name))
-    content = bytearray(packed.read_bytes())
-    entry = content.rindex(info.filename.encode()) - 46
-    place, byte = {
-        "corrupt": (info.header_offset + 30 + len(info.filename), 0xFF),
-        "of another checksum": (entry + 16, (info.CRC + 1) & 0xFF),
-        "encrypted": (entry + 8, 1),
-        "deflate64": (entry + 10, 9),
-    }[how]
-    content[place] = byte
-    packed.write_bytes(content)
-
-
-@pytest.mark.parametrize("how", ["corrupt", "of another checksum", "encrypted", "deflate64"])
-@pytest.mark.parametrize("name", ["a3.xml", "test.txt", "a3.png"])
-def test_what_is_damaged_in_a_zip_file_is_named(tree: Path, tmp_path: Path, name: str, how: str) -> None:
-    packed = tmp_path / "packed.zip"
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-        for file in tree.rglob("VOC2007/**/*.*"):
-            archive.write(file, file.relative_to(tree))
-    damage(packed, name, how)
-    assert_refused(lambda: read_voc(packed, "test").images[0].load(), DataError, name)
+def test_what_is_no_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "set.zip").write_bytes(b"PK")
+    assert_refused(lambda: read_voc(tmp_path / "set.zip"), DataError, "set.zip", "unpack")
+    (tmp_path / "set.txt").write_bytes(b"")
+    assert_refused(lambda: read_voc(tmp_path / "set.txt"), DataError, "set.txt")
+    assert_refused(lambda: read_voc(tmp_path / "missing"), DataError, "missing")
 
 
 def test_a_truncated_image_is_noticed_when_it_is_loaded(tree: Path) -> None:

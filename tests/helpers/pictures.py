@@ -1,7 +1,5 @@
 """Pictures to classify, and pictures that a run left."""
 
-import io
-import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,16 +8,14 @@ from PIL import Image
 
 
 def coloured(folder: Path, *, per_class: int = 12) -> Path:
-    """Zip RGB images of 32 x 32, each class with more of its own colour, but not so much that phi changes nothing."""
-    rng, path = np.random.default_rng(0), folder / "images.zip"
-    with zipfile.ZipFile(path, "w") as archive:
-        for channel, name in enumerate(("red", "green", "blue")):
-            for i in range(per_class):
-                pixels = rng.integers(0, 225, (32, 32, 3), dtype=np.uint8)
-                pixels[..., channel] += 30
-                png = io.BytesIO()
-                Image.fromarray(pixels).save(png, "PNG")
-                archive.writestr(f"{name}/{i:02d}.png", png.getvalue())
+    """Write RGB images of 32 x 32, each class with more of its own colour, but not so much that phi changes nothing."""
+    rng, path = np.random.default_rng(0), folder / "images"
+    for channel, name in enumerate(("red", "green", "blue")):
+        (path / name).mkdir(parents=True)
+        for i in range(per_class):
+            pixels = rng.integers(0, 225, (32, 32, 3), dtype=np.uint8)
+            pixels[..., channel] += 30
+            Image.fromarray(pixels).save(path / name / f"{i:02d}.png")
     return path
 
 

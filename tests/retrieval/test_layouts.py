@@ -5,13 +5,8 @@ from pathlib import Path
 from PIL import Image
 
 from helpers.refusals import assert_refused
-from metricopt_ext.data.decoding import MAX_PIXELS
-from metricopt_ext.data.images import Limits
-from metricopt_ext.data.labelled import MAX_BYTES
 from metricopt_ext.errors import DataError
 from metricopt_ext.retrieval.layouts import load_class_folders, queries_and_gallery
-
-LIMITS = Limits(max_bytes=MAX_BYTES, max_pixels=MAX_PIXELS)
 
 
 def picture(path: Path, grey: int) -> None:
@@ -25,7 +20,7 @@ def test_cub_has_its_classes_in_images(tmp_path: Path) -> None:
         (tmp_path / name).write_text("1 a\n")
     for name in ("001.Albatross", "002.Auklet"):
         picture(tmp_path / "images" / name / "a.jpg", 3)
-    data, said = load_class_folders(tmp_path, None, LIMITS)
+    data, said = load_class_folders(tmp_path, None)
     assert data.class_names == ("001.Albatross", "002.Auklet")
     assert said.startswith("CUB-200-2011")
 

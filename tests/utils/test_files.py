@@ -19,7 +19,6 @@ from metricopt_ext.utils.files import (
     check_tensors,
     content_of,
     module_of,
-    open_regular,
     parse_json,
     read_json,
     read_tensors,
@@ -102,7 +101,7 @@ def test_json_in_another_encoding_says_what_to_do() -> None:
     assert_refused(lambda: parse_json(b'["",\n"\xe4"]'), ValueError, "2", "UTF-8", "0xe4")
 
 
-def test_json_has_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_has_bounds(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     nested: Any = {}
     for _ in range(files.JSON_LEVELS):
@@ -111,11 +110,6 @@ def test_json_has_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert read_json(path) == nested
     write_json(path, {"a": nested})
     assert_refused(lambda: read_json(path), FileFormatError, "a.json", "JSON", "50")
-    write_json(path, {"a": 1})
-    monkeypatch.setattr(files, "JSON_BYTES", path.stat().st_size)
-    assert read_json(path) == {"a": 1}
-    monkeypatch.setattr(files, "JSON_BYTES", path.stat().st_size - 1)
-    assert_refused(lambda: read_json(path), FileFormatError, "12")
 
 
 def test_a_description_and_tensors_come_back_and_are_aligned(tmp_path: Path) -> None:
@@ -186,18 +180,6 @@ def test_what_code_raises_on_other_content_names_the_file() -> None:
         raise KeyboardInterrupt
 
 
-def test_only_regular_files_are_opened(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    for path in (pipe, tmp_path, Path(os.devnull)):
-        with pytest.raises(OSError, match=having(path)):
-            open_regular(path)
-    (tmp_path / "real").write_bytes(b"content")
-    (tmp_path / "link").symlink_to("real")
-    with open_regular(tmp_path / "link") as file:
-        assert file.read() == b"content"
-
-
 def test_each_folder_is_entered_once(tmp_path: Path) -> None:
     (tmp_path / "top/b/c").mkdir(parents=True)
     (tmp_path / "else").mkdir()
@@ -223,10 +205,10 @@ def test_many_links_to_many_links_take_no_time(tmp_path: Path) -> None:
     assert len(again) == 30
 
 
-def test_an_open_file_has_its_name(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"content")
-    with open_regular(tmp_path / "a") as file:
-        assert (str(file.name), file.read()) == (str(tmp_path / "a"), b"content")
+def test_an_archive_is_to_be_unpacked(tmp_path: Path) -> None:
+    for name in ("a.zip", "b.tar.gz", "c.7z"):
+        (tmp_path / name).touch()
+        assert_refused(lambda name=name: files.existing(tmp_path / name), DataError, name, "unpack")
 
 
 def test_a_home_that_no_shell_put_in_is_named() -> None:

@@ -3,7 +3,6 @@
 import json
 import re
 import warnings
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -66,7 +65,7 @@ class Oracle(torch.nn.Module):
 
 
 def assert_same(first: Annotated, second: Annotated) -> None:
-    for name in ("image_id", "path", "width", "height", "archive"):
+    for name in ("image_id", "path", "width", "height"):
         assert getattr(first, name) == getattr(second, name)
     for name in ("boxes", "labels", "difficult", "crowd"):
         assert torch.equal(getattr(first, name), getattr(second, name))
@@ -99,25 +98,13 @@ def test_sets_come_back_from_the_catalog(squares: Callable[..., DetectionSet]) -
         registered_truth("circles")
 
 
-@pytest.mark.parametrize("archived", [False, True])
-def test_detectron2_s_own_mapper_reads_the_images(
-    archived: bool, tiny_config: Any, squares: Callable[..., DetectionSet], tmp_path: Path
-) -> None:
+def test_detectron2_s_own_mapper_reads_the_images(tiny_config: Any, squares: Callable[..., DetectionSet]) -> None:
     data = squares(2)
     pixels = [image.load() for image in data.images]
-    if archived:
-        with zipfile.ZipFile(tmp_path / "images.zip", "w") as archive:
-            for image in data.images:
-                archive.write(image.path, f"folder/{image.path.name}")
-        data = DetectionSet(
-            data.classes,
-            [replace(i, path=Path("folder") / i.path.name, archive=tmp_path / "images.zip") for i in data.images],
-        )
     register("squares", data)
     mapper = DatasetMapper(tiny_config("fpn", "BN", "INPUT.FORMAT", "RGB"), is_train=False)
     for record, expected in zip(records_of("squares"), pixels, strict=True):
         assert torch.equal(mapper(record)["image"], expected)
-    assert [image.archive for image in registered_truth("squares").images] == [image.archive for image in data.images]
 
 
 def test_voc_s_difficult_objects_are_found_in_its_files(squares: Callable[..., DetectionSet], tmp_path: Path) -> None:
