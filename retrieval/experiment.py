@@ -35,7 +35,7 @@ from metricopt_ext.retrieval.named_loss import build_loss
 from metricopt_ext.retrieval.named_metric import batch_metric, build_metric, embed_with
 from metricopt_ext.retrieval.pictures import plot_neighbours, plot_recalls, save_recalls
 from metricopt_ext.retrieval.recall import hits_at_k
-from metricopt_ext.retrieval.settings import FURTHER, retrieval_settings
+from metricopt_ext.retrieval.settings import retrieval_settings
 from metricopt_ext.retrieval.splits import load_splits
 from metricopt_ext.retrieval.whitening_start import lda_whitening_start, whitened, whitening_start
 from metricopt_ext.runtime.progress import Callback
@@ -69,7 +69,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         metric = embedding_metric(config.metric)
         besides(config.metric)  # refuses what is no metric
         build_loss(config.loss)
-        config.check_settings(("whitening", "augmentation", *FURTHER))
+        config.check_settings(("whitening", "augmentation"))
         data = config.data.name
         shown = data if config.shift.kind == "none" else f"shifted {data}"
         title = f"{config.model.name} on {shown}"
@@ -129,9 +129,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         """
         names, x = self.config.named_settings, self.splits.validation.x
         with config_section("settings.names"):
-            settings = retrieval_settings(
-                self.task.metric, self.test_metric, whiten_on=self.task.metric, also=[n for n in names if n in FURTHER]
-            )
+            settings = retrieval_settings(self.task.metric, self.test_metric, whiten_on=self.task.metric)
         width = embed_with(self.task.adapter, self.task.origin(), x[:2]).shape[1]
         if not names and len(x) <= width:
             others = [name for name in settings.names if name != "whitening"]

@@ -1,6 +1,6 @@
 """The embeddings that a metric judges: of a model, kept if settings are tuned, and post-processed as these say."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.errors import DataError
-from metricopt_ext.retrieval.post_processing import PostProcessing, Whitening, each_alone, post_processed, unit_if
+from metricopt_ext.retrieval.post_processing import PostProcessing, Whitening, each_alone, post_processed
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.utils.kept_outputs import KeptOutputs, circumstances, digest_of_model
 from metricopt_ext.utils.words import brief
@@ -48,7 +48,7 @@ class JudgedEmbeddings(Generic[Raw]):
         embeddings_of: Returns all embeddings, ``n x d``, of what ``embed`` returned.
         embed_inputs: Returns the embeddings, ``n x d``, of a batch of further inputs. Metrics that give the same
             function share what it returns.
-        cannot: Names of `PostProcessing` that the metric can't be judged by, and why, in words that follow "as".
+        augments: Whether the metric can be judged by a database augmentation.
         models: Returns all models that the embeddings depend on, of the model that is judged.
         whole_inputs: Whether further inputs are embedded all at once, as a dataset.
     """
@@ -60,13 +60,13 @@ class JudgedEmbeddings(Generic[Raw]):
         *,
         embeddings_of: Callable[[Raw], Tensor],
         embed_inputs: Callable[[nn.Module, Any], Tensor],
-        cannot: Mapping[str, str] | None = None,
+        augments: bool = True,
         models: Callable[[nn.Module], Iterable[nn.Module]] = lambda model: (model,),
         whole_inputs: bool = False,
     ) -> None:
         self._embed, self._value, self._models, self._whole = embed, value, models, whole_inputs
         self._embeddings_of, self._embed_inputs = embeddings_of, embed_inputs
-        self.cannot = dict(cannot or {})
+        self.augments = augments
         self._post, self._whiten_on = PostProcessing(), None
         self._kept: KeptOutputs | None = None
         self._number = next(_NUMBERS)  # of the data, which a copy has too
@@ -112,7 +112,7 @@ class JudgedEmbeddings(Generic[Raw]):
         return " ".join([*digests, circumstances(devices[0] if devices else torch.device("cpu"))])
 
     def _processing(self, model: nn.Module, digest: str) -> Processing:
-        return Processing(self._post, self._whitening(model, digest) if self._post.projects else None)
+        return Processing(self._post, self._whitening(model, digest) if self._post.whitening else None)
 
     def _raw(self, model: nn.Module, digest: str) -> Raw:
         if self._kept is None:
@@ -122,7 +122,7 @@ class JudgedEmbeddings(Generic[Raw]):
 
     def _whitening(self, model: nn.Module, digest: str) -> Whitening:
         assert self._kept is not None
-        own, kept, scaled = judged_by(self._whiten_on), self._kept, self._post.l2_before
+        own, kept = judged_by(self._whiten_on), self._kept
 
         def given() -> Tensor:
             batches = [self._whiten_on] if self._whole else _batches(self._whiten_on)
@@ -134,9 +134,7 @@ class JudgedEmbeddings(Generic[Raw]):
         else:
             key = f"{own._dependent_on(model)} embeddings {own._number}"
             found = own._embeddings_of(kept.of(key, lambda: own._embed(model)))
-        whitening: Whitening = kept.of(
-            f"{key} whitening {scaled}", lambda: Whitening.of(unit_if(scaled, found)), by_pass=False
-        )
+        whitening: Whitening = kept.of(f"{key} whitening", lambda: Whitening.of(found), by_pass=False)
         return whitening
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.retrieval.neighbours import DISTANCES, Distance
-from metricopt_ext.retrieval.post_processing import PostProcessing, mixed, neighbours, unit_if
+from metricopt_ext.retrieval.post_processing import mixed, neighbours, unit
 from metricopt_ext.retrieval.vectors import chunks
 
 Doubles = npt.NDArray[np.float64]
@@ -20,32 +20,29 @@ Integers = npt.NDArray[np.int64]
 
 
 class LeftOut:
-    """What each of some embeddings finds among the others, augmented and expanded without it; in float64.
+    """What each of some embeddings finds among the others, augmented without it; in float64.
 
     Args:
         embeddings: ``n x d``, n at least 2, on the CPU, as `each_alone` returns them.
-        post: How they are mixed.
+        augmentation: With how many of its neighbours each is mixed.
         distance: What is compared, as in `recall_at_k`.
 
     Raises:
         DataError: An embedding is 0.
     """
 
-    def __init__(self, embeddings: Tensor, post: PostProcessing, distance: Distance) -> None:
-        self.x, self.post, self.distance = embeddings.detach().double(), post, distance
-        self.items, size = self.x, len(self.x)
+    def __init__(self, embeddings: Tensor, augmentation: int, distance: Distance) -> None:
+        self.x, self.distance, size = embeddings.detach().double(), distance, len(embeddings)
+        k = min(augmentation, size - 1)
+        near = neighbours(self.x, min(k + 1, size - 1))
+        self.items = unit(mixed(self.x, self.x, near[:, :k]))
         # Pairs of an item and a query among its neighbours, sorted by the query: both, and the neighbours without it.
-        self.of_query, self.changed = np.empty(0, dtype=np.int64), torch.empty(0, dtype=torch.long)
-        self.rest = torch.empty(0, 0, dtype=torch.long)
-        if k := min(post.augmentation, size - 1):
-            near = neighbours(self.x, self.x, min(k + 1, size - 1), own=True)
-            self.items = self._mixed(self.x, self.x, near[:, :k])
-            queries = near[:, :k].flatten()
-            order = queries.argsort(stable=True)
-            self.of_query = queries[order].numpy()
-            self.changed = torch.arange(size).repeat_interleave(k)[order]
-            rest = near[self.changed]
-            self.rest = rest[rest != queries[order][:, None]].view(len(order), -1)
+        queries = near[:, :k].flatten()
+        order = queries.argsort(stable=True)
+        self.of_query = queries[order].numpy()
+        self.changed = torch.arange(size).repeat_interleave(k)[order]
+        rest = near[self.changed]
+        self.rest = rest[rest != queries[order][:, None]].view(len(order), -1)
 
     def keys(self, rows: Integers) -> Iterator[tuple[slice, Doubles]]:
         """Yield parts of some queries, ``b``, with the keys of all items, ``b' x n``: the nearest has the least.
@@ -61,39 +58,21 @@ class LeftOut:
             offsets = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
             pairs = torch.from_numpy(np.repeat(start, counts) + offsets)
             changed = self.changed[pairs]
-            without = self._mixed(self.x[changed], self.x, self.rest[pairs])
+            without = unit(mixed(self.x[changed], self.x, self.rest[pairs]))
             yield part, self._keys(asked, place, changed, without).numpy()
 
     def _keys(self, asked: Tensor, place: Tensor, changed: Tensor, without: Tensor) -> Tensor:
-        queries = self.x[asked]
-        if k := min(self.post.expansion, len(self.x) - 1):
-            keys = self._compared(queries, "cosine", asked, place, changed, without)
-            near = keys.topk(k, largest=False).indices
-            # Items beside each other, those that were mixed without a query at the end.
-            items = torch.cat([self.items, without])
-            number = torch.full_like(keys, -1, dtype=torch.long)
-            number[place, changed] = len(self.items) + torch.arange(len(changed))
-            own = number.gather(1, near)
-            queries = self._mixed(queries, items, near.where(own < 0, own))
-        return self._compared(queries, self.distance, asked, place, changed, without)
-
-    def _compared(
-        self, queries: Tensor, distance: Distance, asked: Tensor, place: Tensor, changed: Tensor, without: Tensor
-    ) -> Tensor:
-        """Return keys, ``b x n``, of queries, ``b x d``, by a distance."""
-        scaled = distance == "cosine"
-        queries, items, without = (unit_if(scaled, each) for each in (queries, self.items, without))
+        queries, items = self.x[asked], self.items
+        if self.distance == "cosine":
+            queries, items, without = (unit(each) for each in (queries, items, without))
         keys = -(queries @ items.T)
         keys[place, changed] = -(queries[place] * without).sum(1)
-        if distance == "l2":
+        if self.distance == "l2":
             lengths = items.square().sum(1).expand(len(queries), -1).clone()
             lengths[place, changed] = without.square().sum(1)
             keys = 2 * keys + lengths
         keys[torch.arange(len(asked)), asked] = torch.inf
         return keys
-
-    def _mixed(self, vectors: Tensor, items: Tensor, near: Tensor) -> Tensor:
-        return unit_if(self.post.l2_after, mixed(vectors, items, near, self.post.alpha))
 
 
 def ahead_of_first(keys: Doubles, matches: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

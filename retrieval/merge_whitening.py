@@ -12,18 +12,10 @@ from metricopt_ext.errors import AdapterError
 from metricopt_ext.retrieval.post_processing import PostProcessing, Whitening
 from metricopt_ext.utils.modes import evaluating
 
-# What a layer can't do, and the code that does it, by the field that asks for it.
-LEFT = {
-    "l2_after": "Lengths are left to the search: torch.nn.functional.normalize(model(x)).",
-    "augmentation": "Database augmentation is of the gallery, once it is embedded: augmented(gallery, {0}, {1}).",
-    "expansion": "Query expansion is of each query, as it is searched: expanded(queries, gallery, {0}, {1}).",
-    "distance": "What is compared is left to the search: recall_at_k(..., distance={0!r}).",
-}
 
-
-def whitening_layer(whitening: Whitening, power: float, dimension: int = 0) -> nn.Linear:
-    """Return the whitening as a layer, from ``n x d`` to ``n x D``, in float64; see `Whitening.applied`."""
-    matrix = whitening.projection(power, dimension)
+def whitening_layer(whitening: Whitening, power: float) -> nn.Linear:
+    """Return the whitening as a layer, from ``n x d`` to ``n x r``, in float64; see `Whitening.applied`."""
+    matrix = whitening.projection(power)
     layer = nn.Linear(len(whitening.mean), matrix.shape[1], dtype=torch.float64)
     with torch.no_grad():
         layer.weight.copy_(matrix.T)
@@ -38,7 +30,7 @@ def merge_whitening(model: nn.Module, whitening: Whitening, post: PostProcessing
     Args:
         model: The model; its embeddings are whitened from then on, of the layer's own precision.
         whitening: Of this model's embeddings.
-        post: What is done to embeddings; what is done before the whitening can't be merged.
+        post: What is done to embeddings.
         example: A batch of inputs, by which the layer is found: its output is what the model returns.
 
     Returns:
@@ -46,19 +38,16 @@ def merge_whitening(model: nn.Module, whitening: Whitening, post: PostProcessing
 
     Raises:
         AdapterError: Nothing is changed, as the embeddings are no linear layer's output, but scaled to length 1, say;
-            the layer's weights are another's too; an adapter is on the model; or they are scaled before the whitening.
+            the layer's weights are another's too; or an adapter is on the model.
         DataError: As from `Whitening.projection`.
     """
     after = "append it: nn.Sequential(model, whitening_layer(whitening, power)), in the model's own precision"
-    if post.l2_before:
-        raise AdapterError(
-            f"embeddings are scaled to length 1 before the whitening, which no linear layer does; {after}"
-        )
     if any(isinstance(module, Context) for module in model.modules()):
         raise AdapterError("phi is not merged yet, which the whitening is of; call adapter.merge() first")
-    if post.projects:
+    left = list[str]()
+    if post.whitening:
         layer = _last_linear(model, example, after)
-        merged = whitening_layer(whitening, post.whitening, post.dimension).to(layer.weight.device)
+        merged = whitening_layer(whitening, post.whitening).to(layer.weight.device)
         bias = torch.zeros(layer.out_features) if layer.bias is None else layer.bias
         if len(whitening.mean) != layer.out_features:
             raise AdapterError(
@@ -77,13 +66,12 @@ def merge_whitening(model: nn.Module, whitening: Whitening, post: PostProcessing
             layer.weight, layer.bias = before
             raise AdapterError(f"what the model does after its last linear layer changes a whitening there; {after}")
         layer.out_features = len(bias)
-    asked = {
-        "l2_after": (True,) if post.l2_after and post.projects else None,
-        "augmentation": (post.augmentation, post.alpha) if post.augmentation else None,
-        "expansion": (post.expansion, post.alpha) if post.expansion else None,
-        "distance": (post.distance,) if post.distance else None,
-    }
-    return tuple(LEFT[name].format(*given) for name, given in asked.items() if given is not None)
+        left.append("Lengths are left to the search: torch.nn.functional.normalize(model(x)).")
+    if post.augmentation:
+        left.append(
+            f"Database augmentation is of the gallery, once it is embedded: augmented(gallery, {post.augmentation})."
+        )
+    return tuple(left)
 
 
 def _last_linear(model: nn.Module, example: Any, after: str) -> nn.Linear:

@@ -11,7 +11,6 @@ from torch import Tensor
 from metricopt_ext.errors import ConfigError, MetricOptError
 from metricopt_ext.retrieval.config import MetricConfig
 from metricopt_ext.retrieval.inputs import check_items, check_options
-from metricopt_ext.retrieval.post_processing import PostProcessing
 from metricopt_ext.retrieval.ranking import AT_K, RANKED, ranking_metrics
 from metricopt_ext.retrieval.recall import recall_at_k, recalls_left_out, recalls_on_halves
 from metricopt_ext.retrieval.vectors import Array
@@ -40,8 +39,8 @@ class EmbeddingMetric:
         description: What it is, in a line; empty if its name says it.
         on_halves: Called with embeddings, labels and pairs of halves by class; returns the value, and those on each
             half, from one search of all. None for a metric that is called for each half.
-        left_out: Called with embeddings, labels, pairs of halves by class, or none, and how embeddings are mixed with
-            their neighbours; returns the value of each found as if it were new. None for a metric that can't tell it.
+        left_out: Called with embeddings, labels, pairs of halves by class, or none, and with how many neighbours
+            embeddings are mixed; returns the value of each found as if it were new. None for a metric that can't tell.
     """
 
     function: Callable[[Tensor, Tensor], float]
@@ -51,7 +50,7 @@ class EmbeddingMetric:
     description: str = ""
     against: Callable[[Tensor, Tensor, Tensor, Tensor], float] | None = None
     on_halves: Callable[[Tensor, Tensor, Draws], tuple[float, Pairs]] | None = None
-    left_out: Callable[[Tensor, Tensor, Draws, PostProcessing], Halved] | None = None
+    left_out: Callable[[Tensor, Tensor, Draws, int], Halved] | None = None
 
     def check(self, gallery: bool) -> None:
         """Reject what the metric can't judge.
@@ -107,7 +106,7 @@ def embedding_metric(config: MetricConfig) -> EmbeddingMetric:
             title,
             against=lambda x, y, *gallery: recall_at_k(x, y, ks, query_subset=subset, gallery=gallery).mean,
             on_halves=None if subset else lambda x, y, pairs: recalls_on_halves(x, y, ks, pairs),
-            left_out=lambda x, y, pairs, post: recalls_left_out(x, y, ks, pairs, post, "l2", subset),
+            left_out=lambda x, y, pairs, k: recalls_left_out(x, y, ks, pairs, k, "l2", subset),
         )
     if name in RANKED:
         return _ranked(name, check_ks(config) if name in AT_K else (1,))

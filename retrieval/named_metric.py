@@ -70,14 +70,14 @@ def build_metric(
         return each.judge(embeddings[rows], part.y.cpu()[rows], None if own_queries is None else own_queries[rows])
 
     def value_of(each: EmbeddingMetric, raw: Tensor, processing: Processing, pairs: Any = ()) -> Any:
-        if processing.post.mixes and own_queries is None:
-            assert each.left_out is not None  # see `cannot`
-            return each.left_out(processing.alone(raw), part.y.cpu(), pairs, processing.post)
+        if processing.post.augmentation and own_queries is None:
+            assert each.left_out is not None  # see `augments`
+            return each.left_out(processing.alone(raw), part.y.cpu(), pairs, processing.post.augmentation)
         return judged(each, processing.of(raw, own_queries))
 
     def value(raw: Tensor, processing: Processing) -> Any:
         found: Any
-        if processing.post.mixes and own_queries is None:
+        if processing.post.augmentation and own_queries is None:
             pairs = halves if isinstance(halves, str) or several or not len(halves) else [halves]
             found = value_of(metric, raw, processing, pairs)
         elif metric.on_halves is not None and draws:
@@ -100,7 +100,7 @@ def build_metric(
         value,
         embeddings_of=lambda raw: raw,
         embed_inputs=_embed_on_cpu,
-        cannot=_not_mixed((metric, *also.values()), queries is not None),
+        augments=queries is not None or all(each.left_out is not None for each in (metric, *also.values())),
     )
     return Metric(
         judging,
@@ -111,14 +111,6 @@ def build_metric(
         also={name: alone(each) for name, each in also.items() if name not in bounded},
         subject_to=config.subject_to if constrained else None,
     )
-
-
-def _not_mixed(metrics: Sequence[EmbeddingMetric], gallery: bool) -> dict[str, str]:
-    """Return why embeddings are not mixed with their neighbours, if they are not; see `JudgedEmbeddings`."""
-    if gallery or not (names := [each.name for each in metrics if each.left_out is None]):
-        return {}
-    why = f"{names[0]} is of embeddings that search each other, and each would know the queries it was mixed with"
-    return dict.fromkeys(("augmentation", "expansion"), why)
 
 
 def batch_metric(config: MetricConfig) -> BatchMetric:

@@ -238,7 +238,7 @@ def recalls_left_out(
     labels: Array,
     ks: Sequence[int],
     pairs: Sequence[tuple[Tensor, Tensor]] | str,
-    post: PostProcessing,
+    augmentation: int,
     distance: Distance,
     query_subset: int | None = None,
     seed: int = 0,
@@ -252,8 +252,8 @@ def recalls_left_out(
         labels: ``n`` integers.
         ks: Numbers of neighbours, each at least 1.
         pairs: Indices of halves, of different classes each (`class_draws`); or why there are none.
-        post: How they are mixed.
-        distance: What is compared, as in `recall_at_k`; the cosine if ``post`` says so.
+        augmentation: With how many of its neighbours each is mixed.
+        distance: As in `recall_at_k`.
         query_subset: As in `recall_at_k`.
         seed: As in `recall_at_k`.
 
@@ -265,7 +265,7 @@ def recalls_left_out(
     halves = [] if isinstance(pairs, str) else [half for pair in pairs for half in _members(own, pair)]
     of_half = np.stack([np.ones(len(own), dtype=np.bool_), *halves], 1).astype(np.float32)
     before = np.empty((len(rows), of_half.shape[1]))
-    for part, keys in LeftOut(embeddings, post, post.distance or distance).keys(rows):
+    for part, keys in LeftOut(embeddings, augmentation, distance).keys(rows):
         matches = own[rows[part], None] == own
         matches[np.arange(len(matches)), rows[part]] = False
         before[part] = ahead_of_first(keys, matches).astype(np.float32) @ of_half
@@ -368,22 +368,22 @@ def recall_metric(
 
     def mean_recall(found: Embedded, processing: Processing) -> Any:
         post, labels = processing.post, found.labels
-        draws, compared = class_draws(labels, seed), "l2" if post.distance == "l2" else distance
-        if post.mixes and found.gallery is None:
+        draws = class_draws(labels, seed)
+        if post.augmentation and found.gallery is None:
             alone = processing.alone(found.queries[0])
-            return recalls_left_out(alone, labels, ks, draws, post, compared, query_subset, seed)
+            return recalls_left_out(alone, labels, ks, draws, post.augmentation, distance, query_subset, seed)
         queries, items = found.queries[0], found.gallery
         if items is None:
             queries = processing.of(queries)
-        elif post.acts:
+        elif post != PostProcessing():
             whole = processing.of(found.all, torch.arange(len(queries) + len(items[0])) < len(queries))
             queries, items = whole[: len(queries)], (whole[len(queries) :], items[1])
         if items is None and query_subset is None and not isinstance(draws, str):
-            return Halved(*recalls_on_halves(queries, labels, ks, draws, distance=compared))
+            return Halved(*recalls_on_halves(queries, labels, ks, draws, distance=distance))
 
         def value_on(half: Tensor | None) -> float:
             rows = slice(None) if half is None else half
-            options: dict[str, Any] = {"distance": compared, "query_subset": query_subset, "seed": seed}
+            options: dict[str, Any] = {"distance": distance, "query_subset": query_subset, "seed": seed}
             return recall_at_k(queries[rows], labels[rows], ks, gallery=items, **options).mean
 
         return with_halves(value_on, draws)

@@ -281,13 +281,12 @@ def _task_and_classes(
             found: Tensor = own.get_all_embeddings(dataset, models["trunk"], models["embedder"], test_collate_fn)[0]
         return found
 
-    why = "a tester's calculator has one gallery for all queries, and its own distance"
     judged = JudgedEmbeddings(
         embedded,
         judge,
         embeddings_of=lambda found: found[split][0].cpu(),
         embed_inputs=further,
-        cannot=dict.fromkeys(("augmentation", "expansion", "alpha", "distance"), why),
+        augments=False,  # a tester's calculator has one gallery for all queries
         models=lambda model: models_with(model).values(),
         whole_inputs=True,
     )

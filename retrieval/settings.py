@@ -1,6 +1,6 @@
 """Settings of retrieval: what embeddings can gain before they are searched, without another weight."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,14 +13,10 @@ from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Setting, Settings, Value, Values
 from metricopt_ext.utils.kept_outputs import GIB, KeptOutputs
 from metricopt_ext.utils.modes import evaluating
-from metricopt_ext.utils.words import brief, nearest
+from metricopt_ext.utils.words import brief
 
 POWERS = (0.0, 0.25, 0.5, 0.75, 1.0)
 AUGMENTED = (0, 4, 8)
-EXPANDED = (0, 1, 2, 4, 8)
-FURTHER = ("expansion", "alpha", "distance", "l2_before", "l2_after")
-# An expanded query searches twice. The model runs once, so this is too much where the search is the smaller part.
-SEARCHES = 2.0
 
 
 class RetrievalSettings(Settings):
@@ -63,14 +59,8 @@ class RetrievalSettings(Settings):
         )
 
 
-def retrieval_settings(
-    *metrics: Metric,
-    whiten_on: Any,
-    also: Sequence[str] = (),
-    dimensions: Sequence[int] = (),
-    gib: float = GIB,
-) -> RetrievalSettings:
-    """Return the settings of retrieval: the power of a PCA whitening, database augmentation, and others by name.
+def retrieval_settings(*metrics: Metric, whiten_on: Any, gib: float = GIB) -> RetrievalSettings:
+    """Return the settings of retrieval: the power of a PCA whitening, and database augmentation.
 
     While they are applied, the metrics judge post-processed embeddings, and a model's embeddings are kept: a query
     that changes settings alone runs no model. The metrics' data, ``whiten_on``, and what ``embed`` uses besides the
@@ -83,10 +73,6 @@ def retrieval_settings(
             deployment's own. A batch, or batches as the metric's ``embed`` takes them, or pairs of such a batch and its
             labels; of `trainer_task` a dataset. Never the gallery that is judged, unless you ask for it: give one of
             the metrics, whose embeddings are then used, without a pass of their own.
-        also: Further settings: ``"expansion"``, ``"alpha"``, ``"distance"``, ``"l2_before"``, ``"l2_after"``; see
-            `PostProcessing`.
-        dimensions: Numbers of principal components, each a value of the setting ``"dimension"``, whose default, 0,
-            keeps all.
         gib: Most memory that kept embeddings may take, in GiB; at least 0. They are in memory alone, as nothing tells a
             later process what data they are of.
 
@@ -95,8 +81,7 @@ def retrieval_settings(
             metrics can be judged so. They can't if others than recall are of embeddings that search each other.
 
     Raises:
-        ValueError: There is no such setting, or a metric can't be judged by it; or a metric is not one of this
-            package's retrieval metrics, or there is none.
+        ValueError: A metric is not one of this package's retrieval metrics, or there is none.
 
     Examples:
         >>> import torch
@@ -112,40 +97,22 @@ def retrieval_settings(
     judges = [_judge(metric) for metric in metrics]
     if not judges:
         raise ValueError("there is no metric; give those that are to be judged by the settings")
-    cannot = {name: why for each in judges for name, why in each.cannot.items()}
-    if unknown := [name for name in also if name not in FURTHER]:
-        raise ValueError(
-            f"also has {brief(unknown[0])}{nearest(str(unknown[0]), list(FURTHER))}; it may have {FURTHER}"
-        )
-    for name in also:
-        if name in cannot:
-            raise ValueError(f"{name} can't be a setting, as {cannot[name]}")
-    available = {
-        "whitening": Setting("whitening", values=POWERS, default=0.0),
-        "dimension": Setting("dimension", values=(0, *dimensions), default=0) if dimensions else None,
-        "augmentation": Setting("augmentation", values=AUGMENTED, default=0),
-        "expansion": Setting("expansion", values=EXPANDED, default=0, inference=SEARCHES),
-        "alpha": Setting("alpha", 0.0, 6.0, default=3.0),
-        "distance": Setting("distance", values=("own", "l2", "cosine"), default="own"),
-        "l2_before": Setting("l2_before", values=(False, True), default=False),
-        "l2_after": Setting("l2_after", values=(False, True), default=True),
-    }
-    named = {"whitening", "dimension", "augmentation", *also}
-    chosen = [each for name, each in available.items() if each is not None and name in named and name not in cannot]
+    augments = all(each.augments for each in judges)
+    chosen = [Setting("whitening", values=POWERS, default=0.0)]
+    if augments:
+        chosen.append(Setting("augmentation", values=AUGMENTED, default=0))
     kept = KeptOutputs(gib)
 
     @contextmanager
     def apply(values: dict[str, Value]) -> Iterator[None]:
-        given: dict[str, Any] = {name: None if value == "own" else value for name, value in values.items()}
-        post = PostProcessing(**given)
+        post = PostProcessing(**values)  # type: ignore[arg-type]
         with ExitStack() as stack:
             for judge in judges:
                 stack.enter_context(judge.processed(post, whiten_on, kept))
             yield
 
-    presets = {} if "augmentation" in cannot else {f"augmentation_{k}": {"augmentation": k} for k in AUGMENTED if k}
-    alone = [each.name for each in chosen if each.name != "augmentation"]  # its values are presets
-    return RetrievalSettings(chosen, apply, alone=alone, presets=presets, kept=kept, judge=judges[0])
+    presets = {f"augmentation_{k}": {"augmentation": k} for k in AUGMENTED if k} if augments else {}
+    return RetrievalSettings(chosen, apply, alone=["whitening"], presets=presets, kept=kept, judge=judges[0])
 
 
 def _judge(metric: Any) -> JudgedEmbeddings[Any]:

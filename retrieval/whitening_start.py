@@ -113,7 +113,7 @@ def _embedded(model: nn.Module, batches: Iterable[Any]) -> Tensor:
 
 def _merged(task: FinetuneTask, model: nn.Module, whitening: Whitening, batches: Iterable[Any]) -> Start:
     own = {name: each.clone() for name, each in model.state_dict().items()}
-    merge_whitening(model, whitening, PostProcessing(whitening=1.0, l2_after=False), next(iter(batches)))
+    merge_whitening(model, whitening, PostProcessing(whitening=1.0), next(iter(batches)))
     found = dict[str, Tensor]()
     for name, parameter in model.named_parameters():
         if name not in own:

@@ -15,9 +15,9 @@ pytest.importorskip("faiss")
 
 from metricopt_ext.data.halves import class_draws
 from metricopt_ext.errors import DataError
-from metricopt_ext.retrieval import left_out
+from metricopt_ext.retrieval import left_out, post_processing
 from metricopt_ext.retrieval.left_out import LeftOut, ahead_of_first
-from metricopt_ext.retrieval.post_processing import PostProcessing, augmented, expanded
+from metricopt_ext.retrieval.post_processing import augmented
 from metricopt_ext.retrieval.recall import recall_at_k, recalls_left_out, recalls_on_halves
 from metricopt_ext.utils.seeding import generator
 
@@ -31,22 +31,14 @@ def clusters(n: int = 36, d: int = 6, classes: int = 9) -> tuple[Tensor, Tensor]
     return x + 0.8 * torch.randn(n, d, generator=rng, dtype=torch.float64), y
 
 
-def scaled(x: Tensor, post: PostProcessing) -> Tensor:
-    return normalize(x) if post.l2_after else x
-
-
-def one_by_one(x: Tensor, post: PostProcessing, distance: str) -> list[tuple[Tensor, Tensor]]:
+def one_by_one(x: Tensor, k: int, distance: str) -> list[tuple[Tensor, Tensor]]:
     """For each query, the others from the nearest on, and their distances: of a gallery that never had the query."""
     found = []
     for i in range(len(x)):
         others = torch.tensor([j for j in range(len(x)) if j != i])
-        gallery, query = x[others], x[i : i + 1]
-        if post.augmentation:
-            gallery = scaled(augmented(gallery, post.augmentation, post.alpha), post)
-        if post.expansion:
-            query = scaled(expanded(query, gallery, post.expansion, post.alpha), post)
+        gallery, query = normalize(augmented(x[others], k)), x[i : i + 1]
         if distance == "cosine":
-            gallery, query = normalize(gallery), normalize(query)
+            query = normalize(query)
         far = -(gallery @ query[0]) if distance == "ip" else (gallery - query).square().sum(1)
         order = far.argsort(stable=True)
         found.append((others[order], far[order]))
@@ -54,24 +46,13 @@ def one_by_one(x: Tensor, post: PostProcessing, distance: str) -> list[tuple[Ten
 
 
 @pytest.mark.parametrize("distance", ["l2", "ip", "cosine"])
-@pytest.mark.parametrize(
-    "post",
-    [
-        PostProcessing(augmentation=4),
-        PostProcessing(expansion=3),
-        PostProcessing(augmentation=5, expansion=2, alpha=1.0),
-        PostProcessing(augmentation=3, expansion=3, l2_after=False),
-        PostProcessing(augmentation=34),
-        PostProcessing(augmentation=35, expansion=80),
-        PostProcessing(augmentation=80),
-    ],
-)
-def test_each_query_is_new(post: PostProcessing, distance: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("k", [3, 4, 34, 35, 80])
+def test_each_query_is_new(k: int, distance: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     x, _ = clusters()
     monkeypatch.setattr(left_out, "DISTANCES", 10 * len(x))  # 10 queries at a time
-    expected = one_by_one(x, post, distance)
+    expected = one_by_one(x, k, distance)
     rows = np.arange(3, 36)
-    parts = list(LeftOut(x, post, distance).keys(rows))
+    parts = list(LeftOut(x, k, distance).keys(rows))
     assert [part.stop - part.start for part, _ in parts] == [10, 10, 10, 3]
     keys = np.concatenate([each for _, each in parts])
     for i, key in zip(rows, keys, strict=True):
@@ -81,10 +62,9 @@ def test_each_query_is_new(post: PostProcessing, distance: Any, monkeypatch: pyt
 
 def test_that_a_gallery_knows_its_queries_would_help_them() -> None:
     x, _ = clusters(120, classes=30)
-    whole = scaled(augmented(x, 4, 3.0), PostProcessing())
-    post = PostProcessing(augmentation=4)
+    whole = normalize(augmented(x, 4))
     # The mean similarity of a query to what it was mixed into is higher, as it is in it.
-    keys = np.concatenate([each for _, each in LeftOut(x, post, "cosine").keys(np.arange(120))])
+    keys = np.concatenate([each for _, each in LeftOut(x, 4, "cosine").keys(np.arange(120))])
     known = -(normalize(x) @ whole.T).numpy()
     reached = np.isfinite(keys) & (np.abs(known - keys) > 1e-12)
     assert reached.sum() == 4 * 120
@@ -95,16 +75,15 @@ def test_that_a_gallery_knows_its_queries_would_help_them() -> None:
 def test_recalls_are_of_the_queries_and_halves_of_what_is_in_them(subset: int | None) -> None:
     x, y = clusters()
     y = torch.where(torch.arange(36) == 7, 77, y)  # without a match
-    post = PostProcessing(augmentation=4, expansion=2)
     draws = class_draws(y, 0)
     assert not isinstance(draws, str)
-    told = recalls_left_out(x, y, KS, draws, post, "l2", subset, 5)
+    told = recalls_left_out(x, y, KS, draws, 4, "l2", subset, 5)
     rows = [i for i in range(36) if i != 7]
     if subset:
         # The same queries as those of the plain recall with the seed: those that it can be told by.
         chosen = torch.randperm(35, generator=generator(5, "recall queries"))[:subset]
         rows = sorted(rows[i] for i in chosen.tolist())
-    expected = one_by_one(x, post, "l2")
+    expected = one_by_one(x, 4, "l2")
 
     def mean(members: set[int]) -> float:
         own = [i for i in rows if i in members]
@@ -122,12 +101,13 @@ def test_recalls_are_of_the_queries_and_halves_of_what_is_in_them(subset: int | 
     assert 0.2 < told < 0.98
 
 
-def test_with_weights_of_0_nothing_changes() -> None:
+def test_with_weights_of_0_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(post_processing, "POWER", 200.0)
     x, y = clusters()
+    x = normalize(x)
     draws = class_draws(y, 0)
     assert not isinstance(draws, str)
-    post = PostProcessing(augmentation=4, alpha=200.0, l2_after=False)  # similarities to the power of 200
-    told = recalls_left_out(x, y, KS, draws, post, "l2")
+    told = recalls_left_out(x, y, KS, draws, 4, "l2")
     value, pairs = recalls_on_halves(x, y, KS, draws)
     assert told == pytest.approx(value, abs=1e-12)
     np.testing.assert_allclose(np.array(told.halves), np.array(pairs), rtol=0, atol=1e-12)
@@ -142,7 +122,7 @@ def test_of_equal_keys_the_first_comes_first() -> None:
 
 def test_no_halves_are_said_why_and_zeros_are_refused() -> None:
     x, y = clusters()
-    assert recalls_left_out(x, y, KS, "why", PostProcessing(augmentation=4), "l2").halves == "why"
-    assert recalls_left_out(x, y, KS, [], PostProcessing(augmentation=4), "l2").halves is None
+    assert recalls_left_out(x, y, KS, "why", 4, "l2").halves == "why"
+    assert recalls_left_out(x, y, KS, [], 4, "l2").halves is None
     x[3] = 0
-    assert_refused(lambda: recalls_left_out(x, y, KS, [], PostProcessing(augmentation=4), "l2"), DataError, "0")
+    assert_refused(lambda: recalls_left_out(x, y, KS, [], 4, "l2"), DataError, "0")

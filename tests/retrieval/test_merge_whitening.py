@@ -12,12 +12,13 @@ pytest.importorskip("faiss")
 import metricopt_ext as mo
 from helpers.refusals import assert_refused
 from helpers.tensors import rand
-from metricopt_ext.errors import AdapterError, DataError
+from metricopt_ext.errors import AdapterError
 from metricopt_ext.retrieval.merge_whitening import merge_whitening, whitening_layer
 from metricopt_ext.retrieval.models import Conv4, Embedder
 from metricopt_ext.retrieval.post_processing import PostProcessing, Whitening, post_processed
 
-HALF = PostProcessing(whitening=0.5, l2_after=False)
+HALF = PostProcessing(whitening=0.5)
+LENGTHS = "Lengths are left to the search: torch.nn.functional.normalize(model(x))."
 
 
 def network(bias: bool = True) -> nn.Sequential:
@@ -33,17 +34,15 @@ def embedded(model: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dimension", [0, 3])
-def test_the_model_alone_gives_whitened_embeddings(bias: bool, dimension: int) -> None:
+def test_the_model_alone_gives_whitened_embeddings(bias: bool) -> None:
     model, x = network(bias), rand(12, 6, seed=1)
     whitening = Whitening.of(embedded(model, rand(60, 6, seed=0)))
-    post = PostProcessing(whitening=0.75, dimension=dimension, l2_after=False)
-    expected = post_processed(embedded(model, x), post, whitening)
+    expected = whitening.applied(embedded(model, x), 0.75)
     modes = [module.training for module in model.train().modules()]
-    assert merge_whitening(model, whitening, post, x[:2]) == ()
+    assert merge_whitening(model, whitening, PostProcessing(whitening=0.75), x[:2]) == (LENGTHS,)
     assert [module.training for module in model.modules()] == modes
     torch.testing.assert_close(embedded(model, x), expected, rtol=1e-12, atol=1e-12)
-    assert model[3].out_features == (dimension or 5)
+    assert model[3].out_features == 5
     assert model[3].weight.requires_grad
     assert model(x).dtype == torch.float64
     assert not model[3]._forward_hooks
@@ -55,28 +54,27 @@ def test_appended_it_gives_the_same() -> None:
     whitening = Whitening.of(embedded(model, x))
     assert_refused(lambda: merge_whitening(model, whitening, HALF, x[:2]), AdapterError, "1", "nn.Sequential")
     appended = nn.Sequential(model, whitening_layer(whitening, 0.5))
-    expected = post_processed(embedded(model, x), HALF, whitening)
+    expected = whitening.applied(embedded(model, x), 0.5)
     torch.testing.assert_close(embedded(appended, x), expected, rtol=1e-11, atol=1e-11)
-    assert merge_whitening(appended, Whitening.of(expected), HALF, x[:2]) == ()  # once more, into what was appended
+    # Once more, into what was appended.
+    assert merge_whitening(appended, Whitening.of(expected), HALF, x[:2]) == (LENGTHS,)
 
 
 def test_what_a_layer_can_t_do_is_said() -> None:
     model, x = network(), rand(12, 6, seed=1)
     whitening = Whitening.of(embedded(model, rand(60, 6, seed=0)))
-    post = PostProcessing(whitening=0.5, augmentation=8, expansion=2, alpha=1.5, distance="cosine")
+    post = PostProcessing(whitening=0.5, augmentation=8)
     before = embedded(model, x)
     told = merge_whitening(model, whitening, post, x)
     assert told == (
-        "Lengths are left to the search: torch.nn.functional.normalize(model(x)).",
-        "Database augmentation is of the gallery, once it is embedded: augmented(gallery, 8, 1.5).",
-        "Query expansion is of each query, as it is searched: expanded(queries, gallery, 2, 1.5).",
-        "What is compared is left to the search: recall_at_k(..., distance='cosine').",
+        LENGTHS,
+        "Database augmentation is of the gallery, once it is embedded: augmented(gallery, 8).",
     )
     expected = post_processed(before, PostProcessing(whitening=0.5), whitening)
     torch.testing.assert_close(normalize(embedded(model, x)), expected, rtol=1e-12, atol=1e-12)
     kept = embedded(model, x)
     assert merge_whitening(model, whitening, PostProcessing(augmentation=4), x) == (
-        "Database augmentation is of the gallery, once it is embedded: augmented(gallery, 4, 3.0).",
+        "Database augmentation is of the gallery, once it is embedded: augmented(gallery, 4).",
     )
     assert torch.equal(embedded(model, x), kept)
 
@@ -109,19 +107,18 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "post", "names"),
+    ("model", "names"),
     [
-        (Tied(), HALF, ("weights",)),
-        (Twice(), HALF, ("weights",)),
-        (positive(), HALF, ("whitening",)),
-        (nn.Sequential(network(), nn.Tanh()), HALF, ()),
-        (network(), PostProcessing(whitening=0.5, l2_before=True), ("1", "whitening")),
+        (Tied(), ("weights",)),
+        (Twice(), ("weights",)),
+        (positive(), ("whitening",)),
+        (nn.Sequential(network(), nn.Tanh()), ()),
     ],
 )
-def test_what_can_t_be_merged_is_refused(model: nn.Module, post: PostProcessing, names: tuple[str, ...]) -> None:
+def test_what_can_t_be_merged_is_refused(model: nn.Module, names: tuple[str, ...]) -> None:
     x = rand(60, 6, seed=0)
     before = embedded(model, x)
-    assert_refused(lambda: merge_whitening(model, Whitening.of(before), post, x[:4]), AdapterError, *names)
+    assert_refused(lambda: merge_whitening(model, Whitening.of(before), HALF, x[:4]), AdapterError, *names)
     assert torch.equal(embedded(model, x), before)
 
 
@@ -133,5 +130,4 @@ def test_an_adapter_is_merged_first() -> None:
     adapter.merge()
     wrong = Whitening.of(rand(60, 6, seed=5))
     assert_refused(lambda: merge_whitening(model, wrong, HALF, x), AdapterError, "whitening", "6", "outputs", "5")
-    assert_refused(lambda: merge_whitening(model, whitening, PostProcessing(dimension=7), x), DataError, "dimension=7")
     assert model[3].out_features == 5
