@@ -159,7 +159,7 @@ def learn_and_judge(config: ClassificationConfig, folder: Path, seed: int, callb
     """Learn a loss, judge it on another network's outputs, and return what came out."""
     device = choose_device(config.device)
     splits = load_splits(config, seed).to(device)
-    try_metric(config.metric, splits.test, splits.num_classes)
+    try_metric(config.metric, splits.test, Target("classes", splits.num_classes))
     spec, (settings, reloss) = build_metric(config.metric), settings_of(config)
     task = TrainingTask(
         untrained(config, splits, seed),

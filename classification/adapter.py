@@ -11,9 +11,7 @@ from metricopt_ext.classification.probe import output_scale
 from metricopt_ext.errors import ConfigError
 
 
-def attach(
-    model: nn.Module, config: ClassificationConfig, seed: int, x: Tensor | None = None, scale: float = 1.0
-) -> Adapter:
+def attach(model: nn.Module, config: ClassificationConfig, seed: int, x: Tensor | None = None) -> Adapter:
     """Attach the adapter that the settings describe.
 
     Args:
@@ -21,8 +19,7 @@ def attach(
         config: The settings.
         seed: Seed of the adapter's matrices.
         x: Train inputs, ``n x ...``, on which the scale of the logits' offsets is measured beside the matrices'
-            coordinates (see `output_scale`); None for ``scale``.
-        scale: How far a unit of an offset moves an output where that is not measured.
+            coordinates (see `output_scale`); None for 1.
 
     Raises:
         AdapterError: The model lacks the layers.
@@ -33,7 +30,7 @@ def attach(
     if settings.kind == "outputs":
         if len(settings.layers) > 1:
             raise ConfigError(f"adapter.layers={settings.layers}: one layer gives the logits")
-        return attach_outputs(model, Outputs(layer, scale=scale, temperature=settings.temperature))
+        return attach_outputs(model, Outputs(layer, temperature=settings.temperature))
     if settings.kind == "input_bias" and len(settings.layers) > 1:
         raise ConfigError(f"adapter.layers={settings.layers}: an input bias acts on one linear layer")
     if settings.kind not in ("film", "input_bias"):
@@ -46,6 +43,7 @@ def attach(
 
     if not settings.outputs:
         return attached(None)
+    scale = 1.0
     if x is not None:
         probed = attached(None)
         scale = output_scale(probed, x)

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from metricopt_ext.classification.callable_metric import from_callable
+from metricopt_ext.classification.label_metrics import label_metric, prepared_by
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, _counts
-from metricopt_ext.classification.target_metrics import prepared_by, target_metric
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.tasks.besides import NO_BOUNDS, BesidesConfig, class_number, of_class, own_function
 from metricopt_ext.tasks.own_metric import why
@@ -48,21 +48,18 @@ def check_besides(found: Mapping[str, MetricSpec], outputs: Tensor, labels: Tens
 
 def _named(name: str, key: str, config: BesidesConfig, kind: str, classes: tuple[str, ...] | None) -> MetricSpec:
     if function := own_function(name, config, key):
-        prepared = None if kind == "classes" else prepared_by(kind, "labels")
+        prepared = prepared_by("labels") if kind == "multilabel" else None
         return from_callable(function, maximize=True, bounds=NO_BOUNDS, name=name, prepared=prepared)
+    if kind == "multilabel":
+        return label_metric(name, key)
     metric, label = of_class(name) or ("", "")
-    if kind == "classes" and metric in OF_ONE_CLASS:
+    if metric in OF_ONE_CLASS:
         number = 0 if classes is None else class_number(label, classes, key)
         return MetricSpec(name, True, (0.0, 1.0), _OfOneClass(metric, number, label), f"{metric} of one class")
-    if kind == "classes" and name in METRICS:
+    if name in METRICS:
         return METRICS[name]
-    if kind == "classes":
-        known = ", ".join([*METRICS, *(f"{each}[CLASS]" for each in OF_ONE_CLASS)])
-        raise ConfigError(f"{key}: {name!r} is none of {known}; name your own function as MODULE:FUNCTION")
-    try:
-        return target_metric(name, kind)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("metric.name=", f"{key}: ", 1)) from error
+    known = ", ".join([*METRICS, *(f"{each}[CLASS]" for each in OF_ONE_CLASS)])
+    raise ConfigError(f"{key}: {name!r} is none of {known}; name your own function as MODULE:FUNCTION")
 
 
 class _OfOneClass:

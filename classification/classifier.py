@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,16 @@ from torch import Tensor, nn
 from metricopt_ext.classification.adapter import attach, check_adapter, tuned_part
 from metricopt_ext.classification.cifar_files import from_published
 from metricopt_ext.classification.config import ClassificationConfig, ModelConfig, SecondRoundConfig
-from metricopt_ext.classification.losses import loss_of
-from metricopt_ext.classification.models import CifarResNet, build_model, torchvision_segmenters
+from metricopt_ext.classification.models import CifarResNet, build_model
 from metricopt_ext.classification.named_loss import named_loss
-from metricopt_ext.classification.published import load_published, of_segmentation, published
-from metricopt_ext.classification.splits import target_in
+from metricopt_ext.classification.published import load_published, published
 from metricopt_ext.classification.targets import Target
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.named_model import class_names_of, folder_weights, has_weights, settings_of
 from metricopt_ext.data.pretrained import pretrained
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.data.training import train_supervised
-from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.errors import DataError
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.utils.seeding import generator
@@ -42,18 +39,11 @@ def classifier(
     settings = config.model
     own: dict[str, Any] = {name: getattr(settings, name) for name in ("optimizer", "weight_decay", "bfloat16")}
     own["callback"] = callback
-    target = target_in(config, splits)
+    target = Target(config.data.kind, splits.num_classes)
 
     def trained(model: nn.Module, file: Path) -> None:
-        if target.kind != "regression":
-            balanced = settings.balanced and target.kind != "segmentation"
-            loss = named_loss(config, target)
-            train(model, splits.train, settings, balanced, seed, loss, checkpoint=file, **own)
-            return
-        last, mean = last_linear(model), float(splits.train.y.mean())
-        part = replace(splits.train, y=(splits.train.y - mean) / target.scale)
-        train(model, part, settings, False, seed, loss_of(Target("regression", 1)), checkpoint=file, **own)
-        in_units_of(last, mean, target.scale)
+        loss = named_loss(config, target)
+        train(model, splits.train, settings, settings.balanced, seed, loss, checkpoint=file, **own)
 
     return pretrained(
         lambda: built(config, splits),
@@ -70,28 +60,9 @@ def classifier(
 
 def built(config: ClassificationConfig, splits: Splits) -> nn.Module:
     """Return the classifier with weights drawn from torch's global stream, an output for each logit."""
-    target, settings = target_in(config, splits), config.model
+    target, settings = Target(config.data.kind, splits.num_classes), config.model
     own, shape = target.kind == "classes", splits.train.x.shape[1:]
-    return build_model(settings.name, shape, target.outputs, one_logit=own, **settings_of(settings))
-
-
-def last_linear(model: nn.Module) -> nn.Linear:
-    """Return the layer of a model that gives its one number.
-
-    Raises:
-        ConfigError: Its last linear layer gives several, or it has none.
-    """
-    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    if not linear or linear[-1].out_features != 1 or linear[-1].bias is None:
-        raise ConfigError("data.kind=regression needs a model whose last layer is linear, with a bias and one output")
-    return linear[-1]
-
-
-@torch.no_grad()
-def in_units_of(layer: nn.Linear, mean: float, spread: float) -> None:
-    """Have a layer that gives ``(y - mean) / spread`` give y."""
-    layer.weight.mul_(spread)
-    layer.bias.mul_(spread).add_(mean)
+    return build_model(settings.name, shape, target.count, one_logit=own, **settings_of(settings))
 
 
 def _own_weights(config: ClassificationConfig, splits: Splits) -> str:
@@ -128,8 +99,6 @@ def _load(model: nn.Module, name: str, weights: str, entry: str) -> None:
         state = read_state_dict(path, entry, what=f"weights for {type(model).__name__}")
         if isinstance(model, CifarResNet):
             state = from_published(model, state) or state
-        elif name in torchvision_segmenters():
-            state = of_segmentation(state, model, path)
         load_state(model, state, path)
     else:
         load_published(model, known)

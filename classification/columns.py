@@ -140,20 +140,6 @@ class Columns:
             values = np.array([numbers[cell] for cell in column])
         return values, Column(name, METRICS, 0, len(np.unique(values)))
 
-    def quantity(self, name: str, column: Sequence[str]) -> tuple[Array, Column]:
-        """Return a target's numbers, ``n`` float64, and how it was read; all must be there."""
-        cells = {cell: None if cell.lower() in MISSING else number_in(cell, self._decimal) for cell in set(column)}
-        self._check_notation(name, column, cells)
-        numbers = {cell: found.value for cell, found in cells.items() if found is not None}
-        for i, cell in enumerate(column):
-            if not np.isfinite(numbers.get(cell, np.nan)):
-                raise DataError(
-                    f"{self._path}: the target {name!r} must be a finite number in each row, got {self._at(column, i)};"
-                    " leave out the row, or data.kind=classes is for words"
-                )
-        values = np.array([numbers[cell] for cell in column])
-        return values, Column(name, "quantity", 0, len(np.unique(values)))
-
     def present(self, name: str, column: Sequence[str]) -> Array:
         """Return in which rows a label is, ``n`` int64 of 0 and 1."""
         for i, cell in enumerate(column):

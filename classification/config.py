@@ -12,12 +12,10 @@ from metricopt_ext.classification.data_config import (
     DataConfig,
     ImageFolderConfig,
     LabelledImagesConfig,
-    MasksConfig,
     OwnDataConfig,
     PartsConfig,
     TableConfig,
 )
-from metricopt_ext.classification.models import torchvision_segmenters
 from metricopt_ext.classification.published import published
 from metricopt_ext.classification.targets import KINDS
 from metricopt_ext.data.named_model import NamedModelConfig
@@ -47,7 +45,7 @@ class ModelConfig(TrainingConfig):
     # images get their preprocessing, for training too
     weights: str = ""
     batch_size: int = 100
-    balanced: bool = False  # while training: every class, or label, gets an equal share of a batch; not of quantities
+    balanced: bool = False  # while training: every class, or label, gets an equal share of a batch
     bfloat16: bool = False  # images: train in half the precision, on processors that have it in about half the time
 
 
@@ -198,7 +196,7 @@ class ClassificationConfig(RunConfig):
         if "loss.name" in choices:
             own = ":" in str(choices["loss.name"])
             made.loss = OwnLossConfig() if own else LossConfig()  # type: ignore[attr-defined]
-        if choices.get("data.kind") in ("multilabel", "ordinal"):
+        if choices.get("data.kind") == "multilabel":
             made.starts.append("thresholds")
         return made
 
@@ -229,34 +227,15 @@ class ClassificationConfig(RunConfig):
         """Reject what only classes have, where something else is predicted."""
         data = self.data
         if data.kind not in KINDS:
-            raise ConfigError(f"data.kind={data.kind!r} must be {either(KINDS)}")
-        if data.order and data.kind != "ordinal":
-            raise ConfigError(f"data.order={data.order} is for data.kind=ordinal; this run has {data.kind}")
+            raise ConfigError(
+                f"data.kind={data.kind!r} must be {either(KINDS)}; tune a model of anything else in Python, by"
+                " metricopt_ext.integrations.loops.tune_model and a metric of your own"
+            )
         if data.kind == "multilabel" and not isinstance(data, TableConfig | LabelledImagesConfig | OwnDataConfig):
             raise ConfigError(
                 f"data.kind=multilabel needs data.name={TABLE} with data.targets, data.name=image_folder with a file of"
                 f" labels, or data.name=MODULE:FUNCTION; {data.name} has one label"
             )
-        quantities = data.kind == "regression" or data.name == "diabetes"
-        if quantities and (data.kind != "regression" or data.name not in (TABLE, "libsvm", "diabetes")):
-            raise ConfigError(
-                f"data.name={data.name} and data.kind={data.kind}: {TABLE}, libsvm and diabetes have quantities"
-            )
-        if (data.kind == "segmentation") != (data.name == "segmentation"):
-            raise ConfigError(f"data.name={data.name} and data.kind={data.kind}: both must be segmentation, or neither")
-        if isinstance(data, MasksConfig):
-            check_at_least(0, {"data.classes": data.classes})
-            if self.adapter.acts_on_logits or self.adapter.keep_before:
-                raise ConfigError(
-                    "adapter.outputs, adapter.kind=outputs and adapter.keep_before are not for segmentation"
-                )
-            if self.model.augment or self.shift.kind == "image":
-                raise ConfigError("model.augment and shift.kind=image move images, but not their label maps")
-            if self.model.name not in torchvision_segmenters():
-                raise ConfigError(
-                    f"model.name={self.model.name!r} is none of torchvision's for segmentation:"
-                    f" {', '.join(torchvision_segmenters())}"
-                )
         if data.kind == "classes":
             return
         if self.loss and not isinstance(self.loss, OwnLossConfig):
@@ -265,12 +244,10 @@ class ClassificationConfig(RunConfig):
             raise ConfigError(f"data.positive={data.positive!r} is for two classes, not for data.kind={data.kind}")
         if self.trained_methods:
             raise ConfigError(f"methods=[{self.trained_methods[0]}] is for classes, not for data.kind={data.kind}")
-        if data.kind != "ordinal" and (data.imbalance != 1 or data.largest_class or self.shift.kind == "class_ratio"):
+        if data.imbalance != 1 or data.largest_class or self.shift.kind == "class_ratio":
             raise ConfigError(
                 f"data.imbalance, data.largest_class and shift.kind=class_ratio are for classes; data.kind={data.kind}"
             )
-        if self.adapter.temperature and data.kind == "regression":
-            raise ConfigError("adapter.temperature=true scales logits about 0; data.kind=regression has a quantity")
 
     def _check_columns(self) -> None:
         """Reject columns that can't be given to the metric, or not everywhere."""

@@ -18,11 +18,10 @@ from metricopt_ext.data.splits import PARTS, Splits, check_fractions
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.checks import check_at_least
 from metricopt_ext.utils.seeding import generator
-from metricopt_ext.utils.words import brief
 
 StrPath = str | os.PathLike[str]
 
-_SKLEARN_SETS = ("breast_cancer", "diabetes", "digits", "iris", "wine")
+SKLEARN_SETS = ("breast_cancer", "digits", "iris", "wine")
 
 
 def split(
@@ -36,7 +35,7 @@ def split(
 
     Args:
         x: Inputs, ``n x ...``.
-        y: Labels, ``n`` int64 from 0, or another kind of `Split.y`.
+        y: Labels, ``n`` int64 from 0, or ``n x k`` of 0 and 1.
         fractions: Shares of train, validation and test, above 0 and summing to 1.
         seed: Seed of the shuffle.
         class_names: A name for each class; by default their numbers, up to the largest label.
@@ -47,7 +46,7 @@ def split(
     """
     whole = Split(x, y)
     if class_names is None:
-        count = 0 if y.is_floating_point() else y.shape[1] if y.ndim == 2 else len(y.bincount())
+        count = y.shape[1] if y.ndim == 2 else len(y.bincount())
         class_names = tuple(map(str, range(count)))
     names = tuple(class_names)
     return divided(whole, names, fractions, seed)
@@ -69,8 +68,6 @@ def divided(
 
 def _check_parts(y: Tensor, names: Sequence[str]) -> None:
     """Reject labels that can't be in three parts."""
-    if y.is_floating_point() or y.ndim == 3:
-        return
     if y.ndim == 2:
         for name, count in zip(names, y.sum(0).tolist(), strict=True):
             if min(count, len(y) - count) < len(PARTS):
@@ -83,8 +80,7 @@ def _check_parts(y: Tensor, names: Sequence[str]) -> None:
     if single:
         raise DataError(
             f"class {names[single[0]]!r} has a single example ({len(single)} of {len(names)} classes do), which can't"
-            " be in train, validation and test; leave such classes out or merge them, or set data.kind=regression for a"
-            " table's quantity"
+            " be in train, validation and test; leave such classes out or merge them"
         )
 
 
@@ -112,13 +108,11 @@ def hold_out(data: Split, size: int | float, seed: int = 0) -> tuple[Split, Spli
     if data.y.ndim == 2:
         rest, held = label_parts(data.y, [len(data) - count, count], seed)
         return data.take(rest), data.take(held)
-    labels = None if data.y.is_floating_point() or data.y.ndim == 3 else data.y.numpy(force=True)
-    alone = np.zeros(len(data), dtype=bool) if labels is None else np.bincount(labels)[labels] == 1
+    labels = data.y.numpy(force=True)
+    alone = np.bincount(labels)[labels] == 1
     several = np.flatnonzero(~alone)
     try:
-        rest, held = train_test_split(
-            several, test_size=count, random_state=seed, stratify=None if labels is None else labels[several]
-        )
+        rest, held = train_test_split(several, test_size=count, random_state=seed, stratify=labels[several])
     except ValueError as error:
         raise DataError(
             f"cannot set aside {count} of {len(data)} examples by class: {str(error).rstrip('.')}. A larger part"
@@ -140,7 +134,7 @@ def stratified_parts(y: Tensor, size: int, seed: int) -> list[Tensor]:
         The indices of each part.
     """
     order = torch.randperm(len(y), generator=generator(seed, "parts")).to(y.device)
-    if y.dim() > 1 or y.is_floating_point():  # no classes
+    if y.dim() > 1:  # no classes
         return list(order.chunk(max(1, len(y) // size)))
     order = order[y[order].argsort(stable=True)]  # class by class, in random order within each
     parts = max(1, min(len(y) // size, int(y.unique(return_counts=True)[1].min())))
@@ -248,35 +242,6 @@ def with_positive(splits: Splits, name: str) -> Splits:
     return replace(splits.map(lambda part, _: replace(part, y=1 - part.y)), class_names=names[::-1])
 
 
-def ordered(splits: Splits, order: Sequence[str]) -> Splits:
-    """Number classes in this order, as ranks; without one in their own, if all of them are numbers.
-
-    Raises:
-        DataError: There are fewer than three, the order has other classes, or words are to be in order by themselves.
-    """
-    names = splits.class_names
-    if len(names) < 3:
-        raise DataError(f"data.kind=ordinal needs three ranks or more, got {brief(list(names))}; two are classes")
-    if not order:
-        try:
-            numbers = [float(name) for name in names]
-        except ValueError:
-            shown = ",".join(names[:5]) + (",..." if len(names) > 5 else "")
-            raise DataError(
-                f"data.kind=ordinal: classes {brief(list(names))} are no numbers, so their order is not known; give it,"
-                f" from the lowest rank on: data.order=[{shown}]"
-            ) from None
-        order = [names[i] for i in np.argsort(numbers, kind="stable")]
-    if sorted(order) != sorted(names):
-        wrong = [name for name in [*order, *names] if (name in order) != (name in names)] or list(order)
-        raise DataError(
-            f"data.order={list(order)} must have each class once, {brief(list(names))}; look at {wrong[0]!r}"
-        )
-    places = torch.tensor([list(order).index(name) for name in names])
-    changed = splits.map(lambda part, _: replace(part, y=places.to(part.y.device)[part.y]))
-    return replace(changed, class_names=tuple(order))
-
-
 def load_cifar10(root: StrPath, limit_per_class: int | None = None) -> tuple[Labelled, Labelled]:
     """Read the train and test sets of CIFAR-10, 50,000 and 10,000 images of ten classes.
 
@@ -304,7 +269,7 @@ def load_sklearn(name: str) -> Labelled:
     """Load a real data set that comes with scikit-learn.
 
     Args:
-        name: ``breast_cancer``, ``digits``, ``iris`` or ``wine``; ``diabetes``, whose labels are quantities.
+        name: ``breast_cancer``, ``digits``, ``iris`` or ``wine``.
 
     Returns:
         Inputs ``n x d`` float32; for digits, ``n x 1 x 8 x 8`` in [0, 1].
@@ -314,14 +279,12 @@ def load_sklearn(name: str) -> Labelled:
     """
     import sklearn.datasets
 
-    if name not in _SKLEARN_SETS:
-        raise ValueError(f"the data set must be one of {', '.join(_SKLEARN_SETS)}, got {name!r}")
+    if name not in SKLEARN_SETS:
+        raise ValueError(f"the data set must be one of {', '.join(SKLEARN_SETS)}, got {name!r}")
     bunch = getattr(sklearn.datasets, f"load_{name}")()
     x = torch.tensor(bunch.data, dtype=torch.float32)
     if name == "digits":
         x = x.view(-1, 1, 8, 8) / 16
-    if name == "diabetes":
-        return Labelled(x, torch.tensor(bunch.target, dtype=torch.float64), ())
     return Labelled(x, torch.tensor(bunch.target, dtype=torch.int64), tuple(map(str, bunch.target_names)))
 
 

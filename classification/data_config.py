@@ -19,15 +19,11 @@ MISSING_NUMBERS = ("mean", "median", "indicator")
 class DataConfig:
     """Where examples come from and how they are divided."""
 
-    # a9a, arrays (npz, pt, h5, safetensors), cifar10, csv (or parquet), image_folder, libsvm, segmentation (folders of
-    # images and of masks), scikit-learn's breast_cancer, diabetes, digits, iris, wine, or MODULE:FUNCTION, which is
-    # imported and run
+    # a9a, arrays (npz, pt, h5, safetensors), cifar10, csv (or parquet), image_folder, libsvm, scikit-learn's
+    # breast_cancer, digits, iris, wine, or MODULE:FUNCTION, which is imported and run
     name: str = MISSING
     root: str = ""  # the file, or the folder that holds the set; not needed for scikit-learn's
-    # what is predicted: classes, multilabel (several labels each), ordinal (classes in order), regression (numbers) or
-    # segmentation (the class of each pixel)
-    kind: str = "classes"
-    order: list[str] = field(default_factory=list)  # ordinal: the classes from the lowest on; empty: by number
+    kind: str = "classes"  # what is predicted: classes, or multilabel (several labels each)
     positive: str = ""  # two classes: the one that metrics count as 1; empty: the last by number or alphabet
     image_size: int = 0  # image_folder: pixels per side; 0 if all images have the same size
     # images: what pixels in [0, 1] are normalised by, one number for each channel, as your own checkpoint was trained;
@@ -115,7 +111,7 @@ class LabelledImagesConfig(ImageFolderConfig):
 class TableConfig(PartsConfig):
     """The same with what a table, ``data.name=csv``, needs."""
 
-    target: str = ""  # the column of classes, or of quantities
+    target: str = ""  # the column of classes
     targets: list[str] = field(default_factory=list)  # multilabel: in its place a column of 0 and 1 for each label
     drop: list[str] = field(default_factory=list)  # columns to leave out
     categories: list[str] = field(default_factory=list)  # columns whose cells are values as they stand, such as codes
@@ -162,21 +158,12 @@ class TableConfig(PartsConfig):
                 raise ConfigError(f"data.encoding={self.encoding!r}: {error}") from error
 
 
-@dataclass
-class MasksConfig(DataConfig):
-    """The same with what folders of images and label maps, ``data.name=segmentation``, take."""
-
-    # How many classes there are, as a network that you give has them; 0: as many as the largest number in a map says
-    classes: int = 0
-
-
 # The settings that each data.name has, if they are not those of `DataConfig`
 DATA: dict[str, type[DataConfig]] = {
     "arrays": PartsConfig,
     TABLE: TableConfig,
     "image_folder": ImageFolderConfig,
     "libsvm": PartsConfig,
-    "segmentation": MasksConfig,
 }
 # and those that it has with a data.kind
 KINDS_OF_DATA: dict[tuple[str, str], type[DataConfig]] = {("image_folder", "multilabel"): LabelledImagesConfig}

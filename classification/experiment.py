@@ -22,7 +22,6 @@ from metricopt_ext.classification.kept_features import Rest
 from metricopt_ext.classification.metrics import MetricSpec
 from metricopt_ext.classification.named_loss import named_loss, score_loss, try_loss
 from metricopt_ext.classification.named_metric import build_metric, try_metric
-from metricopt_ext.classification.nelder_mead import tune_cut_points, tune_line
 from metricopt_ext.classification.offsets import (
     adjust_logits,
     prior_adjustment,
@@ -36,7 +35,7 @@ from metricopt_ext.classification.pictures import plot_examples
 from metricopt_ext.classification.predictions import predict, scores_at
 from metricopt_ext.classification.settings import classification_settings
 from metricopt_ext.classification.split_metric import batch_metric, check_part, model_metric, value_of
-from metricopt_ext.classification.splits import load_splits, target_in
+from metricopt_ext.classification.splits import load_splits
 from metricopt_ext.classification.targets import Target, matching_offsets
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.parts import large_parts, part_size
@@ -71,13 +70,6 @@ from metricopt_ext.utils.seeding import generator
 
 PRIORS = {"prior": 1.0, "prior_twice": 2.0}  # strengths of logit adjustment that a search may begin from
 ROUNDING = 1e-9  # adjustments below it are none
-UNGROUPED = ("regression", "segmentation")  # whose examples are of no class
-BASELINES = {
-    "multilabel": "label_thresholds",
-    "ordinal": "cut_points",
-    "regression": "recalibration",
-    "segmentation": "class_offsets",
-}
 MOST_PARTS = 20  # batches of test data on which losses are correlated with the metric
 MOST_STRENGTHS = 101  # candidates for the strength of logit adjustment
 
@@ -119,12 +111,12 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         if self.reading is not None and seed == config.seed:
             for line in self.reading.lines():
                 self.callback.say(line)
-        self.target = target = target_in(config, splits)
+        self.target = target = Target(config.data.kind, splits.num_classes)
         for name in PARTS:
             check_part(getattr(splits, name), target, name)
         also, subject_to = besides(config.metric, target.kind, splits.class_names), config.metric.subject_to
         for part in (splits.validation, splits.test):
-            try_metric(config.metric, part, splits.num_classes, target, also)
+            try_metric(config.metric, part, target, also)
         self._batches(splits.train)  # refuses a size before anything is trained, as do the siblings'
         if config.trained_methods:
             self._sibling_batches()
@@ -134,7 +126,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         model = tuned_part(classifier(config, splits, seed, self.folder, self.callback), config)
         if isinstance(model, Rest):
             self.splits = splits = model.features(splits)
-        adapter = attach(model, config, seed, splits.train.x, target.scale)
+        adapter = attach(model, config, seed, splits.train.x)
         task = FinetuneTask(
             adapter,
             loss=named_loss(config, target),
@@ -160,12 +152,10 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
 
     def rare(self) -> Rare | None:
         """Return the classes of which validation has few examples, or else such values of a metric's column."""
-        part, found = self.splits.validation, None
-        if self.target.kind not in UNGROUPED:
-            several = self.target.kind == "multilabel"
-            counts = part.y.sum(0) if several else torch.bincount(part.y, minlength=self.splits.num_classes)
-            named = dict(zip(self.splits.class_names, counts.tolist(), strict=True))
-            found = rare_groups("label" if several else "class", named)
+        part, several = self.splits.validation, self.target.kind == "multilabel"
+        counts = part.y.sum(0) if several else torch.bincount(part.y, minlength=self.splits.num_classes)
+        named = dict(zip(self.splits.class_names, counts.tolist(), strict=True))
+        found = rare_groups("label" if several else "class", named)
         for name in groups_of(part, self._metric):
             values, sizes = np.unique(part.columns[name], return_counts=True)
             found = found or rare_groups(f"{name} value", dict(zip(map(str, values), sizes.tolist(), strict=True)))
@@ -180,7 +170,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         """Return the usual methods, what adds constants to the logits, and any others that the settings select."""
         config, x = self.config, self.splits.validation.x
         methods, baselines = super().methods(resume, callback), self.baselines(config, self)
-        budgets = {BASELINES[self.target.kind]: config.queries} if self.target.kind in BASELINES else {}
+        budgets = {"label_thresholds": config.queries}
         if self.target.kind == "classes":
             budgets = {"threshold": default_of(tune_threshold, "evals"), "class_offsets": config.queries}
             counts = torch.bincount(self.splits.train.y, minlength=self.splits.num_classes)
@@ -221,26 +211,9 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             counts, evals = splits.train.y.bincount(minlength=splits.num_classes), min(queries, MOST_STRENGTHS)
             return tune_adjustment(task, splits.validation.x, counts, evals=evals)  # from the trained model itself
 
-        def label_thresholds(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> nn.Module | None:
-            return class_offsets(task, start, queries, seed) if kind == "multilabel" else None
-
-        def cut_points(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> nn.Module | None:
-            return tune_cut_points(task, queries, start=start) if kind == "ordinal" else None
-
-        def recalibration(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> nn.Module | None:
-            assert isinstance(subject, ClassificationExperiment)
-            x = subject.splits.validation.x
-            return tune_line(task, x, queries, start=start) if kind == "regression" else None
-
-        kind = config.data.kind
         more = {"threshold": threshold, "class_offsets": class_offsets, "logit_adjustment_tuned": adjusted}
-        if kind != "classes":
-            more = {
-                "label_thresholds": label_thresholds,
-                "cut_points": cut_points,
-                "recalibration": recalibration,
-                **({"class_offsets": class_offsets} if kind == "segmentation" else {}),
-            }
+        if config.data.kind == "multilabel":
+            more = {"label_thresholds": class_offsets}
         baselines = {name: at_each_budget(run, least=lambda dim: 2) for name, run in more.items()}
         return {**super().baselines(config, subject), **baselines}
 
@@ -279,7 +252,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
     def training(self) -> Training:
         """Return how the classifier was trained; images are jittered, unless only features of them are kept."""
         settings, part = self.config.model, self.splits.train
-        grouped, seen = self.target.kind not in UNGROUPED, part.x.dim() == 4 and not self.config.adapter.keep_before
+        seen = part.x.dim() == 4 and not self.config.adapter.keep_before
 
         def batches(balanced: bool) -> TensorBatches:
             return TensorBatches(part.x, part.y, min(settings.batch_size, len(part)), balanced=balanced)
@@ -290,20 +263,19 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             more = {name: getattr(settings, name) for name in ("optimizer", "weight_decay", "bfloat16")}
             train_supervised(model, loss, batches, augment=settings.augment and seen, **options, **more)
 
-        balanced = settings.balanced and grouped
         return Training(
             steps_of(settings, part),
             settings.lr,
-            batches=batches(balanced),
-            rebalanced=batches(not balanced) if grouped else None,
-            augment=jitter if seen and self.target.kind != "segmentation" else None,
+            batches=batches(settings.balanced),
+            rebalanced=batches(not settings.balanced),
+            augment=jitter if seen else None,
             train=trained,
         )
 
     def label_parts(self) -> LabelParts:
         """Return batches of two thirds of each class, the metric on the other third, and batches of all."""
         part = self.splits.validation
-        held = held_third(part.y if self.target.kind in ("classes", "ordinal") else torch.zeros(len(part)), self.seed)
+        held = held_third(part.y if self.target.kind == "classes" else torch.zeros(len(part)), self.seed)
         held = held.to(part.y.device)
         fit, judged = part.take((~held).nonzero().flatten()), part.take(held.nonzero().flatten())
         return LabelParts(self._batches(fit), model_metric(self._metric, judged), self._batches(part))
@@ -315,11 +287,8 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
     def test_error(self, before: State, after: State) -> float | None:
         """Return the standard error of the test metric's difference between two states.
 
-        Both are judged on the same examples, resampled within classes, where the metric is defined on them. Of label
-        maps it is not known: each resample would count all pixels anew.
+        Both are judged on the same examples, resampled within classes, where the metric is defined on them.
         """
-        if self.target.kind == "segmentation":
-            return None
         part, spec = self.splits.test, self._metric
         first, second = (scores_at(each.task.adapter, each.phi, part.x) for each in (before, after))
         kind = strata(part, spec)
@@ -328,7 +297,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         def difference(rows: Tensor) -> float:
             try:
                 return value_of(spec, second, part, rows) - value_of(spec, first, part, rows)
-            except Exception:  # whatever one's own metric raises where a label or a quantity is missing
+            except Exception:  # whatever one's own metric raises where a label is missing
                 return math.nan
 
         error = error_of(difference, within_groups(alike, generator(self.seed, "test_error")))
@@ -345,13 +314,11 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             ).only(names)
 
     def correlations(self, ends: Sequence[End]) -> CorrelationReport | None:
-        """Correlate the loss, and what the sibling methods learned, with the metric on test batches; not of label maps.
+        """Correlate the loss, and what the sibling methods learned, with the metric on test batches.
 
         The batches are the first of `stratified_parts`, under each of the models where the methods ended; None if the
-        metric is defined on fewer than two of them, as where most have the same quantity throughout.
+        metric is defined on fewer than two of them.
         """
-        if self.target.kind == "segmentation":
-            return None
         part, losses = self.splits.test, learned_losses(self.folder, self.config.trained_methods)
         rows = stratified_parts(part.y, self._siblings.batch_size, self.seed)[:MOST_PARTS]
         batches = [part.take(each) for each in rows]
@@ -390,7 +357,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         """Write the tuned classifier, and draw some test images, with their classes before and after."""
         super().finish()
         images, x, adapter = self.inputs.test, self.splits.test.x, self.task.adapter
-        if images.x.dim() == 4 and self.target.kind in ("classes", "ordinal"):
+        if images.x.dim() == 4 and self.target.kind == "classes":
             with self.as_trained():
                 before = self.target.decide(scores_at(adapter, self.task.origin(), x))
             after = self.target.decide(scores_at(adapter, adapter.phi.detach(), x))
@@ -426,8 +393,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         return threshold_of(model, task.metric, self.splits.validation.x, evals) if evals else None
 
     def _batches(self, part: Split) -> TensorBatches:
-        balanced = self.config.balanced and self.target.kind not in UNGROUPED
-        return TensorBatches(part.x, part.y, self.config.batch_size, balanced=balanced)
+        return TensorBatches(part.x, part.y, self.config.batch_size, balanced=self.config.balanced)
 
     def _second_round(self, earlier: Earlier) -> Planned:
         """Return what makes a merged model by a second round, from where MetricOpt ended."""
@@ -439,9 +405,8 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         fit, setting = result.fit, result.details.setting
 
         def train_theta(model: nn.Module) -> None:
-            balanced = config.model.balanced and self.target.kind not in UNGROUPED
             loss = named_loss(config, self.target)
-            train(model, self.splits.train, settings, balanced, self.seed, loss)
+            train(model, self.splits.train, settings, config.model.balanced, self.seed, loss)
 
         def second_round(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> nn.Module:
             again = task.copied()

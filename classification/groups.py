@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.classification.metrics import MetricSpec
-from metricopt_ext.data.halves import Halves, random_halves, stratified_halves
+from metricopt_ext.data.halves import Halves, stratified_halves
 from metricopt_ext.data.label_parts import label_halves
 from metricopt_ext.data.labelled import Split
 
@@ -30,16 +30,12 @@ def groups_of(part: Split, spec: MetricSpec) -> dict[str, Tensor]:
 def strata(part: Split, spec: MetricSpec) -> Tensor:
     """Number the examples, ``n``, by class and, within each, by the groups of the metric's columns.
 
-    Several labels each, and quantities, are no classes: all examples are alike but for the columns.
+    Several labels each are no classes: all examples are alike but for the columns.
     """
-    classes = part.y if _has_classes(part) else torch.zeros_like(part.y.reshape(len(part), -1)[:, 0], dtype=torch.int64)
+    classes = part.y if part.y.dim() == 1 else torch.zeros_like(part.y[:, 0])
     together = torch.stack([classes, *groups_of(part, spec).values()], 1)
     numbers: Tensor = together.unique(dim=0, return_inverse=True)[1]
     return numbers
-
-
-def _has_classes(part: Split) -> bool:
-    return part.y.dim() == 1 and not part.y.is_floating_point()
 
 
 def metric_halves(part: Split, spec: MetricSpec, seed: int) -> Halves:
@@ -55,8 +51,4 @@ def metric_halves(part: Split, spec: MetricSpec, seed: int) -> Halves:
     """
     if part.y.dim() == 2:
         return label_halves(part.y, seed)
-    if not _has_classes(part):
-        kinds = strata(part, spec)
-        halves = stratified_halves(kinds, seed) if len(part) > 1 else "there are fewer than two examples"
-        return random_halves(len(part), seed) if isinstance(halves, str) else halves
     return stratified_halves(part.y, seed, strata(part, spec) if spec.columns else None)

@@ -51,7 +51,6 @@ def read_libsvm(
     num_features: int | None = None,
     *,
     columns: Sequence[str] = (),
-    quantity: bool = False,
 ) -> Table:
     """Read files as `load_libsvm` does, with all digits of their numbers.
 
@@ -59,7 +58,6 @@ def read_libsvm(
         paths: As in `load_libsvm`.
         num_features: As in `load_libsvm`.
         columns: What else is kept of each row (`Split.columns`): such files have ``qid`` alone, the query's id.
-        quantity: Whether the labels are numbers to predict, and no classes; y is then ``n`` float64.
 
     Raises:
         DataError: As from `load_libsvm`, and for another column, or a row without its ``qid``.
@@ -117,11 +115,11 @@ def read_libsvm(
             f"{named}: labels must be numbers below 2^53, beyond which float64 can't tell them apart, got"
             f" {wrong[0]:.17g}"
         )
-    labels, y = (numbers[:0], numbers) if quantity else np.unique(numbers, return_inverse=True)
+    labels, y = np.unique(numbers, return_inverse=True)
     if len(labels) > _CLASSES and (parted := labels[labels % 1 != 0]).size:
         raise DataError(
             f"{named}: labels must be classes, but seem to be a quantity: {len(labels)} different ones, such as"
-            f" {parted[0]:g}; number the classes by whole numbers, or set data.kind=regression to predict them"
+            f" {parted[0]:g}; number the classes by whole numbers"
         )
     said = f"LIBSVM data, {counted(rows, 'example')} of {counted(features, 'feature')}, indices from {first}"
     if queries and not columns:

@@ -164,14 +164,6 @@ class Halving(nn.Sequential):
         self.relu = nn.ReLU()
 
 
-def torchvision_segmenters() -> list[str]:
-    """Return the names of torchvision's networks for semantic segmentation."""
-    import torchvision
-
-    names: list[str] = torchvision.models.list_models(module=torchvision.models.segmentation)
-    return names
-
-
 def build_model(
     name: str,
     input_shape: torch.Size,
@@ -213,10 +205,5 @@ def build_model(
     if cifar_resnet := re.fullmatch(r"cifar_resnet(\d+)(?:x(\d+))?", name):
         depth, widening = cifar_resnet.groups(default="1")
         return CifarResNet(int(depth), classes, int(widening))
-    if not one_logit and name in torchvision_segmenters():
-        import torchvision
-
-        model: nn.Module = torchvision.models.get_model(name, weights=None, weights_backbone=None, num_classes=classes)
-        return model
     others = "tabular_mlp, small_cnn, cifar_resnetN"
     return named_model(name, input_shape, classes, others=others, folder=folder, kwargs=kwargs)

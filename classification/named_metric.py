@@ -10,10 +10,10 @@ from torch import Tensor
 from metricopt_ext.classification.besides import check_besides
 from metricopt_ext.classification.callable_metric import from_callable
 from metricopt_ext.classification.config import MetricConfig
+from metricopt_ext.classification.label_metrics import label_metric, prepared_by
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost
 from metricopt_ext.classification.split_metric import value_of
-from metricopt_ext.classification.target_metrics import prepared_by, target_metric
-from metricopt_ext.classification.targets import IGNORED, Target, beyond
+from metricopt_ext.classification.targets import Target
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.tasks.own_metric import own_metric, why
@@ -30,8 +30,8 @@ def build_metric(config: MetricConfig, kind: str = "classes") -> MetricSpec:
         ConfigError: There is no such metric, or its settings are incomplete.
     """
     own = own_metric(config.name, config)
-    if own is None and kind != "classes":
-        return target_metric(config.name, kind)
+    if own is None and kind == "multilabel":
+        return label_metric(config.name)
     if config.name in METRICS:
         return METRICS[config.name]
     try:
@@ -49,7 +49,7 @@ def build_metric(config: MetricConfig, kind: str = "classes") -> MetricSpec:
             name=own.name,
             scores=getattr(config, "scores", "labels"),
             columns=getattr(config, "columns", ()),
-            prepared=None if kind == "classes" else prepared_by(kind, getattr(config, "scores", "labels")),
+            prepared=prepared_by(getattr(config, "scores", "labels")) if kind == "multilabel" else None,
         )
         given = {name: getattr(config, name, None) for name in ("kwargs", "scores")}
         return replace(spec, arguments={"function": config.name, **given})
@@ -62,23 +62,20 @@ def build_metric(config: MetricConfig, kind: str = "classes") -> MetricSpec:
 def try_metric(
     config: MetricConfig,
     part: Split,
-    num_classes: int,
-    target: Target | None = None,
+    target: Target,
     others: Mapping[str, MetricSpec] | None = None,
 ) -> None:
     """Evaluate the metric on made-up predictions, every second of them right, before work is done for it.
 
     Args:
         config: The metric's settings.
-        part: Has true labels, ``n`` in 0..num_classes-1, and the columns that the metric is given.
-        num_classes: Number of classes.
-        target: What is predicted, if not classes.
+        part: Has true labels, and the columns that the metric is given.
+        target: What is predicted.
         others: What counts besides the metric, by name.
 
     Raises:
         ConfigError: The metric fails; the message says why.
     """
-    target = target or Target("classes", num_classes)
     metric, outputs = build_metric(config, target.kind), _made_up(part.y, target)
     check_besides(others or {}, outputs, part.y)
     try:
@@ -88,28 +85,16 @@ def try_metric(
             "; see metric.kwargs (its arguments), metric.scores and metric.columns (what it is given) and metric.bounds"
             " (its range)"
         )
+        what = "classes" if target.kind == "classes" else "labels each"
         raise ConfigError(
-            f"metric.name={config.name} fails on made-up predictions of {_what(target)}: {why(error)}"
+            f"metric.name={config.name} fails on made-up predictions of {target.count} {what}: {why(error)}"
             f"{keys if ':' in config.name else ''}"
         ) from error
-
-
-def _what(target: Target) -> str:
-    named = {"classes": "classes", "multilabel": "labels each", "ordinal": "ranks", "segmentation": "classes"}
-    return f"{target.count} {named[target.kind]}" if target.kind in named else "quantities"
 
 
 def _made_up(labels: Tensor, target: Target) -> Tensor:
     """Outputs of which every second is right."""
     wrong = torch.arange(len(labels), device=labels.device) % 2
-    if target.kind == "regression":
-        return (labels + target.scale * wrong).float()
     if target.kind == "multilabel":
         return 2 * (labels ^ wrong[:, None]).float() - 1
-    if target.kind == "segmentation":
-        predicted = (labels.where(labels != IGNORED, 0) + wrong[:, None, None]) % target.count
-        return F.one_hot(predicted, target.count).movedim(-1, 1).float()
-    predicted = (labels + wrong) % target.count
-    if target.kind == "ordinal":
-        return 2 * beyond(predicted, target.count).float() - 1
-    return F.one_hot(predicted, target.count).float()
+    return F.one_hot((labels + wrong) % target.count, target.count).float()

@@ -17,7 +17,6 @@ from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
 
-KEPT_BYTES = 4 << 30  # of scores
 REACH = 4.0  # logits, to each side, of the first round
 STRONGEST = 2.0  # strength of logit adjustment
 
@@ -26,8 +25,7 @@ class WithOffsets(nn.Module):
     """A classifier with a constant added to each logit; a threshold t of a single logit is the offset -t.
 
     Args:
-        model: Maps inputs, ``n x ...``, to logits, ``n x C`` or ``n``, or ``n x C x h x w`` of pixels, which
-            torchvision's networks return as ``"out"`` of several.
+        model: Maps inputs, ``n x ...``, to logits, ``n x C`` or ``n``.
         offsets: ``C``, or ``1`` for a single logit.
     """
 
@@ -38,11 +36,9 @@ class WithOffsets(nn.Module):
         self.model = model
         self.register_buffer("offsets", offsets)
 
-    def forward(self, x: Tensor) -> Any:
-        """Map inputs, ``n x ...``, to what the model makes of them, with other logits."""
-        found = self.model(x)
-        moved = self._moved(output_of(found))
-        return {**found, "out": moved} if isinstance(found, dict) else moved
+    def forward(self, x: Tensor) -> Tensor:
+        """Map inputs, ``n x ...``, to the model's logits with the offsets."""
+        return self._moved(output_of(self.model(x)))
 
     def recalled(self, rows: tuple[int, ...]) -> Tensor | None:
         """Return the logits of images on disk if the model keeps its own, None if not; see `Remembered.recalled`."""
@@ -51,14 +47,14 @@ class WithOffsets(nn.Module):
         return None if logits is None else self._moved(logits)
 
     def _moved(self, logits: Tensor) -> Tensor:
-        return logits + self.offsets.to(logits).view(-1, *[1] * (logits.dim() - 2))
+        return logits + self.offsets.to(logits)
 
 
 class Remembered(nn.Module):
     """A model that keeps its outputs, so that it runs once on each tensor in memory; its weights must not change.
 
     Args:
-        model: Maps a tensor to a tensor, or to logits with others beside them (`output_of`), which are not kept.
+        model: Maps a tensor to a tensor.
 
     Attributes:
         keeps: Whether the outputs for further tensors are kept too. One pass over the data sees all that are worth it:
@@ -149,7 +145,7 @@ def tune_offsets(
     In each round each class's offset in turn takes the best of evenly spaced values around its own, up to 4 logits away
     in the first round and half as far in each further one. Each value tried is one query, the model as it is the first;
     an offset's own value, the middle one if ``points`` is odd, is not tried again. The metric sees scores that are
-    kept: the model runs once on data in memory, unless the scores of ``x`` take more than `KEPT_BYTES`, as of pixels.
+    kept: the model runs once on data in memory.
 
     Args:
         task: Its model, at phi = 0, is judged by its metric.
@@ -168,8 +164,7 @@ def tune_offsets(
     logits = output_of(original(x[:1]))
     if logits.dim() == 1:
         return None
-    small = logits.nbytes * len(x) <= KEPT_BYTES  # maps of many classes may not be
-    model = Remembered(original) if small else original
+    model = Remembered(original)
     steps = [REACH * (2 * i / (points - 1) - 1) for i in range(points) if 2 * i != points - 1]
 
     def cost(offsets: Tensor) -> float:
@@ -177,8 +172,7 @@ def tune_offsets(
 
     kept = logits.new_zeros(logits.shape[1])
     lowest, left = cost(kept), math.inf if budget is None else budget - 1
-    if isinstance(model, Remembered):
-        model.keeps = False
+    model.keeps = False
     for round, label in product(range(rounds), range(len(kept))):
         before = kept
         for step in steps:
@@ -195,7 +189,7 @@ def tune_offsets(
 def prior_adjustment(adapter: Adapter, target: Target, labels: Tensor) -> Tensor | None:
     """Return what adjusts the outputs by the priors, ``c``; None if phi has no offsets, or there are no priors.
 
-    Of labels and ranks it is minus the log-odds of each logit's share.
+    Of labels it is minus the log-odds of each logit's share.
 
     Args:
         adapter: Has the offsets.

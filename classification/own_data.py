@@ -279,7 +279,7 @@ def table_parts(
     divided = torch.arange(len(whole)).split([len(rows) for rows in whole.rows])
     parts = {name: whole.take(rows) for name, rows in zip(paths, divided, strict=True)}
     names = whole.class_names
-    if whole.y.ndim == 1 and not whole.y.is_floating_point():  # each label is a class
+    if whole.y.ndim == 1:  # each label is a class
         same_classes({name: tuple(names[label] for label in part.y.unique().tolist()) for name, part in parts.items()})
     rows = dict(zip(paths, whole.rows, strict=True))
     warn_of_copies(
@@ -292,9 +292,8 @@ def table_parts(
 
 def read_table(data: DataConfig, paths: Sequence[str], columns: Sequence[str] = ()) -> Table:
     """Read one table from files, as the settings say, with the columns that the metric is given."""
-    quantity = data.kind == "regression"
     if not isinstance(data, TableConfig):
-        return read_libsvm(paths, columns=columns, quantity=quantity)
+        return read_libsvm(paths, columns=columns)
     return read_csv(
         paths,
         data.target,
@@ -302,7 +301,6 @@ def read_table(data: DataConfig, paths: Sequence[str], columns: Sequence[str] = 
         categories=data.categories,
         columns=columns,
         targets=data.targets,
-        quantity=quantity,
         delimiter=data.delimiter,
         decimal=data.decimal,
         encoding=data.encoding,

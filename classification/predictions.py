@@ -30,18 +30,17 @@ def predict(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def output_of(found: Any) -> Tensor:
-    """Return a model's logits; torchvision's segmentation networks have them as ``"out"`` of several.
+    """Return a model's logits.
 
     Raises:
         ConfigError: It gives something else than a tensor.
     """
-    logits = found["out"] if isinstance(found, dict) and "out" in found else found
-    if not isinstance(logits, Tensor):
+    if not isinstance(found, Tensor):
         raise ConfigError(
             f"the model gives {type(found).__name__}, and not logits alone; have its forward() return one tensor, in"
             " training as well"
         )
-    return logits
+    return found
 
 
 @torch.no_grad()

@@ -1,9 +1,7 @@
 """Weights that torchvision publishes for a classifier, and the preprocessing that they were trained with."""
 
 import re
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -11,7 +9,6 @@ from torch import nn
 from metricopt_ext.errors import ConfigError, DataError
 
 NAMED = re.compile(r"\w+_Weights\.\w+")
-AUXILIARY = re.compile(r"(?:^|\.)aux_classifier\.")
 
 
 def published(model: str, weights: str) -> Any:
@@ -60,39 +57,6 @@ def mean_and_std(weights: Any) -> tuple[list[float], list[float]]:
     """Return what pixels in [0, 1] are normalised by, channel by channel."""
     preset = weights.transforms()
     return list(preset.mean), list(preset.std)
-
-
-def of_segmentation(state: dict[str, Any], model: nn.Module, path: Path) -> dict[str, Any]:
-    """Return what of a state dict is of one of torchvision's segmentation networks, which has no auxiliary classifier.
-
-    A warning tells of the auxiliary classifier, which only training uses.
-
-    Args:
-        state: The state dict, perhaps with a prefix before its names.
-        model: The network.
-        path: The file that it is from, for messages.
-
-    Raises:
-        DataError: It is for another number of classes.
-    """
-    head: Any = model.classifier
-    name, last = [each for each in head.named_modules() if isinstance(each[1], nn.Conv2d)][-1]
-    kept = {key: value for key, value in state.items() if not AUXILIARY.search(key)}
-    found = [value for key, value in kept.items() if f".{key}".endswith(f".classifier.{name}.weight")]
-    if len(found) == 1 and found[0].shape[0] != last.out_channels:
-        theirs = found[0].shape[0]
-        more = (
-            f"if the maps' numbers mean what its do, set data.classes={theirs}"
-            if theirs > last.out_channels
-            else "number the maps' classes as its are"
-        )
-        raise DataError(
-            f"{path} is of a network for {theirs} classes, but the data has {last.out_channels}; {more}, or train its"
-            " last layer on yours, and give the file of the result"
-        )
-    if len(kept) < len(state):
-        warnings.warn(f"{path}: the auxiliary classifier, which only training uses, left out", stacklevel=2)
-    return kept
 
 
 def load_published(model: nn.Module, weights: Any) -> None:

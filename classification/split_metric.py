@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.classification.metrics import MetricSpec, check_split
 from metricopt_ext.classification.predictions import predict
-from metricopt_ext.classification.targets import IGNORED, Target
+from metricopt_ext.classification.targets import Target
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import DataError
 from metricopt_ext.tasks.batch_metric import BatchMetric
@@ -19,17 +19,11 @@ def check_part(part: Split, target: Target, name: str) -> None:
     """Make sure that a metric is meaningful on a part's labels (see `check_split`).
 
     Raises:
-        DataError: It has one class, no label, or one quantity alone.
+        DataError: It has one class, or no label.
     """
     if target.kind == "multilabel":
         if not bool((part.y == 1).any()):
             raise DataError(f"no example of the {name} split has a label")
-    elif target.kind == "segmentation":
-        if bool((part.y == IGNORED).all()):
-            raise DataError(f"no pixel of the {name} split counts")
-    elif target.kind == "regression":
-        if len(part) and bool((part.y == part.y[0]).all()):
-            raise DataError(f"the {name} split must hold targets that differ, got {float(part.y[0]):g} everywhere")
     else:
         check_split(part.y, target.count, name)
 

@@ -10,12 +10,12 @@ from torch import Tensor
 from metricopt_ext.classification.arrays import read_arrays
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.data import (
+    SKLEARN_SETS,
     divided,
     hold_out,
     imputed,
     load_cifar10,
     load_sklearn,
-    ordered,
     single_precision,
     split,
     standardise,
@@ -24,56 +24,32 @@ from metricopt_ext.classification.data import (
 from metricopt_ext.classification.data_config import (
     DataConfig,
     LabelledImagesConfig,
-    MasksConfig,
     OwnDataConfig,
     PartsConfig,
     TableConfig,
 )
 from metricopt_ext.classification.libsvm import load_a9a
-from metricopt_ext.classification.masks import load_masks
 from metricopt_ext.classification.own_data import labelled_images, own_parts, read_table, size_of, streams
 from metricopt_ext.classification.published import cropped, mean_and_std, published
 from metricopt_ext.classification.shift import long_tail, shift_class_ratio
-from metricopt_ext.classification.targets import Target
 from metricopt_ext.data.images import load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split, Table, Unscaled
 from metricopt_ext.data.named_model import preprocessing_of
-from metricopt_ext.data.precision import check_told_apart
 from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.data.streamed import changed
-from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.errors import ConfigError
 from metricopt_ext.utils.config import config_section
 from metricopt_ext.utils.seeding import generator
 
-SKLEARN_SETS = ("breast_cancer", "diabetes", "digits", "iris", "wine")
 # by the settings and the columns that the metric is given
 LOADERS: dict[str, Callable[[DataConfig, Sequence[str]], Labelled | Table]] = {
     "a9a": lambda data, _: load_a9a(data.root),
     "arrays": lambda data, _: read_arrays([Path(data.root)])[0],
     "csv": lambda data, columns: read_table(data, [data.root], columns),
     "image_folder": lambda data, _: load_image_folder(data.root, size_of(data), stream=streams(data)),
-    "segmentation": lambda data, _: load_masks(
-        data.root, data.image_size or None, data.classes if isinstance(data, MasksConfig) else 0
-    ),
     "libsvm": lambda data, columns: read_table(data, [data.root], columns),
     **{name: lambda data, _, name=name: load_sklearn(name) for name in SKLEARN_SETS},  # type: ignore[misc]
 }
-
-
-def target_in(config: ClassificationConfig, splits: Splits) -> Target:
-    """Return what is predicted; of quantities the error counts in standard deviations of train's."""
-    if config.data.kind != "regression":
-        return Target(config.data.kind, splits.num_classes)
-    spread = float(splits.train.y.std(correction=0))
-    if spread == 0:
-        raise DataError(f"the target is {float(splits.train.y[0]):g} in each row of train; there is nothing to predict")
-    check_told_apart(
-        splits.train.y[:, None],
-        splits.train.y[:, None].float(),
-        ["the target"],
-        "subtract what all values have in common",
-    )
-    return Target("regression", 1, spread)
 
 
 def load_splits(config: ClassificationConfig, seed: int) -> Splits:
@@ -86,8 +62,6 @@ def load_splits(config: ClassificationConfig, seed: int) -> Splits:
     with config_section("data"):
         splits = _divided(config, seed)
     _check_columns(splits, config)
-    if config.data.kind == "ordinal":
-        splits = ordered(splits, config.data.order)
     if config.data.positive:
         splits = with_positive(splits, config.data.positive)
     if config.data.imbalance != 1 or config.data.largest_class:
@@ -149,7 +123,7 @@ def train_subset(splits: Splits, seed: int) -> Split:
     """
     y = splits.train.y
     order = torch.randperm(len(y), generator=generator(seed, "train subset")).to(y.device)
-    if y.dim() == 1:  # several labels, or pixels, have no order
+    if y.dim() == 1:  # several labels have no order
         order = order[y[order].argsort(stable=True)]  # class by class, in random order within each
     places = torch.linspace(0, len(y) - 1, min(len(splits.validation), len(y))).round().long().to(y.device)
     return splits.train.take(order[places].sort().values)

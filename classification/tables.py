@@ -50,7 +50,6 @@ def read_csv(
     categories: Sequence[str] = (),
     columns: Sequence[str] = (),
     targets: Sequence[str] = (),
-    quantity: bool = False,
     delimiter: str = "",
     decimal: str = "",
     encoding: str = "",
@@ -76,7 +75,6 @@ def read_csv(
             numbers or texts.
         targets: In place of ``target``, names of two columns or more, each a label that a row has or not: 1 or 0, yes
             or no, true or false. y is then ``n x k``, and the classes' names are those of the labels.
-        quantity: Whether the target is a number to predict, and no class; y is then ``n`` float64.
         delimiter: Character between cells; whitespace around cells is ignored. Empty: the one of `DELIMITERS` that
             gives the header the target and as many cells as each row.
         decimal: ``"."`` or ``","``; thousands are then parted by the other one, a space or an apostrophe. Empty: a
@@ -104,15 +102,13 @@ def read_csv(
     named = dict(cells)
     labels: dict[str, Column] = {}
     names_of_classes: list[str] = []
-    if not quantity and len(targets) == 1:
+    if len(targets) == 1:
         labels[target], names_of_classes = class_labels(
             path, target, named[target], lines, header, target in categories
         )
     read = Columns(path, lines, decimal, missing, max_categories)
     y = np.zeros(0)
-    if quantity:
-        y, labels[target] = read.quantity(target, named[target])
-    elif len(targets) > 1:
+    if len(targets) > 1:
         y = np.stack([read.present(name, named[name]) for name in targets], 1)
 
     features: list[Array] = []
@@ -135,9 +131,9 @@ def read_csv(
     if len(names_of_classes) > max_categories:
         raise DataError(
             f"{path}: {too_many('target', target, names_of_classes, max_categories)}; it must hold classes, not a"
-            " quantity (or raise data.max_categories, or set data.kind=regression to predict it)"
+            " quantity (or raise data.max_categories)"
         )
-    if not quantity and len(targets) == 1:
+    if len(targets) == 1:
         places = {value: place for place, value in enumerate(names_of_classes)}
         y = np.array([places[cell] for cell in named[target]])
     # float32, at half the memory, where it holds all numbers

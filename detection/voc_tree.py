@@ -112,10 +112,7 @@ def masks_in(root: Path) -> str:
     level: list[Path] = [root]
     for _ in range(3):
         if found := [each for folder in level for each in _masks(folder)]:
-            return (
-                f"{root} has masks ({', '.join(map(str, found))}) and no XML files with boxes, which detection needs;"
-                " finetune_classifier reads folders of masks, by data.name=segmentation"
-            )
+            return f"{root} has masks ({', '.join(map(str, found))}) and no XML files with boxes, which detection needs"
         level = [inner for folder in level for inner in folder.iterdir() if inner.is_dir()]
     return ""
 

@@ -19,8 +19,7 @@ class Split:
 
     Attributes:
         x: Inputs, ``n x ...``: finite float32, or uint8 images; or images on disk (`StreamedImages`).
-        y: Labels, ``n`` int64; of several labels each (multi-label) ``n x k`` int64, 0 or 1; or quantities, ``n``
-            finite float64; or of each pixel of an image (segmentation), ``n x h x w`` int64, 255 for one to ignore.
+        y: Labels, ``n`` int64; of several labels each (multi-label) ``n x k`` int64, 0 or 1.
         columns: What else is known of each row, such as its weight or its region, by name: arrays of ``n``. A metric
             may be given them; a model never is.
 
@@ -41,12 +40,7 @@ class Split:
         several = self.y.dtype == torch.int64 and self.y.ndim == 2 and len(self.y) == len(self.x)
         if several and bool(((self.y != 0) & (self.y != 1)).any()):
             raise DataError(f"y of shape {tuple(self.y.shape)} must hold 0 and 1 for each label")
-        if self.y.is_floating_point() and not bool(self.y.isfinite().all()):
-            raise DataError("y must be finite, got NaN or infinity")
-        known = self.y.dtype in (torch.int64, torch.float64) and self.y.shape == self.x.shape[:1]
-        pixels = self.x.ndim == 4 and self.y.dtype == torch.int64 and self.y.shape[1:] == self.x.shape[2:]
-        pixels = pixels and len(self.y) == len(self.x)
-        if not (several or known or pixels):
+        if not several and (self.y.dtype != torch.int64 or self.y.shape != self.x.shape[:1]):
             raise DataError(
                 f"y must hold {len(self.x)} int64 labels, one per row of x, "
                 f"got {self.y.dtype} of shape {tuple(self.y.shape)}"

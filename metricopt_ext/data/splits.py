@@ -24,8 +24,7 @@ class Splits:
         train: What the surrogate loss is computed on.
         validation: What the metric is queried on.
         test: What the result is reported on.
-        class_names: The names of all c classes; labels index them. Of several labels each, the names of the k labels;
-            of quantities, none.
+        class_names: The names of all c classes; labels index them. Of several labels each, the names of the k labels.
         reading: How the file that they come from was read; None where there is nothing to say.
 
     Raises:
@@ -41,8 +40,8 @@ class Splits:
 
     def __post_init__(self) -> None:
         """Check that the parts fit together."""
-        quantities, several = self.train.y.is_floating_point(), self.train.y.ndim == 2
-        if self.num_classes < 2 and not quantities:
+        several = self.train.y.ndim == 2
+        if self.num_classes < 2:
             raise DataError(f"a set needs at least two classes, got {self.num_classes}")
         for name in PARTS:
             part: Split = getattr(self, name)
@@ -51,15 +50,13 @@ class Splits:
             shape, wanted = tuple(part.x.shape[1:]), tuple(self.train.x.shape[1:])
             if shape != wanted:
                 raise DataError(f"the {name} inputs must be of shape n x {wanted} like those of train, got {shape}")
-            if part.y.dtype != self.train.y.dtype or part.y.ndim != self.train.y.ndim:
-                raise DataError(f"the {name} labels must be of the kind of train's, got {part.y.dtype}")
+            if part.y.ndim != self.train.y.ndim:
+                raise DataError(f"the {name} labels must be of the kind of train's, got shape {tuple(part.y.shape)}")
             if several and part.y.shape[1] != self.num_classes:
                 raise DataError(f"the {name} part has {part.y.shape[1]} labels each, but {self.num_classes} names")
-            if quantities or several:
+            if several:
                 continue
-            ignored = {255} if part.y.ndim == 3 else set()  # pixels that don't count
-            labels = set(part.y.unique().tolist()) - ignored
-            wrong = [label for label in sorted(labels) if not 0 <= label < self.num_classes]
+            wrong = [label for label in sorted(part.y.unique().tolist()) if not 0 <= label < self.num_classes]
             if wrong:
                 raise DataError(f"the {name} labels must be in 0..{self.num_classes - 1}, got {wrong[0]}")
 

@@ -86,8 +86,6 @@ METHODS: dict[str, Entry] = {
     "threshold": Entry("tuned threshold", "#5b7db1", "queries", "inputs"),
     "class_offsets": Entry("tuned class offsets", "#34568b", "queries"),
     "label_thresholds": Entry("a threshold per label", "#4a6fa5", "queries"),
-    "cut_points": Entry("tuned cut points", "#27406b", "queries"),
-    "recalibration": Entry("tuned shift and scale", "#6d87b3", "queries"),
     "logit_adjustment": Entry("logit adjustment", "#a3b8d9", "free"),
     "logit_adjustment_tuned": Entry("logit adjustment, tuned", "#7f95c4", "queries"),
     "batchnorm_validation": Entry("BatchNorm on validation", "#8a6fb0", "free", "inputs"),

@@ -81,7 +81,7 @@ class RunConfig:
     # What the search may begin from besides the model as it is, where it applies; each costs a query, a line three to
     # six. loss_finetune, batchnorm (re-estimated on the validation inputs), prior and prior_twice (classifiers with
     # outputs in phi: logits adjusted by the class shares, with strength 1 and 2), prior_line (with all strengths),
-    # thresholds (of several labels, or cut points of ranks, with outputs in phi: those at which as many train examples
+    # thresholds (of several labels, with outputs in phi: those at which as many train examples
     # are predicted as there are; on where data.kind has them), batchnorm_line (statistics between train's and
     # validation's, where batchnorm is better than the model as it is; on for classifiers). By name also
     # batchnorm_mixed (three quarters validation's), em_prior (shares by EM), tent (BatchNorm by the entropy), whitening

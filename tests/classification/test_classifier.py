@@ -9,15 +9,14 @@ import sklearn.metrics
 import torch
 from torch import nn
 
-from helpers.refusals import assert_named, assert_refused
+from helpers.refusals import assert_named
 from metricopt_ext.classification import classifier as making
-from metricopt_ext.classification.classifier import classifier, in_units_of, last_linear
+from metricopt_ext.classification.classifier import classifier
 from metricopt_ext.classification.config import ClassificationConfig
-from metricopt_ext.classification.models import SmallCNN, TabularMLP
 from metricopt_ext.classification.predictions import predict
 from metricopt_ext.classification.ranking_losses import PairwiseAUC
 from metricopt_ext.classification.splits import load_splits
-from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.errors import DataError
 from metricopt_ext.utils.config import load_config
 
 DIGITS = Path(__file__).parents[2] / "configs" / "classification" / "digits.yaml"
@@ -90,12 +89,3 @@ def test_training_tells_the_digits_apart(tmp_path: Path) -> None:
         logits = predict(classifier(config, splits, seed, tmp_path / str(seed)), splits.test.x)
         right.append(sklearn.metrics.accuracy_score(splits.test.y, logits.argmax(1)))
     assert mean(right) > 0.5  # at worst 0.97 ± 0.01; a tenth is chance
-
-
-def test_a_layer_is_put_into_the_units_of_the_target() -> None:
-    model = TabularMLP(3, 1).eval()
-    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
-    before = model(x)
-    in_units_of(last_linear(model), 1e4, 250.0)
-    torch.testing.assert_close(model(x), before * 250 + 1e4)
-    assert_refused(lambda: last_linear(SmallCNN(1, 3)), ConfigError)

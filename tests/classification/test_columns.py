@@ -1,4 +1,4 @@
-"""Columns of tables made here: numbers, categories, labels and quantities, as they are read or refused."""
+"""Columns of tables made here: numbers, categories and labels, as they are read or refused."""
 
 import re
 from pathlib import Path
@@ -199,16 +199,3 @@ def test_columns_of_labels_are_read_as_one_target(tmp_path: Path) -> None:
         lambda: read_csv(tmp_path / "t.csv", "", targets=["red", "blue"]), DataError, "blue", "1", "0", "maybe", "3"
     )
     assert_refused(lambda: read_csv(tmp_path / "t.csv", "", targets=["red", "green"]), DataError, "green", "0")
-
-
-def test_a_target_of_quantities_keeps_its_digits(tmp_path: Path) -> None:
-    prices = [f"${1000 + i / 7:.6f}" for i in range(300)]
-    content = "size,price\n" + "\n".join(f"{i},{price}" for i, price in enumerate(prices))
-    (tmp_path / "t.csv").write_text(content)
-    table = read_csv(tmp_path / "t.csv", "price", quantity=True)
-    assert table.y.dtype == torch.float64
-    assert table.y.tolist() == [float(price[1:]) for price in prices]
-    assert (table.class_names, table.reading.columns[1].kind) == ((), "quantity")
-    assert_refused(lambda: read_csv(tmp_path / "t.csv", "price"), DataError, "data.kind=regression")
-    (tmp_path / "t.csv").write_text(content.replace(prices[4], "NA"))
-    assert_refused(lambda: read_csv(tmp_path / "t.csv", "price", quantity=True), DataError, "price", "'NA'", "6")

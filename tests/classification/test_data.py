@@ -21,7 +21,6 @@ from metricopt_ext.classification.data import (
     imputed,
     load_cifar10,
     load_sklearn,
-    ordered,
     single_precision,
     split,
     standardise,
@@ -302,38 +301,6 @@ def test_parts_too_small_for_a_class_ratio_are_named() -> None:
     assert_refused(lambda: shift_class_ratio(_splits([9, 0], [9, 9]), [0.5, 0.5]), DataError, "9", "0")
 
 
-def ranked(names: tuple[str, ...]) -> Splits:
-    part = Split(torch.zeros(6, 1), torch.arange(6) % len(names))
-    return Splits(part, part, part, names)
-
-
-def test_ranks_are_in_the_order_that_is_given_or_by_number() -> None:
-    changed = ordered(ranked(("bad", "fair", "awful")), ["awful", "bad", "fair"])
-    assert changed.class_names == ("awful", "bad", "fair")
-    assert changed.test.y.tolist() == [1, 2, 0, 1, 2, 0]
-    by_number = ordered(ranked(("10", "9", "-1")), [])
-    assert by_number.class_names == ("-1", "9", "10")
-    assert by_number.train.y.tolist() == [2, 1, 0, 2, 1, 0]
-
-
-@pytest.mark.parametrize(
-    ("names", "order", "named"),
-    [
-        (
-            ("low", "mid", "top"),
-            [],
-            ("data.order", "mid", "top"),
-        ),
-        (("low", "mid", "top"), ["low", "mid", "high"], ("high",)),
-        (("low", "mid", "top"), ["low", "mid"], ("top",)),
-        (("low", "mid", "top"), ["low", "mid", "top", "top"], ()),
-        (("0", "1"), [], ()),
-    ],
-)
-def test_an_order_that_is_none_is_refused(names: tuple[str, ...], order: list[str], named: tuple[str, ...]) -> None:
-    assert_refused(lambda: ordered(ranked(names), order), DataError, *named)
-
-
 def test_several_labels_are_divided_by_their_shares() -> None:
     y = (torch.rand(200, 3, generator=torch.Generator().manual_seed(0)) < torch.tensor([0.5, 0.2, 0.05])).long()
     parts = split(torch.arange(200.0)[:, None], y, (0.6, 0.2, 0.2), class_names=("a", "b", "c"))
@@ -345,22 +312,6 @@ def test_several_labels_are_divided_by_their_shares() -> None:
     y[:2, 2] = 1
     assert_refused(lambda: split(torch.zeros(200, 1), y, class_names=("a", "b", "c")), DataError, "'c'", "2", "200")
     assert_refused(lambda: Split(torch.zeros(200, 1), y + 1), DataError, "0", "1")
-
-
-def test_quantities_are_divided_at_random() -> None:
-    y = torch.arange(50, dtype=torch.float64)
-    parts = split(y.float()[:, None], y)
-    assert sorted(torch.cat([parts.train.y, parts.validation.y, parts.test.y]).tolist()) == y.tolist()
-    assert parts.class_names == ()
-    assert_refused(lambda: Split(torch.zeros(2, 1), torch.tensor([0.0, torch.inf], dtype=torch.float64)), DataError)
-    assert_refused(
-        lambda: Splits(parts.train, Split(torch.zeros(3, 1), torch.tensor([0, 1, 0])), parts.test, ()),
-        DataError,
-        "torch.int64",
-    )
-    diabetes = load_sklearn("diabetes")
-    assert diabetes.y.dtype == torch.float64
-    assert (diabetes.x.shape, diabetes.class_names) == ((442, 10), ())
 
 
 @pytest.mark.parametrize(("counts", "size", "sizes"), [((9, 6), 5, [5, 5, 5]), ((9, 2), 3, [6, 5]), ((3, 1), 9, [4])])

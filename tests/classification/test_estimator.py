@@ -7,20 +7,19 @@ import numpy as np
 import pytest
 import torch
 from scipy.sparse import csr_matrix
-from sklearn import config_context
 from sklearn.base import clone
 from sklearn.datasets import make_classification
 from sklearn.impute import SimpleImputer
-from sklearn.metrics import balanced_accuracy_score, cohen_kappa_score, f1_score, get_scorer, make_scorer
-from sklearn.model_selection import GridSearchCV, cross_val_predict, cross_validate, train_test_split
+from sklearn.metrics import balanced_accuracy_score, f1_score, get_scorer
+from sklearn.model_selection import GridSearchCV, cross_val_predict, train_test_split
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import Tensor
 
-from helpers.refusals import assert_refused, assert_warned, having
+from helpers.refusals import assert_refused, assert_warned
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.classification.estimator import CANNOT_PASS, MetricClassifier
+from metricopt_ext.classification.estimator import CANNOT_PASS, CHUNK, MetricClassifier, Standardised
 from metricopt_ext.data.label_parts import label_parts
 from metricopt_ext.errors import AdapterError, BudgetError, MetricError
 from metricopt_ext.methods.prior_starts import prior_offsets
@@ -260,26 +259,17 @@ def test_weights_count_in_the_loss_in_proportion() -> None:
     assert both.predict_proba(X[:1])[0, 1] == pytest.approx(0.5, abs=0.1)
 
 
-def test_the_scorer_is_handed_weights_and_groups_of_its_rows() -> None:
+def test_the_scorer_is_handed_weights_of_its_rows() -> None:
     X, y = table()
-    weights, groups = X[:, 0] + 10, np.where(X[:, 1] > 0, "up", "down")
-    asked: list[Any] = []
+    asked: list[int] = []
 
-    def worst_group(estimator: Any, X: Any, y: Any, sample_weight: Any, groups: Any) -> float:
+    def weighed(estimator: Any, X: Any, y: Any, sample_weight: Any) -> float:
         assert (sample_weight == X[:, 0] + 10).all()
-        assert (groups == np.where(X[:, 1] > 0, "up", "down")).all()
-        asked.append([int((groups[y == label] == "up").sum()) for label in "abc"])
-        right = estimator.predict(X) == y
-        return float(
-            min(np.average(right[groups == each], weights=sample_weight[groups == each]) for each in ("up", "down"))
-        )
+        asked.append(len(y))
+        return float(np.average(estimator.predict(X) == y, weights=sample_weight))
 
-    MetricClassifier(worst_group, queries=12, **SMALL).fit(X, y, sample_weight=weights, groups=groups)
-    whole, first, second = (np.array(each) for each in asked[:3])
-    assert (whole == first + second).all()
-    assert abs(first - second).max() <= 1  # of each group of each class
-    of_all = np.array([(groups[y == label] == "up").sum() for label in "abc"])
-    assert abs(whole - 0.3 * of_all).max() <= 1.5
+    MetricClassifier(weighed, queries=12, **SMALL).fit(X, y, sample_weight=X[:, 0] + 10)
+    assert asked[:3] == [90, 45, 45]
 
 
 @pytest.mark.slow
@@ -311,9 +301,6 @@ def test_what_a_scorer_does_not_take_is_said() -> None:
     assert_warned(
         lambda: MetricClassifier(plain, queries=12, **SMALL).fit(X, y, sample_weight=np.ones(300)), "sample_weight"
     )
-    for scoring in (plain, "balanced_accuracy"):
-        with pytest.raises(ValueError, match=having("groups")):
-            MetricClassifier(scoring, queries=12, **SMALL).fit(X, y, groups=y)
     assert_refused(
         lambda: MetricClassifier(queries=0, **SMALL).fit(X, y, sample_weight=[1, -2, *[1] * 298]),
         ValueError,
@@ -322,33 +309,6 @@ def test_what_a_scorer_does_not_take_is_said() -> None:
         "1",
     )
     assert_refused(lambda: MetricClassifier(queries=0, **SMALL).fit(X, y, sample_weight=np.zeros(300)), ValueError)
-
-
-@pytest.mark.slow
-def test_metadata_is_routed_as_requested() -> None:
-    """In a pipeline under cross-validation, with aliases, by scikit-learn's own rules."""
-    X, y = table()
-    weights, groups = np.random.default_rng(0).random(300), np.arange(300) % 2
-    asked: list[Any] = []
-
-    def judged(y: Any, predicted: Any, sample_weight: Any = None, half: Any = None) -> float:
-        asked.append(
-            (len(y), None if sample_weight is None else len(sample_weight), None if half is None else len(half))
-        )
-        return float(np.mean(y == predicted))
-
-    with config_context(enable_metadata_routing=True):
-        scorer = make_scorer(judged).set_score_request(sample_weight=True, half="groups")
-        classifier = MetricClassifier(scorer, queries=12, **SMALL).set_fit_request(sample_weight=True, groups=True)
-        pipeline = make_pipeline(StandardScaler().set_fit_request(sample_weight=False), classifier)
-        outer = get_scorer("accuracy").set_score_request(sample_weight=False)
-        cross_validate(pipeline, X, y, cv=2, scoring=outer, params={"sample_weight": weights, "groups": groups})
-        assert asked[:3] == [(45, 45, 45), (23, 23, 23), (22, 22, 22)]
-        asked.clear()
-        alone = MetricClassifier(make_scorer(judged).set_score_request(sample_weight=False), queries=12, **SMALL)
-        alone.fit(X, y, sample_weight=weights)
-        assert asked[0] == (90, None, None)
-        assert_refused(lambda: alone.fit(X, y, groups=groups), ValueError, "set_score_request")
 
 
 def several(rows: int = 400, seed: int = 0) -> tuple[Any, Any]:
@@ -395,7 +355,6 @@ def test_thresholds_are_a_start_that_predicts_as_many_as_there_are() -> None:
     [
         (np.full((40, 2), 3), {}, ("40 x 2", "0", "1", "3")),
         (np.ones((40, 2)), {"class_weight": "balanced"}, ("class_weight='balanced'", "2")),
-        (np.ones((40, 2)), {"ordinal": True}, ("ordinal=True", "2")),
     ],
 )
 def test_several_labels_that_are_none_are_refused(y: Any, settings: dict[str, Any], names: tuple[str, ...]) -> None:
@@ -420,10 +379,10 @@ def asked_of(X: Any, y: Any, **settings: Any) -> list[Tensor]:
     return asked[::per_query]
 
 
-def trained_on(y: Any, stratify: bool = True) -> Any:
+def trained_on(y: Any) -> Any:
     """Return the targets of the rows that a classifier of `SMALL` is trained on."""
     seed = int(np.random.RandomState(0).randint(2**31))
-    return y[train_test_split(np.arange(len(y)), test_size=0.3, stratify=y if stratify else None, random_state=seed)[0]]
+    return y[train_test_split(np.arange(len(y)), test_size=0.3, stratify=y, random_state=seed)[0]]
 
 
 def in_phi(offsets: Any) -> Tensor:
@@ -451,18 +410,11 @@ def test_the_threshold_of_two_classes_is_looked_along_though_both_are_as_frequen
         assert phi.tolist() == [0, 0, -threshold / 2, threshold / 2]
 
 
-@pytest.mark.parametrize("kind", ["multilabel", "ordinal"])
-def test_thresholds_are_looked_along_from_the_better_start(kind: str) -> None:
+def test_thresholds_are_looked_along_from_the_better_start() -> None:
     X, y = several()
-    y = y if kind == "multilabel" else y[:, 1] + (y[:, 1] & y[:, 0])
-    train = trained_on(y, stratify=kind == "ordinal")
-    if kind == "multilabel":
-        (seed,) = np.random.RandomState(0).randint(2**31, size=1)
-        train = y[label_parts(torch.from_numpy(y), [280, 120], int(seed))[0]]
-    shares = torch.from_numpy(
-        train.mean(0) if kind == "multilabel" else np.array([(train > 0).mean(), (train > 1).mean()])
-    )
-    line, asked = in_phi(-shares.logit()), asked_of(X, y, ordinal=kind == "ordinal")
+    (seed,) = np.random.RandomState(0).randint(2**31, size=1)
+    shares = torch.from_numpy(y[label_parts(torch.from_numpy(y), [280, 120], int(seed))[0]].mean(0))
+    line, asked = in_phi(-shares.logit()), asked_of(X, y)
     starts, sides = asked[:2], asked[2:4]
     began = min(starts, key=lambda start: float((sum(sides) / 2 - start).norm()))
     torch.testing.assert_close(sides[0], began + line / 2, rtol=1e-5, atol=1e-6)
@@ -476,17 +428,55 @@ def test_classes_that_are_as_frequent_have_no_line() -> None:
     assert all(phi[: SMALL["dim"]].abs().min() > 0 for phi in asked[1:11])  # a design at once
 
 
-def test_ranks_are_tuned_by_their_cut_points() -> None:
-    rng = np.random.default_rng(0)
-    X = rng.normal(size=(400, 3))
-    y = np.digitize(X[:, 0] + 0.4 * rng.normal(size=400), [-1, 0, 1.2]) * 10
-    kappa = make_scorer(cohen_kappa_score, weights="quadratic")
-    classifier = MetricClassifier(kappa, queries=20, ordinal=True, **SMALL).fit(X[:300], y[:300])
-    assert classifier.classes_.tolist() == [0, 10, 20, 30]
-    assert classifier.model_[-1].out_features == 3
-    assert set(classifier.run_.candidates) - {"prior_line"} == {"start", "thresholds"}  # the best of a line may be none
-    assert kappa(classifier, X[300:], y[300:]) > 0.6
-    probabilities = classifier.predict_proba(X)
-    assert probabilities.shape == (400, 4)
-    np.testing.assert_allclose(probabilities.sum(1), 1)
-    assert not hasattr(classifier, "decision_function")
+def test_large_numbers_keep_their_differences() -> None:
+    seconds, late = 1_700_000_064 + np.arange(400.0), np.arange(400) >= 200
+    classifier = MetricClassifier(queries=0, **{**SMALL, "epochs": 60, "lr": 0.02}).fit(seconds[:, None], late)
+    assert classifier.score(seconds[:, None], late) >= 0.97
+    with torch.no_grad():
+        scaled = classifier.model_[0](torch.from_numpy(seconds[:, None]))
+    assert scaled.dtype == torch.float32
+    assert len(scaled.unique()) == 400
+
+
+def test_features_are_standardised_as_by_scikit_learn() -> None:
+    X = np.column_stack([table()[0], np.full(300, 7.0), 1e-9 * table()[0][:, 0]])
+    scaled = Standardised(torch.from_numpy(X))(torch.from_numpy(X)).numpy()
+    np.testing.assert_allclose(scaled, StandardScaler().fit_transform(X), rtol=1e-6, atol=1e-6)
+
+
+def test_what_float32_cannot_hold_is_refused() -> None:
+    X, y = table()
+    assert_refused(
+        lambda: MetricClassifier(queries=0, **SMALL).fit(np.vstack([X, np.full((1, 6), 1e30)]), [*y, "a"]),
+        ValueError,
+        "1",
+    )
+    classifier = MetricClassifier(queries=0, **SMALL).fit(X, y)
+    assert_refused(lambda: classifier.predict(np.vstack([X[0], np.full(6, 1e300)])), ValueError, "1")
+
+
+def test_a_rows_prediction_is_its_own() -> None:
+    X, y = table()
+    classifier = MetricClassifier(queries=0, **SMALL).fit(X, y)
+    whole = classifier.decision_function(X)
+    assert len(X) > CHUNK
+    for rows in (1, 2, 17, 255):  # the kernels see as many, whatever comes after them
+        np.testing.assert_array_equal(classifier.decision_function(X[:rows]), whole[:rows])
+    one_by_one = np.concatenate([classifier.decision_function(row[None]) for row in X])
+    np.testing.assert_allclose(one_by_one, whole, rtol=0, atol=1e-5)  # sums in another order, in single precision
+    np.testing.assert_allclose(classifier.model_(torch.from_numpy(X)).detach().numpy(), whole, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("scoring", [["f1_macro", "accuracy"], ("accuracy",), {"a": "accuracy"}])
+def test_several_scorers_are_refused_before_training(scoring: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MetricClassifier, "_train", lambda *_: pytest.fail("it was trained"))
+    assert_refused(lambda: MetricClassifier(scoring, queries=12, **SMALL).fit(*table()), ValueError, "scoring")
+
+
+def test_a_scorer_that_returns_several_numbers_is_named() -> None:
+    def both(estimator: Any, X: Any, y: Any) -> dict[str, float]:
+        return {"f1": 0.5, "accuracy": 0.6}
+
+    assert_refused(
+        lambda: MetricClassifier(both, queries=12, **{**SMALL, "epochs": 1}).fit(*table()), MetricError, "both", "f1"
+    )

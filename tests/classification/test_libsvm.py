@@ -114,8 +114,6 @@ def test_query_ids_of_libsvm_files_are_kept_on_request(tmp_path: Path) -> None:
     assert_refused(lambda: read_libsvm(path, columns=["qid"]), DataError, "metric.columns")
 
 
-def test_labels_of_libsvm_files_may_be_quantities(tmp_path: Path) -> None:
+def test_labels_that_are_quantities_are_refused(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("".join(f"{i / 8} 1:{i}\n" for i in range(200)))
-    table = read_libsvm(tmp_path / "data", quantity=True)
-    assert table.y.tolist() == [i / 8 for i in range(200)]
-    assert_refused(lambda: read_libsvm(tmp_path / "data"), DataError, "data.kind=regression")
+    assert_refused(lambda: read_libsvm(tmp_path / "data"), DataError, "200", "0.125")

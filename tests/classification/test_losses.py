@@ -8,7 +8,7 @@ from torch import nn
 
 from helpers.refusals import assert_refused
 from metricopt_ext.classification.losses import CostSensitive, classification_loss, cross_entropy, loss_of
-from metricopt_ext.classification.targets import IGNORED, Target
+from metricopt_ext.classification.targets import Target
 from metricopt_ext.errors import ConfigError
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -62,19 +62,6 @@ def test_the_loss_is_that_of_what_is_predicted() -> None:
     labels = torch.stack([Y, 1 - Y], 1)
     each = nn.functional.softplus(-(2 * labels - 1) * model(X))  # -log sigmoid of the logit towards its label
     torch.testing.assert_close(loss_of(Target("multilabel", 2))(model, (X, labels)), each.mean())
-
-
-def test_pixels_that_do_not_count_add_nothing_to_the_loss() -> None:
-    class Net(nn.Module):
-        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"out": x, "aux": torch.zeros_like(x)}
-
-    maps = X.view(1, 2, 3, 4)
-    labels = torch.tensor([[[0, 1, 0, 1]] * 3])
-    labels[0, 0] = IGNORED
-    loss = loss_of(Target("segmentation", 2))
-    chosen = maps.log_softmax(1).gather(1, labels.where(labels != IGNORED, 0)[:, None])[:, 0]
-    torch.testing.assert_close(loss(Net(), (maps, labels)), -chosen[labels != IGNORED].mean())
 
 
 def test_models_that_give_a_tuple_are_refused() -> None:

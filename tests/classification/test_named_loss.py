@@ -89,9 +89,9 @@ def test_what_is_no_loss_is_refused(overrides: list[str], names: tuple[str, ...]
 
 
 def test_they_are_for_classes() -> None:
-    table = ["data.name=csv", "data.target=y", "data.root=x.csv", "model.name=tabular_mlp", "data.kind=ordinal"]
-    config = load_config(ClassificationConfig, None, [*table, "loss.name=lovasz", "metric.name=mean_absolute_error"])
-    assert_refused(config.check, ConfigError, "loss.name=lovasz", "data.kind=ordinal")
+    table = ["data.name=csv", "data.targets=[a,b]", "data.root=x.csv", "model.name=tabular_mlp", "data.kind=multilabel"]
+    config = load_config(ClassificationConfig, None, [*table, "loss.name=lovasz", "metric.name=macro_f1"])
+    assert_refused(config.check, ConfigError, "loss.name=lovasz", "data.kind=multilabel")
 
 
 def test_costs_that_give_no_weight_are_refused_by_their_key() -> None:

@@ -12,6 +12,7 @@ from metricopt_ext.classification.models import build_model
 from metricopt_ext.classification.named_metric import build_metric, try_metric
 from metricopt_ext.classification.split_metric import model_metric
 from metricopt_ext.classification.splits import load_splits
+from metricopt_ext.classification.targets import Target
 from metricopt_ext.utils.config import load_config
 
 DIGITS = Path(__file__).parents[2] / "configs" / "classification" / "digits.yaml"
@@ -50,7 +51,7 @@ MLP = ["model.name=tabular_mlp", "adapter.kind=input_bias", "adapter.layers=[]"]
 def test_arguments_of_metrics(metric: list[str], reference: Any) -> None:
     config = config_of(*WINE, *MLP, *metric)
     part = load_splits(config, 0).validation
-    try_metric(config.metric, part, 3)
+    try_metric(config.metric, part, Target("classes", 3))
     torch.manual_seed(0)
     model = build_model("tabular_mlp", torch.Size((13,)), 3).eval()
     found = model_metric(build_metric(config.metric), part).cost(model, "test")

@@ -13,7 +13,6 @@ from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.classification.losses import classification_loss
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost
 from metricopt_ext.classification.models import TabularMLP
-from metricopt_ext.classification.nelder_mead import tune_line
 from metricopt_ext.classification.offsets import (
     Remembered,
     WithOffsets,
@@ -227,7 +226,7 @@ def test_what_is_remembered_is_of_that_tensor_and_as_it_was() -> None:
         assert model(late) is not model(late)
 
 
-@pytest.mark.parametrize("tune", ["offsets", "adjustment", "threshold", "line"])
+@pytest.mark.parametrize("tune", ["offsets", "adjustment", "threshold"])
 def test_images_on_disk_are_read_for_the_first_query_alone(tune: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("metricopt_ext.data.parts.CPU_BYTES", 4 * 12 * 4)  # of four images
     images, read = torch.randint(0, 256, (30, 3, 2, 2), dtype=torch.uint8, generator=seeded(0)), list[int]()
@@ -244,15 +243,12 @@ def test_images_on_disk_are_read_for_the_first_query_alone(tune: str, monkeypatc
             found.append(tune_offsets(task, part.x))
         elif tune == "adjustment":
             found.append(tune_adjustment(task, part.x, torch.tensor([5, 10, 15])))
-        elif tune == "threshold":
-            found.append(tune_threshold(task, part.x, evals=11))
         else:
-            found.append(tune_line(task, part.x, 9))
+            found.append(tune_threshold(task, part.x, evals=11))
         assert task.metric.ledger.spent > 8
     assert set(read) == set(range(30))
     assert len(read) <= 3 * 30  # for the metric, for candidates, and one to tell the number of logits
-    if tune != "line":
-        assert torch.equal(found[0].offsets, found[1].offsets)
+    assert torch.equal(found[0].offsets, found[1].offsets)
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -324,11 +320,9 @@ LABELS = torch.tensor([[1, 0], [0, 0], [1, 1], [1, 0]])  # shares of 3/4 and 1/4
         (Target("classes", 2), torch.tensor([0, 0, 0, 1]), [-math.log(3) / 2, math.log(3) / 2]),
         (Target("classes", 2), torch.tensor([0, 0, 1, 1]), [-0.5, 0.5]),
         (Target("multilabel", 2), LABELS, [-math.log(3), math.log(3)]),
-        (Target("ordinal", 3), LABELS.sum(1), [-math.log(3), math.log(3)]),
         (Target("classes", 2), torch.tensor([0, 0, 0, 0]), None),  # no prior
         (Target("multilabel", 2), LABELS[:1], None),
         (Target("multilabel", 2), torch.tensor([[1, 0], [0, 1]]), None),  # moves little
-        (Target("regression", 1), torch.rand(4), None),
     ],
 )
 def test_the_direction_of_a_line_is_that_of_the_offsets(

@@ -252,6 +252,6 @@ def test_what_has_no_views_is_refused() -> None:
     table = nn.Linear(4, 2).eval()
     with classification_settings(table).applied({"flip": True}):
         assert_refused(lambda: logits(table, torch.rand(5, 4)), ValueError, "(5, 4)")
-    segmenter = nn.Conv2d(3, 2, 1).eval()
-    with classification_settings(segmenter).applied({"flip": True}):
-        assert_refused(lambda: logits(segmenter, torch.rand(5, 3, 8, 8)), ValueError, "views")
+    maps = nn.Conv2d(3, 2, 1).eval()
+    with classification_settings(maps).applied({"flip": True}):
+        assert_refused(lambda: logits(maps, torch.rand(5, 3, 8, 8)), ValueError, "views")

@@ -28,6 +28,7 @@ HOSTS_LINES, HOSTS_CHANGED = 80, 3
 # What makes a run short, and the checkpoint that it leaves.
 RUNS = {
     "plain_loop": (["plain_loop.py", "--epochs", "2", "--queries", "20"], "plain_loop.pth"),
+    "regression": (["regression.py", "--epochs", "5", "--queries", "20"], "regression.pth"),
     "generation": (["generation.py", "--epochs", "1", "--queries", "20"], "generation"),
     "optuna_search": (["optuna_search.py"], "optuna_search.pth"),
     "lightning_follow": (["lightning_follow.py", "--epochs", "2", "--queries", "20"], "lightning_follow.pth"),
