@@ -118,10 +118,10 @@ class OwnClassifierMetricConfig(OwnMetricConfig, MetricConfig):
 class LossConfig:
     """The loss in place of cross-entropy: the classifier is trained and phi is finetuned by it."""
 
-    # aucpr, cost_sensitive, cross_entropy, large_margin, lovasz, pairwise_auc, or MODULE:FUNCTION, which is imported
-    # and called as FUNCTION(logits, labels, **params); of a class an object is made with params
+    # cross_entropy, cost_sensitive (by weights of the classes), or MODULE:FUNCTION, which is imported and called as
+    # FUNCTION(logits, labels, **params); of a class an object is made with params
     name: str = "cross_entropy"
-    params: dict[str, Any] = field(default_factory=dict)  # its arguments, e.g. {anchors: 10}
+    params: dict[str, Any] = field(default_factory=dict)  # its arguments, e.g. {weights: [1.0, 3.0]}
 
 
 @dataclass

@@ -42,21 +42,6 @@ class CostSensitive:
         check_above(0, **{f"weights[{i}]": weight for i, weight in enumerate(weights)})
         self.weights = torch.tensor(weights, dtype=torch.float64) * (len(weights) / sum(weights))
 
-    @classmethod
-    def of_costs(cls, costs: Sequence[Sequence[float]]) -> "CostSensitive":
-        """Weigh a class by what its errors cost more than being right, on average over the other classes.
-
-        Of two classes, the probability that is best under this loss passes 1/2 where the expected cost of either
-        decision is the same (Elkan, 2001, "The Foundations of Cost-Sensitive Learning").
-
-        Args:
-            costs: ``c x c``, the cost of each ``[true class, predicted class]``.
-
-        Raises:
-            ValueError: An average is not above 0.
-        """
-        return cls([(sum(row) - len(row) * row[i]) / (len(row) - 1) for i, row in enumerate(costs)])
-
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of ``n`` or ``n x c`` logits and labels ``n``, a scalar.
 

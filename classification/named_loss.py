@@ -7,11 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.classification.config import ClassificationConfig, OwnLossConfig
-from metricopt_ext.classification.large_margin import LargeMarginSoftmax
 from metricopt_ext.classification.losses import CostSensitive, cross_entropy, loss_of
-from metricopt_ext.classification.lovasz import lovasz
 from metricopt_ext.classification.predictions import predict
-from metricopt_ext.classification.ranking_losses import AUCPRLoss, PairwiseAUC
 from metricopt_ext.classification.targets import Target
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import ConfigError
@@ -20,7 +17,6 @@ from metricopt_ext.utils.named import named
 from metricopt_ext.utils.words import brief
 
 ScoreLoss = Callable[[Tensor, Tensor], Tensor]  # (logits ``n`` or ``n x c``, labels ``n``) -> scalar
-COSTS = "expected_cost"
 TRIED = 32  # examples that a loss of the user's own is tried on
 
 
@@ -33,8 +29,6 @@ def named_loss(config: ClassificationConfig, target: Target) -> Callable[[nn.Mod
     if config.loss is None:
         return loss_of(target)
     made = _made(config)
-    if isinstance(made, LargeMarginSoftmax):
-        return made
     return lambda model, batch: made(model(batch[0]), batch[1])
 
 
@@ -67,11 +61,10 @@ def try_loss(config: ClassificationConfig, model: nn.Module, part: Split) -> Non
 
 
 def score_loss(config: ClassificationConfig, target: Target) -> dict[str, ScoreLoss]:
-    """Return the loss by its name if logits and labels are all that it sees, or else the target's own."""
-    made = None if config.loss is None else _made(config)
-    if made is None or isinstance(made, LargeMarginSoftmax):
+    """Return the loss by its name, or else the target's own by what it is called."""
+    if config.loss is None:
         return {target.loss_name: cross_entropy if target.kind == "classes" else target.loss}
-    return {config.loss.name: made}  # type: ignore[union-attr]
+    return {config.loss.name: _made(config)}
 
 
 def _made(config: ClassificationConfig) -> Any:
@@ -83,33 +76,15 @@ def _made(config: ClassificationConfig) -> Any:
             raise ConfigError(f"loss.name={name} has its own weights, which finetuning phi would leave untrained")
         return made
     known: dict[str, Callable[..., Any]] = {
-        "aucpr": AUCPRLoss,
         "cost_sensitive": CostSensitive,
         "cross_entropy": lambda: cross_entropy,
-        "large_margin": LargeMarginSoftmax,
-        "lovasz": lambda: lovasz,
-        "pairwise_auc": PairwiseAUC,
     }
     if name not in known:
         raise ConfigError(
             f"loss.name={name!r} is none of {', '.join(known)}; name your own function as MODULE:FUNCTION, e.g."
-            " torch.nn:MultiMarginLoss"
+            " torch.nn:CrossEntropyLoss"
         )
-    if name == "cost_sensitive" and not params:
-        return _of_metric(config)
     try:
         return known[name](**params)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"loss: {name} does not take {params}: {error}") from error
-
-
-def _of_metric(config: ClassificationConfig) -> CostSensitive:
-    if config.metric.name != COSTS or config.metric.prior:
-        raise ConfigError(
-            "loss.name=cost_sensitive takes its weights from metric.name=expected_cost without metric.prior, or from"
-            " loss.params={weights: [1.0, 2.0]}, one for each class"
-        )
-    try:
-        return CostSensitive.of_costs(config.metric.costs)
-    except ValueError as error:
-        raise ConfigError(f"metric.costs under loss.name=cost_sensitive: {error}") from error

@@ -14,7 +14,6 @@ from metricopt_ext.classification import classifier as making
 from metricopt_ext.classification.classifier import classifier
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.predictions import predict
-from metricopt_ext.classification.ranking_losses import PairwiseAUC
 from metricopt_ext.classification.splits import load_splits
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.config import load_config
@@ -60,7 +59,7 @@ def test_training_depends_on_the_seed_alone_and_is_kept(tmp_path: Path, monkeypa
 
 
 def test_training_is_by_the_loss_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, seen = config_of("loss.name=pairwise_auc"), []
+    config, seen = config_of("loss.name=torch.nn:MultiMarginLoss", "loss.params={margin: 2.0}"), []
     splits = load_splits(config, 0)
     monkeypatch.setattr(
         making, "train_supervised", lambda model, loss, batches, **_: seen.append((model, loss, batches))
@@ -68,7 +67,7 @@ def test_training_is_by_the_loss_that_is_named(tmp_path: Path, monkeypatch: pyte
     classifier(config, splits, 0, tmp_path)
     ((model, loss, batches),) = seen
     x, y = batches(0, 0, 0)
-    assert torch.equal(loss(model, (x, y)), PairwiseAUC()(model(x), y))
+    assert torch.equal(loss(model, (x, y)), nn.MultiMarginLoss(margin=2.0)(model(x), y))
 
 
 def test_training_has_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,21 +33,6 @@ def test_weights_are_those_of_classes_and_of_mean_1() -> None:
     torch.testing.assert_close(CostSensitive([1.0, 4.0])(X[:, 0], Y), CostSensitive([1.0, 4.0])(both, Y))
 
 
-def test_the_best_probability_passes_a_half_where_both_decisions_cost_the_same() -> None:
-    costs = [[0.0, 5.0], [1.0, -1.0]]  # deciding 1 costs 5 (1 - p) - p, deciding 0 costs p: the same at p = 5 / 7
-    loss, share = CostSensitive.of_costs(costs), 5 / 7
-    zero = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-    each = torch.stack([loss(zero[:1], torch.tensor([y])) for y in (0, 1)])
-    ((1 - share) * each[0] + share * each[1]).backward()
-    assert zero.grad is not None
-    assert abs(float(zero.grad[0])) < 1e-12
-
-
-def test_costs_of_several_classes_are_averages_over_the_others() -> None:
-    found = CostSensitive.of_costs([[0.0, 2.0, 4.0], [1.0, 0.0, 1.0], [7.0, 3.0, 0.0]]).weights
-    torch.testing.assert_close(found, torch.tensor([3.0, 1.0, 5.0], dtype=torch.float64) / 3)
-
-
 def test_weights_that_are_none_are_refused() -> None:
     assert_refused(lambda: CostSensitive([1.0, 0.0]), ValueError, "weights", "0.0")
     assert_refused(lambda: CostSensitive([1.0]), ValueError)

@@ -284,10 +284,13 @@ def test_sibling_methods_on_request(trains: str, tmp_path: Path) -> None:
 def test_reloss_on_request_and_losses_beside_the_metric(tmp_path: Path) -> None:
     reloss = {"steps": 4, "training": 20, "heldout": 8, "checkpoints": 2, "checkpoint_steps": 3, "loss_steps": 2}
     overrides = [f"siblings.reloss.{name}={value}" for name, value in {**reloss, "loss_batches": 6, "evals": 2}.items()]
-    settings = ["methods=[reloss,reloss_only]", "loss.name=lovasz"]
+    settings = ["methods=[reloss,reloss_only]", "loss.name=torch.nn:CrossEntropyLoss"]
     tool.run(config_of(*settings, *overrides), tmp_path / "run", resume=False)
     content = json.loads((tmp_path / "run" / "report.json").read_text())
-    folder, losses = tmp_path / "run" / "seed-0", ("lovasz", "ReLoss and cross-entropy", "ReLoss alone")
+    folder, losses = (
+        tmp_path / "run" / "seed-0",
+        ("torch.nn:CrossEntropyLoss", "ReLoss and cross-entropy", "ReLoss alone"),
+    )
     for name in ("reloss", "reloss_only"):
         spent = content["methods"][name]
         assert (spent["batch_queries"], spent["queries_total"]) == (28, 2)

@@ -1,7 +1,8 @@
-"""Losses of how a classifier ranks examples: of pairs, and an upper bound of the area under precision and recall.
+"""Losses of a classifier that MetricOpt was compared with, by ``loss.name=losses:AUCPRLoss loss.folder=benchmarks``.
 
-Both are of each class against the rest, by the log-odds of that class, and the mean over the classes that a batch has
-examples of and others; of two classes, of class 1. Time and memory grow with the square of the batch.
+Two are of how it ranks examples: of pairs, and an upper bound of the area under precision and recall. They are of each
+class against the rest, by the log-odds of that class, and the mean over the classes that a batch has examples of and
+others; of two classes, of class 1. Time and memory grow with the square of the batch. The third is of Jaccard's index.
 """
 
 import torch
@@ -116,3 +117,29 @@ def _over_classes(losses: Tensor, positive: Tensor) -> Tensor:
     """Return the mean loss, of ``c``, over the classes that a batch has examples of and others; 0 without any."""
     defined = ((positive.sum(1) > 0) & (positive.sum(1) < positive.shape[1])).to(losses)
     return (losses * defined).sum() / defined.sum().clamp(min=1)
+
+
+def lovasz(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the Lovasz hinge of one logit, ``n``, or the Lovasz softmax of ``n x c`` logits; labels are ``n``.
+
+    The hinge is of class 1, with errors max(0, 1 - logit) of positives and max(0, 1 + logit) of negatives. The
+    softmax is the mean over the classes that have examples, with errors |1 - p| and p.
+    """
+    if logits.dim() == 1:
+        positive = labels.to(logits)
+        return _jaccard_extension((1 - logits * (2 * positive - 1)).relu(), positive)
+    probabilities, classes = logits.softmax(1).T, torch.arange(logits.shape[1], device=labels.device)
+    positive = (labels == classes[:, None]).to(logits)
+    losses = torch.stack([_jaccard_extension((y - p).abs(), y) for p, y in zip(probabilities, positive, strict=True)])
+    present = (positive.sum(1) > 0).to(losses)
+    return (losses * present).sum() / present.sum()
+
+
+def _jaccard_extension(errors: Tensor, positive: Tensor) -> Tensor:
+    """Return the extension of 1 - TP / (TP + FP + FN) at errors, ``n``, of examples that are 0 or 1, ``n``."""
+    errors, order = errors.sort(descending=True)
+    positive = positive.gather(0, order)
+    missed, wrong, count = positive.cumsum(0), (1 - positive).cumsum(0), positive.sum()
+    # Without any example of the class, the first error makes the loss 1 and no other adds to it.
+    jaccard = 1 - (count - missed) / (count + wrong).clamp(min=1)
+    return errors @ jaccard.diff(prepend=jaccard.new_zeros(1))

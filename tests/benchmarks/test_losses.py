@@ -1,4 +1,4 @@
-"""Losses of ranking: pairs one by one, and the saddle point of the AUCPR loss by a linear program."""
+"""Rival losses: pairs one by one, the saddle point of the AUCPR loss by a linear program, and Jaccard's index."""
 
 from typing import Any
 
@@ -8,8 +8,10 @@ import torch
 from scipy.optimize import linprog
 from torch import Tensor
 
-from helpers.refusals import assert_refused
-from metricopt_ext.classification.ranking_losses import AUCPRLoss, PairwiseAUC, against_the_rest
+from losses import AUCPRLoss, PairwiseAUC, lovasz
+from metricopt_ext.classification.metrics import METRICS
+
+pytestmark = pytest.mark.slow
 
 
 def batch(outputs: int, size: int = 9, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -64,26 +66,19 @@ def test_the_aucpr_loss_is_its_saddle_point(outputs: int, anchors: int, multipli
     assert AUCPRLoss(anchors, multiplier)(logits, labels).item() == pytest.approx(np.mean(expected), rel=1e-8, abs=1e-9)
 
 
-def test_a_wide_margin_costs_nothing() -> None:
-    scores, labels = torch.tensor([-1.0, -2.0, 1.0, 3.0]), torch.tensor([0, 0, 1, 1])
-    assert AUCPRLoss()(scores, labels).item() == PairwiseAUC()(scores, labels).item() == 0
+@pytest.mark.parametrize("flips", [[], [0], [1, 3], [0, 1, 2, 3, 4, 5, 6]])
+def test_of_whole_errors_the_lovasz_losses_are_the_metric(flips: list[int]) -> None:
+    labels = torch.tensor([0, 1, 1, 0, 1, 0, 0])
+    signs = 2.0 * labels - 1
+    signs[flips] *= -1
+    decided = 1e3 * torch.stack([-signs, signs], 1)  # probabilities of 0 and 1
+    expected = 1 - METRICS["mean_iou"].function(decided, labels)
+    assert lovasz(decided, labels).item() == pytest.approx(expected, abs=1e-6)
+    # Each mistake of logits -1 and 1 has an error of 2.
+    assert lovasz(signs, labels).item() == pytest.approx(2 - 2 * METRICS["jaccard"].function(signs, labels), abs=1e-6)
 
 
-def test_with_any_multiplier_it_bounds_what_recall_misses_at_the_precision() -> None:
-    within_reach = 0
-    for seed in range(20):
-        scores, labels = batch(1, 12, seed)
-        scores += 3 * labels
-        value = AUCPRLoss(1, 1e6)(scores, labels).item()  # at precision 3/4
-        decided = scores[:, None] > torch.cat([scores, torch.tensor([-1e9])])
-        hits, found = (decided & (labels == 1)[:, None]).sum(0), decided.sum(0)
-        recall = float((hits / 6)[hits >= 0.75 * found].max())
-        assert value >= 1 - recall
-        within_reach += value < 1
-    assert within_reach > 5
-
-
-@pytest.mark.parametrize("loss", [PairwiseAUC(), PairwiseAUC("logistic"), AUCPRLoss(4)])
+@pytest.mark.parametrize("loss", [PairwiseAUC(), PairwiseAUC("logistic"), AUCPRLoss(4), lovasz])
 @pytest.mark.parametrize("outputs", [1, 3])
 def test_gradients_are_right_and_computed_for_many_at_once(loss: Any, outputs: int) -> None:
     logits, labels = batch(outputs)
@@ -91,27 +86,3 @@ def test_gradients_are_right_and_computed_for_many_at_once(loss: Any, outputs: i
     many = torch.stack([logits, 2 * logits, logits.flip(0)]).detach()
     together = torch.func.vmap(loss, (0, None))(many, labels)
     assert torch.allclose(together, torch.stack([loss(each, labels) for each in many]), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("loss", [PairwiseAUC(), AUCPRLoss(4)])
-def test_a_class_without_examples_or_others_counts_nothing(loss: Any) -> None:
-    logits, _ = batch(1)
-    for label in (0, 1):
-        value = loss(logits.clone().requires_grad_(), torch.full((9,), label))
-        assert value.item() == 0
-    several, labels = batch(4)
-    present, scores = labels % 3, against_the_rest(several, labels)[0]
-    each = [loss(scores[k], (present == k).long()) for k in range(3)]
-    assert loss(several, present).item() == pytest.approx(torch.stack(each).mean().item(), abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("made", "names"),
-    [
-        (lambda: PairwiseAUC("hinge"), ("form", "hinge", "squared_hinge")),
-        (lambda: AUCPRLoss(0), ("anchors", "0", "1")),
-        (lambda: AUCPRLoss(multiplier=0.0), ("multiplier", "0.0")),
-    ],
-)
-def test_bad_settings_are_refused(made: Any, names: tuple[str, ...]) -> None:
-    assert_refused(made, ValueError, *names)
