@@ -38,7 +38,7 @@ from metricopt_ext.classification.split_metric import batch_metric, check_part, 
 from metricopt_ext.classification.splits import load_splits
 from metricopt_ext.classification.targets import Target, matching_offsets
 from metricopt_ext.data.labelled import Split
-from metricopt_ext.data.parts import large_parts, part_size
+from metricopt_ext.data.parts import large_parts
 from metricopt_ext.data.rare import Rare, rare_groups
 from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.data.training import train_supervised
@@ -52,7 +52,6 @@ from metricopt_ext.experiment.method import Baseline, Earlier, End, Method, Plan
 from metricopt_ext.experiment.siblings import SiblingsConfig, learned_losses, plot_histories, training
 from metricopt_ext.experiment.usual_methods import metricopt_result, planned
 from metricopt_ext.experiment.whole_network import LabelParts, held_third
-from metricopt_ext.methods.batchnorm_starts import tent_start
 from metricopt_ext.methods.prior_starts import em_prior_start, moved_by
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.second_round import run_second_round
@@ -237,10 +236,6 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             counts = train.y.bincount(minlength=self.target.count) if self.target.kind == "classes" else torch.zeros(1)
             known = adapter.outputs is not None and bool((counts > 0).all())
             return em_prior_start(self.task, self.validation()[0], counts) if known else None
-        if name == "tent":
-            x = self.splits.validation.x
-            parts = x.tensor_split(math.ceil(len(x) / part_size(x)))  # as the metric's function predicts
-            return tent_start(self.task, parts) if self.target.kind == "classes" else None
         if name != "thresholds":
             return super().start(name)
         shares = self.target.shares(train.y)

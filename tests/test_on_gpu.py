@@ -19,7 +19,7 @@ import metricopt_ext as mo
 from helpers.played_gpu import PlayedGPU, can_play, register
 from helpers.runs import stopped_after
 from metricopt_ext.adapters.attach import attach_input_bias
-from metricopt_ext.methods.batchnorm_starts import batchnorm_line, tent_start
+from metricopt_ext.methods.batchnorm_starts import batchnorm_line
 from metricopt_ext.methods.prior_starts import em_prior_start, prior_line
 from metricopt_ext.methods.recipe_settings import RecipeSettings
 from metricopt_ext.methods.rounds import meta_train
@@ -156,7 +156,6 @@ def starts_of(task: mo.FinetuneTask, device: torch.device) -> dict[str, Any]:
     priors = torch.tensor([0.1, 0.2, 0.3, 0.4])
     starts = {
         "batchnorm": mo.batchnorm_start(task, inputs),
-        "tent": tent_start(task, inputs),
         "em": em_prior_start(task, inputs, priors),
         "line": batchnorm_line(task, inputs),
         "prior": prior_line(task, priors),
@@ -171,7 +170,7 @@ def test_a_search_from_all_kinds_of_starts_leaves_what_loads_anywhere(
     task = task_of(ADAPTERS[kind](network(device)), device)
     before = task.metric.function(task.adapter.model)[0]
     starts = starts_of(task, device)
-    assert {"batchnorm", "tent", "em", "line"} <= set(starts)
+    assert {"batchnorm", "em", "line"} <= set(starts)
     run = mo.optimize_metric(task, queries=24, starts=starts, output_dir=tmp_path / "run")
     assert sum(run.queries.values()) == 24
     after = accuracy_of(device)(task.adapter.model)[0]

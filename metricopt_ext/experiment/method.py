@@ -92,7 +92,6 @@ METHODS: dict[str, Entry] = {
     "loss_finetune_validation": Entry("loss on validation labels", "#4f8f8b", "free", "labels"),
     "whole_network_labels": _start("whole network on labels", "#1f5f5b", "labels"),
     "em_prior": _start("EM prior", "#9fb6c9", "inputs"),
-    "tent": _start("TENT", "#b79ad1", "inputs"),
     "batchnorm_mixed": _start("BatchNorm, statistics mixed", "#6a4c93", "inputs"),
     "whitening": _start("PCA whitening", "#c9a0b8", "inputs"),
     "lda_whitening": _start("LDA whitening", "#a05a80", "labels"),

@@ -62,11 +62,7 @@ def entropy(model: nn.Module, batch: Any) -> Tensor:
     Raises:
         AdapterError: It does not return logits.
     """
-    return entropy_of(logits_of(model(batch)))
-
-
-def entropy_of(logits: Tensor) -> Tensor:
-    """Return the mean entropy of logits, ``m x C`` as from `logits_of`, in nats; a scalar."""
+    logits = logits_of(model(batch))
     if logits.shape[1] == 1:  # two classes: of logits 0 and z
         logits = torch.cat([torch.zeros_like(logits), logits], 1)
     log_p = F.log_softmax(logits, 1)
