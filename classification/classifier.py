@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.classification.adapter import attach, check_adapter, tuned_part
 from metricopt_ext.classification.cifar_files import from_published
-from metricopt_ext.classification.config import ClassificationConfig, ModelConfig, SecondRoundConfig
+from metricopt_ext.classification.config import ClassificationConfig, ModelConfig
 from metricopt_ext.classification.models import CifarResNet, build_model
 from metricopt_ext.classification.named_loss import named_loss
 from metricopt_ext.classification.published import load_published, published
@@ -115,7 +115,7 @@ def untrained(config: ClassificationConfig, splits: Splits, seed: int) -> nn.Mod
 def train(
     model: nn.Module,
     part: Split,
-    config: ModelConfig | SecondRoundConfig,
+    config: ModelConfig,
     balanced: bool,
     seed: int,
     loss: Callable[[nn.Module, Any], Tensor],
@@ -130,6 +130,6 @@ def train(
     train_supervised(model, loss, batches, **options)
 
 
-def steps_of(config: ModelConfig | SecondRoundConfig, part: Split) -> int:
+def steps_of(config: ModelConfig, part: Split) -> int:
     """Return the steps of a training on a part of the data."""
     return max(1, config.epochs * len(part) // config.batch_size)

@@ -27,8 +27,7 @@ from metricopt_ext.experiment.run_config import MEMORY_GIB, USUAL_STARTS, RunCon
 from metricopt_ext.experiment.siblings import SiblingsConfig
 from metricopt_ext.tasks.besides import BesidesConfig
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
-from metricopt_ext.utils.checks import check_above, check_integer
-from metricopt_ext.utils.config import MISSING, config_section, known_keys
+from metricopt_ext.utils.config import MISSING, known_keys
 
 # What a population's activations may take where images are read from disk: beside a run's other 1.1 GiB, less than 2.
 STREAMED_GIB = 0.75
@@ -140,19 +139,6 @@ class ClassifierShiftConfig(ShiftConfig):
 
 
 @dataclass
-class SecondRoundConfig:
-    """Finetuning of theta under the tuned phi, and of phi again (paper, Table 4, last row).
-
-    Batches are balanced by class if those of the first training are (``model.balanced``).
-    """
-
-    epochs: int = 1  # of training theta
-    lr: float = 1e-4  # peak rate of Adam with a one-cycle schedule
-    batch_size: int = 100
-    augment: bool = False
-
-
-@dataclass
 class ClassificationConfig(RunConfig):
     """A whole run of `tools/finetune_classifier.py`."""
 
@@ -167,7 +153,6 @@ class ClassificationConfig(RunConfig):
     shift: ClassifierShiftConfig = field(default_factory=ClassifierShiftConfig)
     loss: LossConfig | None = None  # there if loss.name is
     siblings: SiblingsConfig | None = field(default=None, metadata=brought_by(*siblings_of("classifiers")))
-    second_round: SecondRoundConfig | None = field(default=None, metadata=brought_by("second_round"))
     # see `RunConfig`; no gain of batchnorm_line was found for embedders, and detectors keep their statistics frozen
     starts: list[str] = field(default_factory=lambda: [*USUAL_STARTS, "batchnorm_line"])
     batch_size: int = 100  # of the loss while finetuning
@@ -308,17 +293,10 @@ class ClassificationConfig(RunConfig):
         self.model.check()
         if self.adapter.temperature and not self.adapter.acts_on_logits:
             raise ConfigError("adapter.temperature=true needs adapter.outputs=true, or adapter.kind=outputs")
-        if self.second_round:
-            self.needs_recipe("second_round")
-            with config_section("second_round"):
-                check_integer(1, epochs=self.second_round.epochs, batch_size=self.second_round.batch_size)
-                check_above(0, lr=self.second_round.lr)
-        from_scratch = self.siblings is not None and self.siblings.trains == "scratch"
-        if self.adapter.keep_before and (self.second_round or from_scratch):
+        if self.adapter.keep_before and self.siblings is not None and self.siblings.trains == "scratch":
             raise ConfigError(
                 f"adapter.keep_before={self.adapter.keep_before} leaves the layers before it as trained, but"
-                " methods=[second_round] and siblings.trains=scratch train all of them; leave that out, or set phi or"
-                " model"
+                " siblings.trains=scratch trains all of them; leave that out, or set phi or model"
             )
         super().check()
         if self.siblings:

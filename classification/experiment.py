@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.classification.adapter import attach, tuned_part
 from metricopt_ext.classification.besides import besides
-from metricopt_ext.classification.classifier import classifier, steps_of, train, untrained
+from metricopt_ext.classification.classifier import classifier, steps_of, untrained
 from metricopt_ext.classification.config import ClassificationConfig, OwnLossConfig
 from metricopt_ext.classification.data import stratified_parts
 from metricopt_ext.classification.groups import groups_of, metric_halves, strata
@@ -48,13 +48,11 @@ from metricopt_ext.experiment.baselines import at_each_budget, ending_at
 from metricopt_ext.experiment.bootstrap import error_of, within_groups
 from metricopt_ext.experiment.correlation import CorrelationReport, correlation_report
 from metricopt_ext.experiment.experiment import Experiment, State, Subject
-from metricopt_ext.experiment.method import Baseline, Earlier, End, Method, Planned
+from metricopt_ext.experiment.method import Baseline, End, Method
 from metricopt_ext.experiment.siblings import SiblingsConfig, learned_losses, plot_histories, training
-from metricopt_ext.experiment.usual_methods import metricopt_result, planned
+from metricopt_ext.experiment.usual_methods import planned
 from metricopt_ext.experiment.whole_network import LabelParts, held_third
 from metricopt_ext.methods.prior_starts import em_prior_start, moved_by
-from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.second_round import run_second_round
 from metricopt_ext.methods.short_finetunes import Training
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.training import TrainingTask
@@ -177,8 +175,6 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
                 methods["logit_adjustment"] = planned(ending_at(lambda task: adjust_logits(task, x, counts)))
                 budgets["logit_adjustment_tuned"] = default_of(tune_adjustment, "evals")
         methods |= {name: planned(baselines[name], queries, self.seed) for name, queries in budgets.items()}
-        if config.second_round:
-            methods["second_round"] = self._second_round
         for name in config.trained_methods:
             sibling = training(
                 name,
@@ -389,24 +385,3 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
 
     def _batches(self, part: Split) -> TensorBatches:
         return TensorBatches(part.x, part.y, self.config.batch_size, balanced=self.config.balanced)
-
-    def _second_round(self, earlier: Earlier) -> Planned:
-        """Return what makes a merged model by a second round, from where MetricOpt ended."""
-        config, result = self.config, metricopt_result(earlier)
-        recipe, settings = config.build_strategy(), config.second_round
-        assert isinstance(recipe, Recipe)  # the settings are checked
-        assert settings is not None
-        assert result.fit is not None
-        fit, setting = result.fit, result.details.setting
-
-        def train_theta(model: nn.Module) -> None:
-            loss = named_loss(config, self.target)
-            train(model, self.splits.train, settings, config.model.balanced, self.seed, loss)
-
-        def second_round(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> nn.Module:
-            again = task.copied()
-            again.adapter.set_phi(result.ends[result.chosen])
-            run_second_round(again, fit, train_theta, recipe=recipe, setting=setting, seed=seed)
-            return again.adapter.merge()
-
-        return Planned(at_each_budget(second_round), (config.queries,), self.seed)

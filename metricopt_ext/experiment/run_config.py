@@ -57,7 +57,7 @@ SOUP, SHARE = 6, 0.1  # finetunes of a soup, and the share of the training that 
 SEEDS = 2**32  # how many there are: NumPy draws by no larger ones
 MEMORY_GIB = MEMORY / 2**30
 VARIANTS = ("metricopt_paper", "metricopt_learned")  # the paper's own forms, run beside MetricOpt
-LEARNERS = (*VARIANTS, "refined", "second_round")  # those of ``methods`` that respect no constraints
+LEARNERS = (*VARIANTS, "refined")  # those of ``methods`` that respect no constraints
 
 
 @dataclass
@@ -83,8 +83,8 @@ class RunConfig:
     # thresholds (of several labels, with outputs in phi: those at which as many train examples
     # are predicted as there are; on where data.kind has them), batchnorm_line (statistics between train's and
     # validation's, where batchnorm is better than the model as it is; on for classifiers). By name also
-    # batchnorm_mixed (three quarters validation's), em_prior (shares by EM), whitening (of embeddings), soup (the mean of
-    # six finetunes of the whole model by a tenth of its training each: 60% more training), and soup_batchnorm and
+    # batchnorm_mixed (three quarters validation's), em_prior (shares by EM), whitening (of embeddings), soup (the mean
+    # of six finetunes of the whole model by a tenth of its training each: 60% more training), and soup_batchnorm and
     # soup_prior (the same with that besides).
     starts: list[str] = field(default_factory=lambda: list(USUAL_STARTS))
     queries: int = 600  # MetricOpt's metric queries in total
@@ -94,8 +94,7 @@ class RunConfig:
     search_queries: int | str = 0
     # Further methods to run, each of which brings a section. settings: MetricOpt tunes inference before phi, where
     # the task has any. The paper's own metricopt_paper and metricopt_learned; refined, after a recipe; siblings of
-    # MetricOpt, sl_u, sl_s, sl_r, reloss, reloss_only and ala for classifiers, ala_mixture and ala_focal for embedders;
-    # second_round for classifiers.
+    # MetricOpt, sl_u, sl_s, sl_r, reloss, reloss_only and ala for classifiers, ala_mixture and ala_focal for embedders.
     methods: list[str] = field(default_factory=list)
     paper: PaperSettings | None = field(default=None, metadata=brought_by("metricopt_paper"))
     learned: LearnedConfig | None = field(default=None, metadata=brought_by("metricopt_learned"))
@@ -159,7 +158,6 @@ class RunConfig:
         self._check_settings()
         self._check_methods()
         self._check_besides()
-        self.needs_recipe("refined")
         self.check_queries(self.least_dim())
 
     def check_settings(self, known: Sequence[str]) -> None:
@@ -194,6 +192,8 @@ class RunConfig:
         unknown = [name for name in self.methods if name not in known]
         if unknown:
             raise ConfigError(f"methods={self.methods}: {unknown[0]!r} is none of {', '.join(known)} in this tool")
+        if "refined" in self.methods and self.method.name != "recipe":
+            raise ConfigError(f"methods={self.methods}: refined continues from a recipe's end: set method.name=recipe")
 
     def _check_besides(self) -> None:
         metric = getattr(self, "metric", None)
@@ -207,15 +207,6 @@ class RunConfig:
                 f"metric.subject_to={metric.subject_to}: {learning[0]} can't respect constraints; set"
                 " method.name=search and leave learners out, or move the names to metric.also"
             )
-
-    def needs_recipe(self, name: str) -> None:
-        """Reject one of ``methods`` that continues from a recipe where MetricOpt is none.
-
-        Raises:
-            ConfigError: It is among them, and MetricOpt is no recipe.
-        """
-        if name in self.methods and self.method.name != "recipe":
-            raise ConfigError(f"methods={self.methods}: {name} continues from a recipe's end: set method.name=recipe")
 
     @property
     def trained_methods(self) -> list[str]:

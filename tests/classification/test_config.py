@@ -32,7 +32,7 @@ def test_a_default_run_has_few_enough_keys() -> None:
     assert len(leaf_keys(config)) <= 75
     assert {"method", "finetune", "guard"} < set(known_keys(config))
     assert not {key for key in known_keys(OwnMetricConfig) if f"metric.{key}" in known_keys(config)}
-    assert not {"siblings", "paper", "learned", "refined", "second_round"} & set(known_keys(config))
+    assert not {"siblings", "paper", "learned", "refined"} & set(known_keys(config))
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda path: path.stem)
@@ -51,7 +51,6 @@ def test_there_are_configurations_to_load() -> None:
     ("override", "names"),
     [
         ("model.batch_size=-5", ("model.batch_size=-5",)),
-        ("second_round.lr=nan", ("second_round", "lr", "nan")),
         ("metric.bounds=[1,0]", ("metric.bounds", "0.0")),
         ("data.image_size=-1", ("data.image_size=-1",)),
         ("data.name=csv", ("data.name=csv", "data.target=COLUMN")),
@@ -66,8 +65,7 @@ def test_there_are_configurations_to_load() -> None:
 )
 def test_numbers_out_of_range_are_refused_before_any_work(override: str, names: tuple[str, ...]) -> None:
     section = override.partition(".")[0]
-    chosen = ["method.name=recipe", f"methods=[{section}]"] if section == "second_round" else []
-    chosen += ["metric.name=sklearn.metrics:f1_score"] if section == "metric" else []
+    chosen = ["metric.name=sklearn.metrics:f1_score"] if section == "metric" else []
     config = load_config(
         ClassificationConfig, None, ["data.name=iris", "model.name=tabular_mlp", *chosen, *override.split()]
     )

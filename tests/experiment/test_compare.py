@@ -153,12 +153,12 @@ def test_methods_may_end_at_a_phi_a_model_or_not_at_all(quadratic: Callable[...,
     task = quadratic()
     more = {
         "cma_es": planned(Baseline(several)),
-        "second_round": planned(ending_at(model)),
+        "refined": planned(ending_at(model)),
         "guided_es": planned(ending_at(lambda task: None)),
     }
     comparison, hidden = beside(task, tmp_path, more)
-    assert list(comparison.outcomes) == [*USUAL, "cma_es", "second_round"]
-    assert comparison.outcomes["second_round"][0].validation == task.true_cost(points[3])
+    assert list(comparison.outcomes) == [*USUAL, "cma_es", "refined"]
+    assert comparison.outcomes["refined"][0].validation == task.true_cost(points[3])
     for i, outcome in zip((2, 5), comparison.outcomes["cma_es"], strict=True):  # one for each number of queries
         assert (outcome.validation, outcome.test) == (task.true_cost(points[i]), hidden.at(points[i]))
         assert (outcome.queries_total, outcome.queries_per_start, outcome.seconds) == (10 * i, i, 0.5 * i)

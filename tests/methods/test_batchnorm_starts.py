@@ -1,6 +1,5 @@
 """Starts of BatchNorm against what their papers' formulas come to when written down once more."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F

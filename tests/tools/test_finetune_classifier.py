@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,6 @@ from helpers.refusals import assert_refused, assert_warned, having
 from helpers.runs import KEPT, check_needs_resume
 from metricopt_ext.adapters.attach import load_adapter
 from metricopt_ext.classification import classifier as making
-from metricopt_ext.classification import experiment as classification_experiment
 from metricopt_ext.classification.classifier import classifier
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
@@ -39,7 +37,7 @@ from metricopt_ext.classification.splits import load_splits
 from metricopt_ext.data.halves import stratified_halves
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import ConfigError, DataError
-from metricopt_ext.experiment.method import SIBLINGS, Reached
+from metricopt_ext.experiment.method import SIBLINGS
 from metricopt_ext.experiment.siblings import SiblingsConfig
 from metricopt_ext.siblings.ala.ala import AdaptiveLossAlignment
 from metricopt_ext.siblings.ala.loss_policy import load_loss_policy
@@ -195,7 +193,7 @@ def test_a_deterministic_run_within_another_program_is_refused(tmp_path: Path) -
 
 
 def test_methods_on_request(finished: Path, tmp_path: Path) -> None:
-    settings = ["search_queries=15", "refined.queries=10", "methods=[refined,second_round]"]
+    settings = ["search_queries=15", "refined.queries=10", "methods=[refined]"]
     report = tool.run(config_of("seed=1", *settings), tmp_path / "all", resume=False)
     plain = json.loads((finished / "report.json").read_text())["methods"]
     content = json.loads((tmp_path / "all" / "report.json").read_text())["methods"]
@@ -204,17 +202,15 @@ def test_methods_on_request(finished: Path, tmp_path: Path) -> None:
     assert {name: spent[name] for name in spent if name not in plain} == {
         "guided_es": (15, 15),
         "cma_es": (15, 15),
-        "placebo": (0, 0),
         "refined": (total + 10, spent["metricopt"][1] + 10),
-        "second_round": (total + 3, spent["metricopt"][1] + 3),
     }
     for name in plain:
         assert content[name]["test"] == plain[name]["test"][1:]  # they change nothing for the others
-    for name in ("guided_es", "cma_es", "refined", "second_round"):
-        start = "metricopt" if name in ("refined", "second_round") else "pretrained"
+    for name in ("guided_es", "cma_es", "refined"):
+        start = "metricopt" if name == "refined" else "pretrained"
         assert content[name]["validation"][0] >= content[start]["validation"][0]
     text = (tmp_path / "all" / "report.md").read_text()
-    for title in ("MetricOpt, then CMA-ES", "f of another run", "the same f, turned", "MetricOpt, second round"):
+    for title in ("MetricOpt, then CMA-ES",):
         assert f"| {title} |" in text
     assert report.records[0].split_half is not None
 
@@ -687,7 +683,7 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
         (["model.name=resnet18", "adapter.layers=[]"], r"model\.name=resnet18.*\(1, 8, 8\)"),
         (["model.name=tabular_mlp"], r"model\.name=tabular_mlp.*\(1, 8, 8\)"),
         (
-            ["adapter.keep_before=head", "methods=[second_round]"],
+            ["adapter.keep_before=head", "methods=[sl_s]", "siblings.trains=scratch"],
             r"adapter.keep_before=head.*layers before",
         ),
         (["model.weights=nowhere.pt"], r"nowhere\.pt.*weights for SmallCNN"),
@@ -823,22 +819,13 @@ def test_the_process_fails_without_a_traceback(tmp_path: Path) -> None:
 def test_training_and_finetuning_have_their_own_balance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, balanced: bool
 ) -> None:
-    """A second round is training too."""
     seen: list[TensorBatches] = []
     monkeypatch.setattr(making, "train_supervised", lambda model, loss, batches, **kwargs: seen.append(batches))
-    settings = [f"model.balanced={balanced}", f"balanced={not balanced}", "methods=[second_round]"]
+    settings = [f"model.balanced={balanced}", f"balanced={not balanced}"]
     config = config_of(*settings, "data.name=breast_cancer", *MLP, "shift.kind=none")
     experiment = ClassificationExperiment(config, tmp_path, 0)
-    origin = experiment.task.origin()
-    result: Any = SimpleNamespace(ends=origin[None], chosen=0, fit=object(), details=SimpleNamespace(setting=None))
-
-    def trained(task: FinetuneTask, fit: Any, train_theta: Callable[[nn.Module], None], **kwargs: Any) -> None:
-        train_theta(task.adapter.model)
-
-    monkeypatch.setattr(classification_experiment, "run_second_round", trained)
-    experiment._second_round({"metricopt": (Reached(origin, 0, 0, 0.0, result=result),)}).run(experiment.task)
-    assert len(seen) == 2
-    for batches, equal in ((seen[0], balanced), (seen[1], balanced), (experiment.task.batches, not balanced)):
+    assert len(seen) == 1
+    for batches, equal in ((seen[0], balanced), (experiment.task.batches, not balanced)):
         counts = sum(torch.bincount(batches(0, task, 0)[1], minlength=2) for task in range(20))
         assert (int(counts[0]) == int(counts[1])) is equal  # of 357 and 212 examples
 
@@ -911,4 +898,4 @@ def test_the_committed_settings_of_ala_fit_their_descriptions() -> None:
 
 
 def test_methods_that_train_embedders_are_not_for_classifiers() -> None:
-    assert_refused(lambda: config_of("methods=[ala_focal]").check(), ConfigError, "reloss_only", "second_round")
+    assert_refused(lambda: config_of("methods=[ala_focal]").check(), ConfigError, "reloss_only", "refined")
