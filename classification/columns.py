@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from metricopt_ext.data.numerals import BLANK, MISSING, WHOLE, Numeral, in_one_go, number_in, plain_number
+from metricopt_ext.data.numerals import BLANK, MISSING, WHOLE, in_one_go, number_in, plain_number, written_otherwise
 from metricopt_ext.data.reading import METRICS, Column
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.words import brief
@@ -90,42 +90,42 @@ def near_names(values: Iterable[str]) -> list[str]:
 class Columns:
     """Reads the columns of a table: as numbers, or as categories."""
 
-    def __init__(self, path: StrPath, lines: Sequence[int | str], decimal: str, missing: bool, most: int) -> None:
-        self._path, self._lines, self._decimal, self._missing, self._most = path, lines, decimal, missing, most
+    def __init__(self, path: StrPath, lines: Sequence[int | str], missing: bool, most: int) -> None:
+        self._path, self._lines, self._missing, self._most = path, lines, missing, most
 
     def column(self, name: str, column: Sequence[str], as_they_are: bool) -> tuple[Array, Column]:
         """Return a column's inputs, ``n x inputs`` float64 or bool, and how it was read."""
         if as_they_are:
             return self._categories(name, column, "")
-        if self._decimal != "," and (plain := in_one_go(column)) is not None:
-            return self._numbers(name, column, plain, "", [])
-        cells = {cell: number_in(cell, self._decimal) for cell in set(column) if cell.lower() not in MISSING}
+        if (plain := in_one_go(column)) is not None:
+            return self._numbers(name, column, plain, [])
+        cells = {cell: number_in(cell) for cell in set(column) if cell.lower() not in MISSING}
         given = [cell for cell in column if cell in cells]
-        found = [cell for cell in given if cells[cell] is not None]
+        found = [cell for cell in given if cells[cell] is not None or written_otherwise(cell)]
         if given and len(found) < NUMERIC * len(given):
             return self._categories(name, column, self._mixed(column, given, found))
         if not given and set(column) - BLANK:  # nothing but words such as none
             return self._categories(name, column, "")
-        self._check_notation(name, column, cells)
-        signs = {number.sign for number in cells.values() if number is not None}
-        numbers = {cell: number.value for cell, number in cells.items() if number is not None}
+        self._check_notation(name, column)
+        numbers = {cell: number for cell, number in cells.items() if number is not None}
         bad = [i for i, cell in enumerate(column) if cell not in numbers]
         values = np.array([numbers.get(cell, np.nan) for cell in column])
-        return self._numbers(name, column, values, "".join(signs), bad)
+        return self._numbers(name, column, values, bad)
 
     def of_rows(self, name: str, column: Sequence[str], as_they_are: bool) -> tuple[Array, Column]:
         """Return what a column says of each row for a metric, ``n``, which is no input, and how it was read.
 
         It is one of numbers by the rule for inputs, int64 if all are whole, and else one of texts, which may be empty.
         """
-        cells = {} if as_they_are else {cell: number_in(cell, self._decimal) for cell in set(column) - BLANK}
+        cells = {} if as_they_are else {cell: number_in(cell) for cell in set(column) - BLANK}
         given = [cell for cell in column if cell in cells and cell.lower() not in MISSING]
-        if not given or sum(cells[cell] is not None for cell in given) < NUMERIC * len(given):
+        found = [cell for cell in given if cells[cell] is not None or written_otherwise(cell)]
+        if len(found) < NUMERIC * len(given) or not given:
             empty = [i for i, cell in enumerate(column) if not cell]
             how = Column(name, METRICS, 0, len(set(column)), len(empty), [self._at(column, i) for i in empty[:_SHOWN]])
             return np.array(column, dtype=object), how
-        self._check_notation(name, column, {cell: cells[cell] for cell in given})
-        numbers = {cell: found.value for cell, found in cells.items() if found is not None}
+        self._check_notation(name, column)
+        numbers = {cell: number for cell, number in cells.items() if number is not None}
         for i, cell in enumerate(column):
             if not np.isfinite(numbers.get(cell, np.nan)):
                 raise DataError(
@@ -150,9 +150,7 @@ class Columns:
                 )
         return np.array([PRESENT[cell.casefold()] for cell in column])
 
-    def _numbers(
-        self, name: str, column: Sequence[str], values: Array, sign: str, bad: Sequence[int]
-    ) -> tuple[Array, Column]:
+    def _numbers(self, name: str, column: Sequence[str], values: Array, bad: Sequence[int]) -> tuple[Array, Column]:
         which = [self._at(column, i) for i in bad[:_SHOWN]]
         infinite = np.flatnonzero(np.isinf(values))
         if len(infinite) or (bad and not self._missing):
@@ -166,9 +164,7 @@ class Columns:
             )
         different = len(np.unique(values[~np.isnan(values)]))
         self._check_digits(name, column, values)
-        notes = [f"all with {sign!r}"] if sign else []
-        if any(cell.startswith("(") and value < 0 for cell, value in zip(column, values, strict=True)):
-            notes.append("those in parentheses are negative")
+        notes = []
         zero = next((i for i, cell in enumerate(column) if re.fullmatch(r"[+-]?0[0-9]+", cell)), None)
         if zero is not None:
             notes.append(
@@ -203,33 +199,19 @@ class Columns:
         )
         return codes[:, None] == np.arange(len(values)), how
 
-    def _check_notation(self, name: str, column: Sequence[str], cells: dict[str, Numeral | None]) -> None:
-        """Reject numbers of another notation than the table's, and of several signs: nothing fills these in."""
-        number = {cell: found for cell, found in cells.items() if found is not None}
-        for i, cell in enumerate(column):
-            if cell in number and number[cell].other:
-                wanted = "comma" if self._decimal == "," else "point"
-                raise DataError(
-                    f"{self._path}: numbers must have a decimal {wanted}, got {cell!r} in column {name!r}, row"
-                    f" {self._lines[i]}; set data.decimal=',' for decimal commas, or data.decimal=. for decimal points"
-                    " with thousands parted"
-                )
-        signs = [number[cell].sign if cell in number else None for cell in column]
-        several = [each for each in dict.fromkeys(signs) if each is not None]
-        if len(several) > 1:
-            rare = min(several, key=signs.count)
-            at = self._at(column, signs.index(rare))
+    def _check_notation(self, name: str, column: Sequence[str]) -> None:
+        """Reject numbers in a notation that is not read: nothing fills these in."""
+        at = next((i for i, cell in enumerate(column) if written_otherwise(cell)), None)
+        if at is not None:
             raise DataError(
-                f"{self._path}: numbers of column {name!r} must all have the same sign, got {at}, and others"
-                f" {'without one' if '' in several and rare else 'with ' + repr(next(s for s in several if s != rare))}"
-                f"; write them alike, or data.categories=[{name}] takes all its cells as categories"
+                f"{self._path}: column {name!r} must have plain numbers with a decimal point, such as -1234.5, got"
+                f" {self._at(column, at)}; write them so, or data.categories=[{name}] takes all its cells as categories"
             )
 
     def _check_digits(self, name: str, column: Sequence[str], values: Array) -> None:
         """Reject numbers, such as ids, that float64 does not tell apart."""
-        point = self._decimal or "."
         long = [i for i, cell in enumerate(column) if len(cell) > 15 and not np.isnan(values[i])]
-        exact = {Decimal(re.sub(rf"[^0-9eE+\-{point}]", "", column[i]).replace(point, ".")) for i in long}
+        exact = {Decimal(column[i]) for i in long}
         if len(set(map(float, exact))) < NUMERIC * len(exact):
             at = long[0]
             raise DataError(

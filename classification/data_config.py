@@ -120,8 +120,6 @@ class TableConfig(PartsConfig):
     # more input that says where (indicator); empty: it is refused
     missing: str = ""
     delimiter: str = default_of(read_csv, "delimiter")  # the character between cells; \t for a tab; empty: found
-    decimal: str = default_of(read_csv, "decimal")  # . or , with thousands parted by the other; empty: ., none parted
-    encoding: str = default_of(read_csv, "encoding")  # any of Python's; empty: utf-8, or utf-16 by its mark
 
     def check(self) -> None:
         """Reject what can't be read.
@@ -145,17 +143,8 @@ class TableConfig(PartsConfig):
             raise ConfigError("data.name=csv needs data.target=COLUMN, the name of the column of classes")
         if self.missing not in ("", *MISSING_NUMBERS):
             raise ConfigError(f"data.missing={self.missing!r} must be {either(MISSING_NUMBERS)}, or empty")
-        if self.decimal not in ("", ".", ","):
-            raise ConfigError(f"data.decimal={self.decimal!r} must be . or , or empty")
-        if self.decimal and self.decimal == self.delimiter:
-            raise ConfigError(f"data.decimal={self.decimal!r} and data.delimiter must differ")
         if self.target in self.drop:
             raise ConfigError(f"data.drop={self.drop} must not have data.target={self.target!r}")
-        if self.encoding:
-            try:
-                "".encode(self.encoding)
-            except (LookupError, ValueError) as error:
-                raise ConfigError(f"data.encoding={self.encoding!r}: {error}") from error
 
 
 # The settings that each data.name has, if they are not those of `DataConfig`

@@ -25,7 +25,7 @@ from metricopt_ext.data.labelled import Labelled
 from metricopt_ext.data.own_parts import FOLDERS
 from metricopt_ext.data.reading import Reading
 from metricopt_ext.data.streamed import as_inputs
-from metricopt_ext.data.text_files import DELIMITERS, content_of, decoded, rows_of_cells
+from metricopt_ext.data.text_files import DELIMITERS, content_of, rows_of_cells
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import existing, parse_json, walked
 from metricopt_ext.utils.words import brief, counted
@@ -202,7 +202,7 @@ def check_same_columns(parts: Mapping[str, Labels]) -> None:
 
 
 def _read_table(file: Path, folder: Path, targets: Sequence[str], separator: str) -> Labels:
-    text, _ = decoded(file, content_of(existing(file)), "")
+    text = content_of(existing(file))
     delimiter = "\t" if file.suffix.lower() == ".tsv" else ""
     (_, header), *rows = rows_of_cells(file, text, delimiter, _name_column(text))[0]
     if repeated := [name for name in header if header.count(name) > 1]:

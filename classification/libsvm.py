@@ -1,6 +1,5 @@
 """LIBSVM files as labelled examples."""
 
-import codecs
 import io
 import os
 import re
@@ -18,7 +17,6 @@ from metricopt_ext.data.reading import Reading
 from metricopt_ext.data.text_files import content_of
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import existing
-from metricopt_ext.utils.text import MARKS, text_of
 from metricopt_ext.utils.words import brief, counted
 
 StrPath = str | os.PathLike[str]
@@ -70,8 +68,7 @@ def read_libsvm(
     named = ", ".join(map(str, files))
     texts = []
     for file in files:
-        content = content_of(existing(file))
-        texts.append(text_of(content).encode() if content.startswith((codecs.BOM_UTF8, *MARKS)) else content)
+        texts.append(content_of(existing(file)).encode())
     try:
         loaded = load_svmlight_files(
             list(map(io.BytesIO, texts)), dtype=np.float64, zero_based=True, query_id=bool(columns)

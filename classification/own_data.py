@@ -302,8 +302,6 @@ def read_table(data: DataConfig, paths: Sequence[str], columns: Sequence[str] = 
         columns=columns,
         targets=data.targets,
         delimiter=data.delimiter,
-        decimal=data.decimal,
-        encoding=data.encoding,
         missing=bool(data.missing),
         max_categories=data.max_categories,
     )

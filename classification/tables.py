@@ -16,7 +16,7 @@ from metricopt_ext.data.numerals import plain_number
 from metricopt_ext.data.parquet import PARQUET, parquet_cells
 from metricopt_ext.data.precision import in_single_precision
 from metricopt_ext.data.reading import Column, Reading
-from metricopt_ext.data.text_files import content_of, decoded, rows_of_cells
+from metricopt_ext.data.text_files import content_of, rows_of_cells
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import existing
 from metricopt_ext.utils.words import brief, counted
@@ -51,16 +51,13 @@ def read_csv(
     columns: Sequence[str] = (),
     targets: Sequence[str] = (),
     delimiter: str = "",
-    decimal: str = "",
-    encoding: str = "",
     missing: bool = False,
     max_categories: int = 100,
 ) -> Table:
     """Read a table with a header row; numeric columns are kept, each other column becomes one 0/1 column per value.
 
     A column is numeric if at least 90% of its cells, but for those that mark a missing one (empty, ``?``, ``-``,
-    ``NA``, ...), are numbers: plain ones, or all with the same sign of a percentage or a currency. A number in
-    parentheses is negative, as in accounts.
+    ``NA``, ...), are numbers. One that is no plain number is refused: a percentage, a currency, a decimal comma.
 
     A file named ``.parquet`` is read as the text of its cells would be. Several files become one table: a column is
     then of one kind in all of them, and has the values of all.
@@ -77,9 +74,6 @@ def read_csv(
             or no, true or false. y is then ``n x k``, and the classes' names are those of the labels.
         delimiter: Character between cells; whitespace around cells is ignored. Empty: the one of `DELIMITERS` that
             gives the header the target and as many cells as each row.
-        decimal: ``"."`` or ``","``; thousands are then parted by the other one, a space or an apostrophe. Empty: a
-            point, and thousands are not parted.
-        encoding: Any of Python's. Empty: UTF-8, or UTF-16 if it begins with the mark of that.
         missing: Whether missing numbers, and what is none in a numeric column, become NaN instead of an error.
         max_categories: Maximum number of values in a text column, or of classes in the target.
 
@@ -88,14 +82,14 @@ def read_csv(
 
     Raises:
         DataError: For a missing or malformed file, a name not in the header or a column without a name, a missing
-            number or one that can't be read, a column that mixes notations, a missing label, or a column with too many
+            number or one that can't be read, a missing label, or a column with too many
             values.
     """
     files = [path] if isinstance(path, str | os.PathLike) else list(path)
     path = ", ".join(map(str, files))
     targets = list(targets) or [target]
     asked = [*targets[1:], *drop, *categories, *columns]
-    header, rows, sizes, found = _joined(files, targets[0], asked, delimiter, encoding)
+    header, rows, sizes, found = _joined(files, targets[0], asked, delimiter)
     lines = [line for line, _ in rows]
     cells = list(zip(header, zip(*(row for _, row in rows), strict=True), strict=True))
     del rows
@@ -106,7 +100,7 @@ def read_csv(
         labels[target], names_of_classes = class_labels(
             path, target, named[target], lines, header, target in categories
         )
-    read = Columns(path, lines, decimal, missing, max_categories)
+    read = Columns(path, lines, missing, max_categories)
     y = np.zeros(0)
     if len(targets) > 1:
         y = np.stack([read.present(name, named[name]) for name in targets], 1)
@@ -141,7 +135,7 @@ def read_csv(
         exact = all(part.dtype == bool or np.array_equal(part.astype(np.float32), part) for part in features)
     kind: Any = np.float32 if exact else np.float64
     x = np.concatenate(features, axis=1, dtype=kind)
-    found = f"{found}, decimal {'comma' if decimal == ',' else 'point'}, {counted(len(lines), 'row')}"
+    found = f"{found}, {counted(len(lines), 'row')}"
     rows_by_file = tuple(tuple(map(str, part)) for part in _divided(lines, sizes))
     names = tuple(names_of_classes if len(targets) == 1 else targets)
     reading = Reading(found, said)
@@ -149,7 +143,7 @@ def read_csv(
 
 
 def _joined(
-    files: Sequence[StrPath], target: str, named: Sequence[str], delimiter: str, encoding: str
+    files: Sequence[StrPath], target: str, named: Sequence[str], delimiter: str
 ) -> tuple[list[str], list[tuple[int | str, list[str]]], list[int], str]:
     """The header, the rows of all files with their numbers, how many each file has, and what they are written in."""
     header: list[str] = []
@@ -157,7 +151,7 @@ def _joined(
     sizes: list[int] = []
     found: list[str] = []
     for path in files:
-        (_, own), *rows, how = _one_file(path, target, delimiter, encoding)
+        (_, own), *rows, how = _one_file(path, target, delimiter)
         _check_header(path, own, target, named)
         header = header or own
         if sorted(own) != sorted(header) or (own != header and len({*own}) < len(own)):
@@ -175,16 +169,15 @@ def _joined(
     return header, joined, sizes, "; ".join(dict.fromkeys(found))
 
 
-def _one_file(path: StrPath, target: str, delimiter: str, encoding: str) -> tuple[Any, ...]:
+def _one_file(path: StrPath, target: str, delimiter: str) -> tuple[Any, ...]:
     """The header and the rows of a file, each with its number; then what it is written in."""
     if Path(path).suffix.lower() in PARQUET:
         rows = parquet_cells(existing(path))
         if len(rows) < 2:
             raise DataError(f"{path} must hold at least one row, got none")
         return (*rows, "Parquet")
-    text, encoding = decoded(path, content_of(existing(path)), encoding)
-    lines, delimiter = rows_of_cells(path, text, delimiter, target)
-    return (*lines, f"{encoding}, cells parted by {delimiter!r}")
+    lines, delimiter = rows_of_cells(path, content_of(existing(path)), delimiter, target)
+    return (*lines, f"cells parted by {delimiter!r}")
 
 
 def _divided(rows: Sequence[Any], sizes: Sequence[int]) -> list[Sequence[Any]]:

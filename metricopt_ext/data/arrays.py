@@ -12,7 +12,7 @@ from torch import Tensor
 
 from metricopt_ext.data.numerals import MISSING, WHOLE, plain_number
 from metricopt_ext.data.parquet import PARQUET, parquet_table
-from metricopt_ext.data.text_files import DELIMITERS, content_of, decoded, rows_of_cells
+from metricopt_ext.data.text_files import DELIMITERS, content_of, rows_of_cells
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.words import brief, shortened
 
@@ -291,7 +291,7 @@ def _parquet(path: Path, name: str, shape: bool) -> Any:
 
 
 def _csv(path: Path, name: str, shape: bool) -> Any:
-    text, _ = decoded(path, content_of(path), "")
+    text = content_of(path)
     delimiter = (
         "\t" if path.suffix.lower() == ".tsv" else next((d for d in DELIMITERS if d in text.split("\n", 1)[0]), ",")
     )

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from metricopt_ext.errors import DataError, FileFormatError, MetricOptError
-from metricopt_ext.utils.text import not_unicode
+from metricopt_ext.utils.text import text_of
 from metricopt_ext.utils.words import brief
 
 if TYPE_CHECKING:
@@ -172,9 +172,7 @@ def parse_json(text: str | bytes) -> Any:
     """
     deep = f"it is nested more deeply than {JSON_LEVELS} levels"
     try:
-        content = json.loads(text)
-    except UnicodeDecodeError as error:
-        raise not_unicode(error) from error
+        content = json.loads(text if isinstance(text, str) else text_of(text))
     except RecursionError as error:
         raise ValueError(deep) from error
     level = [content]

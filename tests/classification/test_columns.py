@@ -33,9 +33,7 @@ def test_one_cell_does_not_make_categories_of_numbers(tmp_path: Path) -> None:
     assert "got 'n.a.' in row 79" in refused(tmp_path, rows_of("age,y", [*range(77), "n.a.", *range(222)]))
 
 
-@pytest.mark.parametrize(
-    "stray", ["", "?", "-", "--", "NA", "n.a.", "N/A", "NaN", "NULL", "none", "#N/A", "x", ">99", "1_0"]
-)
+@pytest.mark.parametrize("stray", ["", "?", "-", "NA", "n.a.", "N/A", "NaN", "NULL", "none", "#N/A", "x", ">99", "1_0"])
 def test_a_stray_cell_is_named_or_missing(tmp_path: Path, stray: str) -> None:
     content = rows_of("a,y", [*range(9), stray, *range(9)])
     assert f"got {stray!r} in row 11" in refused(tmp_path, content)
@@ -55,34 +53,19 @@ def test_a_column_is_numeric_from_nine_tenths_on(tmp_path: Path, text: int, kind
 
 
 @pytest.mark.parametrize(
-    ("cells", "options", "expected", "note"),
+    ("cells", "expected", "note"),
     [
-        (["12%", "7%"], {}, [12, 7], "all with '%'"),
-        (["$12", "-$7.5", "$1e3"], {}, [12, -7.5, 1000], "all with '$'"),
-        (["5 €", "6 €"], {}, [5, 6], "all with '€'"),
-        (["1,234.5", "2"], {"decimal": "."}, [1234.5, 2], ""),
-        (["1.234,5", "2", "0,25"], {"decimal": ","}, [1234.5, 2, 0.25], ""),
-        (["1 234,5", "1'234'567"], {"decimal": ","}, [1234.5, 1234567], ""),
-        (["\u22123", "+4", ".5", "6.", "1E2"], {}, [-3, 4, 0.5, 6, 100], ""),
-        (
-            ["01234", "56"],
-            {},
-            [1234, 56],
-            "some begin with 0 ('01234' in row 2); if they are codes, data.categories=[a]",
-        ),
-        (["7", "7.0"], {}, [7, 7], "the same in each row"),
-        (["1e30", "1e200"], {}, [1e30, 1e200], ""),
-        (["1700000064", "1700000065"], {}, [1700000064, 1700000065], ""),
-        (["0.1", "16777217"], {}, [0.1, 16777217], ""),
-        (["(3)", "4.5", "( 0.5 )"], {}, [-3, 4.5, -0.5], "those in parentheses are negative"),
-        (["($1,234.5)", "$6"], {"decimal": "."}, [-1234.5, 6], "all with '$'; those in parentheses are negative"),
-        (["0.10000000000000000555", "0.30000000000000004"], {}, [0.1, 0.30000000000000004], ""),
+        (["-3", "+4", ".5", "6.", "1E2"], [-3, 4, 0.5, 6, 100], ""),
+        (["01234", "56"], [1234, 56], "some begin with 0 ('01234' in row 2); if they are codes, data.categories=[a]"),
+        (["7", "7.0"], [7, 7], "the same in each row"),
+        (["1e30", "1e200"], [1e30, 1e200], ""),
+        (["1700000064", "1700000065"], [1700000064, 1700000065], ""),
+        (["0.1", "16777217"], [0.1, 16777217], ""),
+        (["0.10000000000000000555", "0.30000000000000004"], [0.1, 0.30000000000000004], ""),
     ],
 )
-def test_numbers_as_tables_write_them(
-    tmp_path: Path, cells: list[str], options: dict[str, Any], expected: list[float], note: str
-) -> None:
-    table = reads(tmp_path, rows_of("a;y", cells, delimiter=";"), **options)
+def test_numbers_as_tables_write_them(tmp_path: Path, cells: list[str], expected: list[float], note: str) -> None:
+    table = reads(tmp_path, rows_of("a;y", cells, delimiter=";"))
     single = torch.tensor(expected, dtype=torch.float64).float().tolist() == expected
     assert table.x.dtype == (torch.float32 if single else torch.float64)
     assert table.x.flatten().tolist() == expected
@@ -94,15 +77,15 @@ def test_numbers_as_tables_write_them(
 @pytest.mark.parametrize(
     ("cells", "options", "message"),
     [
-        (["1,5", "2"], {}, r"'1,5'.*2; set data\.decimal=','"),
-        ([*range(19), "1,234"], {"missing": True}, r"got '1,234'.*21; set data.decimal=','"),
-        (["1.5", "2.5"], {"decimal": ","}, r"must have a decimal.*'1\.5'.*'a', row 2"),
-        (
-            [*range(19), "12%"],
-            {"missing": True},
-            r"'12%'.*21, and others without",
-        ),
-        (["$1", "$2", "€3"], {}, r"'€3'.*4, and others with '\$'"),
+        (["1,5", "2"], {}, r"'1,5' in row 2; .*data\.categories=\[a\]"),
+        ([*range(19), "1,234"], {"missing": True}, r"got '1,234' in row 21"),
+        ([*range(19), "12%"], {"missing": True}, r"'12%' in row 21"),
+        (["12%", "7%"], {}, "'12%' in row 2"),
+        (["$1", "$2"], {}, r"'\$1' in row 2"),
+        (["5 €", "6"], {}, "'5 €' in row 2"),
+        (["(3)", "4"], {}, r"'\(3\)' in row 2"),
+        (["1 234.5", "4"], {}, r"'1 234.5' in row 2"),
+        (["\u22123", "4"], {}, "in row 2"),
         ([*range(19), "-inf"], {"missing": True}, r"must be a finite.*'-inf' in row 21"),
         (["1e999", "1"], {"missing": True}, r"finite number.*'1e999' in row 2"),
         (
@@ -111,9 +94,8 @@ def test_numbers_as_tables_write_them(
             r"more digits than float64.*row 2",
         ),
         ([f"{2**53 + i}.0" for i in range(9)], {}, r"more.*float64.*got '9007199254740992.0'"),
-        ([f"{2**53 + i:,}" for i in range(9)], {"decimal": "."}, "more digits than float64 tells apart"),
         ([f"1700000000.{i:09d}" for i in range(9)], {}, "more digits than float64 tells apart"),
-        (["1", "(-2)", "((3))", *range(40)], {}, r"must be a finite.*'\(-2\)' in row 3"),
+        (["1", "((3))", *range(40)], {}, r"must be a finite.*'\(\(3\)\)' in row 3"),
     ],
 )
 def test_numbers_that_could_mean_another(
@@ -154,7 +136,7 @@ def test_headers_may_be_numbers_in_order_or_repeat(tmp_path: Path) -> None:
 
 def test_columns_for_a_metric_are_no_inputs(tmp_path: Path) -> None:
     rows = [
-        f"{i / 10},{'n' if i % 2 else ''},{9007199254740993 + i},{i}%,00{i},{'yes' if i % 3 else 'no'}"
+        f"{i / 10},{'n' if i % 2 else ''},{9007199254740993 + i},{i}.5,00{i},{'yes' if i % 3 else 'no'}"
         for i in range(30)
     ]
     (path := tmp_path / "t.csv").write_text("\n".join(["size,region,id,share,code,y", *rows]))
@@ -168,7 +150,7 @@ def test_columns_for_a_metric_are_no_inputs(tmp_path: Path) -> None:
     }
     assert table.columns["region"].tolist() == ["", "n"] * 15
     assert table.columns["id"].tolist() == [9007199254740993 + i for i in range(30)]
-    assert table.columns["share"].tolist() == list(range(30))
+    assert table.columns["share"].tolist() == [i + 0.5 for i in range(30)]
     assert table.columns["code"][7] == "007"
     kinds = {column.name: column.kind for column in table.reading.columns}
     assert [name for name, kind in kinds.items() if kind == "for the metric"] == ["region", "id", "share", "code"]

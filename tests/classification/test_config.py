@@ -56,11 +56,7 @@ def test_there_are_configurations_to_load() -> None:
         ("data.name=csv", ("data.name=csv", "data.target=COLUMN")),
         ("data.name=csv data.max_categories=1", ("data.max_categories=1",)),
         ("data.name=csv data.target=y data.missing=zero", ("data.missing='zero'",)),
-        ("data.name=csv data.target=y data.decimal=;", ("data.decimal",)),
-        ("data.name=csv data.target=y data.decimal=, data.delimiter=,", ("data.delimiter",)),
         ("data.name=csv data.target=y data.drop=[y]", ("data.target='y'",)),
-        ("data.name=csv data.target=y data.encoding=utf-9", ("data.encoding='utf-9'",)),
-        ("data.name=csv data.target=y data.encoding=hex", ("data.encoding='hex'",)),
     ],
 )
 def test_numbers_out_of_range_are_refused_before_any_work(override: str, names: tuple[str, ...]) -> None:

@@ -81,7 +81,7 @@ def test_csv_orders_numeric_classes_by_number(tmp_path: Path) -> None:
         ("a,y\n1,0\ninf,1\n", {"target": "y"}, ("'a'", "inf", "3")),
         ("a,y\n1,0\n?,1\n", {"target": "y"}, ("'a'", "data.drop")),
         ("a,y\n1,0\n2,1\nNA,1\n", {"target": "y"}, ("'a'", "'NA'", "4")),
-        ('a,y\n"1,5",0\n2,1\n', {"target": "y"}, ("numbers", "1,5", "'a'")),
+        ('a,y\n"1,5",0\n2,1\n', {"target": "y"}, ("1,5", "'a'", "2")),
         ("a,y\n1,0\n2,\n", {"target": "y"}, ("'y'", "''", "3")),
         ("a,y\n1,no\n2,\n", {"target": "y"}, ("'y'", "''", "3")),
         ("a,y\n1,no\n2,?\n", {"target": "y"}, ("'y'", "'?'", "3")),

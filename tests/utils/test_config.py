@@ -58,9 +58,8 @@ def test_values_arrive_typed(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
-def test_a_file_in_any_of_unicodes_encodings(encoding: str, tmp_path: Path) -> None:
-    assert load_config(Schema, written(tmp_path, "title: 漢\r\ncount: 7".encode(encoding))).title == "漢"
+def test_a_file_with_a_mark_of_utf8(tmp_path: Path) -> None:
+    assert load_config(Schema, written(tmp_path, "title: 漢\r\ncount: 7".encode("utf-8-sig"))).title == "漢"
 
 
 def test_defaults_come_last(tmp_path: Path) -> None:
@@ -228,7 +227,6 @@ def test_what_is_no_configuration_is_refused_on_one_line(text: str | bytes, said
     [
         ("a: " + "[" * 30, ("x.yaml", "20")),
         ("a: [" + "1, " * 30_000 + "1]", ("x.yaml", "20000")),
-        ("# " + "x" * (1 << 18), ("x.yaml", "262144")),
         ("a: " + "${b}" * 13, ("x.yaml", "12")),
         ("a: *b", ("x.yaml",)),
         ("a: &b [*b]", ("x.yaml",)),
