@@ -3,7 +3,6 @@
 import hashlib
 import os
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -13,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from metricopt_ext.data.decoding import TWELVE, Mode, decoded, has_12_bits, has_16_bit_colours, opened
+from metricopt_ext.data.decoding import Mode, decoded, opened
 from metricopt_ext.data.labelled import Labelled
 from metricopt_ext.data.streamed import StreamedImages, as_inputs
 from metricopt_ext.errors import DataError
@@ -47,8 +46,8 @@ def load_image_folder(
 ) -> Labelled:
     """Read ``<class>/<file>`` images from a folder, possibly below one more folder.
 
-    A warning tells what is not read: files without one of `SUFFIXES`, folders that links lead to once more, further
-    frames, and most shades of 12-bit pictures in 16 bits. Hidden files are left out without one.
+    A warning tells what is not read: files without one of `SUFFIXES`, folders that links lead to once more, and further
+    frames. Hidden files are left out without one.
 
     Args:
         root: The folder.
@@ -107,19 +106,18 @@ def read_images(
         DataError: For an unreadable image, or unequal sizes without ``image_size``.
     """
     size = (image_size, image_size) if isinstance(image_size, int) else image_size
-    noted = defaultdict[str, list[str]](list)
-    first = _pixels(path, names[0], read, size, mode, noted)
+    several: list[str] = []
+    first = _pixels(path, names[0], read, size, mode, several)
     x = np.empty((len(names), *first.shape), dtype=np.uint8)
     for i, name in enumerate(names):
-        pixels = first if i == 0 else _pixels(path, name, read, size, mode, noted)
+        pixels = first if i == 0 else _pixels(path, name, read, size, mode, several)
         if pixels.shape != x.shape[1:]:
             got, others = (f"{shape[1]} x {shape[2]}" for shape in (pixels.shape, x.shape[1:]))
             raise DataError(
                 f"{path}: images must all have one size, got {got} ({name}) and {others} ({names[0]}); set image_size"
             )
         x[i] = pixels
-    for what, those in noted.items():
-        warnings.warn(f"{path}: of {counted(len(those), 'image')} {what}: {_few(those)}", stacklevel=2)
+    _warn_of_frames(path, several)
     return torch.from_numpy(x)
 
 
@@ -135,7 +133,7 @@ def stream_images(
     """Return images that are read whenever they are asked for, as `read_images` reads them all.
 
     The first one is read, for the shape; of the others that each can be opened is checked, and without ``image_size``
-    that all have one size. What is lost of an image is warned of as it is read, once for each kind of loss.
+    that all have one size.
 
     Args:
         path: The folder that holds them, for messages.
@@ -149,40 +147,40 @@ def stream_images(
         DataError: For an image that can't be opened, or unequal sizes without ``image_size``.
     """
     size = (image_size, image_size) if isinstance(image_size, int) else image_size
-    lost: dict[int, list[str]] = {}  # of images that were read, until it is told
-    told = set[str]()
+    several: list[str] = []
     checked = noting(read, contents)
-    first = _pixels(path, names[0], checked, size, mode, defaultdict(list)).shape
+    first = _pixels(path, names[0], checked, size, mode, several).shape
 
     def pixels(row: int) -> Tensor:
-        noted = defaultdict[str, list[str]](list)
-        found = np.array(_pixels(path, names[row], read, size, mode, noted))
+        found = np.array(_pixels(path, names[row], read, size, mode, []))
         if found.shape != first:
             raise DataError(
                 f"{path}: images must all have one size, got {found.shape[1]} x {found.shape[2]} ({names[row]}) and"
                 f" {first[1]} x {first[2]} ({names[0]}); set image_size"
             )
-        if noted:
-            lost[row] = list(noted)
         return torch.from_numpy(found)
 
-    def tell(row: int) -> None:
-        for what in [each for each in lost.pop(row, []) if each not in told]:
-            warnings.warn(f"{path}: of some images {what}: first {brief(names[row])}", stacklevel=2)
-            told.add(what)
-
     for name in names[1:]:
-        height, width = height_and_width(path, name, checked)
+        height, width = height_and_width(path, name, checked, several)
         if size is None and (height, width) != first[1:]:
             raise DataError(
                 f"{path}: images must all have one size, got {height} x {width} ({name}) and"
                 f" {first[1]} x {first[2]} ({names[0]}); set image_size"
             )
-    return StreamedImages.of(pixels, len(names), first, tell)
+    _warn_of_frames(path, several)
+    return StreamedImages.of(pixels, len(names), first)
 
 
-def height_and_width(path: Path, name: str, read: Callable[[str], bytes]) -> tuple[int, int]:
-    """Return the size of an image upright, which is not decoded; arguments are those of `read_images`.
+def height_and_width(
+    path: Path, name: str, read: Callable[[str], bytes], several: list[str] | None = None
+) -> tuple[int, int]:
+    """Return the size of an image upright, which is not decoded.
+
+    Args:
+        path: The folder that holds it, for messages.
+        name: Its name there.
+        read: Returns the content of a file by its name there.
+        several: Receives its name if it has several frames.
 
     Raises:
         DataError: It can't be opened.
@@ -190,6 +188,8 @@ def height_and_width(path: Path, name: str, read: Callable[[str], bytes]) -> tup
     try:
         with opened(read(name)) as image:
             width, height = image.size
+            if several is not None and _is_animated(image):
+                several.append(name)
             orientation = image.getexif().get(0x0112, 1) if image.format != "TIFF" else 1
     except (DataError, OSError, ValueError) as error:
         raise DataError(f"{path}: cannot read {name[:200]} as an image: {brief(error)}") from error
@@ -293,6 +293,17 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(map(brief, names[:5])) + (", ..." if len(names) > 5 else "")
 
 
+def _is_animated(image: Any) -> bool:
+    # A camera's MPO has previews of the one picture as further frames.
+    return getattr(image, "is_animated", False) and image.format != "MPO"
+
+
+def _warn_of_frames(path: Path, names: Sequence[str]) -> None:
+    if names:
+        what = f"of {counted(len(names), 'image')} with several frames only the first is read"
+        warnings.warn(f"{path}: {what}: {_few(names)}", stacklevel=3)
+
+
 def _hidden(name: str) -> bool:
     return any(part.startswith(".") or part in _SYSTEM for part in PurePosixPath(name).parts)
 
@@ -303,20 +314,16 @@ def _pixels(
     read: Callable[[str], bytes],
     size: tuple[int, int] | Callable[[Any], Any] | None,
     mode: Mode,
-    noted: dict[str, list[str]],
+    several: list[str],
 ) -> Array:
-    """One image as ``3 x h x w`` or ``1 x h x w`` uint8; its name is added to ``noted`` under what is lost of it."""
+    """One image as ``3 x h x w`` or ``1 x h x w`` uint8; its name is added to ``several`` if it has several frames."""
     from PIL import Image
 
     try:
         with opened(read(name)) as image:
-            # A camera's MPO has previews of the one picture as further frames.
-            if getattr(image, "is_animated", False) and image.format != "MPO":
-                noted["with several frames only the first is read"].append(name)
-            deep = has_16_bit_colours(image)
+            if _is_animated(image):
+                several.append(name)
             converted = decoded(image, mode)
-            if has_12_bits(image, deep):
-                noted[TWELVE].append(name)
     except (DataError, OSError, ValueError) as error:
         raise DataError(f"{path}: cannot read {name[:200]} as an image: {brief(error)}") from error
     if callable(size):

@@ -61,23 +61,15 @@ class StreamedImages:
         self.dtype, self.device = dtype, device
 
     @classmethod
-    def of(
-        cls,
-        read: Callable[[int], Tensor],
-        count: int,
-        shape: Sequence[int],
-        tell: Callable[[int], None] = lambda row: None,
-    ) -> "StreamedImages":
+    def of(cls, read: Callable[[int], Tensor], count: int, shape: Sequence[int]) -> "StreamedImages":
         """Return images that are read one by one.
 
         Args:
             read: Returns the image of a row, ``c x h x w`` uint8; called in any thread.
             count: The number of rows, ``n``.
             shape: ``c x h x w``.
-            tell: Called with each row once it was read, in the order in which images are asked for, by the caller's
-                thread; warns of what was noticed.
         """
-        return cls(_Decoder(read, torch.Size(shape), tell), range(count), shape)
+        return cls(_Decoder(read, torch.Size(shape)), range(count), shape)
 
     @property
     def shape(self) -> torch.Size:
@@ -176,7 +168,6 @@ class _Decoder:
 
     one: Callable[[int], Tensor]
     shape: torch.Size
-    tell: Callable[[int], None]
     key: int = field(default_factory=lambda: next(_KEYS))
 
     def __post_init__(self) -> None:
@@ -187,13 +178,11 @@ class _Decoder:
         if threads() == 1:
             for place, row in enumerate(rows):
                 batch[place] = self.one(row)
-                self.tell(row)
             return batch
         self.reading.begin(rows)
         found = {row: self.reading.result(row) for row in dict.fromkeys(rows)}
         for place, row in enumerate(rows):
             batch[place] = found[row]
-            self.tell(row)
         return batch
 
     def prepare(self, rows: Sequence[int]) -> None:

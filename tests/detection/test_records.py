@@ -64,10 +64,9 @@ def test_a_size_that_is_not_annotated_is_that_of_the_upright_image(
 
 def test_a_size_that_nothing_tells_is_said_with_the_file(tmp_path: Path) -> None:
     (tmp_path / "torn.png").write_bytes(b"torn")
-    Image.fromarray(PIXELS).save(tmp_path / "large.png")
-    for name, most in (("gone.png", 99), ("torn.png", 99), ("large.png", 11)):
+    for name in ("gone.png", "torn.png"):
         with pytest.raises(DataError) as caught:
-            image_of(tmp_path / name, 0, 0).with_size(most)
+            image_of(tmp_path / name, 0, 0).with_size()
         assert_named(caught, name)
 
 
@@ -111,17 +110,11 @@ def test_broken_exif_data_do_not_spoil_an_image(tmp_path: Path) -> None:
     assert_loads(tmp_path / "torn.png", PIXELS)
 
 
-@pytest.mark.parametrize(("dtype", "mode"), [(np.int32, "I"), (np.float32, "F")])
+@pytest.mark.parametrize(("dtype", "mode"), [(np.uint16, "I;16"), (np.int32, "I"), (np.float32, "F")])
 def test_values_without_a_known_white_are_refused(tmp_path: Path, dtype: type, mode: str) -> None:
     path = tmp_path / "deep.tif"
     Image.fromarray(np.full((3, 4), 1000, dtype)).save(path)
-    assert_refused(lambda: image_of(path).load(), DataError, "deep.tif", "PIL")
-
-
-def test_16_bits_keep_their_shades(tmp_path: Path) -> None:
-    path = tmp_path / "deep.tif"
-    Image.fromarray(np.full((3, 4), 0x8765, np.uint16)).save(path)
-    assert set(image_of(path).load().flatten().tolist()) == {0x87}
+    assert_refused(lambda: image_of(path).load(), DataError, "deep.tif", mode)
 
 
 def test_grey_images_and_palettes_become_rgb(tmp_path: Path) -> None:
