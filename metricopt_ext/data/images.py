@@ -161,7 +161,7 @@ def stream_images(
         return torch.from_numpy(found)
 
     for name in names[1:]:
-        height, width = height_and_width(path, name, checked, several)
+        height, width = _height_and_width(path, name, checked, several)
         if size is None and (height, width) != first[1:]:
             raise DataError(
                 f"{path}: images must all have one size, got {height} x {width} ({name}) and"
@@ -169,33 +169,6 @@ def stream_images(
             )
     _warn_of_frames(path, several)
     return StreamedImages.of(pixels, len(names), first)
-
-
-def height_and_width(
-    path: Path, name: str, read: Callable[[str], bytes], several: list[str] | None = None
-) -> tuple[int, int]:
-    """Return the size of an image upright, which is not decoded.
-
-    Args:
-        path: The folder that holds it, for messages.
-        name: Its name there.
-        read: Returns the content of a file by its name there.
-        several: Receives its name if it has several frames.
-
-    Raises:
-        DataError: It can't be opened.
-    """
-    try:
-        with opened(read(name)) as image:
-            width, height = image.size
-            if several is not None and _is_animated(image):
-                several.append(name)
-            orientation = image.getexif().get(0x0112, 1) if image.format != "TIFF" else 1
-    except (DataError, OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot read {name[:200]} as an image: {brief(error)}") from error
-    except Exception:  # broken EXIF data raise errors of many types, and turn nothing
-        return height, width
-    return (width, height) if orientation in (5, 6, 7, 8) else (height, width)
 
 
 def reader(folder: Path) -> Callable[[str], bytes]:
@@ -291,6 +264,21 @@ def _check_no_empty_class(
 def _few(names: Sequence[str]) -> str:
     """The first of some names."""
     return ", ".join(map(brief, names[:5])) + (", ..." if len(names) > 5 else "")
+
+
+def _height_and_width(path: Path, name: str, read: Callable[[str], bytes], several: list[str]) -> tuple[int, int]:
+    """The size of an image upright, which is not decoded; its name is added to ``several`` if it has several frames."""
+    try:
+        with opened(read(name)) as image:
+            width, height = image.size
+            if _is_animated(image):
+                several.append(name)
+            orientation = image.getexif().get(0x0112, 1) if image.format != "TIFF" else 1
+    except (DataError, OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot read {name[:200]} as an image: {brief(error)}") from error
+    except Exception:  # broken EXIF data raise errors of many types, and turn nothing
+        return height, width
+    return (width, height) if orientation in (5, 6, 7, 8) else (height, width)
 
 
 def _is_animated(image: Any) -> bool:
