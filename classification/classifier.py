@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.classification.adapter import attach, check_adapter, tuned_part
-from metricopt_ext.classification.cifar_files import from_published
 from metricopt_ext.classification.config import ClassificationConfig, ModelConfig
-from metricopt_ext.classification.models import CifarResNet, build_model
+from metricopt_ext.classification.models import build_model
 from metricopt_ext.classification.named_loss import named_loss
 from metricopt_ext.classification.published import load_published, published
 from metricopt_ext.classification.targets import Target
@@ -96,10 +95,7 @@ def _load(model: nn.Module, name: str, weights: str, entry: str) -> None:
         model.load_state_dict(folder_weights(name, model))
     elif known is None:
         path = Path(weights)
-        state = read_state_dict(path, entry, what=f"weights for {type(model).__name__}")
-        if isinstance(model, CifarResNet):
-            state = from_published(model, state) or state
-        load_state(model, state, path)
+        load_state(model, read_state_dict(path, entry, what=f"weights for {type(model).__name__}"), path)
     else:
         load_published(model, known)
 

@@ -7,8 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metricopt_ext.classification.cifar_files import from_published
-from metricopt_ext.classification.models import CifarResNet, CifarResNet9
+import convert_cifar
+from convert_cifar import from_published
+from metricopt_ext.classification.models import CifarResNet
+from metricopt_ext.utils.state_dict import load_checkpoint
+
+pytestmark = pytest.mark.slow
 
 
 class Block(nn.Module):
@@ -80,29 +84,11 @@ def test_the_network_computes_the_same(depth: int, blocks: int, widening: int) -
         assert not torch.allclose(ours(x), expected, rtol=1e-3)
 
 
-def test_a_file_from_before_counted_batches_is_taken() -> None:
-    state = {name: value for name, value in saved(published(1)).items() if "num_batches" not in name}
-    ours = from_published(CifarResNet(8), state)
-    assert ours is not None
-    assert not [name for name in ours if "num_batches" in name]
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        CifarResNet(8).state_dict(),  # our own
-        saved(published(2)),  # deeper
-        {**saved(published(1)), "module.layer2.0.shortcut.0.weight": torch.ones(32, 16, 1, 1)},  # another shortcut
-        {name.replace("linear", "fc"): value for name, value in saved(published(1)).items()},
-        CifarResNet9(width=8).state_dict(),
-        {},
-    ],
-)
-def test_other_files_are_left_to_the_loader(state: dict[str, Tensor]) -> None:
-    assert from_published(CifarResNet(8), state) is None
-
-
-def test_another_number_of_classes_is_left_to_the_loader(tmp_path: Path) -> None:
-    state = from_published(CifarResNet(8, 5), saved(published(1, classes=10)))
-    assert state is not None
-    assert state["head.weight"].shape == (10, 64)
+def test_a_file_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"state_dict": saved(published(3))}, tmp_path / "a.th")
+    monkeypatch.setattr("sys.argv", ["convert_cifar.py", str(tmp_path / "a.th"), str(tmp_path / "a.safetensors")])
+    convert_cifar.main()
+    load_checkpoint(CifarResNet(20), tmp_path / "a.safetensors")
+    torch.save(CifarResNet(20).state_dict(), tmp_path / "a.th")
+    with pytest.raises(SystemExit):
+        convert_cifar.main()

@@ -1,13 +1,38 @@
-"""The published CIFAR ResNets' file as weights of `CifarResNet`: other names, and a shortcut padded on both sides."""
+"""Convert the weights of pytorch_resnet_cifar10, as resnet20-12fca82f.th, to those of ``model.name=cifar_resnet20``.
 
+    python benchmarks/convert_cifar.py resnet20-12fca82f.th resnet20.safetensors
+
+Names differ, and the shortcut, which is padded on both sides there; the network computes the same.
+"""
+
+import argparse
 import re
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from metricopt_ext.classification.models import CifarResNet
+from metricopt_ext.utils.state_dict import read_state_dict
 from metricopt_ext.utils.tensor_names import UNTRAINED, names_in_model
+
+
+def main() -> None:
+    """Parse the command line and write the converted weights."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("weights", type=Path, help="the published file")
+    parser.add_argument("output", type=Path, help="receives the weights, .safetensors")
+    arguments = parser.parse_args()
+    state = read_state_dict(arguments.weights, "", what="weights of a CIFAR ResNet")
+    blocks = 1 + max((int(found[1]) for key in state if (found := re.search(r"layer1\.(\d+)\.", key))), default=0)
+    converted = from_published(CifarResNet(6 * blocks + 2), state)
+    if converted is None:
+        sys.exit(f"{arguments.weights} holds no weights of pytorch_resnet_cifar10")
+    save_file(converted, arguments.output)
+    print(f"{arguments.output}: weights of model.name=cifar_resnet{6 * blocks + 2}")
 
 
 def from_published(model: CifarResNet, state: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
@@ -74,3 +99,7 @@ def _padded(order: Tensor) -> Tensor:
     new = torch.arange(2 * len(order))
     first, last = new[: len(order) // 2], new[len(order) // 2 + len(order) :]
     return torch.cat([order + len(order) // 2, first, last])
+
+
+if __name__ == "__main__":
+    main()
