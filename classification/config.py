@@ -23,14 +23,11 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.brought_sections import brought_by, either
 from metricopt_ext.experiment.config_sections import AdapterConfig, ShiftConfig, TrainingConfig, check_at_least
 from metricopt_ext.experiment.method import METHODS, siblings_of
-from metricopt_ext.experiment.run_config import MEMORY_GIB, USUAL_STARTS, RunConfig, memory_of
+from metricopt_ext.experiment.run_config import USUAL_STARTS, RunConfig
 from metricopt_ext.experiment.siblings import SiblingsConfig
 from metricopt_ext.tasks.besides import BesidesConfig
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.utils.config import MISSING, known_keys
-
-# What a population's activations may take where images are read from disk: beside a run's other 1.1 GiB, less than 2.
-STREAMED_GIB = 0.75
 
 
 @dataclass
@@ -156,20 +153,7 @@ class ClassificationConfig(RunConfig):
     # see `RunConfig`; no gain of batchnorm_line was found for embedders, and detectors keep their statistics frozen
     starts: list[str] = field(default_factory=lambda: [*USUAL_STARTS, "batchnorm_line"])
     batch_size: int = 100  # of the loss while finetuning
-    # GiB that the activations of a population may take which is chosen (population=null); null: 1, or 0.75 with
-    # data.stream, so that a run takes less than 2 GiB in all
-    memory: float | None = None
     balanced: bool = True  # of these batches too every class gets an equal share; model.balanced is for training
-
-    def activations(self) -> float:
-        """Return what the activations of a population may take, in bytes.
-
-        Raises:
-            ConfigError: As from `memory_of`.
-        """
-        if self.memory is None:
-            return (STREAMED_GIB if getattr(self.data, "stream", False) else MEMORY_GIB) * 2**30
-        return memory_of(self, self.memory)
 
     @classmethod
     def chosen(cls, choices: Mapping[str, Any]) -> "RunConfig":
@@ -258,7 +242,6 @@ class ClassificationConfig(RunConfig):
     def check(self) -> None:
         """Reject what would only fail after work has been done (see `RunConfig.check`)."""
         check_at_least(1, {"batch_size": self.batch_size, "model.batch_size": self.model.batch_size})
-        self.activations()
         self._check_kind()
         if isinstance(self.data, TableConfig | ImageFolderConfig):
             self.data.check()

@@ -136,7 +136,6 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
                 subject_to=subject_to,
             ),
             population=config.population,
-            memory=config.activations(),
         )
         for name in config.trained_methods:
             self._siblings.build(name).check(self._training(task))

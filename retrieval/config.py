@@ -11,7 +11,7 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.brought_sections import brought_by
 from metricopt_ext.experiment.config_sections import AdapterConfig, ShiftConfig, TrainingConfig, check_at_least
 from metricopt_ext.experiment.method import siblings_of
-from metricopt_ext.experiment.run_config import MEMORY_GIB, RunConfig, memory_of
+from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.siblings import EmbedderSiblingsConfig
 from metricopt_ext.tasks.besides import BesidesConfig
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
@@ -134,7 +134,6 @@ class RetrievalConfig(RunConfig):
     shift: ShiftConfig = field(default_factory=ShiftConfig)
     siblings: EmbedderSiblingsConfig | None = field(default=None, metadata=brought_by(*siblings_of("embedders")))
     population: int | None = 1  # tasks whose images are embedded together; on a CPU 1 is fastest for convolutions
-    memory: float = MEMORY_GIB  # GiB that the activations of a population may take which is chosen (population=null)
 
     @classmethod
     def chosen(cls, choices: Mapping[str, Any]) -> RunConfig:
@@ -178,7 +177,6 @@ class RetrievalConfig(RunConfig):
             raise ConfigError("data.last_test=true is for data.root; data.test is the test part, or half of data.val")
         if isinstance(self.metric, OwnMetricConfig):
             self.metric.check()
-        memory_of(self, self.memory)
         if not self.adapter.keep_gib >= 0:
             raise ConfigError(f"adapter.keep_gib={self.adapter.keep_gib}: it must be at least 0")
         self.model.check()

@@ -21,7 +21,6 @@ from metricopt_ext.experiment.baselines import at_start
 from metricopt_ext.experiment.bootstrap import error_of, jackknife_error, of_groups
 from metricopt_ext.experiment.experiment import Experiment, State, Subject
 from metricopt_ext.experiment.method import Baseline, Method
-from metricopt_ext.experiment.run_config import memory_of
 from metricopt_ext.experiment.siblings import EmbedderSiblingsConfig, plot_histories, training
 from metricopt_ext.experiment.usual_methods import planned
 from metricopt_ext.experiment.whole_network import FEWEST_CLASSES, LabelParts, held_third
@@ -111,7 +110,6 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
                 keep_gib=config.adapter.keep_gib,
             ),
             population=config.population,
-            memory=memory_of(config, config.memory),
         )
         for name in config.trained_methods:
             self._siblings.build(name).check(self._training(task))

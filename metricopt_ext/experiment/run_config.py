@@ -1,6 +1,5 @@
 """The settings of a whole run that the tools of all tasks share; each key is a field here and nowhere else."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +32,6 @@ from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.besides import BesidesConfig
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
-from metricopt_ext.tasks.population import MEMORY
 from metricopt_ext.utils.config import as_plain, config_section, known_keys
 
 # All free starts of the tools, and those that are on by default; each is made by `Experiment.start`.
@@ -55,7 +53,6 @@ USUAL_STARTS = STARTS[:5]
 LINES = ("prior_line", "batchnorm_line")  # which take queries that are to spare, and none where there are not
 SOUP, SHARE = 6, 0.1  # finetunes of a soup, and the share of the training that each repeats
 SEEDS = 2**32  # how many there are: NumPy draws by no larger ones
-MEMORY_GIB = MEMORY / 2**30
 VARIANTS = ("metricopt_paper", "metricopt_learned")  # the paper's own forms, run beside MetricOpt
 LEARNERS = (*VARIANTS, "refined")  # those of ``methods`` that respect no constraints
 
@@ -260,23 +257,3 @@ class RunConfig:
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as plain data."""
         return as_plain(self)
-
-
-def memory_of(config: "RunConfig", gib: float) -> float:
-    """Return a key ``memory`` in bytes.
-
-    Args:
-        config: The settings that have it.
-        gib: Its value.
-
-    Raises:
-        ConfigError: It is no number above 0, or the population is given, which it does not bound.
-    """
-    if config.population is not None and gib != MEMORY_GIB:
-        raise ConfigError(
-            f"memory={gib} bounds a population that is chosen; this run has population={config.population}: leave out"
-            " memory, or set population=null"
-        )
-    if not 0 < gib < math.inf:
-        raise ConfigError(f"memory={gib}: it must be a number of GiB above 0")
-    return gib * 2**30

@@ -20,7 +20,7 @@ from metricopt_ext.utils.weights import held_weights, put_back_different
 from metricopt_ext.utils.words import brief
 
 SIZES = (4, 16, 32)  # that may be chosen besides 1
-MEMORY = 2**30  # bytes of activations: 1 GiB
+MEMORY = 2**30  # bytes that the activations of a chosen population may take
 NEAR = 0.05  # size of a coordinate of the second phi of two that are computed together
 
 LOGGER = logging.getLogger(__name__)
@@ -74,11 +74,11 @@ class Activations(NamedTuple):
     rounding: float
 
 
-def choose(model: nn.Module, compute: Compute, batches: Sequence[Any], origin: Tensor, memory: float) -> Population:
+def choose(model: nn.Module, compute: Compute, batches: Sequence[Any], origin: Tensor) -> Population:
     """Return the population for a model and its loss, as two first batches show it; the model is left as it was.
 
-    It is the largest of 1, 4, 16 and 32 whose activations on the first batch fit the memory. They are counted from the
-    sizes of tensors, so that machines agree. Before more than 1 is taken, two phi are computed together, losses and
+    It is the largest of 1, 4, 16 and 32 whose activations on the first batch take at most 1 GiB. They are counted from
+    the sizes of tensors, so that machines agree. Before more than 1 is taken, two phi are computed together, losses and
     gradients, and must agree with each alone.
 
     Args:
@@ -86,7 +86,6 @@ def choose(model: nn.Module, compute: Compute, batches: Sequence[Any], origin: T
         compute: Computes losses and gradients.
         batches: The first batch of two tasks.
         origin: phi = 0, ``d``.
-        memory: Bytes that the activations may take, above 0.
     """
     if any(isinstance(module, Mixture) for module in model.modules()):
         return Population(1, "each phi of a mixture has a model of its own in memory")
@@ -94,7 +93,7 @@ def choose(model: nn.Module, compute: Compute, batches: Sequence[Any], origin: T
     with held_weights(model) as contents, _attributes_kept(model), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            return _chosen(model, compute, batches, origin, memory)
+            return _chosen(model, compute, batches, origin)
         finally:
             before.put_back()
             put_back_different(model, contents)
@@ -102,21 +101,21 @@ def choose(model: nn.Module, compute: Compute, batches: Sequence[Any], origin: T
                 LOGGER.debug("on the first batch: %s", each.message)
 
 
-def _chosen(model: nn.Module, compute: Compute, batches: Sequence[Any], origin: Tensor, memory: float) -> Population:
+def _chosen(model: nn.Module, compute: Compute, batches: Sequence[Any], origin: Tensor) -> Population:
     try:
         needed = activations(model, lambda: compute(origin[None], batches[:1]), batches[0])
     except Exception as error:  # which the search says in its own words
         LOGGER.debug("the loss of the first batch fails: %s", brief(error))
         return Population(1, "the loss of the first batch fails")
-    fitting = [size for size in SIZES if size * needed.size <= memory]
+    fitting = [size for size in SIZES if size * needed.size <= MEMORY]
     if not fitting:
         return Population(
-            1, f"the activations of {SIZES[0]} batches take {amount(SIZES[0] * needed.size)}, over {amount(memory)}"
+            1, f"the activations of {SIZES[0]} batches take {amount(SIZES[0] * needed.size)}, over {amount(MEMORY)}"
         )
     if why := _why_one_by_one(compute, batches, origin, needed.rounding):
         return Population(1, why)
     chosen = fitting[-1]
-    within = f"the activations of {chosen} batches take {amount(chosen * needed.size)} of {amount(memory)}"
+    within = f"the activations of {chosen} batches take {amount(chosen * needed.size)} of {amount(MEMORY)}"
     return Population(chosen, within)
 
 

@@ -23,9 +23,9 @@ from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.entropy import entropy, logits_of, refuse_probabilities
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.population import MEMORY, Population, Together, alike, choose, together
+from metricopt_ext.tasks.population import Population, Together, alike, choose, together
 from metricopt_ext.tasks.settings import Settings, Value, Values
-from metricopt_ext.utils.checks import check_above, check_integer
+from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.folded_batch_norm import FoldedBatchNorm
 from metricopt_ext.utils.modes import kept_modes
 from metricopt_ext.utils.seeding import generator, seeded_streams
@@ -85,10 +85,9 @@ class FinetuneTask:
             then combinations. The metric judges the model while they are in force.
         population: Maximum number of phi in one forward pass, at least 1; results can depend on it in the last bits.
             None chooses it on the first batch: 1 if ``vmap`` can't compute two phi as it computes one, e.g. if control
-            flow depends on data; else the largest of 1, 4, 16 and 32 whose activations fit ``memory``. The choice is a
+            flow depends on data; else the largest of 1, 4, 16 and 32 whose activations take at most 1 GiB. They are
+            counted from the sizes of tensors, so machines agree. The choice is a
             `Population`, with the reason; a task without a loss has 1.
-        memory: Bytes that the activations of a chosen population may take, above 0: 1 GiB by default. They are counted
-            from the sizes of tensors, so machines agree; a given population is not bounded by it.
     """
 
     adapter: Adapter
@@ -100,13 +99,12 @@ class FinetuneTask:
     inputs: Sequence[Any] | None = None
     settings: Settings | None = None
     population: int | None = None
-    memory: float = MEMORY
 
     def __post_init__(self) -> None:
         """Check the arguments, and on the first batch that phi acts (see `check_effect`).
 
         Raises:
-            ValueError: ``population`` is below 1, ``memory`` no number above 0, one of ``loss`` and ``batches`` is
+            ValueError: ``population`` is below 1, one of ``loss`` and ``batches`` is
                 given without the other, or ``gradients`` or ``inputs`` beside them; or the gradients are of another
                 shape, not finite, or 0; or there are no inputs.
             TypeError: ``adapter`` or ``metric`` is something else, ``batches`` can't be replayed, ``loss`` is no
@@ -129,9 +127,6 @@ class FinetuneTask:
             )
         if self.population is not None:
             check_integer(1, population=self.population)
-        if self.memory is None:
-            raise ValueError("memory is None; it must be a number of bytes above 0")
-        check_above(0, memory=self.memory)
         if (self.loss is None) != (self.batches is None):
             given, other = ("loss", "batches") if self.batches is None else ("batches", "loss")
             raise ValueError(f"{given} is given without {other}; give both, or neither for a search without a loss")
@@ -166,7 +161,7 @@ class FinetuneTask:
 
     def _settle(self) -> None:
         """Choose the population unless it is given, or was chosen for the same model, loss and batches."""
-        given, basis = self.population, (self.adapter.model, self.loss, self.batches, self.memory)
+        given, basis = self.population, (self.adapter.model, self.loss, self.batches)
         if given is None or (isinstance(given, Population) and not given.stands_on(basis)):
             chosen = self._chosen() if self.loss is not None else Population(1, "")
             object.__setattr__(self, "population", Population(chosen, chosen.why, basis))
@@ -183,7 +178,7 @@ class FinetuneTask:
                 batches = [self.batches(0, task, 0) for task in range(2)]  # type: ignore[misc]
         except Exception:  # of the user's code, which the search says in its own words
             return Population(1, "a first batch fails")
-        return choose(self.adapter.model, compute, batches, origin, self.memory)
+        return choose(self.adapter.model, compute, batches, origin)
 
     @property
     def at_once(self) -> int:
@@ -192,7 +187,7 @@ class FinetuneTask:
 
     def with_population(self, number: int, why: str) -> "FinetuneTask":
         """Return the same task with another number for the one that was chosen, as of a run that goes on."""
-        basis = self.adapter.model, self.loss, self.batches, self.memory
+        basis = self.adapter.model, self.loss, self.batches
         return self._with("population", Population(number, why, basis))
 
     def _check_gradients(self, gradients: Tensor) -> None:

@@ -2,11 +2,9 @@
 
 import json
 import math
-import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -51,25 +49,6 @@ def tiny() -> ClassificationConfig:
         best_evals=2,
         pictures=False,
     )
-
-
-def test_a_population_is_chosen_by_the_memory_that_is_given(tmp_path: Path) -> None:
-    config = tiny()
-    lines: dict[int, str] = {}
-    for gib in (1.0, 2**-30, 0.0):  # 0: room for 4 batches, but not for 16
-        config.memory = gib or 10 * size_of_one(lines[32]) / 2**30
-        population: Any = ClassificationExperiment(config, tmp_path, 3).task.population
-        lines[int(population)] = population.line
-    assert list(lines) == [32, 1, 4]
-    assert lines[1].endswith("over 9.54e-07 MiB")
-    config.population = 3
-    config.memory = 1.0
-    assert ClassificationExperiment(config, tmp_path, 3).task.population == 3
-
-
-def size_of_one(line: str) -> float:
-    """Return the bytes of one batch's activations, as a line says those of 32."""
-    return float(re.search(r"of 32 batches take ([\d.]+) MiB", line)[1]) * 2**20 / 32  # type: ignore[index]
 
 
 def test_free_starts_are_what_the_free_methods_reach(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_a_query_is_a_pass_if_the_model_runs(running: FinetuneTask, quadratic: C
 
 
 def test_a_task_that_counts_has_all_that_the_task_has(quadratic: Callable[..., Any]) -> None:
-    task = replace(quadratic(), memory=2.0**20)
+    task = replace(quadratic(), population=2)
     for counted in (counting(task), noticing(task)):
         own, others = vars(task), vars(counted)
         assert own.keys() == others.keys() - {"losses"}

@@ -51,16 +51,14 @@ def test_the_error_of_a_recalls_difference_is_that_of_whole_classes(tmp_path: Pa
     assert experiment.test_error(before, after) is None
 
 
-def test_a_population_is_chosen_by_the_memory_that_is_given(tmp_path: Path) -> None:
+def test_a_population_is_chosen_where_none_is_given(tmp_path: Path) -> None:
     def population(*overrides: str) -> Any:
         config = load_config(RetrievalConfig, DIGITS, [*TINY, *overrides])
         config.check()
         return RetrievalExperiment(config, tmp_path, 3).task.population
 
     assert population() == 1
-    assert population("population=null", "memory=1e-6") == 1
-    assert population("population=null", "memory=1000") == 32
-    assert_refused(lambda: population("memory=2"), ConfigError, "memory=2.0", "population=1")
+    assert population("population=null") == 32
 
 
 def test_it_says_how_many_classes_there_are_before_the_first_query_and_what_they_can_tell_at_it(tmp_path: Path) -> None:
