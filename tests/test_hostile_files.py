@@ -236,8 +236,8 @@ ATTACKS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any], str]] = 
         load_value_function,
         "tensor .* has shape",
     ),
-    "an update rule's dim": (
-        attack_file({"dim": 10**7}, lambda: UpdateRule(dim=2, hidden=4)),
+    "an update rule's hidden units": (
+        attack_file({"hidden": 10**7}, lambda: UpdateRule(hidden=4)),
         load_update_rule,
         "tensor 'weights' has shape",
     ),
@@ -320,7 +320,7 @@ def write_all(folder: Path) -> None:
     adapter().save(folder / "adapter.safetensors")
     ridge().save(folder / "ridge.safetensors")
     gp().save(folder / "gp.safetensors")
-    UpdateRule(dim=2, hidden=3).save(folder / "rule.safetensors")
+    UpdateRule(hidden=3).save(folder / "rule.safetensors")
     TrajectoryStore(folder / "trajectories", {"seed": 1}).add(trajectory())
     write_json(folder / "x.json", {"b": 1, "a": [0.1, None], "c": {"z": "ä"}})
     seed_record().save(folder / "record.json")

@@ -279,7 +279,6 @@ class LearnedConfig:
     estimator: str = AlgorithmS1.estimator  # combined, reparameterised, or score (for a loss without 2nd derivatives)
     metric_weight: float = LearnedObjective.metric_weight  # lambda of Eq. 6
     sharpness: float = 0.0  # beta of Eq. 6; 0: T/2
-    coordinatewise: bool = AlgorithmS1.coordinatewise  # false: one network sees the whole of phi
     sees_loss: bool = AlgorithmS1.sees_loss  # false: for trainers that only call step()
     sees_metric: bool = AlgorithmS1.sees_metric  # true costs evals - 1 queries for each start
     hidden: int = AlgorithmS1.hidden  # units
@@ -295,7 +294,7 @@ class LearnedConfig:
         """
         with config_section("learned"):
             check_integer(0, queries=self.queries)
-            same = ("tasks", "updates", "pairs", "rate", "variance", "coordinatewise", "sees_loss", "sees_metric")
+            same = ("tasks", "updates", "pairs", "rate", "variance", "sees_loss", "sees_metric")
             return AlgorithmS1(
                 steps=finetune.steps,
                 evals=self.evals,

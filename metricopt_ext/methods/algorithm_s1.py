@@ -110,7 +110,6 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
         value: How f is adapted (line 5).
         labels: Line 4; by default the observed points alone.
         replay: Latest tasks that f is adapted from.
-        coordinatewise: Whether the optimizer is; see `UpdateRule`.
         sees_loss: Whether the loss is among the optimizer's inputs.
         sees_metric: Whether the metric is.
         hidden: The optimizer's hidden units.
@@ -132,7 +131,6 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
     value: ReptileLearner = field(default=ReptileLearner())
     labels: Labeller = Observations.of
     replay: int = 256
-    coordinatewise: bool = True
     sees_loss: bool = True
     sees_metric: bool = True
     hidden: int = 32
@@ -156,7 +154,7 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
             raise ValueError(f"estimator is {self.estimator!r}; it must be one of {', '.join(ESTIMATORS)}")
         if self.replay < self.tasks:
             raise ValueError(f"replay is {self.replay}; it must be at least tasks = {self.tasks}")
-        check_bool(coordinatewise=self.coordinatewise, sees_loss=self.sees_loss, sees_metric=self.sees_metric)
+        check_bool(sees_loss=self.sees_loss, sees_metric=self.sees_metric)
         check_instance("GaussianProcessLabels()", optional=False, labels=self.labels)
         for name, part, kind in (
             ("objective", self.objective, LearnedObjective),
@@ -239,10 +237,9 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
             details=LearnedDetails(task.metric.to_value(evaluated["loss_finetune"].cost), learned),
         )
 
-    def new_rule(self, dim: int, seed: int) -> UpdateRule:
-        """Return the optimizer that training begins with, for phi of dimension ``dim``."""
+    def new_rule(self, seed: int) -> UpdateRule:
+        """Return the optimizer that training begins with."""
         return UpdateRule(
-            None if self.coordinatewise else dim,
             hidden=self.hidden,
             step=self.step,
             sees_loss=self.sees_loss,
@@ -481,7 +478,7 @@ class _Training:
         self, settings: AlgorithmS1, task: FinetuneTask, iterations: int, seed: int, store: TrajectoryStore
     ) -> None:
         self.settings, self.task, self.iterations, self.seed, self.store = settings, task, iterations, seed, store
-        self.rule = settings.new_rule(task.dim, seed).to(task.origin().device)  # line 1
+        self.rule = settings.new_rule(seed).to(task.origin().device)  # line 1
         self.adam = torch.optim.Adam([self.rule.weights], settings.rate)
         self.value = OnlineReptile(settings.value, task.dim, seed)
         self.iteration = 0

@@ -35,7 +35,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
 
     Raises:
         TypeError: ``rule`` is no `UpdateRule`.
-        ValueError: ``lr`` is out of range, there are several parameter groups, or the rule is for another dimension.
+        ValueError: ``lr`` is out of range or there are several parameter groups.
 
     Warns:
         BlindWarning: At the first step, if the rule sees what it was not told.
@@ -57,9 +57,6 @@ class LearnedOptimizer(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
         self.rule = rule
         self._observed = {"loss": math.nan, "cost": math.nan}
-        numbers = sum(parameter.numel() for parameter in self._parameters)
-        if rule.dim not in (None, numbers):
-            raise ValueError(f"the parameters hold {numbers} numbers, but the rule was learned for {rule.dim}")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take the first parameter group and reject any other."""

@@ -21,8 +21,9 @@ FLOOR, LARGEST = 1e-3, 5.0
 
 SMALLEST = 1e-8  # added to the length of a gradient, whose own gradient is finite at 0 then
 
-SCALARS = 4  # loss, its change, cost, its change
-VECTORS = 3  # gradient, its running average, phi
+# Of a coordinate: its gradient, the running average of that, phi, the loss and the cost with their changes; and its
+# rate and direction.
+INPUTS, OUTPUTS = 7, 2
 
 
 class Memory(NamedTuple):
@@ -52,19 +53,16 @@ class UpdateRule(nn.Module):
     Denominators are at least `FLOOR` and inputs at most `LARGEST` in size. What is unknown (NaN) is given as 0, as a
     change is at its first step. alpha_t is ``step * exp(o)`` of an output o within plus or minus `LARGEST`.
 
-    Coordinatewise, as in the MLP optimizers of Metz et al. (2019), one small network moves every coordinate by what it
-    knows of this coordinate; alpha_t then differs between coordinates, and the rule fits any phi. With a ``dim``, one
-    network sees the whole of phi and gives one alpha_t: it can learn where the metric is good, but for phi of this
-    dimension and meaning alone.
+    As in the MLP optimizers of Metz et al. (2019), one small network moves every coordinate by what it knows of this
+    coordinate; so alpha_t differs between coordinates, and the rule fits any phi.
 
     Args:
-        dim: Dimension d of the phi that it is for; None for a coordinatewise rule.
         hidden: Hidden units, at least 2.
         step: Typical change of a coordinate of phi in a step, above 0.
         momentum: Share of the past in running averages, at least 0 and below 1.
         sees_loss: Whether loss and its change are inputs; a trainer that only calls ``step()`` does not tell them.
         sees_metric: Whether the cost and its change are inputs: the cost last observed.
-        seed: Draws the initial weights. A coordinatewise rule begins close to a descent along the averaged gradient.
+        seed: Draws the initial weights, which begin close to a descent along the averaged gradient.
 
     Attributes:
         weights: All weights as one vector w_opt, ``W``.
@@ -75,7 +73,6 @@ class UpdateRule(nn.Module):
 
     def __init__(
         self,
-        dim: int | None = None,
         *,
         hidden: int = 32,
         step: float = 0.02,
@@ -85,43 +82,39 @@ class UpdateRule(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if dim is not None:
-            check_integer(1, dim=dim)
         check_integer(2, hidden=hidden)
         check_above(0, step=step)
         check_at_least(0, momentum=momentum)
         if not momentum < 1:
             raise ValueError(f"momentum is {momentum}; it must be below 1")
-        self.dim, self.hidden, self.step, self.momentum = dim, int(hidden), float(step), float(momentum)
+        self.hidden, self.step, self.momentum = int(hidden), float(step), float(momentum)
         self.sees_loss, self.sees_metric = bool(sees_loss), bool(sees_metric)
-        self.inputs, self.outputs = _widths(dim)
         self.weights = nn.Parameter(self._initial(seed))
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
         """Shapes of the two layers' matrices, the row of biases last in each."""
-        return _shapes(self.dim, self.hidden)
+        return _shapes(self.hidden)
 
     def _initial(self, seed: int) -> Tensor:
-        """Draw weights of variance 1 / inputs, biases 0; coordinatewise, two units pass on the averaged gradient."""
+        """Draw weights of variance 1 / inputs, biases 0; two units pass on the averaged gradient."""
         rng = generator(seed, "update rule")
         layers = [torch.randn(rows, columns, generator=rng) * (rows - 1) ** -0.5 for rows, columns in self.shapes]
         for layer in layers:
             layer[-1] = 0
         first, second = layers
         second *= 0.1
-        if self.dim is None:
-            average = 1  # the place of the gradient's running average among the inputs
-            first[:, :2] = 0
-            first[average, 0], first[average, 1] = 1, -1
-            second[:2] = torch.tensor([[0.0, -1.0], [0.0, 1.0]])
+        average = 1  # the place of the gradient's running average among the inputs
+        first[:, :2] = 0
+        first[average, 0], first[average, 1] = 1, -1
+        second[:2] = torch.tensor([[0.0, -1.0], [0.0, 1.0]])
         return torch.cat([layer.reshape(-1) for layer in layers])
 
     def forward(self, inputs: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the MLP's outputs, ``... x rows x outputs``, for inputs, ``... x rows x inputs``.
+        """Return the MLP's outputs, ``... x d x 2``, for inputs, ``... x d x 7``.
 
         Args:
-            inputs: A row for each coordinate, or one row in all; see `inputs_of`.
+            inputs: A row for each coordinate; see `inputs_of`.
             weights: Other weights than its own, ``... x W``, e.g. a set for each member of a population.
         """
         w = (self.weights if weights is None else weights).to(inputs)
@@ -132,7 +125,7 @@ class UpdateRule(nn.Module):
         return outputs
 
     def inputs_of(self, phi: Tensor, gradient: Tensor, loss: Tensor, cost: Tensor, memory: Memory) -> Tensor:
-        """Return what the MLP is given, ``... x rows x inputs``; arguments as in `propose`."""
+        """Return what the MLP is given, ``... x d x 7``; arguments as in `propose`."""
         scalars = []
         for seen, value, first, average in zip(
             (self.sees_loss, self.sees_metric),
@@ -143,12 +136,8 @@ class UpdateRule(nn.Module):
         ):
             scalars += [_ratio(value, first, seen), _ratio(value - average, average, seen)]
         vectors = [_at_unit_scale(gradient), _at_unit_scale(memory.gradient), phi]
-        if self.dim is None:
-            columns = [*vectors, *(scalar[..., None].expand_as(phi) for scalar in scalars)]
-            inputs = torch.stack(columns, -1)
-        else:
-            inputs = torch.cat([*vectors, torch.stack(scalars, -1)], -1)[..., None, :]
-        return inputs.clamp(-LARGEST, LARGEST)
+        columns = [*vectors, *(scalar[..., None].expand_as(phi) for scalar in scalars)]
+        return torch.stack(columns, -1).clamp(-LARGEST, LARGEST)
 
     def propose(
         self,
@@ -168,12 +157,7 @@ class UpdateRule(nn.Module):
             cost: The metric's cost when it was last known, ``...``; NaN where it never was.
             memory: What the previous step returned; None at the first.
             weights: Other weights than the rule's own, ``... x W``.
-
-        Raises:
-            ValueError: phi has another dimension than the rule.
         """
-        if self.dim is not None and phi.shape[-1] != self.dim:
-            raise ValueError(f"phi has dimension {phi.shape[-1]}, this rule was learned for {self.dim}")
         unknown = torch.full((*gradient.shape[:-1], 2), math.nan, dtype=phi.dtype, device=phi.device)
         before = Memory(gradient, unknown, unknown) if memory is None else memory
         mean = self.momentum * before.gradient + (1 - self.momentum) * gradient
@@ -181,17 +165,14 @@ class UpdateRule(nn.Module):
         first = now.where(before.first.isnan(), before.first)
         past = now.where(before.average.isnan(), before.average)  # nothing before the first value: no change
         outputs = self(self.inputs_of(phi, gradient, now[..., 0], now[..., 1], Memory(mean, first, past)), weights)
-        if self.dim is None:
-            rate, u = outputs.unbind(-1)
-        else:
-            rate, u = outputs[..., 0, :1], outputs[..., 0, 1:]
+        rate, u = outputs.unbind(-1)
         average = self.momentum * past + (1 - self.momentum) * now
         known = Memory(mean, first, average.where(~now.isnan(), before.average))
         return self.step * rate.clamp(-LARGEST, LARGEST).exp() * u, known
 
     def settings(self) -> dict[str, Any]:
         """Return the constructor's arguments but the seed, as JSON."""
-        names = ("dim", "hidden", "step", "momentum", "sees_loss", "sees_metric")
+        names = ("hidden", "step", "momentum", "sees_loss", "sees_metric")
         return {name: getattr(self, name) for name in names}
 
     def save(self, path: str | Path) -> None:
@@ -211,22 +192,15 @@ def load_update_rule(path: str | Path) -> UpdateRule:
     tensors, described = read_tensors(path, FILE_FORMAT)
     with content_of(path, "update rule"):
         # Before a rule is made, as it draws weights of these shapes.
-        (rows, hidden), (_, outputs) = _shapes(described["dim"], described["hidden"])
+        (rows, hidden), (_, outputs) = _shapes(described["hidden"])
         check_tensors(path, tensors, {"weights": [rows * hidden + (hidden + 1) * outputs]})
         rule = UpdateRule(**described)
         rule.to(tensors["weights"].dtype).load_state_dict(tensors)
     return rule.requires_grad_(False)
 
 
-def _widths(dim: int | None) -> tuple[int, int]:
-    """Return how many numbers the MLP is given, and how many it gives, for a row of its inputs."""
-    coordinates = 1 if dim is None else dim
-    return coordinates * VECTORS + SCALARS, 1 + coordinates
-
-
-def _shapes(dim: int | None, hidden: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    inputs, outputs = _widths(dim)
-    return (inputs + 1, hidden), (hidden + 1, outputs)
+def _shapes(hidden: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    return (INPUTS + 1, hidden), (hidden + 1, OUTPUTS)
 
 
 def _ratio(value: Tensor, to: Tensor, seen: bool) -> Tensor:

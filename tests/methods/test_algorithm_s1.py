@@ -40,7 +40,7 @@ QUICK = AlgorithmS1(steps=5, evals=3, tasks=2, pairs=3, start_std=0.5, hidden=4,
 
 def known_f(task: Any, settings: AlgorithmS1 = QUICK) -> Any:
     """A value function that was adapted to two tasks."""
-    store, rule = TrajectoryStore(), settings.new_rule(task.dim, 0)
+    store, rule = TrajectoryStore(), settings.new_rule(0)
     trajectories = settings.collect(task, rule, store, iteration=0, seed=0)
     value = OnlineReptile(settings.value, task.dim, 0)
     value.adapt(Observations.of(trajectories), len(trajectories), 0)
@@ -60,7 +60,7 @@ def test_line_3_observes_the_metric_along_the_optimizer_s_own_tasks(
 ) -> None:
     task, store, told = quadratic(3), TrajectoryStore(), []
     settings = replace(QUICK, sees_metric=sees_metric)
-    rule = settings.new_rule(3, 0)
+    rule = settings.new_rule(0)
     with task.metric.calling(told.append):
         trajectories = settings.collect(task, rule, store, iteration=4, seed=2)
     assert [t.index for t in trajectories] == [8, 9]
@@ -86,7 +86,7 @@ def test_line_3_observes_the_metric_along_the_optimizer_s_own_tasks(
 def test_what_is_stored_is_not_observed_again(quadratic: Callable[..., Any]) -> None:
     whole, part = TrajectoryStore(), TrajectoryStore()
     settings, task = QUICK, quadratic(3)
-    rule = settings.new_rule(3, 0)
+    rule = settings.new_rule(0)
     first, second = settings.collect(task, rule, whole, iteration=0, seed=2)
     part.add(second)
     spent = task.queries
@@ -99,7 +99,7 @@ def test_what_is_stored_is_not_observed_again(quadratic: Callable[..., Any]) -> 
 
 def test_the_objective_is_eq_6_with_f_in_place_of_the_metric(quadratic: Callable[..., Any]) -> None:
     task, settings = quadratic(3), replace(QUICK, objective=LearnedObjective(7.0, loss_offset=0.1))
-    f, rule = known_f(task, settings), settings.new_rule(3, 0).double()
+    f, rule = known_f(task, settings), settings.new_rule(0).double()
     task.problem.queries = 0
     values = settings.objective_of(
         task, rule, f, rule.weights.detach().expand(2, -1), seed=3, indices=[UNROLLED, UNROLLED + 1]
@@ -129,7 +129,7 @@ def test_line_6_combines_estimates_of_a_task_for_each_pair(
     quadratic: Callable[..., Any], estimator: Any, population: int
 ) -> None:
     task, settings = quadratic(3, population=population), replace(QUICK, estimator=estimator)
-    f, rule = known_f(task), settings.new_rule(3, 0).double()
+    f, rule = known_f(task), settings.new_rule(0).double()
     gradient, value = settings.gradient(task, rule, f, seed=1, update=4)
 
     noise = torch.randn(3, len(rule.weights), generator=generator(1, "weights", 4)).double()
@@ -184,19 +184,19 @@ def test_a_meta_iteration_is_lines_3_to_7_in_order(
     assert result.f.quality is not None
     assert result.f.quality.points == 9  # of the later half of the tasks
     assert result.f.signature == task.adapter.signature
-    assert not torch.equal(result.rule.weights, settings.new_rule(3, 1).weights)
+    assert not torch.equal(result.rule.weights, settings.new_rule(1).weights)
 
 
 def test_steps_on_the_weights_are_adam_s_on_clipped_gradients(
     quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task, settings = quadratic(3), replace(QUICK, rate=0.05, clip=2.0)
-    size = len(settings.new_rule(3, 0).weights)
+    size = len(settings.new_rule(0).weights)
     fakes = [torch.full((size,), value) for value in (3.0, -1e-3, 0.5)]
     given = iter(fakes)
     monkeypatch.setattr(AlgorithmS1, "gradient", lambda *args, **options: (next(given), 0.0))
     result = settings.meta_train(task, iterations=3, seed=0)
-    weights = torch.nn.Parameter(settings.new_rule(3, 0).weights.detach().clone())
+    weights = torch.nn.Parameter(settings.new_rule(0).weights.detach().clone())
     adam = torch.optim.Adam([weights], 0.05)
     for fake in fakes:
         weights.grad = fake * min(1.0, 2.0 / float(fake.norm()))
@@ -207,7 +207,7 @@ def test_steps_on_the_weights_are_adam_s_on_clipped_gradients(
 @pytest.mark.parametrize("sees_metric", [True, False])
 def test_meta_testing_is_the_optimizer_alone(quadratic: Callable[..., Any], sees_metric: bool) -> None:
     task, settings = quadratic(3), replace(QUICK, sees_metric=sees_metric)
-    rule = settings.new_rule(3, 0)
+    rule = settings.new_rule(0)
     path = settings.meta_test(task, rule, task.origin(), seed=2)
     assert task.metric.ledger.spent_on == ({"meta_test": 2} if sees_metric else {})
 
@@ -239,19 +239,16 @@ def test_the_paper_s_own_parts_run(quadratic: Callable[..., Any]) -> None:
 @pytest.mark.outcome
 @pytest.mark.slow
 def test_it_lowers_a_metric_that_the_loss_does_not_know(quadratic: Callable[..., Any]) -> None:
-    """The metric's optimum lies off the loss's; mean of three problems, as a share of what the loss's optimum costs."""
-    settings = AlgorithmS1(
-        steps=15, evals=4, start_std=0.5, step=0.1, tasks=4, rate=1e-2, coordinatewise=False, sees_metric=False
-    )
+    """The metric's optimum lies off the loss's, alike in each coordinate; a share of what the loss's optimum costs."""
+    settings = AlgorithmS1(steps=15, evals=4, start_std=0.5, step=0.1, tasks=4, rate=1e-2, sees_metric=False)
     left = []
     for seed in range(3):
         task = quadratic(3, dtype=torch.float32)
-        rng = torch.Generator().manual_seed(seed)
-        task.problem.goal = task.centre + 0.5 * torch.randn(3, generator=rng)
+        task.problem.goal = task.centre + (0.6, -0.6, 0.4)[seed]
         rule = settings.meta_train(task, iterations=40, seed=seed).rule
         end = settings.meta_test(task, rule, task.origin(), seed=seed)[-1]
         left.append(task.true_cost(end) / task.true_cost(task.centre))
-    assert sum(left) / len(left) < 0.7  # 0.15, standard error 0.08
+    assert sum(left) / len(left) < 0.7  # 0.12
 
 
 @pytest.mark.parametrize(
@@ -273,7 +270,6 @@ def test_it_lowers_a_metric_that_the_loss_does_not_know(quadratic: Callable[...,
         ({"objective": None}, ("objective", "None", "LearnedObjective()")),
         ({"sees_metric": "no"}, ("sees_metric", "'no'", "True", "False")),
         ({"sees_loss": "no"}, ("sees_loss", "'no'", "True", "False")),
-        ({"coordinatewise": None}, ("coordinatewise", "None", "True", "False")),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], names: tuple[str, ...]) -> None:

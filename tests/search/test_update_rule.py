@@ -21,9 +21,9 @@ def number(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def make_rule(dim: int | None = None, **options: object) -> UpdateRule:
+def make_rule(**options: object) -> UpdateRule:
     """A rule with weights of its own, none of them special."""
-    rule = UpdateRule(dim, hidden=4, step=0.03, **options).double()  # type: ignore[arg-type]
+    rule = UpdateRule(hidden=4, step=0.03, **options).double()  # type: ignore[arg-type]
     rule.weights.data.copy_(0.4 * rand(len(rule.weights), seed=7))
     return rule
 
@@ -33,9 +33,8 @@ class Naive:
 
     def __init__(self, rule: UpdateRule) -> None:
         self.rule, w = rule, rule.weights.detach().numpy()
-        rows = rule.inputs + 1
-        self.first = w[: rows * rule.hidden].reshape(rows, rule.hidden)
-        self.second = w[rows * rule.hidden :].reshape(rule.hidden + 1, rule.outputs)
+        self.first = w[: 8 * rule.hidden].reshape(8, rule.hidden)
+        self.second = w[8 * rule.hidden :].reshape(rule.hidden + 1, 2)
         self.mean: np.ndarray | None = None
         self.seen: dict[str, list[float]] = {"loss": [], "cost": []}
 
@@ -61,17 +60,13 @@ class Naive:
         self.mean = gradient if self.mean is None else 0.9 * self.mean + 0.1 * gradient
         g, m = (v / np.sqrt(np.mean(v**2)) for v in (gradient, self.mean))
         scalars = self.scalars("loss", loss, rule.sees_loss) + self.scalars("cost", cost, rule.sees_metric)
-        if rule.dim is None:
-            pairs = [self.outputs([g[i], m[i], phi[i], *scalars]) for i in range(len(phi))]
-            return np.array([rule.step * math.exp(min(max(o, -LARGEST), LARGEST)) * u for o, u in pairs])
-        o, *u = self.outputs([*g, *m, *phi, *scalars])
-        return rule.step * math.exp(min(max(o, -LARGEST), LARGEST)) * np.array(u)
+        pairs = [self.outputs([g[i], m[i], phi[i], *scalars]) for i in range(len(phi))]
+        return np.array([rule.step * math.exp(min(max(o, -LARGEST), LARGEST)) * u for o, u in pairs])
 
 
-@pytest.mark.parametrize("dim", [None, D])
 @pytest.mark.parametrize("options", [{}, {"sees_loss": False}, {"sees_metric": False}], ids=str)
-def test_steps_are_the_naive_formula(dim: int | None, options: dict[str, bool]) -> None:
-    rule, memory, phi = make_rule(dim, **options), None, 0.3 * rand(D)
+def test_steps_are_the_naive_formula(options: dict[str, bool]) -> None:
+    rule, memory, phi = make_rule(**options), None, 0.3 * rand(D)
     naive = Naive(rule)
     losses = [2.0, 1.5, 1.7, 0.4, 30.0]  # the last beyond the largest input
     costs = [math.nan, 0.5, 0.5, 0.2, 0.2]
@@ -83,15 +78,14 @@ def test_steps_are_the_naive_formula(dim: int | None, options: dict[str, bool]) 
         phi = phi + change.detach()
 
 
-@pytest.mark.parametrize("dim", [None, D])
-def test_a_population_may_have_weights_of_its_own(dim: int | None) -> None:
-    rule, n = make_rule(dim), 3
+def test_a_population_may_have_weights_of_its_own() -> None:
+    rule, n = make_rule(), 3
     weights = 0.4 * rand(n, len(rule.weights), seed=3)
     phi, gradient, loss, cost = rand(n, D), rand(n, D, seed=2), rand(n, seed=4).abs(), rand(n, seed=5).abs()
     together, memory = rule.propose(phi, gradient, loss, cost, None, weights)
     again, _ = rule.propose(phi, gradient, loss * 2, cost / 2, memory, weights)
     for row in range(n):
-        alone = make_rule(dim)
+        alone = make_rule()
         alone.weights.data.copy_(weights[row])
         one, own = alone.propose(phi[row], gradient[row], loss[row], cost[row])
         torch.testing.assert_close(one, together[row], rtol=1e-12, atol=1e-14)
@@ -110,9 +104,8 @@ def test_scales_of_loss_metric_and_gradient_do_not_matter() -> None:
     torch.testing.assert_close(*changes, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("dim", [None, D])
-def test_what_divides_by_zero_is_held_back(dim: int | None) -> None:
-    rule, zero = make_rule(dim), torch.zeros((), dtype=torch.float64)
+def test_what_divides_by_zero_is_held_back() -> None:
+    rule, zero = make_rule(), torch.zeros((), dtype=torch.float64)
     weights = rule.weights.detach().clone().requires_grad_(True)
     phi, memory = torch.zeros(D, dtype=torch.float64), None
     for cost in (zero, zero + 0.3, -zero):
@@ -157,10 +150,9 @@ def test_the_running_average_of_gradients() -> None:
     assert memory.first.isnan().all()
 
 
-@pytest.mark.parametrize("dim", [None, D])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_file_holds_the_rule_bit_for_bit(dim: int | None, dtype: torch.dtype, tmp_path: Path) -> None:
-    rule = UpdateRule(dim, hidden=3, step=0.07, momentum=0.8, sees_loss=False, seed=5).to(dtype)
+def test_a_file_holds_the_rule_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    rule = UpdateRule(hidden=3, step=0.07, momentum=0.8, sees_loss=False, seed=5).to(dtype)
     rule.save(tmp_path / "rule.safetensors")
     loaded = load_update_rule(tmp_path / "rule.safetensors")
     assert torch.equal(loaded.weights, rule.weights)
@@ -183,17 +175,12 @@ def test_foreign_and_broken_files_are_refused(tmp_path: Path) -> None:
     assert_refused(lambda: load_update_rule(path), FileFormatError, "weights", "(42,)")
 
 
-def test_phi_of_another_dimension() -> None:
-    assert_refused(lambda: make_rule(D).propose(rand(4), rand(4), NAN, NAN), ValueError, "phi", "4", "5")
-
-
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
         ({"hidden": 1}, ("hidden", "1", "2")),
         ({"step": 0.0}, ("step", "0.0")),
         ({"momentum": 1.0}, ("momentum", "1.0")),
-        ({"dim": 0}, ("dim", "0", "1")),
     ],
 )
 def test_bad_settings(settings: dict[str, float], names: tuple[str, ...]) -> None:
