@@ -177,7 +177,6 @@ PAPER: dict[str, list[str]] = {
     "sigma of the posterior": ["method.sigma=posterior"],
     "k from the first step": ["method.history_grows=false"],
     "ends at random": ["method.ends=random"],
-    "multi-similarity mining": ["method.miner=multi_similarity"],
     **BOTH,
 }
 

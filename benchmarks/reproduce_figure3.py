@@ -66,7 +66,6 @@ LITERAL: dict[str, list[str]] = {
     "sigma of the posterior": ["method.sigma=posterior"],
     "k from the first step": ["method.history_grows=false"],
     "ends at random": ["method.ends=random"],
-    "multi-similarity mining": ["method.miner=multi_similarity"],
 }
 LOSS_ONLY = "loss only (3c)"
 RATES = (0.01, 0.1, 1.0)  # alpha_t

@@ -22,14 +22,13 @@ from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.config import config_section, known_keys
 from metricopt_ext.value.learners import Learner, NeuralLearner, RidgeLearner
-from metricopt_ext.value.objective import Miner, hardest_triplets, multi_similarity_triplets, sampled_triplets
+from metricopt_ext.value.objective import sampled_triplets
 from metricopt_ext.value.observations import Labeller
 from metricopt_ext.value.reptile import ReptileLearner
 
 DEFAULT = Recipe()
 LEARNERS: dict[str, Learner] = {"neural": NeuralLearner(), "ridge": RidgeLearner(), "reptile": ReptileLearner()}
 DEFAULT_LEARNERS = [name for name, learner in LEARNERS.items() if learner in DEFAULT.learners]
-MINERS: dict[str, Miner] = {"hardest": hardest_triplets, "multi_similarity": multi_similarity_triplets}
 
 
 @dataclass
@@ -164,7 +163,6 @@ class PaperSettings:
     learner: str = "reptile"
     gamma: float = ReptileLearner.paper().objective.gamma  # weight of the regression in Eq. 2, of learners but ridge
     beta: float = ReptileLearner.paper().objective.beta  # of the ordinal term; 0: none (Fig. 3a)
-    miner: str = "hardest"  # of the triplets, for reptile and reptile_mixed; or multi_similarity
 
     def build(self, finetune: FinetuneConfig) -> Algorithm1:
         """Return the algorithm; see `MethodConfig.build`."""
@@ -199,13 +197,7 @@ class PaperSettings:
         return WithoutSigma(labels) if sigma == "false" else labels
 
     def _learner(self) -> Learner:
-        one_of("miner", self.miner, [*MINERS])
-        if self.miner != "hardest" and self.learner not in ("reptile", "reptile_mixed"):
-            raise ValueError(
-                f"miner is {self.miner!r}, but learner is {self.learner!r}; only reptile and reptile_mixed mine"
-            )
-        miner = MINERS[self.miner]
-        objective = replace(ReptileLearner.paper().objective, gamma=self.gamma, beta=self.beta, miner=miner)
+        objective = replace(ReptileLearner.paper().objective, gamma=self.gamma, beta=self.beta)
         known: dict[str, Learner] = {
             "reptile": replace(ReptileLearner.paper(), objective=objective),
             "reptile_mixed": ReptileLearner(objective=objective),

@@ -19,9 +19,6 @@ from metricopt_ext.value.value_function import NeuralValueFunction
 # Fisher's ratio from which two costs count as different.
 CUTOFF = 2.0
 
-# epsilon of multi-similarity mining, in units of the cosine similarity.
-MARGIN = 0.1
-
 
 class CollapseWarning(UserWarning):
     """A value function predicts nearly the same cost everywhere, although the costs it was fitted to differ."""
@@ -42,7 +39,7 @@ class Triplets(NamedTuple):
 
 
 class Miner(Protocol):
-    """Chooses the triplets of a batch: `sampled_triplets`, `hardest_triplets`, `multi_similarity_triplets`."""
+    """Chooses the triplets of a batch: `sampled_triplets` or `hardest_triplets`."""
 
     def __call__(self, ratio: Tensor, features: Tensor, generator: torch.Generator) -> Triplets:
         """Return a triplet per anchor.
@@ -86,7 +83,10 @@ def pair_sets(ratio: Tensor) -> tuple[Tensor, Tensor]:
 
 def sampled_triplets(ratio: Tensor, features: Tensor, generator: torch.Generator) -> Triplets:
     """Draw t_p uniformly from P_t and t_n uniformly from N_t, whatever the embedding; see `Miner`."""
-    return _drawn(*pair_sets(ratio), generator)
+    positives, negatives = pair_sets(ratio)
+    draw = 1 - torch.rand(positives.shape, generator=generator).to(positives.device)  # in (0, 1]
+    positive, negative = (draw * positives).max(1), (draw * negatives).max(1)
+    return Triplets(positive.indices, negative.indices, valid=(positive.values > 0) & (negative.values > 0))
 
 
 @torch.no_grad()
@@ -97,30 +97,6 @@ def hardest_triplets(ratio: Tensor, features: Tensor, generator: torch.Generator
     positive = distances.where(positives, -torch.inf).max(1)
     negative = distances.where(negatives, torch.inf).min(1)
     return Triplets(positive.indices, negative.indices, valid=positive.values.isfinite() & negative.values.isfinite())
-
-
-@torch.no_grad()
-def multi_similarity_triplets(ratio: Tensor, features: Tensor, generator: torch.Generator) -> Triplets:
-    """Draw t_p and t_n uniformly from what the pair mining of the multi-similarity loss keeps; see `Miner`.
-
-    Wang et al. 2019, section 4.1: with the cosine similarity S of embeddings, a positive pair is kept if its S is
-    below that of the nearest negative plus 0.1, a negative pair if its S is above that of the farthest positive less
-    0.1. The paper names this mining, "in a similar way to [47]", where it asks for hard mining.
-    """
-    positives, negatives = pair_sets(ratio)
-    unit = torch.nn.functional.normalize(features, dim=-1)
-    similarity = torch.einsum("tme,ume->tum", unit, unit)
-    nearest = similarity.where(negatives, -torch.inf).amax(1, keepdim=True)
-    farthest = similarity.where(positives, torch.inf).amin(1, keepdim=True)
-    hard = positives & (similarity < nearest + MARGIN), negatives & (similarity > farthest - MARGIN)
-    return _drawn(*hard, generator)
-
-
-def _drawn(positives: Tensor, negatives: Tensor, generator: torch.Generator) -> Triplets:
-    """Draw one of each anchor's positives and one of its negatives uniformly, from masks, ``B x B x M``."""
-    draw = 1 - torch.rand(positives.shape, generator=generator).to(positives.device)  # in (0, 1]
-    positive, negative = (draw * positives).max(1), (draw * negatives).max(1)
-    return Triplets(positive.indices, negative.indices, valid=(positive.values > 0) & (negative.values > 0))
 
 
 def ordinal_loss(features: Tensor, triplets: Triplets) -> Tensor:

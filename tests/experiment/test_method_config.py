@@ -18,7 +18,6 @@ from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.utils.config import known_keys, load_config
 from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels, WithoutSigma
-from metricopt_ext.value.objective import multi_similarity_triplets
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.reptile import ReptileLearner
 
@@ -80,21 +79,20 @@ def test_each_part_of_the_paper_s_algorithm_is_a_key() -> None:
 
 
 def test_literal_readings_of_the_paper_are_keys() -> None:
-    keys = ["kernel=rbf", "sigma=posterior", "history_grows=false", "ends=random", "miner=multi_similarity"]
+    keys = ["kernel=rbf", "sigma=posterior", "history_grows=false", "ends=random"]
     overrides = ["method.name=paper", *(f"method.{key}" for key in keys)]
     built = load_config(RunConfig, None, overrides).build_strategy()
     assert isinstance(built, Algorithm1)
     assert built.labels == GaussianProcessLabels(always=True, levels=False, noisy=False)
     assert (built.history_grows, built.ends) == (False, "random")
     assert isinstance(built.learner, ReptileLearner)
-    assert built.learner.objective.miner is multi_similarity_triplets
     default = load_config(RunConfig, None, ["method.name=paper"]).build_strategy()
     assert isinstance(default, Algorithm1)
     assert default.labels == GaussianProcessLabels(always=True)
     assert default.learner == ReptileLearner.paper()
     in_a_file = load_config(RunConfig, {"method": {"name": "paper", "sigma": False}}).build_strategy()
     assert in_a_file.labels == WithoutSigma(GaussianProcessLabels(always=True))  # type: ignore[union-attr]
-    assert not {"method.kernel", "method.miner", "method.ends"} & set(known_keys(RunConfig()))
+    assert not {"method.kernel", "method.ends"} & set(known_keys(RunConfig()))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +104,6 @@ def test_literal_readings_of_the_paper_are_keys() -> None:
         ("method.kernel=matern", ("rbf_constant",)),
         ("method.sigma=noise", ("noise",)),
         ("method.ends=first", ("ends", "first", "observed")),
-        ("method.miner=easy", ("multi_similarity",)),
     ],
 )
 def test_impossible_parts_are_refused_before_any_work(override: str, names: tuple[str, ...]) -> None:
@@ -118,7 +115,6 @@ def test_impossible_parts_are_refused_before_any_work(override: str, names: tupl
     [
         (["kernel=rbf", "labels=linear"], ("linear", "gp_always")),
         (["sigma=posterior", "labels=observed"], ("posterior", "labels", "observed")),
-        (["miner=multi_similarity", "learner=offline"], ("reptile_mixed",)),
     ],
 )
 def test_a_part_that_would_change_nothing_is_refused(overrides: list[str], names: tuple[str, ...]) -> None:

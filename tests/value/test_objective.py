@@ -17,7 +17,6 @@ from metricopt_ext.value.objective import (
     comparable_sigma,
     fisher_ratio,
     hardest_triplets,
-    multi_similarity_triplets,
     ordinal_loss,
     pair_sets,
     regression_loss,
@@ -134,31 +133,6 @@ def test_hardest_triplets(seed: int) -> None:
             assert distance(features, t, int(triplets.negative[t, m]), m) == pytest.approx(nearest, abs=1e-12)
             checked += 1
     assert checked > B
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_multi_similarity_triplets_are_all_that_the_rule_keeps(seed: int) -> None:
-    """The rule of Wang et al. 2019, pair by pair; each kept pair is drawn, and no other."""
-    cost, sigma = labels(seed)
-    cost[:, 1:] = labels(seed + 9)[0][:, :1]
-    features, ratio, generator = embeddings(seed), fisher_ratio(cost, sigma), rng()
-    draws = [multi_similarity_triplets(ratio, features, generator) for _ in range(200)]
-    fewer = 0
-
-    def similarity(t: int, u: int, m: int) -> float:
-        a, b = features[t, m].numpy(), features[u, m].numpy()
-        return float(a @ b / np.sqrt((a @ a) * (b @ b)))
-
-    for t, m in np.ndindex(B, M):
-        positives, negatives = naive_sets(cost, sigma, t, m)
-        kept_p = {p for p in positives if any(similarity(t, p, m) < similarity(t, n, m) + 0.1 for n in negatives)}
-        kept_n = {n for n in negatives if any(similarity(t, n, m) > similarity(t, p, m) - 0.1 for p in positives)}
-        assert all(bool(each.valid[t, m]) == bool(kept_p and kept_n) for each in draws)
-        if kept_p and kept_n:
-            assert {int(each.positive[t, m]) for each in draws} == kept_p
-            assert {int(each.negative[t, m]) for each in draws} == kept_n
-        fewer += len(kept_p) + len(kept_n) < len(positives) + len(negatives)
-    assert fewer > B
 
 
 def test_sampled_triplets_are_uniform_and_independent() -> None:
