@@ -105,7 +105,6 @@ class RecipeConfig(MethodConfig):
     folds: int = Recipe.folds
     labels: str = "observed"  # observed, linear, gp (interpolated if that shows skill) or gp_always
     learners: list[str] = field(default_factory=DEFAULT_LEARNERS.copy)  # any of neural, ridge, reptile
-    adapt_queries: int = Recipe.adapt_queries  # spent along each start's finetuning to adapt f to it; 0 uses f as it is
 
     def build(self, finetune: FinetuneConfig) -> Recipe:
         """Return the recipe; see `MethodConfig.build`."""

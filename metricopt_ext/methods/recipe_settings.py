@@ -67,8 +67,6 @@ class RecipeSettings:
         labels: Turns trajectories into labelled points: the observed ones, or all steps by interpolation
             (`labels.GaussianProcessLabels`).
         learners: Kinds of value function to fit; held-out quality decides.
-        adapt_queries: Queries along MetricOpt's own finetuning of a start, to which f is then adapted before that start
-            is finetuned again; 0 uses f as it is.
         refine: A direct search on the metric from the best end point so far; None for no such search.
         refine_queries: Queries of that search per start.
     """
@@ -84,7 +82,6 @@ class RecipeSettings:
     folds: int = 4
     labels: Labeller = Observations.of
     learners: tuple[Learner, ...] = field(default=(NeuralLearner(), RidgeLearner()))
-    adapt_queries: int = 0
     refine: SearchStrategy | None = None
     refine_queries: int = 0
 
@@ -96,16 +93,11 @@ class RecipeSettings:
         """
         check_integer(2, steps=self.steps, evals=self.evals, folds=self.folds)
         check_integer(1, rounds=self.rounds)
-        check_integer(0, trials=self.trials, adapt_queries=self.adapt_queries, refine_queries=self.refine_queries)
+        check_integer(0, trials=self.trials, refine_queries=self.refine_queries)
         check_above(0, lr=self.lr, start_std=self.start_std, explored_step=self.explored_step)
         if self.evals > self.steps + 1:
             raise ValueError(
                 f"evals is {self.evals}; a task of {counted(self.steps, 'step')} has {self.steps + 1} points"
-            )
-        if self.adapt_queries > self.steps - 1:
-            raise ValueError(
-                f"adapt_queries is {self.adapt_queries}; a task of {counted(self.steps, 'step')} has"
-                f" {counted(self.steps - 1, 'point')} between its ends"
             )
         if (self.refine is None) != (self.refine_queries == 0):
             raise ValueError(
@@ -136,12 +128,12 @@ class RecipeSettings:
 
     @property
     def start_queries(self) -> int:
-        """Maximum number of queries for one start: its guard, adaptation and refinement.
+        """Maximum number of queries for one start: its guard and refinement.
 
         The guard evaluates the start, the loss-only end, MetricOpt's end, and the two cross-checked ends of a metric
         that reports halves.
         """
-        return 5 + (self.adapt_queries + 1 if self.adapt_queries else 0) + self.refine_queries
+        return 5 + self.refine_queries
 
     def folds_for(self, trajectories: int) -> int:
         """Return the number of parts for this many trajectories: at least 2, otherwise two trajectories in each."""

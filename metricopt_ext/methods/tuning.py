@@ -18,7 +18,6 @@ from metricopt_ext.tasks.split_half import optimism_of_gain
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.undone import undone_if_cut_short
 from metricopt_ext.utils.checks import check_integer
-from metricopt_ext.value.adapted import AdaptedValueFunction
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.value_function import ValueFunction
 
@@ -34,7 +33,7 @@ class Tuned:
 
     Attributes:
         ends: End point phi, ``d``, of each candidate: ``"start"`` itself, ``"loss_finetune"``, ``"metricopt"``, and
-            ``"adapted"`` and ``"refined"`` if the recipe has them.
+            ``"refined"`` if the recipe has it.
         evaluations: The metric's evaluation of each of them.
         chosen: The candidate to keep.
         verdict: What the guard thinks of the best of the others than the start.
@@ -69,9 +68,8 @@ def tune_start(
     """Finetune one start under a value function learned earlier; at most ``recipe.start_queries`` queries.
 
     The metric judges the start, the end of a loss-only finetune and MetricOpt's end, and, if it reports halves, two
-    ends that show how optimistic MetricOpt's gain is. If the recipe says so, f is then adapted to the metric along
-    MetricOpt's path and followed again, and a direct search continues from the best end. The start is kept unless
-    another end is better by more than chance and optimism (`guard.decide_among`).
+    ends that show how optimistic MetricOpt's gain is. If the recipe says so, a direct search continues from the best
+    end. The start is kept unless another end is better by more than chance and optimism (`guard.decide_among`).
 
     Args:
         task: Model, loss, batches and metric. The model is left unchanged: set the phi of ``ends[chosen]`` yourself.
@@ -133,15 +131,6 @@ def _tuned(
             end = follow(replace(metric_policy(f, recipe, setting), even_untrusted=True))[-1]
             crossed.append(evaluate(task, end, "guard", f"cross-check, half {half}"))
     led = optimism_of_gain(crossed)
-
-    if recipe.adapt_queries and fit.f.trusted:
-        callback.stage("adapt f")
-        steps = torch.linspace(0, recipe.steps, recipe.adapt_queries + 2).round().long()
-        inner = [evaluate(task, path[step], "adapt", f"adapting f, step {step}") for step in steps[1:-1].tolist()]
-        along = [evaluations["start"], *inner, evaluations["metricopt"]]
-        f = AdaptedValueFunction(fit.f, path[steps], torch.tensor([each.cost for each in along]))
-        ends["adapted"] = follow(metric_policy(f, recipe, setting))[-1]
-        evaluations["adapted"] = evaluate(task, ends["adapted"], "guard", "end guard, adapted")
 
     if recipe.refine is not None:
         callback.stage("refine on the metric")

@@ -28,8 +28,8 @@ def test_a_recipe_of_nothing_but_defaults_is_the_library_s() -> None:
 
 def test_what_is_set_becomes_the_recipe_s() -> None:
     set_here = {"evals": 4, "rounds": 2, "start_std": 0.1, "trials": 1, "folds": 3}
-    recipe = RecipeConfig(**set_here, adapt_queries=6).build(FinetuneConfig(20, 0.5))  # type: ignore[arg-type]
-    assert recipe == Recipe(steps=20, lr=0.5, **set_here, adapt_queries=6)  # type: ignore[arg-type]
+    recipe = RecipeConfig(**set_here).build(FinetuneConfig(20, 0.5))  # type: ignore[arg-type]
+    assert recipe == Recipe(steps=20, lr=0.5, **set_here)  # type: ignore[arg-type]
 
 
 def test_each_field_of_the_search_is_a_key() -> None:
@@ -164,7 +164,7 @@ def test_learners_are_chosen_by_name() -> None:
     ("override", "names"),
     [
         ("method.evals=99", ("method", "evals", "99")),
-        ("method.adapt_queries=50", ("adapt_queries", "50")),
+        ("method.rounds=0", ("rounds", "0")),
     ],
 )
 def test_a_recipe_out_of_range_is_refused(override: str, names: tuple[str, ...]) -> None:

@@ -59,8 +59,6 @@ def test_a_recipe_out_of_range_is_refused(name: str, value: Any, names: tuple[st
 @pytest.mark.parametrize(
     ("change", "names"),
     [
-        ({"adapt_queries": 10}, ("adapt_queries", "10")),
-        ({"adapt_queries": -1}, ("adapt_queries", "-1")),
         ({"refine_queries": 9}, ("None", "refine_queries", "9")),
         ({"refine": CMAES()}, ("refine_queries", "0")),
     ],
@@ -103,7 +101,6 @@ def test_explored_settings_belong_to_seed_and_index() -> None:
         ({"trials": 0}, 3, 5),
         ({"trials": 4}, 15, 5),
         ({"settings": ((0.0, 0.1),)}, 0, 5),  # nothing to choose
-        ({"adapt_queries": 3}, 6, 5 + 3 + 1),  # and the adapted end
         ({"refine": CMAES(), "refine_queries": 40}, 6, 45),
     ],
 )

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import pytest
@@ -19,9 +18,8 @@ from metricopt_ext.methods.tuning import FRESH, finetune, metric_policy, tune_st
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.value.adapted import AdaptedValueFunction
 from metricopt_ext.value.fitting import Fit
-from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
+from metricopt_ext.value.learners import RidgeLearner
 from metricopt_ext.value.loading import load_value_function
 from metricopt_ext.value.value_function import RidgeValueFunction
 
@@ -90,48 +88,13 @@ def test_an_f_of_another_adapter_is_refused_before_any_query(quadratic: Callable
     assert task.queries > spent
 
 
-def test_an_f_without_skill_is_not_followed_nor_adapted(quadratic: Callable[..., Any]) -> None:
+def test_an_f_without_skill_is_not_followed(quadratic: Callable[..., Any]) -> None:
     task = quadratic(dtype=torch.float32)
     fit = learned(task)
     fit.f.quality = None
-    tuned = tune_start(task, fit, recipe=replace(RECIPE, adapt_queries=3))
+    tuned = tune_start(task, fit, recipe=RECIPE)
     assert torch.equal(tuned.ends["metricopt"], tuned.ends["loss_finetune"])
-    assert "adapted" not in tuned.ends
     assert task.metric.ledger.spent_on["guard"] == 2
-
-
-@pytest.mark.outcome
-@pytest.mark.parametrize("learner", [NeuralLearner(iterations=200), RidgeLearner()])
-@pytest.mark.parametrize("factor", [0.3, -0.5])
-def test_adaptation_counts_its_queries_and_mends_an_f_of_another_goal(
-    quadratic: Callable[..., Any], learner: Any, factor: float
-) -> None:
-    mended = []
-    for seed in range(3):
-        task = quadratic(dtype=torch.float32)
-        recipe = replace(RECIPE, adapt_queries=4, learners=(learner,))
-        fit = learned(task, recipe, seed)
-        task.problem.goal = factor * task.goal
-        tuned = tune_start(task, fit, recipe=recipe, seed=seed)
-        assert task.metric.ledger.spent_on["adapt"] == 4
-        assert task.metric.ledger.spent_on["guard"] == 4
-        assert recipe.start_queries == 10
-        assert tuned.evaluations["adapted"].cost == task.true_cost(tuned.ends["adapted"])
-        mended.append(tuned.evaluations["adapted"].cost / tuned.evaluations["metricopt"].cost)
-    assert mean(mended) < 0.9  # at worst 0.22 ± 0.03
-
-
-def test_an_adapted_f_is_followed_and_its_queries_are_counted(quadratic: Callable[..., Any]) -> None:
-    task = quadratic(dtype=torch.float32)
-    fit, recipe = learned(task), replace(RECIPE, adapt_queries=4)
-    tuned = tune_start(task, fit, recipe=recipe, setting=(0.2, 0.3), seed=2)
-    assert task.metric.ledger.spent_on["adapt"] == 4
-    steps = torch.tensor([0, 2, 4, 6, 8, 10])
-    costs = torch.tensor([task.true_cost(phi) for phi in tuned.path[steps]])
-    adapted = AdaptedValueFunction(fit.f, tuned.path[steps], costs)
-    expected = finetune(task, metric_policy(adapted, recipe, (0.2, 0.3)), 10, 2)[-1]
-    assert torch.equal(tuned.ends["adapted"], expected)
-    assert tuned.evaluations["adapted"].cost == task.true_cost(expected)
 
 
 def test_refinement_goes_on_from_the_best_end(quadratic: Callable[..., Any]) -> None:
