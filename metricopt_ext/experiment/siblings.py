@@ -286,7 +286,7 @@ def training(
         make: Makes its task of the comparison's.
         tune: Tunes what it trained by queries of the task's metric; returns None where that does not apply.
         folder: Receives its files.
-        resume: Take what a finished training left there, and go on with one that a kill ended.
+        resume: Take what a finished training left there.
         callback: Notified of its progress.
     """
     callback = callback or Callback()
@@ -297,12 +297,8 @@ def training(
         training_task = make(own)
         trained = load_trained(training_task.copied().model, folder, name) if resume else None
         if trained is None:
-            unfinished = folder / f"{name}_training.safetensors"
-            if not resume:
-                unfinished.unlink(missing_ok=True)
-            trained = method.train(training_task, seed=seed, callback=callback, unfinished=unfinished)
+            trained = method.train(training_task, seed=seed, callback=callback)
             keep(trained, folder, name)
-            unfinished.unlink(missing_ok=True)
         queries, on_batches = sum(trained.queries.values()), sum(trained.batch_queries.values())
         yield Reached(trained.model, queries, queries, trained.seconds, batch_queries=on_batches)
         before, began = task.metric.ledger.spent, now()

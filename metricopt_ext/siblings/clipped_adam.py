@@ -1,7 +1,7 @@
 """Adam on gradients that are clipped by their norm before, on all parameters as one vector."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 import torch
@@ -49,16 +49,6 @@ class ClippedAdam:
         """Give each parameter memory of its own again."""
         for parameter in self.parameters:
             parameter.data = parameter.data.clone()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the moments, ``n`` each, and the number of steps; the parameters are the modules' own."""
-        return {"mean": self.mean, "square": self.square, "steps": torch.tensor(self.steps)}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` returned."""
-        self.mean.copy_(state["mean"])
-        self.square.copy_(state["square"])
-        self.steps = int(state["steps"])
 
     def step(self, loss: Tensor) -> None:
         """Descend a loss, a scalar, by one step.

@@ -2,20 +2,18 @@
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.runtime.identity import fingerprint
 from metricopt_ext.runtime.progress import Callback
-from metricopt_ext.siblings.training import TrainingTask, Trains
-from metricopt_ext.siblings.unfinished import History, Unfinished, difference
+from metricopt_ext.siblings.training import History, TrainingTask, Trains
 from metricopt_ext.utils.checks import check_integer
-from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.seeding import generator, seeded_streams
 
 
@@ -64,74 +62,48 @@ class Sibling(ABC):
         """Refuse a task that the method can't train, before any query; the model is left unchanged."""
 
     @abstractmethod
-    def run(
-        self, task: TrainingTask, seed: int, callback: Callback, left: Unfinished
-    ) -> tuple[Product | None, History]:
+    def run(self, task: TrainingTask, seed: int, callback: Callback) -> tuple[Product | None, History]:
         """Train ``task.model``, a copy in training mode, in place.
 
         torch's global stream is seeded, so that dropout may draw from it. Queries go through ``task.metric`` and
-        ``task.batch_metric`` alone, whose ledgers count them. A method that trains for longer than minutes keeps its
-        state by ``left``, and goes on from what a killed training left there.
+        ``task.batch_metric`` alone, whose ledgers count them.
 
         Returns:
             What was learned besides the model, and what was measured on the way.
         """
 
-    def identity(self, task: TrainingTask, seed: int) -> dict[str, Any]:
-        """Return what a training that goes on must have in common with the one that was killed, as JSON.
-
-        Of the data it is the first batch, and of a loss or a policy to begin with its weights.
-
-        Args:
-            task: What is trained; it is left unchanged.
-            seed: The training's seed.
-        """
-        batch, begin = task.batches(seed, 0, 0), getattr(self, "begin", None)
-        with evaluating(task.model), torch.no_grad():
-            _, labels = task.predict(task.model, batch)
-        parts = dict(enumerate(batch)) if isinstance(batch, tuple | list) else {}
-        return {
-            "method": repr(self),
-            "trains": task.trains,
-            "seed": seed,
-            "metric": task.metric.identity,
-            "batch metric": task.batch_metric.identity,
-            "first batch": fingerprint({"labels": labels, **{str(at): part for at, part in parts.items()}}),
-            "begin": None if begin is None else fingerprint(begin.state_dict()),
-        }
-
-    def train(
-        self, task: TrainingTask, *, seed: int = 0, callback: Callback | None = None, unfinished: Path | None = None
-    ) -> Trained:
+    def train(self, task: TrainingTask, *, seed: int = 0, callback: Callback | None = None) -> Trained:
         """Train a copy of the task's model; the task's own model and the global random streams stay as they are.
 
         Args:
             task: Model, batches and metrics. What is spent is charged to both metrics' ledgers as it is.
             seed: Seed of all draws.
             callback: Notified of progress.
-            unfinished: File where the state of a long training is kept, and gone on from if it exists; None for none.
 
         Raises:
             ValueError: The seed, or what `check` refuses.
             BudgetError: A ledger's budget ran out.
             MetricError: A metric failed.
             FloatingPointError: What is trained is no longer finite.
-            FileFormatError: The file is corrupt, or from another training.
         """
         check_integer(0, seed=seed)
         self.check(task)
         own, before, began = task.copied(), _spent(task), time.perf_counter()
-        left = Unfinished(own, {} if unfinished is None else self.identity(task, seed), unfinished)
         own.model.train()
         with seeded_streams(generator(seed, "sibling").initial_seed(), task.device):
-            product, history = self.run(own, seed, callback or Callback(), left)
+            product, history = self.run(own, seed, callback or Callback())
         own.model.eval()
         if task.device.type == "cuda":
             torch.cuda.synchronize()
-        queries, batch_queries = (difference(a, b) for a, b in zip(_spent(task), before, strict=True))
-        seconds = left.seconds + time.perf_counter() - began
+        queries, batch_queries = (_difference(a, b) for a, b in zip(_spent(task), before, strict=True))
+        seconds = time.perf_counter() - began
         return Trained(own.model, own.trains, product, queries, batch_queries, seconds, history)
 
 
 def _spent(task: TrainingTask) -> tuple[dict[str, int], dict[str, int]]:
     return dict(task.metric.ledger.spent_on), dict(task.batch_metric.ledger.spent_on)
+
+
+def _difference(after: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    """Return what was spent between two states of a ledger, by purpose."""
+    return {name: n - before.get(name, 0) for name, n in after.items() if n > before.get(name, 0)}

@@ -21,6 +21,9 @@ from metricopt_ext.utils.words import counted
 Trains = Literal["phi", "model"]
 TRAINS: tuple[Trains, ...] = ("phi", "model")
 
+# By name, what was measured on the way: pairs of an iteration and a value.
+History = dict[str, list[tuple[int, float]]]
+
 # (model, batch) -> scores ``n`` or ``n x c``, with their gradient, and labels ``n``.
 Predict = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 
@@ -129,14 +132,6 @@ class TrainingTask:
         if self.build is None:
             raise ValueError("build is None; an untrained model needs build(seed) -> model")
         return replace(self, model=self.build(seed), trains="model")
-
-    def finetuning(self) -> FinetuneTask:
-        """Return the task as one of finetuning phi, for methods that move a population of phi.
-
-        Raises:
-            AdapterError: All weights are trained, so there is no phi.
-        """
-        return FinetuneTask(Adapter(self.model), loss=self.loss, batches=self.batches, metric=self.metric)
 
     def predicted(self, batch: Any, model: nn.Module | None = None) -> tuple[Tensor, Tensor]:
         """Return what `predict` returns of a batch, unless NaN is among it that training has not brought about.

@@ -1,7 +1,6 @@
 """The sibling methods as methods of a comparison, and their settings."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ from metricopt_ext.siblings.sibling import Sibling
 from metricopt_ext.siblings.sl.set_loss import SetLoss
 from metricopt_ext.siblings.sl.surrogate_learning import SurrogateLearning
 from metricopt_ext.siblings.training import TrainingTask
-from metricopt_ext.siblings.unfinished import Unfinished
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -255,15 +253,10 @@ class Nudge(Sibling):
     """Adds 1 to the first parameter, and asks the batch metric three times and the metric once."""
 
     def __init__(self) -> None:
-        self.runs = self.earlier = 0
-        self.fails = False
+        self.runs = 0
 
-    def run(self, task: TrainingTask, seed: int, callback: Callback, left: Unfinished) -> tuple[None, dict[str, Any]]:
+    def run(self, task: TrainingTask, seed: int, callback: Callback) -> tuple[None, dict[str, Any]]:
         self.runs += 1
-        self.earlier, history = left.go_on("nudge")
-        left.keep("nudge", self.earlier + 1, history)
-        if self.fails:
-            raise FloatingPointError("killed")
         with torch.no_grad():
             task.parameters()[0].add_(1)
         for _ in range(3):
@@ -319,21 +312,6 @@ def test_a_finished_training_is_not_repeated_on_resume(nudged: Callable[..., Any
     assert again[0].seconds == first[0].seconds
     nudged(method, tuned=True)
     assert method.runs == 2
-
-
-def test_an_unfinished_training_goes_on_on_resume_alone(
-    nudged: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("metricopt_ext.siblings.unfinished.KEEP_EVERY", 0.0)
-    method = Nudge()
-    earlier = []
-    for fails, resume in ((True, False), (True, True), (True, False), (True, True), (False, True)):
-        method.fails = fails
-        with pytest.raises(FloatingPointError) if fails else nullcontext():
-            nudged(method, tuned=True, resume=resume)
-        earlier.append(method.earlier)
-    assert earlier == [0, 1, 0, 1, 2]
-    assert {path.name for path in tmp_path.iterdir()} == {"sl_r.json", "sl_r_model.safetensors"}
 
 
 @pytest.mark.parametrize("iterations", [2, 600, 30_000, 300_000])

@@ -49,18 +49,6 @@ def test_other_batches_replace_the_tasks(quadratic: Callable[..., Any]) -> None:
     assert of(quadratic(), batches=mine).batches(1, 2, 3) == (1, 2, 3)
 
 
-def test_finetuning_is_the_task_that_it_was_made_of(quadratic: Callable[..., Any]) -> None:
-    task = quadratic()
-    again = of(task).finetuning()
-    phi = torch.randn(2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for ours, theirs in zip(
-        again.loss_and_gradient(phi, 1, [0, 3], 2), task.loss_and_gradient(phi, 1, [0, 3], 2), strict=True
-    ):
-        assert torch.allclose(ours, theirs, rtol=0, atol=1e-14)
-    assert again.metric is task.metric
-    assert_refused(lambda: of(task, trains="model").finetuning(), AdapterError)
-
-
 def test_an_untrained_model_comes_from_its_seed(training_task: Callable[..., TrainingTask]) -> None:
     task = training_task("phi")
     first, again, other = (task.untrained(seed).model.state_dict() for seed in (3, 3, 4))

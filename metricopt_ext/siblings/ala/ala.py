@@ -25,8 +25,7 @@ from metricopt_ext.siblings.ala.loss_policy import ACTIONS, LossPolicy, Reinforc
 from metricopt_ext.siblings.ala.loss_reward import REWARDS, Reward, reward_cost
 from metricopt_ext.siblings.class_labels import class_labels
 from metricopt_ext.siblings.sibling import Sibling
-from metricopt_ext.siblings.training import TrainingTask
-from metricopt_ext.siblings.unfinished import History, Unfinished
+from metricopt_ext.siblings.training import History, TrainingTask
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.seeding import generator
@@ -184,9 +183,7 @@ class AdaptiveLossAlignment(Sibling):
             )
         return DistanceMixture() if self.loss == DistanceMixture.family else FocalWeighting(self.offset)
 
-    def run(
-        self, task: TrainingTask, seed: int, callback: Callback, left: Unfinished
-    ) -> tuple[LossPolicy | None, History]:
+    def run(self, task: TrainingTask, seed: int, callback: Callback) -> tuple[LossPolicy | None, History]:
         """Train the children and the policy; the best child's weights become the task's model's.
 
         Returns:

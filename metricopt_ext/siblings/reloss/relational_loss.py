@@ -14,7 +14,7 @@ from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.learned_metric import metric_identity
 from metricopt_ext.siblings.reloss.ranked_batches import RankedBatches, true_class_log_probability
 from metricopt_ext.siblings.reloss.soft_spearman import soft_spearman, spearman
-from metricopt_ext.siblings.unfinished import History
+from metricopt_ext.siblings.training import History
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
 from metricopt_ext.utils.files import content_of, module_of, read_tensors, write_tensors
 from metricopt_ext.utils.seeding import generator

@@ -12,8 +12,7 @@ from metricopt_ext.siblings.learned_metric import check_metric
 from metricopt_ext.siblings.reloss.ranked_batches import BatchSource, at_least_single, true_class_log_probability
 from metricopt_ext.siblings.reloss.relational_loss import RelationalLoss, RelationalTraining
 from metricopt_ext.siblings.sibling import Sibling
-from metricopt_ext.siblings.training import TrainingTask
-from metricopt_ext.siblings.unfinished import History, Unfinished
+from metricopt_ext.siblings.training import History, TrainingTask
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.modes import evaluating
 
@@ -70,9 +69,7 @@ class ReLoss(Sibling):
         if self.begin is not None:
             check_metric("the loss to begin with ranks by", self.begin, task.batch_metric)
 
-    def run(
-        self, task: TrainingTask, seed: int, callback: Callback, left: Unfinished
-    ) -> tuple[RelationalLoss, History]:
+    def run(self, task: TrainingTask, seed: int, callback: Callback) -> tuple[RelationalLoss, History]:
         """Learn the loss, unless there is one, and train the model by it.
 
         Returns:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from metricopt_ext.siblings.learned_metric import metric_identity
 from metricopt_ext.siblings.random_batches import first_defined
 from metricopt_ext.siblings.sl.best_threshold import check_thresholds, lowest_cost
 from metricopt_ext.siblings.sl.set_network import EPSILON, NETWORKS, Network, SetNetwork, forward, to_weights
-from metricopt_ext.siblings.unfinished import History, Unfinished
+from metricopt_ext.siblings.training import History
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.utils.checks import check_above, check_finite, check_integer
 from metricopt_ext.utils.files import content_of, module_of, read_tensors, write_tensors
@@ -181,7 +181,6 @@ class UniversalTraining:
         *,
         seed: int = 0,
         callback: Callback | None = None,
-        left: Unfinished | None = None,
     ) -> History:
         """Train a surrogate in place, ``steps`` queries of the batch metric, or ``thresholds`` times as many.
 
@@ -191,7 +190,6 @@ class UniversalTraining:
             size: N, labels in a batch.
             seed: Seed of the batches.
             callback: Notified of progress.
-            left: Keeps the state, of a training that this is the first stage of.
 
         A batch on which the metric fails, as a class is missing, is drawn again.
 
@@ -203,11 +201,9 @@ class UniversalTraining:
             MetricError: The metric failed where no class is missing, or on too many batches in a row.
         """
         callback, every = callback or Callback(), max(1, self.steps // self.records)
+        history: list[tuple[int, float]] = []
         with ClippedAdam(surrogate.parameters(), self.lr, self.clip) as optimizer:
-            parts: dict[str, Any] = {"surrogate": surrogate, "optimizer": optimizer}
-            first, history = left.go_on("universal", **parts) if left is not None else (0, {})
-            history.setdefault("universal", [])
-            for step, (scores, labels) in enumerate(self.batches(surrogate, size, seed, first), first):
+            for step, (scores, labels) in enumerate(self.batches(surrogate, size, seed)):
                 scores, labels, true = first_defined(
                     chain([(scores, labels)], self._again(surrogate, size, seed, step)),
                     lambda drawn, of_drawn: lowest_cost(metric, drawn, of_drawn, self.thresholds, "universal"),
@@ -218,18 +214,16 @@ class UniversalTraining:
                 distance, gradients = surrogate.distance(scores, labels, true)
                 optimizer.descend(gradients)
                 if step % every == 0 or step == self.steps - 1:
-                    history["universal"].append((step, finite(distance, step)))
+                    history.append((step, finite(distance, step)))
                 if step % max(1, self.steps // 20) == 0:
                     callback.stage(f"SL, universal, {100 * step // self.steps}%")
-                if left is not None:
-                    left.keep("universal", step + 1, history, **parts)
-        return history
+        return {"universal": history}
 
-    def batches(self, surrogate: SetLoss, size: int, seed: int, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Draw scores, ``N`` or ``N x C``, and labels, ``N``, for each step from the first on."""
-        for at in range(first - first % BLOCK, self.steps, BLOCK):
+    def batches(self, surrogate: SetLoss, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Draw scores, ``N`` or ``N x C``, and labels, ``N``, for each step."""
+        for at in range(0, self.steps, BLOCK):
             rng, n = generator(seed, "universal", at), min(BLOCK, self.steps - at)
-            yield from islice(self._drawn(surrogate, n, size, rng), max(0, first - at), None)
+            yield from self._drawn(surrogate, n, size, rng)
 
     def _again(self, surrogate: SetLoss, size: int, seed: int, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Draw further batches for a step, one by one, from a stream of their own."""

@@ -15,8 +15,7 @@ from metricopt_ext.siblings.sibling import Sibling
 from metricopt_ext.siblings.sl.best_threshold import check_thresholds, lowest_cost
 from metricopt_ext.siblings.sl.set_loss import SetLoss, UniversalTraining, check_network, finite
 from metricopt_ext.siblings.sl.set_network import Network
-from metricopt_ext.siblings.training import TrainingTask
-from metricopt_ext.siblings.unfinished import History, Part, Unfinished
+from metricopt_ext.siblings.training import History, TrainingTask
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.words import counted
@@ -24,7 +23,6 @@ from metricopt_ext.utils.words import counted
 Surrogate = Literal["universal", "scratch", "refined"]
 Judged = Literal["training", "evaluation"]
 First = Literal["model", "surrogate"]
-ALTERNATING = "alternating"  # the stage of Algorithm 1
 SURROGATES: tuple[Surrogate, ...] = ("universal", "scratch", "refined")
 JUDGED: tuple[Judged, ...] = ("training", "evaluation")
 FIRST: tuple[First, ...] = ("model", "surrogate")
@@ -134,7 +132,7 @@ class SurrogateLearning(Sibling):
             )
         check_metric("the surrogate to begin with stands for", self.begin, task.batch_metric)
 
-    def run(self, task: TrainingTask, seed: int, callback: Callback, left: Unfinished) -> tuple[SetLoss, History]:
+    def run(self, task: TrainingTask, seed: int, callback: Callback) -> tuple[SetLoss, History]:
         """Train the model and, but for a universal one, the surrogate; returns the surrogate and the history.
 
         Returns:
@@ -147,37 +145,20 @@ class SurrogateLearning(Sibling):
         history: History = {}
         if self.begin is not None:
             surrogate.load_state_dict(self.begin.state_dict())
-        elif self.surrogate != "scratch" and left.stage != ALTERNATING:
+        elif self.surrogate != "scratch":
             universal = replace(self.universal, thresholds=self.thresholds)
-            history = universal.learn(surrogate, metric, size, seed=seed, callback=callback, left=left)
-        return surrogate, self.alternate(task, surrogate, seed, callback, left, history)
+            history = universal.learn(surrogate, metric, size, seed=seed, callback=callback)
+        return surrogate, history | self.alternate(task, surrogate, seed, callback)
 
-    def alternate(
-        self,
-        task: TrainingTask,
-        surrogate: SetLoss,
-        seed: int,
-        callback: Callback,
-        left: Unfinished,
-        earlier: History | None = None,
-    ) -> History:
-        """Run Algorithm 1 on the task's model and a surrogate, both in place; a universal one stays as it is.
-
-        Returns:
-            The earlier history, and what this one measured.
-        """
-        every = max(1, self.iterations // self.records)
-        steps = self.model_steps + (self.surrogate_steps if self.surrogate != "universal" else 0)
+    def alternate(self, task: TrainingTask, surrogate: SetLoss, seed: int, callback: Callback) -> History:
+        """Run Algorithm 1 on the task's model and a surrogate, both in place; a universal one stays as it is."""
+        every, step = max(1, self.iterations // self.records), 0
+        history: History = {"surrogate": [], "distance": [], "metric": []}
         judged = {self.iterations * (i + 1) // self.evals - 1 for i in range(self.evals)}
         with (
             ClippedAdam(task.parameters(), self.model_lr, self.clip) as alpha,
             ClippedAdam(surrogate.parameters(), self.surrogate_lr, self.clip) as beta,
         ):
-            parts: dict[str, Part] = {"surrogate": surrogate, "alpha": alpha, "beta": beta}
-            first, history = left.go_on(ALTERNATING, **parts)
-            if first == 0:
-                history = {**(earlier or {}), "surrogate": [], "distance": [], "metric": []}
-            step = first * steps
             surrogate.requires_grad_(False)  # autograd is for the model's steps; the surrogate's have their gradients
 
             def batch() -> Any:
@@ -203,7 +184,7 @@ class SurrogateLearning(Sibling):
             )
             if self.first == "surrogate":
                 turns = dict(reversed(turns.items()))
-            for iteration in range(first, self.iterations):
+            for iteration in range(self.iterations):
                 kept = iteration % every == 0 or iteration == self.iterations - 1
                 for name, turn in turns.items():
                     reached = turn()
@@ -214,7 +195,6 @@ class SurrogateLearning(Sibling):
                     history["metric"].append((iteration, value))
                 if iteration % max(1, self.iterations // 20) == 0:
                     callback.stage(f"SL, {100 * iteration // self.iterations}%")
-                left.keep(ALTERNATING, iteration + 1, history, **parts)
         surrogate.requires_grad_(True)
         return {name: points for name, points in history.items() if points}
 

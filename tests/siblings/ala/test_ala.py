@@ -17,7 +17,6 @@ from metricopt_ext.siblings.ala import ala
 from metricopt_ext.siblings.ala.ala import AdaptiveLossAlignment, Child, discounted_sum
 from metricopt_ext.siblings.ala.loss_policy import LossPolicy, load_loss_policy
 from metricopt_ext.siblings.training import TrainingTask
-from metricopt_ext.siblings.unfinished import Unfinished
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.seeding import generator
@@ -93,7 +92,7 @@ def test_it_is_algorithm_1(trains: Any, optimizer: Any, training_task: Make) -> 
     started = LossPolicy("classes", 2)
     task.model.train()
     own = task.copied()
-    policy, history = replace(method, begin=started).run(own, 5, Callback(), Unfinished(own, {}))
+    policy, history = replace(method, begin=started).run(own, 5, Callback())
 
     # The same, line by line.
     theirs = LossPolicy("classes", 2)

@@ -18,7 +18,6 @@ from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.sl.set_loss import SetLoss, UniversalTraining
 from metricopt_ext.siblings.sl.surrogate_learning import SurrogateLearning
 from metricopt_ext.siblings.training import TrainingTask
-from metricopt_ext.siblings.unfinished import Unfinished
 
 RATES: dict[str, Any] = {"model_lr": 0.02, "surrogate_lr": 0.03, "clip": 0.1}
 
@@ -84,7 +83,7 @@ def test_it_is_algorithm_1(
     plain, plain_net = task.copied(), copy.deepcopy(net)
     expected = algorithm_1(plain, plain_net, method, seed=2)
     task.model.train()
-    history = method.alternate(task, net, 2, Callback(), Unfinished(task, {}))
+    history = method.alternate(task, net, 2, Callback())
     for (name, a), b in zip(task.model.state_dict().items(), plain.model.state_dict().values(), strict=True):
         assert torch.allclose(a, b, rtol=0, atol=1e-9), name
     for a, b in zip(net.parameters(), plain_net.parameters(), strict=True):
@@ -114,7 +113,7 @@ def test_each_reading_of_the_authors_code_is_what_it_says(
     expected = algorithm_1(plain, plain_net, method, seed=2)
     task.model.train()
     before = task.batch_metric.ledger.spent
-    history = method.alternate(task, net, 2, Callback(), Unfinished(task, {}))
+    history = method.alternate(task, net, 2, Callback())
     assert task.batch_metric.ledger.spent - before == 40 * max(1, method.thresholds)
     assert task.model.training
     for (name, a), b in zip(net.state_dict().items(), plain_net.state_dict().values(), strict=True):
