@@ -69,11 +69,6 @@ class ClassifierAdapterConfig(AdapterConfig):
         """Whether phi has offsets, whose number only the model says."""
         return self.outputs or self.kind == "outputs"
 
-    @property
-    def known_dim(self) -> int | None:
-        """The dimension of phi; None if only the model says it."""
-        return None if self.acts_on_logits else self.dim
-
 
 @dataclass
 class MetricConfig(BesidesConfig):

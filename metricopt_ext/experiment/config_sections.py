@@ -22,11 +22,6 @@ class AdapterConfig:
     layers: list[str] = field(default_factory=list)  # name patterns; empty: all norms
     dim: int = 16
 
-    @property
-    def known_dim(self) -> int | None:
-        """The dimension of phi; None if only the model says it."""
-        return self.dim
-
 
 @dataclass
 class TrainingConfig:
