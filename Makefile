@@ -190,14 +190,14 @@ benchmarks-smoke: $(STAMP)  ## run each command of benchmarks/ once at toy size,
 	.venv/bin/python benchmarks/measure_ap50.py --images 20 --detections 30 --classes 4 --repeats 1 --output-dir $(SMOKE)/ap50
 	.venv/bin/python benchmarks/measure_assess.py --output-dir $(SMOKE)/assess --seeds 1-2 digits_plain noise --override device=cpu --override model.epochs=1
 	.venv/bin/python benchmarks/measure_checkpoints.py --config-file configs/detection/scenes_torchvision.yaml --output-dir $(SMOKE)/checkpoints --checkpoints 2 device=cpu seeds=1 workers=1 model.steps=4 'data.images=[4,4,4]' 'methods=[]'
-	.venv/bin/python benchmarks/measure_correlation.py --config-file benchmarks/configs/siblings/reloss_digits.yaml --output-dir $(SMOKE)/correlation device=cpu seeds=1 workers=1 siblings.reloss.training=12 siblings.reloss.heldout=4 siblings.reloss.checkpoints=3 siblings.reloss.checkpoint_steps=4 siblings.reloss.loss_steps=2 siblings.reloss.loss_batches=6
+	.venv/bin/python benchmarks/measure_correlation.py --config-file benchmarks/configs/siblings/reloss_digits.yaml --output-dir $(SMOKE)/correlation device=cpu seeds=1 workers=1 siblings.reloss.source.training=12 siblings.reloss.source.heldout=4 siblings.reloss.source.checkpoints.count=3 siblings.reloss.source.checkpoints.steps=4 siblings.reloss.training.steps=2 siblings.reloss.training.batches=6
 	.venv/bin/python benchmarks/measure_cost.py --output-dir $(SMOKE)/cost --repeats 6
 	.venv/bin/python benchmarks/measure_recall.py --size 600 --dim 16 --k 120 --output-dir $(SMOKE)/recall
 	.venv/bin/python benchmarks/measure_scale.py --queries 20 --images 60
 	.venv/bin/python benchmarks/measure_search.py --task classification $(TOY) --output-dir $(SMOKE)/search --budgets 20 $(TINY) seeds=2 queries=30
 	.venv/bin/python benchmarks/measure_transfer.py --task classification $(TOY) --output-dir $(SMOKE)/transfer --learners recipe --to model.name=measure_transfer:wide_cnn model.folder=benchmarks --both $(TINY) $(RECIPE) queries=60
 	.venv/bin/python benchmarks/reproduce_figure3.py --output-dir $(SMOKE)/figure3 --tasks 4 6 --held-out 3 --starts 2 $(TABLE) metric.name=aucpr seeds=1 device=cpu model.epochs=5 adapter.dim=4 finetune.steps=6 method.evals=3
-	.venv/bin/python tools/finetune_classifier.py $(TOY) --output-dir $(SMOKE)/sibling $(TINY) $(TABLE) 'methods=[sl_r]' siblings.trains=phi siblings.threshold_evals=7 siblings.sl.iterations=4 siblings.sl.universal_steps=6 siblings.sl.evals=2 queries=30 search_queries=0 pictures=false
+	.venv/bin/python tools/finetune_classifier.py $(TOY) --output-dir $(SMOKE)/sibling $(TINY) $(TABLE) 'methods=[sl_r]' siblings.trains=phi siblings.threshold_evals=7 siblings.sl.iterations=4 siblings.sl.universal.steps=6 siblings.sl.evals=2 queries=30 search_queries=0 pictures=false
 	.venv/bin/python benchmarks/published_cifar.py --toy --output-dir $(SMOKE)/published
 	.venv/bin/python tools/compare.py --config-file benchmarks/configs/published/noise.yaml --output-dir $(SMOKE)/noise data.root=$(SMOKE)/published/noise.npz $(PUBLISHED)
 	.venv/bin/python benchmarks/ratios.py --smoke --output $(SMOKE)/ratios.json

@@ -39,7 +39,7 @@ from metricopt_ext.experiment.cli import RUNS_CODE
 from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.correlation import CorrelationReport, correlation_report
 from metricopt_ext.experiment.seeds import paired_interval, spread
-from metricopt_ext.experiment.siblings import ReLossConfig, SiblingsConfig
+from metricopt_ext.experiment.siblings import SiblingsConfig
 from metricopt_ext.experiment.style import direction, markdown_table, new_figure, print_table, save_figure
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.plain import in_markdown, plain
@@ -48,6 +48,7 @@ from metricopt_ext.runtime.parallel import run_seeds
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.reloss.ranked_batches import true_class_log_probability
 from metricopt_ext.siblings.reloss.relational_loss import RelationalLoss
+from metricopt_ext.siblings.reloss.reloss import ReLoss
 from metricopt_ext.siblings.training import TrainingTask
 from metricopt_ext.tasks.batches import BlockBatches
 from metricopt_ext.utils.config import load_config
@@ -87,7 +88,7 @@ def measure_correlation(config: ClassificationConfig, folder: Path) -> dict[str,
         machine = Machine.current(choose_device(config.device), config.threads)
         open_run(folder, {**config.as_dict(), "computed_on": str(machine)}, resume=True, files=config.data_files())
         run = partial(run_seed, config, folder)
-        most = reloss.training + reloss.heldout
+        most = reloss.source.training + reloss.source.heldout
         rows = run_seeds(run, seeds, queries=most, workers=config.workers, threads=config.threads, metric="Spearman")
     losses = list(rows[0]["correlations"])
     baselines = [name for name in losses if name != "ReLoss"]
@@ -125,15 +126,17 @@ def measure_correlation(config: ClassificationConfig, folder: Path) -> dict[str,
     return content
 
 
-def settings_of(config: ClassificationConfig) -> tuple[SiblingsConfig, ReLossConfig]:
+def settings_of(config: ClassificationConfig) -> tuple[SiblingsConfig, ReLoss]:
     """Return how ReLoss learns.
 
     Raises:
         ConfigError: It is not among the config's methods, so that there are no settings of it.
     """
-    if config.siblings is None or config.siblings.reloss is None:
+    if config.siblings is None or "reloss" not in config.methods:
         raise ConfigError(f"methods={config.methods}: it must name reloss, whose settings are read here")
-    return config.siblings, config.siblings.reloss
+    method = config.siblings.build("reloss")
+    assert isinstance(method, ReLoss)
+    return config.siblings, method
 
 
 def gain_note(baseline: str, gain: Any, gains: list[float]) -> str:
@@ -173,9 +176,9 @@ def learn_and_judge(config: ClassificationConfig, folder: Path, seed: int, callb
     )
     began = time.perf_counter()
     with seeded_streams(seed, device):
-        loss = RelationalLoss(spec.name, reloss.absolute).to(task.parameters()[0])
-        training, heldout = reloss.source().draw(task, seed, callback)
-        history = reloss.relational_training().learn(loss, training, heldout, seed=seed, callback=callback)
+        loss = RelationalLoss(spec.name, reloss.training.absolute).to(task.parameters()[0])
+        training, heldout = reloss.source.draw(task, seed, callback)
+        history = reloss.training.learn(loss, training, heldout, seed=seed, callback=callback)
     seconds = time.perf_counter() - began
     loss.save(folder / f"seed-{seed}.safetensors")
     callback.stage("another network")
@@ -209,7 +212,7 @@ def judged(
     siblings, reloss = settings_of(config)
     rows, outputs = stratified_parts(test.y, siblings.batch_size, seed), []
     with seeded_streams(seed + OTHER, task.device):
-        for model in reloss.source().checkpoints.models(task, seed + OTHER):
+        for model in reloss.source.checkpoints.models(task, seed + OTHER):
             with torch.no_grad():
                 outputs += [(model(test.x[part]), test.y[part]) for part in rows]
     metric = task.batch_metric.with_new_ledger()

@@ -4,219 +4,77 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import nn
 
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.experiment.brought_sections import brought_by, read_by, refuse_unread
+from metricopt_ext.experiment.brought_sections import either
 from metricopt_ext.experiment.correlation import ScoreLoss
-from metricopt_ext.experiment.method import METHODS, SIBLINGS, Baseline, Reached, Started, now, siblings_of
+from metricopt_ext.experiment.method import METHODS, SIBLINGS, Baseline, Reached, Started, now
 from metricopt_ext.experiment.style import new_figure, save_figure
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.ala.ala import AdaptiveLossAlignment
 from metricopt_ext.siblings.ala.loss_policy import load_loss_policy
-from metricopt_ext.siblings.checkpoints import Checkpoints
 from metricopt_ext.siblings.kept import Measured, keep, load_trained
-from metricopt_ext.siblings.reloss.ranked_batches import BatchSource, RandomOutputs
-from metricopt_ext.siblings.reloss.relational_loss import RelationalTraining, load_relational_loss
+from metricopt_ext.siblings.reloss.relational_loss import load_relational_loss
 from metricopt_ext.siblings.reloss.reloss import ReLoss
 from metricopt_ext.siblings.sibling import Sibling
-from metricopt_ext.siblings.sl.set_loss import UniversalTraining, load_set_loss
+from metricopt_ext.siblings.sl.set_loss import load_set_loss
 from metricopt_ext.siblings.sl.surrogate_learning import SurrogateLearning
 from metricopt_ext.siblings.training import TrainingTask
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
-from metricopt_ext.utils.config import config_section, is_optional_section
-from metricopt_ext.utils.described import read_shaped
+from metricopt_ext.utils.config import config_section
+from metricopt_ext.utils.described import changed, read_shaped
 from metricopt_ext.utils.extras import require
 
 TRAINS = ("phi", "model", "scratch")
 
 
-@dataclass
-class SLConfig:
-    """The fields of `SurrogateLearning` that a run may set; see there. The defaults are the paper's."""
-
-    iterations: int = SurrogateLearning.iterations
-    model_steps: int = SurrogateLearning.model_steps  # K_alpha
-    surrogate_steps: int = SurrogateLearning.surrogate_steps  # K_beta
-    model_lr: float = SurrogateLearning.model_lr
-    surrogate_lr: float = SurrogateLearning.surrogate_lr
-    clip: float = UniversalTraining.clip or 0.0  # largest norm of a gradient; 0: no limit
-    universal_steps: int = UniversalTraining.steps
-    universal_lr: float = UniversalTraining.lr
-    # sl_u, sl_r: a universal surrogate (sl_u.safetensors of another run) to begin with; what it cost is not counted
-    begin: str = field(default="", metadata=read_by("sl_u", "sl_r"))
-    network: str = SurrogateLearning.network  # plain, or published: the authors' code's, as are the other three's
-    thresholds: int = SurrogateLearning.thresholds  # of a single logit: 0, or 100 percentiles of a batch, a query each
-    # sl_s, sl_r: training, or evaluation: without dropout, while the surrogate learns
-    judged: str = field(default=SurrogateLearning.judged, metadata=read_by("sl_s", "sl_r"))
-    # sl_s, sl_r: model, or surrogate: whose steps come first in an iteration
-    first: str = field(default=SurrogateLearning.first, metadata=read_by("sl_s", "sl_r"))
-    evals: int = SurrogateLearning.evals  # validation queries for the history, which decide nothing
-
-    def build(self, method: SurrogateLearning) -> SurrogateLearning:
-        """Return a method with these settings.
-
-        Raises:
-            ValueError: A value is out of range.
-            FileFormatError: The surrogate to begin with can't be read.
-        """
-        clip = self.clip or None
-        return replace(
-            method,
-            iterations=self.iterations,
-            model_steps=self.model_steps,
-            surrogate_steps=self.surrogate_steps,
-            model_lr=self.model_lr,
-            surrogate_lr=self.surrogate_lr,
-            clip=clip,
-            universal=UniversalTraining(self.universal_steps, lr=self.universal_lr, clip=clip),
-            begin=load_set_loss(self.begin) if self.begin and method.surrogate != "scratch" else None,
-            network=self.network,  # type: ignore[arg-type]
-            thresholds=self.thresholds,
-            judged=self.judged,  # type: ignore[arg-type]
-            first=self.first,  # type: ignore[arg-type]
-            evals=self.evals,
-        )
-
-
-@dataclass
-class ReLossConfig:
-    """The fields of `ReLoss`, and of what it consists of, that a run may set; see there."""
-
-    steps: int = ReLoss.steps  # of the model
-    lr: float = ReLoss.lr
-    training: int = BatchSource.training  # batches that the loss is learned from, one batch query each
-    heldout: int = BatchSource.heldout  # batches that it is chosen by, likewise
-    random: float = BatchSource.random  # p, the probability that a batch is random rather than a checkpoint's
-    scale: float = RandomOutputs.scale  # random logits are uniform in [-scale, scale]
-    checkpoints: int = Checkpoints.count
-    checkpoint_steps: int = Checkpoints.steps  # of the network that the checkpoints are of
-    checkpoint_lr: float = Checkpoints.lr
-    loss_steps: int = RelationalTraining.steps  # of the learned loss
-    loss_batches: int = RelationalTraining.batches  # N, batches that are ranked in a step
-    loss_lr: float = RelationalTraining.lr
-    weight_decay: float = RelationalTraining.weight_decay
-    penalty: float = RelationalTraining.penalty  # lambda
-    gradient: str = RelationalTraining.gradient  # whose norm it is of: probabilities (a batch's), logits (an example's)
-    absolute: bool = RelationalTraining.absolute  # whether the loss is the mean of the network's absolute values
-    steepness: float = RelationalTraining.steepness  # of the soft ranks
-    # A learned loss (reloss.safetensors of another run) instead of learning one; what it cost is not counted
-    begin: str = ""
-    evals: int = ReLoss.evals  # validation queries for the history, which decide nothing
-
-    def build(self, method: ReLoss) -> ReLoss:
-        """Return a method with these settings.
-
-        Raises:
-            ValueError: A value is out of range.
-            FileFormatError: The loss to begin with can't be read.
-        """
-        begin = load_relational_loss(self.begin) if self.begin else None
-        if begin is not None and self.absolute and not begin.absolute:
-            raise ValueError(
-                f"absolute is {self.absolute}, but the loss in {self.begin}, which is not learned anew, has no absolute"
-                " values; leave absolute or begin out"
-            )
-        return replace(
-            method,
-            source=self.source(),
-            training=self.relational_training(),
-            begin=begin,
-            steps=self.steps,
-            lr=self.lr,
-            evals=self.evals,
-        )
-
-    def source(self) -> BatchSource:
-        """Return where the batches come from."""
-        checkpoints = Checkpoints(self.checkpoint_steps, self.checkpoint_lr, self.checkpoints)
-        return BatchSource(self.training, self.heldout, self.random, RandomOutputs(self.scale), checkpoints)
-
-    def relational_training(self) -> RelationalTraining:
-        """Return how the loss is learned from them."""
-        require("diffsort")  # which ranks batches once a network is trained
-        return RelationalTraining(
-            self.loss_steps,
-            self.loss_batches,
-            self.loss_lr,
-            weight_decay=self.weight_decay,
-            penalty=self.penalty,
-            gradient=self.gradient,  # type: ignore[arg-type]
-            absolute=self.absolute,
-            steepness=self.steepness,
-        )
-
-
-@dataclass
-class ALAConfig:
-    """The fields of `AdaptiveLossAlignment` that a run may set; see there. The defaults are the paper's."""
-
-    iterations: int = AdaptiveLossAlignment.iterations  # of each child, a multiple of action_steps
-    action_steps: int = AdaptiveLossAlignment.action_steps  # K
-    reward_evals: int = AdaptiveLossAlignment.reward_evals  # validation queries of each child for each action
-    gamma: float = AdaptiveLossAlignment.gamma
-    beta: float = AdaptiveLossAlignment.beta  # 0: the loss stays as it begins
-    children: int = AdaptiveLossAlignment.children
-    history: int = AdaptiveLossAlignment.history
-    validation_batches: int = AdaptiveLossAlignment.validation_batches
-    memory: int = AdaptiveLossAlignment.memory
-    decay: float = AdaptiveLossAlignment.decay
-    policy_lr: float = AdaptiveLossAlignment.policy_lr
-    model_lr: float = AdaptiveLossAlignment.model_lr
-    optimizer: str = AdaptiveLossAlignment.optimizer  # sgd or adam
-    momentum: float = AdaptiveLossAlignment.momentum
-    # ala: sigmoid, or none for the cross-entropy at Phi = I
-    link: str = field(default=AdaptiveLossAlignment.link, metadata=read_by("ala"))
-    # ala: smallest correlation of classes; 0 where a negative one lets the loss fall without the right class
-    lowest: float = field(default=AdaptiveLossAlignment.lowest, metadata=read_by("ala"))
-    offset: float = field(default=AdaptiveLossAlignment.offset, metadata=read_by("ala_focal"))  # ala_focal: alpha
-    begin: str = ""  # a policy (ala.safetensors of another run) to begin with; what it cost is not counted
-    learn: bool = AdaptiveLossAlignment.learn  # false: the policy stays as it is, with children=1 and no query
-    # ala: policy, or confusion: Eq. 7's matrix for Phi, a baseline, with learn=false and children=1
-    controller: str = field(default=AdaptiveLossAlignment.controller, metadata=read_by("ala"))
-    # What the reward is of: validation_metric, validation_loss, train_metric (batch queries) or train_loss
-    reward: str = AdaptiveLossAlignment.reward
-    reward_batches: int = AdaptiveLossAlignment.reward_batches  # that the last three are of
-
-    def build(self, method: AdaptiveLossAlignment, fresh_children: bool) -> AdaptiveLossAlignment:
-        """Return a method with these settings.
-
-        Args:
-            method: The method.
-            fresh_children: Whether all children begin with random weights of their own.
-
-        Raises:
-            ValueError: A value is out of range.
-            FileFormatError: The policy to begin with can't be read.
-        """
-        begin = load_loss_policy(self.begin) if self.begin else None
-        return replace(method, **{**vars(self), "begin": begin, "fresh_children": fresh_children})
+# By argument, the methods that alone read it of those that share a section.
+READERS = {
+    "begin": ("sl_u", "sl_r", "reloss", "reloss_only", "ala", "ala_mixture", "ala_focal"),
+    "judged": ("sl_s", "sl_r"),
+    "first": ("sl_s", "sl_r"),
+    "link": ("ala",),
+    "lowest": ("ala",),
+    "controller": ("ala",),
+    "offset": ("ala_focal",),
+}
+OWN = ("surrogate", "cross_entropy", "loss", "fresh_children")  # what tells the methods of a section apart
 
 
 @dataclass
 class EmbedderSiblingsConfig:
-    """How the sibling methods among ``methods`` run that train embedders; a section is there for those that read it."""
+    """How the sibling methods among ``methods`` run that train embedders."""
 
     # What they train: phi (the model stays frozen), model (all weights, from the trained model on) or scratch (all
     # weights of an untrained one, as in their papers).
     trains: str = "phi"
-    ala: ALAConfig | None = field(default=None, metadata=brought_by("ala", *siblings_of("embedders")))
+    # Arguments of `AdaptiveLossAlignment`, e.g. {children: 4}; begin is a file, ala.safetensors of another run
+    ala: dict[str, Any] = field(default_factory=dict)
 
     def build(self, name: str) -> Sibling:
         """Return a method of `SIBLINGS` with these settings.
 
         Raises:
-            ConfigError: A value is out of range.
+            ConfigError: An argument is unknown, of another type or out of range.
             FileFormatError: A file can't be read.
         """
         method = SIBLINGS[name]
-        if isinstance(method, AdaptiveLossAlignment):
-            with config_section("siblings.ala"):
-                return (self.ala or ALAConfig()).build(method, fresh_children=self.trains == "scratch")
-        return method
+        section, load = _section_of(method)
+        given = dict(getattr(self, section))
+        if isinstance(method, ReLoss):
+            require("diffsort")  # which ranks batches once a network is trained
+        elif isinstance(method, AdaptiveLossAlignment):
+            method = replace(method, fresh_children=self.trains == "scratch")
+        with config_section(f"siblings.{section}"):
+            begin = given.pop("begin", None)
+            if begin and name in READERS["begin"]:
+                given["begin"] = load(begin)
+            return changed(method, given, OWN)
 
     def check(self, names: list[str]) -> None:
         """Reject what would only fail after work has been done.
@@ -230,9 +88,15 @@ class EmbedderSiblingsConfig:
         """
         if self.trains not in TRAINS:
             raise ConfigError(f"siblings.trains={self.trains!r}: it must be one of {', '.join(TRAINS)}")
-        for section in fields(self):
-            if is_optional_section(section.type):
-                refuse_unread(getattr(self, section.name), f"siblings.{section.name}", names)
+        for section in (each.name for each in fields(self) if isinstance(getattr(self, each.name), dict)):
+            sharing = [name for name, method in SIBLINGS.items() if _section_of(method)[0] == section]
+            for key, value in getattr(self, section).items():
+                readers = [name for name in sharing if name in READERS.get(key, sharing)]
+                if not {*readers} & {*names}:
+                    raise ConfigError(
+                        f"siblings.{section}.{key}={value} is a key of {either(readers)} among methods; this run has"
+                        f" methods=[{','.join(names)}]: leave it out"
+                    )
         for name in names:
             self.build(name)
 
@@ -244,19 +108,9 @@ class SiblingsConfig(EmbedderSiblingsConfig):
     batch_size: int = 100  # of batches with an equal share of each class
     # Queries for the threshold on a single logit, once trained; 0: none, as for metrics of the order alone (auc, ...)
     threshold_evals: int = 101
-    sl: SLConfig | None = field(default=None, metadata=brought_by("sl_u", "sl_s", "sl_r"))
-    reloss: ReLossConfig | None = field(default=None, metadata=brought_by("reloss", "reloss_only"))
-
-    def build(self, name: str) -> Sibling:
-        """Return a method of `SIBLINGS` with these settings; see `EmbedderSiblingsConfig.build`."""
-        method = SIBLINGS[name]
-        if isinstance(method, SurrogateLearning):
-            with config_section("siblings.sl"):
-                return (self.sl or SLConfig()).build(method)
-        if isinstance(method, ReLoss):
-            with config_section("siblings.reloss"):
-                return (self.reloss or ReLossConfig()).build(method)
-        return super().build(name)
+    # Arguments of `SurrogateLearning` and of `ReLoss`, e.g. {iterations: 30000, universal: {steps: 300000}}
+    sl: dict[str, Any] = field(default_factory=dict)
+    reloss: dict[str, Any] = field(default_factory=dict)
 
     def check(self, names: list[str]) -> None:
         """Reject what would only fail after work has been done; see `EmbedderSiblingsConfig.check`."""
@@ -264,6 +118,13 @@ class SiblingsConfig(EmbedderSiblingsConfig):
             check_integer(1, batch_size=self.batch_size)
             check_integer(0, threshold_evals=self.threshold_evals)
         super().check(names)
+
+
+def _section_of(method: Sibling) -> tuple[str, Callable[[Path | str], Any]]:
+    """Return the section of a method's arguments, and what reads the file that it may begin with."""
+    if isinstance(method, SurrogateLearning):
+        return "sl", load_set_loss
+    return ("reloss", load_relational_loss) if isinstance(method, ReLoss) else ("ala", load_loss_policy)
 
 
 def training(

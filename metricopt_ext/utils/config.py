@@ -126,7 +126,8 @@ def load_with_origins(
                 texts = next(
                     (each for each in known if known[each] == dict[str, str] and key.startswith(f"{each}.")), ""
                 )
-                if key not in known and not texts and get_origin(known.get(key.rpartition(".")[0])) is not dict:
+                mappings = [each for each in known if get_origin(known[each]) is dict]
+                if key not in known and not texts and not key.startswith(tuple(f"{each}." for each in mappings)):
                     raise ConfigError(_unknown(key, known, defaults))
                 where = f"{override}: "
                 if texts:  # the name may have dots and brackets, and the text what YAML reads otherwise

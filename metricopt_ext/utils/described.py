@@ -1,14 +1,14 @@
 """Dataclasses from parsed JSON, whose values must be of the types that the fields declare."""
 
 import types
-from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NewType, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.utils.files import read_json
-from metricopt_ext.utils.words import brief
+from metricopt_ext.utils.words import brief, nearest
 
 T = TypeVar("T")
 
@@ -33,6 +33,27 @@ def from_json(kind: type[T], content: Any) -> T:
     """
     value: T = _typed(kind, content, kind.__name__)
     return value
+
+
+def changed(made: T, content: Mapping[str, Any], but: Collection[str] = ()) -> T:
+    """Return a dataclass with other values of some fields, whose types are checked as those of `from_json`.
+
+    Args:
+        made: The dataclass; of a field that holds another one, what is not given stays as it is.
+        content: The values by name.
+        but: Names of fields that may not be given.
+
+    Raises:
+        ValueError: A field is unknown, a value is of another type, or the class rejects it.
+    """
+    known = {each.name: getattr(made, each.name) for each in fields(made) if each.name not in but}  # type: ignore[arg-type]
+    hints, values = get_type_hints(type(made)), {}
+    for key, value in content.items():
+        if key not in known:
+            raise ValueError(f"there is no {key!r}{nearest(key, list(known))}")
+        own = known[key]
+        values[key] = changed(own, _dict(value, key)) if is_dataclass(own) else _typed(hints[key], value, key)
+    return replace(made, **values)  # type: ignore[type-var]
 
 
 def read_shaped(path: str | Path, shape: Any, what: str) -> dict[str, Any]:

@@ -14,11 +14,8 @@ from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.experiment.compare import compare
 from metricopt_ext.experiment.method import METHODS, SIBLINGS, siblings_of
 from metricopt_ext.experiment.siblings import (
-    ALAConfig,
     EmbedderSiblingsConfig,
-    ReLossConfig,
     SiblingsConfig,
-    SLConfig,
     learned_losses,
     plot_histories,
     training,
@@ -77,8 +74,7 @@ def test_what_is_set_reaches_ala(tmp_path: Path) -> None:
         "reward": "train_loss",
         "reward_batches": 3,
     }
-    assert sorted([*values, "begin"]) == sorted(vars(ALAConfig()))
-    config = EmbedderSiblingsConfig("scratch", ALAConfig(**values, begin=str(tmp_path / "policy.safetensors")))
+    config = EmbedderSiblingsConfig("scratch", {**values, "begin": str(tmp_path / "policy.safetensors")})
     built = config.build("ala_mixture")
     assert isinstance(built, AdaptiveLossAlignment)
     assert {name: getattr(built, name) for name in values} == values
@@ -93,22 +89,14 @@ def test_what_is_set_reaches_the_method(tmp_path: Path) -> None:
     SetLoss(3, "f1").save(tmp_path / "f1.safetensors")
     values: dict[str, Any] = {"iterations": 7, "model_steps": 2, "surrogate_steps": 4, "model_lr": 0.1, "evals": 3}
     values |= {"network": "published", "thresholds": 5, "judged": "evaluation", "first": "surrogate"}
-    config = SiblingsConfig(
-        sl=SLConfig(
-            **values,
-            surrogate_lr=0.2,
-            clip=0.0,
-            universal_steps=9,
-            universal_lr=0.3,
-            begin=str(tmp_path / "f1.safetensors"),
-        )
-    )
+    given = {**values, "surrogate_lr": 0.2, "clip": None, "universal": {"steps": 9, "lr": 0.3}}
+    config = SiblingsConfig(sl={**given, "begin": str(tmp_path / "f1.safetensors")})
     built = config.build("sl_r")
     assert isinstance(built, SurrogateLearning)
     assert built.surrogate == "refined"
     assert {name: getattr(built, name) for name in values} == values
     assert (built.surrogate_lr, built.clip) == (0.2, None)
-    assert (built.universal.steps, built.universal.lr, built.universal.clip) == (9, 0.3, None)
+    assert (built.universal.steps, built.universal.lr, built.universal.clip) == (9, 0.3, 1e-5)
     assert built.begin is not None
     assert built.begin.metric == "f1"
     scratch = config.build("sl_s")
@@ -119,27 +107,12 @@ def test_what_is_set_reaches_the_method(tmp_path: Path) -> None:
 def test_what_is_set_reaches_reloss(tmp_path: Path) -> None:
     RelationalLoss("f1", absolute=True).save(tmp_path / "f1.safetensors")
     ours: dict[str, Any] = {"steps": 7, "lr": 0.1, "evals": 3}
-    config = SiblingsConfig(
-        reloss=ReLossConfig(
-            **ours,
-            training=9,
-            heldout=4,
-            random=0.3,
-            scale=2.0,
-            checkpoints=3,
-            checkpoint_steps=5,
-            checkpoint_lr=0.2,
-            loss_steps=6,
-            loss_batches=8,
-            loss_lr=0.3,
-            weight_decay=0.4,
-            penalty=5.0,
-            gradient="logits",
-            absolute=True,
-            steepness=6.0,
-            begin=str(tmp_path / "f1.safetensors"),
-        )
-    )
+    checkpoints = {"count": 3, "steps": 5, "lr": 0.2}
+    source = {"training": 9, "heldout": 4, "random": 0.3, "outputs": {"scale": 2.0}, "checkpoints": checkpoints}
+    learning = {"steps": 6, "batches": 8, "lr": 0.3, "weight_decay": 0.4, "penalty": 5, "gradient": "logits"}
+    learning |= {"absolute": True, "steepness": 6.0}
+    begin = str(tmp_path / "f1.safetensors")
+    config = SiblingsConfig(reloss={**ours, "source": source, "training": learning, "begin": begin})
     built = config.build("reloss_only")
     assert isinstance(built, ReLoss)
     assert not built.cross_entropy
@@ -156,10 +129,14 @@ def test_what_is_set_reaches_reloss(tmp_path: Path) -> None:
         (SiblingsConfig(trains="theta"), ("siblings.trains='theta'",)),
         (SiblingsConfig(batch_size=0), ("batch_size", "0", "1")),
         (SiblingsConfig(threshold_evals=-1), ("threshold_evals", "0")),
-        (SiblingsConfig(sl=SLConfig(iterations=0)), ("siblings.sl", "0", "1")),
-        (SiblingsConfig(sl=SLConfig(universal_steps=0)), ("siblings.sl", "0", "1")),
-        (SiblingsConfig(reloss=ReLossConfig(random=2.0)), ("siblings.reloss", "2.0", "1")),
-        (SiblingsConfig(reloss=ReLossConfig(checkpoints=1)), ("siblings.reloss", "1", "2")),
+        (SiblingsConfig(sl={"iterations": 0}), ("siblings.sl", "0", "1")),
+        (SiblingsConfig(sl={"universal": {"steps": 0}}), ("siblings.sl", "0", "1")),
+        (SiblingsConfig(sl={"iteratons": 4}), ("siblings.sl", "'iteratons'", "iterations")),
+        (SiblingsConfig(sl={"iterations": "ten"}), ("siblings.sl", "iterations", "'ten'", "int")),
+        (SiblingsConfig(sl={"surrogate": "scratch"}), ("siblings.sl", "'surrogate'")),
+        (SiblingsConfig(reloss={"source": 3}), ("siblings.reloss", "source", "3")),
+        (SiblingsConfig(reloss={"source": {"random": 2.0}}), ("siblings.reloss", "2.0", "1")),
+        (SiblingsConfig(reloss={"source": {"checkpoints": {"count": 1}}}), ("siblings.reloss", "1", "2")),
     ],
 )
 def test_settings_out_of_range_are_refused_before_any_work(config: SiblingsConfig, names: tuple[str, ...]) -> None:
@@ -169,31 +146,31 @@ def test_settings_out_of_range_are_refused_before_any_work(config: SiblingsConfi
 def test_settings_of_ala_out_of_range_are_refused_before_any_work() -> None:
     for made in (SiblingsConfig, EmbedderSiblingsConfig):
         with pytest.raises(ConfigError) as caught:
-            made(ala=ALAConfig(optimizer="lion")).check(["ala_focal"])
+            made(ala={"optimizer": "lion"}).check(["ala_focal"])
         assert_named(caught, "siblings.ala", "lion")
         with pytest.raises(ConfigError) as caught:
             made(trains="all").check([])
         assert_named(caught, "siblings.trains='all'")
         with pytest.raises(FileFormatError):
-            made(ala=ALAConfig(begin="nowhere")).check(["ala_focal"])
+            made(ala={"begin": "nowhere"}).check(["ala_focal"])
 
 
 @pytest.mark.parametrize(
     ("config", "names", "named"),
     [
         (
-            SiblingsConfig(sl=SLConfig(begin="x")),
+            SiblingsConfig(sl={"begin": "x"}),
             ["sl_s"],
             ("siblings.sl.begin=x", "sl_u", "sl_r", "methods"),
         ),
-        (SiblingsConfig(sl=SLConfig(judged="evaluation")), ["sl_u"], ("siblings.sl.judged=evaluation", "sl_s", "sl_r")),
-        (SiblingsConfig(sl=SLConfig(first="surrogate")), ["sl_u"], ("siblings.sl.first=surrogate", "sl_s", "sl_r")),
-        (SiblingsConfig(ala=ALAConfig(offset=5.0)), ["ala"], ("siblings.ala.offset=5.0", "ala_focal")),
-        (EmbedderSiblingsConfig(ala=ALAConfig(offset=5.0)), ["ala_mixture"], ("siblings.ala.offset=5.0", "ala_focal")),
-        (EmbedderSiblingsConfig(ala=ALAConfig(link="none")), ["ala_focal"], ("siblings.ala.link=none",)),
-        (EmbedderSiblingsConfig(ala=ALAConfig(lowest=0)), ["ala_focal"], ("siblings.ala.lowest=0",)),
+        (SiblingsConfig(sl={"judged": "evaluation"}), ["sl_u"], ("siblings.sl.judged=evaluation", "sl_s", "sl_r")),
+        (SiblingsConfig(sl={"first": "surrogate"}), ["sl_u"], ("siblings.sl.first=surrogate", "sl_s", "sl_r")),
+        (SiblingsConfig(ala={"offset": 5.0}), ["ala"], ("siblings.ala.offset=5.0", "ala_focal")),
+        (EmbedderSiblingsConfig(ala={"offset": 5.0}), ["ala_mixture"], ("siblings.ala.offset=5.0", "ala_focal")),
+        (EmbedderSiblingsConfig(ala={"link": "none"}), ["ala_focal"], ("siblings.ala.link=none",)),
+        (EmbedderSiblingsConfig(ala={"lowest": 0}), ["ala_focal"], ("siblings.ala.lowest=0",)),
         (
-            EmbedderSiblingsConfig(ala=ALAConfig(controller="confusion")),
+            EmbedderSiblingsConfig(ala={"controller": "confusion"}),
             ["ala_mixture", "ala_focal"],
             ("siblings.ala.controller=confusion", "methods", "ala_focal"),
         ),
@@ -207,31 +184,23 @@ def test_a_key_that_no_chosen_method_reads_is_refused(
 
 def test_a_key_that_one_of_the_methods_reads_is_taken(tmp_path: Path) -> None:
     SetLoss(1, "f1").save(tmp_path / "f1.safetensors")
-    config = SiblingsConfig(sl=SLConfig(begin=str(tmp_path / "f1.safetensors"), judged="evaluation"))
+    config = SiblingsConfig(sl={"begin": str(tmp_path / "f1.safetensors"), "judged": "evaluation"})
     config.check(["sl_s", "sl_r"])
-    EmbedderSiblingsConfig(ala=ALAConfig(offset=5.0)).check(["ala_mixture", "ala_focal"])
+    EmbedderSiblingsConfig(ala={"offset": 5.0}).check(["ala_mixture", "ala_focal"])
 
 
 def test_absolute_values_are_those_of_the_loss_to_begin_with(tmp_path: Path) -> None:
-    for absolute in (False, True):
-        RelationalLoss("f1", absolute).save(tmp_path / f"{absolute}.safetensors")
-    config = ReLossConfig(absolute=True, begin=str(tmp_path / "False.safetensors"))
-    assert_refused(
-        lambda: SiblingsConfig(reloss=config).check(["reloss"]),
-        ConfigError,
-        "siblings.reloss",
-        "True",
-        "False.safetensors",
-    )
-    for other in (
-        ReLossConfig(begin=config.begin),
-        ReLossConfig(absolute=True, begin=str(tmp_path / "True.safetensors")),
-    ):
-        SiblingsConfig(reloss=other).check(["reloss"])
+    files = {absolute: str(tmp_path / f"{absolute}.safetensors") for absolute in (False, True)}
+    for absolute, file in files.items():
+        RelationalLoss("f1", absolute).save(file)
+    wrong = SiblingsConfig(reloss={"training": {"absolute": True}, "begin": files[False]})
+    assert_refused(lambda: wrong.check(["reloss"]), ConfigError, "siblings.reloss", "True", "begin")
+    SiblingsConfig(reloss={"begin": files[False]}).check(["reloss"])
+    SiblingsConfig(reloss={"training": {"absolute": True}, "begin": files[True]}).check(["reloss"])
 
 
 def test_a_surrogate_that_is_not_there_is_refused_before_any_work(tmp_path: Path) -> None:
-    assert_refused(lambda: SiblingsConfig(sl=SLConfig(begin=str(tmp_path / "none"))).check(["sl_r"]), FileFormatError)
+    assert_refused(lambda: SiblingsConfig(sl={"begin": str(tmp_path / "none")}).check(["sl_r"]), FileFormatError)
 
 
 def test_learned_losses_take_scores_of_any_type(tmp_path: Path) -> None:

@@ -50,10 +50,11 @@ VARIANTS = (
 )
 SIBLINGS = (
     f"methods=[sl_u,sl_s,sl_r,reloss,ala] {TOY} queries=20 siblings.trains=model siblings.threshold_evals=0"
-    " siblings.sl.iterations=20 siblings.sl.universal_steps=40 siblings.sl.evals=4 siblings.reloss.training=48"
-    " siblings.reloss.heldout=12 siblings.reloss.checkpoints=3 siblings.reloss.checkpoint_steps=20"
-    " siblings.reloss.loss_steps=20 siblings.reloss.loss_batches=16 siblings.reloss.steps=20 siblings.reloss.evals=4"
-    " siblings.ala.iterations=40 siblings.ala.action_steps=10 siblings.ala.reward_evals=2 siblings.ala.children=2"
+    " siblings.sl.iterations=20 siblings.sl.universal.steps=40 siblings.sl.evals=4 siblings.reloss.steps=20"
+    " siblings.reloss.source.training=48 siblings.reloss.source.heldout=12 siblings.reloss.source.checkpoints.count=3"
+    " siblings.reloss.source.checkpoints.steps=20 siblings.reloss.training.steps=20 siblings.reloss.training.batches=16"
+    " siblings.reloss.evals=4 siblings.ala.iterations=40 siblings.ala.action_steps=10 siblings.ala.reward_evals=2"
+    " siblings.ala.children=2"
 )
 OURS = "benchmarks/configs/compare"
 COMPARED = {  # config and overrides of tools/compare.py, for MetricOpt's search at 20 and 60 queries

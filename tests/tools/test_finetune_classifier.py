@@ -224,7 +224,7 @@ def test_the_committed_settings_of_siblings_are_the_paper_s_and_shorter_ones() -
         assert config.methods == ["sl_u", "sl_s", "sl_r"]
     for name in paper.methods:
         assert replace(paper.siblings.build(name), evals=0) == SIBLINGS[name]
-    assert (paper.seeds, short.seeds, short.siblings.sl.iterations) == (1, 5, 30_000)
+    assert (paper.seeds, short.seeds, short.siblings.sl["iterations"]) == (1, 5, 30_000)
 
 
 def test_the_committed_table_runs_each_system_on_about_as_many_queries() -> None:
@@ -240,7 +240,7 @@ def test_the_committed_table_runs_each_system_on_about_as_many_queries() -> None
 
 SL = [
     "siblings.sl.iterations=4",
-    "siblings.sl.universal_steps=6",
+    "siblings.sl.universal.steps=6",
     "siblings.sl.evals=2",
     "siblings.sl.model_lr=0.01",
 ]
@@ -277,8 +277,11 @@ def test_sibling_methods_on_request(trains: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_reloss_on_request_and_losses_beside_the_metric(tmp_path: Path) -> None:
-    reloss = {"steps": 4, "training": 20, "heldout": 8, "checkpoints": 2, "checkpoint_steps": 3, "loss_steps": 2}
-    overrides = [f"siblings.reloss.{name}={value}" for name, value in {**reloss, "loss_batches": 6, "evals": 2}.items()]
+    overrides = [
+        *("siblings.reloss.steps=4", "siblings.reloss.evals=2", "siblings.reloss.source.training=20"),
+        *("siblings.reloss.source.heldout=8", "siblings.reloss.source.checkpoints={count: 2, steps: 3}"),
+        "siblings.reloss.training={steps: 2, batches: 6}",
+    ]
     settings = ["methods=[reloss,reloss_only]", "loss.name=torch.nn:CrossEntropyLoss"]
     tool.run(config_of(*settings, *overrides), tmp_path / "run", resume=False)
     content = json.loads((tmp_path / "run" / "report.json").read_text())
@@ -637,7 +640,7 @@ def table(folder: Path, positives: int) -> list[str]:
         (["population=null", "memory=0"], r"memory=0\.0.*GiB above 0"),
         (
             ["methods=[sl_r]", "siblings.sl.iteratons=3"],
-            r"unknown.*'siblings\.sl\.iterations'",
+            r"siblings\.sl: there is no 'iteratons'.*'iterations'",
         ),
         (
             ["adapter.temperature=true"],

@@ -54,6 +54,10 @@ class ReLoss(Sibling):
         check_above(0, lr=self.lr)
         if self.evals > self.steps:
             raise ValueError(f"evals is {self.evals}; it must be at most steps = {self.steps}")
+        if self.begin is not None and self.training.absolute and not self.begin.absolute:
+            raise ValueError(
+                "absolute is True, but begin, which is not learned anew, is a loss without absolute values"
+            )
 
     def check(self, task: TrainingTask) -> None:
         """Refuse scores that are no logits, and a loss of another metric.
