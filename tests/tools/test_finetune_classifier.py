@@ -634,7 +634,7 @@ def table(folder: Path, positives: int) -> list[str]:
         (["metric.nmae=f1"], r"unknown.*you mean 'metric\.name'\?"),
         (["queries=many"], r"queries=many: .*'many'"),
         (["metric.name=acuracy"], r"metric\.name='acuracy'.*MODULE:FUNCTION"),
-        (["metric.name=sklearn.metrics:nothing"], r"'sklearn\.metrics:nothing'.*'nothing'"),
+        (["metric.name=sklearn.metrics:nothing"], r"sklearn\.metrics:nothing.*'nothing'"),
         (["queries=15"], r"15 queries are too.*give at least 16"),
         (["memory=2"], r"memory=2\.0 bounds.*leave out memory"),
         (["population=null", "memory=0"], r"memory=0\.0.*GiB above 0"),
