@@ -7,9 +7,9 @@ r"""What a learned value function saves on every new start, and from how many st
         --output-dir out/starts-scenes --budgets 50 100 --methods cma_es metricopt
 
 Each seed learns one value function (method.name=recipe, whatever the config says) and tunes several new starts, random
-phi of the same model on fresh batches, by MetricOpt, by MetricOpt followed by CMA-ES at several numbers of queries per
-start, guards included, and by baselines of tools/compare.py that learn nothing beforehand: by default Guided ES,
-CMA-ES and a guided search of its own from each start, at the same numbers, and the loss at its best step.
+phi of the same model on fresh batches, by MetricOpt, whose guard takes five queries, and by baselines of
+tools/compare.py that learn nothing beforehand: by default Guided ES, CMA-ES and a guided search of its own from each
+start, at several numbers of queries, and the loss at its best step.
 Writes starts.json, starts.md and starts.png; an interrupted run continues where it stopped.
 """
 
@@ -35,14 +35,13 @@ from metricopt_ext.experiment.method import METHODS, Baseline, Entry, Started
 from metricopt_ext.experiment.seeds import spread, standard_error
 from metricopt_ext.experiment.style import direction, markdown_table, new_figure, save_figure
 from metricopt_ext.methods.pipeline import optimize_metric
-from metricopt_ext.methods.recipe_settings import StepWeights
+from metricopt_ext.methods.recipe_settings import START_QUERIES, StepWeights
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.tuning import FRESH, tune_start
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.runtime.parallel import run_seeds
 from metricopt_ext.runtime.progress import Callback
-from metricopt_ext.search.direct import CMAES
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_at_least
 from metricopt_ext.utils.config import load_config
@@ -56,7 +55,7 @@ NEW = FRESH + 1000  # the task index of the first new start
 BUDGETS = (25, 50, 100, 200, 400, 800)
 BASELINES = ("loss_finetune_best", "guided_es", "cma_es", "metricopt")
 LEARNED = "learned_f"  # tuned by the f that was learned once
-ALWAYS = ("pretrained", "loss_finetune", LEARNED, "refined")
+ALWAYS = ("pretrained", "loss_finetune", LEARNED)
 ENTRIES = {**METHODS, LEARNED: Entry("MetricOpt, f learned before", "#c02942", "queries", training=True)}
 
 
@@ -165,14 +164,13 @@ def runs_of(
     ready: Experiment[Any], fit: Fit, setting: StepWeights, budgets: Sequence[int]
 ) -> dict[str, tuple[Baseline, Sequence[int]]]:
     """Return every method with its numbers of queries per start; the n-th start is run with the seed + n."""
-    config, recipe, refine = ready.config, ready.config.build_strategy(), CMAES()
-    guard = recipe.start_queries
+    config, recipe = ready.config, ready.config.build_strategy()
 
     def tuned(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> Tensor:
         outcome = tune_start(
             task,
             fit,
-            recipe=replace(recipe, refine=refine, refine_queries=queries - guard) if queries > guard else recipe,
+            recipe=recipe,
             setting=setting,
             start=start,
             index=NEW + seed - ready.seed,
@@ -187,8 +185,7 @@ def runs_of(
         "pretrained": (at_each_budget(lambda task, start, *_: start), [0]),
         "loss_finetune": (at_each_budget(lambda task, start, _, seed: loss_path(task, recipe, seed, start)[-1]), [0]),
         "loss_finetune_best": (baselines["loss_finetune_best"], [config.best_evals]),
-        LEARNED: (at_each_budget(tuned), [guard]),
-        "refined": (at_each_budget(tuned, lambda dim: guard + refine.least_queries(dim)), [guard + n for n in budgets]),
+        LEARNED: (at_each_budget(tuned), [START_QUERIES]),
     }
 
 

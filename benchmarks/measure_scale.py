@@ -120,7 +120,7 @@ def measure(strategy: str, queries: int, sleep: float, images: int, output: Path
     def waves(world: int) -> int:
         if strategy == "search":
             return search_waves(queries, world)
-        return recipe_waves(recipe, recipe.tasks_per_round(queries, DIM), evaluations, world)
+        return recipe_waves(recipe, recipe.tasks_per_round(queries), evaluations, world)
 
     each = sum(total for _, total in asked) / sum(number for number, _ in asked)
     serial = seconds - waves(distributed.world()) * each

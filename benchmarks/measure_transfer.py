@@ -216,7 +216,7 @@ def learned(experiment: Experiment[Any], learner: str, seed: int) -> tuple[Value
         f = strategy.meta_train(task, tasks=strategy.tasks(config.queries), seed=seed, store=store)
     else:
         assert isinstance(strategy, Recipe)
-        tasks = strategy.tasks_per_round(config.queries, task.dim)
+        tasks = strategy.tasks_per_round(config.queries)
         f = meta_train(task, tasks=tasks, recipe=strategy, seed=seed, store=store).f
     return f, Observations.of(list(store))
 

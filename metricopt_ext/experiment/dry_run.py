@@ -20,6 +20,7 @@ from metricopt_ext.experiment.style import direction, print_points, print_table
 from metricopt_ext.methods.algorithm1 import END_QUERIES, Algorithm1
 from metricopt_ext.methods.model_card import CARD
 from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.recipe_settings import START_QUERIES
 from metricopt_ext.methods.run_folder import ADAPTER
 from metricopt_ext.methods.start_lines import PlannedLine, divided, planned_lines
 from metricopt_ext.plain import plain
@@ -181,16 +182,16 @@ def planned(
         return math.ceil(tasks / population)
 
     if isinstance(strategy, Recipe):
-        tasks = strategy.tasks_per_round(config.queries, dim)
+        tasks = strategy.tasks_per_round(config.queries)
         collected, tried = strategy.rounds * tasks * strategy.evals, strategy.choice_queries
         rows = [
             ("rounds", f"{strategy.rounds} of {counted(tasks, 'task')}"),
             ("tasks", f"{strategy.rounds * tasks} of {counted(strategy.steps, 'step')}, {strategy.evals} queries each"),
-            ("then", f"{tried} queries to choose settings, {strategy.start_queries} for the start and its guard"),
+            ("then", f"{tried} queries to choose settings, {START_QUERIES} for the start and its guard"),
         ]
         wide = (strategy.rounds * waves(tasks) + waves(tried)) * strategy.steps
         # The guard's ends: by the loss alone, by f, and by each half's f.
-        queried = collected + tried + strategy.start_queries
+        queried = collected + tried + START_QUERIES
         return rows, Work(queried, 4 * strategy.steps, wide, min(tasks, population))
     if isinstance(strategy, Algorithm1):
         tasks = strategy.tasks(config.queries)

@@ -21,11 +21,11 @@ class Recipe(RecipeSettings, LearningStrategy[RecipeDetails]):
 
     def size(self, evaluations: int, dim: int, starts: int = 1) -> dict[str, int]:
         """Return the number of tasks in a round (see `LearningStrategy`)."""
-        return {"tasks": self.tasks_per_round(evaluations, dim)}
+        return {"tasks": self.tasks_per_round(evaluations)}
 
     def identity(self) -> dict[str, Any]:
         """Return the settings, parts by their descriptions (see `LearningStrategy`)."""
-        return {**asdict(self), **{name: described(getattr(self, name)) for name in ("labels", "learners", "refine")}}
+        return {**asdict(self), **{name: described(getattr(self, name)) for name in ("labels", "learners")}}
 
     def run(self, context: Context) -> Result[RecipeDetails]:
         """Learn f, follow it, and let the guard decide (see `LearningStrategy`)."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.errors import BudgetError
-from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.utils.checks import check_above, check_at_least, check_instance, check_integer
 from metricopt_ext.utils.seeding import generator
@@ -47,6 +46,10 @@ def checked_weights(pair: Sequence[float]) -> StepWeights:
 # Tasks of the first round, from which f is learned and measured: two to learn from while two are held out.
 LEAST_TASKS = 4
 
+# Most queries of a start's guard: the start, the loss-only end, MetricOpt's, and, of a metric that reports halves, the
+# two cross-checked ends.
+START_QUERIES = 5
+
 
 @dataclass(frozen=True)
 class RecipeSettings:
@@ -67,8 +70,6 @@ class RecipeSettings:
         labels: Turns trajectories into labelled points: the observed ones, or all steps by interpolation
             (`labels.GaussianProcessLabels`).
         learners: Kinds of value function to fit; held-out quality decides.
-        refine: A direct search on the metric from the best end point so far; None for no such search.
-        refine_queries: Queries of that search per start.
     """
 
     steps: int = 50
@@ -82,8 +83,6 @@ class RecipeSettings:
     folds: int = 4
     labels: Labeller = Observations.of
     learners: tuple[Learner, ...] = field(default=(NeuralLearner(), RidgeLearner()))
-    refine: SearchStrategy | None = None
-    refine_queries: int = 0
 
     def __post_init__(self) -> None:
         """Reject values that would only fail later.
@@ -93,15 +92,11 @@ class RecipeSettings:
         """
         check_integer(2, steps=self.steps, evals=self.evals, folds=self.folds)
         check_integer(1, rounds=self.rounds)
-        check_integer(0, trials=self.trials, refine_queries=self.refine_queries)
+        check_integer(0, trials=self.trials)
         check_above(0, lr=self.lr, start_std=self.start_std, explored_step=self.explored_step)
         if self.evals > self.steps + 1:
             raise ValueError(
                 f"evals is {self.evals}; a task of {counted(self.steps, 'step')} has {self.steps + 1} points"
-            )
-        if (self.refine is None) != (self.refine_queries == 0):
-            raise ValueError(
-                f"refine is {self.refine} and refine_queries is {self.refine_queries}; give both or neither"
             )
         if not self.settings:
             raise ValueError("settings is empty; give at least one pair (loss weight, metric step)")
@@ -113,7 +108,6 @@ class RecipeSettings:
         for learner in self.learners:
             check_instance("RidgeLearner()", learners=learner)
         check_instance("GaussianProcessLabels()", optional=False, labels=self.labels)
-        check_instance("CMAES()", refine=self.refine)
 
     def explored_settings(self, seed: int, indices: Sequence[int]) -> Tensor:
         """Return (loss weight, metric step) of on-policy tasks, ``n x 2``, drawn from the seed for each index."""
@@ -126,15 +120,6 @@ class RecipeSettings:
         """Number of queries for choosing among the settings."""
         return len(self.settings) * (1 + self.trials) if len(self.settings) > 1 else 0
 
-    @property
-    def start_queries(self) -> int:
-        """Maximum number of queries for one start: its guard and refinement.
-
-        The guard evaluates the start, the loss-only end, MetricOpt's end, and the two cross-checked ends of a metric
-        that reports halves.
-        """
-        return 5 + self.refine_queries
-
     def folds_for(self, trajectories: int) -> int:
         """Return the number of parts for this many trajectories: at least 2, otherwise two trajectories in each."""
         return max(2, min(self.folds, trajectories // 2))
@@ -144,28 +129,19 @@ class RecipeSettings:
         folds = self.folds_for(len(trajectories))
         return fit_value_function(self.labels(trajectories), self.learners, folds=folds, seed=seed)
 
-    def tasks_per_round(self, queries: int, dim: int) -> int:
+    def tasks_per_round(self, queries: int) -> int:
         """Return how many tasks a round can have.
 
-        Args:
-            queries: The budget.
-            dim: Dimension d of phi, which the minimum budget of ``refine`` depends on.
-
         Raises:
-            BudgetError: Fewer than `LEAST_TASKS`, or ``refine_queries`` are too few; the message says how many are
-                needed.
+            BudgetError: Fewer than `LEAST_TASKS`; the message says how many queries are needed.
         """
-        if self.refine is not None and self.refine_queries < (least := self.refine.least_queries(dim)):
-            raise BudgetError(
-                f"refine_queries is {self.refine_queries}; {self.refine} in {dim} dimensions needs at least {least}"
-            )
-        fixed, per_task = self.choice_queries + self.start_queries, self.rounds * self.evals
+        fixed, per_task = self.choice_queries + START_QUERIES, self.rounds * self.evals
         tasks = (queries - fixed) // per_task
         if tasks < LEAST_TASKS:
             raise BudgetError(
                 f"{queries} queries are too few for {counted(self.rounds, 'round')} of at least {LEAST_TASKS} tasks"
                 f" with {counted(self.evals, 'observation')} each, {self.choice_queries} queries to choose settings and"
-                f" {self.start_queries} for the start: give at least {fixed + LEAST_TASKS * per_task}, or fewer rounds"
+                f" {START_QUERIES} for the start: give at least {fixed + LEAST_TASKS * per_task}, or fewer rounds"
                 " or evals"
             )
         return tasks

@@ -28,7 +28,6 @@ KEPT = {
     "start": "the model as it was",
     "loss_finetune": "the loss-only finetune",
     "metricopt": "MetricOpt",
-    "refined": "MetricOpt refined on the metric",
     "search": "the end of the search",
     "part": "a part of the way to the end of the search",
     "settings": "the tuned settings of inference with phi unchanged",

@@ -24,16 +24,13 @@ from metricopt_ext.value.value_function import ValueFunction
 # Task indices from here on are never used in collection, so finetuning gets fresh starts and batches.
 FRESH = 1_000_000
 
-WITHOUT_F = ("start", "loss_finetune")
-
 
 @dataclass(frozen=True)
 class Tuned:
     """The outcome of tuning a start.
 
     Attributes:
-        ends: End point phi, ``d``, of each candidate: ``"start"`` itself, ``"loss_finetune"``, ``"metricopt"``, and
-            ``"refined"`` if the recipe has it.
+        ends: End point phi, ``d``, of each candidate: ``"start"`` itself, ``"loss_finetune"`` and ``"metricopt"``.
         evaluations: The metric's evaluation of each of them.
         chosen: The candidate to keep.
         verdict: What the guard thinks of the best of the others than the start.
@@ -65,11 +62,11 @@ def tune_start(
     seed: int = 0,
     callback: Callback | None = None,
 ) -> Tuned:
-    """Finetune one start under a value function learned earlier; at most ``recipe.start_queries`` queries.
+    """Finetune one start under a value function learned earlier; at most `START_QUERIES` queries.
 
     The metric judges the start, the end of a loss-only finetune and MetricOpt's end, and, if it reports halves, two
-    ends that show how optimistic MetricOpt's gain is. If the recipe says so, a direct search continues from the best
-    end. The start is kept unless another end is better by more than chance and optimism (`guard.decide_among`).
+    ends that show how optimistic MetricOpt's gain is. The start is kept unless another end is better by more
+    than chance and optimism (`guard.decide_among`).
 
     Args:
         task: Model, loss, batches and metric. The model is left unchanged: set the phi of ``ends[chosen]`` yourself.
@@ -119,7 +116,6 @@ def _tuned(
 
     callback.stage("guard")
     evaluations: dict[str, Evaluation] = {}
-    visited = list(fit.visited)
     for name, phi in ends.items():
         same = next((other for other in evaluations if torch.equal(ends[other], phi)), None)
         evaluations[name] = evaluations[same] if same else evaluate(task, phi, "guard", f"end guard, {name}")
@@ -131,15 +127,7 @@ def _tuned(
             end = follow(replace(metric_policy(f, recipe, setting), even_untrusted=True))[-1]
             crossed.append(evaluate(task, end, "guard", f"cross-check, half {half}"))
     led = optimism_of_gain(crossed)
-
-    if recipe.refine is not None:
-        callback.stage("refine on the metric")
-        best = ends[min(evaluations, key=lambda name: evaluations[name].cost)]
-        found = recipe.refine(task, best, recipe.refine_queries, seed=seed)
-        ends["refined"], evaluations["refined"] = found.phi, found.evaluation
-        visited += found.evaluations
-    overstated = {name: led for name in ends if name not in WITHOUT_F}
-    decision = decide_among(evaluations, visited, guard_confidence, overstated)
+    decision = decide_among(evaluations, list(fit.visited), guard_confidence, {"metricopt": led})
     return Tuned(ends, evaluations, decision.kept, decision.verdict, path)
 
 

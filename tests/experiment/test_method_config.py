@@ -164,7 +164,6 @@ def test_learners_are_chosen_by_name() -> None:
     ("override", "names"),
     [
         ("method.evals=99", ("method", "evals", "99")),
-        ("method.rounds=0", ("rounds", "0")),
     ],
 )
 def test_a_recipe_out_of_range_is_refused(override: str, names: tuple[str, ...]) -> None:

@@ -932,38 +932,6 @@ def test_too_small_a_budget_for_a_search_is_refused(quadratic: Callable[..., Any
     assert task.queries == 0
 
 
-def test_metricopt_followed_by_a_search(quadratic: Callable[..., Any], tmp_path: Path) -> None:
-    refined = replace(RECIPE, refine=CMAES(sigma0=0.1), refine_queries=40)
-    task, plain, broken = quadratic(), quadratic(), quadratic()
-    before = go(plain)
-    result = go(task, queries=QUERIES + 40, recipe=refined)
-    assert result.queries == task.metric.ledger.spent_on == before.queries | {"search": 40}
-    assert task.queries == SPENT + 40
-    assert result.queries_per_start == 43
-    found = refined.refine(plain, before.ends[before.chosen], 40, seed=0)  # type: ignore[misc]
-    assert torch.equal(result.ends["refined"], found.phi)
-    assert result.after == found.cost <= before.after
-
-    broken.problem.fail_after = SPENT + 10
-    with pytest.raises(MetricError):
-        go(broken, queries=QUERIES + 40, recipe=refined, output_dir=tmp_path)
-    broken.problem.fail_after = None
-    assert_same(go(broken, queries=QUERIES + 40, recipe=refined, output_dir=tmp_path, resume=True), result)
-    assert broken.queries == SPENT + 40 + 1  # the one that failed
-
-
-def test_a_search_to_refine_with_needs_its_queries(quadratic: Callable[..., Any]) -> None:
-    task = quadratic()
-    assert_refused(
-        lambda: go(task, queries=100, recipe=replace(RECIPE, refine=CMAES(), refine_queries=5)),
-        BudgetError,
-        "refine_queries",
-        "5",
-        "10",
-    )
-    assert task.queries == 0
-
-
 # --- What is refused, for any strategy -------------------------------------------------------------------------
 
 

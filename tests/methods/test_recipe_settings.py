@@ -13,7 +13,6 @@ from helpers.refusals import assert_refused
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.recipe_settings import LEAST_TASKS, StepWeights
-from metricopt_ext.search.direct import CMAES
 from metricopt_ext.value.labels import LinearLabels
 from metricopt_ext.value.learners import RidgeLearner
 
@@ -56,19 +55,6 @@ def test_a_recipe_out_of_range_is_refused(name: str, value: Any, names: tuple[st
     assert_refused(lambda: replace(RECIPE, **{name: value}), ValueError, *names)
 
 
-@pytest.mark.parametrize(
-    ("change", "names"),
-    [
-        ({"refine_queries": 9}, ("None", "refine_queries", "9")),
-        ({"refine": CMAES()}, ("refine_queries", "0")),
-    ],
-)
-def test_queries_without_a_use_and_uses_without_queries_are_refused(
-    change: dict[str, Any], names: tuple[str, ...]
-) -> None:
-    assert_refused(lambda: replace(RECIPE, **change), ValueError, *names)
-
-
 def test_settings_may_be_given_as_pairs() -> None:
     recipe = replace(RECIPE, settings=[(0.5, 0.1), StepWeights(0.0, 0.2)])
     assert recipe.settings == (StepWeights(0.5, 0.1), StepWeights(0.0, 0.2))
@@ -95,31 +81,23 @@ def test_explored_settings_belong_to_seed_and_index() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "choice", "start"),
+    ("change", "choice"),
     [
-        ({}, 6, 5),
-        ({"trials": 0}, 3, 5),
-        ({"trials": 4}, 15, 5),
-        ({"settings": ((0.0, 0.1),)}, 0, 5),  # nothing to choose
-        ({"refine": CMAES(), "refine_queries": 40}, 6, 45),
+        ({}, 6),
+        ({"trials": 0}, 3),
+        ({"trials": 4}, 15),
+        ({"settings": ((0.0, 0.1),)}, 0),  # nothing to choose
     ],
 )
-def test_queries_that_are_planned_besides_collection(change: dict[str, Any], choice: int, start: int) -> None:
+def test_queries_that_are_planned_besides_collection(change: dict[str, Any], choice: int) -> None:
     recipe = replace(RECIPE, **change)
-    assert (recipe.choice_queries, recipe.start_queries) == (choice, start)
-    fixed, per_task = choice + start, 2 * 3  # two rounds of three observations
+    assert recipe.choice_queries == choice
+    fixed, per_task = choice + 5, 2 * 3  # two rounds of three observations
     for tasks in (4, 7, 50):
-        assert recipe.tasks_per_round(fixed + tasks * per_task, dim=4) == tasks
-        assert recipe.tasks_per_round(fixed + (tasks + 1) * per_task - 1, dim=4) == tasks
+        assert recipe.tasks_per_round(fixed + tasks * per_task) == tasks
+        assert recipe.tasks_per_round(fixed + (tasks + 1) * per_task - 1) == tasks
     least = fixed + LEAST_TASKS * per_task
-    assert_refused(lambda: recipe.tasks_per_round(least - 1, dim=4), BudgetError, least - 1, "queries", "2", least)
-
-
-def test_a_search_to_refine_with_needs_more_queries_in_more_dimensions() -> None:
-    least = CMAES().least_queries(64)
-    recipe = replace(RECIPE, refine=CMAES(), refine_queries=least - 1)
-    assert recipe.tasks_per_round(1000, dim=4) > 0
-    assert_refused(lambda: recipe.tasks_per_round(1000, dim=64), BudgetError, "refine_queries", least - 1, "64", least)
+    assert_refused(lambda: recipe.tasks_per_round(least - 1), BudgetError, least - 1, "queries", "2", least)
 
 
 def test_every_part_has_two_trajectories_where_there_are_enough() -> None:

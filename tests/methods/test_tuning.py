@@ -13,9 +13,9 @@ from helpers.refusals import assert_refused
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.methods.guard import judge
 from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.recipe_settings import START_QUERIES
 from metricopt_ext.methods.rounds import meta_train
 from metricopt_ext.methods.tuning import FRESH, finetune, metric_policy, tune_start
-from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.value.fitting import Fit
@@ -97,18 +97,6 @@ def test_an_f_without_skill_is_not_followed(quadratic: Callable[..., Any]) -> No
     assert task.metric.ledger.spent_on["guard"] == 2
 
 
-def test_refinement_goes_on_from_the_best_end(quadratic: Callable[..., Any]) -> None:
-    task = quadratic(dtype=torch.float32)
-    recipe = replace(RECIPE, refine=CMAES(), refine_queries=30)
-    fit = learned(task)
-    tuned = tune_start(task, fit, recipe=recipe, seed=1)
-    best = min(("start", "loss_finetune", "metricopt"), key=lambda name: tuned.evaluations[name].cost)
-    found = CMAES()(task, tuned.ends[best], 30, seed=1)
-    assert torch.equal(tuned.ends["refined"], found.phi)
-    assert tuned.evaluations["refined"].cost == found.cost <= tuned.evaluations[best].cost
-    assert recipe.start_queries == 35
-
-
 @pytest.mark.parametrize("trusted", [True, False])
 def test_a_metric_of_two_halves_is_cross_checked(quadratic: Callable[..., Any], trusted: bool) -> None:
     """Each half has a goal of its own: what f gains on one is partly lost on the other, its own f trusted or not."""
@@ -127,7 +115,7 @@ def test_a_metric_of_two_halves_is_cross_checked(quadratic: Callable[..., Any], 
         for f in fit.half_fits:
             f.quality = None
     tuned = tune_start(task, fit, recipe=RECIPE, setting=(0.2, 0.3))
-    assert task.metric.ledger.spent - before == 5 == RECIPE.start_queries
+    assert task.metric.ledger.spent - before == 5 == START_QUERIES
     a, b = (torch.stack([((end - goal) ** 2).sum() for goal in goals]) for end in ends)
     crossed = float((a[1] - a[0]) + (b[0] - b[1])) / 4
     others = [tuned.evaluations[name] for name in ("loss_finetune", "metricopt")]
