@@ -1,4 +1,4 @@
-"""Labelled examples from files of arrays: x and y of .npz, .pt, .h5, .safetensors or .parquet files."""
+"""Labelled examples from files of arrays: x and y of .npz, .pt, .safetensors or .parquet files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,7 +51,7 @@ def read_arrays(paths: Sequence[Path], parts: Sequence[str] = ()) -> list[Labell
         if path.suffix.lower() in TABLES:
             raise DataError(f"{path} is a table of text; data.name=csv reads it, with data.target=COLUMN")
         if not holds_several(path):
-            raise DataError(f"{path} must be a .npz, .pt, .h5, .safetensors or .parquet file with x and y")
+            raise DataError(f"{path} must be a .npz, .pt, .safetensors or .parquet file with x and y")
         names = array_names(path)
         inputs, labels = (_one(path, names, known, part) for known in (INPUTS, LABELS))
         x, y = read_array(path, inputs), np.asarray(read_array(path, labels))

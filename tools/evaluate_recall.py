@@ -15,7 +15,7 @@ on its test classes (or --part validation), which seed-N/classes.json lists and 
 <class>/<file> in a folder. A model embeds them: one described by a config file of
 tools/finetune_retrieval.py, with its weights, and with a finetuned adapter if given.
 
-Files are .npy; or they hold "embeddings" and "labels": .npz, .safetensors, .pt, .h5, .parquet or .csv; then omit
+Files are .npy; or they hold "embeddings" and "labels": .npz, .safetensors, .pt, .parquet or .csv; then omit
 --labels (--gallery-labels). Labels are integers, or names, which all files must then have. Without a gallery, or if the
 gallery is the queries (the same file, or a copy), the queries search each other. Any other gallery should not contain
 the queries, which would find themselves: a note counts them. Embeddings are compared as they are;

