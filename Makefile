@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml
 
 demo: $(STAMP)  ## search phi for a long tail's worst class, for unseen digits, and for shifted digits
 	rm -rf out/demo
-	.venv/bin/python tools/finetune_classifier.py --config-file configs/classification/digits_longtail.yaml --output-dir out/demo/longtail seed=100 metric.name=worst_recall queries=150 search_queries=same
+	.venv/bin/python tools/finetune_classifier.py --config-file configs/classification/digits_longtail.yaml --output-dir out/demo/longtail seed=100 metric.name=worst_recall queries=150 'methods=[guided_es,cma_es]'
 	.venv/bin/python tools/finetune_retrieval.py --config-file configs/retrieval/digits.yaml --output-dir out/demo/retrieval seed=300 queries=150
 	.venv/bin/python tools/finetune_classifier.py --config-file configs/classification/digits.yaml --output-dir out/demo/shifted seed=100 seeds=3 queries=60
 
@@ -197,7 +197,7 @@ benchmarks-smoke: $(STAMP)  ## run each command of benchmarks/ once at toy size,
 	.venv/bin/python benchmarks/measure_search.py --task classification $(TOY) --output-dir $(SMOKE)/search --budgets 20 $(TINY) seeds=2 queries=30
 	.venv/bin/python benchmarks/measure_transfer.py --task classification $(TOY) --output-dir $(SMOKE)/transfer --learners recipe --to model.name=measure_transfer:wide_cnn model.folder=benchmarks --both $(TINY) $(RECIPE) queries=60
 	.venv/bin/python benchmarks/reproduce_figure3.py --output-dir $(SMOKE)/figure3 --tasks 4 6 --held-out 3 --starts 2 $(TABLE) metric.name=aucpr seeds=1 device=cpu model.epochs=5 adapter.dim=4 finetune.steps=6 method.evals=3
-	.venv/bin/python tools/finetune_classifier.py $(TOY) --output-dir $(SMOKE)/sibling $(TINY) $(TABLE) 'methods=[sl_r]' siblings.trains=phi siblings.threshold_evals=7 siblings.sl.iterations=4 siblings.sl.universal.steps=6 siblings.sl.evals=2 queries=30 search_queries=0 pictures=false
+	.venv/bin/python tools/finetune_classifier.py $(TOY) --output-dir $(SMOKE)/sibling $(TINY) $(TABLE) 'methods=[sl_r]' siblings.trains=phi siblings.threshold_evals=7 siblings.sl.iterations=4 siblings.sl.universal.steps=6 siblings.sl.evals=2 queries=30
 	.venv/bin/python benchmarks/published_cifar.py --toy --output-dir $(SMOKE)/published
 	.venv/bin/python tools/compare.py --config-file benchmarks/configs/published/noise.yaml --output-dir $(SMOKE)/noise data.root=$(SMOKE)/published/noise.npz $(PUBLISHED)
 	.venv/bin/python benchmarks/ratios.py --smoke --output $(SMOKE)/ratios.json

@@ -29,6 +29,9 @@ from metricopt_ext.tasks.besides import BesidesConfig
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.utils.config import MISSING, known_keys
 
+# Queries by which a threshold is tuned, and the strength of logit adjustment.
+THRESHOLDS, STRENGTHS = 101, 21
+
 
 @dataclass
 class ModelConfig(TrainingConfig):
@@ -149,6 +152,18 @@ class ClassificationConfig(RunConfig):
     starts: list[str] = field(default_factory=lambda: [*USUAL_STARTS, "batchnorm_line"])
     batch_size: int = 100  # of the loss while finetuning
     balanced: bool = True  # of these batches too every class gets an equal share; model.balanced is for training
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Those of ``methods`` that bring no section; see `RunConfig.rows`."""
+        return {**super().rows, **self.rows_on_logits}
+
+    @property
+    def rows_on_logits(self) -> dict[str, int]:
+        """Those among them that tune constants on a model's outputs."""
+        if self.data.kind != "classes":
+            return {"label_thresholds": self.queries}
+        return {"threshold": THRESHOLDS, "class_offsets": self.queries, "logit_adjustment_tuned": STRENGTHS}
 
     @classmethod
     def chosen(cls, choices: Mapping[str, Any]) -> "RunConfig":

@@ -50,7 +50,7 @@ from metricopt_ext.experiment.correlation import CorrelationReport, correlation_
 from metricopt_ext.experiment.experiment import Experiment, State, Subject
 from metricopt_ext.experiment.method import Baseline, End, Method
 from metricopt_ext.experiment.siblings import SiblingsConfig, learned_losses, plot_histories, training
-from metricopt_ext.experiment.usual_methods import planned
+from metricopt_ext.experiment.usual_methods import asked_for, planned
 from metricopt_ext.experiment.whole_network import LabelParts, held_third
 from metricopt_ext.methods.prior_starts import em_prior_start, moved_by
 from metricopt_ext.methods.short_finetunes import Training
@@ -60,7 +60,7 @@ from metricopt_ext.tasks.batches import Batches, BlockBatches, TensorBatches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Settings
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.config import config_section, default_of
+from metricopt_ext.utils.config import config_section
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.seeding import generator
@@ -166,14 +166,15 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         """Return the usual methods, what adds constants to the logits, and any others that the settings select."""
         config, x = self.config, self.splits.validation.x
         methods, baselines = super().methods(resume, callback), self.baselines(config, self)
-        budgets = {"label_thresholds": config.queries}
+        budgets = config.rows_on_logits
         if self.target.kind == "classes":
-            budgets = {"threshold": default_of(tune_threshold, "evals"), "class_offsets": config.queries}
             counts = torch.bincount(self.splits.train.y, minlength=self.splits.num_classes)
-            if counts.min() > 0:  # a class that training lacks has no prior
+            if counts.min() > 0:
                 methods["logit_adjustment"] = planned(ending_at(lambda task: adjust_logits(task, x, counts)))
-                budgets["logit_adjustment_tuned"] = default_of(tune_adjustment, "evals")
-        methods |= {name: planned(baselines[name], queries, self.seed) for name, queries in budgets.items()}
+            else:  # a class that training lacks has no prior
+                del budgets["logit_adjustment_tuned"]
+        tuned = {name: planned(baselines[name], queries, self.seed) for name, queries in budgets.items()}
+        methods |= asked_for(config, tuned)
         for name in config.trained_methods:
             sibling = training(
                 name,

@@ -16,7 +16,7 @@ from metricopt_ext.classification.split_metric import value_of
 from metricopt_ext.classification.targets import Target
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.tasks.own_metric import own_metric, why
+from metricopt_ext.tasks.own_metric import own_metric, try_on_few, why
 
 
 def build_metric(config: MetricConfig, kind: str = "classes") -> MetricSpec:
@@ -79,7 +79,10 @@ def try_metric(
     metric, outputs = build_metric(config, target.kind), _made_up(part.y, target)
     check_besides(others or {}, outputs, part.y)
     try:
-        value_of(metric, outputs, part)
+        if ":" in config.name:
+            try_on_few(lambda rows: value_of(metric, outputs, part, torch.tensor(rows)), len(part))
+        else:
+            value_of(metric, outputs, part)
     except (Exception, SystemExit) as error:
         keys = (
             "; see metric.kwargs (its arguments), metric.scores and metric.columns (what it is given) and metric.bounds"

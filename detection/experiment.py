@@ -56,10 +56,7 @@ class DetectionExperiment(Experiment[DetectionConfig]):
     """A trained detector; the tuned one is written to the seed's folder as ``tuned.pth``, an ordinary checkpoint."""
 
     config_type = DetectionConfig
-    own_files = (
-        *("tuned.pth", "detections.png", "proposals_pretrained.png", "proposals_metricopt.png"),
-        "proposal_recall.json",
-    )
+    tuned_file = "tuned.pth"
     splits: DetectionSplits
     toolkit: Toolkit
     used: Toolkit  # the same, or one that remembers what phi can't change

@@ -33,7 +33,7 @@ from metricopt_ext.detection.toolkit import Example, Toolkit
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.tasks.halved import with_halves
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.own_metric import number_within, why
+from metricopt_ext.tasks.own_metric import number_within, try_on_few, why
 
 EVALUATION_BATCH = 8
 PRECISIONS = (*METRICS, *(f"{kind}/{name}" for kind in KINDS if kind != "bbox" for name in METRICS))
@@ -205,7 +205,7 @@ class OwnDetectionMetric(DetectionMetric):
         """Call the function as if a detector had found every object."""
         found = [Detections(image.boxes, torch.ones(len(image.labels)), image.labels) for image in truth.images]
         try:
-            self.judge(found, truth)(None)
+            try_on_few(self.judge(found, truth), len(truth))
         except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"metric {self.name!r} fails where each object of {len(truth)} images is found:"

@@ -59,7 +59,6 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
     """A trained embedder: its loss sees the train classes, its metric the validation classes."""
 
     config_type = RetrievalConfig
-    own_files = ("tuned.safetensors", "classes.json", "neighbours.png", "recalls.json")
     splits: Splits
 
     @classmethod

@@ -17,7 +17,7 @@ from metricopt_ext.retrieval.vectors import Array
 from metricopt_ext.tasks.besides import NO_BOUNDS, own_function
 from metricopt_ext.tasks.evaluation import Pairs
 from metricopt_ext.tasks.halved import Halved
-from metricopt_ext.tasks.own_metric import number_within, own_metric, why
+from metricopt_ext.tasks.own_metric import number_within, own_metric, try_on_few, why
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
 
@@ -181,7 +181,7 @@ def try_metric(config: MetricConfig, labels: Tensor, size: int) -> None:
         return
     metric, embeddings = embedding_metric(config), torch.randn(len(labels), size, generator=generator(0, "try_metric"))
     try:
-        metric.function(embeddings, labels.cpu())
+        try_on_few(lambda rows: metric.function(embeddings[rows], labels.cpu()[rows]), len(labels))
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"metric.name={config.name} fails on random embeddings of shape {tuple(embeddings.shape)} and as many"

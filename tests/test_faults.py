@@ -471,8 +471,8 @@ def without_seconds(report: Any) -> Any:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds a tool's workers in /proc")
 def test_a_killed_tool_goes_on_to_the_same_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(f"{SEED} tool")
-    settings = ["queries=20", "pictures=false", "seeds=2", "workers=2"]
-    settings += ["model.epochs=2", "adapter.dim=6", "best_evals=2"]
+    settings = ["queries=20", "seeds=2", "workers=2"]
+    settings += ["model.epochs=2", "adapter.dim=6"]
     config = str(ROOT / "configs/classification/digits.yaml")
     tool = [sys.executable, "tools/finetune_classifier.py", "--config-file", config]
 

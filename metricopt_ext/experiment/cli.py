@@ -90,7 +90,7 @@ def main_of(
             return
         config = load_config(schema, arguments.config_file, overrides)
         if arguments.dry_run:
-            dry_run(experiment, config, arguments.output_dir)
+            dry_run(experiment, config)
             return
         run_and_report(experiment, config, arguments.output_dir, arguments.resume or distributed.restarted())
 
@@ -148,15 +148,15 @@ def run_and_report(experiment: type[Experiment[Any]], config: RunConfig, folder:
 
 def _show(experiment: type[Experiment[Any]], report: Report, folder: Path, seeds: Sequence[int]) -> None:
     files = write(report, folder)
-    course = plot_search if report.searched else plot_finetuning
     pictures = [
         plot_methods(report, folder / "methods.png"),
-        course(report, folder / ("search.png" if report.searched else "finetuning.png")),
+        *([plot_search(report, folder / "search.png")] if report.searched else []),
+        *([plot_finetuning(report, folder / "finetuning.png")] if any(each.curves for each in report.records) else []),
         *([plot_value_function(report, folder / "value_function.png")] if report.predicts else []),
         *([plot_settings(report, folder / "settings.png")] if any(record.lines for record in report.records) else []),
         *experiment.plot_seeds(folder, seeds),
     ]
-    page = report_page(report, folder, pictures, experiment.own_files[0]).write(folder / FILE)
+    page = report_page(report, folder, pictures, experiment.tuned_file).write(folder / FILE)
     write_events(report, folder / "events")
     print_report(report)
     print_written(*files, page, *pictures, f"and {folder}/seed-*/")

@@ -1,10 +1,15 @@
-"""Methods side by side on one task: each with its own ledger, each end judged once on the test data."""
+"""Methods side by side on one task: each with its own ledger, each end judged once on the test data.
+
+On the validation data an end is judged only where its method asks queries of its own: what MetricOpt's queries say of
+the others' is known, or nothing is.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import ConfigError
@@ -24,7 +29,8 @@ class Comparison:
     Attributes:
         results: Where each stood; those that do not apply are left out.
         outcomes: The outcome of each end, one for each number of queries that the method reports.
-        curves: Validation metric along a method's path, ``T + 1`` numbers, if it has one. No method sees them.
+        curves: Validation metric along a method's path, ``T + 1`` numbers, if it has one and curves were asked for. No
+            method sees them.
     """
 
     results: dict[str, tuple[Reached, ...]]
@@ -32,7 +38,7 @@ class Comparison:
     curves: dict[str, list[float]]
 
 
-def compare(task: FinetuneTask, test_metric: Metric, methods: Mapping[str, Method]) -> Comparison:
+def compare(task: FinetuneTask, test_metric: Metric, methods: Mapping[str, Method], curves: bool = False) -> Comparison:
     """Run methods one after another, then judge all of their ends.
 
     Of ranks that share the work, the first alone runs the methods that can't be shared, and judges.
@@ -41,6 +47,7 @@ def compare(task: FinetuneTask, test_metric: Metric, methods: Mapping[str, Metho
         task: The task; its metric looks at the validation data.
         test_metric: The same metric on the test data.
         methods: By name, ordered so that each finds where those stood that it continues from.
+        curves: Whether to evaluate the metric along the methods' paths.
 
     Raises:
         ConfigError: A method has no entry in `METHODS`; none was run.
@@ -58,24 +65,49 @@ def compare(task: FinetuneTask, test_metric: Metric, methods: Mapping[str, Metho
             raise ConfigError(f"method {name!r} is free in METHODS, but spent {spent}")
         before = results[entry.after][-1] if entry.after else None
         results[name] = tuple(each.after(before) if before else each for each in reached)
-    return distributed.only_first(lambda: _judged(task, test_metric, results)) or Comparison(results, {}, {})
+    return distributed.only_first(lambda: _judged(task, test_metric, results, curves)) or Comparison(results, {}, {})
 
 
 def _run(method: Method, task: FinetuneTask, earlier: Mapping[str, tuple[Reached, ...]]) -> tuple[Reached, ...]:
     return method(earlier).run(task)
 
 
-def _judged(task: FinetuneTask, test_metric: Metric, results: dict[str, tuple[Reached, ...]]) -> Comparison:
+def _judged(
+    task: FinetuneTask, test_metric: Metric, results: dict[str, tuple[Reached, ...]], curves: bool
+) -> Comparison:
     validation, test = task.judged_by(task.metric.with_new_ledger()), task.judged_by(test_metric)
+    told = known(results)
 
-    def outcome(each: Reached) -> Outcome:
-        values = judge(validation, each.end), judge(test, each.end)
-        return Outcome(*values, each.queries, each.queries_per_start, each.seconds, each.batch_queries)
+    def outcome(name: str, each: Reached) -> Outcome:
+        value = told.get(name)
+        if value is None and METHODS[name].kind == "queries":
+            value = judge(validation, each.end)
+        tested = judge(test, each.end)
+        return Outcome(value, tested, each.queries, each.queries_per_start, each.seconds, each.batch_queries)
 
-    outcomes = {name: [outcome(each) for each in reached] for name, reached in results.items()}
-    paths = {name: reached[-1].path for name, reached in results.items() if reached[-1].path is not None}
-    curves = {name: [judge(validation, phi) for phi in path] for name, path in paths.items()}
-    return Comparison(results, outcomes, curves)
+    outcomes = {name: [outcome(name, each) for each in reached] for name, reached in results.items()}
+    paths = {name: reached[-1].path for name, reached in results.items() if curves}
+    along = {name: [judge(validation, phi) for phi in path] for name, path in paths.items() if path is not None}
+    return Comparison(results, outcomes, along)
+
+
+def known(results: Mapping[str, tuple[Reached, ...]]) -> dict[str, float]:
+    """Return the validation metric of the methods' ends as far as the queries of guarded runs tell, by method.
+
+    Args:
+        results: Where the methods stood. MetricOpt's own run tells of its starts too.
+    """
+    ends = {name: reached[-1].result for name, reached in results.items()}
+    found = {name: result.after for name, result in ends.items() if result is not None}
+    if (ours := ends.get("metricopt")) is not None:
+        asked = {**ours.values, **ours.starts}
+        for name, reached in results.items():
+            start, end = METHODS[name].start, reached[-1].end
+            if start in asked and (not isinstance(end, Tensor) or torch.equal(end, ours.ends[start])):
+                found[name] = asked[start]
+        if "settings" in results:
+            found["settings"] = asked[ours.started_at]
+    return found
 
 
 def judge(task: FinetuneTask, end: End) -> float:

@@ -1,39 +1,35 @@
 """What a run of a tool would do, and about how long it would take, without doing it: ``--dry-run``."""
 
 import math
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.data.reading import HEADER as COLUMNS
-from metricopt_ext.experiment.experiment import SOUP_FOLDER, Experiment
+from metricopt_ext.experiment.experiment import Experiment
 from metricopt_ext.experiment.method import METHODS, check_known, now
-from metricopt_ext.experiment.run_config import SHARE, SOUP, SOUPS, RunConfig
+from metricopt_ext.experiment.run_config import SHARE, SOUP, SOUPS, VARIANTS, RunConfig
 from metricopt_ext.experiment.style import direction, print_points, print_table
 from metricopt_ext.methods.algorithm1 import END_QUERIES, Algorithm1
-from metricopt_ext.methods.model_card import CARD
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.recipe_settings import START_QUERIES
-from metricopt_ext.methods.run_folder import ADAPTER
 from metricopt_ext.methods.start_lines import PlannedLine, divided, planned_lines
 from metricopt_ext.plain import plain
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.probe import GRADIENTS
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.tasks.inference_file import INFERENCE
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.machine import deterministic
 from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.utils.words import and_more, counted, duration
 
+TOLD = ("metricopt", "settings", *VARIANTS)  # whose own queries, or MetricOpt's, tell the metric at their ends
 TRAINING = 10.0  # seconds for which a model is trained at most
 
 
@@ -74,7 +70,7 @@ class Trial(Callback):
         return False
 
 
-def dry_run(experiment: type[Experiment[Any]], config: RunConfig, folder: Path) -> None:
+def dry_run(experiment: type[Experiment[Any]], config: RunConfig) -> None:
     """Print what a run would do, from its settings and a probe of its first seed; nothing is written or charged.
 
     Processes of torchrun wait for the first, which does it alone.
@@ -82,7 +78,6 @@ def dry_run(experiment: type[Experiment[Any]], config: RunConfig, folder: Path) 
     Args:
         experiment: What each seed runs.
         config: The settings.
-        folder: The output folder, which is not looked at.
 
     Raises:
         MetricOptError: As the run itself would: data, settings or metric are not usable.
@@ -93,10 +88,10 @@ def dry_run(experiment: type[Experiment[Any]], config: RunConfig, folder: Path) 
         at_once, world = min(config.workers, config.seeds), distributed.world()
         if world > 1:
             at_once = world if config.seeds >= world else 1
-        distributed.only_first(lambda: _show(experiment, config, folder, at_once, world))
+        distributed.only_first(lambda: _show(experiment, config, at_once, world))
 
 
-def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at_once: int, world: int) -> None:
+def _show(experiment: type[Experiment[Any]], config: RunConfig, at_once: int, world: int) -> None:
     with TemporaryDirectory() as own, num_threads(config.threads):
         began, cut = now(), Trial(TRAINING)
         made = experiment(replace(config, starts=[]), Path(own), config.seed, cut)  # starts are for the search alone
@@ -104,7 +99,6 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at
         config.check_queries(task.dim)
         methods = list(made.methods())
         check_known(methods)
-        found = sorted(path.name for path in Path(own).iterdir())
         strategy = config.build_strategy()
         found_starts = {name: made.start(name) for name in config.starts if name not in ("loss_finetune", *SOUPS)}
         found_starts["start"] = Start(task.origin())
@@ -114,7 +108,8 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at
     baselines = known_queries(config, methods)
     unknown = [name for name in methods if METHODS[name].kind == "queries" and name not in {*baselines, "metricopt"}]
     more = besides(config, methods, strategy)
-    queried = (work.queries + sum(baselines.values()) + more.queries) * query
+    validation = work.queries + sum(baselines.values()) + more.queries
+    queried = (validation + len(methods)) * query
     soups = config.method.name == "search" and any(name in SOUPS for name in config.starts)
     again = SOUP * SHARE * prepared if soups else 0.0
     seconds = prepared + again + queried + (work.steps + more.steps) * one + work.wide * wide
@@ -126,10 +121,9 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at
         ("queries of MetricOpt", f"{work.queries} of {config.queries} at most"),
         *((f"queries of {METHODS[name].title}", f"{queries} at most") for name, queries in baselines.items()),
         *((f"queries of {METHODS[name].title}", "not known in advance") for name in unknown),
-        ("other evaluations", f"{more.queries} for curves, tests and pictures"),
-        (f"files in {folder}", ", ".join(files_of_run(config))),
-        (f"files in {folder}/seed-N", ", ".join(dict.fromkeys([*found, *files_of_seed(config, made.own_files)]))),
-        ("peak memory of this dry run", _peak_memory()),
+        *([("for ends and curves of these", f"{more.queries}")] if more.queries else []),
+        ("evaluations on validation", f"{validation} at most" + (", and those not known" if unknown else "")),
+        ("evaluations on test", f"{len(methods)} at most, one for each end"),
         ("preparing data and model takes about", duration(prepared)),
         ("an evaluation takes", _seconds(query)),
         (f"a loss step for 1 and for {work.width} phi takes", f"{_seconds(one)}, {_seconds(wide)}"),
@@ -145,7 +139,7 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at
     shared = f" They are for one process: {world} ranks share queries and rollouts." if at_once == 1 < world else ""
     notes = [
         "Times are estimates: one evaluation and one loss step were timed and multiplied by the planned numbers. They"
-        " leave out fits of f, its proposals, the training of other methods, and pictures." + shared,
+        " leave out fits of f, its proposals, the training of other methods, and plots." + shared,
         "Nothing was written to the output folder, and no query was charged.",
     ]
     if rare:
@@ -232,13 +226,11 @@ def _along(line: PlannedLine) -> str:
     return f"{line.queries + len(line.holds)} queries{among}{where}"
 
 
-def known_queries(config: RunConfig, methods: list[str]) -> dict[str, int]:
+def known_queries(config: RunConfig, methods: Sequence[str]) -> dict[str, int]:
     """Return the queries of the methods beside MetricOpt whose number the settings give, at most."""
-    searched = config.queries if isinstance(config.search_queries, str) else config.search_queries
     known = {
-        "loss_finetune_best": min(config.best_evals, config.finetune.steps + 1),
-        "guided_es": searched,
-        "cma_es": searched,
+        **config.rows,
+        "settings": 0,
         "metricopt_paper": config.queries,
         "metricopt_learned": (config.learned and config.learned.queries) or config.queries,
         "refined": config.refined.queries if config.refined else 0,
@@ -246,39 +238,14 @@ def known_queries(config: RunConfig, methods: list[str]) -> dict[str, int]:
     return {name: queries for name, queries in known.items() if name in methods}
 
 
-def besides(config: RunConfig, methods: list[str], strategy: GuidedTrustRegion | Recipe | Algorithm1) -> Work:
-    """Return what is not MetricOpt's and not a query: loss finetunes, curves along them, verdicts."""
+def besides(config: RunConfig, methods: Sequence[str], strategy: GuidedTrustRegion | Recipe | Algorithm1) -> Work:
+    """Return what is not MetricOpt's: loss finetunes, curves along them, and the ends of others that ask queries."""
     paths = [name for name in ("loss_finetune", "loss_finetune_validation") if name in methods]
-    curves, steps = len(paths) * (config.finetune.steps + 1), len(paths) * config.finetune.steps
+    points, steps = len(paths) * (config.finetune.steps + 1), len(paths) * config.finetune.steps
     if not isinstance(strategy, GuidedTrustRegion):
-        curves, steps = curves + strategy.steps + 1, steps + strategy.steps
-    return Work(curves + 2 * len(methods), steps)
-
-
-def files_of_run(config: RunConfig) -> list[str]:
-    """Return the names of what a run leaves in its folder, besides its seeds' folders and pictures of one task."""
-    course = "search.png" if config.method.name == "search" else "finetuning.png"
-    reports = ["report.json", "report.md", "report.html"]
-    predicted = [] if config.method.name == "paper" else ["value_function.png"]  # of held-out predictions
-    tuned = [] if config.settings is None else ["settings.png"]
-    return ["run.json", "log.txt", *reports, "methods.png", course, *predicted, *tuned, "events"]
-
-
-def files_of_seed(config: RunConfig, own: tuple[str, ...]) -> list[str]:
-    """Return the names of what a run leaves in a seed's folder.
-
-    Args:
-        config: The settings.
-        own: What the task adds.
-    """
-    names = ["identity.json", "evaluations.json", CARD, ADAPTER, "value_function.safetensors", "record.json"]
-    if config.method.name != "search":
-        names.insert(2, "trajectories")
-    elif any(name in SOUPS for name in config.starts):
-        names.append(SOUP_FOLDER)
-    if config.settings is not None:
-        names.insert(names.index(ADAPTER), INFERENCE)
-    return [*names, *own]
+        points, steps = points + strategy.steps + 1, steps + strategy.steps
+    judged = sum(METHODS[name].kind == "queries" and name not in TOLD for name in methods)
+    return Work(judged + bool(config.pictures) * points, steps)
 
 
 def _probe(task: FinetuneTask, width: int, seed: int) -> tuple[float, float, float]:
@@ -304,17 +271,3 @@ def _second_time(call: Callable[[], object]) -> float:
 
 def _seconds(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def _peak_memory() -> str:
-    """Return the largest memory of this process so far, and of the GPU."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        shown = "unknown"
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        shown = f"{peak / 1e9 if sys.platform == 'darwin' else peak * 1024 / 1e9:.2f} GB"
-    if torch.cuda.is_available():
-        shown += f", {torch.cuda.max_memory_allocated() / 1e9:.2f} GB of the GPU"
-    return shown

@@ -38,7 +38,7 @@ from metricopt_ext.methods.starts import batchnorm_start, has_batchnorm
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.progress import Callback, Several
 from metricopt_ext.tasks.batches import Batches
-from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.metric import Metric, Query
 from metricopt_ext.tasks.settings import Settings
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.files import save_checkpoint
@@ -91,7 +91,7 @@ class Experiment(ABC, Generic[Config]):
 
     Attributes:
         config_type: The settings' class.
-        own_files: Names of what `finish` leaves in the folder, as far as every run has it.
+        tuned_file: Name of the tuned model, which `finish` leaves in the folder.
         task: Its loss sees the train data, its metric the validation data.
         test_metric: The same metric on the test data.
         reading: How the file of the data was read, None where there is nothing to say; `prepare` sets it.
@@ -101,7 +101,7 @@ class Experiment(ABC, Generic[Config]):
     """
 
     config_type: ClassVar[type[RunConfig]]
-    own_files: ClassVar[tuple[str, ...]] = ("tuned.safetensors",)
+    tuned_file: ClassVar[str] = "tuned.safetensors"
     reading: Reading | None = None
 
     def __init__(self, config: Config, folder: Path, seed: int, callback: Callback | None = None) -> None:
@@ -310,10 +310,11 @@ def run_seed(
         lambda: SeedRecord.load(record_file) if resume and record_file.exists() else None
     ):
         callback.stage("on file")
-        before, after = (record.outcomes[name][-1] for name in ("pretrained", "metricopt"))
+        after = record.outcomes["metricopt"][-1]
+        before, now = (record.validation(name) for name in ("pretrained", "metricopt"))
         callback.on_file(after.queries_total)
-        callback.query(after.queries_total, after.validation)
-        callback.outcome(before.validation, after.validation)
+        callback.query(after.queries_total, now)
+        callback.outcome(before, now)
         callback.done()
         return record
     callback.stage("train the model")
@@ -328,8 +329,11 @@ def run_seed(
             (rare := experiment.rare()) and seed == config.seed and distributed.rank() == 0
         ):  # the report counts other seeds
             warnings.warn(str(rare), stacklevel=2)
-        comparison = compare(experiment.task, experiment.test_metric, experiment.methods(resume, shown))
-        record = distributed.on_first(lambda: _recorded(experiment, comparison))
+        counts = {"validation": Counted(experiment.task.metric), "test": Counted(experiment.test_metric)}
+        methods = experiment.methods(resume, shown)
+        comparison = compare(experiment.task, experiment.test_metric, methods, bool(config.pictures))
+        made = {part: count.queries for part, count in counts.items()}
+        record = distributed.on_first(lambda: _recorded(experiment, comparison, made))
     callback.done()
     return record
 
@@ -349,7 +353,19 @@ def _besides(experiment: Experiment[Any], result: Result[Any]) -> dict[str, dict
     }
 
 
-def _recorded(experiment: Experiment[Any], comparison: Comparison) -> SeedRecord:
+class Counted:
+    """Counts the queries of a metric and of all that are made of it, those on file too."""
+
+    def __init__(self, metric: Metric) -> None:
+        self.queries = 0
+        metric.callbacks.append(self)
+
+    def __call__(self, query: Query) -> None:
+        """Count one."""
+        self.queries += 1
+
+
+def _recorded(experiment: Experiment[Any], comparison: Comparison, evaluations: dict[str, int]) -> SeedRecord:
     """Set MetricOpt's end, and write the record and the tuned model."""
     folder, seed, task = experiment.folder, experiment.seed, experiment.task
     result = metricopt_result(comparison.results)
@@ -380,6 +396,7 @@ def _recorded(experiment: Experiment[Any], comparison: Comparison) -> SeedRecord
         settings={} if result.settings is None else dict(result.settings.changes),
         lines=[] if result.settings is None else setting_lines(experiment.settings, result.settings),
         holding=None if result.constrained is None else result.constrained.holding,
+        evaluations=evaluations,
     )
     experiment.finish()
     record.save(folder / "record.json")

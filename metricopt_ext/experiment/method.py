@@ -46,6 +46,7 @@ class Entry:
         training: Whether it needs examples of the training too.
         standing: Whether it ends at the start of its name, of the model as it was trained, whatever else begins there.
         after: The method that it continues from: what that one spent counts as its own too.
+        start: The start of MetricOpt's where it ends, whose query tells its metric.
         shared: Whether ranks share its work (`distributed`), by `optimize_metric`.
         trains: What it trains, of a sibling method: classifiers, or embedders for the distances between them.
         factory: Makes the search or the sibling method that it is, from the settings of finetuning; None of what a
@@ -59,6 +60,7 @@ class Entry:
     training: bool = False
     standing: bool = False
     after: str = ""
+    start: str = ""
     shared: bool = False
     trains: Literal["", "classifiers", "embedders"] = ""
     factory: Callable[[FinetuneConfig], SearchStrategy | Sibling] | None = None
@@ -80,15 +82,15 @@ def _start(title: str, colour: str, needs: Needs = "scores", *, training: bool =
 
 # Every method that a comparison can run, by name, in the order of tables.
 METHODS: dict[str, Entry] = {
-    "pretrained": Entry("pretrained", "#9a9a9a", "free"),
-    "loss_finetune": Entry("loss finetune", "#d98c3f", "free", training=True),
+    "pretrained": Entry("pretrained", "#9a9a9a", "free", start="start"),
+    "loss_finetune": Entry("loss finetune", "#d98c3f", "free", training=True, start="loss_finetune"),
     "loss_finetune_best": Entry("loss finetune, best step", "#b5651d", "queries", training=True, after="loss_finetune"),
     "threshold": Entry("tuned threshold", "#5b7db1", "queries", "inputs"),
     "class_offsets": Entry("tuned class offsets", "#34568b", "queries"),
     "label_thresholds": Entry("a threshold per label", "#4a6fa5", "queries"),
     "logit_adjustment": Entry("logit adjustment", "#a3b8d9", "free"),
     "logit_adjustment_tuned": Entry("logit adjustment, tuned", "#7f95c4", "queries"),
-    "batchnorm_validation": Entry("BatchNorm on validation", "#8a6fb0", "free", "inputs"),
+    "batchnorm_validation": Entry("BatchNorm on validation", "#8a6fb0", "free", "inputs", start="batchnorm"),
     "loss_finetune_validation": Entry("loss on validation labels", "#4f8f8b", "free", "labels"),
     "whole_network_labels": _start("whole network on labels", "#1f5f5b", "labels"),
     "em_prior": _start("EM prior", "#9fb6c9", "inputs"),

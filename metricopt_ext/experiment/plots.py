@@ -133,7 +133,7 @@ def plot_finetuning(report: Report, path: str | Path) -> Path:
             times, seeds = sum(record.kept == name for record in records), len(records)
             often = {0: "not kept", seeds: "kept"}.get(times, f"kept in {times} of {seeds} seeds")
             label = f"{label}'s path, {often}"
-            kept = [record.outcomes[name][-1].validation for record in records]
+            kept = [record.validation(name) for record in records]
             look: dict[str, Any] = {"fmt": "D", "color": colour, "markeredgecolor": "black", "capsize": 3, "zorder": 5}
             axes.errorbar(steps[-1], np.mean(kept), np.std(kept), label="what the guard kept", **look)
         axes.plot(steps, mean, color=colour, label=label)

@@ -27,7 +27,7 @@ class Outcome:
     """What one method reached, in the metric's own units.
 
     Attributes:
-        validation: Metric on the data that queries see.
+        validation: Metric on the data that queries see; None where no query was asked of the end.
         test: Metric on the test data, evaluated once.
         queries_total: Metric queries spent.
         queries_per_start: How many of these each further start costs again.
@@ -35,7 +35,7 @@ class Outcome:
         batch_queries: Evaluations of the metric on batches of scores and labels, besides ``queries_total``.
     """
 
-    validation: float
+    validation: float | None
     test: float
     queries_total: int
     queries_per_start: int
@@ -57,7 +57,7 @@ class SeedRecord:
         split_half: Correlation of the metric's halves over random phi; None if it does not report them.
         chance: Standard deviation of the chance part of a validation gain; None if nothing told.
         guard: What told it; see `Result.guard`.
-        curves: Validation metric along finetuning by method, ``steps + 1`` numbers each. Evaluated for the plot; no
+        curves: Validation metric along finetuning by method, ``steps + 1`` numbers each, if they were asked for. No
             method sees them.
         true: Metric at held-out points where f is used.
         predicted: What f predicted there before it saw them.
@@ -73,6 +73,7 @@ class SeedRecord:
         holding: How many of the points that were asked satisfy the constraints; None without any.
         settings: Settings of inference that were changed, by name: before and after.
         lines: What was asked of each setting, the others as they were.
+        evaluations: Evaluations of the metric on all of ``"validation"`` and of ``"test"``, whoever asked.
         format: Of the file; one of another format is refused.
     """
 
@@ -98,7 +99,14 @@ class SeedRecord:
     holding: int | None = None
     settings: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     lines: list[SettingLine] = field(default_factory=list)
+    evaluations: dict[str, int] = field(default_factory=dict)
     format: Literal["metricopt_ext/record/1"] = "metricopt_ext/record/1"
+
+    def validation(self, method: str) -> float:
+        """Return the validation metric of one of the methods of every report, of which it is known."""
+        value = self.outcomes[method][-1].validation
+        assert value is not None
+        return value
 
     def save(self, path: Path) -> None:
         """Write the record as JSON."""
@@ -118,11 +126,16 @@ class SeedRecord:
             if not self.outcomes.get(name):
                 raise ValueError(f"it has no outcome of {name}")
             for each in self.outcomes[name]:
-                _check_values("validation and test", [each.validation, each.test])
+                if each.validation is not None:
+                    _check_values("validation", [each.validation])
+                elif name in ("pretrained", "metricopt"):
+                    raise ValueError(f"it does not have the validation metric of {name}")
+                _check_values("test", [each.test])
                 check_at_least(0, seconds=each.seconds)
                 for key in ("queries_total", "queries_per_start", "batch_queries"):
                     check_integer(0, **{key: getattr(each, key)})
         check_integer(0, **self.queries)
+        check_integer(0, **self.evaluations)
         if len(self.true) != len(self.predicted):
             raise ValueError(f"it has {len(self.true)} true values and {len(self.predicted)} predicted ones")
         for name, parts in self.also.items():

@@ -23,6 +23,7 @@ from metricopt_ext.value.value_function import Quality
 BATCH_NOTE = "batch queries: further evaluations of the metric, on batches of scores and labels."
 IN_USE = "value function in use"
 DIGITS = 4  # after the point, of a metric
+PARTS = ("validation", "test")
 FROM_OUR_START = ("metricopt", "guided_es", "cma_es", "refined")  # from the best free start, as MetricOpt's search
 HEADER = ["method", "validation", "test", "queries", "per start", "seconds"]
 
@@ -128,6 +129,7 @@ class Report:
             "chance": [record.chance for record in self.records],
             "kept": [record.kept for record in self.records],
             "queries": [record.queries for record in self.records],
+            "evaluations": [record.evaluations for record in self.records],
             "settings": [record.setting for record in self.records],
             "inference": [record.settings for record in self.records],
             "reading": None if self.reading is None else asdict(self.reading),
@@ -213,7 +215,7 @@ class Report:
     def verdict(self) -> str:
         """Say in a few sentences what came out: before and after, what the guard did, and whether it may be chance."""
         parts = []
-        for part in ("test", "validation"):
+        for part in reversed(PARTS):
             before, after = (spread(self.values(name, part)) for name in ("pretrained", "metricopt"))
             parts.append(f"{before} → {after} on {part}")
         seeds = len(self.records)
@@ -262,7 +264,8 @@ class Report:
 
     def best(self, part: str) -> set[str]:
         """Return the methods whose mean validation or test metric, to the digits that are shown, is the best."""
-        shown = {name: round(float(np.mean(self.values(name, part))), DIGITS) for name in self.methods}
+        known = {name: self.values(name, part) for name in self.methods}
+        shown = {name: round(float(np.mean(values)), DIGITS) for name, values in known.items() if values}
         top = (max if self.maximize else min)(shown.values())
         return {name for name, value in shown.items() if value == top}
 
@@ -272,7 +275,8 @@ class Report:
         over = f"Mean ± standard deviation over {len(self.records)} seeds; each has its own"
         return [
             f"{'One seed: one' if one else over} data split, model and value function.",
-            "validation: data that the queries see; test: data that no method sees.",
+            "validation: data that the queries see, empty for an end that no query was asked of; test: data that no"
+            " method sees.",
             "queries: calls of the metric; per start: how many of them another starting point of phi costs again.",
             *([BATCH_NOTE] if self.batch_queried else []),
         ]
@@ -286,6 +290,12 @@ class Report:
             each = [str(record.queries.get(purpose, 0)) for purpose in purposes]
             rows.append([str(record.seed), *each, str(ours.queries_total), f"{ours.seconds:.1f}"])
         return ["seed", *(purpose.replace("_", " ") for purpose in purposes), "total", "seconds"], rows
+
+    def evaluations(self) -> str:
+        """Say how often the metric was evaluated in all, whoever asked."""
+        counts = {part: sum(record.evaluations.get(part, 0) for record in self.records) for part in PARTS}
+        said = " and ".join(f"{counted(number, 'evaluation')} on {part}" for part, number in counts.items())
+        return f"The metric, in {counted(len(self.records), 'seed')}: {said}"
 
     def computed_on(self) -> str:
         """Say which machines the digits are of."""
@@ -404,7 +414,7 @@ class Report:
         return [
             [
                 self.title(name),
-                spread(self.values(name, "validation")),
+                spread(values) if (values := self.values(name, "validation")) else "",
                 spread(self.values(name, "test")),
                 f"{max(self.values(name, 'queries_total')):.0f}",
                 f"{max(self.values(name, 'queries_per_start')):.0f}",

@@ -36,8 +36,8 @@ TRUST = (
     " does not depend on f."
 )
 NOT_COUNTED = (
-    "The other methods' queries and seconds are in the table of methods. Evaluations on test and those for pictures are"
-    " not counted, as no method sees them."
+    "The other methods' queries and seconds are in the table of methods. Evaluations on test are no queries, as no"
+    " method sees them."
 )
 PATHS = "Paths are relative to this report's folder. Each seed has its own model; these lines use that of {}."
 REFUSED = (
@@ -99,7 +99,7 @@ def report_page(report: Report, folder: Path, pictures: Sequence[Path], tuned: s
             ),
             Section("Quality of f", _quality(report)),
             *_data(report),
-            Section("Queries", [Table(SPENT, *report.spent()), Text(NOT_COUNTED)]),
+            Section("Queries", [Table(SPENT, *report.spent()), Text(f"{report.evaluations()}. {NOT_COUNTED}")]),
             settings(report.config),
             environment(report.computed_on(), versions()),
             Section("What to do next", _next_steps(report, folder, tuned)),

@@ -66,6 +66,8 @@ def markdown(report: Report) -> str:
         "",
         *markdown_table(*report.spent()),
         "",
+        f"{in_markdown(report.evaluations())}.",
+        "",
         in_markdown(report.computed_on()),
         "",
     ]
@@ -109,4 +111,4 @@ def print_report(report: Report) -> None:
     if elsewhere := report.elsewhere():
         print_table(QUANTITIES, elsewhere, title=ELSEWHERE)
         print()
-    print_points([*report.on_constraints(), *report.on_guard(), *report.on_f()])
+    print_points([*report.on_constraints(), *report.on_guard(), *report.on_f(), report.evaluations()])

@@ -86,20 +86,23 @@ class RunConfig:
     starts: list[str] = field(default_factory=lambda: list(USUAL_STARTS))
     queries: int = 600  # MetricOpt's metric queries in total
     population: int | None = None  # tasks computed together; null: as many of 1, 4, 16, 32 as fit, if it can be
-    best_evals: int = 51  # queries of the baseline "loss finetune + best"
-    # Of each direct search, Guided ES and CMA-ES, from the same start; same: as many as MetricOpt spent; 0: none.
-    search_queries: int | str = 0
-    # Further methods to run, each of which brings a section. settings: MetricOpt tunes inference before phi, where
-    # the task has any. The paper's own metricopt_paper and metricopt_learned; refined, after a recipe; siblings of
-    # MetricOpt, sl_u, sl_s, sl_r, reloss, reloss_only and ala for classifiers, ala_mixture and ala_focal for embedders.
+    # Further methods to run, whose queries come on top. What a user could do instead: loss_finetune_best, guided_es and
+    # cma_es; for classifiers threshold, class_offsets and logit_adjustment_tuned, or with several labels
+    # label_thresholds. The others bring a section. settings: MetricOpt tunes inference before phi, where the task has
+    # any. The paper's own metricopt_paper and metricopt_learned; refined, after a recipe; siblings of MetricOpt, sl_u,
+    # sl_s, sl_r, reloss, reloss_only and ala for classifiers, ala_mixture and ala_focal for embedders.
     methods: list[str] = field(default_factory=list)
+    best_evals: int = 51  # queries of loss_finetune_best
+    search_queries: int | None = None  # of guided_es and cma_es, from the same start; null: as many as MetricOpt spent
     paper: PaperSettings | None = field(default=None, metadata=brought_by("metricopt_paper"))
     learned: LearnedConfig | None = field(default=None, metadata=brought_by("metricopt_learned"))
     refined: RefinedConfig | None = field(default=None, metadata=brought_by("refined"))
     settings: SettingsConfig | None = field(default=None, metadata=brought_by("settings"))
     seeds: int = 5  # number of seeds, each a fresh split, model and value function
     seed: int = 0  # the first of them
-    pictures: bool = True  # of the first seed's value function; its landscape evaluates the metric another 169 times
+    # Those that need queries of their own. [curves]: the metric along each finetune, finetune.steps + 1 for each of
+    # them; false: none
+    pictures: Any = False
     workers: int = 1  # seeds that run in parallel, each in its own process
     threads: int = 1  # CPU threads of each
     device: str = "auto"  # auto, cpu, cuda, cuda:0, ...
@@ -141,7 +144,8 @@ class RunConfig:
             ConfigError: A value is out of range.
             BudgetError: There are too few queries; the message says how many are needed.
         """
-        check_at_least(1, {n: getattr(self, n) for n in ("population", "best_evals", "seeds", "workers", "threads")})
+        numbers = ("population", "best_evals", "search_queries", "seeds", "workers", "threads")
+        check_at_least(1, {name: getattr(self, name) for name in numbers})
         check_at_least(1, {"adapter.dim": self.adapter.dim})
         check_at_least(0, {"seed": self.seed})
         if self.seed + self.seeds > SEEDS:
@@ -152,6 +156,8 @@ class RunConfig:
         unknown = [name for name in self.starts if name not in STARTS]
         if unknown:
             raise ConfigError(f"starts={self.starts}: {unknown[0]!r} is none of {', '.join(STARTS)}")
+        if self.pictures and self.pictures != ["curves"]:
+            raise ConfigError(f"pictures={self.pictures}: it must be false, or [curves]")
         self._check_settings()
         self._check_methods()
         self._check_besides()
@@ -185,7 +191,7 @@ class RunConfig:
             raise ConfigError(f"methods={self.methods}: {phi_alone[0]} tunes no settings; leave it or settings out")
 
     def _check_methods(self) -> None:
-        known = methods_with_sections(self)
+        known = [*self.rows, *methods_with_sections(self)]
         unknown = [name for name in self.methods if name not in known]
         if unknown:
             raise ConfigError(f"methods={self.methods}: {unknown[0]!r} is none of {', '.join(known)} in this tool")
@@ -204,6 +210,13 @@ class RunConfig:
                 f"metric.subject_to={metric.subject_to}: {learning[0]} can't respect constraints; set"
                 " method.name=search and leave learners out, or move the names to metric.also"
             )
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Those of ``methods`` that bring no section, with the most queries that each asks."""
+        searched = self.search_queries or self.queries
+        best = min(self.best_evals, self.finetune.steps + 1)
+        return {"loss_finetune_best": best, "guided_es": searched, "cma_es": searched}
 
     @property
     def trained_methods(self) -> list[str]:
@@ -225,10 +238,13 @@ class RunConfig:
             BudgetError: MetricOpt has too few; the message says how many are needed.
         """
         phi = f"adapter.dim={dim}" if dim == self.adapter.dim else f"phi of dimension {dim}"
-        searched, least = self._searched(), max(search.least_queries(dim) for search in (GuidedES(), CMAES()))
-        least += self._fixed_starts if self.method.name == "search" else 0
-        if searched and searched < least:
-            raise ConfigError(f"search_queries={searched}: it must be at least {least} for {phi}, or 0")
+        for name, search in (("guided_es", GuidedES()), ("cma_es", CMAES())):
+            least = search.least_queries(dim) + (self._fixed_starts if self.method.name == "search" else 0)
+            if name in self.methods and self.rows[name] < least:
+                raise ConfigError(
+                    f"methods={self.methods}: {name} has {self.rows[name]} queries, but needs {least} for {phi}: set"
+                    " search_queries, or leave it out"
+                )
         if self.refined and self.refined.queries < (least := CMAES().least_queries(dim)):
             raise ConfigError(f"refined.queries={self.refined.queries}: it must be at least {least} for {phi}")
         if self.learned:
@@ -236,11 +252,6 @@ class RunConfig:
         if self.paper:
             self.paper.build(self.finetune).tasks(self.queries)
         self.build_strategy().size(self.queries, dim, self._fixed_starts)
-
-    def _searched(self) -> int:
-        if isinstance(self.search_queries, str) and self.search_queries != "same":
-            raise ConfigError(f"search_queries={self.search_queries!r}: it must be a number, or same")
-        return self.queries if isinstance(self.search_queries, str) else self.search_queries
 
     def build_strategy(self) -> GuidedTrustRegion | Recipe | Algorithm1:
         """Return how MetricOpt works.

@@ -27,7 +27,7 @@ from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.searched import runner_of
 from metricopt_ext.methods.starts import reestimate_batchnorm
 from metricopt_ext.methods.tuned_settings import SETTINGS
-from metricopt_ext.runtime.progress import Callback, Within
+from metricopt_ext.runtime.progress import BeforeOthers, Callback, Within
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.task import FinetuneTask
@@ -44,7 +44,7 @@ def usual_methods(
     resume: bool = False,
     callback: Callback | None = None,
 ) -> dict[str, Method]:
-    """Return the methods that the settings select, by name.
+    """Return what a run shows by name: what asks nothing beside MetricOpt's queries, and what the settings name.
 
     Args:
         config: The run's settings.
@@ -63,7 +63,7 @@ def usual_methods(
         confidence=config.guard.confidence,
         output_dir=folder,
         resume=resume,
-        callback=shown,
+        callback=BeforeOthers(shown),
     )
 
     def loss_finetune(task: FinetuneTask, start: Tensor, seed: int) -> Tensor:
@@ -76,7 +76,7 @@ def usual_methods(
         path = earlier["loss_finetune"][-1].path
         assert path is not None
         best = at_each_budget(lambda task, start, queries, seed: best_of_loss_finetune(task, path, queries))
-        return Planned(best, (config.best_evals,), seed)
+        return Planned(best, (config.rows["loss_finetune_best"],), seed)
 
     methods: dict[str, Method] = {
         "pretrained": planned(ending_at(lambda task: task.origin())),
@@ -87,19 +87,24 @@ def usual_methods(
         "loss_finetune_validation": planned(along_path(on_labels), 0, seed),
     }
     if config.settings is not None:
-        methods["settings"] = where_metricopt_began(Baseline(_as_it_begins), "same", seed)
-    if config.search_queries:
-        baselines = usual_baselines(config)
-        for name in ("guided_es", "cma_es"):
-            baseline = notified(baselines[name], METHODS[name].title, shown)
-            methods[name] = where_metricopt_began(baseline, config.search_queries, seed)
+        methods["settings"] = where_metricopt_began(Baseline(_as_it_begins), None, seed)
+    baselines = usual_baselines(config)
+    for name in ("guided_es", "cma_es"):
+        baseline = notified(baselines[name], METHODS[name].title, shown)
+        methods[name] = where_metricopt_began(baseline, config.search_queries, seed)
     for name in (name for name in config.methods if name in VARIANTS):
         methods[name] = variant(name, config, seed, folder=folder, resume=resume, callback=shown)
     if refined := config.refined:
         methods["refined"] = lambda earlier: Planned(
             searching(CMAES()), (refined.queries,), seed, Started.at(phi_of(metricopt_result(earlier)))
         )
-    return methods
+    return asked_for(config, methods)
+
+
+def asked_for(config: RunConfig, methods: dict[str, Method]) -> dict[str, Method]:
+    """Return MetricOpt, the methods that ask no query of their own, and those that the settings name."""
+    named = {"metricopt", *config.methods}
+    return {name: method for name, method in methods.items() if METHODS[name].kind == "free" or name in named}
 
 
 def _as_it_begins(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
@@ -112,20 +117,20 @@ def planned(baseline: Baseline, queries: int = 0, seed: int = 0) -> Method:
     return lambda earlier: Planned(baseline, (queries,), seed)
 
 
-def where_metricopt_began(baseline: Baseline, queries: int | str, seed: int) -> Method:
+def where_metricopt_began(baseline: Baseline, queries: int | None, seed: int) -> Method:
     """Make a method of a baseline from where MetricOpt's own search began, if it was one, and from phi = 0 else.
 
     What was spent on choosing the start counts as the method's own too.
 
     Args:
         baseline: The baseline.
-        queries: Its budget, the choice of the start included; ``"same"`` for what MetricOpt spent.
+        queries: Its budget, the choice of the start included; None for what MetricOpt spent.
         seed: Its seed.
     """
 
     def method(earlier: Earlier) -> Planned:
         ours: Reached = earlier["metricopt"][-1]
-        budget = ours.queries if isinstance(queries, str) else queries
+        budget = ours.queries if queries is None else queries
         if ours.result is None or ours.result.details.finetunes:
             return Planned(baseline, (budget,), seed)
         candidates = ours.result.candidates

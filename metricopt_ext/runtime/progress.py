@@ -76,6 +76,13 @@ class Several(_Passing):
             getattr(callback, method)(*arguments)
 
 
+class BeforeOthers(Several):
+    """Passes everything on but that a run is over, as other methods follow it."""
+
+    def done(self) -> None:
+        """Pass nothing on."""
+
+
 class Within(Callback):
     """Shows a part of a run, whose queries are not among the run's, as a stage of it that takes long.
 

@@ -10,6 +10,8 @@ from metricopt_ext.runtime.identity import fingerprint_of_code
 from metricopt_ext.utils.named import named
 from metricopt_ext.utils.numbers import number_of, within
 
+FEW = 20  # examples on which a function is tried, about
+
 
 @dataclass(kw_only=True)
 class OwnMetricConfig:
@@ -88,6 +90,19 @@ def code_of_own(settings: Mapping[str, Any]) -> dict[str, str]:
                 function = named(f"{section}.name", name, own.get("folder", ""), bound.get(name))
                 found[name] = fingerprint_of_code(function)
     return found
+
+
+def try_on_few(judge: Callable[[list[int]], object], count: int) -> None:
+    """Call a function of the user's own on a few examples, as one call on all may take long, and on all if it fails.
+
+    Args:
+        judge: Calls it on the examples at some places.
+        count: Their number.
+    """
+    try:
+        judge([*range(0, count, max(3, count // FEW | 1))])
+    except (Exception, SystemExit):
+        judge([*range(count)])
 
 
 def why(error: BaseException) -> str:

@@ -135,7 +135,7 @@ def config_of(folder: Path, *more: str) -> ClassificationConfig:
     settings = [
         *("data.name=csv", f"data.root={path}", "data.target=bought", "data.standardise=true", "seeds=1"),
         *("data.fractions=[0.5,0.3,0.2]", "model.name=tabular_mlp", "model.epochs=3", "device=cpu"),
-        *("adapter.dim=2", "adapter.outputs=true", "queries=12", "finetune.steps=3", "best_evals=2", "pictures=false"),
+        *("adapter.dim=2", "adapter.outputs=true", "queries=12", "finetune.steps=3"),
         *(f"metric.name={module(folder)}:worst_region", f"metric.folder={folder}", "metric.columns=[region,amount]"),
     ]
     return load_config(ClassificationConfig, None, [*settings, *more])

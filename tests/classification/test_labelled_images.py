@@ -275,7 +275,7 @@ def test_a_run_reports_its_labels(tmp_path: Path) -> None:
     (tmp_path / "set" / "labels.csv").write_text(columns(range(1, 121)))
     config = config_of(
         *(f"data.root={tmp_path / 'set'}", "model.epochs=1", "model.batch_size=20", "batch_size=20", "adapter.dim=2"),
-        *("queries=14", "finetune.steps=2", "best_evals=2", "seeds=1", "pictures=false", "device=cpu", "population=1"),
+        *("queries=14", "finetune.steps=2", "seeds=1", "device=cpu", "population=1"),
     )
     run_and_report(ClassificationExperiment, config, tmp_path / "run", False)
     report = json.loads((tmp_path / "run" / "report.json").read_text())

@@ -240,12 +240,11 @@ def test_copies_are_found_among_images_on_disk(folders: Callable[..., list[str]]
 @pytest.mark.slow
 def test_a_run_from_disk_ends_as_one_in_memory(folders: Callable[..., list[str]], tmp_path: Path) -> None:
     own = {"cat": 1, "dog": 2}
-    settings = [*folders(train=own, val=own, test=own), "model.epochs=1", "queries=19", "seeds=1", "pictures=false"]
+    settings = [*folders(train=own, val=own, test=own), "model.epochs=1", "queries=19", "seeds=1"]
     settings += [
         "adapter.dim=3",
         "adapter.outputs=true",
         "finetune.steps=2",
-        "best_evals=2",
         "population=1",
         "workers=1",
     ]

@@ -174,7 +174,7 @@ def test_a_loss_is_tried_on_the_model_before_it_is_trained(folder: str, name: st
 
 def test_a_run_on_both_and_its_identity(folder: str, tmp_path: Path) -> None:
     overrides = ["data.name=of_a_user:parts", "loss.name=of_a_user:focal", "loss.params={gamma: 1.0}"]
-    sizes = ["queries=40", "model.epochs=1", "adapter.dim=2", "population=4", "best_evals=2", "pictures=false"]
+    sizes = ["queries=40", "model.epochs=1", "adapter.dim=2", "population=4"]
     config = config_of(folder, *overrides, *sizes, "finetune.steps=3", "seeds=1", "device=cpu")
     tool.run(config, tmp_path / "run", resume=False)
     kept = json.loads((tmp_path / "run" / "run.json").read_text())

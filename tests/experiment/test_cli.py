@@ -197,7 +197,7 @@ def test_help_warns_of_configs_that_run_code(
 
 
 def settings(**change: Any) -> ToyConfig:
-    given = {"queries": 40, "seeds": 2, "seed": 3, "best_evals": 3, "pictures": False, **change}
+    given = {"queries": 40, "seeds": 2, "seed": 3, "pictures": ["curves"], **change}
     return ToyConfig(adapter=AdapterConfig(dim=4), finetune=FinetuneConfig(10, 0.1), **given)
 
 
@@ -278,7 +278,8 @@ def test_a_run_leaves_its_report_pictures_and_seeds(
     assert toy.made == [3, 4]
     assert toy.plotted == [[3, 4]]
     assert "squares: distance (lower is better), 2 seeds of 40 queries\n" in shown
-    named = ["report.json", "report.md", "report.html", "methods.png", course, "value_function.png", "more.png"]
+    drawn = dict.fromkeys(["methods.png", course, "finetuning.png", "value_function.png", "more.png"])
+    named = ["report.json", "report.md", "report.html", *drawn]
     assert [line.strip() for line in shown.split("\nwrote\n")[1].splitlines()] == [
         *(str(tmp_path / name) for name in named),
         f"and {tmp_path}/seed-*/",
@@ -310,7 +311,7 @@ def test_a_run_leaves_its_report_pictures_and_seeds(
     assert [sum(queries.values()) for queries in content["queries"]] == totals
     page = html((tmp_path / "report.html").read_text())
     page.check()
-    assert len([name for name, _ in page.elements if name == "img"]) == 4
+    assert len([name for name, _ in page.elements if name == "img"]) == len(drawn)
     assert page.texts("p")[0] == report.verdict()
     assert f"{report.verdict()}\n" in (tmp_path / "report.md").read_text()
 

@@ -15,7 +15,7 @@ from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.experiment.baselines import at_each_budget, best_of_loss_finetune, ending_at
 from metricopt_ext.experiment.compare import Comparison, compare
 from metricopt_ext.experiment.method import Baseline, Planned, Reached
-from metricopt_ext.experiment.method_config import FinetuneConfig, RecipeConfig
+from metricopt_ext.experiment.method_config import FinetuneConfig, RecipeConfig, SearchConfig
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.usual_methods import planned, usual_methods
 from metricopt_ext.methods.pipeline import optimize_metric
@@ -31,6 +31,7 @@ CONFIG = RunConfig(
     finetune=FinetuneConfig(10, 0.1),
     method=RecipeConfig(evals=3, rounds=2, folds=2, trials=1, learners=["ridge"]),
     queries=QUERIES,
+    methods=["loss_finetune_best"],
     best_evals=6,
 )
 RECIPE = CONFIG.build_strategy()
@@ -54,11 +55,17 @@ class Hidden:
 
 
 def beside(
-    task: Any, folder: Path, more: Any = None, *, config: RunConfig = CONFIG, resume: bool = False
+    task: Any,
+    folder: Path,
+    more: Any = None,
+    *,
+    config: RunConfig = CONFIG,
+    resume: bool = False,
+    curves: bool = False,
 ) -> tuple[Comparison, Hidden]:
     hidden = Hidden(task.goal + 0.1)
     methods = usual_methods(config, 3, inputs=[], batches=task.batches, folder=folder, resume=resume)
-    return compare(task, hidden.metric, {**methods, **(more or {})}), hidden
+    return compare(task, hidden.metric, {**methods, **(more or {})}, curves), hidden
 
 
 def without_seconds(comparison: Comparison) -> dict[str, Any]:
@@ -67,7 +74,7 @@ def without_seconds(comparison: Comparison) -> dict[str, Any]:
 
 def test_outcomes_are_what_the_ends_are_worth(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     task, twin = quadratic(noise=2.0), quadratic(noise=2.0)
-    comparison, hidden = beside(task, tmp_path)
+    comparison, hidden = beside(task, tmp_path, curves=True)
     alone = optimize_metric(twin, queries=QUERIES, strategy=RECIPE, seed=3, callback=Callback())
     path = finetune(twin, LossStep(0.1), 10, seed=3)
     best = min((path[step] for step in (0, 2, 4, 6, 8, 10)), key=twin.true_cost)  # 6 evenly spaced of 11 points
@@ -75,7 +82,8 @@ def test_outcomes_are_what_the_ends_are_worth(quadratic: Callable[..., Any], tmp
     assert list(comparison.outcomes) == list(comparison.results) == USUAL
     for name, phi in zip(USUAL, ends, strict=True):
         (outcome,) = comparison.outcomes[name]
-        assert outcome.validation == pytest.approx(task.true_cost(phi), rel=1e-12)
+        asked = name != "loss_finetune_validation"
+        assert outcome.validation == (pytest.approx(task.true_cost(phi), rel=1e-12) if asked else None)
         assert outcome.test == pytest.approx(hidden.at(phi), rel=1e-12)
     assert not torch.equal(best, path[-1])
     assert hidden.calls == hidden.metric.ledger.spent == len(ends)
@@ -156,7 +164,7 @@ def test_methods_may_end_at_a_phi_a_model_or_not_at_all(quadratic: Callable[...,
         "refined": planned(ending_at(model)),
         "guided_es": planned(ending_at(lambda task: None)),
     }
-    comparison, hidden = beside(task, tmp_path, more)
+    comparison, hidden = beside(task, tmp_path, more, curves=True)
     assert list(comparison.outcomes) == [*USUAL, "cma_es", "refined"]
     assert comparison.outcomes["refined"][0].validation == task.true_cost(points[3])
     for i, outcome in zip((2, 5), comparison.outcomes["cma_es"], strict=True):  # one for each number of queries
@@ -245,3 +253,19 @@ def test_a_method_that_is_said_to_be_free_may_not_spend_queries(quadratic: Calla
         "batchnorm_validation",
         "1",
     )
+
+
+def test_the_metric_is_asked_what_was_asked_for(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    """MetricOpt's queries, of which the other ends of its own are known, and those of rows that are named."""
+    config = replace(CONFIG, methods=[])
+    for number, (methods, queries) in enumerate(((config, SPENT), (CONFIG, SPENT + 6 + 1))):
+        task, calls = quadratic(), list[int]()
+        task.metric.callbacks.append(lambda query, calls=calls: calls.append(query.spent))
+        comparison, hidden = beside(task, tmp_path / str(number), config=methods)
+        assert len(calls) == queries
+        assert comparison.curves == {}
+        assert hidden.calls == len(comparison.outcomes)
+    assert "loss_finetune_best" in comparison.outcomes
+    without = beside(quadratic(), tmp_path / "other", config=replace(config, starts=[], method=SearchConfig()))[0]
+    assert without.outcomes["loss_finetune"][0].validation is None
+    assert without.outcomes["pretrained"][0].validation == quadratic().true_cost(torch.zeros(4, dtype=torch.float64))

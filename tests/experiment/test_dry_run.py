@@ -15,15 +15,14 @@ from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.data import training_state
 from metricopt_ext.errors import AdapterError, BudgetError, ConfigError
 from metricopt_ext.experiment import cli
-from metricopt_ext.experiment.config_sections import AdapterConfig, SettingsConfig
-from metricopt_ext.experiment.dry_run import dry_run, files_of_run, files_of_seed, planned
+from metricopt_ext.experiment.config_sections import AdapterConfig
+from metricopt_ext.experiment.dry_run import dry_run, planned
 from metricopt_ext.experiment.experiment import Experiment, Subject
 from metricopt_ext.experiment.method_config import (
     FinetuneConfig,
     PaperConfig,
     PaperSettings,
     RecipeConfig,
-    SearchConfig,
 )
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.methods.pipeline import optimize_metric
@@ -34,11 +33,11 @@ from metricopt_ext.tasks.task import FinetuneTask
 
 
 def settings(**change: Any) -> RunConfig:
-    given = {"queries": 60, "seeds": 2, "seed": 3, "best_evals": 4, "pictures": False, **change}
+    given = {"queries": 60, "seeds": 2, "seed": 3, "best_evals": 4, **change}
     return RunConfig(adapter=AdapterConfig(dim=4), finetune=FinetuneConfig(10, 0.1), **given)
 
 
-SEARCH, PAPER = SearchConfig(), PaperConfig(evals=3, learner="ridge")
+PAPER = PaperConfig(evals=3, learner="ridge")
 RECIPE = RecipeConfig(evals=3, rounds=2, folds=2, trials=1, learners=["ridge"])
 
 
@@ -48,7 +47,7 @@ def toy(quadratic: Callable[..., Any]) -> type[Experiment[Any]]:
 
     class Toy(Experiment[RunConfig]):
         config_type = RunConfig
-        own_files = ("phi.pt",)
+        tuned_file = "phi.pt"
         evaluated = 0
         made: list[FinetuneTask] = []  # noqa: RUF012
 
@@ -79,16 +78,17 @@ def toy(quadratic: Callable[..., Any]) -> type[Experiment[Any]]:
     return Toy
 
 
-def shown(toy: Any, config: RunConfig, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+def shown(toy: Any, config: RunConfig, capsys: pytest.CaptureFixture[str]) -> str:
     """Return what is printed, each run of spaces as one."""
-    dry_run(toy, config, folder)
+    dry_run(toy, config)
     return " ".join(capsys.readouterr().out.split())
 
 
 def test_it_evaluates_the_metric_twice_charges_nothing_and_writes_nothing(
-    toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = shown(toy, settings(), tmp_path / "out", capsys)
+    monkeypatch.chdir(tmp_path)
+    said = shown(toy, settings(), capsys)
     (task,) = toy.made
     assert toy.evaluated == 2
     assert task.metric.ledger.spent == 0
@@ -108,7 +108,18 @@ def test_it_evaluates_the_metric_twice_charges_nothing_and_writes_nothing(
                 "design 4 queries",
                 "batches about 14 of 4 queries",  # 60 - 2 - 4 - the end = 53
                 "queries of MetricOpt 60 of 60 at most",
+                "evaluations on validation 60 at most",
+                "evaluations on test 5 at most",  # as trained, MetricOpt's, by the loss, by labels, and by BatchNorm
+            ],
+        ),
+        (
+            {"methods": ["loss_finetune_best", "cma_es"], "search_queries": 30, "pictures": ["curves"]},
+            [
                 "queries of loss finetune, best step 4 at most",
+                "queries of CMA-ES on the metric 30 at most",
+                "for ends and curves of these 24",  # two ends, and two paths of 11 points
+                "evaluations on validation 118 at most",
+                "evaluations on test 7 at most",
             ],
         ),
         (
@@ -133,14 +144,14 @@ def test_it_evaluates_the_metric_twice_charges_nothing_and_writes_nothing(
     ],
 )
 def test_the_table_has_the_planned_numbers(
-    change: dict[str, Any], rows: list[str], toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    change: dict[str, Any], rows: list[str], toy: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = shown(toy, settings(**change), tmp_path, capsys)
+    said = shown(toy, settings(**change), capsys)
     for row in rows:
         assert row in said, said
 
 
-def test_the_table_says_what_lines_of_starts_take(toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_says_what_lines_of_starts_take(toy: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Of 20 queries six are for lines, three each of two of three; a start that lies on one counts among its own."""
 
     class Along(toy):  # type: ignore[misc]
@@ -151,31 +162,24 @@ def test_the_table_says_what_lines_of_starts_take(toy: Any, tmp_path: Path, caps
             return Start(0.5 * torch.eye(4, dtype=torch.float64)[0]) if name == "prior" else None
 
     lines = ["prior_line", "batchnorm_line", "whitening"]
-    said = shown(Along, settings(queries=20, starts=["prior", *lines]), tmp_path, capsys)
+    said = shown(Along, settings(queries=20, starts=["prior", *lines]), capsys)
     assert "starts 1, a query each" in said
     assert "the line prior_line 3 queries, including those of prior" in said
     assert "the line batchnorm_line 3 queries" in said
     assert "the line whitening left out, as there are too few queries" in said
     assert "design 4 queries around the best start" in said
     assert "batches about 2 of 4 queries" in said  # 20 - 1 - 3 - 3 - 4 - the end = 8
-    assert "the line" not in shown(toy, settings(), tmp_path, capsys)
+    assert "the line" not in shown(toy, settings(), capsys)
 
 
-def test_the_table_says_on_what_a_line_depends(toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_says_on_what_a_line_depends(toy: Any, capsys: pytest.CaptureFixture[str]) -> None:
     class Along(toy):  # type: ignore[misc]
         def start(self, name: str) -> Any:
             way = torch.eye(4, dtype=torch.float64)[0]
             return StartLine(lambda t: Start(t * way), 0.0, 1.0) if name == "batchnorm_line" else Start(way)
 
-    said = shown(Along, settings(queries=30, starts=["batchnorm", "batchnorm_line"]), tmp_path, capsys)
+    said = shown(Along, settings(queries=30, starts=["batchnorm", "batchnorm_line"]), capsys)
     assert "the line batchnorm_line 6 queries, including those of batchnorm, if batchnorm is better than the" in said
-
-
-def test_the_settings_file_is_named_if_there_are_settings() -> None:
-    names = [files_of_seed(settings(settings=chosen), ("own",)) for chosen in (None, SettingsConfig())]
-    assert [each for each in names[1] if each not in names[0]] == ["inference.yaml"]
-    names = [files_of_run(settings(settings=chosen)) for chosen in (None, SettingsConfig())]
-    assert [each for each in names[1] if each not in names[0]] == ["settings.png"]
 
 
 @pytest.mark.parametrize(("queries", "along", "batches"), [(30, 6, 5), (12, 4, 1), (9, 0, 1)])
@@ -213,23 +217,8 @@ def test_the_time_is_the_probes_times_the_plan() -> None:
     assert work == (2 * 8 * 3 + 6 + 5, 4 * 10, (2 * 3 + 2) * 10, 3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [SEARCH, RECIPE, PAPER], ids=lambda method: method.name)
-def test_the_files_are_those_of_a_run(
-    method: Any, toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("tensorboard")
-    config, folder = settings(method=method, seeds=1), tmp_path / "out"
-    said = shown(toy, config, folder, capsys).replace(",", "").split()
-    cli.run_and_report(toy, config, folder, False)
-    left = {path.name for each in (folder, folder / "seed-3") for path in each.iterdir()}
-    assert left - {"seed-3", ".lock"} == {name for name in said if name in left} != set()
-    endings = (".json", ".png", ".md", ".safetensors", ".pt", ".txt")
-    assert {name for name in said if name.endswith(endings)} <= left
-
-
 def test_a_model_is_trained_for_its_pace_alone(
-    toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    toy: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seconds = iter(range(10_000))
     monkeypatch.setattr(training_state, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
@@ -246,12 +235,12 @@ def test_a_model_is_trained_for_its_pace_alone(
                 state.losses.append(0.0)
             return super().prepare()
 
-    said = shown(Trained, settings(seeds=1), tmp_path, capsys)
+    said = shown(Trained, settings(seeds=1), capsys)
     assert taken == list(range(10))
     assert "preparing data and model takes about 10 min" in said
     assert "trained for 10 seconds; at this pace its training takes 10 min more" in said
     assert "the run takes about 10 min" in said
-    assert "trained for" not in shown(toy, settings(), tmp_path, capsys)
+    assert "trained for" not in shown(toy, settings(), capsys)
 
 
 def test_what_a_run_would_refuse_is_refused(toy: Any, tmp_path: Path) -> None:
@@ -269,9 +258,9 @@ def test_what_a_run_would_refuse_is_refused(toy: Any, tmp_path: Path) -> None:
     ]
     for experiment, config, error, names in refused:
         messages = []
-        for number, run in enumerate((dry_run, lambda *given: cli.run_and_report(*given, False))):
+        for run in (dry_run, lambda *given: cli.run_and_report(*given, tmp_path / "out", False)):
             with pytest.raises(error) as caught:
-                run(experiment, config, tmp_path / str(number))
+                run(experiment, config)
             assert_named(caught, *names)
             messages.append(str(caught.value))
         assert messages[0] == messages[1]
@@ -281,7 +270,7 @@ def test_the_option_stops_before_the_run(
     toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text("queries: 60\npictures: false\nadapter: {dim: 4}\n")
+    file.write_text("queries: 60\nadapter: {dim: 4}\n")
     monkeypatch.setattr(cli, "run_and_report", lambda *given: pytest.fail("was run"))
     monkeypatch.setattr(
         sys, "argv", ["tool.py", "--config-file", str(file), "--output-dir", str(tmp_path / "out"), "--dry-run"]

@@ -46,8 +46,6 @@ def tiny() -> ClassificationConfig:
         method=RecipeConfig(evals=2, rounds=1, folds=2, trials=0, start_std=1.0, learners=["ridge"]),
         queries=30,
         batch_size=9,
-        best_evals=2,
-        pictures=False,
     )
 
 
@@ -86,7 +84,6 @@ def with_soups(*more: str) -> ClassificationConfig:
         finetune=FinetuneConfig(2, 0.1),
         starts=["soup", *more],
         queries=14,
-        pictures=False,
     )
 
 

@@ -60,7 +60,9 @@ def test_a_search_needs_its_starts_a_design_and_an_end(starts: list[str], least:
 @pytest.mark.parametrize(
     ("override", "names"),
     [
-        ("search_queries=some", ("search_queries='some'",)),
+        ("search_queries=0", ("search_queries=0", "1")),
+        ("pictures=[landscape]", ("pictures", "landscape", "curves")),
+        ("pictures=true", ("pictures=True", "curves")),
         (
             "methods=[sl_r]",
             ("sl_r", "metricopt_paper"),
@@ -74,27 +76,23 @@ def test_a_search_is_set_up_before_any_work(override: str, names: tuple[str, ...
     assert_refused(lambda: load_config(RunConfig, None, [override]).check(), ConfigError, *names)
 
 
-def test_searches_can_be_given_what_metricopt_spends() -> None:
-    load_config(RunConfig, None, ["search_queries=same", "queries=60"]).check()
-    assert_refused(
-        lambda: load_config(RunConfig, None, ["search_queries=same", "queries=15"]).check(),
-        ConfigError,
-        "search_queries=15",
-        "19",
-    )
-
-
 def test_searches_get_enough_queries_or_none() -> None:
-    config = RunConfig(adapter=AdapterConfig(dim=5), method=RecipeConfig(), methods=["refined"])
+    """By default as many as MetricOpt, its three usual starts among them."""
+    named = ["methods=[cma_es]", "starts=[batchnorm,prior]"]
+    load_config(RunConfig, None, [*named, "queries=60"]).check()
+    config = load_config(RunConfig, None, [*named, "queries=600", "search_queries=15"])
+    least = CMAES().least_queries(16) + 3
+    assert_refused(config.check, ConfigError, "cma_es", "15", least, "adapter.dim=16", "search_queries")
+    config.search_queries = least
+    config.check()
+    config = RunConfig(adapter=AdapterConfig(dim=5), method=RecipeConfig(), methods=["refined", "guided_es"])
     assert config.refined is not None
-    least = max(GuidedES().least_queries(5), CMAES().least_queries(5))
-    for enough in (0, least, least + 100):
-        config.search_queries = enough
-        config.check()
-    for few in (1, least - 1):
-        config.search_queries = few
-        assert_refused(config.check, ConfigError, least, "adapter.dim=5")
-    config.search_queries, least = 0, CMAES().least_queries(5)
+    config.search_queries = GuidedES().least_queries(5)
+    config.check()
+    config.search_queries -= 1
+    assert_refused(config.check, ConfigError, "guided_es", config.search_queries, "adapter.dim=5")
+    config.methods.remove("guided_es")
+    least = CMAES().least_queries(5)
     config.refined.queries = least
     config.check()
     config.refined.queries = least - 1
@@ -104,7 +102,7 @@ def test_searches_get_enough_queries_or_none() -> None:
 def test_settings_as_plain_data_make_the_same_settings(tmp_path: Path) -> None:
     methods = ["metricopt_learned", "refined"]
     config = RunConfig(AdapterConfig(["layer4.*"], 8), RecipeConfig(rounds=2), FinetuneConfig(lr=0.5), methods=methods)
-    config.queries, config.pictures = 700, False
+    config.queries = 700
     (tmp_path / "again.yaml").write_text(json.dumps(config.as_dict()))  # JSON is YAML
     assert load_config(RunConfig, tmp_path / "again.yaml") == config
     assert "paper" not in config.as_dict()

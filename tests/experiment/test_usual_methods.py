@@ -55,6 +55,7 @@ def test_searches_run_where_they_are_given_queries(quadratic: Callable[..., Any]
     config = RunConfig(finetune=FinetuneConfig(steps=6, lr=0.2))
     assert not {"guided_es", "cma_es", "refined"} & set(usual_methods(config, 5, inputs=[], batches=task.batches))
     config = RunConfig(finetune=FinetuneConfig(steps=6, lr=0.2), search_queries=30, refined=RefinedConfig(20))
+    config.methods = ["guided_es", "cma_es", "refined"]
     usual = usual_methods(config, 5, inputs=[], batches=task.batches)
     for name, search in (("guided_es", GuidedES(lr=0.2)), ("cma_es", CMAES())):
         before = task.queries
@@ -75,19 +76,19 @@ def test_searches_that_take_long_say_how_far_they_are(
 
     monkeypatch.setattr(progress, "INTERVAL", 0.0)
     task = quadratic()
-    config = RunConfig(finetune=FinetuneConfig(steps=6, lr=0.2), search_queries=30)
+    config = RunConfig(finetune=FinetuneConfig(steps=6, lr=0.2), methods=["cma_es"], search_queries=30)
     usual = usual_methods(config, 5, inputs=[], batches=task.batches, callback=Stages())
     usual["cma_es"]({"metricopt": (Reached(task.origin(), 9, 9, 0.0),)}).run(task)
     assert told == [f"{METHODS['cma_es'].title}, {n} of 30 queries" for n in range(1, 31)]
 
 
-@pytest.mark.parametrize("queries", [40, "same"])
+@pytest.mark.parametrize("queries", [40, None])
 def test_searches_begin_where_metricopt_s_own_did_and_pay_for_the_choice(
-    quadratic: Callable[..., Any], queries: int | str
+    quadratic: Callable[..., Any], queries: int | None
 ) -> None:
     task = quadratic()
     starts = {"near": Start(task.goal / 2), "far": Start(-task.goal)}
-    config = RunConfig(finetune=FinetuneConfig(steps=6, lr=0.2), queries=40, search_queries=queries)
+    config = RunConfig(finetune=FinetuneConfig(steps=6, lr=0.2), queries=40, methods=["cma_es"], search_queries=queries)
     usual = usual_methods(config, 5, starts=starts, inputs=[], batches=task.batches)
     (ours,) = usual["metricopt"]({}).run(task.judged_by(task.metric.with_new_ledger()))
     assert ours.result is not None
@@ -105,7 +106,7 @@ def test_searches_pay_for_the_settings_that_they_begin_with(quadratic: Callable[
     task = replace(
         task, metric=metric, settings=Settings([Setting("size", values=(1, 2, 3), default=1)], put_into(now))
     )
-    config = RunConfig(finetune=FinetuneConfig(steps=6, lr=0.2), queries=40, search_queries=40)
+    config = RunConfig(finetune=FinetuneConfig(steps=6, lr=0.2), queries=40, methods=["cma_es"])
     usual = usual_methods(config, 5, inputs=[], batches=task.batches)
     (ours,) = usual["metricopt"]({}).run(task.judged_by(task.metric.with_new_ledger()))
     assert ours.result is not None

@@ -42,14 +42,15 @@ SCENES = (
     " model.batch_size=2 batch_size=1 finetune.steps=6 adapter.dim=4"
 )
 DETECTRON2 = "configs/detection/scenes_detectron2.yaml"
-TOY = "pictures=false model.epochs=2 adapter.dim=4 population=8 finetune.steps=6 best_evals=2"
+TOY = "model.epochs=2 adapter.dim=4 population=8 finetune.steps=6 best_evals=2"
+ROWS = "loss_finetune_best,class_offsets,logit_adjustment_tuned"
 VARIANTS = (
-    f"methods=[metricopt_paper,metricopt_learned] {TOY} method.name=recipe method.evals=3 method.rounds=1"
+    f"methods=[metricopt_paper,metricopt_learned,{ROWS}] {TOY} method.name=recipe method.evals=3 method.rounds=1"
     " method.folds=2 method.trials=0 method.learners=[ridge] paper.evals=3 learned.evals=3 learned.tasks=2"
     " learned.updates=2"
 )
 SIBLINGS = (
-    f"methods=[sl_u,sl_s,sl_r,reloss,ala] {TOY} queries=20 siblings.trains=model siblings.threshold_evals=0"
+    f"methods=[sl_u,sl_s,sl_r,reloss,ala,{ROWS}] {TOY} queries=20 siblings.trains=model siblings.threshold_evals=0"
     " siblings.sl.iterations=20 siblings.sl.universal.steps=40 siblings.sl.evals=4 siblings.reloss.steps=20"
     " siblings.reloss.source.training=48 siblings.reloss.source.heldout=12 siblings.reloss.source.checkpoints.count=3"
     " siblings.reloss.source.checkpoints.steps=20 siblings.reloss.training.steps=20 siblings.reloss.training.batches=16"

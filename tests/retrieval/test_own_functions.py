@@ -69,7 +69,7 @@ class Weighted(torch.nn.Linear):
 """
 SMALL = [
     *("model.name=conv4", "model.width=4", "model.embedding=4", "model.epochs=1", "adapter.dim=2", "queries=14"),
-    *("finetune.steps=2", "best_evals=2", "seeds=1", "metric.ks=[1,2]", "device=cpu", "pictures=false"),
+    *("finetune.steps=2", "seeds=1", "metric.ks=[1,2]", "device=cpu"),
     *("loss.classes=2", "loss.samples=2", "starts=[loss_finetune]"),
 ]
 

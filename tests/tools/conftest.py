@@ -12,7 +12,7 @@ from metricopt_ext.value.loading import load_value_function
 # Of 20 queries; paper: the three ends, and tasks of two observations.
 SPENT = {"search": 20, "paper": 3 + 2 * 8}
 KIND = {"search": "gp", "paper": "neural"}
-COURSE = {"search": "search.png", "paper": "finetuning.png"}
+PICTURE = {"search": "search.png", "paper": "methods.png"}
 
 
 def _check(folder: Path, strategy: str) -> None:
@@ -23,7 +23,7 @@ def _check(folder: Path, strategy: str) -> None:
     (kept,) = content["kept"]
     before, after = (content["methods"][name]["validation"][0] for name in ("pretrained", "metricopt"))
     assert after > before if kept != "start" else after == before
-    assert (folder / COURSE[strategy]).stat().st_size > 1000
+    assert (folder / PICTURE[strategy]).stat().st_size > 1000
 
 
 @pytest.fixture

@@ -17,10 +17,7 @@ SMALL = [
     "metric.name=f1",
     "model.epochs=3",
     "adapter.dim=6",
-    "best_evals=2",
     "seeds=1",
-    "pictures=false",
-    "search_queries=0",
     "starts=[batchnorm,prior]",
 ]
 LONGTAIL = CONFIGS / "classification/digits_longtail.yaml"

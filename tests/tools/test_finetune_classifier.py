@@ -62,7 +62,7 @@ DIGITS, A9A, A9A_SHIFTED = (
 # One round of four tasks with two observations, three queries to choose and three for the guard.
 SIZES = [
     *("finetune.steps=3", "queries=16"),
-    *("model.epochs=1", "adapter.dim=3", "population=4", "best_evals=2", "workers=1", "pictures=false"),
+    *("model.epochs=1", "adapter.dim=3", "population=4", "best_evals=2", "workers=1"),
     *("seeds=1", "device=cpu"),
 ]
 RECIPE = [
@@ -71,6 +71,7 @@ RECIPE = [
 ]
 METHODS = {"search": [], "paper": ["method.name=paper", "method.evals=2"]}
 TINY = [*RECIPE, *SIZES]
+NAMED = ("methods=[loss_finetune_best,class_offsets,logit_adjustment_tuned]", "pictures=[curves]")
 
 
 def config_of(*overrides: str, file: Path = DIGITS) -> ClassificationConfig:
@@ -104,7 +105,7 @@ def answers(config: ClassificationConfig, folder: Path, seed: int, tuned: bool) 
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run two seeds of tiny settings, once for all tests that only look at what is left."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
-    tool.run(config_of("seeds=2", "pictures=true"), folder, resume=False)
+    tool.run(config_of("seeds=2", *NAMED), folder, resume=False)
     return folder
 
 
@@ -153,7 +154,7 @@ def load_adapter_phi(folder: Path, seed: int) -> Tensor:
 
 
 def test_a_second_call_needs_resume(finished: Path) -> None:
-    check_needs_resume(tool, DIGITS, finished, [*TINY, "seeds=2"])
+    check_needs_resume(tool, DIGITS, finished, [*TINY, *NAMED, "seeds=2"])
 
 
 def test_a_finished_run_resumes_without_any_training(
@@ -164,7 +165,7 @@ def test_a_finished_run_resumes_without_any_training(
     monkeypatch.setattr(FinetuneTask, "loss_and_gradient", lambda *_: pytest.fail("finetuned"))
     monkeypatch.setattr(FinetuneTask, "cost", lambda *_: pytest.fail("asked"))
     (finished / "report.json").unlink()
-    settings = [*TINY[:-2], "pictures=true"]
+    settings = [*TINY[:-2], *NAMED]
     call("seeds=2", "--config-file", DIGITS, *settings, "--resume", "--output-dir", finished, "device=cpu")
     assert json.loads((finished / "report.json").read_text()) == before
     shown = capsys.readouterr().out
@@ -193,7 +194,8 @@ def test_a_deterministic_run_within_another_program_is_refused(tmp_path: Path) -
 
 
 def test_methods_on_request(finished: Path, tmp_path: Path) -> None:
-    settings = ["search_queries=15", "refined.queries=10", "methods=[refined]"]
+    names = NAMED[0].replace("]", ",guided_es,cma_es,refined]")
+    settings = ["search_queries=15", "refined.queries=10", names]
     report = tool.run(config_of("seed=1", *settings), tmp_path / "all", resume=False)
     plain = json.loads((finished / "report.json").read_text())["methods"]
     content = json.loads((tmp_path / "all" / "report.json").read_text())["methods"]
@@ -232,8 +234,9 @@ def test_the_committed_table_runs_each_system_on_about_as_many_queries() -> None
         ClassificationConfig, ROOT / "benchmarks" / "configs" / "table_a9a.yaml", ["data.root=FOLDER", "metric.name=f1"]
     )
     config.check()
-    assert config.methods == ["metricopt_paper", "metricopt_learned", "sl_r", "reloss", "ala"]
-    assert (config.siblings.trains, config.search_queries) == ("model", "same")
+    rows = ["loss_finetune_best", "guided_es", "cma_es", "threshold", "class_offsets", "logit_adjustment_tuned"]
+    assert config.methods == ["metricopt_paper", "metricopt_learned", "sl_r", "reloss", "ala", *rows]
+    assert (config.siblings.trains, config.search_queries) == ("model", None)
     ala = config.siblings.build("ala")
     assert ala.children * (1 + ala.iterations // ala.action_steps * ala.reward_evals) == config.queries + 10
 
@@ -484,7 +487,7 @@ def test_the_sets_of_sl_are_read_as_either_file(name: str, features: int, kind: 
 
 def test_a9a_under_another_class_ratio_and_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = small_a9a(tmp_path)
-    call("--config-file", A9A_SHIFTED, "--output-dir", tmp_path / "run", *TINY, *small)
+    call("--config-file", A9A_SHIFTED, "--output-dir", tmp_path / "run", *TINY, *small, "methods=[threshold]")
     assert "tabular_mlp on shifted a9a: expected_cost" in capsys.readouterr().out
     tail = load_config(ClassificationConfig, ROOT / "configs" / "classification" / "digits_longtail.yaml")
     assert ClassificationExperiment.describe(tail).title == "small_cnn on long-tailed digits"

@@ -68,7 +68,7 @@ SIZES = [
     *("model.steps=20", "model.lr=0.05", "model.batch_size=2", "model.min_size=48", "model.max_size=48"),
     *("scene.size=48", "scene.digits=[1,2]", "scene.scale=[24,40]", "shift.scale=1", "data.images=[6,6,6]"),
     *("model.proposals=100", "batch_size=2"),
-    *("adapter.dim=3", "best_evals=2", "pictures=false", "workers=1", "seeds=1", "device=cpu"),
+    *("adapter.dim=3", "best_evals=2", "workers=1", "seeds=1", "device=cpu"),
 ]
 RECIPE = [
     *("method.name=recipe", "method.evals=2", "method.rounds=1", "method.folds=2", "method.trials=0"),
@@ -76,7 +76,8 @@ RECIPE = [
 ]
 METHODS = {"search": [], "paper": ["method.name=paper", "method.evals=2"]}
 TINY = [*RECIPE, *SIZES]
-FINISHED = [*TINY, "adapter.placement=roi_head", "metric.definition=coco"]
+NAMED = ("methods=[loss_finetune_best]", "pictures=[curves]")
+FINISHED = [*TINY, *NAMED, "adapter.placement=roi_head", "metric.definition=coco"]
 OF_SCENES = ("scene.", "shift.", "data.images=")
 
 
@@ -796,7 +797,7 @@ def test_hugging_faces_detectors_are_tuned_and_judged(tmp_path: Path) -> None:
     plain = tmp_path / "plain.yaml"
     content = {"data": {"name": "scenes", "images": [6, 4, 4]}, "scene": {"size": 64}, "toolkit": "transformers"}
     plain.write_text(json.dumps(content))
-    call(tool, "--config-file", plain, "--output-dir", tmp_path / "run", *base, *options, "pictures=false")
+    call(tool, "--config-file", plain, "--output-dir", tmp_path / "run", *base, *options)
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert 0 <= report["methods"]["metricopt"]["test"][0] <= 1
     fresh = transformers.YolosForObjectDetection.from_pretrained(folder)

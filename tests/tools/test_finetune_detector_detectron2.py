@@ -44,7 +44,7 @@ TINY = [
     ),
     *("scene.size=64", "scene.digits=[1,2]", "scene.scale=[32,54]", "shift.scale=1"),
     *("data.images=[12,6,6]", "batch_size=2"),
-    *("adapter.dim=3", "method.start_std=0.4", "best_evals=2", "pictures=false", "workers=1", "seeds=1", "device=cpu"),
+    *("adapter.dim=3", "method.start_std=0.4", "workers=1", "seeds=1", "device=cpu"),
 ]
 
 

@@ -55,7 +55,7 @@ DIGITS, OMNIGLOT = CONFIGS / "digits.yaml", CONFIGS / "omniglot.yaml"
 # One round of four tasks with two observations, three queries to choose and five for the guard.
 SIZES = [
     *("finetune.steps=3", "queries=16"),
-    *("model.epochs=1", "model.width=4", "model.embedding=6", "adapter.dim=3", "best_evals=2", "pictures=false"),
+    *("model.epochs=1", "model.width=4", "model.embedding=6", "adapter.dim=3", "best_evals=2"),
     *("workers=1", "seeds=1", "device=cpu"),
 ]
 RECIPE = [
@@ -64,6 +64,7 @@ RECIPE = [
 ]
 METHODS = {"search": [], "paper": ["methods=[]", "method.name=paper", "method.evals=2"]}
 TINY = [*RECIPE, *SIZES]
+NAMED = ("methods=[loss_finetune_best]", "pictures=[curves]")
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +110,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "finished"
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(method_config, "Recipe", partial(Recipe, learners=(RidgeLearner(),)))
-        tool.run(config_of("seeds=2"), folder, resume=False)
+        tool.run(config_of("seeds=2", *NAMED), folder, resume=False)
     return folder
 
 
@@ -168,7 +169,7 @@ def test_the_tuned_model_is_a_plain_one_and_the_classes_are_listed(finished: Pat
 
 
 def test_a_second_call_needs_resume(finished: Path) -> None:
-    check_needs_resume(tool, DIGITS, finished, [*TINY, "seeds=2"])
+    check_needs_resume(tool, DIGITS, finished, [*TINY, *NAMED, "seeds=2"])
 
 
 def test_a_finished_run_resumes_without_any_training(
@@ -179,7 +180,7 @@ def test_a_finished_run_resumes_without_any_training(
     monkeypatch.setattr(FinetuneTask, "loss_and_gradient", lambda *_: pytest.fail("finetuned"))
     monkeypatch.setattr(FinetuneTask, "cost", lambda *_: pytest.fail("asked"))
     (finished / "report.json").unlink()
-    call("--config-file", DIGITS, "--resume", "--output-dir", finished, *TINY, "seeds=2")
+    call("--config-file", DIGITS, "--resume", "--output-dir", finished, *TINY, *NAMED, "seeds=2")
     assert json.loads((finished / "report.json").read_text()) == before
     assert "MetricOpt" in capsys.readouterr().out
 
@@ -247,7 +248,7 @@ def test_omniglot_with_all_methods_and_another_loss(tmp_path: Path, capsys: pyte
             "data.fractions=[0.25,0.5,0.25]",
             "metric.ks=[1]",
             "search_queries=15",
-            "methods=[refined]",
+            "methods=[refined,guided_es,cma_es]",
             "refined.queries=10",
         ),
     ]
@@ -615,8 +616,8 @@ def test_the_committed_settings_of_ala_fit_their_descriptions() -> None:
     for name, total in queries.items():
         config = load_config(RetrievalConfig, folder / f"ala_{name}.yaml", ["data.root=FOLDER"])
         config.check()
-        assert (config.methods, config.seeds) == (["ala_mixture", "ala_focal"], 5)
-        for method in config.methods:
+        assert (config.methods, config.seeds) == (["ala_mixture", "ala_focal", "loss_finetune_best"], 5)
+        for method in config.methods[:2]:
             ala = config.siblings.build(method)
             assert isinstance(ala, AdaptiveLossAlignment)
             assert ala.children * (1 + ala.iterations // ala.action_steps * ala.reward_evals) == total

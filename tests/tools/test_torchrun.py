@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 SHARED = [
-    *("queries=20", "pictures=false", "workers=1", "device=cpu", "adapter.dim=6"),
-    *("finetune.steps=4", "best_evals=2"),
+    *("queries=20", "workers=1", "device=cpu", "adapter.dim=6"),
+    *("finetune.steps=4"),
 ]
 DETECTION = [
     *("model.steps=4", "model.batch_size=2", "model.min_size=48", "model.max_size=48", "model.proposals=20"),
