@@ -18,9 +18,7 @@ try:
     from pytorch_metric_learning.losses import BaseMetricLossFunction
     from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
 except ImportError as error:
-    raise ImportError(
-        "retrieval losses need pytorch-metric-learning: pip install 'metricopt-ext[retrieval]'"
-    ) from error
+    raise ImportError("these losses need pytorch-metric-learning: pip install 'pytorch-metric-learning<3'") from error
 
 
 class RankingLoss(BaseMetricLossFunction):  # type: ignore[misc]

@@ -52,14 +52,12 @@ class AccuracyCalculator(accuracy_calculator.AccuracyCalculator):  # type: ignor
         kmeans_func: Clusters embeddings for NMI and AMI; None for FAISS' k-means.
         ks: Numbers of neighbours to calculate recalls for, each at least 1.
         distance: ``"l2"``, ``"ip"`` or ``"cosine"``, for all metrics; with a ``knn_func`` its own counts instead.
-        query_subset: As in `recall_at_k`; for the recalls only.
-        seed: As in `recall_at_k`.
 
     Raises:
         ValueError: ``include`` or ``exclude`` names an unknown metric, or other arguments are not
             pytorch-metric-learning's.
-        DataError: For impossible ``ks``, distance, subset or seed; a distance or a subset beside a ``knn_func``, or a
-            subset beside a ``label_comparison_fn``; from `get_accuracy`, as in `recall_at_k`.
+        DataError: For impossible ``ks`` or distance; a distance beside a ``knn_func``; from `get_accuracy`, as in
+            `recall_at_k`.
 
     Examples:
         >>> calculator = AccuracyCalculator(("recall_at_2", "precision_at_1"), ks=(1, 2))
@@ -82,15 +80,11 @@ class AccuracyCalculator(accuracy_calculator.AccuracyCalculator):  # type: ignor
         *,
         ks: Sequence[int] = (1, 10, 100, 1000),
         distance: Distance = "l2",
-        query_subset: int | None = None,
-        seed: int = 0,
     ) -> None:
         if knn_func is not None and distance != "l2":
             raise DataError(f"distance={distance!r} is not that of knn_func, which has its own; leave one of them out")
-        if query_subset is not None and (knn_func is not None or label_comparison_fn is not None):
-            raise DataError("query_subset is for the exact search; leave it out, or knn_func and label_comparison_fn")
-        self._options: dict[str, Any] = {"distance": distance, "query_subset": query_subset, "seed": seed}
-        numbers = check_options(ks, distance, query_subset, seed)
+        self._distance: Distance = distance
+        numbers = check_options(ks, distance)
         self._ks = {f"recall_at_{number}": number for number in numbers}
         for name, number in self._ks.items():
             # The base class finds its metrics by this prefix, and calls each for its value.
@@ -160,11 +154,11 @@ class AccuracyCalculator(accuracy_calculator.AccuracyCalculator):  # type: ignor
                 list(dict.fromkeys(self._ks[name] for name in exact)),
                 gallery=None if reference is None else (reference, reference_labels),  # type: ignore[arg-type]
                 gallery_starts_with_queries=reference is not None and ref_includes_query,
-                **self._options,
+                distance=self._distance,
             )
             values = self._get_accuracy(exact, places=recall.places, query_labels=as_ids(query_labels)[recall.rows])
         if others:
-            unit = self._options["distance"] == "cosine"
+            unit = self._distance == "cosine"
             query, reference = _prepared(query, unit), None if reference is None else _prepared(reference, unit)
         recalls = [name for name in others if name in self._ks]  # which may need more neighbours than the others
         for names in (recalls, [name for name in others if name not in self._ks]):
@@ -238,7 +232,7 @@ class RecallCalculator(AccuracyCalculator):
         **options: Any,
     ) -> None:
         """Take the arguments of `AccuracyCalculator`; ``include`` is by default all recalls."""
-        recalls = [f"recall_at_{number}" for number in check_options(ks, "l2", None, 0)]
+        recalls = [f"recall_at_{number}" for number in check_options(ks)]
         super().__init__(tuple(include) or recalls, exclude, ks=ks, **options)
 
 

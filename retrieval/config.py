@@ -109,8 +109,6 @@ class MetricConfig(BesidesConfig):
     # mean_reciprocal_rank, ndcg, or MODULE:FUNCTION, which is imported and run
     name: str = "recall"
     ks: list[int] = field(default_factory=lambda: [1, 2, 4])  # recall, precision: numbers of neighbours
-    # recall: search only this many validation images, against all; 0: all of them. Test: always all
-    query_subset: int = 0
 
 
 @dataclass
@@ -182,7 +180,7 @@ class RetrievalConfig(RunConfig):
         self.model.check()
         check_at_least(1, {"model.embedding": self.model.embedding, "model.width": self.model.width})
         check_at_least(2, {"loss.classes": self.loss.classes, "loss.samples": self.loss.samples})
-        check_at_least(0, {"metric.query_subset": self.metric.query_subset, "data.image_size": self.data.image_size})
+        check_at_least(0, {"data.image_size": self.data.image_size})
         super().check()
         if self.siblings:
             self.siblings.check(self.trained_methods)

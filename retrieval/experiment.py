@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,11 +88,11 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
                 self.callback.say(line)
         self.validation()  # too few pairs for a batch are found here rather than after training
         try_metric(config.metric, self.splits.validation.y, config.model.embedding)
-        whole, queries = replace(config.metric, query_subset=0), queries_of(self.splits)
+        queries = queries_of(self.splits)
         others = len(self.splits.test) - 1 if queries is None else int((~queries).sum())
         for name, count in (("validation data", len(self.splits.validation) - 1), ("test data", others)):
             check_searched(config.metric, name, count)
-        test = build_metric(whole, self.splits.test, queries=queries, constrained=False)
+        test = build_metric(config.metric, self.splits.test, queries=queries, constrained=False)
         validation, batches = self.splits.validation, class_batches(self.splits.train, config.loss)
         model = embedder(config, self.splits, seed, self.folder, self.callback)
         self._loss = build_loss(config.loss)
@@ -202,7 +201,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         if len(classes) < FEWEST_CLASSES:
             held = held_third(places, self.seed)
         fit, judged = (part.take(each.nonzero().flatten().to(part.y.device)) for each in (~held, held))
-        metric = build_metric(replace(self.config.metric, query_subset=0), judged, constrained=False)
+        metric = build_metric(self.config.metric, judged, constrained=False)
         return LabelParts(class_batches(fit, loss), metric, class_batches(part, loss))
 
     def test_error(self, before: State, after: State) -> float | None:

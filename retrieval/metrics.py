@@ -93,20 +93,18 @@ def embedding_metric(config: MetricConfig) -> EmbeddingMetric:
         ConfigError: There is no such metric, or the settings are not its own or impossible.
     """
     name = config.name
-    if config.query_subset and name != "recall":
-        raise ConfigError(f"metric.query_subset={config.query_subset} is for recall; {name} takes all images")
     if own := own_metric(name, config):
         function = _checked(own.function, own.bounds, own.name)
         return EmbeddingMetric(function, *own[1:], f"{name} of embeddings and labels")
     if name == "recall":
-        ks, subset = check_ks(config), config.query_subset or None
+        ks = check_ks(config)
         title = ("mean " if len(ks) > 1 else "") + "Recall@" + ",".join(map(str, ks))
         return EmbeddingMetric(
-            lambda x, y: recall_at_k(x, y, ks, query_subset=subset).mean,
+            lambda x, y: recall_at_k(x, y, ks).mean,
             title,
-            against=lambda x, y, *gallery: recall_at_k(x, y, ks, query_subset=subset, gallery=gallery).mean,
-            on_halves=None if subset else lambda x, y, pairs: recalls_on_halves(x, y, ks, pairs),
-            left_out=lambda x, y, pairs, k: recalls_left_out(x, y, ks, pairs, k, "l2", subset),
+            against=lambda x, y, *gallery: recall_at_k(x, y, ks, gallery=gallery).mean,
+            on_halves=lambda x, y, pairs: recalls_on_halves(x, y, ks, pairs),
+            left_out=lambda x, y, pairs, k: recalls_left_out(x, y, ks, pairs, k, "l2"),
         )
     if name in RANKED:
         return _ranked(name, check_ks(config) if name in AT_K else (1,))
@@ -142,7 +140,7 @@ def check_ks(config: MetricConfig) -> tuple[int, ...]:
         ConfigError: The numbers are impossible.
     """
     try:
-        return check_options(config.ks, "l2", None, 0)
+        return check_options(config.ks)
     except MetricOptError as error:
         raise ConfigError(f"metric: {error}") from error
 

@@ -1,7 +1,6 @@
 """The metric that a config names, of a model's embeddings."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -115,5 +114,5 @@ def build_metric(
 
 def batch_metric(config: MetricConfig) -> BatchMetric:
     """Make the second black box: the same metric of a batch's embeddings."""
-    metric = embedding_metric(replace(config, query_subset=0))
+    metric = embedding_metric(config)
     return BatchMetric(metric.function, maximize=metric.maximize, bounds=metric.bounds, name=metric.name)

@@ -155,7 +155,6 @@ def test_what_contradicts_itself_is_refused() -> None:
         "distance='ip'",
         "knn_func",
     )
-    assert_refused(lambda: RecallCalculator(label_comparison_fn=torch.eq, query_subset=3), DataError, "query_subset")
     assert_refused(
         lambda: RecallCalculator(ks=(1,)).get_accuracy(*drawn(30), include=("recall_at_3",)),
         DataError,

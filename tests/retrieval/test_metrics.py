@@ -89,8 +89,6 @@ def test_an_own_function_may_work_in_place(tmp_path: Path) -> None:
             {},
             ("metric.name='recal'", "ndcg"),
         ),
-        ("r_precision", {"query_subset": 9}, ("metric.query_subset=9",)),
-        (OWN, {"query_subset": 9}, ("query_subset=9",)),
         ("recall", {"ks": [0]}, ("ks",)),
         (OWN, {"bounds": [1.0, -1.0]}, ("metric.bounds",)),
         ("sklearn.metrics:nothing", {}, ("nothing",)),
