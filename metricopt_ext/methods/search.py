@@ -17,7 +17,7 @@ from metricopt_ext.methods.run_folder import RunFolder, settled
 from metricopt_ext.methods.run_identity import identity_of
 from metricopt_ext.methods.starts import all_starts
 from metricopt_ext.methods.strategy import check_strategy, sized
-from metricopt_ext.methods.trials import Trials, alone
+from metricopt_ext.methods.trials import Trials
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Metric
@@ -33,8 +33,7 @@ class Search(Trials):
     in batches, and f is fitted again only once a whole batch is told, failed or given up. So the result depends neither
     on the order nor on the time of telling. `optimize_metric` is this loop on the task's own metric.
 
-    Threads may share it: all else waits while one has the model at a trial (`Trial.applied`), so don't wait inside that
-    block for a thread that asks or tells. Trials of several files (`Trial.checkpoint`) are scored at once.
+    It is for one thread. Trials of several files (`Trial.checkpoint`) are scored at once.
 
     Args:
         task: Model, loss and batches. Its metric's direction, bounds, name and repeats are used, but its function is
@@ -116,7 +115,6 @@ class Search(Trials):
             self._run.close()
             raise
 
-    @alone
     def result(self) -> Result:
         """Return what the guard makes of all that was told; what it keeps is applied to the model and written.
 

@@ -46,26 +46,23 @@ class Trial:
     def applied(self) -> Iterator[nn.Module]:
         """Yield the model at this trial, in evaluation mode, its settings in force; afterwards it is as it was.
 
-        All trials share the model, so other threads that apply one, or ask or tell, wait.
-
         Raises:
-            AdapterError: The same thread has applied another trial.
+            AdapterError: Another trial is applied, as all share the model.
         """
         adapter = self._task.adapter
-        with adapter.alone():
-            other = _APPLIED.get(adapter.context)
-            if other not in (None, self.id):
-                raise AdapterError(
-                    f"trial {self.id} is of the same model as trial {other}, which is applied; leave its with block"
-                    " first, or write both to files, trial.checkpoint(path)"
-                )
-            _APPLIED[adapter.context] = self.id
-            try:
-                with self._task.standing_at(self._state) as model, evaluating(model):
-                    yield model
-            finally:
-                if other is None:
-                    del _APPLIED[adapter.context]
+        other = _APPLIED.get(adapter.context)
+        if other not in (None, self.id):
+            raise AdapterError(
+                f"trial {self.id} is of the same model as trial {other}, which is applied; leave its with block"
+                " first, or write both to files, trial.checkpoint(path)"
+            )
+        _APPLIED[adapter.context] = self.id
+        try:
+            with self._task.standing_at(self._state) as model, evaluating(model):
+                yield model
+        finally:
+            if other is None:
+                del _APPLIED[adapter.context]
 
     def checkpoint(self, path: str | Path) -> None:
         """Write the model at this trial as an ordinary state dict, phi merged into the weights.

@@ -1,11 +1,9 @@
 """The trials of a search: what it is asked for and told, each kept with its point."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import wraps
-from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
@@ -32,19 +30,6 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.numbers import number_of
 from metricopt_ext.utils.words import brief, counted
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def alone(method: Method) -> Method:
-    """Have one thread at a time in such methods, and none while another has the model at a trial."""
-
-    @wraps(method)
-    def held(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.task.adapter.alone():
-            return method(self, *args, **kwargs)
-
-    return cast(Method, held)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +99,6 @@ class Trials:
 
     # --- Asking --------------------------------------------------------------------------------------------------
 
-    @alone
     def ask(self, n: int = 1) -> list[Trial]:
         """Return at most ``n`` trials of the current batch that this object has not handed out yet.
 
@@ -153,7 +137,6 @@ class Trials:
         kept.ask(map(self._kept_point, new), write=False)
         return [(trial, trial.id in kept.evaluations, self._answer(trial.id)) for trial in trials]
 
-    @alone
     def extend(self, queries: int) -> None:
         """Go on with a larger budget, in evaluations."""
         more, self.queries = queries - self.queries, queries
@@ -161,7 +144,6 @@ class Trials:
             self._state.queries += more
             self._shared, self._part = False, None
 
-    @alone
     def quality(self) -> tuple[int, float] | None:
         """Return how many points f knows, and the Spearman correlation of what it predicted with what was found.
 
@@ -172,13 +154,11 @@ class Trials:
         spearman = None if self._state is None else self._state.quality()
         return None if self._state is None or spearman is None else (len(self._state.points), spearman)
 
-    @alone
     def open(self) -> list[Trial]:
         """Return the trials that were asked for, here or in an earlier process, and not told yet."""
         self._advance()
         return [trial for trial in self._batch.trials if trial.id in self._kept.open]
 
-    @alone
     def assessment(self, most: int, seconds: float = math.nan) -> Assessment:
         """Return what the first trials say, as far as they were told, of whether the search is worth its queries.
 
@@ -232,7 +212,6 @@ class Trials:
 
     # --- Notifying -------------------------------------------------------------------------------------------------
 
-    @alone
     def tell(
         self,
         id: int,
@@ -281,14 +260,12 @@ class Trials:
         besides = told_besides(also, metric)
         self.tell_evaluation(id, Evaluation.of(cost, pairs, error)._replace(also=besides))
 
-    @alone
     def tell_evaluation(self, id: int, evaluation: Evaluation) -> None:
         """Tell the metric's evaluation at a trial, as a cost; see `tell`, as for the errors."""
         if not self._repeated(id, evaluation):
             point = self._kept_point(self._trial(id))
             self._kept.tell(KeptEvaluation.evaluated(point, evaluation, self.task.metric.repeats))
 
-    @alone
     def fail(self, id: int, reason: str = "") -> None:
         """Say that a trial's evaluation failed: it counts as a query, and the worst value of the run stands in for it.
 
@@ -310,7 +287,6 @@ class Trials:
             )
         self._kept.tell(KeptEvaluation.evaluated(self._kept_point(trial), failed, self.task.metric.repeats))
 
-    @alone
     def give_up(self, id: int) -> None:
         """Wait for a trial no longer: it costs no query, and its batch closes without it.
 
@@ -596,7 +572,6 @@ class Trials:
 
     # --- The end -------------------------------------------------------------------------------------------------
 
-    @alone
     def outcome(self) -> Result:
         """Return what `result` does, and leave the model and the folder as they are."""
         self._advance()

@@ -1,7 +1,5 @@
 """The model at a trial, written as a plain one."""
 
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ from helpers.refusals import assert_named, having
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.methods.search import Search
-from metricopt_ext.methods.trial import Trial
 
 
 def test_checkpoints_hold_the_merged_model(tmp_path: Path) -> None:
@@ -52,29 +49,7 @@ def searched(**options: Any) -> Search:
     )
 
 
-def test_threads_have_the_model_at_their_own_trial_one_after_another() -> None:
-    def run(workers: int) -> tuple[float, list[bool]]:
-        search, right = searched(), list[bool]()
-
-        def scored(trial: Trial) -> None:
-            with trial.applied() as model:
-                time.sleep(0.004 * (trial.id % 3))
-                phi = model.metricopt.phi.detach().clone()  # type: ignore[union-attr, operator]
-            right.append(torch.equal(phi, trial.phi))
-            search.tell(trial.id, 1 - float((phi - 0.3).square().sum()))
-
-        with ThreadPoolExecutor(workers) as pool:
-            while trials := search.ask(4):
-                list(pool.map(scored, trials))
-        return search.result().after, right
-
-    value, right = run(4)
-    assert len(right) == 20
-    assert all(right)
-    assert value == run(1)[0]
-
-
-def test_two_trials_at_once_are_refused_in_one_thread(tmp_path: Path) -> None:
+def test_two_trials_at_once_are_refused(tmp_path: Path) -> None:
     search = searched()
     search.tell(search.ask()[0].id, 0.5)
     one, other = search.ask(2)
