@@ -62,8 +62,8 @@ def tune_trainer(
     Call it after ``trainer.train()``: what the script saves, evaluates or predicts next is the tuned model, and so is
     what is reloaded from the checkpoints of the training that had the same model: the last one, and with
     ``load_best_model_at_end`` the best. The weights that were in them are kept in their folder ``untuned``. DeepSpeed's
-    own shards beside them stay as they are, which a warning says; a model of which each process has a part, as by FSDP
-    or DeepSpeed's stage 3, is refused.
+    own shards beside them stay as they are; a model of which each process has a part, as by FSDP or DeepSpeed's stage
+    3, is refused.
 
     The loss is ``trainer.compute_loss`` on batches of the training data. A query is one ``trainer.evaluate()``, a
     subclass's too, such as that of `Seq2SeqTrainer` with its arguments' ``generation_max_length``; but callbacks and
@@ -291,12 +291,6 @@ def _save_in_checkpoints(trainer: Any) -> None:
             _put_back(aside, folder)
             warnings.warn(
                 f"{folder} stays without phi, as trainer.save_model wrote no weights there: save the model itself",
-                stacklevel=3,
-            )
-        if shards := sorted(folder.glob("global_step*")):
-            warnings.warn(
-                f"{shards[-1]} has DeepSpeed's weights from before the search, from which resume_from_checkpoint goes"
-                f" on: to train the tuned model further, load it by from_pretrained({str(folder)!r})",
                 stacklevel=3,
             )
 

@@ -15,7 +15,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.start import StartLine
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
-from metricopt_ext.integrations.lightning_checkpoints import load_best, save_tuned, warn_of_older_weights
+from metricopt_ext.integrations.lightning_checkpoints import load_best, save_tuned
 from metricopt_ext.integrations.lightning_steps import last_epoch, prepared, training_loss, validated
 from metricopt_ext.integrations.loops import in_step, judged_together, of_first, several
 from metricopt_ext.methods.pipeline import check_plan, optimize_metric
@@ -41,8 +41,8 @@ class SearchPhi(L.Callback):
     validate together, and the first one's values count: log with ``sync_dist=True`` what all should have a part in. The
     search begins from the best checkpoint, if the trainer keeps one, and ends with phi merged: the module is an
     ordinary one again, and the checkpoints that Lightning reloads, ``"best"`` and ``"last"``, have the tuned weights.
-    What was in them is beside them, in files that end in ``.untuned``. Checkpoints that are folders of shards stay as
-    they are, and a warning names them; a module that FSDP or DeepSpeed's stage 3 shards is refused before training.
+    What was in them is beside them, in files that end in ``.untuned``. Other files, folders of shards and averages of
+    the weights stay without phi; a module that FSDP or DeepSpeed's stage 3 shards is refused before training.
     Settings, adapter and data are checked before the first training step, what the validation logs after the sanity
     check or the first validation.
 
@@ -55,8 +55,7 @@ class SearchPhi(L.Callback):
         attach: Attaches the adapter to the module; by default FiLM on every normalisation layer (`attach_film`). It is
             called before training too, for a check, and that adapter is removed.
         merge: Whether phi is merged and the checkpoints are rewritten. If False, the search begins from the last
-            weights, the module keeps its adapter, with the phi that the guard kept, and a warning names the files that
-            lack it.
+            weights, and the module keeps its adapter, with the phi that the guard kept.
         options: Further arguments of `optimize_metric`, e.g. ``seed`` and ``output_dir``.
 
     Raises:
@@ -190,10 +189,8 @@ class SearchPhi(L.Callback):
             if put_back is not None:
                 put_back()
             raise
-        if moved:
-            if self.merge:
-                save_tuned(trainer)
-            warn_of_older_weights(trainer, self.merge)
+        if moved and self.merge:
+            save_tuned(trainer)
 
     def _metric(self, function: Callable[..., Any]) -> Metric:
         return Metric(function, maximize=self.maximize, bounds=self.bounds, name=self.monitor)

@@ -6,10 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import lightning as L
-from torch.optim.swa_utils import AveragedModel
 
 UNTUNED = ".untuned"  # ends the name of the file that keeps what tuned weights replaced
-REMEMBERED = ("best_model_path", "last_model_path")  # attributes of a checkpoint callback
 
 
 def load_best(trainer: L.Trainer, module: L.LightningModule) -> Callable[[], None]:
@@ -69,38 +67,3 @@ def save_tuned(trainer: L.Trainer) -> None:
             shutil.copy2(path, f"{path}{UNTUNED}")
             trainer.strategy.save_checkpoint({**checkpoint, "state_dict": state}, path)
     trainer.strategy.barrier("metricopt_ext: checkpoints")
-
-
-def warn_of_older_weights(trainer: L.Trainer, written: bool) -> None:
-    """Say which of a trainer's files and callbacks have weights without phi.
-
-    Args:
-        trainer: The trainer.
-        written: Whether those that it reloads have been given the tuned weights.
-    """
-    tuned = reloaded(trainer) if written else []
-    named = [getattr(each, name, "") for name in REMEMBERED for each in trainer.checkpoint_callbacks]
-    paths = {Path(each).resolve(): each for each in named if each and Path(each).resolve() not in tuned}
-    folders = [each for path, each in paths.items() if path.is_dir()]
-    if files := [each for path, each in paths.items() if not path.is_dir()]:
-        first = "call" if written else "call adapter.merge(), then"
-        warnings.warn(
-            f"{', '.join(files)} was saved before the search and lacks phi: {first} trainer.save_checkpoint(FILE), and"
-            " load that in place of it",
-            stacklevel=3,
-        )
-    if folders:
-        first = "call" if written else "call adapter.merge(), then"
-        warnings.warn(
-            f"{', '.join(folders)} is a folder of shards, as DeepSpeed writes it, which was saved before the search and"
-            f" stays without phi: {first} torch.save(module.state_dict(), FILE), and load that in place of it",
-            stacklevel=3,
-        )
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if any(isinstance(each, AveragedModel) for each in vars(callback).values()):
-            kind, after = type(callback).__name__, "" if written else "after adapter.merge() "
-            warnings.warn(
-                f"{kind} saves its own average of the weights, which lacks phi, in checkpoints: {after}save"
-                " module.state_dict() itself",
-                stacklevel=3,
-            )

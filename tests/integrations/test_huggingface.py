@@ -252,19 +252,6 @@ def test_sharded_weights_are_replaced_as_a_whole(
     assert not torch.equal(weights["classifier.bias"], untuned["classifier.bias"])
 
 
-@pytest.mark.slow
-def test_deepspeed_s_own_weights_are_named(tmp_path: Path) -> None:
-    host = trainer(tmp_path, num_train_epochs=1)
-    host.train()
-    (folder,) = tmp_path.glob("checkpoint-*")
-    (folder / "global_step2").mkdir()
-    with pytest.warns(UserWarning, match=having("global_step2", "from_pretrained")) as said:
-        tuned(host, "likelihood")
-    assert len([each for each in said if "global_step2" in str(each.message)]) == 1
-    state = load_file(folder / "model.safetensors")
-    assert all(torch.equal(each, host.model.state_dict()[name]) for name, each in state.items())
-
-
 def test_a_model_in_parts_is_refused(tmp_path: Path) -> None:
     host = trainer(tmp_path)
     next(host.model.parameters()).ds_id = 0  # as DeepSpeed's third stage marks what it has partitioned

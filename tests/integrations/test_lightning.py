@@ -9,9 +9,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 import metricopt_ext as mo
@@ -237,36 +235,6 @@ def test_several_validation_loaders() -> None:
     module, callback = Module(), search(monitor="score/dataloader_idx_1")
     trainer(callbacks=[callback]).fit(module, BATCHES, [BATCHES, DataLoader(TensorDataset(X, Y), batch_size=48)])
     assert sum(callback.run.queries.values()) == 14
-
-
-class Averaging(L.Callback):
-    """Keeps an average of the weights, as Lightning's own does since 2.6."""
-
-    def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        self.average = AveragedModel(module)
-
-
-@pytest.mark.parametrize("kept", [True, False])
-def test_files_that_are_older_than_the_search_are_named(
-    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A checkpoint of the fit, and an average of its weights, lack phi."""
-    module, checkpoint = Module(lambda module: torch.optim.SGD(module.parameters(), 0.01)), ModelCheckpoint(tmp_path)
-
-    def found(task: Any, **options: Any) -> None:
-        task.adapter.set_phi(torch.full((D,), 0.5 * kept))
-
-    callback = search(merge=False)
-    monkeypatch.setattr("metricopt_ext.integrations.lightning.optimize_metric", found)
-    callbacks = [callback, checkpoint, Averaging()]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer(callbacks=callbacks, enable_checkpointing=True).fit(module, BATCHES, BATCHES)
-    said = [str(each.message) for each in caught if "phi" in str(each.message)]
-    assert len(said) == 2 * kept
-    if kept:
-        assert said[0].startswith(f"{checkpoint.best_model_path} was saved before the search and lacks phi")
-        assert said[1].startswith("Averaging saves its own average of the weights, which lacks phi")
 
 
 def test_it_needs_validation_data() -> None:

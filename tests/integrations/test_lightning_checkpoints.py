@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import metricopt_ext as mo
-from helpers.refusals import assert_warned, having
+from helpers.refusals import having
 from metricopt_ext.errors import MetricError
 from metricopt_ext.integrations.lightning import SearchPhi
 from metricopt_ext.integrations.lightning_checkpoints import best_of, reloaded
@@ -154,14 +154,6 @@ def test_a_link_to_the_best_is_one_file(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.untuned"))) == 1
 
 
-def test_other_files_are_named(tmp_path: Path) -> None:
-    other, callback = ModelCheckpoint(tmp_path / "other", monitor="score", mode="max"), search()
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    first = ModelCheckpoint(tmp_path, monitor="early", mode="max")
-    host = L.Trainer(accelerator="cpu", max_epochs=2, callbacks=[callback, first, other], **quiet)
-    assert_warned(lambda: host.fit(Classifier(), BATCHES, WHOLE), other.dirpath)
-
-
 def test_a_file_that_can_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreadable(self: Any, path: Any, **options: Any) -> None:
         raise OSError("the disk is gone")
@@ -187,19 +179,12 @@ class Sharding(L.pytorch.strategies.SingleDeviceStrategy):
         Path(filepath).rmdir()
 
 
-@pytest.mark.parametrize("merge", [True, False])
-def test_folders_of_shards_are_named_once_with_the_remedy(
-    merge: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
-    callback = search(merge=merge)
+def test_folders_of_shards_stay(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    callback = search()
     fitted(callback, tmp_path, strategy=Sharding(device="cpu"))
     assert callback.run.after > callback.run.before + 0.01
     said = [str(each.message) for each in recwarn]
-    (folders,) = [each for each in said if "lacks phi" in each or "without phi" in each]
-    assert folders.startswith(f"{tmp_path / 'best.ckpt'}, {tmp_path / 'last.ckpt'} is a folder of shards")
-    assert ("call adapter.merge(), then torch.save(module.state_dict(), FILE)" in folders) is not merge
-    assert [each for each in said if "so the search begins from the last weights" in each] == (
-        [f"{tmp_path / 'best.ckpt'} is no file here, so the search begins from the last weights"] if merge else []
-    )
+    begins = "so the search begins from the last weights"
+    assert [each for each in said if begins in each] == [f"{tmp_path / 'best.ckpt'} is no file here, {begins}"]
     for which in ("best", "last"):
         assert [each.name for each in (tmp_path / f"{which}.ckpt").iterdir()] == ["shard.pt"]
