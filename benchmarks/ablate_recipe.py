@@ -134,7 +134,6 @@ STEPS: dict[str, tuple[Callable[..., Policy], dict[str, Any], tuple[float, float
 BOTH: dict[str, list[str]] = {
     "FiLM at all norms": ["adapter.kind=film", "adapter.layers=[]"],
     "input bias": ["adapter.kind=input_bias", "adapter.layers=[]"],
-    "metric on train examples": ["data.metric_on=train"],
 }
 
 # Whole runs, as overrides of the config.

@@ -86,7 +86,6 @@ class MetricConfig(BesidesConfig):
     name: str = "accuracy"
     # expected_cost: cost[true][predicted], each with a decimal point, as omegaconf below 2.4 rejects 0 for 0.0
     costs: list[list[float]] = field(default_factory=list)
-    prior: list[float] = field(default_factory=list)  # expected_cost: weight of each class
 
 
 @dataclass
@@ -278,8 +277,6 @@ class ClassificationConfig(RunConfig):
                     f"model.weights={self.model.weights} has sizes, a mean and a standard deviation of its own; leave"
                     " out data.image_size, data.crop, data.mean and data.std"
                 )
-        if self.data.metric_on not in ("validation", "train"):
-            raise ConfigError(f"data.metric_on={self.data.metric_on!r} must be validation or train")
         if isinstance(self.metric, OwnMetricConfig):
             self.metric.check()
         self._check_columns()

@@ -32,9 +32,6 @@ class DataConfig:
     std: list[float] = field(default_factory=list)
     fractions: list[float] = field(default_factory=lambda: [0.7, 0.1, 0.2])  # train, validation, test
     validation_size: int = 5000  # cifar10: held out from its train set
-    # What the metric is evaluated on, and every baseline that is given its inputs or labels: validation, or train: as
-    # many train examples, which the losses see too (paper, Fig. S4)
-    metric_on: str = "validation"
     standardise: bool = False  # tabular: zero mean and unit variance by train statistics
     # Long-tailed train data: its class counts fall geometrically, in the order of classes, from the first class's to
     # 1 / imbalance of it; validation and test stay as they are. 1: they stay as they are in train too

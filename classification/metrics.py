@@ -316,22 +316,23 @@ METRICS: dict[str, MetricSpec] = {
 }
 
 
-def expected_cost(costs: Matrix, prior: Matrix | None = None) -> MetricSpec:
+def expected_cost(costs: Matrix) -> MetricSpec:
     """The mean cost of the decisions, to be minimised.
 
     Args:
         costs: ``c x c``, the cost of each ``[true class, predicted class]``; finite and not all equal.
-        prior: ``c`` class weights, not negative, scaled here to sum to 1; each class then counts by its weight rather
-            than by its share of the examples, and every class of positive weight must have examples.
 
     Returns:
         The metric, with bounds (smallest cost, largest cost).
 
     Raises:
-        ValueError: For costs or a prior of the wrong shape or range.
-        DataError: From the metric, for logits with another number of classes or a weighted class without examples.
+        ValueError: For costs of the wrong shape or range.
+        DataError: From the metric, for logits with another number of classes.
     """
-    cost = _numbers(costs, "costs")
+    try:
+        cost = torch.as_tensor(costs, dtype=torch.float64, device="cpu").detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"costs must be an array of numbers, got {brief(costs)}") from error
     if cost.ndim != 2 or cost.shape[0] != cost.shape[1] or len(cost) < 2:
         raise ValueError(f"costs must be c x c with c >= 2, got shape {tuple(cost.shape)}")
     if not cost.isfinite().all():
@@ -339,52 +340,28 @@ def expected_cost(costs: Matrix, prior: Matrix | None = None) -> MetricSpec:
     bounds = float(cost.min()), float(cost.max())
     if bounds[0] == bounds[1]:
         raise ValueError(f"costs must differ from each other, got {bounds[0]} everywhere")
-    weight = None if prior is None else _numbers(prior, "prior")
-    if weight is not None:
-        if weight.shape != (len(cost),):
-            raise ValueError(
-                f"prior must hold {len(cost)} weights, one per class of costs, got shape {tuple(weight.shape)}"
-            )
-        if not weight.isfinite().all() or weight.min() < 0 or weight.sum() == 0:
-            raise ValueError(f"prior must hold finite weights, none negative and not all 0, got {weight.tolist()}")
-        weight = weight / weight.sum()
 
     def function(logits: Tensor, labels: Tensor) -> float:
         logits, labels, num_classes = check(logits, labels)
         if num_classes != len(cost):
             raise DataError(f"costs are for {len(cost)} classes, got logits of {num_classes}")
         paid = cost.to(labels.device)[labels, decide(logits)]
-        if weight is None:
-            return min(max(float(paid.mean()), bounds[0]), bounds[1])
-        counts = torch.bincount(labels, minlength=num_classes)
-        share = weight.to(labels.device)
-        missing = ((counts == 0) & (share > 0)).nonzero().flatten().tolist()
-        if missing:
-            raise DataError(f"every class with a positive prior must have examples, got none of class {missing}")
-        return min(max(float(paid @ (share / counts)[labels]), bounds[0]), bounds[1])
+        return min(max(float(paid.mean()), bounds[0]), bounds[1])
 
-    arguments = {"costs": cost.tolist(), "prior": None if weight is None else weight.tolist()}
+    arguments = {"costs": cost.tolist()}
     return MetricSpec("expected_cost", False, bounds, function, "mean cost of the decisions", arguments=arguments)
 
 
-def _numbers(given: Matrix, name: str) -> Tensor:
-    try:
-        return torch.as_tensor(given, dtype=torch.float64, device="cpu").detach()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name} must be an array of numbers, got {brief(given)}") from error
-
-
-def check_split(labels: Tensor, num_classes: int, where: str = "validation", *, all_classes: bool = False) -> None:
+def check_split(labels: Tensor, num_classes: int, where: str = "validation") -> None:
     """Make sure that a metric is meaningful on these labels.
 
     Args:
         labels: ``n`` integers in 0..num_classes-1.
         num_classes: Number of classes, 2 or more.
         where: Name of the split, for the message.
-        all_classes: Whether the metric needs examples of every class rather than of two.
 
     Raises:
-        DataError: If the split is empty, holds a label out of range or a single class, or lacks a class that is needed.
+        DataError: If the split is empty, holds a label out of range or a single class.
     """
     if len(labels) == 0:
         raise DataError(f"the {where} split is empty; it must hold examples of at least two classes")
@@ -394,6 +371,3 @@ def check_split(labels: Tensor, num_classes: int, where: str = "validation", *, 
         raise DataError(f"the {where} split must have labels in 0..{num_classes - 1}, got {wrong}")
     if len(present) == 1:
         raise DataError(f"the {where} split must hold at least two classes, got only class {present[0]}")
-    if all_classes and len(present) < num_classes:
-        missing = sorted(set(range(num_classes)) - set(present))
-        raise DataError(f"the {where} split must hold all {num_classes} classes, got no examples of class {missing}")

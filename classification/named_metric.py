@@ -36,7 +36,7 @@ def build_metric(config: MetricConfig, kind: str = "classes") -> MetricSpec:
         return METRICS[config.name]
     try:
         if config.name == "expected_cost":
-            return expected_cost(config.costs, config.prior or None)
+            return expected_cost(config.costs)
         if own is None:
             raise ConfigError(
                 f"metric.name={config.name!r} is none of {', '.join([*METRICS, 'expected_cost'])}; name your own"

@@ -33,13 +33,12 @@ from metricopt_ext.classification.own_data import labelled_images, own_parts, re
 from metricopt_ext.classification.published import cropped, mean_and_std, published
 from metricopt_ext.classification.shift import long_tail, shift_class_ratio
 from metricopt_ext.data.images import load_image_folder
-from metricopt_ext.data.labelled import Labelled, Split, Table, Unscaled
+from metricopt_ext.data.labelled import Labelled, Table, Unscaled
 from metricopt_ext.data.named_model import preprocessing_of
 from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.data.streamed import changed
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.utils.config import config_section
-from metricopt_ext.utils.seeding import generator
 
 # by the settings and the columns that the metric is given
 LOADERS: dict[str, Callable[[DataConfig, Sequence[str]], Labelled | Table]] = {
@@ -77,10 +76,7 @@ def load_splits(config: ClassificationConfig, seed: int) -> Splits:
         splits = splits.map(lambda part, name: replace(part, x=changed(part.x, lambda x: x.float().div_(255))))
     with config_section("shift"):
         splits = _shifted(splits, config, seed)
-    splits = _normalised(splits, config)
-    if config.data.metric_on == "train":
-        return replace(splits, validation=train_subset(splits, seed))
-    return splits
+    return _normalised(splits, config)
 
 
 def _check_columns(splits: Splits, config: ClassificationConfig) -> None:
@@ -114,19 +110,6 @@ def _normalised(splits: Splits, config: ClassificationConfig) -> Splits:
         return (x - centre).div_(spread)
 
     return splits.map(lambda part, name: replace(part, x=changed(part.x, normalise)))
-
-
-def train_subset(splits: Splits, seed: int) -> Split:
-    """Return train examples drawn at random: as many as validation has, or all if there are no more (paper, Fig. S4).
-
-    Every class keeps its share of train, give or take one.
-    """
-    y = splits.train.y
-    order = torch.randperm(len(y), generator=generator(seed, "train subset")).to(y.device)
-    if y.dim() == 1:  # several labels have no order
-        order = order[y[order].argsort(stable=True)]  # class by class, in random order within each
-    places = torch.linspace(0, len(y) - 1, min(len(splits.validation), len(y))).round().long().to(y.device)
-    return splits.train.take(order[places].sort().values)
 
 
 def _divided(config: ClassificationConfig, seed: int) -> Splits:

@@ -94,23 +94,3 @@ def test_tables_are_standardised_by_train_and_pixels_come_in_unit_range(tmp_path
     assert x.dtype == torch.float32
     assert 0 <= x.min() < 0.1
     assert 0.9 < x.max() <= 1
-
-
-def test_the_metric_may_be_evaluated_on_train_examples() -> None:
-    config = load_config(ClassificationConfig, DIGITS, ["shift.kind=none"])
-    usual, on_train = load_splits(config, 3), None
-    config.data.metric_on = "train"
-    config.check()
-    on_train = load_splits(config, 3)
-    assert torch.equal(on_train.train.x, usual.train.x)
-    assert torch.equal(on_train.test.x, usual.test.x)
-    seen = on_train.validation
-    assert len(seen) == len(usual.validation)
-    known = {row.numpy().tobytes() for row in usual.train.x}
-    assert all(row.numpy().tobytes() in known for row in seen.x)
-    shares, whole = (part.y.bincount(minlength=10) / len(part) for part in (seen, usual.train))
-    assert (shares - whole).abs().max() <= 1 / len(seen)
-    assert torch.equal(seen.x, load_splits(config, 3).validation.x)
-    assert not torch.equal(seen.x, load_splits(config, 4).validation.x)
-    config.data.metric_on = "test"
-    assert_refused(config.check, ConfigError, "metric_on='test'")
