@@ -10,12 +10,10 @@ from torch.utils._pytree import tree_leaves
 
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.kept_modules import KeptModules
-from metricopt_ext.utils.memory import FLOAT64, check_memory
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.gp import Spectrum
 
 GRADIENTS = 64  # random phi whose loss gradients make up the spectrum
-MATRICES = 5  # d x d, that a search holds at once: four while the spectrum is decomposed, later the bases of f
 DIRECTIONS = 8  # random directions along which the outputs' movement is measured
 
 # How far random phi of the right scale move the outputs, in units of the outputs' own spread.
@@ -47,11 +45,9 @@ def probe(task: FinetuneTask, start: Tensor, seed: int) -> Probe:
     scale is `UNPROBED`, and all directions are alike unless the task has gradients.
 
     Raises:
-        ConfigError: d is so large that the search's matrices would take more than a quarter of the free memory.
         AdapterError: The loss is no scalar, or has no gradient in phi.
         FloatingPointError: A loss or a gradient is not finite.
     """
-    check_dim(task.dim, start.device)
     task = task.probing()
     if task.loss is None:
         given = task.gradients
@@ -61,15 +57,6 @@ def probe(task: FinetuneTask, start: Tensor, seed: int) -> Probe:
     spectrum = loss_spectrum(task, start, 2 * anywhere, seed)
     shaped = directions.to(spectrum.basis) @ spectrum.root(1.0).T  # as the first design is drawn
     return Probe(_largest_scale(task, start, shaped.to(start), seed), spectrum)
-
-
-def check_dim(dim: int, device: torch.device) -> None:
-    """Refuse a dimension d whose matrices would not fit: `MATRICES` of ``d x d``, and gradients and their phi.
-
-    Raises:
-        ConfigError: They would take more than a quarter of the free memory.
-    """
-    check_memory("dim", dim, lambda d: FLOAT64 * (MATRICES * d**2 + 2 * GRADIENTS * d), device)
 
 
 def loss_spectrum(task: FinetuneTask, start: Tensor, std: float, seed: int) -> Spectrum:

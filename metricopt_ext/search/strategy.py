@@ -383,7 +383,6 @@ class SearchStrategy(ABC):
 
         Raises:
             AdapterError: It needs a loss, and there is none.
-            ConfigError: phi has so many dimensions that the search's matrices would not fit into the memory.
         """
 
     def identity(self) -> dict[str, Any]:

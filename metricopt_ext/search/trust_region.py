@@ -17,7 +17,7 @@ from torch.nn.functional import normalize
 from metricopt_ext.runtime import distributed
 from metricopt_ext.search.descent import descend
 from metricopt_ext.search.feasibility import Aim, Feasibility, seen_within
-from metricopt_ext.search.probe import check_dim, probe
+from metricopt_ext.search.probe import probe
 from metricopt_ext.search.strategy import (
     Answers,
     Batches,
@@ -123,10 +123,6 @@ class GuidedTrustRegion(SearchStrategy):
     def least_queries(self, dim: int, starts: int = 1) -> int:
         """Return the smallest budget in d dimensions: the starts, a design, a point that f proposes, and the end."""
         return self.design_size(dim) + 2 + starts
-
-    def check(self, task: FinetuneTask) -> None:
-        """Refuse a phi whose matrices do not fit into the memory (see `SearchStrategy`)."""
-        check_dim(task.dim, task.origin().device)
 
     def begin(
         self,

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.errors import ValueFunctionError
-from metricopt_ext.utils.memory import FLOAT64, check_memory
 from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.value.value_function import ValueFunction
 
@@ -18,9 +17,6 @@ from metricopt_ext.value.value_function import ValueFunction
 LENGTHS = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0)
 NOISES = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 EXPONENTS = (0.0, 0.5, 1.0)
-
-# Matrices of n x n that choosing them holds at once.
-MATRICES = 5
 
 # Priors of both, log-normal: median, and standard deviation of the logarithm. Ten points determine neither.
 LENGTH_PRIOR, NOISE_PRIOR = (2.0, 0.7), (0.1, 2.0)
@@ -224,9 +220,7 @@ class GPLearner:
 
         Raises:
             ValueFunctionError: All costs are equal, or one is not finite.
-            ConfigError: There are so many points that their matrices would take more than a quarter of the free memory.
         """
-        check_memory("number of points", len(phi), lambda n: FLOAT64 * MATRICES * n**2, phi.device)
         if not cost.isfinite().all():
             raise ValueFunctionError(f"a Gaussian process can't be fitted to costs {cost[~cost.isfinite()].tolist()}")
         if cost.min() == cost.max():

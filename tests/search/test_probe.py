@@ -12,18 +12,16 @@ from torch import Tensor, nn
 from helpers.refusals import assert_refused
 from helpers.tensors import rand
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias
-from metricopt_ext.errors import AdapterError, ConfigError
+from metricopt_ext.errors import AdapterError
 from metricopt_ext.search.probe import (
     DIRECTIONS,
     GRADIENTS,
     MOVEMENT,
     SCALES,
-    check_dim,
     loss_spectrum,
     movement,
     probe,
 )
-from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask, OutputLoss
 from metricopt_ext.utils.seeding import generator
@@ -59,20 +57,6 @@ def linear(gain: float, dim: int = 4) -> tuple[FinetuneTask, Linear]:
 
 def directions(dim: int, seed: int) -> Tensor:
     return torch.randn(DIRECTIONS, dim, generator=generator(seed, "probe"), dtype=torch.float64)
-
-
-# --- What is refused ---------------------------------------------------------------------------------------------
-
-
-def test_a_dim_that_does_not_fit_is_refused_before_anything_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """5 matrices of d x d and 64 phi with their gradients, in a quarter of what is free."""
-    task, _ = linear(1.0, dim=11)
-    monkeypatch.setattr("metricopt_ext.utils.memory.free_memory", lambda device: 4 * 8 * (5 * 10**2 + 2 * 64 * 10))
-    monkeypatch.setattr(FinetuneTask, "loss_and_gradient", None)
-    assert_refused(lambda: probe(task, task.origin(), 0), ConfigError, "11", "dim", "10")
-    # the task's metric refuses to be asked
-    assert_refused(lambda: GuidedTrustRegion()(task, task.origin(), 20), ConfigError, "11", "dim", "10")
-    check_dim(10, torch.device("cpu"))
 
 
 # --- Movement ----------------------------------------------------------------------------------------------------

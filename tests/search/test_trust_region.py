@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import mean, stdev
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from helpers.refusals import assert_named, assert_refused
 from helpers.tensors import rand
-from metricopt_ext.errors import BudgetError, ConfigError, MetricError
+from metricopt_ext.errors import BudgetError, MetricError
 from metricopt_ext.search.descent import descend
 from metricopt_ext.search.probe import probe
 from metricopt_ext.search.strategy import SearchResult
@@ -103,13 +102,6 @@ def test_checkpoints_that_make_no_sense_cost_nothing(quadratic: Callable[..., An
     task = quadratic()
     assert_refused(lambda: list(SEARCH.ends(task, task.origin(), wrong)), ValueError)
     assert task.queries == 0
-
-
-def test_a_phi_whose_matrices_fill_the_memory_is_refused() -> None:
-    task: Any = SimpleNamespace(dim=10**7, origin=lambda: torch.zeros(1))
-    assert_refused(lambda: SEARCH.check(task), ConfigError, "dim", "10000000")
-    task.dim = 100
-    SEARCH.check(task)
 
 
 def test_the_quality_so_far_is_the_rank_correlation_of_what_was_predicted(quadratic: Callable[..., Any]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from helpers.refusals import assert_refused
 from helpers.tensors import rand
-from metricopt_ext.errors import ConfigError, ValueFunctionError
+from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.value.gp import (
     EXPONENTS,
     LEAST_WEIGHT,
@@ -266,13 +266,6 @@ def test_costs_that_can_not_be_fitted(wrong: list[float], names: tuple[str, ...]
     assert_refused(
         lambda: GPLearner(1.0, Spectrum.flat(4))(rand(6, 4), torch.tensor(wrong)), ValueFunctionError, *names
     )
-
-
-def test_points_that_do_not_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("metricopt_ext.utils.memory.free_memory", lambda device: 4 * 8 * 5 * 19**2)
-    phi, cost = data()
-    GPLearner(0.7, spectrum())(phi[:19], cost[:19])
-    assert_refused(lambda: GPLearner(0.7, spectrum())(phi, cost), ConfigError, "20")
 
 
 def test_the_same_point_twice_is_fitted() -> None:
