@@ -11,8 +11,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
-from decimal import Decimal
-from fractions import Fraction
 from typing import Any, Literal
 
 from torch import nn
@@ -39,7 +37,7 @@ class Setting:
 
     Attributes:
         name: The host's name for it.
-        low: The smallest number, of any type of numbers; None with ``values``.
+        low: The smallest number, an int or float; None with ``values``.
         high: The largest. If both ends and the default are integers, it is an integer.
         scale: Scale of the interval: linear, logarithmic, or log-odds.
         values: The possible values, instead of an interval. Numbers are tried in order from the default outwards,
@@ -74,8 +72,6 @@ class Setting:
             raise ValueError(f"a setting's name is {brief(self.name)}; it must be text")
         if self.scale not in SCALES:
             raise ValueError(f"{self.name}: scale is {brief(self.scale)}; it must be linear, log or logit")
-        for name in ("low", "high", "default"):
-            object.__setattr__(self, name, _plain(getattr(self, name)))
         if self.values is not None:
             self._check_values()
         else:
@@ -90,13 +86,10 @@ class Setting:
         values: Any = self.values
         if self.low is not None or self.high is not None:
             raise ValueError(f"{self.name} has values and an interval; give one of the two")
-        if hasattr(values, "tolist"):  # an array
-            values = values.tolist()
         if isinstance(values, str) or not isinstance(values, Sequence):
             raise ValueError(f"{self.name}: values are {brief(values)}; they must be a list, in order")
         if len(values) < 2:
             raise ValueError(f"{self.name}: values are {brief(values)}; they must be two at least")
-        values = [_plain(each) for each in values]
         if strange := [each for each in values if not isinstance(each, bool | int | float | str)]:
             raise TypeError(f"{self.name}: values have {brief(strange[0])}; each must be a number, True, False or text")
         if any(isinstance(each, int | float) and not _is_finite(each) for each in values):
@@ -109,6 +102,8 @@ class Setting:
         low, high = self.low, self.high
         if low is None or high is None:
             raise ValueError(f"{self.name} has neither values nor both ends of an interval")
+        if not isinstance(low, int | float) or not isinstance(high, int | float):
+            raise TypeError(f"{self.name} is from {brief(low)} to {brief(high)}; each must be an int or a float")
         check_finite(**{f"{self.name}: low": low, f"{self.name}: high": high})
         if not low < high:
             raise ValueError(f"{self.name}: low is {low} and high {high}; the lower must be below the upper")
@@ -133,7 +128,6 @@ class Setting:
 
     def holds(self, value: Any) -> bool:
         """Whether it may be a value."""
-        value = _plain(value)
         if self.values is not None:
             return isinstance(value, bool | int | float | str) and any(_same(value, each) for each in self.values)
         fits = isinstance(value, int) if self.whole else True
@@ -150,7 +144,6 @@ class Setting:
 
     def own(self, value: Any) -> Value:
         """Return a value that it may be as one of Python's own: of several, the one that is the same."""
-        value = _plain(value)
         if self.values is not None:
             return next(each for each in self.values if _same(value, each))
         found: Value = value
@@ -533,13 +526,6 @@ def _is_finite(value: int | float) -> bool:
         return math.isfinite(value)
     except OverflowError:  # an integer that no float can hold
         return False
-
-
-def _plain(value: Any) -> Any:
-    """Return a value of NumPy's, of a tensor without dimensions, or another number, as Python's own type of it."""
-    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
-        return value.item()
-    return float(value) if isinstance(value, Decimal | Fraction) else value
 
 
 def _same(one: Any, other: Any) -> bool:
