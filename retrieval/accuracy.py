@@ -25,7 +25,7 @@ try:
     from pytorch_metric_learning.utils.inference import FaissKNN
 except ImportError as error:
     raise ImportError(
-        "RecallCalculator needs pytorch-metric-learning: pip install 'metricopt-ext[retrieval]'"
+        "RecallCalculator needs FAISS and pytorch-metric-learning: pip install faiss-cpu 'pytorch-metric-learning<3'"
     ) from error
 
 

@@ -12,7 +12,7 @@ from metricopt_ext.utils.seeding import seeded_streams
 try:
     from pytorch_metric_learning.losses import CrossBatchMemory
 except ImportError as error:
-    raise ImportError("embedding_loss needs pytorch-metric-learning: pip install 'metricopt-ext[retrieval]'") from error
+    raise ImportError("this needs pytorch-metric-learning: pip install 'pytorch-metric-learning<3'") from error
 
 
 def embedding_loss(

@@ -1,5 +1,7 @@
 """One call of a training script that tunes its model: what it leaves, what it refuses, several processes."""
 
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,29 @@ def likelihood(model: nn.Module) -> tuple[float, list[float]]:
 def tuned(model: nn.Module, metric: Any, **options: Any) -> Any:
     options = {"queries": 20, "callback": Callback(), "attach": lambda inner: mo.attach_film(inner, dim=4), **options}
     return tune_model(model, LOADER, loss, metric, **options)
+
+
+def test_no_trainer_s_package_is_needed(tmp_path: Path) -> None:
+    """What does need one of pytorch-metric-learning's says what to install."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import sys
+sys.modules["pytorch_metric_learning"] = None
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from metricopt_ext.integrations.loops import tune_model
+model, data = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)), torch.randn(40, 4)
+loader = DataLoader(TensorDataset(data, data), batch_size=8)
+tune_model(model, loader, torch.nn.MSELoss(), lambda: float(torch.rand(())), queries=12, population=1)
+try:
+    import metricopt_ext.retrieval.search
+except ImportError as error:
+    print(error)
+"""
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert "pip install 'pytorch-metric-learning<3'" in done.stdout, done.stderr
 
 
 on_the_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there it wants the model on a GPU")

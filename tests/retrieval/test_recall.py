@@ -786,7 +786,7 @@ def test_primary_metric_of_testers_and_hooks(tmp_path: Path, records: Any) -> No
     [
         ("faiss", "neighbours", ("metricopt-ext[retrieval]",)),
         *[
-            ("pytorch_metric_learning", module, ("pytorch-metric-learning", "metricopt-ext[retrieval]"))
+            ("pytorch_metric_learning", module, ("pytorch-metric-learning", "'pytorch-metric-learning<3'"))
             for module in ("accuracy", "task")
         ],
     ],
