@@ -13,16 +13,14 @@ from metricopt_ext.data.arrays import TABLES, array_names, holds_several, read_a
 from metricopt_ext.data.labelled import Labelled, Table
 from metricopt_ext.data.reading import Reading
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.words import brief, counted, shortened
+from metricopt_ext.utils.words import brief, counted
 
-INPUTS = ("x", "X", "inputs", "images", "data", "features", "embeddings")
-LABELS = ("y", "Y", "labels", "label", "targets", "target")
-PARTS = {"train": ("train",), "validation": ("val", "valid", "validation"), "test": ("test",)}
+PARTS = {"train": "train", "validation": "val", "test": "test"}  # what follows x_ and y_ in a file of all parts
 MOST = 1000  # classes
 
 
 def parts_in(path: Path) -> tuple[str, ...]:
-    """Return the parts that a file has inputs of, as ``x_train`` or ``train_images``.
+    """Return the parts that a file has inputs of, as ``x_train``.
 
     Raises:
         DataError: The file can't be read.
@@ -30,7 +28,7 @@ def parts_in(path: Path) -> tuple[str, ...]:
     if not (path.is_file() and holds_several(path)):
         return ()
     names = array_names(path)
-    return tuple(part for part in PARTS if _names(names, INPUTS, part))
+    return tuple(part for part, own in PARTS.items() if f"x_{own}" in names)
 
 
 def read_arrays(paths: Sequence[Path], parts: Sequence[str] = ()) -> list[Labelled | Table]:
@@ -52,32 +50,10 @@ def read_arrays(paths: Sequence[Path], parts: Sequence[str] = ()) -> list[Labell
             raise DataError(f"{path} is a table of text; data.name=csv reads it, with data.target=COLUMN")
         if not holds_several(path):
             raise DataError(f"{path} must be a .npz, .pt, .safetensors or .parquet file with x and y")
-        names = array_names(path)
-        inputs, labels = (_one(path, names, known, part) for known in (INPUTS, LABELS))
-        x, y = read_array(path, inputs), np.asarray(read_array(path, labels))
+        own = f"_{PARTS[part]}" if part else ""
+        x, y = read_array(path, f"x{own}"), np.asarray(read_array(path, f"y{own}"))
         read.append(labelled(path, x if isinstance(x, Tensor) else torch.from_numpy(np.asarray(x)), y))
     return read
-
-
-def _names(names: Sequence[str], known: Sequence[str], part: str) -> list[str]:
-    """What a file calls an array of a part."""
-    if not part:
-        return [each for each in names if each in known]
-    said = [(base, own) for base in known for own in PARTS[part]]
-    wanted = {f"{base}_{own}" for base, own in said} | {f"{own}_{base}" for base, own in said}
-    return [each for each in names if each in wanted]
-
-
-def _one(path: Path, names: Sequence[str], known: Sequence[str], part: str) -> str:
-    found = _names(names, known, part)
-    if len(found) != 1:
-        which = f" of {part}" if part else ""
-        raise DataError(
-            f"{path} must have one array{which} called {', '.join(known)}"
-            + (f", each with _{part}" if part else "")
-            + f", got {shortened(list(names)) if not found else shortened(found)}"
-        )
-    return found[0]
 
 
 def labelled(path: Path | str, x: Tensor, y: npt.NDArray[Any]) -> Labelled | Table:

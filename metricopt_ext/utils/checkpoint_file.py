@@ -14,7 +14,7 @@ from torch import Tensor
 
 from metricopt_ext.errors import DataError, FileFormatError
 from metricopt_ext.utils.files import opened_atomically
-from metricopt_ext.utils.state_dict import PICKLES, state_dict_in, torch_content
+from metricopt_ext.utils.state_dict import state_dict_in, torch_content
 from metricopt_ext.utils.words import brief
 
 SAFETENSORS = ".safetensors"
@@ -109,7 +109,7 @@ def read_checkpoint(path: str | Path, entry: str | None = None, option: str = "-
         if entry is not None:
             raise DataError(f"{option} {brief(entry)}: {path} is of safetensors, which has tensors alone; leave it out")
         return _Safetensors(path)
-    if path.suffix not in (*TORCH, *PICKLES):
+    if path.suffix not in TORCH:
         kinds = ", ".join([SAFETENSORS, *TORCH])
         what = "is a folder; name its file" if path.is_dir() else f"ends in {brief(path.suffix)}; it must be a file"
         raise DataError(f"{path} {what} of one of the kinds {kinds}")

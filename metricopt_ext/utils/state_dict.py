@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.errors import DataError, FileFormatError, MetricOptError
-from metricopt_ext.utils.files import check_header, check_uncompressed
 from metricopt_ext.utils.tensor_names import names_in_model
 from metricopt_ext.utils.words import and_more, brief, counted, shortened
 
@@ -28,14 +27,6 @@ HARMLESS: list[Any] = [
     (argparse.Namespace, "argparse.Namespace"),
     *((_PATH, f"{module}.{_PATH.__name__}") for module in ("pathlib", "pathlib._local")),
 ]
-PICKLES = (".pkl", ".pickle")
-
-OF_PICKLE = """\
-  import pickle, torch
-  content = pickle.load(open(IN, "rb"), encoding="latin1")
-  state = content.get("model", content)
-  torch.save({"model": {key: torch.as_tensor(value) for key, value in state.items()}}, OUT)"""
-
 OF_TORCH = """\
   import torch
   content = torch.load(IN, map_location="cpu", weights_only=False)
@@ -44,10 +35,10 @@ OF_TORCH = """\
   torch.save({"state_dict": {key: torch.as_tensor(value) for key, value in state.items()}}, OUT)"""
 
 
-def exported(path: Path, lines: str) -> str:
-    """Return lines of Python for a file."""
+def exported(path: Path) -> str:
+    """Return lines of Python that export a state dict from a file of torch."""
     names = {"IN": json.dumps(str(path)), "OUT": json.dumps(str(path.with_name(f"{path.stem}_state.pth")))}
-    return re.sub(r"\b(IN|OUT)\b", lambda match: names[match[1]], lines)
+    return re.sub(r"\b(IN|OUT)\b", lambda match: names[match[1]], OF_TORCH)
 
 
 def torch_content(path: Path) -> Any:
@@ -60,16 +51,11 @@ def torch_content(path: Path) -> Any:
     """
     with open(path, "rb") as file:
         begin = file.read(2)
-    if path.suffix in PICKLES:
-        raise FileFormatError(
-            f"{path} is a pickle, which can run any code. If you trust it, export it:\n{exported(path, OF_PICKLE)}"
-        )
     try:
         if begin[:1] != b"\x80" and begin != b"PK":
             raise ValueError("it begins as neither a zip file nor a pickle")
         if is_script(path):
             raise UnpicklingError("a model with its code, of TorchScript")
-        check_uncompressed(path)
         with torch.serialization.safe_globals(HARMLESS):
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -79,7 +65,7 @@ def torch_content(path: Path) -> Any:
         why = next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0])
         raise FileFormatError(
             f"{path} holds more than tensors, numbers and text ({brief(ValueError(why))}), which is not read, as it can"
-            f" run any code. If you trust it, export its state dict:\n{exported(path, OF_TORCH)}"
+            f" run any code. If you trust it, export its state dict:\n{exported(path)}"
         ) from error
 
 
@@ -100,7 +86,7 @@ def state_dict_in(
         path: The file, for messages.
         content: What it holds.
         entry: The state dict's key, with dots into further dictionaries; None to find it: one of `ENTRIES`, or the
-            content itself, or else the only entry that is one.
+            content itself.
         option: What names the entry, for messages.
 
     Raises:
@@ -111,11 +97,10 @@ def state_dict_in(
         if not _is_state_dict(found):
             raise DataError(f"{_named(option, entry)}: {path} has no state dict there; {_there_is(content, option)}")
         return entry, found
-    entries = [key for key, value in content.items() if _is_state_dict(value)] if isinstance(content, dict) else []
-    usual = [key for key in ENTRIES if key in entries]
-    if not usual and _is_state_dict(content) and (not entries or _has_layers(content)):
+    chosen = [key for key in ENTRIES if isinstance(content, dict) and _is_state_dict(content.get(key))]
+    alone = _is_state_dict(content) and not any(map(_is_state_dict, content.values()))
+    if not chosen and (alone or (_is_state_dict(content) and _has_layers(content))):
         return None, content
-    chosen = usual or [key for key in entries if _is_trained(content[key])]
     if len(chosen) > 1:
         raise DataError(f"{path} has {len(chosen)} state dicts, {shortened(chosen)}; name one by {option}")
     if chosen:
@@ -130,11 +115,6 @@ def _is_state_dict(content: Any) -> bool:
 def _has_layers(content: Mapping[Any, Any]) -> bool:
     """Whether tensors have names as of layers, and not of what a script keeps beside its model."""
     return any(isinstance(value, Tensor) and "." in str(key) for key, value in content.items())
-
-
-def _is_trained(state: Mapping[Any, Any]) -> bool:
-    """Whether there are numbers that training changes, unlike in a generator's state."""
-    return any(isinstance(value, Tensor) and value.is_floating_point() for value in state.values())
 
 
 def _named(option: str, entry: str) -> str:
@@ -176,9 +156,6 @@ def read_state_dict(
 ) -> dict[str, Tensor]:
     """Read the state dict of a file of safetensors or of ``torch.save``; no code in it is run.
 
-    Memory is bounded by the file's size for safetensors; a torch file is read by PyTorch's restricted unpickler, and
-    must not be compressed.
-
     Args:
         path: The file.
         entry: The state dict's key in a file of torch, as in `state_dict_in`; empty to find it.
@@ -194,7 +171,6 @@ def read_state_dict(
             return {str(key): value for key, value in found.items()}
         if entry:
             raise DataError(f"{_named(option, entry)}: {path} is of safetensors, which has tensors alone; leave it out")
-        check_header(path)
         return safetensors.torch.load_file(path)
     except FileFormatError as error:
         raise DataError(_in_a_line(str(error))) from error
@@ -244,10 +220,7 @@ def load_state(model: nn.Module, state: Mapping[str, Any], path: Path, *, keep: 
         DataError: The weights are not the model's.
     """
     own = model.state_dict()
-    try:
-        read = names_in_model(state, own)
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from error
+    read = names_in_model(state, own)
     renamed = {name: state[key] for key, name in read.names.items()}
     renamed |= {name: own[name] for name in keep}
     try:

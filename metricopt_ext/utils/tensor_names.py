@@ -4,9 +4,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from metricopt_ext.errors import DataError
-from metricopt_ext.utils.words import brief
-
 # Parts of names that only wrappers put there, wherever they are: torch.compile, activation checkpointing, FSDP.
 PRIVATE = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 # Names that wrappers have for the whole model: DataParallel and its kin, Lightning's modules, our embedders.
@@ -32,9 +29,8 @@ class Names(NamedTuple):
 def names_in_model(names: Collection[str], own: Collection[str]) -> Names:
     """Return what a model calls the tensors of a file.
 
-    A prefix is left out if what follows it are the model's names: any prefix if they are all of them, one that is made
-    of `WRAPPERS` if they are most. Parts within the names go if they are `PRIVATE`, or ``module`` where the model has
-    no such part. A model that is wrapped itself takes the names of what it wraps.
+    A prefix that is made of `WRAPPERS` is left out if what follows it are most of the model's names. Parts within the
+    names go if they are `PRIVATE`, or ``module`` where the model has no such part. A model that is wrapped itself takes the names of what it wraps.
 
     Args:
         names: The file's names.
@@ -42,9 +38,6 @@ def names_in_model(names: Collection[str], own: Collection[str]) -> Names:
 
     Returns:
         The file's own names if no other reading fits more of them.
-
-    Raises:
-        DataError: Several prefixes hold the whole model, and none of them is a wrapper's alone.
     """
     needed = {name for name in own if not name.endswith(UNTRAINED)}
     best, most = Names({name: name for name in names}, "", []), len(needed & set(names))
@@ -79,20 +72,13 @@ def _added(own: Iterable[str]) -> list[str]:
 
 
 def _prefix(names: Iterable[str], wanted: Collection[str]) -> tuple[str, int]:
-    """Return the prefix after which most of the wanted names follow, and how many do."""
+    """Return the shortest of the wrappers' prefixes after which most of the wanted names follow, and how many do."""
     counts = Counter[str]()
     for name in names:
         parts = name.split(".")
         for at in range(len(parts)):
+            if not {*parts[:at]} <= {*WRAPPERS, *PRIVATE}:
+                break
             if ".".join(parts[at:]) in wanted:
                 counts["".join(f"{part}." for part in parts[:at])] += 1
-    whole = [prefix for prefix, count in counts.items() if count == len(wanted)]
-    usual = [prefix for prefix in counts if set(prefix.split(".")) <= {*WRAPPERS, *PRIVATE, ""}]
-    of_wrappers = sorted((prefix for prefix in whole if prefix in usual), key=len)
-    if len(whole) > 1 and not of_wrappers:
-        raise DataError(
-            f"the model's tensors are there {len(whole)} times, after {', '.join(map(brief, sorted(whole)))}; save a"
-            " file that has one of them"
-        )
-    fitting = of_wrappers or whole or sorted(usual, key=lambda prefix: (-counts[prefix], len(prefix)))
-    return (fitting[0], counts[fitting[0]]) if fitting else ("", 0)
+    return max(counts.items(), key=lambda each: (each[1], -len(each[0])), default=("", 0))
