@@ -196,7 +196,7 @@ class RunFolder:
             each.save(self.path / f"{name}.safetensors")
         if task.settings is not None and result.settings is not None:
             save_inference(self.path / INFERENCE, task.settings, result.settings.after)
-        write_card(self.path, result, task.adapter, task.metric)
+        write_card(self.path, result, task.adapter)
         task.adapter.save(self.path / ADAPTER)
 
 
