@@ -95,13 +95,12 @@ class ImageFolderConfig(PartsConfig):
 class LabelledImagesConfig(ImageFolderConfig):
     """The same with what images with several labels each, ``data.kind=multilabel``, take.
 
-    The root, or each part, is a CSV of images' names and labels, COCO's JSON, or the folder that holds it.
+    The root, or each part, is a CSV of images' names and labels.
     """
 
-    images: str = ""  # the folder of the images; empty: the one beside the file that has its name, or the file's own
-    # CSV: a column of 0 and 1 for each label, or the one that lists them; empty: all but that of the images' names
+    images: str = ""  # the folder of the images; empty: the file's own
+    # a column of 0 and 1 for each label, or the one that lists them; empty: all but that of the images' names
     targets: list[str] = field(default_factory=list)
-    separator: str = ""  # between the labels of a list; empty: a comma, semicolon or bar, or else spaces
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Images with several labels each: a CSV file or COCO's JSON that says which labels an image has, and a folder."""
+"""Images with several labels each: a CSV file that says which labels an image has, and a folder."""
 
 import re
 import warnings
@@ -22,15 +22,13 @@ from metricopt_ext.data.images import (
     stream_images,
 )
 from metricopt_ext.data.labelled import Labelled
-from metricopt_ext.data.own_parts import FOLDERS
 from metricopt_ext.data.reading import Reading
 from metricopt_ext.data.streamed import as_inputs
 from metricopt_ext.data.text_files import DELIMITERS, content_of, rows_of_cells
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.files import existing, parse_json, walked
+from metricopt_ext.utils.files import existing, walked
 from metricopt_ext.utils.words import brief, counted
 
-WHOLE = ""  # in place of a part's name: the file is of all examples
 # what the column of the images' names is called, in lower case
 FILE_COLUMNS = ("filename", "file_name", "image", "image_name", "image_id", "image_path", "file", "path", "img", "id")
 TABLES = (".csv", ".tsv")
@@ -66,67 +64,25 @@ class Labels:
         return torch.tensor([[int(name in having) for name in names] for having in self.having])
 
 
-def labels_files(root: Path) -> dict[str, Path]:
-    """Return the file of labels that a folder holds, as that of `WHOLE`, or those of its parts.
+def read_labels(file: Path, *, images: str = "", targets: Sequence[str] = ()) -> Labels:
+    """Read which labels images have, from a CSV with a column of their names.
 
-    Args:
-        root: The file itself; or a folder that has one, or one for each part by its name, as ``train.csv`` or
-            ``instances_val.json``, in itself or in ``annotations``; or whose folders ``train``, ``valid`` and ``test``
-            have one each, as Roboflow exports them.
-
-    Raises:
-        DataError: There is none, or none can be told to be the one that is meant.
-    """
-    if not existing(root).is_dir():
-        return {WHOLE: root}
-    inner = [each for each in sorted(root.iterdir()) if each.is_dir() and not each.name.startswith((".", "__"))]
-    here = _tables_in(root) or _tables_in(root / "annotations")
-    if not here and len(inner) == 1:
-        return labels_files(inner[0])
-    if len(here) == 1:
-        return {WHOLE: here[0]}
-    if here:
-        return _by_part({file: _words(file) for file in here}, root)
-    files = {folder: found for folder in inner if (found := _tables_in(folder))}
-    if several := [folder for folder, found in files.items() if len(found) > 1]:
-        raise DataError(
-            f"{several[0]} must have one file of labels, got {_few(file.name for file in files[several[0]])}; name each"
-            " part's, data.train=FILE data.val=FILE"
-        )
-    if not files:
-        raise DataError(
-            f"{root} has no file of labels, a CSV with the images' names or COCO's JSON; data.kind=multilabel needs one"
-        )
-    return _by_part({found[0]: [folder.name.lower()] for folder, found in files.items()}, root)
-
-
-def read_labels(
-    file: Path,
-    *,
-    images: str = "",
-    targets: Sequence[str] = (),
-    separator: str = "",
-) -> Labels:
-    """Read which labels images have, from a CSV with a column of their names, or from COCO's JSON.
-
-    A CSV has a column for each label, of 0 and 1 (or yes and no, true and false), as Roboflow exports it, or one column
-    with the labels of each image, as Kaggle's planet. Of COCO's JSON an image has the categories of its annotations. An
-    image is named by its path below the folder, with or without the folders before it, or the suffix.
+    It has a column for each label, of 0 and 1 (or yes and no, true and false), as Roboflow exports it, or one column
+    with the labels of each image, as Kaggle's planet, parted by a comma, semicolon or bar, or else spaces. An image is
+    named by its path below the folder, with or without the folders before it, or the suffix.
 
     Args:
         file: The file.
-        images: The folder of the images; empty for the one beside the file that has its name (without ``instances_``),
-            or else the file's own, with what is below it.
+        images: The folder of the images; empty for the file's own, with what is below it.
         targets: The columns of labels; none for all but the one of names.
-        separator: What parts the labels of a cell; empty for a comma, semicolon or bar, or else spaces.
 
     Raises:
         DataError: For an image that is not there or may be either of two, an image with two rows, a column that is
             neither of labels nor of names, labels that may be parted in two ways, or a file that can't be read.
     """
-    folder = existing(images) if images else _folder_of(file)
-    read = _read_coco if file.suffix.lower() == ".json" else _read_table
-    found = read(file, folder, targets, separator)
+    if file.suffix.lower() not in TABLES:
+        raise DataError(f"{file} must be a CSV with the images' names and labels; data.kind=multilabel needs one")
+    found = _read_table(file, existing(images) if images else file.parent, targets)
     if len(found.labels) < 2:
         raise DataError(f"{file}: several labels each need two labels at least, got {_few(found.labels) or 'none'}")
     if near := near_names(found.labels):
@@ -201,7 +157,7 @@ def check_same_columns(parts: Mapping[str, Labels]) -> None:
             )
 
 
-def _read_table(file: Path, folder: Path, targets: Sequence[str], separator: str) -> Labels:
+def _read_table(file: Path, folder: Path, targets: Sequence[str]) -> Labels:
     text = content_of(existing(file))
     delimiter = "\t" if file.suffix.lower() == ".tsv" else ""
     (_, header), *rows = rows_of_cells(file, text, delimiter, _name_column(text))[0]
@@ -216,7 +172,7 @@ def _read_table(file: Path, folder: Path, targets: Sequence[str], separator: str
     if not others:
         raise DataError(f"{file} has no column beside {place!r}; it must say which labels each image has")
     if len(others) == 1:
-        having, parted = _parted(file, others[0], columns[others[0]], lines, separator)
+        having, parted = _parted(file, others[0], columns[others[0]], lines)
         labels, how = sorted(set().union(*having)), f"labels in {others[0]!r}, parted by {parted!r}"
     else:
         having, labels, how = _present(file, columns, others, lines), others, "a column for each label"
@@ -327,16 +283,14 @@ def _present(
     return having
 
 
-def _parted(
-    file: Path, name: str, column: Sequence[str], lines: Sequence[Any], separator: str
-) -> tuple[list[set[str]], str]:
+def _parted(file: Path, name: str, column: Sequence[str], lines: Sequence[Any]) -> tuple[list[set[str]], str]:
     """The labels of each row, of a column of lists, and what parts them."""
-    found = [separator] if separator else [each for each in SEPARATORS if any(each in cell for cell in column)]
+    found = [each for each in SEPARATORS if any(each in cell for cell in column)]
     if len(found) > 1:
         at = next(i for i, cell in enumerate(column) if found[1] in cell)
         raise DataError(
             f"{file}: the labels of {name!r} may be parted by {' or '.join(map(repr, found))}, as in"
-            f" {brief(column[at])} in row {lines[at]}; say which by data.separator"
+            f" {brief(column[at])} in row {lines[at]}; part them all by one"
         )
     if all(cell.casefold() in PRESENT for cell in column):
         raise DataError(
@@ -350,7 +304,7 @@ def _parted(
     parted = found[0] if found else " "
     split = [[label.strip() for label in (cell.split() if parted == " " else cell.split(parted))] for cell in column]
     listed = [[label for label in labels if label] for labels in split]
-    if not separator and parted == " ":
+    if parted == " ":
         _check_spaces(file, name, listed)
     return [set(labels) for labels in listed], parted
 
@@ -363,82 +317,8 @@ def _check_spaces(file: Path, name: str, listed: Sequence[Sequence[str]]) -> Non
         if count > 1 and count == words[first] == words[second]:
             raise DataError(
                 f"{file}: spaces part the labels of {name!r}, or are in them: {brief(first)} and {brief(second)} are"
-                " always side by side; data.separator=' ' says that they do, and another character that they don't"
+                " always side by side; part them by commas, or give each label a column"
             )
-
-
-def _read_coco(file: Path, folder: Path, targets: Sequence[str], separator: str) -> Labels:
-    if targets or separator:
-        raise DataError(f"{file}: data.targets and data.separator are for CSV; COCO's JSON has categories")
-    try:
-        content = parse_json(content_of(existing(file)))
-    except ValueError as error:
-        raise DataError(f"cannot read {file} as JSON: {brief(error)}") from error
-    try:
-        names = {each["id"]: str(each["name"]) for each in content["categories"]}
-        rows = {each["id"]: str(each["file_name"]) for each in content["images"]}
-        pairs = Counter((each["image_id"], each["category_id"]) for each in content["annotations"])
-        sizes = len(content["categories"]), len(content["images"])
-    except (KeyError, TypeError) as error:
-        raise DataError(
-            f"{file} must be COCO's JSON, of images (id, file_name), annotations (image_id, category_id) and categories"
-            f" (id, name): {brief(error)}"
-        ) from error
-    if sizes != (len(names), len(rows)) or len({*names.values()}) < len(names):
-        raise DataError(f"{file}: two images or categories have one id, or two categories one name; make them differ")
-    having: dict[Any, set[str]] = {each: set() for each in rows}
-    for image, category in pairs:
-        if image not in having or category not in names:
-            raise DataError(f"{file}: an annotation names image {image!r} and category {category!r}; one is not there")
-        having[image].add(names[category])
-    find = _finder(folder)
-    if missing := [name for name in rows.values() if not find(name)]:
-        raise DataError(
-            f"{file}: {len(missing)} of {counted(len(rows), 'image')} not below {folder}, such as {brief(missing[0])};"
-            " add them, or set data.images to their folder"
-        )
-    images = _each_once(file, folder, [(f"image {key!r}", find(name)) for key, name in rows.items()])
-    met = set().union(*having.values())
-    labels = tuple(name for name in names.values() if name in met)
-    said = f"{counted(len(images), 'image')} of {folder}, labels by the categories of {file.name}"
-    if unused := len(names) - len(labels):
-        said += f", {unused} of which no image has"
-    return Labels(file, folder, images, labels, list(having.values()), False, said)
-
-
-def _tables_in(folder: Path) -> list[Path]:
-    """The files of labels right in a folder."""
-    if not folder.is_dir():
-        return []
-    files = [each for each in sorted(folder.iterdir()) if each.is_file() and not each.name.startswith(".")]
-    return [each for each in files if each.suffix.lower() in (*TABLES, ".json")]
-
-
-def _words(file: Path) -> list[str]:
-    """The words of a file's name, in lower case, without numbers."""
-    return [word for word in re.split(r"[^a-z]+", file.stem.lower()) if word]
-
-
-def _by_part(files: Mapping[Path, Sequence[str]], root: Path) -> dict[str, Path]:
-    """The file of each part, by the words of its name or its folder's."""
-    found: dict[str, Path] = {}
-    for file, words in files.items():
-        parts = [part for part, known in FOLDERS.items() if {*words} & {*known}]
-        if len(parts) != 1 or parts[0] in found:
-            raise DataError(
-                f"{root} has files of labels, {_few(str(each.relative_to(root)) for each in files)}, and which is of"
-                " which part can't be told; name the one to divide, data.root=FILE, or each part's, data.train=FILE"
-                " data.val=FILE"
-            )
-        found[parts[0]] = file
-    return {part: found[part] for part in FOLDERS if part in found}
-
-
-def _folder_of(file: Path) -> Path:
-    """The folder of a file's images: one of its name beside it, or beside COCO's ``annotations``; else its own."""
-    name = file.stem.removeprefix("instances_")
-    above = [file.parent, *([file.parent.parent] if file.parent.name == "annotations" else [])]
-    return next((place / name for place in above if (place / name).is_dir()), above[-1])
 
 
 def _few(names: Iterable[str]) -> str:

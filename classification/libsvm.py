@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from metricopt_ext.data.labelled import Labelled, Table
@@ -20,9 +19,7 @@ from metricopt_ext.utils.files import existing
 from metricopt_ext.utils.words import brief, counted
 
 StrPath = str | os.PathLike[str]
-Array = npt.NDArray[Any]
 
-QUERY = "qid"  # the query's id in a row of a LIBSVM file
 _CLASSES = 100  # of numbers that are not whole so many may be classes
 
 
@@ -44,45 +41,33 @@ def load_libsvm(paths: StrPath | Sequence[StrPath], num_features: int | None = N
     return in_single_precision(read_libsvm(paths, num_features))
 
 
-def read_libsvm(
-    paths: StrPath | Sequence[StrPath],
-    num_features: int | None = None,
-    *,
-    columns: Sequence[str] = (),
-) -> Table:
+def read_libsvm(paths: StrPath | Sequence[StrPath], num_features: int | None = None) -> Table:
     """Read files as `load_libsvm` does, with all digits of their numbers.
 
     Args:
         paths: As in `load_libsvm`.
         num_features: As in `load_libsvm`.
-        columns: What else is kept of each row (`Split.columns`): such files have ``qid`` alone, the query's id.
 
     Raises:
-        DataError: As from `load_libsvm`, and for another column, or a row without its ``qid``.
+        DataError: As from `load_libsvm`.
     """
     from sklearn.datasets import load_svmlight_files
 
-    if unknown := [name for name in columns if name != QUERY]:
-        raise DataError(f"LIBSVM data has no column {unknown[0]!r} for metric.columns; it may have {QUERY} alone")
     files = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     named = ", ".join(map(str, files))
     texts = []
     for file in files:
         texts.append(content_of(existing(file)).encode())
     try:
-        loaded = load_svmlight_files(
-            list(map(io.BytesIO, texts)), dtype=np.float64, zero_based=True, query_id=bool(columns)
-        )
+        loaded = load_svmlight_files(list(map(io.BytesIO, texts)), dtype=np.float64, zero_based=True)
     except Exception as error:  # it indexes and converts whatever it reads, with errors of many types
         raise DataError(
-            f"cannot read {named} as LIBSVM data{_bad_row(files, texts)}: {brief(error)};"
+            f"cannot read {named} as LIBSVM data: {brief(error)};"
             " a row is a label and features in order, all numbers, as 1 3:0.5 7:2"
         ) from error
     queries = any(re.search(rb"^[^#\n]*\sqid:", text, re.MULTILINE) for text in texts)
     del texts
-    each = 3 if columns else 2
-    parts, numbers = loaded[::each], np.concatenate(loaded[1::each])
-    ids = {name: _query_ids(named, loaded[2::3], parts) for name in columns}
+    parts, numbers = loaded[::2], np.concatenate(loaded[1::2])
     if len(numbers) == 0:
         raise DataError(f"{named} holds no examples")
 
@@ -119,25 +104,13 @@ def read_libsvm(
             f" {parted[0]:g}; number the classes by whole numbers"
         )
     said = f"LIBSVM data, {counted(rows, 'example')} of {counted(features, 'feature')}, indices from {first}"
-    if queries and not columns:
+    if queries:
         said += "; query ids (qid) are left out"
     names = tuple(np.format_float_positional(label, trim="-") for label in labels)  # with all their digits
     sizes = [part.shape[0] for part in parts]
     numbered = zip(files, sizes, strict=True)
     rows_by_file = tuple(tuple(f"{i + 1} of {file}" for i in range(size)) for file, size in numbered)
-    return Table(torch.from_numpy(x), torch.from_numpy(y), names, Reading(said), rows_by_file, columns=ids)
-
-
-def _query_ids(named: str, ids: Sequence[Array], parts: Sequence[Any]) -> Array:
-    """The query's id of each row; scikit-learn returns those that are there."""
-    for found, part in zip(ids, parts, strict=True):
-        if len(found) != part.shape[0]:
-            raise DataError(
-                f"{named}: metric.columns has {QUERY}, which {len(found)} of {part.shape[0]} rows give; each must have"
-                " one, as in 1 qid:7 1:0.5"
-            )
-    joined: Array = np.concatenate(ids)
-    return joined
+    return Table(torch.from_numpy(x), torch.from_numpy(y), names, Reading(said), rows_by_file)
 
 
 def load_a9a(root: StrPath) -> Labelled:
@@ -151,26 +124,3 @@ def load_a9a(root: StrPath) -> Labelled:
     """
     files = [existing(Path(root, name), Path(root, f"{name}.gz")) for name in ("a9a", "a9a.t")]
     return load_libsvm(files, 123)
-
-
-def _bad_row(files: Sequence[StrPath], texts: Sequence[bytes]) -> str:
-    """Say which row of which file scikit-learn can't read; empty if that can't be told."""
-    from sklearn.datasets import load_svmlight_file
-
-    def readable(lines: Sequence[bytes]) -> bool:
-        try:
-            load_svmlight_file(io.BytesIO(b"".join(lines)), zero_based=True)
-        except Exception:
-            return False
-        return True
-
-    for file, text in zip(files, texts, strict=True):
-        lines = text.splitlines(keepends=True)
-        low, high = 0, len(lines)  # the first so many lines can be read; the first so many can't
-        if readable(lines):
-            continue
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if readable(lines[low:middle]) else (low, middle)
-        return f" (row {high} of {file})"
-    return ""

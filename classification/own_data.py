@@ -20,10 +20,7 @@ from metricopt_ext.classification.data_config import (
     TableConfig,
 )
 from metricopt_ext.classification.labelled_images import (
-    WHOLE,
-    Labels,
     check_same_columns,
-    labels_files,
     load_labelled,
     read_labels,
     reading_of,
@@ -73,10 +70,7 @@ def own_parts(data: DataConfig, seed: int, size: ImageSize | None, columns: Sequ
     without_classes: list[Path] = []
     if not paths and data.root and data.name == "arrays" and "train" in parts_in(Path(data.root)):
         paths = dict.fromkeys(parts_in(Path(data.root)), Path(data.root))
-    if not paths and data.root and isinstance(data, LabelledImagesConfig):
-        files = labels_files(Path(data.root))
-        paths = {} if WHOLE in files else files
-    elif not paths and data.root and isinstance(data, ImageFolderConfig):
+    if not paths and data.root and type(data) is ImageFolderConfig:
         paths, without_classes = folders_of_parts(Path(data.root))
     if not paths:
         return None
@@ -122,7 +116,7 @@ def labelled_image_parts(
     Returns:
         The parts, the labels' names, and what was read.
     """
-    read = {name: read_one(data, path) for name, path in paths.items()}
+    read = {name: read_labels(path, images=data.images, targets=data.targets) for name, path in paths.items()}
     check_same_columns(read)
     labels = same_classes({name: each.labels for name, each in read.items()})
     contents: dict[str, dict[str, str]] = {}
@@ -140,24 +134,11 @@ def labelled_image_parts(
 
 
 def labelled_images(data: LabelledImagesConfig, size: ImageSize | None) -> tuple[Labelled, Reading]:
-    """Read the file of labels that ``data.root`` is or holds, and its images, which are yet to be divided."""
-    found = read_one(data, Path(data.root))
+    """Read the file of labels that ``data.root`` is, and its images, which are yet to be divided."""
+    found = read_labels(Path(data.root), images=data.images, targets=data.targets)
     whole = load_labelled(found, found.labels, size, stream=data.stream)
     warn_of_unlabelled([found])
-    return whole, reading_of({WHOLE: found}, found.labels)
-
-
-def read_one(data: LabelledImagesConfig, path: Path) -> Labels:
-    """Read the one file of labels that a path is or holds.
-
-    Raises:
-        DataError: It holds those of several parts; and as from `read_labels`.
-    """
-    files = labels_files(path)
-    if WHOLE not in files:
-        shown = " and ".join(map(str, files.values()))
-        raise DataError(f"{path} has a file of labels for each part, {shown}; name the one that is meant")
-    return read_labels(files[WHOLE], images=data.images, targets=data.targets, separator=data.separator)
+    return whole, reading_of({"": found}, found.labels)
 
 
 def array_parts(paths: Mapping[str, Path]) -> tuple[dict[str, Split], tuple[str, ...], Reading]:
@@ -293,7 +274,7 @@ def table_parts(
 def read_table(data: DataConfig, paths: Sequence[str], columns: Sequence[str] = ()) -> Table:
     """Read one table from files, as the settings say, with the columns that the metric is given."""
     if not isinstance(data, TableConfig):
-        return read_libsvm(paths, columns=columns)
+        return read_libsvm(paths)
     return read_csv(
         paths,
         data.target,

@@ -57,7 +57,7 @@ def config_of(folder: Path, *more: str) -> ClassificationConfig:
 @pytest.mark.slow
 def test_the_report_has_what_the_written_models_do(tmp_path: Path) -> None:
     write(tmp_path)
-    config = config_of(tmp_path)
+    config = config_of(tmp_path, "methods=[label_thresholds]")
     run_and_report(ClassificationExperiment, config, tmp_path / "run", resume=False)
     content = json.loads((tmp_path / "run" / "report.json").read_text())
     splits = load_splits(config, 0)

@@ -86,9 +86,9 @@ def test_a_mark_of_unicode_is_no_label(tmp_path: Path) -> None:
     ("content", "names"),
     [
         ("a,y\n1,2\n", ()),
-        ("1 1:1\n2 2:1 1:1\n", ("LIBSVM", "2")),
-        ("1 1:1\n" * 70 + "2 1:1 1:2\n" + "1 1:1\n" * 9, ("71",)),
-        ("1 1:1\n1,2 1:1\n", ("2",)),
+        ("1 1:1\n2 2:1 1:1\n", ("LIBSVM",)),
+        ("1 1:1\n" * 70 + "2 1:1 1:2\n" + "1 1:1\n" * 9, ("LIBSVM",)),
+        ("1 1:1\n1,2 1:1\n", ("LIBSVM",)),
         ("nan 1:1\n2 1:1\n", ("labels", "2^53", "nan")),
         ("9007199254740993 1:1\n2 1:1\n", ("labels", "2^53", "9007199254740992")),
         (
@@ -98,19 +98,9 @@ def test_a_mark_of_unicode_is_no_label(tmp_path: Path) -> None:
         ("1 1:1e39\n2 1:1\n", ("3.4e38", "1e+39")),
     ],
 )
-def test_libsvm_that_is_refused_by_its_row(tmp_path: Path, content: str, names: tuple[str, ...]) -> None:
+def test_libsvm_that_is_refused(tmp_path: Path, content: str, names: tuple[str, ...]) -> None:
     (tmp_path / "l").write_text(content)
     assert_refused(lambda: read_libsvm(tmp_path / "l"), DataError, *names)
-
-
-def test_query_ids_of_libsvm_files_are_kept_on_request(tmp_path: Path) -> None:
-    path = tmp_path / "ranked"
-    path.write_text("1 qid:7 1:0.5\n0 qid:7 2:1\n1 qid:9 1:1\n")
-    assert read_libsvm(path, columns=["qid"]).columns["qid"].tolist() == [7, 7, 9]
-    assert not read_libsvm(path).columns
-    assert_refused(lambda: read_libsvm(path, columns=["weight"]), DataError, "weight")
-    path.write_text("1 qid:7 1:0.5\n0 2:1\n1 qid:9 1:1\n")
-    assert_refused(lambda: read_libsvm(path, columns=["qid"]), DataError, "metric.columns")
 
 
 def test_labels_that_are_quantities_are_refused(tmp_path: Path) -> None:
