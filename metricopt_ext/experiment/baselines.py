@@ -28,11 +28,9 @@ from metricopt_ext.methods.tuned_settings import accepted
 from metricopt_ext.methods.tuning import finetune
 from metricopt_ext.runtime.progress import Callback, Within
 from metricopt_ext.search.optimizer import LossStep
-from metricopt_ext.search.settings_gp import SettingsGPState
 from metricopt_ext.search.settings_stage import SettingsState
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.kept_evaluations import KeptEvaluation, KeptEvaluations, KeptPoint
 from metricopt_ext.tasks.settings import Settings
 from metricopt_ext.tasks.task import FinetuneTask
@@ -81,7 +79,6 @@ def _with_settings(own: Baseline, settings: Callable[[], Settings], confidence: 
         "settings_free": Baseline(free),
         "settings_lines": tuning_settings(lambda: settings().without_presets(), confidence),
         "settings": tuning_settings(settings, confidence),
-        "settings_gp": tuning_settings(settings, confidence, SettingsGPState),
         "settings+phi": with_settings_of(own, settings),
     }
 
@@ -134,22 +131,12 @@ def metricopt(search: GuidedTrustRegion | None = None, confidence: float = CONFI
     return Baseline(run, engine.least_queries, anytime=True, constrained=True)
 
 
-def in_order(settings: Settings, first: Evaluation, queries: int, seed: int) -> SettingsState:
-    """Begin to tune settings one after another, as a run does, which draws nothing."""
-    return SettingsState(settings, first, queries)
-
-
-def tuning_settings(
-    settings: Callable[[], Settings],
-    confidence: float = CONFIDENCE,
-    begin: Callable[[Settings, Evaluation, int, int], SettingsState | SettingsGPState] = in_order,
-) -> Baseline:
+def tuning_settings(settings: Callable[[], Settings], confidence: float = CONFIDENCE) -> Baseline:
     """Make a baseline of a search over settings of inference alone, at the chosen start.
 
     Args:
         settings: Returns the settings; what they say of queries bounds it, whatever the budget.
         confidence: The guard's.
-        begin: Begins the search, from the settings, their first evaluation, a number of queries and a seed.
     """
 
     def run(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
@@ -159,7 +146,7 @@ def tuning_settings(
             meter, first = Meter(limited), started.evaluated.get(started.chosen)
             if first is None or tuned.changed(tuned.first):
                 first, queries = limited.evaluate(start, "settings"), queries - 1
-            state = begin(tuned, first, queries, seed)
+            state = SettingsState(tuned, first, queries)
             while batch := state.ask():
                 for index, values in enumerate(batch):
                     state.tell(index, limited.with_values(values).evaluate(start, "settings"))

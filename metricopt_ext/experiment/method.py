@@ -116,7 +116,6 @@ METHODS: dict[str, Entry] = {
     "settings_free": Entry("free settings", "#d9c9a3", "free"),
     "settings_lines": Entry("settings, one by one", "#c2a878", "queries"),
     "settings": Entry("settings", "#a5854e", "queries"),
-    "settings_gp": Entry("settings, GP over all", "#e0c068", "queries"),
     "settings+phi": Entry("settings, then MetricOpt", "#8c1515", "queries", training=True),
     "metricopt": Entry(
         "MetricOpt",

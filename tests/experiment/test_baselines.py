@@ -194,7 +194,6 @@ def test_baselines_are_in_the_methods_table_and_say_what_they_need() -> None:
         "settings_free": 0,
         "settings_lines": 0,
         "settings": 0,
-        "settings_gp": 0,
         "settings+phi": 9,
     }
 
@@ -211,10 +210,8 @@ def moved_by(quadratic: Callable[..., Any]) -> tuple[Any, Settings]:
     return task.judged_by(Metric(distance, maximize=False, bounds=None, name="distance")), settings
 
 
-@pytest.mark.parametrize("name", ["settings_free", "settings_lines", "settings", "settings_gp", "settings+phi"])
+@pytest.mark.parametrize("name", ["settings_free", "settings_lines", "settings", "settings+phi"])
 def test_settings_are_tuned_from_the_chosen_start(quadratic: Callable[..., Any], name: str) -> None:
-    if name == "settings_gp":
-        pytest.importorskip("optuna", reason="the extra `compare` is not installed")
     task, settings = moved_by(quadratic)
     baseline = usual_baselines(RunConfig(), lambda: settings)[name]
     reached = list(baseline.run(task, Started.at(task.origin()), [20, 40], 0))
