@@ -6,18 +6,15 @@ area; a detection's, that of its box. Objects of other sizes are ignored, and so
 another size that hits nothing. How detections and objects are matched, `ap50` says.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from metricopt_ext.detection.ap50 import IOU, METRICS, MOST, RECALLS, compared, precision_at
-from metricopt_ext.detection.left_out import groups_of, interval, precision_without, recall_without
+from metricopt_ext.detection.ap50 import METRICS, MOST, RECALLS, compared, precision_at
 from metricopt_ext.detection.matching import Found, Things, beyond, match_coco, ranks_of
-from metricopt_ext.detection.tables import Booleans, Floats, FoundLike, FoundTable, Kind, TruthLike, TruthTable
+from metricopt_ext.detection.tables import FoundLike, FoundTable, Kind, TruthLike, TruthTable
 from metricopt_ext.errors import DataError
 
 # Areas in square pixels of each size; an area at an end is of both sizes, as in pycocotools.
@@ -58,47 +55,18 @@ class Summary:
     Attributes:
         numbers: Each in [0, 1], by its name; None if no object is of its size.
         per_class: The same of each class that has an object that counts.
-        curves: The precision of each such class at the recalls 0, 0.01, ..., 1, at an IoU of 0.5.
-        lines: What pycocotools prints, in its order; none for other IoUs than its own.
-        left_out: Computes each number without each group of images, by its name, NaN for one of no object.
+        lines: What pycocotools prints, in its order.
     """
 
     numbers: dict[str, float | None]
     per_class: dict[str, dict[str, float | None]]
-    curves: dict[str, list[float]]
     lines: tuple[str, ...]
-    left_out: Callable[[], dict[str, Floats]] = field(default=dict, compare=False)
-
-    @cached_property
-    def without(self) -> dict[str, Floats]:
-        """Each number without each group of images, by its name, ``g`` (`left_out`)."""
-        return self.left_out()
-
-    def intervals(self) -> dict[str, tuple[float, float] | None]:
-        """Return the 95% interval of each number over images; None where one can't be told (`left_out.interval`)."""
-        return {name: interval(value, self.without[name]) for name, value in self.numbers.items()}
-
-    def differences(self, other: "Summary") -> dict[str, tuple[float, tuple[float, float] | None]]:
-        """Return this less another of the same images, each number with its 95% interval over images."""
-        return {
-            name: (value - theirs, interval(value - theirs, self.without[name] - other.without[name], -1.0))
-            for name, value in self.numbers.items()
-            if value is not None and (theirs := other.numbers.get(name)) is not None
-        }
-
-    def most_to_gain(self, most: int = 5) -> list[dict[str, Any]]:
-        """Return the classes of the least AP: each with it, and what the mean would gain if it were found perfectly."""
-        known = [(name, each["AP"]) for name, each in self.per_class.items() if each["AP"] is not None]
-        least = sorted(known, key=lambda each: each[1])[:most]
-        return [{"class": name, "AP": value, "gain": (1 - value) / len(known)} for name, value in least if value < 1]
 
 
 def numbers_of(
     kind: Kind,
     most: int,
     ious: Sequence[float] = (),
-    few: Sequence[int] = FEW,
-    over: Sequence[float] = METRICS["AP"],
 ) -> list[Number]:
     """Return which numbers COCO has, twelve of boxes or masks, in pycocotools' order.
 
@@ -106,11 +74,9 @@ def numbers_of(
         kind: What is compared; for keypoints there are ten, none of them of small objects.
         most: How many detections of a class in an image count, COCO's 100; with 10 or less, there are fewer numbers.
         ious: Further IoUs, in (0, 1], at each of which AP comes last.
-        few: How many detections AR is told by besides.
-        over: The IoUs that AP and AR are means over; without 0.5 there is no AP50, and without 0.75 no AP75.
     """
     sizes: list[tuple[str, float | None, str]] = [("m", None, "medium"), ("l", None, "large")]
-    at = [(f"{100 * iou:g}", iou, "all") for iou in (0.5, 0.75) if iou in over]
+    at = [(f"{100 * iou:g}", iou, "all") for iou in (0.5, 0.75)]
     rows = [("", None, "all"), *at, *sizes]
     more = [Number(f"AP{100 * iou:g}", False, iou, "all", most) for iou in ious if iou not in (0.5, 0.75)]
     if kind == "keypoints":
@@ -120,7 +86,7 @@ def numbers_of(
     rows = [("", None, "all"), *at, *sizes]
     return [
         *(Number(f"AP{end}", False, iou, size, most) for end, iou, size in rows),
-        *(Number(f"AR{each}", True, None, "all", each) for each in (*(each for each in few if each < most), most)),
+        *(Number(f"AR{each}", True, None, "all", each) for each in (*(each for each in FEW if each < most), most)),
         *(Number(f"AR{end}", True, iou, size, most) for end, iou, size in sizes),
         *more,
     ]
@@ -133,9 +99,6 @@ def summarize(
     *,
     max_detections: int | None = None,
     ious: Sequence[float] = (),
-    few: Sequence[int] = FEW,
-    over: Sequence[float] = METRICS["AP"],
-    recalls: Floats = RECALLS["coco"],
 ) -> Summary:
     """Return COCO's numbers of detections.
 
@@ -145,9 +108,6 @@ def summarize(
         kind: What is compared; but for boxes, both have ``shapes``.
         max_detections: How many detections of a class in an image count, at least 1; by default `MOST`.
         ious: Further IoUs, each in (0, 1], at which AP is told.
-        few: How many detections AR is told by besides.
-        over: The IoUs, each in (0, 1], that AP and AR are means over.
-        recalls: Those at which precision is told, ascending.
 
     Raises:
         DataError: The numbers of detections and images differ, or an IoU is out of its range.
@@ -155,10 +115,10 @@ def summarize(
     """
     if len(detections) != len(truth):
         raise DataError(f"there are detections for {len(detections)} images, but {len(truth)} images")
-    if wrong := [iou for iou in (*ious, *over) if not 0 < iou <= 1]:
+    if wrong := [iou for iou in ious if not 0 < iou <= 1]:
         raise DataError(f"an IoU is {wrong[0]:g}; it must be above 0 and at most 1")
     most = MOST[kind] if max_detections is None else max_detections
-    classes, usual = len(truth.classes), list(over)
+    classes, usual = len(truth.classes), METRICS["AP"]
     levels = [*usual, *dict.fromkeys(iou for iou in ious if iou not in usual)]
     found = Found.of(FoundTable.of(detections), classes, "coco", rounded=False)
     things = Things.of(TruthTable.of(truth), "coco")
@@ -166,14 +126,12 @@ def summarize(
     things, pairs = compared(found, things, kind)
     ranks, labels = ranks_of(found.keys), found.keys % classes
     ends = np.searchsorted(labels, np.arange(classes + 1))
-    numbers = numbers_of(kind, most, list(dict.fromkeys(ious)), few, usual)
+    numbers = numbers_of(kind, most, list(dict.fromkeys(ious)))
     values = {each.name: np.full((classes, len(levels)), np.nan) for each in numbers}
 
     def tells(number: Number, size: str, place: int) -> bool:
         return number.size == size and (place < len(usual) if number.iou is None else levels[place] == number.iou)
 
-    matched: list[tuple[str, int, Booleans, Booleans]] = []
-    curves: dict[str, list[float]] = {}
     judged_classes: set[int] = set()
     for size in {each.size: None for each in numbers}:
         judged = ~things.ignored & ~beyond(things.areas, SIZES[size])
@@ -182,37 +140,15 @@ def summarize(
         judged_classes = set(known.tolist()) if size == "all" else judged_classes
         for place, iou in enumerate(levels):
             counted, hits = match_coco(found, things, pairs, min(iou, 1 - 1e-10), SIZES[size])  # as in pycocotools
-            of_classes = [
-                precision_at(hits[start:end][counted[start:end]], int(objects[label]), recalls)
+            precision = [
+                precision_at(hits[start:end][counted[start:end]], int(objects[label]), RECALLS["coco"]).mean()
                 for label, start, end in zip(known, ends[known], ends[known + 1], strict=True)
             ]
-            precision = [float(each.mean()) for each in of_classes]
-            matched.append((size, place, counted, hits))
-            if (size, iou) == ("all", IOU):
-                curves = {truth.classes[i]: each.tolist() for i, each in zip(known, of_classes, strict=True)}
             for each in numbers:
                 if tells(each, size, place):
                     best = hits & (ranks < each.most)
                     recalled = np.bincount(labels[best], minlength=classes)
                     values[each.name][known, place] = recalled[known] / objects[known] if each.recall else precision
-
-    def left_out() -> dict[str, Floats]:
-        groups = groups_of(len(truth))
-        count = int(groups.max(initial=0)) + 1
-        found_in, object_in = groups[found.keys // classes], groups[things.keys // classes]
-        without = {each.name: np.full((classes, count, len(levels)), np.nan) for each in numbers}
-        for size, place, counted, hits in matched:
-            judged = ~things.ignored & ~beyond(things.areas, SIZES[size])
-            cells = things.keys[judged] % classes * count + object_in[judged]
-            own = np.bincount(cells, minlength=classes * count).reshape(classes, count)
-            left = own.sum(axis=1, keepdims=True) - own
-            precision = precision_without(hits[counted], labels[counted], found_in[counted], left, recalls)
-            for each in numbers:
-                if tells(each, size, place):
-                    best = hits & (ranks < each.most)
-                    recall = recall_without(best, labels, found_in, left) if each.recall else None
-                    without[each.name][..., place] = precision if recall is None else recall
-        return {each.name: _means(without[each.name]) for each in numbers}
 
     return Summary(
         {each.name: _mean(values[each.name]) for each in numbers},
@@ -221,19 +157,8 @@ def summarize(
             for label, name in enumerate(truth.classes)
             if label in judged_classes
         },
-        curves,
-        tuple(each.line(_mean(values[each.name])) for each in numbers) if tuple(usual) == METRICS["AP"] else (),
-        left_out,
+        tuple(each.line(_mean(values[each.name])) for each in numbers),
     )
-
-
-def _means(without: Floats) -> Floats:
-    """The mean of what is known without each group, ``g``, of values ``c x g x l``."""
-    known = ~np.isnan(without)
-    total = np.where(known, without, 0.0).sum(axis=(0, 2))
-    number = known.sum(axis=(0, 2))
-    means: Floats = np.divide(total, number, out=np.full(total.shape, np.nan), where=number > 0)
-    return means
 
 
 def _mean(values: npt.NDArray[np.float64]) -> float | None:

@@ -15,8 +15,6 @@ from metricopt_ext.experiment.style import print_table
 from metricopt_ext.plain import plain
 from metricopt_ext.utils.words import counted, shortened
 
-SHOWN = ("AP", "AP50", "AP75")  # whose intervals are printed; the report has all
-
 
 def evaluate(
     found: FoundTable,
@@ -26,13 +24,11 @@ def evaluate(
     most: int,
     kind: Any = "bbox",
     ious: Sequence[float] = (),
-    other: FoundTable | None = None,
     strict: bool = False,
 ) -> dict[str, Any]:
     """Return the numbers of objects and detections of each class, the AP50 by each requested definition, and COCO's.
 
-    With other detections, COCO's numbers of these come too, and the differences from them. Where no object counts, the
-    mean is -1 if strict, as pycocotools has it, and refused otherwise.
+    Where no object counts, the mean is -1 if strict, as pycocotools has it, and refused otherwise.
     """
     wanted = [each for each in DEFINITIONS if definition in (each, "all")]
     voc = [each for each in wanted if each != "coco" and kind == "bbox"]
@@ -43,21 +39,7 @@ def evaluate(
     }
     if definition in ("coco", "all"):
         summary = summarize(found, truth, kind, max_detections=most, ious=ious)
-        evaluation["coco"] = {
-            **summary.numbers,
-            "intervals": summary.intervals(),
-            "per_class": summary.per_class,
-            "most_to_gain": summary.most_to_gain(),
-            "curves": summary.curves,
-            "lines": summary.lines,
-        }
-        if other is not None:
-            theirs = summarize(other, truth, kind, max_detections=most, ious=ious)
-            told = summary.differences(theirs)
-            evaluation["against"] = {
-                "coco": theirs.numbers,
-                "differences": {name: {"difference": value, "interval": ends} for name, (value, ends) in told.items()},
-            }
+        evaluation["coco"] = {**summary.numbers, "per_class": summary.per_class, "lines": summary.lines}
         mean = summary.numbers["AP50"]
         if mean is None and strict:
             mean = -1.0  # as pycocotools has it
@@ -139,22 +121,6 @@ def print_report(report: dict[str, Any]) -> None:
     print_table(header, rows, bold=[len(rows) - 1])
     if coco := report.get("coco"):
         print(*coco["lines"], sep="\n")
-        told = [
-            f"{name} {ends[0]:.3f} to {ends[1]:.3f}"
-            for name in SHOWN
-            if (ends := coco["intervals"].get(name)) is not None
-        ]
-        if told:
-            print(f"95% intervals over images: {', '.join(told)}")
-        gains = [f"{each['class']} (AP {each['AP']:.3f}, +{each['gain']:.3f})" for each in coco["most_to_gain"]]
-        if len(coco["per_class"]) > 1 and gains:
-            print(plain(f"most to gain in the mean AP: {', '.join(gains)}"))
-    if coco and (against := report.get("against")):
-        print(plain(f"against {report['config']['against']}, with 95% intervals over images:"))
-        for name, told_of in against["differences"].items():
-            of = f" {name:6}{coco[name]:.3f} - {against['coco'][name]:.3f} = {told_of['difference']:+.3f}"
-            ends = told_of["interval"]
-            print(of if ends is None else f"{of}, {ends[0]:+.3f} to {ends[1]:+.3f}")
     if report["inference"]:
         from metricopt_ext.detection.toolkit import told_inference  # with torch, which files do without
 

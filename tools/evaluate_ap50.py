@@ -14,8 +14,7 @@ one reading fits them all (metricopt_ext.detection.ids). Notes below the table s
 metricopt_ext.detection.ap50 explains how the definitions differ. Instead of a file, a detector can supply the
 detections: one described by a config file of tools/finetune_detector.py, with its weights, and with a finetuned adapter
 if given. Prints a table, for COCO's definition also pycocotools' twelve lines (metricopt_ext.detection.coco_summary),
-and writes report.json. The numbers have 95% intervals over images; --against compares two files of detections image by
-image (metricopt_ext.detection.left_out).
+and writes report.json.
 """
 
 import argparse
@@ -87,15 +86,6 @@ def main() -> None:
         help="for COCO's definition: further IoUs, above 0 and at most 1, at which AP is also reported",
     )
     parser.add_argument("--class-agnostic", action="store_true", help="take all classes for one")
-    parser.add_argument(
-        "--against",
-        type=Path,
-        metavar="OTHER",
-        help="for COCO's definition: other detections in the same images, to compare with",
-    )
-    parser.add_argument(
-        "--picture", action="store_true", help="for COCO's definition: draw precision and recall, precision_recall.png"
-    )
     parser.add_argument("--output-dir", required=not shows_config(), type=Path, help="folder for report.json")
     add_show_config(parser)
     arguments = parser.parse_args()
@@ -111,7 +101,7 @@ def main() -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Evaluate the detections and write the report; returns it."""
     from metricopt_ext.detection.ap50 import MOST
-    from metricopt_ext.detection.evaluated_files import read_detections, read_results
+    from metricopt_ext.detection.evaluated_files import read_results
     from metricopt_ext.detection.evaluation import evaluate, not_counted, print_notes, print_report, repeated, untold
     from metricopt_ext.detection.tables import as_one_class
 
@@ -120,13 +110,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     most = MOST[kind] if arguments.max_dets is None else arguments.max_dets
     with said_by_readers() as notes:
         found, truth, inference = read_results(arguments) if arguments.config_file is None else detect(arguments)
-        other = None if arguments.against is None else read_detections(arguments, arguments.against, truth)
     if arguments.class_agnostic:
-        other = None if other is None else as_one_class(other, truth)[0]
         found, truth = as_one_class(found, truth)
     try:
         evaluation = evaluate(
-            found, truth, arguments.definition, arguments.rounded, most, kind, arguments.iou, other, arguments.strict
+            found, truth, arguments.definition, arguments.rounded, most, kind, arguments.iou, arguments.strict
         )
     except MetricOptError:
         print_notes(notes)  # they may say why
@@ -145,12 +133,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     path = arguments.output_dir / "report.json"
     write_json(path, report)
     print_report(report)
-    pictures = []
-    if arguments.picture:
-        from metricopt_ext.detection.precision_recall import plot_precision_recall
-
-        pictures = [plot_precision_recall(report["coco"]["curves"], arguments.output_dir / "precision_recall.png")]
-    print_written(path, *pictures)
+    print_written(path)
     return report
 
 
@@ -167,10 +150,6 @@ def check_options(arguments: argparse.Namespace) -> None:
             raise DataError(f"--max-dets is for COCO's definition; --definition {arguments.definition} counts all")
         if arguments.max_dets < 1:
             raise DataError(f"--max-dets {arguments.max_dets} must be at least 1")
-    if arguments.picture and arguments.definition not in ("coco", "all"):
-        raise DataError(f"--picture is of COCO's precision and recall; --definition {arguments.definition} has none")
-    if arguments.against is not None and arguments.definition not in ("coco", "all"):
-        raise DataError(f"--against compares COCO's numbers; --definition {arguments.definition} has none")
     if arguments.strict and (arguments.definition != "coco" or not is_coco(arguments.annotations)):
         raise DataError(
             "--strict is for --definition coco and annotations in COCO's JSON format; --rounded makes VOC's definitions"
@@ -197,8 +176,6 @@ def check_options(arguments: argparse.Namespace) -> None:
         if given:
             raise DataError(f"{' and '.join(given)} can't be used with --detections")
         return
-    if arguments.against is not None:
-        raise DataError("--against compares two files, one given by --detections; --config-file gives none")
     if arguments.strict:
         raise DataError("--strict is for --detections, a file as pycocotools takes it")
     if arguments.ignore_unknown_classes:

@@ -19,12 +19,10 @@ from pycocotools import mask
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from metricopt_ext.detection import precision_recall
 from metricopt_ext.detection.coco import read_coco, read_detections
 from metricopt_ext.detection.coco_summary import Summary, summarize
 from metricopt_ext.detection.coco_tables import read_found, read_truth
 from metricopt_ext.detection.metric import PRECISIONS, MeanAveragePrecision
-from metricopt_ext.detection.precision_recall import plot_precision_recall
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
 from metricopt_ext.detection.tables import Kind, as_one_class
 from metricopt_ext.errors import DataError
@@ -131,9 +129,6 @@ def test_all_numbers_and_lines_are_pycocotools_s(tmp_path: Path, seed: int, imag
             assert known(ours.per_class[category["name"]]) == pytest.approx(stats, abs=1e-9)
         else:
             assert stats == [-1] * 12
-    precision = evaluated(truth, found).eval["precision"][0, ..., 0, -1]
-    for column, category in zip(precision.T, truth["categories"], strict=True):
-        assert ours.curves.get(category["name"], [-1] * 101) == pytest.approx(column, abs=1e-9)
     if images > 2:
         assert list(ours.per_class) == ["class 0", "class 1", "class 2"]
         assert ours.per_class["class 2"]["AP"] == ours.per_class["class 2"]["AR100"] == 0
@@ -260,34 +255,6 @@ def test_an_object_is_found_by_size_and_by_how_many_may_count() -> None:
     assert numbers["APl"] == numbers["ARl"] == pytest.approx(1)
     assert numbers["APs"] == numbers["ARs"] == 0
     assert numbers["AP"] == pytest.approx(51 / 101)
-
-
-def test_the_classes_with_most_to_gain_are_those_of_the_least_ap() -> None:
-    values = {"a": 0.5, "b": 1.0, "c": 0.25, "d": 0.5}
-    summary = Summary({}, {name: {"AP": value} for name, value in values.items()}, {}, ())
-    assert summary.most_to_gain() == [
-        {"class": "c", "AP": 0.25, "gain": 0.75 / 4},
-        {"class": "a", "AP": 0.5, "gain": 0.5 / 4},
-        {"class": "d", "AP": 0.5, "gain": 0.5 / 4},
-    ]
-    assert [each["class"] for each in summary.most_to_gain(1)] == ["c"]
-
-
-def test_the_curves_are_drawn_with_their_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures: list[Any] = []
-    save = precision_recall.save_figure
-    monkeypatch.setattr(
-        precision_recall, "save_figure", lambda figure, path: figures.append(figure) or save(figure, path)
-    )
-    curves = {f"class {i}": np.linspace(1, i / 12, 101).tolist() for i in range(12)}
-    assert plot_precision_recall(curves, tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
-    ((axes,),) = (figure.axes for figure in figures)
-    named = {line.get_label(): line.get_ydata() for line in axes.lines}
-    assert named["mean of 12 classes, AP50 0.729"] == pytest.approx(np.mean(list(curves.values()), axis=0))
-    assert named["0.500 class 0"] == pytest.approx(curves["class 0"])  # the least
-    assert "0.958 class 11" not in named
-    assert len(axes.lines) == 13
-    assert len(axes.get_legend().get_texts()) == 6
 
 
 def test_an_area_that_is_not_told_is_the_box_s() -> None:

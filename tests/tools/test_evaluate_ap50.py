@@ -120,7 +120,7 @@ def test_given_detections_need_no_images(folder: Path) -> None:
 
 def test_coco_s_files_are_judged_without_torch(folder: Path) -> None:
     script = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
-    command = [sys.executable, "-c", script, TOOLS / "evaluate_ap50.py", *COCO, "--picture", "--output-dir", "bare"]
+    command = [sys.executable, "-c", script, TOOLS / "evaluate_ap50.py", *COCO, "--output-dir", "bare"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     report = json.loads((folder / "bare" / "report.json").read_text())
@@ -172,13 +172,6 @@ def test_a_class_may_have_brackets_in_its_name(folder: Path, capsys: pytest.Capt
         ((*COCO, "--iou-type", "keypoints"), ("0", "None")),
         ((*COCO, "--iou", "0.5", "1.5"), ("--iou", "1.5", "0")),
         ((*COCO, "--iou", "0.6", "--definition", "voc"), ("--iou", "--definition", "voc", "IoU")),
-        ((*COCO, "--picture", "--definition", "voc"), ("--picture", "COCO")),
-        ((*COCO, "--against", "x.json", "--definition", "voc"), ("--against", "--definition", "voc")),
-        ((*COCO, "--against", "x.json"), ("x.json",)),
-        (
-            ("--config-file", "c.yaml", "--weights", "w.pth", *COCO[2:], "--against", "x.json"),
-            ("--against",),
-        ),
         ((*COCO, "--strict"), ("--strict", "COCO", "JSON")),
         ((*VOC, "--strict", "--definition", "coco"), ("--strict", "annotations", "COCO")),
         (
@@ -258,15 +251,7 @@ def test_detections_beyond_coco_s_limit_are_counted_and_the_limit_can_be_raised(
 
 def told(summary: Summary) -> dict[str, Any]:
     """What the report has of it."""
-    parts = {name: getattr(summary, name) for name in ("per_class", "curves")}
-    intervals = {name: ends and list(ends) for name, ends in summary.intervals().items()}
-    return {
-        **summary.numbers,
-        **parts,
-        "intervals": intervals,
-        "most_to_gain": summary.most_to_gain(),
-        "lines": list(summary.lines),
-    }
+    return {**summary.numbers, "per_class": summary.per_class, "lines": list(summary.lines)}
 
 
 def test_coco_s_numbers_are_reported_and_printed_as_pycocotools_prints_them(
@@ -290,17 +275,6 @@ def test_coco_s_numbers_are_reported_and_printed_as_pycocotools_prints_them(
     assert [each for each in again["notes"] if each not in report["notes"]] == [note]
 
 
-def test_the_classes_with_most_to_gain_are_told_and_drawn(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = evaluate(folder, *COCO, "--picture")
-    least = min(report["coco"]["per_class"].items(), key=lambda item: item[1]["AP"])
-    first = report["coco"]["most_to_gain"][0]
-    assert first == {"class": least[0], "AP": least[1]["AP"], "gain": (1 - least[1]["AP"]) / 2}
-    said = capsys.readouterr().out
-    assert f"most to gain in the mean AP: {least[0]} (AP {first['AP']:.3f}, +{first['gain']:.3f}), " in said
-    assert "out/precision_recall.png" in said
-    assert (folder / "out" / "precision_recall.png").read_bytes()[:4] == b"\x89PNG"
-
-
 def test_other_ious_and_all_classes_as_one(folder: Path) -> None:
     report = evaluate(folder, *COCO, "--iou", "0.3", "0.6", "--class-agnostic")
     data = read_coco(folder / "coco.json", dtype=torch.float64)
@@ -311,28 +285,6 @@ def test_other_ious_and_all_classes_as_one(folder: Path) -> None:
     assert report["objects"] == {"any": 36}
     for definition in DEFINITIONS:
         assert report["ap50"][definition]["mean"] == average_precision(found, one, definition).mean
-
-
-def test_another_file_is_compared_image_by_image(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = read_coco(folder / "coco.json", dtype=torch.float64)
-    found = read_detections(folder / "coco_results.json", data)
-    worse = [Detections(each.boxes + 4, each.scores, each.labels) for each in found]
-    write_detections(folder / "other.json", worse, data)
-    report = evaluate(folder, *COCO, "--against", "other.json")
-    ours, theirs = summarize(found, data), summarize(read_detections(folder / "other.json", data), data)
-    assert report["against"]["coco"] == theirs.numbers
-    differences = ours.differences(theirs)
-    assert report["against"]["differences"] == {
-        name: {"difference": value, "interval": ends and list(ends)} for name, (value, ends) in differences.items()
-    }
-    said = capsys.readouterr().out
-    each = report["against"]["differences"]["AP50"]
-    numbers = f"{ours.numbers['AP50']:.3f} - {theirs.numbers['AP50']:.3f} = {each['difference']:+.3f}"
-    assert f" AP50  {numbers}, {each['interval'][0]:+.3f} to {each['interval'][1]:+.3f}\n" in said
-    low, high = report["coco"]["intervals"]["AP"]
-    assert f"95% intervals over images: AP {low:.3f} to {high:.3f}, AP50 " in said
-    one = evaluate(folder, *COCO, "--against", "other.json", "--class-agnostic")
-    assert one["against"]["coco"] == summarize(*as_one_class(worse, data)).numbers
 
 
 def test_a_strict_count_is_pycocotools_s(folder: Path) -> None:
