@@ -78,11 +78,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         rounds: dict[str, tuple[Side, Side | None]] = {
             "coco": (lambda: average_precision(found, truth, "coco").mean, pycocotools(found, coco, Path(folder))),
             "voc": (
-                lambda: average_precision(found, truth, "voc", rounded=True).mean,
+                lambda: average_precision(found, truth, "voc").mean,
                 detectron2(found, truth, Path(folder), 2012),
             ),
             "voc_11_point": (
-                lambda: average_precision(found, truth, "voc_11_point", rounded=True).mean,
+                lambda: average_precision(found, truth, "voc_11_point").mean,
                 detectron2(found, truth, Path(folder), 2007),
             ),
         }

@@ -102,8 +102,7 @@ class Matches:
     def average_precision(self, images: Sequence[int] | None = None) -> AveragePrecision:
         """Return the AP50 of some images, given by their positions in the set; by default of all.
 
-        It is the same as if only these images had been matched (except with ``rounded``: its ties have no fixed order).
-        An image counts as often as it is given.
+        It is the same as if only these images had been matched. An image counts as often as it is given.
 
         Raises:
             DataError: None of the images has an object that counts.
@@ -154,22 +153,15 @@ def average_precision(
     detections: FoundLike,
     truth: TruthLike,
     definition: Definition,
-    *,
-    rounded: bool = False,
-    max_detections: int = COCO_DETECTIONS,
 ) -> AveragePrecision:
     """Return the AP50 of detections; see `match`."""
-    matches = match(detections, truth, definition, rounded=rounded, max_detections=max_detections)
-    return matches.average_precision()
+    return match(detections, truth, definition).average_precision()
 
 
 def match(
     detections: FoundLike,
     truth: TruthLike,
     definition: Definition,
-    *,
-    rounded: bool = False,
-    max_detections: int = COCO_DETECTIONS,
 ) -> Matches:
     """Decide for each detection whether it hit an object.
 
@@ -177,30 +169,26 @@ def match(
         detections: What was found in each image of ``truth``, in the same order.
         truth: The images with their objects.
         definition: See the module, at an IoU of 0.5.
-        rounded: Round as Detectron2's VOC evaluation does, to match its value to the last bit if nothing else
-            differs: scores to 3 decimals, boxes to 1, equal scores in the order that numpy's unstable sort gives.
-        max_detections: How many detections of a class in an image count by COCO's definition, at least 1.
 
     Raises:
-        DataError: The numbers of detections and images differ, the definition is unknown, or it is COCO's with
-            ``rounded``.
+        DataError: The numbers of detections and images differ, or the definition is unknown.
         MetricError: A box is not given by four numbers, a box or score is NaN or infinite, or a label is not one of the
             set's.
     """
-    (matches,) = _match_at((IOU,), detections, truth, definition, rounded=rounded, max_detections=max_detections)
+    (matches,) = _match_at((IOU,), detections, truth, definition)
     return matches
 
 
-def beyond_limit(detections: FoundLike, max_detections: int = COCO_DETECTIONS) -> int:
+def beyond_limit(detections: FoundLike) -> int:
     """Return how many detections COCO's definition does not count, as others of their class in the image are better."""
     found = FoundTable.of(detections)
     classes = int(found.labels.max(initial=0)) + 1
-    return int((ranks_of(found.places * classes + found.labels) >= max_detections).sum())
+    return int((ranks_of(found.places * classes + found.labels) >= COCO_DETECTIONS).sum())
 
 
-def told_beyond_limit(cut: int, max_detections: int = COCO_DETECTIONS) -> str:
+def told_beyond_limit(cut: int) -> str:
     """Return in words how many detections are beyond the limit; empty if none are."""
-    said = f"COCO does not count {counted(cut, 'detection')} beyond the {max_detections} best of a class in an image"
+    said = f"COCO does not count {counted(cut, 'detection')} beyond the {COCO_DETECTIONS} best of a class in an image"
     return said if cut else ""
 
 
@@ -222,7 +210,7 @@ def match_for(
 
     Masks and keypoints, which both then have as ``shapes``, are compared by COCO's definition alone, as in pycocotools.
     """
-    return _match_at(METRICS[metric], detections, truth, definition, max_detections=MOST[kind], kind=kind)
+    return _match_at(METRICS[metric], detections, truth, definition, kind)
 
 
 def mean_over_ious(matches: Sequence[Matches], images: Sequence[int] | None = None) -> float:
@@ -249,24 +237,19 @@ def _match_at(
     detections: FoundLike,
     truth: TruthLike,
     definition: Definition,
-    *,
-    rounded: bool = False,
-    max_detections: int = COCO_DETECTIONS,
     kind: Kind = "bbox",
 ) -> list[Matches]:
     """As `match`, at each IoU."""
     if definition not in DEFINITIONS:
         raise DataError(f"definition must be one of {', '.join(DEFINITIONS)}, got {definition!r}")
-    if rounded and definition == "coco":
-        raise DataError("only VOC's definitions can be rounded as in Detectron2")
     if kind != "bbox" and definition != "coco":
         raise DataError(f"{kind} are compared by COCO's definition, not by {definition!r}; set definition='coco'")
     if len(detections) != len(truth):
         raise DataError(f"there are detections for {len(detections)} images, but {len(truth)} images")
-    found = Found.of(FoundTable.of(detections), len(truth.classes), definition, rounded)
+    found = Found.of(FoundTable.of(detections), len(truth.classes), definition)
     things = Things.of(TruthTable.of(truth), definition)
     if definition == "coco":
-        found = found.take(ranks_of(found.keys) < max_detections)
+        found = found.take(ranks_of(found.keys) < MOST[kind])
     things, pairs = compared(found, things, kind, pixel=0.0 if definition == "coco" else 1.0)
     decide = match_coco if definition == "coco" else match_voc
     matches = []

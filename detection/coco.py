@@ -103,7 +103,6 @@ def read_detections(
     dataset: DetectionSet,
     *,
     kind: Kind = "bbox",
-    ignore_unknown_classes: bool = False,
 ) -> list[Detections]:
     """Read COCO's results format: a list of ``{image_id, category_id, bbox: [x, y, width, height], score}``.
 
@@ -116,8 +115,6 @@ def read_detections(
         results: The JSON file.
         dataset: The images that the detections are of.
         kind: ``"segm"`` or ``"keypoints"`` to read these, too: `Detections.shapes`.
-        ignore_unknown_classes: Whether detections of classes that the set does not have are left out, with one warning
-            that counts them, rather than refused.
 
     Returns:
         The detections in each image of the set, in float64 and in the file's order.
@@ -126,7 +123,7 @@ def read_detections(
         DataError: The file is truncated or not a list in this format, has an unknown or ambiguous image or
             category, a box or score that is not a finite number, or boxes of another kind (`box_kinds`).
     """
-    table = read_found(results, dataset, kind=kind, ignore_unknown_classes=ignore_unknown_classes)
+    table = read_found(results, dataset, kind=kind)
     counts = np.bincount(table.places, minlength=len(table)).tolist()
     parts = [torch.from_numpy(each).split(counts) for each in (table.boxes, table.scores, table.labels, table.areas)]
     ends = np.cumsum(counts).tolist()

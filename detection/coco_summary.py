@@ -6,7 +6,6 @@ area; a detection's, that of its box. Objects of other sizes are ignored, and so
 another size that hits nothing. How detections and objects are matched, `ap50` says.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,32 +62,24 @@ class Summary:
     lines: tuple[str, ...]
 
 
-def numbers_of(
-    kind: Kind,
-    most: int,
-    ious: Sequence[float] = (),
-) -> list[Number]:
+def numbers_of(kind: Kind, most: int) -> list[Number]:
     """Return which numbers COCO has, twelve of boxes or masks, in pycocotools' order.
 
     Args:
         kind: What is compared; for keypoints there are ten, none of them of small objects.
-        most: How many detections of a class in an image count, COCO's 100; with 10 or less, there are fewer numbers.
-        ious: Further IoUs, in (0, 1], at each of which AP comes last.
+        most: How many detections of a class in an image count.
     """
     sizes: list[tuple[str, float | None, str]] = [("m", None, "medium"), ("l", None, "large")]
     at = [(f"{100 * iou:g}", iou, "all") for iou in (0.5, 0.75)]
     rows = [("", None, "all"), *at, *sizes]
-    more = [Number(f"AP{100 * iou:g}", False, iou, "all", most) for iou in ious if iou not in (0.5, 0.75)]
     if kind == "keypoints":
-        usual = [Number(f"{of}{end}", of == "AR", iou, size, most) for of in ("AP", "AR") for end, iou, size in rows]
-        return [*usual, *more]
+        return [Number(f"{of}{end}", of == "AR", iou, size, most) for of in ("AP", "AR") for end, iou, size in rows]
     sizes.insert(0, ("s", None, "small"))
     rows = [("", None, "all"), *at, *sizes]
     return [
         *(Number(f"AP{end}", False, iou, size, most) for end, iou, size in rows),
-        *(Number(f"AR{each}", True, None, "all", each) for each in (*(each for each in FEW if each < most), most)),
+        *(Number(f"AR{each}", True, None, "all", each) for each in (*FEW, most)),
         *(Number(f"AR{end}", True, iou, size, most) for end, iou, size in sizes),
-        *more,
     ]
 
 
@@ -96,9 +87,6 @@ def summarize(
     detections: FoundLike,
     truth: TruthLike,
     kind: Kind = "bbox",
-    *,
-    max_detections: int | None = None,
-    ious: Sequence[float] = (),
 ) -> Summary:
     """Return COCO's numbers of detections.
 
@@ -106,31 +94,25 @@ def summarize(
         detections: What was found in each image of ``truth``, in the same order.
         truth: The images with their objects.
         kind: What is compared; but for boxes, both have ``shapes``.
-        max_detections: How many detections of a class in an image count, at least 1; by default `MOST`.
-        ious: Further IoUs, each in (0, 1], at which AP is told.
 
     Raises:
-        DataError: The numbers of detections and images differ, or an IoU is out of its range.
+        DataError: The numbers of detections and images differ.
         MetricError: What was found is not of the form that `ap50.match` needs.
     """
     if len(detections) != len(truth):
         raise DataError(f"there are detections for {len(detections)} images, but {len(truth)} images")
-    if wrong := [iou for iou in ious if not 0 < iou <= 1]:
-        raise DataError(f"an IoU is {wrong[0]:g}; it must be above 0 and at most 1")
-    most = MOST[kind] if max_detections is None else max_detections
-    classes, usual = len(truth.classes), METRICS["AP"]
-    levels = [*usual, *dict.fromkeys(iou for iou in ious if iou not in usual)]
-    found = Found.of(FoundTable.of(detections), classes, "coco", rounded=False)
+    classes, levels = len(truth.classes), METRICS["AP"]
+    found = Found.of(FoundTable.of(detections), classes, "coco")
     things = Things.of(TruthTable.of(truth), "coco")
-    found = found.take(ranks_of(found.keys) < most)
+    found = found.take(ranks_of(found.keys) < MOST[kind])
     things, pairs = compared(found, things, kind)
     ranks, labels = ranks_of(found.keys), found.keys % classes
     ends = np.searchsorted(labels, np.arange(classes + 1))
-    numbers = numbers_of(kind, most, list(dict.fromkeys(ious)))
+    numbers = numbers_of(kind, MOST[kind])
     values = {each.name: np.full((classes, len(levels)), np.nan) for each in numbers}
 
     def tells(number: Number, size: str, place: int) -> bool:
-        return number.size == size and (place < len(usual) if number.iou is None else levels[place] == number.iou)
+        return number.size == size and number.iou in (None, levels[place])
 
     judged_classes: set[int] = set()
     for size in {each.size: None for each in numbers}:
@@ -139,7 +121,7 @@ def summarize(
         known = np.flatnonzero(objects)
         judged_classes = set(known.tolist()) if size == "all" else judged_classes
         for place, iou in enumerate(levels):
-            counted, hits = match_coco(found, things, pairs, min(iou, 1 - 1e-10), SIZES[size])  # as in pycocotools
+            counted, hits = match_coco(found, things, pairs, iou, SIZES[size])
             precision = [
                 precision_at(hits[start:end][counted[start:end]], int(objects[label]), RECALLS["coco"]).mean()
                 for label, start, end in zip(known, ends[known], ends[known + 1], strict=True)

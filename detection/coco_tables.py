@@ -181,7 +181,6 @@ def read_found(
     dataset: TruthLike,
     *,
     kind: Kind = "bbox",
-    ignore_unknown_classes: bool = False,
     strict: bool = False,
 ) -> FoundTable:
     """Read detections; see `coco.read_detections`.
@@ -190,8 +189,8 @@ def read_found(
         results: The JSON file.
         dataset: The images that the detections are of.
         kind: What is compared.
-        ignore_unknown_classes: Whether detections of classes that the set does not have are left out.
-        strict: Take boxes as they are, as pycocotools does, whatever kind they seem to be of.
+        strict: Take boxes as they are, whatever kind they seem to be of, and leave out detections of classes that the
+            set does not have, as pycocotools does.
 
     Raises:
         DataError: As `coco.read_detections`.
@@ -200,7 +199,7 @@ def read_found(
     entries = _detections(Path(results), kind)
     image_ids, ways = entries.distinct("image_id"), image_ways(truth.image_ids, truth.names)
     at = choose(ways, image_ids, "image_id", "; image_id is the image's id or the name of its file")
-    labels, other_labels = _labels(entries, truth, str(results), ignore_unknown_classes)
+    labels, other_labels = _labels(entries, truth, str(results), strict)
     places = entries.places("image_id", at)
     shapes = entries.shapes(kind, places, truth.image_ids, truth.sizes)
     boxes, areas = entries.extents(kind, shapes)
@@ -355,7 +354,6 @@ def _labels(
     category_ids = truth.category_ids or tuple(range(1, len(truth.classes) + 1))
     named = entries.named()
     ids, names = entries.distinct("category_id", ~named), entries.distinct("category_name", named)
-    more = "; --ignore-unknown-classes (ignore_unknown_classes=True) leaves out detections of other classes"
     count = (
         f"; category_id counts the classes as the annotations do, from {brief(category_ids[0])}" if category_ids else ""
     )
@@ -371,11 +369,11 @@ def _labels(
         if len(entries) and not (places or known):
             raise DataError(f"{results} has no detection of a known class; known: {examples(category_ids)}{count}")
     else:
-        places = choose(ways, ids, "category_id", f"{count}, or category_name names one{more}")
+        places = choose(ways, ids, "category_id", f"{count}, or category_name names one")
         if unknown := [name for name in names if name not in known]:
             raise DataError(
                 f"{names[unknown[0]]} has the unknown category_name {brief(unknown[0])};"
-                f" known: {examples(truth.classes)}{more}"
+                f" known: {examples(truth.classes)}"
             )
 
     def with_names(places: Mapping[Id, int]) -> Integers:

@@ -22,17 +22,10 @@ def read_results(arguments: argparse.Namespace) -> tuple[FoundTable, TruthTable,
         truth = read_truth(arguments.annotations, kind=arguments.iou_type, strict=arguments.strict)
     else:
         truth = TruthTable.of(read_annotations(arguments))
-    found = read_detections(arguments, arguments.detections, truth)
+    found = read_found(arguments.detections, truth, kind=arguments.iou_type, strict=arguments.strict)
     if cut := told_cut(found):
         warnings.warn(cut, stacklevel=2)
     return found, truth, {}
-
-
-def read_detections(arguments: argparse.Namespace, path: Path, truth: TruthTable) -> FoundTable:
-    """Read what was found in the images from a file."""
-    strict = arguments.strict
-    ignore = arguments.ignore_unknown_classes or strict
-    return read_found(path, truth, kind=arguments.iou_type, ignore_unknown_classes=ignore, strict=strict)
 
 
 def is_coco(path: Path) -> bool:

@@ -20,10 +20,7 @@ def evaluate(
     found: FoundTable,
     truth: TruthTable,
     definition: str,
-    rounded: bool,
-    most: int,
     kind: Any = "bbox",
-    ious: Sequence[float] = (),
     strict: bool = False,
 ) -> dict[str, Any]:
     """Return the numbers of objects and detections of each class, the AP50 by each requested definition, and COCO's.
@@ -35,10 +32,10 @@ def evaluate(
     evaluation: dict[str, Any] = {
         "objects": count(truth.labels, truth.classes),
         "detections": count(found.labels, truth.classes),
-        "ap50": {each: asdict(average_precision(found, truth, each, rounded=rounded)) for each in voc},
+        "ap50": {each: asdict(average_precision(found, truth, each)) for each in voc},
     }
     if definition in ("coco", "all"):
-        summary = summarize(found, truth, kind, max_detections=most, ious=ious)
+        summary = summarize(found, truth, kind)
         evaluation["coco"] = {**summary.numbers, "per_class": summary.per_class, "lines": summary.lines}
         mean = summary.numbers["AP50"]
         if mean is None and strict:
@@ -50,11 +47,11 @@ def evaluate(
     return evaluation
 
 
-def not_counted(found: FoundTable, evaluation: dict[str, Any], most: int) -> list[str]:
+def not_counted(found: FoundTable, evaluation: dict[str, Any]) -> list[str]:
     """Return in words which detections did not count."""
     notes = []
-    if "coco" in evaluation["ap50"] and (cut := told_beyond_limit(beyond_limit(found, most), most)):
-        notes.append(f"{cut}; --max-dets counts more")
+    if "coco" in evaluation["ap50"] and (cut := told_beyond_limit(beyond_limit(found))):
+        notes.append(cut)
     judged = {name for result in evaluation["ap50"].values() for name in result["per_class"]}
     left = {name: count for name, count in evaluation["detections"].items() if count and name not in judged}
     if left:

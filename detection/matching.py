@@ -113,7 +113,7 @@ class Found:
     shapes: Objects | None  # masks or keypoints, if these are compared
 
     @staticmethod
-    def of(table: FoundTable, classes: int, definition: Definition, rounded: bool) -> "Found":
+    def of(table: FoundTable, classes: int, definition: Definition) -> "Found":
         """Sort detections for a definition; see `ap50.match`, also for what is refused."""
         images, labels, scores, boxes = table.places, table.labels, table.scores, table.boxes
         for name, finite in (("box", np.isfinite(boxes).all(1)), ("score", np.isfinite(scores))):
@@ -125,12 +125,8 @@ class Found:
                 f"the detector gave labels from {labels.min()} to {labels.max()};"
                 f" with {classes} classes they must be in 0..{classes - 1}"
             )
-        if rounded:
-            boxes = boxes + ORIGIN[definition].astype(boxes.dtype)  # in the detector's precision, as in Detectron2
-            boxes, scores = boxes.astype(np.float64).round(1), scores.astype(np.float64).round(3)
-        else:
-            boxes = boxes + ORIGIN[definition]
-        order = _by_score(labels, scores, stable=not rounded)
+        boxes = boxes + ORIGIN[definition]
+        order = _by_score(labels, scores)
         keys, areas = images * classes + labels, _areas(table.areas, boxes)
         return Found(keys, boxes, areas, table.shapes).take(order)
 
@@ -178,12 +174,11 @@ def _areas(told: Floats, boxes: Floats) -> Floats:
     return np.where(np.isnan(told), np.prod(boxes[:, 2:] - boxes[:, :2], axis=1), told)
 
 
-def _by_score(labels: Integers, scores: npt.NDArray[Any], *, stable: bool) -> Integers:
+def _by_score(labels: Integers, scores: npt.NDArray[Any]) -> Integers:
     """The order by class and, within it, by descending score."""
     by_class = np.argsort(labels, kind="stable")
     ends = np.flatnonzero(np.diff(labels[by_class])) + 1
-    kind: Literal["stable"] | None = "stable" if stable else None
-    return np.concatenate([rows[np.argsort(-scores[rows], kind=kind)] for rows in np.split(by_class, ends)])
+    return np.concatenate([rows[np.argsort(-scores[rows], kind="stable")] for rows in np.split(by_class, ends)])
 
 
 def ranks_of(keys: Integers) -> Integers:

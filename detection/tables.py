@@ -181,27 +181,6 @@ TruthLike = Union["DetectionSet", TruthTable]
 FoundLike = Union["Sequence[Detections]", FoundTable]
 
 
-def as_one_class(detections: FoundLike, dataset: TruthLike) -> tuple[FoundTable, TruthTable]:
-    """Return detections and images with one class, ``"any"``, in place of several.
-
-    In each image they come by class first, so that equal scores rank as in pycocotools with ``useCats=0``.
-    """
-    found, truth = FoundTable.of(detections), TruthTable.of(dataset)
-    found = found.take(np.lexsort((found.labels, found.places)))
-    order = np.lexsort((truth.labels, truth.places))
-    parts = {name: getattr(truth, name)[order] for name in ("places", "boxes", "difficult", "crowd", "areas")}
-    one = replace(
-        truth,
-        classes=("any",),
-        category_ids=truth.category_ids[:1],
-        labels=np.zeros_like(truth.labels),
-        shapes=None if truth.shapes is None else truth.shapes[order],
-        missed=None if truth.missed is None else truth.missed[order],
-        **parts,
-    )
-    return replace(found, labels=np.zeros_like(found.labels)), one
-
-
 def as_objects(shapes: Sequence[Any]) -> Objects:
     """Return an array of objects, whatever they hold."""
     return np.fromiter(shapes, dtype=object, count=len(shapes))

@@ -61,31 +61,10 @@ def main() -> None:
     )
     parser.add_argument("--definition", choices=["voc_11_point", "voc", "coco", "all"], default="all")
     parser.add_argument(
-        "--rounded", action="store_true", help="for VOC's definitions: round as Detectron2's VOC evaluation does"
-    )
-    parser.add_argument(
-        "--max-dets",
-        type=int,
-        help="for COCO's definition: most detections of a class in an image that count; default 100, of keypoints 20",
-    )
-    parser.add_argument(
-        "--ignore-unknown-classes",
-        action="store_true",
-        help="leave out detections of classes that the annotations don't have",
-    )
-    parser.add_argument(
         "--strict",
         action="store_true",
         help="for COCO's definition and files: count exactly what pycocotools counts, its faults included",
     )
-    parser.add_argument(
-        "--iou",
-        nargs="+",
-        type=float,
-        default=[],
-        help="for COCO's definition: further IoUs, above 0 and at most 1, at which AP is also reported",
-    )
-    parser.add_argument("--class-agnostic", action="store_true", help="take all classes for one")
     parser.add_argument("--output-dir", required=not shows_config(), type=Path, help="folder for report.json")
     add_show_config(parser)
     arguments = parser.parse_args()
@@ -100,22 +79,15 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Evaluate the detections and write the report; returns it."""
-    from metricopt_ext.detection.ap50 import MOST
     from metricopt_ext.detection.evaluated_files import read_results
     from metricopt_ext.detection.evaluation import evaluate, not_counted, print_notes, print_report, repeated, untold
-    from metricopt_ext.detection.tables import as_one_class
 
     check_options(arguments)
     kind = arguments.iou_type
-    most = MOST[kind] if arguments.max_dets is None else arguments.max_dets
     with said_by_readers() as notes:
         found, truth, inference = read_results(arguments) if arguments.config_file is None else detect(arguments)
-    if arguments.class_agnostic:
-        found, truth = as_one_class(found, truth)
     try:
-        evaluation = evaluate(
-            found, truth, arguments.definition, arguments.rounded, most, kind, arguments.iou, arguments.strict
-        )
+        evaluation = evaluate(found, truth, arguments.definition, kind, arguments.strict)
     except MetricOptError:
         print_notes(notes)  # they may say why
         raise
@@ -126,7 +98,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "images": len(truth),
         "inference": inference,
         **evaluation,
-        "notes": [*notes, *not_counted(found, evaluation, most), *told],
+        "notes": [*notes, *not_counted(found, evaluation), *told],
         "versions": versions(),
         "config": {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()},
     }
@@ -145,21 +117,8 @@ def check_options(arguments: argparse.Namespace) -> None:
     """
     from metricopt_ext.detection.evaluated_files import is_coco
 
-    if arguments.max_dets is not None:
-        if arguments.definition not in ("coco", "all"):
-            raise DataError(f"--max-dets is for COCO's definition; --definition {arguments.definition} counts all")
-        if arguments.max_dets < 1:
-            raise DataError(f"--max-dets {arguments.max_dets} must be at least 1")
     if arguments.strict and (arguments.definition != "coco" or not is_coco(arguments.annotations)):
-        raise DataError(
-            "--strict is for --definition coco and annotations in COCO's JSON format; --rounded makes VOC's definitions"
-            " Detectron2's"
-        )
-    if arguments.iou:
-        if arguments.definition not in ("coco", "all"):
-            raise DataError(f"--iou is for COCO's definition; --definition {arguments.definition} has an IoU of 0.5")
-        if wrong := [iou for iou in arguments.iou if not 0 < iou <= 1]:
-            raise DataError(f"--iou {wrong[0]:g} must be above 0 and at most 1")
+        raise DataError("--strict is for --definition coco and annotations in COCO's JSON format")
     if arguments.iou_type != "bbox":
         if arguments.definition not in ("coco", "all") or not is_coco(arguments.annotations):
             raise DataError(
@@ -178,8 +137,6 @@ def check_options(arguments: argparse.Namespace) -> None:
         return
     if arguments.strict:
         raise DataError("--strict is for --detections, a file as pycocotools takes it")
-    if arguments.ignore_unknown_classes:
-        raise DataError("--ignore-unknown-classes is for --detections; a detector is built for the set's own classes")
     if is_coco(arguments.annotations) != (arguments.images_dir is not None):
         raise DataError("--images-dir is for a JSON file in COCO's format; VOC's format has its own images")
 

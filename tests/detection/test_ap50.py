@@ -95,7 +95,7 @@ def random_set(
 
 
 def by_pycocotools(
-    found: Sequence[Detections], truth: DetectionSet, metric: str = "AP50", most: int = 100
+    found: Sequence[Detections], truth: DetectionSet, metric: str = "AP50"
 ) -> tuple[float, dict[str, float]]:
     coco_module = pytest.importorskip("pycocotools.coco")
     cocoeval = pytest.importorskip("pycocotools.cocoeval")
@@ -124,7 +124,7 @@ def by_pycocotools(
         }
         coco.createIndex()
         evaluation = cocoeval.COCOeval(coco, coco.loadRes(results), "bbox")
-        evaluation.params.maxDets = [1, 10, most]
+        evaluation.params.maxDets = [1, 10, 100]
         if metric != "AP":
             evaluation.params.iouThrs = np.array(METRICS[metric])
         evaluation.evaluate()
@@ -258,7 +258,7 @@ def test_f1_equals_a_naive_loop(seed: int) -> None:
 @pytest.mark.detectron2
 @pytest.mark.parametrize(("definition", "year"), [("voc_11_point", 2007), ("voc", 2012)])
 @pytest.mark.parametrize("seed", range(3))
-def test_rounded_equals_detectron2(seed: int, definition: Any, year: int, tmp_path: Path) -> None:
+def test_voc_equals_detectron2_s_evaluation(seed: int, definition: Any, year: int, tmp_path: Path) -> None:
     pytest.importorskip("detectron2")
     from detectron2.data import MetadataCatalog
     from detectron2.evaluation import PascalVOCDetectionEvaluator
@@ -267,7 +267,7 @@ def test_rounded_equals_detectron2(seed: int, definition: Any, year: int, tmp_pa
     found, truth = random_set(seed, images=60, difficult=0.2)
     truth = DetectionSet(truth.classes[:-1], truth.images)  # of a class without objects Detectron2 makes NaN
     rng = torch.Generator().manual_seed(seed)
-    found = [jittered(each, rng) for each in found]
+    found = as_detectron2_rounds(found, rng)
     blank = torch.zeros(3, SIZE, SIZE, dtype=torch.uint8)
     write_voc(tmp_path, [Example(blank, image) for image in truth.images], truth.classes, "all")
     name = f"metricopt_ext {tmp_path}"
@@ -279,7 +279,7 @@ def test_rounded_equals_detectron2(seed: int, definition: Any, year: int, tmp_pa
         instances.pred_boxes, instances.scores, instances.pred_classes = Boxes(each.boxes), each.scores, each.labels
         evaluator.process([{"image_id": image.image_id}], [{"instances": instances}])
     theirs = evaluator.evaluate()["bbox"]["AP50"] / 100
-    assert average_precision(found, truth, definition, rounded=True).mean == pytest.approx(theirs, abs=1e-12)
+    assert average_precision(found, truth, definition).mean == pytest.approx(theirs, abs=1e-12)
     assert 0.05 < theirs < 0.95
 
 
@@ -311,18 +311,22 @@ def test_voc_s_boxes_outside_and_of_one_pixel_count_as_in_detectron2(
     evaluator.process([{"image_id": "a"}], [{"instances": instances}])
     theirs = evaluator.evaluate()["bbox"]["AP50"] / 100
     assert 0.3 < theirs < 0.7
-    assert average_precision([found], read, definition, rounded=True).mean == pytest.approx(theirs, abs=1e-12)
+    assert average_precision([found], read, definition).mean == pytest.approx(theirs, abs=1e-12)
 
 
-def jittered(found: Detections, rng: torch.Generator) -> Detections:
-    """Boxes and scores with many decimals, of the classes that have objects."""
-    kept = found.labels < 4
-    boxes, scores = found.boxes[kept], found.scores[kept]
-    return Detections(
-        boxes + torch.rand(boxes.shape, generator=rng) / 3,
-        scores + torch.rand(scores.shape, generator=rng) / 100,
-        found.labels[kept],
-    )
+def as_detectron2_rounds(found: Sequence[Detections], rng: torch.Generator) -> list[Detections]:
+    """Boxes of one decimal, and scores of three, which differ within a class; of the classes that have objects."""
+    labels = torch.cat([each.labels for each in found])
+    scores = torch.zeros(len(labels))
+    for label in range(4):
+        (rows,) = torch.where(labels == label)
+        scores[rows] = torch.randperm(1000, generator=rng)[: len(rows)] / 1000
+    rounded = []
+    for each, own in zip(found, scores.split([len(each) for each in found]), strict=True):
+        kept = each.labels < 4
+        boxes = each.boxes + torch.randint(0, 2, each.boxes.shape, generator=rng) / 2
+        rounded.append(Detections(boxes[kept], own[kept], each.labels[kept]))
+    return rounded
 
 
 A, B, FAR = [10, 10, 30, 30], [50, 50, 80, 80], [0, 80, 9, 99]
@@ -429,7 +433,6 @@ def test_impossible_arguments_are_named() -> None:
     found, truth = random_set(1)
     assert_refused(lambda: match(found[1:], truth, "voc"), DataError, "29", "30")
     assert_refused(lambda: match(found, truth, "ap"), DataError, "definition", "voc_11_point", "'ap'")
-    assert_refused(lambda: match(found, truth, "coco", rounded=True), DataError, "VOC", "rounded")
 
 
 @pytest.mark.parametrize(
@@ -482,11 +485,10 @@ def test_half_precision_is_judged_as_the_numbers_that_it_holds(definition: Any, 
     assert average_precision(mixed, truth, definition) == average_precision(exact, truth, definition)
 
 
-@pytest.mark.parametrize("most", [1, 3, 1000])
-def test_the_limit_of_detections_is_pycocotools_s(most: int) -> None:
-    found, truth = random_set(9, images=4, classes=3, per_image=60)
-    _, per_class = by_pycocotools(found, truth, most=most)
-    assert average_precision(found, truth, "coco", max_detections=most).per_class == pytest.approx(per_class, abs=1e-12)
+def test_the_limit_of_detections_is_pycocotools_s() -> None:
+    found, truth = random_set(9, images=4, classes=3, per_image=600)
+    _, per_class = by_pycocotools(found, truth)
+    assert average_precision(found, truth, "coco").per_class == pytest.approx(per_class, abs=1e-12)
     counts = [int((each.labels == label).sum()) for each in found for label in range(3)]
-    assert beyond_limit(found, most) == sum(max(0, count - most) for count in counts)
-    assert beyond_limit([detections([], [], [])], most) == 0
+    assert beyond_limit(found) == sum(max(0, count - 100) for count in counts) > 0
+    assert beyond_limit([detections([], [], [])]) == 0

@@ -527,13 +527,10 @@ def test_a_voc_name_that_two_numbers_could_mean_is_refused(tmp_path: Path) -> No
     assert [len(each) for each in found] == [0, 1]
 
 
-def test_detections_of_unknown_classes_are_refused_or_left_out_and_counted(tmp_path: Path, expected: float) -> None:
+def test_detections_of_unknown_classes_are_refused(tmp_path: Path) -> None:
     dt = [*results(), {**results()[0], "category_id": 3}, {**results()[0], "category_id": 80, "category_name": "bus"}]
-    assert_refused(lambda: value(tmp_path, truth(), dt), DataError, "detection", "3", "--ignore-unknown-classes")
+    assert_refused(lambda: value(tmp_path, truth(), dt), DataError, "detection", "3")
     assert_refused(lambda: value(tmp_path, truth(), [*dt[:6], dt[7]]), DataError, "6", "category_name")
-    with pytest.warns(UserWarning, match=having("2", "3", "1", "bus")):
-        assert value(tmp_path, truth(), dt, ignore_unknown_classes=True) == pytest.approx(expected, abs=1e-12)
-    assert_refused(lambda: value(tmp_path, truth(), [dt[6]], ignore_unknown_classes=True), DataError)
 
 
 def test_an_image_without_a_size_has_its_own_by_which_boxes_are_told_of(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_detections_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "gt.json").write_text(json.dumps(annotations()))
     truth = read_truth(tmp_path / "gt.json")
     alike(monkeypatch, lambda: read_found(path, truth))
-    alike(monkeypatch, lambda: read_found(path, truth, ignore_unknown_classes=True))
+    alike(monkeypatch, lambda: read_found(path, truth, strict=True))
 
 
 @pytest.mark.parametrize("change", [*ENTRIES, *OBJECTS])

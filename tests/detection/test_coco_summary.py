@@ -24,7 +24,7 @@ from metricopt_ext.detection.coco_summary import Summary, summarize
 from metricopt_ext.detection.coco_tables import read_found, read_truth
 from metricopt_ext.detection.metric import PRECISIONS, MeanAveragePrecision
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
-from metricopt_ext.detection.tables import Kind, as_one_class
+from metricopt_ext.detection.tables import Kind
 from metricopt_ext.errors import DataError
 
 CLASSES = 4  # the last of which has no object, and the one before it no detection
@@ -161,7 +161,7 @@ def strictly(folder: Path, truth: Any, found: Any, kind: Kind = "bbox") -> Summa
     (folder / "truth.json").write_text(json.dumps(truth))
     (folder / "found.json").write_text(json.dumps(found))
     table = read_truth(folder / "truth.json", kind=kind, strict=True)
-    read = read_found(folder / "found.json", table, kind=kind, ignore_unknown_classes=True, strict=True)
+    read = read_found(folder / "found.json", table, kind=kind, strict=True)
     return summarize(read, table, kind)
 
 
@@ -176,62 +176,6 @@ def test_a_strict_count_takes_boxes_as_they_are_written(tmp_path: Path) -> None:
     assert set(known(strictly(tmp_path, {**truth, "annotations": []}, found).numbers)) == {-1}
     del truth["annotations"][2]["id"]
     assert_refused(lambda: strictly(tmp_path, truth, found), DataError, "2", "--strict")
-
-
-@pytest.mark.parametrize("most", [11, 300])
-def test_another_number_of_detections_may_count(tmp_path: Path, most: int) -> None:
-    truth, found = drawn(8, 3, 300)
-    ours = summarized(tmp_path, truth, found, max_detections=most)
-    stats, lines = by_pycocotools(truth, found, maxDets=[1, 10, most])
-    assert known(ours.numbers)[1:] == pytest.approx(stats[1:], abs=1e-9)  # its AP is of 100 detections, or -1
-    assert ours.lines[1:] == lines[1:]
-    assert f"maxDets={most:>3d}" in ours.lines[0]
-    assert list(ours.numbers)[6:9] == ["AR1", "AR10", f"AR{most}"]
-    assert list(summarized(tmp_path, truth, found, max_detections=5).numbers)[6:8] == ["AR1", "AR5"]
-
-
-@pytest.mark.filterwarnings("ignore:boxes in:UserWarning", "ignore:.*would hit an object:UserWarning")
-@pytest.mark.parametrize("kind", ["bbox", "segm"])
-def test_the_ap_at_other_ious_is_pycocotools_s(tmp_path: Path, kind: str) -> None:
-    truth, found = with_masks(1, "encodings")
-    found += [
-        {**each, "score": 0.5, "bbox": each["bbox"], "segmentation": each["segmentation"]}
-        for each in truth["annotations"][::3]
-    ]
-    ious = [0.1, 0.7, 0.5, 1.0, 0.1]
-    ours = summarized(tmp_path, truth, found, kind=kind, ious=ious)
-    assert list(ours.numbers) == [*NAMES, "AP10", "AP70", "AP100"]
-    for iou in (0.1, 0.5, 0.7, 1.0):
-        stats, _ = by_pycocotools(truth, found, kind, iouThrs=np.array([iou]))
-        assert ours.numbers[f"AP{100 * iou:g}"] == pytest.approx(stats[0], abs=1e-9)
-        assert 0.005 < stats[0] < 0.95
-    usual = summarized(tmp_path, truth, found, kind=kind)
-    assert known(ours.numbers)[:12] == known(usual.numbers)
-    assert ours.lines[:12] == usual.lines
-    assert ours.lines[12].startswith(" Average Precision  (AP) @[ IoU=0.10 ")
-    assert_refused(lambda: summarized(tmp_path, truth, found, kind=kind, ious=[0.0]), DataError, "IoU", "0", "1")
-
-
-@pytest.mark.filterwarnings("ignore:boxes in:UserWarning", "ignore:.*would hit an object:UserWarning")
-@pytest.mark.parametrize(("seed", "images", "most"), [(0, 12, 25), (1, 12, 25), (2, 12, 25), (8, 3, 300)])
-def test_all_classes_taken_for_one_are_pycocotools_s(tmp_path: Path, seed: int, images: int, most: int) -> None:
-    truth, found = drawn(seed, images, most)
-    summarized(tmp_path, truth, found)
-    data = read_coco(tmp_path / "truth.json", dtype=torch.float64)
-    ours = summarize(*as_one_class(read_detections(tmp_path / "found.json", data), data))
-    stats, lines = by_pycocotools(truth, found, useCats=0)
-    assert known(ours.numbers) == pytest.approx(stats, abs=1e-9)
-    assert ours.lines == lines
-    assert ours.per_class == {"any": ours.numbers}
-
-
-def test_masks_of_all_classes_may_be_taken_for_one(tmp_path: Path) -> None:
-    truth, found = with_masks(0, "encodings")
-    summarized(tmp_path, truth, found, kind="segm")
-    data = read_coco(tmp_path / "truth.json", kind="segm", dtype=torch.float64)
-    ours = summarize(*as_one_class(read_detections(tmp_path / "found.json", data, kind="segm"), data), "segm")
-    stats, _ = by_pycocotools(truth, found, "segm", useCats=0)
-    assert known(ours.numbers) == pytest.approx(stats, abs=1e-9)
 
 
 def one_image(areas: list[float] | None = None) -> DetectionSet:

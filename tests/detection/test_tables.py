@@ -12,7 +12,7 @@ pytest.importorskip("PIL")
 
 from metricopt_ext.detection.ap50 import average_precision
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
-from metricopt_ext.detection.tables import FoundTable, TruthTable, as_one_class
+from metricopt_ext.detection.tables import FoundTable, TruthTable
 from metricopt_ext.errors import DataError
 
 
@@ -40,15 +40,6 @@ def test_a_table_of_nothing_is_empty() -> None:
     assert (len(found), found.boxes.shape) == (0, (0, 4))
     none = FoundTable.of([Detections(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.int64))])
     assert (len(none), none.boxes.shape) == (1, (0, 4))
-
-
-def test_all_classes_are_one_in_the_order_of_classes() -> None:
-    truth = DetectionSet(("x", "y"), [image([1, 0])])
-    found, one = as_one_class([Detections(torch.eye(4)[:2], torch.ones(2), torch.tensor([1, 0]))], truth)
-    assert one.classes == ("any",)
-    assert (one.labels.tolist(), found.labels.tolist()) == ([0, 0], [0, 0])
-    assert one.boxes.tolist() == [[4, 5, 6, 7], [0, 1, 2, 3]]
-    assert found.boxes.tolist() == torch.eye(4)[[1, 0]].tolist()
 
 
 @pytest.mark.parametrize(

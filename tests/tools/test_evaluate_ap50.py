@@ -21,7 +21,6 @@ from metricopt_ext.detection.coco_summary import Summary, summarize
 from metricopt_ext.detection.matching import DEFINITIONS
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
 from metricopt_ext.detection.scenes import write_scenes
-from metricopt_ext.detection.tables import as_one_class
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.detection.voc import read_voc, write_voc
@@ -161,7 +160,6 @@ def test_a_class_may_have_brackets_in_its_name(folder: Path, capsys: pytest.Capt
         ((*VOC[:4], "--split", "train"), ("train",)),
         (("--detections", "coco_results.json", *VOC[2:]), ("0", "image_id", "1", "s1_0")),
         (("--detections", "missing.json", *VOC[2:]), ("missing.json",)),
-        ((*COCO, "--definition", "voc", "--max-dets", "5"), ("--max-dets", "COCO", "--definition", "voc")),
         ((*VOC, "--iou-type", "segm"), ("--iou-type", "annotations", "COCO", "JSON")),
         ((*COCO, "--iou-type", "segm", "--definition", "voc"), ("--iou-type", "COCO", "definition")),
         (
@@ -170,18 +168,11 @@ def test_a_class_may_have_brackets_in_its_name(folder: Path, capsys: pytest.Capt
         ),
         ((*COCO, "--iou-type", "segm"), ("0", "--iou-type", "segm")),
         ((*COCO, "--iou-type", "keypoints"), ("0", "None")),
-        ((*COCO, "--iou", "0.5", "1.5"), ("--iou", "1.5", "0")),
-        ((*COCO, "--iou", "0.6", "--definition", "voc"), ("--iou", "--definition", "voc", "IoU")),
         ((*COCO, "--strict"), ("--strict", "COCO", "JSON")),
         ((*VOC, "--strict", "--definition", "coco"), ("--strict", "annotations", "COCO")),
         (
             ("--config-file", "c.yaml", "--weights", "w", *COCO[2:], "--strict", "--definition", "coco"),
             ("--strict", "--detections"),
-        ),
-        ((*COCO, "--max-dets", "0"), ("--max-dets", "0", "1")),
-        (
-            ("--config-file", "c.yaml", "--weights", "w.pth", *COCO[2:], "--ignore-unknown-classes"),
-            ("--ignore-unknown-classes", "--detections"),
         ),
         (
             (*COCO[:3], "table.txt"),
@@ -229,23 +220,18 @@ def crowded(folder: Path, objects: int = 150) -> tuple[str, ...]:
     return ("--detections", "crowded_results.json", "--annotations", "CROWDED.JSON")
 
 
-def test_detections_beyond_coco_s_limit_are_counted_and_the_limit_can_be_raised(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_detections_beyond_coco_s_limit_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = crowded(tmp_path)
     report = evaluate(tmp_path, *arguments)
     assert report["ap50"]["coco"]["mean"] == pytest.approx(67 / 101)  # the recalls up to 100 of 150
     assert report["ap50"]["voc"]["mean"] == pytest.approx(1)
-    cut = "COCO does not count 50 detections beyond the 100 best of a class in an image; --max-dets counts more"
+    cut = "COCO does not count 50 detections beyond the 100 best of a class in an image"
     low = (
         "the lowest score is 0.5: detections look cut by a threshold, which can only lower an average precision; keep"
         " those down to 0.0005"
     )
     assert report["notes"] == [low, cut, "1 detection of 1 class without an object that counts are in no mean: ['dog']"]
     assert f"note: {cut}\n" in capsys.readouterr().out
-    raised = evaluate(tmp_path, *arguments, "--max-dets", "150")
-    assert raised["ap50"]["coco"]["mean"] == pytest.approx(1)
-    assert len(raised["notes"]) == 2
     assert len(evaluate(tmp_path, *arguments, "--definition", "voc")["notes"]) == 2
 
 
@@ -273,18 +259,6 @@ def test_coco_s_numbers_are_reported_and_printed_as_pycocotools_prints_them(
     assert again["coco"] == numbers  # as it is that of the bbox
     note = "the area of 2 objects is not told; that of the bbox decides the size"
     assert [each for each in again["notes"] if each not in report["notes"]] == [note]
-
-
-def test_other_ious_and_all_classes_as_one(folder: Path) -> None:
-    report = evaluate(folder, *COCO, "--iou", "0.3", "0.6", "--class-agnostic")
-    data = read_coco(folder / "coco.json", dtype=torch.float64)
-    found, one = as_one_class(read_detections(folder / "coco_results.json", data), data)
-    summary = summarize(found, one, ious=[0.3, 0.6])
-    assert report["coco"] == told(summary)
-    assert 0 < report["coco"]["AP60"] < report["coco"]["AP50"] < report["coco"]["AP30"]
-    assert report["objects"] == {"any": 36}
-    for definition in DEFINITIONS:
-        assert report["ap50"][definition]["mean"] == average_precision(found, one, definition).mean
 
 
 def test_a_strict_count_is_pycocotools_s(folder: Path) -> None:
@@ -381,12 +355,12 @@ def test_a_refusal_comes_with_what_readers_left_out(folder: Path, capsys: pytest
     assert "note: boxes in coco.json: 36 without area left out" in capsys.readouterr().out
 
 
-def test_detections_of_unknown_classes_are_left_out_on_demand(folder: Path) -> None:
-    before = evaluate(folder, *COCO)
+def test_detections_of_unknown_classes_are_refused_unless_pycocotools_s_count_is_wanted(folder: Path) -> None:
+    before = evaluate(folder, *COCO, "--definition", "coco", "--strict")
     results = json.loads((folder / "coco_results.json").read_text())
     (folder / "coco_results.json").write_text(json.dumps([*results, {**results[0], "category_id": 44}]))
     assert_refused(lambda: evaluate(folder, *COCO), SystemExit, "category_id")
-    after = evaluate(folder, *COCO, "--ignore-unknown-classes")
+    after = evaluate(folder, *COCO, "--definition", "coco", "--strict")
     assert after["ap50"] == before["ap50"]
     assert [note for note in after["notes"] if note not in before["notes"]] == [
         "coco_results.json: left out 1 detection of 1 class that the annotations don't have ('44': 1)"
