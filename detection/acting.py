@@ -86,7 +86,7 @@ class Host:
         owner = model if one_stage else model.roi_heads if has_proposals(model) else None
         if owner is None or type(model.transform) is not GeneralizedRCNNTransform:
             raise ConfigError(
-                f"{type(model).__name__} is not, or detects otherwise than, torchvision's Faster, Mask or Keypoint"
+                f"{type(model).__name__} is not, or detects otherwise than, torchvision's Faster or Mask"
                 " R-CNN, RetinaNet, FCOS or SSD, whose settings of inference are known; give your own,"
                 " metricopt_ext.Settings"
             )
@@ -98,7 +98,7 @@ class Host:
 
     @property
     def more_than_boxes(self) -> bool:
-        """Whether it finds masks or keypoints too."""
+        """Whether it finds more, such as masks."""
         return bool(self.at) and (self.owner.has_mask() or self.owner.has_keypoint())
 
     @property
@@ -262,7 +262,7 @@ class _Acting:
         host: The detector.
         values: What its settings are; attributes are set already.
         kept: Where outputs are kept; None where they aren't.
-        boxes_only: Whether masks and keypoints are left out.
+        boxes_only: Whether masks are left out.
         forward: The model's own forward pass.
         thresholds: Lowest scores by label, of classes that have one of their own.
         others: That of the other classes.

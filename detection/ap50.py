@@ -59,7 +59,6 @@ METRICS: dict[str, tuple[float, ...]] = {
     "AP75": (0.75,),
 }
 COCO_DETECTIONS = 100  # of one class in one image, by default
-MOST: dict[Kind, int] = {"bbox": COCO_DETECTIONS, "segm": COCO_DETECTIONS, "keypoints": 20}
 # Where the worst detection has a higher score, worse ones were left out; down to the second they are worth writing.
 CUT, LOW_SCORE = 0.01, 0.0005
 # Written as in the reference code: other forms differ in the last bit, which matters at a recall of 0.3.
@@ -208,7 +207,7 @@ def match_for(
 ) -> list[Matches]:
     """Decide at each IoU of a metric, one of `METRICS`, for each detection whether it hit an object; see `match`.
 
-    Masks and keypoints, which both then have as ``shapes``, are compared by COCO's definition alone, as in pycocotools.
+    Masks, which both then have as ``shapes``, are compared by COCO's definition alone, as in pycocotools.
     """
     return _match_at(METRICS[metric], detections, truth, definition, kind)
 
@@ -222,14 +221,13 @@ def mean_over_ious(matches: Sequence[Matches], images: Sequence[int] | None = No
     return float(np.mean([each.average_precision(images).mean for each in matches]))
 
 
-def compared(found: Found, things: Things, kind: Kind, pixel: float = 0.0) -> tuple[Things, Pairs]:
-    """Return the objects, those without a marked keypoint ignored, and each detection with each one (`pairs_of`)."""
+def compared(found: Found, things: Things, kind: Kind, pixel: float = 0.0) -> Pairs:
+    """Return each detection with each object of its image and class (`pairs_of`)."""
     if kind == "bbox":
-        return things, pairs_of(found, things, pixel)
-    from metricopt_ext.detection.shapes import shape_pairs, with_unmarked_ignored
+        return pairs_of(found, things, pixel)
+    from metricopt_ext.detection.shapes import mask_pairs
 
-    things = with_unmarked_ignored(things) if kind == "keypoints" else things
-    return things, shape_pairs(found, things, kind)
+    return mask_pairs(found, things)
 
 
 def _match_at(
@@ -249,8 +247,8 @@ def _match_at(
     found = Found.of(FoundTable.of(detections), len(truth.classes), definition)
     things = Things.of(TruthTable.of(truth), definition)
     if definition == "coco":
-        found = found.take(ranks_of(found.keys) < MOST[kind])
-    things, pairs = compared(found, things, kind, pixel=0.0 if definition == "coco" else 1.0)
+        found = found.take(ranks_of(found.keys) < COCO_DETECTIONS)
+    pairs = compared(found, things, kind, pixel=0.0 if definition == "coco" else 1.0)
     decide = match_coco if definition == "coco" else match_voc
     matches = []
     for iou in ious:

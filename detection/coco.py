@@ -52,11 +52,11 @@ def read_coco(
         annotations: The JSON file.
         images_dir: Folder of the images; None if only the boxes are needed; the images are then not looked for.
         dtype: Type of the boxes; float64 keeps all decimals of the file.
-        kind: ``"segm"`` or ``"keypoints"`` to read these, too: `Annotated.shapes`. Boxes without area then stay.
+        kind: ``"segm"`` to read masks, too: `Annotated.shapes`. Boxes without area then stay.
 
     Raises:
         DataError: The file is truncated, not JSON of this format or without images; an id is duplicate or
-            unknown; a box or size is not a number; an image is missing; a mask or keypoints can't be compared.
+            unknown; a box or size is not a number; an image is missing; a mask can't be compared.
     """
 
     def size_of(key: int | str, name: str) -> tuple[int, int]:
@@ -114,7 +114,7 @@ def read_detections(
     Args:
         results: The JSON file.
         dataset: The images that the detections are of.
-        kind: ``"segm"`` or ``"keypoints"`` to read these, too: `Detections.shapes`.
+        kind: ``"segm"`` to read masks, too: `Detections.shapes`.
 
     Returns:
         The detections in each image of the set, in float64 and in the file's order.

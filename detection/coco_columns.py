@@ -117,10 +117,6 @@ class Columns(Entries):
     def ids(self) -> list[Any]:
         return self._ids["id"]
 
-    @override
-    def refuse_missing_area(self, areas: Floats) -> None:
-        raise NotImplementedError("keypoints are read by `coco_entries.Objects`")
-
     def _some(self, key: str, rows: Booleans | None) -> list[Id]:
         """The ids of all or of no entries: the rows are those with a name or those without."""
         return self._ids[key] if rows is None or rows.all() else []

@@ -45,7 +45,7 @@ class Entries(ABC):
 
     @abstractmethod
     def shapes(self, kind: Kind, images: Integers, ids: Sequence[Id], sizes: Integers) -> list[Any] | None:
-        """Return their masks or keypoints, in their images, which have these ids and sizes; None for boxes.
+        """Return their masks, in their images, which have these ids and sizes; None for boxes.
 
         One of an unknown image, -1, has None.
         """
@@ -73,10 +73,6 @@ class Entries(ABC):
     @abstractmethod
     def ids(self) -> list[Any]:
         """Return their own ids, ``n``; None for one without."""
-
-    @abstractmethod
-    def refuse_missing_area(self, areas: Floats) -> None:
-        """Reject keypoints of an unknown area."""
 
 
 class Objects(Entries):
@@ -121,7 +117,7 @@ class Objects(Entries):
                 shapes.append(None)
                 continue
             width, height = sizes[place].tolist()
-            shapes.append(_shape(entry, where, kind, ids[place], width, height))
+            shapes.append(_mask(entry, where, ids[place], width, height))
         return shapes
 
     @override
@@ -151,12 +147,6 @@ class Objects(Entries):
     @override
     def ids(self) -> list[Any]:
         return [get(entry, "id") for entry, _ in self.entries]
-
-    @override
-    def refuse_missing_area(self, areas: Floats) -> None:
-        if np.isnan(areas).any():
-            _, where = self.entries[int(np.isnan(areas).argmax())]
-            raise DataError(f"{where} has no area, which the similarity of keypoints is relative to")
 
     def _some(self, rows: Booleans | None) -> Sequence[tuple[Any, str]]:
         return self.entries if rows is None else [self.entries[i] for i in np.flatnonzero(rows)]
@@ -203,11 +193,9 @@ def box_of(entry: Any, where: str) -> list[float]:
     return [float(each) for each in box]
 
 
-def _shape(entry: Any, where: str, kind: Kind, image_id: Id, width: int, height: int) -> Any:
-    from metricopt_ext.detection.shapes import keypoints_of, mask_of
+def _mask(entry: Any, where: str, image_id: Id, width: int, height: int) -> Any:
+    from metricopt_ext.detection.shapes import mask_of
 
-    if kind == "keypoints":
-        return keypoints_of(entry, where)
     if not (width and height):
         raise DataError(f"{where}'s image {brief(image_id)} has no width and height, which masks need")
     if get(entry, "segmentation") is None:
@@ -219,20 +207,17 @@ def _shape(entry: Any, where: str, kind: Kind, image_id: Id, width: int, height:
 
 
 def _extent(entry: Any, where: str, kind: Kind, shape: Any) -> tuple[list[float], float]:
-    """A detection's box and area; without a box, those of its mask or keypoints, as pycocotools' loadRes has them."""
+    """A detection's box and area; without a box, those of its mask, as pycocotools' loadRes has them."""
     if get(entry, "bbox") not in (None, []):
         box = box_of(entry, where)
         return box, box[2] * box[3]
-    from metricopt_ext.detection.shapes import box_around, box_around_points, mask_of, pixels_of
+    from metricopt_ext.detection.shapes import box_around, mask_of, pixels_of
 
     told = get(entry, "segmentation")
     if kind == "segm" or (kind == "bbox" and isinstance(told, dict)):
         mask = shape if kind == "segm" else mask_of(told, where)
         return box_around(mask), pixels_of(mask)
-    points = shape if kind == "keypoints" else None if told else get(entry, "keypoints")
-    if isinstance(points, list) and points and len(points) % 3 == 0 and all(map(is_finite, points)):
-        points = np.array(points, dtype=np.float64).reshape(-1, 3)
-    box = box_around_points(points) if isinstance(points, np.ndarray) else box_of(entry, where)
+    box = box_of(entry, where)
     return box, box[2] * box[3]
 
 

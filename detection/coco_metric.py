@@ -1,4 +1,4 @@
-"""COCO's AP, AP50 or AP75 of boxes, masks or keypoints as the black-box metric, by pycocotools."""
+"""COCO's AP, AP50 or AP75 of boxes or masks as the black-box metric, by pycocotools."""
 
 import contextlib
 import io
@@ -49,16 +49,15 @@ def coco_metric(
     Args:
         images: What the detector takes, each ``3 x h x w``, in the order of ``annotations["images"]``.
         annotations: The content of a COCO file: ``images``, ``annotations`` and ``categories``.
-        kind: What is compared: boxes (``"bbox"``) or masks (``"segm"``) by their IoU, or ``"keypoints"`` by their
-            object keypoint similarity, with the deviations of COCO's 17.
+        kind: What is compared by IoU: boxes (``"bbox"``) or masks (``"segm"``).
         name: ``"AP"``, the mean over the IoUs 0.5, 0.55, ..., 0.95, ``"AP50"`` or ``"AP75"``.
         halves: Positions of two halves of the images, on each of which the metric also reports its value, or why there
             are none; by default random ones, if each has an object that counts. Empty for a metric without.
         detect: ``detect(model, image)`` returns what is found in an image as torchvision's detectors do: ``scores``,
-            ``n``, ``labels``, ``n``, which are the categories' ids, and ``boxes``, ``n x 4``, ``masks``,
-            ``n x 1 x h x w`` in [0, 1], or ``keypoints``, ``n x 17 x 3``. By default ``model([image])[0]``.
+            ``n``, ``labels``, ``n``, which are the categories' ids, and ``boxes``, ``n x 4``, or ``masks``,
+            ``n x 1 x h x w`` in [0, 1]. By default ``model([image])[0]``.
 
-    The ids of annotations are not used, and ``area`` for keypoints alone; ``iscrowd`` may be missing. One warning each
+    The ids of annotations and ``area`` are not used; ``iscrowd`` may be missing. One warning each
     counts annotations of other images, detections of other categories, and those beyond the 100 best of a category in
     an image, none of which count.
 
@@ -82,8 +81,6 @@ def coco_metric(
         _warn_of_sizes(images, content["images"])
     ids = [entry["id"] for entry in content["images"]]
     judged = [entry for entry in content["annotations"] if not entry["iscrowd"]]
-    if kind == "keypoints":
-        judged = [entry for entry in judged if entry["num_keypoints"]]
     objects = {entry["image_id"] for entry in judged}
     if not objects.intersection(ids):
         raise DataError(f"none of {len(ids)} images has an object that counts; {name} needs one")
@@ -109,7 +106,7 @@ def coco_metric(
 
         return with_halves(value_on, of_images)
 
-    labels = {"bbox": name, "segm": f"mask {name}", "keypoints": f"keypoint {name}"}
+    labels = {"bbox": name, "segm": f"mask {name}"}
     return Metric(function, maximize=True, name=labels[kind])
 
 
@@ -214,15 +211,7 @@ def _annotation(entry: Mapping[str, Any], kind: Kind, where: str) -> dict[str, A
     """An annotation with all that pycocotools reads, which takes no area for one of any size."""
     read = {**entry, "iscrowd": int(flag_of(entry, "iscrowd", where)), "area": 0.0}
     read["told_area"] = area_of(entry)
-    if kind == "bbox":
-        return read | {"bbox": box_of(entry, where)}
-    if kind == "keypoints":
-        area, visible = entry.get("area"), sum(flag > 0 for flag in entry["keypoints"][2::3])
-        if type(area) not in (int, float):
-            raise DataError(f"{where} has the area {brief(area)}, which the similarity of keypoints is relative to")
-        known = entry.get("num_keypoints")
-        read |= {"area": area, "bbox": box_of(entry, where), "num_keypoints": visible if known is None else known}
-    return read
+    return read | {"bbox": box_of(entry, where)} if kind == "bbox" else read
 
 
 def _tell_of(results: list[dict[str, Any]], categories: list[int], kind: Kind, told: set[str]) -> None:
@@ -265,7 +254,7 @@ def _compare_readings(truth: COCO, results: list[dict[str, Any]], ids: list[Id],
         ids: Images with objects.
         kind: What is compared.
     """
-    if kind == "keypoints" or not ids or (value := _value(truth, results, ids, kind, "AP50")) >= 0.5:
+    if not ids or (value := _value(truth, results, ids, kind, "AP50")) >= 0.5:
         return
     if kind == "bbox":
         for what, shift in (("[left, top, width, height]", 0.0), ("[centre x, centre y, width, height]", 0.5)):
@@ -295,7 +284,7 @@ def _results(image: Mapping[str, Any], found: Mapping[str, Tensor], kind: Kind) 
     """What is found in an image, which has this entry in the annotations, as entries of COCO's file of results."""
     shapes: list[Any]
     image_id: Id = image["id"]
-    given, inner = {"bbox": ("boxes", (4,)), "segm": ("masks", ()), "keypoints": ("keypoints", ())}[kind]
+    given, inner = {"bbox": ("boxes", (4,)), "segm": ("masks", ())}[kind]
     if not isinstance(found, Mapping) or not {given, "scores", "labels"} <= found.keys():
         got = ", ".join(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
         raise MetricError(f"the detector gave {got} in image {brief(image_id)}; they must be {given}, scores, labels")
@@ -317,14 +306,8 @@ def _results(image: Mapping[str, Any], found: Mapping[str, Tensor], kind: Kind) 
     if kind == "bbox":
         corners = found["boxes"].double().reshape(-1, 4)
         shapes = torch.cat([corners[:, :2], corners[:, 2:] - corners[:, :2]], dim=1).tolist()
-    elif kind == "segm":
-        shapes = masks_from(_masks(found["masks"], image))
     else:
-        if (size := found["keypoints"][:1].numel()) not in (0, 51):
-            raise MetricError(
-                f"the detector gave keypoints of {size} numbers in image {brief(image_id)}; they must be n x 17 x 3"
-            )
-        shapes = found["keypoints"].flatten(1).tolist()
+        shapes = masks_from(_masks(found["masks"], image))
     scores, labels = found["scores"].tolist(), found["labels"].tolist()
     return [
         {"image_id": image_id, "category_id": label, "score": score, KINDS[kind]: shape}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from metricopt_ext.detection.ap50 import METRICS, MOST, RECALLS, compared, precision_at
+from metricopt_ext.detection.ap50 import COCO_DETECTIONS, METRICS, RECALLS, compared, precision_at
 from metricopt_ext.detection.matching import Found, Things, beyond, match_coco, ranks_of
 from metricopt_ext.detection.tables import FoundLike, FoundTable, Kind, TruthLike, TruthTable
 from metricopt_ext.errors import DataError
@@ -62,25 +62,18 @@ class Summary:
     lines: tuple[str, ...]
 
 
-def numbers_of(kind: Kind, most: int) -> list[Number]:
-    """Return which numbers COCO has, twelve of boxes or masks, in pycocotools' order.
-
-    Args:
-        kind: What is compared; for keypoints there are ten, none of them of small objects.
-        most: How many detections of a class in an image count.
-    """
-    sizes: list[tuple[str, float | None, str]] = [("m", None, "medium"), ("l", None, "large")]
-    at = [(f"{100 * iou:g}", iou, "all") for iou in (0.5, 0.75)]
-    rows = [("", None, "all"), *at, *sizes]
-    if kind == "keypoints":
-        return [Number(f"{of}{end}", of == "AR", iou, size, most) for of in ("AP", "AR") for end, iou, size in rows]
-    sizes.insert(0, ("s", None, "small"))
-    rows = [("", None, "all"), *at, *sizes]
+def _numbers() -> list[Number]:
+    """COCO's twelve numbers of boxes or masks, in pycocotools' order."""
+    sizes: list[tuple[str, float | None, str]] = [("s", None, "small"), ("m", None, "medium"), ("l", None, "large")]
+    precisions = [("", None, "all"), ("50", 0.5, "all"), ("75", 0.75, "all"), *sizes]
     return [
-        *(Number(f"AP{end}", False, iou, size, most) for end, iou, size in rows),
-        *(Number(f"AR{each}", True, None, "all", each) for each in (*FEW, most)),
-        *(Number(f"AR{end}", True, iou, size, most) for end, iou, size in sizes),
+        *(Number(f"AP{end}", False, iou, size, COCO_DETECTIONS) for end, iou, size in precisions),
+        *(Number(f"AR{each}", True, None, "all", each) for each in (*FEW, COCO_DETECTIONS)),
+        *(Number(f"AR{end}", True, iou, size, COCO_DETECTIONS) for end, iou, size in sizes),
     ]
+
+
+NUMBERS = _numbers()
 
 
 def summarize(
@@ -104,18 +97,17 @@ def summarize(
     classes, levels = len(truth.classes), METRICS["AP"]
     found = Found.of(FoundTable.of(detections), classes, "coco")
     things = Things.of(TruthTable.of(truth), "coco")
-    found = found.take(ranks_of(found.keys) < MOST[kind])
-    things, pairs = compared(found, things, kind)
+    found = found.take(ranks_of(found.keys) < COCO_DETECTIONS)
+    pairs = compared(found, things, kind)
     ranks, labels = ranks_of(found.keys), found.keys % classes
     ends = np.searchsorted(labels, np.arange(classes + 1))
-    numbers = numbers_of(kind, MOST[kind])
-    values = {each.name: np.full((classes, len(levels)), np.nan) for each in numbers}
+    values = {each.name: np.full((classes, len(levels)), np.nan) for each in NUMBERS}
 
     def tells(number: Number, size: str, place: int) -> bool:
         return number.size == size and number.iou in (None, levels[place])
 
     judged_classes: set[int] = set()
-    for size in {each.size: None for each in numbers}:
+    for size in {each.size: None for each in NUMBERS}:
         judged = ~things.ignored & ~beyond(things.areas, SIZES[size])
         objects = np.bincount(things.keys[judged] % classes, minlength=classes)
         known = np.flatnonzero(objects)
@@ -126,20 +118,20 @@ def summarize(
                 precision_at(hits[start:end][counted[start:end]], int(objects[label]), RECALLS["coco"]).mean()
                 for label, start, end in zip(known, ends[known], ends[known + 1], strict=True)
             ]
-            for each in numbers:
+            for each in NUMBERS:
                 if tells(each, size, place):
                     best = hits & (ranks < each.most)
                     recalled = np.bincount(labels[best], minlength=classes)
                     values[each.name][known, place] = recalled[known] / objects[known] if each.recall else precision
 
     return Summary(
-        {each.name: _mean(values[each.name]) for each in numbers},
+        {each.name: _mean(values[each.name]) for each in NUMBERS},
         {
-            name: {each.name: _mean(values[each.name][label]) for each in numbers}
+            name: {each.name: _mean(values[each.name][label]) for each in NUMBERS}
             for label, name in enumerate(truth.classes)
             if label in judged_classes
         },
-        tuple(each.line(_mean(values[each.name])) for each in numbers),
+        tuple(each.line(_mean(values[each.name])) for each in NUMBERS),
     )
 
 

@@ -131,8 +131,6 @@ def read_truth(
             [pixels_of(shape) if np.isnan(area) and shape is not None else area for area, shape in told],
             dtype=np.float64,
         )
-    if kind == "keypoints":
-        entries.refuse_missing_area(areas)
     called = [Path(name).name or str(key) for name, key in zip(names, ids, strict=True)]
     if not kept[flat].all():
         of = [called[place] for place in places[flat]]
@@ -235,7 +233,7 @@ class _Results:
     Attributes:
         boxes: ``n x 4``, as in the file.
         areas: ``n``.
-        shapes: Masks or keypoints, ``n``; None for boxes.
+        shapes: Masks, ``n``; None for boxes.
         scores: ``n``.
         places: The image of each, ``n``.
         labels: The class of each, ``n``; -1 for those to leave out.

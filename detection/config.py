@@ -121,7 +121,7 @@ class ModelConfig:
 
     # transformers: the folder of a detector and its image processor (save_pretrained). torchvision:
     # small_fpn, resnet18_fpn, or torchvision's own name of a detector, e.g. fasterrcnn_resnet50_fpn,
-    # fasterrcnn_mobilenet_v3_large_320_fpn, maskrcnn_resnet50_fpn_v2, keypointrcnn_resnet50_fpn,
+    # fasterrcnn_mobilenet_v3_large_320_fpn, maskrcnn_resnet50_fpn_v2,
     # retinanet_resnet50_fpn, fcos_resnet50_fpn, ssd300_vgg16, ssdlite320_mobilenet_v3_large; or MODULE:FUNCTION, which
     # is imported and run, for a detector of your own with torchvision's interface
     name: str = TorchvisionToolkit.name
@@ -170,8 +170,8 @@ class MetricConfig(BesidesConfig):
     """What the detector is judged by."""
 
     # AP50; AP, the mean over the IoUs 0.5, 0.55, ..., 0.95, with definition=coco COCO's AP; AP75; F1, at IoU 0.5 of all
-    # that is found, mean over classes; segm/AP50, keypoints/AP and the like of masks or keypoints, with definition=coco
-    # and data.name=coco; or MODULE:FUNCTION, which is imported and run
+    # that is found, mean over classes; segm/AP50, segm/AP and segm/AP75 of masks, with definition=coco and
+    # data.name=coco; or MODULE:FUNCTION, which is imported and run
     name: str = "AP50"
     definition: str = "voc_11_point"  # AP50, AP, AP75, F1: voc_11_point (VOC 2007), voc (all points, 2010 on) or coco
 
@@ -227,19 +227,9 @@ class DetectionConfig(RunConfig):
 
     @property
     def kind(self) -> Kind:
-        """What is judged, and trained besides boxes: masks or keypoints if the metric or what counts besides is theirs.
-
-        Raises:
-            ConfigError: Some are of masks and some of keypoints.
-        """
-        named = {kind_of(name): name for name in (self.metric.name, *self.metric.besides)}
-        kinds: list[Kind] = [kind for kind in named if kind != "bbox"]
-        if len(kinds) > 1:
-            raise ConfigError(
-                f"{named[kinds[0]]} and {named[kinds[1]]} are of masks and keypoints, which no detector here finds both"
-                " of; leave one out of metric.name, metric.also and metric.subject_to"
-            )
-        return kinds[0] if kinds else "bbox"
+        """What is judged, and trained besides boxes: masks, if the metric or what counts besides is theirs."""
+        masks = "segm" in map(kind_of, (self.metric.name, *self.metric.besides))
+        return "segm" if masks else "bbox"
 
     def data_files(self) -> list[Path]:
         """Return the trees of the data, or the annotation files and the folder of the images."""
@@ -260,7 +250,7 @@ class DetectionConfig(RunConfig):
             self.metric.check()
         if self.kind != "bbox" and self.data.name != "coco":
             raise ConfigError(
-                f"{self.kind} are read with data.name=coco, from COCO's files of annotations, not with"
+                f"masks (segm) are read with data.name=coco, from COCO's files of annotations, not with"
                 f" data.name={self.data.name}"
             )
         check_at_least(1, {"batch_size": self.batch_size, "model.batch_size": self.model.batch_size})

@@ -18,7 +18,7 @@ def keep_maps(model: Any, gib: float) -> list[str]:
     """Have an adapted R-CNN compute once, for images that it sees again, what phi leaves as it is.
 
     These are the backbone's maps where no layer of it is modulated, and proposals where none of the RPN is either. They
-    are kept in evaluation mode without gradients, by the scaled images, so that what it finds, masks and keypoints too,
+    are kept in evaluation mode without gradients, by the scaled images, so that what it finds, masks too,
     is the same to the last bit. Anything else that changes before phi, such as weights or BatchNorm's statistics, has
     them computed anew. Copies of the model share what is kept.
 

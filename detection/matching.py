@@ -110,7 +110,7 @@ class Found:
     keys: Integers  # image * classes + label
     boxes: Floats
     areas: Floats  # in square pixels
-    shapes: Objects | None  # masks or keypoints, if these are compared
+    shapes: Objects | None  # masks, if these are compared
 
     @staticmethod
     def of(table: FoundTable, classes: int, definition: Definition) -> "Found":
@@ -145,7 +145,7 @@ class Things:
     ignored: Booleans  # do not count, nor are detections of them false
     crowd: Booleans  # of the ignored ones, those that COCO treats as regions
     areas: Floats  # in square pixels
-    shapes: Objects | None  # masks or keypoints, if these are compared
+    shapes: Objects | None  # masks, if these are compared
     counts: Integers  # of objects that are not ignored, images x classes
     missed: Booleans | None = None  # those that count and can't be hit
 

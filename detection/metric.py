@@ -1,6 +1,6 @@
 """What a detector is judged by, as the black-box metric: AP50, AP, AP75, F1, or a function of one's own.
 
-``segm/AP50`` and ``keypoints/AP50``, as Detectron2 calls them, and so on, are those of masks and of keypoints.
+``segm/AP50``, as Detectron2 calls it, and so on, are those of masks.
 """
 
 import warnings
@@ -18,7 +18,6 @@ from metricopt_ext.data.halves import random_halves
 from metricopt_ext.data.rare import Rare, rare_groups
 from metricopt_ext.detection.ap50 import (
     METRICS,
-    MOST,
     Matches,
     beyond_limit,
     match,
@@ -78,11 +77,11 @@ class DetectionMetric(ABC):
 
 @dataclass(frozen=True)
 class MeanAveragePrecision(DetectionMetric):
-    """AP50, AP or AP75, of boxes, masks or keypoints.
+    """AP50, AP or AP75, of boxes or masks.
 
     Attributes:
         name: ``"AP50"``, ``"AP75"``, or ``"AP"``, the mean over the IoUs from 0.5 to 0.95; one of `PRECISIONS`.
-        definition: See `ap50`; of masks and keypoints it is COCO's.
+        definition: See `ap50`; of masks it is COCO's.
     """
 
     name: str
@@ -100,8 +99,7 @@ class MeanAveragePrecision(DetectionMetric):
 
     def cut(self, found: Sequence[Detections]) -> str:
         """Return in words how many detections are beyond COCO's limit; empty by another definition."""
-        most = MOST[self.kind]
-        return told_beyond_limit(beyond_limit(found, most), most) if self.definition == "coco" else ""
+        return told_beyond_limit(beyond_limit(found)) if self.definition == "coco" else ""
 
     def with_objects(self, truth: DetectionSet) -> npt.NDArray[np.bool_]:
         """Return which images have an object that counts by the definition."""
@@ -214,7 +212,7 @@ class OwnDetectionMetric(DetectionMetric):
 
 
 def kind_of(name: str) -> Kind:
-    """Return what a metric compares, by its name: boxes, unless it begins with ``segm/`` or ``keypoints/``."""
+    """Return what a metric compares, by its name: boxes, unless it begins with ``segm/``."""
     return next((kind for kind in KINDS if name.casefold().startswith(f"{kind}/")), "bbox")
 
 

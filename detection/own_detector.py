@@ -15,7 +15,6 @@ from metricopt_ext.detection.ap_loss import ClassificationLoss
 from metricopt_ext.detection.records import Annotated, Detections
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.torchvision_toolkit import (
-    SHAPES,
     TorchvisionToolkit,
     check_loss_of,
     has_proposals,
@@ -114,8 +113,8 @@ class OwnToolkit(TorchvisionToolkit):
             with evaluating(model), torch.no_grad():
                 outputs = model(images_of(model, batch))
                 wrong = _wrong_outputs(outputs, len(batch))
-            if not wrong and self.kind != "bbox" and any(SHAPES[self.kind][0] not in each for each in outputs):
-                wrong = f"finds no {SHAPES[self.kind][0]} in an image; where these are judged it must"
+            if not wrong and self.kind != "bbox" and any("masks" not in each for each in outputs):
+                wrong = "finds no masks in an image; where these are judged it must"
             if not wrong and not has_proposals(model) and self.kind == "bbox":
                 with in_mode(model, training=True):
                     wrong = _wrong_losses(model(images_of(model, batch), targets_of(model, batch)))

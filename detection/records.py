@@ -33,7 +33,7 @@ class Annotated:
         difficult: VOC's flag, ``n`` booleans.
         crowd: COCO's flag, ``n`` booleans.
         areas: COCO's areas of the objects in square pixels, ``n``, NaN where none is told; None for those of boxes.
-        shapes: Masks or keypoints (`shapes`) if these are compared, ``n``; None for boxes.
+        shapes: Masks (`shapes`) if these are compared, ``n``; None for boxes.
     """
 
     image_id: str | int
@@ -128,7 +128,7 @@ class Detections:
         scores: Confidences, ``n`` floats.
         labels: Classes, ``n`` integers.
         areas: In square pixels, ``n``; None for those of boxes.
-        shapes: Masks or keypoints (`shapes`) if these are compared, ``n``; None for boxes.
+        shapes: Masks (`shapes`) if these are compared, ``n``; None for boxes.
     """
 
     boxes: Tensor

@@ -74,7 +74,7 @@ def detection_settings(
     - ``temperature``: divides the logits of classes.
 
     Args:
-        model: A Faster, Mask or Keypoint R-CNN, RetinaNet, FCOS or SSD of torchvision.
+        model: A Faster or Mask R-CNN, RetinaNet, FCOS or SSD of torchvision.
         names: Which settings there are; by default those that are worth it, all but the last three.
         inference: Largest factor on inference time: values and presets beyond it are left out. None for any.
         average_precision: Whether the metric is an average precision. A score threshold of .0005 is free then: what it
@@ -82,12 +82,12 @@ def detection_settings(
             have cut off are its worst. For other metrics both are settings like others.
         kept: Keeps what the model computes before thresholds and NMS, so that only a new size, flip or number of
             proposals takes a pass through it. Detections then carry no gradients.
-        boxes_only: Whether masks and keypoints are not needed. With ``kept`` there are none.
+        boxes_only: Whether masks are not needed. With ``kept`` there are none.
         class_thresholds: Classes that may have a score threshold of their own, by name the model's labels of them, from
             1: for a metric at an operating point, such as F1 or a precision at some recall. None for no class.
 
     Raises:
-        ConfigError: The model is none of these or has no such setting, or ``kept`` would leave out masks or keypoints;
+        ConfigError: The model is none of these or has no such setting, or ``kept`` would leave out masks;
             or there are ``class_thresholds`` for an average precision, or beside ``score_thresh``.
         ValueError: ``inference`` is below 1.
 

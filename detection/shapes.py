@@ -1,24 +1,21 @@
-"""Masks and keypoints of COCO's files, and how much what was found is like the objects.
+"""Masks of COCO's files, and how much what was found is like the objects.
 
 Masks are pycocotools' run-length encodings, of pixels down the columns, and its own code compares them. That is C which
 trusts what it is given, so all that a file says of a mask is checked first.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from metricopt_ext.detection.matching import Found, Pairs, Things
-from metricopt_ext.detection.tables import KINDS, Booleans, Floats, Integers, Kind, is_finite
+from metricopt_ext.detection.tables import Booleans, Integers
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.words import brief
 
 LONGEST_OUTLINE = 1 << 20  # of a mask's polygons, in pixels; pycocotools takes up to 200 bytes for each
 FURTHEST = 1 << 24  # coordinate of a polygon
-# COCO's keypoints' deviations, relative to the root of the object's area (cocodataset.org/#keypoints-eval).
-DEVIATIONS = np.array([26, 25, 25, 35, 35, 79, 79, 72, 72, 62, 62, 107, 107, 87, 87, 89, 89]) / 1000
 
 Mask = dict[str, Any]  # pycocotools': "size", [height, width], and "counts", bytes
 
@@ -144,52 +141,6 @@ def pixels_of(mask: Mask) -> float:
     return float(masks.area(mask))
 
 
-def keypoints_of(entry: Any, where: str) -> Floats:
-    """Return an entry's keypoints, ``17 x 3``: x, y, and a flag or score.
-
-    Raises:
-        DataError: They are not 17 times three finite numbers, or ``num_keypoints`` contradicts the flags.
-    """
-    numbers = entry.get("keypoints")
-    if numbers is None:
-        raise DataError(
-            f"{where} has the keypoints None; they must be [x, y, flag, ...]. Name a file with keypoints, as COCO's"
-            " person_keypoints_*.json, or compare boxes"
-        )
-    if not isinstance(numbers, list) or not all(map(is_finite, numbers)):
-        raise DataError(f"{where} has the keypoints {brief(numbers)}; they must be [x, y, flag, ...], finite numbers")
-    if len(numbers) != 3 * len(DEVIATIONS):
-        raise DataError(
-            f"{where} has {len(numbers)} numbers as keypoints; COCO's similarity is known for its"
-            f" {len(DEVIATIONS)} keypoints, of 3 numbers each"
-        )
-    points = np.array(numbers, dtype=np.float64).reshape(-1, 3)
-    told, marked = entry.get("num_keypoints"), int((points[:, 2] > 0).sum())
-    if told is not None and bool(told) != bool(marked):
-        raise DataError(f"{where} has the num_keypoints {brief(told)}, but {marked} of its keypoints are marked")
-    return points
-
-
-def box_around_points(points: Floats) -> list[float]:
-    """Return the box around keypoints, ``[left, top, width, height]`` in pixels, as pycocotools has it for results."""
-    (left, top), (right, bottom) = points[:, :2].min(0).tolist(), points[:, :2].max(0).tolist()
-    return [left, top, right - left, bottom - top]
-
-
-def with_unmarked_ignored(things: Things) -> Things:
-    """Return objects of which those without a marked keypoint don't count, nor are detections of them false."""
-    shapes = () if things.shapes is None else things.shapes
-    unmarked: Booleans = np.array([not (points[:, 2] > 0).any() for points in shapes], dtype=bool)
-    if not unmarked.any():
-        return things
-    uncounted = np.bincount(things.keys[unmarked & ~things.ignored], minlength=things.counts.size)
-    return replace(
-        things,
-        ignored=things.ignored | unmarked,
-        counts=things.counts - uncounted.reshape(things.counts.shape),
-    )
-
-
 def masks_from(pixels: Booleans) -> list[Mask]:
     """Return the masks of some pixels, ``n x h x w``."""
     from pycocotools import mask
@@ -208,16 +159,15 @@ def pixels_in(masks: Sequence[Mask], height: int, width: int) -> Booleans:
     return read
 
 
-def shape_pairs(found: Found, things: Things, kind: Kind) -> Pairs:
+def mask_pairs(found: Found, things: Things) -> Pairs:
     """Return each detection with each object of its image and class, as `matching.pairs_of` does for boxes.
 
-    Masks overlap by their IoU; with a crowd region, by the share of the detection that lies within it. Keypoints are
-    compared by the object keypoint similarity (cocodataset.org/#keypoints-eval).
+    Masks overlap by their IoU; with a crowd region, by the share of the detection that lies within it.
     """
     from pycocotools import mask
 
     if found.shapes is None or things.shapes is None:
-        raise DataError(f"detections and images are without {KINDS[kind]}, which kind={kind!r} compares")
+        raise DataError("detections and images are without masks, which kind='segm' compares")
     order = np.argsort(found.keys, kind="stable")
     rows, columns, overlaps = [], [], []
     for own in np.split(order, np.flatnonzero(np.diff(found.keys[order])) + 1) if len(order) else ():
@@ -225,35 +175,11 @@ def shape_pairs(found: Found, things: Things, kind: Kind) -> Pairs:
         if start == end:
             continue
         objects = np.arange(start, end)
-        if kind == "segm":
-            flags = things.crowd[objects].astype(int).tolist()
-            alike = mask.iou(found.shapes[own].tolist(), things.shapes[objects].tolist(), flags)
-        else:
-            alike = _similarities(found, own, things, objects)
+        flags = things.crowd[objects].astype(int).tolist()
+        alike = mask.iou(found.shapes[own].tolist(), things.shapes[objects].tolist(), flags)
         rows.append(np.repeat(own, len(objects)))
         columns.append(np.tile(objects, len(own)))
         overlaps.append(np.asarray(alike, dtype=np.float64).reshape(-1))
     if not rows:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0)
     return np.concatenate(rows), np.concatenate(columns), np.concatenate(overlaps)
-
-
-def _similarities(found: Found, rows: Integers, things: Things, columns: Integers) -> Floats:
-    """The object keypoint similarities of detections and objects, ``rows x columns``."""
-    assert found.shapes is not None
-    assert things.shapes is not None
-    points = np.stack(found.shapes[rows].tolist())[:, None, :, :2]
-    objects = np.stack(things.shapes[columns].tolist())
-    marked: Booleans = np.asarray(objects[..., 2] > 0)
-    any_marked: Booleans = np.asarray(marked.sum(1, keepdims=True) > 0)
-    boxes = things.boxes[columns]
-    sides = boxes[:, 2:] - boxes[:, :2]
-    low, high = boxes[:, :2] - sides, boxes[:, 2:] + sides
-    # Without a keypoint an object is a region, twice its box: what lies within is like it.
-    beyond = np.maximum(low[:, None] - points, 0) + np.maximum(points - high[:, None], 0)
-    apart = np.where(any_marked[..., None], points - objects[None, ..., :2], beyond)
-    scale = 2 * (things.areas[columns] + np.spacing(1))
-    error = (apart**2).sum(-1) / (2 * DEVIATIONS) ** 2 / scale[:, None]
-    weight: Booleans = marked | ~any_marked
-    similar: Floats = (np.exp(-error) * weight).sum(-1) / weight.sum(-1)
-    return similar

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from metricopt_ext.detection.records import Detections, DetectionSet
 
-Kind = Literal["bbox", "segm", "keypoints"]
-KINDS: dict[Kind, str] = {"bbox": "bbox", "segm": "segmentation", "keypoints": "keypoints"}  # what an entry must have
+Kind = Literal["bbox", "segm"]
+KINDS: dict[Kind, str] = {"bbox": "bbox", "segm": "segmentation"}  # what an entry must have
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -48,7 +48,7 @@ class TruthTable:
         difficult: ``m`` booleans.
         crowd: ``m`` booleans.
         areas: In square pixels, ``m``; NaN where none is told.
-        shapes: Masks or keypoints, ``m``; None for boxes.
+        shapes: Masks, ``m``; None for boxes.
         missed: Which can't be hit, ``m``, as pycocotools has those with the id 0; None for none.
         rows: Which annotation of COCO's file each object is, ``m``; None of other sets.
     """
@@ -125,7 +125,7 @@ class FoundTable:
         scores: ``n`` floats.
         labels: ``n`` integers.
         areas: In square pixels, ``n``, NaN for those of boxes.
-        shapes: Masks or keypoints, ``n``; None for boxes.
+        shapes: Masks, ``n``; None for boxes.
     """
 
     images: int

@@ -136,18 +136,12 @@ def _scaled_truth(truth: Annotated, size: int | None) -> Annotated:
         return truth
     scale = truth.boxes.new_tensor([width / truth.width, height / truth.height] * 2)
     areas = None if truth.areas is None else truth.areas * scale[:2].prod()
-    shapes = None if truth.shapes is None else [_scaled_points(each, scale[:2].tolist()) for each in truth.shapes]
-    return replace(truth, width=width, height=height, boxes=truth.boxes * scale, areas=areas, shapes=shapes)
-
-
-def _scaled_points(points: Any, scale: Sequence[float]) -> Any:
-    """Keypoints, ``17 x 3``, of which the first two of each are coordinates."""
-    if isinstance(points, dict):
+    if truth.shapes is not None:
         raise ConfigError(
             "masks are as large as their images, which are not scaled down: leave data.size (size) out;"
             " model.max_size scales what the detector sees, and data.stream=true spares the memory"
         )
-    return points * [*scale, 1.0]
+    return replace(truth, width=width, height=height, boxes=truth.boxes * scale, areas=areas)
 
 
 def _within(example: Example, size: int | None) -> Example:

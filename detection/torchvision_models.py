@@ -21,7 +21,7 @@ ONE_STAGE = ("retinanet_resnet50_fpn", "retinanet_resnet50_fpn_v2", "fcos_resnet
 STANDARD = (
     *("fasterrcnn_resnet50_fpn", "fasterrcnn_resnet50_fpn_v2", "maskrcnn_resnet50_fpn", "maskrcnn_resnet50_fpn_v2"),
     *("fasterrcnn_mobilenet_v3_large_fpn", "fasterrcnn_mobilenet_v3_large_320_fpn"),
-    *("keypointrcnn_resnet50_fpn", *ONE_STAGE),
+    *ONE_STAGE,
 )
 SMALL = ("resnet18_fpn", "small_fpn")
 
@@ -30,7 +30,6 @@ SMALL = ("resnet18_fpn", "small_fpn")
 FROZEN_NORMS = {
     "fasterrcnn_resnet50_fpn": True,
     "maskrcnn_resnet50_fpn": True,
-    "keypointrcnn_resnet50_fpn": True,
     "retinanet_resnet50_fpn": True,
     "fcos_resnet50_fpn": False,
     "fasterrcnn_mobilenet_v3_large_fpn": False,

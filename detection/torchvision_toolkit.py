@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.detection.ap_loss import ClassificationLoss, ap_loss
-from metricopt_ext.detection.records import Detections, as_array, inside
-from metricopt_ext.detection.shapes import DEVIATIONS, masks_from, pixels_in
+from metricopt_ext.detection.records import Detections, inside
+from metricopt_ext.detection.shapes import masks_from, pixels_in
 from metricopt_ext.detection.tables import Kind
 from metricopt_ext.detection.toolkit import Example, images_in, layers_at
 from metricopt_ext.detection.torchvision_models import ONE_STAGE, SMALL, STANDARD, build_small, build_standard
@@ -46,12 +45,9 @@ PLACEMENTS: dict[str, tuple[str, ...]] = {
     "roi_head": ("roi_heads.box_head.*",),
     "predictor": ("roi_heads.box_predictor.*", "head.*.cls_logits", "head.*.bbox_*"),
     "mask_head": ("roi_heads.mask_head.*",),
-    "keypoint_head": ("roi_heads.keypoint_head.*",),
 }
 
-
-# Where a detector has what it finds besides boxes, and what of its names says that it does.
-SHAPES: dict[Kind, tuple[str, str]] = {"segm": ("masks", "maskrcnn"), "keypoints": ("keypoints", "keypointrcnn")}
+MASKS = "maskrcnn"  # how the names of detectors begin that find masks
 
 # Outputs of torchvision's detectors that were trained on COCO, with the background and the ids that COCO does not use.
 COCO_OUTPUTS = 91
@@ -63,7 +59,7 @@ class TorchvisionToolkit:
 
     Attributes:
         name: One of `STANDARD`, as in torchvision, or for small images ``resnet18_fpn`` or the lighter ``small_fpn``,
-            Faster R-CNNs. Of Mask and Keypoint R-CNNs only the boxes are trained, and detected, but for their ``kind``.
+            Faster R-CNNs. Of Mask R-CNNs only the boxes are trained, and detected, but for their ``kind``.
         min_size: Shorter side in pixels to which the network scales its images (800 in torchvision's own training) ...
         max_size: ... unless the longer side would then exceed this (1333). Also the small detectors' largest anchor.
             SSDs have a size of their own.
@@ -82,8 +78,8 @@ class TorchvisionToolkit:
             ranks the proposals that are sampled from a batch. Detectors of one stage have their own only.
         labels: The detector's own label of each class, from 1, if it has others too: COCO's 91 outputs are for its 80
             categories (`coco_outputs`). Empty: they count the classes.
-        kind: What is trained and detected besides boxes: ``"segm"``, the masks of a Mask R-CNN, ``"keypoints"``, those
-            of a Keypoint R-CNN, or nothing, ``"bbox"``. Objects then have them as ``shapes``.
+        kind: What is trained and detected besides boxes: ``"segm"``, the masks of a Mask R-CNN, which objects then
+            have as ``shapes``, or nothing, ``"bbox"``.
 
     Raises:
         ConfigError: There is no such detector, or a setting is impossible.
@@ -106,9 +102,9 @@ class TorchvisionToolkit:
     def __post_init__(self) -> None:
         if self.name not in (*STANDARD, *SMALL):
             raise ConfigError(f"no detector is named {self.name!r}; the choices are {', '.join((*STANDARD, *SMALL))}")
-        if self.kind != "bbox" and not self.name.startswith(SHAPES[self.kind][1]):
-            able = ", ".join(name for name in STANDARD if name.startswith(SHAPES[self.kind][1]))
-            raise ConfigError(f"{self.name} finds no {SHAPES[self.kind][0]}; detectors that do are {able}")
+        if self.kind != "bbox" and not self.name.startswith(MASKS):
+            able = ", ".join(name for name in STANDARD if name.startswith(MASKS))
+            raise ConfigError(f"{self.name} finds no masks; detectors that do are {able}")
         check_loss_of(self.kind, self.classification_loss)
         if self.weights and self.name not in STANDARD:
             raise ConfigError(f"torchvision has no weights for {self.name}, only for {', '.join(STANDARD)}")
@@ -158,8 +154,8 @@ class TorchvisionToolkit:
         In two stages they are those of objectness, proposals, classes and boxes; detectors of one stage have their own.
         What is sampled at random (anchors, proposals) is drawn from torch's global stream. Boxes are clipped to their
         images. Difficult and crowd boxes are left out, so anything on them counts as background; `Detectron2Toolkit`
-        learns from difficult ones, as Detectron2 does. So are boxes without area in their image. Where masks or
-        keypoints are judged it is torchvision's own sum, theirs included.
+        learns from difficult ones, as Detectron2 does. So are boxes without area in their image. Where masks
+        are judged it is torchvision's own sum, theirs included.
 
         Raises:
             FloatingPointError: The loss is not finite.
@@ -249,15 +245,14 @@ class TorchvisionToolkit:
 
 
 def check_loss_of(kind: Kind, classification_loss: str) -> None:
-    """Reject the AP loss where masks or keypoints are trained, by torchvision's own code.
+    """Reject the AP loss where masks are trained, by torchvision's own code.
 
     Raises:
         ConfigError: It is asked for.
     """
     if kind != "bbox" and classification_loss == "ap":
         raise ConfigError(
-            f"classification_loss='ap' is for metrics of boxes; {SHAPES[kind][0]} have torchvision's own losses: leave"
-            " it out"
+            "classification_loss='ap' is for metrics of boxes; masks have torchvision's own losses: leave it out"
         )
 
 
@@ -291,12 +286,12 @@ def to_detections(found: dict[str, Tensor], labels: Sequence[int] = (), kind: Ki
 
     Args:
         found: The boxes, ``n x 4``, scores and labels, ``n``, perhaps masks, ``n x 1 x h x w`` in [0, 1], of which half
-            is inside, or keypoints, ``n x 17 x 3``.
+            is inside.
         labels: The detector's label of each class; what it finds of others is left out. Empty: they count the classes.
         kind: What is taken besides boxes.
 
     Raises:
-        MetricError: It found no masks or keypoints, or others than 17.
+        MetricError: It found no masks.
     """
     classes = found["labels"] - 1
     if labels:
@@ -311,17 +306,11 @@ def to_detections(found: dict[str, Tensor], labels: Sequence[int] = (), kind: Ki
 def _shapes_of(found: dict[str, Tensor], thing: Tensor, kind: Kind) -> list[Any] | None:
     if kind == "bbox":
         return None
-    name, _ = SHAPES[kind]
-    shape = {"segm": "n x 1 x h x w", "keypoints": "n x 17 x 3"}[kind]
-    given = found.get(name)
-    fits = given is not None and (given.dim() == 4 if kind == "segm" else given.shape[1:] == (len(DEVIATIONS), 3))
-    if given is None or not fits:
+    given = found.get("masks")
+    if given is None or given.dim() != 4:
         what = "none" if given is None else f"a tensor of shape {tuple(given.shape)}"
-        raise MetricError(f"the detector gave {what} as {name}; to be judged they must be {shape}")
-    own = given[thing]
-    if kind == "segm":
-        return list(masks_from((own[:, 0] >= 0.5).numpy(force=True)))
-    return list(as_array(own).astype(np.float64))
+        raise MetricError(f"the detector gave {what} as masks; to be judged they must be n x 1 x h x w")
+    return list(masks_from((given[thing][:, 0] >= 0.5).numpy(force=True)))
 
 
 def to_pixels(boxes: Tensor, size: tuple[int, int], example: Example) -> Tensor:
@@ -361,15 +350,8 @@ def targets_of(
         target = {"boxes": boxes.to(like).view(-1, 4), "labels": labels.to(like.device)}
         if kind != "bbox":
             if example.truth.shapes is None:
-                raise DataError(
-                    f"{example.truth.path} has objects without {SHAPES[kind][0]}, which the loss is of, too"
-                )
+                raise DataError(f"{example.truth.path} has objects without masks, which the loss is of, too")
             shapes = [shape for shape, is_kept in zip(example.truth.shapes, kept.tolist(), strict=True) if is_kept]
-            if kind == "segm":
-                pixels = torch.from_numpy(pixels_in(shapes, height, width))
-                target["masks"] = pixels.to(like.device, torch.uint8)
-            else:
-                points = np.array(shapes, dtype=np.float64).reshape(-1, len(DEVIATIONS), 3)
-                target["keypoints"] = torch.from_numpy(points).to(like)
+            target["masks"] = torch.from_numpy(pixels_in(shapes, height, width)).to(like.device, torch.uint8)
         targets.append(target)
     return targets

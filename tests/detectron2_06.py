@@ -27,7 +27,6 @@ MENDED = {
 LACKED = {
     "COCOEvaluator has no allow_cached_coco": (
         "test_coco_shapes.py::test_detectron2_s_evaluator_judges_by_the_file",
-        "test_evaluator.py::test_keypoints_are_judged_by_detectron2_s_evaluator_on_all_images_and_on_halves",
         "test_evaluator.py::test_masks_are_judged_and_searched_for_as_by_detectron2",
     ),
     "FCOS normalises one channel by 32 groups": (

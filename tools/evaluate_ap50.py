@@ -55,9 +55,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--iou-type",
-        choices=["bbox", "segm", "keypoints"],
+        choices=["bbox", "segm"],
         default="bbox",
-        help="what is compared: boxes, or by COCO's definition masks or keypoints, from a file of detections",
+        help="what is compared: boxes, or by COCO's definition masks, from a file of detections",
     )
     parser.add_argument("--definition", choices=["voc_11_point", "voc", "coco", "all"], default="all")
     parser.add_argument(

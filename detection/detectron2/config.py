@@ -104,8 +104,8 @@ class MetricNode:
     """METRICOPT.METRIC: AP50, by which a detector is judged and phi is tuned, or another of an evaluator's results.
 
     Attributes:
-        name: Which of the results phi is tuned for: ``bbox/AP50``, ``bbox/AP`` or ``bbox/AP75``, or those of masks or
-            keypoints, ``segm/AP50`` or ``keypoints/AP``, by Detectron2's ``COCOEvaluator``.
+        name: Which of the results phi is tuned for: ``bbox/AP50``, ``bbox/AP`` or ``bbox/AP75``, or those of masks,
+            ``segm/AP50`` and the like, by Detectron2's ``COCOEvaluator``.
         definition: Of boxes: ``voc_11_point``, ``voc`` (all points) or ``coco``.
         set: Name of the set that AP50 is evaluated on during finetuning; empty evaluates nothing. Hold it out of both
             training and test.

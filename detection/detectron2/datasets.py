@@ -18,7 +18,7 @@ from metricopt_ext.detection.detectron2.coco_shapes import CocoShapes
 from metricopt_ext.detection.detectron2.config import metricopt_settings
 from metricopt_ext.detection.metric import kind_of
 from metricopt_ext.detection.records import Annotated, DetectionSet
-from metricopt_ext.detection.tables import KINDS, TruthTable
+from metricopt_ext.detection.tables import TruthTable
 from metricopt_ext.detection.voc import read_voc
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.utils.seeding import generator
@@ -46,7 +46,7 @@ def register(name: str, data: DetectionSet, shapes: CocoShapes | None = None) ->
     Args:
         name: What it is called there.
         data: The set.
-        shapes: The masks and keypoints of its objects, if any.
+        shapes: The masks of its objects, if any.
 
     Raises:
         DataError: The name is taken.
@@ -58,7 +58,7 @@ def register(name: str, data: DetectionSet, shapes: CocoShapes | None = None) ->
         DatasetCatalog.register(name, lambda: as_records(data))
         return
     DatasetCatalog.register(name, lambda: shapes.into(as_records(data)))
-    metadata.set(**shapes.metadata, shapes_left_out=shapes.left_out)
+    metadata.set(masks_left_out=shapes.left_out)
 
 
 def registered_truth(name: str) -> DetectionSet:
@@ -194,8 +194,8 @@ def check_sets(cfg: CfgNode, trained: Sequence[str], judged: Sequence[str]) -> N
 
     Raises:
         ConfigError: The number of classes differs from the detector's, or two sets number them differently, or the
-            detector has a mask or keypoint head and an object to train on has no mask or keypoints, or not such as it
-            takes, or one to judge has none of the metric's masks or keypoints.
+            detector has a mask head and an object to train on has no mask, or not such as it takes, or one to judge has
+            none and the metric is of masks, or the detector has a keypoint head and an object no keypoints.
         DataError: There is no such set, or it can't be read.
     """
     head = {"GeneralizedRCNN": "ROI_HEADS", "RetinaNet": "RETINANET"}.get(cfg.MODEL.META_ARCHITECTURE)
@@ -205,7 +205,7 @@ def check_sets(cfg: CfgNode, trained: Sequence[str], judged: Sequence[str]) -> N
         if name in trained and cfg.MODEL.MASK_ON:
             _check_masks(name, records, cfg.INPUT.MASK_FORMAT)
         if name in trained and cfg.MODEL.KEYPOINT_ON:
-            _check_keypoints(name, records, cfg.MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS)
+            _check_keypoints(name, records)
         if name in judged:
             as_truth(name, records)
             _check_shapes(name, records, metricopt_settings(cfg).metric.name)
@@ -232,7 +232,7 @@ def _check_masks(name: str, records: Sequence[dict[str, Any]], mask_format: str)
     if bare:
         raise ConfigError(
             f"MODEL.MASK_ON is True, but {bare} of {len(objects)} objects of {name} have no mask; set MODEL.MASK_ON"
-            f" False for boxes alone, or name a set with masks in DATASETS.TRAIN{_why(name, 'segmentation')}"
+            f" False for boxes alone, or name a set with masks in DATASETS.TRAIN{_why(name)}"
         )
     encoded = sum(isinstance(each["segmentation"], dict) for each in objects)
     if encoded and mask_format != "bitmask":
@@ -242,22 +242,12 @@ def _check_masks(name: str, records: Sequence[dict[str, Any]], mask_format: str)
         )
 
 
-def _check_keypoints(name: str, records: Sequence[dict[str, Any]], count: int) -> None:
-    objects, metadata = _learned(records), MetadataCatalog.get(name)
-    bare = sum("keypoints" not in each for each in objects)
-    if bare:
+def _check_keypoints(name: str, records: Sequence[dict[str, Any]]) -> None:
+    objects = _learned(records)
+    if bare := sum("keypoints" not in each for each in objects):
         raise ConfigError(
-            f"MODEL.KEYPOINT_ON is True, but {bare} of {len(objects)} objects of {name} have no keypoints; set it to"
-            f" False, or name a set with keypoints in DATASETS.TRAIN{_why(name, 'keypoints')}"
-        )
-    if not metadata.get("keypoint_names") or metadata.get("keypoint_flip_map") is None:
-        raise ConfigError(
-            f"MODEL.KEYPOINT_ON is True, but {name} does not name its keypoints; name them as 'keypoints' of its"
-            f" category, or set MetadataCatalog.get({name!r}).keypoint_names and keypoint_flip_map"
-        )
-    if len(metadata.keypoint_names) != count:
-        raise ConfigError(
-            f"MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS is {count}; {name} has {len(metadata.keypoint_names)} keypoints"
+            f"MODEL.KEYPOINT_ON is True, but {bare} of {len(objects)} objects of {name} have no keypoints, which are"
+            " not read from files here; set it to False"
         )
 
 
@@ -266,20 +256,19 @@ def _learned(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [each for record in records for each in record.get("annotations", []) if not each.get("iscrowd")]
 
 
-def _why(name: str, shape: str) -> str:
-    left_out: dict[str, str] = MetadataCatalog.get(name).get("shapes_left_out") or {}
-    return f" ({left_out[shape]})" if shape in left_out else ""
+def _why(name: str) -> str:
+    left_out: str = MetadataCatalog.get(name).get("masks_left_out") or ""
+    return f" ({left_out})" if left_out else ""
 
 
 def _check_shapes(name: str, records: Sequence[dict[str, Any]], metric: str) -> None:
-    """Reject a set whose objects lack the masks or keypoints that the metric judges."""
-    kind = kind_of(metric)
+    """Reject a set whose objects lack the masks that the metric judges."""
     objects = [each for record in records for each in record.get("annotations", [])]
-    bare = sum(KINDS[kind] not in each for each in objects)
-    if kind != "bbox" and bare:
+    bare = sum("segmentation" not in each for each in objects)
+    if kind_of(metric) != "bbox" and bare:
         raise ConfigError(
-            f"METRICOPT.METRIC.NAME is {metric}, but {bare} of {len(objects)} objects of {name} have no"
-            f" {KINDS[kind]!r}; name a set that has, or judge boxes by bbox/AP50{_why(name, KINDS[kind])}"
+            f"METRICOPT.METRIC.NAME is {metric}, but {bare} of {len(objects)} objects of {name} have no 'segmentation';"
+            f" name a set that has, or judge boxes by bbox/AP50{_why(name)}"
         )
 
 

@@ -29,11 +29,10 @@ from metricopt_ext.detection.detectron2.toolkit import detections_of
 from metricopt_ext.detection.matching import Definition
 from metricopt_ext.detection.metric import MeanAveragePrecision, halves_of_images
 from metricopt_ext.detection.records import Detections, DetectionSet
+from metricopt_ext.detection.tables import KINDS
 from metricopt_ext.errors import MetricError
 from metricopt_ext.tasks.halved import Halved
 from metricopt_ext.tasks.metric import Metric
-
-KINDS = ("bbox", "segm", "keypoints")  # what COCOEvaluator judges
 
 
 class AP50Evaluator(DatasetEvaluator):  # type: ignore[misc]
@@ -132,8 +131,8 @@ def ap50_metric(
         evaluator: Holds their ground truth; its results have ``result`` in percent, as ``bbox/AP50`` those of
             `AP50Evaluator` and of Detectron2's own evaluators.
         name: The metric's name, by which Detectron2's writers write it.
-        result: Which of the results, larger being better: ``bbox/AP``, or ``segm/AP50`` and ``keypoints/AP`` from
-            Detectron2's ``COCOEvaluator``.
+        result: Which of the results, larger being better: ``bbox/AP``, or ``segm/AP50`` from Detectron2's
+            ``COCOEvaluator``.
     """
     kind, _, measure = result.partition("/")
     halves, judged = _on_halves(evaluator)

@@ -49,7 +49,7 @@ def register_entries(entries: Sequence[str], root: str | Path, classes: Sequence
     """Register what METRICOPT.DATASETS.REGISTER lists, unless it is already in the catalog.
 
     An entry is ``NAME=FOLDER:SPLIT`` for a VOC folder, or ``NAME=FOLDER:FILE.json`` for images with
-    annotations in COCO's format, masks and keypoints among them (`coco_shapes.read_shapes`). A suffix of ``[:80%]`` or
+    annotations in COCO's format, masks among them (`coco_shapes.read_shapes`). A suffix of ``[:80%]`` or
     ``[80%:]`` chooses a part of the images in an order that is always shuffled the same way: what one leaves out is
     what the other has, in every run.
 

@@ -57,7 +57,7 @@ def detectron2_settings(
     acts so, and but for ``size`` so does the model itself. A flip and several sizes are joined as by Detectron2's own
     test-time augmentation, so that `config_lines` has it find the same boxes; of RetinaNet, for which Detectron2 has
     none, they are joined in that way too. By ``soft_nms``, ``flip``, ``multi_scale`` or ``temperature``, and with
-    ``kept``, the model gives boxes without masks and keypoints.
+    ``kept``, the model gives boxes without masks.
 
     Args:
         toolkit: The detector's toolkit, which resizes images.

@@ -38,7 +38,7 @@ from metricopt_ext.utils.seeding import generator, seeded_streams
 class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
     """Finetunes phi if ``METRICOPT.ENABLED``, and trains as Detectron2 does if not; both are evaluated by AP50.
 
-    Masks and keypoints, ``METRICOPT.METRIC.NAME`` ``segm/AP`` and the like, are judged by Detectron2's COCOEvaluator.
+    Masks, ``METRICOPT.METRIC.NAME`` ``segm/AP`` and the like, are judged by Detectron2's COCOEvaluator.
 
     phi is finetuned for ``METRICOPT.FINETUNE.STEPS`` steps. If ``METRICOPT.METRIC.SET`` names a set, AP50 on it is
     evaluated at some of the points, and logged and written in percent as ``SET/bbox/AP50``. The best point, the start
@@ -183,7 +183,6 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
             return COCOEvaluator(
                 dataset_name,
                 output_dir=str(Path(cfg.OUTPUT_DIR) / "inference"),
-                kpt_oks_sigmas=cfg.TEST.KEYPOINT_OKS_SIGMAS,
                 allow_cached_coco=False,  # it may be of another set of this name
             )
         more = metric.name in ("bbox/AP", "bbox/AP75")

@@ -68,7 +68,7 @@ def test_names_that_there_are_not_are_refused() -> None:
     assert_refused(lambda: none.judge(FOUND, TRUTH)(None), DataError, "rbc")
 
 
-def test_masks_and_keypoints_are_by_coco_s_definition_and_one_kind_at_a_time() -> None:
+def test_masks_are_by_coco_s_definition() -> None:
     config = MetricConfig("segm/AP", "coco", also=["AP50", "SEGM/AP75[rbc]"])
     assert build_metric(config) == MeanAveragePrecision("segm/AP", "coco")
     assert [(each.name, each.kind) for each in besides(config, CLASSES).values()] == [  # type: ignore[attr-defined]
@@ -76,10 +76,9 @@ def test_masks_and_keypoints_are_by_coco_s_definition_and_one_kind_at_a_time() -
         ("segm/AP75", "segm"),
     ]
     assert DetectionConfig(metric=config).kind == "segm"
-    assert DetectionConfig(metric=MetricConfig("AP50", also=["keypoints/AP"])).kind == "keypoints"
+    assert DetectionConfig(metric=MetricConfig("AP50", also=["segm/AP"])).kind == "segm"
+    assert_refused(lambda: build_metric(MetricConfig("keypoints/AP", "coco")), ConfigError, "keypoints/AP", "segm/AP")
     assert_refused(lambda: build_metric(MetricConfig("segm/AP", "voc")), ConfigError, "metric.name=segm/AP")
-    both = DetectionConfig(metric=MetricConfig("segm/AP", "coco", also=["keypoints/AP"]))
-    assert_refused(lambda: both.kind, ConfigError, "segm/AP", "keypoints/AP")
     for toolkit, name in (("transformers", "toolkit"), ("detectron2", "tools/train_detector")):
         with pytest.raises(ConfigError) as caught:
             build_toolkit(DetectionConfig(toolkit=toolkit, metric=config))

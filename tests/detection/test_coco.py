@@ -438,14 +438,6 @@ def test_an_object_of_an_area_below_0_counts(tmp_path: Path, expected: float) ->
     assert read_truth(path, strict=True).areas[0] == -5
 
 
-def test_results_of_keypoints_have_the_boxes_around_them(tmp_path: Path, expected: float) -> None:
-    dt = results()
-    for entry in dt:
-        x, y, w, h = entry.pop("bbox")
-        entry["keypoints"] = [x, y + h, 1, x + w, y, 1, x + w / 2, y + h / 2, 0]
-    assert value(tmp_path, truth(), dt) == pytest.approx(expected, abs=1e-12)
-
-
 def test_image_ids_from_0_in_a_set_from_1_are_warned_of(tmp_path: Path, expected: float) -> None:
     gt, dt = truth(), results()
     ids_of(image_id=lambda i: i + 1)(gt, dt)

@@ -1,4 +1,4 @@
-"""COCO's metrics as black boxes, on cases known in closed form, for boxes, masks and keypoints."""
+"""COCO's metrics as black boxes, on cases known in closed form, for boxes and masks."""
 
 import copy
 import math
@@ -39,12 +39,8 @@ def part_of_square(columns: float) -> Tensor:
     return mask
 
 
-def ankle(x: float) -> list[float]:
-    return [*[0.0] * 48, x, 20.0, 2.0]
-
-
 def truth(images: int = 4) -> dict[str, Any]:
-    """One object in each image: a square of 20 pixels with one visible keypoint, of class 7 or 9."""
+    """One object in each image: a square of 20 pixels, of class 7 or 9."""
     corners = [[0, 0, 20, 0, 20, 20, 0, 20]]
     return {
         "images": [{"id": 10 + i, "width": SIDE, "height": SIDE} for i in range(images)],
@@ -57,8 +53,6 @@ def truth(images: int = 4) -> dict[str, Any]:
                 "area": 400.0,
                 "bbox": [0, 0, 20, 20],
                 "segmentation": corners,
-                "keypoints": ankle(10.0),
-                "num_keypoints": 1,
             }
             for i in range(images)
         ],
@@ -67,11 +61,11 @@ def truth(images: int = 4) -> dict[str, Any]:
 
 
 class Finder(nn.Module):
-    """Finds in each image, a number in all its pixels, a part of the square, and the keypoint that far off."""
+    """Finds in each image, a number in all its pixels, a part of the square."""
 
-    def __init__(self, columns: float = 20, off: float = 0.0) -> None:
+    def __init__(self, columns: float = 20) -> None:
         super().__init__()
-        self.columns, self.off = columns, off
+        self.columns = columns
 
     def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
         return [self.find(int(image[0, 0, 0])) for image in images]
@@ -83,14 +77,12 @@ class Finder(nn.Module):
                 "scores": torch.zeros(0),
                 "labels": torch.zeros(0).long(),
                 "masks": torch.zeros(0, 1, SIDE, SIDE),
-                "keypoints": torch.zeros(0, 17, 3),
             }
         return {
             "boxes": torch.tensor([[0.0, 0.0, self.columns, 20.0]]),
             "scores": torch.tensor([0.9]),
             "labels": torch.tensor([7 + 2 * (index % 2)]),
             "masks": part_of_square(self.columns)[None],
-            "keypoints": torch.tensor(ankle(10.0 + self.off)).view(1, 17, 3),
         }
 
 
@@ -110,15 +102,7 @@ def test_an_overlap_of_three_quarters_hits_at_six_of_ten_ious(kind: Kind) -> Non
     assert value(coco_metric(images, truth(), kind=kind, name="AP"), model)[0] == pytest.approx(0.6)
 
 
-def test_keypoints_are_compared_by_their_similarity() -> None:
-    """The similarity of a keypoint at distance d is exp(-d^2 / (2 area (2 sigma)^2)), with sigma 0.089 of an ankle."""
-    off = math.sqrt(-math.log(0.72) * 2 * 400 * (2 * 0.089) ** 2)
-    metric = coco_metric(pictures(0, 1, 2, 3), truth(), kind="keypoints", name="AP")
-    assert value(metric, Finder(off=off))[0] == pytest.approx(0.5)
-    assert value(metric, Finder())[0] == pytest.approx(1)
-
-
-@pytest.mark.parametrize("kind", ["bbox", "segm", "keypoints"])
+@pytest.mark.parametrize("kind", ["bbox", "segm"])
 def test_halves_are_values_on_their_images_alone(kind: Kind) -> None:
     halves = [torch.tensor([0, 1]), torch.tensor([2, 3])]
     metric = coco_metric(pictures(0, 1, -1, 3), truth(), kind=kind, halves=halves)
@@ -139,8 +123,8 @@ def test_halves_without_an_object_are_not_reported() -> None:
 
 def test_halves_are_random_ones_by_default() -> None:
     images = pictures(0, 1, 2, 3)
-    by_default, none = (value(coco_metric(images, truth(), **given), Finder(off=1)) for given in ({}, {"halves": ()}))
-    assert by_default == value(coco_metric(images, truth(), halves=random_halves(4, 0)), Finder(off=1))
+    by_default, none = (value(coco_metric(images, truth(), **given), Finder(15.2)) for given in ({}, {"halves": ()}))
+    assert by_default == value(coco_metric(images, truth(), halves=random_halves(4, 0)), Finder(15.2))
     assert none == (by_default[0], None)
     assert coco_metric(images, truth()).function(Finder()) == pytest.approx(1)  # a number, for whoever calls it
 
@@ -158,7 +142,7 @@ def test_another_detector_s_output_is_translated() -> None:
 @pytest.mark.parametrize(
     ("change", "settings", "names"),
     [
-        ({}, {"kind": "mask"}, ("kind='mask'", "bbox", "keypoints")),
+        ({}, {"kind": "mask"}, ("kind='mask'", "bbox", "segm")),
         ({}, {"name": "AP25"}, ("name='AP25'", "AP", "AP50", "AP75")),
         ({"images": []}, {}, ("2", "images", "annotations", "0")),
         ({"annotations": []}, {}, ("2",)),
@@ -308,7 +292,7 @@ def changed(**fields: Any) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.parametrize("kind", ["bbox", "segm", "keypoints"])
+@pytest.mark.parametrize("kind", ["bbox", "segm"])
 @pytest.mark.parametrize(
     "fields",
     [
@@ -320,7 +304,6 @@ def changed(**fields: Any) -> dict[str, Any]:
         {"iscrowd": None},
         {"iscrowd": False},
         {"image_id": lambda place: str(10 + place), "category_id": lambda place: float(7 + 2 * (place % 2))},
-        {"num_keypoints": ...},
     ],
 )
 def test_annotations_in_other_words_have_the_same_value(kind: Kind, fields: dict[str, Any]) -> None:
@@ -351,7 +334,7 @@ def test_boxes_need_no_sizes_and_names_and_are_those_of_polygons() -> None:
 @pytest.mark.parametrize(
     ("content", "kind", "names"),
     [
-        (changed(area=...), "keypoints", ("0", "keypoints")),
+        (changed(), "keypoints", ("keypoints", "segm")),
         (changed(iscrowd="yes"), "bbox", ("0", "yes", "1")),
         (changed(bbox=[1, 2, 3, 4, 5]), "bbox", ("0", "kind")),
         (changed(bbox_mode=0), "bbox", ("0", "bbox_mode")),
@@ -421,29 +404,25 @@ def test_detections_of_another_kind_are_refused(boxes: Any, labels: Any, names: 
     assert_refused(lambda: metric.judge(nn.Identity()), MetricError, *names)
 
 
-@pytest.mark.parametrize("kind", ["bbox", "segm", "keypoints"])
+@pytest.mark.parametrize("kind", ["bbox", "segm"])
 def test_scores_that_are_no_numbers_are_refused(kind: Kind) -> None:
     metric = coco_metric(pictures(0), truth(1), kind=kind, detect=lambda *_: {**Finder().find(0), "scores": [math.inf]})
     assert_refused(lambda: metric.judge(nn.Identity()), MetricError, "10")
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "names"),
+    ("change", "names"),
     [
-        ("segm", lambda masks: masks[..., :40], ("masks", "50 x 40", "50 x 50")),
-        (
-            "segm",
-            lambda masks: masks[:, :, None],
-            ("masks", "(1, 1, 1, 50, 50)"),
-        ),
-        ("segm", lambda masks: masks * math.nan, ("masks", "10")),
-        ("keypoints", lambda points: points[..., :2], ("keypoints", "34", "17 x 3")),
+        (lambda masks: masks[..., :40], ("masks", "50 x 40", "50 x 50")),
+        (lambda masks: masks[:, :, None], ("masks", "(1, 1, 1, 50, 50)")),
+        (lambda masks: masks * math.nan, ("masks", "10")),
     ],
 )
-def test_masks_and_keypoints_of_another_kind_are_refused(kind: Kind, change: Any, names: tuple[str, ...]) -> None:
+def test_masks_of_another_kind_are_refused(change: Any, names: tuple[str, ...]) -> None:
     """Masks of another size would hit nothing, without a word."""
-    key, whole = {"segm": "masks", "keypoints": "keypoints"}[kind], Finder().find(0)
-    metric = coco_metric(pictures(0), truth(1), kind=kind, detect=lambda *_: {**whole, key: change(whole[key])})
+    whole = Finder().find(0)
+    given = {**whole, "masks": change(whole["masks"])}
+    metric = coco_metric(pictures(0), truth(1), kind="segm", detect=lambda *_: given)
     assert_refused(lambda: metric.judge(nn.Identity()), MetricError, *names)
 
 
@@ -525,7 +504,7 @@ def test_a_box_may_shrink_to_a_pixel_in_a_later_query() -> None:
     assert value(metric, nn.Identity())[0] == 0
 
 
-@pytest.mark.parametrize("kind", ["bbox", "segm", "keypoints"])
+@pytest.mark.parametrize("kind", ["bbox", "segm"])
 def test_outputs_in_bfloat16_are_judged(kind: Kind) -> None:
     class Half(Finder):
         def find(self, index: int) -> dict[str, Tensor]:

@@ -213,7 +213,7 @@ def test_detections_of_other_images_are_refused() -> None:
     assert_refused(lambda: summarize([], one_image()), DataError, "0", "1")
 
 
-# --- Masks and keypoints -------------------------------------------------------------------------------------------
+# --- Masks ---------------------------------------------------------------------------------------------------------
 
 
 def with_masks(seed: int, drawn_by: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -275,51 +275,10 @@ def test_masks_without_boxes_have_the_boxes_around_them(tmp_path: Path) -> None:
     assert ours.lines == lines
 
 
-def with_keypoints(seed: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Random people, some without a keypoint, and crowds."""
-    truth, found = drawn(seed, 12, 12)
-    rng = np.random.default_rng(200 + seed)
-    for entry in truth["annotations"]:
-        left, top, width, height = entry["bbox"]
-        points = np.stack([rng.uniform(left, left + width, 17), rng.uniform(top, top + height, 17)], 1)
-        flags = rng.integers(0, 3, 17) * (rng.random() < 0.85)
-        entry["keypoints"] = np.concatenate([points, flags[:, None]], 1).flatten().tolist()
-        entry["num_keypoints"] = int((flags > 0).sum())
-    for entry in found:
-        own = [
-            each
-            for each in truth["annotations"]
-            if (each["image_id"], each["category_id"]) == (entry["image_id"], entry["category_id"])
-        ]
-        points = rng.uniform(0, 400, (17, 3))
-        if own:
-            near = own[rng.integers(0, len(own))]
-            spread = rng.choice([0, 0.02, 0.06, 0.1]) * near["area"] ** 0.5
-            points = np.array(near["keypoints"]).reshape(17, 3) + rng.normal(0, 1, (17, 3)) * spread
-        entry["keypoints"] = points.flatten().tolist()
-    return truth, found
-
-
-@pytest.mark.parametrize("boxes", [True, False])
-@pytest.mark.parametrize("seed", range(4))
-def test_keypoints_give_pycocotools_s_numbers(tmp_path: Path, seed: int, boxes: bool) -> None:
-    truth, found = with_keypoints(seed)
-    if not boxes:
-        for entry in found:
-            del entry["bbox"]
-    ours = summarized(tmp_path, truth, found, kind="keypoints")
-    stats, lines = by_pycocotools(truth, found, "keypoints")
-    assert list(ours.numbers) == ["AP", "AP50", "AP75", "APm", "APl", "AR", "AR50", "AR75", "ARm", "ARl"]
-    assert known(ours.numbers) == pytest.approx(stats, abs=1e-9)
-    assert ours.lines == lines
-    assert 0.02 < stats[0] < 0.9
-    assert any(each["num_keypoints"] == 0 for each in truth["annotations"])
-
-
 @pytest.mark.parametrize("name", [each for each in PRECISIONS if "/" in each])
 def test_a_search_s_metric_is_pycocotools_s_on_all_images_and_on_some(tmp_path: Path, name: str) -> None:
     kind, _, measure = name.partition("/")
-    truth, found = with_masks(0, "encodings") if kind == "segm" else with_keypoints(0)
+    truth, found = with_masks(0, "encodings")
     for path, content in (("truth", truth), ("found", found)):
         (tmp_path / f"{path}.json").write_text(json.dumps(content))
     data = read_coco(tmp_path / "truth.json", dtype=torch.float64, kind=kind)  # type: ignore[arg-type]
@@ -334,7 +293,5 @@ def test_a_search_s_metric_is_pycocotools_s_on_all_images_and_on_some(tmp_path: 
         values.append(value_on(places))
         assert values[-1] == pytest.approx(precision[precision > -1].mean(), abs=1e-9)
     assert len(set(values)) == 3
-    judged = {
-        each["image_id"] for each in truth["annotations"] if not each["iscrowd"] and each.get("num_keypoints", 1) > 0
-    }
+    judged = {each["image_id"] for each in truth["annotations"] if not each["iscrowd"]}
     assert metric.with_objects(data).tolist() == [key in judged for key in ids]

@@ -1,4 +1,4 @@
-"""What phi leaves as it is is computed once, and masks and keypoints are the same to the last bit."""
+"""What phi leaves as it is is computed once, and masks are the same to the last bit."""
 
 import copy
 import warnings
@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 pytest.importorskip("torchvision")
 
-from torchvision.models.detection import KeypointRCNN, MaskRCNN, RetinaNet
+from torchvision.models.detection import MaskRCNN, RetinaNet
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
-from torchvision.models.detection.keypoint_rcnn import KeypointRCNNHeads, KeypointRCNNPredictor
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.ops import MultiScaleRoIAlign
 
@@ -41,16 +40,12 @@ def detector(kind: str) -> Any:
     heads = {"box_head": TwoMLPHead(72, 16), "box_predictor": FastRCNNPredictor(16, 3)}
     some: dict[str, Any] = {"rpn_post_nms_top_n_test": 12, "box_score_thresh": 0.0, "box_detections_per_img": 4}
     some |= {**pools, **heads, **sizes, "rpn_anchor_generator": anchors}
-    if kind == "masks":
-        own: dict[str, Any] = {"mask_roi_pool": MultiScaleRoIAlign(["0"], 5, 1), "mask_head": MaskRCNNHeads(8, (8,), 1)}
-        return MaskRCNN(body, mask_predictor=MaskRCNNPredictor(8, 8, 3), **own, **some).double().eval()
-    own = {"keypoint_roi_pool": MultiScaleRoIAlign(["0"], 5, 1), "keypoint_head": KeypointRCNNHeads(8, (8,))}
-    return KeypointRCNN(body, keypoint_predictor=KeypointRCNNPredictor(8, 17), **own, **some).double().eval()
+    own: dict[str, Any] = {"mask_roi_pool": MultiScaleRoIAlign(["0"], 5, 1), "mask_head": MaskRCNNHeads(8, (8,), 1)}
+    return MaskRCNN(body, mask_predictor=MaskRCNNPredictor(8, 8, 3), **own, **some).double().eval()
 
 
 CASES = {
     "masks": (["roi_heads.mask_head.0.0"], ["backbone", "rpn"]),
-    "keypoints": (["roi_heads.box_head.fc6"], ["backbone", "rpn"]),
     "in the rpn": (["rpn.head.conv.0.0"], ["backbone"]),
     "in the backbone": (["backbone.1"], []),
     "retinanet": (["head.regression_head.conv.0.0"], []),
@@ -60,7 +55,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_only_what_phi_changes_is_computed_for_each_phi(case: str) -> None:
     layers, expected = CASES[case]
-    model = detector(case if case in ("keypoints", "retinanet") else "masks")
+    model = detector(case if case == "retinanet" else "masks")
     adapter = attach_film(model, layers, dim=2)
     plain, ran = copy.deepcopy(model), list[str]()
     model.backbone[0].register_forward_hook(lambda *_: ran.append("backbone"))

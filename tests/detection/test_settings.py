@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 pytest.importorskip("torchvision")
 
-from torchvision.models.detection import FCOS, FasterRCNN, KeypointRCNN, MaskRCNN, RetinaNet, ssd300_vgg16
+from torchvision.models.detection import FCOS, FasterRCNN, MaskRCNN, RetinaNet, ssd300_vgg16
 from torchvision.models.detection.anchor_utils import AnchorGenerator, DefaultBoxGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
-from torchvision.models.detection.keypoint_rcnn import KeypointRCNNHeads, KeypointRCNNPredictor
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.models.detection.ssd import SSD
 from torchvision.ops import MultiScaleRoIAlign
@@ -37,7 +36,7 @@ from metricopt_ext.tasks.settings import Setting
 from metricopt_ext.utils.kept_outputs import KeptOutputs
 
 CLASSES = ("red", "green")
-TWO_STAGES = ("FasterRCNN", "MaskRCNN", "KeypointRCNN")
+TWO_STAGES = ("FasterRCNN", "MaskRCNN")
 NAMES = (*TWO_STAGES, "RetinaNet", "FCOS", "SSD")
 LOW = {"score_thresh": 0.0005, "detections": 300}
 RNG = torch.Generator().manual_seed(0)
@@ -74,15 +73,7 @@ def made(name: str) -> Any:
         if name == "MaskRCNN":
             options |= {"mask_head": MaskRCNNHeads(32, (16,), 1), "mask_predictor": MaskRCNNPredictor(16, 16, count)}
             options["mask_roi_pool"] = small
-        if name == "KeypointRCNN":
-            options |= {
-                "keypoint_head": KeypointRCNNHeads(32, (16,)),
-                "keypoint_predictor": KeypointRCNNPredictor(16, 2),
-            }
-            options["keypoint_roi_pool"] = small
-        model = {"FasterRCNN": FasterRCNN, "MaskRCNN": MaskRCNN, "KeypointRCNN": KeypointRCNN}[name](
-            Backbone(), **options
-        )
+        model = {"FasterRCNN": FasterRCNN, "MaskRCNN": MaskRCNN}[name](Backbone(), **options)
         predictor = model.roi_heads.box_predictor.cls_score
     elif name == "SSD":
         boxes = DefaultBoxGenerator([[2]], scales=[0.2, 0.4])
@@ -329,21 +320,20 @@ def test_views_are_merged_as_by_hand(name: str, values: dict[str, float]) -> Non
         torch.testing.assert_close(each["boxes"], torch.tensor(boxes, dtype=torch.float64), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "more"), [("MaskRCNN", "masks"), ("KeypointRCNN", "keypoints")])
-def test_masks_and_keypoints_are_those_of_the_boxes_that_are_left(name: str, more: str) -> None:
-    model = made(name)
+def test_masks_are_those_of_the_boxes_that_are_left() -> None:
+    model = made("MaskRCNN")
     stock = copy.deepcopy(model)
     stock.roi_heads.nms_thresh = 0.0
     expected = found_by(stock)
     with detection_settings(model).applied({"soft_nms": 1e-12}):  # which leaves no two boxes that overlap
         found = found_by(model)
     for ours, other in zip(found, expected, strict=True):
-        assert ours.keys() == other.keys() >= {more}
+        assert ours.keys() == other.keys() >= {"masks"}
         for key, value in ours.items():
             torch.testing.assert_close(value, other[key], rtol=1e-6, atol=1e-6)
     with detection_settings(model).applied({"flip": True, "soft_nms": 0.2}):
         for each in found_by(model):
-            assert len(each[more]) == len(each["boxes"])
+            assert len(each["masks"]) == len(each["boxes"])
     with detection_settings(model, boxes_only=True).applied({"flip": True, "soft_nms": 0.2}):
         boxes = found_by(model)
     assert all(set(each) == {"boxes", "scores", "labels"} for each in boxes)

@@ -1,4 +1,4 @@
-"""Masks and keypoints of COCO's files: what is read is right, and what pycocotools' C would trip over is refused."""
+"""Masks of COCO's files: what is read is right, and what pycocotools' C would trip over is refused."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from pycocotools import mask
 
 from metricopt_ext.detection.coco import read_coco, read_detections
-from metricopt_ext.detection.shapes import box_around, keypoints_of, mask_of, pixels_of
+from metricopt_ext.detection.shapes import box_around, mask_of, pixels_of
 from metricopt_ext.errors import DataError
 
 
@@ -113,21 +113,6 @@ def test_masks_are_bounded_and_polygons_need_a_size() -> None:
     assert pixels_of(mask_of(SQUARE, "x")) == 4
 
 
-@pytest.mark.parametrize(
-    ("entry", "names"),
-    [
-        ({}, ("keypoints", "None")),
-        ({"keypoints": [1, 2, 2]}, ("3", "17")),
-        ({"keypoints": [float("inf")] * 51}, ()),
-        ({"keypoints": [10**400] * 51}, ()),  # which no float can hold
-        ({"keypoints": [1] * 51, "num_keypoints": 0}, ("num_keypoints", "0", "17")),
-        ({"keypoints": [0] * 51, "num_keypoints": 3}, ("num_keypoints", "3", "0")),
-    ],
-)
-def test_what_are_no_keypoints_is_refused(entry: Any, names: tuple[str, ...]) -> None:
-    assert_refused(lambda: keypoints_of(entry, "x"), DataError, *names)
-
-
 def write(path: Path, content: Any) -> Path:
     path.write_text(json.dumps(content))
     return path
@@ -151,10 +136,6 @@ def test_entries_without_what_is_compared_are_refused(tmp_path: Path) -> None:
     assert_refused(
         lambda: read_detections(write(tmp_path / "found.json", [found]), data, kind="segm"), DataError, "0", "segm"
     )
-    assert_refused(lambda: read_coco(path, kind="keypoints"), DataError, "0", "keypoints", "None")
-    (entry,) = TRUTH["annotations"]
-    people = {**TRUTH, "annotations": [{**entry, "keypoints": [1] * 51}]}
-    assert_refused(lambda: read_coco(write(path, people), kind="keypoints"), DataError, "0", "keypoints")
     assert_refused(lambda: read_coco(write(path, {**TRUTH, "images": [{"id": 1}]}), kind="segm"), DataError, "1")
 
 

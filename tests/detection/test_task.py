@@ -52,13 +52,9 @@ def squares(n: int) -> list[Example]:
     return made
 
 
-def test_keypoints_are_scaled_with_their_image_and_masks_are_not(tmp_path: Path) -> None:
+def test_masks_are_not_scaled(tmp_path: Path) -> None:
     Image.new("RGB", (80, 40), (10, 20, 30)).save(tmp_path / "wide.png")
     plain = annotated(tmp_path / "wide.png", 80, 40, [[20.0, 10.0, 60.0, 40.0]])
-    points = np.arange(51, dtype=np.float64).reshape(17, 3)
-    (example,) = load_examples(DetectionSet(("a",), [replace(plain, shapes=[points])]), size=20)
-    assert example.truth.shapes is not None
-    assert np.array_equal(example.truth.shapes[0], points * [0.25, 0.25, 1.0])
     masked = replace(plain, shapes=masks_from(np.ones((1, 40, 80), dtype=bool)))
     assert_refused(lambda: load_examples(DetectionSet(("a",), [masked]), size=20), ConfigError, "masks", "data.size")
     load_examples(DetectionSet(("a",), [masked]), size=80)  # as it is

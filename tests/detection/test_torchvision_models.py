@@ -49,7 +49,6 @@ PLACES: list[Any] = [
     ("maskrcnn_resnet50_fpn_v2", "mask_head", {nn.BatchNorm2d}),
     ("fasterrcnn_mobilenet_v3_large_fpn", "backbone", {nn.BatchNorm2d, nn.Conv2d}),
     ("fasterrcnn_mobilenet_v3_large_320_fpn", "early", {nn.BatchNorm2d}),
-    ("keypointrcnn_resnet50_fpn", "keypoint_head", {nn.Conv2d}),
     ("retinanet_resnet50_fpn", "early", {nn.BatchNorm2d}),
     ("retinanet_resnet50_fpn", "head", {nn.Conv2d}),
     ("retinanet_resnet50_fpn", "predictor", {nn.Conv2d}),
@@ -99,7 +98,7 @@ def lived_in(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def outputs(model: nn.Module) -> dict[str, Tensor]:
-    """All that a detector finds in an image: boxes, scores, labels, masks, keypoints."""
+    """All that a detector finds in an image: boxes, scores, labels, masks."""
     found: dict[str, Tensor] = model([BATCH[0].image.double() / 255])[0]
     assert len(found["scores"]) > 1
     return found
@@ -163,7 +162,7 @@ def test_the_toolkit_s_loss_is_torchvision_s_and_moves_phi(name: str) -> None:
     (gradient,) = torch.autograd.grad(loss, adapter.phi)
     assert gradient.isfinite().all()
     assert gradient.abs().min() > 0
-    if name.startswith(("mask", "keypoint")):  # whose own loss needs masks or keypoints
+    if name.startswith("mask"):  # whose own loss needs masks
         return
     torch.manual_seed(5)
     theirs = model.train()([BATCH[0].image.double() / 255], targets)

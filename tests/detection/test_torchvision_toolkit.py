@@ -29,7 +29,7 @@ from metricopt_ext.detection.torchvision_models import STANDARD
 from metricopt_ext.detection.torchvision_toolkit import PLACEMENTS, TorchvisionToolkit, images_of, targets_of
 from metricopt_ext.errors import ConfigError, DataError, MetricError
 
-OTHERS = ("head", "mask_head", "keypoint_head")  # placements that a Faster R-CNN lacks
+OTHERS = ("head", "mask_head")  # placements that a Faster R-CNN lacks
 SMALL = TorchvisionToolkit(min_size=64, max_size=64, width=16, head=32)
 
 
@@ -177,20 +177,6 @@ def test_masks_are_learned_and_found_as_torchvision_has_them() -> None:
     assert_refused(lambda: toolkit.detect(model, [shown]), MetricError, "1")
 
 
-def test_keypoints_are_learned_and_found_as_torchvision_has_them() -> None:
-    toolkit = TorchvisionToolkit("keypointrcnn_resnet50_fpn", kind="keypoints")
-    plain = example(2)
-    points = torch.rand(2, 17, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    shown = Example(plain.image, replace(plain.truth, shapes=list(points.numpy())))
-    model = Told(boxes=torch.rand(2, 4), scores=torch.rand(2), labels=torch.tensor([1, 0]), keypoints=points)
-    toolkit.loss(model, [shown])
-    assert torch.equal(model.targets[0]["keypoints"], points)
-    (found,) = toolkit.detect(model, [shown])
-    assert np.array_equal(np.stack(found.shapes or []), points[:1].numpy()), "0 is the background"
-    model.found["keypoints"] = points[:, :5]
-    assert_refused(lambda: toolkit.detect(model, [shown]), MetricError, "(2, 5, 3)", "17 x 3")
-
-
 def test_a_loss_that_is_not_finite_is_named() -> None:
     model: Any = SMALL.build(CLASSES, seed=0)
     model.roi_heads.box_predictor.cls_score.bias.data[0] = torch.nan
@@ -210,10 +196,6 @@ def test_a_loss_that_is_not_finite_is_named() -> None:
         (
             {"kind": "segm"},
             ("small_fpn", "maskrcnn_resnet50_fpn"),
-        ),
-        (
-            {"kind": "keypoints", "name": "maskrcnn_resnet50_fpn"},
-            ("finds", "keypointrcnn_resnet50_fpn"),
         ),
         (
             {"kind": "segm", "name": "maskrcnn_resnet50_fpn", "classification_loss": "ap"},

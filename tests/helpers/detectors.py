@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 from torch import nn
 from torchvision.models import ResNet
-from torchvision.models.detection import backbone_utils, faster_rcnn, fcos, keypoint_rcnn, mask_rcnn, retinanet, ssd
+from torchvision.models.detection import backbone_utils, faster_rcnn, fcos, mask_rcnn, retinanet, ssd
 from torchvision.models.detection.backbone_utils import BackboneWithFPN
 from torchvision.models.detection.faster_rcnn import FastRCNNConvFCHead
-from torchvision.models.detection.keypoint_rcnn import KeypointRCNNHeads
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads
 from torchvision.models.resnet import Bottleneck
 from torchvision.models.vgg import make_layers
@@ -55,21 +54,16 @@ def _masks(channels: int, layers: Sequence[int], *options: Any, **more: Any) -> 
     return MaskRCNNHeads(channels, _thinned(layers), *options, **more)
 
 
-def _keypoints(channels: int, layers: Sequence[int]) -> nn.Module:
-    return KeypointRCNNHeads(channels, _thinned(layers))
-
-
 def _boxes(size: tuple[int, int, int], layers: Sequence[int], *options: Any, **more: Any) -> nn.Module:
     return FastRCNNConvFCHead(size, [16] * len(layers), *options, **more)
 
 
 def thin_detectors(patch: pytest.MonkeyPatch) -> None:
     """Let torchvision's builders take a block for each stage of a ResNet-50, and few channels wherever they may."""
-    for module in (faster_rcnn, fcos, keypoint_rcnn, mask_rcnn, retinanet):
+    for module in (faster_rcnn, fcos, mask_rcnn, retinanet):
         patch.setattr(module, "resnet50", _resnet)
     patch.setattr(ssd, "vgg16", _vgg)
     patch.setattr(backbone_utils, "BackboneWithFPN", _pyramid)
     patch.setattr(mask_rcnn, "MaskRCNNHeads", _masks)
-    patch.setattr(keypoint_rcnn, "KeypointRCNNHeads", _keypoints)
     for module in (faster_rcnn, mask_rcnn):
         patch.setattr(module, "FastRCNNConvFCHead", _boxes)

@@ -167,7 +167,6 @@ def test_a_class_may_have_brackets_in_its_name(folder: Path, capsys: pytest.Capt
             ("--iou-type", "--detections", "file"),
         ),
         ((*COCO, "--iou-type", "segm"), ("0", "--iou-type", "segm")),
-        ((*COCO, "--iou-type", "keypoints"), ("0", "None")),
         ((*COCO, "--strict"), ("--strict", "COCO", "JSON")),
         ((*VOC, "--strict", "--definition", "coco"), ("--strict", "annotations", "COCO")),
         (

@@ -417,7 +417,7 @@ def test_published_weights_are_whole_where_nothing_trains_them(overrides: list[s
             ["metric.name=ap50"],
             r"metric\.name='ap50'.*your own function",
         ),
-        (["metric.name=keypoints/AP"], r"keypoints.*, not with data\.name=scenes"),
+        (["metric.name=segm/AP"], r"segm.*, not with data\.name=scenes"),
         (["metric.definition=coco50"], r"metric\.definition='coco50'.*voc, coco"),
         (["model.name=yolo"], r"'yolo'.*fasterrcnn_resnet50_fpn"),
         (["toolkit=detectron2"], "no effect with toolkit=detectron2"),

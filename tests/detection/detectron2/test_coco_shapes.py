@@ -1,4 +1,4 @@
-"""Masks and keypoints of COCO's files are registered as Detectron2's own reader has them, or refused where needed."""
+"""Masks of COCO's files are registered as Detectron2's own reader has them, or refused where needed."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
 
-from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data import MetadataCatalog
 from detectron2.data.datasets import load_coco_json
 from detectron2.modeling import build_model
 from detectron2.structures import BoxMode
@@ -26,12 +26,10 @@ from metricopt_ext.errors import ConfigError
 
 pytestmark = pytest.mark.detectron2
 
-NAMES = ["nose", "left_eye", "right_eye"]
-
 
 @pytest.fixture
 def write(catalog: Any, squares: Callable[..., DetectionSet], tmp_path: Path) -> Callable[..., Path]:
-    """Write four images with three objects each: polygons, a run-length encoding or none of them, and keypoints."""
+    """Write four images with three objects each: polygons or a run-length encoding."""
     data = squares(4)
 
     def make(change: Callable[[dict[str, Any]], None] | None = None, encoded: bool = False) -> Path:
@@ -40,7 +38,7 @@ def write(catalog: Any, squares: Callable[..., DetectionSet], tmp_path: Path) ->
                 {"id": 30 - n, "file_name": image.path.name, "width": image.width, "height": image.height}
                 for n, image in enumerate(data.images)
             ],
-            "categories": [{"id": 9, "name": "thing", "keypoints": NAMES}, {"id": 4, "name": "square"}],
+            "categories": [{"id": 9, "name": "thing"}, {"id": 4, "name": "square"}],
             "annotations": [],
         }
         for n, image in enumerate(data.images):
@@ -62,8 +60,6 @@ def write(catalog: Any, squares: Callable[..., DetectionSet], tmp_path: Path) ->
                         "area": 77.0,
                         "iscrowd": int(at == 2),
                         "segmentation": shape,
-                        "keypoints": [x, y, 2, x + 1, y + 2, 1, 0, 0, 0],
-                        "num_keypoints": 2,
                     }
                 )
         if change:
@@ -79,7 +75,7 @@ def comparable(annotation: dict[str, Any]) -> dict[str, Any]:
     box = BoxMode.convert(list(annotation["bbox"]), annotation["bbox_mode"], BoxMode.XYXY_ABS)
     shape = annotation["segmentation"]
     decoded = masks.decode(shape).tolist() if isinstance(shape, dict) else shape
-    keys = ("category_id", "iscrowd", "keypoints")
+    keys = ("category_id", "iscrowd")
     return {"box": [float(each) for each in box], "shape": decoded, **{key: annotation[key] for key in keys}}
 
 
@@ -102,19 +98,13 @@ def test_they_are_as_detectron2_reads_them(write: Callable[..., Path]) -> None:
     assert metadata.thing_dataset_id_to_contiguous_id == known.thing_dataset_id_to_contiguous_id
     assert metadata.json_file == str(path)
     assert MetadataCatalog.get("part").get("json_file") is None  # it has images that the part lacks
-    assert metadata.keypoint_names == NAMES
-    assert metadata.keypoint_flip_map == [("left_eye", "right_eye")]
-    for each in ours[0]["annotations"]:
-        each["keypoints"][0] = -1.0  # as Detectron2's own evaluator changes them in place
-    assert comparable(records_of("ours")[0]["annotations"][0]) == comparable(theirs[0]["annotations"][0])
 
 
 @pytest.mark.parametrize("encoded", [False, True])
-def test_mask_and_keypoint_r_cnn_learn_from_them(
+def test_mask_r_cnn_learns_from_them(
     encoded: bool, write: Callable[..., Path], tiny_config: Callable[..., Any]
 ) -> None:
-    cfg = tiny_config("fpn", "BN", "MODEL.MASK_ON", True, "MODEL.KEYPOINT_ON", True, "METRICOPT.METRIC.NAME", "segm/AP")
-    cfg.MODEL.ROI_KEYPOINT_HEAD.update(NUM_KEYPOINTS=3, MIN_KEYPOINTS_PER_IMAGE=0)
+    cfg = tiny_config("fpn", "BN", "MODEL.MASK_ON", True, "METRICOPT.METRIC.NAME", "segm/AP")
     cfg.INPUT.MASK_FORMAT = "bitmask" if encoded else "polygon"
     cfg.INPUT.RANDOM_FLIP = "horizontal"
     cfg.METRICOPT.DATASETS.TRAIN = str(write(encoded=encoded))
@@ -122,7 +112,7 @@ def test_mask_and_keypoint_r_cnn_learn_from_them(
     assert cfg.DATASETS.TRAIN == ("own_train",)
     check_sets(cfg, cfg.DATASETS.TRAIN, cfg.DATASETS.TRAIN)
     batch = next(iter(MetricOptTrainer.build_train_loader(cfg)))
-    assert all(each["instances"].has("gt_masks") and each["instances"].has("gt_keypoints") for each in batch)
+    assert all(each["instances"].has("gt_masks") for each in batch)
     assert all(len(each["instances"]) == 2 for each in batch)  # without the crowd
     assert torch.isfinite(training_loss(build_model(cfg), batch))
     if encoded:
@@ -134,7 +124,7 @@ def test_mask_and_keypoint_r_cnn_learn_from_them(
 def test_detectron2_s_evaluator_judges_by_the_file(write: Callable[..., Path], tiny_config: Callable[..., Any]) -> None:
     path = write()
     register_entries([f"ours={path.parent}:shapes.json", f"part={path.parent}:shapes.json[:50%]"], "elsewhere")
-    cfg = tiny_config("fpn", "BN", "METRICOPT.METRIC.NAME", "keypoints/AP", "TEST.KEYPOINT_OKS_SIGMAS", [0.1] * 3)
+    cfg = tiny_config("fpn", "BN", "METRICOPT.METRIC.NAME", "segm/AP")
     evaluator = MetricOptTrainer.build_evaluator(cfg, "ours")
     assert {each["area"] for each in evaluator._coco_api.anns.values()} == {77.0}  # and not those of the boxes
     of_part = MetricOptTrainer.build_evaluator(cfg, "part")._coco_api  # which Detectron2 writes from the records
@@ -142,17 +132,12 @@ def test_detectron2_s_evaluator_judges_by_the_file(write: Callable[..., Path], t
     assert len(of_part.anns) == 6
     for each in of_part.anns.values():
         known = whole[each["image_id"], tuple(each["bbox"])]
-        assert each["keypoints"] == known["keypoints"]
         assert (of_part.annToMask(each) == evaluator._coco_api.annToMask(known)).all()
 
 
 def first(content: dict[str, Any]) -> dict[str, Any]:
     annotation: dict[str, Any] = content["annotations"][0]
     return annotation
-
-
-def rename(*names: str) -> Callable[[dict[str, Any]], None]:
-    return lambda content: content["categories"][0].update(keypoints=list(names))
 
 
 @pytest.mark.parametrize(
@@ -167,11 +152,6 @@ def rename(*names: str) -> Callable[[dict[str, Any]], None]:
             "MASK_ON is True, but 1 of 8 objects of",
         ),
         (lambda all: first(all).update(segmentation=7), r"annotation 0 has the segmentation 7"),
-        (lambda all: first(all).update(keypoints=[1, 2]), r"KEYPOINT_ON.* of the 3 that are named"),
-        (rename("nose", "left_eye"), r"8.*'left_eye'.*'right_eye' beside it"),
-        (rename("a", "a", "b"), r"they must be different names"),
-        (lambda all: all["categories"][1].update(keypoints=["a"]), "categories name different keypoints"),
-        (lambda all: all["categories"][0].pop("keypoints"), r"has keypoints.*names under 'keypoints'"),
     ],
 )
 def test_what_can_t_be_read_is_refused_where_it_is_needed(
@@ -182,18 +162,16 @@ def test_what_can_t_be_read_is_refused_where_it_is_needed(
     cfg = tiny_config()
     check_sets(cfg, ["ours"], ["ours"])  # boxes need no shapes
     assert len(registered_truth("ours").images) == 4
-    cfg.MODEL.MASK_ON = cfg.MODEL.KEYPOINT_ON = True
-    cfg.MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS = 3
+    cfg.MODEL.MASK_ON = True
     with pytest.raises(ConfigError, match=message):
         check_sets(cfg, ["ours"], [])
 
 
-def test_keypoints_are_as_many_as_the_head_s(write: Callable[..., Path], tiny_config: Callable[..., Any]) -> None:
-    register_entries([f"ours={write().parent}:shapes.json"], "elsewhere")
-    cfg = tiny_config("fpn", "BN", "MODEL.KEYPOINT_ON", True)
-    with pytest.raises(ConfigError, match=r"NUM_KEYPOINTS.*17; ours has 3 keypoints"):
-        check_sets(cfg, ["ours"], [])
-    records = records_of("ours")
-    DatasetCatalog.register("unnamed", lambda: records)
-    with pytest.raises(ConfigError, match=r"unnamed.*keypoints; .*keypoint_flip_map"):
-        check_sets(cfg, ["unnamed"], [])
+def test_keypoints_and_objects_without_masks_are_refused(
+    write: Callable[..., Path], tiny_config: Callable[..., Any]
+) -> None:
+    register_entries([f"ours={write(lambda all: first(all).pop('segmentation')).parent}:shapes.json"], "elsewhere")
+    with pytest.raises(ConfigError, match=r"KEYPOINT_ON.* 8 of 8 .*set it to False"):
+        check_sets(tiny_config("fpn", "BN", "MODEL.KEYPOINT_ON", True), ["ours"], [])
+    with pytest.raises(ConfigError, match=r"1 of 12.*'segmentation'; name a"):
+        check_sets(tiny_config("fpn", "BN", "METRICOPT.METRIC.NAME", "segm/AP"), [], ["ours"])

@@ -1,6 +1,5 @@
 """Detectron2's own COCO evaluator on masks, as the metric that phi is tuned for."""
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,19 @@ pytest.importorskip("pycocotools")
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.evaluation import COCOEvaluator, DatasetEvaluator, inference_on_dataset
 from detectron2.modeling import build_model
-from detectron2.structures import Boxes, BoxMode, Instances
+from detectron2.structures import BoxMode
 from pycocotools import mask as rle
 
 import metricopt_ext as mo
 from metricopt_ext.data.halves import random_halves
-from metricopt_ext.detection.coco_metric import coco_metric
 from metricopt_ext.detection.detectron2.build import with_film
-from metricopt_ext.detection.detectron2.datasets import as_records, check_sets, registered_truth
+from metricopt_ext.detection.detectron2.datasets import as_records, registered_truth
 from metricopt_ext.detection.detectron2.evaluator import AP50Evaluator, ap50_metric
 from metricopt_ext.detection.detectron2.search import search
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer
 from metricopt_ext.detection.detectron2.weights import load_weights
 from metricopt_ext.detection.records import DetectionSet
-from metricopt_ext.errors import ConfigError, MetricError
+from metricopt_ext.errors import MetricError
 
 pytestmark = pytest.mark.detectron2
 
@@ -214,68 +212,3 @@ def test_an_evaluator_without_parts_says_so(masks: Any) -> None:
     metric = ap50_metric(MetricOptTrainer.build_test_loader(masks, "masks"), Constant())
     with pytest.warns(UserWarning, match="Constant judges all images together"):
         assert metric.judge(trained(masks)).halves is None
-
-
-class Found(torch.nn.Module):
-    """Finds the keypoints of some objects, moved, in any image."""
-
-    def __init__(self, records: list[dict[str, Any]]) -> None:
-        super().__init__()
-        self.by_id = {record["image_id"]: record["annotations"] for record in records}
-
-    def forward(self, images: Any) -> Any:
-        return [{"instances": self.instances(self.by_id[image["image_id"]], image["image_id"])} for image in images]
-
-    def instances(self, objects: list[dict[str, Any]], key: str) -> Instances:
-        rng = torch.Generator().manual_seed(len(key) + ord(key[-1]))
-        points = torch.tensor([each["keypoints"] for each in objects]).reshape(-1, 17, 3)
-        moved = points + torch.randn(points.shape, generator=rng) * torch.tensor([1.0, 1.0, 0.0])
-        boxes = Boxes(torch.tensor([each["bbox"] for each in objects]))
-        found = Instances((64, 64), pred_boxes=boxes, scores=torch.rand(len(objects), generator=rng))
-        found.pred_classes, found.pred_keypoints = torch.zeros(len(objects), dtype=torch.int64), moved
-        return found
-
-
-def test_keypoints_are_judged_by_detectron2_s_evaluator_on_all_images_and_on_halves(
-    catalog: Any, squares: Callable[..., DetectionSet], tiny_config: Any
-) -> None:
-    records = as_records(squares(6))
-    rng = np.random.default_rng(0)
-    for record in records:
-        for each in record["annotations"]:
-            (left, top, right, bottom), flags = each["bbox"], rng.integers(1, 3, 17)
-            points = np.stack([rng.uniform(left, right, 17), rng.uniform(top, bottom, 17), flags], 1)
-            each.update(keypoints=points.flatten().tolist(), category_id=0, bbox=[float(x) for x in each["bbox"]])
-    DatasetCatalog.register("people", lambda: copy.deepcopy(records))  # Detectron2 moves keypoints in place
-    MetadataCatalog.get("people").set(thing_classes=["red", "green"])
-    given = ["METRICOPT.METRIC.NAME", "keypoints/AP", "METRICOPT.METRIC.SET", "people"]
-    cfg = tiny_config("fpn", "BN", *given, "DATASETS.TEST", ("people",), "DATASETS.TRAIN", ("people",))
-    metric = MetricOptTrainer.build_metric(cfg)
-    assert metric is not None
-    evaluation = metric.judge(Found(records))
-    images = [torch.zeros(3, 64, 64)] * len(records)
-    content = {
-        "images": [{"id": i, "width": 64, "height": 64} for i in range(len(records))],
-        "categories": [{"id": 1, "name": "red"}],
-        "annotations": [
-            {**each, "image_id": i, "category_id": 1, "bbox": sides, "bbox_mode": 1, "area": sides[2] * sides[3]}
-            for i, record in enumerate(records)
-            for each in record["annotations"]
-            for left, top, right, bottom in [each["bbox"]]
-            for sides in [[left, top, right - left, bottom - top]]
-        ],
-    }
-    shown = iter(range(len(records)))
-
-    def detect(model: Any, image: Any) -> dict[str, Any]:
-        found = model([{"image_id": records[next(shown)]["image_id"]}])[0]["instances"]
-        return {"scores": found.scores, "labels": found.pred_classes + 1, "keypoints": found.pred_keypoints}
-
-    ours = coco_metric(images, content, kind="keypoints", halves=random_halves(len(records), 0), detect=detect)
-    expected = ours.judge(Found(records))
-    assert 0.1 < expected.cost < 0.9
-    assert evaluation.cost == pytest.approx(expected.cost, abs=1e-6)  # of float32
-    assert evaluation.halves == pytest.approx(expected.halves, abs=1e-6)
-    del records[2]["annotations"][0]["keypoints"]
-    with pytest.raises(ConfigError, match=r"1 of 9.*'keypoints'; name a"):
-        check_sets(cfg, [], ["people"])

@@ -29,7 +29,6 @@ RETINANET = [
 ]
 MASK = ["MODEL.MASK_ON", True, "MODEL.ROI_MASK_HEAD.NAME", "MaskRCNNConvUpsampleHead"]
 MASK += ["MODEL.ROI_MASK_HEAD.NUM_CONV", 1, "MODEL.ROI_MASK_HEAD.CONV_DIM", 8]
-KEYPOINTS = ["MODEL.KEYPOINT_ON", True, "MODEL.ROI_HEADS.NUM_CLASSES", 1, "MODEL.ROI_KEYPOINT_HEAD.CONV_DIMS", [8]]
 CASCADE = ["MODEL.ROI_HEADS.NAME", "CascadeROIHeads", "MODEL.ROI_BOX_HEAD.CLS_AGNOSTIC_BBOX_REG", True]
 
 
@@ -52,7 +51,7 @@ def fcos(cfg: Any) -> nn.Module:
 
 @torch.no_grad()
 def outputs(model: nn.Module) -> dict[str, Tensor]:
-    """All that a detector finds in an image: boxes, scores, classes, masks, keypoints."""
+    """All that a detector finds in an image: boxes, scores, classes, masks."""
     rng = torch.Generator().manual_seed(0)
     image = torch.randint(256, (3, 64, 64), generator=rng).double()
     found = model.eval()([{"image": image, "height": 64, "width": 64}])[0]["instances"].get_fields()
@@ -68,14 +67,13 @@ def outputs(model: nn.Module) -> dict[str, Tensor]:
         (build_model, "BN", RETINANET, ["backbone.bottom_up.*.norm"]),
         (build_model, "BN", RETINANET, ["head.*"]),
         (build_model, "BN", [*FEW, *MASK], ["roi_heads.mask_head.*"]),
-        (build_model, "BN", [*FEW, *KEYPOINTS], ["roi_heads.keypoint_head.conv*"]),
         (build_model, "BN", [*FEW, *CASCADE], ["roi_heads.box_head.*.fc*"]),
         (build_model, "GN", [*FEW, *CASCADE], ["backbone.bottom_up.*.norm"]),
         (fcos, "BN", RETINANET, ["backbone.bottom_up.*.norm"]),
         (fcos, "BN", RETINANET, ["head.*"]),
     ],
     ids=[
-        *("faster", "faster frozen", "retinanet", "retinanet head", "mask", "keypoint", "cascade"),
+        *("faster", "faster frozen", "retinanet", "retinanet head", "mask", "cascade"),
         *("cascade groupnorm", "fcos", "fcos head"),
     ],
 )
