@@ -1,16 +1,10 @@
-"""The entries of COCO's JSON files: what each tells of an object or a detection, checked.
-
-Files have many entries, so they are read in columns (`Entries`): from the objects that JSON gives, or by `coco_columns`
-without such objects, where an entry tells no more than usual.
-"""
+"""The entries of COCO's JSON files: what each tells of an object or a detection, checked."""
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from typing_extensions import override
 
 from metricopt_ext.detection.ids import Id, distinct, number
 from metricopt_ext.detection.tables import LARGEST, LONGEST_SIDE, Booleans, Floats, Integers, Kind, is_finite
@@ -20,63 +14,8 @@ from metricopt_ext.utils.words import brief
 FLAGS = {None: False, 0: False, 1: True, "": False, "0": False, "1": True}  # False and True are 0 and 1
 
 
-class Entries(ABC):
-    """Objects or detections of a file, ``n``. What is asked for is checked, and a wrong one refused by its place."""
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Return n."""
-
-    @abstractmethod
-    def named(self) -> Booleans:
-        """Return which have a class's name, ``n``."""
-
-    @abstractmethod
-    def called(self, row: int) -> str:
-        """Return the name or the id of one's class."""
-
-    @abstractmethod
-    def distinct(self, key: str, rows: Booleans | None = None) -> dict[Id, str]:
-        """Return the different ids under a key, of all or of some rows, each with where it is first found."""
-
-    @abstractmethod
-    def places(self, key: str, places: Mapping[Id, int], rows: Booleans | None = None) -> Integers:
-        """Return what the ids under a key stand for, of all or of some rows; -1 for an unknown one."""
-
-    @abstractmethod
-    def shapes(self, kind: Kind, images: Integers, ids: Sequence[Id], sizes: Integers) -> list[Any] | None:
-        """Return their masks, in their images, which have these ids and sizes; None for boxes.
-
-        One of an unknown image, -1, has None.
-        """
-
-    @abstractmethod
-    def boxes(self) -> Floats:
-        """Return the numbers of their boxes, ``n x 4``."""
-
-    @abstractmethod
-    def extents(self, kind: Kind, shapes: Sequence[Any] | None) -> tuple[Floats, Floats]:
-        """Return the numbers of detections' boxes, ``n x 4``, and their areas, ``n``."""
-
-    @abstractmethod
-    def scores(self) -> Floats:
-        """Return their scores, ``n``."""
-
-    @abstractmethod
-    def areas(self) -> Floats:
-        """Return their areas, ``n``, NaN for those that are not told."""
-
-    @abstractmethod
-    def crowds(self, rows: Booleans) -> Booleans:
-        """Return whether they are regions of several objects, ``n``; of some rows alone."""
-
-    @abstractmethod
-    def ids(self) -> list[Any]:
-        """Return their own ids, ``n``; None for one without."""
-
-
-class Objects(Entries):
-    """Entries as JSON gives them.
+class Entries:
+    """Objects or detections of a file, ``n``. What is asked for is checked, and a wrong one refused by its place.
 
     Args:
         content: The list of entries.
@@ -86,29 +25,32 @@ class Objects(Entries):
     def __init__(self, content: Sequence[Any], what: str) -> None:
         self.entries = [(each, f"{what} {i}") for i, each in enumerate(content)]
 
-    @override
     def __len__(self) -> int:
+        """Return n."""
         return len(self.entries)
 
-    @override
     def named(self) -> Booleans:
+        """Return which have a class's name, ``n``."""
         return np.array([get(entry, "category_name") is not None for entry, _ in self.entries], dtype=bool)
 
-    @override
     def called(self, row: int) -> str:
+        """Return the name or the id of one's class."""
         entry, _ = self.entries[row]
         return str(entry.get("category_name") or entry.get("category_id"))
 
-    @override
     def distinct(self, key: str, rows: Booleans | None = None) -> dict[Id, str]:
+        """Return the different ids under a key, of all or of some rows, each with where it is first found."""
         return distinct(self._some(rows), key)
 
-    @override
     def places(self, key: str, places: Mapping[Id, int], rows: Booleans | None = None) -> Integers:
+        """Return what the ids under a key stand for, of all or of some rows; -1 for an unknown one."""
         return np.array([places.get(entry[key], -1) for entry, _ in self._some(rows)], dtype=np.int64)
 
-    @override
     def shapes(self, kind: Kind, images: Integers, ids: Sequence[Id], sizes: Integers) -> list[Any] | None:
+        """Return their masks, in their images, which have these ids and sizes; None for boxes.
+
+        One of an unknown image, -1, has None.
+        """
         if kind == "bbox":
             return None
         shapes = list[Any]()
@@ -120,32 +62,32 @@ class Objects(Entries):
             shapes.append(_mask(entry, where, ids[place], width, height))
         return shapes
 
-    @override
     def boxes(self) -> Floats:
+        """Return the numbers of their boxes, ``n x 4``."""
         return np.array([box_of(*each) for each in self.entries], dtype=np.float64).reshape(-1, 4)
 
-    @override
     def extents(self, kind: Kind, shapes: Sequence[Any] | None) -> tuple[Floats, Floats]:
+        """Return the numbers of detections' boxes, ``n x 4``, and their areas, ``n``."""
         every = shapes or [None] * len(self.entries)
         found = [_extent(*entry, kind, shape) for entry, shape in zip(self.entries, every, strict=True)]
         boxes = np.array([box for box, _ in found], dtype=np.float64).reshape(-1, 4)
         return boxes, np.array([area for _, area in found], dtype=np.float64)
 
-    @override
     def scores(self) -> Floats:
+        """Return their scores, ``n``."""
         return np.array([_score(*each) for each in self.entries], dtype=np.float64)
 
-    @override
     def areas(self) -> Floats:
+        """Return their areas, ``n``, NaN for those that are not told."""
         return np.array([area_of(entry) for entry, _ in self.entries], dtype=np.float64)
 
-    @override
     def crowds(self, rows: Booleans) -> Booleans:
+        """Return whether they are regions of several objects, ``n``; of some rows alone."""
         chosen = zip(self.entries, rows.tolist(), strict=True)
         return np.array([own and flag_of(entry, "iscrowd", where) for (entry, where), own in chosen], dtype=bool)
 
-    @override
     def ids(self) -> list[Any]:
+        """Return their own ids, ``n``; None for one without."""
         return [get(entry, "id") for entry, _ in self.entries]
 
     def _some(self, rows: Booleans | None) -> Sequence[tuple[Any, str]]:

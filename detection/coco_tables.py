@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 
 from metricopt_ext.detection.box_kinds import check_annotated, check_found, hits, refuse_corners
 from metricopt_ext.detection.boxes_outside import warn_of_boxes_outside
-from metricopt_ext.detection.coco_entries import Entries, Objects, get, side_of
+from metricopt_ext.detection.coco_entries import Entries, get, side_of
 from metricopt_ext.detection.ids import (
     Id,
     checked_id,
@@ -69,7 +68,7 @@ def read_truth(
     Raises:
         DataError: As `coco.read_coco`.
     """
-    content, entries = _annotations(Path(annotations), kind)
+    content, entries = _annotations(Path(annotations))
     wrong = [key for key in ("images", "annotations", "categories") if not isinstance(get(content, key), list)]
     if wrong == ["categories"] and any(get(each, "caption") is not None for each in content["annotations"]):
         raise DataError(f"{annotations} has captions, and no boxes; COCO's boxes are in instances_*.json")
@@ -194,7 +193,7 @@ def read_found(
         DataError: As `coco.read_detections`.
     """
     truth = TruthTable.of(dataset)
-    entries = _detections(Path(results), kind)
+    entries = _detections(Path(results))
     image_ids, ways = entries.distinct("image_id"), image_ways(truth.image_ids, truth.names)
     at = choose(ways, image_ids, "image_id", "; image_id is the image's id or the name of its file")
     labels, other_labels = _labels(entries, truth, str(results), strict)
@@ -257,47 +256,26 @@ class _Results:
         return table.take(rows[self.labels[rows] >= 0])
 
 
-def _annotations(path: Path, kind: Kind) -> tuple[Any, Entries]:
+def _annotations(path: Path) -> tuple[Any, Entries]:
     """What a file of annotations holds, and its annotations, none where they are no list."""
-    data, what = _read(path), f"{path}: annotation"
-    if kind == "bbox" and find_spec("msgspec") is not None:
-        from metricopt_ext.detection.coco_columns import annotations_of
-
-        if (found := annotations_of(data, what)) is not None:
-            others, columns = found
-            return {**others, "annotations": []}, columns
-    content = _parsed(path, data)
+    content = _parsed(path)
     listed = get(content, "annotations")
-    return content, Objects(listed if isinstance(listed, list) else [], what)
+    return content, Entries(listed if isinstance(listed, list) else [], f"{path}: annotation")
 
 
-def _detections(path: Path, kind: Kind) -> Entries:
-    data, what = _read(path), f"{path}: detection"
-    if kind == "bbox" and find_spec("msgspec") is not None:
-        from metricopt_ext.detection.coco_columns import detections_of
-
-        if (columns := detections_of(data, what)) is not None:
-            return columns
-    content = _parsed(path, data)
+def _detections(path: Path) -> Entries:
+    content = _parsed(path)
     if not isinstance(content, list):
         raise DataError(f"{path} holds a {type(content).__name__}; COCO's results are a list of detections")
-    return Objects(content, what)
+    return Entries(content, f"{path}: detection")
 
 
-def _read(path: Path) -> bytes:
+def _parsed(path: Path) -> Any:
     if not path.is_file():
         raise DataError(f"{path} does not exist")
-    return path.read_bytes()
-
-
-def _parsed(path: Path, data: bytes) -> Any:
     try:
-        return parse_json(data)
+        return parse_json(read_bounded(path))
     except ValueError as error:
-        if data.startswith(b"\x1f\x8b"):
-            raise DataError(f"{path} is packed by gzip; unpack it: gunzip {path.name}") from error
-        if str(error).startswith("Extra data: line 2 "):  # the first line is whole
-            raise DataError(f"{path} has a JSON value on each line; it must be one, as [{{...}}, {{...}}]") from error
         raise DataError(f"{path} is truncated or not JSON ({brief(error)})") from error
 
 

@@ -13,7 +13,7 @@ EXTRAS = {
         *("pytorch_metric_learning", "sklearn", "tensorboard", "torchvision", "yaml"),
     ),
     "detection": (
-        *("PIL", "jinja2", "matplotlib", "msgspec", "omegaconf"),
+        *("PIL", "jinja2", "matplotlib", "omegaconf"),
         *("pycocotools", "sklearn", "tensorboard", "torchvision", "yaml"),
     ),
     "files": ("pyarrow",),
