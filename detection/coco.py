@@ -107,9 +107,8 @@ def read_detections(
     """Read COCO's results format: a list of ``{image_id, category_id, bbox: [x, y, width, height], score}``.
 
     An image is identified by its ``image_id`` in the set: VOC's are strings, the file names without suffix. A class is
-    identified by its ``category_id``, which counts the classes from 1 in sets not read from COCO's format, or by its
-    ``category_name``, if there is one. Ids that are written otherwise are read as `ids` says. One warning says so where
-    classes are counted from 0, or where another reading of ids, as they are written, gives at least as many hits.
+    identified by its ``category_id``, which counts the classes from 1 in sets not read from COCO's format. Ids are
+    those of the set, as they are written there; a float such as 1.0 is an integer.
 
     Args:
         results: The JSON file.
@@ -120,7 +119,7 @@ def read_detections(
         The detections in each image of the set, in float64 and in the file's order.
 
     Raises:
-        DataError: The file is truncated or not a list in this format, has an unknown or ambiguous image or
+        DataError: The file is truncated or not a list in this format, has an unknown image or
             category, a box or score that is not a finite number, or boxes of another kind (`box_kinds`).
     """
     table = read_found(results, dataset, kind=kind)

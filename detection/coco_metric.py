@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from metricopt_ext.detection.ap50 import COCO_DETECTIONS, told_beyond_limit
 from metricopt_ext.detection.box_kinds import refuse_corners, refuse_normalised
 from metricopt_ext.detection.coco_entries import area_of, box_of, flag_of, side_of
-from metricopt_ext.detection.ids import Id, checked_id, choose, distinct, examples, known_of, number, written_ways
+from metricopt_ext.detection.ids import Id, all_places_of, checked_id, distinct, examples, number, places_of
 from metricopt_ext.detection.metric import halves_of_images
 from metricopt_ext.detection.shapes import masks_from
 from metricopt_ext.detection.tables import KINDS, Booleans, Kind
@@ -32,7 +32,7 @@ except ImportError as error:
 Name = Literal["AP", "AP50", "AP75"]
 IOUS: dict[Name, float] = {"AP50": 0.5, "AP75": 0.75}  # of one IoU
 
-COMPARED = 500  # images by which other readings of what is found are compared
+COMPARED = 500  # images by which another reading of boxes is compared
 
 
 def coco_metric(
@@ -97,9 +97,9 @@ def coco_metric(
             found = model([image])[0] if detect is None else detect(model, image)
             results += _results(entry, found, kind)
         _tell_of(results, sorted(truth.cats), kind, told)
-        if "readings" not in told:
-            told.add("readings")
-            _compare_readings(truth, results, [image_id for image_id in ids if image_id in objects][:COMPARED], kind)
+        if kind == "bbox" and "sides" not in told:
+            told.add("sides")
+            _refuse_sides(truth, results, [image_id for image_id in ids if image_id in objects][:COMPARED])
 
         def value_on(half: Tensor | None) -> float:
             return _value(truth, results, ids if half is None else [ids[i] for i in half.tolist()], kind, name)
@@ -130,8 +130,8 @@ def _as_read(annotations: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
 
     entries = [(each, f"annotation {place}") for place, each in enumerate(annotations["annotations"])]
     image_ids = distinct(entries, "image_id")
-    at = max((known_of(way, image_ids) for way in written_ways(images)), key=len)
-    labels = choose(written_ways(categories), distinct(entries, "category_id"), "category_id", "")
+    at = places_of(images, image_ids)
+    labels = all_places_of(categories, distinct(entries, "category_id"), "category_id")
     if left := sum(each["image_id"] not in at for each, _ in entries):
         warnings.warn(f"{left} annotations are of images that are not given; they don't count", stacklevel=3)
     read = [
@@ -187,10 +187,9 @@ def _warn_of_sizes(images: Sequence[Tensor], entries: list[dict[str, Any]]) -> N
 def _check_boxes(read: list[dict[str, Any]], entries: Mapping[Id, Mapping[str, Any]]) -> None:
     """Refuse annotated boxes of another kind, and warn once of those without area."""
     boxes = np.array([each["bbox"] for each in read], dtype=np.float64).reshape(-1, 4)
-    refuse_normalised(boxes, "annotations")
     sides = [[side_of(entries[each["image_id"]], key, "", False) for key in ("width", "height")] for each in read]
     areas = np.array([each["told_area"] for each in read], dtype=np.float64)
-    refuse_corners(boxes, np.array(sides, dtype=np.float64).reshape(-1, 2), "annotations", areas)
+    refuse_corners(boxes, np.array(sides, dtype=np.float64).reshape(-1, 2), areas, "annotations")
     if flat := int((boxes[:, 2:] <= 0).any(1).sum()):
         warnings.warn(
             f"{counted(flat, 'annotated box')} without area count as objects that are not found, as in pycocotools",
@@ -199,7 +198,7 @@ def _check_boxes(read: list[dict[str, Any]], entries: Mapping[Id, Mapping[str, A
 
 
 def _has_shape(entry: Mapping[str, Any], kind: Kind) -> bool:
-    return entry.get(KINDS[kind]) is not None or (kind == "bbox" and bool(entry.get("segmentation")))
+    return entry.get(KINDS[kind]) is not None
 
 
 def _with_sides(image: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -245,39 +244,22 @@ def _tell_of(results: list[dict[str, Any]], categories: list[int], kind: Kind, t
             warnings.warn(said[key], stacklevel=3)
 
 
-def _compare_readings(truth: COCO, results: list[dict[str, Any]], ids: list[Id], kind: Kind) -> None:
-    """Refuse boxes, and warn of labels, that are right far more often if they are read otherwise.
+def _refuse_sides(truth: COCO, results: list[dict[str, Any]], ids: list[Id]) -> None:
+    """Refuse boxes that are right far more often if they are read by their sides.
 
     Args:
         truth: The annotations.
         results: What is found, as entries of COCO's file of results.
         ids: Images with objects.
-        kind: What is compared.
     """
-    if not ids or (value := _value(truth, results, ids, kind, "AP50")) >= 0.5:
+    if not ids or (value := _value(truth, results, ids, "bbox", "AP50")) >= 0.5:
         return
-    if kind == "bbox":
-        for what, shift in (("[left, top, width, height]", 0.0), ("[centre x, centre y, width, height]", 0.5)):
-            boxes = [(x, y, w + x, h + y) for x, y, w, h in (each["bbox"] for each in results)]  # as they were given
-            read = [
-                {**each, "bbox": [x - shift * w, y - shift * h, w, h]}
-                for each, (x, y, w, h) in zip(results, boxes, strict=True)
-            ]
-            if (other := _value(truth, read, ids, kind, "AP50")) > max(2 * value, 0.5):
-                raise MetricError(
-                    f"AP50 would be {other:.3f} in place of {value:.3f} if the detector's boxes were {what}; they must"
-                    " be [left, top, right, bottom] in pixels, so let detect=... translate them"
-                )
-    for shift in (1, -1):
-        shifted = [{**each, "category_id": each["category_id"] + shift} for each in results]
-        if all(each["category_id"] in truth.cats for each in shifted):
-            other = _value(truth, shifted, ids, kind, "AP50")
-            if other > value:
-                warnings.warn(
-                    f"AP50 would be {other:.3f} in place of {value:.3f} if {shift} were added to the detector's labels;"
-                    " they must be the ids of categories, so let detect=... translate them",
-                    stacklevel=3,
-                )
+    read = [{**each, "bbox": [x, y, w + x, h + y]} for each in results for x, y, w, h in [each["bbox"]]]
+    if (other := _value(truth, read, ids, "bbox", "AP50")) > max(2 * value, 0.5):
+        raise MetricError(
+            f"AP50 would be {other:.3f} in place of {value:.3f} if the detector's boxes were [left, top, width,"
+            " height]; they must be [left, top, right, bottom] in pixels, so let detect=... translate them"
+        )
 
 
 def _results(image: Mapping[str, Any], found: Mapping[str, Tensor], kind: Kind) -> list[dict[str, Any]]:

@@ -2,47 +2,23 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from metricopt_ext.detection.box_kinds import check_annotated, check_found, hits, refuse_corners
+from metricopt_ext.detection.box_kinds import check_annotated, check_found
 from metricopt_ext.detection.boxes_outside import warn_of_boxes_outside
 from metricopt_ext.detection.coco_entries import Entries, get, side_of
-from metricopt_ext.detection.ids import (
-    Id,
-    checked_id,
-    choose,
-    class_ways,
-    counting,
-    examples,
-    image_ways,
-    known_of,
-    number,
-    other_readings,
-    written_ways,
-)
-from metricopt_ext.detection.tables import (
-    Array,
-    Booleans,
-    Floats,
-    FoundTable,
-    Integers,
-    Kind,
-    TruthLike,
-    TruthTable,
-    as_objects,
-)
+from metricopt_ext.detection.ids import all_places_of, checked_id, number, places_of
+from metricopt_ext.detection.tables import Booleans, FoundTable, Integers, Kind, TruthLike, TruthTable, as_objects
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import parse_json
 from metricopt_ext.utils.words import brief, counted
 
 NAMED = 5  # images listed in a warning
-LVIS = ("neg_category_ids", "not_exhaustive_category_ids")  # of an image, and no other format's
 
 Size = Callable[[int | str, str], tuple[int, int]]
 
@@ -70,20 +46,13 @@ def read_truth(
     """
     content, entries = _annotations(Path(annotations))
     wrong = [key for key in ("images", "annotations", "categories") if not isinstance(get(content, key), list)]
-    if wrong == ["categories"] and any(get(each, "caption") is not None for each in content["annotations"]):
-        raise DataError(f"{annotations} has captions, and no boxes; COCO's boxes are in instances_*.json")
     if wrong:
         raise DataError(f"{annotations} has no list {wrong[0]!r}; COCO's format needs images, annotations, categories")
     if not content["images"]:
         raise DataError(f"{annotations} has an empty list 'images'; it should name an image")
-    if any(get(each, key) is not None for each in content["images"] for key in LVIS):
-        raise DataError(
-            f"{annotations} is in LVIS's format, by {' and '.join(LVIS)}: its images are searched for some classes"
-            " alone, which COCO's numbers know nothing of. Use the package lvis, or leave these keys out to count all"
-        )
     shown = images_dir is not None
-    images = _by_id(content["images"], partial(_image, shown=shown), f"{annotations}: an image", _as_written)
-    categories = _by_id(content["categories"], _category, f"{annotations}: a category", _by_number)
+    images = _by_id(content["images"], partial(_image, shown=shown), f"{annotations}: an image")
+    categories = _by_id(content["categories"], _category, f"{annotations}: a category")
     double = [name for name, count in Counter(categories.values()).items() if count > 1]
     if double:
         raise DataError(f"{annotations} has several categories named {double[0]!r}")
@@ -99,12 +68,9 @@ def read_truth(
         pixels = [size if all(size) else size_of(key, name) for key, name, size in zip(ids, names, pixels, strict=True)]
     sizes = np.array(pixels, dtype=np.int64).reshape(-1, 2)
 
-    there, ways = entries.distinct("image_id"), written_ways(tuple(images))
-    at = max((known_of(way, there) for way in ways), key=len)
-    if not at or len(at) == len(there):
-        at = choose(ways, there, "image_id", "")
-    ways = class_ways(tuple(categories), tuple(categories.values()))
-    known = choose(ways, entries.distinct("category_id"), "category_id", "")
+    there = entries.distinct("image_id")
+    at = places_of(ids, there) or all_places_of(ids, there, "image_id")
+    known = all_places_of(tuple(categories), entries.distinct("category_id"), "category_id")
     places, labels = entries.places("image_id", at), entries.places("category_id", known)
     numbers = entries.boxes()
     shapes = entries.shapes(kind, places, ids, sizes)
@@ -160,7 +126,6 @@ def read_truth(
     if strict or kind != "bbox":  # boxes decide nothing
         return truth
     check_annotated(truth, str(annotations))
-    refuse_corners(numbers, np.zeros((len(numbers), 2)), str(annotations), areas)  # by areas alone
     warn_of_boxes_outside(annotations, truth, called)
     return truth
 
@@ -194,66 +159,18 @@ def read_found(
     """
     truth = TruthTable.of(dataset)
     entries = _detections(Path(results))
-    image_ids, ways = entries.distinct("image_id"), image_ways(truth.image_ids, truth.names)
-    at = choose(ways, image_ids, "image_id", "; image_id is the image's id or the name of its file")
-    labels, other_labels = _labels(entries, truth, str(results), strict)
-    places = entries.places("image_id", at)
+    at = all_places_of(truth.image_ids, entries.distinct("image_id"), "image_id", "; image_id is the image's id")
+    places, labels = entries.places("image_id", at), _labels(entries, truth, str(results), strict)
     shapes = entries.shapes(kind, places, truth.image_ids, truth.sizes)
-    boxes, areas = entries.extents(kind, shapes)
+    boxes, areas = entries.extents(shapes)
+    edges = np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], axis=1)
     listed = None if shapes is None else as_objects(shapes)
-    read = _Results(boxes, areas, listed, entries.scores(), places, labels, len(truth))
-    found = read.found()
+    rows = np.argsort(places, kind="stable")
+    rows = rows[labels[rows] >= 0]
+    found = FoundTable(len(truth), places, edges, entries.scores(), labels, areas, listed).take(rows)
     if kind == "bbox" and not strict:
-        check_found(read.boxes, read.places, read.found, truth, str(results))
-
-    counted_ways = [way for first in (0, 1) for way in counting(truth.image_ids, first)]
-    others = [
-        (f"image_id is read as the id; {what}", replace(read, places=entries.places("image_id", other)), more)
-        for prefix, each_way, more in (("read as ", ways, 0), ("", counted_ways, 1))
-        for what, other in ((prefix + what, other) for what, other in other_readings(each_way, image_ids, at))
-    ] + [
-        (f"category_id is read as the annotations count; {what}", replace(read, labels=other), 0)
-        for what, other in other_labels
-    ]
-    before = hits(found, truth) if others else 0
-    for said, other_read, more in others:
-        after = hits(other_read.found(), truth)
-        if after >= before + more:
-            warnings.warn(
-                f"{results}: {said}, {after} detections would hit an object; as read, {before} do", stacklevel=2
-            )
+        check_found(boxes[rows], found, truth, str(results))
     return found
-
-
-@dataclass(frozen=True, eq=False)
-class _Results:
-    """What a file of results says, by one reading of its ids.
-
-    Attributes:
-        boxes: ``n x 4``, as in the file.
-        areas: ``n``.
-        shapes: Masks, ``n``; None for boxes.
-        scores: ``n``.
-        places: The image of each, ``n``.
-        labels: The class of each, ``n``; -1 for those to leave out.
-        images: Number of images.
-    """
-
-    boxes: Floats
-    areas: Floats
-    shapes: Any
-    scores: Floats
-    places: Integers
-    labels: Integers
-    images: int
-
-    def found(self, edges: Array | None = None) -> FoundTable:
-        """Return the detections by image, in the file's order; from other edges than the file's if given."""
-        if edges is None:
-            edges = np.concatenate([self.boxes[:, :2], self.boxes[:, :2] + self.boxes[:, 2:]], axis=1)
-        table = FoundTable(self.images, self.places, edges, self.scores, self.labels, self.areas, self.shapes)
-        rows = np.argsort(self.places, kind="stable")
-        return table.take(rows[self.labels[rows] >= 0])
 
 
 def _annotations(path: Path) -> tuple[Any, Entries]:
@@ -274,33 +191,23 @@ def _parsed(path: Path) -> Any:
     if not path.is_file():
         raise DataError(f"{path} does not exist")
     try:
-        return parse_json(read_bounded(path))
+        return parse_json(path.read_bytes())
     except ValueError as error:
         raise DataError(f"{path} is truncated or not JSON ({brief(error)})") from error
 
 
-def _by_id(
-    entries: list[Any], read: Callable[[Any, str], Any], what: str, order: Callable[[Id], Any]
-) -> dict[Any, Any]:
+def _by_id(entries: list[Any], read: Callable[[Any, str], Any], what: str) -> dict[Any, Any]:
     """What entries say, ordered by their ids; an entry may be repeated, if it says the same."""
     found: dict[Any, Any] = {}
     for entry in entries:
         key = checked_id(entry, "id", what)
-        key = number(key) if isinstance(key, float) else key
+        key = number(key)
         if isinstance(key, float):
             raise DataError(f"{what} has the id {key}; it must be an integer or text")
         said = read(entry, what)
         if found.setdefault(key, said) != said:
             raise DataError(f"{what}'s id occurs twice: {brief(key)}, of {brief(found[key])} and {brief(said)}")
-    return dict(sorted(found.items(), key=lambda item: order(item[0])))
-
-
-def _as_written(key: Id) -> Any:
-    return isinstance(key, str), key
-
-
-def _by_number(key: Id) -> Any:
-    return _as_written(number(key))
+    return dict(sorted(found.items(), key=lambda item: (isinstance(item[0], str), item[0])))
 
 
 def _image(entry: Any, what: str, *, shown: bool) -> tuple[str | None, int, int]:
@@ -320,63 +227,21 @@ def _category(entry: Any, what: str) -> str:
     name = entry["id"] if name is None else name
     if type(name) not in (int, float, str):
         raise DataError(f"{what} has the name {brief(name)}; it must be text")
-    return str(number(name) if isinstance(name, float) else name)
+    return str(number(name))
 
 
-def _labels(
-    entries: Entries, truth: TruthTable, results: str, ignore: bool
-) -> tuple[Integers, list[tuple[str, Integers]]]:
-    """The class of each detection, ``n``, -1 for those to leave out; and other readings, each with what it reads."""
-    category_ids = truth.category_ids or tuple(range(1, len(truth.classes) + 1))
-    named = entries.named()
-    ids, names = entries.distinct("category_id", ~named), entries.distinct("category_name", named)
-    count = (
-        f"; category_id counts the classes as the annotations do, from {brief(category_ids[0])}" if category_ids else ""
-    )
-
-    ways = class_ways(category_ids, truth.classes)
-    known = known_of(ways[-1], names)
-    from_0 = counting(category_ids, 0)
-    if any(number(value) == 0 for value in ids) and any(len(known_of(way, ids)) == len(ids) for way in from_0):
-        ways = [*ways, *from_0]
-    if ignore:
-        best = max(ways, key=lambda way: len(known_of(way, ids)))
-        places = known_of(best, ids)
-        if len(entries) and not (places or known):
-            raise DataError(f"{results} has no detection of a known class; known: {examples(category_ids)}{count}")
-    else:
-        places = choose(ways, ids, "category_id", f"{count}, or category_name names one")
-        if unknown := [name for name in names if name not in known]:
-            raise DataError(
-                f"{names[unknown[0]]} has the unknown category_name {brief(unknown[0])};"
-                f" known: {examples(truth.classes)}"
-            )
-
-    def with_names(places: Mapping[Id, int]) -> Integers:
-        labels = np.full(len(entries), -1)
-        labels[~named] = entries.places("category_id", places, ~named)
-        labels[named] = entries.places("category_name", known, named)
-        return labels
-
-    labels = with_names(places)
-    if from_0 and places and places == known_of(from_0[0], ids) != known_of(ways[0], ids):
-        first = examples(f"{place} is {name}" for place, name in enumerate(truth.classes))
-        warnings.warn(f"{results}: category_id is read as counted from 0, as 0 occurs: {first}", stacklevel=3)
-        return labels, []
-    _tell_of_unknown(entries, labels, results)
-    others = [*ways, *from_0, *counting(category_ids, 1)]
-    return labels, [(what, with_names(other)) for what, other in other_readings(others, ids, places)]
-
-
-def _tell_of_unknown(entries: Entries, labels: Integers, results: str) -> None:
-    if len(left := np.flatnonzero(labels < 0)):
-        classes = Counter(entries.called(row) for row in left.tolist())
-        shown = ", ".join(f"{brief(name)}: {count}" for name, count in classes.most_common(NAMED))
+def _labels(entries: Entries, truth: TruthTable, results: str, strict: bool) -> Integers:
+    """The class of each detection, ``n``; -1 for those of unknown classes, which a strict count leaves out."""
+    category_ids, ids = truth.category_ids or range(1, len(truth.classes) + 1), entries.distinct("category_id")
+    if not strict:
+        hint = "; category_id counts the classes from 1" if not truth.category_ids else ""
+        return entries.places("category_id", all_places_of(category_ids, ids, "category_id", hint))
+    labels = entries.places("category_id", places_of(category_ids, ids))
+    if left := int((labels < 0).sum()):
         warnings.warn(
-            f"{results}: left out {counted(len(left), 'detection')} of {counted(len(classes), 'class')} that the"
-            f" annotations don't have ({shown}{', ...' * (len(classes) > NAMED)})",
-            stacklevel=4,
+            f"{results}: left out {counted(left, 'detection')} of classes that the annotations don't have", stacklevel=3
         )
+    return labels
 
 
 def _is_file(path: Path) -> bool:

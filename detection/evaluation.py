@@ -60,7 +60,10 @@ def not_counted(found: FoundTable, evaluation: dict[str, Any]) -> list[str]:
             f" are in no mean: {shortened(list(left))}"
         )
     if any(evaluation["detections"].values()) and not any(result["mean"] for result in evaluation["ap50"].values()):
-        notes.append("no detection hits an object; are image_id, category_id and bbox written as the annotations' are?")
+        notes.append(
+            "no detection hits an object; are image_id, category_id (which counts VOC's classes from 1) and bbox"
+            " written as the annotations' are?"
+        )
     return notes
 
 

@@ -9,8 +9,7 @@ r"""Compute the AP50 of detections: the average precision if a hit needs an inte
 Detections are in COCO's results format: a list of {"image_id", "category_id", "bbox": [x, y, width, height], "score"}.
 Annotations are COCO's JSON, or a folder in Pascal VOC's format, or a folder as exported by Roboflow, Kaggle
 or YOLO; a note says which (metricopt_ext.detection.layouts). For VOC and YOLO, image_id is the image's file name
-without suffix, and category_id counts the classes from 1 (or category_name names one). Ids in another form are read if
-one reading fits them all (metricopt_ext.detection.ids). Notes below the table say what did not count. The module
+without suffix, and category_id counts the classes from 1. Notes below the table say what did not count. The module
 metricopt_ext.detection.ap50 explains how the definitions differ. Instead of a file, a detector can supply the
 detections: one described by a config file of tools/finetune_detector.py, with its weights, and with a finetuned adapter
 if given. Prints a table, for COCO's definition also pycocotools' twelve lines (metricopt_ext.detection.coco_summary),

@@ -111,7 +111,7 @@ def known(numbers: dict[str, float | None]) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:boxes in:UserWarning", "ignore:.*would hit an object:UserWarning")
+@pytest.mark.filterwarnings("ignore:boxes in:UserWarning")
 @pytest.mark.parametrize(
     ("seed", "images", "most"), [*((seed, 12, 25) for seed in range(8)), (8, 3, 300), (9, 1, 1), (10, 2, 300)]
 )
@@ -137,7 +137,7 @@ def test_all_numbers_and_lines_are_pycocotools_s(tmp_path: Path, seed: int, imag
         assert len(set(values)) == 12
 
 
-@pytest.mark.filterwarnings("ignore:boxes in:UserWarning", "ignore:.*would hit an object:UserWarning")
+@pytest.mark.filterwarnings("ignore:boxes in:UserWarning")
 @pytest.mark.filterwarnings("ignore:.* left out :UserWarning")
 @pytest.mark.parametrize(("kind", "seed"), [("bbox", 0), ("bbox", 1), ("bbox", 2), ("segm", 0)])
 def test_a_strict_count_has_pycocotools_s_faults(tmp_path: Path, kind: Kind, seed: int) -> None:
@@ -262,17 +262,6 @@ def test_masks_give_pycocotools_s_numbers(tmp_path: Path, seed: int, drawn_by: s
     assert ours.lines == lines
     assert 0.02 < stats[0] < 0.9
     assert stats != by_pycocotools(truth, found, "bbox")[0]
-
-
-@pytest.mark.filterwarnings("ignore:boxes in:UserWarning", "ignore:.*would hit an object:UserWarning")
-def test_masks_without_boxes_have_the_boxes_around_them(tmp_path: Path) -> None:
-    truth, found = with_masks(0, "encodings")
-    for entry in found:
-        del entry["bbox"]
-    ours = summarized(tmp_path, truth, found)
-    stats, lines = by_pycocotools(truth, found)
-    assert known(ours.numbers) == pytest.approx(stats, abs=1e-9)
-    assert ours.lines == lines
 
 
 @pytest.mark.parametrize("name", [each for each in PRECISIONS if "/" in each])

@@ -11,7 +11,6 @@ from helpers.refusals import assert_refused
 
 pytest.importorskip("pycocotools")
 
-import torch
 from pycocotools import mask
 
 from metricopt_ext.detection.coco import read_coco, read_detections
@@ -137,10 +136,3 @@ def test_entries_without_what_is_compared_are_refused(tmp_path: Path) -> None:
         lambda: read_detections(write(tmp_path / "found.json", [found]), data, kind="segm"), DataError, "0", "segm"
     )
     assert_refused(lambda: read_coco(write(path, {**TRUTH, "images": [{"id": 1}]}), kind="segm"), DataError, "1")
-
-
-def test_an_object_s_box_may_be_that_of_its_encoding(tmp_path: Path) -> None:
-    (entry,) = TRUTH["annotations"]
-    content = {**TRUTH, "annotations": [{**entry, "bbox": None}]}
-    data = read_coco(write(tmp_path / "truth.json", content), dtype=torch.float64)
-    assert data.images[0].boxes.tolist() == [[1, 2, 3, 4]]
