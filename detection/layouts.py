@@ -13,7 +13,7 @@ from metricopt_ext.detection.coco import read_coco
 from metricopt_ext.detection.records import DetectionSet
 from metricopt_ext.detection.tables import Kind
 from metricopt_ext.detection.voc import read_voc
-from metricopt_ext.detection.voc_tree import find_tree, masks_in
+from metricopt_ext.detection.voc_tree import find_tree
 from metricopt_ext.detection.yolo import PARTS, read_yolo, read_yolo_file, yolo_file
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import existing, parse_json
@@ -24,7 +24,6 @@ JSON = ".json"
 TRIED = 20  # images that a folder must hold to be a part's
 KINDS = ("voc", "coco", "yolo")
 PREFIX = re.compile(r"^(instances|annotations?|coco|labels?|bbox|detection)[_-]+")
-OTHERS = re.compile(r"^(captions|(person_)?keypoints|panoptic|stuff|image_info)[_-]+")  # COCO's for other tasks
 SUFFIX = re.compile(r"([_-]+(instances|annotations?|coco|labels?))+$")
 
 
@@ -34,7 +33,7 @@ class Part:
 
     Attributes:
         kind: One of `KINDS`.
-        path: COCO's file of annotations; VOC's folder; YOLO's folder or list of images.
+        path: COCO's file of annotations; VOC's folder; YOLO's folder of images.
         images: COCO: the folder of its images.
         split: VOC: the name or the path of a list of images; None for all.
         classes: YOLO: the names of the classes.
@@ -85,7 +84,7 @@ def part_at(path: Path, kind: str = "", root: Path | None = None) -> Part:
     """Return the part that a path stands for.
 
     It is COCO's file of annotations, or a folder that holds one (Roboflow's); a list of images in VOC's tree, or the
-    tree, or a folder of XML files beside their images; or YOLO's folder or list of images, with a
+    tree, or a folder of XML files beside their images; or YOLO's folder of images, with a
     ``data.yaml`` there or in a folder around it.
 
     Args:
@@ -98,8 +97,6 @@ def part_at(path: Path, kind: str = "", root: Path | None = None) -> Part:
     """
     existing(path)
     found = _coco_at(path, root) or _voc_list_at(path) or _voc_at(path) or _yolo_at(path)
-    if found is None and path.is_dir() and (masks := masks_in(path)):
-        raise DataError(masks)
     if found is None:
         raise DataError(
             f"{path} is neither COCO's .json file, a folder with {ROBOFLOW}, a folder or list in Pascal VOC's"
@@ -132,8 +129,6 @@ def part_of(root: Path, name: str, kind: str) -> Part:
         given = given or _annotations_named(root, name)
         if given is not None:
             return part_at(given, kind, root)
-        if ((folder := _folder_named(root, name)) is None or _coco_at(folder, root) is None) and _others_of(root, name):
-            raise DataError(_no_boxes(root, name))
     if kind == "yolo" and (file := yolo_file(root, around=False)) is not None and _has_part(file, name):
         return _of_yolo_file(file, name)
     folder = _folder_named(root, name)
@@ -163,10 +158,7 @@ def part_in(folder: Path, name: str | None) -> Part | None:
     if (yaml := yolo_file(folder, around=False)) is not None and _has_part(yaml, name):
         return _of_yolo_file(yaml, name)
     inner = _folder_named(folder, name)
-    found = None if inner is None else part_in(inner, None)
-    if found is None and _others_of(folder, name):
-        raise DataError(_no_boxes(folder, name))
-    return found
+    return None if inner is None else part_in(inner, None)
 
 
 def as_usual(part: Part) -> bool:
@@ -219,10 +211,8 @@ def images_of(annotations: Path, root: Path | None = None) -> Path:
 
 def _coco_at(path: Path, root: Path | None) -> Part | None:
     file = path / ROBOFLOW if path.is_dir() else path
-    unread: list[Path] = []
     if path.is_dir() and not file.is_file():
         found = sorted(each for each in path.glob("*.json") if _is_coco(each))
-        unread = sorted(each for each in path.glob("*.json") if each not in found)
         if len(found) > 1:
             raise DataError(
                 f"{path} holds several files of COCO's: {shortened([each.name for each in found])}; name one"
@@ -232,9 +222,8 @@ def _coco_at(path: Path, root: Path | None) -> Part | None:
         file = found[0]
     if file.suffix.lower() != JSON:
         return None
-    images, unread = images_of(file, root), unread or _beside(file)
-    more = f" (not read: {', '.join(each.name for each in unread)})" if unread else ""
-    return Part("coco", file, images=images, found=f"COCO's format: {file}, images in {images}{more}")
+    images = images_of(file, root)
+    return Part("coco", file, images=images, found=f"COCO's format: {file}, images in {images}")
 
 
 def _voc_list_at(path: Path) -> Part | None:
@@ -262,7 +251,7 @@ def _yolo_at(path: Path) -> Part | None:
     file = yolo_file(path)
     if file is None or path == file:
         return None
-    if path.is_file() and path.suffix.lower() != ".txt":
+    if path.is_file():
         return None
     inner = path / "images"
     images = inner if path.is_dir() and inner.is_dir() else path
@@ -300,30 +289,8 @@ def _annotations_named(root: Path, name: str) -> Path | None:
 
 
 def _json_files(root: Path) -> list[Path]:
-    places = [root, *(each for each in _folders(root) if each.name.lower() in ("annotations", "annotation"))]
+    places = [root, *(each for each in _folders(root) if each.name.lower() == "annotations")]
     return [each for place in places for each in sorted(place.glob("*.json"))]
-
-
-def _others_of(root: Path, name: str) -> list[str]:
-    """The names of COCO's files for a part that are not named after its boxes, as ``captions_val2017.json``."""
-    return [each.name for each in _json_files(root) if OTHERS.search(each.stem) and _means(_bare(each), name)]
-
-
-def _beside(file: Path) -> list[Path]:
-    """Those for the part of a file of COCO's that are beside it."""
-    own = _part_name(file)
-    return [each for each in sorted(file.parent.glob("*.json")) if OTHERS.search(each.stem) and _bare(each) == own]
-
-
-def _no_boxes(root: Path, name: str) -> str:
-    return (
-        f"{root} has only {shortened(_others_of(root, name))} for {name!r}; COCO's boxes are in instances_*.json, or"
-        " name the file whose boxes are meant"
-    )
-
-
-def _bare(file: Path) -> str:
-    return OTHERS.sub("", file.stem)
 
 
 def _part_name(file: Path) -> str:

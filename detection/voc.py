@@ -1,9 +1,8 @@
 """Annotated images in Pascal VOC's format."""
 
 import io
-import unicodedata
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,9 +19,7 @@ from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc_file import CORNERS, Annotation, Box, parse, to_xml
 from metricopt_ext.detection.voc_tree import (
     IMAGES,
-    LISTED,
     SUFFIXES,
-    XML,
     VocTree,
     find_tree,
     folders_of_xml,
@@ -33,7 +30,6 @@ from metricopt_ext.detection.voc_tree import (
 )
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import existing, write_atomically
-from metricopt_ext.utils.text import text_of
 from metricopt_ext.utils.words import brief
 
 
@@ -56,21 +52,20 @@ def read_voc(
     Boxes are kept as they are annotated, as Detectron2's VOC evaluator counts them; one warning says how many of them
     are outside their images, or partly, which a training leaves out or clips (`records.inside`). A box whose ``xmin``
     is above its ``xmax``, or ``ymin`` above ``ymax``, is left out, with a warning; that evaluator counts it as an
-    object that is never found. A flag ``difficult`` that is a word is read as not difficult, with a warning.
+    object that is never found.
 
     Args:
         root: The folder.
         split: Name of a list of images, ``ImageSets/Main/<split>.txt``, or the path of one, which also gives their
             order; None for every
-            annotated image, sorted by name. A line is a name, with a suffix and folders or without, or a name without
-            spaces and a flag.
+            annotated image, sorted by name. A line is a name, or a name without spaces and a flag.
         classes: Names of the classes; None for all in the tree's annotations, whatever the split, sorted.
         keep_difficult: Whether to keep objects that are marked as difficult.
         images: Whether the images must be there; the boxes alone can be read without them.
 
     Raises:
-        DataError: No such tree, split, annotation or image; a split that is empty, in another encoding than Unicode's,
-            or names an image twice; an XML file that is truncated, lacks an object's name or its box, or has a size or
+        DataError: No such tree, split, annotation or image; a split that is empty, in another encoding than UTF-8, or
+            names an image twice; an XML file that is truncated, lacks an object's name or its box, or has a size or
             a flag that is another number than possible; two XML files of one name; a class that is not among
             ``classes``.
     """
@@ -102,7 +97,6 @@ def read_voc(
     parsed = {stem: parse(annotated[stem]) for stem in (sorted(annotated) if classes is None else stems)}
     if classes is None:
         classes = sorted({thing.name for annotation in parsed.values() for thing in annotation.objects})
-        _warn_of_like_names(tree, classes)
     folders = [(folder, _images(folder)) for folder in found_tree.images]
     chosen = [parsed[stem] for stem in stems]
     found = []
@@ -145,34 +139,13 @@ def _objects(annotation: Annotation, classes: Sequence[str], keep_difficult: boo
 
 
 def _warn(tree: Path, annotations: Sequence[Annotation]) -> None:
-    """Warn once of boxes whose corners are in the wrong order, and once of flags that are not understood."""
+    """Warn once of boxes whose corners are in the wrong order."""
     things = [(each.file.name, thing) for each in annotations for thing in each.objects]
     turned = [name for name, thing in things if not thing.in_order]
     if turned:
         warnings.warn(
             f"boxes in {tree}: {len(turned)} left out, their corners being in the wrong order, xmin above xmax or ymin"
             f" above ymax ({shown_files(turned)}); exchange them to count these objects",
-            stacklevel=3,
-        )
-    misread = [(name, thing.misread) for name, thing in things if thing.misread]
-    if misread:
-        warnings.warn(
-            f"objects in {tree}: {len(misread)} with a flag <difficult> that is neither 0 nor 1, first"
-            f" {brief(misread[0][1])}, read as not difficult ({shown_files([name for name, _ in misread])})",
-            stacklevel=3,
-        )
-
-
-def _warn_of_like_names(tree: Path, classes: Sequence[str]) -> None:
-    """Warn once of classes that are most likely one, written in several ways."""
-    alike: dict[str, list[str]] = defaultdict(list)
-    for name in classes:
-        alike[unicodedata.normalize("NFKC", " ".join(name.split())).casefold()].append(name)
-    told = [" and ".join(map(brief, names)) for names in alike.values() if len(names) > 1]
-    if told:
-        warnings.warn(
-            f"classes in {tree}: {'; '.join(told[:LISTED])} are taken for different ones, though they differ in case,"
-            " spaces or the encoding of letters alone; write them alike if they are one",
             stacklevel=3,
         )
 
@@ -185,13 +158,10 @@ def _read_split(tree: VocTree, split: str | Path, annotated: Container[str]) -> 
         known = sorted(each.name.removesuffix(".txt") for each in folder.iterdir()) if folder.is_dir() else []
         raise DataError(f"there is no split {brief(str(split))} in {folder}; it has {list_of(known) or 'none'}")
     try:
-        lines = text_of(file.read_bytes()).splitlines()
+        lines = file.read_text("utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
         raise DataError(f"{file} can't be read: {error}") from error
-    lines = [line.strip() for line in lines if line.strip()]
-    for line in lines:
-        _check_words(file, line, annotated)
-    stems = [_in_split(line, annotated) for line in lines]
+    stems = [_in_split(file, line.strip(), annotated) for line in lines if line.strip()]
     if not stems:
         raise DataError(f"{file} is empty; it should name an image on each line")
     double = [stem for stem, count in Counter(stems).items() if count > 1]
@@ -200,24 +170,14 @@ def _read_split(tree: VocTree, split: str | Path, annotated: Container[str]) -> 
     return stems
 
 
-def _in_split(line: str, annotated: Container[str]) -> str:
-    """The annotation that a line names, or the line's first word: with a suffix and folders, as other lists have it."""
-    first = line.split()[0]
-    for name in (line, first):
-        within = name.replace("\\", "/").rpartition("/")[2]
-        for each in (name, within, stem_of(within, (*SUFFIXES, XML))):
-            if each in annotated:
-                return each
+def _in_split(file: Path, line: str, annotated: Container[str]) -> str:
+    """The annotation that a line names: all of it, or its first word, after which there is only a flag."""
+    first, *flags = line.split()
+    if line in annotated or not flags:
+        return line
+    if len(flags) > 1 or flags[0] not in ("-1", "0", "1"):
+        raise DataError(f"{file} has the line {brief(line)}; it must name one image, as its XML file is called")
     return first
-
-
-def _check_words(file: Path, line: str, annotated: Container[str]) -> None:
-    """Reject a line that names several images, of which only the first would be read."""
-    first, *words = line.split()
-    named = [_in_split(word, annotated) for word in words if word not in ("-1", "0", "1")]  # flags
-    others = [name for name in named if name in annotated and name != _in_split(line, annotated)]
-    if others and _in_split(line, annotated) == _in_split(first, annotated):
-        raise DataError(f"{file} has a line that names {quoted(first)} and {quoted(others[0])}; write one on each line")
 
 
 def _images(folder: Path) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """An annotation file in Pascal VOC's format: one image with its objects, read and written."""
 
 import math
-import re
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,17 +10,11 @@ from metricopt_ext.detection.tables import LARGEST, LONGEST_SIDE
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc_tree import XML, stem_of
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.text import text_of
 from metricopt_ext.utils.words import brief
 
 CORNERS = "a <bndbox> must have its corners in pixels, from 1"
 ENDS = ("xmin", "ymin", "xmax", "ymax")
-FLAGS = {
-    **dict.fromkeys(("", "0", "0.0", "false", "no"), False),
-    **dict.fromkeys(("1", "1.0", "true", "yes"), True),
-}
-
-DECLARED = re.compile(rb"<\?xml[^>]*\bencoding\s*=\s*[\"']([\w.-]+)")
+FLAGS = {**dict.fromkeys(("", "0", "0.0"), False), **dict.fromkeys(("1", "1.0"), True)}
 
 Box = tuple[float, float, float, float]
 
@@ -33,7 +26,6 @@ class Object:
     name: str
     corners: Box
     difficult: bool
-    misread: str  # its flag, if that says neither
 
     @property
     def in_order(self) -> bool:
@@ -65,7 +57,7 @@ def parse(file: Path) -> Annotation:
         DataError: It can't be read, or is no such file.
     """
     try:
-        top = _tree(file.read_bytes())
+        top = ET.fromstring(file.read_bytes())
     except OSError as error:
         raise DataError(f"{file} can't be read ({error})") from error
     except (ET.ParseError, LookupError, ValueError) as error:
@@ -82,28 +74,11 @@ def parse(file: Path) -> Annotation:
             raise DataError(f"{file} has an <object> with several <bndbox>; write each as an <object> of its own")
         left, top_edge, right, bottom = (_number(thing, f"bndbox/{end}", file) for end in ENDS)
         flag = (thing.findtext("difficult") or "").strip()
-        known = flag.lower() in FLAGS
-        if not known and flag.removeprefix("-").isdecimal():
+        if flag not in FLAGS:
             raise DataError(f"{file} has {brief(flag)} as <difficult>; it must be 0 or 1")
         corners = (left, top_edge, right, bottom)
-        difficult = FLAGS.get(flag.lower(), False)
-        objects.append(Object(_text(thing, "name", file), corners, difficult, "" if known else flag))
+        objects.append(Object(_text(thing, "name", file), corners, FLAGS[flag]))
     return Annotation(file, (top.findtext("filename") or "").strip(), *_size(top, file), objects)
-
-
-def _tree(content: bytes) -> ET.Element:
-    """Parse XML, in Unicode or in the encoding that it declares."""
-    declared = DECLARED.match(content)
-    try:
-        return ET.fromstring(content)
-    except ET.ParseError:
-        if declared is None:
-            text_of(content)  # says so if that is what is wrong
-        raise
-    except ValueError:  # of encodings of several bytes a character, as GB2312: expat knows Unicode's alone
-        if declared is None:
-            raise
-        return ET.fromstring(content.decode(declared[1].decode()))
 
 
 def _size(top: ET.Element, file: Path) -> tuple[int, int]:

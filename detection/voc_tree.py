@@ -11,10 +11,9 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp")  
 
 XML = ".xml"
 
-# What the folders of a set are called, in lower case: VOC's own names first, then others' (Kaggle's, Label Studio's)
-ANNOTATIONS = ("annotations", "annotation", "xmls", "xml")
-IMAGES = ("jpegimages", "images", "image", "imgs", "img", "pngimages", "jpgimages")
-MASKS = ("segmentationclass", "segmentationobject")  # folders of masks, in lower case
+# What the folders of a set are called, in lower case
+ANNOTATIONS = "annotations"
+IMAGES = ("jpegimages", "images")
 LISTS = (("imagesets", "main"), ("imagesets",))
 LONGEST_NAME, LISTED = 80, 10  # characters of a name in a message, and names
 
@@ -28,21 +27,18 @@ class VocTree:
         annotations: The folder of the XML files.
         images: Folders that images are looked for in, one after the other.
         lists: The folder of the lists of images; None for a set without lists.
-        unread: Folders of masks, and of lists for other tasks, such as ``SegmentationClass``.
     """
 
     folder: Path
     annotations: Path
     images: tuple[Path, ...]
     lists: Path | None
-    unread: tuple[Path, ...] = ()
 
     def __str__(self) -> str:
         """Say where what was found, and what is not read."""
         lists = f"lists in {self.lists}" if self.lists is not None else "no lists"
         images = " and ".join(map(str, self.images)) or "no folder"
-        unread = f" (not read: {', '.join(map(str, self.unread))})" if self.unread else ""
-        return f"VOC's format: XML in {self.annotations}, images in {images}, {lists}{unread}"
+        return f"VOC's format: XML in {self.annotations}, images in {images}, {lists}"
 
 
 def quoted(text: str) -> str:
@@ -59,8 +55,8 @@ def list_of(names: Sequence[str]) -> str:
 def find_tree(root: Path) -> VocTree:
     """Return where the files of a set are: in the root, in a folder of it, one level deeper, or around the root.
 
-    Annotations are in a folder of one of the names `ANNOTATIONS`, images beside it in one of `IMAGES`, in any case; or
-    XML files lie beside their images in the root, or in a folder of it.
+    Annotations are in a folder ``Annotations``, images beside it in one of `IMAGES`, in any case; or XML files lie
+    beside their images in the root, or in a folder of it.
 
     Args:
         root: The folder.
@@ -79,12 +75,10 @@ def find_tree(root: Path) -> VocTree:
         if found:
             return _tree(found[0], _annotations_in(found[0]) or found[0])
         if depth == 0 and _is_annotations(root):
-            inside_link = root.name.lower() not in ANNOTATIONS  # then its parent is not what is around it
+            inside_link = root.name.lower() != ANNOTATIONS  # then its parent is not what is around it
             root = root.resolve() if inside_link else root
             return _tree(root.parent, root)
         level = [inner for folder in level for inner in folder.iterdir() if inner.is_dir()]
-    if masks := masks_in(root):
-        raise DataError(masks)
     raise DataError(
         f"{root} holds no folder Annotations, neither directly nor in the two levels of folders below, and no XML files"
         " beside their images"
@@ -92,47 +86,21 @@ def find_tree(root: Path) -> VocTree:
 
 
 def _tree(folder: Path, annotations: Path) -> VocTree:
-    inner = [each for each in annotations.iterdir() if each.is_dir() and each.name.lower() in ANNOTATIONS]
-    if inner and not _holds(annotations, (XML,)):  # as annotations/xmls
-        annotations = inner[0]
     beside = [each for name in IMAGES for each in _children(folder, name)]
     images = [*beside, *(each for each in dict.fromkeys((annotations, folder)) if _holds(each, SUFFIXES))]
     lists = next((found for names in LISTS for found in _below(folder, names) if _holds(found, (".txt",))), None)
-    other = [each for sets in _below(folder, ("imagesets",)) for each in sets.iterdir() if each.is_dir()]
-    other = [each for each in other if lists is not None and str(each) != str(lists) and _holds(each, (".txt",))]
-    return VocTree(folder, annotations, tuple(images), lists, tuple(sorted([*_masks(folder), *other], key=str)))
-
-
-def masks_in(root: Path) -> str:
-    """Return in words that a folder, or one in it or a level deeper, holds masks and no boxes; empty without masks.
-
-    Args:
-        root: A folder without annotations in VOC's format.
-    """
-    level: list[Path] = [root]
-    for _ in range(3):
-        if found := [each for folder in level for each in _masks(folder)]:
-            return f"{root} has masks ({', '.join(map(str, found))}) and no XML files with boxes, which detection needs"
-        level = [inner for folder in level for inner in folder.iterdir() if inner.is_dir()]
-    return ""
-
-
-def _masks(folder: Path) -> list[Path]:
-    return [found for name in MASKS for found in _children(folder, name)]
+    return VocTree(folder, annotations, tuple(images), lists)
 
 
 def _annotations_in(folder: Path) -> Path | None:
     """The folder of the XML files in another; one called so by VOC need not hold any."""
-    named = [each for name in ANNOTATIONS for each in _children(folder, name)]
-    inner = [(each, below) for each in named for name in ANNOTATIONS for below in _children(each, name)]
-    holding = [each for each in named if _holds(each, (XML,))]
-    holding += [each for each, below in inner if _holds(below, (XML,))]
+    named = _children(folder, ANNOTATIONS)
     own = [each for each in named if each.name == "Annotations"]
-    return next(iter([*holding, *own]), None)
+    return next(iter([*(each for each in named if _holds(each, (XML,))), *own]), None)
 
 
 def _is_annotations(root: Path) -> bool:
-    return {root.name.lower(), root.resolve().name.lower()} & {*ANNOTATIONS} != set()
+    return ANNOTATIONS in (root.name.lower(), root.resolve().name.lower())
 
 
 def _is_flat(folder: Path, alone: bool) -> bool:

@@ -13,7 +13,6 @@ from metricopt_ext.detection.boxes_outside import shown_files, warn_of_boxes_out
 from metricopt_ext.detection.records import Annotated, DetectionSet
 from metricopt_ext.detection.tables import TruthTable
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.text import text_of
 from metricopt_ext.utils.words import brief, counted, shortened
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp")
@@ -29,7 +28,7 @@ class YoloFile:
     Attributes:
         path: The file.
         classes: Names of the classes, by their numbers.
-        parts: The folders or lists of the images of each part, by the file's own names of them.
+        parts: The folders of the images of each part, by the file's own names of them.
     """
 
     path: Path
@@ -37,7 +36,7 @@ class YoloFile:
     parts: Mapping[str, tuple[Path, ...]]
 
     def part(self, name: str) -> tuple[Path, ...]:
-        """Return the folders or lists of the images of a part.
+        """Return the folders of the images of a part.
 
         Raises:
             DataError: The file has no such part.
@@ -87,6 +86,8 @@ def read_yolo_file(path: Path) -> YoloFile:
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise DataError(f"{path} can't be read as YOLO's data.yaml: {brief(error)}") from error
     names = content.get("names") if isinstance(content, dict) else None
+    if "kpt_shape" in (content if isinstance(content, dict) else ()):
+        raise DataError(f"{path} has kpt_shape: its labels are keypoints, which are not read; name boxes or polygons")
     if isinstance(names, dict) and {*names} == {*range(len(names))}:
         names = [names[number] for number in range(len(names))]
     if not isinstance(names, list) or not names:
@@ -109,7 +110,7 @@ def read_yolo(images: Path | Sequence[Path], classes: Sequence[str]) -> Detectio
     image without such a file has no objects.
 
     Args:
-        images: A folder of images, which may hold further ones, or a list of them; or several.
+        images: A folder of images, which may hold further ones; or several.
         classes: Names of the classes, by their numbers from 0.
 
     Raises:
@@ -165,7 +166,7 @@ def _annotated(name: str, image: Path, labels: Path | None, classes: Sequence[st
 def _rows(file: Path, classes: Sequence[str]) -> list[tuple[int, tuple[float, ...]]]:
     """The class and the edges, as shares of the image, of each object."""
     try:
-        lines = text_of(file.read_bytes()).splitlines()
+        lines = file.read_text("utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
         raise DataError(f"{file} can't be read: {brief(error)}") from error
     rows = []
@@ -216,7 +217,7 @@ def _share(word: str, where: str) -> float:
 
 
 def _paths(file: Path, root: Any, given: Any) -> tuple[Path, ...]:
-    """The folders or lists of a part: relative to the file's ``path``, or else to its folder."""
+    """The folders of a part: relative to the file's ``path``, or else to its folder."""
     each = given if isinstance(given, list) else [given]
     bases = [*([file.parent / str(root)] if root else []), file.parent]
     found = []
@@ -228,20 +229,10 @@ def _paths(file: Path, root: Any, given: Any) -> tuple[Path, ...]:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """The images of a folder and those below, or those that a list names."""
-    if folder.is_dir():
-        return sorted(each for each in folder.rglob("*") if _is_image(each))
-    if not folder.is_file():
-        raise DataError(f"{folder} does not exist; it should be a folder of images, or a list of them")
-    try:
-        lines = text_of(folder.read_bytes()).splitlines()
-    except (OSError, ValueError) as error:
-        raise DataError(f"{folder} can't be read as a list of images: {brief(error)}") from error
-    named = [folder.parent / line.strip() for line in lines if line.strip()]
-    missing = [each for each in named if not each.is_file()]
-    if missing:
-        raise DataError(f"{folder} names {len(missing)} of {len(named)} images that are not there, first {missing[0]}")
-    return named
+    """The images of a folder and those below."""
+    if not folder.is_dir():
+        raise DataError(f"{folder} is no folder; YOLO's images must be in one")
+    return sorted(each for each in folder.rglob("*") if _is_image(each))
 
 
 def _is_image(path: Path) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from helpers.refusals import assert_named, assert_refused, assert_warned
+from helpers.refusals import assert_refused, assert_warned
 
 pytest.importorskip("torchvision")
 
@@ -17,8 +17,6 @@ from metricopt_ext.detection.config import DATA, DetectionConfig
 from metricopt_ext.detection.data import DetectionSplits, load_splits
 from metricopt_ext.detection.layouts import as_usual, images_of, part_at, part_in, part_of
 from metricopt_ext.detection.toolkit import Example
-from metricopt_ext.detection.voc import read_voc
-from metricopt_ext.detection.voc_tree import find_tree
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.utils.config import load_config
 
@@ -148,7 +146,7 @@ def voc_in_upper_case(root: Path) -> dict[str, str]:
 
 
 def voc_lists(root: Path) -> dict[str, str]:
-    voc_tree(root, "Annotations/xmls", "images", "lists")
+    voc_tree(root, "Annotations", "images", "lists")
     return {"name": "voc", **{name: str(root / f"lists/{name}.txt") for name in NUMBERS}}
 
 
@@ -219,50 +217,14 @@ def test_each_part_has_its_own_images_and_objects(layout: Layout, tmp_path: Path
     assert [line.partition(":")[0] for line in splits.found] == ["train", "validation", "test"]
 
 
-def test_what_coco_has_for_other_tasks_is_said_not_to_be_read(tmp_path: Path) -> None:
-    data = coco_as_distributed(tmp_path)
-    for name in ("person_keypoints_val2017", "captions_val2014", "stuff_test2017"):
-        (tmp_path / f"annotations/{name}.json").write_text("{}")
-    found = splits_of(tmp_path, **data).found
-    assert found[0].endswith("train2017 (not read: captions_train2017.json); 4 images")
-    assert found[1].endswith("val2017 (not read: captions_val2017.json, person_keypoints_val2017.json); 3 images")
-    assert found[2].endswith("test2017 (not read: captions_test2017.json, stuff_test2017.json); 2 images")
-    write_coco(tmp_path / "one/mine.json", tmp_path / "one", range(1, 3))
-    (tmp_path / "one/about.json").write_text('{"licence": "CC0"}')
-    assert part_at(tmp_path / "one").found.endswith("(not read: about.json)")
-
-
 def test_captions_alone_are_refused(tmp_path: Path) -> None:
     coco_as_distributed(tmp_path)
     captions = tmp_path / "annotations/captions_val2017.json"
     captions.write_text(json.dumps({"images": [{"id": 1}], "annotations": [{"image_id": 1, "caption": "a cat"}]}))
-    assert_refused(lambda: part_at(captions).read(), DataError, "captions_val2017.json")
+    assert_refused(lambda: part_at(captions).read(), DataError, "captions_val2017.json", "categories")
     (tmp_path / "annotations/instances_val2017.json").unlink()
-    for find in (lambda: part_of(tmp_path, "val", "coco"), lambda: part_in(tmp_path, "val")):
-        with pytest.raises(DataError) as caught:
-            find()
-        assert_named(caught, "captions_val2017.json")
-
-
-def test_voc_s_masks_and_lists_for_other_tasks_are_said_not_to_be_read(tmp_path: Path) -> None:
-    voc_tree(tmp_path / "VOC", "Annotations", "JPEGImages", "ImageSets/Main")
-    (tmp_path / "VOC/ImageSets/Action").mkdir()
-    (tmp_path / "VOC/ImageSets/Segmentation").mkdir()
-    (tmp_path / "VOC/ImageSets/Segmentation/train.txt").write_text("1\n")
-    write_image(tmp_path / "VOC/SegmentationClass/1.png", 1)
-    unread = f"VOC/ImageSets/Segmentation, {tmp_path}/VOC/SegmentationClass"
-    found = splits_of(tmp_path, name="voc", root=str(tmp_path)).found
-    assert found[0].endswith(f"lists in {tmp_path}/VOC/ImageSets/Main (not read: {tmp_path}/{unread}); 4 images")
-
-
-def test_masks_alone_are_refused(tmp_path: Path) -> None:
-    write_image(tmp_path / "VOC/SegmentationClass/1.png", 1)
-    write_image(tmp_path / "VOC/JPEGImages/1.png", 1)
-    names = ("VOC", "SegmentationClass", "XML", "data.name=segmentation")
-    for find in (part_at, find_tree, read_voc, lambda root: part_of(root, "train", "voc")):
-        with pytest.raises(DataError) as caught:
-            find(tmp_path / "VOC")
-        assert_named(caught, *names)
+    (tmp_path / "val2017").rename(tmp_path / "elsewhere")
+    assert_refused(lambda: part_of(tmp_path, "val", "coco"), DataError, "'val'", "annotations/")
 
 
 @pytest.mark.parametrize("folders", [("annotations", "images"), ("Annotations", "JPEGImages"), ("", "")])

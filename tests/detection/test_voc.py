@@ -1,7 +1,6 @@
 """Pascal VOC's format: what is read is what was written, and what a file lacks is said by name."""
 
 import re
-import unicodedata
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -111,7 +110,7 @@ def test_difficult_objects_can_be_left_out(tree: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "difficult"),
-    [("", False), ("0", False), (" 0.0 ", False), ("False", False), ("1.0", True), ("true", True), ("TRUE", True)],
+    [("", False), ("0", False), (" 0.0 ", False), ("1.0", True)],
 )
 def test_difficult_may_be_written_in_several_ways(tree: Path, text: str, difficult: bool) -> None:
     replace(annotation(tree), "<difficult>0<", f"<difficult>{text}<")
@@ -188,13 +187,6 @@ def test_corners_in_the_wrong_order_are_left_out_with_a_warning(tree: Path, old:
         assert not len(read_voc(tree, "test").images[0].boxes)
 
 
-@pytest.mark.parametrize("text", ["Unspecified", "0.0597", "frontal\nside"])
-def test_a_flag_that_is_no_flag_is_said_and_not_difficult(tree: Path, text: str) -> None:
-    replace(annotation(tree, "a1"), "<difficult>1<", f"<difficult>{text}<")
-    with pytest.warns(UserWarning, match=having("objects", "1", "a1.xml")):
-        assert read_voc(tree, "train").images[0].difficult.tolist() == [False, False]
-
-
 @pytest.mark.parametrize(
     "size",
     [
@@ -223,30 +215,6 @@ def test_boxes_are_read_without_images(tree: Path) -> None:
     next(tree.rglob("JPEGImages")).rmdir()
     for image, written in zip(read_voc(tree, images=False).images, EXAMPLES, strict=True):
         assert_same(image, written)
-
-
-@pytest.mark.parametrize(
-    "lines",
-    [
-        ("a1.png", "a3.png"),
-        ("a1.XML", "a3.JPG"),
-        ("./JPEGImages/a1.png", "data/VOC2007/JPEGImages/a3.png"),
-        ("JPEGImages/a1.png Annotations/a1.xml", "JPEGImages/a3.png Annotations/a3.xml"),
-        ("JPEGImages\\a1.png", "C:\\voc\\JPEGImages\\a3.png"),
-        ("a1.png 1", "a3.png -1"),
-    ],
-)
-def test_a_split_may_have_suffixes_and_folders(tree: Path, lines: tuple[str, ...]) -> None:
-    split_file(tree).write_text("\n".join(lines))
-    assert [image.image_id for image in read_voc(tree, "test").images] == ["a1", "a3"]
-
-
-def test_a_name_that_ends_like_a_suffix_is_not_cut(tree: Path) -> None:
-    for name in ("a3.jpg", "a3.v2"):
-        annotation(tree, name).write_text(annotation(tree).read_text())
-        next(tree.rglob("a3.png")).with_name(f"{name}.png").write_bytes(next(tree.rglob("a3.png")).read_bytes())
-    split_file(tree).write_text("a3.jpg\na3.v2.png\na3.png")
-    assert [image.image_id for image in read_voc(tree, "test").images] == ["a3.jpg", "a3.v2", "a3"]
 
 
 def test_suffixes_may_be_in_upper_case(tree: Path) -> None:
@@ -299,17 +267,15 @@ def test_messages_are_cut(tree: Path, damage: Callable[[Path], None]) -> None:
 
 
 def test_warnings_are_cut(tree: Path) -> None:
-    replace(annotation(tree), "<difficult>0", f"<difficult>{LONG}")
     replace(annotation(tree), "<xmax>17<", "<xmax>170<")
     for i in range(30):
         copy = f"{i}{'z' * 200}"
         annotation(tree, copy).write_text(annotation(tree).read_text())
-    with pytest.warns(UserWarning, match="boxes in|objects in") as caught:
+    with pytest.warns(UserWarning, match="boxes in") as caught:
         read_voc(tree, images=False)
-    assert len(caught) == 2
-    for each in caught:
-        assert "and 26 more files" in str(each.message)
-        assert len(str(each.message)) < 900
+    (said,) = [str(each.message) for each in caught]
+    assert "and 26 more files" in said
+    assert len(said) < 900
 
 
 def test_sound_boxes_are_not_warned_of(tree: Path) -> None:
@@ -326,7 +292,7 @@ def test_annotations_in_folders_below_are_warned_of(tree: Path) -> None:
     assert "a9" not in {image.image_id for image in found.images}
 
 
-@pytest.mark.parametrize("encoding", ["gb2312", "big5", "shift_jis", "iso-8859-1", "utf-16"])
+@pytest.mark.parametrize("encoding", ["iso-8859-1", "utf-16"])
 def test_annotations_in_the_encoding_that_they_declare(encoding: str, tree: Path) -> None:
     file = annotation(tree)
     name = "ä" if encoding == "iso-8859-1" else "中"
@@ -361,11 +327,15 @@ BROKEN = {
     "empty split": (lambda tree: split_file(tree).write_text("\n"), ("test.txt",)),
     "Latin-1 split": (
         lambda tree: split_file(tree).write_bytes(b"\xe4\n"),
-        ("test.txt", "1", "UTF-8", "0xe4"),
+        ("test.txt", "utf-8", "0xe4"),
     ),
     "Latin-1 without a word": (
         lambda tree: annotation(tree).write_bytes("<annotation>ä</annotation>".encode("latin-1")),
-        ("a3.xml", "XML", "1", "UTF-8", "0xe4"),
+        ("a3.xml", "XML"),
+    ),
+    "an encoding of several bytes a character": (
+        lambda tree: annotation(tree).write_text('<?xml version="1.0" encoding="gb2312"?><annotation/>'),
+        ("a3.xml", "XML", "encodings"),
     ),
     "no such encoding": (
         lambda tree: annotation(tree).write_text('<?xml version="1.0" encoding="klingon"?><annotation/>'),
@@ -373,6 +343,8 @@ BROKEN = {
     ),
     "double name": (lambda tree: split_file(tree).write_text("a2\na3\na1 1\na3 1\na1\n"), ("test.txt", "a3")),
     "unknown flag": (swapped("a3", "difficult>0<", "difficult>2<"), ("a3.xml", "'2'", "0", "1")),
+    "a word as a flag": (swapped("a3", "difficult>0<", "difficult>Unspecified<"), ("a3.xml", "Unspecified", "0", "1")),
+    "a suffix in a list": (lambda tree: split_file(tree).write_text("a3.png\n"), ("a3.png", "test")),
     "no split": (lambda tree: split_file(tree).unlink(), ("test",)),
     "no annotation": (lambda tree: annotation(tree).unlink(), ("a3.xml", "test")),
     "two sets": (lambda tree: (tree / "VOCdevkit/VOC2012/Annotations").mkdir(parents=True), ()),
@@ -408,15 +380,6 @@ def test_an_unknown_class_is_named_with_the_known_ones(tree: Path) -> None:
 
 def test_a_class_given_twice_is_refused(tree: Path) -> None:
     assert_refused(lambda: read_voc(tree, "test", classes=("cat", "cow", "cat")), DataError, "classes", "cat")
-
-
-@pytest.mark.parametrize("other", [CLASSES[1].capitalize(), CLASSES[1] + "e\N{COMBINING ACUTE ACCENT}"])
-def test_names_of_classes_that_look_alike_are_warned_of(tree: Path, other: str) -> None:
-    known = unicodedata.normalize("NFC", other).lower()
-    for name, written in (("a1", known), ("a3", other)):
-        replace(annotation(tree, name), f"<name>{CLASSES[1]}<", f"<name>{written}<")
-    with pytest.warns(UserWarning, match=having(other, known)):
-        assert {other, known} <= set(read_voc(tree).classes)
 
 
 def test_tags_may_be_in_upper_case(tree: Path) -> None:
