@@ -19,7 +19,6 @@ from metricopt_ext.utils.kept_outputs import KeptOutputs, circumstances, digest_
 
 try:
     from torchvision.models.detection import FCOS, RetinaNet
-    from torchvision.models.detection.rpn import RegionProposalNetwork
     from torchvision.models.detection.ssd import SSD
     from torchvision.models.detection.transform import GeneralizedRCNNTransform
     from torchvision.ops import MultiScaleRoIAlign
@@ -35,7 +34,7 @@ SIZES: tuple[float, ...] = (0.71, 0.84, 1.0, 1.19, 1.41, 1.68)
 SCALES = (0.59, *SIZES, 2.0)
 
 ATTRIBUTES = {"score_thresh": "score_thresh", "detections": "detections_per_img", "nms": "nms_thresh"}
-VIEWS = ("flip", "multi_scale", "soft_nms", "temperature")  # what no attribute of a module says
+VIEWS = ("flip", "multi_scale", "soft_nms")  # what no attribute of a module says
 
 
 class View(NamedTuple):
@@ -101,14 +100,6 @@ class Host:
         """Whether it finds more, such as masks."""
         return bool(self.at) and (self.owner.has_mask() or self.owner.has_keypoint())
 
-    @property
-    def proposals(self) -> tuple[int, int] | None:
-        """How many proposals it detects with, before and after NMS; None for one stage or other proposals."""
-        rpn: Any = getattr(self.model, "rpn", None)
-        if type(rpn) is not RegionProposalNetwork:
-            return None
-        return rpn._pre_nms_top_n["testing"], rpn._post_nms_top_n["testing"]
-
     def attributes(self, changed: Values) -> Iterator[tuple[Any, str, Any]]:
         """Go through modules, names of attributes and their values, of what attributes can say."""
         for name, attribute in ATTRIBUTES.items():
@@ -117,14 +108,6 @@ class Host:
         if "size" in changed:
             for attribute, size in self.scaled(float(changed["size"])).items():
                 yield self.model.transform, attribute, size
-        if "proposals" in changed:
-            (before, after), rpn = self.proposals or (1, 1), self.model.rpn
-            count = int(changed["proposals"])
-            for attribute, number in (
-                ("_pre_nms_top_n", max(count, round(count * before / after))),
-                ("_post_nms_top_n", count),
-            ):
-                yield rpn, attribute, {**getattr(rpn, attribute), "testing": number}
 
     def scaled(self, factor: float) -> dict[str, Any]:
         """The transform's sizes, times a factor."""
@@ -214,17 +197,6 @@ class Host:
         with replaced(self.owner, nms_thresh=2.0, detections_per_img=sys.maxsize):  # no IoU is above 1
             return self.after_nms(outputs, sizes)
 
-    def cooled(self, outputs: tuple[Any, ...], temperature: float) -> tuple[Any, ...]:
-        """Divide the logits of classes."""
-        if temperature == 1:
-            return outputs
-        first, *rest = outputs
-        if isinstance(first, Tensor):
-            return (first / temperature, *rest)
-        logits = first["cls_logits"]
-        logits = logits / temperature if isinstance(logits, Tensor) else [each / temperature for each in logits]
-        return ({**first, "cls_logits": logits}, *rest)
-
 
 @contextmanager
 def applied(
@@ -287,7 +259,7 @@ class _Acting:
             scales += [SCALES[at - 1], SCALES[at + 1]]
         flips = (False, True) if values.get("flip", False) else (False,)
         self.views = [View(scale, flip) for scale in scales for flip in flips]
-        self.sigma, self.temperature = float(values.get("soft_nms", 0.0)), float(values.get("temperature", 1.0))
+        self.sigma = float(values.get("soft_nms", 0.0))
         self.more_than_boxes = host.more_than_boxes and not boxes_only
         self.ignored = host.ignored
 
@@ -365,10 +337,9 @@ class _Acting:
 
     def _above_one(self, outputs: list[tuple[Any, ...]], sizes: Sequence[tuple[int, int]]) -> list[dict[str, Tensor]]:
         """Return the same, above one threshold of all classes."""
-        cooled = [self.host.cooled(each, self.temperature) for each in outputs]
-        if len(cooled) == 1 and not self.sigma:
-            return self.host.after_nms(cooled[0], sizes)
-        of_views = [self.host.candidates(each, sizes) for each in cooled]
+        if len(outputs) == 1 and not self.sigma:
+            return self.host.after_nms(outputs[0], sizes)
+        of_views = [self.host.candidates(each, sizes) for each in outputs]
         for view, found in zip(self.views, of_views, strict=True):
             for each, (_, width) in zip(found, sizes, strict=True):
                 if view.flip:

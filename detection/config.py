@@ -23,10 +23,7 @@ SPLITS = ("train", "val", "test")
 
 
 # Settings of inference that settings.names may have (`settings.detection_settings`, and Detectron2's).
-SETTINGS = (
-    *("size", "score_thresh", "detections", "soft_nms", "flip", "multi_scale"),
-    *("nms", "proposals", "temperature"),
-)
+SETTINGS = ("size", "score_thresh", "detections", "soft_nms", "flip", "multi_scale", "nms")
 
 
 @dataclass

@@ -70,18 +70,16 @@ def detection_settings(
     - ``flip``: whether what is found in the mirrored image competes too; twice the inference. Wrong for text, digits.
     - ``multi_scale``: whether what is found at ``size`` and at 2 ** .25 times less and more competes; three times.
     - ``nms``: IoU above which NMS removes the worse of two boxes.
-    - ``proposals``: proposals of an image in two stages, from as many times more before NMS as by default.
-    - ``temperature``: divides the logits of classes.
 
     Args:
         model: A Faster or Mask R-CNN, RetinaNet, FCOS or SSD of torchvision.
-        names: Which settings there are; by default those that are worth it, all but the last three.
+        names: Which settings there are; by default those that are worth it, all but ``nms``.
         inference: Largest factor on inference time: values and presets beyond it are left out. None for any.
         average_precision: Whether the metric is an average precision. A score threshold of .0005 is free then: what it
             adds ranks below all else of its class. So are 300 detections of an image, of which those that fewer would
             have cut off are its worst. For other metrics both are settings like others.
-        kept: Keeps what the model computes before thresholds and NMS, so that only a new size, flip or number of
-            proposals takes a pass through it. Detections then carry no gradients.
+        kept: Keeps what the model computes before thresholds and NMS, so that only a new size or flip takes a pass
+            through it. Detections then carry no gradients.
         boxes_only: Whether masks are not needed. With ``kept`` there are none.
         class_thresholds: Classes that may have a score threshold of their own, by name the model's labels of them, from
             1: for a metric at an operating point, such as F1 or a precision at some recall. None for no class.
@@ -215,8 +213,8 @@ def settings_of(
 def set_on(model: nn.Module, values: Values, class_thresholds: Mapping[str, int] | None = None) -> str:
     """Set on a detector of torchvision what its own attributes can say, for good; call it once.
 
-    These are the score threshold, the number of detections, the size of test images, NMS's IoU and the number of
-    proposals. No checkpoint holds them: set them after the weights are loaded.
+    These are the score threshold, the number of detections, the size of test images, and
+    NMS's IoU. No checkpoint holds them: set them after the weights are loaded.
 
     Args:
         model: As in `detection_settings`, as it is by default.
@@ -283,23 +281,10 @@ def with_views(*, several_sizes: bool) -> list[Setting]:
     settings = [
         Setting("soft_nms", 0.0, 1.0, default=0.0),
         Setting("flip", values=(False, True), default=False, inference=2.0),
-        Setting("temperature", 0.25, 4.0, scale="log", default=1.0),
     ]
     if several_sizes:
         settings.append(Setting("multi_scale", values=(False, True), default=False, inference=MULTI_SCALE))
     return settings
-
-
-def more_proposals(after: int) -> Setting:
-    """Return the setting of how many proposals a detector of two stages has; so many by default, after NMS."""
-    return Setting(
-        "proposals",
-        min(10, after),
-        max(2000, after),
-        scale="log",
-        default=after,
-        inference=lambda value: max(1.0, float(value) / after),
-    )
 
 
 def _all_settings(host: Host) -> list[Setting]:
@@ -308,13 +293,10 @@ def _all_settings(host: Host) -> list[Setting]:
     sizes = SIZES
     if isinstance(host.model, SSD) and isinstance(host.model.backbone, SSDFeatureExtractorVGG):
         sizes = LARGER  # on smaller images its last layer would have nothing to see
-    settings = [
+    return [
         *with_attributes(owner.score_thresh, owner.detections_per_img, owner.nms_thresh, sizes),
         *with_views(several_sizes=len(sizes) == len(SIZES)),
     ]
-    if host.proposals is not None:
-        settings.append(more_proposals(host.proposals[1]))
-    return settings
 
 
 def _within(setting: Setting, most: float) -> Setting | None:

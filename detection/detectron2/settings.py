@@ -8,7 +8,6 @@ from typing import Any
 from detectron2.config import CfgNode
 from detectron2.data import transforms
 from detectron2.modeling import RetinaNet
-from detectron2.modeling.proposal_generator import RPN
 from torch import nn
 
 from metricopt_ext.detection.acting import SCALES, SIZES, VIEWS, replaced
@@ -16,7 +15,6 @@ from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit
 from metricopt_ext.detection.detectron2.views import Acting, View, predictors_of
 from metricopt_ext.detection.settings import (
     Apply,
-    more_proposals,
     score_threshold,
     settings_of,
     thresholds_of_classes,
@@ -38,7 +36,6 @@ OF_RETINANET = {
     "detections": ("max_detections_per_image", "TEST.DETECTIONS_PER_IMAGE"),
     "nms": ("test_nms_thresh", "MODEL.RETINANET.NMS_THRESH_TEST"),
 }
-PROPOSALS = ("MODEL.RPN.PRE_NMS_TOPK_TEST", "MODEL.RPN.POST_NMS_TOPK_TEST")
 
 
 def detectron2_settings(
@@ -56,17 +53,17 @@ def detectron2_settings(
     They are those of `metricopt_ext.detection.settings.detection_settings`. While they are applied, ``toolkit.detect``
     acts so, and but for ``size`` so does the model itself. A flip and several sizes are joined as by Detectron2's own
     test-time augmentation, so that `config_lines` has it find the same boxes; of RetinaNet, for which Detectron2 has
-    none, they are joined in that way too. By ``soft_nms``, ``flip``, ``multi_scale`` or ``temperature``, and with
-    ``kept``, the model gives boxes without masks.
+    none, they are joined in that way too. By ``soft_nms``, ``flip`` or ``multi_scale``, and with ``kept``,
+    the model gives boxes without masks.
 
     Args:
         toolkit: The detector's toolkit, which resizes images.
         model: A detector that it built.
-        names: Which settings there are; by default all but ``nms``, ``proposals`` and ``temperature``.
+        names: Which settings there are; by default all but ``nms``.
         inference: Largest factor on inference time; None for any.
         average_precision: Whether the metric is an average precision, for which a low threshold is free.
-        kept: Keeps what the model computes before thresholds and NMS, so that only a new size, flip or number of
-            proposals takes a pass through it. A flip and sizes that are computed together, by threes, are kept as such.
+        kept: Keeps what the model computes before thresholds and NMS, so that only a new size or flip takes a pass
+            through it. A flip and sizes that are computed together, by threes, are kept as such.
         class_thresholds: Classes that may have a score threshold of their own, by name the model's numbers of them,
             from 0, as in `metricopt_ext.detection.settings.detection_settings`. None for no class.
 
@@ -99,10 +96,7 @@ def _all_settings(toolkit: Detectron2Toolkit, model: Any) -> list[Setting]:
     own = {name: getattr(predictors_of(model)[0], attribute) for name, (attribute, _) in _names(model).items()}
     sizes = SIZES if toolkit.cfg.INPUT.MIN_SIZE_TEST else ()  # 0 leaves images as they are
     settings = with_attributes(own["score_thresh"], own["detections"], own["nms"], sizes)
-    settings += with_views(several_sizes=bool(sizes))
-    if (counts := _proposals(model)) is not None:
-        settings.append(more_proposals(counts[1]))
-    return settings
+    return settings + with_views(several_sizes=bool(sizes))
 
 
 def config_lines(cfg: CfgNode, values: Values) -> list[str]:
@@ -126,19 +120,15 @@ def config_lines(cfg: CfgNode, values: Values) -> list[str]:
         raise ConfigError(f"MODEL.META_ARCHITECTURE is {kind}; settings are known of {' and '.join(kinds)}")
     keys = {name: key for name, (_, key) in kinds[kind].items()}
     in_views = [name for name in ("flip", "multi_scale") if values.get(name, False)]
-    without = [name for name, idle in (("soft_nms", 0), ("temperature", 1)) if values.get(name, idle) != idle]
+    without = ["soft_nms"] if values.get("soft_nms", 0) else []
     without += in_views if kind == "RetinaNet" else []
-    if unknown := [name for name in values if name not in (*keys, "size", "proposals", *VIEWS)]:
-        known = (*keys, "size", "proposals", "flip", "multi_scale")
+    if unknown := [name for name in values if name not in (*keys, "size", *VIEWS)]:
+        known = (*keys, "size", "flip", "multi_scale")
         raise ConfigError(f"Detectron2's config has no key for {unknown[0]!r}; it has for {', '.join(known)}")
     if without:
         rest = {name: values[name] for name in without}
         raise ConfigError(_told(f"Detectron2's config of {kind} has no key", rest))
     lines: dict[str, Any] = {key: values[name] for name, key in keys.items() if name in values}
-    if "proposals" in values and kind == "GeneralizedRCNN":
-        rpn = cfg.MODEL.RPN
-        counts = rpn.PRE_NMS_TOPK_TEST, rpn.POST_NMS_TOPK_TEST
-        lines |= dict(zip(PROPOSALS, _as_many(counts, int(values["proposals"])), strict=True))
     size = float(values.get("size", 1.0))
     if "size" in values:
         lines |= dict(zip(("INPUT.MIN_SIZE_TEST", "INPUT.MAX_SIZE_TEST"), _scaled(cfg, size), strict=True))
@@ -212,21 +202,6 @@ def _attributes(model: Any, changed: Values) -> Iterator[tuple[Any, str, Any]]:
         for name, (attribute, _) in _names(model).items():
             if name in changed:
                 yield module, attribute, changed[name]
-    if "proposals" in changed:
-        rpn, counts = model.proposal_generator, _as_many(_proposals(model) or (1, 1), int(changed["proposals"]))
-        for attribute, count in zip(("pre_nms_topk", "post_nms_topk"), counts, strict=True):
-            yield rpn, attribute, {**getattr(rpn, attribute), False: count}
-
-
-def _proposals(model: Any) -> tuple[int, int] | None:
-    """How many proposals it detects with, before and after NMS; None for one stage or other proposals."""
-    rpn: Any = getattr(model, "proposal_generator", None)
-    return (rpn.pre_nms_topk[False], rpn.post_nms_topk[False]) if type(rpn) is RPN else None
-
-
-def _as_many(counts: tuple[int, int], after: int) -> tuple[int, int]:
-    """From as many times more before NMS as by default."""
-    return max(after, round(after * counts[0] / counts[1])), after
 
 
 def _scaled(cfg: CfgNode, factor: float) -> tuple[int, int]:

@@ -85,7 +85,7 @@ class Acting:
 
     Args:
         model: The detector.
-        values: ``soft_nms`` and ``temperature``; what attributes say is set already.
+        values: ``soft_nms``; what attributes say is set already.
         views: What is looked at of an image; none for the images as they are given.
         longest: Most pixels of a view's longer side.
         size: What tells the size to which images are scaled before.
@@ -109,7 +109,7 @@ class Acting:
     ) -> None:
         self.thresholds, self.others = dict(thresholds), others
         self.model, self.views, self.longest, self.size, self.kept = model, views, longest, size, kept
-        self.sigma, self.temperature = float(values.get("soft_nms", 0.0)), float(values.get("temperature", 1.0))
+        self.sigma = float(values.get("soft_nms", 0.0))
         self.ignored = ignored
         forward = model.forward
         if isinstance(acting := getattr(forward, "__self__", None), Acting):
@@ -265,7 +265,7 @@ class Acting:
     def _detected(self, outputs: Outputs) -> list[Instances]:
         """Return the detections by the model's own code, as its attributes say."""
         found: list[Instances]
-        logits = [each.clone() if self.temperature == 1 else each / self.temperature for each in outputs["logits"]]
+        logits = [each.clone() for each in outputs["logits"]]
         sizes = outputs["sizes"]
         if isinstance(self.model, RetinaNet):  # which works in place
             images: Any = SimpleNamespace(image_sizes=sizes)

@@ -137,8 +137,8 @@ def owner_of(model: Any) -> Any:
 
 
 def everything(model: nn.Module, **options: Any) -> Any:
-    names = ["size", "score_thresh", "detections", "soft_nms", "flip", "multi_scale", "nms", "temperature"]
-    return detection_settings(model, names=names + ["proposals"] * hasattr(model, "rpn"), **options)
+    names = ["size", "score_thresh", "detections", "soft_nms", "flip", "multi_scale", "nms"]
+    return detection_settings(model, names=names, **options)
 
 
 def test_with_defaults_it_detects_what_it_does_without(model: Any) -> None:
@@ -158,8 +158,7 @@ ALL_AT_ONCE = {"size": 1.19, "score_thresh": 0.01, "detections": 40, "soft_nms":
 def test_afterwards_everything_is_as_it_was(model: Any) -> None:
     expected, before = found_by(model), held(model)
     settings = everything(model)
-    proposals = {"proposals": 15} if hasattr(model, "rpn") else {}
-    with settings.applied({**ALL_AT_ONCE, "nms": 0.4, "temperature": 2.0, **proposals}):
+    with settings.applied({**ALL_AT_ONCE, "nms": 0.4}):
         assert not unchanged(before, held(model))
         found_by(model)
     assert unchanged(before, held(model))
@@ -186,7 +185,6 @@ CHANGES: list[dict[str, Any]] = [
     {"detections": 5},
     {"nms": 0.35},
     LOW,
-    {"temperature": 2.0},
     {"soft_nms": 0.2, **LOW},
     {"size": 1.41},
     {"size": 0.71, "soft_nms": 0.5},
@@ -235,13 +233,12 @@ def test_the_metric_from_kept_outputs_is_that_of_a_new_pass(model: Any) -> None:
         values.append(expected.cost)
     assert len({each for each in values if 0 < each < 1}) > 4
     # A size or flip that is new takes one each; of the last two some were seen before.
-    assert passes == [1, 1, 1, 1, 1, 1, 2, 3, 4, 4, 5, 7]
+    assert passes == [1, 1, 1, 1, 1, 2, 3, 4, 4, 5, 7]
 
 
 def test_what_attributes_say_is_what_torchvision_does_with_them(model: Any) -> None:
     settings = everything(model)
-    two_stages = hasattr(model, "rpn")
-    for values in (*CHANGES[:4], {"size": 1.41}, {"size": 0.71}, *([{"proposals": 12}] * two_stages)):
+    for values in (*CHANGES[:4], {"size": 1.41}, {"size": 0.71}):
         stock = copy.deepcopy(model)
         owner = owner_of(stock)
         owner.score_thresh = values.get("score_thresh", owner.score_thresh)
@@ -252,8 +249,6 @@ def test_what_attributes_say_is_what_torchvision_does_with_them(model: Any) -> N
             stock.transform.max_size = round(stock.transform.max_size * values["size"])
             if stock.transform.fixed_size:
                 stock.transform.fixed_size = tuple(round(side * values["size"]) for side in stock.transform.fixed_size)
-        if "proposals" in values:
-            stock.rpn._pre_nms_top_n, stock.rpn._post_nms_top_n = {"testing": 24}, {"testing": 12}
         expected = found_by(stock)
         with settings.applied(values):
             assert_same(found_by(model), expected)
@@ -429,7 +424,7 @@ def test_phi_of_a_box_head_shares_the_features_before_it() -> None:
 
     a, b, c = torch.tensor([[0.02, -0.03], [0.04, 0.01], [-0.05, 0.02]], dtype=torch.float64)
     flip, batches = {"flip": True, "soft_nms": 0.2}, 1
-    assert [runs(a), runs(b), runs(a, temperature=2.0), runs(c)] == [batches, 0, 0, 0]
+    assert [runs(a), runs(b), runs(a, nms=0.4), runs(c)] == [batches, 0, 0, 0]
     assert [runs(a, **flip), runs(b, **flip), runs(b, size=1.41), runs(c, size=1.41)] == [batches, 0, batches, 0]
     assert kept.passes == 3
     with adapter.using(a), settings.applied({}):
@@ -445,16 +440,6 @@ def test_phi_of_a_box_head_shares_the_features_before_it() -> None:
         assert [runs(a), runs(b)] == [batches, batches]
 
 
-def test_proposals_that_are_as_before_are_known_again() -> None:
-    model = made("FasterRCNN")
-    kept = KeptOutputs()
-    settings = detection_settings(model, names=["proposals"], kept=kept)
-    for count, passes in ((30, 1), (12, 2), (30, 2), (12, 2)):
-        with settings.applied({"proposals": count}):
-            found_by(model)
-        assert kept.passes == passes
-
-
 def test_other_images_and_other_batches_are_others() -> None:
     model = made("FasterRCNN")
     kept, ran = KeptOutputs(), list[int]()
@@ -466,9 +451,7 @@ def test_other_images_and_other_batches_are_others() -> None:
     assert len(ran) == 3  # padded together, images of different sizes are seen otherwise than alone
 
 
-@pytest.mark.parametrize(
-    "values", [{"size": 1.41}, {"score_thresh": 0.31}, {"flip": True}, {"soft_nms": 0.3}, {"proposals": 40}]
-)
+@pytest.mark.parametrize("values", [{"size": 1.41}, {"score_thresh": 0.31}, {"flip": True}, {"soft_nms": 0.3}])
 def test_features_that_are_remembered_are_of_these_settings(values: dict[str, Any]) -> None:
     toolkit = TorchvisionToolkit(min_size=64, max_size=64, width=16, head=32)
     model = toolkit.build(2, seed=0).double()
@@ -478,7 +461,7 @@ def test_features_that_are_remembered_are_of_these_settings(values: dict[str, An
     truth = Annotated(0, Path("none"), 64, 48, torch.zeros(0, 4), torch.zeros(0).long(), none, none)
     batch = [Example(PIXELS[0], truth)]
     before = frozen.detect(model, batch)[0]
-    names = ["size", "score_thresh", "flip", "soft_nms", "proposals"]
+    names = ["size", "score_thresh", "flip", "soft_nms"]
     with detection_settings(model, names=names).applied(values):
         ours, other = frozen.detect(model, batch)[0], toolkit.detect(model, batch)[0]
     assert ours.scores.shape != before.scores.shape or not torch.equal(ours.scores, before.scores)
@@ -557,7 +540,7 @@ def test_what_can_not_be_is_refused() -> None:
     assert_refused(lambda: detection_settings(nn.Linear(2, 2)), ConfigError, "Linear", "Faster", "Mask")
     assert_refused(lambda: detection_settings(model, names=["flips"]), ConfigError, "MaskRCNN", "flips", "multi_scale")
     assert_refused(
-        lambda: detection_settings(made("RetinaNet"), names=["proposals"]), ConfigError, "RetinaNet", "proposals"
+        lambda: detection_settings(made("RetinaNet"), names=["temperature"]), ConfigError, "RetinaNet", "temperature"
     )
     assert_refused(lambda: detection_settings(model, kept=KeptOutputs()), ConfigError, "MaskRCNN", "boxes_only=True")
     assert_refused(lambda: detection_settings(model, inference=0.5), ValueError, "inference", "0.5", "1")

@@ -94,12 +94,10 @@ def test_settings_of_inference_and_the_loss_find_what_they_do_without(
     attach_film(model, ["roi_heads.box_head.fc?"], dim=2)
     plain, batch = copy.deepcopy(model), load_examples(squares(2))
     keep_features(model, gib=1.0)
-    for values in ({}, {"flip": True, "soft_nms": 0.2}, {"proposals": 12}, {"size": 1.41}, {"proposals": 20}):
+    for values in ({}, {"flip": True, "soft_nms": 0.2}, {"size": 1.41}):
         found = []
         for each in (model, plain):
-            settings = detectron2_settings(
-                toolkit, each, names=["flip", "soft_nms", "size", "proposals"], kept=KeptOutputs()
-            )
+            settings = detectron2_settings(toolkit, each, names=["flip", "soft_nms", "size"], kept=KeptOutputs())
             with settings.applied(values):
                 found.append(toolkit.detect(each, batch))
         assert same(*found)

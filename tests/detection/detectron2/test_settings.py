@@ -47,18 +47,14 @@ VALUES: list[dict[str, Any]] = [
     {"nms": 0.35},
     {"size": 1.41},
     {"size": 0.71, "detections": 300, "score_thresh": 0.0005},
-    {"proposals": 12},
+    {"size": 1.19},
 ]
 OF_VIEWS: list[dict[str, Any]] = [
     {"flip": True},
     {"multi_scale": True, "score_thresh": 0.15},
     {"flip": True, "multi_scale": True, "size": 1.41, "detections": 30, "nms": 0.4},
 ]
-NAMES = ("size", "score_thresh", "detections", "soft_nms", "flip", "multi_scale", "nms", "proposals", "temperature")
-
-
-def names_of(kind: str) -> list[str]:
-    return [name for name in NAMES if name != "proposals" or kind != "retinanet"]
+NAMES = ("size", "score_thresh", "detections", "soft_nms", "flip", "multi_scale", "nms")
 
 
 @pytest.fixture(params=KINDS)
@@ -119,7 +115,7 @@ def test_it_detects_as_what_the_config_s_lines_build(
     batch = load_examples(squares(2))
     expected = detected(toolkit, model, batch)
     assert len(expected[0])
-    settings = detectron2_settings(toolkit, model, names=names_of(kind))
+    settings = detectron2_settings(toolkit, model, names=NAMES)
     different = 0
     for values in ({}, *VALUES[: -1 if kind == "retinanet" else None]):
         lines = config_lines(cfg, values)
@@ -166,14 +162,13 @@ CHANGES: list[dict[str, Any]] = [
     {"score_thresh": 0.3, "detections": 1000},
     {"detections": 5},
     {"nms": 0.35},
-    {"temperature": 2.0},
     {"soft_nms": 0.2, "score_thresh": 0.0005, "detections": 300},
     {"size": 1.41},
     {"size": 1.41, "soft_nms": 0.5},
     {"flip": True},
     {"flip": True, "soft_nms": 0.2, "nms": 0.7},
     {"multi_scale": True, "size": 1.19},
-    {"flip": True, "multi_scale": True, "size": 1.19, "soft_nms": 0.3, "temperature": 0.5},
+    {"flip": True, "multi_scale": True, "size": 1.19, "soft_nms": 0.3},
     {"flip": True, "multi_scale": True, "size": 1.19, "score_thresh": 0.2, "detections": 40},
 ]
 
@@ -193,8 +188,8 @@ def test_the_metric_from_kept_outputs_is_that_of_a_new_pass(
     judge = Recording("AP50", "voc")
     metric = detector_metric(judge, toolkit, batch, ("red", "green"), halves=())
     kept = KeptOutputs()
-    ours = detectron2_settings(toolkit, model, names=names_of(kind), kept=kept)
-    other = detectron2_settings(toolkit, model, names=names_of(kind))
+    ours = detectron2_settings(toolkit, model, names=NAMES, kept=kept)
+    other = detectron2_settings(toolkit, model, names=NAMES)
     different, passes = set(), []
 
     def judged(settings: Any, values: dict[str, Any]) -> tuple[float, list[torch.Tensor]]:
@@ -212,34 +207,7 @@ def test_the_metric_from_kept_outputs_is_that_of_a_new_pass(
         different.add(str([each.tolist() for each in found]))
     assert len(different) >= len(CHANGES) - 2
     # A new size or flip takes one each; what is seen in another company is seen anew, as its padding is.
-    assert passes == [1, 1, 1, 1, 1, 1, 2, 2, 4, 4, 7, 13, 13]
-
-
-def test_with_proposals_kept_outputs_are_of_as_many(batch: list[Example], tiny_config: Callable[..., Any]) -> None:
-    toolkit = Detectron2Toolkit(tiny_config())
-    model = toolkit.build(2, seed=0)
-    kept = KeptOutputs()
-    ours = detectron2_settings(toolkit, model, names=["proposals"], kept=kept)
-    both: list[tuple[dict[str, Any], int]] = [({}, 1), ({"proposals": 12}, 2), ({}, 2), ({"proposals": 12}, 2)]
-    for values, passes in both:
-        with detectron2_settings(toolkit, model, names=["proposals"]).applied(values):
-            expected = detected(toolkit, model, batch)
-        with ours.applied(values):
-            assert same(detected(toolkit, model, batch), expected)
-        assert kept.passes == passes
-
-
-def test_a_temperature_divides_the_logits(batch: list[Example], kind: str, made: tuple[Detectron2Toolkit, Any]) -> None:
-    toolkit, model = made
-    cooled = copy.deepcopy(model)
-    heads = getattr(getattr(cooled, "roi_heads", None), "box_predictor", getattr(cooled, "head", None))
-    with torch.no_grad():
-        for each in heads if isinstance(heads, torch.nn.ModuleList) else [heads]:
-            each.cls_score.weight.div_(4.0)  # a power of two, without rounding
-            each.cls_score.bias.div_(4.0)
-    with detectron2_settings(toolkit, model, names=["temperature"]).applied({"temperature": 4.0}):
-        assert same(detected(toolkit, model, batch), detected(toolkit, cooled, batch))
-    assert not same(detected(toolkit, model, batch), detected(toolkit, cooled, batch))
+    assert passes == [1, 1, 1, 1, 1, 2, 2, 4, 4, 7, 13, 13]
 
 
 def test_what_is_set_on_a_model_and_its_toolkit_is_as_the_config_s_lines_build(
@@ -247,8 +215,7 @@ def test_what_is_set_on_a_model_and_its_toolkit_is_as_the_config_s_lines_build(
 ) -> None:
     toolkit, model = made
     values = {"size": 1.41, "score_thresh": 0.1, "nms": 0.4, "detections": 7, "soft_nms": 0.0}
-    values |= {} if kind == "retinanet" else {"proposals": 12}
-    settings = detectron2_settings(toolkit, model, names=names_of(kind))
+    settings = detectron2_settings(toolkit, model, names=NAMES)
     with settings.applied(values):
         expected = detected(toolkit, model, batch)
     assert settings.set_on(model, values) == ""
@@ -477,7 +444,7 @@ def test_lines_are_keys_and_values_in_turns(tiny_config: Callable[..., Any]) -> 
         *("MODEL.ROI_HEADS.SCORE_THRESH_TEST", "0.0005", "TEST.DETECTIONS_PER_IMAGE", "300"),
         *("INPUT.MIN_SIZE_TEST", "1128", "INPUT.MAX_SIZE_TEST", "1880"),
     ]
-    views = {"flip": True, "multi_scale": True, "size": 1.19, "soft_nms": 0.0, "temperature": 1.0}
+    views = {"flip": True, "multi_scale": True, "size": 1.19, "soft_nms": 0.0}
     assert config_lines(cfg, views) == [
         *("INPUT.MIN_SIZE_TEST", "952", "INPUT.MAX_SIZE_TEST", "1586", "TEST.AUG.ENABLED", "True"),
         *("TEST.AUG.MIN_SIZES", "(800, 952, 1128)", "TEST.AUG.MAX_SIZE", "1880", "TEST.AUG.FLIP", "True"),
