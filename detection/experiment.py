@@ -31,8 +31,7 @@ from metricopt_ext.detection.metric import (
     rare_images,
     truth_of,
 )
-from metricopt_ext.detection.pictures import plot_detections, plot_proposals
-from metricopt_ext.detection.proposals import proposal_recall
+from metricopt_ext.detection.pictures import plot_detections
 from metricopt_ext.detection.task import ExampleBatches, InputsOnDisk, detection_loss, jittered
 from metricopt_ext.detection.toolkit import Toolkit, told_inference
 from metricopt_ext.detection.train import train_detector
@@ -43,13 +42,11 @@ from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Settings
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.files import write_json
 from metricopt_ext.utils.kept_outputs import KeptOutputs
 from metricopt_ext.utils.seeding import generator
 
 SHOWN = 6
 WARMUP = 5  # steps of a short finetune, whose model is trained already
-PROPOSALS = (10, 50, 100, 300)
 
 
 class DetectionExperiment(Experiment[DetectionConfig]):
@@ -191,30 +188,13 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         return error_of(difference, within_groups(groups, generator(self.seed, "test_error")))
 
     def finish(self) -> None:
-        """Export the tuned detector, draw detections and any proposals before and after, and write these' recall."""
+        """Export the tuned detector, and draw detections before and after."""
         adapter, toolkit, splits = self.task.adapter, self.toolkit, self.splits
         toolkit.export(adapter.model, self.folder / "tuned.pth")
         order = torch.randperm(len(splits.test), generator=generator(self.seed, "pictures"))
         shown = [splits.test[i] for i in order[:SHOWN].tolist()]
-        truth = truth_of(splits.test, splits.classes)
-        found: list[Any] = []
-        proposed: dict[str, list[Tensor]] = {}
-        recalls: dict[str, dict[str, float]] = {}
-
-        def look(name: str, phi: Tensor) -> None:
-            with adapter.using(phi) as model:
-                found.append(toolkit.detect(model, shown))
-                proposals = [each for batch in in_batches(splits.test) for each in toolkit.propose(model, batch)]
-                if proposals:
-                    proposed[name] = toolkit.propose(model, shown)
-                    recall = proposal_recall(proposals, truth, PROPOSALS)
-                    recalls[name] = {str(k): value for k, value in recall.items()}
-
-        with self.as_trained():
-            look("pretrained", self.task.origin())
-        look("metricopt", adapter.phi.detach())
-        plot_detections(shown, found[0], found[1], splits.classes, self.folder / "detections.png")
-        for name, boxes in proposed.items():
-            plot_proposals(shown, boxes, self.folder / f"proposals_{name}.png")
-        if recalls:
-            write_json(self.folder / "proposal_recall.json", recalls)
+        with self.as_trained(), adapter.using(self.task.origin()) as model:
+            before = toolkit.detect(model, shown)
+        with adapter.using(adapter.phi.detach()) as model:
+            after = toolkit.detect(model, shown)
+        plot_detections(shown, before, after, splits.classes, self.folder / "detections.png")

@@ -20,7 +20,6 @@ from metricopt_ext.detection.torchvision_toolkit import (
     images_of,
     targets_of,
     to_detections,
-    to_pixels,
     total,
 )
 from metricopt_ext.errors import AdapterError
@@ -148,13 +147,6 @@ class FrozenFeatures:
             scaled = [dict(zip(("boxes", "scores", "labels"), each, strict=True)) for each in found]
             in_pixels = detector.transform.postprocess(scaled, sizes, [example.size for example in batch])
         return [to_detections(each, self.toolkit.labels) for each in in_pixels]
-
-    def propose(self, model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
-        """Return the region proposals of each image, ``p x 4``, best first, without gradients."""
-        if not served(model):
-            return self.toolkit.propose(model, batch)
-        proposals = self._remembered("detection", model, batch)
-        return [to_pixels(each.boxes, each.size, example) for each, example in zip(proposals, batch, strict=True)]
 
     def _memory(self, model: nn.Module) -> Memory:
         """Return a model's memory, an empty one if it is new or has changed."""

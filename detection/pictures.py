@@ -1,4 +1,4 @@
-"""Images with what a detector finds before and after finetuning, and with the proposals that cover their objects."""
+"""Images with what a detector finds before and after finetuning."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,14 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metricopt_ext.detection.proposals import box_iou
 from metricopt_ext.detection.records import Annotated, Detections
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.experiment.style import new_figure, save_figure
 
-RIGHT, WRONG, MISSED, COVER, LOST = "#35c759", "#ff3b30", "#ffd60a", "#0a84ff", "#ff3b30"
+RIGHT, WRONG, MISSED = "#35c759", "#ff3b30", "#ffd60a"
 WIDTH = 2.8  # of an image, in inches
-COLUMNS = 4
 
 
 def plot_detections(
@@ -39,48 +37,16 @@ def plot_detections(
         path: The PNG file.
         score: Minimum score to draw, in [0, 1].
     """
-    figure, panels = _panels(examples, len(examples), 2, extra=0.5)
+    height = max(example.image.shape[1] / example.image.shape[2] for example in examples) * WIDTH
+    figure, panels = new_figure(2 * WIDTH, height * len(examples) + 0.5, len(examples), 2)
+    for axes in panels.flat:
+        axes.set_axis_off()
     figure.suptitle(f"detections of score {score:g} or more; green: right, red: wrong, yellow: missed", fontsize=8)
     for line, example, *found in zip(panels, examples, before, after, strict=True):
         for axes, each in zip(line, found, strict=True):
             _draw_detections(axes, example, each, classes, score)
     for axes, title in zip(panels[0], ("before", "after"), strict=True):
         axes.set_title(title, fontsize=9)
-    return save_figure(figure, path)
-
-
-def plot_proposals(
-    examples: Sequence[Example], proposals: Sequence[Tensor], path: str | Path, *, count: int = 50, iou: float = 0.5
-) -> Path:
-    """Draw images with their objects, in green, and the proposal that covers each best, in blue; lost objects in red.
-
-    Difficult objects and crowd regions are left out, as in `proposal_recall`.
-
-    Args:
-        examples: The images, at least one; four fill a row.
-        proposals: Proposals of each image, ``p x 4``, best first.
-        path: The PNG file.
-        count: How many of the first proposals to look at.
-        iou: Minimum intersection over union of a box and a proposal that covers it.
-    """
-    columns = min(COLUMNS, len(examples))
-    figure, panels = _panels(examples, -(-len(examples) // columns), columns, extra=0.3)
-    covered, total = 0, 0
-    for axes, example, boxes in zip(panels.flat, examples, proposals, strict=False):
-        _show(axes, example.image)
-        objects = example.truth.boxes[~(example.truth.difficult | example.truth.crowd)]
-        overlaps = box_iou(objects, boxes[:count]).cpu()
-        for box, row in zip(objects.tolist(), overlaps, strict=True):
-            hit = len(row) > 0 and float(row.max()) >= iou
-            _box(axes, box, RIGHT if hit else LOST)
-            if hit:
-                _box(axes, boxes[int(row.argmax())].tolist(), COVER, linestyle="--")
-            covered, total = covered + hit, total + 1
-    seen = min(count, max(len(boxes) for boxes in proposals))
-    figure.suptitle(
-        f"{covered} of {total} objects (green) covered by one of {seen} proposals (blue: the best); red: not covered",
-        fontsize=8,
-    )
     return save_figure(figure, path)
 
 
@@ -111,15 +77,6 @@ def _outcomes(found: Detections, truth: Annotated) -> tuple[Tensor, Tensor]:
             right[row] = True
             free[near.argmax()] = False
     return right, free & ~truth.difficult & ~truth.crowd
-
-
-def _panels(examples: Sequence[Example], rows: int, columns: int, extra: float) -> tuple[Any, Any]:
-    """A figure with a panel for each image; ``extra`` is the height of its titles."""
-    height = max(example.image.shape[1] / example.image.shape[2] for example in examples) * WIDTH
-    figure, panels = new_figure(WIDTH * columns, height * rows + extra, rows, columns)
-    for axes in panels.flat:
-        axes.set_axis_off()
-    return figure, panels
 
 
 def _show(axes: Any, image: Tensor) -> None:
@@ -155,3 +112,16 @@ def _name(axes: Any, box: Sequence[float], text: str, colour: str) -> None:
         ha="right" if at_right else "left",
         bbox={"facecolor": colour, "edgecolor": "none", "pad": 0.6, "alpha": 0.85},
     )
+
+
+def box_iou(a: Tensor, b: Tensor) -> Tensor:
+    """Return the intersection over union of each box of ``a``, ``n x 4``, with each of ``b``, ``m x 4``: ``n x m``.
+
+    Computed on the device of ``b``, in float64; 0 if neither box has area.
+    """
+    a, b = a.to(b.device).double(), b.double()
+    sides = torch.minimum(a[:, None, 2:], b[:, 2:]) - torch.maximum(a[:, None, :2], b[:, :2])
+    common = sides.clamp(min=0).prod(2)
+    area, other = ((boxes[:, 2:] - boxes[:, :2]).prod(1) for boxes in (a, b))
+    whole = area[:, None] + other - common
+    return torch.where(common > 0, common / whole, 0.0)

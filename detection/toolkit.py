@@ -57,9 +57,6 @@ class Toolkit(Protocol):
     def detect(self, model: nn.Module, batch: Sequence[Example]) -> list[Detections]:
         """Return what the detector finds in each image, in pixels of that image, without gradients."""
 
-    def propose(self, model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
-        """Return the region proposals of each image, ``p x 4``, best first, without gradients; [] if there are none."""
-
     def film_layers(self, model: nn.Module, placements: Sequence[str]) -> list[str]:
         """Return the patterns of layers that some placements (``"roi_head"``, ...) stand for, for `attach_film`."""
 

@@ -25,7 +25,7 @@ from metricopt_ext.utils.seeding import generator, seeded_streams
 try:
     from torchvision.models.detection.generalized_rcnn import GeneralizedRCNN
     from torchvision.models.detection.roi_heads import RoIHeads, fastrcnn_loss
-    from torchvision.models.detection.transform import GeneralizedRCNNTransform, resize_boxes
+    from torchvision.models.detection.transform import GeneralizedRCNNTransform
 except ImportError as error:
     raise ImportError("torchvision's detectors need torchvision: pip install 'metricopt-ext[detection]'") from error
 
@@ -198,19 +198,6 @@ class TorchvisionToolkit:
         with evaluating(model), torch.no_grad():
             return [to_detections(found, self.labels, self.kind) for found in model(images_of(model, batch))]
 
-    def propose(self, model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
-        """Return the region proposals of each image, ``p x 4``, best first, without gradients; [] in one stage."""
-        if not has_proposals(model):
-            return []
-        detector: Any = model
-        with evaluating(model), torch.no_grad():
-            images, _ = detector.transform(images_of(model, batch))
-            proposals, _ = detector.rpn(images, detector.backbone(images.tensors))
-        return [
-            to_pixels(boxes, size, example)
-            for boxes, size, example in zip(proposals, images.image_sizes, batch, strict=True)
-        ]
-
     def film_layers(self, model: nn.Module, placements: Sequence[str]) -> list[str]:
         """Return the patterns of layers that some placements stand for, for `attach_film`.
 
@@ -311,12 +298,6 @@ def _shapes_of(found: dict[str, Tensor], thing: Tensor, kind: Kind) -> list[Any]
         what = "none" if given is None else f"a tensor of shape {tuple(given.shape)}"
         raise MetricError(f"the detector gave {what} as masks; to be judged they must be n x 1 x h x w")
     return list(masks_from((given[thing][:, 0] >= 0.5).numpy(force=True)))
-
-
-def to_pixels(boxes: Tensor, size: tuple[int, int], example: Example) -> Tensor:
-    """Return boxes, ``n x 4``, of an image scaled to some height and width, in pixels of the example's image."""
-    resized: Tensor = resize_boxes(boxes, size, example.size)
-    return resized.cpu()
 
 
 def images_of(model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:

@@ -138,10 +138,6 @@ class TransformersToolkit:
         found = processor.post_process_object_detection(outputs, threshold=0.0, target_sizes=sizes)
         return [self._detections(model, each, size) for each, size in zip(found, sizes, strict=True)]
 
-    def propose(self, model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
-        """Return no proposals: these detectors have queries, which are the same for all images."""
-        return []
-
     def film_layers(self, model: nn.Module, placements: Sequence[str]) -> list[str]:
         """Return the patterns of layers that some placements stand for, for `attach_film`.
 

@@ -119,26 +119,6 @@ class Detectron2Toolkit:
             outputs = model(self.inputs(model, batch))
         return [detections_of(output["instances"]) for output in outputs]
 
-    @torch.no_grad()
-    def propose(self, model: Any, batch: Sequence[Example]) -> list[Tensor]:
-        """Return the region proposals of each image, ``p x 4`` in pixels of that image, best first, on the CPU.
-
-        Raises:
-            ConfigError: The detector has no region proposals.
-        """
-        if getattr(model, "proposal_generator", None) is None:
-            raise ConfigError(f"{type(model).__name__} proposes no regions; MODEL.META_ARCHITECTURE must be an R-CNN")
-        with evaluating(model):
-            images = model.preprocess_image(self.inputs(model, batch))
-            proposals, _ = model.proposal_generator(images, model.backbone(images.tensor), None)
-        scaled = []
-        for example, found in zip(batch, proposals, strict=True):
-            (height, width), (inner_height, inner_width) = example.size, found.image_size
-            factor = torch.tensor([width / inner_width, height / inner_height] * 2)
-            order = found.objectness_logits.argsort(descending=True)
-            scaled.append(found.proposal_boxes.tensor[order].cpu() * factor)
-        return scaled
-
     def _input(self, example: Example) -> dict[str, Any]:
         pixels = example.image.permute(1, 2, 0).cpu().numpy()
         if self.cfg.INPUT.FORMAT == "BGR":

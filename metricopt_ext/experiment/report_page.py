@@ -60,8 +60,6 @@ CAPTIONS = {
     "examples": "Test images on which the classifier changed its mind, with the classes before and after.",
     "neighbours": "Test queries whose nearest neighbours changed, before and after.",
     "detections": "Detections on test images, before and after.",
-    "proposals_pretrained": "Proposals on test images, before.",
-    "proposals_metricopt": "Proposals on test images, after.",
 }
 
 

@@ -1,4 +1,4 @@
-"""Features in memory: detections, proposals and phi's gradient are those of the detector without them."""
+"""Features in memory: detections and phi's gradient are those of the detector without them."""
 
 import copy
 import gc
@@ -53,15 +53,13 @@ def assert_same(ours: Detections, other: Detections) -> None:
     [*(("small_fpn", batch) for batch in (SAME_SIZE, *ALONE)), ("fasterrcnn_resnet50_fpn_v2", ALONE[0])],
     ids=["one size", "square", "scaled up", "scaled down", "a box head with norms"],
 )
-def test_detections_and_proposals_are_those_without_memory(name: str, batch: list[Example]) -> None:
+def test_detections_are_those_without_memory(name: str, batch: list[Example]) -> None:
     toolkit, adapter = adapted(name)
     frozen = FrozenFeatures(toolkit, adapter)
     for _ in range(2):
         for ours, other in zip(frozen.detect(adapter.model, batch), toolkit.detect(adapter.model, batch), strict=True):
             assert_same(ours, other)
         adapter.set_phi(-adapter.phi.detach())
-    for mine, theirs in zip(frozen.propose(adapter.model, batch), toolkit.propose(adapter.model, batch), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-9)
 
 
 def gradient(loss: Any, adapter: Adapter, batch: list[Example]) -> tuple[Tensor, Tensor]:
@@ -113,7 +111,7 @@ def test_an_image_is_computed_once_for_the_loss_and_once_for_detection() -> None
     for _ in range(2):
         frozen.loss(model, SAME_SIZE)
         frozen.detect(model, SAME_SIZE[:2])
-        frozen.propose(model, SAME_SIZE)
+        frozen.detect(model, SAME_SIZE)
     assert len(passes) == 2 * len(SAME_SIZE)
 
 
@@ -130,9 +128,9 @@ def test_what_does_not_fit_is_computed_each_time_to_the_same_numbers(images: int
     whole, bounded = FrozenFeatures(toolkit, adapter), FrozenFeatures(toolkit, adapter, gib)
 
     def numbers(frozen: FrozenFeatures) -> list[Tensor]:
-        found, proposed = frozen.detect(model, SAME_SIZE), frozen.propose(model, SAME_SIZE)
+        found, again = frozen.detect(model, SAME_SIZE), frozen.detect(model, SAME_SIZE)
         slope = gradient(detection_loss(frozen), adapter, SAME_SIZE)
-        return [*(each.boxes for each in found), *(each.scores for each in found), *proposed, *slope]
+        return [*(tensor for each in (*found, *again) for tensor in (each.boxes, each.scores)), *slope]
 
     expected = numbers(whole)
     passes.clear()
@@ -193,7 +191,7 @@ def test_a_copy_with_other_statistics_has_a_memory_of_its_own() -> None:
         assert torch.equal(ours.scores, theirs.scores)
 
 
-@pytest.mark.parametrize("use", ["detect", "propose", "loss"])
+@pytest.mark.parametrize("use", ["detect", "loss"])
 def test_what_changed_before_the_head_is_computed_anew(use: str) -> None:
     """The best start's statistics are kept in the user's own model, whose features are in memory by then."""
     toolkit, adapter = adapted()
@@ -202,11 +200,7 @@ def test_what_changed_before_the_head_is_computed_anew(use: str) -> None:
     def numbers(by: FrozenFeatures) -> list[Tensor]:
         if use == "detect":
             return [tensor for each in by.detect(adapter.model, SAME_SIZE) for tensor in (each.boxes, each.scores)]
-        return (
-            by.propose(adapter.model, SAME_SIZE)
-            if use == "propose"
-            else [*gradient(detection_loss(by), adapter, SAME_SIZE)]
-        )
+        return [*gradient(detection_loss(by), adapter, SAME_SIZE)]
 
     before = numbers(frozen)
     shift_batchnorm(adapter.model)
@@ -241,8 +235,6 @@ def test_another_model_is_run_whole() -> None:
     frozen = FrozenFeatures(toolkit, adapter)
     frozen.detect(adapter.model, SAME_SIZE)
     other: nn.Module = frozen.build(CLASSES, seed=1)
-    for ours, theirs in zip(frozen.propose(other, SAME_SIZE), toolkit.propose(other, SAME_SIZE), strict=True):
-        assert torch.equal(ours, theirs)
     for found, expected in zip(frozen.detect(other, SAME_SIZE), toolkit.detect(other, SAME_SIZE), strict=True):
         assert torch.equal(found.boxes, expected.boxes)
     torch.manual_seed(0)

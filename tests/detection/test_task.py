@@ -235,8 +235,6 @@ class Slope:
     def detect(self, model: nn.Module, batch: Sequence[Example]) -> list[Any]:
         return []
 
-    propose = detect
-
 
 @pytest.mark.parametrize(("slope", "names"), [(float("nan"), ("2", "loss_classifier")), (float("inf"), ("2",))])
 def test_a_loss_or_gradient_that_is_not_finite_is_said_with_its_step(slope: float, names: tuple[str, ...]) -> None:

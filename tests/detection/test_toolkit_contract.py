@@ -17,7 +17,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.detection.frozen import FrozenFeatures
 from metricopt_ext.detection.records import Detections
-from metricopt_ext.detection.toolkit import Example, Toolkit, told_inference
+from metricopt_ext.detection.toolkit import Toolkit, told_inference
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.utils.state_dict import load_checkpoint
@@ -31,11 +31,10 @@ SIZES = [example(2, 48, 56, seed=4), example(0, 120, 90, seed=5), example(1, 30,
 
 @dataclass
 class Case:
-    """A toolkit, a detector of its with FiLM in the box head, and how few proposals it is told to give."""
+    """A toolkit, and a detector of its with FiLM in the box head."""
 
     toolkit: Toolkit
     adapter: Adapter
-    keep_proposals: Callable[[int], None]
 
     @property
     def model(self) -> Any:
@@ -53,9 +52,7 @@ def detectron2(kind: str, make_config: Callable[..., Any]) -> Case:
     from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit
 
     toolkit = Detectron2Toolkit(make_config(kind, "BN", "MODEL.ROI_HEADS.SCORE_THRESH_TEST", 0.0))
-    adapter = adapted(toolkit)
-    model: Any = adapter.model
-    return Case(toolkit, adapter, lambda n: model.proposal_generator.post_nms_topk.update({False: n}))
+    return Case(toolkit, adapted(toolkit))
 
 
 def torchvision(kept: bool) -> Case:
@@ -64,7 +61,7 @@ def torchvision(kept: bool) -> Case:
     model: Any = adapter.model
     model.roi_heads.fg_bg_sampler.batch_size_per_image = 8  # fewer than there are proposals: some are drawn
     whole_or_kept = FrozenFeatures(toolkit, adapter) if kept else toolkit
-    return Case(whole_or_kept, adapter, lambda n: model.rpn._post_nms_top_n.update(testing=n))
+    return Case(whole_or_kept, adapter)
 
 
 @pytest.fixture(
@@ -161,20 +158,6 @@ def test_an_image_s_detections_do_not_depend_on_its_batch(case: Case) -> None:
     whole = case.toolkit.detect(case.model, BATCH)
     assert_same(whole, [case.toolkit.detect(case.model, [each])[0] for each in BATCH])
     assert case.toolkit.detect(case.model, BATCH[:2])[0].scores.shape == whole[0].scores.shape
-
-
-def test_proposals_are_in_the_image_and_the_best_come_first(case: Case) -> None:
-    before = mixed(case.model)
-    case.keep_proposals(5)
-    # Not the same examples, whose proposals a toolkit may remember.
-    few = case.toolkit.propose(case.model, [Example(each.image, each.truth) for each in SIZES])
-    case.keep_proposals(15)
-    for best, proposed, each in zip(few, case.toolkit.propose(case.model, SIZES), SIZES, strict=True):
-        assert len(best) == 5 < len(proposed)
-        assert not proposed.requires_grad
-        assert_inside(proposed, each.image)
-        torch.testing.assert_close(proposed[:5], best, rtol=0, atol=1e-4)
-    assert modes(case.model) == before
 
 
 def test_an_unknown_placement_is_refused_with_the_known_ones(case: Case) -> None:

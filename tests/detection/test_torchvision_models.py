@@ -179,7 +179,6 @@ def test_the_toolkit_detects_torchvision_s_boxes_but_none_of_the_background(name
     assert torch.equal(found.labels, theirs["labels"][thing] - 1)
     assert torch.equal(found.boxes, theirs["boxes"][thing])
     assert torch.equal(found.scores, theirs["scores"][thing])
-    assert len(toolkit.propose(model, BATCH)) == (name not in ONE_STAGE)
 
 
 @pytest.fixture

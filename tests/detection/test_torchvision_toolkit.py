@@ -75,26 +75,13 @@ def test_detections_are_those_of_torchvision_with_labels_from_0() -> None:
         assert torch.equal(ours.scores, other["scores"])
 
 
-def test_proposals_are_those_that_the_box_head_gets_in_pixels_of_the_image() -> None:
-    model: Any = lived_in(SMALL.build(CLASSES, seed=0))
+def test_objects_are_looked_for_in_as_few_proposals_as_are_asked_for() -> None:
+    few = replace(SMALL, proposals=5)
+    model: Any = few.build(CLASSES, seed=0)
     seen: list[list[Tensor]] = []
     model.roi_heads.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
-    SMALL.detect(model, BATCH)
-    for ours, scaled, item in zip(SMALL.propose(model, BATCH), seen[0], BATCH, strict=True):
-        height, width = item.image.shape[1:]
-        factor = 64 / max(height, width)
-        torch.testing.assert_close(ours * factor, scaled, rtol=0.02, atol=0.02)  # scaled sizes are rounded
-        assert len(ours) > 0
-
-
-def test_fewer_proposals_are_some_of_all_and_the_best_is_among_them() -> None:
-    few = replace(SMALL, proposals=5)
-    model = few.build(CLASSES, seed=0)
-    for some, every in zip(few.propose(model, BATCH), SMALL.propose(SMALL.build(CLASSES, seed=0), BATCH), strict=True):
-        assert len(some) == 5 < len(every)
-        torch.testing.assert_close(some[0], every[0])
-        assert torch.cdist(some, every, compute_mode="donot_use_mm_for_euclid_dist").min(dim=1).values.max() < 1e-3
     assert all(len(found.scores) <= 5 * CLASSES for found in few.detect(model, BATCH))
+    assert [len(boxes) for boxes in seen[0]] == [5] * len(BATCH)
 
 
 def test_images_without_boxes_have_a_loss_and_a_gradient() -> None:

@@ -1,4 +1,4 @@
-"""Recall of proposals against a naive loop, and what the pictures of detections and proposals draw."""
+"""What the pictures of detections draw."""
 
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,10 @@ pytest.importorskip("PIL")
 from PIL import Image
 
 from helpers.boxes import naive_iou
-from helpers.refusals import assert_refused
 from metricopt_ext.detection import pictures
-from metricopt_ext.detection.pictures import plot_detections, plot_proposals
-from metricopt_ext.detection.proposals import box_iou, proposal_recall
-from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
+from metricopt_ext.detection.pictures import box_iou, plot_detections
+from metricopt_ext.detection.records import Annotated, Detections
 from metricopt_ext.detection.toolkit import Example
-from metricopt_ext.errors import DataError
 
 
 def random_boxes(count: int, rng: torch.Generator) -> Tensor:
@@ -41,18 +38,6 @@ def annotated(boxes: Any, labels: Any = None, difficult: Any = None, crowd: Any 
     )
 
 
-def random_set(seed: int) -> tuple[list[Tensor], DetectionSet]:
-    """Proposals by the hundred, fewer, or none at all, and images with and without objects."""
-    rng = torch.Generator().manual_seed(seed)
-    images, proposals = [], []
-    for i in range(12):
-        boxes = random_boxes(i % 5, rng)
-        flags = [torch.rand(len(boxes), generator=rng) < 0.2 for _ in range(2)]
-        images.append(annotated(boxes, None, *flags))
-        proposals.append(random_boxes((120, 30, 0)[i % 3], rng))
-    return proposals, DetectionSet(("thing",), images)
-
-
 def test_iou_equals_a_naive_loop() -> None:
     rng = torch.Generator().manual_seed(0)
     a, b = random_boxes(20, rng), random_boxes(30, rng)
@@ -60,31 +45,6 @@ def test_iou_equals_a_naive_loop() -> None:
     torch.testing.assert_close(box_iou(a, b), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
     flat = torch.tensor([[5.0, 5.0, 5.0, 9.0]])
     assert box_iou(flat, flat).tolist() == [[0]]
-
-
-@pytest.mark.parametrize("iou", [0.3, 0.5])
-def test_recall_equals_a_naive_loop(iou: float) -> None:
-    proposals, truth = random_set(1)
-    counts = (1, 10, 29, 100, 300)
-    recalls = proposal_recall(proposals, truth, counts, iou)
-    assert list(recalls) == list(counts)
-    for k in counts:
-        covered = [
-            any(naive_iou(box, proposal) >= iou for proposal in boxes[:k].tolist())
-            for boxes, image in zip(proposals, truth.images, strict=True)
-            for box, skip in zip(image.boxes.tolist(), image.difficult | image.crowd, strict=True)
-            if not skip
-        ]
-        assert recalls[k] == pytest.approx(sum(covered) / len(covered), abs=1e-12)
-    assert 0 < recalls[1] < recalls[100] < 1
-
-
-def test_what_has_no_recall_is_named() -> None:
-    proposals, truth = random_set(1)
-    assert_refused(lambda: proposal_recall(proposals[1:], truth), DataError, "11", "12")
-    assert_refused(lambda: proposal_recall(proposals, truth, (0, 10)), DataError)
-    assert_refused(lambda: proposal_recall(proposals, truth, iou=50), DataError, "iou", "0", "1", "50")
-    assert_refused(lambda: proposal_recall(proposals[:1], truth.subset([0])), DataError, "1")
 
 
 @pytest.fixture
@@ -136,16 +96,3 @@ def test_nothing_found_is_drawn_as_missed(tmp_path: Path, drawn: list[Any]) -> N
     none = Detections(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.int64))
     plot_detections([EXAMPLE], [none], [none], ("cat", "dog"), tmp_path / "nothing.png")
     assert [boxes_in(axes, pictures.MISSED) for axes in drawn[0].axes] == [[A, B]] * 2
-
-
-def test_proposals_are_drawn_with_what_they_cover(tmp_path: Path, drawn: list[Any]) -> None:
-    near = [10, 10, 30, 28]
-    proposals = torch.tensor([[10, 10, 30, 26], FAR, near, C], dtype=torch.float32)
-    path = plot_proposals([EXAMPLE] * 5, [proposals] * 4 + [torch.zeros(0, 4)], tmp_path / "proposals.png", count=3)
-    assert Image.open(path).height > 300
-    first, last = drawn[0].axes[0], drawn[0].axes[4]
-    assert boxes_in(first, pictures.COVER) == [near]
-    assert boxes_in(first, pictures.RIGHT) == [A]
-    assert boxes_in(first, pictures.LOST) == [B]
-    assert boxes_in(last, pictures.LOST) == [A, B]
-    assert "4 of 10 objects" in drawn[0].get_suptitle()
