@@ -42,14 +42,11 @@ from metricopt_ext.utils.extras import require
 
 F1 = MeanF1.name
 TOOLKITS = ("detectron2", "torchvision", "transformers")
-KEPT = ("adapter.keep_features", "adapter.keep_gib")
+KEPT = "adapter.keep_gib"
 # The settings that not all toolkits use.
 SETTINGS = {
-    "detectron2": ("model.config_file", "model.opts", *KEPT),
-    "torchvision": (
-        *("model.name", "model.min_size", "model.max_size", "model.proposals", "model.coco_weights"),
-        *KEPT,
-    ),
+    "detectron2": ("model.config_file", "model.opts", KEPT),
+    "torchvision": ("model.name", "model.min_size", "model.max_size", "model.proposals", "model.coco_weights", KEPT),
     "transformers": ("model.name",),
 }
 # Those of torchvision's and our own detectors, which one of the user's own takes in its own way.
@@ -283,7 +280,7 @@ def attach(toolkit: Toolkit, model: nn.Module, config: DetectorAdapterConfig, se
 
 def remembering(toolkit: Toolkit, adapter: Adapter, config: DetectorAdapterConfig) -> Toolkit:
     """Return a toolkit that computes what phi can't change once, where it can do so and the settings allow it."""
-    if not config.keep_features:
+    if not config.keep_gib:
         return toolkit
     in_box_head = has_proposals(adapter.model) and all(layer.startswith(BOX_HEAD) for layer in adapter.layers)
     if isinstance(toolkit, TorchvisionToolkit) and in_box_head and toolkit.kind == "bbox":

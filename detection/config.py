@@ -117,7 +117,7 @@ class ModelConfig:
     """The detector and how it is trained before anything else happens."""
 
     # transformers: the folder of a detector and its image processor (save_pretrained). torchvision:
-    # small_fpn, resnet18_fpn, or torchvision's own name of a detector, e.g. fasterrcnn_resnet50_fpn,
+    # small_fpn, or torchvision's own name of a detector, e.g. fasterrcnn_resnet50_fpn,
     # fasterrcnn_mobilenet_v3_large_320_fpn, maskrcnn_resnet50_fpn_v2,
     # retinanet_resnet50_fpn, fcos_resnet50_fpn, ssd300_vgg16, ssdlite320_mobilenet_v3_large; or MODULE:FUNCTION, which
     # is imported and run, for a detector of your own with torchvision's interface
@@ -158,8 +158,9 @@ class DetectorAdapterConfig(AdapterConfig):
 
     placement: str = "roi_head"  # a name that the toolkit knows; see its PLACEMENTS
     dim: int = 32
-    keep_features: bool = True  # compute features and proposals once where phi can't change them ...
-    keep_gib: float = 4.0  # ... while they fit into this many GiB, for each running seed
+    # Features and proposals are computed once where phi can't change them, while they fit into this many GiB, for each
+    # running seed; 0: never
+    keep_gib: float = 4.0
 
 
 @dataclass

@@ -13,6 +13,7 @@ from metricopt_ext.experiment.style import new_figure, save_figure
 
 RIGHT, WRONG, MISSED = "#35c759", "#ff3b30", "#ffd60a"
 WIDTH = 2.8  # of an image, in inches
+SCORE = 0.5  # the least that is drawn
 
 
 def plot_detections(
@@ -21,8 +22,6 @@ def plot_detections(
     after: Sequence[Detections],
     classes: Sequence[str],
     path: str | Path,
-    *,
-    score: float = 0.5,
 ) -> Path:
     """Draw a row for each image: what was found in it before and after finetuning.
 
@@ -35,25 +34,24 @@ def plot_detections(
         after: Detections after finetuning.
         classes: Names of the classes.
         path: The PNG file.
-        score: Minimum score to draw, in [0, 1].
     """
     height = max(example.image.shape[1] / example.image.shape[2] for example in examples) * WIDTH
     figure, panels = new_figure(2 * WIDTH, height * len(examples) + 0.5, len(examples), 2)
     for axes in panels.flat:
         axes.set_axis_off()
-    figure.suptitle(f"detections of score {score:g} or more; green: right, red: wrong, yellow: missed", fontsize=8)
+    figure.suptitle(f"detections of score {SCORE:g} or more; green: right, red: wrong, yellow: missed", fontsize=8)
     for line, example, *found in zip(panels, examples, before, after, strict=True):
         for axes, each in zip(line, found, strict=True):
-            _draw_detections(axes, example, each, classes, score)
+            _draw_detections(axes, example, each, classes)
     for axes, title in zip(panels[0], ("before", "after"), strict=True):
         axes.set_title(title, fontsize=9)
     return save_figure(figure, path)
 
 
-def _draw_detections(axes: Any, example: Example, found: Detections, classes: Sequence[str], score: float) -> None:
+def _draw_detections(axes: Any, example: Example, found: Detections, classes: Sequence[str]) -> None:
     _show(axes, example.image)
     order = found.scores.argsort(descending=True)
-    order = order[found.scores[order] >= score]
+    order = order[found.scores[order] >= SCORE]
     shown = Detections(found.boxes[order].cpu(), found.scores[order].cpu(), found.labels[order].cpu())
     right, missed = _outcomes(shown, example.truth)
     for box in example.truth.boxes[missed].tolist():

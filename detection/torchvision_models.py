@@ -1,4 +1,4 @@
-"""Torchvision's detectors of one and two stages, and small Faster R-CNNs that train from scratch in minutes."""
+"""Torchvision's detectors of one and two stages, and a small Faster R-CNN that trains from scratch in minutes."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from torch import nn
 from metricopt_ext.utils.state_dict import load_checkpoint
 
 try:
-    from torchvision.models import get_model, resnet18
+    from torchvision.models import get_model
     from torchvision.models.detection import FasterRCNN
     from torchvision.models.detection.anchor_utils import AnchorGenerator
     from torchvision.models.detection.backbone_utils import BackboneWithFPN
@@ -23,7 +23,7 @@ STANDARD = (
     *("fasterrcnn_mobilenet_v3_large_fpn", "fasterrcnn_mobilenet_v3_large_320_fpn"),
     *ONE_STAGE,
 )
-SMALL = ("resnet18_fpn", "small_fpn")
+SMALL = "small_fpn"
 
 # Torchvision's weights of these are for frozen norms, which are not trained from scratch; for those marked True it sets
 # the norms' eps to 0, which the weights themselves don't show.
@@ -134,13 +134,10 @@ def _add_to_variance(norm: FrozenBatchNorm2d) -> None:
     norm.weight.copy_(norm.weight * ((variance + norm.eps) / variance).sqrt())
 
 
-def build_small(
-    name: str, classes: int, min_size: int, max_size: int, score_threshold: float, width: int, head: int
-) -> nn.Module:
+def build_small(classes: int, min_size: int, max_size: int, score_threshold: float, width: int, head: int) -> nn.Module:
     """Build a Faster R-CNN for small images and few boxes.
 
     Args:
-        name: One of `SMALL`.
         classes: Number of classes, without background.
         min_size: Shorter side in pixels to which images are scaled ...
         max_size: ... unless the longer side would then exceed this.
@@ -148,17 +145,14 @@ def build_small(
         width: Channels of the feature pyramid.
         head: Channels of the box head's two layers.
     """
-    if name == "resnet18_fpn":
-        body, channels = resnet18(weights=None), {"layer1": 64, "layer2": 128, "layer3": 256, "layer4": 512}
-    else:
-        body, channels = SmallBackbone(), {"layer2": 32, "layer3": 64, "layer4": 128}
+    channels = {"layer2": 32, "layer3": 64, "layer4": 128}
     levels = {stage: str(i) for i, stage in enumerate(channels)}
     # Pooling adds one level, whose anchors are as large as the image; each level below halves their size.
     sizes = [(max_size / 2**halvings,) for halvings in reversed(range(len(levels) + 1))]
     # A box as large as the image is pooled from the level of stride 16, like one of 224 pixels by default.
     pool = MultiScaleRoIAlign(list(levels.values()), output_size=7, sampling_ratio=2, canonical_scale=max_size)
     return FasterRCNN(  # type: ignore[no-any-return]
-        BackboneWithFPN(body, levels, list(channels.values()), width),
+        BackboneWithFPN(SmallBackbone(), levels, list(channels.values()), width),
         min_size=min_size,
         max_size=max_size,
         rpn_anchor_generator=AnchorGenerator(tuple(sizes), ((0.5, 1.0, 2.0),) * len(sizes)),

@@ -58,16 +58,16 @@ class TorchvisionToolkit:
     """Torchvision's detectors; the attributes are their settings.
 
     Attributes:
-        name: One of `STANDARD`, as in torchvision, or for small images ``resnet18_fpn`` or the lighter ``small_fpn``,
-            Faster R-CNNs. Of Mask R-CNNs only the boxes are trained, and detected, but for their ``kind``.
+        name: One of `STANDARD`, as in torchvision, or for small images ``small_fpn``, a Faster R-CNN. Of Mask R-CNNs
+            only the boxes are trained, and detected, but for their ``kind``.
         min_size: Shorter side in pixels to which the network scales its images (800 in torchvision's own training) ...
-        max_size: ... unless the longer side would then exceed this (1333). Also the small detectors' largest anchor.
+        max_size: ... unless the longer side would then exceed this (1333). Also the small detector's largest anchor.
             SSDs have a size of their own.
-        width: Channels of a small detector's feature pyramid.
-        head: Channels of a small detector's box head.
+        width: Channels of the small detector's feature pyramid.
+        head: Channels of the small detector's box head.
         score_threshold: Lowest confidence of a detection, from 0 to 1.
         proposals: Maximum number of proposals per image to detect boxes in, from twice as many per level of the pyramid
-            before NMS; 0 for the detector's own numbers (1000 from 1000, the small ones 100 from 200). The loss has its
+            before NMS; 0 for the detector's own numbers (1000 from 1000, the small one 100 from 200). The loss has its
             own. Detectors of one stage have none.
         weights: File of torchvision's weights for one of `STANDARD` to start from, trained on COCO or trained further
             from these.
@@ -100,8 +100,8 @@ class TorchvisionToolkit:
     kind: Kind = "bbox"
 
     def __post_init__(self) -> None:
-        if self.name not in (*STANDARD, *SMALL):
-            raise ConfigError(f"no detector is named {self.name!r}; the choices are {', '.join((*STANDARD, *SMALL))}")
+        if self.name not in (*STANDARD, SMALL):
+            raise ConfigError(f"no detector is named {self.name!r}; the choices are {', '.join((*STANDARD, SMALL))}")
         if self.kind != "bbox" and not self.name.startswith(MASKS):
             able = ", ".join(name for name in STANDARD if name.startswith(MASKS))
             raise ConfigError(f"{self.name} finds no masks; detectors that do are {able}")
@@ -142,7 +142,7 @@ class TorchvisionToolkit:
                     self.name, classes, *size, self.score_threshold, self.weights, self.strict_weights, self.entry
                 )
             else:
-                detector = build_small(self.name, classes, *size, self.score_threshold, self.width, self.head)
+                detector = build_small(classes, *size, self.score_threshold, self.width, self.head)
         if self.proposals:
             detector.rpn._pre_nms_top_n["testing"] = 2 * self.proposals
             detector.rpn._post_nms_top_n["testing"] = self.proposals

@@ -38,7 +38,6 @@ def read_voc(
     split: str | Path | None = None,
     *,
     classes: Sequence[str] | None = None,
-    keep_difficult: bool = True,
     images: bool = True,
 ) -> DetectionSet:
     """Read annotated images in Pascal VOC's format.
@@ -60,7 +59,6 @@ def read_voc(
             order; None for every
             annotated image, sorted by name. A line is a name, or a name without spaces and a flag.
         classes: Names of the classes; None for all in the tree's annotations, whatever the split, sorted.
-        keep_difficult: Whether to keep objects that are marked as difficult.
         images: Whether the images must be there; the boxes alone can be read without them.
 
     Raises:
@@ -102,7 +100,7 @@ def read_voc(
     found = []
     for annotation in chosen:
         path = _image_of(annotation, folders, images)
-        objects = _objects(annotation, classes, keep_difficult)
+        objects = _objects(annotation, classes)
         image = Annotated(
             image_id=annotation.stem,
             path=path,
@@ -124,7 +122,7 @@ def read_voc(
     return read
 
 
-def _objects(annotation: Annotation, classes: Sequence[str], keep_difficult: bool) -> list[tuple[Box, int, bool]]:
+def _objects(annotation: Annotation, classes: Sequence[str]) -> list[tuple[Box, int, bool]]:
     """The box, the label and the flag of each object whose corners are in order."""
     objects = []
     for thing in annotation.objects:
@@ -133,7 +131,7 @@ def _objects(annotation: Annotation, classes: Sequence[str], keep_difficult: boo
                 f"{annotation.file} has an object of class {brief(thing.name)}; the classes are {list_of(classes)}"
             )
         xmin, ymin, xmax, ymax = thing.corners
-        if thing.in_order and (keep_difficult or not thing.difficult):
+        if thing.in_order:
             objects.append(((xmin - 1, ymin - 1, xmax, ymax), classes.index(thing.name), thing.difficult))
     return objects
 
@@ -206,9 +204,7 @@ def _image_of(annotation: Annotation, folders: Sequence[tuple[Path, Mapping[str,
     )
 
 
-def write_voc(
-    folder: str | Path, examples: Iterable[Example], classes: Sequence[str], split: str, *, suffix: str = ".png"
-) -> Path:
+def write_voc(folder: str | Path, examples: Iterable[Example], classes: Sequence[str], split: str) -> Path:
     """Write images with their boxes in Pascal VOC's format, and a list of them as a split; returns the folder.
 
     Args:
@@ -216,7 +212,6 @@ def write_voc(
         examples: The images; their ``image_id`` names their files.
         classes: Names of the classes.
         split: Name of the list.
-        suffix: Kind of the image files: ``".png"`` keeps every pixel, ``".jpg"`` is smaller.
 
     Raises:
         DataError: An id that can't name a file, a crowd region, which VOC does not have, or a box of less than a
@@ -235,9 +230,9 @@ def write_voc(
             raise DataError(f"image {name} has a box of less than one pixel's width or height")
         encoded = io.BytesIO()
         pixels = example.image.permute(1, 2, 0).contiguous().cpu().numpy()
-        Image.fromarray(pixels).save(encoded, format=Image.registered_extensions()[suffix])
-        write_atomically(folder / "JPEGImages" / (name + suffix), encoded.getvalue())
-        write_atomically(folder / "Annotations" / f"{name}.xml", to_xml(example, classes, name + suffix))
+        Image.fromarray(pixels).save(encoded, format="PNG")
+        write_atomically(folder / "JPEGImages" / f"{name}.png", encoded.getvalue())
+        write_atomically(folder / "Annotations" / f"{name}.xml", to_xml(example, classes, f"{name}.png"))
         names.append(name)
     write_atomically(folder / "ImageSets" / "Main" / f"{split}.txt", "".join(f"{name}\n" for name in names).encode())
     return folder

@@ -91,7 +91,6 @@ def test_of_boxes_whole_passes_are_told_of_where_phi_leaves_the_backbone_as_it_i
         (["roi_heads.box_head.fc6"], {}, False),  # which are kept
         (["backbone.1"], {}, False),
         (["rpn.head.conv.0.0"], {"keep_gib": 0.0}, False),
-        (["rpn.head.conv.0.0"], {"keep_features": False}, False),
     ):
         adapter, toolkit = attach_film(detector("masks"), layers, dim=2), TorchvisionToolkit()
         with warnings.catch_warnings(record=True) as found:

@@ -52,7 +52,7 @@ def seeded_loss(model: nn.Module, batch: list[Example], toolkit: TorchvisionTool
     return toolkit.loss(model, batch)
 
 
-@pytest.mark.parametrize("name", ["small_fpn", "resnet18_fpn"])
+@pytest.mark.parametrize("name", ["small_fpn", "fasterrcnn_mobilenet_v3_large_320_fpn"])
 def test_the_loss_is_that_of_torchvision(name: str) -> None:
     toolkit = replace(SMALL, name=name)
     model = lived_in(toolkit.build(CLASSES, seed=0)).eval()
@@ -318,7 +318,10 @@ def test_a_merged_detector_is_an_ordinary_one(name: str, placement: str) -> None
     ("name", "layers"),
     [
         ("small_fpn", ["backbone.body.layer1.1"]),
-        ("resnet18_fpn", ["backbone.body.bn1", *(f"backbone.body.layer1.{i}.bn{j}" for i in (0, 1) for j in (1, 2))]),
+        (
+            "fasterrcnn_mobilenet_v3_large_320_fpn",
+            ["backbone.body.0.1", "backbone.body.1.block.0.1", "backbone.body.1.block.1.1"],
+        ),
     ],
 )
 def test_the_early_layers_are_the_first_norms(name: str, layers: list[str]) -> None:

@@ -102,12 +102,6 @@ def test_pixels_counted_from_one_become_edges(tree: Path) -> None:
     ]
 
 
-def test_difficult_objects_can_be_left_out(tree: Path) -> None:
-    first = read_voc(tree, "train", keep_difficult=False).images[0]
-    assert first.labels.tolist() == [1]
-    assert not first.difficult.any()
-
-
 @pytest.mark.parametrize(
     ("text", "difficult"),
     [("", False), ("0", False), (" 0.0 ", False), ("1.0", True)],
@@ -139,14 +133,6 @@ def test_a_split_may_name_files_with_spaces(tree: Path) -> None:
     data = read_voc(tree, "test")
     assert [image.image_id for image in data.images] == ["a1", "my image 1"]
     assert torch.equal(data.images[1].load(), EXAMPLES[2].image)
-
-
-def test_jpeg_files_keep_about_the_same_pixels(tmp_path: Path) -> None:
-    smooth = torch.linspace(0, 255, 40).to(torch.uint8).expand(3, 30, 40).contiguous()
-    write_voc(tmp_path, [Example(smooth, EXAMPLES[2].truth)], CLASSES, "all", suffix=".jpg")
-    (image,) = read_voc(tmp_path, "all").images
-    assert image.path.suffix == ".jpg"
-    assert (image.load().int() - smooth.int()).abs().max() < 12
 
 
 def test_the_stem_names_the_image_rather_than_a_stale_filename(tree: Path) -> None:

@@ -305,9 +305,9 @@ def test_features_in_memory_change_no_number(finished: Path, tmp_path: Path, mon
 
     monkeypatch.setattr(TorchvisionToolkit, "build", sampling_all)
     contents = []
-    for keep in ("keep_features=false", "keep_gib=0.015"):  # none of the images', and some
+    for keep in ("keep_gib=0", "keep_gib=0.015"):  # none of the images', and some
         config = config_of(*FINISHED, weights_of(finished), f"adapter.{keep}")
-        some = keep.startswith("keep_gib")
+        some = keep == "keep_gib=0.015"
         with pytest.warns(UserWarning, match=r"fill.*half of adapter\.keep_gib=0\.015") if some else nullcontext():
             tool.run(config, tmp_path / keep, resume=False)
         contents.append(content_of(tmp_path / keep)["methods"])
@@ -505,7 +505,11 @@ def mark_difficult(tree: Path) -> None:
         (None, ["data.splits=[train,val,tset]"], r"'tset'.*test, train, val"),
         (None, ["data.root=nowhere"], r"nowhere does not exist"),
         (None, ["data.splits=['',val,test]"], r"data\.splits=.*.*train, must be named"),
-        (None, ["model.weights={weights}", "model.name=resnet18_fpn"], r"holds no weights for FasterRCNN"),
+        (
+            None,
+            ["model.weights={weights}", "model.name=fasterrcnn_mobilenet_v3_large_320_fpn"],
+            r"holds no weights for FasterRCNN",
+        ),
         (None, ["data.name=coco", "data.splits=[a.json,b.json,c.json]"], r"a\.json does not exist"),
         (
             None,
@@ -597,7 +601,7 @@ def test_evaluate_ap50_finds_with_the_kept_detector(finished: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("toolkit", "setting"),
     [
-        ("detectron2", "model.name=resnet18_fpn"),
+        ("detectron2", "model.name=fasterrcnn_resnet50_fpn"),
         ("detectron2", "model.min_size=64"),
         ("detectron2", "model.max_size=256"),
         ("detectron2", "model.proposals=30"),
