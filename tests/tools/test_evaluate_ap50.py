@@ -175,7 +175,7 @@ def test_a_class_may_have_brackets_in_its_name(folder: Path, capsys: pytest.Capt
         ),
         (
             (*COCO[:3], "table.txt"),
-            ("table.txt", "COCO"),
+            ("table.txt", "VOC"),
         ),
         (("--detections", "voc_results.json", "--annotations", "voc_results.json"), ("images",)),
     ],
