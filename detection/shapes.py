@@ -14,7 +14,6 @@ from metricopt_ext.detection.tables import Booleans, Integers
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.words import brief
 
-LONGEST_OUTLINE = 1 << 20  # of a mask's polygons, in pixels; pycocotools takes up to 200 bytes for each
 FURTHEST = 1 << 24  # coordinate of a polygon
 
 Mask = dict[str, Any]  # pycocotools': "size", [height, width], and "counts", bytes
@@ -63,23 +62,16 @@ def polygons_of(shape: list[Any], where: str) -> list[list[float]]:
     """Return polygons, each ``[x, y, x, y, ...]``, of three corners or more; beside one such, others have no pixel.
 
     Raises:
-        DataError: They are none, or larger than is read.
+        DataError: They are none.
     """
-    long = 0.0
     whole = [each for each in shape if not (isinstance(each, list) and len(each) in (0, 2, 4))]
     for each in whole or shape:
         if not (isinstance(each, list) and len(each) >= 6 and len(each) % 2 == 0):
             raise DataError(f"{where} has the polygon {brief(each)}; it must be [x, y, x, y, x, y, ...] in pixels")
         if not all(type(number) in (int, float) and abs(number) <= FURTHEST for number in each):  # NaN is not
             raise DataError(f"{where} has a polygon with numbers that are not within {FURTHEST}: {brief(each)}")
-        corners = np.array(each, dtype=np.float64).reshape(-1, 2)
-        long += float(np.abs(corners - np.roll(corners, 1, axis=0)).max(axis=1).sum())
     if not shape:
         raise DataError(f"{where} has no polygon in its segmentation")
-    if long > LONGEST_OUTLINE:
-        raise DataError(
-            f"{where} has polygons with an outline of {long:.0f} pixels; at most {LONGEST_OUTLINE} are read"
-        )
     return whole
 
 
