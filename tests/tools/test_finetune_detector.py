@@ -503,7 +503,7 @@ def mark_difficult(tree: Path) -> None:
         (mark_difficult, [], r"none.*6 images.*difficult nor a crowd"),
         (None, ["data.classes=[cat]"], "class 'digit'; the classes are cat"),
         (None, ["data.splits=[train,val,tset]"], r"'tset'.*test, train, val"),
-        (None, ["data.root=nowhere"], r"nowhere does not exist"),
+        (None, ["data.root=nowhere"], r"nowhere not found"),
         (None, ["data.splits=['',val,test]"], r"data\.splits=.*.*train, must be named"),
         (
             None,
