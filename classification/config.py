@@ -62,7 +62,7 @@ class ClassifierAdapterConfig(AdapterConfig):
     kind: str = "film"
     outputs: bool = False  # film, input_bias: these offsets too, as further coordinates after the first dim
     temperature: bool = False  # one more coordinate, a factor on all logits; with outputs
-    # A layer of a model that runs one after the other, e.g. stage3 of cifar_resnetN, or block3 of cifar_resnet9. The
+    # A layer of a model that runs one after the other, e.g. stage3 of cifar_resnetN. The
     # layers before it stay as trained, and what they compute is kept in memory for each example; layers are named from
     # there on. Empty: all of the model runs each time
     keep_before: str = ""

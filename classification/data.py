@@ -16,7 +16,6 @@ from metricopt_ext.data.precision import check_told_apart, mean_and_spread
 from metricopt_ext.data.reading import Column, Reading
 from metricopt_ext.data.splits import PARTS, Splits, check_fractions
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.checks import check_at_least
 from metricopt_ext.utils.seeding import generator
 
 StrPath = str | os.PathLike[str]
@@ -242,13 +241,12 @@ def with_positive(splits: Splits, name: str) -> Splits:
     return replace(splits.map(lambda part, _: replace(part, y=1 - part.y)), class_names=names[::-1])
 
 
-def load_cifar10(root: StrPath, limit_per_class: int | None = None) -> tuple[Labelled, Labelled]:
+def load_cifar10(root: StrPath) -> tuple[Labelled, Labelled]:
     """Read the train and test sets of CIFAR-10, 50,000 and 10,000 images of ten classes.
 
     Args:
         root: Folder that holds either ``cifar-10-batches-py``, or ``train`` and ``test``, each a folder of
             ``<class>/<file>`` images.
-        limit_per_class: Keep only the first this many of each class in each set; at least 1.
 
     Returns:
         Train and test, with inputs ``n x 3 x 32 x 32`` uint8 (RGB).
@@ -256,10 +254,9 @@ def load_cifar10(root: StrPath, limit_per_class: int | None = None) -> tuple[Lab
     Raises:
         DataError: If neither layout is found, a file is corrupt, or the sets' classes differ.
     """
-    check_at_least(1, limit_per_class=limit_per_class)
     if Path(root, "cifar-10-batches-py").is_dir():
-        return _cifar10_batches(root, True, limit_per_class), _cifar10_batches(root, False, limit_per_class)
-    train, test = (load_image_folder(Path(root, name), limit_per_class=limit_per_class) for name in ("train", "test"))
+        return _cifar10_batches(root, True), _cifar10_batches(root, False)
+    train, test = (load_image_folder(Path(root, name)) for name in ("train", "test"))
     if train.class_names != test.class_names:
         raise DataError(f"{root}: test must have the classes of train {train.class_names}, got {test.class_names}")
     return train, test
@@ -288,7 +285,7 @@ def load_sklearn(name: str) -> Labelled:
     return Labelled(x, torch.tensor(bunch.target, dtype=torch.int64), tuple(map(str, bunch.target_names)))
 
 
-def _cifar10_batches(root: StrPath, train: bool, limit_per_class: int | None) -> Labelled:
+def _cifar10_batches(root: StrPath, train: bool) -> Labelled:
     from torchvision.datasets import CIFAR10
 
     try:
@@ -296,7 +293,5 @@ def _cifar10_batches(root: StrPath, train: bool, limit_per_class: int | None) ->
     except RuntimeError as error:
         raise DataError(f"{Path(root, 'cifar-10-batches-py')} is incomplete or corrupt: {error}") from error
     y = torch.tensor(batches.targets)
-    every = [(y == label).nonzero().flatten()[:limit_per_class] for label in range(len(batches.classes))]
-    rows = torch.cat(every).sort().values
     x = torch.from_numpy(batches.data).permute(0, 3, 1, 2).contiguous()
-    return Labelled(x[rows], y[rows], tuple(batches.classes))
+    return Labelled(x, y, tuple(batches.classes))

@@ -121,49 +121,6 @@ class CifarBlock(nn.Module):
         return total.relu()
 
 
-class CifarResNet9(nn.Sequential):
-    """ResNet-9, a network for 32-pixel images that few epochs train (Page, "How to Train Your ResNet", 2018).
-
-    Three times the channels double and the resolution halves, with a residual block after the first and after the last.
-    Here pooling comes before BatchNorm, the block's sum goes through a ReLU, and logits are not scaled. Maps
-    ``n x 3 x h x w`` to logits, ``n x classes``; h and w are at least 8.
-
-    Args:
-        classes: Number of classes.
-        width: Channels of the first convolution, w, at least 1; the last block has 8w. The published one is 64.
-
-    Raises:
-        ConfigError: The width is below 1.
-    """
-
-    def __init__(self, classes: int = 10, width: int = 64) -> None:
-        super().__init__()
-        if width < 1:
-            raise ConfigError(f"width is {width}; it must be at least 1, e.g. cifar_resnet9w24")
-        self.conv = nn.Conv2d(3, width, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(width)
-        self.relu = nn.ReLU()
-        self.halving1 = Halving(width, 2 * width)
-        self.block1 = CifarBlock(2 * width, 2 * width)
-        self.halving2 = Halving(2 * width, 4 * width)
-        self.halving3 = Halving(4 * width, 8 * width)
-        self.block3 = CifarBlock(8 * width, 8 * width)
-        self.pool = nn.AdaptiveMaxPool2d(1)
-        self.flatten = nn.Flatten()
-        self.head = nn.Linear(8 * width, classes)
-
-
-class Halving(nn.Sequential):
-    """A 3x3 convolution and a maximum over 2x2 pixels: ``n x inputs x h x w`` to ``n x outputs x h/2 x w/2``."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
-        self.pool = nn.MaxPool2d(2)
-        self.norm = nn.BatchNorm2d(outputs)
-        self.relu = nn.ReLU()
-
-
 def build_model(
     name: str,
     input_shape: torch.Size,
@@ -177,8 +134,8 @@ def build_model(
 
     Args:
         name: ``tabular_mlp``, ``small_cnn``, ``cifar_resnet32`` (or another depth, twice as wide with ``x2`` after it),
-            ``cifar_resnet9`` (24 channels wide with ``w24`` after it), or what `named_model` knows: a torchvision
-            classifier, e.g. ``resnet18``, timm's, a Hugging Face folder, ``MODULE:FUNCTION``.
+            or what `named_model` knows: a torchvision classifier, e.g. ``resnet18``, timm's, a Hugging Face folder,
+            ``MODULE:FUNCTION``.
         input_shape: Shape of one input: ``features`` or ``channels x h x w``.
         classes: Number of classes c, or of other outputs. Two classes give the MLP one logit.
         one_logit: False for two outputs that are no classes.
@@ -200,8 +157,6 @@ def build_model(
         raise ConfigError(
             f"model.name={name} takes 3 channels of 8 x 8 pixels or more, but the data has shape {tuple(input_shape)}"
         )
-    if cifar_resnet9 := re.fullmatch(r"cifar_resnet9(?:w(\d+))?", name):
-        return CifarResNet9(classes, int(cifar_resnet9.group(1) or 64))
     if cifar_resnet := re.fullmatch(r"cifar_resnet(\d+)(?:x(\d+))?", name):
         depth, widening = cifar_resnet.groups(default="1")
         return CifarResNet(int(depth), classes, int(widening))

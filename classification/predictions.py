@@ -48,11 +48,3 @@ def scores_at(adapter: Adapter, phi: Tensor, x: Tensor) -> Tensor:
     """Return the logits of the model with phi, ``d``, for inputs ``n x ...``."""
     with adapter.using(phi) as model, evaluating(model):
         return predict(model, x)
-
-
-@torch.no_grad()
-def predict_classes(adapter: Adapter, phi: Tensor, x: Tensor) -> Tensor:
-    """Return the classes, ``n``, that the model with phi, ``d``, predicts for inputs ``n x ...``."""
-    with adapter.using(phi) as model:
-        logits = predict(model, x)
-    return (logits > 0).long() if logits.dim() == 1 else logits.argmax(1)

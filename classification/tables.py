@@ -11,10 +11,9 @@ import numpy.typing as npt
 import torch
 
 from metricopt_ext.classification.columns import Columns, class_labels, too_many
-from metricopt_ext.data.labelled import Labelled, Table
+from metricopt_ext.data.labelled import Table
 from metricopt_ext.data.numerals import plain_number
 from metricopt_ext.data.parquet import PARQUET, parquet_cells
-from metricopt_ext.data.precision import in_single_precision
 from metricopt_ext.data.reading import Column, Reading
 from metricopt_ext.data.text_files import content_of, rows_of_cells
 from metricopt_ext.errors import DataError
@@ -23,23 +22,6 @@ from metricopt_ext.utils.words import brief, counted
 
 StrPath = str | os.PathLike[str]
 Array = npt.NDArray[Any]
-
-
-def load_csv(path: StrPath, target: str, **options: Any) -> Labelled:
-    """Read a table as `read_csv` does, without missing numbers, as float32.
-
-    Args:
-        path: The file.
-        target: Name of the class column.
-        **options: Those of `read_csv`, but ``missing``.
-
-    Returns:
-        Inputs ``n x d`` float32, and classes named by their values.
-
-    Raises:
-        DataError: As from `read_csv`, and for a column whose numbers float32 can't tell apart.
-    """
-    return in_single_precision(read_csv(path, target, **options))
 
 
 def read_csv(

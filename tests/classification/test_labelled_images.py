@@ -222,6 +222,7 @@ def test_a_run_reports_its_labels(tmp_path: Path) -> None:
             "model.batch_size=20",
             "batch_size=20",
             "adapter.dim=2",
+            "methods=[label_thresholds]",
         ),
         *("queries=14", "finetune.steps=2", "seeds=1", "device=cpu", "population=1"),
     )

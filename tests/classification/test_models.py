@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from helpers.refusals import assert_named, assert_refused
-from metricopt_ext.classification.models import CifarResNet, CifarResNet9, SmallCNN, TabularMLP, build_model
+from metricopt_ext.classification.models import CifarResNet, SmallCNN, TabularMLP, build_model
 from metricopt_ext.data.variation import flip_and_shift
 from metricopt_ext.errors import ConfigError
 
@@ -33,24 +33,6 @@ def test_cifar_block_shortcut_is_parameter_free_identity_padded_with_zeros() -> 
     assert h[:, 16:].abs().max() == 0
 
 
-def test_resnet9_has_the_published_size_and_depth() -> None:
-    model = build_model("cifar_resnet9", torch.Size((3, 32, 32)), 10)
-    assert isinstance(model, CifarResNet9)
-    assert sum(p.numel() for p in model.parameters()) == 6_573_120 + 10  # the published one's head has no bias
-    layers = [m for m in model.modules() if isinstance(m, (torch.nn.Conv2d, torch.nn.Linear))]
-    assert len(layers) == 9
-
-
-def test_resnet9_layers_have_the_published_shapes() -> None:
-    model = build_model("cifar_resnet9w24", torch.Size((3, 32, 32)), 10).eval()
-    x, shapes = torch.rand(2, 3, 32, 32), {}
-    for name, layer in model.named_children():
-        x = layer(x)
-        shapes[name] = tuple(x.shape[1:])
-    assert (shapes["relu"], shapes["block1"], shapes["halving2"]) == ((24, 32, 32), (48, 16, 16), (96, 8, 8))
-    assert (shapes["block3"], shapes["flatten"], shapes["head"]) == ((192, 4, 4), (192,), (10,))
-
-
 @pytest.mark.parametrize("depth", [7, 31, 2])
 def test_impossible_depth_is_named(depth: int) -> None:
     assert_refused(lambda: CifarResNet(depth), ConfigError, depth)
@@ -60,7 +42,6 @@ def test_impossible_width_is_named() -> None:
     assert_refused(
         lambda: build_model("cifar_resnet14x0", torch.Size((3, 32, 32)), 10), ConfigError, "widening", "0", "1"
     )
-    assert_refused(lambda: build_model("cifar_resnet9w0", torch.Size((3, 32, 32)), 10), ConfigError, "width", "0", "1")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +51,6 @@ def test_impossible_width_is_named() -> None:
         ("tabular_mlp", (7,), 3, (5, 3)),
         ("small_cnn", (1, 8, 8), 10, (5, 10)),
         ("cifar_resnet20", (3, 32, 32), 10, (5, 10)),
-        ("cifar_resnet9w4", (3, 32, 32), 10, (5, 10)),
         ("resnet18", (3, 32, 32), 4, (5, 4)),
     ],
 )
@@ -82,7 +62,7 @@ def test_builds_by_name(name: str, shape: tuple[int, ...], classes: int, logits:
 def test_refuses_what_does_not_fit() -> None:
     assert_refused(lambda: build_model("tabular_mlp", torch.Size((1, 8, 8)), 2), ConfigError)
     assert_refused(lambda: build_model("small_cnn", torch.Size((7,)), 2), ConfigError)
-    for name, shape in [("cifar_resnet20", (1, 8, 8)), ("cifar_resnet9", (3, 7, 8))]:
+    for name, shape in [("cifar_resnet20", (1, 8, 8)), ("cifar_resnet32", (3, 7, 8))]:
         with pytest.raises(ConfigError) as caught:
             build_model(name, torch.Size(shape), 10)
         assert_named(caught, "3", "8 x 8")
