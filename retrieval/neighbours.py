@@ -29,9 +29,7 @@ from metricopt_ext.retrieval.vectors import (
 try:
     import faiss
 except ImportError as error:
-    raise ImportError(
-        "Recall@k needs FAISS: pip install 'metricopt-ext[retrieval]', or 'metricopt-ext[retrieval-gpu]' for a GPU"
-    ) from error
+    raise ImportError("Recall@k needs FAISS: pip install faiss-cpu, or faiss-gpu for a GPU") from error
 
 Distance = Literal["l2", "ip", "cosine"]
 

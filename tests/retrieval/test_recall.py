@@ -784,7 +784,7 @@ def test_primary_metric_of_testers_and_hooks(tmp_path: Path, records: Any) -> No
 @pytest.mark.parametrize(
     ("missing", "module", "names"),
     [
-        ("faiss", "neighbours", ("metricopt-ext[retrieval]",)),
+        ("faiss", "neighbours", ("faiss-cpu", "faiss-gpu")),
         *[
             ("pytorch_metric_learning", module, ("pytorch-metric-learning", "'pytorch-metric-learning<3'"))
             for module in ("accuracy", "task")
