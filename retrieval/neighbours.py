@@ -342,25 +342,12 @@ def _searcher(items: Frame, k: int, euclidean: bool) -> Callable[[Singles], tupl
     metric = faiss.METRIC_L2 if euclidean else faiss.METRIC_INNER_PRODUCT
     if faiss.get_num_gpus() > 0 and k <= GPU_LARGEST_K:
         index = (faiss.GpuIndexFlatL2 if euclidean else faiss.GpuIndexFlatIP)(gpu_resources(), items.vectors.dimension)
-        for block in items.blocks():
-            index.add(items.single(block))
+        index.add(items.copy)
         search: Callable[[Singles, int], Any] = index.search
-    elif items.copy is not None:
-        copy = items.copy
-
+    else:
         # IndexFlat's search without the index, which would hold a copy of all items.
         def search(queries: Singles, k: int) -> Any:
-            return faiss.knn(queries, copy, k, metric)
-    else:
-
-        def search(queries: Singles, k: int) -> Any:
-            keys, rows = np.empty((len(queries), 0), np.float32), np.empty((len(queries), 0), np.int64)
-            for block in items.blocks():
-                some, found = faiss.knn(queries, items.single(block), min(k, block.stop - block.start), metric)
-                keys, rows = np.hstack([keys, some]), np.hstack([rows, found + block.start])
-                order = np.argsort(keys if euclidean else -keys, axis=1, kind="stable")[:, :k]
-                keys, rows = np.take_along_axis(keys, order, 1), np.take_along_axis(rows, order, 1)
-            return keys, rows
+            return faiss.knn(queries, items.copy, k, metric)
 
     def keyed(queries: Singles) -> tuple[Singles, Integers]:
         keys, rows = search(queries, k)

@@ -92,8 +92,7 @@ def recall_at_k(
 
     Memory beyond the arguments: a float32 copy of embeddings that are of another type, not contiguous, on a GPU,
     compared by cosine, or far from 0 or from a length of 1, and about 250 MB for the neighbours of a few thousand
-    queries at a time (400 MB if d is below 32). Where the copy would take more than 1 GiB, 256 MiB of it are held at a
-    time. Arrays may be memory-mapped (``np.load(path, mmap_mode="r")``).
+    queries at a time (400 MB if d is below 32).
 
     Args:
         embeddings: Queries, ``n x d``, real and finite; a tensor on any device or an array.

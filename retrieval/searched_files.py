@@ -92,7 +92,7 @@ def read_items(embeddings: Path, labels: Path | None, option: str, names: Names)
     """
     check_labels(embeddings, labels, option)
     own = labels or embeddings
-    return read_array(embeddings, "embeddings", mapped=True), names.numbered(read_array(own, "labels"), own)
+    return read_array(embeddings, "embeddings"), names.numbered(read_array(own, "labels"), own)
 
 
 def check_labels(embeddings: Path, labels: Path | None, option: str) -> None:

@@ -17,8 +17,6 @@ Flags = npt.NDArray[np.bool_]
 
 CHUNK = 4096  # FAISS itself takes this many queries at a time: such chunks cost no time and give the very same floats
 NUMBERS = 2**21  # of embeddings in float64, held at once
-COPIED = 2**28  # the most numbers of which a copy in float32 is held, 1 GiB; of more, so many at a time
-BLOCK = 2**26
 SAMPLE = 1024  # rows that tell where embeddings lie, and their scale
 ORDINARY = 2.0**32  # lengths below it, and above its inverse, need no scale
 LONGEST = 2.0**60  # what no scale makes a row longer than: squares stay far below float32's largest number
@@ -76,20 +74,8 @@ class Frame:
 
     def single(self, which: Any) -> Singles:
         """Return rows, ``b x d``, in these coordinates in float32."""
-        if self.copy is not None:
-            found: Singles = self.copy[which]
-            return found
-        first, count = (0, len(which)) if isinstance(which, np.ndarray) else (which.start, which.stop - which.start)
-        single = np.empty((count, self.vectors.dimension), dtype=np.float32)
-        with np.errstate(over="ignore"):  # to infinity, which the bound takes for unknown
-            for part in chunks(count, max(1, NUMBERS // self.vectors.dimension)):
-                some = which[part] if isinstance(which, np.ndarray) else slice(first + part.start, first + part.stop)
-                single[part] = self.double(some)
-        return single
-
-    def blocks(self) -> list[slice]:
-        """Slices that are short enough to be held in float32."""
-        return chunks(self.vectors.size, max(1, BLOCK // self.vectors.dimension))
+        found: Singles = self.copy[which]
+        return found
 
     def _fitted(self, shifted: bool) -> tuple[Doubles, float]:
         size = self.vectors.size
@@ -107,16 +93,14 @@ class Frame:
         exponent = math.frexp(max(typical or longest, longest / LONGEST) or 1.0)[1]
         return centre, 2.0 ** -max(exponent, -1000)
 
-    def _copy(self) -> Singles | None:
-        """All rows in float32, those that were given if they can be; None for too many."""
+    def _copy(self) -> Singles:
+        """All rows in float32, those that were given if they can be."""
         given = self.vectors.given
         if not (self.vectors.unit or self.centre.any() or self.scale != 1):
             if isinstance(given, Tensor) and given.device.type == "cpu" and given.dtype == torch.float32:
                 given = given.detach().numpy()
             if isinstance(given, np.ndarray) and given.dtype == np.float32 and given.flags.c_contiguous:
                 return given
-        if self.vectors.size * self.vectors.dimension > COPIED:
-            return None
         single = np.empty((self.vectors.size, self.vectors.dimension), dtype=np.float32)
         with np.errstate(over="ignore"):  # to infinity, which the bound takes for unknown
             for part in self.vectors.parts():  # no second copy of everything on the way, in particular on the GPU

@@ -33,7 +33,7 @@ def holds_several(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES and path.suffix.lower() != ".npy"
 
 
-def read_array(path: Path, name: str, *, shape: bool = False, mapped: bool = False) -> Any:
+def read_array(path: Path, name: str, *, shape: bool = False) -> Any:
     """Read an array from a file; or its shape alone.
 
     A .npy file has one. In the others it is the one of this name. A .parquet file may have a column of lists, or one
@@ -44,7 +44,6 @@ def read_array(path: Path, name: str, *, shape: bool = False, mapped: bool = Fal
         path: The file.
         name: ``"embeddings"``, ``"labels"``, or another name.
         shape: Whether only the shape is wanted.
-        mapped: Whether a .npy file may stay on the disk, from where it is read as it is needed.
 
     Returns:
         An array, a tensor, or the shape.
@@ -65,8 +64,6 @@ def read_array(path: Path, name: str, *, shape: bool = False, mapped: bool = Fal
     }
     if suffix not in readers:
         raise DataError(f"{path} must be a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file")
-    if mapped and suffix == ".npy":
-        return _mapped(path)
     return readers[suffix](path, name, shape)
 
 

@@ -183,17 +183,6 @@ def test_a_table_without_labels_is_named(tmp_path: Path) -> None:
     assert_refused(lambda: read_array(tmp_path / "e.csv", "labels"), DataError, "labels", "'f0'", "'f1'")
 
 
-def test_an_npy_file_may_stay_on_the_disk(tmp_path: Path) -> None:
-    given = np.arange(12, dtype=np.float16).reshape(4, 3)
-    np.save(tmp_path / "x.npy", given)
-    mapped = read_array(tmp_path / "x.npy", "embeddings", mapped=True)
-    assert isinstance(mapped, np.memmap)
-    assert (mapped == given).all()
-    assert not isinstance(read_array(tmp_path / "x.npy", "embeddings"), np.memmap)
-    (tmp_path / "x.npy").write_bytes(b"no array")
-    assert_refused(lambda: read_array(tmp_path / "x.npy", "embeddings", mapped=True), DataError, "x.npy")
-
-
 @pytest.mark.parametrize(
     ("labels", "expected"),
     [

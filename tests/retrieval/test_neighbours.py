@@ -121,8 +121,6 @@ def test_equals_float64(name: str, distance: Any, monkeypatch: pytest.MonkeyPatc
     assert found.at == {k: np.mean(apart[apart >= 0] < k) for k in KS}
 
     with monkeypatch.context() as patch:  # in blocks, none of which is all of them
-        patch.setattr(vectors, "COPIED", 0)
-        patch.setattr(vectors, "BLOCK", 61 * x.shape[1])
         for module in (neighbours, vectors):
             patch.setattr(module, "NUMBERS", 23 * x.shape[1])
         double = torch.as_tensor(x).double()
