@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from adam_policy import AdamPolicy
+from as_printed import LITERAL, OBSERVED, PARTS
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.experiment.cli import RUNS_CODE
@@ -136,8 +137,11 @@ BOTH: dict[str, list[str]] = {
     "input bias": ["adapter.kind=input_bias", "adapter.layers=[]"],
 }
 
-# Whole runs, as overrides of the config.
-RUNS: dict[str, list[str]] = {
+# Overrides of the config, or fields of the strategy that differ.
+Change = list[str] | dict[str, Any]
+
+# Whole runs.
+RUNS: dict[str, Change] = {
     "1 round (loss only)": ["method.rounds=1"],
     "2 rounds": ["method.rounds=2"],
     "3 rounds": ["method.rounds=3"],
@@ -149,9 +153,9 @@ RUNS: dict[str, list[str]] = {
     "d = 16": ["adapter.dim=16"],
     "d = 32": ["adapter.dim=32"],
     "d = 64": ["adapter.dim=64"],
-    "starts at phi = 0": ["method.start_std=0.001"],
-    "starts of std 0.1": ["method.start_std=0.1"],
-    "starts of std 0.4": ["method.start_std=0.4"],
+    "starts at phi = 0": {"start_std": 0.001},
+    "starts of std 0.1": {"start_std": 0.1},
+    "starts of std 0.4": {"start_std": 0.4},
     "300 queries": ["queries=300"],
     "600 queries": ["queries=600"],
     "1200 queries": ["queries=1200"],
@@ -159,28 +163,16 @@ RUNS: dict[str, list[str]] = {
     **BOTH,
 }
 
-# The same of Algorithm 1 as printed.
-PAPER: dict[str, list[str]] = {
-    "Adam": ["method.optimizer=adam", f"finetune.lr={ADAM_RATE}"],
-    "f trained offline": ["method.learner=offline"],
-    "Reptile, mixed batches": ["method.learner=reptile_mixed"],
-    "no sigma": ["method.sigma=false"],
-    "no ordinal term": ["method.beta=0"],
-    "gamma 1": ["method.gamma=1"],
-    "labels: linear": ["method.labels=linear"],
-    "labels: observed": ["method.labels=observed"],
-    "P = 12": ["method.count=12"],
-    "k = 1": ["method.history=1"],
-    "s^2 = 0.1": ["method.variance=0.1"],
-    "kernel: RBF alone": ["method.kernel=rbf"],
-    "sigma of the posterior": ["method.sigma=posterior"],
-    "k from the first step": ["method.history_grows=false"],
-    "ends at random": ["method.ends=random"],
+# The same of Algorithm 1 as printed; Adam at its own rate.
+PAPER: dict[str, Change] = {
+    **PARTS,
+    "Adam": {**PARTS["Adam"], "lr": ADAM_RATE},
+    **LITERAL,
     **BOTH,
 }
 
 # Shares of the T steps at which the metric is evaluated, for as many tasks: the queries change (Fig. S4).
-OBSERVED: dict[str, float] = {"K = 2.5% of T": 0.025, "K = 10% of T": 0.1, "K = 100% of T": 1.0}
+SHARES: dict[str, float] = {"K = 2.5% of T": 0.025, "K = 10% of T": 0.1, "K = 100% of T": 1.0}
 
 
 @dataclass(frozen=True)
@@ -215,7 +207,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.seeds < 1:
         parser.error(f"--seeds is {arguments.seeds}; it must be at least 1")
-    known = [*FITS, *STEPS, *RUNS] if arguments.strategy == "recipe" else [*PAPER, *OBSERVED]
+    known = [*FITS, *STEPS, *RUNS] if arguments.strategy == "recipe" else [*PAPER, *SHARES]
     for name in arguments.changes or ():
         if name not in known:
             parser.error(f"--changes: {name!r} is none of {', '.join(known)}")
@@ -309,46 +301,49 @@ def ablate_seed(
             policy = rule(result.fit.f, recipe.lr, metric_step, weight, recipe.steps, **change)
             remember(name, lambda policy=policy: Row(None, followed(ready, policy, recipe, seed), spent))  # type: ignore[misc]
     else:
-        remember(DEFAULT, lambda: whole(file, overrides, folder, seed))
-    for done, (name, added) in enumerate(chosen(runs_of(config), changes).items()):
+        remember(DEFAULT, lambda: whole(file, overrides, folder, seed, []))
+    for done, (name, change) in enumerate(chosen(runs_of(config), changes).items()):
         callback.stage(f"{name} (run {done + 1})")
-        remember(name, lambda added=added: whole(file, [*overrides, *added], folder, seed))  # type: ignore[misc]
+        remember(name, lambda change=change: whole(file, overrides, folder, seed, change))  # type: ignore[misc]
     callback.done()
     return rows
 
 
-def runs_of(config: ClassificationConfig) -> dict[str, list[str]]:
-    """Return the whole runs of a config's method, as overrides."""
+def runs_of(config: ClassificationConfig) -> dict[str, Change]:
+    """Return the whole runs of a config's method."""
     if config.method.name == "recipe":
         return RUNS
-    observed = {name: observing(config, share) for name, share in OBSERVED.items()}
+    observed = {name: observing(config, share) for name, share in SHARES.items()}
     return {**PAPER, **observed}
 
 
 def observing(config: ClassificationConfig, share: float) -> list[str]:
-    """Return the overrides that evaluate the metric at a share of the T steps of as many tasks.
-
-    At all of them no label is interpolated.
-    """
+    """Return the overrides that evaluate the metric at a share of the T steps of as many tasks."""
     steps, tasks = config.finetune.steps, config.build_strategy()
     assert isinstance(tasks, Algorithm1)
     evals = steps + 1 if share == 1 else max(2, round(share * steps))
     queries = END_QUERIES + tasks.tasks(config.queries) * evals
-    return [f"method.evals={evals}", f"queries={queries}", *(["method.labels=observed"] if share == 1 else [])]
+    return [f"method.evals={evals}", f"queries={queries}"]
 
 
-def run(ready: ClassificationExperiment, seed: int) -> Result[RecipeDetails]:
-    """Run the whole strategy on separately counted queries."""
-    task, strategy = ready.task.judged_by(ready.task.metric.with_new_ledger()), ready.config.build_strategy()
+def run(ready: ClassificationExperiment, seed: int, strategy: Any = None) -> Result[RecipeDetails]:
+    """Run the whole strategy, by default the config's, on separately counted queries."""
+    task = ready.task.judged_by(ready.task.metric.with_new_ledger())
+    strategy = strategy or ready.config.build_strategy()
     assert isinstance(strategy, (Recipe, Algorithm1))
     return optimize_metric(task, queries=ready.config.queries, strategy=strategy, seed=seed, callback=Callback())
 
 
-def whole(file: str, overrides: list[str], folder: Path, seed: int) -> Row:
+def whole(file: str, overrides: list[str], folder: Path, seed: int, change: Change) -> Row:
     """Run a changed config from the start, with the same trained classifier."""
-    config = load_config(ClassificationConfig, file, overrides)
+    config = load_config(ClassificationConfig, file, [*overrides, *(change if isinstance(change, list) else ())])
+    strategy = config.build_strategy()
+    if isinstance(change, dict):
+        strategy = replace(strategy, **change)
+    elif isinstance(strategy, Algorithm1) and strategy.evals > strategy.steps:  # no label is interpolated
+        strategy = replace(strategy, **OBSERVED)
     ready = ClassificationExperiment(config, folder, seed)
-    result = run(ready, seed)
+    result = run(ready, seed, strategy)
     assert result.fit is not None
     return Row(spearman(result.fit), test_metric(ready, result.ends["metricopt"]), sum(result.queries.values()))
 

@@ -14,7 +14,7 @@ interrupted run goes on, seed by seed.
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor
 
+from as_printed import LITERAL, PARTS
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.errors import ValueFunctionError
@@ -52,20 +53,13 @@ PAPER = [
     *("seed=3000", "seeds=4", "method.name=paper", "finetune.steps=100", "method.evals=5", "queries=30000"),
 ]
 PRINTED = "as printed"
-# What Fig. 3 changes, at every number of tasks.
-PARTS: dict[str, list[str]] = {
-    PRINTED: [],
-    "no ordinal term (3a)": ["method.beta=0"],
-    "no sigma (3b)": ["method.sigma=false"],
-    "f trained offline, without Reptile (3b)": ["method.learner=offline"],
-    "Reptile, mixed batches": ["method.learner=reptile_mixed"],
-}
-# The literal alternatives of how the paper is read, at the smallest number of tasks.
-LITERAL: dict[str, list[str]] = {
-    "kernel: RBF alone": ["method.kernel=rbf"],
-    "sigma of the posterior": ["method.sigma=posterior"],
-    "k from the first step": ["method.history_grows=false"],
-    "ends at random": ["method.ends=random"],
+# What Fig. 3 changes, at every number of tasks; the literal alternatives are for the smallest number of them.
+SHOWN: dict[str, dict[str, Any]] = {
+    PRINTED: {},
+    "no ordinal term (3a)": PARTS["no ordinal term"],
+    "no sigma (3b)": PARTS["no sigma"],
+    "f trained offline, without Reptile (3b)": PARTS["f trained offline"],
+    "Reptile, mixed batches": PARTS["Reptile, mixed batches"],
 }
 LOSS_ONLY = "loss only (3c)"
 RATES = (0.01, 0.1, 1.0)  # alpha_t
@@ -134,7 +128,7 @@ def run_seed(
     began = time.perf_counter()
     config = load_config(ClassificationConfig, CONFIG, [*PAPER, *overrides])
     ready = ClassificationExperiment(config, folder / f"seed-{seed}", seed)
-    settings, to_value = algorithm(overrides, []), ready.test_metric.to_value
+    settings, to_value = algorithm(overrides, {}), ready.test_metric.to_value
     phi = ready.task.starts(settings.start_std, seed, range(FRESH, FRESH + starts))
 
     def ends(policy: Policy) -> dict[str, list[float]]:
@@ -165,7 +159,7 @@ def run_seed(
     }
     sign = 1 if ready.test_metric.maximize else -1
     for size in sizes:
-        for name, change in (PARTS | (LITERAL if size == sizes[0] else {})).items():
+        for name, change in (SHOWN | (LITERAL if size == sizes[0] else {})).items():
             changed = algorithm(overrides, change)
             f = learned(changed, collected[changed.ends][:size], seed)
             row: dict[str, Any] = dict(zip(("error", "spearman"), judged(f, new), strict=True))
@@ -199,11 +193,11 @@ def learned(settings: Algorithm1, trajectories: Sequence[Trajectory], seed: int)
     return settings.learner(data, torch.full_like(data.trajectory, -1), 1, seed)
 
 
-def algorithm(overrides: Sequence[str], change: Sequence[str]) -> Algorithm1:
-    """Return Algorithm 1 with a change."""
-    built = load_config(ClassificationConfig, CONFIG, [*PAPER, *overrides, *change]).build_strategy()
+def algorithm(overrides: Sequence[str], change: Mapping[str, Any]) -> Algorithm1:
+    """Return Algorithm 1 with other fields."""
+    built = load_config(ClassificationConfig, CONFIG, [*PAPER, *overrides]).build_strategy()
     assert isinstance(built, Algorithm1)
-    return built
+    return replace(built, **change)
 
 
 def observed(

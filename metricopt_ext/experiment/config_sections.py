@@ -84,7 +84,6 @@ class SettingsConfig:
     names: list[str] = field(default_factory=lambda: [USUAL])  # which, best first; usual: those that are worth it
     inference: float = 1.0  # factor on inference time that they may take, at least 1
     queries: int = 10  # of MetricOpt's queries, so many at most are for them
-    free: bool = True  # whether what costs nothing and can't lower the metric is changed at once, for the metric alone
 
     @property
     def chosen(self) -> list[str]:
@@ -108,7 +107,7 @@ class SettingsConfig:
 
     def limit(self, settings: Settings) -> Settings:
         """Return settings within these limits."""
-        return settings.limited(inference=self.inference, queries=self.queries, free=self.free)
+        return settings.limited(inference=self.inference, queries=self.queries)
 
     def check(self) -> None:
         """Reject values that are out of range.

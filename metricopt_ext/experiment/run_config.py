@@ -248,7 +248,7 @@ class RunConfig:
         if self.refined and self.refined.queries < (least := CMAES().least_queries(dim)):
             raise ConfigError(f"refined.queries={self.refined.queries}: it must be at least {least} for {phi}")
         if self.learned:
-            self.learned.build(self.finetune).iterations(self.learned.queries or self.queries)
+            self.learned.build(self.finetune).iterations(self.queries)
         if self.paper:
             self.paper.build(self.finetune).tasks(self.queries)
         self.build_strategy().size(self.queries, dim, self._fixed_starts)

@@ -158,16 +158,15 @@ def variant(
         callback: Told the stages, and of queries now and then: those counted are MetricOpt's.
     """
     settings = (config.learned or LearnedConfig()) if name == "metricopt_learned" else (config.paper or PaperSettings())
-    queries = (settings.queries if isinstance(settings, LearnedConfig) else 0) or config.queries
     title = METHODS[name].title
     baseline = optimizing(
         settings.build(config.finetune),
         confidence=config.guard.confidence,
         output_dir=None if folder is None else folder / name,
         resume=resume,
-        callback=Within(callback, title, queries),
+        callback=Within(callback, title, config.queries),
     )
-    return planned(staged(baseline, callback, before=title), queries, seed)
+    return planned(staged(baseline, callback, before=title), config.queries, seed)
 
 
 def metricopt_result(earlier: Earlier) -> Result[Any]:

@@ -22,10 +22,10 @@ from metricopt_ext.utils.config import load_config
         (["method.evals=3"], "paper; this run has method.name=search"),
         (["method.rounds=3"], "key of method.name=recipe; this run has"),
         (
-            ["method.name=paper", "method.design=4"],
-            "key of method.name=search; this run has",
+            ["method.name=paper", "method.rounds=4"],
+            "key of method.name=recipe; this run has",
         ),
-        (["method.desing=4"], "key 'method.desing'; did you mean"),
+        (["method.nmae=4"], "key 'method.nmae'; did you mean"),
         (
             ["learned.pairs=3", "methods=[metricopt_paper]"],
             "key of metricopt_learned among methods;",

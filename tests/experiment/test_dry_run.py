@@ -37,7 +37,7 @@ def settings(**change: Any) -> RunConfig:
     return RunConfig(adapter=AdapterConfig(dim=4), finetune=FinetuneConfig(10, 0.1), **given)
 
 
-PAPER = PaperConfig(evals=3, learner="ridge")
+PAPER = PaperConfig(evals=3)
 RECIPE = RecipeConfig(evals=3, rounds=2, folds=2, trials=1, learners=["ridge"])
 
 
@@ -127,7 +127,7 @@ def test_it_evaluates_the_metric_twice_charges_nothing_and_writes_nothing(
             ["starts 2, a query each", "soup 6 finetunes of the model, 10% of its training each: 60% more training"],
         ),
         (
-            {"method": RECIPE, "methods": ["metricopt_paper"], "paper": PaperSettings(evals=3, learner="ridge")},
+            {"method": RECIPE, "methods": ["metricopt_paper"], "paper": PaperSettings(evals=3)},
             [
                 "seeds 2 (3 to 4), 1 at a time",
                 "rounds 2 of 8 tasks",  # (60 - 6 - 5) // 6
@@ -252,7 +252,7 @@ def test_what_a_run_would_refuse_is_refused(toy: Any, tmp_path: Path) -> None:
             ), metric
 
     refused: list[tuple[Any, RunConfig, type[Exception], tuple[str, ...]]] = [
-        (toy, settings(method=RecipeConfig(labels="none")), ConfigError, ("method", "labels", "none")),
+        (toy, settings(method=RecipeConfig(learners=["none"])), ConfigError, ("method", "learners", "none")),
         (toy, settings(queries=9), BudgetError, ("9", "queries", "GuidedTrustRegion")),
         (Broken, settings(), AdapterError, ()),
     ]

@@ -29,9 +29,9 @@ from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Setting, Settings
 
-SMALL = LearnedConfig(evals=3, tasks=2, pairs=2, hidden=4, queries=30)
-FINETUNE, PAPER = FinetuneConfig(steps=5, lr=0.2), PaperSettings(evals=3, labels="observed")
-CONFIG = RunConfig(finetune=FINETUNE, learned=SMALL, methods=["metricopt_learned"])
+SMALL = LearnedConfig(evals=3, tasks=2, pairs=2)
+FINETUNE, PAPER = FinetuneConfig(steps=5, lr=0.2), PaperSettings(evals=3)
+CONFIG = RunConfig(finetune=FINETUNE, learned=SMALL, queries=30, methods=["metricopt_learned"])
 
 
 def test_finetuning_on_labels_uses_their_batches(quadratic: Callable[..., Any]) -> None:
@@ -176,7 +176,7 @@ def test_they_are_in_the_table_of_methods() -> None:
 
 def test_too_little_is_refused_before_any_work() -> None:
     assert_refused(
-        lambda: RunConfig(finetune=FINETUNE, learned=replace(SMALL, queries=16), methods=CONFIG.methods).check(),
+        lambda: replace(CONFIG, queries=16).check(),
         BudgetError,
         "16",
         "queries",

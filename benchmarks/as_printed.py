@@ -1,0 +1,44 @@
+"""Algorithm 1 as printed, with parts of it changed: by name, the fields of `Algorithm1` that differ."""
+
+from dataclasses import replace
+from typing import Any
+
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels, WithoutSigma
+from metricopt_ext.value.learners import NeuralLearner
+from metricopt_ext.value.objective import sampled_triplets
+from metricopt_ext.value.reptile import ReptileLearner
+
+PAPER = ReptileLearner.paper()
+OBSERVED: dict[str, Any] = {"labels": Recipe().labels}
+
+
+def objective(**change: Any) -> dict[str, Any]:
+    """Return the learner with another objective."""
+    return {"learner": replace(PAPER, objective=replace(PAPER.objective, **change))}
+
+
+# What the paper's Fig. 3 and Fig. S4 change, and Adam.
+PARTS: dict[str, dict[str, Any]] = {
+    "Adam": {"optimizer": "adam"},
+    "f trained offline": {
+        "learner": replace(NeuralLearner.offline(), objective=replace(PAPER.objective, miner=sampled_triplets))
+    },
+    "Reptile, mixed batches": {"learner": ReptileLearner(objective=PAPER.objective)},
+    "no sigma": {"labels": WithoutSigma(GaussianProcessLabels(always=True))},
+    "no ordinal term": objective(beta=0.0),
+    "gamma 1": objective(gamma=1.0),
+    "labels: linear": {"labels": LinearLabels()},
+    "labels: observed": OBSERVED,
+    "P = 12": {"count": 12},
+    "k = 1": {"history": 1},
+    "s^2 = 0.1": {"variance": 0.1},
+}
+
+# The literal alternatives of how the paper is read.
+LITERAL: dict[str, dict[str, Any]] = {
+    "kernel: RBF alone": {"labels": GaussianProcessLabels(always=True, levels=False)},
+    "sigma of the posterior": {"labels": GaussianProcessLabels(always=True, noisy=False)},
+    "k from the first step": {"history_grows": False},
+    "ends at random": {"ends": "random"},
+}
