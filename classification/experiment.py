@@ -1,9 +1,8 @@
 """One seed of a classification run: train a classifier, finetune it for the metric, and run the baselines."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ from metricopt_ext.classification.adapter import attach, tuned_part
 from metricopt_ext.classification.besides import besides
 from metricopt_ext.classification.classifier import classifier, steps_of, untrained
 from metricopt_ext.classification.config import ClassificationConfig, OwnLossConfig
-from metricopt_ext.classification.data import stratified_parts
 from metricopt_ext.classification.groups import groups_of, metric_halves, strata
 from metricopt_ext.classification.kept_features import Rest
 from metricopt_ext.classification.metrics import MetricSpec
-from metricopt_ext.classification.named_loss import named_loss, score_loss, try_loss
+from metricopt_ext.classification.named_loss import named_loss, try_loss
 from metricopt_ext.classification.named_metric import build_metric, try_metric
 from metricopt_ext.classification.offsets import (
     adjust_logits,
@@ -32,7 +30,7 @@ from metricopt_ext.classification.offsets import (
     tune_threshold,
 )
 from metricopt_ext.classification.pictures import plot_examples
-from metricopt_ext.classification.predictions import predict, scores_at
+from metricopt_ext.classification.predictions import scores_at
 from metricopt_ext.classification.settings import classification_settings
 from metricopt_ext.classification.split_metric import batch_metric, check_part, model_metric, value_of
 from metricopt_ext.classification.splits import load_splits
@@ -43,13 +41,11 @@ from metricopt_ext.data.rare import Rare, rare_groups
 from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.data.training import train_supervised
 from metricopt_ext.data.variation import jitter
-from metricopt_ext.errors import DataError
 from metricopt_ext.experiment.baselines import at_each_budget, ending_at
 from metricopt_ext.experiment.bootstrap import error_of, within_groups
-from metricopt_ext.experiment.correlation import CorrelationReport, correlation_report
 from metricopt_ext.experiment.experiment import Experiment, State, Subject
-from metricopt_ext.experiment.method import Baseline, End, Method
-from metricopt_ext.experiment.siblings import SiblingsConfig, learned_losses, plot_histories, training
+from metricopt_ext.experiment.method import Baseline, Method
+from metricopt_ext.experiment.siblings import SiblingsConfig, plot_histories, training
 from metricopt_ext.experiment.usual_methods import asked_for, planned
 from metricopt_ext.experiment.whole_network import LabelParts, held_third
 from metricopt_ext.methods.prior_starts import em_prior_start, moved_by
@@ -62,12 +58,10 @@ from metricopt_ext.tasks.settings import Settings
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import config_section
 from metricopt_ext.utils.device import choose_device
-from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.seeding import generator
 
 PRIORS = {"prior": 1.0, "prior_twice": 2.0}  # strengths of logit adjustment that a search may begin from
 ROUNDING = 1e-9  # adjustments below it are none
-MOST_PARTS = 20  # batches of test data on which losses are correlated with the metric
 MOST_STRENGTHS = 101  # candidates for the strength of logit adjustment
 
 
@@ -304,46 +298,6 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
                 temperature="temperature" in names,
             ).only(names)
 
-    def correlations(self, ends: Sequence[End]) -> CorrelationReport | None:
-        """Correlate the loss, and what the sibling methods learned, with the metric on test batches.
-
-        The batches are the first of `stratified_parts`, under each of the models where the methods ended; None if the
-        metric is defined on fewer than two of them.
-        """
-        part, losses = self.splits.test, learned_losses(self.folder, self.config.trained_methods)
-        rows = stratified_parts(part.y, self._siblings.batch_size, self.seed)[:MOST_PARTS]
-        batches = [part.take(each) for each in rows]
-        spec, judged = self._metric, batches[:1]
-
-        def outputs() -> Iterator[tuple[Tensor, Tensor]]:
-            for end, batch in product(ends, batches):
-                judged[0] = batch  # whose columns the metric is given
-                yield self._scores(end, batch.x), batch.y
-
-        known = replace(spec, function=lambda scores, labels: value_of(spec, scores, judged[0]), columns=())
-        own = score_loss(self.config, self.target)
-        try:
-            report = correlation_report({**own, **losses}, batch_metric(known), outputs(), where_defined=True)
-        except DataError as error:
-            self.callback.say(f"no correlations of losses with {spec.name}, for want of batches: {error}")
-            return None
-        if report.left_out:
-            self.callback.say(
-                f"correlations of losses leave out {report.left_out} of {report.left_out + len(report.values)} batches"
-                f" of test outputs, on which {spec.name} is not defined"
-            )
-        return report
-
-    @torch.no_grad()
-    def _scores(self, end: End, x: Tensor) -> Tensor:
-        if isinstance(end, Tensor):
-            return scores_at(self.task.adapter, end, x)
-        if isinstance(end, Start):
-            with self.task.standing_at(end) as model, evaluating(model):
-                return predict(model, x)
-        with evaluating(end):
-            return predict(end, x)
-
     def finish(self) -> None:
         """Write the tuned classifier, and draw some test images, with their classes before and after."""
         super().finish()
@@ -356,7 +310,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
 
     @property
     def _siblings(self) -> SiblingsConfig:
-        """The settings of the sibling methods; correlations have batches of their size without any, too."""
+        """The settings of the sibling methods."""
         return self.config.siblings or SiblingsConfig()
 
     def _training(self, task: FinetuneTask) -> TrainingTask:

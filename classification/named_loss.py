@@ -60,13 +60,6 @@ def try_loss(config: ClassificationConfig, model: nn.Module, part: Split) -> Non
         raise ConfigError(f"{shown}, returned {brief(loss)}; it must be one finite number with a gradient")
 
 
-def score_loss(config: ClassificationConfig, target: Target) -> dict[str, ScoreLoss]:
-    """Return the loss by its name, or else the target's own by what it is called."""
-    if config.loss is None:
-        return {target.loss_name: cross_entropy if target.kind == "classes" else target.loss}
-    return {config.loss.name: _made(config)}
-
-
 def _made(config: ClassificationConfig) -> Any:
     assert config.loss is not None
     name, params = config.loss.name, dict(config.loss.params)

@@ -30,11 +30,6 @@ class Target:
     kind: str
     count: int
 
-    @property
-    def loss_name(self) -> str:
-        """What the loss is called."""
-        return "binary cross-entropy" if self.kind == "multilabel" else "cross-entropy"
-
     def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of each example, ``n``."""
         if self.kind == "multilabel":

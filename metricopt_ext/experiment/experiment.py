@@ -21,9 +21,8 @@ from metricopt_ext.errors import ConfigError, MetricError
 from metricopt_ext.experiment.baselines import along_path, at_start, loss_path, usual_baselines, without
 from metricopt_ext.experiment.compare import Comparison, compare
 from metricopt_ext.experiment.config_sections import SettingsConfig, TrainingConfig
-from metricopt_ext.experiment.correlation import CorrelationReport
 from metricopt_ext.experiment.events import query_events
-from metricopt_ext.experiment.method import STANDING, Baseline, End, Method
+from metricopt_ext.experiment.method import STANDING, Baseline, Method
 from metricopt_ext.experiment.passes import CountedTask, Counter
 from metricopt_ext.experiment.record import SeedRecord
 from metricopt_ext.experiment.run_config import SHARE, SOUP, RunConfig
@@ -266,14 +265,6 @@ class Experiment(ABC, Generic[Config]):
         """Return the standard error of the test metric's difference between two states, None if it is unknown."""
         return None
 
-    def correlations(self, ends: Sequence[End]) -> CorrelationReport | None:
-        """Correlate losses with the metric over batches of scores and labels; None where a task has no such batches.
-
-        Args:
-            ends: Where the methods ended.
-        """
-        return None
-
     @contextmanager
     def as_trained(self) -> Iterator[None]:
         """Take out for a while what a start replaced that a search has kept; phi stays."""
@@ -372,7 +363,6 @@ def _recorded(experiment: Experiment[Any], comparison: Comparison, evaluations: 
     task.adapter.apply(result.start_of(result.chosen))
     to_value = task.metric.to_value
     searched = [] if result.details.finetunes else [to_value(cost) for cost in result.costs]
-    correlations = experiment.correlations([reached[-1].end for reached in comparison.results.values()])
     record = SeedRecord(
         seed=seed,
         outcomes=comparison.outcomes,
@@ -388,7 +378,6 @@ def _recorded(experiment: Experiment[Any], comparison: Comparison, evaluations: 
         predicted=[] if result.fit is None else [to_value(cost) for cost in result.fit.predicted.tolist()],
         machine=Machine.current(task.adapter.phi.device),
         searched=searched,
-        correlations={} if correlations is None else correlations.to_json()["correlations"],
         queries=result.queries,
         rare=experiment.rare(),
         reading=experiment.reading,

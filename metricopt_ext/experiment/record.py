@@ -63,8 +63,6 @@ class SeedRecord:
         predicted: What f predicted there before it saw them.
         machine: What the seed was computed on.
         searched: Validation metric at each query of a search, in order.
-        correlations: Rank correlations of each loss with the metric on test batches, ``"spearman"`` and ``"kendall"``,
-            None where undefined; empty for a task without batches of scores.
         queries: MetricOpt's metric queries by what they were for.
         rare: Groups of which the metric saw few examples.
         reading: How the file of the data was read; None where there is nothing to say.
@@ -91,7 +89,6 @@ class SeedRecord:
     predicted: list[float]
     machine: Machine
     searched: list[float] = field(default_factory=list)
-    correlations: dict[str, dict[str, float | None]] = field(default_factory=dict)
     queries: dict[str, int] = field(default_factory=dict)
     rare: Rare | None = None
     reading: Reading | None = None

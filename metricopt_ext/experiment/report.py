@@ -120,7 +120,6 @@ class Report:
                 "per_seed": [vars(q) for q in self.quality],
                 "candidates": [{k: vars(q) for k, q in record.candidates.items()} for record in self.records],
             },
-            "correlations": [record.correlations for record in self.records],
             "split_half": [record.split_half for record in self.records],
             "guard": self.guard,
             "also": self.also(),
@@ -385,17 +384,6 @@ class Report:
             f"Value function, tested {where}: Spearman {spearman:.2f}; mean absolute error of the cost {mae:.4f}"
             f" ({against}); trusted in {trusted} of {counted(len(self.records), 'seed')}"
         ]
-
-    def losses(self) -> list[tuple[str, str, str]]:
-        """Return how well losses rank batches as the metric does, a row for each; none if that was not measured."""
-
-        def over_seeds(name: str, key: str) -> str:
-            found = [record.correlations.get(name, {}).get(key) for record in self.records]
-            known = [value for value in found if value is not None]
-            return spread(known) if known else "undefined"
-
-        names = dict.fromkeys(name for record in self.records for name in record.correlations)
-        return [(name, over_seeds(name, "spearman"), over_seeds(name, "kendall")) for name in names]
 
     def predictors(self) -> list[tuple[str, str, str]]:
         """Return how well f in use and each that was fitted predict, a row for each."""

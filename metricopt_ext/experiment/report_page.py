@@ -9,13 +9,11 @@ from metricopt_ext.experiment.report import IN_USE, Report
 from metricopt_ext.experiment.report_text import (
     ELSEWHERE,
     GAINS,
-    LOSSES,
     MORE_NOTES,
     OVER,
     PREDICTED,
     PREDICTORS,
     QUANTITIES,
-    RANKED,
     SPENT,
     UNITS,
 )
@@ -144,8 +142,6 @@ def _quality(report: Report) -> list[Part]:
         Text(TRUST),
         Table(f"{PREDICTED}.", PREDICTORS, predictors, ours=ours),
     ]
-    if losses := report.losses():
-        parts.append(Table(f"{RANKED}.", LOSSES, losses))
     return [*parts, Text(UNITS)]
 
 

@@ -23,11 +23,6 @@ SPENT = "MetricOpt's queries by purpose"
 GUARD_AND_F = "The guard and the value function f (means over seeds)"
 PREDICTED = "How well f, and each predictor that was fitted, predicts the metric at points not used in its fit"
 PREDICTORS = ["predictor", "Spearman", "mean absolute error of the cost"]
-RANKED = (
-    "How well a loss ranks batches of test data as the metric does, over the models of all methods (1: a lower loss"
-    " always means a better metric)"
-)
-LOSSES = ["loss", "Spearman", "Kendall"]
 UNITS = (
     "Spearman's rank correlation is 1 for a perfect order and 0 for none. The cost is the metric turned so that lower"
     " is better: mapped to [0, 1] by the metric's bounds or, without bounds, the metric or its negative."
@@ -76,8 +71,6 @@ def markdown(report: Report) -> str:
         lines += [f"{in_markdown(said)}.", "", *([*markdown_table(COLUMNS, columns), ""] if columns else [])]
     if predictors := [(f"**{name}**" if name == IN_USE else name, *row) for name, *row in report.predictors()]:
         lines += [f"{PREDICTED}:", "", *markdown_table(PREDICTORS, predictors), ""]
-    if losses := report.losses():
-        lines += [f"{RANKED}:", "", *markdown_table(LOSSES, losses), ""]
     return "\n".join([*lines, UNITS, ""])
 
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.brought_sections import either
-from metricopt_ext.experiment.correlation import ScoreLoss
 from metricopt_ext.experiment.method import METHODS, SIBLINGS, Baseline, Reached, Started, now
 from metricopt_ext.experiment.style import new_figure, save_figure
 from metricopt_ext.runtime.progress import Callback
@@ -168,32 +167,6 @@ def training(
             yield Reached(tuned, queries, queries, trained.seconds + now() - began, batch_queries=on_batches)
 
     return Baseline(run)
-
-
-def learned_losses(folder: Path, names: Sequence[str]) -> dict[str, ScoreLoss]:
-    """Return the losses that sibling methods learned, by their titles.
-
-    Args:
-        folder: Where `training` left them.
-        names: The methods that ran.
-
-    Raises:
-        FileFormatError: A file can't be read.
-    """
-    losses: dict[str, ScoreLoss] = {}
-    for name in names:
-        method, file = SIBLINGS[name], folder / f"{name}.safetensors"
-        if isinstance(method, SurrogateLearning):
-            losses[METHODS[name].title] = _on_its_own(load_set_loss(file))
-        elif isinstance(method, ReLoss):
-            losses[METHODS[name].title] = _on_its_own(load_relational_loss(file))
-    return losses
-
-
-def _on_its_own(loss: nn.Module) -> ScoreLoss:
-    """Return a learned loss as a function of scores and labels of any type and device."""
-    like = next(loss.parameters())
-    return lambda scores, labels: loss(scores.to(like), labels.to(like.device))
 
 
 def plot_histories(folder: Path, seeds: Sequence[int]) -> list[Path]:

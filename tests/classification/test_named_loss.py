@@ -9,7 +9,7 @@ from torch import nn
 from helpers.refusals import assert_refused
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.losses import CostSensitive, classification_loss, cross_entropy
-from metricopt_ext.classification.named_loss import named_loss, score_loss
+from metricopt_ext.classification.named_loss import named_loss
 from metricopt_ext.classification.targets import Target
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.utils.config import known_keys, load_config
@@ -34,14 +34,11 @@ def config_of(*overrides: str) -> ClassificationConfig:
 def test_a_loss_by_name_is_that_loss_of_the_logits(name: str, params: str, loss: Any) -> None:
     config = config_of(f"loss.name={name}", *([f"loss.params={params}"] if params else []))
     assert named_loss(config, TARGET)(NET, (X, Y)) == loss(NET(X), Y)
-    ((key, own),) = score_loss(config, TARGET).items()
-    assert (key, own(NET(X), Y)) == (name, loss(NET(X), Y))
 
 
 def test_without_a_name_it_is_cross_entropy_and_there_are_no_keys() -> None:
     config = config_of()
     assert named_loss(config, TARGET) is classification_loss
-    assert score_loss(config, TARGET) == {"cross-entropy": cross_entropy}
     assert not [key for key in known_keys(config) if key.startswith("loss")]
     assert_refused(lambda: config_of("loss.params={margin: 3}"), ConfigError, "loss.params")
 

@@ -12,7 +12,7 @@ from torch import nn
 from helpers.modules import forgotten
 from helpers.refusals import assert_refused
 from metricopt_ext.classification.config import ClassificationConfig
-from metricopt_ext.classification.named_loss import named_loss, score_loss, try_loss
+from metricopt_ext.classification.named_loss import named_loss, try_loss
 from metricopt_ext.classification.splits import load_splits
 from metricopt_ext.classification.targets import Target
 from metricopt_ext.data.labelled import Split
@@ -149,9 +149,6 @@ def test_a_loss_is_called_with_logits_and_labels(folder: str) -> None:
     expected = nn.functional.cross_entropy(model(x), y)
     target = Target("classes", 3)
     torch.testing.assert_close(named_loss(config, target)(model, (x, y)), expected)
-    ((name, own),) = score_loss(config, target).items()
-    assert name == "of_a_user:focal"
-    torch.testing.assert_close(own(model(x), y), expected)
     made = config_of(folder, "data.name=digits", "loss.name=torch.nn:MultiMarginLoss", "loss.params={margin: 2.0}")
     assert named_loss(made, target)(model, (x, y)) == nn.MultiMarginLoss(margin=2.0)(model(x), y)
 

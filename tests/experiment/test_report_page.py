@@ -40,12 +40,11 @@ def markdown_tables(text: str) -> list[list[list[str]]]:
 def test_the_page_has_the_digits_of_the_markdown(report: Callable[..., Report], page: Any, html: Any) -> None:
     made = report()
     for record in made.records:
-        record.correlations["cross-entropy"] = {"spearman": 0.75, "kendall": 0.5}
         record.queries.update(starts=3, search=record.outcomes["metricopt"][-1].queries_total - 3)
     text, seen = markdown(made), html(page(made).html())
     tables = markdown_tables(text)
-    assert len(tables) == 4  # methods, queries, predictors, losses
-    assert [table for table in seen.tables if table in tables] == [tables[0], tables[2], tables[3], tables[1]]
+    assert len(tables) == 3  # methods, queries, predictors
+    assert [table for table in seen.tables if table in tables] == [tables[0], tables[2], tables[1]]
     assert tables[1][0] == ["seed", "starts", "search", "total", "seconds"]
     assert seen.texts("p")[0] == made.verdict() == text.splitlines()[2]
     for line in made.notes():

@@ -16,7 +16,6 @@ from metricopt_ext.experiment.method import METHODS, SIBLINGS, siblings_of
 from metricopt_ext.experiment.siblings import (
     EmbedderSiblingsConfig,
     SiblingsConfig,
-    learned_losses,
     plot_histories,
     training,
 )
@@ -201,21 +200,6 @@ def test_absolute_values_are_those_of_the_loss_to_begin_with(tmp_path: Path) -> 
 
 def test_a_surrogate_that_is_not_there_is_refused_before_any_work(tmp_path: Path) -> None:
     assert_refused(lambda: SiblingsConfig(sl={"begin": str(tmp_path / "none")}).check(["sl_r"]), FileFormatError)
-
-
-def test_learned_losses_take_scores_of_any_type(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    kept = {"sl_r": SetLoss(3, "f1"), "reloss": RelationalLoss("f1").double()}
-    for name, loss in kept.items():
-        loss.save(tmp_path / f"{name}.safetensors")
-    found = learned_losses(tmp_path, ["sl_r", "reloss"])
-    assert list(found) == [METHODS[name].title for name in kept]
-    scores, labels = torch.randn(5, 3), torch.arange(5) % 3
-    for (name, loss), title in zip(kept.items(), found, strict=True):
-        like = next(loss.parameters())
-        for given in (scores, scores.double()):
-            expected = loss(scores.to(like), labels).item()
-            assert torch.as_tensor(found[title](given, labels)).item() == pytest.approx(expected, abs=1e-6), name
 
 
 class Nudge(Sibling):

@@ -26,7 +26,6 @@ def record() -> SeedRecord:
         predicted=[0.25],
         machine=Machine("A processor", "AVX2", 1, "cpu"),
         searched=[0.1, 0.2],
-        correlations={"nll": {"spearman": 0.5, "kendall": None}},
         queries={"search": 9},
         also={"recall[a]": {"validation": (0.1 + 0.2, 1 / 3), "test": (0.0, 1.0)}},
         holding=7,

@@ -279,7 +279,7 @@ def test_sibling_methods_on_request(trains: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_reloss_on_request_and_losses_beside_the_metric(tmp_path: Path) -> None:
+def test_reloss_on_request(tmp_path: Path) -> None:
     overrides = [
         *("siblings.reloss.steps=4", "siblings.reloss.evals=2", "siblings.reloss.source.training=20"),
         *("siblings.reloss.source.heldout=8", "siblings.reloss.source.checkpoints={count: 2, steps: 3}"),
@@ -288,21 +288,11 @@ def test_reloss_on_request_and_losses_beside_the_metric(tmp_path: Path) -> None:
     settings = ["methods=[reloss,reloss_only]", "loss.name=torch.nn:CrossEntropyLoss"]
     tool.run(config_of(*settings, *overrides), tmp_path / "run", resume=False)
     content = json.loads((tmp_path / "run" / "report.json").read_text())
-    folder, losses = (
-        tmp_path / "run" / "seed-0",
-        ("torch.nn:CrossEntropyLoss", "ReLoss and cross-entropy", "ReLoss alone"),
-    )
+    folder = tmp_path / "run" / "seed-0"
     for name in ("reloss", "reloss_only"):
         spent = content["methods"][name]
         assert (spent["batch_queries"], spent["queries_total"]) == (28, 2)
         assert load_relational_loss(folder / f"{name}.safetensors").metric == "accuracy"
-    (correlations,) = content["correlations"]
-    assert list(correlations) == list(losses)
-    assert all(-1 <= value <= 1 for each in correlations.values() for value in each.values())
-    lines = (tmp_path / "run" / "report.md").read_text().splitlines()
-    start = lines.index("| loss | Spearman | Kendall |")
-    for line, name in zip(lines[start + 2 :], losses, strict=False):
-        assert line == "| {} | {:.4f} | {:.4f} |".format(name, *correlations[name].values())
 
 
 def test_a_sibling_method_on_ten_classes(tmp_path: Path) -> None:
