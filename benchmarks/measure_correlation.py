@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from correlation import CorrelationReport, correlation_report
 from kept import kept_json
 from metricopt_ext.classification.classifier import untrained
 from metricopt_ext.classification.config import ClassificationConfig
@@ -37,7 +38,6 @@ from metricopt_ext.classification.targets import Target
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.cli import RUNS_CODE
 from metricopt_ext.experiment.command import errors_in_one_line
-from metricopt_ext.experiment.correlation import CorrelationReport, correlation_report
 from metricopt_ext.experiment.seeds import paired_interval, spread
 from metricopt_ext.experiment.siblings import SiblingsConfig
 from metricopt_ext.experiment.style import direction, markdown_table, new_figure, print_table, save_figure

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from scipy.stats import kendalltau, spearmanr
 from torch import Tensor
 
+from correlation import CorrelationReport, correlation_report
 from helpers.refusals import assert_refused
 from metricopt_ext.errors import BudgetError, DataError, MetricError
-from metricopt_ext.experiment.correlation import CorrelationReport, correlation_report
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.ledger import Ledger
 
