@@ -165,7 +165,7 @@ test-wheel-alone: $(STAMP)  ## install the wheel into an empty environment, and 
 	$(BUILT)
 	$(PYTHON) -m venv $(WHEEL)/venv
 	$(WHEEL)/venv/bin/python -m pip install $(PIP_ARGS) "$$(echo $(WHEEL)/*.whl)[classification]"
-	cd $(WHEEL) && venv/bin/metricopt configs && venv/bin/metricopt doctor
+	cd $(WHEEL) && venv/bin/metricopt configs && venv/bin/metricopt --version
 	cd $(WHEEL) && venv/bin/metricopt finetune-classifier --config-file configs/classification/digits.yaml --output-dir run device=cpu queries=20 seeds=1
 	cd $(WHEEL) && venv/bin/python -c "import json; run = json.load(open('run/report.json')); assert run['methods'], run"
 	$(README)

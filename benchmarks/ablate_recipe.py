@@ -51,7 +51,7 @@ from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.described import from_json
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.files import content_of, read_json, write_atomically, write_json
-from metricopt_ext.utils.machine import Machine, deterministic
+from metricopt_ext.utils.machine import Machine
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.fitting import Fit
@@ -236,7 +236,7 @@ def ablate(
         print(f"{name}: {total} variants on {counted(len(seeds), 'seed')} from {seeds[0]} on")
         own = folder / name.replace(" ", "-")
         run = partial(ablate_seed, file, overrides, own, changes)
-        with deterministic(config.deterministic, threads=1), sole_writer(own):
+        with sole_writer(own):
             computed_on = str(Machine.current(choose_device(config.device), threads=1))
             open_run(own, {**config.as_dict(), "computed_on": computed_on}, resume=True, files=config.data_files())
             rows = run_seeds(run, seeds, queries=whole_runs + 1, workers=workers, threads=1)

@@ -47,7 +47,7 @@ from metricopt_ext.utils.checks import check_at_least
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.files import holds, read_json, write_atomically, write_json
-from metricopt_ext.utils.machine import Machine, deterministic
+from metricopt_ext.utils.machine import Machine
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.fitting import Fit
 
@@ -89,7 +89,7 @@ def compare_starts(task: str, config: Any, folder: Path, starts: int, plan: Plan
     plan.check(experiment.baselines(config))
     plan = replace(plan, methods=tuple(name for name in ENTRIES if name in (*ALWAYS, *plan.methods)))
     seeds = range(config.seed, config.seed + config.seeds)
-    with deterministic(config.deterministic, config.threads), sole_writer(folder):
+    with sole_writer(folder):
         computed_on = str(Machine.current(choose_device(config.device), config.threads))
         settings = {**config.as_dict(), "starts": starts, "budgets": list(plan.budgets), "computed_on": computed_on}
         open_run(folder, settings, resume=True, files=config.data_files())

@@ -35,7 +35,7 @@ from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.files import save_checkpoint, write_atomically, write_json
-from metricopt_ext.utils.machine import Machine, deterministic
+from metricopt_ext.utils.machine import Machine
 from metricopt_ext.utils.versions import versions
 from metricopt_ext.utils.words import counted
 
@@ -72,7 +72,7 @@ def measure_checkpoints(config: Any, count: int, folder: Path) -> dict[str, Any]
         )
     subject = experiment_of("detection").describe(config)
     sign = 1 if subject.maximize else -1
-    with deterministic(config.deterministic, config.threads), sole_writer(folder):
+    with sole_writer(folder):
         machine = Machine.current(choose_device(config.device), config.threads)
         settings = {**config.as_dict(), "checkpoints": count, "computed_on": str(machine)}
         open_run(folder, settings, resume=True, files=config.data_files())

@@ -54,7 +54,7 @@ from metricopt_ext.tasks.batches import BlockBatches
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.files import write_atomically, write_json
-from metricopt_ext.utils.machine import Machine, deterministic
+from metricopt_ext.utils.machine import Machine
 from metricopt_ext.utils.seeding import seeded_streams
 from metricopt_ext.utils.versions import versions
 from metricopt_ext.utils.words import counted
@@ -84,7 +84,7 @@ def measure_correlation(config: ClassificationConfig, folder: Path) -> dict[str,
     siblings, reloss = settings_of(config)
     siblings.check(["reloss"])
     spec, seeds = build_metric(config.metric), range(config.seed, config.seed + config.seeds)
-    with deterministic(config.deterministic, config.threads), sole_writer(folder):
+    with sole_writer(folder):
         machine = Machine.current(choose_device(config.device), config.threads)
         open_run(folder, {**config.as_dict(), "computed_on": str(machine)}, resume=True, files=config.data_files())
         run = partial(run_seed, config, folder)

@@ -44,7 +44,7 @@ from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.files import write_atomically, write_json
-from metricopt_ext.utils.machine import Machine, deterministic
+from metricopt_ext.utils.machine import Machine
 from metricopt_ext.utils.versions import versions
 from metricopt_ext.utils.words import counted
 
@@ -87,7 +87,7 @@ def measure_search(
     if config.method.name != "search":
         raise ConfigError(f"method.name={config.method.name}: what is measured here is a guided search; leave it so")
     subject = experiment.describe(config)
-    with deterministic(config.deterministic, config.threads), sole_writer(folder):
+    with sole_writer(folder):
         machine = Machine.current(choose_device(config.device), config.threads)
         settings = {**config.as_dict(), "budgets": list(budgets), "computed_on": str(machine)}
         open_run(folder, settings, resume=True, files=config.data_files())

@@ -42,7 +42,7 @@ from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.files import read_json, write_atomically, write_json
-from metricopt_ext.utils.machine import Machine, deterministic
+from metricopt_ext.utils.machine import Machine
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.value_function import ValueFunction
@@ -92,7 +92,7 @@ def reproduce(
     """Run every seed that is not on file and write the report; returns its content."""
     config = load_config(ClassificationConfig, CONFIG, [*PAPER, *overrides])
     config.check()
-    with deterministic(config.deterministic, threads=1), sole_writer(folder):
+    with sole_writer(folder):
         machine = str(Machine.current(choose_device(config.device), threads=1))
         asked = {"tasks": list(sizes), "held_out": held_out, "starts": starts}
         open_run(folder, {**config.as_dict(), **asked, "computed_on": machine}, resume=True, files=config.data_files())

@@ -9,13 +9,13 @@ import re
 import sys
 from functools import partial
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.plain import escape_unprintable
 from metricopt_ext.utils.extras import naming_extras
 from metricopt_ext.utils.packaged import PACKAGE, PROGRAM, existing_config, packaged_configs
+from metricopt_ext.utils.versions import versions
 
 CONFIGS = "list the configs that come with the package, or print the one that is named"
 
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=f"`{PROGRAM} COMMAND --help` explains a command. A --config-file that does not exist is looked for among"
         f" those that come with the package, which `{PROGRAM} configs` lists.",
     )
-    found.add_argument("--version", action="version", version=f"%(prog)s {installed_version()}")
+    found.add_argument("--version", action="version", version=f"%(prog)s: {shown_versions()}")
     commands = found.add_subparsers(metavar="COMMAND", required=True)
     configs = commands.add_parser("configs", help=CONFIGS, description=CONFIGS)
     configs.add_argument("name", nargs="?", metavar="NAME", help="e.g. configs/classification/digits.yaml")
@@ -71,12 +71,9 @@ def summary(path: Path) -> str:
     return re.split(r"[:.]?$|: ", docstring.partition("\n")[0])[0].replace("%", "%%")
 
 
-def installed_version() -> str:
-    """Return the package's version, as it was installed."""
-    try:
-        return version("metricopt-ext")
-    except PackageNotFoundError:
-        return "(not installed)"
+def shown_versions() -> str:
+    """Return the versions of what numbers depend on, in a line."""
+    return ", ".join(f"{name} {version}" for name, version in versions().items())
 
 
 if __name__ == "__main__":

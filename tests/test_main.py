@@ -24,7 +24,15 @@ def ended(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_every_tool_is_a_subcommand() -> None:
     files = {path.stem for path in (ROOT / "tools").glob("*.py")} - {"__init__"}
     assert {name.replace("-", "_") for name in tools()} == files
-    assert len(files) == 11
+    assert len(files) == 10
+
+
+def test_the_version_comes_with_those_that_numbers_depend_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended("--version", monkeypatch=monkeypatch) == 0
+    shown = capsys.readouterr().out
+    assert all(f"{name} " in shown for name in ("python", "torch", "numpy"))
 
 
 def test_help_has_each_with_its_line_and_imports_nothing_for_it() -> None:

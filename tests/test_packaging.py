@@ -33,7 +33,7 @@ FILES = (
     "pyproject.toml",
 )
 TOOLS = (
-    *("assess", "doctor"),
+    "assess",
     *("train_detector", "finetune_detector", "finetune_retrieval", "finetune_classifier"),
     *("evaluate_ap50", "evaluate_recall", "compare", "tune_checkpoint", "tune_settings"),
 )

@@ -34,7 +34,6 @@ from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.runtime.progress import progress_of
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.utils.config import load_config
-from metricopt_ext.utils.machine import deterministic
 from metricopt_ext.utils.packaged import existing_config
 from metricopt_ext.utils.words import brief
 
@@ -128,7 +127,7 @@ def assess_seed(
         raise ConfigError(f"method.name={config.method.name} does not go on from these queries: leave --output-dir out")
     open_settings = {key: value for key, value in config.as_dict().items() if key != OPEN}
     seed = config.seed
-    with deterministic(config.deterministic, config.threads), distributed.sharing(open_settings), ExitStack() as held:
+    with distributed.sharing(open_settings), ExitStack() as held:
         run, kept = folder, folder if distributed.rank() == 0 else None
         if kept is not None:
             held.enter_context(sole_writer(kept))

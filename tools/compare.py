@@ -41,7 +41,6 @@ from metricopt_ext.runtime.parallel import run_seeds
 from metricopt_ext.utils.config import COMMAND_LINE, load_with_origins
 from metricopt_ext.utils.extras import require
 from metricopt_ext.utils.files import content_of
-from metricopt_ext.utils.machine import deterministic
 from metricopt_ext.utils.packaged import PACKAGE, existing_config
 from metricopt_ext.utils.shown_config import shown_config
 from metricopt_ext.utils.words import counted
@@ -213,7 +212,7 @@ def compare(config: CompareConfig, subject: Any, folder: Path) -> dict[str, Any]
             f"metric.subject_to: {', '.join(heedless)} can't respect constraints; leave them out of methods"
         )
     settings = {**subject.as_dict(), "task": config.task, "budgets": config.budgets, "starts": config.starts}
-    with deterministic(subject.deterministic, config.threads), distributed.sharing(settings), ExitStack() as held:
+    with distributed.sharing(settings), ExitStack() as held:
         distributed.only_first(partial(held.enter_context, sole_writer(folder)))
         distributed.only_first(lambda: open_run(folder, settings, resume=True, files=subject.data_files()))
         if distributed.rank() == 0:

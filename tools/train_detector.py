@@ -38,7 +38,6 @@ from metricopt_ext.runtime.distributed import left_in_order
 from metricopt_ext.runtime.stopping import ending_when_stopped
 from metricopt_ext.utils.extras import naming_extras
 from metricopt_ext.utils.files import write_json
-from metricopt_ext.utils.machine import restart_deterministically
 
 with naming_extras():
     from detectron2.checkpoint import DetectionCheckpointer
@@ -61,8 +60,6 @@ WRITTEN = re.compile(r"model_(final|best|merged|\d+)\.pth")  # by a finetuning r
 @left_in_order()  # which Detectron2's launcher does not
 def run(arguments: argparse.Namespace) -> Any:
     """Run the command line's task in one process; returns the evaluation's results, if any."""
-    if arguments.deterministic:
-        torch.use_deterministic_algorithms(True)  # in each process
     cfg = read_config(arguments.config_file, arguments.opts)
     if arguments.num_gpus == 0:
         cfg.MODEL.DEVICE = "cpu"
@@ -153,9 +150,6 @@ def main() -> None:
     )
     parser.add_argument("--search", action="store_true", help="search for phi from the trained detector on")
     parser.add_argument(
-        "--deterministic", action="store_true", help="compute on one thread, on the kernels that every processor has"
-    )
-    parser.add_argument(
         "--show-config",
         action="store_true",
         help="print all keys with their values and where each comes from, and stop",
@@ -170,8 +164,6 @@ def main() -> None:
             if arguments.show_config:
                 print(show_config(arguments.config_file, arguments.opts), end="")
                 return
-            if arguments.deterministic:
-                restart_deterministically(threads=1)
             launch(
                 run,
                 arguments.num_gpus,

@@ -33,7 +33,6 @@ from metricopt_ext.runtime.parallel import run_seeds
 from metricopt_ext.runtime.run_log import run_log
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.extras import require
-from metricopt_ext.utils.machine import deterministic
 from metricopt_ext.utils.words import counted
 
 LOG = "log.txt"
@@ -109,11 +108,7 @@ def run_and_report(experiment: type[Experiment[Any]], config: RunConfig, folder:
     config.check()
     require("tensorboard", "matplotlib", "jinja2")  # which are used once a model is trained
     subject = experiment.describe(config)  # refuses settings before the folder is taken
-    with (
-        deterministic(config.deterministic, config.threads),
-        distributed.sharing(config.as_dict()),
-        ExitStack() as held,
-    ):
+    with distributed.sharing(config.as_dict()), ExitStack() as held:
         distributed.only_first(partial(held.enter_context, sole_writer(folder)))
         distributed.only_first(lambda: open_run(folder, config.as_dict(), resume, config.data_files()))
         log = distributed.only_first(lambda: held.enter_context(run_log(folder / LOG)))

@@ -25,7 +25,6 @@ from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.probe import GRADIENTS
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.machine import deterministic
 from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.utils.words import and_more, counted, duration
 
@@ -84,7 +83,7 @@ def dry_run(experiment: type[Experiment[Any]], config: RunConfig) -> None:
     """
     config.check()
     experiment.describe(config)
-    with deterministic(config.deterministic, config.threads), distributed.sharing(config.as_dict()):
+    with distributed.sharing(config.as_dict()):
         at_once, world = min(config.workers, config.seeds), distributed.world()
         if world > 1:
             at_once = world if config.seeds >= world else 1

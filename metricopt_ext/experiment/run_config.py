@@ -106,10 +106,6 @@ class RunConfig:
     workers: int = 1  # seeds that run in parallel, each in its own process
     threads: int = 1  # CPU threads of each
     device: str = "auto"  # auto, cpu, cuda, cuda:0, ...
-    # What files of data may take, so that a small one can't fill the memory. They have no influence on results.
-    # The kernels and number of threads that every processor has, deterministic algorithms on a GPU; slower. Whether
-    # processors of different makers then give the same digits is not tested.
-    deterministic: bool = False
 
     def __post_init__(self) -> None:
         """Add the sections that ``methods`` bring."""

@@ -15,7 +15,6 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.progress import Bars, Callback, QueueCallback, relay
 from metricopt_ext.runtime.run_log import telling_warnings
-from metricopt_ext.utils.machine import use_deterministic
 from metricopt_ext.utils.threads import num_threads
 
 Record = TypeVar("Record")
@@ -72,8 +71,7 @@ def run_seeds(
         callbacks = {_name(seed): bars.watch(_name(seed), queries, metric) for seed in seeds}
         relaying = threading.Thread(target=relay, args=(queue, callbacks), daemon=True)
         relaying.start()
-        setting = queue, threads, torch.are_deterministic_algorithms_enabled()
-        pool = ProcessPoolExecutor(at_once, context, initializer=_set_up, initargs=setting)
+        pool = ProcessPoolExecutor(at_once, context, initializer=_set_up, initargs=(queue, threads))
         try:
             futures = [pool.submit(_run, run, seed) for seed in seeds]
             pool.submit(int)  # a pool looks after the processes that it knew when work came last: now it knows all
@@ -122,13 +120,12 @@ def _told(run: Callable[[int, Callback], Record], seed: int, callback: Callback)
         return run(seed, callback)
 
 
-def _set_up(queue: Any, threads: int, deterministic: bool) -> None:
+def _set_up(queue: Any, threads: int) -> None:
     global _progress
     _progress = queue
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
-    use_deterministic(deterministic)
 
 
 def _end_with_parent() -> None:

@@ -17,12 +17,10 @@ class Names(NamedTuple):
 
     Attributes:
         names: The model's name of each tensor, by the file's.
-        prefix: What all of them have before the model's own; empty for nothing.
         left_out: Names of the file that are of something else than the model.
     """
 
     names: dict[str, str]
-    prefix: str
     left_out: list[str]
 
 
@@ -30,7 +28,8 @@ def names_in_model(names: Collection[str], own: Collection[str]) -> Names:
     """Return what a model calls the tensors of a file.
 
     A prefix that is made of `WRAPPERS` is left out if what follows it are most of the model's names. Parts within the
-    names go if they are `PRIVATE`, or ``module`` where the model has no such part. A model that is wrapped itself takes the names of what it wraps.
+    names go if they are `PRIVATE`, or ``module`` where the model has no such part. A model that is wrapped
+    itself takes the names of what it wraps.
 
     Args:
         names: The file's names.
@@ -40,7 +39,7 @@ def names_in_model(names: Collection[str], own: Collection[str]) -> Names:
         The file's own names if no other reading fits more of them.
     """
     needed = {name for name in own if not name.endswith(UNTRAINED)}
-    best, most = Names({name: name for name in names}, "", []), len(needed & set(names))
+    best, most = Names({name: name for name in names}, []), len(needed & set(names))
     inner = [part for part in (*PRIVATE, "module") if not any(part in name.split(".") for name in own)]
     for dropped in ((), tuple(part for part in inner if part in PRIVATE), tuple(inner)):
         shorter = {name: _without(name, dropped) for name in names}
@@ -57,7 +56,7 @@ def names_in_model(names: Collection[str], own: Collection[str]) -> Names:
                     if short.startswith(prefix)
                 }
                 left = [name for name in names if name not in read and name not in COUNTERS]
-                best = Names(read, prefix, left)
+                best = Names(read, left)
     return best
 
 

@@ -174,25 +174,6 @@ def test_a_finished_run_resumes_without_any_training(
     assert len(list(finished.glob("events/seed-*/metricopt/events.out.tfevents.*"))) == 2
 
 
-@pytest.mark.slow
-def test_a_deterministic_run_does_not_depend_on_the_shell(tmp_path: Path) -> None:
-    """Threads and kernels are those of the option, whatever the environment says."""
-    made = []
-    for name, environment in (("a", {"OMP_NUM_THREADS": "2"}), ("b", {"ATEN_CPU_CAPABILITY": "default"})):
-        command = [sys.executable, SCRIPT, "--config-file", DIGITS, "--output-dir", tmp_path / name, *TINY]
-        settings = ["deterministic=true", "data.fractions=[0.2,0.1,0.7]"]
-        subprocess.run([*command, *settings], env={**os.environ, **environment}, check=True)
-        made.append(numbers(tmp_path / name))
-    assert made[0] == made[1]
-    assert [made[0]["machines"][0][key] for key in ("capability", "threads")] == ["DEFAULT", 1]
-    assert made[0]["config"]["deterministic"]
-
-
-def test_a_deterministic_run_within_another_program_is_refused(tmp_path: Path) -> None:
-    message = refused("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, "deterministic=true")
-    assert message.startswith("deterministic takes effect only before torch is loaded: start the program under ATEN_")
-
-
 def test_methods_on_request(finished: Path, tmp_path: Path) -> None:
     names = NAMED[0].replace("]", ",guided_es,cma_es,refined]")
     settings = ["search_queries=15", "refined.queries=10", names]

@@ -22,7 +22,6 @@ OWN = ["a.weight", "a.bias", "b.0.running_var", "b.0.num_batches_tracked"]
 def test_a_prefix_is_left_out(form: str) -> None:
     names = names_in_model([form.format(name) for name in OWN], OWN)
     assert names.names == {form.format(name): name for name in OWN}
-    assert names.prefix == form.format("")
     assert not names.left_out
 
 
@@ -64,7 +63,6 @@ def test_what_is_beside_the_model_is_told() -> None:
     names = [*(f"model.{name}" for name in OWN), "loss.weight", "n_averaged", *(f"ema.module.{name}" for name in OWN)]
     read = names_in_model(names, OWN)
     assert set(read.names.values()) == set(OWN)
-    assert read.prefix == "model."
     assert read.left_out == ["loss.weight", *(f"ema.module.{name}" for name in OWN)]
 
 

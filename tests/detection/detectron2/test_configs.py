@@ -320,11 +320,6 @@ def test_tool_does_not_write_over_the_detector(
             tool("--config-file", tmp_path / "all.yaml", "--num-gpus", 0, "MODEL.WEIGHTS", file, "DATASETS.TEST", "()")
 
 
-def test_a_deterministic_run_within_another_program_is_refused(tool: Callable[..., Any]) -> None:
-    with pytest.raises(SystemExit, match=r"error.*torch is loaded: start"):
-        tool("--config-file", CONFIGS / "scenes.yaml", "--num-gpus", 0, "--deterministic")
-
-
 def test_an_error_of_another_process(
     tool: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tiny_config: Any, tmp_path: Path
 ) -> None:
