@@ -15,6 +15,7 @@ from metricopt_ext.detection.soft_nms import merged, mirrored
 from metricopt_ext.detection.torchvision_toolkit import has_proposals
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.tasks.settings import Value, Values
+from metricopt_ext.utils.extras import install
 from metricopt_ext.utils.kept_outputs import KeptOutputs, circumstances, digest_of, digest_of_model
 
 try:
@@ -23,7 +24,7 @@ try:
     from torchvision.models.detection.transform import GeneralizedRCNNTransform
     from torchvision.ops import MultiScaleRoIAlign
 except ImportError as error:
-    raise ImportError("torchvision's detectors need torchvision: pip install 'metricopt-ext[detection]'") from error
+    raise ImportError(f"torchvision's detectors need torchvision: {install('torchvision')}") from error
 
 ONE_STAGE = (RetinaNet, FCOS, SSD)
 

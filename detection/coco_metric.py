@@ -21,13 +21,14 @@ from metricopt_ext.detection.tables import KINDS, Booleans, Kind
 from metricopt_ext.errors import DataError, MetricError
 from metricopt_ext.tasks.halved import with_halves
 from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.utils.extras import install
 from metricopt_ext.utils.words import brief, counted
 
 try:
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 except ImportError as error:
-    raise ImportError("COCO's metrics need pycocotools: pip install 'metricopt-ext[detection]'") from error
+    raise ImportError(f"COCO's metrics need pycocotools: {install('pycocotools')}") from error
 
 Name = Literal["AP", "AP50", "AP75"]
 IOUS: dict[Name, float] = {"AP50": 0.5, "AP75": 0.75}  # of one IoU

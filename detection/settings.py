@@ -14,13 +14,14 @@ from metricopt_ext.detection.config import SETTINGS
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.tasks.settings import Setting, Settings, Value, Values
 from metricopt_ext.utils.checks import check_at_least
+from metricopt_ext.utils.extras import install
 from metricopt_ext.utils.kept_outputs import KeptOutputs
 from metricopt_ext.utils.words import nearest, shortened
 
 try:
     from torchvision.models.detection.ssd import SSD, SSDFeatureExtractorVGG
 except ImportError as error:
-    raise ImportError("torchvision's detectors need torchvision: pip install 'metricopt-ext[detection]'") from error
+    raise ImportError(f"torchvision's detectors need torchvision: {install('torchvision')}") from error
 
 LARGER = tuple(each for each in SIZES if each >= 1)
 MULTI_SCALE = 3.0  # times the inference, about: 0.5 + 1 + 2 ** 0.5

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.detection.records import as_array
+from metricopt_ext.utils.extras import install
 
 try:
     from torchvision.ops import batched_nms
 except ImportError as error:
-    raise ImportError("soft-NMS needs torchvision: pip install 'metricopt-ext[detection]'") from error
+    raise ImportError(f"soft-NMS needs torchvision: {install('torchvision')}") from error
 
 Array = npt.NDArray[Any]
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from torch import nn
 
+from metricopt_ext.utils.extras import install
 from metricopt_ext.utils.state_dict import load_checkpoint
 
 try:
@@ -14,7 +15,7 @@ try:
     from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
     from torchvision.ops import FrozenBatchNorm2d, MultiScaleRoIAlign
 except ImportError as error:
-    raise ImportError("torchvision's detectors need torchvision: pip install 'metricopt-ext[detection]'") from error
+    raise ImportError(f"torchvision's detectors need torchvision: {install('torchvision')}") from error
 
 SSD = ("ssd300_vgg16", "ssdlite320_mobilenet_v3_large")
 ONE_STAGE = ("retinanet_resnet50_fpn", "retinanet_resnet50_fpn_v2", "fcos_resnet50_fpn", *SSD)

@@ -18,6 +18,7 @@ from metricopt_ext.detection.tables import Kind
 from metricopt_ext.detection.toolkit import Example, images_in, layers_at
 from metricopt_ext.detection.torchvision_models import ONE_STAGE, SMALL, STANDARD, build_small, build_standard
 from metricopt_ext.errors import ConfigError, DataError, MetricError
+from metricopt_ext.utils.extras import install
 from metricopt_ext.utils.files import write_atomically
 from metricopt_ext.utils.modes import evaluating, in_mode
 from metricopt_ext.utils.seeding import generator, seeded_streams
@@ -27,7 +28,7 @@ try:
     from torchvision.models.detection.roi_heads import RoIHeads, fastrcnn_loss
     from torchvision.models.detection.transform import GeneralizedRCNNTransform
 except ImportError as error:
-    raise ImportError("torchvision's detectors need torchvision: pip install 'metricopt-ext[detection]'") from error
+    raise ImportError(f"torchvision's detectors need torchvision: {install('torchvision')}") from error
 
 # Where FiLM can act, for attach_film(layers=...); only what matches a given model is used. A change of contrast
 # or noise reaches the early layers first. The last four leave features and proposals unchanged. "head" is that of a

@@ -17,6 +17,7 @@ from metricopt_ext.retrieval.inputs import as_ids, check_options
 from metricopt_ext.retrieval.neighbours import Distance
 from metricopt_ext.retrieval.recall import recall_at_k
 from metricopt_ext.retrieval.vectors import Array, Integers
+from metricopt_ext.utils.extras import install
 
 try:
     import faiss
@@ -25,7 +26,8 @@ try:
     from pytorch_metric_learning.utils.inference import FaissKNN
 except ImportError as error:
     raise ImportError(
-        "RecallCalculator needs FAISS and pytorch-metric-learning: pip install faiss-cpu 'pytorch-metric-learning<3'"
+        f"RecallCalculator needs FAISS and pytorch-metric-learning: {install('faiss')} and"
+        f" {install('pytorch_metric_learning')}"
     ) from error
 
 

@@ -25,11 +25,12 @@ from metricopt_ext.retrieval.vectors import (
     fingerprints,
     lengths_of,
 )
+from metricopt_ext.utils.extras import install
 
 try:
     import faiss
 except ImportError as error:
-    raise ImportError("Recall@k needs FAISS: pip install faiss-cpu, or faiss-gpu for a GPU") from error
+    raise ImportError(f"Recall@k needs FAISS: {install('faiss')}, or faiss-gpu for a GPU") from error
 
 Distance = Literal["l2", "ip", "cosine"]
 

@@ -6,13 +6,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from metricopt_ext.tasks.task import OutputLoss
+from metricopt_ext.utils.extras import install
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.seeding import seeded_streams
 
 try:
     from pytorch_metric_learning.losses import CrossBatchMemory
 except ImportError as error:
-    raise ImportError("this needs pytorch-metric-learning: pip install 'pytorch-metric-learning<3'") from error
+    raise ImportError(f"this needs pytorch-metric-learning: {install('pytorch_metric_learning')}") from error
 
 
 def embedding_loss(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.search.strategy import Answers
+from metricopt_ext.utils.extras import install
 
 
 class Box:
@@ -65,4 +66,4 @@ def check_package(package: str, search: str) -> None:
             warnings.simplefilter("ignore")
             import_module(package)
     except ImportError as error:
-        raise ImportError(f"{search} needs the package {package}: pip install 'metricopt-ext[compare]'") from error
+        raise ImportError(f"{search} needs the package {package}: {install(package)}") from error

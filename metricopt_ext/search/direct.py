@@ -20,6 +20,7 @@ from metricopt_ext.search.strategy import Batches, DirectState, SearchStrategy
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
+from metricopt_ext.utils.extras import install
 from metricopt_ext.utils.seeding import generator
 
 
@@ -172,5 +173,5 @@ def _import_cma() -> Any:
     try:
         import cma
     except ImportError as error:
-        raise ImportError("CMA-ES needs the package cma: pip install 'cma>=4,<5'") from error
+        raise ImportError(f"CMA-ES needs the package cma: {install('cma')}") from error
     return cma

@@ -14,6 +14,7 @@ from metricopt_ext.search.strategy import Batches, DirectState, SearchStrategy
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above
+from metricopt_ext.utils.extras import install
 from metricopt_ext.utils.seeding import generator
 
 
@@ -117,5 +118,5 @@ def _import_nevergrad() -> Any:
             warnings.simplefilter("ignore")
             import nevergrad
     except ImportError as error:
-        raise ImportError("NGOpt needs the package nevergrad: pip install 'metricopt-ext[compare]'") from error
+        raise ImportError(f"NGOpt needs the package nevergrad: {install('nevergrad')}") from error
     return nevergrad

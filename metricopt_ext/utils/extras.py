@@ -1,26 +1,33 @@
-"""What to install for a module that is missing: an extra of this package, or Detectron2."""
+"""What to install for a module that is missing."""
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec
 
-# The modules that each extra brings. One of several extras is named by the task that is in use.
-EXTRAS = {
-    "classification": ("PIL", "jinja2", "matplotlib", "omegaconf", "sklearn", "tensorboard", "torchvision", "yaml"),
-    "retrieval": (
-        *("PIL", "faiss", "jinja2", "matplotlib", "omegaconf"),
-        *("pytorch_metric_learning", "sklearn", "tensorboard", "torchvision", "yaml"),
-    ),
-    "detection": (
-        *("PIL", "jinja2", "matplotlib", "omegaconf"),
-        *("pycocotools", "sklearn", "tensorboard", "torchvision", "yaml"),
-    ),
-    "files": ("pyarrow",),
-    "compare": ("botorch", "nevergrad", "optuna"),
-    "siblings": ("diffsort",),
+from metricopt_ext.utils.versions import DISTRIBUTION
+
+# Modules that extras bring, with the names of their distributions.
+OPTIONAL = {
+    "PIL": "pillow",
+    "botorch": "botorch",
+    "diffsort": "diffsort",
+    "faiss": "faiss-cpu",
+    "jinja2": "jinja2",
+    "matplotlib": "matplotlib",
+    "nevergrad": "nevergrad",
+    "omegaconf": "omegaconf",
+    "optuna": "optuna",
+    "pyarrow": "pyarrow",
+    "pycocotools": "pycocotools",
+    "pytorch_metric_learning": "pytorch-metric-learning",
+    "sklearn": "scikit-learn",
+    "tensorboard": "tensorboard",
+    "torchvision": "torchvision",
+    "yaml": "pyyaml",
 }
-TASKS = ("classification", "retrieval", "detection")  # all of which the extra `all` brings
 DETECTRON2 = ("detectron2", "fvcore", "iopath")
 DETECTRON2_SOURCE = "git+https://github.com/facebookresearch/detectron2"
 
@@ -56,11 +63,18 @@ def needed(error: ImportError) -> str | None:
     """
     cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
     module = (cause.name or "").partition(".")[0]
+    return f"this needs {module}: {install(module)}" if module in (*OPTIONAL, *DETECTRON2) else None
+
+
+def install(module: str) -> str:
+    """Return the command that installs a module, in a version that this package takes."""
     if module in DETECTRON2:
-        return f"this needs {module}: pip install --no-build-isolation {DETECTRON2_SOURCE}"
-    extras = [extra for extra, modules in EXTRAS.items() if module in modules]
-    if not extras:
-        return None
-    in_use = [extra for extra in extras if f"metricopt_ext.{extra}" in sys.modules] or extras
-    chosen = "all" if len(in_use) > 1 and in_use[0] in TASKS else in_use[0]
-    return f"this needs {module}: pip install 'metricopt-ext[{chosen}]'"
+        return f"pip install --no-build-isolation {DETECTRON2_SOURCE}"
+    name = OPTIONAL.get(module, module)
+    try:
+        lines = requires(DISTRIBUTION) or []
+    except PackageNotFoundError:  # it is on the path alone
+        lines = []
+    asked = [line.partition(";")[0].strip() for line in lines]
+    own = next((each for each in asked if re.split(r"[^\w.-]", each)[0].lower() == name), name)
+    return f"pip install '{own}'"

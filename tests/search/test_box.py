@@ -57,5 +57,5 @@ def test_points_and_seeds_follow_their_seed() -> None:
 def test_a_missing_package_says_what_to_install() -> None:
     check_package("torch", "This search")
     assert_refused(
-        lambda: check_package("no_such", "This search"), ImportError, "This", "search", "metricopt-ext[compare]"
+        lambda: check_package("no_such", "This search"), ImportError, "This", "search", "pip install 'no_such'"
     )

@@ -57,5 +57,5 @@ def test_an_impossible_spread_is_refused(sigma: float) -> None:
 def test_a_missing_package_says_what_to_install(quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nevergrad", None)
     task = quadratic()
-    assert_refused(lambda: NGOpt()(task, task.origin(), 50), ImportError, "metricopt-ext[compare]")
+    assert_refused(lambda: NGOpt()(task, task.origin(), 50), ImportError, "pip install 'nevergrad")
     assert task.queries == 0

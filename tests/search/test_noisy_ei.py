@@ -75,5 +75,5 @@ def test_impossible_settings_are_refused(name: str, value: float) -> None:
 def test_a_missing_package_says_what_to_install(quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "botorch", None)
     task = quadratic()
-    assert_refused(lambda: NoisyEI()(task, task.origin(), 50), ImportError, "metricopt-ext[compare]")
+    assert_refused(lambda: NoisyEI()(task, task.origin(), 50), ImportError, "pip install 'botorch")
     assert task.queries == 0

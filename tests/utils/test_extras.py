@@ -1,4 +1,4 @@
-"""A module that is missing is named together with the extra that brings it, by every tool."""
+"""A module that is missing is named together with the command that installs it, by every tool."""
 
 import json
 import os
@@ -10,71 +10,60 @@ from pathlib import Path
 import pytest
 
 from helpers.refusals import assert_named, assert_refused
-from metricopt_ext.utils.extras import EXTRAS, needed, require
+from metricopt_ext.utils.extras import DETECTRON2, OPTIONAL, install, needed, require
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("tools", "benchmarks")
-MODULES = {"faiss-cpu": "faiss", "faiss-gpu": "faiss", "pillow": "PIL", "scikit-learn": "sklearn"}
-
-# What each tool or benchmark is called with, what it then needs first, and the extra that it names.
+# What each tool or benchmark is called with, and what it then needs first.
 CALLS = {
-    "benchmarks/ablate_recipe": ("--output-dir out", "omegaconf", "classification"),
-    "tools/assess": ("configs/compare/digits_shifted.yaml", "omegaconf", "classification"),
-    "tools/compare": ("--config-file configs/compare/digits_shifted.yaml --output-dir out", "omegaconf", "all"),
-    "benchmarks/compare_starts": (
-        "--config-file configs/classification/a9a.yaml --output-dir out",
-        "omegaconf",
-        "classification",
-    ),
-    "benchmarks/gpu": ("--smoke --device cpu --output gpu.json", "torchvision", "all"),
+    "benchmarks/ablate_recipe": ("--output-dir out", "omegaconf"),
+    "tools/assess": ("configs/compare/digits_shifted.yaml", "omegaconf"),
+    "tools/compare": ("--config-file configs/compare/digits_shifted.yaml --output-dir out", "omegaconf"),
+    "benchmarks/compare_starts": ("--config-file configs/classification/a9a.yaml --output-dir out", "omegaconf"),
+    "benchmarks/gpu": ("--smoke --device cpu --output gpu.json", "torchvision"),
     "tools/evaluate_ap50": (
         "--config-file configs/detection/scenes_torchvision.yaml --weights w.pth --annotations a --output-dir out",
         "torchvision",
-        "detection",
     ),
-    "benchmarks/ratios": ("--output ratios.json", "torchvision", "detection"),
-    "tools/evaluate_recall": ("--embeddings e.npy --labels y.npy --output-dir out", "faiss", "retrieval"),
-    "tools/finetune_classifier": (
-        "--config-file configs/classification/digits.yaml --output-dir out",
-        "omegaconf",
-        "classification",
-    ),
+    "benchmarks/ratios": ("--output ratios.json", "torchvision"),
+    "tools/evaluate_recall": ("--embeddings e.npy --labels y.npy --output-dir out", "faiss"),
+    "tools/finetune_classifier": ("--config-file configs/classification/digits.yaml --output-dir out", "omegaconf"),
     "tools/finetune_detector": (
         "--config-file configs/detection/scenes_torchvision.yaml --output-dir out",
         "torchvision",
-        "detection",
     ),
-    "tools/finetune_retrieval": ("--config-file configs/retrieval/digits.yaml --output-dir out", "faiss", "retrieval"),
-    "benchmarks/measure_ap50": ("--output-dir out", "pycocotools", "detection"),
+    "tools/finetune_retrieval": ("--config-file configs/retrieval/digits.yaml --output-dir out", "faiss"),
+    "benchmarks/measure_ap50": ("--output-dir out", "pycocotools"),
     "benchmarks/measure_checkpoints": (
         "--config-file configs/detection/scenes_torchvision.yaml --output-dir out",
         "torchvision",
-        "detection",
     ),
     "benchmarks/measure_correlation": (
         "--config-file benchmarks/configs/siblings/reloss_digits.yaml --output-dir out",
         "omegaconf",
-        "classification",
     ),
-    "benchmarks/measure_recall": ("--output-dir out", "faiss", "retrieval"),
+    "benchmarks/measure_recall": ("--output-dir out", "faiss"),
     "benchmarks/measure_search": (
         "--task retrieval --config-file configs/retrieval/digits.yaml --output-dir out",
         "faiss",
-        "retrieval",
     ),
     "benchmarks/measure_transfer": (
         "--task classification --config-file configs/classification/digits.yaml --output-dir out",
         "omegaconf",
-        "classification",
     ),
-    "benchmarks/reproduce_figure3": ("--output-dir out", "omegaconf", "classification"),
-    "tools/train_detector": ("--config-file configs/detection/detectron2/scenes.yaml", "detectron2", ""),
+    "benchmarks/reproduce_figure3": ("--output-dir out", "omegaconf"),
+    "benchmarks/value_plots": (
+        "--task classification --config-file configs/classification/digits.yaml --output-dir out",
+        "omegaconf",
+    ),
+    "tools/train_detector": ("--config-file configs/detection/detectron2/scenes.yaml", "detectron2"),
 }
 NEED_NONE = {
+    "benchmarks/convert_cifar",
     *("benchmarks/measure_assess", "benchmarks/measure_cost", "benchmarks/measure_scale"),
     *("benchmarks/published_cifar", "benchmarks/tabulate_runs"),
     *("benchmarks/summarise_comparisons", "benchmarks/summarise_siblings"),
-    *("tools/doctor", "tools/tune_checkpoint", "tools/tune_settings"),
+    *("tools/tune_checkpoint", "tools/tune_settings"),
 }
 
 # Each tool runs in a fork, so that torch is imported once and what one tool imports is not there for the next.
@@ -146,12 +135,12 @@ print(sum(run.queries.values()), "queries")
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
-def test_every_tool_names_the_extra_that_is_missing(tmp_path: Path) -> None:
+def test_every_tool_names_what_is_missing(tmp_path: Path) -> None:
     files = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")]
     scripts = {f"{path.parent.name}/{path.stem}" for path in files if '__name__ == "__main__"' in path.read_text()}
     assert {*CALLS, *NEED_NONE} == scripts, "say what the new tool needs"
-    blocked = sorted({module for modules in EXTRAS.values() for module in modules} - {"PIL"} | {"detectron2"})
-    calls = {**{tool: call for tool, (call, _, _) in CALLS.items()}, **dict.fromkeys(NEED_NONE, "--help")}
+    blocked = sorted({*OPTIONAL, "detectron2"} - {"PIL"})
+    calls = {**{tool: call for tool, (call, _) in CALLS.items()}, **dict.fromkeys(NEED_NONE, "--help")}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps([blocked, calls, str(ROOT)])],
         cwd=tmp_path,
@@ -161,26 +150,20 @@ def test_every_tool_names_the_extra_that_is_missing(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
-    for tool, (_, module, extra) in CALLS.items():
-        install = f"'metricopt-ext[{extra}]'" if extra else "--no-build-isolation git+"
-        assert str(said[tool]).startswith(f"error: this needs {module}: pip install {install}"), (tool, said[tool])
+    for tool, (_, module) in CALLS.items():
+        assert str(said[tool]).startswith(f"error: this needs {module}: {install(module)}"), (tool, said[tool])
     assert [said[tool] for tool in NEED_NONE] == [0] * len(NEED_NONE)
     assert not list(tmp_path.iterdir())  # nothing was done before
 
 
-def test_the_extras_are_those_of_the_package() -> None:
+EXTRAS = ("classification", "retrieval", "detection", "compare", "siblings", "files")
+
+
+def test_the_modules_are_those_of_the_extras() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    names = {
-        extra: {line.partition(">")[0] for line in declared[extra]} for extra in ("retrieval-gpu", *EXTRAS)
-    }  # distributions
-    modules = {
-        extra: {MODULES.get(name, name.replace("-", "_")) for name in distributions}
-        for extra, distributions in names.items()
-    }
-    brought = {"omegaconf": {"yaml"}}
-    for extra, own in EXTRAS.items():
-        assert set(own) == modules[extra].union(*(brought.get(each, ()) for each in modules[extra])), extra
-    assert modules["retrieval-gpu"] == modules["retrieval"]
+    names = {extra: {line.partition(">")[0] for line in declared[extra]} for extra in (*EXTRAS, "retrieval-gpu")}
+    brought = {"pyyaml"}  # by omegaconf
+    assert {*OPTIONAL.values()} == set().union(*(names[extra] for extra in EXTRAS)) | brought
     assert names["retrieval-gpu"] ^ names["retrieval"] == {"faiss-cpu", "faiss-gpu"}
 
 
@@ -188,13 +171,26 @@ def missing(module: str) -> ModuleNotFoundError:
     return ModuleNotFoundError(f"No module named {module!r}", name=module)
 
 
-def test_an_extra_is_named_for_its_modules_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for extra in ("classification", "detection", "retrieval"):
-        monkeypatch.delitem(sys.modules, f"metricopt_ext.{extra}", raising=False)
-    assert needed(missing("botorch.models")) == "this needs botorch: pip install 'metricopt-ext[compare]'"
-    assert needed(missing("omegaconf")) == "this needs omegaconf: pip install 'metricopt-ext[all]'"
-    monkeypatch.setitem(sys.modules, "metricopt_ext.retrieval", sys)
-    assert needed(missing("omegaconf")) == "this needs omegaconf: pip install 'metricopt-ext[retrieval]'"
+@pytest.mark.parametrize("module", [*OPTIONAL, *DETECTRON2])
+def test_what_is_named_can_be_installed(module: str) -> None:
+    """By its own name, in a version that the package takes: the package itself is in no registry."""
+    command = needed(missing(f"{module}.inner"))
+    assert command == f"this needs {module}: {install(module)}"
+    assert "metricopt" not in command
+    if module in DETECTRON2:
+        assert "git+" in command
+    else:
+        assert install(module).startswith(f"pip install '{OPTIONAL[module]}")
+
+
+def test_versions_are_those_of_the_package() -> None:
+    line = install("pytorch_metric_learning")
+    assert "<3" in line
+    assert ">=2.5" in line
+    assert install("own_module") == "pip install 'own_module'"
+
+
+def test_other_errors_name_nothing() -> None:
     assert needed(missing("own_metric")) is None
     assert needed(ImportError("cannot import name")) is None
 
@@ -209,7 +205,6 @@ def test_the_package_itself_needs_few_distributions() -> None:
         "gpytorch",
         "lazy-loader",
         "numpy",
-        "packaging",
         "rich",
         "safetensors",
         "scipy",
@@ -221,7 +216,7 @@ def test_the_package_itself_needs_few_distributions() -> None:
 @pytest.mark.slow
 def test_a_search_does_without_any_extra(tmp_path: Path) -> None:
     """All that extras bring is missing: a default search with a folder runs, as does the import of a sibling."""
-    blocked = sorted({module for modules in EXTRAS.values() for module in modules})
+    blocked = sorted(OPTIONAL)
     done = subprocess.run(
         [sys.executable, "-c", SEARCH, json.dumps(blocked), str(tmp_path / "run")],
         cwd=tmp_path,
@@ -233,13 +228,12 @@ def test_a_search_does_without_any_extra(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "20 queries"
 
 
-def test_reloss_asks_for_its_extra_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    from metricopt_ext.experiment.siblings import ReLossConfig
+def test_reloss_asks_for_its_package_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    from metricopt_ext.experiment.siblings import SiblingsConfig
 
-    ReLossConfig().relational_training()
+    SiblingsConfig().build("reloss")
     monkeypatch.setattr("metricopt_ext.utils.extras.find_spec", lambda module: None)
-    assert_refused(lambda: ReLossConfig().relational_training(), ModuleNotFoundError, "diffsort")
-    assert needed(missing("diffsort")) == "this needs diffsort: pip install 'metricopt-ext[siblings]'"
+    assert_refused(lambda: SiblingsConfig().build("reloss"), ModuleNotFoundError, "diffsort")
 
 
 def test_a_module_is_required_before_it_is_used() -> None:
