@@ -3,12 +3,10 @@
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import nn
 
-from metricopt_ext.adapters.attach import load_adapter
 from metricopt_ext.data.images import load_image_folder
 from metricopt_ext.errors import DataError
 from metricopt_ext.retrieval.build import built
@@ -26,19 +24,15 @@ def embed_images(arguments: argparse.Namespace) -> Iterator[Search]:
 
     Raises:
         DataError: A folder or the weights can't be used.
-        FileFormatError: The adapter can't be used.
     """
     config = load_config(RetrievalConfig, arguments.config_file, [])
     labels, models = dict[str, int](), list[nn.Module]()  # over all folders: the same name is the same class
 
     def embedded(path: Path) -> Items:
-        mode: Literal["L", "RGB"] = "L" if arguments.grey else "RGB"
-        images = load_image_folder(path, config.data.image_size or None, mode=mode)
+        images = load_image_folder(path, config.data.image_size or None)
         if not models:
             models.append(built(config.model, images.x.shape[1:]))
-            load_checkpoint(models[0], arguments.weights, entry=arguments.entry, option="--entry")
-            if arguments.adapter is not None:
-                load_adapter(models[0], arguments.adapter)
+            load_checkpoint(models[0], arguments.weights, entry=config.model.entry)
         known = torch.tensor([labels.setdefault(name, len(labels)) for name in images.class_names])
         with evaluating(models[0]), torch.no_grad():
             return embed(models[0], images.x), known[images.y]

@@ -12,8 +12,8 @@ On request it adds other ranking metrics.
 
 A run is the output folder of tools/finetune_retrieval.py: each seed's models before and after finetuning are evaluated
 on its test classes (or --part validation), which seed-N/classes.json lists and data.test_classes can choose. Images are
-<class>/<file> in a folder. A model embeds them: one described by a config file of
-tools/finetune_retrieval.py, with its weights, and with a finetuned adapter if given.
+<class>/<file> in a folder. A model embeds them: one described by a config file of tools/finetune_retrieval.py, with its
+weights, or tuned.safetensors of a run.
 
 Files are .npy; or they hold "embeddings" and "labels": .npz, .safetensors, .pt, .parquet or .csv; then omit
 --labels (--gallery-labels). Labels are integers, or names, which all files must then have. Without a gallery, or if the
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 # The options that belong to each kind of queries.
 OPTIONS = {
     "--embeddings": ("labels", "gallery_embeddings", "gallery_labels"),
-    "--images": ("config_file", "weights", "entry", "adapter", "gallery_images", "grey"),
+    "--images": ("config_file", "weights", "gallery_images"),
     "--run-dir": ("part",),
 }
 
@@ -72,9 +72,6 @@ def main() -> None:
     )
     parser.add_argument("--config-file", type=Path, help="describes the model that embeds images")
     parser.add_argument("--weights", type=Path, help="its state dict, or a checkpoint that holds it")
-    parser.add_argument("--entry", default="", metavar="KEY", help="where it is in that file, if that has several")
-    parser.add_argument("--adapter", type=Path, help="a finetuned adapter for it; BatchNorm statistics beside it count")
-    parser.add_argument("--grey", action="store_true", help="read images in greyscale")
     parser.add_argument("--ks", nargs="+", type=int, default=[1, 10, 100, 1000], help="numbers of neighbours")
     parser.add_argument(
         "--metrics",

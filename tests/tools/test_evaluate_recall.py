@@ -21,7 +21,6 @@ from pytorch_metric_learning.utils.inference import CustomKNN
 
 from helpers.programs import call
 from helpers.refusals import assert_refused
-from metricopt_ext.adapters.attach import attach_film, load_adapter
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.experiment.cli import run_and_report
 from metricopt_ext.retrieval.config import RetrievalConfig
@@ -273,49 +272,40 @@ def test_other_folders_are_no_runs(run: Path, folder: Path) -> None:
 
 
 def write_images(folder: Path, classes: tuple[str, ...], seed: int) -> None:
-    """Write 8 x 8 grey images of some classes, bright to a degree of the class's own."""
+    """Write 8 x 8 images of some classes, bright to a degree of the class's own."""
     rng = np.random.default_rng(seed)
     for name in classes:
         (folder / name).mkdir(parents=True)
         for i in range(4):
-            pixels = 40 * int(name[-1]) + rng.integers(60, size=(8, 8))
+            pixels = 40 * int(name[-1]) + rng.integers(60, size=(8, 8, 3))
             Image.fromarray(pixels.astype(np.uint8)).save(folder / name / f"{i}.png")
 
 
 @pytest.fixture
 def embedder(folder: Path) -> Path:
-    """Images of the classes c0..c3 and, as a gallery, c1..c4; a model's config, weights and adapter."""
+    """Images of the classes c0..c3 and, as a gallery, c1..c4; a model's config and weights."""
     write_images(folder / "images", ("c0", "c1", "c2", "c3"), 0)
     write_images(folder / "gallery", ("c1", "c2", "c3", "c4"), 1)
-    (folder / "model.yaml").write_text(
-        "data: {name: class_folders}\nmodel: {name: conv4, embedding: 4, width: 4}\nadapter: {dim: 3}"
-    )
+    (folder / "model.yaml").write_text("data: {name: class_folders}\nmodel: {name: conv4, embedding: 4, width: 4}")
     torch.manual_seed(0)
-    model = build_model("conv4", torch.Size([1, 8, 8]), 4, 4)
+    model = build_model("conv4", torch.Size([3, 8, 8]), 4, 4)
     save_file(model.state_dict(), folder / "model.safetensors")
-    adapter = attach_film(model, dim=3)
-    adapter.set_phi(torch.tensor([1.0, -1.0, 2.0]))
-    adapter.save(folder / "adapter.safetensors")
     return folder
 
 
-IMAGES = ("--images", "images", "--config-file", "model.yaml", "--grey")
+IMAGES = ("--images", "images", "--config-file", "model.yaml")
 MODEL = (*IMAGES, "--weights", "model.safetensors", "--ks", "1", "2")
 
 
-@pytest.mark.parametrize("tuned", [False, True])
-def test_a_model_and_folders_of_images(embedder: Path, tuned: bool) -> None:
-    adapter = ("--adapter", "adapter.safetensors") if tuned else ()
+def test_a_model_and_folders_of_images(embedder: Path) -> None:
     both = ("--gallery-images", "gallery", "--gallery-images", "images")
-    report = evaluate(embedder, *MODEL, *adapter, *both)
-    model = build_model("conv4", torch.Size([1, 8, 8]), 4, 4)
+    report = evaluate(embedder, *MODEL, *both)
+    model = build_model("conv4", torch.Size([3, 8, 8]), 4, 4)
     model.load_state_dict(load_file(embedder / "model.safetensors"))
-    if tuned:
-        load_adapter(model, embedder / "adapter.safetensors").merge()
     parts = []
     for name in ("images", "gallery"):
         files = sorted((embedder / name).glob("*/*.png"))
-        x = torch.stack([torch.from_numpy(np.array(Image.open(file))) for file in files])[:, None]
+        x = torch.stack([torch.from_numpy(np.array(Image.open(file))) for file in files]).movedim(-1, 1)
         with torch.no_grad():
             parts.append((model.eval()(x), [int(file.parent.name[1:]) for file in files]))
     for row, gallery in zip(report["galleries"], (parts[1], None), strict=True):
@@ -330,7 +320,6 @@ def test_a_model_and_folders_of_images(embedder: Path, tuned: bool) -> None:
         ((*MODEL, "--labels", "q_labels.npy"), "--labels can't be used with --images"),
         ((*QUERIES, "--gallery-images", "images"), "can't be used with --embeddings"),
         ((*IMAGES, "--weights", "q.safetensors"), "holds no weights for Embedder"),
-        ((*MODEL, "--adapter", "model.safetensors"), "model.safetensors has format None"),
         ((*MODEL, "--gallery-images", "broken"), "cannot read c1/0.png as an image"),
         ((*MODEL, "--gallery-images", "broken", "--gallery-images", "typo"), "typo does not exist"),
     ],
@@ -341,11 +330,6 @@ def test_bad_images_end_with_one_line(embedder: Path, arguments: tuple[str, ...]
     with pytest.raises(SystemExit) as stopped:
         evaluate(embedder, *arguments)
     assert message in str(stopped.value)
-
-
-def test_an_adapter_changes_what_is_found(embedder: Path) -> None:
-    plain = evaluate(embedder, *MODEL)["galleries"][0]["recall"]
-    assert plain != evaluate(embedder, *MODEL, "--adapter", "adapter.safetensors")["galleries"][0]["recall"]
 
 
 A = ("--gallery-embeddings", "a.npy", *A_LABELS)
