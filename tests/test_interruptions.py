@@ -216,7 +216,7 @@ def test_a_warning_that_is_an_error_undoes_loading(tmp_path: Path) -> None:
     assert state_of(model) == before
 
 
-GUIDED = GuidedTrustRegion(design=4, batch=2)
+GUIDED = GuidedTrustRegion(batch=2)
 
 
 def search_task(wrong: Callable[[nn.Module], None] = lambda model: None) -> FinetuneTask:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -207,26 +207,12 @@ class SearchNode:
         queries: How often AP50 is evaluated, at least 1; the search says how many more it needs.
         keep_gib: Memory for the backbone's maps and proposals of images, where phi can't change them, in GiB, at least
             0; what no longer fits is computed for each query.
-        design: Largest number of points of the first design, at least 4.
         batch: Queries between two fits, at least 1.
-        radius: First radius of the region, above 0, in units of the probed scale.
-        least_radius: Its least, above 0.
-        largest_radius: Its largest, at least the least one.
-        grow: Factor on it after success, at least 1.
-        shrink: Factor on it after failure, above 0.
-        boldness: Largest tau, at least 0.
     """
 
     queries: int = 100
     keep_gib: float = 4.0
-    design: int = GuidedTrustRegion.design
     batch: int = GuidedTrustRegion.batch
-    radius: float = GuidedTrustRegion.radius
-    least_radius: float = GuidedTrustRegion.least_radius
-    largest_radius: float = GuidedTrustRegion.largest_radius
-    grow: float = GuidedTrustRegion.grow
-    shrink: float = GuidedTrustRegion.shrink
-    boldness: float = GuidedTrustRegion.boldness
 
     def __post_init__(self) -> None:
         _check_least(1, "SEARCH.", queries=self.queries)
@@ -240,8 +226,7 @@ class SearchNode:
             ConfigError: A value is out of range.
         """
         with config_section("METRICOPT.SEARCH"):
-            of_search = {each.name for each in fields(GuidedTrustRegion)} & set(vars(self))
-            return GuidedTrustRegion(**{name: getattr(self, name) for name in of_search})
+            return GuidedTrustRegion(self.batch)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from metricopt_ext.search.strategy import (
 from metricopt_ext.search.visited import Visited
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
+from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.value.gp import GPLearner, GPValueFunction
@@ -47,8 +47,12 @@ END_SHARE, LEAST_END, MOST_END = 1 / 8, 2, 16
 # their spread, which near an optimum hardly ever improves: a smaller pair does, and says how far to go.
 SCALES = (1.0, 1 / 2, 1 / 4)
 
-# The first radius is so many times the scale of the pair that holds the best point: what gained there may go on.
-FIRST_RADIUS = 1.5
+# Largest number of points of the first design.
+DESIGN = 6
+
+# The first radius is so many times the scale of the pair that holds the best point: what gained there may go on. It is
+# at most LARGEST_FIRST. A success makes it larger by a factor, a failure smaller, between two bounds.
+FIRST_RADIUS, LARGEST_FIRST, LEAST_RADIUS, LARGEST_RADIUS, GROW, SHRINK = 1.5, 1.0, 0.2, 3.0, 1.3, 0.8
 
 # The design is widened up to this many times what was probed while the metric hardly reacts. It is narrowed, down to so
 # many times, while none of its points gains, and its smallest pairs lose, on average, more than a share of what the
@@ -82,43 +86,24 @@ class GuidedTrustRegion(SearchStrategy):
     Radii are per coordinate, |phi| / sqrt(d), in units of the probed scale.
 
     Attributes:
-        design: Largest number of points of the first design, at least 4.
         batch: Queries between two fits.
-        radius: Largest first radius of the region.
-        least_radius: Its least.
-        largest_radius: Its largest.
-        grow: Factor on it after success.
-        shrink: Factor on it after failure.
-        boldness: Largest tau.
     """
 
     anytime: ClassVar[bool] = True
     keeps_shares: ClassVar[bool] = True
-    design: int = 6
     batch: int = 4
-    radius: float = 1.0
-    least_radius: float = 0.2
-    largest_radius: float = 3.0
-    grow: float = 1.3
-    shrink: float = 0.8
-    boldness: float = 1.0
 
     def __post_init__(self) -> None:
         """Check the settings.
 
         Raises:
-            ValueError: A setting is out of range.
+            ValueError: The batch is below 1.
         """
-        check_integer(4, design=self.design)
         check_integer(1, batch=self.batch)
-        check_above(0, radius=self.radius, least_radius=self.least_radius, shrink=self.shrink)
-        check_at_least(self.least_radius, largest_radius=self.largest_radius)
-        check_at_least(1, grow=self.grow)
-        check_at_least(0, boldness=self.boldness)
 
     def design_size(self, dim: int) -> int:
         """Return the number of points of the first design in d dimensions, an even one."""
-        return max(4, min(self.design, dim // 2) // 2 * 2)
+        return max(4, min(DESIGN, dim // 2) // 2 * 2)
 
     def least_queries(self, dim: int, starts: int = 1) -> int:
         """Return the smallest budget in d dimensions: the starts, a design, a point that f proposes, and the end."""
@@ -270,8 +255,8 @@ class GuidedState(SearchState):
             centre = aim.best()
             if latest >= 0:
                 success = centre != latest and centre >= began
-                radius *= search.grow if success else search.shrink
-                radius = min(max(radius, search.least_radius), search.largest_radius)
+                radius *= GROW if success else SHRINK
+                radius = min(max(radius, LEAST_RADIUS), LARGEST_RADIUS)
             began, batch = len(visited.points), self._batch(aim, visited.phi[centre], radius * unit)
             visited.predict(f, batch)
             yield batch
@@ -305,9 +290,9 @@ class GuidedState(SearchState):
     def _first_radius(self, design: "_Design") -> float:
         """Return the first radius, from the last design: around it if that was as wide as the metric reacts."""
         if self.visited.widened > 1:
-            return self.search.radius
+            return LARGEST_FIRST
         scale = design.proposed(self.visited).get(seen_within(self.limits, self.visited), SCALES[-1])
-        return min(self.search.radius, max(self.search.least_radius, FIRST_RADIUS * scale))
+        return min(LARGEST_FIRST, max(LEAST_RADIUS, FIRST_RADIUS * scale))
 
     def _aim(self, f: GPValueFunction, visited: Visited | None = None, *, last: bool = False) -> Aim:
         """Return what the search goes for: f's least, where the constraints hold if there are any."""
@@ -319,7 +304,7 @@ class GuidedState(SearchState):
         """Return the next points, ``batch x d``: minima, in the region, of f plus tau times a sample's deviation."""
         batch = self.search.batch
         own = torch.arange(batch).repeat_interleave(STARTS)
-        tau = self.search.boldness * own / max(1, batch - 1)
+        tau = own / max(1, batch - 1)
         deviations = f.deviations(batch, self.rng)
         offsets = normalize(torch.randn(len(own), f.dim, generator=self.rng, dtype=torch.float64), dim=1)
         offsets *= 0.7 * radius

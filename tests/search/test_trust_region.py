@@ -14,7 +14,9 @@ from torch import Tensor
 from helpers.refusals import assert_named, assert_refused
 from helpers.tensors import rand
 from metricopt_ext.errors import BudgetError, MetricError
+from metricopt_ext.search import trust_region
 from metricopt_ext.search.descent import descend
+from metricopt_ext.search.feasibility import Aim
 from metricopt_ext.search.probe import probe
 from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.search.trust_region import (
@@ -127,22 +129,8 @@ def test_a_ledger_with_less_is_refused(quadratic: Callable[..., Any]) -> None:
     assert task.queries == 30
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"design": 3},
-        {"batch": 0},
-        {"radius": 0.0},
-        {"least_radius": 0.0},
-        {"largest_radius": 0.1},
-        {"grow": 0.9},
-        {"shrink": 0.0},
-        {"boldness": -0.1},
-    ],
-)
-def test_settings_out_of_range(wrong: dict[str, Any]) -> None:
-    (name,) = wrong
-    assert_refused(lambda: GuidedTrustRegion(**wrong), ValueError, name)
+def test_a_batch_has_a_query_at_least() -> None:
+    assert_refused(lambda: GuidedTrustRegion(batch=0), ValueError, "batch")
 
 
 def test_a_metric_that_fails_says_at_which_query(quadratic: Callable[..., Any]) -> None:
@@ -197,10 +185,11 @@ def test_the_seed_decides_everything(quadratic: Callable[..., Any]) -> None:
 
 
 def test_the_design_is_pairs_of_three_scales_around_the_start_of_the_probed_shape(
-    quadratic: Callable[..., Any],
+    quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(trust_region, "DESIGN", 24)
     task, start = quadratic(64), rand(64, seed=2)
-    end, seen = GuidedTrustRegion(design=24)(task, start, 27, seed=4), probe(quadratic(64), start, 4)
+    end, seen = SEARCH(task, start, 27, seed=4), probe(quadratic(64), start, 4)
     offsets = end.points[1:25] - start
     torch.testing.assert_close(offsets[:12], -offsets[12:], rtol=0, atol=1e-12)
     normal = offsets[:12] @ torch.linalg.inv(seen.scale * seen.spectrum.root(1.0)).T
@@ -290,9 +279,8 @@ def test_the_first_radius_is_that_of_the_pair_that_holds_the_best(
     task = quadratic(16)
     design = SEARCH(quadratic(16), task.origin(), 9).points[1:7]
     goal = task.origin() if along is None else design[{0.25: 2, 1.0: 0}[along]]
-    timid = GuidedTrustRegion(boldness=0.0)
     far = judged(task, lambda phi: -1e3 * float((phi - goal).norm() < 1e-9) - float(phi @ rand(16, seed=5)) * 1e-3)
-    end = timid(far, task.origin(), 7 + 4 + 1)
+    end = SEARCH(far, task.origin(), 7 + 4 + 1)
     typical = 4 * probe(quadratic(16), task.origin(), 0).scale
     moved = (end.points[7:11] - goal).norm(dim=1)
     assert float(moved.max()) <= min(1.0, max(0.2, FIRST_RADIUS * scale)) * typical * (1 + 1e-9)
@@ -319,23 +307,31 @@ def test_a_metric_that_reacts_far_away_is_found(quadratic: Callable[..., Any]) -
     assert end.cost == 0
 
 
-def test_proposals_stay_in_the_largest_region(quadratic: Callable[..., Any]) -> None:
+def test_proposals_stay_in_the_largest_region(quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of radius 0.5 at most around a visited point."""
     task = quadratic(8)
-    small = GuidedTrustRegion(radius=0.5, least_radius=0.25, largest_radius=0.5)
-    end, scale = small(task, task.origin(), 60), probe(quadratic(8), task.origin(), 0).scale
+    for name, size in (("LARGEST_FIRST", 0.5), ("LEAST_RADIUS", 0.25), ("LARGEST_RADIUS", 0.5)):
+        monkeypatch.setattr(trust_region, name, size)
+    end, scale = SEARCH(task, task.origin(), 60), probe(quadratic(8), task.origin(), 0).scale
     for at in range(5, 59):
         nearest = (end.points[:at] - end.points[at]).norm(dim=1).min()
         assert float(nearest) <= 0.5 * scale * math.sqrt(8) * (1 + 1e-9)
 
 
-def test_the_first_of_a_batch_minimises_f_itself(quadratic: Callable[..., Any]) -> None:
-    """Without boldness all points of a batch do: they agree, but for where their descent began."""
-    task = quadratic()
-    timid = GuidedTrustRegion(boldness=0.0)
-    end = timid(task, task.origin(), 5 + 4 + 1)
-    batch, scale = end.points[5:9], probe(quadratic(), task.origin(), 0).scale
+def test_the_first_of_a_batch_minimises_f_itself(
+    quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If posterior samples deviate nowhere, all points of a batch do: they agree, but for where their descent began."""
+    task, deviations = quadratic(), Aim.deviations
     bold = SEARCH(quadratic(), task.origin(), 5 + 4 + 1).points[5:9]
+
+    def without(self: Aim, count: int, rng: torch.Generator) -> Callable[[Tensor], Tensor]:
+        drawn = deviations(self, count, rng)
+        return lambda phi: 0 * drawn(phi)
+
+    monkeypatch.setattr(Aim, "deviations", without)
+    end = SEARCH(task, task.origin(), 5 + 4 + 1)
+    batch, scale = end.points[5:9], probe(quadratic(), task.origin(), 0).scale
     assert torch.equal(bold[0], batch[0])  # tau is 0 there
     assert float((bold - bold[0]).norm(dim=1).max()) > 3 * float((batch - batch[0]).norm(dim=1).max())
     assert float((batch - batch[0]).norm(dim=1).max()) < 0.2 * scale

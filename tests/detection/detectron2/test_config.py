@@ -92,7 +92,7 @@ def test_the_documentation_lists_each_key_with_its_default() -> None:
         (["METRIC.DEFINITION", "best"], r"METRICOPT\.METRIC\.DEFINITION.*'coco'"),
         (["CLASSIFICATION_LOSS", "focal"], r"METRICOPT\.CLASSIFICATION_LOSS.*'ap'"),
         (["DATASETS.SCENES.SHIFT.NOISE_STD", -1.0], r"shift's.*finite and at least 0"),
-        (["SEARCH.DESIGN", 3], r"METRICOPT\.SEARCH.*least 4"),
+        (["SEARCH.BATCH", 0], r"METRICOPT\.SEARCH.*least 1"),
         (["META.TRAJECTORIES", "kept"], r"needs METRICOPT\.METRIC\.SET"),
         (["ENABLED", True, "METRICOPT.FILM.LAYERS", ("backbone", "necks")], "'necks'"),
     ],
@@ -124,7 +124,7 @@ def test_all_keys_are_shown_with_their_origins(tmp_path: Path) -> None:
     text = show_config(file, ["METRICOPT.SEARCH.QUERIES", "30"])
     lines = text.splitlines()
     assert len([line for line in lines if "  # " in line]) == len([*keys(read_config(file))])
-    assert {"    QUERIES: 30  # command line", "    DESIGN: 6  # default", "    DIM: 32  # config file"} <= set(lines)
+    assert {"    QUERIES: 30  # command line", "    BATCH: 4  # default", "    DIM: 32  # config file"} <= set(lines)
     (tmp_path / "shown.yaml").write_text(text)
     again = read_config(tmp_path / "shown.yaml")
     assert again.METRICOPT == read_config(file, ["METRICOPT.SEARCH.QUERIES", "30"]).METRICOPT
