@@ -14,22 +14,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchvision.models.detection.transform import resize_boxes
 
-from metricopt_ext.detection.build import build_toolkit
-from metricopt_ext.detection.config import DetectionConfig
-from metricopt_ext.detection.metric import in_batches, truth_of
-from metricopt_ext.detection.pictures import box_iou
-from metricopt_ext.detection.records import DetectionSet
-from metricopt_ext.detection.task import load_examples
-from metricopt_ext.detection.toolkit import Example
-from metricopt_ext.detection.torchvision_toolkit import images_of
-from metricopt_ext.detection.voc import read_voc
-from metricopt_ext.experiment.command import errors_in_one_line
-from metricopt_ext.experiment.style import print_table
-from metricopt_ext.utils.config import load_config
-from metricopt_ext.utils.modes import evaluating
-from metricopt_ext.utils.state_dict import load_checkpoint
+from metricopt_ext.utils.extras import naming_extras
+
+with naming_extras():
+    from torchvision.models.detection.transform import resize_boxes
+
+    from metricopt_ext.detection.build import build_toolkit
+    from metricopt_ext.detection.config import DetectionConfig
+    from metricopt_ext.detection.metric import in_batches, truth_of
+    from metricopt_ext.detection.pictures import box_iou
+    from metricopt_ext.detection.records import DetectionSet
+    from metricopt_ext.detection.task import load_examples
+    from metricopt_ext.detection.toolkit import Example
+    from metricopt_ext.detection.torchvision_toolkit import images_of
+    from metricopt_ext.detection.voc import read_voc
+    from metricopt_ext.experiment.command import errors_in_one_line
+    from metricopt_ext.experiment.style import print_table
+    from metricopt_ext.utils.config import load_config
+    from metricopt_ext.utils.modes import evaluating
+    from metricopt_ext.utils.state_dict import load_checkpoint
 
 COUNTS = (10, 50, 100, 300)
 

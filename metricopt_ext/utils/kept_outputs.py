@@ -1,27 +1,18 @@
 """What a model computed for some inputs, kept: to judge it in another way takes no pass through the model."""
 
 import hashlib
-import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.errors import FileFormatError
 from metricopt_ext.utils.checks import check_at_least
-from metricopt_ext.utils.files import read_tensors, write_tensors
 from metricopt_ext.utils.kept_modules import HELD
 from metricopt_ext.utils.weights import differing, some_entries, where_and_how_often
-from metricopt_ext.utils.words import brief
-
-FORMAT = "metricopt-kept-outputs-1"
-SUFFIX = ".outputs"
 
 GIB = 2.0  # of memory that outputs may take
 
@@ -33,11 +24,9 @@ OPEN = 64
 # Outputs of which it is remembered that they were kept, the latest.
 GONE = 10_000
 
-_NOTHING = object()  # where there is no output, which may be None
-
 
 class KeptOutputs:
-    """Outputs by what they depend on, in memory and perhaps on disk; what was used longest ago goes first.
+    """Outputs by what they depend on, in memory; what was used longest ago goes first.
 
     The data may be given in parts, such as batches: a pass goes over each of them once.
 
@@ -46,9 +35,6 @@ class KeptOutputs:
 
     Args:
         gib: Most memory that the tensors may take, in GiB, on whatever device; at least 0.
-        folder: Where they are kept on disk too, for other processes and later runs; None for memory alone. The folder
-            is for nothing else.
-        disk_gib: Most that the files there may take, in GiB; at least 0.
         room: Share of the memory that what is kept only if there is room may fill, from 0 to 1.
 
     Attributes:
@@ -61,20 +47,17 @@ class KeptOutputs:
         ([[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]], 1)
     """
 
-    def __init__(
-        self, gib: float = GIB, folder: str | Path | None = None, disk_gib: float = 8.0, room: float = 0.5
-    ) -> None:
-        check_at_least(0, gib=gib, disk_gib=disk_gib)
+    def __init__(self, gib: float = GIB, room: float = 0.5) -> None:
+        check_at_least(0, gib=gib)
         if not 0 <= room <= 1:
             raise ValueError(f"room is {room}; it must be a share, from 0 to 1")
         self._room = int(room * gib * 2**30)
-        self._most, self._most_on_disk = int(gib * 2**30), int(disk_gib * 2**30)
-        self.folder = None if folder is None else Path(folder)
+        self._most = int(gib * 2**30)
         self.passes = self.nbytes = 0
         self._kept: OrderedDict[str, tuple[Any, int]] = OrderedDict()
         self._open: OrderedDict[str, set[int]] = OrderedDict()  # of the latest passes, the parts that they went over
         self._gone: OrderedDict[int, None] = OrderedDict()
-        self._told: set[str] = set()
+        self._told = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KeptOutputs":
         """Return itself: copies of a model that computes the same share what it computed."""
@@ -91,9 +74,9 @@ class KeptOutputs:
             make: Computes the output.
             part: Tells the part of the data, such as a batch's `digest_of`; empty where the output is of all.
             by_pass: Whether making it is a pass over the data, which is counted.
-            if_room: Whether to keep it only in memory, and only within the share ``room`` of it. For outputs that are
-                large and asked for in each pass: what goes over all of them in turn would push each out before it is
-                needed again.
+            if_room: Whether to keep it only within the share ``room`` of the memory. For outputs that are large and
+                asked for in each pass: what goes over all of them in turn would push each out before it is needed
+                again.
         """
         whole = f"{key} {part}"
         if whole in self._kept:
@@ -101,13 +84,9 @@ class KeptOutputs:
             return self._kept[whole][0]
         if hash(whole) in self._gone:
             self._warn_of_bound(self._room if if_room else self._most)
-        output = _NOTHING if if_room else self._read(whole)
-        if output is _NOTHING:
-            output = make()
-            if by_pass:
-                self._count(key, part)
-            if not if_room:
-                self._write(whole, output)
+        output = make()
+        if by_pass:
+            self._count(key, part)
         self._keep(whole, output, if_room)
         return output
 
@@ -131,7 +110,7 @@ class KeptOutputs:
             self._open.popitem(last=False)
 
     def clear(self) -> None:
-        """Forget what is in memory; files stay."""
+        """Forget all of it."""
         self._kept.clear()
         self._gone.clear()
         self.nbytes = 0
@@ -155,58 +134,13 @@ class KeptOutputs:
             self._gone.popitem(last=False)
 
     def _warn_of_bound(self, most: int) -> None:
-        self._warn(
-            "bound",
-            f"kept outputs fill their {most / 2**30:.3g} GiB of memory; what no longer fits is"
-            f" {'read from disk' if self.folder else 'computed'} again whenever it is needed. A larger gib keeps more",
-        )
-
-    def _warn(self, what: str, message: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
-            warnings.warn(message, stacklevel=5)
-
-    def _path(self, key: str) -> Path:
-        assert self.folder is not None
-        return self.folder / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}{SUFFIX}"
-
-    def _read(self, key: str) -> Any:
-        """What is on disk under a key; `_NOTHING` if nothing is, or what is there can't be used."""
-        if self.folder is None or not (path := self._path(key)).exists():
-            return _NOTHING
-        try:
-            tensors, described = read_tensors(path, FORMAT)
-            if described["key"] != key:
-                return _NOTHING
-            output = _joined(described["output"], tensors)
-        except (FileFormatError, LookupError, TypeError, ValueError) as error:
-            self._warn("damaged", f"{path} can't be used and is made anew: {brief(error)}")
-            return _NOTHING
-        with suppress(OSError):  # a folder that can't be written to can be read
-            os.utime(path)
-        return output
-
-    def _write(self, key: str, output: Any) -> None:
-        if self.folder is None or _bytes(output) > self._most_on_disk:
-            return
-        tensors: dict[str, Tensor] = {}
-        described = {"key": key, "output": _taken_apart(output, tensors)}
-        try:
-            # Parts of one storage, as of a tensor that was split, must be of their own in a file.
-            write_tensors(self._path(key), {name: each.clone() for name, each in tensors.items()}, FORMAT, described)
-            self._bound_disk()
-        except OSError as error:
-            self._warn("disk", f"outputs are kept in memory alone, as {brief(error)}")
-
-    def _bound_disk(self) -> None:
-        assert self.folder is not None
-        files = [(file.stat(), file) for file in self.folder.glob(f"*{SUFFIX}")]
-        used = sum(status.st_size for status, _ in files)
-        for status, file in sorted(files, key=lambda each: each[0].st_mtime_ns):
-            if used <= self._most_on_disk:
-                return
-            file.unlink(missing_ok=True)
-            used -= status.st_size
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                f"kept outputs fill their {most / 2**30:.3g} GiB of memory; what no longer fits is computed again"
+                " whenever it is needed. A larger gib keeps more",
+                stacklevel=4,
+            )
 
 
 def digest_of_model(model: nn.Module, ignored: Iterable[str] = ()) -> str:
@@ -330,33 +264,14 @@ def _is_plain(value: Any) -> bool:
 
 def _bytes(output: Any) -> int:
     """Memory that an output's tensors take; what several of them share counts once."""
-    tensors: dict[str, Tensor] = {}
-    _taken_apart(output, tensors)
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors.values()}
-    return sum(storages.values())
+    return sum({each.data_ptr(): each.nbytes() for each in map(Tensor.untyped_storage, _tensors_in(output))}.values())
 
 
-def _taken_apart(output: Any, tensors: dict[str, Tensor]) -> Any:
-    """Describe an output for a file's header; its tensors go into a dict, by number."""
+def _tensors_in(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
-        tensors[str(len(tensors))] = output
-        return {"tensor": str(len(tensors) - 1), "device": str(output.device)}
-    if isinstance(output, tuple | list):
-        return {"tuple" if isinstance(output, tuple) else "list": [_taken_apart(each, tensors) for each in output]}
-    if isinstance(output, dict):
-        return {"dict": [[key, _taken_apart(each, tensors)] for key, each in output.items()]}
-    if output is None or isinstance(output, bool | int | float | str):
-        return {"plain": output}
-    raise TypeError(f"an output holds a {type(output).__name__}; it can be kept as a tensor, number, text or None")
-
-
-def _joined(described: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return the output that `_taken_apart` described."""
-    if "tensor" in described:
-        return tensors[described["tensor"]].to(torch.device(described["device"]))
-    for kind in (tuple, list):
-        if kind.__name__ in described:
-            return kind(_joined(each, tensors) for each in described[kind.__name__])
-    if "dict" in described:
-        return {key: _joined(each, tensors) for key, each in described["dict"]}
-    return described["plain"]
+        yield output
+    elif isinstance(output, tuple | list | dict):
+        for each in output.values() if isinstance(output, dict) else output:
+            yield from _tensors_in(each)
+    elif not isinstance(output, SIMPLE):
+        raise TypeError(f"an output holds a {type(output).__name__}; it can be kept as a tensor, number, text or None")

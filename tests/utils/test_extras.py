@@ -42,6 +42,10 @@ CALLS = {
         "--config-file benchmarks/configs/siblings/reloss_digits.yaml --output-dir out",
         "omegaconf",
     ),
+    "benchmarks/measure_proposals": (
+        "--config-file configs/detection/scenes_torchvision.yaml --annotations a --weights w.pth",
+        "torchvision",
+    ),
     "benchmarks/measure_recall": ("--output-dir out", "faiss"),
     "benchmarks/measure_search": (
         "--task retrieval --config-file configs/retrieval/digits.yaml --output-dir out",
