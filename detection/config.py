@@ -102,7 +102,6 @@ class SceneShiftConfig:
     """How validation and test scenes differ from what the loss sees; the defaults change nothing."""
 
     contrast: float = SceneShift.contrast  # factor on the distance from middle grey, in (0, 1]
-    brightness: float = SceneShift.brightness  # added to every value, in [-1, 1]
     noise_std: float = SceneShift.noise_std  # standard deviation of pixel noise
     scale: float = SceneShift.scale  # factor on the size of the digits
 

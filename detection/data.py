@@ -168,7 +168,7 @@ def _scenes(config: DetectionConfig, seed: int, folder: Path) -> tuple[Detection
         digits_per_scene=(scene.digits[0], scene.digits[1]),
         scale=(scene.scale[0], scene.scale[1]),
         seed=seed,
-        shift=SceneShift(shift.contrast, shift.brightness, shift.noise_std, shift.scale),
+        shift=SceneShift(shift.contrast, shift.noise_std, shift.scale),
     )
     train, validation, test = (read_voc(folder, split) for split in ("train", "val", "test"))
     return train, validation, test

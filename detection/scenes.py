@@ -35,7 +35,6 @@ class SceneShift:
 
     Attributes:
         contrast: Factor in (0, 1] on every value's distance from middle grey.
-        brightness: Amount in [-1, 1] added to every value in [0, 1].
         noise_std: Standard deviation, 0 or more, of independent Gaussian noise on every value.
         scale: Factor above 0 on the size of the digits.
 
@@ -44,7 +43,6 @@ class SceneShift:
     """
 
     contrast: float = 1.0
-    brightness: float = 0.0
     noise_std: float = 0.0
     scale: float = 1.0
 
@@ -52,7 +50,6 @@ class SceneShift:
         """Check the ranges."""
         for name, valid, wanted in (
             ("contrast", 0 < self.contrast <= 1, "in (0, 1]"),
-            ("brightness", -1 <= self.brightness <= 1, "in [-1, 1]"),
             ("noise_std", 0 <= self.noise_std < math.inf, "finite and at least 0"),
             ("scale", 0 < self.scale < math.inf, "finite and above 0"),
         ):
@@ -60,9 +57,9 @@ class SceneShift:
                 raise DataError(f"a scene shift's {name} must be {wanted}, got {getattr(self, name)}")
 
     def __call__(self, image: Array, rng: np.random.Generator) -> Array:
-        """Return a scene, ``size x size x 3`` in [0, 1], with other contrast, brightness and noise."""
+        """Return a scene, ``size x size x 3`` in [0, 1], with other contrast and noise."""
         noise = self.noise_std * rng.standard_normal(image.shape)
-        return np.clip(0.5 + self.contrast * (image - 0.5) + self.brightness + noise, 0, 1)
+        return np.clip(0.5 + self.contrast * (image - 0.5) + noise, 0, 1)
 
 
 def write_scenes(

@@ -41,14 +41,13 @@ def rotate(x: Tensor, degrees: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ImageShift:
-    """Rotation, then contrast, brightness and noise, drawn anew for each image but always the same from one seed.
+    """Rotation, then contrast and noise, drawn anew for each image but always the same from one seed.
 
     An image's draws depend only on the seed and its position in the set: the first k images come out the same however
     many follow. The defaults change nothing.
 
     Attributes:
         contrast: Factor in (0, 1] on each image's distance from its mean, channel by channel.
-        brightness: Amount in [-1, 1] added to every pixel.
         noise_std: Standard deviation, 0 or more, of independent Gaussian noise on every value.
         rotation_degrees: Angles are uniform within plus or minus this, in [0, 180].
         seed: Seed of the draws, an integer of 0 or more.
@@ -58,7 +57,6 @@ class ImageShift:
     """
 
     contrast: float = 1.0
-    brightness: float = 0.0
     noise_std: float = 0.0
     rotation_degrees: float = 0.0
     seed: int = 0
@@ -67,7 +65,6 @@ class ImageShift:
         """Check the ranges."""
         for name, valid, wanted in (
             ("contrast", 0 < self.contrast <= 1, "in (0, 1]"),
-            ("brightness", -1 <= self.brightness <= 1, "in [-1, 1]"),
             ("noise_std", 0 <= self.noise_std < math.inf, "finite and at least 0"),
             ("rotation_degrees", 0 <= self.rotation_degrees <= 180, "in [0, 180]"),
             ("seed", self.seed >= 0, "at least 0"),
@@ -123,7 +120,6 @@ class ImageShift:
             # The mean of a single channel alone could be summed by several threads, which rounds in another way.
             mean = torch.cat([out, out[:1]]).mean((2, 3), keepdim=True)[: len(out)]
             out = mean + (out - mean) * self.contrast
-        out = out + self.brightness
         if noise is not None:
             out = out + self.noise_std * torch.from_numpy(noise).to(out)
         return out.clamp(0, 1)

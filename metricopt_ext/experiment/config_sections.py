@@ -57,7 +57,6 @@ class ShiftConfig:
 
     kind: str = "none"  # none or image
     contrast: float = ImageShift.contrast  # factor on each image's contrast, in (0, 1]
-    brightness: float = ImageShift.brightness  # added to every pixel, in [-1, 1]
     noise_std: float = ImageShift.noise_std  # standard deviation of pixel noise
     rotation_degrees: float = ImageShift.rotation_degrees  # angles are uniform within plus or minus this
 
@@ -67,7 +66,7 @@ class ShiftConfig:
         Raises:
             ValueError: A value is out of range.
         """
-        return ImageShift(self.contrast, self.brightness, self.noise_std, self.rotation_degrees)
+        return ImageShift(self.contrast, self.noise_std, self.rotation_degrees)
 
 
 @dataclass

@@ -85,6 +85,7 @@ class RecipeConfig(MethodConfig):
     name: str = "recipe"
     evals: int = Recipe.evals
     rounds: int = Recipe.rounds
+    start_std: float = Recipe.start_std
     trials: int = Recipe.trials
     folds: int = Recipe.folds
     learners: list[str] = field(default_factory=DEFAULT_LEARNERS.copy)  # any of neural, ridge, reptile
@@ -163,7 +164,6 @@ class LearnedConfig:
     evals: int = Recipe.evals  # K
     tasks: int = AlgorithmS1.tasks  # collected in a meta-iteration; 1 as printed
     updates: int = AlgorithmS1.updates  # of the optimizer in a meta-iteration; 1 as printed
-    pairs: int = AlgorithmS1.pairs  # antithetic pairs of perturbed weights for each update
     estimator: str = AlgorithmS1.estimator  # combined, reparameterised, or score (for a loss without 2nd derivatives)
 
     def build(self, finetune: FinetuneConfig) -> AlgorithmS1:

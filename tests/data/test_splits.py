@@ -66,7 +66,7 @@ def test_validation_and_test_are_shifted_by_draws_of_their_own(dtype: torch.dtyp
     assert torch.equal(shifted.validation.x, again.validation.x)
     assert not torch.equal(shifted.validation.x, other.validation.x)
     assert not torch.equal(shifted.validation.x, shifted.test.x)
-    plain = splits.shifted(ImageShift(brightness=0.0), 3)
+    plain = splits.shifted(ImageShift(), 3)
     torch.testing.assert_close(plain.test.x, x.float() / (255 if dtype == torch.uint8 else 1))
 
 

@@ -27,10 +27,10 @@ from metricopt_ext.utils.config import load_config
         ),
         (["method.nmae=4"], "key 'method.nmae'; did you mean"),
         (
-            ["learned.pairs=3", "methods=[metricopt_paper]"],
+            ["learned.tasks=3", "methods=[metricopt_paper]"],
             "key of metricopt_learned among methods;",
         ),
-        (["learned={pairs: 3}"], "among methods; this run has methods=[]"),
+        (["learned={tasks: 3}"], "among methods; this run has methods=[]"),
         (["paper.name=x", "methods=[metricopt_paper]"], "unknown key 'paper.name'"),
         (["refined.queries=3"], "among methods; this run has methods=[]"),
     ],
@@ -43,9 +43,9 @@ def test_a_key_of_what_is_not_chosen_says_which_choice_brings_it(overrides: list
 
 def test_a_file_chooses_too(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text("methods: [metricopt_learned]\nlearned: {pairs: 3}\nmethod: {rounds: 2, name: recipe}\n")
+    file.write_text("methods: [metricopt_learned]\nlearned: {tasks: 3}\nmethod: {rounds: 2, name: recipe}\n")
     config = load_config(RunConfig, file)
     assert config.method == RecipeConfig(rounds=2)
-    assert config.learned == LearnedConfig(pairs=3)
+    assert config.learned == LearnedConfig(tasks=3)
     names = ("config.yaml", "method.rounds", "method.name=recipe", "method.name=paper")
     assert_refused(lambda: load_config(RunConfig, file, ["method.name=paper"]), ConfigError, *names)

@@ -29,7 +29,7 @@ def test_what_cannot_be_trained_with_is_refused(settings: dict[str, Any], names:
 
 
 def test_a_shift_of_images_has_the_settings_and_no_settings_change_nothing() -> None:
-    config = ShiftConfig(kind="image", contrast=0.5, brightness=0.1, noise_std=0.2, rotation_degrees=30.0)
-    assert config.image_shift() == ImageShift(contrast=0.5, brightness=0.1, noise_std=0.2, rotation_degrees=30.0)
+    config = ShiftConfig(kind="image", contrast=0.5, noise_std=0.2, rotation_degrees=30.0)
+    assert config.image_shift() == ImageShift(contrast=0.5, noise_std=0.2, rotation_degrees=30.0)
     assert ShiftConfig().image_shift() == ImageShift()
     assert_refused(lambda: ShiftConfig(contrast=2.0).image_shift(), ValueError, "contrast", "0", "1", "2")

@@ -24,7 +24,7 @@ def test_a_recipe_of_nothing_but_defaults_is_the_library_s() -> None:
 
 
 def test_what_is_set_becomes_the_recipe_s() -> None:
-    set_here = {"evals": 4, "rounds": 2, "trials": 1, "folds": 3}
+    set_here = {"evals": 4, "rounds": 2, "start_std": 0.1, "trials": 1, "folds": 3}
     recipe = RecipeConfig(**set_here).build(FinetuneConfig(20, 0.5))  # type: ignore[arg-type]
     assert recipe == Recipe(steps=20, lr=0.5, **set_here)  # type: ignore[arg-type]
 
@@ -46,8 +46,8 @@ def test_each_method_is_built_from_the_settings() -> None:
 
 def test_the_learned_optimizer_of_nothing_but_defaults_is_the_library_s() -> None:
     assert LearnedConfig().build(FinetuneConfig()) == AlgorithmS1()
-    changed = LearnedConfig(evals=4, tasks=2, updates=3, pairs=5, estimator="score")
-    same = AlgorithmS1(steps=9, evals=4, tasks=2, updates=3, pairs=5, estimator="score")
+    changed = LearnedConfig(evals=4, tasks=2, updates=3, estimator="score")
+    same = AlgorithmS1(steps=9, evals=4, tasks=2, updates=3, estimator="score")
     assert changed.build(FinetuneConfig(steps=9)) == same
 
 

@@ -29,7 +29,7 @@ from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Setting, Settings
 
-SMALL = LearnedConfig(evals=3, tasks=2, pairs=2)
+SMALL = LearnedConfig(evals=3, tasks=2)
 FINETUNE, PAPER = FinetuneConfig(steps=5, lr=0.2), PaperSettings(evals=3)
 CONFIG = RunConfig(finetune=FINETUNE, learned=SMALL, queries=30, methods=["metricopt_learned"])
 
@@ -189,10 +189,10 @@ def test_too_little_is_refused_before_any_work() -> None:
         "queries",
     )
     assert_refused(
-        lambda: RunConfig(learned=LearnedConfig(pairs=1), methods=CONFIG.methods).check(),
+        lambda: RunConfig(learned=LearnedConfig(tasks=0), methods=CONFIG.methods).check(),
         ConfigError,
         "learned",
-        "pairs",
+        "tasks",
         "1",
     )
 

@@ -828,8 +828,6 @@ def test_a_learned_optimizer_is_run_on_request(tmp_path: Path, capsys: pytest.Ca
         "methods=[metricopt_learned]",
         "learned.evals=2",
         "learned.tasks=2",
-        "learned.pairs=2",
-        "learned.hidden=4",
     ]
     folder = tmp_path / "out"
     call("--config-file", DIGITS, "--output-dir", folder, *TINY, *more)
