@@ -5,6 +5,7 @@ What choosing the start took is on the account of each: queries, seconds, and pa
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -288,13 +289,14 @@ class _Row:
 
     def guard(self, result: Result) -> dict[str, Any]:
         """Return a record of what the guard decided, and of what that came to on test."""
-        return record_of(result, self.judging, scale=self.task.metric.scale, change=self.change)
+        tested = cache(lambda state: self.tested(*state))
+        sign, resampled = 1 if self.experiment.test_metric.maximize else -1, not self.experiment.config.own_metric
 
-    def change(self, before: State, after: State) -> Change:
-        """Return what going from one state to another changes on test, positive being better."""
-        sign = 1 if self.experiment.test_metric.maximize else -1
-        gain = sign * (self.tested(*after) - self.tested(*before))
-        return Change(gain, self.experiment.test_error(before, after))
+        def change(before: State, after: State) -> Change:
+            error = self.experiment.test_error(before, after) if resampled else None  # by hundreds of calls
+            return Change(sign * (tested(after) - tested(before)), error)
+
+        return record_of(result, self.judging, scale=self.task.metric.scale, change=change)
 
     def tested(self, task: FinetuneTask, end: End) -> float:
         """Return the test metric of a phi of a task's model, or of another model."""

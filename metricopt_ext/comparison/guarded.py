@@ -41,6 +41,7 @@ def record_of(
     verdict, started = result.verdict, result.started_at
     searched = with_start(task, result.candidates[started])
 
+    @cache
     def state(name: str) -> State:
         start = result.start_of(name)
         same = start.of_the_same(result.candidates[started])

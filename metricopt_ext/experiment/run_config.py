@@ -208,6 +208,11 @@ class RunConfig:
             )
 
     @property
+    def own_metric(self) -> bool:
+        """Whether the metric is a function of the user's own."""
+        return ":" in str(getattr(getattr(self, "metric", None), "name", ""))
+
+    @property
     def rows(self) -> dict[str, int]:
         """Those of ``methods`` that bring no section, with the most queries that each asks."""
         searched = self.search_queries or self.queries

@@ -2,13 +2,26 @@
 
 import json
 import re
+import shlex
+import shutil
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from helpers.programs import call
-from metricopt_ext.tools import finetune_classifier, finetune_detector, finetune_retrieval
+from metricopt_ext.tools import (
+    assess,
+    compare,
+    finetune_classifier,
+    finetune_detector,
+    finetune_retrieval,
+    tune_checkpoint,
+    tune_settings,
+)
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 OWN = """
@@ -112,3 +125,49 @@ def test_a_finetune_tool_asks_what_was_asked_for_and_tests_each_end_once(
     assert f"{told['validation']} evaluations on validation and {told['test']} evaluations on test" in " ".join(
         capsys.readouterr().out.split()
     )
+
+
+@pytest.mark.slow
+def test_an_assessment_asks_its_queries(tmp_path: Path) -> None:
+    _, config, function, *settings = TOOLS["classifier"]
+    own = (f"metric.name={written(tmp_path)}:{function}", f"metric.folder={tmp_path}")
+    call(assess, CONFIGS / config, *COMMON, *settings, *own, "--queries", 12)
+    counts = Counter(map(int, (tmp_path / "calls").read_text().split()))
+    assert counts[max(counts)] == 12
+    assert max(counts) < 0.25 * 178  # the validation part's size, not the test part's
+
+
+@pytest.mark.slow
+def test_a_comparison_asks_its_budgets_the_ends_and_for_the_guard_no_more_than_four_tests(tmp_path: Path) -> None:
+    _, config, function, *settings = TOOLS["classifier"]
+    (tmp_path / "compare.yaml").write_text(f"task: classification\nconfig: {CONFIGS / config}\n")
+    own = (f"metric.name={written(tmp_path)}:{function}", f"metric.folder={tmp_path}")
+    plan = ("methods=[random_search,metricopt]", "budgets=[20]", "starts=[loss_finetune]", "seed=0")
+    words = ("--config-file", tmp_path / "compare.yaml", "--output-dir", tmp_path / "out")
+    call(compare, *words, *(each for each in COMMON if not each.startswith("queries")), *settings, *own, *plan)
+    tested, asked = whole(tmp_path)
+    starts, cells = 2, 2
+    assert asked == starts + cells * (20 - starts) + cells
+    assert starts + cells <= tested <= starts + cells + 4
+
+
+@pytest.mark.slow
+def test_a_command_is_run_once_for_each_query(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_file({"norm.weight": torch.ones(6), "norm.bias": torch.zeros(6)}, tmp_path / "in.safetensors")
+    (tmp_path / "score.py").write_text(
+        "import sys\nopen('calls', 'a').write('1\\n')\nprint('score', len(sys.argv[1]) + float(sys.argv[2]))\n"
+    )
+    command = f"{shlex.quote(sys.executable)} -S score.py {{}} {{trial}}"
+    score = ("--parse", r"score (\S+)", "--output-dir", tmp_path / "out", "--score")
+    checkpoint = ("--checkpoint", "in.safetensors", "--output", "out.safetensors", "--dim", 3)
+    setting = ("--setting", "size=1,2,3,4")
+    for tool, words, name, most, least in (
+        (tune_checkpoint, (*checkpoint, "--queries", 14), "{checkpoint}", 14, 14),
+        (tune_checkpoint, (*checkpoint, "--queries", 14, "--dry-run"), "{checkpoint}", 1, 1),
+        (tune_settings, (*setting, "--queries", 4), "{size}", 4, 2),
+    ):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        (tmp_path / "calls").unlink(missing_ok=True)
+        call(tool, *score, command.replace("{}", name), *words)
+        assert least <= len((tmp_path / "calls").read_text().split()) <= most
