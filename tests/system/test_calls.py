@@ -95,7 +95,7 @@ def whole(folder: Path) -> list[int]:
 def announced(printed: str) -> list[int]:
     """Return how many evaluations a dry run announces, on test and on validation."""
     said = " ".join(printed.split())
-    return sorted(int(re.search(rf"evaluations on {part} (\d+)", said)[1]) for part in ("test", "validation"))  # type: ignore[index]
+    return sorted(map(int, re.findall(r"evaluations on (?:test|validation) (\d+)", said)))
 
 
 @pytest.mark.slow
