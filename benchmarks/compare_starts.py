@@ -46,7 +46,7 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_at_least
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
-from metricopt_ext.utils.files import holds, read_json, write_atomically, write_json
+from metricopt_ext.utils.files import read_json, write_atomically, write_json
 from metricopt_ext.utils.machine import Machine
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.fitting import Fit
@@ -129,7 +129,7 @@ def run_seed(
     folder = folder / f"seed-{seed}"
     record = folder / "points.json"
     row: dict[str, Any] = read_json(record) if record.exists() else {"points": {}}
-    if not holds(row, {"points": dict}):
+    if not isinstance(row.get("points"), dict):
         raise FileFormatError(f"{record} holds no points of a comparison; delete it to regenerate it")
     missing = [name for name in plan.methods if name not in row["points"]]
     if missing:

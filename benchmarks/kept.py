@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.utils.files import holds, read_json, write_json
+from metricopt_ext.utils.files import read_json, write_json
 
 
 def kept_json(path: Path, kinds: Mapping[str, type], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -13,7 +13,7 @@ def kept_json(path: Path, kinds: Mapping[str, type], make: Callable[[], dict[str
 
     Args:
         path: The file.
-        kinds: Types of its values by key, as in `holds`.
+        kinds: Types of its values by key; it may have others.
         make: Makes the object.
 
     Raises:
@@ -21,7 +21,7 @@ def kept_json(path: Path, kinds: Mapping[str, type], make: Callable[[], dict[str
     """
     if path.exists():
         kept: dict[str, Any] = read_json(path)
-        if not holds(kept, kinds):
+        if not all(isinstance(kept.get(key), kind) for key, kind in kinds.items()):
             raise FileFormatError(f"{path} holds no {path.stem} with {', '.join(kinds)}; delete it to make it anew")
         return kept
     made = make()

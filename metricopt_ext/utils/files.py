@@ -1,14 +1,12 @@
 """Files that are either complete or absent: safetensors and JSON written to a temporary name, synced, then renamed.
 
-What is read may come from anywhere: memory and time are bounded by the file's size and by the constants below, and
-whatever its content is, errors are of `metricopt_ext.errors`. Only what needs torch imports it: a tool may do without.
+What is read may come from anywhere: none of it is run as code. Only what needs torch imports it: a tool may do without.
 """
 
 import hashlib
 import json
 import os
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,13 +23,6 @@ if TYPE_CHECKING:
 
 # How the name ends that a file has while it is written; it begins with a dot.
 UNFINISHED = ".unfinished"
-
-# The deepest JSON. Our own has ten levels at most; parsers, comparisons and messages take a stack frame for each.
-JSON_LEVELS = 50
-
-# The largest header of a safetensors file, which has 100 bytes for a tensor: a detector's has 50 kB. Each tensor takes
-# about 1 kB more in memory.
-HEADER_BYTES = 1 << 24
 
 # What code raises that meets other content than it was written for; RuntimeError is PyTorch's.
 MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -89,11 +80,7 @@ def remove_unfinished(folder: str | Path) -> None:
 
 
 def _umask() -> int:
-    with suppress(OSError):  # Linux tells; elsewhere it can only be read by setting it, for all threads
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("Umask:"):
-                return int(line.split()[1], 8)
-    umask = os.umask(0)
+    umask = os.umask(0)  # it can only be read by setting it
     os.umask(umask)
     return umask
 
@@ -129,11 +116,6 @@ def read_json(path: str | Path) -> Any:
     return content
 
 
-def holds(content: Mapping[str, Any], kinds: Mapping[str, type]) -> bool:
-    """Tell whether a JSON object has values of these types under these keys, and perhaps others."""
-    return all(isinstance(content.get(key), kind) for key, kind in kinds.items())
-
-
 def walked(folder: Path) -> tuple[list[str], list[str]]:
     """Return the names of all that is below a folder, in order, those of folders with a slash at their end.
 
@@ -165,23 +147,15 @@ def walked(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON of at most `JSON_LEVELS` levels.
+    """Parse JSON, of bytes in UTF-8.
 
     Raises:
-        ValueError: It is not JSON, or nested more deeply.
+        ValueError: It is not JSON.
     """
-    deep = f"it is nested more deeply than {JSON_LEVELS} levels"
     try:
-        content = json.loads(text if isinstance(text, str) else text_of(text))
+        return json.loads(text if isinstance(text, str) else text_of(text))
     except RecursionError as error:
-        raise ValueError(deep) from error
-    level = [content]
-    for _ in range(JSON_LEVELS + 1):
-        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
-        level = [each for values in inner for each in values if isinstance(each, dict | list)]
-        if not level:
-            return content
-    raise ValueError(deep)
+        raise ValueError("it is nested too deeply") from error
 
 
 @contextmanager
@@ -225,8 +199,6 @@ def write_tensors(path: str | Path, tensors: dict[str, "Tensor"], kind: str, des
 def read_tensors(path: str | Path, kind: str) -> tuple[dict[str, "Tensor"], dict[str, Any]]:
     """Read what `write_tensors` wrote.
 
-    The tensors take as much memory as the file; nothing that the description says is allocated.
-
     Raises:
         FileFormatError: The file is missing, truncated, corrupt, of another kind, or not as it was written.
     """
@@ -235,7 +207,6 @@ def read_tensors(path: str | Path, kind: str) -> tuple[dict[str, "Tensor"], dict
     if not Path(path).is_file():
         raise FileFormatError(f"{path} does not exist")
     try:
-        check_header(path)
         with safetensors.safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") == kind:
@@ -266,18 +237,6 @@ def _after_header(path: str | Path) -> bytes:
     with open(path, "rb") as file:
         file.seek(8 + int.from_bytes(file.read(8), "little"))
         return file.read()
-
-
-def check_header(path: str | Path) -> None:
-    """Reject a safetensors file whose header, which is parsed as a whole, is larger than `HEADER_BYTES`.
-
-    Raises:
-        ValueError: The file says so.
-    """
-    with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-    if size > HEADER_BYTES:
-        raise ValueError(f"its header should have {size} bytes; at most {HEADER_BYTES} are read")
 
 
 def check_tensors(path: str | Path, tensors: Mapping[str, "Tensor"], expected: Mapping[str, Iterable[int]]) -> None:
@@ -330,21 +289,6 @@ def save_checkpoint(path: str | Path, state: dict[str, "Tensor"]) -> None:
     import safetensors.torch
 
     write_atomically(path, safetensors.torch.save(state))
-
-
-def check_uncompressed(path: Path) -> None:
-    """Reject a torch file whose parts are compressed: torch writes none, and a small one could fill the memory.
-
-    Raises:
-        ValueError: They are.
-    """
-    with open(path, "rb") as file:
-        if not zipfile.is_zipfile(file):
-            return  # of an early version of torch, which has no parts
-        with zipfile.ZipFile(file) as archive:
-            parts = archive.infolist()
-        if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
-            raise ValueError("it is compressed; write it again by torch.save")
 
 
 def existing(*candidates: str | os.PathLike[str]) -> Path:
