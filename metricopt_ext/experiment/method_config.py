@@ -164,7 +164,7 @@ class LearnedConfig:
     evals: int = Recipe.evals  # K
     tasks: int = AlgorithmS1.tasks  # collected in a meta-iteration; 1 as printed
     updates: int = AlgorithmS1.updates  # of the optimizer in a meta-iteration; 1 as printed
-    estimator: str = AlgorithmS1.estimator  # combined, reparameterised, or score (for a loss without 2nd derivatives)
+    estimator: str = AlgorithmS1.estimator  # combined, or score (for a loss without 2nd derivatives)
 
     def build(self, finetune: FinetuneConfig) -> AlgorithmS1:
         """Return the algorithm.

@@ -9,7 +9,6 @@ from typing import Any
 
 import lightning as L
 from torch import nn
-from torch.utils.data import IterableDataset
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
@@ -17,7 +16,7 @@ from metricopt_ext.adapters.start import StartLine
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
 from metricopt_ext.integrations.lightning_checkpoints import load_best, save_tuned
 from metricopt_ext.integrations.lightning_steps import last_epoch, prepared, training_loss, validated
-from metricopt_ext.integrations.loops import in_step, judged_together, of_first, several
+from metricopt_ext.integrations.loops import in_step, judged_together, loader_batches, of_first, several
 from metricopt_ext.methods.pipeline import check_plan, optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run_folder import RunFolder
@@ -212,20 +211,8 @@ class SearchPhi(L.Callback):
         Raises:
             DataError: They can't; or there is no validation data.
         """
-        loader: Any = trainer.train_dataloader
-        dataset = getattr(loader, "dataset", None)
-        if dataset is None or isinstance(dataset, IterableDataset):
-            raise DataError(
-                f"the training data is a {type(loader).__name__}; SearchPhi needs a DataLoader with an index"
-            )
         if not trainer.val_dataloaders:
             raise DataError(
                 f"there is no validation data, on which to ask for {self.monitor!r}; give fit a loader of it"
             )
-        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-        if size is None:
-            raise DataError(
-                "the training data's DataLoader has no batch_size, nor its batch_sampler; SearchPhi draws batches of"
-                " single examples, so give one of them a batch_size"
-            )
-        return DatasetBatches(dataset, size, collate=loader.collate_fn)
+        return loader_batches(trainer.train_dataloader)

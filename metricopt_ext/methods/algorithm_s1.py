@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -43,8 +43,8 @@ from metricopt_ext.value.online import OnlineReptile
 from metricopt_ext.value.reptile import ReptileLearner
 from metricopt_ext.value.value_function import NeuralValueFunction
 
-Estimator = Literal["combined", "reparameterised", "score"]
-ESTIMATORS = ("combined", "reparameterised", "score")
+Estimator = Literal["combined", "score"]
+ESTIMATORS = get_args(Estimator)
 
 CHECKPOINT_FORMAT = "metricopt_ext/joint_training/1"
 
@@ -103,8 +103,8 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
         pairs: Antithetic pairs of perturbed weights for each of them, each with a task of its own.
         rate: Adam's rate.
         variance: epsilon^2 of Eq. 7.
-        estimator: Of the gradient of Eq. 7: ``combined``, ``reparameterised`` or ``score``. The last does without
-            second derivatives, for a loss that has none.
+        estimator: Of the gradient of Eq. 7: ``combined`` of two, or ``score`` alone, which does without second
+            derivatives, for a loss that has none.
         clip: Largest length of a gradient.
         objective: Eq. 6.
         value: How f is adapted (line 5).
@@ -436,8 +436,7 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
         score, value = torch.cat(scores), float(torch.cat(values, 1).mean())
         if self.estimator == "score":
             return score.mean(0), value
-        slope = torch.cat(slopes)
-        return (slope.mean(0) if self.estimator == "reparameterised" else combine(slope, score)), value
+        return combine(torch.cat(slopes), score), value
 
 
 def _predicted(f: NeuralValueFunction, observed: Sequence[set[int]]) -> CostAt:

@@ -123,7 +123,7 @@ def test_the_objective_is_eq_6_with_f_in_place_of_the_metric(quadratic: Callable
     assert task.queries == 0
 
 
-@pytest.mark.parametrize("estimator", ["combined", "reparameterised", "score"])
+@pytest.mark.parametrize("estimator", ["combined", "score"])
 @pytest.mark.parametrize("population", [2, 32])
 def test_line_6_combines_estimates_of_a_task_for_each_pair(
     quadratic: Callable[..., Any], estimator: Any, population: int
@@ -147,7 +147,6 @@ def test_line_6_combines_estimates_of_a_task_for_each_pair(
         scores.append(noise[pair] * (sides[0][0] - sides[1][0]) / 0.2)
     by = {
         "combined": combine(torch.stack(slopes), torch.stack(scores)),
-        "reparameterised": torch.stack(slopes).mean(0),
         "score": torch.stack(scores).mean(0),
     }
     # f is in single precision, and the score divides a difference of its predictions.
