@@ -19,7 +19,6 @@ from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, MetricError, WeightsError
 from metricopt_ext.runtime import distributed
 from metricopt_ext.tasks.batches import Batches
-from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.entropy import entropy, logits_of, refuse_probabilities
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
@@ -121,7 +120,7 @@ class FinetuneTask:
                 f"{type(self.adapter.model).__name__} is on the meta device, without numbers; load its weights before"
                 " attaching an adapter"
             )
-        if not isinstance(self.metric, CostScale):
+        if not isinstance(self.metric, Metric):
             raise TypeError(
                 f"metric is {brief(self.metric)}; it must be a Metric, as of Metric(function, maximize=True)"
             )

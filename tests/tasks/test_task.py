@@ -17,6 +17,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.errors import AdapterError, MetricError
+from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask, OutputLoss
@@ -607,13 +608,14 @@ def test_an_adapter_and_a_metric_are_needed() -> None:
         "LayerNorm",
         "attach_film(model)",
     )
-    assert_refused(
-        lambda: FinetuneTask(attach_film(model, dim=2), metric=lambda model: 0.5),
-        TypeError,
-        "metric",
-        "Metric",
-        "maximize=True",
-    )
+    for other in (lambda model: 0.5, BatchMetric(lambda scores, labels: 0.5, maximize=True)):
+        assert_refused(
+            lambda other=other: FinetuneTask(attach_film(nn.LayerNorm(3), dim=2), metric=other),  # type: ignore[misc]
+            TypeError,
+            "metric",
+            "Metric",
+            "maximize=True",
+        )
 
 
 @pytest.mark.parametrize(
