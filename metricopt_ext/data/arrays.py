@@ -1,7 +1,6 @@
 """Arrays from files: .npy, and those of a name from .npz, .safetensors, .pt, .parquet and .csv."""
 
 import re
-import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,18 +22,13 @@ SUFFIXES = (".npy", ".npz", ".safetensors", *TORCH, *PARQUET, *TABLES)
 NUMBERED = re.compile(r"(?P<name>.*?)(?P<number>[0-9]+)")  # a column of a table with one for each dimension
 
 
-def read_shape(path: Path, name: str) -> tuple[int, ...]:
-    """Return the shape of what `read_array` reads; errors are the same."""
-    return tuple(read_array(path, name, shape=True))
-
-
 def holds_several(path: Path) -> bool:
     """Whether a file is of a kind that has several arrays, each by its name."""
     return path.suffix.lower() in SUFFIXES and path.suffix.lower() != ".npy"
 
 
-def read_array(path: Path, name: str, *, shape: bool = False) -> Any:
-    """Read an array from a file; or its shape alone.
+def read_array(path: Path, name: str) -> Any:
+    """Read an array from a file.
 
     A .npy file has one. In the others it is the one of this name. A .parquet file may have a column of lists, or one
     for each dimension, such as ``f0``, ``f1``, ...; a .csv file has the latter, named in its first row. In all of
@@ -43,10 +37,9 @@ def read_array(path: Path, name: str, *, shape: bool = False) -> Any:
     Args:
         path: The file.
         name: ``"embeddings"``, ``"labels"``, or another name.
-        shape: Whether only the shape is wanted.
 
     Returns:
-        An array, a tensor, or the shape.
+        An array or a tensor.
 
     Raises:
         DataError: The file is missing, of another kind, corrupt, or has no such array.
@@ -54,7 +47,7 @@ def read_array(path: Path, name: str, *, shape: bool = False) -> Any:
     if not path.is_file():
         raise DataError(f"{path} does not exist")
     suffix = path.suffix.lower()
-    readers: dict[str, Callable[[Path, str, bool], Any]] = {
+    readers: dict[str, Callable[[Path, str], Any]] = {
         ".npy": _npy,
         ".npz": _npz,
         ".safetensors": _safetensors,
@@ -64,13 +57,13 @@ def read_array(path: Path, name: str, *, shape: bool = False) -> Any:
     }
     if suffix not in readers:
         raise DataError(f"{path} must be a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file")
-    return readers[suffix](path, name, shape)
+    return readers[suffix](path, name)
 
 
 def array_names(path: Path) -> list[str]:
     """Return the names of the arrays of a file that has several; errors are those of `read_array`."""
     try:
-        read_array(path, "", shape=True)
+        read_array(path, "")
     except _AbsentError as error:
         return error.there
     return []
@@ -138,63 +131,48 @@ def _check_there(path: Path, name: str, there: Sequence[str], what: str = "array
         raise error
 
 
-def _npy(path: Path, name: str, shape: bool) -> Any:
-    mapped = _mapped(path)
-    return mapped.shape if shape else np.array(mapped)
-
-
-def _mapped(path: Path) -> Any:
+def _npy(path: Path, name: str) -> Any:
     try:
-        with open(path, "rb") as file:
-            _header(file)  # which says what to do about Python objects
-        return np.lib.format.open_memmap(path, mode="r")
+        found = np.load(path, allow_pickle=False)  # a pickle would run code
+        if not isinstance(found, np.ndarray):
+            raise ValueError("it has several arrays, as .npz files have")
     except Exception as error:  # its header is parsed as Python, with errors of many types
-        raise DataError(f"{path} is not a .npy file of numbers or text ({brief(error)})") from error
-
-
-def _npz(path: Path, name: str, shape: bool) -> Any:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = {each.filename.removesuffix(".npy"): each for each in archive.infolist()}
-            _check_there(path, name, list(members))
-            member = members[name]
-            with archive.open(member) as opened:
-                found = _header(opened)
-            if shape:
-                return found
-            with archive.open(member) as opened:
-                return np.lib.format.read_array(opened, allow_pickle=False)
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(f"{path} is not a .npz file of numbers and text ({brief(error)})") from error
-
-
-def _header(file: Any) -> tuple[int, ...]:
-    """The shape of an array; objects would run code."""
-    version = np.lib.format.read_magic(file)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, kind = read(file)
-    if kind.hasobject:
-        raise ValueError("it holds Python objects; save numbers, or text as labels.astype(str)")
-    found: tuple[int, ...] = shape
+        raise _unread(path, error) from error
     return found
 
 
-def _safetensors(path: Path, name: str, shape: bool) -> Any:
+def _npz(path: Path, name: str) -> Any:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            _check_there(path, name, file.files)
+            return file[name]
+    except DataError:
+        raise
+    except Exception as error:
+        raise _unread(path, error) from error
+
+
+def _unread(path: Path, error: Exception) -> DataError:
+    return DataError(
+        f"{path} is not a {path.suffix} file of numbers and text ({brief(error)}); Python objects are not read, so save"
+        " text as labels.astype(str)"
+    )
+
+
+def _safetensors(path: Path, name: str) -> Any:
     from safetensors import safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
             _check_there(path, name, list(file.keys()), "tensor")
-            return file.get_slice(name).get_shape() if shape else file.get_tensor(name)
+            return file.get_tensor(name)
     except DataError:
         raise
     except Exception as error:
         raise DataError(f"{path} is truncated or not a safetensors file ({brief(error)})") from error
 
 
-def _torch(path: Path, name: str, shape: bool) -> Any:
+def _torch(path: Path, name: str) -> Any:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -217,7 +195,7 @@ def _torch(path: Path, name: str, shape: bool) -> Any:
             f"{path} has {name!r} as a tensor that is sparse, quantised or without data; save all its numbers, as of"
             " .to_dense() or .dequantize()"
         )
-    return tuple(found.shape) if shape else found
+    return found
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -225,7 +203,7 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
 
 
-def _parquet(path: Path, name: str, shape: bool) -> Any:
+def _parquet(path: Path, name: str) -> Any:
     table = parquet_table(path)
     names = list(map(str, table.column_names))
     dimensions = _numbered_columns(names) if name == "embeddings" else []
@@ -234,10 +212,10 @@ def _parquet(path: Path, name: str, shape: bool) -> Any:
     else:
         _check_there(path, name, names, "column")
         found = _column(path, table, name)
-    return tuple(found.shape) if shape else found
+    return found
 
 
-def _csv(path: Path, name: str, shape: bool) -> Any:
+def _csv(path: Path, name: str) -> Any:
     text = content_of(path)
     delimiter = (
         "\t" if path.suffix.lower() == ".tsv" else next((d for d in DELIMITERS if d in text.split("\n", 1)[0]), ",")
@@ -258,7 +236,7 @@ def _csv(path: Path, name: str, shape: bool) -> Any:
     else:
         _check_there(path, name, header, "column")
         found = _labels_in(columns[name])
-    return tuple(found.shape) if shape else found
+    return found
 
 
 def _numbers_in(path: Path, name: str, cells: Sequence[str], lines: Sequence[int]) -> Any:
