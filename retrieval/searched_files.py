@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from metricopt_ext.data.arrays import Names, holds_several, read_array, read_shape
+from metricopt_ext.data.arrays import Names, holds_several, read_array
 from metricopt_ext.errors import DataError
 from metricopt_ext.retrieval.copies import equal_items
 from metricopt_ext.retrieval.evaluation import Search
@@ -49,7 +49,8 @@ def check_galleries(embeddings: list[Path], labels: list[Path], queries: Items) 
     for i, path in enumerate(embeddings):
         names = labels[i] if labels else None
         check_labels(path, names, "--gallery-labels")
-        shape, size = read_shape(path, "embeddings"), read_shape(names or path, "labels")[:1]
+        shape = tuple(read_array(path, "embeddings").shape)
+        size = tuple(read_array(names or path, "labels").shape)[:1]
         if shape[1:] != tuple(queries[0].shape)[1:]:
             raise DataError(f"{path} has embeddings of shape {shape}, and the queries {tuple(queries[0].shape)}")
         if shape[:1] != size:

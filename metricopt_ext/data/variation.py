@@ -1,13 +1,8 @@
 """Images varied for training: mirrored, shifted, and changed in contrast and noise."""
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-if TYPE_CHECKING:
-    pass
 
 
 def flip_and_shift(x: Tensor, rng: torch.Generator, pixels: int = 4) -> Tensor:
