@@ -15,7 +15,7 @@ from metricopt_ext.adapters.start import Start
 from metricopt_ext.classification.config import ClassificationConfig, ClassifierAdapterConfig, MetricConfig, ModelConfig
 from metricopt_ext.classification.data_config import DataConfig, TableConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
-from metricopt_ext.classification.predictions import predict_classes
+from metricopt_ext.classification.predictions import scores_at
 from metricopt_ext.comparison.comparison import Plan
 from metricopt_ext.comparison.comparison import run_seed as compare_seed
 from metricopt_ext.errors import FileFormatError
@@ -205,7 +205,7 @@ def test_the_error_of_a_classifiers_difference_is_that_of_paired_examples(tmp_pa
     experiment = ClassificationExperiment(config, tmp_path, 3)
     part, task = experiment.splits.test, experiment.task
     ends = task.origin(), task.starts(3.0, 0, [0])[0]
-    wrong = [(predict_classes(task.adapter, phi, part.x) != part.y).double() for phi in ends]
+    wrong = [((scores_at(task.adapter, phi, part.x) > 0) != part.y).double() for phi in ends]
     change = wrong[1] - wrong[0]
     assert change.abs().sum() > 10
     classes = [change[part.y == label] for label in (0, 1)]
