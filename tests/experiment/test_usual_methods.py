@@ -218,3 +218,20 @@ def test_one_that_takes_long_says_how_far_it_is(
     assert Stages.told[0] == title
     assert {f"{title}, {n} of 30 queries" for n in (1, 10, 20)} <= set(Stages.told)
     assert all(each.startswith(title) for each in Stages.told)
+
+
+def test_a_run_is_not_over_before_the_other_methods_are(quadratic: Callable[..., Any]) -> None:
+    told: list[str] = []
+
+    class Stages(Callback):
+        def stage(self, description: str) -> None:
+            told.append(description)
+
+        def done(self) -> None:
+            told.append("done")
+
+    task = quadratic()
+    config = RunConfig(finetune=FinetuneConfig(steps=6, lr=0.2), queries=20)
+    usual_methods(config, 5, inputs=[], batches=task.batches, callback=Stages())["metricopt"]({}).run(task)
+    assert told[-1] == "other methods"
+    assert "done" not in told
