@@ -36,13 +36,11 @@ def classifier(
         DataError: The weights don't fit the model.
     """
     settings = config.model
-    own: dict[str, Any] = {name: getattr(settings, name) for name in ("optimizer", "weight_decay", "bfloat16")}
-    own["callback"] = callback
     target = Target(config.data.kind, splits.num_classes)
 
     def trained(model: nn.Module, file: Path) -> None:
         loss = named_loss(config, target)
-        train(model, splits.train, settings, settings.balanced, seed, loss, checkpoint=file, **own)
+        train(model, splits.train, settings, settings.balanced, seed, loss, checkpoint=file, callback=callback)
 
     return pretrained(
         lambda: built(config, splits),

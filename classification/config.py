@@ -45,7 +45,6 @@ class ModelConfig(TrainingConfig):
     weights: str = ""
     batch_size: int = 100
     balanced: bool = False  # while training: every class, or label, gets an equal share of a batch
-    bfloat16: bool = False  # images: train in half the precision, on processors that have it in about half the time
 
 
 @dataclass

@@ -245,8 +245,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         loss = named_loss(self.config, self.target)
 
         def trained(model: nn.Module, batches: Batches, **options: Any) -> None:
-            more = {name: getattr(settings, name) for name in ("optimizer", "weight_decay", "bfloat16")}
-            train_supervised(model, loss, batches, augment=settings.augment and seen, **options, **more)
+            train_supervised(model, loss, batches, augment=settings.augment and seen, **options)
 
         return Training(
             steps_of(settings, part),

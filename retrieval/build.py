@@ -107,8 +107,6 @@ def train(
         steps=steps_of(config, part, batches),
         lr=settings.lr,
         seed=seed,
-        optimizer=settings.optimizer,
-        weight_decay=settings.weight_decay,
         augment=settings.augment,
         checkpoint=checkpoint,
         callback=callback,

@@ -172,8 +172,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         batches, loss = class_batches(part, self.config.loss), self._loss
 
         def trained(model: nn.Module, batches: Batches, **options: Any) -> None:
-            more = {name: getattr(settings, name) for name in ("optimizer", "weight_decay", "augment")}
-            train_supervised(model, loss, batches, **options, **more)
+            train_supervised(model, loss, batches, augment=settings.augment, **options)
 
         return Training(
             steps_of(self.config, part, batches), settings.lr, batches=batches, augment=jitter, train=trained

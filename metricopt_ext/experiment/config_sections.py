@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from metricopt_ext.data.shift import ImageShift
-from metricopt_ext.data.training import OPTIMIZERS
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.tasks.settings import Settings
@@ -31,9 +30,7 @@ class TrainingConfig:
     weights: str = ""
     entry: str = ""  # ... and the state dict's key in it, with dots into further dictionaries; empty: found
     epochs: int = 10
-    optimizer: str = "adamw"  # or sgd, with Nesterov's momentum; which is better for convolutions in long trainings
     lr: float = 1e-3  # peak rate, with a one-cycle schedule
-    weight_decay: float = 0.0  # adamw: share of the rate by which weights shrink in a step; sgd: factor of the penalty
     augment: bool = False  # images: random flips and shifts by up to 4 pixels while training
 
     def check(self) -> None:
@@ -42,13 +39,9 @@ class TrainingConfig:
         Raises:
             ConfigError: A value is out of range.
         """
-        if self.optimizer not in OPTIMIZERS:
-            raise ConfigError(f"model.optimizer={self.optimizer!r} is none of {', '.join(OPTIMIZERS)}")
         with config_section("model"):
             check_above(0, lr=self.lr)
-            check_finite(weight_decay=self.weight_decay)
         check_at_least(1, {"model.epochs": self.epochs})
-        check_at_least(0, {"model.weight_decay": self.weight_decay})
 
 
 @dataclass

@@ -20,7 +20,7 @@ from metricopt_ext.data.reading import Reading
 from metricopt_ext.errors import ConfigError, MetricError
 from metricopt_ext.experiment.baselines import along_path, at_start, loss_path, usual_baselines, without
 from metricopt_ext.experiment.compare import Comparison, compare
-from metricopt_ext.experiment.config_sections import SettingsConfig, TrainingConfig
+from metricopt_ext.experiment.config_sections import SettingsConfig
 from metricopt_ext.experiment.events import query_events
 from metricopt_ext.experiment.method import STANDING, Baseline, Method
 from metricopt_ext.experiment.passes import CountedTask, Counter
@@ -197,14 +197,11 @@ class Experiment(ABC, Generic[Config]):
         return None
 
     def _whole_network(self) -> Start | None:
-        training, parts, model = self.training(), self.label_parts(), getattr(self.config, "model", None)
+        training, parts = self.training(), self.label_parts()
         if training is None or parts is None or self.task.loss is None:
             return None
-        optimizer = model.optimizer if isinstance(model, TrainingConfig) else "adamw"
         try:
-            return whole_network_start(
-                self.task, self.task.loss, parts, lr=training.lr, optimizer=optimizer, seed=self.seed
-            )
+            return whole_network_start(self.task, self.task.loss, parts, lr=training.lr, seed=self.seed)
         except MetricError as error:  # it is on the held-out labels that the metric need not be defined
             self.callback.say(f"the whole network is not finetuned on held-out labels: {error}")
             return None

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.data.training import OPTIMIZERS
 from metricopt_ext.experiment.passes import CountedTask
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
@@ -51,9 +50,7 @@ def held_third(groups: Tensor, seed: int) -> Tensor:
     return held
 
 
-def whole_network_start(
-    task: FinetuneTask, loss: Loss, parts: LabelParts, *, lr: float, optimizer: str = "adamw", seed: int
-) -> Start:
+def whole_network_start(task: FinetuneTask, loss: Loss, parts: LabelParts, *, lr: float, seed: int) -> Start:
     """Return the model with all of its weights finetuned on labels of the data that the metric sees.
 
     Two finetunes, at .3 and 1 times the training's rate, are judged by the metric on a held-out third of the labels
@@ -66,7 +63,6 @@ def whole_network_start(
         loss: The task's loss.
         parts: The labelled data.
         lr: Peak rate of the model's training, above 0.
-        optimizer: The training's, of `OPTIMIZERS`.
         seed: Seed of batches and dropout.
 
     Raises:
@@ -80,13 +76,13 @@ def whole_network_start(
         best, rate, steps = parts.judge.cost(base, "held-out labels"), 0.0, 0
         for factor in RATES:
             model = copy.deepcopy(base)
-            for step in _finetuned(model, loss, parts.fit, optimizer, factor * lr, STEPS, drawn):
+            for step in _finetuned(model, loss, parts.fit, factor * lr, STEPS, drawn):
                 count += 1
                 if step % EVERY == 0:
                     cost = parts.judge.cost(model.eval(), "held-out labels")
                     if (cost, step) < (best, steps):
                         best, rate, steps = cost, factor * lr, step
-        for _ in _finetuned(base, loss, parts.whole, optimizer, rate, steps, drawn):
+        for _ in _finetuned(base, loss, parts.whole, rate, steps, drawn):
             count += 1
     if isinstance(task, CountedTask):
         task.losses.count += count
@@ -98,12 +94,10 @@ def whole_network_start(
     return Start(task.origin(), changed(base.named_buffers()), changed(base.named_parameters()))
 
 
-def _finetuned(
-    model: nn.Module, loss: Loss, batches: Batches, optimizer: str, lr: float, steps: int, seed: int
-) -> Iterator[int]:
+def _finetuned(model: nn.Module, loss: Loss, batches: Batches, lr: float, steps: int, seed: int) -> Iterator[int]:
     """Train a model in place, at a constant rate so that it can stop anywhere; yields the number of steps so far."""
     own = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    descent = OPTIMIZERS[optimizer](own, lr, weight_decay=0.0)
+    descent = torch.optim.AdamW(own, lr, weight_decay=0.0)
     for step in range(steps):
         model.train()
         with torch.enable_grad():

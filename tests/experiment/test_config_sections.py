@@ -15,12 +15,9 @@ from metricopt_ext.experiment.config_sections import ShiftConfig, TrainingConfig
     ("settings", "names"),
     [
         ({"epochs": 0}, ("model.epochs=0", "1")),
-        ({"optimizer": "adam"}, ("model.optimizer='adam'",)),
         ({"lr": 0.0}, ("lr", "0.0")),
         ({"lr": math.nan}, ("model", "nan")),
         ({"lr": math.inf}, ("model", "inf")),
-        ({"weight_decay": math.nan}, ("weight_decay",)),
-        ({"weight_decay": -0.1}, ("model.weight_decay=-0.1",)),
     ],
 )
 def test_what_cannot_be_trained_with_is_refused(settings: dict[str, Any], names: tuple[str, ...]) -> None:
