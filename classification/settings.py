@@ -35,7 +35,7 @@ class ClassificationSettings(Settings):
 
 
 def classification_settings(
-    model: nn.Module, *, images: bool = True, temperature: bool = False, kept: KeptOutputs | None = None
+    model: nn.Module, *, images: bool = True, temperature: bool = False
 ) -> ClassificationSettings:
     """Return the settings of a classifier's inference: a flip and crops of its images, and a temperature.
 
@@ -52,7 +52,6 @@ def classification_settings(
             back to the images' size. A flip is wrong for text and digits: the metric judges it.
         temperature: Whether logits may be divided by a temperature, for a metric that sees probabilities. Of one that
             sees decisions or an order alone it changes nothing.
-        kept: Keeps the logits, such as ``KeptOutputs(folder=...)`` for later runs; by default in memory.
 
     Raises:
         ValueError: There is nothing to set; phi has a temperature already; or the model's calls can't be changed, or
@@ -89,7 +88,7 @@ def classification_settings(
         ]
     if temperature:
         settings.append(Setting("temperature", COOLEST, HOTTEST, scale="log", default=1.0))
-    kept = KeptOutputs() if kept is None else kept
+    kept = KeptOutputs()
     viewed = Viewed(kept)
 
     @contextmanager

@@ -1,7 +1,6 @@
 """Settings of a classifier's inference, beside means over views made by hand, and what is kept meanwhile."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.streamed import StreamedImages, as_inputs
 from metricopt_ext.experiment.passes import Noticing
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.utils.kept_outputs import KeptOutputs
 
 SIDE = 16
 
@@ -137,18 +135,6 @@ def test_what_was_seen_runs_no_model() -> None:
     with settings.applied({"temperature": 0.5}):
         assert torch.equal(logits(model, x) * 0.5, Classifier.forward(model, x).detach())
     assert settings.passes == 13
-
-
-def test_a_later_run_reads_what_was_kept_on_disk(tmp_path: Path) -> None:
-    values = {"flip": True, "temperature": 0.5}
-    found = []
-    for passes in (2, 0):
-        model, x = Classifier(), images()
-        settings = classification_settings(model, temperature=True, kept=KeptOutputs(folder=tmp_path))
-        with settings.applied(values):
-            found.append(logits(model, x))
-        assert (model.runs, settings.passes) == (passes, passes)
-    assert torch.equal(*found)
 
 
 def test_images_on_disk_are_read_once_for_each_view(monkeypatch: pytest.MonkeyPatch) -> None:

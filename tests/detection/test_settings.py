@@ -670,15 +670,3 @@ def test_what_no_attribute_says_is_told_with_code_that_does_it() -> None:
         {"detection_settings": detection_settings, "model": model, "found": found, "found_by": found_by},
     )
     assert_same(found, expected)
-
-
-def test_outputs_on_disk_serve_a_later_run(model: Any, tmp_path: Path) -> None:
-    values = {"flip": True, "soft_nms": 0.2, **LOW}
-    found, passes = [], []
-    for _ in range(2):
-        kept = KeptOutputs(folder=tmp_path)
-        with detection_settings(model, kept=kept, boxes_only=True).applied(values):
-            found.append(found_by(model))
-        passes.append(kept.passes)
-    assert passes == [2, 0]
-    assert_same(*found)
