@@ -6,7 +6,6 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.classification.config import ClassificationConfig
-from metricopt_ext.classification.kept_features import Rest
 from metricopt_ext.classification.probe import output_scale
 from metricopt_ext.errors import ConfigError
 
@@ -51,20 +50,7 @@ def attach(model: nn.Module, config: ClassificationConfig, seed: int, x: Tensor 
     return attached(Outputs(scale=scale, temperature=settings.temperature))
 
 
-def tuned_part(model: nn.Module, config: ClassificationConfig) -> nn.Module:
-    """Return what of a classifier is tuned: all of it, or the `Rest` from the layer on that the settings name."""
-    first = config.adapter.keep_before
-    return Rest(model, first) if first else model
-
-
 def check_adapter(adapter: Adapter, config: ClassificationConfig) -> None:
     """Reject what the adapter or its number of coordinates makes impossible, on a model that isn't trained yet."""
-    if isinstance(adapter.model, Rest):
-        for layer in adapter.layers:
-            if not adapter.model.runs(layer):
-                raise ConfigError(
-                    f"adapter.layers has {layer!r}, which comes before adapter.keep_before={adapter.model.first}: what"
-                    " it computes is kept, so phi can't act there; name layers from there on"
-                )
     config.check_queries(adapter.dim)
     adapter.merge()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.classification.adapter import attach, check_adapter, tuned_part
+from metricopt_ext.classification.adapter import attach, check_adapter
 from metricopt_ext.classification.config import ClassificationConfig, ModelConfig
 from metricopt_ext.classification.models import build_model
 from metricopt_ext.classification.named_loss import named_loss
@@ -45,7 +45,7 @@ def classifier(
     return pretrained(
         lambda: built(config, splits),
         trained,
-        check=lambda model: check_adapter(attach(tuned_part(model, config), config, seed), config),
+        check=lambda model: check_adapter(attach(model, config, seed), config),
         weights=settings.weights or _own_weights(config, splits),
         folder=folder,
         seed=seed,

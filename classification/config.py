@@ -61,10 +61,6 @@ class ClassifierAdapterConfig(AdapterConfig):
     kind: str = "film"
     outputs: bool = False  # film, input_bias: these offsets too, as further coordinates after the first dim
     temperature: bool = False  # one more coordinate, a factor on all logits; with outputs
-    # A layer of a model that runs one after the other, e.g. stage3 of cifar_resnetN. The
-    # layers before it stay as trained, and what they compute is kept in memory for each example; layers are named from
-    # there on. Empty: all of the model runs each time
-    keep_before: str = ""
 
     @property
     def acts_on_logits(self) -> bool:
@@ -282,11 +278,6 @@ class ClassificationConfig(RunConfig):
         self.model.check()
         if self.adapter.temperature and not self.adapter.acts_on_logits:
             raise ConfigError("adapter.temperature=true needs adapter.outputs=true, or adapter.kind=outputs")
-        if self.adapter.keep_before and self.siblings is not None and self.siblings.trains == "scratch":
-            raise ConfigError(
-                f"adapter.keep_before={self.adapter.keep_before} leaves the layers before it as trained, but"
-                " siblings.trains=scratch trains all of them; leave that out, or set phi or model"
-            )
         super().check()
         if self.siblings:
             self.siblings.check(self.trained_methods)

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.start import Start, StartLine
-from metricopt_ext.classification.adapter import attach, tuned_part
+from metricopt_ext.classification.adapter import attach
 from metricopt_ext.classification.besides import besides
 from metricopt_ext.classification.classifier import classifier, steps_of, untrained
 from metricopt_ext.classification.config import ClassificationConfig, OwnLossConfig
 from metricopt_ext.classification.groups import groups_of, metric_halves, strata
-from metricopt_ext.classification.kept_features import Rest
 from metricopt_ext.classification.metrics import MetricSpec
 from metricopt_ext.classification.named_loss import named_loss, try_loss
 from metricopt_ext.classification.named_metric import build_metric, try_metric
@@ -69,13 +68,11 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
     """A trained classifier, and the splits that it was trained on and is judged by.
 
     Attributes:
-        inputs: The splits as they were loaded.
+        splits: The data.
         target: What is predicted.
-        splits: The same with what is kept of the inputs, if the first layers stay as trained (``adapter.keep_before``).
     """
 
     config_type = ClassificationConfig
-    inputs: Splits
     splits: Splits
     target: Target
 
@@ -97,7 +94,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
     def prepare(self) -> tuple[FinetuneTask, Metric]:
         """Load the data, train the classifier or load it from the folder, and return the task and the test metric."""
         config, seed, device = self.config, self.seed, choose_device(self.config.device)
-        self.inputs = self.splits = splits = load_splits(config, seed).to(device)
+        self.splits = splits = load_splits(config, seed).to(device)
         self.reading = splits.reading
         if self.reading is not None and seed == config.seed:
             for line in self.reading.lines():
@@ -114,9 +111,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         if isinstance(config.loss, OwnLossConfig):
             try_loss(config, untrained(config, splits, seed), splits.train)
         metric = self._metric
-        model = tuned_part(classifier(config, splits, seed, self.folder, self.callback), config)
-        if isinstance(model, Rest):
-            self.splits = splits = model.features(splits)
+        model = classifier(config, splits, seed, self.folder, self.callback)
         adapter = attach(model, config, seed, splits.train.x)
         task = FinetuneTask(
             adapter,
@@ -235,9 +230,9 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         return Start(moved_by(adapter, offsets))
 
     def training(self) -> Training:
-        """Return how the classifier was trained; images are jittered, unless only features of them are kept."""
+        """Return how the classifier was trained; images are jittered."""
         settings, part = self.config.model, self.splits.train
-        seen = part.x.dim() == 4 and not self.config.adapter.keep_before
+        images = part.x.dim() == 4
 
         def batches(balanced: bool) -> TensorBatches:
             return TensorBatches(part.x, part.y, min(settings.batch_size, len(part)), balanced=balanced)
@@ -245,14 +240,14 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         loss = named_loss(self.config, self.target)
 
         def trained(model: nn.Module, batches: Batches, **options: Any) -> None:
-            train_supervised(model, loss, batches, augment=settings.augment and seen, **options)
+            train_supervised(model, loss, batches, augment=settings.augment and images, **options)
 
         return Training(
             steps_of(settings, part),
             settings.lr,
             batches=batches(settings.balanced),
             rebalanced=batches(not settings.balanced),
-            augment=jitter if seen else None,
+            augment=jitter if images else None,
             train=trained,
         )
 
@@ -300,12 +295,12 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
     def finish(self) -> None:
         """Write the tuned classifier, and draw some test images, with their classes before and after."""
         super().finish()
-        images, x, adapter = self.inputs.test, self.splits.test.x, self.task.adapter
-        if images.x.dim() == 4 and self.target.kind == "classes":
+        part, adapter = self.splits.test, self.task.adapter
+        if part.x.dim() == 4 and self.target.kind == "classes":
             with self.as_trained():
-                before = self.target.decide(scores_at(adapter, self.task.origin(), x))
-            after = self.target.decide(scores_at(adapter, adapter.phi.detach(), x))
-            plot_examples(images, before, after, self.splits.class_names, self.folder / "examples.png", self.seed)
+                before = self.target.decide(scores_at(adapter, self.task.origin(), part.x))
+            after = self.target.decide(scores_at(adapter, adapter.phi.detach(), part.x))
+            plot_examples(part, before, after, self.splits.class_names, self.folder / "examples.png", self.seed)
 
     @property
     def _siblings(self) -> SiblingsConfig:
@@ -322,7 +317,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             batch_metric=batch_metric(self._metric),
             batches=self._sibling_batches(),
             validation=self._batches(splits.validation),
-            build=lambda seed: tuned_part(untrained(self.config, self.inputs, seed), self.config),
+            build=lambda seed: untrained(self.config, splits, seed),
         )
         return made.untrained(self.seed) if config.trains == "scratch" else made
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.modulation import Context
-from metricopt_ext.classification.kept_features import Rest
 from metricopt_ext.tasks.settings import Setting, Settings, Value
 from metricopt_ext.utils.kept_outputs import KeptOutputs, circumstances, digest_of, digest_of_model
 from metricopt_ext.utils.words import brief
@@ -54,8 +53,7 @@ def classification_settings(
             sees decisions or an order alone it changes nothing.
 
     Raises:
-        ValueError: There is nothing to set; phi has a temperature already; or the model's calls can't be changed, or
-            its inputs are features of images.
+        ValueError: There is nothing to set; phi has a temperature already; or the model's calls can't be changed.
 
     Examples:
         >>> model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 2)).eval()
@@ -68,11 +66,6 @@ def classification_settings(
     contexts = [each for each in model.modules() if isinstance(each, Context)]
     if temperature and any(each.outputs is not None and each.outputs.temperature for each in contexts):
         raise ValueError("temperature=True, but phi has one already, Outputs(temperature=True); leave one of them out")
-    if images and isinstance(model, Rest):
-        raise ValueError(
-            f"images=True, but the inputs are what the layers before {model.first} computed, which no flip is of;"
-            " tune all layers, or give images=False"
-        )
     if not images and not temperature:
         raise ValueError("images=False and temperature=False leave nothing to set; give one of them")
     if "forward" in vars(model) or model._forward_hooks:

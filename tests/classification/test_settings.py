@@ -14,7 +14,6 @@ import metricopt_ext as mo
 from helpers.networks import Counted
 from helpers.refusals import assert_refused
 from metricopt_ext.classification.callable_metric import from_callable
-from metricopt_ext.classification.kept_features import Rest
 from metricopt_ext.classification.metrics import METRICS
 from metricopt_ext.classification.predictions import predict
 from metricopt_ext.classification.settings import classification_settings, view_of
@@ -209,10 +208,6 @@ def test_a_metric_that_sees_probabilities_is_judged_by_the_temperature() -> None
     ("make", "names"),
     [
         (lambda: classification_settings(Classifier(), images=False), ()),
-        (
-            lambda: classification_settings(Rest(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "1")),
-            ("layers", "1"),
-        ),
         (lambda: classification_settings(with_temperature(), temperature=True), ("phi",)),
         (lambda: classification_settings(hooked()), ("Classifier",)),
     ],

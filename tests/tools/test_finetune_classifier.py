@@ -493,18 +493,6 @@ def test_a_torchvision_classifier_on_an_image_folder(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "seed-0" / "examples.png").stat().st_size > 1000
 
 
-def test_first_layers_that_stay_as_trained_are_part_of_what_is_written(tmp_path: Path) -> None:
-    overrides = ["adapter.keep_before=conv3", "adapter.layers=[norm3]", "method.start_std=0.5"]
-    call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, *overrides)
-    content = json.loads((tmp_path / "run" / "report.json").read_text())
-    for name, tuned in (("pretrained", False), ("metricopt", True)):
-        labels, logits = answers(config_of(), tmp_path / "run", 0, tuned)
-        assert content["methods"][name]["test"] == [pytest.approx(float((logits.argmax(1) == labels).double().mean()))]
-    assert (tmp_path / "run" / "seed-0" / "examples.png").stat().st_size > 1000
-    message = refused("--config-file", DIGITS, "--output-dir", tmp_path / "early", *TINY, "adapter.keep_before=conv3")
-    assert message.startswith("adapter.layers has 'norm1', which comes before adapter.keep_before=conv3: what it")
-
-
 def test_a_model_of_ones_own_is_built_tuned_and_written_under_its_own_names(tmp_path: Path) -> None:
     (tmp_path / "our_nets.py").write_text(
         "from torch import nn\n"
@@ -658,10 +646,6 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
         (["model.name=resnet999"], r"model\.name='resnet999' is neither"),
         (["model.name=resnet18", "adapter.layers=[]"], r"model\.name=resnet18.*\(1, 8, 8\)"),
         (["model.name=tabular_mlp"], r"model\.name=tabular_mlp.*\(1, 8, 8\)"),
-        (
-            ["adapter.keep_before=head", "methods=[sl_s]", "siblings.trains=scratch"],
-            r"adapter.keep_before=head.*layers before",
-        ),
         (["model.weights=nowhere.pt"], r"nowhere\.pt.*weights for SmallCNN"),
         (["batch_size=5"], r"batch_size.*5, too.*each of 10 classes"),
         (
