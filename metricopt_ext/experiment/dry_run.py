@@ -232,7 +232,6 @@ def known_queries(config: RunConfig, methods: Sequence[str]) -> dict[str, int]:
         "settings": 0,
         "metricopt_paper": config.queries,
         "metricopt_learned": config.queries,
-        "refined": config.refined.queries if config.refined else 0,
     }
     return {name: queries for name, queries in known.items() if name in methods}
 

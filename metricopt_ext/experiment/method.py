@@ -127,7 +127,6 @@ METHODS: dict[str, Entry] = {
     ),
     "metricopt_paper": Entry("MetricOpt, Algorithm 1", "#e57fb0", "queries", training=True, shared=True),
     "metricopt_learned": Entry("MetricOpt, learned", "#8e1b8e", "queries", training=True, shared=True),
-    "refined": Entry("MetricOpt, then CMA-ES", "#e0607a", "queries", training=True, after="metricopt"),
     "sl_u": _sibling("SL, universal surrogate", "#c9b458", SurrogateLearning("universal")),
     "sl_s": _sibling("SL, surrogate from scratch", "#a88f2a", SurrogateLearning("scratch")),
     "sl_r": _sibling("SL, refined surrogate", "#7d6608", SurrogateLearning("refined")),

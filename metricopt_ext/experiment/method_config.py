@@ -164,7 +164,6 @@ class LearnedConfig:
     evals: int = Recipe.evals  # K
     tasks: int = AlgorithmS1.tasks  # collected in a meta-iteration; 1 as printed
     updates: int = AlgorithmS1.updates  # of the optimizer in a meta-iteration; 1 as printed
-    estimator: str = AlgorithmS1.estimator  # combined, or score (for a loss without 2nd derivatives)
 
     def build(self, finetune: FinetuneConfig) -> AlgorithmS1:
         """Return the algorithm.
@@ -174,10 +173,3 @@ class LearnedConfig:
         """
         with config_section("learned"):
             return AlgorithmS1(**vars(self), steps=finetune.steps, lr=finetune.lr)
-
-
-@dataclass
-class RefinedConfig:
-    """How the method ``refined`` works: CMA-ES, continuing from a recipe's end point."""
-
-    queries: int = 100

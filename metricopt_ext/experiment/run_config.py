@@ -20,7 +20,6 @@ from metricopt_ext.experiment.method_config import (
     LearnedConfig,
     MethodConfig,
     PaperSettings,
-    RefinedConfig,
     SearchConfig,
     choice_of,
     method_named,
@@ -54,7 +53,6 @@ LINES = ("prior_line", "batchnorm_line")  # which take queries that are to spare
 SOUP, SHARE = 6, 0.1  # finetunes of a soup, and the share of the training that each repeats
 SEEDS = 2**32  # how many there are: NumPy draws by no larger ones
 VARIANTS = ("metricopt_paper", "metricopt_learned")  # the paper's own forms, run beside MetricOpt
-LEARNERS = (*VARIANTS, "refined")  # those of ``methods`` that respect no constraints
 
 
 @dataclass
@@ -89,14 +87,13 @@ class RunConfig:
     # Further methods to run, whose queries come on top. What a user could do instead: loss_finetune_best, guided_es and
     # cma_es; for classifiers threshold, class_offsets and logit_adjustment_tuned, or with several labels
     # label_thresholds. The others bring a section. settings: MetricOpt tunes inference before phi, where the task has
-    # any. The paper's own metricopt_paper and metricopt_learned; refined, after a recipe; siblings of MetricOpt, sl_u,
+    # any. The paper's own metricopt_paper and metricopt_learned; siblings of MetricOpt, sl_u,
     # sl_s, sl_r, reloss, reloss_only and ala for classifiers, ala_mixture and ala_focal for embedders.
     methods: list[str] = field(default_factory=list)
     best_evals: int = 51  # queries of loss_finetune_best
     search_queries: int | None = None  # of guided_es and cma_es, from the same start; null: as many as MetricOpt spent
     paper: PaperSettings | None = field(default=None, metadata=brought_by("metricopt_paper"))
     learned: LearnedConfig | None = field(default=None, metadata=brought_by("metricopt_learned"))
-    refined: RefinedConfig | None = field(default=None, metadata=brought_by("refined"))
     settings: SettingsConfig | None = field(default=None, metadata=brought_by("settings"))
     seeds: int = 5  # number of seeds, each a fresh split, model and value function
     seed: int = 0  # the first of them
@@ -183,7 +180,7 @@ class RunConfig:
                 f"methods={self.methods}: method.name={self.method.name} tunes no settings; set method.name=search,"
                 " or leave settings out of methods"
             )
-        if phi_alone := [name for name in self.methods if name in LEARNERS]:
+        if phi_alone := [name for name in self.methods if name in VARIANTS]:
             raise ConfigError(f"methods={self.methods}: {phi_alone[0]} tunes no settings; leave it or settings out")
 
     def _check_methods(self) -> None:
@@ -191,8 +188,6 @@ class RunConfig:
         unknown = [name for name in self.methods if name not in known]
         if unknown:
             raise ConfigError(f"methods={self.methods}: {unknown[0]!r} is none of {', '.join(known)} in this tool")
-        if "refined" in self.methods and self.method.name != "recipe":
-            raise ConfigError(f"methods={self.methods}: refined continues from a recipe's end: set method.name=recipe")
 
     def _check_besides(self) -> None:
         metric = getattr(self, "metric", None)
@@ -200,7 +195,7 @@ class RunConfig:
             return
         metric.check_besides(str(getattr(metric, "name", "")))
         learning = [] if self.method.name == "search" else [f"method.name={self.method.name}"]
-        learning += [f"methods={self.methods}: {name}" for name in self.methods if name in LEARNERS]
+        learning += [f"methods={self.methods}: {name}" for name in self.methods if name in VARIANTS]
         if metric.subject_to and learning:
             raise ConfigError(
                 f"metric.subject_to={metric.subject_to}: {learning[0]} can't respect constraints; set"
@@ -246,8 +241,6 @@ class RunConfig:
                     f"methods={self.methods}: {name} has {self.rows[name]} queries, but needs {least} for {phi}: set"
                     " search_queries, or leave it out"
                 )
-        if self.refined and self.refined.queries < (least := CMAES().least_queries(dim)):
-            raise ConfigError(f"refined.queries={self.refined.queries}: it must be at least {least} for {phi}")
         if self.learned:
             self.learned.build(self.finetune).iterations(self.queries)
         if self.paper:

@@ -16,7 +16,6 @@ from metricopt_ext.experiment.baselines import (
     loss_path,
     notified,
     optimizing,
-    searching,
     staged,
     usual_baselines,
 )
@@ -28,7 +27,6 @@ from metricopt_ext.methods.searched import runner_of
 from metricopt_ext.methods.starts import reestimate_batchnorm
 from metricopt_ext.methods.tuned_settings import SETTINGS
 from metricopt_ext.runtime.progress import BeforeOthers, Callback, Within
-from metricopt_ext.search.direct import CMAES
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.task import FinetuneTask
 
@@ -94,10 +92,6 @@ def usual_methods(
         methods[name] = where_metricopt_began(baseline, config.search_queries, seed)
     for name in (name for name in config.methods if name in VARIANTS):
         methods[name] = variant(name, config, seed, folder=folder, resume=resume, callback=shown)
-    if refined := config.refined:
-        methods["refined"] = lambda earlier: Planned(
-            searching(CMAES()), (refined.queries,), seed, Started.at(phi_of(metricopt_result(earlier)))
-        )
     return asked_for(config, methods)
 
 
@@ -174,8 +168,3 @@ def metricopt_result(earlier: Earlier) -> Result[Any]:
     result = earlier["metricopt"][-1].result
     assert result is not None
     return result
-
-
-def phi_of(result: Result[Any]) -> Tensor:
-    """Return the phi that a run kept, ``d``."""
-    return result.ends[result.chosen]

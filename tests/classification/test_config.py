@@ -32,7 +32,7 @@ def test_a_default_run_has_few_enough_keys() -> None:
     assert len(leaf_keys(config)) <= 75
     assert {"method", "finetune", "guard"} < set(known_keys(config))
     assert not {key for key in known_keys(OwnMetricConfig) if f"metric.{key}" in known_keys(config)}
-    assert not {"siblings", "paper", "learned", "refined"} & set(known_keys(config))
+    assert not {"siblings", "paper", "learned"} & set(known_keys(config))
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda path: path.stem)

@@ -32,7 +32,6 @@ from metricopt_ext.utils.config import load_config
         ),
         (["learned={tasks: 3}"], "among methods; this run has methods=[]"),
         (["paper.name=x", "methods=[metricopt_paper]"], "unknown key 'paper.name'"),
-        (["refined.queries=3"], "among methods; this run has methods=[]"),
     ],
 )
 def test_a_key_of_what_is_not_chosen_says_which_choice_brings_it(overrides: list[str], message: str) -> None:

@@ -14,7 +14,7 @@ from helpers.refusals import assert_refused
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.experiment.baselines import at_each_budget, best_of_loss_finetune, ending_at
 from metricopt_ext.experiment.compare import Comparison, compare
-from metricopt_ext.experiment.method import Baseline, Planned, Reached
+from metricopt_ext.experiment.method import METHODS, Baseline, Reached
 from metricopt_ext.experiment.method_config import FinetuneConfig, RecipeConfig, SearchConfig
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.usual_methods import planned, usual_methods
@@ -66,6 +66,10 @@ def beside(
     hidden = Hidden(task.goal + 0.1)
     methods = usual_methods(config, 3, inputs=[], batches=task.batches, folder=folder, resume=resume)
     return compare(task, hidden.metric, {**methods, **(more or {})}, curves), hidden
+
+
+def goes_on_from_metricopt(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(METHODS, name, replace(METHODS[name], after="metricopt"))
 
 
 def without_seconds(comparison: Comparison) -> dict[str, Any]:
@@ -122,7 +126,11 @@ def test_the_best_step_is_the_best_of_the_evaluated_ones(
     assert twin.queries == evals
 
 
-def test_each_method_is_charged_with_what_it_spent(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+def test_each_method_is_charged_with_what_it_spent(
+    quadratic: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on_from_metricopt(monkeypatch, "guided_es")
+
     def search(task: FinetuneTask) -> Tensor:
         task.costs_at(torch.randn(4, task.dim), "search")
         return task.origin()
@@ -130,7 +138,7 @@ def test_each_method_is_charged_with_what_it_spent(quadratic: Callable[..., Any]
     more = {
         "batchnorm_validation": planned(ending_at(lambda task: task.origin())),
         "cma_es": planned(at_each_budget(lambda task, *_: search(task)), 4),
-        "refined": lambda earlier: Planned(at_each_budget(lambda task, *_: search(task)), (4,)),
+        "guided_es": planned(at_each_budget(lambda task, *_: search(task)), 4),
     }
     task = quadratic()
     outcomes = beside(task, tmp_path, more)[0].outcomes
@@ -142,7 +150,7 @@ def test_each_method_is_charged_with_what_it_spent(quadratic: Callable[..., Any]
         "loss_finetune_validation": (0, 0),
         "batchnorm_validation": (0, 0),
         "cma_es": (4, 4),
-        "refined": (SPENT + 4, 3 + 4),
+        "guided_es": (SPENT + 4, 3 + 4),
     }
     assert task.metric.ledger.spent == 0  # each had a ledger of its own
 
@@ -161,12 +169,12 @@ def test_methods_may_end_at_a_phi_a_model_or_not_at_all(quadratic: Callable[...,
     task = quadratic()
     more = {
         "cma_es": planned(Baseline(several)),
-        "refined": planned(ending_at(model)),
-        "guided_es": planned(ending_at(lambda task: None)),
+        "guided_es": planned(ending_at(model)),
+        "batchnorm_validation": planned(ending_at(lambda task: None)),
     }
     comparison, hidden = beside(task, tmp_path, more, curves=True)
-    assert list(comparison.outcomes) == [*USUAL, "cma_es", "refined"]
-    assert comparison.outcomes["refined"][0].validation == task.true_cost(points[3])
+    assert list(comparison.outcomes) == [*USUAL, "cma_es", "guided_es"]
+    assert comparison.outcomes["guided_es"][0].validation == task.true_cost(points[3])
     for i, outcome in zip((2, 5), comparison.outcomes["cma_es"], strict=True):  # one for each number of queries
         assert (outcome.validation, outcome.test) == (task.true_cost(points[i]), hidden.at(points[i]))
         assert (outcome.queries_total, outcome.queries_per_start, outcome.seconds) == (10 * i, i, 0.5 * i)
@@ -178,6 +186,7 @@ def test_seconds_are_booked_on_who_took_them(
     quadratic: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task, clock = quadratic(), [0.0]
+    goes_on_from_metricopt(monkeypatch, "guided_es")
     monkeypatch.setattr("metricopt_ext.experiment.method.now", lambda: clock[0])
 
     def takes_a_second(model: nn.Module) -> float:
@@ -192,7 +201,7 @@ def test_seconds_are_booked_on_who_took_them(
         return ending_at(run)
 
     slow = replace(task, metric=Metric(takes_a_second, maximize=False, bounds=None, name="distance"))
-    more = {"cma_es": planned(taking(7)), "refined": planned(taking(100))}
+    more = {"cma_es": planned(taking(7)), "guided_es": planned(taking(100))}
     comparison, _ = beside(slow, tmp_path, more)
     assert {name: outcome.seconds for name, (outcome,) in comparison.outcomes.items()} == {
         "pretrained": 0,
@@ -201,7 +210,7 @@ def test_seconds_are_booked_on_who_took_them(
         "loss_finetune_best": 6,
         "loss_finetune_validation": 0,
         "cma_es": 7,
-        "refined": SPENT + 100,  # it goes on from MetricOpt, whose time it needs as well as its queries
+        "guided_es": SPENT + 100,  # it goes on from MetricOpt, whose time it needs as well as its queries
     }
 
 
@@ -232,12 +241,15 @@ def test_a_method_without_an_entry_is_refused_before_anything_runs(
     assert task.queries == 0
 
 
-def test_a_method_must_come_after_the_one_that_it_continues_from(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_method_must_come_after_the_one_that_it_continues_from(
+    quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on_from_metricopt(monkeypatch, "guided_es")
     task = quadratic()
     assert_refused(
-        lambda: compare(task, task.metric, {"refined": planned(ending_at(lambda task: task.origin()))}),
+        lambda: compare(task, task.metric, {"guided_es": planned(ending_at(lambda task: task.origin()))}),
         ConfigError,
-        "refined",
+        "guided_es",
     )
     assert task.queries == 0
 

@@ -46,8 +46,8 @@ def test_each_method_is_built_from_the_settings() -> None:
 
 def test_the_learned_optimizer_of_nothing_but_defaults_is_the_library_s() -> None:
     assert LearnedConfig().build(FinetuneConfig()) == AlgorithmS1()
-    changed = LearnedConfig(evals=4, tasks=2, updates=3, estimator="score")
-    same = AlgorithmS1(steps=9, evals=4, tasks=2, updates=3, estimator="score")
+    changed = LearnedConfig(evals=4, tasks=2, updates=3)
+    same = AlgorithmS1(steps=9, evals=4, tasks=2, updates=3)
     assert changed.build(FinetuneConfig(steps=9)) == same
 
 

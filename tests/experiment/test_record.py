@@ -62,7 +62,7 @@ def having(whole: dict[str, Any], **outcomes: Any) -> str:
         lambda whole: without("metricopt", whole),
         lambda whole: without("pretrained", whole),
         lambda whole: having(whole, metricopt=[]),
-        lambda whole: having(whole, refined=[]),
+        lambda whole: having(whole, cma_es=[]),
         lambda whole: having(whole, **{"../../owned": [OUTCOME]}),
         lambda whole: having(whole, metricopt=[OUTCOME | {"test": math.nan}]),
         lambda whole: having(whole, metricopt=[OUTCOME | {"validation": math.inf}]),

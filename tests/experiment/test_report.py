@@ -105,7 +105,7 @@ def test_findings_tell_whether_f_was_trusted(report: Callable[..., Report]) -> N
     assert last == "Kept by the guard: MetricOpt in 2, the model as it was in 1 of 3 seeds"
 
 
-@pytest.mark.parametrize("method", ["metricopt", "guided_es", "cma_es", "refined"])
+@pytest.mark.parametrize("method", ["metricopt", "guided_es", "cma_es"])
 def test_what_may_begin_from_batchnorm_needs_the_inputs(report: Callable[..., Report], method: str) -> None:
     made = report()
     assert made.needs(method) == "scores"

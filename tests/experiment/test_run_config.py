@@ -69,7 +69,6 @@ def test_a_search_needs_its_starts_a_design_and_an_end(starts: list[str], least:
         ),
         ("starts=[labels]", ("labels", "loss_finetune")),
         ("guard.confidence=0.4", ("guard_confidence", "0.4")),
-        ("methods=[refined]", ("method.name=recipe",)),
     ],
 )
 def test_a_search_is_set_up_before_any_work(override: str, names: tuple[str, ...]) -> None:
@@ -85,22 +84,15 @@ def test_searches_get_enough_queries_or_none() -> None:
     assert_refused(config.check, ConfigError, "cma_es", "15", least, "adapter.dim=16", "search_queries")
     config.search_queries = least
     config.check()
-    config = RunConfig(adapter=AdapterConfig(dim=5), method=RecipeConfig(), methods=["refined", "guided_es"])
-    assert config.refined is not None
+    config = RunConfig(adapter=AdapterConfig(dim=5), method=RecipeConfig(), methods=["guided_es"])
     config.search_queries = GuidedES().least_queries(5)
     config.check()
     config.search_queries -= 1
     assert_refused(config.check, ConfigError, "guided_es", config.search_queries, "adapter.dim=5")
-    config.methods.remove("guided_es")
-    least = CMAES().least_queries(5)
-    config.refined.queries = least
-    config.check()
-    config.refined.queries = least - 1
-    assert_refused(config.check, ConfigError, f"refined.queries={least - 1}", least)
 
 
 def test_settings_as_plain_data_make_the_same_settings(tmp_path: Path) -> None:
-    methods = ["metricopt_learned", "refined"]
+    methods = ["metricopt_learned", "cma_es"]
     config = RunConfig(AdapterConfig(["layer4.*"], 8), RecipeConfig(rounds=2), FinetuneConfig(lr=0.5), methods=methods)
     config.queries = 700
     (tmp_path / "again.yaml").write_text(json.dumps(config.as_dict()))  # JSON is YAML

@@ -16,7 +16,7 @@ from metricopt_ext.experiment.baselines import at_each_budget, searching
 from metricopt_ext.experiment.brought_sections import bring_sections
 from metricopt_ext.experiment.compare import judge
 from metricopt_ext.experiment.method import METHODS, Reached
-from metricopt_ext.experiment.method_config import FinetuneConfig, LearnedConfig, PaperSettings, RefinedConfig
+from metricopt_ext.experiment.method_config import FinetuneConfig, LearnedConfig, PaperSettings
 from metricopt_ext.experiment.run_config import VARIANTS, RunConfig
 from metricopt_ext.experiment.usual_methods import planned, usual_methods, variant
 from metricopt_ext.methods.pipeline import optimize_metric
@@ -53,16 +53,15 @@ def test_finetuning_on_labels_uses_their_batches(quadratic: Callable[..., Any]) 
 def test_searches_run_where_they_are_given_queries(quadratic: Callable[..., Any]) -> None:
     task = quadratic()
     config = RunConfig(finetune=FinetuneConfig(steps=6, lr=0.2))
-    assert not {"guided_es", "cma_es", "refined"} & set(usual_methods(config, 5, inputs=[], batches=task.batches))
-    config = RunConfig(finetune=FinetuneConfig(steps=6, lr=0.2), search_queries=30, refined=RefinedConfig(20))
-    config.methods = ["guided_es", "cma_es", "refined"]
+    assert not {"guided_es", "cma_es"} & set(usual_methods(config, 5, inputs=[], batches=task.batches))
+    config = RunConfig(finetune=FinetuneConfig(steps=6, lr=0.2), search_queries=30)
+    config.methods = ["guided_es", "cma_es"]
     usual = usual_methods(config, 5, inputs=[], batches=task.batches)
     for name, search in (("guided_es", GuidedES(lr=0.2)), ("cma_es", CMAES())):
         before = task.queries
         (reached,) = usual[name]({"metricopt": (Reached(task.origin(), 9, 9, 0.0),)}).run(task)
         assert reached.queries == reached.queries_per_start == task.queries - before == 30
         assert torch.equal(reached.end, search(task, task.origin(), 30, seed=5).phi)
-    assert "refined" in usual
 
 
 def test_searches_that_take_long_say_how_far_they_are(

@@ -175,25 +175,21 @@ def test_a_finished_run_resumes_without_any_training(
 
 
 def test_methods_on_request(finished: Path, tmp_path: Path) -> None:
-    names = NAMED[0].replace("]", ",guided_es,cma_es,refined]")
-    settings = ["search_queries=15", "refined.queries=10", names]
+    names = NAMED[0].replace("]", ",guided_es,cma_es]")
+    settings = ["search_queries=15", names]
     report = tool.run(config_of("seed=1", *settings), tmp_path / "all", resume=False)
     plain = json.loads((finished / "report.json").read_text())["methods"]
     content = json.loads((tmp_path / "all" / "report.json").read_text())["methods"]
     spent = {name: (int(method["queries_total"]), int(method["queries_per_start"])) for name, method in content.items()}
-    total = int(plain["metricopt"]["queries_total"])
     assert {name: spent[name] for name in spent if name not in plain} == {
         "guided_es": (15, 15),
         "cma_es": (15, 15),
-        "refined": (total + 10, spent["metricopt"][1] + 10),
     }
     for name in plain:
         assert content[name]["test"] == plain[name]["test"][1:]  # they change nothing for the others
-    for name in ("guided_es", "cma_es", "refined"):
-        start = "metricopt" if name == "refined" else "pretrained"
-        assert content[name]["validation"][0] >= content[start]["validation"][0]
-    text = (tmp_path / "all" / "report.md").read_text()
-    assert "| MetricOpt, then CMA-ES |" in text
+    for name in ("guided_es", "cma_es"):
+        assert content[name]["validation"][0] >= content["pretrained"]["validation"][0]
+    assert "| CMA-ES on the metric |" in (tmp_path / "all" / "report.md").read_text()
     assert report.records[0].split_half is not None
 
 
@@ -625,8 +621,8 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
         (["adapter.kind=outputs", "adapter.layers=[norm1,head]"], r"\['norm1'.*layer gives the logits"),
         (["adapter.outputs=true", "adapter.layers=[head]"], r"layer 'head'.*outputs act"),
         (
-            ["adapter.outputs=true", "methods=[refined]", "refined.queries=10"],
-            r"=10.*13 for phi of dimension 13",
+            ["adapter.outputs=true", "methods=[cma_es]", "search_queries=10"],
+            r"10 queries.*13 for phi of dimension 13",
         ),
         (["adapter.dim=0"], r"adapter.dim=0: it must be at least 1"),
         (["data.name=mnist"], r"data\.name='mnist' is none of .*digits"),

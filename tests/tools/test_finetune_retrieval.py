@@ -248,8 +248,7 @@ def test_omniglot_with_all_methods_and_another_loss(tmp_path: Path, capsys: pyte
             "data.fractions=[0.25,0.5,0.25]",
             "metric.ks=[1]",
             "search_queries=15",
-            "methods=[refined,guided_es,cma_es]",
-            "refined.queries=10",
+            "methods=[guided_es,cma_es]",
         ),
     ]
     root = omniglot(tmp_path / "set")
@@ -260,7 +259,6 @@ def test_omniglot_with_all_methods_and_another_loss(tmp_path: Path, capsys: pyte
     assert content["metric"]["name"] == "Recall@1"
     spent = {name: method["queries_total"] for name, method in content["methods"].items()}
     assert spent["guided_es"] == spent["cma_es"] == 15
-    assert spent["refined"] == spent["metricopt"] + 10
     config = config_of(*overrides, f"data.root={root}", file=OMNIGLOT)
     for name, tuned in (("pretrained", False), ("metricopt", True)):
         embeddings, labels = kept_embeddings(config, tmp_path / "run", 0, tuned)
