@@ -15,6 +15,7 @@ from metricopt_ext.detection.config import DATA as DETECTION_DATA
 from metricopt_ext.experiment.brought_sections import section_of
 from metricopt_ext.experiment.cli import TASKS, experiment_of
 from metricopt_ext.experiment.method_config import METHODS
+from metricopt_ext.retrieval.config import OwnDataConfig
 from metricopt_ext.utils.config import is_optional_section, known_keys
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,7 +94,11 @@ def keys_of(task: str) -> set[str]:
     schema: Any = experiment_of(task).config_type
     keys = set(known_keys(schema))
     keys |= {f"method.{key}" for method in METHODS.values() for key in known_keys(method)}
-    of_data = {"classification": (*DATA.values(), *KINDS_OF_DATA.values()), "detection": (*DETECTION_DATA.values(),)}
+    of_data = {
+        "classification": (*DATA.values(), *KINDS_OF_DATA.values()),
+        "detection": (*DETECTION_DATA.values(),),
+        "retrieval": (OwnDataConfig,),
+    }
     keys |= {f"data.{key}" for kind in of_data.get(task, ()) for key in known_keys(kind)}  # which data.name brings
     if schema.OWN_METRIC:
         keys |= {f"metric.{key}" for key in known_keys(schema.OWN_METRIC)}
