@@ -23,6 +23,7 @@ Array = npt.NDArray[Any]
 NUMERIC = 0.9
 # how a column says whether a row has a label, in lower case
 PRESENT = {"1": 1, "1.0": 1, "true": 1, "yes": 1, "y": 1, "0": 0, "0.0": 0, "false": 0, "no": 0, "n": 0}
+MOST_VALUES = 100  # of a text column, each one input, and classes of the target
 _SHOWN = 3  # bad cells of a column that are named
 _TELLING = 10  # rows from which on values of their own are worth a look
 
@@ -90,8 +91,8 @@ def near_names(values: Iterable[str]) -> list[str]:
 class Columns:
     """Reads the columns of a table: as numbers, or as categories."""
 
-    def __init__(self, path: StrPath, lines: Sequence[int | str], missing: bool, most: int) -> None:
-        self._path, self._lines, self._missing, self._most = path, lines, missing, most
+    def __init__(self, path: StrPath, lines: Sequence[int | str], missing: bool) -> None:
+        self._path, self._lines, self._missing = path, lines, missing
 
     def column(self, name: str, column: Sequence[str], as_they_are: bool) -> tuple[Array, Column]:
         """Return a column's inputs, ``n x inputs`` float64 or bool, and how it was read."""
@@ -177,10 +178,10 @@ class Columns:
 
     def _categories(self, name: str, column: Sequence[str], note: str) -> tuple[Array, Column]:
         values, codes = _coded(column)
-        if len(values) > self._most:
+        if len(values) > MOST_VALUES:
             raise DataError(
-                f"{self._path}: {too_many('text column', name, values, self._most)}; leave it out"
-                f" (data.drop=[{name}]) or raise data.max_categories" + (f" ({note})" if note else "")
+                f"{self._path}: {too_many('text column', name, values)}; leave it out (data.drop=[{name}])"
+                + (f" ({note})" if note else "")
             )
         empty = [i for i, cell in enumerate(column) if cell.lower() in MISSING]
         notes = [note] if note else []
@@ -238,7 +239,7 @@ def _coded(column: Sequence[str]) -> tuple[list[str], Array]:
     return values, np.array([places[cell] for cell in column])
 
 
-def too_many(what: str, name: str, values: Sequence[str], limit: int) -> str:
+def too_many(what: str, name: str, values: Sequence[str]) -> str:
     """Say that a column has more values than it may have."""
     shown = reprlib.repr(values[:3])
-    return f"{what} {name!r} must have at most {limit} distinct values, got {len(values)} such as {shown}"
+    return f"{what} {name!r} must have at most {MOST_VALUES} distinct values, got {len(values)} such as {shown}"

@@ -3,13 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from metricopt_ext.classification.tables import read_csv
 from metricopt_ext.data.images import ImageSize, centre_crop
 from metricopt_ext.data.own_parts import given_parts
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.brought_sections import either
 from metricopt_ext.experiment.config_sections import check_at_least
-from metricopt_ext.utils.config import MISSING, default_of
+from metricopt_ext.utils.config import MISSING
 
 TABLE = "csv"  # the data.name that brings the keys of a table
 MISSING_NUMBERS = ("mean", "median", "indicator")
@@ -111,11 +110,9 @@ class TableConfig(PartsConfig):
     targets: list[str] = field(default_factory=list)  # multilabel: in its place a column of 0 and 1 for each label
     drop: list[str] = field(default_factory=list)  # columns to leave out
     categories: list[str] = field(default_factory=list)  # columns whose cells are values as they stand, such as codes
-    max_categories: int = default_of(read_csv, "max_categories")  # most values of a text column, each one input
     # What numeric columns lack, or have no number for, is filled in by train's mean or median, or by the mean with one
     # more input that says where (indicator); empty: it is refused
     missing: str = ""
-    delimiter: str = default_of(read_csv, "delimiter")  # the character between cells; \t for a tab; empty: found
 
     def check(self) -> None:
         """Reject what can't be read.
@@ -123,7 +120,6 @@ class TableConfig(PartsConfig):
         Raises:
             ConfigError: A value is out of range.
         """
-        check_at_least(2, {"data.max_categories": self.max_categories})
         if (self.kind == "multilabel") != bool(self.targets) or len(self.targets) == 1:
             raise ConfigError(
                 f"data.targets={self.targets} and data.kind={self.kind}: several labels each are data.kind=multilabel"

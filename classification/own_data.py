@@ -282,9 +282,7 @@ def read_table(data: DataConfig, paths: Sequence[str], columns: Sequence[str] = 
         categories=data.categories,
         columns=columns,
         targets=data.targets,
-        delimiter=data.delimiter,
         missing=bool(data.missing),
-        max_categories=data.max_categories,
     )
 
 

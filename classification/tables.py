@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from metricopt_ext.classification.columns import Columns, class_labels, too_many
+from metricopt_ext.classification.columns import MOST_VALUES, Columns, class_labels, too_many
 from metricopt_ext.data.labelled import Table
 from metricopt_ext.data.numerals import plain_number
 from metricopt_ext.data.parquet import PARQUET, parquet_cells
 from metricopt_ext.data.reading import Column, Reading
-from metricopt_ext.data.text_files import content_of, rows_of_cells
+from metricopt_ext.data.text_files import DELIMITERS, content_of, rows_of_cells
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import existing
 from metricopt_ext.utils.words import brief, counted
@@ -32,11 +32,12 @@ def read_csv(
     categories: Sequence[str] = (),
     columns: Sequence[str] = (),
     targets: Sequence[str] = (),
-    delimiter: str = "",
     missing: bool = False,
-    max_categories: int = 100,
 ) -> Table:
     """Read a table with a header row; numeric columns are kept, each other column becomes one 0/1 column per value.
+
+    Its cells are parted by the one of `DELIMITERS` that gives the header the target and as many cells as each row;
+    whitespace around them is ignored. A text column, like the target, has at most `MOST_VALUES` values.
 
     A column is numeric if at least 90% of its cells, but for those that mark a missing one (empty, ``?``, ``-``,
     ``NA``, ...), are numbers. One that is no plain number is refused: a percentage, a currency, a decimal comma.
@@ -54,10 +55,7 @@ def read_csv(
             numbers or texts.
         targets: In place of ``target``, names of two columns or more, each a label that a row has or not: 1 or 0, yes
             or no, true or false. y is then ``n x k``, and the classes' names are those of the labels.
-        delimiter: Character between cells; whitespace around cells is ignored. Empty: the one of `DELIMITERS` that
-            gives the header the target and as many cells as each row.
         missing: Whether missing numbers, and what is none in a numeric column, become NaN instead of an error.
-        max_categories: Maximum number of values in a text column, or of classes in the target.
 
     Returns:
         Numbers with all their digits, ``n x d``, NaN where missing, and classes named by their values.
@@ -71,7 +69,7 @@ def read_csv(
     path = ", ".join(map(str, files))
     targets = list(targets) or [target]
     asked = [*targets[1:], *drop, *categories, *columns]
-    header, rows, sizes, found = _joined(files, targets[0], asked, delimiter)
+    header, rows, sizes, found = _joined(files, targets[0], asked)
     lines = [line for line, _ in rows]
     cells = list(zip(header, zip(*(row for _, row in rows), strict=True), strict=True))
     del rows
@@ -82,7 +80,7 @@ def read_csv(
         labels[target], names_of_classes = class_labels(
             path, target, named[target], lines, header, target in categories
         )
-    read = Columns(path, lines, missing, max_categories)
+    read = Columns(path, lines, missing)
     y = np.zeros(0)
     if len(targets) > 1:
         y = np.stack([read.present(name, named[name]) for name in targets], 1)
@@ -104,11 +102,8 @@ def read_csv(
         said.append(how)
     if not features:
         raise DataError(f"{path} must have a feature column besides the target {target!r}, got {header}")
-    if len(names_of_classes) > max_categories:
-        raise DataError(
-            f"{path}: {too_many('target', target, names_of_classes, max_categories)}; it must hold classes, not a"
-            " quantity (or raise data.max_categories)"
-        )
+    if len(names_of_classes) > MOST_VALUES:
+        raise DataError(f"{path}: {too_many('target', target, names_of_classes)}; it must hold classes, not a quantity")
     if len(targets) == 1:
         places = {value: place for place, value in enumerate(names_of_classes)}
         y = np.array([places[cell] for cell in named[target]])
@@ -125,7 +120,7 @@ def read_csv(
 
 
 def _joined(
-    files: Sequence[StrPath], target: str, named: Sequence[str], delimiter: str
+    files: Sequence[StrPath], target: str, named: Sequence[str]
 ) -> tuple[list[str], list[tuple[int | str, list[str]]], list[int], str]:
     """The header, the rows of all files with their numbers, how many each file has, and what they are written in."""
     header: list[str] = []
@@ -133,7 +128,7 @@ def _joined(
     sizes: list[int] = []
     found: list[str] = []
     for path in files:
-        (_, own), *rows, how = _one_file(path, target, delimiter)
+        (_, own), *rows, how = _one_file(path, target)
         _check_header(path, own, target, named)
         header = header or own
         if sorted(own) != sorted(header) or (own != header and len({*own}) < len(own)):
@@ -151,14 +146,14 @@ def _joined(
     return header, joined, sizes, "; ".join(dict.fromkeys(found))
 
 
-def _one_file(path: StrPath, target: str, delimiter: str) -> tuple[Any, ...]:
+def _one_file(path: StrPath, target: str) -> tuple[Any, ...]:
     """The header and the rows of a file, each with its number; then what it is written in."""
     if Path(path).suffix.lower() in PARQUET:
         rows = parquet_cells(existing(path))
         if len(rows) < 2:
             raise DataError(f"{path} must hold at least one row, got none")
         return (*rows, "Parquet")
-    lines, delimiter = rows_of_cells(path, content_of(existing(path)), delimiter, target)
+    lines, delimiter = rows_of_cells(path, content_of(existing(path)), "", target)
     return (*lines, f"cells parted by {delimiter!r}")
 
 
@@ -179,7 +174,7 @@ def _check_header(path: StrPath, header: list[str], target: str, named: Sequence
         if header[0].startswith("sep="):
             why += "; take away its first row, which is for Excel"
         elif len(header) == 1:
-            why += "; is data.delimiter the character between its cells?"
+            why += f"; its cells must be parted by {' or '.join(map(repr, DELIMITERS))}"
         elif sum(plain_number(cell) is not None for cell in header) > len(header) / 2:
             why += "; its first row must name the columns"
         raise DataError(why)

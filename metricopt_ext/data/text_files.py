@@ -39,13 +39,10 @@ def content_of(path: Path) -> str:
 
 def rows_of_cells(path: StrPath, text: str, delimiter: str, target: str) -> tuple[list[tuple[int, list[str]]], str]:
     """The rows that are not blank, header first, each with its number and its cells stripped; and the delimiter."""
-    delimiter = "\t" if delimiter == r"\t" else delimiter  # as it is typed in a shell
-    if len(delimiter) > 1 or delimiter in ('"', "\r", "\n"):
-        raise DataError(f"data.delimiter={delimiter!r} must be one character, or \\t for a tab")
     found = [delimiter] if delimiter else [each for each in DELIMITERS if _divides(text, each, target)]
     if len(found) > 1:
         raise DataError(
-            f"{path}: its cells may be parted by {' or '.join(map(repr, found))}; say which by data.delimiter"
+            f"{path}: its cells may be parted by {' or '.join(map(repr, found))}; leave one alone of them in its header"
         )
     delimiter = found[0] if found else ","
     read: list[list[str]] = []

@@ -54,7 +54,6 @@ def test_there_are_configurations_to_load() -> None:
         ("metric.bounds=[1,0]", ("metric.bounds", "0.0")),
         ("data.image_size=-1", ("data.image_size=-1",)),
         ("data.name=csv", ("data.name=csv", "data.target=COLUMN")),
-        ("data.name=csv data.max_categories=1", ("data.max_categories=1",)),
         ("data.name=csv data.target=y data.missing=zero", ("data.missing='zero'",)),
         ("data.name=csv data.target=y data.drop=[y]", ("data.target='y'",)),
     ],

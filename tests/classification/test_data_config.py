@@ -11,7 +11,7 @@ def test_keys_of_a_table_are_there_for_a_table() -> None:
     assert (table.data.name, getattr(table.data, "target", None)) == ("csv", "{y")
     other = load_config(ClassificationConfig, None, ["data.name=iris", "model.name=tabular_mlp"])
     own = set(leaf_keys(table)) - set(leaf_keys(other))
-    names = ("target", "targets", "drop", "categories", "max_categories", "missing", "delimiter")
+    names = ("target", "targets", "drop", "categories", "missing")
     assert own == {f"data.{name}" for name in (*names, "train", "val", "test")}
     named = ("data.missing", "data.name=csv", "data.name=iris")
     assert_refused(

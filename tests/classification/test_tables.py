@@ -54,16 +54,16 @@ def test_errors_of_wide_tables_are_short(tmp_path: Path) -> None:
         read_csv(tmp_path / "t.csv", "Target")
     assert_named(caught, "0", "56", "target")
     assert str(caught.value).count("feature_") == 2
-    (tmp_path / "t.csv").write_text("text,y\n" + "".join(f"{i} {'word ' * 99},a\n" for i in range(9)))
+    (tmp_path / "t.csv").write_text("text,y\n" + "".join(f"{i} {'word ' * 99},a\n" for i in range(101)))
     with pytest.raises(DataError) as caught:
-        read_csv(tmp_path / "t.csv", "y", max_categories=8)
-    assert_named(caught, "9")
+        read_csv(tmp_path / "t.csv", "y")
+    assert_named(caught, "101", "100")
     assert len(str(caught.value).replace(str(tmp_path), "")) < 250
 
 
 def test_csv_orders_numeric_classes_by_number(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("x;y\n1;10\n2;-1\n3;9\n4;2\n5;10\n")
-    data = read_csv(tmp_path / "t.csv", "y", delimiter=";")
+    data = read_csv(tmp_path / "t.csv", "y")
     assert data.class_names == ("-1", "2", "9", "10")
     assert data.y.tolist() == [3, 0, 2, 1, 3]
 
@@ -73,10 +73,9 @@ def test_csv_orders_numeric_classes_by_number(tmp_path: Path) -> None:
     [
         (CSV, {"target": "incme"}, ("0", "4", "income")),
         (CSV, {"target": "income", "drop": ["jobs"]}, ("4", "job")),
-        (CSV, {"target": "income", "delimiter": ";"}, ("1", "age", "data.delimiter")),
+        ("age:income\n1:no\n2:yes\n", {"target": "income"}, ("1", "age:income", "';'")),
         ("1,2,no\n3,4,yes\n", {"target": "y"}, ("'y'", "0")),
         (",a,y\n1,2,0\n2,3,1\n", {"target": "y"}, ("1", "3", "data.drop")),
-        (CSV, {"target": "income", "delimiter": "||"}, ("data.delimiter='||'",)),
         ("a,a,y\n1,2,3\n", {"target": "a"}, ("'a'", "2")),
         ("a,y\n1,0\n,1\n", {"target": "y"}, ("'a'", "''", "3")),
         ("a,y\n1,0\ninf,1\n", {"target": "y"}, ("'a'", "inf", "3")),
@@ -92,14 +91,14 @@ def test_csv_orders_numeric_classes_by_number(tmp_path: Path) -> None:
         ("a,y\n", {"target": "y"}, ()),
         ("a,y\n\n\n", {"target": "y"}, ()),
         (
-            "a,y\np,0\nq,1\nr,1\n",
-            {"target": "y", "max_categories": 2},
-            ("text", "'a'", "3", "'q'"),
+            "a,y\n" + "".join(f"p{i},{i % 2}\n" for i in range(101)),
+            {"target": "y"},
+            ("text", "'a'", "101", "'p1'"),
         ),
         (
-            "a,y\n1,0.5\n1,1.5\n2,2.5\n",
-            {"target": "y", "max_categories": 2},
-            ("target", "'y'", "3"),
+            "a,y\n" + "".join(f"{i % 2},{i}.5\n" for i in range(101)),
+            {"target": "y"},
+            ("target", "'y'", "101"),
         ),
         ('a,y\n"1,0\n', {"target": "y"}, ("CSV",)),
     ],

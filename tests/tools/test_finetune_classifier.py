@@ -689,8 +689,6 @@ def test_a_learning_rate_that_diverges_ends_in_one_line(tmp_path: Path) -> None:
         (0, [], r"at least two classes, got 1"),
         (1, [], r"class 'yes' has a single example"),
         (30, ["data.target=anwser"], r"'anwser'.*among 3: 'answer'"),
-        (30, ["data.max_categories=2", "data.target=weekday"], r"target 'weekday'.*2 distinct values"),
-        (30, ["data.delimiter=;"], r"is data\.delimiter.*between its cells\?"),
         (30, ["data.positive=maybe"], r"data\.positive='maybe'.*'no' or 'yes'"),
         (30, ["data.root=nowhere.csv"], r"nowhere\.csv not found"),
     ],
@@ -700,11 +698,11 @@ def test_unusable_tables_end_in_one_line(tmp_path: Path, positives: int, overrid
     assert re.search(message, refused("--config-file", DIGITS, "--output-dir", tmp_path / "run", *settings))
 
 
-@pytest.mark.parametrize(("delimiter", "typed"), [(",", ","), (";", ";"), ("|", "|"), ("\t", "\\t")])
-def test_a_table_is_read_as_the_settings_say(tmp_path: Path, delimiter: str, typed: str) -> None:
+@pytest.mark.parametrize("delimiter", [",", "\t"])
+def test_a_table_is_read_as_the_settings_say(tmp_path: Path, delimiter: str) -> None:
     settings = table(tmp_path, 20)
     (tmp_path / "table.csv").write_text((tmp_path / "table.csv").read_text().replace(",", delimiter))
-    settings += [f"data.delimiter={typed}", "data.drop=[weekday]"]
+    settings += ["data.drop=[weekday]"]
     usual, turned = (load_splits(config_of(*settings, *more), 0) for more in ([], ["data.positive=no"]))
     assert usual.train.x.shape == (36, 1)
     assert (usual.class_names, turned.class_names) == (("no", "yes"), ("yes", "no"))
