@@ -29,7 +29,7 @@ def attach(model: nn.Module, config: ClassificationConfig, seed: int, x: Tensor 
     if settings.kind == "outputs":
         if len(settings.layers) > 1:
             raise ConfigError(f"adapter.layers={settings.layers}: one layer gives the logits")
-        return attach_outputs(model, Outputs(layer, temperature=settings.temperature))
+        return attach_outputs(model, Outputs(layer))
     if settings.kind == "input_bias" and len(settings.layers) > 1:
         raise ConfigError(f"adapter.layers={settings.layers}: an input bias acts on one linear layer")
     if settings.kind not in ("film", "input_bias"):
@@ -47,7 +47,7 @@ def attach(model: nn.Module, config: ClassificationConfig, seed: int, x: Tensor 
         probed = attached(None)
         scale = output_scale(probed, x)
         probed.remove()
-    return attached(Outputs(scale=scale, temperature=settings.temperature))
+    return attached(Outputs(scale=scale))
 
 
 def check_adapter(adapter: Adapter, config: ClassificationConfig) -> None:

@@ -60,12 +60,6 @@ class ClassifierAdapterConfig(AdapterConfig):
     # the last linear layer, and no other coordinates (dim is not used)
     kind: str = "film"
     outputs: bool = False  # film, input_bias: these offsets too, as further coordinates after the first dim
-    temperature: bool = False  # one more coordinate, a factor on all logits; with outputs
-
-    @property
-    def acts_on_logits(self) -> bool:
-        """Whether phi has offsets, whose number only the model says."""
-        return self.outputs or self.kind == "outputs"
 
 
 @dataclass
@@ -276,8 +270,6 @@ class ClassificationConfig(RunConfig):
             self.metric.check()
         self._check_columns()
         self.model.check()
-        if self.adapter.temperature and not self.adapter.acts_on_logits:
-            raise ConfigError("adapter.temperature=true needs adapter.outputs=true, or adapter.kind=outputs")
         super().check()
         if self.siblings:
             self.siblings.check(self.trained_methods)

@@ -45,21 +45,20 @@ def test_adapters(kind: str, layers: list[str], model: str, expected: list[str])
 
 
 @pytest.mark.parametrize(
-    ("kind", "model", "temperature", "expected", "dim"),
+    ("kind", "model", "expected", "dim"),
     [
-        ("film", "small_cnn", False, ["norm1", "norm2", "norm3", "head"], 7 + 3),
-        ("film", "small_cnn", True, ["norm1", "norm2", "norm3", "head"], 7 + 3 + 1),
-        ("input_bias", "tabular_mlp", False, ["body.0", "head"], 7 + 1),
-        ("outputs", "small_cnn", False, ["head"], 3),
-        ("outputs", "tabular_mlp", True, ["head"], 1 + 1),
+        ("film", "small_cnn", ["norm1", "norm2", "norm3", "head"], 7 + 3),
+        ("input_bias", "tabular_mlp", ["body.0", "head"], 7 + 1),
+        ("outputs", "small_cnn", ["head"], 3),
+        ("outputs", "tabular_mlp", ["head"], 1),
     ],
 )
-def test_adapters_of_the_logits(kind: str, model: str, temperature: bool, expected: list[str], dim: int) -> None:
+def test_adapters_of_the_logits(kind: str, model: str, expected: list[str], dim: int) -> None:
     torch.manual_seed(0)
     shape = torch.Size((1, 8, 8) if model == "small_cnn" else (5,))
     net = build_model(model, shape, 3 if model == "small_cnn" else 2).eval()
     config, x = config_of(), torch.rand(40, *shape)
-    config.adapter = ClassifierAdapterConfig([], 7, kind, kind != "outputs", temperature)
+    config.adapter = ClassifierAdapterConfig([], 7, kind, kind != "outputs")
     before = {key: value.clone() for key, value in net.state_dict().items()}
     with torch.no_grad():
         plain = net(x)
@@ -68,10 +67,10 @@ def test_adapters_of_the_logits(kind: str, model: str, temperature: bool, expect
     assert (adapter.layers, adapter.dim) == (expected, dim)
     outputs = adapter.outputs
     assert outputs is not None
-    assert outputs.temperature == temperature
+    assert not outputs.temperature
     assert outputs.scale == (1.0 if kind == "outputs" else output_scale(adapter, x))
     assert all(torch.equal(value, before[key]) for key, value in adapter.base_state_dict().items())
-    again = Outputs(scale=1.0, temperature=temperature, layer=expected[-1])
+    again = Outputs(scale=1.0, layer=expected[-1])
     assert attach(adapter.remove(), config, 1).outputs == again  # without inputs
 
 

@@ -559,7 +559,7 @@ def test_a_hugging_face_folder_brings_weights_and_normalisation(tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", ["film", "outputs"])
 def test_offsets_of_the_logits_are_tuned_and_kept(tmp_path: Path, kind: str) -> None:
-    overrides = [f"adapter.kind={kind}", f"adapter.outputs={kind == 'film'}", "adapter.temperature=true"]
+    overrides = [f"adapter.kind={kind}", f"adapter.outputs={kind == 'film'}"]
     overrides += ["adapter.layers=[]", "method.start_std=0.5"]
     call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, *overrides)
     saved = tmp_path / "run" / "seed-0" / "adapter.safetensors"
@@ -572,7 +572,7 @@ def test_offsets_of_the_logits_are_tuned_and_kept(tmp_path: Path, kind: str) -> 
     adapter, x = load_adapter(model.eval(), saved), load_splits(config, 0).train.x
     outputs = adapter.outputs
     assert outputs is not None
-    assert adapter.dim == 10 + 1 + (3 if kind == "film" else 0)
+    assert adapter.dim == 10 + (3 if kind == "film" else 0)
     assert outputs.scale == (output_scale(adapter, x) if kind == "film" else 1.0)
 
 
@@ -597,10 +597,6 @@ def table(folder: Path, positives: int) -> list[str]:
         (
             ["methods=[sl_r]", "siblings.sl.iteratons=3"],
             r"siblings\.sl: there is no 'iteratons'.*'iterations'",
-        ),
-        (
-            ["adapter.temperature=true"],
-            r"needs adapter\.outputs=true, or",
         ),
     ],
 )
