@@ -7,8 +7,8 @@ r"""Measure how well losses rank a classifier's outputs as its metric does: a le
 
 Each seed learns a relational loss from random outputs and from a network's on train data, at checkpoints of its
 training (siblings.reloss in the config). Then another network is trained, and its outputs on test data at its own
-checkpoints, in batches of siblings.batch_size, are ranked by the losses and by the metric; 1 - p is the mean of the
-probabilities of all classes but the true one. Neither that network nor that data had a part in learning the loss.
+checkpoints, in batches of 100, are ranked by the losses and by the metric; 1 - p is the mean of the probabilities of
+all classes but the true one. Neither that network nor that data had a part in learning the loss.
 Writes correlation.json, correlation.md, and for each seed a plot and the loss; what is measured is one query of the
 batch metric for each batch, none of the metric of a model. The same command goes on with an interrupted run, seed by
 seed, and adds seeds to a finished one.
@@ -29,6 +29,7 @@ from kept import kept_json
 from metricopt_ext.classification.classifier import untrained
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.data import stratified_parts
+from metricopt_ext.classification.experiment import SIBLING_BATCH
 from metricopt_ext.classification.losses import cross_entropy
 from metricopt_ext.classification.named_loss import named_loss
 from metricopt_ext.classification.named_metric import build_metric, try_metric
@@ -163,11 +164,11 @@ def learn_and_judge(config: ClassificationConfig, folder: Path, seed: int, callb
     device = choose_device(config.device)
     splits = load_splits(config, seed).to(device)
     try_metric(config.metric, splits.test, Target("classes", splits.num_classes))
-    spec, (settings, reloss) = build_metric(config.metric), settings_of(config)
+    spec, (_, reloss) = build_metric(config.metric), settings_of(config)
     task = TrainingTask(
         untrained(config, splits, seed),
         trains="model",
-        batches=BlockBatches(splits.train.x, splits.train.y, settings.batch_size, balanced=True),
+        batches=BlockBatches(splits.train.x, splits.train.y, SIBLING_BATCH, balanced=True),
         predict=lambda model, batch: (model(batch[0]), batch[1]),
         batch_metric=batch_metric(spec),
         metric=model_metric(spec, splits.validation),
@@ -209,8 +210,8 @@ def judged(
     config: ClassificationConfig, task: TrainingTask, loss: RelationalLoss, test: Any, seed: int
 ) -> CorrelationReport:
     """Correlate the losses with the metric on test data, as another network predicts it while it is trained."""
-    siblings, reloss = settings_of(config)
-    rows, outputs = stratified_parts(test.y, siblings.batch_size, seed), []
+    _, reloss = settings_of(config)
+    rows, outputs = stratified_parts(test.y, SIBLING_BATCH, seed), []
     with seeded_streams(seed + OTHER, task.device):
         for model in reloss.source.checkpoints.models(task, seed + OTHER):
             with torch.no_grad():

@@ -61,6 +61,7 @@ from metricopt_ext.utils.seeding import generator
 
 PRIORS = {"prior": 1.0, "prior_twice": 2.0}  # strengths of logit adjustment that a search may begin from
 ROUNDING = 1e-9  # adjustments below it are none
+SIBLING_BATCH = 100  # examples in a batch of a sibling method, an equal share of each class
 MOST_STRENGTHS = 101  # candidates for the strength of logit adjustment
 
 
@@ -324,7 +325,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
     def _sibling_batches(self) -> BlockBatches:
         part = self.splits.train
         with config_section("siblings"):
-            return BlockBatches(part.x, part.y, self._siblings.batch_size, balanced=True)
+            return BlockBatches(part.x, part.y, SIBLING_BATCH, balanced=True)
 
     def _with_threshold(self, task: FinetuneTask, model: nn.Module) -> nn.Module | None:
         """Return a trained model with the threshold that is best for the task's metric, if there is one to tune."""

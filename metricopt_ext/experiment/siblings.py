@@ -104,7 +104,6 @@ class EmbedderSiblingsConfig:
 class SiblingsConfig(EmbedderSiblingsConfig):
     """How the sibling methods among ``methods`` run that train classifiers."""
 
-    batch_size: int = 100  # of batches with an equal share of each class
     # Queries for the threshold on a single logit, once trained; 0: none, as for metrics of the order alone (auc, ...)
     threshold_evals: int = 101
     # Arguments of `SurrogateLearning` and of `ReLoss`, e.g. {iterations: 30000, universal: {steps: 300000}}
@@ -114,7 +113,6 @@ class SiblingsConfig(EmbedderSiblingsConfig):
     def check(self, names: list[str]) -> None:
         """Reject what would only fail after work has been done; see `EmbedderSiblingsConfig.check`."""
         with config_section("siblings"):
-            check_integer(1, batch_size=self.batch_size)
             check_integer(0, threshold_evals=self.threshold_evals)
         super().check(names)
 

@@ -46,5 +46,4 @@ def first_defined(
             size, tried, failed = len(labels), tried + 1, error
     raise MetricError(
         f"{failed}; so on {tried} random batches of {size}, each without one of {classes} classes: give larger batches"
-        " (siblings.batch_size)"
     ) from failed

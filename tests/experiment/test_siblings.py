@@ -126,7 +126,6 @@ def test_what_is_set_reaches_reloss(tmp_path: Path) -> None:
     ("config", "names"),
     [
         (SiblingsConfig(trains="theta"), ("siblings.trains='theta'",)),
-        (SiblingsConfig(batch_size=0), ("batch_size", "0", "1")),
         (SiblingsConfig(threshold_evals=-1), ("threshold_evals", "0")),
         (SiblingsConfig(sl={"iterations": 0}), ("siblings.sl", "0", "1")),
         (SiblingsConfig(sl={"universal": {"steps": 0}}), ("siblings.sl", "0", "1")),

@@ -57,7 +57,7 @@ def test_tries_end_with_the_remedy_and_other_failures_at_once() -> None:
         "one class only",
         TRIES,
         "3",
-        "siblings.batch_size",
+        "larger batches",
     )
     assert known.ledger.spent == 0
 

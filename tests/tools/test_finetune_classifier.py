@@ -198,7 +198,7 @@ def test_the_committed_settings_of_siblings_are_the_paper_s_and_shorter_ones() -
     paper, short = (load_config(ClassificationConfig, folder / f"a9a_{n}.yaml", overrides) for n in ("paper", "30k"))
     for config in (paper, short):
         config.check()
-        assert (config.siblings.trains, config.siblings.batch_size) == ("scratch", 100)
+        assert config.siblings.trains == "scratch"
         assert config.data.fractions == [0.72, 0.08, 0.2]
         assert config.methods == ["sl_u", "sl_s", "sl_r"]
     for name in paper.methods:
@@ -638,10 +638,6 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
         (["model.name=tabular_mlp"], r"model\.name=tabular_mlp.*\(1, 8, 8\)"),
         (["model.weights=nowhere.pt"], r"nowhere\.pt.*weights for SmallCNN"),
         (["batch_size=5"], r"batch_size.*5, too.*each of 10 classes"),
-        (
-            ["methods=[sl_s]", "siblings.batch_size=9"],
-            r"batch_size is 9.*each of 10 class",
-        ),
         (["device=abacus"], r"device='abacus' is not available here"),
         (
             ["metric.name=sklearn.metrics:f1_score"],
