@@ -68,21 +68,21 @@ class Row:
     copies: int
 
 
-def evaluated(search: Search, ks: Sequence[int], names: Sequence[str], distance: str) -> Row:
+def evaluated(search: Search, ks: Sequence[int], names: Sequence[str] = (), **options: Any) -> Row:
     """Search one gallery, and print what there is to note.
 
     Args:
         search: What is searched.
         ks: Numbers of neighbours.
         names: Metrics beside recall, as in `ranking_metrics`.
-        distance: As in `recall_at_k`.
+        options: ``distance``, ``query_subset`` and ``seed`` of `recall_at_k`.
 
     Raises:
         DataError: As from `recall_at_k` and `ranking_metrics`.
     """
     started, ks = time.perf_counter(), tuple(dict.fromkeys(ks))
     names = [name for name in names if name != "recall"]  # which is always there
-    arguments: dict[str, Any] = {"gallery": search.items, "progress": search.name, "distance": distance}
+    arguments: dict[str, Any] = {"gallery": search.items, "progress": search.name, **options}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         recall = recall_at_k(*search.queries, ks, **arguments)

@@ -14,6 +14,7 @@ from metricopt_ext.data.arrays import is_dense
 from metricopt_ext.errors import DataError
 from metricopt_ext.retrieval.neighbours import Distance
 from metricopt_ext.retrieval.vectors import Array, Vectors, chunks
+from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import brief
 
 Items = tuple[Any, Any]  # embeddings and labels
@@ -38,7 +39,17 @@ def with_match(
     return rows
 
 
-def check_options(ks: Sequence[int], distance: str = "l2") -> tuple[int, ...]:
+def drawn_queries(rows: npt.NDArray[np.int64], size: int | None, seed: int) -> npt.NDArray[np.int64]:
+    """Draw so many rows, ascending; all for None, or if there are no more."""
+    if size is None:
+        return rows
+    order = torch.randperm(len(rows), generator=generator(seed, "recall queries")).numpy()
+    return np.sort(rows[order[:size]])
+
+
+def check_options(
+    ks: Sequence[int], distance: str = "l2", query_subset: int | None = None, seed: int = 0
+) -> tuple[int, ...]:
     """Validate `recall_at_k`'s options; returns the distinct ks.
 
     Raises:
@@ -52,6 +63,13 @@ def check_options(ks: Sequence[int], distance: str = "l2") -> tuple[int, ...]:
         raise DataError(f"ks must be one or more numbers of neighbours of at least 1, got {list(numbers)}")
     if distance not in get_args(Distance):
         raise DataError(f"distance must be 'l2', 'ip' or 'cosine', got {distance!r}")
+    for name, value in (("query_subset", query_subset), ("seed", seed)):
+        if value is not None and not hasattr(value, "__index__"):
+            raise DataError(f"{name} must be a whole number, got {value!r}")
+    if query_subset is not None and query_subset < 1:
+        raise DataError(f"query_subset must be at least 1, or None for all queries, got {query_subset}")
+    if seed < 0:
+        raise DataError(f"seed must be at least 0, got {seed}")
     return numbers
 
 

@@ -16,6 +16,7 @@ from metricopt_ext.retrieval.inputs import (
     check_gallery,
     check_options,
     check_vectors,
+    drawn_queries,
     with_match,
 )
 from metricopt_ext.retrieval.intervals import interval
@@ -79,6 +80,8 @@ def ranking_metrics(
     *,
     gallery: tuple[Array, Array] | None = None,
     distance: Distance = "l2",
+    query_subset: int | None = None,
+    seed: int = 0,
     progress: str | None = None,
 ) -> Ranking:
     """Compute metrics of whole rankings exactly; which items match, ties and lone queries are those of `recall_at_k`.
@@ -104,6 +107,8 @@ def ranking_metrics(
         ks: Numbers of neighbours, each at least 1.
         gallery: Embeddings ``m x d`` and labels ``m`` to be searched; None to search the queries themselves.
         distance: As in `recall_at_k`.
+        query_subset: As in `recall_at_k`.
+        seed: As in `recall_at_k`.
         progress: Title of a progress bar on stderr; None for no bar.
 
     Raises:
@@ -114,7 +119,7 @@ def ranking_metrics(
         >>> ranking_metrics(embeddings, labels, ["recall", "precision"], ks=(2,)).values
         {'recall_at_2': 0.5, 'precision_at_2': 0.25}
     """
-    ks = check_options(ks, distance)
+    ks = check_options(ks, distance, query_subset, seed)
     check_names(names)
     columns: dict[str, Callable[[Integers], float]] = {}
     for name in names:
@@ -127,22 +132,23 @@ def ranking_metrics(
     if gallery is not None:
         items, item_labels = check_gallery(embeddings, queries, own, gallery, False)
     rows = with_match(own, item_labels, includes_queries=gallery is None)
+    chosen = drawn_queries(rows, query_subset, seed)
     if gallery is not None:
-        _, said = copies_in_gallery(queries, own, items, item_labels, rows)
+        _, said = copies_in_gallery(queries, own, items, item_labels, chosen)
         if said:
             warnings.warn(said, stacklevel=2)
     search = Search(queries, items, distance, 1, own=gallery is None)
     found = np.array(
         [
             [value(places) for value in columns.values()]
-            for part in with_bar(chunks(len(rows), PART), progress)
-            for places in search.places_of_matches(rows[part], own[rows[part]], item_labels)
+            for part in with_bar(chunks(len(chosen), PART), progress)
+            for places in search.places_of_matches(chosen[part], own[chosen[part]], item_labels)
         ]
     )
     each = {name: found[:, i] for i, name in enumerate(columns)}
     values = {name: float(np.mean(column)) for name, column in each.items()}
     intervals = {name: interval(column) for name, column in each.items()}
-    return Ranking(values, intervals, len(rows), len(own) - len(rows), items.size, rows, each)
+    return Ranking(values, intervals, len(chosen), len(own) - len(rows), items.size, chosen, each)
 
 
 def check_names(names: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from metricopt_ext.data.halves import class_draws
 from metricopt_ext.errors import DataError
 from metricopt_ext.retrieval.copies import copies_in_gallery
-from metricopt_ext.retrieval.inputs import check_gallery, check_options, check_vectors, with_match
+from metricopt_ext.retrieval.inputs import check_gallery, check_options, check_vectors, drawn_queries, with_match
 from metricopt_ext.retrieval.judged import JudgedEmbeddings, Processing
 from metricopt_ext.retrieval.left_out import LeftOut, ahead_of_first
 from metricopt_ext.retrieval.neighbours import Distance, Search, chunk_sizes, ranks_of_first
@@ -43,7 +43,7 @@ class Recall:
         at: Recall in [0, 1] for each k, in the order given.
         queries: Number of queries that the recalls are averaged over.
         without_match: Number of queries left out because no other item of the gallery has their label. To count them
-            as misses, multiply by ``queries / (queries + without_match)``.
+            as misses (all queries searched, no subset), multiply by ``queries / (queries + without_match)``.
         gallery: Number of items in the gallery.
         doubles: Number of queries whose neighbours float32 could not tell apart; float64 did.
         copies: Number of queries that occur in a separate gallery with their label, and find themselves.
@@ -74,6 +74,8 @@ def recall_at_k(
     gallery: tuple[Array, Array] | None = None,
     gallery_starts_with_queries: bool = False,
     distance: Distance = "l2",
+    query_subset: int | None = None,
+    seed: int = 0,
     progress: str | None = None,
 ) -> Recall:
     """Compute Recall@k exactly: a query is a hit if any of its k nearest gallery items has its label.
@@ -104,19 +106,22 @@ def recall_at_k(
         distance: ``"l2"`` (Euclidean, smallest first), ``"ip"`` (inner product, largest first) or ``"cosine"`` (cosine
             similarity, largest first). For embeddings of length 1 all three give the same order, up to rounding;
             pytorch-metric-learning's testers scale all embeddings to it unless told otherwise.
+        query_subset: Search only this many queries, against the full gallery: exact for these queries and
+            proportionally cheaper. They are drawn from the queries that have a match; all if there are no more.
+        seed: Draws the subset, at least 0; with the same labels it is always the same subset.
         progress: Title of a progress bar on stderr; None for no bar.
 
     Raises:
         DataError: No embeddings, or not one label for each; embeddings of another dimension or device than the
             gallery's, NaN or infinite, with distances that overflow float32, or of length 0 for the cosine; labels that
             are not integers; a gallery that is no pair, or of a single class; no query with a match; queries that the
-            gallery does not start with; a k below 1; an unknown distance.
+            gallery does not start with; k or the subset below 1; an unknown distance; a negative seed.
 
     Examples:
         >>> recall_at_k(np.array([[0.0], [1.0], [3.0], [3.5]]), np.array([0, 1, 0, 1]), ks=(1, 2)).at
         {1: 0.0, 2: 0.5}
     """
-    ks = check_options(ks, distance)
+    ks = check_options(ks, distance, query_subset, seed)
     queries, labels = check_vectors(embeddings, labels, "", distance)
     if gallery is None:
         items, item_labels = queries, labels
@@ -124,7 +129,9 @@ def recall_at_k(
         items, item_labels = check_gallery(embeddings, queries, labels, gallery, gallery_starts_with_queries)
     includes_queries = gallery is None or gallery_starts_with_queries
 
-    chosen = with_match(labels, item_labels, includes_queries)
+    matched = with_match(labels, item_labels, includes_queries)
+    chosen = drawn_queries(matched, query_subset, seed)
+
     copies, said = (0, "") if includes_queries else copies_in_gallery(queries, labels, items, item_labels, chosen)
     if said:
         warnings.warn(said, stacklevel=2)
@@ -132,7 +139,7 @@ def recall_at_k(
         queries, labels, chosen, items, item_labels, includes_queries, ks, distance, progress
     )
     recalls = {wanted: float(np.mean(ranks < wanted)) for wanted in ks}
-    return Recall(recalls, len(chosen), len(labels) - len(chosen), items.size, doubles, copies, chosen, ranks)
+    return Recall(recalls, len(chosen), len(labels) - len(matched), items.size, doubles, copies, chosen, ranks)
 
 
 def hits_at_k(
@@ -232,6 +239,8 @@ def recalls_left_out(
     pairs: Sequence[tuple[Tensor, Tensor]] | str,
     augmentation: int,
     distance: Distance,
+    query_subset: int | None = None,
+    seed: int = 0,
 ) -> Halved:
     """Return mean Recall@k of embeddings that are mixed with their neighbours, each query being new (`LeftOut`).
 
@@ -244,12 +253,14 @@ def recalls_left_out(
         pairs: Indices of halves, of different classes each (`class_draws`); or why there are none.
         augmentation: With how many of its neighbours each is mixed.
         distance: As in `recall_at_k`.
+        query_subset: As in `recall_at_k`.
+        seed: As in `recall_at_k`.
 
     Raises:
         DataError: As from `recalls_on_halves`.
     """
     _, own = check_vectors(embeddings, labels, "", "cosine")
-    rows = with_match(own, own, includes_queries=True)
+    rows = drawn_queries(with_match(own, own, includes_queries=True), query_subset, seed)
     halves = [] if isinstance(pairs, str) else [half for pair in pairs for half in _members(own, pair)]
     of_half = np.stack([np.ones(len(own), dtype=np.bool_), *halves], 1).astype(np.float32)
     before = np.empty((len(rows), of_half.shape[1]))
@@ -314,6 +325,7 @@ def recall_metric(
     gallery: Iterable[tuple[Any, Tensor]] | None = None,
     embed: Callable[[nn.Module, Any], Tensor] | None = None,
     distance: Distance = "l2",
+    query_subset: int | None = None,
     seed: int = 0,
     ledger: Ledger | None = None,
     new_classes: bool = True,
@@ -322,22 +334,23 @@ def recall_metric(
 
     It tells its values on pairs of halves of the queries, of other classes each, if there are enough (`class_draws`).
     Without a gallery each half is searched in itself. One search tells all of them, in about twice its time; with a
-    gallery they are searched one by one, which takes up to 8 times as long again.
+    gallery or a subset of the queries they are searched one by one, which takes up to 8 times as long again.
 
     Args:
         batches: Pairs of inputs and labels, such as a DataLoader's. They are iterated at each metric query, so a
-            generator won't work.
+            generator won't work; with ``query_subset``, their order must stay the same.
         ks: Numbers of neighbours; the metric is the mean of their recalls.
         gallery: Batches of a separate gallery; None to search the queries themselves.
         embed: ``embed(model, inputs)`` returns embeddings ``n x d``; by default the model is called with the inputs
             on the device of its parameters.
         distance: As in `recall_at_k`, which also describes ties and classes with a single member.
-        seed: Draws the halves, at least 0.
+        query_subset: As in `recall_at_k`.
+        seed: As in `recall_at_k`; of the halves, too.
         ledger: Counts the metric queries.
         new_classes: Whether the model will be judged on other classes than these, as usual in retrieval (`Metric`).
 
     Raises:
-        DataError: For impossible ``ks`` or distance. The metric raises whatever `recall_at_k` does.
+        DataError: For impossible ``ks``, distance, subset or seed. The metric raises whatever `recall_at_k` does.
 
     Examples:
         >>> batches = [(torch.tensor([[0.0], [1.0], [3.0], [3.5]]), torch.tensor([0, 1, 0, 1]))]
@@ -345,7 +358,7 @@ def recall_metric(
         >>> metric.name, metric.to_value(metric.cost(nn.Identity(), "example"))
         ('mean Recall@1,2', 0.25)
     """
-    ks = check_options(ks, distance)
+    ks = check_options(ks, distance, query_subset, seed)
     embed = embed or _call
 
     def embedded(model: nn.Module) -> Embedded:
@@ -357,19 +370,20 @@ def recall_metric(
         draws = class_draws(labels, seed)
         if post.augmentation and found.gallery is None:
             alone = processing.alone(found.queries[0])
-            return recalls_left_out(alone, labels, ks, draws, post.augmentation, distance)
+            return recalls_left_out(alone, labels, ks, draws, post.augmentation, distance, query_subset, seed)
         queries, items = found.queries[0], found.gallery
         if items is None:
             queries = processing.of(queries)
         elif post != PostProcessing():
             whole = processing.of(found.all, torch.arange(len(queries) + len(items[0])) < len(queries))
             queries, items = whole[: len(queries)], (whole[len(queries) :], items[1])
-        if items is None and not isinstance(draws, str):
+        if items is None and query_subset is None and not isinstance(draws, str):
             return Halved(*recalls_on_halves(queries, labels, ks, draws, distance=distance))
 
         def value_on(half: Tensor | None) -> float:
             rows = slice(None) if half is None else half
-            return recall_at_k(queries[rows], labels[rows], ks, gallery=items, distance=distance).mean
+            options: dict[str, Any] = {"distance": distance, "query_subset": query_subset, "seed": seed}
+            return recall_at_k(queries[rows], labels[rows], ks, gallery=items, **options).mean
 
         return with_halves(value_on, draws)
 

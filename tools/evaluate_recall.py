@@ -86,6 +86,8 @@ def main() -> None:
         default="l2",
         help="Euclidean (default), inner product, or cosine: the same as the others for embeddings of length 1",
     )
+    parser.add_argument("--query-subset", type=int, help="search only this many queries, drawn by --seed")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the subset, at least 0")
     parser.add_argument("--output-dir", required=not shows_config(), type=Path, help="folder for report.json")
     add_show_config(parser)
     arguments = parser.parse_args()
@@ -106,12 +108,13 @@ def run(arguments: argparse.Namespace) -> None:
 
     check_options(arguments)
     check_names(arguments.metrics or [])
+    options = {name: getattr(arguments, name) for name in ("distance", "query_subset", "seed")}
     rows, lengths = list[Row](), list[float]()
     searched = "gallery" if arguments.run_dir is None else "model"
     try:
         for search in searches(arguments):
             search = without_copies(search)
-            rows.append(evaluated(search, arguments.ks, arguments.metrics or [], arguments.distance))
+            rows.append(evaluated(search, arguments.ks, arguments.metrics or [], **options))
             vectors = Vectors((search.queries if search.items is None else search.items)[0])
             found = [np.linalg.norm(vectors.rows(part), axis=1) for part in vectors.parts()]
             lengths += [min(each.min() for each in found), max(each.max() for each in found)]

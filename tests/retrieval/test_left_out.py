@@ -19,6 +19,7 @@ from metricopt_ext.retrieval import left_out, post_processing
 from metricopt_ext.retrieval.left_out import LeftOut, ahead_of_first
 from metricopt_ext.retrieval.post_processing import augmented
 from metricopt_ext.retrieval.recall import recall_at_k, recalls_left_out, recalls_on_halves
+from metricopt_ext.utils.seeding import generator
 
 KS = (1, 2, 4)
 
@@ -70,13 +71,18 @@ def test_that_a_gallery_knows_its_queries_would_help_them() -> None:
     assert (known[reached] < keys[reached]).mean() > 0.9
 
 
-def test_recalls_are_of_the_queries_and_halves_of_what_is_in_them() -> None:
+@pytest.mark.parametrize("subset", [None, 20])
+def test_recalls_are_of_the_queries_and_halves_of_what_is_in_them(subset: int | None) -> None:
     x, y = clusters()
     y = torch.where(torch.arange(36) == 7, 77, y)  # without a match
     draws = class_draws(y, 0)
     assert not isinstance(draws, str)
-    told = recalls_left_out(x, y, KS, draws, 4, "l2")
+    told = recalls_left_out(x, y, KS, draws, 4, "l2", subset, 5)
     rows = [i for i in range(36) if i != 7]
+    if subset:
+        # The same queries as those of the plain recall with the seed: those that it can be told by.
+        chosen = torch.randperm(35, generator=generator(5, "recall queries"))[:subset]
+        rows = sorted(rows[i] for i in chosen.tolist())
     expected = one_by_one(x, 4, "l2")
 
     def mean(members: set[int]) -> float:

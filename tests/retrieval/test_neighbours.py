@@ -107,13 +107,9 @@ def test_equals_float64(name: str, distance: Any, monkeypatch: pytest.MonkeyPatc
 
     for size in (3, 19, 20, 300):  # FAISS calculates few queries in another way
         drawn = torch.randperm(len(matched), generator=generator(5, "recall queries")).numpy()[:size]
-        some = matched[drawn]
-        whole = np.concatenate([some, np.setdiff1d(np.arange(len(x)), some)])
-        items, labels = x[whole], y[whole]
-        apart = places(in_order(items[:size], items, distance, own=True), labels[:size], labels)
-        options: dict[str, Any] = {"gallery": (items, labels), "gallery_starts_with_queries": True}
-        part = recall_at_k(items[:size], labels[:size], KS, distance=distance, **options)
-        assert part.at == {k: np.mean(apart < k) for k in KS}
+        for k in KS:
+            part = recall_at_k(x, y, (k,), distance=distance, query_subset=size, seed=5)
+            assert part.at[k] == np.mean(first[matched[drawn]] < k)
 
     gallery = x[200:], y[200:]
     apart = places(in_order(x[:200], x[200:], distance, own=False), y[:200], gallery[1])
@@ -141,6 +137,8 @@ def test_says_for_how_many_queries_float32_was_not_enough() -> None:
     assert recall_at_k(*DATA["offset"], KS).doubles < 10  # as it is shifted before
     found = recall_at_k(*DATA["groups far apart"], KS)
     assert SIZE / 2 < found.doubles <= found.queries == SIZE
+    x, y = DATA["groups far apart"]
+    assert recall_at_k(x, y, KS, query_subset=30).doubles <= 30
 
 
 @pytest.mark.parametrize("name", ["ordinary", "an outlier", "groups far apart", "near copies"])

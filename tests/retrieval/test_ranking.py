@@ -81,10 +81,11 @@ def test_all_are_their_definitions(seed: int, whole: bool, distance: Distance) -
 @pytest.mark.parametrize("distance", ["l2", "cosine"])
 def test_recall_is_that_of_recall_at_k(distance: Distance) -> None:
     x, y = drawn(0, whole=False)
-    recall = recall_at_k(x, y, KS, distance=distance)
-    found = ranking_metrics(x, y, ["recall"], KS, distance=distance)
-    assert found.values == {f"recall_at_{k}": value for k, value in recall.at.items()}
-    assert (found.queries, found.without_match) == (recall.queries, recall.without_match)
+    for options in ({}, {"query_subset": 20, "seed": 3}):
+        recall = recall_at_k(x, y, KS, distance=distance, **options)
+        found = ranking_metrics(x, y, ["recall"], KS, distance=distance, **options)
+        assert found.values == {f"recall_at_{k}": value for k, value in recall.at.items()}
+        assert (found.queries, found.without_match) == (recall.queries, recall.without_match)
 
 
 @pytest.mark.parametrize("same", [True, False])

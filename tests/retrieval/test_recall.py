@@ -171,7 +171,7 @@ def test_more_duplicates_than_neighbours() -> None:
     x[50:] = np.eye(4)[0] * 100 + np.arange(50)[:, None] * 10
     y = np.concatenate([np.arange(50), np.arange(50)])
     for k in (1, 5, 20):
-        found = recall_at_k(x, y, (k,), gallery=(x, y), gallery_starts_with_queries=True)
+        found = recall_at_k(x, y, (k,), gallery=(x, y), gallery_starts_with_queries=True, query_subset=100)
         assert found.at[k] == raw_faiss(x, y, (k,))[k]
         only_copies = recall_at_k(x[:50], y[:50], (k,), gallery=(x, y), gallery_starts_with_queries=True)
         assert only_copies.at == {k: 0.0}
@@ -236,6 +236,37 @@ def test_contiguous_float32_is_not_copied() -> None:
         assert np.shares_memory(vectors.Frame(vectors.Vectors(given)).copy, x)
 
 
+def test_subset_is_exact_for_its_queries_and_fixed() -> None:
+    x, y = clusters(400)
+    y[:30] = np.arange(1000, 1030)  # single members, not to be drawn
+    full = recall_at_k(x, y, (1, 5))
+    assert (full.queries, full.without_match) == (370, 30)
+
+    searched: list[np.ndarray] = []
+    original = neighbours._searcher
+
+    def spy(*arguments: Any) -> Any:
+        search = original(*arguments)
+        return lambda queries: searched.append(queries) or search(queries)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(neighbours, "_searcher", spy)
+        part = recall_at_k(x, y, (1, 5), query_subset=100, seed=4)
+    (queries,) = searched
+    rows = [int(np.flatnonzero((x == query).all(axis=1))[0]) for query in queries]
+    assert len(set(rows)) == 100
+    assert min(rows) >= 30
+    assert part.at == pytest.approx(naive(x[rows], y[rows], (1, 5), (x, y), own=rows), abs=1e-12)
+    assert (part.queries, part.without_match, part.gallery) == (100, 30, 400)
+
+    assert recall_at_k(x, y, (1, 5), query_subset=100, seed=4) == part
+    assert recall_at_k(x, y, (1, 5), query_subset=100, seed=5).at != part.at
+    assert recall_at_k(x, y, (1, 5), query_subset=370).at == full.at
+    assert recall_at_k(x, y, (1, 5), query_subset=10**6) == full
+    mean = np.mean([recall_at_k(x, y, (1,), query_subset=100, seed=seed).at[1] for seed in range(50)])
+    assert mean == pytest.approx(full.at[1], abs=0.02)
+
+
 def test_gallery_that_starts_with_the_queries() -> None:
     x, y = clusters(250)
     queries = x[:100], y[:100]
@@ -266,6 +297,7 @@ def test_queries_in_the_gallery_are_counted_by_content() -> None:
         *names,
     )
     assert_warned(lambda: recall_at_k(x[:100], y[:100], (1,), gallery=(x[93:], y[93:])), "7", *names)
+    assert_warned(lambda: recall_at_k(x[:100], y[:100], (1,), gallery=(x, y), query_subset=30), "30", "queries")
     zero = np.zeros((2, 2), np.float32)
     assert_warned(lambda: recall_at_k(zero, np.arange(2), (1,), gallery=(-zero, np.arange(2))), "2", "queries")
     with warnings.catch_warnings():
@@ -382,6 +414,8 @@ ZERO[6] = 0
         ((X, torch.from_numpy(Y).to("meta")), {}, ()),
         (([[1.0, 2.0], [3.0]], [0, 1]), {}, ("embeddings",)),
         ((X, Y), {"gallery": [(X, Y), (X, Y)]}, ("gallery",)),
+        ((X, Y), {"query_subset": 2.5}, ("query_subset", "2.5")),
+        ((X, Y), {"seed": "a"}, ("seed", "'a'")),
         ((X, [f"c{each}" for each in Y]), {}, ("return_inverse=True",)),
         ((X, np.eye(4)[Y % 4]), {}, ("got", "(20, 4)")),
         ((X, np.array(list("abcdefghijklmnopqrst"))), {}, ("U1",)),
@@ -412,6 +446,8 @@ ZERO[6] = 0
         ((X, Y), {"distance": "l1"}, ("distance", "'l2'", "cosine", "'l1'")),
         ((ZERO, Y), {"distance": "cosine"}, ("embeddings", "0", "6")),
         ((X, Y), {"distance": "cosine", "gallery": (ZERO, Y)}, ("gallery", "0")),
+        ((X, Y), {"seed": -1}, ("seed", "0", "-1")),
+        ((X, Y), {"query_subset": 0}, ("query_subset", "1", "queries", "0")),
     ],
 )
 def test_refuses_what_it_can_not_use(arguments: Any, options: Any, names: tuple[str, ...]) -> None:
@@ -503,25 +539,27 @@ def test_metric_is_the_mean_recall_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("separate", [False, True])
-def test_the_metric_tells_halves_by_class(separate: bool) -> None:
+@pytest.mark.parametrize("subset", [None, 40])
+def test_the_metric_tells_halves_by_class(separate: bool, subset: int | None) -> None:
     x, y = clusters(300)
     torch.manual_seed(0)  # with some weights, both halves happen to have the same recall
     model = Moved(x)
     z = model.layer(torch.from_numpy(x)).detach()
     labels = torch.from_numpy(y)
     batches, gallery = in_batches(x[:200], y[:200]), in_batches(x[200:], y[200:])
-    metric = recall_metric(batches, (1, 3), gallery=gallery if separate else None, seed=5)
+    metric = recall_metric(batches, (1, 3), gallery=gallery if separate else None, query_subset=subset, seed=5)
     told = metric.evaluate(model, "test").halves
     halves = class_halves(labels[:200], 5)
     assert not isinstance(halves, str)
     assert not set(y[halves[0]]) & set(y[halves[1]])
     items = (z[200:], labels[200:]) if separate else None
-    assert told == tuple(1 - recall_at_k(z[half], labels[half], (1, 3), gallery=items).mean for half in halves)
+    options: dict[str, Any] = {"gallery": items, "query_subset": subset, "seed": 5}
+    assert told == tuple(1 - recall_at_k(z[half], labels[half], (1, 3), **options).mean for half in halves)
     assert told is not None
     assert told[0] != told[1]
     backwards = recall_metric(list(reversed(batches)), (1, 3), gallery=gallery if separate else None, seed=5)
-    # The division depends on the classes alone.
-    assert backwards.evaluate(model, "test").halves == pytest.approx(told, abs=1e-12)
+    if subset is None:  # the division depends on the classes alone
+        assert backwards.evaluate(model, "test").halves == pytest.approx(told, abs=1e-12)
 
 
 @pytest.mark.parametrize("distance", ["l2", "ip", "cosine"])
@@ -591,7 +629,7 @@ def test_a_metric_of_few_classes_says_that_it_has_no_halves() -> None:
     assert halves == [None, None]
 
 
-def test_metric_with_gallery_and_own_embedding() -> None:
+def test_metric_with_gallery_subset_and_own_embedding() -> None:
     x, y = clusters(400)
     model = Moved(x)
 
@@ -604,10 +642,13 @@ def test_metric_with_gallery_and_own_embedding() -> None:
         gallery=in_batches(x[150:], y[150:]),
         embed=embed,
         distance="ip",
+        query_subset=50,
+        seed=3,
     )
     z = embed(model, torch.from_numpy(x)).detach()
-    expected = recall_at_k(z[:150], y[:150], (2,), gallery=(z[150:], y[150:]), distance="ip")
+    expected = recall_at_k(z[:150], y[:150], (2,), gallery=(z[150:], y[150:]), distance="ip", query_subset=50, seed=3)
     assert metric.to_value(metric.cost(model, "test")) == pytest.approx(expected.at[2])
+    assert expected.queries == 50
 
 
 def test_metric_refuses() -> None:
@@ -661,9 +702,11 @@ def test_calculator_agrees_with_the_function_and_with_its_base() -> None:
 
 def test_calculator_passes_its_options_on() -> None:
     x, y = clusters(300)
-    calculator = RecallCalculator(("recall_at_3", "precision_at_1"), ks=(1, 3), distance="ip", k=5)
+    calculator = RecallCalculator(
+        ("recall_at_3", "precision_at_1"), ks=(1, 3), distance="ip", query_subset=90, seed=2, k=5
+    )
     values = calculator.get_accuracy(x, y)
-    assert values["recall_at_3"] == recall_at_k(x, y, (3,), distance="ip").at[3]
+    assert values["recall_at_3"] == recall_at_k(x, y, (3,), distance="ip", query_subset=90, seed=2).at[3]
     inner = AccuracyCalculator(("precision_at_1",), k=5, knn_func=FaissKNN(index_init_fn=faiss.IndexFlatIP))
     assert values["precision_at_1"] == inner.get_accuracy(x, y)["precision_at_1"]
     assert list(RecallCalculator(ks=(1, 3)).get_accuracy(x, y, include=("recall_at_3",))) == ["recall_at_3"]

@@ -332,14 +332,21 @@ def test_bad_images_end_with_one_line(embedder: Path, arguments: tuple[str, ...]
     assert message in str(stopped.value)
 
 
+def test_query_subset(folder: Path) -> None:
+    options = ("--query-subset", "11", "--seed", "5", "--ks", "1", "2")
+    (row,) = evaluate(folder, *QUERIES, *options)["galleries"]
+    assert row["queries"] == 11
+    assert row["recall"] == as_json(recall_at_k(*items(folder, "q"), (1, 2), query_subset=11, seed=5).at)
+
+
 A = ("--gallery-embeddings", "a.npy", *A_LABELS)
 
 
 def test_other_metrics_stand_beside_recall(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--ks", "1", "3", "--distance", "cosine")
+    options = ("--ks", "1", "3", "--distance", "cosine", "--query-subset", "30")
     (row,) = evaluate(folder, *QUERIES, *A, *options, "--metrics", *RANKED)["galleries"]
     found = ranking_metrics(
-        *items(folder, "q"), ["recall", *RANKED], (1, 3), gallery=items(folder, "a"), distance="cosine"
+        *items(folder, "q"), ["recall", *RANKED], (1, 3), gallery=items(folder, "a"), distance="cosine", query_subset=30
     )
     recalls = {f"recall_at_{k}": value for k, value in row["recall"].items()}
     assert recalls | row["metrics"] == found.values
@@ -405,6 +412,8 @@ def test_wide_tables_are_whole(folder: Path, capsys: pytest.CaptureFixture[str])
             "holds labels other than other.npy",
         ),
         ((*QUERIES, "--ks", "0"), "neighbours of at least 1, got [0]"),
+        ((*QUERIES, "--query-subset", "0"), "query_subset must be at least 1"),
+        ((*QUERIES, "--query-subset", "3", "--seed", "-1"), "seed must be at least 0, got -1"),
         ((*QUERIES, "--metrics", "map"), "'map' is none of recall, precision"),
         (("--images", "x", *A), "--gallery-embeddings and --gallery-labels can't"),
     ],
