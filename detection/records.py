@@ -13,6 +13,7 @@ from torch import Tensor
 
 from metricopt_ext.data.decoding import decoded, opened, upright
 from metricopt_ext.errors import DataError
+from metricopt_ext.utils.files import bytes_of
 from metricopt_ext.utils.words import brief
 
 
@@ -55,7 +56,7 @@ class Annotated:
                 of a different size from its annotation.
         """
         try:
-            with opened(self.path.read_bytes()) as image:
+            with opened(bytes_of(self.path)) as image:
                 pixels = np.array(decoded(image, "RGB"))
         except (DataError, OSError, ValueError) as error:
             raise DataError(f"{self.path} can't be read as an image: {brief(error)}") from error
@@ -76,7 +77,7 @@ class Annotated:
         if self.width and self.height:
             return self
         try:
-            with opened(self.path.read_bytes()) as image:
+            with opened(bytes_of(self.path)) as image:
                 width, height = upright(image).size
         except (DataError, OSError, ValueError) as error:
             raise DataError(f"{self.path} can't be read as an image: {brief(error)}") from error

@@ -10,6 +10,7 @@ from metricopt_ext.detection.tables import LARGEST, LONGEST_SIDE
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc_tree import XML, stem_of
 from metricopt_ext.errors import DataError
+from metricopt_ext.utils.files import bytes_of
 from metricopt_ext.utils.words import brief
 
 CORNERS = "a <bndbox> must have its corners in pixels, from 1"
@@ -57,7 +58,7 @@ def parse(file: Path) -> Annotation:
         DataError: It can't be read, or is no such file.
     """
     try:
-        top = ET.fromstring(file.read_bytes())
+        top = ET.fromstring(bytes_of(file))
     except OSError as error:
         raise DataError(f"{file} can't be read ({error})") from error
     except (ET.ParseError, LookupError, ValueError) as error:

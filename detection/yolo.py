@@ -13,6 +13,7 @@ from metricopt_ext.detection.boxes_outside import shown_files, warn_of_boxes_out
 from metricopt_ext.detection.records import Annotated, DetectionSet
 from metricopt_ext.detection.tables import TruthTable
 from metricopt_ext.errors import DataError
+from metricopt_ext.utils.files import bytes_of
 from metricopt_ext.utils.words import brief, counted, shortened
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp")
@@ -82,7 +83,7 @@ def read_yolo_file(path: Path) -> YoloFile:
     import yaml
 
     try:
-        content = yaml.safe_load(path.read_bytes())
+        content = yaml.safe_load(bytes_of(path))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise DataError(f"{path} can't be read as YOLO's data.yaml: {brief(error)}") from error
     names = content.get("names") if isinstance(content, dict) else None
@@ -166,7 +167,7 @@ def _annotated(name: str, image: Path, labels: Path | None, classes: Sequence[st
 def _rows(file: Path, classes: Sequence[str]) -> list[tuple[int, tuple[float, ...]]]:
     """The class and the edges, as shares of the image, of each object."""
     try:
-        lines = file.read_text("utf-8-sig").splitlines()
+        lines = bytes_of(file).decode("utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
         raise DataError(f"{file} can't be read: {brief(error)}") from error
     rows = []

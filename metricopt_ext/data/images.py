@@ -17,7 +17,7 @@ from metricopt_ext.data.labelled import Labelled
 from metricopt_ext.data.streamed import StreamedImages, as_inputs
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.checks import check_at_least
-from metricopt_ext.utils.files import existing, walked
+from metricopt_ext.utils.files import bytes_of, existing, walked
 from metricopt_ext.utils.words import brief, counted
 
 Array = npt.NDArray[Any]
@@ -173,7 +173,7 @@ def stream_images(
 
 def reader(folder: Path) -> Callable[[str], bytes]:
     """Return a function that reads a folder's files by their names in it."""
-    return lambda name: (folder / name).read_bytes()
+    return lambda name: bytes_of(folder / name)
 
 
 def noting(read: Callable[[str], bytes], contents: dict[str, str] | None) -> Callable[[str], bytes]:

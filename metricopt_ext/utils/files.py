@@ -3,6 +3,7 @@
 What is read may come from anywhere: none of it is run as code. Only what needs torch imports it: a tool may do without.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -99,6 +100,17 @@ def to_json(content: Any, **layout: Any) -> str:
         raise TypeError(f"{value!r} is a {type(value).__name__}, which JSON can't hold")
 
     return json.dumps(content, default=plain, **layout)
+
+
+def bytes_of(path: str | Path) -> bytes:
+    """Return what is in a file.
+
+    Raises:
+        OSError: It can't be read; a pipe or a device, which could be waited for without end, is not even opened.
+    """
+    if Path(path).exists() and not Path(path).is_file():
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return Path(path).read_bytes()
 
 
 def read_json(path: str | Path) -> Any:
@@ -295,12 +307,14 @@ def existing(*candidates: str | os.PathLike[str]) -> Path:
     """Return the first of these paths that exists.
 
     Raises:
-        DataError: None of them exists, or it is an archive, which is not unpacked here.
+        DataError: None of them exists, or it is an archive, which is not unpacked here, a pipe or a device.
     """
     for candidate in candidates:
         if Path(candidate).exists():
             if Path(candidate).name.lower().endswith(ARCHIVES):
                 raise DataError(f"{candidate} is an archive, which is not read; unpack it and name the folder")
+            if not Path(candidate).is_dir() and not Path(candidate).is_file():
+                raise DataError(f"{candidate} is a pipe or a device; name a regular file")
             return Path(candidate)
     home = " (~ is taken as it stands)" if any(str(each).startswith("~") for each in candidates) else ""
     raise DataError(f"{' or '.join(map(str, candidates))} not found{home}; set data.root=DIR to the data's folder")

@@ -1,6 +1,7 @@
 """Images: folders of them made here."""
 
 import io
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,14 @@ def test_unreadable_image_is_named(lay: Callable[..., Path], tmp_path: Path) -> 
         with pytest.raises(DataError) as caught:
             load_image_folder(root, image_size=4)
         assert_named(caught, name)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+def test_a_pipe_is_not_waited_for(lay: Callable[..., Path], tmp_path: Path) -> None:
+    root = lay(tmp_path / "set", FILES)
+    os.mkfifo(root / "cat/3.png")
+    assert_refused(lambda: load_image_folder(root), DataError, "cat/3.png", "regular")
+    assert_refused(lambda: load_image_folder(root / "cat/3.png"), DataError, "cat/3.png", "regular")
 
 
 def test_a_file_that_is_no_folder_is_refused(tmp_path: Path) -> None:
