@@ -10,7 +10,6 @@ from metricopt_ext.classification.data_config import (
     KINDS_OF_DATA,
     TABLE,
     DataConfig,
-    ImageFolderConfig,
     LabelledImagesConfig,
     OwnDataConfig,
     PartsConfig,
@@ -241,7 +240,7 @@ class ClassificationConfig(RunConfig):
         """Reject what would only fail after work has been done (see `RunConfig.check`)."""
         check_at_least(1, {"batch_size": self.batch_size, "model.batch_size": self.model.batch_size})
         self._check_kind()
-        if isinstance(self.data, TableConfig | ImageFolderConfig):
+        if isinstance(self.data, TableConfig):
             self.data.check()
         if isinstance(self.data, OwnDataConfig) and self.data.root:
             raise ConfigError(
@@ -264,7 +263,7 @@ class ClassificationConfig(RunConfig):
             if self.data.image_size or self.data.mean:
                 raise ConfigError(
                     f"model.weights={self.model.weights} has sizes, a mean and a standard deviation of its own; leave"
-                    " out data.image_size, data.crop, data.mean and data.std"
+                    " out data.image_size, data.mean and data.std"
                 )
         if isinstance(self.metric, OwnMetricConfig):
             self.metric.check()

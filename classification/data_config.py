@@ -3,11 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from metricopt_ext.data.images import ImageSize, centre_crop
 from metricopt_ext.data.own_parts import given_parts
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.brought_sections import either
-from metricopt_ext.experiment.config_sections import check_at_least
 from metricopt_ext.utils.config import MISSING
 
 TABLE = "csv"  # the data.name that brings the keys of a table
@@ -66,28 +64,8 @@ class PartsConfig(DataConfig):
 class ImageFolderConfig(PartsConfig):
     """The same with what folders of images, ``data.name=image_folder``, take."""
 
-    # pixels per side that are cut out of the centre, once the shorter side has image_size; 0: the whole image, squeezed
-    crop: int = 0
     # read images from disk whenever they are asked for: less memory, and each query decodes them all
     stream: bool = False
-
-    @property
-    def size(self) -> ImageSize | None:
-        """What `load_image_folder` takes as the size."""
-        return centre_crop(self.image_size, self.crop) if self.crop else self.image_size or None
-
-    def check(self) -> None:
-        """Reject a crop that is larger than the image.
-
-        Raises:
-            ConfigError: It is.
-        """
-        check_at_least(0, {"data.crop": self.crop})
-        if self.crop > self.image_size:
-            raise ConfigError(
-                f"data.crop={self.crop} is cut out of images whose shorter side has data.image_size={self.image_size};"
-                " that must be at least as many"
-            )
 
 
 @dataclass

@@ -286,11 +286,6 @@ def read_table(data: DataConfig, paths: Sequence[str], columns: Sequence[str] = 
     )
 
 
-def size_of(data: DataConfig) -> ImageSize | None:
-    """Return the size of images, as `load_image_folder` takes it."""
-    return data.size if isinstance(data, ImageFolderConfig) else data.image_size or None
-
-
 def streams(data: DataConfig) -> bool:
     """Return whether images are read from disk whenever they are asked for."""
     return isinstance(data, ImageFolderConfig) and data.stream

@@ -29,7 +29,7 @@ from metricopt_ext.classification.data_config import (
     TableConfig,
 )
 from metricopt_ext.classification.libsvm import load_a9a
-from metricopt_ext.classification.own_data import labelled_images, own_parts, read_table, size_of, streams
+from metricopt_ext.classification.own_data import labelled_images, own_parts, read_table, streams
 from metricopt_ext.classification.published import cropped, mean_and_std, published
 from metricopt_ext.classification.shift import long_tail, shift_class_ratio
 from metricopt_ext.data.images import load_image_folder
@@ -45,7 +45,7 @@ LOADERS: dict[str, Callable[[DataConfig, Sequence[str]], Labelled | Table]] = {
     "a9a": lambda data, _: load_a9a(data.root),
     "arrays": lambda data, _: read_arrays([Path(data.root)])[0],
     "csv": lambda data, columns: read_table(data, [data.root], columns),
-    "image_folder": lambda data, _: load_image_folder(data.root, size_of(data), stream=streams(data)),
+    "image_folder": lambda data, _: load_image_folder(data.root, data.image_size or None, stream=streams(data)),
     "libsvm": lambda data, columns: read_table(data, [data.root], columns),
     **{name: lambda data, _, name=name: load_sklearn(name) for name in SKLEARN_SETS},  # type: ignore[misc]
 }
@@ -119,7 +119,7 @@ def _divided(config: ClassificationConfig, seed: int) -> Splits:
             f"data.name={data.name!r} is none of cifar10, {', '.join(LOADERS)}; name your own function as"
             " MODULE:FUNCTION"
         )
-    size = cropped(weights) if weights else size_of(data)
+    size = cropped(weights) if weights else data.image_size or None
     if (own := own_parts(data, seed, size, config.metric_columns)) is not None:
         return own
     if data.name not in SKLEARN_SETS and not data.root:

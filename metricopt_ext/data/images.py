@@ -194,21 +194,6 @@ def noting(read: Callable[[str], bytes], contents: dict[str, str] | None) -> Cal
     return noted
 
 
-def centre_crop(size: int, crop: int) -> Callable[[Any], Any]:
-    """Return what scales a PIL image to a shorter side of ``size`` pixels and cuts out a square of ``crop`` pixels.
-
-    Args:
-        size: Pixels of the shorter side, at least ``crop``.
-        crop: Pixels per side of the square in the centre, at least 1.
-    """
-    from torchvision.transforms import functional
-
-    def cut(image: Any) -> Any:
-        return functional.center_crop(functional.resize(image, size, antialias=True), crop)
-
-    return cut
-
-
 def _chosen(
     path: Path, entries: Iterable[str], limit_per_class: int | None, depth: int
 ) -> tuple[list[str], Tensor, tuple[str, ...]]:

@@ -22,7 +22,7 @@ from metricopt_ext.classification.split_metric import model_metric
 from metricopt_ext.classification.splits import load_splits
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.data.streamed import is_streamed
-from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.errors import DataError
 from metricopt_ext.experiment.cli import run_and_report
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.utils.config import load_config
@@ -113,22 +113,6 @@ def test_a_root_of_parts_is_read_as_such(folders: Callable[..., list[str]], tmp_
     assert (splits.train.x[:, :, 2:] * 255).round().unique().tolist() == [100]
 
 
-def test_the_centre_is_cut_out(tmp_path: Path) -> None:
-    for name in NAMES:
-        (tmp_path / "all" / name).mkdir(parents=True)
-        for i in range(10):
-            pixels = np.zeros((8, 16, 3), np.uint8)
-            pixels[2:6, 6:10] = 200
-            Image.fromarray(pixels).save(tmp_path / "all" / name / f"{i}.png")
-    root = ["data.name=image_folder", f"data.root={tmp_path / 'all'}"]
-    splits = load_splits(config_of(*root, "data.image_size=8", "data.crop=4"), 0)
-    assert splits.train.x.shape[1:] == (3, 4, 4)
-    assert (splits.train.x * 255).round().unique().tolist() == [200]
-    assert_refused(
-        lambda: config_of(*root, "data.image_size=8", "data.crop=9"), ConfigError, "data.crop=9", "data.image_size=8"
-    )
-
-
 # --- Tables ----------------------------------------------------------------------------------------------------
 
 
@@ -212,7 +196,7 @@ def test_the_metric_and_the_batches_are_the_same_from_disk(
     if not own:
         settings = [settings[0], f"data.root={tmp_path / 'train'}", "data.fractions=[0.4,0.3,0.3]"]
     settings += ["shift.kind=image", "shift.contrast=0.6", "shift.noise_std=0.05", "shift.rotation_degrees=9"]
-    settings += ["data.image_size=12", "data.crop=10", "data.mean=[0.5,0.4,0.3]", "data.std=[0.2,0.3,0.2]"]
+    settings += ["data.image_size=12", "data.mean=[0.5,0.4,0.3]", "data.std=[0.2,0.3,0.2]"]
     memory, disk = (load_splits(config_of(*settings, f"data.stream={each}"), 0) for each in ("false", "true"))
     assert is_streamed(disk.train.x)
     assert is_streamed(disk.test.x)
