@@ -33,6 +33,7 @@ from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.runtime.progress import progress_of
 from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.settings import QUERIES as OF_SETTINGS
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.packaged import existing_config
 from metricopt_ext.utils.words import brief
@@ -44,7 +45,9 @@ def main() -> None:
         description=__doc__, epilog=RUNS_CODE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of a tool, or of a comparison")
-    parser.add_argument("--queries", type=int, help=f"how many to ask; default {QUERIES}, and settings.queries besides")
+    parser.add_argument(
+        "--queries", type=int, help=f"how many to ask; default {QUERIES}, {OF_SETTINGS} more with settings"
+    )
     parser.add_argument("--output-dir", type=Path, help="folder in which the tool itself can go on with --resume")
     parser.add_argument("--resume", action="store_true", help="go on in the output folder")
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. metric.name=f1 data.root=FOLDER")
@@ -121,7 +124,7 @@ def assess_seed(
     """
     config.check()
     if queries is None:
-        queries = QUERIES + (0 if config.settings is None else config.settings.queries)
+        queries = QUERIES + (0 if config.settings is None else OF_SETTINGS)
     strategy = config.build_strategy()
     if not isinstance(strategy, GuidedTrustRegion) and folder is not None:
         raise ConfigError(f"method.name={config.method.name} does not go on from these queries: leave --output-dir out")

@@ -7,7 +7,7 @@ from metricopt_ext.data.shift import ImageShift
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.tasks.settings import Settings
-from metricopt_ext.utils.checks import check_above, check_finite, check_integer
+from metricopt_ext.utils.checks import check_above, check_finite
 from metricopt_ext.utils.config import config_section
 from metricopt_ext.utils.words import nearest
 
@@ -75,7 +75,6 @@ class SettingsConfig:
 
     names: list[str] = field(default_factory=lambda: [USUAL])  # which, best first; usual: those that are worth it
     inference: float = 1.0  # factor on inference time that they may take, at least 1
-    queries: int = 10  # of MetricOpt's queries, so many at most are for them
 
     @property
     def chosen(self) -> list[str]:
@@ -99,7 +98,7 @@ class SettingsConfig:
 
     def limit(self, settings: Settings) -> Settings:
         """Return settings within these limits."""
-        return settings.limited(inference=self.inference, queries=self.queries)
+        return settings.limited(inference=self.inference)
 
     def check(self) -> None:
         """Reject values that are out of range.
@@ -108,7 +107,6 @@ class SettingsConfig:
             ConfigError: One is.
         """
         with config_section("settings"):
-            check_integer(0, queries=self.queries)
             check_finite(inference=self.inference)
         check_at_least(1, {"settings.inference": self.inference})
         if not self.names or (USUAL in self.names and len(self.names) > 1):
