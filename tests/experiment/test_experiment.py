@@ -43,7 +43,7 @@ def tiny() -> ClassificationConfig:
         adapter=ClassifierAdapterConfig(kind="input_bias", dim=3),
         metric=MetricConfig(name="mcr"),
         finetune=FinetuneConfig(4, 0.1),
-        method=RecipeConfig(evals=2, rounds=1, folds=2, trials=0, learners=["ridge"]),
+        method=RecipeConfig(evals=2, rounds=1, start_std=2.0, folds=2, trials=0, learners=["ridge"]),
         queries=30,
         batch_size=9,
     )
@@ -294,7 +294,7 @@ def test_a_class_that_the_metric_hardly_sees_is_named(tmp_path: Path, capsys: py
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["rare"] == [{"of": "class", "groups": 3, "rare": 1, "fewest": {"seldom": 0}}] * 2
     capsys.readouterr()
-    dry_run(ClassificationExperiment, config, tmp_path / "dry")
+    dry_run(ClassificationExperiment, config)
     assert "1 of 3 classes has fewer than 10 examples" in " ".join(capsys.readouterr().out.split())
 
 
