@@ -840,4 +840,4 @@ def test_the_committed_settings_of_ala_fit_their_descriptions() -> None:
 
 
 def test_methods_that_train_embedders_are_not_for_classifiers() -> None:
-    assert_refused(lambda: config_of("methods=[ala_focal]").check(), ConfigError, "reloss_only", "refined")
+    assert_refused(lambda: config_of("methods=[ala_focal]").check(), ConfigError, "ala_focal", "reloss_only")
