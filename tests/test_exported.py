@@ -67,7 +67,7 @@ def test_a_network_of_any_batch_is_exported(host: str) -> None:
 def test_a_detector_is_exported() -> None:
     """By ONNX's tracer; torch.export does not take torchvision's detectors, whose NMS looks at how many there are."""
     torch.manual_seed(0)
-    model = merged(build_small("small_fpn", 3, 96, 96, 0.0, 16, 32), "roi_heads.box_head.*")
+    model = merged(build_small(3, 96, 96, 0.0, 16, 32), "roi_heads.box_head.*")
     model.roi_heads.detections_per_img = 4
     for layer in (model.rpn.head.cls_logits, model.roi_heads.box_predictor.cls_score):
         layer.weight.mul_(10)  # scores without near-ties, which two programs may order otherwise

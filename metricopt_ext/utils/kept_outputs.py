@@ -264,7 +264,8 @@ def _is_plain(value: Any) -> bool:
 
 def _bytes(output: Any) -> int:
     """Memory that an output's tensors take; what several of them share counts once."""
-    return sum({each.data_ptr(): each.nbytes() for each in map(Tensor.untyped_storage, _tensors_in(output))}.values())
+    storages = [each.untyped_storage() for each in _tensors_in(output)]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 def _tensors_in(output: Any) -> Iterator[Tensor]:

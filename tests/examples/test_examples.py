@@ -293,7 +293,7 @@ def test_three_ways_do_one_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     printed = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     rows = {cells[0].removeprefix("| "): cells[1] for cells in printed[1:]}
     assert rows == {"the trained model": "0", **dict.fromkeys(script["WAYS"], "20")}
-    table = (ROOT / "docs/scorer.md").read_text()
+    table = (ROOT / "benchmarks/results/search.md").read_text()
     assert not [name for name in rows if f"| {name} |" not in table]
 
 

@@ -10,10 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-SHARED = [
-    *("queries=20", "workers=1", "device=cpu", "adapter.dim=6"),
-    *("finetune.steps=4"),
-]
+SHARED = ["queries=20", "workers=1", "device=cpu", "adapter.dim=6", "finetune.steps=4"]
 DETECTION = [
     *("model.steps=4", "model.batch_size=2", "model.min_size=48", "model.max_size=48", "model.proposals=20"),
     *("scene.size=48", "scene.digits=[1,2]", "scene.scale=[24,40]", "data.images=[6,6,6]", "batch_size=2"),
