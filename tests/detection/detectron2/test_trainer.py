@@ -526,7 +526,7 @@ def test_steps_in_mixed_precision_are_judged_in_full(
     torch.testing.assert_close(plain.loss[0], mixed.loss[0], rtol=0.1, atol=0)  # other proposals may be drawn
     step = (plain.phi[1] - plain.phi[0]).norm()
     assert (mixed.phi[1] - plain.phi[1]).norm() < step / 2  # a scaled gradient, of 256 times, would be far away
-    with pytest.raises(FileFormatError, match=r"SOLVER\.AMP\.ENABLED was None, now True"):
+    with pytest.raises(FileFormatError, match=r"SOLVER\.AMP\.ENABLED was False, now True"):
         trajectory_store(cfg, str(tmp_path / "amp_False" / "kept"))
 
 
