@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from metricopt_ext.experiment.method import METHODS, PUBLISHED, Entry, Needs
+from metricopt_ext.experiment.method import METHODS, Entry, Needs
 from metricopt_ext.experiment.seeds import Interval, paired_interval
 from metricopt_ext.utils.words import counted
 
@@ -66,7 +66,7 @@ def entry_of(name: str) -> Entry:
     renamed = {"batchnorm": "batchnorm_validation"}.get(name, name)
     colour = COLOURS.get(name, "#777777")
     other = Entry(name.replace("_", " "), colour, "free", SOUPS.get(name, "scores"), training=name in SOUPS)
-    return METHODS.get(renamed) or PUBLISHED.get(name, other)
+    return METHODS.get(renamed, other)
 
 
 def tests(content: Mapping[str, Any], name: str, budget: int) -> list[float | None] | None:

@@ -5,7 +5,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from metricopt_ext.comparison.guarded import TRAINED
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.experiment.method import METHODS, PUBLISHED
+from metricopt_ext.experiment.method import METHODS
 from metricopt_ext.experiment.passes import Passes
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.described import Finite, read_shaped
@@ -195,7 +195,7 @@ def _check(content: dict[str, Any]) -> None:
     if not seeds or not budgets or TRAINED not in content["starts"]:
         raise ValueError(f"it has no seeds, no budgets or no start {TRAINED!r}")
     for name in content["methods"]:
-        if name not in METHODS and name not in PUBLISHED:
+        if name not in METHODS:
             raise ValueError(f"it has the method {brief(name)}, which does not exist")
     best = {key: value for key, value in content["best_start"].items() if key != "queries"}
     cells = {f"{name}, {q}": cell for name, each in content["methods"].items() for q, cell in each["cells"].items()}

@@ -139,9 +139,6 @@ METHODS: dict[str, Entry] = {
     "ala_focal": _sibling("ALA, focal weighting", "#93c49b", AdaptiveLossAlignment("focal"), "labels", "embedders"),
 }
 
-# Methods that published comparisons have and nothing runs any more.
-PUBLISHED = {"turbo": Entry("TuRBO on the metric", "#8fbf8f", "queries")}
-
 # The methods whose ends have settings of inference.
 TUNES_SETTINGS = tuple(name for name in METHODS if name.startswith("settings"))
 
