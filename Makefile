@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml
 
 demo: $(STAMP)  ## search phi for a long tail's worst class, for unseen digits, and for shifted digits
 	rm -rf out/demo
-	.venv/bin/python tools/finetune_classifier.py --config-file configs/classification/digits_longtail.yaml --output-dir out/demo/longtail seed=100 metric.name=worst_recall queries=150 'methods=[guided_es,cma_es]'
+	.venv/bin/python tools/finetune_classifier.py --config-file configs/classification/digits_longtail.yaml --output-dir out/demo/longtail seed=100 metric.name=worst_recall queries=150 'methods=[class_offsets,logit_adjustment_tuned,guided_es,cma_es]'
 	.venv/bin/python tools/finetune_retrieval.py --config-file configs/retrieval/digits.yaml --output-dir out/demo/retrieval seed=300 queries=150
 	.venv/bin/python tools/finetune_classifier.py --config-file configs/classification/digits.yaml --output-dir out/demo/shifted seed=100 seeds=3 queries=60
 

@@ -242,7 +242,7 @@ class Report:
         """Say how MetricOpt compares with the best method on test."""
         best = self.best("test")
         if "metricopt" in best:
-            return "No other method is better on test."
+            return "No other method that ran is better on test."
         top = next(name for name in self.methods if name in best)
         value = np.mean(self.values(top, "test"))
         return (
