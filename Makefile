@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .PHONY: help demo quality test test-fast test-programs golden-quick test-wheel contract-detectron2 docs nightly \
-	test-slow test-detectron2 test-faults test-hostile test-outcomes golden golden-freeze test-compare test-lowest \
+	test-slow test-drawn test-detectron2 test-faults test-hostile test-outcomes golden golden-freeze test-compare test-lowest \
 	test-wheel-alone verify-types benchmarks-smoke coverage style clean
 
 help:  ## list the targets
@@ -115,6 +115,9 @@ test-faults: $(STAMP)  ## kill runs at 200 drawn moments; METRICOPT_SEED draws o
 
 test-hostile: $(STAMP)  ## read 400 mutations of each kind of file
 	METRICOPT_EXAMPLES=$${METRICOPT_EXAMPLES:-400} $(PYTEST) $(ARGS) tests/test_hostile_files.py
+
+test-drawn: $(STAMP)  ## draw 100 examples for each test that draws, others each time
+	METRICOPT_DRAWS=$${METRICOPT_DRAWS:-100} $(PYTEST) -m "hypothesis and not outcome" $(ARGS) --ignore=tests/test_hostile_files.py
 
 test-outcomes: $(STAMP)  ## run the tests of what training and search come to, over many seeds
 	$(PYTEST) -m outcome $(ARGS)

@@ -17,9 +17,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck
 from PIL import Image
 from torch import Tensor, nn
 
@@ -30,7 +32,7 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.machine import Machine
 from metricopt_ext.utils.seeding import generator
 
-pytest.register_assert_rewrite("helpers")  # what fails there says how, as in a test
+pytest.register_assert_rewrite("helpers", "testers")  # what fails there says how, as in a test
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,6 +46,23 @@ def pytest_configure(config: pytest.Config) -> None:
     needed = {"avx2": "avx2", "avx512": "avx512f"}.get(asked, "")
     if table.exists() and needed not in table.read_text():  # torch would end in an illegal instruction
         pytest.exit(f"no test was run: ATEN_CPU_CAPABILITY={asked}, which this processor lacks", returncode=4)
+    draw_by_day_and_night()
+
+
+def draw_by_day_and_night() -> None:
+    """Tell hypothesis how much to draw: by day the same each time."""
+    from testers import DRAWS
+
+    shared = [HealthCheck.differing_executors, HealthCheck.function_scoped_fixture]  # a tester's cases, tmp_path
+    hypothesis.settings.register_profile(
+        "drawn",
+        max_examples=DRAWS,
+        derandomize="METRICOPT_DRAWS" not in os.environ,
+        database=None,
+        deadline=None,
+        suppress_health_check=[*shared, HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    hypothesis.settings.load_profile("drawn")
 
 
 def pytest_collection_finish() -> None:
