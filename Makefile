@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .PHONY: help demo quality test test-fast test-programs golden-quick test-wheel contract-detectron2 docs nightly \
-	test-slow test-drawn test-detectron2 test-faults test-hostile test-outcomes golden golden-freeze test-compare test-lowest \
+	test-slow test-drawn test-detectron2 test-faults test-outcomes golden golden-freeze test-compare test-lowest \
 	test-wheel-alone verify-types benchmarks-smoke coverage style clean
 
 help:  ## list the targets
@@ -105,7 +105,7 @@ nightly: $(STAMP)  ## run all that is too long for each change, a line a target;
 	.ci/nightly
 
 test-slow: $(STAMP)  ## run the tests of more than two seconds: whole programs, notebooks, examples, ranks
-	$(PYTEST) -m "slow and not outcome" $(ARGS) --ignore=tests/test_faults.py --ignore=tests/test_hostile_files.py
+	$(PYTEST) -m "slow and not outcome" $(ARGS) --ignore=tests/test_faults.py
 
 test-detectron2: .venv-detectron2/.installed  ## run all tests of Detectron2; DETECTRON2=PATH takes another source
 	$(WITH_DETECTRON2) -m pytest -p detectron2_06 -rs -m detectron2 $(ARGS)
@@ -113,11 +113,8 @@ test-detectron2: .venv-detectron2/.installed  ## run all tests of Detectron2; DE
 test-faults: $(STAMP)  ## kill runs at 200 drawn moments; METRICOPT_SEED draws others
 	METRICOPT_KILLS=$${METRICOPT_KILLS:-200} $(PYTEST) $(ARGS) tests/test_faults.py
 
-test-hostile: $(STAMP)  ## read 400 mutations of each kind of file
-	METRICOPT_EXAMPLES=$${METRICOPT_EXAMPLES:-400} $(PYTEST) $(ARGS) tests/test_hostile_files.py
-
 test-drawn: $(STAMP)  ## draw 100 examples for each test that draws, others each time
-	METRICOPT_DRAWS=$${METRICOPT_DRAWS:-100} $(PYTEST) -m "hypothesis and not outcome" $(ARGS) --ignore=tests/test_hostile_files.py
+	METRICOPT_DRAWS=$${METRICOPT_DRAWS:-100} $(PYTEST) -m "hypothesis and not outcome" $(ARGS)
 
 test-outcomes: $(STAMP)  ## run the tests of what training and search come to, over many seeds
 	$(PYTEST) -m outcome $(ARGS)

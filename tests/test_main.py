@@ -56,13 +56,6 @@ except SystemExit as error:
     assert " configs list the configs that come with the package" in words
 
 
-def test_a_summary_is_the_docstrings_first_line_without_what_explains_it(tmp_path: Path) -> None:
-    path = tmp_path / "tool.py"
-    for line, short in (("Do it.", "Do it"), ("Do it: fast, 5%", "Do it"), ("Do 5% of it", "Do 5%% of it")):
-        path.write_text(f'"""{line}\n\nMore.\n"""\nraise RuntimeError\n')
-        assert summary(path) == short
-
-
 @pytest.mark.parametrize("name", sorted(set(tools()) - {"train-detector"}))
 def test_a_tools_own_help_has_the_commands_name(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -95,23 +88,6 @@ def test_configs_are_listed_and_printed(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "the nearest is configs/classification/digits.yaml" in ended(
         "configs", "digits.yaml", monkeypatch=monkeypatch
     )
-
-
-@pytest.mark.parametrize("name", ["classification/digits.yaml", "compare/digits_shifted.yaml"])
-def test_a_comparison_and_a_tool_find_the_packages_configs(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from metricopt_ext.classification.config import ClassificationConfig
-    from metricopt_ext.tools.compare import read_configs
-    from metricopt_ext.utils.config import load_config
-
-    monkeypatch.chdir(tmp_path)
-    if name.startswith("compare"):
-        copy = tmp_path / "mine.yaml"  # of a folder without configs
-        copy.write_text((ROOT / "configs" / name).read_text())
-        assert read_configs(Path("configs", name))[1] == read_configs(copy)[1]
-    else:
-        assert load_config(ClassificationConfig, f"configs/{name}").data.name == "digits"
 
 
 def test_a_file_that_is_no_text_is_no_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import metricopt_ext as mo
-from helpers.refusals import assert_refused
 from metricopt_ext import errors
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,7 +47,3 @@ def test_importing_it_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert done.stderr.strip() == ""
-
-
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    assert_refused(lambda: mo.optimise_metric, AttributeError, "optimise_metric")

@@ -1,22 +1,11 @@
-"""What a message tells the user to type exists: the switches of the tools, the keys of their configs."""
+"""What a message tells the user to type exists: the switches of the tools."""
 
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from helpers.programs import DETECTRON2
-from metricopt_ext.classification.data_config import DATA, KINDS_OF_DATA
-from metricopt_ext.detection.config import DATA as DETECTION_DATA
-from metricopt_ext.experiment.brought_sections import section_of
-from metricopt_ext.experiment.cli import TASKS, experiment_of
-from metricopt_ext.experiment.method_config import METHODS
-from metricopt_ext.retrieval.config import OwnDataConfig
-from metricopt_ext.utils.config import is_optional_section, known_keys
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("classification", "detection", "retrieval", "tools", "metricopt_ext")
@@ -87,56 +76,3 @@ def test_switches_in_messages_exist() -> None:
 def named(file: Path, pattern: re.Pattern[str]) -> set[str]:
     """Return what a module's strings name."""
     return {name for text in texts(file.read_text()) for name in pattern.findall(text)}
-
-
-def keys_of(task: str) -> set[str]:
-    """Return all keys that a task's config can have, whatever is chosen."""
-    schema: Any = experiment_of(task).config_type
-    keys = set(known_keys(schema))
-    keys |= {f"method.{key}" for method in METHODS.values() for key in known_keys(method)}
-    of_data = {
-        "classification": (*DATA.values(), *KINDS_OF_DATA.values()),
-        "detection": (*DETECTION_DATA.values(),),
-        "retrieval": (OwnDataConfig,),
-    }
-    keys |= {f"data.{key}" for kind in of_data.get(task, ()) for key in known_keys(kind)}  # which data.name brings
-    if schema.OWN_METRIC:
-        keys |= {f"metric.{key}" for key in known_keys(schema.OWN_METRIC)}
-    if schema.NAMED_MODEL:
-        keys |= {f"model.{key}" for key in known_keys(schema.NAMED_MODEL)}
-
-    def sections(kind: Any, prefix: str) -> None:
-        for each in fields(kind):
-            if is_optional_section(each.type):
-                keys.update(f"{prefix}{each.name}.{key}" for key in known_keys(section_of(each.type)))
-                sections(section_of(each.type), f"{prefix}{each.name}.")
-
-    sections(schema, "")
-    return keys
-
-
-def test_keys_in_messages_exist() -> None:
-    pytest.importorskip("torchvision")
-    known = {task: keys_of(task) for task in TASKS}
-    checked, unknown = 0, []
-    for file in sources():
-        folder = file.relative_to(ROOT).parts[0]
-        keys = known.get(folder) or set().union(*known.values())
-        sections = {key.partition(".")[0] for key in keys if "." in key}
-        for name in named(file, KEY):
-            if name.partition(".")[0] in sections:
-                checked += 1
-                unknown += [(str(file.relative_to(ROOT)), name)] if name not in keys else []
-    assert checked > 60
-    assert not unknown
-
-
-@pytest.mark.detectron2
-def test_nodes_in_messages_exist() -> None:
-    pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
-    from metricopt_ext.detection.detectron2.config import Settings
-
-    keys = {key.upper() for key in known_keys(Settings)}
-    found = {(str(file), name.removeprefix(".")) for file in sources() for name in named(file, NODE)}
-    assert len(found) > 15
-    assert not {each for each in found if each[1] not in keys}
