@@ -11,8 +11,6 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("classification", "detection", "retrieval", "tools", "metricopt_ext")
 OF_OTHERS = {"--no-build-isolation", "--help", "--version"}  # pip's, argparse's, and that of `metricopt`
 SWITCH = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
-KEY = re.compile(r"(?<![\w.])([a-z]\w*(?:\.[a-z]\w*)+)(?==)")
-NODE = re.compile(r"METRICOPT((?:\.[A-Z0-9_]+)+)")
 
 
 def sources() -> list[Path]:
