@@ -1,187 +1,181 @@
-"""Metrics of whole rankings, beside their definitions written out, pytorch-metric-learning and torchmetrics."""
+"""Metrics of rankings by the one contract: against loops over queries, with and without a gallery, and their halves."""
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from helpers.refusals import assert_refused, assert_warned
+from testers.metric import HalvedMetricTester, MetricTester, Told, labelled_rows
 
 pytest.importorskip("faiss")
 
+from metricopt_ext.data.halves import class_draws
 from metricopt_ext.errors import DataError
-from metricopt_ext.retrieval import neighbours, ranking, vectors
-from metricopt_ext.retrieval.neighbours import Distance
-from metricopt_ext.retrieval.ranking import AT_K, OF_PLACES, RANKED, ranking_metrics
-from metricopt_ext.retrieval.recall import recall_at_k
-
-NAMES = [*AT_K, *OF_PLACES]
-KS = (1, 3, 500)
+from metricopt_ext.retrieval.ranking import RANKED, ranking_metrics
+from metricopt_ext.retrieval.recall import recall_at_k, recall_metric
 
 
-def drawn(seed: int, whole: bool, n: int = 60, dimension: int = 3) -> tuple[Any, Any]:
-    """Embeddings, of which many are at equal distances or the same, and labels, some of which occur once."""
-    rng = np.random.default_rng(seed)
-    labels = rng.integers(12, size=n)
-    x = rng.integers(4, size=(n, dimension)).astype(float) if whole else rng.normal(size=(n, dimension)) + 30
-    x[n // 2 : n // 2 + 10] = x[:10]  # copies
-    labels[0] = 90 + seed
-    return x, labels
+def relevance(x: Tensor, y: Tensor, queries: Tensor | None = None) -> list[Any]:
+    """For each query with a match: whether the others, or the gallery, are of its label, nearest first, ties by row."""
+    x, y = x.double().numpy(), y.numpy()
+    asked = np.ones(len(y), dtype=bool) if queries is None else queries.numpy()
+    if len(set(y if queries is None else y[~asked])) < 2:
+        return []  # any neighbour would be right
+    found = []
+    for i in np.flatnonzero(asked):
+        others = np.flatnonzero(~asked) if queries is not None else np.delete(np.arange(len(y)), i)
+        order = others[((x[others] - x[i]) ** 2).sum(axis=1).argsort(kind="stable")]
+        if (y[order] == y[i]).any():
+            found.append(y[order] == y[i])
+    return found
 
 
-def relevance(x: Any, y: Any, items: Any, labels: Any, distance: Distance = "l2", own: bool = False) -> Iterator[Any]:
-    """For each query with a match, which items are of its label, nearest first, one query after the other."""
-    for i in range(len(x)):
-        keys = ((items - x[i]) ** 2).sum(axis=1) if distance == "l2" else -(items * x[i]).sum(axis=1)
-        order = [j for j in np.lexsort((np.arange(len(items)), keys)) if not (own and i == j)]
-        found = labels[order] == y[i]
-        if found.any():
-            yield found
-
-
-def definitions(found: Any) -> dict[str, float]:
-    """The metrics of one query, item by item."""
-    r, at = int(found.sum()), [int(p) + 1 for p in np.flatnonzero(found)]
-    precision = [int(found[:p].sum()) / p for p in range(1, len(found) + 1)]
+def of_query(name: str, k: int, hits: Any) -> float:
+    """A metric of one query by its definition, item by item; from the R-th place on for those of R matches."""
+    r, at = int(hits.sum()), [int(place) + 1 for place in np.flatnonzero(hits)]
+    precision = {place: float(hits[:place].sum()) / place for place in at}
     return {
-        **{f"recall_at_{k}": float(any(found[:k])) for k in KS},
-        **{f"precision_at_{k}": sum(found[:k]) / k for k in KS},
-        "mean_average_precision_at_r": sum(precision[p - 1] for p in at if p <= r) / r,
-        "r_precision": sum(found[:r]) / r,
-        "mean_average_precision": sum(precision[p - 1] for p in at) / r,
-        "mean_reciprocal_rank": 1 / at[0],
-        "ndcg": sum(1 / math.log2(1 + p) for p in at) / sum(1 / math.log2(1 + p) for p in range(1, r + 1)),
-    }
+        "recall": lambda: float(hits[:k].any()),
+        "precision": lambda: float(hits[:k].sum()) / k,
+        "mean_average_precision_at_r": lambda: sum(precision[p] for p in at if p <= r) / r,
+        "mean_average_precision": lambda: sum(precision.values()) / r,
+        "r_precision": lambda: float(hits[:r].sum()) / r,
+        "mean_reciprocal_rank": lambda: 1 / at[0],
+        "ndcg": lambda: sum(1 / math.log2(1 + p) for p in at) / sum(1 / math.log2(1 + p) for p in range(1, r + 1)),
+    }[name]()
 
 
-def expected(queries: list[Any]) -> dict[str, Any]:
-    each = [definitions(found) for found in queries]
-    return {name: pytest.approx(np.mean([one[name] for one in each]), abs=1e-9) for name in each[0]}
+class RankingTester(MetricTester):
+    """Rows are embeddings and labels; the loop above is the reference."""
+
+    name: ClassVar[str]
+    k: ClassVar[int] = 1
+    ties_by_row = True
+    named_empty = ("(0, 3)",)
+
+    def inputs(self, kind: str) -> Any:
+        return labelled_rows(kind, width=3, classes=8)
+
+    def ours(self, x: Tensor, y: Tensor) -> float:
+        return next(iter(ranking_metrics(x, y, [self.name], (self.k,)).values.values()))
+
+    def reference(self, x: Tensor, y: Tensor) -> float:
+        queries = [of_query(self.name, self.k, hits) for hits in relevance(x, y)]
+        return float(np.mean(queries)) if queries else math.nan
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("distance", ["l2", "ip"])
-def test_all_are_their_definitions(seed: int, whole: bool, distance: Distance) -> None:
-    x, y = drawn(seed, whole)
-    items, labels = drawn(seed + 100, whole, n=80)
-    items[:20] = x[-20:]
-    for gallery in (None, (items, labels)):
-        searched, classes = gallery or (x, y)
-        found = ranking_metrics(x, y, NAMES, KS, gallery=gallery, distance=distance)
-        queries = list(relevance(x, y, searched, classes, distance, own=gallery is None))
-        assert found.values == expected(queries)
-        assert (found.queries, found.without_match) == (len(queries), len(x) - len(queries))
-        assert found.without_match > 0
+class TestPrecisionAt5(RankingTester):
+    name, k = "precision", 5
 
 
-@pytest.mark.parametrize("distance", ["l2", "cosine"])
-def test_recall_is_that_of_recall_at_k(distance: Distance) -> None:
-    x, y = drawn(0, whole=False)
-    for options in ({}, {"query_subset": 20, "seed": 3}):
-        recall = recall_at_k(x, y, KS, distance=distance, **options)
-        found = ranking_metrics(x, y, ["recall"], KS, distance=distance, **options)
-        assert found.values == {f"recall_at_{k}": value for k, value in recall.at.items()}
-        assert (found.queries, found.without_match) == (recall.queries, recall.without_match)
+class TestMapAtR(RankingTester):
+    name = "mean_average_precision_at_r"
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_pytorch_metric_learning_has_the_same(same: bool) -> None:
-    pytest.importorskip("pytorch_metric_learning")
-    from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
-
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(90, 4)).astype(np.float32), rng.integers(20, size=90)
-    names = ("mean_average_precision_at_r", "r_precision", "mean_average_precision", "mean_reciprocal_rank")
-    calculator = AccuracyCalculator(include=(*names, "precision_at_1"), k=None, device=torch.device("cpu"))
-    if same:
-        theirs, gallery = calculator.get_accuracy(x, y), None
-    else:
-        gallery = (x[40:], y[40:])
-        x, y = x[:40], y[:40]
-        theirs = calculator.get_accuracy(x, y, *gallery)
-    found = ranking_metrics(x, y, [*names, "precision"], (1,), gallery=gallery)
-    assert found.values.pop("mean_reciprocal_rank") == pytest.approx(theirs.pop("mean_reciprocal_rank"), abs=1e-7)
-    assert found.values == pytest.approx(theirs, abs=1e-9)  # the one before is in float32 there
+class TestMap(RankingTester):
+    name = "mean_average_precision"
 
 
+class TestRPrecision(RankingTester):
+    name = "r_precision"
+
+
+class TestReciprocalRank(RankingTester):
+    name = "mean_reciprocal_rank"
+
+
+class TestNdcg(RankingTester):
+    name = "ndcg"
+
+
+class TestNdcgOfAGallery(RankingTester):
+    """A third column says which rows are queries; the others are their gallery."""
+
+    name = "ndcg"
+
+    def inputs(self, kind: str) -> Any:
+        def with_queries(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, ...]:
+            return x, y, torch.from_numpy(np.append(rng.random(len(y) - 1) < 0.4, True))
+
+        return labelled_rows(kind, width=3, classes=5, of=with_queries)
+
+    def ours(self, x: Tensor, y: Tensor, queries: Tensor) -> float:
+        of_label = queries[: len(y)]
+        gallery = x[~queries], y[~of_label]
+        return ranking_metrics(x[queries], y[of_label], [self.name], gallery=gallery).values[self.name]
+
+    def reference(self, x: Tensor, y: Tensor, queries: Tensor) -> float:
+        found = [of_query(self.name, self.k, hits) for hits in relevance(x, y, queries)]
+        return float(np.mean(found)) if found else math.nan
+
+
+class TestRecall(HalvedMetricTester, RankingTester):
+    """At 3, and the black box of a model that gives these embeddings."""
+
+    name, k = "recall", 3
+    apart_by_class = True
+
+    def ours(self, x: Tensor, y: Tensor) -> float:
+        return recall_at_k(x, y, (self.k,)).at[self.k]
+
+    def told(self, x: Tensor, y: Tensor) -> Told:
+        metric = recall_metric([(x[:11], y[:11]), (x[11:], y[11:])], (self.k,), seed=5)
+        found, draws = metric.evaluate(nn.Identity(), "drawn"), class_draws(y, 5)
+        pairs = found.pairs or (() if found.halves is None else (found.halves,))
+        halves = [
+            [(half.tolist(), metric.to_value(cost)) for half, cost in zip(pair, costs, strict=True)]
+            for pair, costs in zip(draws if pairs else (), pairs, strict=True)
+        ]
+        return Told(metric.to_value(found.cost), halves, metric.ledger.spent)
+
+
+def test_more_queries_than_are_searched_at_once() -> None:
+    """And the same Recall as the search by FAISS; a class of one item is left out and counted."""
+    rng = torch.Generator().manual_seed(0)
+    x, y = torch.randn(700, 4, generator=rng).double(), torch.randint(90, (700,), generator=rng)
+    y[0] = 1000
+    names = ["recall", "precision", "mean_average_precision_at_r", "ndcg"]
+    found, queries = ranking_metrics(x, y, names, (2, 800)), relevance(x, y)
+    for name in names[2:]:
+        assert found.values[name] == pytest.approx(np.mean([of_query(name, 0, hits) for hits in queries]), abs=1e-9)
+    for k in (2, 800):
+        assert found.values[f"recall_at_{k}"] == recall_at_k(x, y, (k,)).at[k]
+        precision = np.mean([of_query("precision", k, hits) for hits in queries])
+        assert found.values[f"precision_at_{k}"] == pytest.approx(precision, abs=1e-9)
+    assert (found.queries, found.without_match) == (len(queries), 700 - len(queries))
+    some, recall = (
+        ranking_metrics(x, y, ["recall"], query_subset=20, seed=3),
+        recall_at_k(x, y, (1,), query_subset=20, seed=3),
+    )
+    assert some.values["recall_at_1"] == recall.at[1]
+
+
+@pytest.mark.slow
 def test_torchmetrics_has_the_same() -> None:
     functional = pytest.importorskip("torchmetrics.functional.retrieval")
-    x, y = drawn(3, whole=False)
-    queries = [torch.from_numpy(found) for found in relevance(x, y, x, y, own=True)]
-    found = ranking_metrics(x, y, NAMES, KS).values
+    rng = torch.Generator().manual_seed(0)
+    x, y = torch.randn(60, 3, generator=rng).double(), torch.randint(12, (60,), generator=rng)
+    queries = [torch.from_numpy(hits) for hits in relevance(x, y)]
+    found = ranking_metrics(x, y, [*RANKED, "recall"], (3,)).values
 
     def theirs(name: str, **options: Any) -> Any:
-        each = [getattr(functional, name)(1 / torch.arange(1.0, len(one) + 1), one, **options) for one in queries]
-        return pytest.approx(float(torch.stack([value.double() for value in each]).mean()), abs=1e-6)  # float32
+        each = [getattr(functional, name)(1 / torch.arange(1.0, 60), hits, **options) for hits in queries]
+        return pytest.approx(float(torch.stack(each).double().mean()), abs=1e-6)  # float32
 
     assert found["mean_average_precision"] == theirs("retrieval_average_precision")
     assert found["mean_reciprocal_rank"] == theirs("retrieval_reciprocal_rank")
     assert found["r_precision"] == theirs("retrieval_r_precision")
     assert found["ndcg"] == theirs("retrieval_normalized_dcg")
-    for k in KS:
-        assert found[f"precision_at_{k}"] == theirs("retrieval_precision", top_k=k)
-        top = min(k, len(x) - 1)
-        assert found[f"recall_at_{k}"] == theirs("retrieval_hit_rate", top_k=top)
+    assert found["precision_at_3"] == theirs("retrieval_precision", top_k=3)
+    assert found["recall_at_3"] == theirs("retrieval_hit_rate", top_k=3)
 
 
-@pytest.mark.parametrize(
-    ("third", "hits"),
-    [(1, [1, 1, 1]), (3, [1, 1, 0])],  # a query at its class, and one at no item, which ranks by rows
-)
-def test_one_hot_embeddings_are_judged_by_class_as_open_metric_learning_does(third: int, hits: list[int]) -> None:
-    labels = np.array([0, 1, 1])
-    found = ranking_metrics(
-        np.eye(8)[[0, 1, third]],
-        labels,
-        ["recall", "mean_average_precision"],
-        (1, 500),
-        gallery=(np.eye(8)[[0, 1, 1]], labels),
-    )
-    last = 1.0 if hits[2] else (1 / 2 + 2 / 3) / 2  # items 0, 1 and 2, of which the last two match
-    assert found.values == {
-        "recall_at_1": pytest.approx(sum(hits) / 3),
-        "recall_at_500": 1.0,
-        "mean_average_precision": pytest.approx((2 + last) / 3),
-    }
-    assert found.each["recall_at_1"].tolist() == hits
-
-
-def test_embeddings_that_are_all_the_same_rank_by_their_rows() -> None:
-    x, y = np.full((50, 3), 0.1), np.arange(50) % 5
-    found = ranking_metrics(x, y, NAMES, KS)
-    assert found.values == expected(list(relevance(x, y, x, y, own=True)))
-
-
-def test_parts_of_the_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, y = drawn(1, whole=False)
-    whole = ranking_metrics(x, y, NAMES, KS)
-    monkeypatch.setattr(ranking, "PART", 7)
-    monkeypatch.setattr(neighbours, "DISTANCES", 200)  # three queries at a time
-    for module in (neighbours, vectors):
-        monkeypatch.setattr(module, "NUMBERS", 50)
-    assert ranking_metrics(x, y, NAMES, KS) == whole
-
-
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({"names": ["map"]}, ("r_precision",)),
-        ({"ks": [0]}, ("ks",)),
-    ],
-)
-def test_what_is_impossible_is_refused(options: dict[str, Any], names: tuple[str, ...]) -> None:
-    x, y = drawn(0, whole=False)
-    assert_refused(lambda: ranking_metrics(x, y, **options), DataError, *names)
-
-
-def test_each_metric_is_described() -> None:
-    assert set(RANKED) == set(NAMES) - {"recall"}
-
-
-def test_queries_in_a_gallery_are_told() -> None:
+def test_impossible_options_are_refused_and_copies_of_queries_told() -> None:
     x, y = np.random.default_rng(0).normal(size=(20, 3)), np.arange(20) % 4
+    assert_refused(lambda: ranking_metrics(x, y, ["map"]), DataError, "map", "r_precision")
+    assert_refused(lambda: ranking_metrics(x, y, ks=[0]), DataError, "ks")
     assert_warned(lambda: ranking_metrics(x, y, ["ndcg"], gallery=(x, y)), "20")
