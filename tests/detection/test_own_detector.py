@@ -1,8 +1,8 @@
 """Detectors that a function of the user's own builds: what is called with what, and which are refused."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +15,13 @@ pytest.importorskip("torchvision")
 
 from torchvision.models.detection import FasterRCNN
 
+from helpers.boxes import CLASSES, example
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.detection.frozen import served
 from metricopt_ext.detection.own_detector import OwnToolkit
-from metricopt_ext.detection.task import load_examples
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit, has_proposals
 from metricopt_ext.errors import ConfigError, DataError
+from testers.toolkit import ToolkitTester
 
 GRID = """
 import torch
@@ -41,8 +42,9 @@ class Grid(nn.Module):
         if self.training:
             return self.losses(logits, shares, sizes, targets)
         scores = [each.softmax(1)[:, 1:].max(1) for each in logits]
-        return [{"boxes": torch.cat([torch.minimum(b[:, :2], b[:, 2:]), torch.maximum(b[:, :2], b[:, 2:])], 1) * s,
-                 "scores": found.values, "labels": found.indices + 1} for b, s, found in zip(shares, sizes, scores)]
+        boxes = [torch.cat([torch.minimum(b[:, :2], b[:, 2:]), torch.maximum(b[:, :2], b[:, 2:])], 1) for b in shares]
+        return [{"boxes": (b * s)[order], "scores": found.values[order], "labels": found.indices[order] + 1}
+                for b, s, found in zip(boxes, sizes, scores) for order in [found.values.argsort(descending=True)]]
 
     def losses(self, logits, shares, sizes, targets):
         classes, boxes = [], []
@@ -59,6 +61,32 @@ class Grid(nn.Module):
 def grid(num_classes, width=4):
     return Grid(num_classes, width)
 """
+
+
+class TestOwnDetector(ToolkitTester):
+    """Its pictures don't see each other."""
+
+    samples, alone = False, True
+
+    @pytest.fixture
+    def toolkit(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OwnToolkit:
+        monkeypatch.delitem(sys.modules, "own_grid", raising=False)
+        monkeypatch.setattr(sys, "path", sys.path[:])
+        (tmp_path / "own_grid.py").write_text(GRID)
+        return OwnToolkit(name="own_grid:grid", folder=str(tmp_path), kwargs={"width": 6})
+
+    def layers(self, toolkit: Any, model: nn.Module) -> list[str]:
+        return ["body.*"]
+
+    @torch.no_grad()
+    def own(self, toolkit: Any, model: nn.Module, image: Tensor) -> Any:
+        (found,) = model([image.double() / 255])
+        return SimpleNamespace(**{**found, "labels": found["labels"] - 1})
+
+    def load(self, toolkit: Any, path: Path) -> nn.Module:
+        model: nn.Module = sys.modules["own_grid"].grid(CLASSES + 1, width=6).double()
+        model.load_state_dict(torch.load(path))
+        return model
 
 
 class Plain(nn.Module):
@@ -81,64 +109,32 @@ def found_of(*labels: int) -> dict[str, Tensor]:
 GOOD = [found_of(1, 2)] * 2
 
 
-def toolkit_of(folder: Path, monkeypatch: pytest.MonkeyPatch, model: Any = None, **settings: Any) -> OwnToolkit:
-    """Return the toolkit of a function that returns a copy of a model, or that of `GRID`."""
-    if model is None:
-        monkeypatch.delitem(sys.modules, "own_grid", raising=False)
-        monkeypatch.setattr(sys, "path", sys.path[:])
-        (folder / "own_grid.py").write_text(GRID)
-        return OwnToolkit(name="own_grid:grid", folder=str(folder), **settings)
-    monkeypatch.setattr("metricopt_ext.detection.own_detector.own_model", lambda *_, **__: model)
-    return OwnToolkit(name="mine:net", **settings)
+@pytest.fixture
+def toolkit_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Make the toolkit of a function that returns a model."""
+    monkeypatch.setattr(sys, "path", sys.path[:])
+
+    def make(model: nn.Module, **settings: Any) -> OwnToolkit:
+        monkeypatch.setitem(sys.modules, "told", SimpleNamespace(model=model))
+        monkeypatch.delitem(sys.modules, "mine", raising=False)
+        (tmp_path / "mine.py").write_text("import told\n\ndef net(num_classes):\n    return told.model\n")
+        return OwnToolkit(name="mine:net", folder=str(tmp_path), **settings)
+
+    return make
 
 
-def test_the_function_gets_the_number_of_classes_with_the_background_and_its_arguments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    toolkit: Any = toolkit_of(tmp_path, monkeypatch, kwargs={"width": 6})
-    model: Any = toolkit.build(3, seed=0)
-    assert model.head.out_channels == 3 + 1 + 4
-    assert model.body[0].out_channels == 6
-    assert int(model.body[1].num_batches_tracked) == 0  # a copy was tried
-    again, other = toolkit.build(3, seed=0), toolkit.build(3, seed=1)
-    assert torch.equal(model.head.weight, again.head.weight)
-    assert not torch.equal(model.head.weight, other.head.weight)
-
-
-def test_its_loss_and_its_boxes_are_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squares: Callable[..., Any]
-) -> None:
-    toolkit, examples = toolkit_of(tmp_path, monkeypatch), load_examples(squares(3))
-    model: Any = toolkit.build(2, seed=0)
-    images = [each.image / 255 for each in examples]
-    targets = [{"boxes": each.truth.boxes, "labels": each.truth.labels + 1} for each in examples]
-    losses = model.train()(images, targets)
-    torch.testing.assert_close(toolkit.loss(model, examples), losses["classes"] + losses["boxes"])
-    with torch.no_grad():
-        outputs = model.eval()(images)
-    for found, output in zip(toolkit.detect(model, examples), outputs, strict=True):
-        assert torch.equal(found.boxes, output["boxes"])
-        assert torch.equal(found.labels, output["labels"] - 1)
-    adapter = attach_film(model, ["body.*"], dim=3)
-    toolkit.loss(model, examples).backward()
-    assert adapter.phi.grad is not None
-    assert adapter.phi.grad.norm() > 0
-
-
-def test_torchvisions_two_stages_are_taken_apart_and_others_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squares: Callable[..., Any]
-) -> None:
+def test_torchvisions_two_stages_are_taken_apart_and_others_are_not(toolkit_of: Any) -> None:
     stock = TorchvisionToolkit(min_size=64, max_size=64, width=16, head=32)
-    model: Any = stock.build(2, seed=0)
+    model: Any = stock.build(CLASSES, seed=0)
     assert has_proposals(model)
-    examples = load_examples(squares(2))
+    examples = [example(2, seed=seed) for seed in (0, 1)]
 
     class Doubled(FasterRCNN):
         def forward(self, images: Any, targets: Any = None) -> Any:
             result = super().forward(images, targets)
             return {name: 2 * value for name, value in result.items()} if self.training else result
 
-    toolkit = toolkit_of(tmp_path, monkeypatch, model)
+    toolkit = toolkit_of(model)
     torch.manual_seed(1)
     expected = stock.loss(model, examples)
     torch.manual_seed(1)
@@ -150,7 +146,7 @@ def test_torchvisions_two_stages_are_taken_apart_and_others_are_not(
     attach_film(model, ["roi_heads.box_head.*"], dim=3)
     assert not served(model)  # whose features are computed as torchvision's are
     assert_refused(
-        lambda: toolkit_of(tmp_path, monkeypatch, Plain(GOOD), classification_loss="ap").build(2, seed=0),
+        lambda: toolkit_of(Plain(GOOD), classification_loss="ap").build(2, seed=0),
         ConfigError,
         "'ap'",
         "GeneralizedRCNN",
@@ -170,17 +166,13 @@ def test_torchvisions_two_stages_are_taken_apart_and_others_are_not(
         (GOOD, {"box": torch.zeros(2)}, ("box",)),
     ],
 )
-def test_another_interface_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: Any, losses: Any, names: tuple[str, ...]
-) -> None:
-    assert_refused(
-        lambda: toolkit_of(tmp_path, monkeypatch, Plain(found, losses)).build(2, seed=0), ConfigError, *names
-    )
+def test_another_interface_is_refused(toolkit_of: Any, found: Any, losses: Any, names: tuple[str, ...]) -> None:
+    assert_refused(lambda: toolkit_of(Plain(found, losses)).build(2, seed=0), ConfigError, *names)
 
 
-def test_a_classifier_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_classifier_is_refused(toolkit_of: Any) -> None:
     assert_refused(
-        lambda: toolkit_of(tmp_path, monkeypatch, nn.Conv2d(3, 2, 1)).build(2, seed=0),
+        lambda: toolkit_of(nn.Conv2d(3, 2, 1)).build(2, seed=0),
         ConfigError,
         "model.name=mine:net",
         "TypeError",
@@ -188,11 +180,9 @@ def test_a_classifier_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
 
 
-def test_labels_of_no_class_are_refused_and_the_background_is_left_out_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squares: Callable[..., Any]
-) -> None:
-    examples = load_examples(squares(1))
-    toolkit = toolkit_of(tmp_path, monkeypatch, Plain([]), classes=2)
+def test_labels_of_no_class_are_refused_and_the_background_is_left_out_with_a_warning(toolkit_of: Any) -> None:
+    examples = [example(1)]
+    toolkit = toolkit_of(Plain([]), classes=2)
     with pytest.warns(UserWarning, match=having("0")):
         (found,) = toolkit.detect(Plain([found_of(0, 2)]), examples)
     assert found.labels.tolist() == [1]

@@ -1,8 +1,13 @@
-"""Features in memory: detections and phi's gradient are those of the detector without them."""
+"""What phi leaves as it is, computed once: the loss, its gradient, memory, copies and masks are as without.
+
+That detections are, the toolkits' contract says.
+"""
 
 import copy
 import gc
+import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +17,20 @@ from torch import Tensor, nn
 
 pytest.importorskip("torchvision")
 
+from torchvision.models.detection import MaskRCNN, RetinaNet
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
+from torchvision.ops import MultiScaleRoIAlign
+
 from helpers.boxes import CLASSES, example
 from helpers.refusals import assert_refused, having
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.detection.build import remembering
+from metricopt_ext.detection.config import DetectorAdapterConfig
 from metricopt_ext.detection.frozen import FrozenFeatures
+from metricopt_ext.detection.kept_maps import keep_maps
 from metricopt_ext.detection.records import Detections
 from metricopt_ext.detection.task import detection_loss
 from metricopt_ext.detection.toolkit import Example
@@ -30,13 +44,14 @@ SAME_SIZE = [example(2, seed=1), example(3, seed=2), example(0, seed=3)]
 ALONE = [[example(2, seed=1)], [example(3, height=36, width=50, seed=2)], [example(1, 120, 90, seed=4)]]
 
 
-def adapted(name: str = "small_fpn", layers: Sequence[str] = PLACEMENTS["roi_head"]) -> tuple[Any, Adapter]:
-    toolkit = replace(TOOLKIT, name=name)
+def adapted(layers: Sequence[str] = PLACEMENTS["roi_head"], toolkit: Any = TOOLKIT) -> tuple[Any, Adapter]:
     model: Any = toolkit.build(CLASSES, seed=0).double()
     # Other numbers in training than in detection, as the 800-pixel detectors have.
     model.rpn._post_nms_top_n = {"training": 40, "testing": 20}
     adapter = attach_film(model, layers, dim=4)
     adapter.set_phi(torch.tensor([0.3, -0.2, 0.1, 0.2], dtype=torch.float64))
+    # All proposals are sampled, whatever was drawn before for the proposals' loss.
+    model.roi_heads.fg_bg_sampler.batch_size_per_image, model.roi_heads.fg_bg_sampler.positive_fraction = 10_000, 0.5
     return toolkit, adapter
 
 
@@ -45,21 +60,6 @@ def assert_same(ours: Detections, other: Detections) -> None:
     assert torch.equal(ours.labels, other.labels)
     torch.testing.assert_close(ours.boxes, other.boxes, rtol=0, atol=1e-9)
     torch.testing.assert_close(ours.scores, other.scores, rtol=0, atol=1e-9)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "batch"),
-    [*(("small_fpn", batch) for batch in (SAME_SIZE, *ALONE)), ("fasterrcnn_resnet50_fpn_v2", ALONE[0])],
-    ids=["one size", "square", "scaled up", "scaled down", "a box head with norms"],
-)
-def test_detections_are_those_without_memory(name: str, batch: list[Example]) -> None:
-    toolkit, adapter = adapted(name)
-    frozen = FrozenFeatures(toolkit, adapter)
-    for _ in range(2):
-        for ours, other in zip(frozen.detect(adapter.model, batch), toolkit.detect(adapter.model, batch), strict=True):
-            assert_same(ours, other)
-        adapter.set_phi(-adapter.phi.detach())
 
 
 def gradient(loss: Any, adapter: Adapter, batch: list[Example]) -> tuple[Tensor, Tensor]:
@@ -72,10 +72,6 @@ def gradient(loss: Any, adapter: Adapter, batch: list[Example]) -> tuple[Tensor,
 @pytest.mark.parametrize("batch", [SAME_SIZE, *ALONE], ids=["one size", "square", "scaled up", "scaled down"])
 def test_the_gradient_is_that_without_memory(batch: list[Example]) -> None:
     toolkit, adapter = adapted()
-    heads: Any = adapter.model.roi_heads
-    # Samples all proposals, whatever was drawn before for the proposals' loss.
-    heads.fg_bg_sampler.batch_size_per_image = 10_000
-    heads.fg_bg_sampler.positive_fraction = 0.5
     frozen = FrozenFeatures(toolkit, adapter)
     value, ours = gradient(frozen.loss, adapter, batch)
     whole, theirs = gradient(toolkit.loss, adapter, batch)
@@ -85,15 +81,10 @@ def test_the_gradient_is_that_without_memory(batch: list[Example]) -> None:
 
 
 def test_outputs_of_coco_are_read_and_trained_without_memory_and_with_it() -> None:
-    model: Any
-    toolkit = replace(TOOLKIT, labels=(18, 1, 17)[:CLASSES])
-    model = toolkit.build(CLASSES, seed=0).double()
+    toolkit, adapter = adapted(toolkit=replace(TOOLKIT, labels=(18, 1, 17)[:CLASSES]))
+    model: Any = adapter.model
     assert model.roi_heads.box_predictor.cls_score.out_features == 91
     model.roi_heads.box_predictor.cls_score.bias.data[[1, 17, 18, 50]] = 3.0  # whatever the box
-    model.roi_heads.fg_bg_sampler.batch_size_per_image = 10_000  # all, whatever was drawn before
-    model.roi_heads.fg_bg_sampler.positive_fraction = 0.5
-    model.rpn._post_nms_top_n = {"training": 40, "testing": 20}
-    adapter = attach_film(model, PLACEMENTS["roi_head"], dim=4)
     frozen = FrozenFeatures(toolkit, adapter)
     for ours, other in zip(frozen.detect(model, SAME_SIZE), toolkit.detect(model, SAME_SIZE), strict=True):
         assert_same(ours, other)
@@ -120,11 +111,8 @@ def test_what_does_not_fit_is_computed_each_time_to_the_same_numbers(images: int
     toolkit, adapter = adapted()
     model: Any = adapter.model
     model.roi_heads.fg_bg_sampler.batch_size_per_image = 8  # fewer than there are proposals
-    passes: list[int] = []
-    model.backbone.register_forward_hook(lambda *_: passes.append(1))
     # An image has 20 proposals, of 16 channels and 4 coordinates in double precision, and twice as many for the loss.
     gib = 2 * (images + 0.5) * 20 * (16 * 49 + 4) * 8 / 2**30  # half of it is for detection
-    for_loss = images // 2
     whole, bounded = FrozenFeatures(toolkit, adapter), FrozenFeatures(toolkit, adapter, gib)
 
     def numbers(frozen: FrozenFeatures) -> list[Tensor]:
@@ -133,34 +121,15 @@ def test_what_does_not_fit_is_computed_each_time_to_the_same_numbers(images: int
         return [*(tensor for each in (*found, *again) for tensor in (each.boxes, each.scores)), *slope]
 
     expected = numbers(whole)
-    passes.clear()
-    names = (images, f"adapter.keep_gib={gib}")
-    with pytest.warns(UserWarning, match=having(*names)) as warned:
+    with pytest.warns(UserWarning, match=having(images, f"adapter.keep_gib={gib}")) as warned:
         first, second = (numbers(bounded) for _ in range(2))
     assert len(warned) == 1
     assert all(map(torch.equal, first, expected))
     assert all(map(torch.equal, second, expected))
-    assert len(passes) == images + 4 * (3 - images) + for_loss + 2 * (3 - for_loss)
 
 
-def test_the_loss_leaves_room_for_detection() -> None:
-    """Meta-training computes the losses of many images before it detects in the few that it asks the metric about."""
-    toolkit, adapter = adapted()
-    passes: list[int] = []
-    adapter.model.backbone.register_forward_hook(lambda *_: passes.append(1))
-    frozen = FrozenFeatures(toolkit, adapter, 2 * 3.5 * 20 * (16 * 49 + 4) * 8 / 2**30)
-    adapter.model.rpn._post_nms_top_n = {"training": 40, "testing": 20}
-    many = [example(2, seed=seed) for seed in range(8)]
-    with pytest.warns(UserWarning, match="images for loss fill their half"):
-        gradient(detection_loss(frozen), adapter, many)
-    for _ in range(2):
-        frozen.detect(adapter.model, SAME_SIZE)
-    assert len(passes) == 8 + 3
-
-
-@pytest.mark.parametrize("placement", ["backbone", "fpn", "rpn"])
-def test_an_adapter_elsewhere_is_refused(placement: str) -> None:
-    toolkit, adapter = adapted(layers=[*PLACEMENTS["roi_head"], PLACEMENTS[placement][0]])
+def test_an_adapter_elsewhere_is_refused() -> None:
+    toolkit, adapter = adapted(layers=[*PLACEMENTS["roi_head"], PLACEMENTS["rpn"][0]])
     first = next(layer for layer in adapter.layers if not layer.startswith("roi_heads."))
     assert_refused(lambda: FrozenFeatures(toolkit, adapter), AdapterError, first)
 
@@ -220,9 +189,13 @@ def test_a_model_that_is_gone_is_forgotten() -> None:
     assert len(frozen.memories) == 0
 
 
-def test_a_model_whose_backbone_is_trained_is_run_whole() -> None:
+def test_other_models_and_those_whose_backbone_is_trained_are_run_whole() -> None:
     toolkit, adapter = adapted()
     frozen = FrozenFeatures(toolkit, adapter)
+    frozen.detect(adapter.model, SAME_SIZE)
+    other: nn.Module = frozen.build(CLASSES, seed=1)
+    for found, expected in zip(frozen.detect(other, SAME_SIZE), toolkit.detect(other, SAME_SIZE), strict=True):
+        assert torch.equal(found.boxes, expected.boxes)
     frozen.loss(adapter.model, SAME_SIZE)
     weight = next(adapter.model.backbone.parameters()).requires_grad_(True)
     frozen.loss(adapter.model, SAME_SIZE).backward()
@@ -230,14 +203,101 @@ def test_a_model_whose_backbone_is_trained_is_run_whole() -> None:
     assert (weight.grad != 0).any()
 
 
-def test_another_model_is_run_whole() -> None:
-    toolkit, adapter = adapted()
-    frozen = FrozenFeatures(toolkit, adapter)
-    frozen.detect(adapter.model, SAME_SIZE)
-    other: nn.Module = frozen.build(CLASSES, seed=1)
-    for found, expected in zip(frozen.detect(other, SAME_SIZE), toolkit.detect(other, SAME_SIZE), strict=True):
-        assert torch.equal(found.boxes, expected.boxes)
+# --- Maps and proposals, where masks are judged --------------------------------------------------------------------
+
+PHI = torch.tensor([0.4, -0.3], dtype=torch.float64)
+
+
+def detector(kind: str) -> Any:
+    """Make an untrained detector on two convolutions, whose backbone has one map."""
     torch.manual_seed(0)
-    loss = frozen.loss(other, SAME_SIZE)
-    torch.manual_seed(0)
-    assert torch.equal(loss, toolkit.loss(other, SAME_SIZE))
+    body: Any = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1))
+    body.out_channels = 8
+    anchors = AnchorGenerator(((24.0,),), ((1.0,),))
+    sizes: dict[str, Any] = {"min_size": 48, "max_size": 48}
+    if kind == "retinanet":
+        return RetinaNet(body, 3, anchor_generator=anchors, score_thresh=0.0, **sizes).double().eval()
+    pools = {"box_roi_pool": MultiScaleRoIAlign(["0"], 3, 1)}
+    heads = {"box_head": TwoMLPHead(72, 16), "box_predictor": FastRCNNPredictor(16, 3)}
+    some: dict[str, Any] = {"rpn_post_nms_top_n_test": 12, "box_score_thresh": 0.0, "box_detections_per_img": 4}
+    some |= {**pools, **heads, **sizes, "rpn_anchor_generator": anchors}
+    own: dict[str, Any] = {"mask_roi_pool": MultiScaleRoIAlign(["0"], 5, 1), "mask_head": MaskRCNNHeads(8, (8,), 1)}
+    return MaskRCNN(body, mask_predictor=MaskRCNNPredictor(8, 8, 3), **own, **some).double().eval()
+
+
+CASES = {
+    "masks": (["roi_heads.mask_head.0.0"], ["backbone", "rpn"]),
+    "in the rpn": (["rpn.head.conv.0.0"], ["backbone"]),
+    "in the backbone": (["backbone.1"], []),
+    "retinanet": (["head.regression_head.conv.0.0"], []),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_only_what_phi_changes_is_computed_for_each_phi(case: str) -> None:
+    layers, expected = CASES[case]
+    model = detector(case if case == "retinanet" else "masks")
+    adapter = attach_film(model, layers, dim=2)
+    plain, ran = copy.deepcopy(model), list[str]()
+    model.backbone[0].register_forward_hook(lambda *_: ran.append("backbone"))
+    images = [torch.rand(3, 40, 48, dtype=torch.float64), torch.rand(3, 48, 30, dtype=torch.float64)]
+    with pytest.warns(UserWarning, match="of a RetinaNet, as its code") if case == "retinanet" else nullcontext():
+        assert keep_maps(model, gib=1.0) == expected
+
+    @torch.no_grad()
+    def found(phi: Tensor, batch: list[Tensor] = images) -> list[Tensor]:
+        adapter.set_phi(phi)
+        type(adapter)(plain).set_phi(phi)
+        ours, whole = (each(batch) for each in (model, plain))
+        pairs = [(a[key], b[key]) for a, b in zip(ours, whole, strict=True) for key in b]
+        assert all(torch.equal(*pair) for pair in pairs)
+        return [own for own, _ in pairs]
+
+    first, other = found(0 * PHI), found(PHI)
+    assert any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    found(-PHI)
+    assert len(ran) == (1 if expected else 3)
+    found(PHI, images[::-1])
+    for each in (model, plain):
+        with torch.no_grad():
+            each.backbone[0].weight.mul_(1.1)
+    found(PHI)
+    assert len(ran) == (3 if expected else 5)
+
+
+def test_of_boxes_whole_passes_are_told_of_where_phi_leaves_the_backbone_as_it_is() -> None:
+    told = "backbone's maps, which phi leaves as they are, are not kept of a MaskRCNN, as phi acts in more than the box"
+    for layers, settings, says in (
+        (["rpn.head.conv.0.0"], {}, True),
+        (["roi_heads.box_head.fc6"], {}, False),  # which are kept
+        (["backbone.1"], {}, False),
+        (["rpn.head.conv.0.0"], {"keep_gib": 0.0}, False),
+    ):
+        adapter, toolkit = attach_film(detector("masks"), layers, dim=2), TorchvisionToolkit()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            used = remembering(toolkit, adapter, DetectorAdapterConfig(**settings))
+        assert [told in str(each.message) for each in found] == [True] * says
+        assert isinstance(used, FrozenFeatures) == (layers == ["roi_heads.box_head.fc6"])
+
+
+def test_the_loss_and_copies_are_as_without() -> None:
+    model = detector("masks")
+    adapter = attach_film(model, ["roi_heads.mask_head.0.0"], dim=2)
+    plain = copy.deepcopy(model)
+    keep_maps(model, gib=1.0)
+    image, box = torch.rand(3, 48, 48, dtype=torch.float64), torch.tensor([[8.0, 8.0, 40.0, 36.0]]).double()
+    target = {"boxes": box, "labels": torch.ones(1, dtype=torch.int64), "masks": torch.ones(1, 48, 48).byte()}
+    losses = []
+    for each in (model, plain):
+        torch.manual_seed(0)
+        losses.append(sum(each.train()([image], [target]).values()))
+    assert torch.equal(*losses)
+    losses[0].backward()
+    assert adapter.phi.grad.abs().max() > 0
+    other = copy.deepcopy(model)  # of a start that has other tensors
+    with torch.no_grad():
+        for each in (other, plain):
+            each.backbone[0].weight.mul_(1.1)
+        ours, whole = (each.eval()([image]) for each in (other, plain))
+    assert torch.equal(ours[0]["masks"], whole[0]["masks"])
