@@ -1,7 +1,6 @@
 """A Trainer's model tuned in one call: what is judged, what it reloads afterwards, what is refused."""
 
 import copy
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 
 import metricopt_ext as mo
-from helpers.refusals import assert_refused, assert_warned, having
+from helpers.refusals import assert_refused, assert_warned
 from metricopt_ext.errors import AdapterError, ConfigError, DataError, MetricError
-from metricopt_ext.integrations import huggingface
 from metricopt_ext.integrations.huggingface import tune_trainer
 from metricopt_ext.runtime.progress import Callback
 
@@ -46,6 +44,10 @@ def likelihood(prediction: Any) -> dict[str, float]:
     return {"likelihood": float(first.mean()), "rows": len(first)}
 
 
+def risk(prediction: Any) -> dict[str, float]:
+    return {"wer": 1 - likelihood(prediction)["likelihood"]}
+
+
 def trainer(folder: Path, **options: Any) -> Any:
     torch.manual_seed(0)
     config = transformers.BertConfig(
@@ -73,47 +75,64 @@ def tuned(host: Any, *arguments: Any, **options: Any) -> Any:
     return tune_trainer(host, *arguments, **{"queries": 16, "attach": attach, "callback": Callback(), **options})
 
 
-class Counted(transformers.TrainerCallback):
-    evaluated = 0
-
-    def on_evaluate(self, *arguments: Any, **options: Any) -> None:
-        self.evaluated += 1
-
-    on_prediction_step = on_evaluate
-
-
 @pytest.mark.slow
-def test_what_the_trainer_reloads_is_what_was_judged(tmp_path: Path) -> None:
-    host, counted = trainer(tmp_path, load_best_model_at_end=True, metric_for_best_model="likelihood"), Counted()
+def test_the_checkpoints_keep_what_was_replaced_and_training_goes_on_from_the_tuned(tmp_path: Path) -> None:
+    host = trainer(tmp_path, load_best_model_at_end=True, metric_for_best_model="likelihood")
     host.train()
-    before, untuned = host.evaluate()["eval_likelihood"], copy.deepcopy(host.model.state_dict())
-    host.add_callback(counted)
-    callbacks = list(host.callback_handler.callbacks)
+    untuned, callbacks = copy.deepcopy(host.model.state_dict()), list(host.callback_handler.callbacks)
+    history = list(host.state.log_history)
+    assert tuned(host, checkpoints=False).after > 0
+    assert not list(tmp_path.rglob("untuned"))
+    host.model.load_state_dict(untuned)
     run = tuned(host)
-    assert counted.evaluated == 0
+    assert (run.guard, host.compute_metrics, host.state.log_history) == ("halves", likelihood, history)
     assert host.callback_handler.callbacks == callbacks
-    assert host.compute_metrics is likelihood
-    assert sum(run.queries.values()) == 16
-    assert run.guard == "halves"
-    assert run.before == pytest.approx(before, abs=1e-6)
-    assert run.after > run.before + 0.01
-    assert host.evaluate()["eval_likelihood"] == pytest.approx(run.after, abs=1e-6)
-    weights = host.model.state_dict()
-    assert weights.keys() == untuned.keys()
-    folders = sorted(tmp_path.glob("checkpoint-*"))
-    assert len(folders) == 2
-    best = Path(host.state.best_model_checkpoint)
-    for folder in {best, folders[-1]}:
-        state = load_file(folder / "model.safetensors")
-        assert all(torch.equal(each, weights[name]) for name, each in state.items())
-    kept = load_file(best / "untuned" / "model.safetensors")
+    kept = load_file(Path(host.state.best_model_checkpoint) / "untuned" / "model.safetensors")
     assert all(torch.equal(each, untuned[name]) for name, each in kept.items())
-    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(best / "untuned")
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(
+        Path(host.state.best_model_checkpoint) / "untuned"
+    )
     assert all(torch.equal(each, untuned[name]) for name, each in loaded.state_dict().items())
 
     resumed = trainer(tmp_path)
     resumed.train(resume_from_checkpoint=True)  # no epoch is left
-    assert all(torch.equal(each, weights[name]) for name, each in resumed.model.state_dict().items())
+    assert all(torch.equal(each, host.model.state_dict()[name]) for name, each in resumed.model.state_dict().items())
+
+
+def test_halves_of_what_was_predicted(tmp_path: Path) -> None:
+    """compute_metrics is asked of all rows, and of two halves that have the same share of each class."""
+    seen: list[Any] = []
+
+    def noted(prediction: Any) -> dict[str, float]:
+        seen.append(prediction)
+        return likelihood(prediction)
+
+    tuned(trainer(tmp_path, compute_metrics=noted), "likelihood", queries=8)
+    whole, *halves = seen[:3]
+    assert len(whole.label_ids) == len(ROWS)
+    rows = [{tuple(row) for row in each.predictions} for each in halves]
+    assert rows[0].isdisjoint(rows[1])
+    assert rows[0] | rows[1] == {tuple(row) for row in whole.predictions}
+    labels = {tuple(row): label for row, label in zip(whole.predictions, whole.label_ids, strict=True)}
+    for each in halves:
+        assert [labels[tuple(row)] for row in each.predictions] == each.label_ids.tolist()
+        assert abs(each.label_ids.sum() - LABELS.sum() / 2) < 1
+
+
+@pytest.mark.parametrize(
+    ("own", "metric"),
+    [
+        ({"compute_metrics": None}, "eval_loss"),
+        ({"compute_metrics": risk, "metric_for_best_model": "eval_wer", "greater_is_better": False}, None),
+    ],
+    ids=["loss", "arguments"],
+)
+def test_which_way_is_better(own: dict[str, Any], metric: str | None, tmp_path: Path) -> None:
+    host = trainer(tmp_path, **own)
+    before = host.evaluate()[metric or "eval_wer"]
+    run = tuned(host, metric, eval_dataset=ROWS)
+    assert run.before == pytest.approx(before, abs=1e-6)
+    assert run.after < run.before
 
 
 @pytest.mark.slow
@@ -131,15 +150,6 @@ def test_the_population_is_what_the_model_can_do(masked: bool, population: int, 
     run = tuned(host, "likelihood", callback=shown)
     assert said[0].startswith(f"population {population}: ")
     assert host.evaluate()["eval_likelihood"] == pytest.approx(run.after, abs=1e-6)
-
-
-@pytest.mark.slow
-def test_what_the_guard_did_not_change_leaves_the_files_alone(tmp_path: Path) -> None:
-    host = trainer(tmp_path, num_train_epochs=1, compute_metrics=lambda prediction: {"f1": 0.5})
-    host.train()
-    run = tuned(host, "eval_f1")
-    assert (run.before, run.after) == (0.5, 0.5)
-    assert not list(tmp_path.rglob("untuned"))
 
 
 def test_a_query_is_what_evaluate_does(tmp_path: Path) -> None:
@@ -175,31 +185,6 @@ def test_a_query_is_what_evaluate_does(tmp_path: Path) -> None:
     assert run.after == host.evaluate()["eval_first"]
 
 
-class Questions(transformers.Trainer):
-    """Makes answers of the predictions in its own ``evaluate``, as transformers' script for questions does."""
-
-    def evaluate(self, eval_dataset: Any = None, **options: Any) -> dict[str, float]:
-        compute, self.compute_metrics = self.compute_metrics, None
-        loop = self.evaluation_loop(self.get_eval_dataloader(eval_dataset), "Evaluation", prediction_loss_only=False)
-        self.compute_metrics = compute
-        prediction = transformers.EvalPrediction(np.array([[5.0, 0.0]]) + 0.01 * loop.predictions, loop.label_ids)
-        metrics = {f"eval_{name}": each for name, each in compute(prediction).items()}
-        self.log(metrics)
-        return metrics
-
-
-@pytest.mark.slow
-def test_an_evaluate_of_ones_own_is_asked(tmp_path: Path) -> None:
-    host = trainer(tmp_path, kind=Questions, eval_strategy="no", num_train_epochs=1)
-    host.train()
-    before, history = host.evaluate()["eval_likelihood"], list(host.state.log_history)
-    run = tuned(host, "likelihood")
-    assert run.before == pytest.approx(before, abs=1e-6)
-    assert run.before > 0.9
-    assert run.guard == "halves"
-    assert host.state.log_history == history
-
-
 @pytest.mark.slow
 def test_checkpoints_of_other_weights_are_named(tmp_path: Path) -> None:
     falling = iter([0.9, 0.1])  # the first epoch is the better one
@@ -212,9 +197,8 @@ def test_checkpoints_of_other_weights_are_named(tmp_path: Path) -> None:
     assert (last / "untuned").exists()
     (tmp_path / "checkpoint-999").mkdir()
     host.state.best_model_checkpoint = None
-    with pytest.warns(UserWarning, match=having("checkpoint-999")):
-        assert huggingface._checkpoints_of(host) == []
-    assert huggingface._checkpoints_of(trainer(tmp_path / "none")) == []
+    assert_warned(lambda: tuned(host, "likelihood"), "checkpoint-999")
+    assert not list((tmp_path / "checkpoint-999").iterdir())
 
 
 def in_shards(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +210,7 @@ def in_shards(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [("shards", "shards"), ("shards", "whole"), ("whole", "shards")])
+@pytest.mark.parametrize(("before", "after"), [("shards", "whole"), ("whole", "shards")])
 def test_sharded_weights_are_replaced_as_a_whole(
     before: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,37 +265,6 @@ def test_weights_that_are_not_written_are_put_back(
     assert file.read_bytes() == before
 
 
-def test_files_can_be_left_alone(tmp_path: Path) -> None:
-    host = trainer(tmp_path, num_train_epochs=1)
-    host.train()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        assert tuned(host, "likelihood", checkpoints=False).after > 0
-    assert not list(tmp_path.rglob("untuned"))
-
-
-def test_the_loss_as_the_metric(tmp_path: Path) -> None:
-    host = trainer(tmp_path, compute_metrics=None)
-    before = host.evaluate()["eval_loss"]
-    run = tuned(host, "eval_loss", eval_dataset=ROWS)
-    assert run.before == pytest.approx(before, abs=1e-6)
-    assert run.after < run.before
-    assert run.guard == "none"
-
-
-@pytest.mark.parametrize(
-    ("options", "maximize"),
-    [
-        ({}, True),
-        ({"metric_for_best_model": "eval_wer", "greater_is_better": False}, False),
-        ({"metric_for_best_model": "f1"}, True),
-    ],
-)
-def test_which_way_is_better(options: dict[str, Any], maximize: bool, tmp_path: Path) -> None:
-    assert huggingface._maximize(trainer(tmp_path, **options), "wer") is maximize
-    assert huggingface._maximize(trainer(tmp_path), "eval_loss") is False
-
-
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(ROWS)
@@ -336,34 +289,6 @@ def test_what_is_refused(
     assert_refused(lambda: tuned(host, metric), error, *named)
     assert set(host.model.state_dict()) == names
     assert all(parameter.requires_grad for parameter in host.model.parameters())
-
-
-def test_what_can_not_be_merged_costs_no_query(tmp_path: Path) -> None:
-    counted = Counted()
-    host = trainer(tmp_path)
-    host.add_callback(counted)
-    host.model.scale = host.model.bert.embeddings.LayerNorm.weight
-    assert_refused(lambda: tuned(host, "likelihood"), AdapterError, "LayerNorm.weight")
-    assert not counted.evaluated
-
-
-def test_halves_of_what_was_predicted() -> None:
-    labels = np.array([0, 0, 1, 1, 1, 1])
-    logits = np.arange(12.0).reshape(6, 2)
-    pair = transformers.EvalPrediction(predictions=(logits, (logits[:, 0],)), label_ids=labels)
-    halves = huggingface._halves_of(pair, 0)
-    assert [sorted(labels[half.numpy()]) for half in halves] == [[0, 1, 1], [0, 1, 1]]  # type: ignore[union-attr]
-    rows = torch.tensor([1, 4])
-    taken = huggingface._rows(pair, rows)
-    assert np.array_equal(taken.predictions[0], logits[[1, 4]])
-    assert np.array_equal(taken.predictions[1][0], logits[[1, 4], 0])
-    assert np.array_equal(taken.label_ids, labels[[1, 4]])
-    single = transformers.EvalPrediction(predictions=logits, label_ids=np.arange(6))  # of no class there are two
-    assert sorted(torch.cat(huggingface._halves_of(single, 0)).tolist()) == [0, 1, 2, 3, 4, 5]  # type: ignore[arg-type]
-    listed = transformers.EvalPrediction(predictions=[logits, logits], label_ids=[labels, labels])
-    assert "no arrays" in huggingface._halves_of(listed, 0)
-    uneven = transformers.EvalPrediction(predictions=logits[:4], label_ids=labels)
-    assert "different numbers of rows" in huggingface._halves_of(uneven, 0)
 
 
 def test_metrics_that_are_asked_batch_by_batch(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The search at the end of a fit under PyTorch Lightning, and MetricOpt as a module's optimizer."""
+"""The search at the end of a fit under PyTorch Lightning: what it judges, where it begins, what it says before."""
 
 import warnings
 from collections.abc import Callable
@@ -9,15 +9,16 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import metricopt_ext as mo
-from helpers.refusals import assert_named, assert_refused, assert_warned
-from metricopt_ext.errors import AdapterError, BudgetError, ConfigError, DataError, FileFormatError
+from helpers.refusals import assert_refused, assert_warned, having
+from metricopt_ext.errors import AdapterError, BudgetError, ConfigError, DataError, MetricError
 from metricopt_ext.integrations.lightning import SearchPhi
 from metricopt_ext.runtime.progress import Callback
-from metricopt_ext.search.direct import CMAES
 from metricopt_ext.value.value_function import RidgeValueFunction
 
 D = 4
@@ -90,24 +91,8 @@ def test_metric_opt_under_lightning_is_metric_opt_in_a_loop() -> None:
     torch.testing.assert_close(*phis, rtol=1e-12, atol=1e-12)
 
 
-def test_the_search_asks_the_modules_own_validation() -> None:
-    module, callback = Module(), search(halves=("even", "odd"))
-    host = trainer(callbacks=[callback], num_sanity_val_steps=0)
-    host.fit(module, BATCHES, DataLoader(TensorDataset(X, Y), batch_size=48))
-    assert module.validated == 1 + 14  # its own epoch
-    assert sum(callback.run.queries.values()) == 14
-    assert callback.run.guard == "halves"
-    assert callback.run.after >= callback.run.before
-    assert module.trainer is host
-    (scores,) = trainer().validate(module, DataLoader(TensorDataset(X, Y), batch_size=48), verbose=False)
-    assert scores["score"] == pytest.approx(callback.run.after, abs=1e-12)
-    assert not {"log", "log_dict"} & vars(module).keys()
-    assert module.state_dict().keys() == Module().state_dict().keys()  # phi is merged
-    assert all(parameter.requires_grad for parameter in module.parameters())
-
-
 class Scaled(L.LightningDataModule):
-    """Its batches come in other units than the module takes."""
+    """Its batches come in other units than the module takes; those of training are noisy."""
 
     def train_dataloader(self) -> Any:
         return DataLoader(TensorDataset(1000 * X, Y), batch_size=16)
@@ -115,36 +100,59 @@ class Scaled(L.LightningDataModule):
     val_dataloader = train_dataloader
 
     def on_after_batch_transfer(self, batch: Any, index: int) -> Any:
-        return batch[0] / 1000, batch[1]
+        noise = torch.randn_like(batch[0]) if self.trainer.training else 0.0  # type: ignore[union-attr]
+        return batch[0] / 1000 + 0.01 * noise, batch[1]
 
 
 class Recording(Module):
-    """Notes the largest number of each training batch."""
+    """Notes the batches that it is trained on, and the epoch in which it is judged."""
 
     def training_step(self, batch: Any, index: int) -> dict[str, Tensor]:
-        self.seen = [*getattr(self, "seen", []), float(batch[0].abs().max())]
+        self.seen = [*getattr(self, "seen", []), batch[0].detach()]
         return super().training_step(batch, index)
+
+    def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
+        self.epochs = [*getattr(self, "epochs", []), self.current_epoch]
+        super().validation_step(batch, index, dataloader_idx)
+
+
+class Listening(L.Callback):
+    validated = 0
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.validated += 1
 
 
 @pytest.mark.parametrize(
-    "options", [{"limit_val_batches": 1}, {"precision": "64-true"}, {"precision": "bf16-true"}], ids=str
+    "options",
+    [{"limit_val_batches": 1}, {"precision": "64-true"}, {"precision": "bf16-true"}, {"precision": "bf16-mixed"}],
+    ids=str,
 )
-def test_it_judges_and_follows_what_the_trainer_does(options: dict[str, Any]) -> None:
-    module, callback = Recording(), search()
-    host = trainer(callbacks=[callback], num_sanity_val_steps=0, **options)
+def test_it_judges_and_follows_what_the_trainer_does(options: dict[str, Any], tmp_path: Path) -> None:
+    """In its precision, epoch and hooks; but its other callbacks and its loggers hear of no query."""
+    module, callback, listening = Recording(), search(), Listening()
+    host = trainer(
+        callbacks=[callback, listening],
+        num_sanity_val_steps=0,
+        max_epochs=2,
+        logger=CSVLogger(tmp_path),
+        log_every_n_steps=1,
+        **options,
+    )
     host.fit(module, datamodule=Scaled())
     own = float(host.callback_metrics["score"])  # of the epoch, which changed no weight
     assert callback.run.before == pytest.approx(own, abs=1e-12)
-    assert module.validated == (1 + 14) * options.get("limit_val_batches", len(BATCHES))
-    assert len(module.seen) > len(BATCHES)
-    assert max(module.seen) < 10
-
-
-def test_the_adapter_stays_if_it_is_asked_for() -> None:
-    module, callback = Module(), search(merge=False)
-    trainer(callbacks=[callback]).fit(module, BATCHES, BATCHES)
-    assert callback.adapter.dim == D
-    assert "net.1.weight" in callback.adapter.merge().state_dict()
+    batches = options.get("limit_val_batches", len(BATCHES))
+    assert module.validated == (2 + 14) * batches
+    assert set(module.epochs[batches:]) == {1}
+    assert listening.validated == 2
+    logged = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
+    assert len(logged) == 1 + 2 * len(BATCHES) + 2
+    followed = module.seen[2 * len(BATCHES) :]
+    assert len(followed) > 1
+    assert max(float(each.abs().max()) for each in followed) < 10
+    close = [(each - other).abs().max() for each in followed for other in followed if each is not other]
+    assert min(close) == 0  # the same noise, where a batch is drawn again
 
 
 class Stream(IterableDataset[Any]):
@@ -152,7 +160,7 @@ class Stream(IterableDataset[Any]):
         return iter(zip(X, Y, strict=True))
 
 
-def test_what_can_not_be_merged_is_said_before_training_if_it_is_to_be() -> None:
+def test_what_can_not_be_merged_is_said_before_training_unless_the_adapter_stays() -> None:
     module = Module()
     module.scale = module.net[1].weight
     assert_refused(lambda: trainer(callbacks=[search()]).fit(module, BATCHES, BATCHES), AdapterError, "net.1.weight")
@@ -160,22 +168,17 @@ def test_what_can_not_be_merged_is_said_before_training_if_it_is_to_be() -> None
     callback = search(merge=False)
     trainer(callbacks=[callback]).fit(module, BATCHES, BATCHES)
     assert callback.adapter.dim == D
+    assert "net.1.weight" in callback.adapter.base_state_dict()
 
 
 @pytest.mark.parametrize(
     ("options", "data", "error", "names"),
     [
         ({"monitor": "f1"}, BATCHES, ConfigError, ("'f1'",)),
-        ({"halves": ("even", "uneven")}, BATCHES, ConfigError, ("uneven",)),
         ({"queries": 3}, BATCHES, BudgetError, ("3", "queries")),
-        ({"queries": -1}, BATCHES, ValueError, ("queries", "-1")),
         ({"seed": 0.5}, BATCHES, ValueError, ("seed", "0.5")),
-        ({"guard_confidence": 2.0}, BATCHES, ValueError, ()),
-        ({"strategy": CMAES}, BATCHES, ValueError, ("strategy", "CMAES")),
-        ({"starts": {"mine": mo.Start(torch.zeros(D + 1))}}, BATCHES, AdapterError, ("phi", "(5,)")),
         ({"starts": {"line": TOO_LONG}}, BATCHES, AdapterError, ("phi", "(5,)")),
-        ({"starts": {"mine": None}}, BATCHES, AdapterError, ("mine", "None")),
-        ({"attach": lambda module: mo.attach_film(module, "net.9")}, BATCHES, AdapterError, ()),
+        ({"output_dir": Path(__file__) / "below"}, BATCHES, OSError, ("below",)),
         ({}, DataLoader(Stream(), batch_size=16), DataError, ("DataLoader",)),
     ],
 )
@@ -190,45 +193,19 @@ def test_what_it_can_not_search_is_said_before_training(
     assert all(torch.equal(each, weights[name]) for name, each in module.state_dict().items())
 
 
-@pytest.mark.parametrize("options", [{"querys": 30}, {"task": None}])
-def test_options_that_there_are_not(options: dict[str, Any]) -> None:
-    assert_refused(lambda: search(**options), TypeError)
+def test_what_a_script_can_not_mean_is_refused_at_once() -> None:
+    assert_refused(lambda: search(querys=30), TypeError)
     assert_refused(lambda: search(bounds=(1.0, 0.0)), ValueError, "bounds")
-
-
-def test_a_folder_that_can_not_be_used_is_refused_before_training(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "used").mkdir()
-    (tmp_path / "used" / "identity.json").touch()
-    for name, error in {"used": FileFormatError, "file/below": OSError}.items():
-        module = Module()
-        with pytest.raises(error) as caught:
-            trainer(callbacks=[search(output_dir=tmp_path / name)]).fit(module, BATCHES, BATCHES)
-        assert_named(caught, name.split("/")[0])
-        assert module.trained == 0
-
-
-def test_without_a_sanity_check_the_first_validation_tells() -> None:
-    module = Module()
-    assert_refused(
-        lambda: trainer(callbacks=[search(monitor="f1")], num_sanity_val_steps=0, max_epochs=5).fit(
-            module, BATCHES, BATCHES
-        ),
-        ConfigError,
-        "'f1'",
-    )
-    assert module.trained == len(BATCHES)
-
-
-def test_a_module_that_takes_its_own_steps_is_refused() -> None:
+    assert_refused(lambda: search(halves=("score", "odd")), ValueError, "halves", "score")
+    assert_refused(lambda: trainer(callbacks=[search()]).fit(Module(), BATCHES), DataError)
     module = Module()
     module.automatic_optimization = False
-    assert_refused(
-        lambda: trainer(callbacks=[search()]).fit(module, BATCHES, BATCHES),
-        ConfigError,
-        "automatic_optimization",
-        "False",
-    )
+    host = trainer(callbacks=[search()])
+    assert_refused(lambda: host.fit(module, BATCHES, BATCHES), ConfigError, "automatic_optimization", "False")
+    late = trainer(callbacks=[search(monitor="f1")], num_sanity_val_steps=0, max_epochs=5)
+    module = Module()
+    assert_refused(lambda: late.fit(module, BATCHES, BATCHES), ConfigError, "'f1'")
+    assert module.trained == len(BATCHES)
 
 
 def test_several_validation_loaders() -> None:
@@ -237,16 +214,7 @@ def test_several_validation_loaders() -> None:
     assert sum(callback.run.queries.values()) == 14
 
 
-def test_it_needs_validation_data() -> None:
-    assert_refused(lambda: trainer(callbacks=[search()]).fit(Module(), BATCHES), DataError)
-
-
-@pytest.mark.parametrize("halves", [("even", "even"), ("score", "odd"), ("score", "score")])
-def test_its_halves_are_two_other_values(halves: tuple[str, str]) -> None:
-    assert_refused(lambda: search(halves=halves), ValueError, "halves", "score")
-
-
-@pytest.mark.parametrize("monitor", ["val_loss", "Error rate", "val/WER"])
+@pytest.mark.parametrize("monitor", ["val_loss", "val/WER"])
 def test_a_loss_that_would_be_maximised_is_warned_of(monitor: str) -> None:
     assert_warned(lambda: search(monitor=monitor), monitor, "maximize=False")
     with warnings.catch_warnings():
@@ -255,81 +223,87 @@ def test_a_loss_that_would_be_maximised_is_warned_of(monitor: str) -> None:
         search(monitor="val_power")
 
 
-def test_the_batches_are_as_large_as_the_samplers() -> None:
-    data = TensorDataset(X, Y)
-    callback, host = search(), trainer()
-    sampler = BatchSampler(SequentialSampler(data), 12, drop_last=False)
-    host.fit(
-        Module(lambda module: torch.optim.SGD(module.parameters(), lr=0.1)),
-        DataLoader(data, batch_sampler=sampler),
-        BATCHES,
-    )
-    assert len(callback._batches(host)(0, 0, 0)[0]) == 12
-    whole = DataLoader(data, batch_sampler=[list(range(24)), list(range(24, 48))])
-    assert_refused(
-        lambda: trainer(callbacks=[callback]).fit(Module(), whole, BATCHES), DataError, "batch_size", "batch_sampler"
-    )
+# --- What is on file --------------------------------------------------------------------------------------------
 
 
-SHARDED = """
-import sys, torch, lightning as L
-from torch import distributed, nn
-from torch.utils.data import DataLoader, TensorDataset
-from metricopt_ext.errors import ConfigError
-from metricopt_ext.integrations.lightning import SearchPhi
-from metricopt_ext.runtime.progress import Callback
+class Saved(Module):
+    """Its first epoch is its best one, by what it says of itself; it may fail once it is trained."""
 
-x = torch.randn(48, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-y = (x[:, 0] > 0.5).long()
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__(lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
+        self.fails, self.ended = fails, False
+        self.save_hyperparameters()
 
-class Module(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 2)).double()
+    def on_train_end(self) -> None:
+        self.ended = True
 
-    def training_step(self, batch, index):
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def validation_step(self, batch, index):
-        right = self.net(batch[0]).softmax(1).gather(1, batch[1][:, None]).mean()
-        self.log("score", right, sync_dist=True)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-world = int(sys.argv[2])
-OWN = {"strategy": "ddp"} if world > 1 else {}
-quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-
-def fit(**options):
-    module, search = Module(), SearchPhi("score", queries=14, callback=Callback(), **options)
-    host = L.Trainer(accelerator="cpu", devices=world, max_epochs=1, callbacks=[search], **OWN, **quiet)
-    data = TensorDataset(x, y)
-    host.fit(module, DataLoader(data, batch_size=16), DataLoader(data, batch_size=24))
-    return search.run, module, host.global_rank
-
-run, module, rank = fit()
-torch.save((run.before, run.after, module.state_dict()), f"{sys.argv[1]}/{world}-{rank}.pt")
-if world > 1:
-    try:
-        fit(output_dir="out")
-    except ConfigError as error:
-        assert "output_dir='out' is for one process" in str(error)
-    else:
-        raise AssertionError("it was not refused")
-    distributed.destroy_process_group()
-"""
+    def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
+        if self.fails and self.ended:
+            raise RuntimeError("no data")
+        super().validation_step(batch, index)
+        self.log("early", -float(self.current_epoch))
 
 
-@pytest.mark.slow
-def test_processes_validate_together(forked: Any, tmp_path: Path) -> None:
-    for world in (1, 2):
-        forked(SHARDED, world, str(tmp_path), str(world))
-    (before, after, one), *two = (torch.load(tmp_path / name) for name in ("1-0.pt", "2-0.pt", "2-1.pt"))
-    assert after > before
-    for shared_before, shared_after, state in two:
-        assert (shared_before, shared_after) == pytest.approx((before, after), abs=1e-9)
-        for name, each in state.items():
-            assert torch.equal(each, two[0][2][name])
-            torch.testing.assert_close(each, one[name], rtol=0, atol=1e-6)
+def fitted(callback: SearchPhi | None, folder: Path, module: Saved, **options: Any) -> dict[str, Tensor]:
+    kept = {"monitor": "early", "mode": "max", "filename": "best", "save_last": True}
+    callbacks = [ModelCheckpoint(folder, **kept), *([] if callback is None else [callback])]
+    trainer(max_epochs=3, callbacks=callbacks, enable_checkpointing=True, **options).fit(module, BATCHES, BATCHES)
+    return module.state_dict()
+
+
+def test_the_search_begins_from_the_best_checkpoint_and_keeps_its_file(tmp_path: Path) -> None:
+    callback = search(halves=None)
+    tuned = fitted(callback, tmp_path, Saved())
+    best = torch.load(tmp_path / "best.ckpt.untuned", weights_only=True)
+    assert best["epoch"] == 0
+    assert (tmp_path / "last.ckpt.untuned").exists()
+    untuned = Saved()
+    untuned.load_state_dict(best["state_dict"])
+    (scores,) = trainer().validate(untuned, BATCHES, verbose=False)
+    assert callback.run.before == pytest.approx(scores["score"], abs=1e-9)
+    rewritten = torch.load(tmp_path / "best.ckpt", weights_only=True)
+    assert rewritten["epoch"] == 0
+    assert rewritten["hyper_parameters"] == best["hyper_parameters"]
+    assert rewritten.keys() == best.keys()
+    assert not all(torch.equal(each, best["state_dict"][name]) for name, each in tuned.items())
+
+
+def test_after_an_error_the_weights_are_the_last_ones(tmp_path: Path) -> None:
+    module = Saved(fails=True)
+    assert_refused(lambda: fitted(search(), tmp_path, module), MetricError, "no data")
+    expected = fitted(None, tmp_path / "plain", Saved())
+    assert all(torch.equal(each, expected[name]) for name, each in module.state_dict().items())
+    assert not list(tmp_path.rglob("*.untuned"))
+
+
+def test_a_file_that_can_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(self: Any, path: Any, **options: Any) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr("lightning.pytorch.strategies.SingleDeviceStrategy.load_checkpoint", unreadable)
+    with pytest.warns(UserWarning, match=having("best.ckpt", "the disk is gone")) as caught:
+        fitted(search(halves=None), tmp_path, Saved())
+    said = [str(each.message) for each in caught]
+    assert any("begins from the last weights" in each for each in said)
+    assert any("lacks phi" in each for each in said)
+
+
+class Sharding(L.pytorch.strategies.SingleDeviceStrategy):
+    """Writes each checkpoint as a folder, as strategies for many devices do."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        Path(filepath).mkdir(parents=True, exist_ok=True)
+        torch.save(checkpoint, Path(filepath) / "shard.pt")
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        Path(filepath, "shard.pt").unlink()
+        Path(filepath).rmdir()
+
+
+def test_folders_of_shards_stay(tmp_path: Path) -> None:
+    callback = search(halves=None)
+    host = lambda: fitted(callback, tmp_path, Saved(), strategy=Sharding(device="cpu"))  # noqa: E731
+    assert_warned(host, tmp_path / "best.ckpt", "begins from the last weights")
+    assert callback.run.after > callback.run.before
+    for which in ("best", "last"):
+        assert [each.name for each in (tmp_path / f"{which}.ckpt").iterdir()] == ["shard.pt"]
