@@ -1,27 +1,245 @@
-"""Loaders of image sets for retrieval, and parts that share no class."""
+"""Retrieval's data: parts that share no class, class folders with queries and galleries, known sets, own functions."""
 
 import io
+import json
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
 from PIL import Image
+from torch import nn
 
-from helpers.refusals import assert_refused
+from helpers.modules import forgotten
+from helpers.refusals import assert_refused, assert_warned
+from testers.loader import InFolders, Picture, Truth, class_names, paint, painted
+
+pytest.importorskip("torchvision")
+pytest.importorskip("faiss")
+pytest.importorskip("pytorch_metric_learning")
+
+from pytorch_metric_learning.losses import ContrastiveLoss
+
 from metricopt_ext.data.labelled import Labelled, Split
 from metricopt_ext.data.splits import Splits
-from metricopt_ext.errors import DataError
+from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.retrieval.config import LossConfig, MetricConfig, OwnEmbedderMetricConfig, RetrievalConfig
 from metricopt_ext.retrieval.data import (
-    disjoint,
     hold_out_classes,
     load_digits,
     load_omniglot,
     load_stanford_online_products,
+    queries_of,
     split_classes,
 )
-from metricopt_ext.retrieval.recall import nearest
+from metricopt_ext.retrieval.layouts import load_class_folders
+from metricopt_ext.retrieval.models import build_model
+from metricopt_ext.retrieval.named_loss import build_loss
+from metricopt_ext.retrieval.named_metric import build_metric
+from metricopt_ext.retrieval.splits import load_splits
+from metricopt_ext.tasks.batches import ClassBatches
+from metricopt_ext.tools import finetune_retrieval as tool
+from metricopt_ext.utils.config import load_config
+
+# --- Class folders -------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def pictures_of_other_classes(draw: st.DrawFn, parts: dict[str, int]) -> Truth:
+    """Draw pictures by their numbers, of as many classes as each part has; a class has two or three of them."""
+    count = sum(parts.values())
+    names = draw(
+        st.lists(
+            class_names("words").map(lambda found: found[0]), min_size=count, max_size=count, unique_by=str.casefold
+        )
+    )
+    rng = draw(st.randoms(use_true_random=False))
+    numbers, left, found = rng.sample(range(256), 256), sorted(names), dict[str, list[Picture]]()
+    for part, wanted in parts.items():
+        labels = [left.pop(rng.randrange(len(left))) for _ in range(wanted)]
+        found[part] = [Picture(numbers.pop(), label) for label in labels for _ in range(rng.randint(2, 3))]
+    return Truth(tuple(sorted(names)), found)
+
+
+def read_folders(*overrides: str) -> tuple[Splits, dict[str, list[Picture]]]:
+    """Read as the tool does."""
+    config = load_config(RetrievalConfig, None, ["data.name=class_folders", "model.name=conv4", *overrides])
+    config.check()
+    assert all(file.exists() for file in config.data_files())
+    splits = load_splits(config, 0)
+    parts = {}
+    for name in ("train", "validation", "test"):
+        part = getattr(splits, name)
+        images = [part.x[i] for i in range(len(part))]
+        parts[name] = [
+            Picture(painted(image), splits.class_names[label])
+            for image, label in zip(images, part.y.tolist(), strict=True)
+        ]
+    return splits, parts
+
+
+def of_another_part(folder: Path, truth: Truth) -> list[str]:
+    """Put a picture of a class of train into the last part."""
+    label = truth.parts["train"][0].label
+    paint(folder / [*truth.parts][-1] / label / "again.png", 255)
+    return [repr(label)]
+
+
+def no_picture(folder: Path, truth: Truth) -> None:
+    (folder / "train" / truth.parts["train"][0].label / "0.png").write_bytes(b"no picture")
+
+
+class TestClassFolders(InFolders):
+    """Each part has classes of its own, by a folder for each part or a root of them; from memory or from disk."""
+
+    in_order = False
+    ways = ({}, {"data.stream": "true"}, {"root": True})
+    edits = (("a class in two parts", of_another_part, ["train", "test"]), ("no picture", no_picture, ["0.png"]))
+
+    def truths(self, *, given: bool = True) -> Any:
+        return pictures_of_other_classes({"train": 3, "validation": 2, "test": 2})
+
+    def write(self, folder: Path, truth: Truth, rng: random.Random) -> None:
+        for part, rows in truth.parts.items():
+            for row in rng.sample(rows, len(rows)):
+                own = folder / part / row.label
+                paint(own / f"{len([*own.iterdir()]) if own.exists() else 0}.png", row.number)
+
+    def read(self, folder: Path, root: bool = False, **keys: Any) -> Truth:
+        names = {"train": "train", "validation": "val", "test": "test"}
+        where = [f"data.root={folder}"] if root else [f"data.{key}={folder / part}" for part, key in names.items()]
+        splits, parts = read_folders(*where, *(f"{key}={value}" for key, value in keys.items()))
+        return Truth(tuple(sorted(splits.class_names)), parts)
+
+
+class TestQueriesAndGallery(TestClassFolders):
+    """Of a test part in two folders, the queries come first; validation classes are held out of train."""
+
+    ways = ({}, {"data.stream": "true"})
+    edits = (("no gallery", lambda folder, _: (folder / "gallery").rename(folder / "other") and None, ["gallery"]),)
+
+    def truths(self, *, given: bool = True) -> Any:
+        return pictures_of_other_classes({"train": 5, "query": 3}).map(self.with_gallery)
+
+    @staticmethod
+    def with_gallery(truth: Truth) -> Truth:
+        """Other pictures of the queries' classes."""
+        numbers = iter(sorted({*range(256)} - {row.number for rows in truth.parts.values() for row in rows}))
+        gallery = [Picture(next(numbers), row.label) for row in truth.parts["query"]]
+        return Truth(truth.classes, {**truth.parts, "gallery": gallery})
+
+    def read(self, folder: Path, root: bool = False, **keys: Any) -> Truth:
+        where = [f"data.root={folder}", "data.validation_share=0.4"]
+        splits, parts = read_folders(*where, *(f"{key}={value}" for key, value in keys.items()))
+        queries = queries_of(splits)
+        assert queries is not None
+        count = int(queries.sum())
+        assert queries.tolist() == [True] * count + [False] * (len(queries) - count)
+        assert queries_of(splits.to(torch.device("cpu"))) is queries  # it stays with the splits
+        assert not {row.label for row in parts["train"]} & {row.label for row in parts["validation"]}
+        assert len({row.label for row in parts["validation"]}) == 2
+        read = {
+            "train": parts["train"] + parts["validation"],
+            "query": parts["test"][:count],
+            "gallery": parts["test"][count:],
+        }
+        return Truth(tuple(sorted(splits.class_names)), read)
+
+
+def test_what_is_not_given_is_held_out_by_class(tmp_path: Path) -> None:
+    for part, own in (("train", range(4)), ("val", range(4, 9))):
+        for number in own:
+            for i in range(3):
+                paint(tmp_path / part / f"c{number}" / f"{i}.png", 9 * number + i)
+    _, parts = read_folders(f"data.train={tmp_path / 'train'}", f"data.val={tmp_path / 'val'}")
+    classes = {name: {row.label for row in rows} for name, rows in parts.items()}
+    assert (len(classes["validation"]), len(classes["test"])) == (3, 2)  # half of validation's
+    assert classes["train"] == {f"c{number}" for number in range(4)}
+    assert not classes["validation"] & classes["test"]
+    (tmp_path / "val/c6/again.png").write_bytes((tmp_path / "train/c2/0.png").read_bytes())
+    both = [f"data.train={tmp_path / 'train'}", f"data.test={tmp_path / 'val'}", "data.validation_share=0.5"]
+    assert_warned(lambda: read_folders(*both), "1", "test", "0.png", "train")  # an image in two parts, by content
+
+
+def test_cub_has_its_classes_in_images(tmp_path: Path) -> None:
+    for name in ("images.txt", "image_class_labels.txt", "classes.txt"):
+        (tmp_path / name).write_text("1 a\n")
+    for name in ("001.Albatross", "002.Auklet"):
+        paint(tmp_path / "images" / name / "a.jpg", 3)
+    data, said = load_class_folders(tmp_path, None)
+    assert data.class_names == ("001.Albatross", "002.Auklet")
+    assert said.startswith("CUB-200-2011")
+
+
+@pytest.mark.parametrize(
+    ("more", "names"),
+    [
+        ("data.name=omniglot", ("data.train", "data.name=class_folders")),
+        ("data.last_test=true", ("data.last_test=true", "data.root")),
+        ("data.test_classes=[a]", ("data.test_classes",)),
+        ("data.root=.", ()),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(tmp_path: Path, more: str, names: tuple[str, ...]) -> None:
+    parts = [f"data.train={tmp_path}", f"data.test={tmp_path}"]
+    assert_refused(lambda: read_folders(*parts, more), ConfigError, *names)
+
+
+class Pixels(nn.Module):
+    """Embeds an image by two of its pixels."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(1)[:, :2].float()
+
+
+def test_the_metric_is_of_queries_against_the_gallery() -> None:
+    rng = torch.Generator().manual_seed(3)
+    x = torch.randint(0, 256, (60, 1, 2, 2), generator=rng, dtype=torch.uint8)
+    y = torch.randint(0, 6, (60,), generator=rng)
+    queries = torch.rand(60, generator=rng) < 0.4
+    points = x.flatten(1)[:, :2].double()
+    distances = torch.cdist(points[queries], points[~queries])
+    hits = [int(y[~queries][row.argmin()]) == int(label) for row, label in zip(distances, y[queries], strict=True)]
+    metric = build_metric(MetricConfig(ks=[1]), Split(x, y), queries=queries)
+    assert 1 - metric.cost(Pixels(), "test") == pytest.approx(sum(hits) / len(hits))
+    assert 0.05 < sum(hits) / len(hits) < 0.95
+    precision = build_metric(MetricConfig("r_precision"), Split(x, y), queries=queries)
+    expected = []
+    for row, label in zip(distances, y[queries], strict=True):
+        same = y[~queries] == label
+        expected.append(float(same[row.argsort()[: int(same.sum())]].double().mean()))
+    assert 1 - precision.cost(Pixels(), "test") == pytest.approx(np.mean(expected), abs=1e-6)
+    own = OwnEmbedderMetricConfig("sklearn.metrics:silhouette_score", bounds=[-1.0, 1.0])
+    assert_refused(lambda: build_metric(own, Split(x, y), queries=queries), ConfigError, "queries", "gallery")
+
+
+def test_the_metric_and_the_batches_are_the_same_from_disk(tmp_path: Path) -> None:
+    for part, own in (("train", range(6)), ("query", range(6, 9)), ("gallery", range(6, 10))):
+        for number in own:
+            for i in range(3):
+                paint(tmp_path / part / f"c{number}" / f"{i}.png", 9 * number + i + 100 * (part == "gallery"), (5, 5))
+    settings = [f"data.root={tmp_path}", "data.validation_share=0.4", "data.image_size=8"]
+    settings += ["shift.kind=image", "shift.contrast=0.6", "shift.noise_std=0.05", "shift.rotation_degrees=9"]
+    memory, disk = (read_folders(*settings, f"data.stream={each}")[0] for each in ("false", "true"))
+    torch.manual_seed(0)
+    model = build_model("conv4", disk.train.x.shape[1:], 4, 3).eval()
+    for name in ("validation", "test"):
+        both = [(getattr(each, name), queries_of(each, name)) for each in (memory, disk)]
+        assert torch.equal(both[0][0].x, both[1][0].x[:])
+        with torch.no_grad():
+            first, second = (
+                build_metric(MetricConfig(ks=[1]), part, queries=own).cost(model, "") for part, own in both
+            )
+        assert first == second
+    batches = (ClassBatches(each.train.x, each.train.y, 2, 2)(0, 1, 2) for each in (memory, disk))
+    assert all(torch.equal(one, other) for one, other in zip(*batches, strict=True))
+
+
+# --- Parts without a common class ----------------------------------------------------------------------------------
 
 
 def labelled(counts: list[int], side: int = 2, prefix: str = "") -> Labelled:
@@ -42,9 +260,6 @@ def write(folder: Path, files: dict[str, bytes]) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     return folder
-
-
-# --- Parts without a common class ------------------------------------------------------------------------------
 
 
 def test_parts_share_no_class_and_hold_everything() -> None:
@@ -88,10 +303,6 @@ def test_the_test_classes_may_be_named() -> None:
     )
 
 
-def test_a_part_without_a_pair_is_refused() -> None:
-    assert_refused(lambda: split_classes(labelled([2] * 6 + [1] * 3), [0.45, 0.22, 0.33], last_test=True), DataError)
-
-
 def test_validation_classes_are_held_out_of_a_given_train_part() -> None:
     train, test = labelled([2] * 10, prefix="a"), labelled([3] * 4, prefix="b")
     splits = hold_out_classes(train, test, 0.3, seed=1)
@@ -103,18 +314,7 @@ def test_validation_classes_are_held_out_of_a_given_train_part() -> None:
     assert_refused(lambda: hold_out_classes(train, test, 0.1), DataError, "1")
 
 
-def test_impossible_parts_are_refused() -> None:
-    assert_refused(
-        lambda: split_classes(labelled([2] * 5), [0.5, 0.25, 0.25]), DataError, "(0.5, 0.25, 0.25)", "3", "1"
-    )
-    assert_refused(lambda: split_classes(labelled([2] * 5), [0.5, 0.6]), ValueError, "(0.5, 0.6)")
-    x, names = torch.zeros(4, 1, 2, 2), tuple("abcdef")
-    a, b, c = (Split(x, torch.tensor([i, i, i + 1, i + 1])) for i in (0, 2, 4))
-    assert_refused(lambda: disjoint(Splits(a, b, Split(x, torch.full((4,), 5)), names)), DataError, "1")
-    assert_refused(lambda: disjoint(Splits(a, Split(x, torch.tensor([1, 1, 2, 2])), c, names)), DataError, "'b'")
-
-
-# --- Loaders ---------------------------------------------------------------------------------------------------
+# --- Known sets ----------------------------------------------------------------------------------------------------
 
 
 def drawing(stroke: int) -> bytes:
@@ -132,10 +332,9 @@ OMNIGLOT = {
 }
 
 
-@pytest.mark.parametrize("kind", ["alphabets", "below a folder"])
-def test_omniglot(tmp_path: Path, kind: str) -> None:
+def test_omniglot(tmp_path: Path) -> None:
     root = write(tmp_path / "set", {"README.md": b"about"})
-    write(root if kind == "alphabets" else root / "images_background", OMNIGLOT)
+    write(root / "images_background", OMNIGLOT)
     data = load_omniglot(root)
     assert data.x.shape == (12, 1, 28, 28)
     assert data.class_names == ("Greek/character01", "Greek/character02", "Latin/character01", "Latin/character02")
@@ -180,53 +379,19 @@ def test_stanford_online_products(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [lambda text: text + b"\n\n", lambda text: b"\xef\xbb\xbf" + text.replace(b"\n", b"\r\n \r\n")]
-)
-def test_blank_lines_of_the_products_lists_are_skipped(tmp_path: Path, change: Any) -> None:
-    folder = products(tmp_path)
-    for name in ("Ebay_train.txt", "Ebay_test.txt"):
-        (folder / name).write_bytes(change((folder / name).read_bytes()))
-    for part in load_stanford_online_products(folder, 8):
-        assert part.y.tolist() == [0, 0, 1, 1, 2, 2]
-    (folder / "Ebay_test.txt").write_bytes((folder / "Ebay_test.txt").read_bytes() + b"\n\nno 1")
-    lines = len((folder / "Ebay_test.txt").read_bytes().splitlines())
-    # blank lines count
-    assert_refused(lambda: load_stanford_online_products(folder, 8), DataError, lines)
-
-
-@pytest.mark.parametrize(
     ("files", "names"),
     [
         ({"Ebay_test.txt": b""}, ("Ebay_test.txt", "0")),
-        ({"Ebay_test.txt": b"\n \n"}, ("Ebay_test.txt", "0")),
         ({"Ebay_test.txt": b"class path\n1 a"}, ("image_id", "class path")),
         ({"Ebay_test.txt": b"image_id class_id super_class_id path\n1 x 1 a"}, ("2", "image_id", "'x'")),
-        (
-            {"Ebay_test.txt": b"image_id class_id super_class_id path\n1 1 1 gone.JPG"},
-            ("gone.JPG",),
-        ),
+        ({"Ebay_test.txt": b"image_id class_id super_class_id path\n1 1 1 gone.JPG"}, ("gone.JPG",)),
         ({"chair_final/5_0.JPG": b"no picture"}, ("chair_final/5_0.JPG",)),
+        ({"Ebay_test.txt": b"image_id class_id super_class_id path\n1 5 1 chair_final/1_0.JPG"}, ("Ebay_train.txt",)),
     ],
 )
 def test_products_that_cannot_be_read(tmp_path: Path, files: dict[str, bytes], names: tuple[str, ...]) -> None:
     assert_refused(lambda: load_stanford_online_products(write(products(tmp_path), files), 8), DataError, *names)
-
-
-@pytest.mark.parametrize(
-    ("name", "line", "where"),
-    [
-        ("Ebay_test.txt", "8 4 1 chair_final/5_0.JPG", "line 4 of Ebay_test.txt and in line 8 of Ebay_test.txt"),
-        ("Ebay_train.txt", "8 3 1 ./chair_final/5_0.JPG", "line 8 of Ebay_train.txt and in line 4 of Ebay_test.txt"),
-    ],
-)
-def test_a_product_s_image_is_listed_once(tmp_path: Path, name: str, line: str, where: str) -> None:
-    folder = products(tmp_path)
-    (folder / name).write_text((folder / name).read_text() + f"\n{line}")
-    assert_refused(lambda: load_stanford_online_products(folder, 8), DataError, "chair_final/5_0.JPG")
-
-
-def test_products_that_are_not_there(tmp_path: Path) -> None:
-    assert_refused(lambda: load_stanford_online_products(tmp_path), DataError, "Ebay_train.txt", "data.root=DIR")
+    assert_refused(lambda: load_stanford_online_products(tmp_path / "no"), DataError, "Ebay_train.txt", "data.root=DIR")
 
 
 def test_digits() -> None:
@@ -236,12 +401,181 @@ def test_digits() -> None:
     assert data.class_names == tuple("0123456789")
 
 
-# --- Neighbours ----------------------------------------------------------------------------------------------
+# --- Functions of one's own ----------------------------------------------------------------------------------------
+
+CODE = """
+import numpy as np
+import torch
+from pytorch_metric_learning.losses import ContrastiveLoss
+
+def images(first, last, of_each=6):
+    labels = np.repeat(np.arange(first, last), of_each)
+    drawn = np.random.default_rng(first)
+    return (10 * labels[:, None, None, None] + drawn.integers(0, 60, (len(labels), 1, 8, 8))).astype(np.uint8), labels
+
+def parts(names=("train", "validation", "test")):
+    return {name: images(4 * place, 4 * place + 4) for place, name in enumerate(names)}
+
+def alone(): return {"train": images(0, 12)}
+
+def words():
+    x, y = images(0, 12)
+    return {"train": (torch.from_numpy(x).float() / 255, [f"word {label}" for label in y])}
+
+def searched():
+    return {"train": images(0, 8), "test": {"query": images(8, 12, 2), "gallery": images(8, 12, 5)}}
+
+def shared(): return {"train": images(0, 8), "test": images(7, 12)}
+def pair(): return images(0, 12)
+def strange(): return {"train": images(0, 8), "dev": images(8, 12)}
+def gallery(): return {"train": images(0, 8), "test": {"gallery": images(8, 12)}}
+def flat(): return {"train": (images(0, 12)[0][:, 0], images(0, 12)[1])}
+def failing(): raise OSError("no disk")
+
+def pulled(embeddings, labels, power=2):
+    same = labels[:, None] == labels
+    return ((embeddings[:, None] - embeddings).norm(dim=2) ** power)[same].mean()
+
+def each(embeddings, labels): return embeddings.sum(1)
+def constant(embeddings, labels): return torch.tensor(1.0)
+def broken(embeddings, labels): return embeddings @ labels
+class Weighted(torch.nn.Linear):
+    def __init__(self): super().__init__(2, 2)
+"""
+SMALL = [
+    *("model.name=conv4", "model.width=4", "model.embedding=4", "model.epochs=1", "adapter.dim=2", "queries=14"),
+    *("finetune.steps=2", "seeds=1", "metric.ks=[1,2]", "device=cpu"),
+    *("loss.classes=2", "loss.samples=2", "starts=[loss_finetune]"),
+]
 
 
-@pytest.mark.parametrize("distance", ["l2", "ip"])
-def test_neighbours_against_a_naive_search(distance: str) -> None:
-    x = np.random.default_rng(0).standard_normal((40, 5)).astype(np.float32)
-    far = -x @ x.T if distance == "ip" else ((x[:, None] - x) ** 2).sum(2)
-    np.fill_diagonal(far, np.inf)
-    assert np.array_equal(nearest(x, 6, distance=distance), far.argsort(1)[:, :6])
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[str]:
+    (tmp_path / "of_a_searcher.py").write_text(CODE)
+    with forgotten("of_a_searcher"):
+        yield str(tmp_path)
+
+
+def config_of(folder: str, *overrides: str) -> RetrievalConfig:
+    sections = {each.split("=")[0].split(".")[0] for each in overrides if ":" in each}
+    folders = [f"{section}.folder={folder}" for section in sorted(sections)]
+    config = load_config(RetrievalConfig, None, [*SMALL, *overrides, *folders])
+    config.check()
+    return config
+
+
+def test_parts_are_what_the_function_gives(folder: str) -> None:
+    splits = load_splits(config_of(folder, "data.name=of_a_searcher:parts"), seed=0)
+    for number, name in enumerate(("train", "validation", "test")):
+        part = getattr(splits, name)
+        assert {*splits.classes_of(name)} == {str(4 * number + i) for i in range(4)}
+        assert (len(part), part.x.shape[1:]) == (24, (1, 8, 8))
+        assert (part.x.amin((1, 2, 3)) // 10 >= torch.tensor([int(splits.class_names[y]) for y in part.y])).all()
+    assert splits.reading is not None
+    assert "of_a_searcher:parts" in splits.reading.found
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"), [("alone", (6, 3, 3)), ("words", (6, 3, 3)), ("parts", (4, 2, 2)), ("searched", (4, 4, 4))]
+)
+def test_whole_classes_are_held_out_of_what_is_given(folder: str, name: str, counts: tuple[int, ...]) -> None:
+    kwargs = ["data.kwargs={names: [train, validation]}"] if name == "parts" else []
+    settings = [f"data.name=of_a_searcher:{name}", "data.validation_share=0.5", *kwargs]
+    splits = load_splits(config_of(folder, *settings), seed=0)
+    found = {part: splits.classes_of(part) for part in ("train", "validation", "test")}
+    assert tuple(len(each) for each in found.values()) == counts
+    assert len({name for each in found.values() for name in each}) == sum(counts)
+    queries = queries_of(splits)
+    assert (queries is None) == (name != "searched")
+    if queries is not None:
+        assert (int(queries.sum()), int((~queries).sum())) == (8, 20)
+
+
+def test_the_test_classes_of_train_alone_may_be_chosen(folder: str) -> None:
+    chosen = config_of(folder, "data.name=of_a_searcher:words", "data.test_classes=['word 2','word 10']")
+    assert load_splits(chosen, seed=0).classes_of("test") == ["word 10", "word 2"]
+    given = config_of(folder, "data.name=of_a_searcher:parts", "data.last_test=true")
+    assert_refused(lambda: load_splits(given, seed=0), ConfigError, "of_a_searcher:parts", "data.last_test")
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "names"),
+    [
+        ("shared", DataError, ("'7'", "train", "test")),
+        ("pair", DataError, ("train", "validation", "test")),
+        ("strange", DataError, ("dev", "validation")),
+        ("gallery", DataError, ("test", "images")),
+        ("flat", DataError, ("(72, 8, 8)", "n x c x h x w")),
+        ("failing", ConfigError, ("disk",)),
+        ("nothing", ConfigError, ("nothing",)),
+    ],
+)
+def test_what_gives_no_parts_is_refused(folder: str, name: str, error: Any, names: tuple[str, ...]) -> None:
+    config = config_of(folder, f"data.name=of_a_searcher:{name}")
+    assert_refused(lambda: load_splits(config, seed=0), error, *names)
+
+
+def test_what_only_functions_have_is_refused_elsewhere(folder: str) -> None:
+    told = "data.kwargs"
+    assert_refused(lambda: config_of(folder, "data.name=of_a_searcher:parts", "data.root=x"), ConfigError, told)
+    for key in ("data.kwargs.a=1", "data.folder=x", "loss.folder=x"):
+        names = "MODULE:FUNCTION", key.split("=")[0]
+        assert_refused(lambda key=key: config_of(folder, "data.name=digits", key), ConfigError, *names)
+
+
+def test_a_loss_is_called_with_embeddings_and_labels(folder: str) -> None:
+    x, y = torch.randn(6, 4), torch.tensor([0, 0, 1, 1, 2, 2])
+    own = config_of(folder, "data.name=digits", "loss.name=of_a_searcher:pulled", "loss.params={power: 1}")
+    expected = (x[:, None] - x).norm(dim=2)[y[:, None] == y].mean()
+    torch.testing.assert_close(build_loss(own.loss)(nn.Identity(), (x, y)), expected)
+    made = config_of(
+        folder, "data.name=digits", "loss.name=of_a_searcher:ContrastiveLoss", "loss.params={neg_margin: 2.0}"
+    )
+    assert build_loss(made.loss)(nn.Identity(), (x, y)) == ContrastiveLoss(neg_margin=2.0)(x, y)
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("each", ("4", "one finite number")),
+        ("constant", ("gradient",)),
+        ("broken", ("loss.params",)),
+        ("Weighted", ("weights",)),
+        ("nothing", ("nothing",)),
+    ],
+)
+def test_a_loss_is_tried_before_anything_is_trained(folder: str, name: str, names: tuple[str, ...]) -> None:
+    config = config_of(folder, "data.name=digits", f"loss.name=of_a_searcher:{name}")
+    assert_refused(lambda: build_loss(config.loss), ConfigError, f"of_a_searcher:{name}", *names)
+
+
+@pytest.mark.slow
+def test_a_run_on_both_and_its_identity(folder: str, tmp_path: Path) -> None:
+    overrides = ["data.name=of_a_searcher:parts", "loss.name=of_a_searcher:pulled", "loss.params={power: 1}"]
+    tool.run(config_of(folder, *overrides), tmp_path / "run", resume=False)
+    kept = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert {*kept["own code"]} == {"of_a_searcher:parts", "of_a_searcher:pulled"}
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "names"),
+    [
+        ("smooth_ap", {}, ("loss.name", "smooth_ap", "MODULE:FUNCTION")),
+        ("contrastive", {"distance": "cosine"}, ("loss.params", "contrastive", "cosine")),
+        ("triplet_margin", {"margin": [0.1]}, ("loss.params", "triplet_margin", "0.1")),
+    ],
+)
+def test_a_known_loss_is_tried_before_anything_is_trained(
+    name: str, params: dict[str, Any], names: tuple[str, ...]
+) -> None:
+    assert_refused(lambda: build_loss(LossConfig(name, params)), ConfigError, *names)
+
+
+@pytest.mark.parametrize("name", ["fast_ap", "triplet_margin", "dynamic_soft_margin"])
+def test_what_is_tried_is_a_copy_and_the_global_stream_stays(name: str) -> None:
+    before = torch.get_rng_state()
+    loss = build_loss(LossConfig(name))
+    assert torch.equal(torch.get_rng_state(), before)
+    batch = torch.eye(4)[[0, 0, 1, 1, 2, 2]], torch.tensor([0, 0, 1, 1, 2, 2])
+    again = build_loss(LossConfig(name))
+    assert float(loss(torch.nn.Identity(), batch)) == float(again(torch.nn.Identity(), batch))

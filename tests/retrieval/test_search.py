@@ -2,7 +2,6 @@
 
 import copy
 import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,13 @@ pytest.importorskip("faiss")
 pytest.importorskip("pytorch_metric_learning")
 
 from pytorch_metric_learning import losses, miners, samplers, testers, trainers
-from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 
 import metricopt_ext as mo
-from helpers.refusals import assert_refused, assert_warned
+from helpers.refusals import assert_refused
 from helpers.tensors import rand
 from metricopt_ext.data.halves import class_draws, class_halves
 from metricopt_ext.errors import AdapterError, BudgetError, ConfigError, DataError
 from metricopt_ext.retrieval.accuracy import RecallCalculator
-from metricopt_ext.retrieval.hooks import TrajectoryRecorder
 from metricopt_ext.retrieval.recall import recall_at_k
 from metricopt_ext.retrieval.search import (
     TrainerBatches,
@@ -33,9 +30,7 @@ from metricopt_ext.retrieval.search import (
     tune_with_trainer,
 )
 from metricopt_ext.runtime.progress import Callback
-from metricopt_ext.search.optimizer import MetricOptStep
-from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.trajectory import TrajectoryStore
+from testers.metric import assert_same
 
 CPU = torch.device("cpu")
 D, CLASSES, BATCH, QUERIES = 6, 8, 16, 24
@@ -140,40 +135,6 @@ def test_memories_hold_embeddings_of_the_model_as_it_is_or_what_training_left() 
     assert memory.queue_idx == BATCH
 
 
-@pytest.mark.slow
-def test_a_search_with_a_memory_leaves_the_trainer_s_alone() -> None:
-    trunk = make_trunk()
-    memory = losses.CrossBatchMemory(losses.TripletMarginLoss(margin=2.0), embedding_size=8, memory_size=40)
-    trainer = make_trainer(trunk, loss_funcs={"metric_loss": memory})
-    run = search(trainer, make_tester(), mo.attach_film(trunk, dim=D))
-    assert run.after > run.before + 0.05
-    assert not memory.queue_idx
-    assert not memory.embedding_memory.any()
-
-
-@pytest.mark.slow
-def test_proxies_stay_as_they_are() -> None:
-    trunk = make_trunk()
-    proxies = losses.ProxyAnchorLoss(num_classes=CLASSES, embedding_size=8).double()
-    before = copy.deepcopy(proxies)
-    trainer = make_trainer(trunk, loss_funcs={"metric_loss": proxies}, mining_funcs={})
-    adapter = mo.attach_film(trunk, dim=D)
-    task = trainer_task(trainer, make_tester(), adapter, {"val": pairs(7, 4.0)}, metric="recall_at_1")
-    x, y = task.batches(0, 0, 0)
-    phi = 0.3 * rand(1, D, seed=1)
-    loss, gradient = task.loss_and_gradient(phi, 0, [0], step=0)
-    adapter.set_phi(phi[0])
-    expected = before(trainer.models["embedder"].eval()(trunk.eval()(x.double())), y)
-    (slope,) = torch.autograd.grad(expected, adapter.phi)
-    torch.testing.assert_close(loss[0], expected.detach(), rtol=1e-9, atol=1e-10)
-    torch.testing.assert_close(gradient[0], slope, rtol=1e-7, atol=1e-9)
-    assert slope.norm() > 1e-6
-    adapter.set_phi(torch.zeros(D))
-    search(trainer, make_tester(), adapter)
-    assert torch.equal(proxies.proxies, before.proxies)
-    assert proxies.proxies.grad is None
-
-
 @pytest.mark.parametrize("part", ["trunk", "embedder"])
 def test_what_is_before_phi_is_computed_once_to_the_same_values(part: str) -> None:
     seen: list[int] = []
@@ -228,17 +189,6 @@ def everything(trainer: Any) -> dict[str, Any]:
     }
 
 
-def assert_same(a: Any, b: Any) -> None:
-    if isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert_same(a[key], b[key])
-    elif isinstance(a, Tensor | np.ndarray):
-        assert (torch.as_tensor(a) == torch.as_tensor(b)).all()
-    else:
-        assert a == b
-
-
 @pytest.mark.outcome
 def test_a_search_from_a_trainer_ends_at_a_better_trunk() -> None:
     """The mean gain of the 3 seeds was 0.236, its standard error 0.007."""
@@ -264,7 +214,7 @@ def test_a_search_from_a_trainer_ends_at_a_better_trunk() -> None:
     assert sum(gains) / len(gains) > 0.15
 
 
-@pytest.mark.parametrize("kind", ["metric loss", "with classifier", "subset miner", "embedder's adapter"])
+@pytest.mark.parametrize("kind", ["metric loss", "with classifier", "subset miner", "embedder's adapter", "proxies"])
 def test_the_loss_is_the_trainer_s_on_its_batches(kind: str) -> None:
     trunk, embedder, classifier = make_trunk(), make_embedder(), nn.Linear(8, CLASSES).double()
     held = embedder if kind == "embedder's adapter" else trunk
@@ -277,6 +227,10 @@ def test_the_loss_is_the_trainer_s_on_its_batches(kind: str) -> None:
         options["mining_funcs"] = {}
     if kind == "subset miner":
         options["mining_funcs"] = {"subset_batch_miner": FirstHalf()}
+    proxies = losses.ProxyAnchorLoss(num_classes=CLASSES, embedding_size=8).double()
+    before = copy.deepcopy(proxies)
+    if kind == "proxies":
+        options |= {"loss_funcs": {"metric_loss": proxies}, "mining_funcs": {}}
     trainer = make_trainer(trunk, **options)
     task = trainer_task(trainer, make_tester(), adapter, {"val": pairs(7)}, metric="recall_at_1")
     phi, indices = 0.3 * rand(3, D, seed=2), [0, 1, 5]
@@ -293,6 +247,8 @@ def test_the_loss_is_the_trainer_s_on_its_batches(kind: str) -> None:
         if kind == "with classifier":
             expected = 0.5 * losses.ContrastiveLoss()(embeddings, y)
             expected = expected + 2 * nn.functional.cross_entropy(classifier(embeddings), y)
+        elif kind == "proxies":
+            expected = before(embeddings, y)
         else:
             mined = None if kind == "subset miner" else miners.MultiSimilarityMiner()(embeddings, y)
             expected = losses.TripletMarginLoss(margin=2.0)(embeddings, y, mined)
@@ -300,6 +256,8 @@ def test_the_loss_is_the_trainer_s_on_its_batches(kind: str) -> None:
         torch.testing.assert_close(found[row], expected.detach(), rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(gradient[row], slope, rtol=1e-8, atol=1e-10)
         assert slope.norm() > 1e-6
+    assert torch.equal(proxies.proxies, before.proxies)  # which stay as they are
+    assert proxies.proxies.grad is None
 
 
 class FirstHalf(nn.Module):
@@ -338,15 +296,6 @@ def test_batches_are_drawn_again() -> None:
     assert not torch.equal(batches(3, 0, 1)[0], batches(3, 1, 0)[0])  # augmented otherwise
 
 
-def test_a_list_is_a_sampler_too() -> None:
-    order = torch.randperm(48, generator=torch.Generator().manual_seed(1)).tolist()
-    batches = TrainerBatches(make_trainer(make_trunk(), sampler=order))
-    x, _ = examples(0)
-    for task in range(5):
-        place = task % 3 * BATCH
-        assert torch.equal(batches(0, task, 0)[0], x[order[place : place + BATCH]])
-
-
 @pytest.mark.parametrize("gallery", [False, True])
 def test_the_metric_and_its_halves(gallery: bool) -> None:
     trunk = make_trunk()
@@ -375,48 +324,25 @@ def test_the_metric_and_its_halves(gallery: bool) -> None:
     assert evaluated is None or evaluated == [("gallery", ["gallery"]), ("val", ["gallery"])]
 
 
-def test_the_mean_over_label_levels() -> None:
-    trunk = make_trunk()
-    adapter = mo.attach_film(trunk, dim=D)
-    x, y = examples(7, 4.0)
-    sets = {"val": [(each, torch.tensor([label, label // 4])) for each, label in zip(x, y.tolist(), strict=True)]}
-    tester = make_tester(label_hierarchy_level="all")
-    task = trainer_task(make_trainer(trunk), tester, adapter, sets, metric="recall_at_1")
+def test_several_label_levels_have_their_mean_and_two_classes_each_in_a_half() -> None:
+    trunk, (x, y) = make_trunk(), examples(7, 4.0)
+    labels = torch.stack([y, y // 4], 1)
+    sets = {"val": list(zip(x, labels, strict=True))}
+    adapter, tester = mo.attach_film(trunk, dim=D), make_tester(label_hierarchy_level="all")
+    task = trainer_task(make_trainer(trunk), tester, adapter, sets, metric="recall_at_1", seed=1)
     embeddings = make_embedder().eval()(trunk.eval()(x)).detach()
-    recalls = [recall_at_k(embeddings, labels, (1,)).at[1] for labels in (y, y // 4)]
-    assert recalls[0] != recalls[1]
-    assert task.evaluate(task.origin(), "test").cost == pytest.approx(1 - sum(recalls) / 2, abs=1e-12)
 
+    def cost(rows: Any) -> float:
+        return 1 - float(np.mean([recall_at_k(embeddings[rows], labels[rows, i], (1,)).at[1] for i in (0, 1)]))
 
-@pytest.mark.parametrize("seed", range(1, 6))
-def test_halves_have_two_classes_at_each_label_level(seed: int) -> None:
-    trunk = make_trunk()
-    adapter = mo.attach_film(trunk, dim=D)
-    x, y = examples(7, 4.0)
-    y = y % 4
-    sets = {"val": [(each, torch.tensor([label, label // 2])) for each, label in zip(x, y.tolist(), strict=True)]}
-    tester = make_tester(label_hierarchy_level="all")
-    task = trainer_task(make_trainer(trunk), tester, adapter, sets, metric="recall_at_1", seed=seed)
-    embeddings, labels = make_embedder().eval()(trunk.eval()(x)).detach(), torch.stack([y, y // 2], 1)
-    halves = class_halves(labels, seed)
-    assert not isinstance(halves, str)
-    costs = [1 - np.mean([recall_at_k(embeddings[h], labels[h, i], (1,)).at[1] for i in (0, 1)]) for h in halves]
-    assert task.evaluate(task.origin(), "test").halves == pytest.approx(costs, abs=1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("classes", [3, 4])
-def test_without_two_classes_at_each_level_there_are_no_halves(classes: int) -> None:
-    trunk = make_trunk()
-    adapter = mo.attach_film(trunk, dim=D)
-    x, y = examples(7, 4.0)
-    y = y % classes
-    sets = {"val": [(each, torch.tensor([i, min(i, 1)])) for each, i in zip(x, y.tolist(), strict=True)]}
-    tester = make_tester(label_hierarchy_level="all")
-    run = assert_warned(
-        lambda: search(make_trainer(trunk), tester, adapter, dataset_dict=sets, seed=1), "val/recall_at_1"
-    )
-    assert run.guard == "none"
+    found = task.evaluate(task.origin(), "test")
+    draws = class_draws(labels, 1)
+    assert found.cost == pytest.approx(cost(slice(None)), abs=1e-12)
+    assert task.metric.new_classes
+    assert len(found.pairs) == len(draws) > 1
+    for costs, halves in zip(found.pairs, draws, strict=True):
+        assert costs == pytest.approx([cost(half) for half in halves], abs=1e-12)
+        assert all(len(labels[half, i].unique()) >= 2 for half in halves for i in (0, 1))
 
 
 def test_a_start_with_other_statistics() -> None:
@@ -437,32 +363,6 @@ def test_a_start_with_other_statistics() -> None:
     assert found["val"]["recall_at_1_level0"] == pytest.approx(run.after, abs=1e-12)
 
 
-def test_it_says_how_many_classes_there_are_and_what_they_can_tell() -> None:
-    lines: list[str] = []
-
-    class Saying(Callback):
-        def say(self, line: str) -> None:
-            lines.append(line)
-
-    trunk = make_trunk()
-    adapter = mo.attach_film(trunk, dim=D)
-    run = search(make_trainer(trunk), make_tester(), adapter, callback=Saying())
-    told = [line for line in lines if " classes; a gain that varies as much between classes must exceed " in line]
-    assert len(told) == 1
-    assert told[0].startswith(f"{run.metric} is {run.before:.4f} at first, with a standard error of 0.")
-
-
-def test_the_task_knows_that_classes_are_new_and_divides_them_several_times() -> None:
-    trunk = make_trunk()
-    adapter = mo.attach_film(trunk, dim=D)
-    task = trainer_task(make_trainer(trunk), make_tester(), adapter, {"val": pairs(7)}, metric="recall_at_1")
-    assert task.metric.new_classes
-    found = task.evaluate(task.origin(), "test")
-    draws = class_draws(torch.as_tensor(examples(7)[1]), 0)
-    assert len(found.pairs) == len(draws) > 1
-    assert found.halves == found.pairs[0]
-
-
 def test_a_run_is_resumed(tmp_path: Path) -> None:
     runs = []
     for resume in (False, True):
@@ -477,85 +377,27 @@ def test_a_run_is_resumed(tmp_path: Path) -> None:
     assert f.signature == adapter.signature
 
 
-def test_what_can_t_be_searched() -> None:
-    trunk = make_trunk()
-    adapter = mo.attach_film(trunk, dim=D)
-    Counting.calls = 0
-    other = mo.attach_film(make_trunk(), dim=D)
-    assert_refused(lambda: search(make_trainer(trunk), make_tester(), other), AdapterError)
-    assert_refused(
-        lambda: search(make_trainer(trunk), make_tester(), adapter, metric="precision_at_1"),
-        ConfigError,
-        "metric='precision_at_1'",
-        "recall_at_2",
-    )
-    assert_refused(
-        lambda: search(make_trainer(trunk), make_tester(), adapter, split="test"),
-        ConfigError,
-        "split='test'",
-        "dataset_dict",
-    )
-    assert_refused(
-        lambda: search(make_trainer(trunk), make_tester(), adapter, splits_to_eval=[("test", ["val"])]),
-        ConfigError,
-        "val",
-    )
-    each = make_tester()
-    each.accuracy_calculator.return_per_class = True
-    assert_refused(lambda: search(make_trainer(trunk), each, adapter), ConfigError, "calculator", "recall_at_1")
-    assert_refused(
-        lambda: search(make_trainer(trunk, batch_size=49, sampler=None), make_tester(), adapter),
-        DataError,
-        "dataset",
-        "batch_size=49",
-    )
-    assert_refused(lambda: search(make_trainer(trunk), make_tester(), adapter, 3), BudgetError, "3", "queries")
-    assert Counting.calls == 0
-
-
-def test_the_page_s_one_call() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "retrieval.md").read_text()
-    (code,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "search_with_trainer" in code]
+@pytest.mark.parametrize(
+    ("changes", "options", "error", "names"),
+    [
+        ({}, {"metric": "precision_at_1"}, ConfigError, ("metric='precision_at_1'", "recall_at_2")),
+        ({}, {"split": "test"}, ConfigError, ("split='test'", "dataset_dict")),
+        ({}, {"splits_to_eval": [("test", ["val"])]}, ConfigError, ("val",)),
+        ({"batch_size": 49, "sampler": None}, {}, DataError, ("dataset", "batch_size=49")),
+        ({}, {"queries": 3}, BudgetError, ("3", "queries")),
+    ],
+)
+def test_what_can_t_be_searched_costs_no_query(
+    changes: dict[str, Any], options: dict[str, Any], error: Any, names: tuple[str, ...]
+) -> None:
     trunk, tester = make_trunk(), make_tester()
-    tester.accuracy_calculator = AccuracyCalculator(include=("precision_at_1",))  # the library's own
-    trainer, (x, _) = make_trainer(trunk), examples(7, 4.0)
-    known = {"trunk": trunk, "trainer": trainer, "tester": tester, "val_dataset": pairs(7, 4.0)}
-    Counting.calls = 0
-    exec(code.replace("dim=64", f"dim={D}").replace("queries=150", f"queries={QUERIES}"), known)
-    assert Counting.calls in ENDING
-    assert not hasattr(trunk, "metricopt")
-    run, expected = known["run"], make_trunk()
-    adapter = mo.attach_film(expected, dim=D)
-    adapter.set_phi(run.ends[run.chosen])  # whatever the guard kept
-    with torch.no_grad():
-        torch.testing.assert_close(trunk.eval()(x), adapter.merge().eval()(x))
-
-
-def test_its_f_is_followed_by_the_trainer(tmp_path: Path) -> None:
-    """From phi = 0, outside the ball, into it; the hook records each step, which is f's alone without a loss weight."""
-    trunk = make_trunk()
-    adapter = mo.attach_film(trunk, dim=D)
-    run = search(make_trainer(trunk), make_tester(), adapter, 40, output_dir=tmp_path)
-    f = mo.load_value_function(tmp_path / "value_function.safetensors")
-    assert torch.equal(f.centre, run.ends["search"].float())
-    adapter.set_phi(torch.zeros(D))
-    options = {"metric_step": 0.3, "loss_weight": 0.0, "trust": 0.5, "steps": 6, "even_untrusted": True}
-    recorder = TrajectoryRecorder(
-        adapter, Metric(lambda: 0.0, maximize=True), TrajectoryStore(), steps=6, evals=2, index=0
-    )
-    trainer = make_trainer(trunk, end_of_iteration_hook=recorder, freeze_these=("embedder",))
-    trainer.optimizers["trunk_optimizer"] = mo.MetricOpt(adapter.parameters(), f, lr=0.1, **options)
-    trainer.dataloader_num_workers = 0
-    trainer.train(num_epochs=3)  # of two iterations each
-    assert recorder.trajectory is not None
-    path, rule = recorder.trajectory.phi, MetricOptStep(f, 0.1, **options)
-    assert not path[0].any()
-    assert path[0].sub(f.centre).norm() > 0.5 * f.radius
-    for step in range(6):
-        expected = rule(path[step], torch.zeros(1, D), step)
-        torch.testing.assert_close(path[step + 1], expected, rtol=1e-5, atol=1e-6)
-        assert path[step + 1].sub(f.centre).norm() <= 0.5 * f.radius * (1 + 1e-5)
-    assert f(path[-1]) < f(path[0])
+    adapter, Counting.calls = mo.attach_film(trunk, dim=D), 0
+    assert_refused(lambda: search(make_trainer(trunk, **changes), tester, adapter, **options), error, *names)
+    other = mo.attach_film(make_trunk(), dim=D)
+    assert_refused(lambda: search(make_trainer(trunk), tester, other), AdapterError)
+    tester.accuracy_calculator.return_per_class = True
+    assert_refused(lambda: search(make_trainer(trunk), tester, adapter), ConfigError, "calculator", "recall_at_1")
+    assert Counting.calls == 0
 
 
 def test_held_out_classes_have_the_last_word() -> None:
@@ -570,7 +412,7 @@ def test_held_out_classes_have_the_last_word() -> None:
     assert other.metric.ledger.spent_on == {"holdout": 2, "check": 2}
 
 
-@pytest.mark.parametrize("part", ["trunk", "embedder"])
+@pytest.mark.parametrize("part", ["trunk", pytest.param("embedder", marks=pytest.mark.slow)])
 def test_one_call_attaches_searches_and_merges(part: str) -> None:
     ours, parts = make_trainer(make_trunk()), make_trainer(make_trunk())
     attach = lambda model: mo.attach_film(model, dim=D)  # noqa: E731
