@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.refusals import assert_refused
 from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.errors import AdapterError, BudgetError, FileFormatError, MetricError
+from metricopt_ext.errors import AdapterError
 from metricopt_ext.methods.algorithm_s1 import UNROLLED, AlgorithmS1, LearnedDetails
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.tuning import FRESH
@@ -47,13 +47,6 @@ def known_f(task: Any, settings: AlgorithmS1 = QUICK) -> Any:
     return value.f
 
 
-def test_defaults_are_supplement_b_s() -> None:
-    settings = AlgorithmS1()
-    assert (settings.objective.metric_weight, settings.objective.sharpness, settings.variance) == (50, None, 0.01)
-    paper = AlgorithmS1.paper()
-    assert (paper.tasks, paper.updates, paper.value.tasks, paper.steps, paper.evals) == (1, 1, 1, 200, 10)
-
-
 @pytest.mark.parametrize("sees_metric", [False, True])
 def test_line_3_observes_the_metric_along_the_optimizer_s_own_tasks(
     quadratic: Callable[..., Any], sees_metric: bool
@@ -81,20 +74,6 @@ def test_line_3_observes_the_metric_along_the_optimizer_s_own_tasks(
         torch.testing.assert_close(t.phi[5], phi[0], rtol=1e-10, atol=1e-12)
     assert settings.collect(task, rule, store, iteration=4, seed=2) == trajectories
     assert task.queries == 6
-
-
-def test_what_is_stored_is_not_observed_again(quadratic: Callable[..., Any]) -> None:
-    whole, part = TrajectoryStore(), TrajectoryStore()
-    settings, task = QUICK, quadratic(3)
-    rule = settings.new_rule(0)
-    first, second = settings.collect(task, rule, whole, iteration=0, seed=2)
-    part.add(second)
-    spent = task.queries
-    again, same = settings.collect(task, rule, part, iteration=0, seed=2)
-    assert task.queries == spent + 3
-    assert same is second
-    assert torch.equal(again.phi, first.phi)
-    assert torch.equal(again.cost, first.cost)
 
 
 def test_the_objective_is_eq_6_with_f_in_place_of_the_metric(quadratic: Callable[..., Any]) -> None:
@@ -171,9 +150,9 @@ def test_a_meta_iteration_is_lines_3_to_7_in_order(
 
         monkeypatch.setattr(owner, name, wrapped)
 
-    for owner, name in ((AlgorithmS1, "collect"), (OnlineReptile, "adapt"), (AlgorithmS1, "gradient"),
-                        (OnlineReptile, "update")):  # fmt: skip
-        spy(owner, name)
+    for owner, names in ((AlgorithmS1, ("collect", "gradient")), (OnlineReptile, ("adapt", "update"))):
+        for name in names:
+            spy(owner, name)
     store = TrajectoryStore()
     result = settings.meta_train(task, iterations=3, seed=1, store=store)
     assert called == ["collect", "adapt", "gradient", "gradient", "update"] * 3
@@ -186,18 +165,19 @@ def test_a_meta_iteration_is_lines_3_to_7_in_order(
     assert not torch.equal(result.rule.weights, settings.new_rule(1).weights)
 
 
-def test_steps_on_the_weights_are_adam_s_on_clipped_gradients(
-    quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    task, settings = quadratic(3), replace(QUICK, rate=0.05, clip=2.0)
-    size = len(settings.new_rule(0).weights)
-    fakes = [torch.full((size,), value) for value in (3.0, -1e-3, 0.5)]
-    given = iter(fakes)
-    monkeypatch.setattr(AlgorithmS1, "gradient", lambda *args, **options: (next(given), 0.0))
-    result = settings.meta_train(task, iterations=3, seed=0)
+def test_steps_on_the_weights_are_adam_s_on_clipped_gradients(quadratic: Callable[..., Any]) -> None:
+    fakes = iter([3.0, -1e-3, 0.5])
+
+    class Faked(AlgorithmS1):
+        def gradient(self, task: Any, rule: Any, f: Any, *, seed: int, update: int) -> tuple[Tensor, float]:
+            return torch.full_like(rule.weights.detach(), next(fakes)), 0.0
+
+    settings = Faked(**{**vars(QUICK), "rate": 0.05, "clip": 2.0})
+    result = settings.meta_train(quadratic(3), iterations=3, seed=0)
     weights = torch.nn.Parameter(settings.new_rule(0).weights.detach().clone())
     adam = torch.optim.Adam([weights], 0.05)
-    for fake in fakes:
+    for value in (3.0, -1e-3, 0.5):
+        fake = torch.full_like(weights.detach(), value)
         weights.grad = fake * min(1.0, 2.0 / float(fake.norm()))
         adam.step()
     torch.testing.assert_close(result.rule.weights.detach(), weights.detach(), rtol=1e-5, atol=1e-7)
@@ -225,16 +205,6 @@ def test_meta_testing_is_the_optimizer_alone(quadratic: Callable[..., Any], sees
     torch.testing.assert_close(task.adapter.phi.detach(), path[5], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.slow
-def test_the_paper_s_own_parts_run(quadratic: Callable[..., Any]) -> None:
-    settings = replace(AlgorithmS1.paper(steps=6, evals=4), pairs=2, hidden=4)
-    task = quadratic(3)
-    result = settings.meta_train(task, iterations=3)
-    assert task.queries == 3 * 4
-    assert len(result.trajectories) == 3
-    assert all(math.isfinite(value) for value in result.objectives)
-
-
 @pytest.mark.outcome
 @pytest.mark.slow
 def test_it_lowers_a_metric_that_the_loss_does_not_know(quadratic: Callable[..., Any]) -> None:
@@ -251,28 +221,22 @@ def test_it_lowers_a_metric_that_the_loss_does_not_know(quadratic: Callable[...,
 
 
 @pytest.mark.parametrize(
-    ("settings", "names"),
+    ("name", "value", "names"),
     [
-        ({"steps": 0}, ("steps", "0")),
-        ({"evals": 1}, ("evals", "1")),
-        ({"evals": 52}, ("evals", "52", "2", "1", "51")),
-        ({"pairs": 1}, ("pairs", "1", "2")),
-        ({"pairs": 0, "estimator": "score"}, ("pairs", "0", "1")),
-        ({"estimator": "best"}, ("estimator", "best")),
-        ({"variance": 0.0}, ("variance", "0.0")),
-        ({"replay": 2}, ("replay", "2", "4")),
-        ({"clip": math.inf}, ("clip", "inf")),
-        ({"labels": "gp"}, ("labels", "'gp'", "GaussianProcessLabels()")),
-        ({"labels": None}, ("labels", "None", "GaussianProcessLabels()")),
-        ({"value": "x"}, ("value", "'x'", "ReptileLearner()")),
-        ({"value": RidgeLearner(groups=4)}, ("value", "RidgeLearner", "ReptileLearner()")),
-        ({"objective": None}, ("objective", "None", "LearnedObjective()")),
-        ({"sees_metric": "no"}, ("sees_metric", "'no'", "True", "False")),
-        ({"sees_loss": "no"}, ("sees_loss", "'no'", "True", "False")),
+        ("steps", 0, ("0",)),
+        ("evals", 52, ("52", "51")),
+        ("pairs", 1, ("1", "2")),
+        ("estimator", "best", ("best",)),
+        ("variance", 0.0, ("0.0",)),
+        ("replay", 2, ("2", "4")),
+        ("labels", "gp", ("'gp'", "GaussianProcessLabels()")),
+        ("value", RidgeLearner(groups=4), ("RidgeLearner", "ReptileLearner()")),
+        ("objective", None, ("None", "LearnedObjective()")),
+        ("sees_metric", "no", ("'no'", "True", "False")),
     ],
 )
-def test_bad_settings(settings: dict[str, Any], names: tuple[str, ...]) -> None:
-    assert_refused(lambda: AlgorithmS1(**settings), ValueError, *names)
+def test_bad_settings(name: str, value: Any, names: tuple[str, ...]) -> None:
+    assert_refused(lambda: AlgorithmS1(**{name: value}), ValueError, name, *names)
 
 
 # --- As a strategy of optimize_metric: what it spends and keeps, and that a run goes on where it stopped -------------
@@ -295,12 +259,10 @@ def test_every_query_is_counted(quadratic: Callable[..., Any], sees_metric: bool
     assert torch.equal(result.path[-1], result.ends["learned"])
     assert result.before == task.true_cost(task.origin())
     assert result.after == min(task.true_cost(phi) for phi in result.ends.values()) == result.best
-    assert torch.equal(
-        load_update_rule(tmp_path / "update_rule.safetensors").weights, result.details.learned.rule.weights
-    )
+    kept = load_update_rule(tmp_path / "update_rule.safetensors")
+    assert torch.equal(kept.weights, result.details.learned.rule.weights)
     f = load_value_function(tmp_path / "value_function.safetensors")
     assert torch.equal(f(result.path), result.details.learned.f(result.path))
-    assert "value function (neural)" in str(result)
 
 
 def test_gradient_checkpointing_is_refused_before_any_query_or_does_no_harm() -> None:
@@ -324,76 +286,3 @@ def test_gradient_checkpointing_is_refused_before_any_query_or_does_no_harm() ->
     assert not asked
     assert replace(QUICK, estimator="score").meta_train(task, iterations=1).f is not None
     assert asked
-
-
-def test_too_few_queries_are_refused_before_any(quadratic: Callable[..., Any]) -> None:
-    task = quadratic(3)
-    assert_refused(
-        lambda: optimize_metric(task, queries=16, strategy=QUICK, callback=Callback()),
-        BudgetError,
-        "16",
-        "queries",
-        "17",
-    )
-    task = quadratic(3, budget=20)
-    assert_refused(
-        lambda: optimize_metric(task, queries=30, strategy=QUICK, callback=Callback()),
-        BudgetError,
-        "30",
-        "queries",
-        "20",
-    )
-    assert task.queries == 0
-
-
-@pytest.mark.parametrize("fail_after", [1, 7, 20, 24, 26])
-def test_a_run_that_was_interrupted_ends_the_same(
-    quadratic: Callable[..., Any], fail_after: int, tmp_path: Path
-) -> None:
-    options: dict[str, Any] = {"queries": 29, "strategy": QUICK, "seed": 3, "callback": Callback()}
-    whole = optimize_metric(quadratic(3), **options)
-    task = quadratic(3)
-    task.problem.fail_after = fail_after
-    assert_refused(lambda: optimize_metric(task, output_dir=tmp_path, **options), MetricError, "server")
-    task.problem.fail_after = None
-    assert_refused(lambda: optimize_metric(task, output_dir=tmp_path, **options), FileFormatError)
-    assert_refused(
-        lambda: optimize_metric(
-            task, output_dir=tmp_path, resume=True, **{**options, "strategy": replace(QUICK, rate=0.5)}
-        ),
-        FileFormatError,
-        "learned.rate",
-    )
-    resumed = optimize_metric(task, output_dir=tmp_path, resume=True, **options)
-    assert torch.equal(resumed.details.learned.rule.weights, whole.details.learned.rule.weights)
-    assert torch.equal(resumed.path, whole.path)
-    assert resumed.queries == whole.queries
-    assert resumed.details.learned.objectives == whole.details.learned.objectives
-    assert resumed.details.learned.f.quality == whole.details.learned.f.quality
-    assert task.queries <= 1 + 29 + 2 * 3  # the tasks in flight at most are observed again
-
-
-def test_of_many_iterations_each_tenth_is_told(quadratic: Callable[..., Any]) -> None:
-    told: list[str] = []
-
-    class Told(Callback):
-        def stage(self, name: str) -> None:
-            told.append(name)
-            if len(told) == 3:
-                raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        replace(QUICK, steps=1, evals=2).meta_train(quadratic(1), iterations=20, callback=Told())
-    assert told == ["optimizer 0/20", "optimizer 2/20", "optimizer 4/20"]
-
-
-def test_it_follows_its_seed_and_leaves_global_streams_alone(quadratic: Callable[..., Any]) -> None:
-    ends = []
-    for seed, stream in ((1, 0), (1, 5), (2, 0)):
-        task = quadratic(3)
-        torch.manual_seed(stream)
-        before = torch.get_rng_state()
-        ends.append(optimize_metric(task, queries=17, strategy=QUICK, seed=seed, callback=Callback()).path)
-        assert torch.equal(before, torch.get_rng_state())
-    assert torch.equal(ends[0], ends[1])
-    assert not torch.equal(ends[0], ends[2])

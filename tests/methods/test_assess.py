@@ -2,8 +2,7 @@
 
 import math
 import random
-import re
-from collections.abc import Callable
+import shutil
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +23,8 @@ from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.starts import batchnorm_start
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES
-from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.tasks.ledger import Ledger
-from metricopt_ext.tasks.metric import Metric, Query
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Setting, Settings
 from metricopt_ext.tasks.task import FinetuneTask
 
@@ -94,15 +92,13 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def asked_of(call: Callable[[FinetuneTask], Any], task: FinetuneTask) -> list[Any]:
-    found: list[Any] = []
+def look(shifted: Shifted, queries: int = QUERIES, **options: Any) -> Any:
+    return assess(shifted.task, queries, starts=shifted.starts, **{"callback": Callback(), **options})
 
-    def note(query: Query) -> None:
-        found.append((query.item.metricopt.phi if isinstance(query.item, nn.Module) else query.item).tolist())  # type: ignore[union-attr, operator]
 
-    with task.metric.calling(note):
-        call(task)
-    return found
+def search(shifted: Shifted, queries: int = 30, **options: Any) -> Any:
+    given = {"starts": shifted.starts, "callback": Callback(), **options}
+    return optimize_metric(shifted.task, queries=queries, **given)
 
 
 # --- The queries ------------------------------------------------------------------------------------------------------
@@ -112,8 +108,8 @@ def asked_of(call: Callable[[FinetuneTask], Any], task: FinetuneTask) -> list[An
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str], Path]:
     """A search of 30 queries that nothing came before: its result, what it said of its worth, its folder."""
     host, heard, folder = Shifted(), Heard(), tmp_path_factory.mktemp("alone")
-    result = optimize_metric(host.task, queries=30, starts=host.starts, seed=2, output_dir=folder, callback=heard)
-    assert host.calls == 30
+    result = search(host, seed=2, output_dir=folder, callback=heard)
+    assert host.calls == sum(result.queries.values()) == 30
     assert len(heard.worth) == 1
     return str(result), heard.worth, folder
 
@@ -125,129 +121,50 @@ def test_the_union_is_the_search_alone_byte_for_byte(
 ) -> None:
     """Whether the first batches are cut or not; the ledger has each query once."""
     expected, worth, folder = alone
-    both = Shifted(Ledger(30))
-    found = assess(
-        both.task, queries, starts=both.starts, seed=2, output_dir=tmp_path / "both", callback=(first := Heard())
-    )
+    both, first, second = Shifted(Ledger(30)), Heard(), Heard()
+    found = look(both, queries, seed=2, output_dir=tmp_path, callback=first)
     assert (found.queries, both.calls, first.spent) == (queries, queries, list(range(1, queries + 1)))
     assert both.task.metric.ledger.spent == 0  # the run that goes on is charged
     assert not both.task.adapter.phi.any()
-    result = optimize_metric(
-        both.task,
-        queries=30,
-        starts=both.starts,
-        seed=2,
-        output_dir=tmp_path / "both",
-        resume=True,
-        callback=(second := Heard()),
-    )
+    result = search(both, seed=2, output_dir=tmp_path, resume=True, callback=second)
     assert (second.filed, both.calls) == (queries, 30)
     assert both.task.metric.ledger.spent == 30
     assert str(result) == expected
-    assert contents(tmp_path / "both") == contents(folder)
+    assert contents(tmp_path) == contents(folder)
     assert second.worth == worth
 
 
-def test_it_asks_what_the_search_asks_first() -> None:
-    first = asked_of(lambda task: assess(task, 14, seed=4, callback=Callback()), Shifted().task)
-    run = asked_of(lambda task: optimize_metric(task, queries=24, seed=4, callback=Callback()), Shifted().task)
-    assert first == run[:14]
-
-
-def test_without_a_folder_it_is_charged_at_once() -> None:
-    shifted = Shifted(Ledger(20))
-    found = assess(shifted.task, starts=shifted.starts, callback=Callback())
-    assert (found.queries, shifted.calls, shifted.task.metric.ledger.spent) == (QUERIES, QUERIES, QUERIES)
-    assert found.seconds > 0
-    assert_refused(
-        lambda: assess(shifted.task, starts=shifted.starts, callback=Callback()), BudgetError, "12", "queries", "8"
-    )
-
-
-@pytest.mark.slow
-def test_an_interrupted_one_goes_on(tmp_path: Path) -> None:
-    whole, cut, again = Shifted(), Shifted(), Shifted()
-    assess(whole.task, starts=whole.starts, output_dir=tmp_path / "whole", callback=Callback())
-    cut.most = 7
-    with pytest.raises(KeyboardInterrupt):
-        assess(cut.task, starts=cut.starts, output_dir=tmp_path / "cut", callback=Callback())
-    found = assess(again.task, starts=again.starts, output_dir=tmp_path / "cut", resume=True, callback=Callback())
-    assert (again.calls, found.queries) == (QUERIES - 7, QUERIES)
-    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
-
-
-def test_a_runs_folder_tells_without_a_query(tmp_path: Path) -> None:
-    shifted = Shifted()
-    heard = Heard()
-    optimize_metric(shifted.task, queries=24, starts=shifted.starts, output_dir=tmp_path, callback=heard)
-    before = contents(tmp_path)
-    again = Shifted()
-    found = assess(again.task, starts=again.starts, output_dir=tmp_path, resume=True, callback=Callback())
+def test_a_runs_folder_tells_without_a_query(alone: tuple[str, list[str], Path], tmp_path: Path) -> None:
+    _, worth, kept = alone
+    folder, again = shutil.copytree(kept, tmp_path / "run"), Shifted(Ledger(QUERIES))
+    found = look(again, seed=2, output_dir=folder, resume=True)
     assert (again.calls, found.queries) == (0, QUERIES)
-    assert found.brief()[1:] == heard.worth
-    assert contents(tmp_path) == before
+    assert found.brief()[1:] == worth
+    assert contents(folder) == contents(kept)
+    assert look(again, seed=2).brief()[1:] == worth
+    assert again.calls == again.task.metric.ledger.spent == QUERIES  # without a folder it is charged at once
 
 
 def test_another_run_is_refused(tmp_path: Path) -> None:
-    shifted = Shifted()
-    assess(shifted.task, starts=shifted.starts, output_dir=tmp_path, callback=Callback())
+    shifted, folder = Shifted(), {"output_dir": tmp_path, "resume": True}
+    look(shifted, output_dir=tmp_path)
     kept = contents(tmp_path)
-    assert_refused(
-        lambda: assess(shifted.task, starts=shifted.starts, output_dir=tmp_path, callback=Callback()),
-        FileFormatError,
-        "resume",
-    )
-    assert_refused(
-        lambda: optimize_metric(shifted.task, queries=24, output_dir=tmp_path, resume=True, callback=Callback()),
-        FileFormatError,
-    )
-    assert_refused(
-        lambda: assess(
-            shifted.task, starts=shifted.starts, seed=1, output_dir=tmp_path, resume=True, callback=Callback()
-        ),
-        FileFormatError,
-        "seed",
-        "0",
-        "1",
-    )
+    assert_refused(lambda: look(shifted, output_dir=tmp_path), FileFormatError, "resume")
+    assert_refused(lambda: search(shifted, starts={}, **folder), FileFormatError)
+    assert_refused(lambda: look(shifted, seed=1, **folder), FileFormatError, "seed", "0", "1")
     assert contents(tmp_path) == kept
-    optimize_metric(
-        shifted.task, queries=24, starts=shifted.starts, output_dir=tmp_path, resume=True, callback=Callback()
-    )
-    assert_refused(
-        lambda: optimize_metric(
-            shifted.task, queries=25, starts=shifted.starts, output_dir=tmp_path, resume=True, callback=Callback()
-        ),
-        FileFormatError,
-        "queries",
-        "24",
-        "25",
-    )
+    search(shifted, 24, **folder)
+    assert_refused(lambda: search(shifted, 25, **folder), FileFormatError, "queries", "24", "25")
 
 
-def test_any_search_whose_queries_do_not_depend_on_its_budget_will_do() -> None:
-    first = asked_of(lambda task: assess(task, 8, strategy=RandomSearch(), callback=Callback()), Shifted().task)
-    run = asked_of(
-        lambda task: optimize_metric(task, queries=20, strategy=RandomSearch(), callback=Callback()), Shifted().task
-    )
-    assert first == run[:8]
-
-
-@pytest.mark.parametrize("strategy", [CMAES(), Recipe()])
-def test_others_are_refused(strategy: Any) -> None:
-    assert_refused(lambda: assess(Shifted().task, strategy=strategy, callback=Callback()), ValueError)
-
-
-def test_too_few_queries_are_refused_before_the_first() -> None:
-    shifted = Shifted()
-    assert_refused(
-        lambda: assess(shifted.task, 3, starts=shifted.starts, callback=Callback()), BudgetError, "3", "queries", "4"
-    )
-    task = replace(shifted.task, metric=shifted.task.metric.with_settings(repeats=2))
-    assert_refused(
-        lambda: assess(task, 7, starts=shifted.starts, callback=Callback()), BudgetError, "7", "queries", "3", "8"
-    )
-    assert shifted.calls == 0
+def test_what_it_can_not_assess_is_refused_before_a_query(quadratic: Any) -> None:
+    shifted, sized = Shifted(Ledger(11)), Sized(quadratic, gain=0.5)
+    assert_refused(lambda: look(shifted, 3), BudgetError, "3", "queries", "4")
+    assert_refused(lambda: look(shifted), BudgetError, "12", "queries", "11")
+    for strategy in (CMAES(), Recipe()):
+        assert_refused(lambda strategy=strategy: look(shifted, 9, strategy=strategy), ValueError)
+    assert_refused(lambda: assess(sized.task, 11, callback=Callback()), BudgetError, "1", "10", "12")
+    assert shifted.calls == sized.calls == 0
 
 
 def test_repeats_are_queries() -> None:
@@ -257,9 +174,6 @@ def test_repeats_are_queries() -> None:
     )
     found = assess(shifted.task.judged_by(noisy), 16, starts=shifted.starts, callback=Callback())
     assert (found.queries, shifted.calls, found.guard) == (16, 16, "repeats")
-    assert found.recommendation in ("search", "BatchNorm on the deployment's inputs")
-    if found.search_queries is not None:
-        assert found.search_queries % 2 == 0
 
 
 # --- What it says ----------------------------------------------------------------------------------------------------
@@ -288,16 +202,6 @@ def test_what_violates_a_constraint_is_not_advised() -> None:
     found = assess(shifted.task.judged_by(metric), starts=shifted.starts, callback=Callback())
     assert found.best_start == "near"
     assert found.recommendation != "BatchNorm on the deployment's inputs"
-
-
-def test_every_run_says_it_by_its_first_queries_and_asks_none_for_it() -> None:
-    heard, shifted = Heard(), Shifted()
-    run = optimize_metric(shifted.task, queries=24, starts=shifted.starts, seed=1, callback=heard)
-    other = Shifted()
-    found = assess(other.task, starts=other.starts, seed=1, callback=Callback())
-    said = [re.sub(r" \(\S+ s each\)", "", line) for line in heard.lines[-2:]]
-    assert said == [re.sub(r" \(\S+ s each\)", "", line) for line in found.brief()]
-    assert shifted.calls == sum(run.queries.values()) == 24
 
 
 @pytest.mark.outcome
@@ -360,34 +264,3 @@ def test_settings_are_asked_besides_and_told_apart_from_phi(quadratic: Any) -> N
 def test_where_settings_alone_gain_they_are_advised(quadratic: Any) -> None:
     found = assess(Sized(quadratic, gain=0.5, goal=0.0).task, callback=Callback())
     assert (found.best_start, found.recommendation) == ("settings", "settings of inference")
-    assert "the start 'settings' gains 0.5000, and no other point more" in str(found)
-
-
-def test_where_no_setting_gains_it_is_as_without_any(quadratic: Any) -> None:
-    sized = Sized(quadratic, gain=-0.5)
-    found = assess(sized.task, callback=Callback())
-    assert (found.best_start, found.headroom) == ("", 0.0)
-    without = assess(sized.task.with_settings(None), QUERIES + 8, callback=Callback())
-    assert found.found == without.found
-
-
-def test_queries_that_the_settings_take_alone_are_too_few(quadratic: Any) -> None:
-    sized = Sized(quadratic, gain=0.5)
-    assert_refused(lambda: assess(sized.task, 11, callback=Callback()), BudgetError, "1", "10", "12")
-    assert sized.calls == 0
-
-
-def test_a_run_too_short_for_its_settings_refuses_the_folder(quadratic: Any, tmp_path: Path) -> None:
-    assess(Sized(quadratic, gain=0.5).task, output_dir=tmp_path, callback=Callback())
-    sized = Sized(quadratic, gain=0.5)
-    assert_refused(
-        lambda: optimize_metric(sized.task, queries=7, output_dir=tmp_path, resume=True, callback=Callback()),
-        FileFormatError,
-    )
-    assert sized.calls == 0
-
-
-def test_a_short_run_with_settings_says_it_too(quadratic: Any) -> None:
-    heard = Heard()
-    optimize_metric(Sized(quadratic, gain=0.5).task, queries=13, callback=heard)
-    assert len(heard.worth) == 1

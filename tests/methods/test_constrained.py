@@ -1,6 +1,5 @@
 """Constraints through a whole run: a quadratic with a linear constraint, whose constrained optimum is known."""
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -12,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.refusals import assert_refused, having
+from helpers.refusals import assert_refused, assert_warned
 from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
+from metricopt_ext.errors import MetricError
 from metricopt_ext.methods.algorithm1 import Algorithm1
 from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
-from metricopt_ext.methods.constrained import Constrained, best_of, decide_within
+from metricopt_ext.methods.constrained import best_of, decide_within
 from metricopt_ext.methods.guard import CONFIDENCE, Decision, decide
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
@@ -117,7 +116,6 @@ def test_without_any_a_run_asks_the_very_points_of_a_number_alone(quadratic: Mak
     assert not expected.also
     assert "also" not in (tmp_path / "alone" / "evaluations.json").read_text()
     assert "subject to" not in (tmp_path / "several" / "identity.json").read_text()
-    assert [line for line in run.lines() if not line.startswith("besides")] == expected.lines()
 
 
 @pytest.mark.parametrize("strategy", [CMAES(), GuidedES(), RandomSearch()], ids=["cma", "guided_es", "random"])
@@ -132,14 +130,6 @@ def test_a_direct_search_ends_at_the_best_that_satisfies_them(toy: Toy, strategy
     assert run.after == min(holding)
 
 
-def test_a_search_by_itself_respects_them_too(toy: Toy) -> None:
-    task = toy.judged(subject_to={"along": "<= start + 0.3"})
-    for search in (GuidedTrustRegion(), RandomSearch()):
-        end = search(task, task.origin(), 30)
-        assert toy.along(end.phi) <= 0.3
-        assert end.cost < toy.task.true_cost(task.origin())
-
-
 # --- Nothing feasible, and starts --------------------------------------------------------------------------------
 
 
@@ -150,9 +140,8 @@ def test_where_nothing_satisfies_them_the_model_stays_and_it_is_said_once(toy: T
     assert run.chosen == "start"
     assert run.after == run.before == run.best
     assert not task.adapter.phi.any()
-    said = [line for line in run.lines() if "along >= 1000" in line]
-    assert len(said) == 1
-    assert "none of 40 points that were asked satisfies along >= 1000 and far <= 1: the model stays as it was" in said
+    assert run.constrained is not None
+    assert (run.constrained.holding, run.constrained.evaluated) == (0, 40)
 
 
 def test_a_search_looks_for_where_they_hold(toy: Toy) -> None:
@@ -162,14 +151,6 @@ def test_a_search_looks_for_where_they_hold(toy: Toy) -> None:
     assert [each.name for each in run.constrained.violated["start"]] == ["along"]
     assert run.chosen == "search"
     assert run.also["along"][1] >= 0.8
-
-
-def test_what_satisfies_them_but_does_not_gain_is_not_kept(toy: Toy) -> None:
-    run = go(toy.judged(subject_to={"along": "<= -1"}), 40)
-    assert run.constrained is not None
-    assert run.constrained.holding > 0
-    assert run.chosen == "start"
-    assert any("the model as it was violates along <= -1, but nothing" in line for line in run.lines())
 
 
 def test_the_search_begins_from_the_best_start_that_satisfies_them(toy: Toy) -> None:
@@ -208,21 +189,6 @@ def test_the_guard_decides_among_what_is_allowed() -> None:
     assert kept(start=at(0.9, 0.6), search=at(0.1, 0.6)._replace(failed=True)) == "start"
     candidates = {"start": at(0.9, 0.6), "prior": at(0.5, 0.4), "search": at(0.1, 0.4)}
     assert decide_within(None, candidates, decided, decided) == decided(candidates)
-
-
-def test_what_was_refused_is_said() -> None:
-    candidates = {"start": at(0.9, 0.6), "prior": at(0.5, 0.4), "search": at(0.1, 0.4)}
-    constrained = Constrained.of(LIMITS, candidates, [*candidates.values()])
-    assert constrained is not None
-    assert (constrained.holding, constrained.evaluated) == (1, 3)
-    assert [constrained.allows(name) for name in candidates] == [True, False, False]
-    assert constrained.bound("a") == ">= 0.5000"
-    assert constrained.bound("b") == ""
-    assert constrained.lines("start") == [
-        "the start 'prior' violates a >= 0.5, so it can't be kept",
-        "the end of the search violates a >= 0.5, so it can't be kept",
-    ]
-    assert Constrained.of(None, candidates, []) is None
 
 
 def test_halves_tell_chance_as_without_constraints(toy: Toy) -> None:
@@ -272,7 +238,6 @@ def test_a_part_of_the_way_is_kept_only_if_it_is_known_to_satisfy_them(toy: Toy)
     assert again.constrained is not None
     assert [each.name for each in again.constrained.violated["part"]] == ["near"]
     assert again.chosen == "start"
-    assert "the part of the way to the end of the search violates near >= 1, so it can't be kept" in again.lines()
 
 
 def test_held_out_data_do_not_bring_back_a_start_that_violates(toy: Toy) -> None:
@@ -283,22 +248,6 @@ def test_held_out_data_do_not_bring_back_a_start_that_violates(toy: Toy) -> None
 
 
 # --- Several values, from one function or several ------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_functions_of_their_own_are_asked_at_every_query_if_bounded(quadratic: Make) -> None:
-    """The run is that of one function that tells both."""
-    toy, other, calls = Toy(quadratic), Toy(quadratic), []
-
-    def along(model: Any) -> float:
-        calls.append(1)
-        return other.along(model.metricopt.phi.detach())
-
-    expected = go(toy.judged(), 24)
-    run = go(other.judged(other.task.distance, also={"along": along}), 24)
-    assert torch.equal(run.points, expected.points)
-    assert str(run) == str(expected)
-    assert len(calls) == 24
 
 
 def test_other_quantities_cost_no_query_and_are_asked_at_start_and_end_alone(toy: Toy) -> None:
@@ -315,7 +264,6 @@ def test_other_quantities_cost_no_query_and_are_asked_at_start_and_end_alone(toy
     assert torch.equal(calls[0], task.origin())
     assert torch.equal(calls[1], run.ends[run.chosen])
     assert run.also == {"norm": (0.0, float(calls[1].norm())), "constant": (3.0, 3.0)}
-    assert f"besides: norm 0.0000 -> {calls[1].norm():.4f}, constant 3.0000 -> 3.0000" in str(run)
     plain = go(Toy(lambda dim: replace(toy.task)).judged(toy.task.distance, {}), 24)
     assert torch.equal(plain.points, run.points)
 
@@ -327,8 +275,8 @@ def test_learners_show_other_quantities_and_refuse_constraints(toy: Toy) -> None
     assert run.also["along"][0] == 0.0
     for strategy in (recipe, Algorithm1(), AlgorithmS1()):
         task = toy.judged()
-        with pytest.raises(ValueError, match=having(type(strategy).__name__)):
-            go(task, 500, strategy=strategy)
+        name = type(strategy).__name__
+        assert_refused(lambda task=task, each=strategy: go(task, 500, strategy=each), ValueError, name)
         assert task.metric.ledger.spent == 0
 
 
@@ -343,57 +291,13 @@ def test_what_fails_at_the_start_costs_no_query_and_at_the_end_no_run(toy: Toy) 
     assert_refused(lambda: go(task, 24), MetricError, "distance", "also['far']", "OSError")
     assert task.metric.ledger.spent == 0
     strict = False
-    with pytest.warns(UserWarning, match="known of the model as it is now"):
-        run = go(task, 24)
+    run = assert_warned(lambda: go(task, 24), "OSError")
     assert run.chosen == "search"
     assert "far" not in run.also
     assert bool(task.adapter.phi.any())
 
 
-def test_a_quantity_that_nobody_tells_is_refused_by_name(toy: Toy) -> None:
-    assert_refused(lambda: go(toy.judged(subject_to={"recall": ">= 0.5"}), 24), MetricError, "subject_to", "along")
-    assert_refused(lambda: go(toy.judged(toy.task.distance), 24), MetricError, "along")
-
-
-def test_a_value_that_is_not_finite_ends_the_run(toy: Toy) -> None:
-    number = 0
-
-    def sometimes(model: Any) -> dict[str, float]:
-        nonlocal number
-        number += 1
-        told = toy.both(model)
-        return {**told, "along": math.nan} if number == 5 else told
-
-    assert_refused(lambda: go(toy.judged(sometimes), 24), MetricError, "along", "nan", "5", "24")
-
-
 # --- Ask and tell, and resuming ------------------------------------------------------------------------------------
-
-
-def tell_all(search: Search, toy: Toy, stop: int = 1000) -> None:
-    while search.spent < stop and (trials := search.ask(3) or search.open()):
-        for trial in reversed(trials):
-            with trial.applied() as model:
-                told = toy.both(model)
-            search.tell(trial.id, told.pop("distance"), also=told)
-
-
-@pytest.mark.slow
-def test_ask_and_tell_is_optimize_metric(quadratic: Make, tmp_path: Path) -> None:
-    toy, other = Toy(quadratic), Toy(quadratic)
-    expected = go(toy.judged(), 30, seed=2, output_dir=tmp_path / "whole")
-    task = other.judged()
-    with Search(task, 30, seed=2, output_dir=tmp_path / "asked") as first:
-        tell_all(first, other, stop=14)
-    with Search(other.judged(), 30, seed=2, output_dir=tmp_path / "asked", resume=True) as second:
-        tell_all(second, other)
-        run = second.result()
-    assert str(run) == str(expected)
-    assert run.also == expected.also
-    assert run.constrained == expected.constrained
-    kept = [json.loads((tmp_path / name / "evaluations.json").read_text()) for name in ("whole", "asked")]
-    assert kept[0] == kept[1]
-    assert all(set(each["also"]) == {"along"} for each in kept[0]["evaluations"])
 
 
 def test_an_adapter_alone_may_be_subject_to_something(toy: Toy) -> None:
@@ -403,8 +307,7 @@ def test_an_adapter_alone_may_be_subject_to_something(toy: Toy) -> None:
     assert_refused(lambda: search.tell(start.id, 1.0), ValueError, "subject", "along")
     assert_refused(lambda: search.tell(start.id, 1.0, also={"longa": 1.0}), ValueError, "longa")
     for also in ({"along": math.inf}, {"along": "much"}, {3: 1.0}, [0.5]):
-        with pytest.raises(ValueError, match=having("also")):
-            search.tell(start.id, 1.0, also=also)  # type: ignore[arg-type]
+        assert_refused(lambda also=also: search.tell(start.id, 1.0, also=also), ValueError, "also")
     assert search.spent == 0
     search.tell(start.id, 9.0, also={"along": 0.0, "more": 7.0})
     while trials := search.ask(8):
@@ -414,31 +317,7 @@ def test_an_adapter_alone_may_be_subject_to_something(toy: Toy) -> None:
     run = search.result()
     assert run.also["along"][1] <= 0.2
     assert "more" not in run.also, "it was told of the start alone"
-    assert_refused(lambda: Search(toy.task, 24, subject_to={"along": ">= 0"}), ValueError, "subject_to")
-
-
-@pytest.mark.slow
-def test_a_run_that_broke_goes_on_bit_for_bit(quadratic: Make, tmp_path: Path) -> None:
-    whole, broken = Toy(quadratic), Toy(quadratic)
-    expected = go(whole.judged(), 30, output_dir=tmp_path / "whole")
-    broken.task.problem.fail_after = 17
-    assert_refused(lambda: go(broken.judged(), 30, output_dir=tmp_path / "run"), MetricError)
-    broken.task.problem.fail_after = None
-    assert_refused(
-        lambda: go(broken.judged(subject_to={"along": "<= 0.5"}), 30, output_dir=tmp_path / "run", resume=True),
-        FileFormatError,
-    )
-    run = go(broken.judged(), 30, output_dir=tmp_path / "run", resume=True)
-    assert str(run) == str(expected)
-    assert torch.equal(run.points, expected.points)
-    assert run.also == expected.also
-    for name in ("evaluations.json", "adapter.safetensors", "value_function.safetensors"):
-        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    assert broken.task.problem.queries == 31, "the call that failed was made again"
-
-
-def test_too_few_queries_are_refused_as_ever(toy: Toy) -> None:
-    assert_refused(lambda: go(toy.judged(), 5), BudgetError)
+    assert_refused(lambda: go(toy.judged(subject_to={"recall": ">= 0.5"}), 24), MetricError, "subject_to", "along")
 
 
 def test_what_violates_a_constraint_is_behind_all_that_violate_none() -> None:

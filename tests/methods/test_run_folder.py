@@ -1,27 +1,40 @@
-"""What a run keeps in its folder."""
+"""What a run keeps in its folder, what tells it from others, and what is loaded of it."""
 
 import importlib
 import json
 import os
+import shutil
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
 
-from helpers.refusals import assert_named, assert_refused
-from metricopt_ext.errors import FileFormatError
+from helpers.refusals import assert_named, assert_refused, assert_warned
+from metricopt_ext.adapters.attach import attach_input_bias
+from metricopt_ext.adapters.start import Start, StartLine
+from metricopt_ext.errors import FileFormatError, MetricError
+from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
+from metricopt_ext.methods.finished_run import load_run
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.run_folder import IDENTITY, RunFolder, open_run, settled
-from metricopt_ext.methods.run_identity import FORMAT
-from metricopt_ext.runtime import distributed
+from metricopt_ext.methods.run_folder import IDENTITY, open_run
+from metricopt_ext.methods.run_identity import FORMAT, identity_of
 from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.tasks.population import Population
+from metricopt_ext.tasks.inference_file import load_inference
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.settings import Setting, Settings
+from metricopt_ext.value.learners import RidgeLearner
 
 
 def test_a_run_folder_is_not_mixed(tmp_path: Path) -> None:
@@ -32,22 +45,12 @@ def test_a_run_folder_is_not_mixed(tmp_path: Path) -> None:
     assert_refused(lambda: open_run(tmp_path, config, resume=False), FileFormatError, "--resume")
     open_run(tmp_path, config, resume=True)
     open_run(tmp_path, {**config, "seed": 3, "seeds": 9, "workers": 2, "device": "cpu"}, resume=True)
-    assert_refused(
-        lambda: open_run(tmp_path, {**config, "queries": 700}, resume=True), FileFormatError, "queries", "600", "700"
-    )
-    assert_refused(
-        lambda: open_run(tmp_path, {**config, "recipe": {"steps": 60}}, resume=True),
-        FileFormatError,
-        "recipe.steps",
-        "50",
-        "60",
-    )
+    for other, names in (({"queries": 700}, ("queries", "600", "700")), ({"recipe": {"steps": 60}}, ("recipe.steps",))):
+        given = {**config, **other}
+        assert_refused(lambda given=given: open_run(tmp_path, given, resume=True), FileFormatError, *names)
     open_run(tmp_path / "new", config, resume=True)  # nothing there to go on with
-    assert json.loads((tmp_path / "new" / "run.json").read_text()) == {
-        "format": FORMAT,
-        "queries": 600,
-        "recipe": {"steps": 50},
-    }
+    (tmp_path / "run.json").write_text('{"queries": 600}')
+    assert_refused(lambda: open_run(tmp_path, {"queries": 600}, resume=True), FileFormatError, "None", FORMAT)
 
 
 def test_a_run_is_not_resumed_on_other_data(tmp_path: Path) -> None:
@@ -86,7 +89,7 @@ def test_a_run_is_not_resumed_on_other_data(tmp_path: Path) -> None:
 
 
 def test_a_run_is_not_resumed_on_other_code_of_its_metric(tmp_path: Path) -> None:
-    folder, file = tmp_path / "run", tmp_path / "run" / "run.json"
+    folder = tmp_path / "run"
 
     def opened(bodies: dict[str, str], **more: object) -> None:
         for name, body in bodies.items():
@@ -107,40 +110,6 @@ def test_a_run_is_not_resumed_on_other_code_of_its_metric(tmp_path: Path) -> Non
             opened(change)
         assert_named(caught, f"code.{name}:score")
     assert_refused(lambda: opened({}, name="accuracy"), FileFormatError, "metric.name", "of_a_run:score", "accuracy")
-    kept = json.loads(file.read_text())
-    code = kept.pop("own code")
-    file.write_text(json.dumps(kept))  # as before the code was kept
-    opened({})
-    assert json.loads(file.read_text())["own code"] != code
-    assert_refused(lambda: opened({"of_a_limit": "0.5"}), FileFormatError, "code.of_a_limit")
-    assert "own code" not in json.dumps(_claimed(tmp_path / "named", {"metric": {"name": "accuracy"}}))
-
-
-def _claimed(folder: Path, settings: dict[str, Any]) -> Any:
-    open_run(folder, settings, resume=False)
-    return json.loads((folder / "run.json").read_text())
-
-
-def test_seeds_without_their_settings_are_not_taken_for_the_run_s(tmp_path: Path) -> None:
-    (tmp_path / "seed-3").mkdir()
-    assert_refused(lambda: open_run(tmp_path, {"queries": 600}, resume=True), FileFormatError, "run.json")
-
-
-def test_a_run_of_another_format_is_not_resumed(tmp_path: Path) -> None:
-    (tmp_path / "seed-3").mkdir()
-    (tmp_path / "run.json").write_text('{"queries": 600}')
-    assert_refused(lambda: open_run(tmp_path, {"queries": 600}, resume=True), FileFormatError, "None", FORMAT)
-
-
-def test_only_a_recipe_s_run_has_trajectories(quadratic: Callable[..., Any], tmp_path: Path) -> None:
-    optimize_metric(quadratic(), queries=30, strategy=CMAES(), output_dir=tmp_path, callback=Callback())
-    assert {path.name for path in tmp_path.iterdir()} == {
-        ".lock",
-        "identity.json",
-        "evaluations.json",
-        "README.md",
-        "adapter.safetensors",
-    }
 
 
 def test_a_metric_may_change_the_directory(
@@ -155,74 +124,193 @@ def test_a_metric_may_change_the_directory(
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-@pytest.mark.parametrize("strategy", [CMAES(), Recipe(steps=5, evals=3), GuidedTrustRegion()])
-def test_two_runs_do_not_write_to_one_folder(quadratic: Callable[..., Any], strategy: Any, tmp_path: Path) -> None:
-    task = quadratic()
+def test_two_runs_do_not_write_to_one_folder(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    task, options = quadratic(), {"queries": 100, "output_dir": tmp_path, "resume": True}
     with sole_writer(tmp_path):
-        assert_refused(
-            lambda: optimize_metric(
-                task, queries=100, strategy=strategy, output_dir=tmp_path, resume=True, callback=Callback()
-            ),
-            FileFormatError,
-        )
+        assert_refused(lambda: optimize_metric(task, **options), FileFormatError)
     assert task.metric.ledger.spent == 0
 
 
-def test_a_folder_can_be_checked_long_before_its_run(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run", {})
-    for resume in (False, True):
-        folder.check(resume)
-    (tmp_path / "run" / IDENTITY).write_text("{}")
-    assert_refused(lambda: folder.check(resume=False), FileFormatError, "resume")
-    folder.check(resume=True)
-    with sole_writer(tmp_path / "run"):
-        assert_refused(lambda: folder.check(resume=True), FileFormatError)
-    RunFolder(None, {}).check(resume=False)
+def test_a_chosen_population_is_kept_and_taken_up_again(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    def go(resume: bool = False, **task: Any) -> None:
+        options = {"queries": 20, "strategy": CMAES(), "output_dir": tmp_path, "callback": Callback()}
+        optimize_metric(quadratic(**task), resume=resume, **options)
 
-
-class Heard(Callback):
-    """Keeps what a run says."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
-
-
-def test_a_chosen_population_is_said_kept_and_taken_up_again(quadratic: Callable[..., Any], tmp_path: Path) -> None:
-    def go(resume: bool = False, **task: Any) -> list[str]:
-        heard = Heard()
-        optimize_metric(
-            quadratic(**task), queries=20, strategy=CMAES(), output_dir=tmp_path, resume=resume, callback=heard
-        )
-        return [line for line in heard.lines if line.startswith("population")]
-
-    (line,) = go(population=None)
-    assert line.startswith("population 32: the activations of 32 batches take 0.")
+    go(population=None)
     kept = json.loads((tmp_path / IDENTITY).read_text())
     assert kept["population"] == 32
-    assert go(resume=True, population=None) == [line]
     (tmp_path / IDENTITY).write_text(json.dumps({**kept, "population": 4}))
-    assert go(resume=True, population=None) == ["population 4: the run in the folder has it"]
+    go(resume=True, population=None)
     assert_refused(lambda: go(resume=True, population=32), FileFormatError, "population", "4", "32")
-    assert go(resume=True, population=4) == []
+    go(resume=True, population=4)
 
 
-def test_a_chosen_population_is_that_of_the_first_rank(
-    quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners=(RidgeLearner(),))
+S1 = AlgorithmS1(steps=5, evals=3, tasks=2, pairs=3, hidden=4)
+ONE = torch.ones(4, dtype=torch.float64)
+
+
+def along(power: int = 1, scale: float = 1.0, high: float = 1.0) -> StartLine:
+    return StartLine(lambda t: Start(scale * t**power * ONE), 0.0, high)
+
+
+def measured(function: Any = None, **change: Any) -> Callable[[Any], Any]:
+    settings = {"maximize": False, "bounds": (0.0, 50.0), "name": "distance", **change}
+    return lambda task: task.judged_by(Metric(function or task.distance, **settings))
+
+
+def inverted(task: Any) -> Any:
+    return measured(lambda: 50 - task.distance())(task)
+
+
+def other_weights(task: Any) -> Any:
+    nn.init.ones_(task.adapter.model.bias)
+    return task
+
+
+def with_settings(inference: float) -> Callable[[Any], Any]:
+    setting = Setting("size", values=(1, 2), default=1)
+    return lambda task: replace(task, settings=Settings([setting], lambda values: nullcontext(), inference=inference))
+
+
+ASIDE = Metric(lambda model: 0.0, maximize=False, bounds=None, name="aside")
+RANGE = {"starts": {"near": Start(0.8 * ONE), "far": Start(-ONE)}}
+RECIPES: dict[str, Any] = {"steps": 11, "lr": 0.2, "trials": 0, "learners": (RidgeLearner(groups=4),)}
+
+# What is named, what changes in the task, and the arguments of the first run and of the second.
+CHANGES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
+    *((key, None, {"strategy": RECIPE}, {"strategy": replace(RECIPE, **{key: new})}) for key, new in RECIPES.items()),
+    ("learned.rate", None, {"strategy": S1}, {"strategy": replace(S1, rate=0.5)}),
+    ("", None, {"strategy": RECIPE}, {"strategy": CMAES()}),
+    ("", None, {"strategy": CMAES()}, {"strategy": RECIPE}),
+    ("tasks", None, {"strategy": RECIPE}, {"strategy": RECIPE, "queries": 53}),
+    ("queries", None, {}, {"queries": 46}),
+    ("seed", None, {}, {"seed": 1}),
+    ("starts", None, RANGE, {}),
+    ("starts", None, RANGE, {"starts": {"near": Start(0.8 * ONE)}}),
+    ("starts", None, RANGE, {"starts": {**RANGE["starts"], "far": Start(-2 * ONE)}}),
+    ("starts.along", None, {"starts": {"along": along()}}, {"starts": {"along": along(power=2)}}),
+    ("holdout", None, {"holdout": ASIDE}, {}),
+    ("population", lambda task: replace(task, population=5), {}, {}),
+    ("metric", measured(name="length"), {}, {}),
+    ("metric", measured(maximize=True), {}, {}),
+    ("metric", measured(bounds=(0.0, 60.0)), {}, {}),
+    ("classes", measured(new_classes=True), {}, {}),
+    ("subject to", measured(subject_to={"b": ">= 0"}), {}, {}),
+    ("settings", with_settings(inference=2.0), {}, {}),
+    ("adapter", lambda task: replace(task, adapter=attach_input_bias(task.adapter.remove(), dim=4, seed=1)), {}, {}),
+    ("weights", other_weights, {}, {}),
+    ("code of the metric", inverted, {}, {}),
+    ("loss of the first batch", lambda task: replace(task, loss=lambda *given: 2 * task.loss(*given)), {}, {}),
+    ("loss of the first batch", lambda task: replace(task, batches=lambda *of: task.batches(*of) + 0.5), {}, {}),
+]
+
+
+@pytest.mark.parametrize(("key", "change", "first", "second"), CHANGES)
+def test_a_run_is_not_resumed_under_other_settings(
+    quadratic: Callable[..., Any], tmp_path: Path, key: str, change: Any, first: Any, second: Any
 ) -> None:
-    monkeypatch.setattr(distributed, "on_first", lambda function: Population(16, "the first rank has room for it"))
-    for population, expected in ((None, 16), (3, 3)):
-        task, identity = quadratic(population=population), dict[str, Any]()
-        task = settled(task, identity, None)
-        assert task.population == expected
-        assert identity == ({} if population else {"population": 16})
+    def run(task: Any, **arguments: Any) -> None:
+        given = {"queries": 47, "output_dir": tmp_path, "callback": Callback(), **arguments}
+        optimize_metric(task, **given)
+
+    broken, task = (measured()(quadratic()) for _ in range(2))
+    broken.problem.fail_after = 5
+    with pytest.raises(MetricError):
+        run(broken, **first)
+    with pytest.raises(FileFormatError) as caught:
+        run(task if change is None else change(task), resume=True, **second)
+    assert_named(caught, *([key] if key else []))
+    assert str(tmp_path) in str(caught.value)
+    assert task.queries == 0
 
 
-@pytest.mark.parametrize("damaged", ["[]", '{"population": true}', '{"population": 0}', "{}", "not json"])
-def test_a_damaged_identity_does_not_choose_a_population(
-    quadratic: Callable[..., Any], tmp_path: Path, damaged: str
+def test_a_line_is_told_by_its_ends_and_its_middle(quadratic: Callable[..., Any]) -> None:
+    lines = [along(), along(), along(power=2), along(scale=2.0), along(high=2.0)]
+    found = [str(identity_of(GuidedTrustRegion(), quadratic(), {"along": each}, seed=0, size={})) for each in lines]
+    assert found[0] == found[1]
+    assert len(set(found)) == 4
+
+
+def test_identity_does_not_depend_on_where_code_is(quadratic: Callable[..., Any]) -> None:
+    for strategy in (CMAES(), RECIPE, GuidedTrustRegion()):
+        text = str(identity_of(strategy, quadratic(), {}, seed=0, size={}))
+        assert "metricopt_ext." not in text
+        assert "0x" not in text
+
+
+def test_a_finished_run_is_loaded_and_an_unfinished_one_says_what_it_lacks(
+    quadratic: Callable[..., Any], tmp_path: Path
 ) -> None:
-    (tmp_path / IDENTITY).write_text(damaged)
-    assert settled(quadratic(population=None), {}, tmp_path).population == 32
+    kept, folder = quadratic(), tmp_path / "out" / "seed-3"
+    optimize_metric(kept, queries=30, output_dir=folder, callback=Callback())
+    for each in (folder, tmp_path / "out"):  # a seed, and the tool's folder that has it alone
+        assert torch.equal(load_run(quadratic().adapter.remove(), each).phi, kept.adapter.phi)
+    shutil.copytree(folder, tmp_path / "detector" / "search")  # as Detectron2's tools name it
+    assert torch.equal(load_run(quadratic().adapter.remove(), tmp_path / "detector").phi, kept.adapter.phi)
+    (tmp_path / "out" / "seed-11").mkdir()
+    assert_refused(
+        lambda: load_run(quadratic().adapter.remove(), tmp_path / "out"), FileFormatError, "seeds", "seed-3", "seed-11"
+    )
+    (folder / "adapter.safetensors").unlink()
+    assert_refused(lambda: load_run(quadratic().adapter.remove(), folder), FileFormatError, "--resume")
+    assert_refused(
+        lambda: load_run(quadratic().adapter.remove(), tmp_path / "nothing"), FileFormatError, "holds", "identity.json"
+    )
+
+
+def test_settings_are_set_on_a_model_that_can_hold_them(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    def settings(model: Any, default: float = 1.0, **options: Any) -> Settings:
+        size = Setting("size", values=(1.0, 2.0, 4.0), default=default)
+        many = Setting("many", values=(1, 300), default=1)
+
+        def set_on(model: Any, values: dict[str, Any]) -> str:
+            model.size = values.pop("size")
+            return f"left is {values}" if values else ""
+
+        @contextmanager
+        def apply(values: dict[str, Any]) -> Iterator[None]:
+            model.size = values["size"]
+            yield
+            model.size = 1.0
+
+        return Settings([size, many], apply, set_on=set_on, **options)
+
+    def finished(folder: Path, **options: Any) -> None:
+        made = quadratic()
+        model = made.adapter.model
+        model.size = 1.0
+        metric = Metric(lambda model: made.distance(model) - model.size, maximize=False, bounds=None, name="distance")
+        task = replace(made, metric=metric, settings=settings(model, **options))
+        optimize_metric(task, queries=30, output_dir=folder, callback=Callback())
+
+    finished(tmp_path / "a", alone=["size"], free={"many": 300})
+    assert load_inference(tmp_path / "a") == {"size": 4.0, "many": 300}
+    model = quadratic().adapter.remove()
+    assert_warned(lambda: load_run(model, tmp_path / "a"), "1", "4", "load_inference", "inference.yaml")
+    model = quadratic().adapter.remove()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        adapter = load_run(model, tmp_path / "a", settings(model, free={"many": 300}))
+    assert (adapter.model is model, model.size) == (True, 4.0)
+    model = quadratic().adapter.remove()
+    assert_warned(lambda: load_run(model, tmp_path / "a", settings(model)), "left", "many", "300")
+    assert model.size == 4.0
+    model = quadratic().adapter.remove()
+    assert_refused(lambda: load_run(model, tmp_path / "a", settings(model, default=2.0)), ValueError, "yaml", "1", "2")
+    assert not hasattr(model, "metricopt")
+    optimize_metric(quadratic(), queries=30, output_dir=tmp_path / "b", callback=Callback())
+    assert_refused(lambda: load_run(model, tmp_path / "b", settings(model)), FileFormatError)
+
+
+def test_a_finished_run_has_a_card_that_says_what_it_is(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    """Names in it are text, and no markup."""
+    task = quadratic()
+    task = task.judged_by(task.metric.with_settings(name="<b>a|b"))
+    result = optimize_metric(task, queries=30, output_dir=tmp_path, callback=Callback())
+    _, head, body = (tmp_path / "README.md").read_text().split("---\n", 2)
+    assert OmegaConf.create(head)["library_name"] == "metricopt-ext"
+    for number in (result.before, result.after):
+        assert f"{number:.4f}" in body
+    assert "<b>" not in body
+    assert "&lt;b>a\\|b" in body

@@ -1,7 +1,6 @@
 """Averages of models as starts: against sums by hand in float64, and what they cost in queries and memory."""
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,16 +14,16 @@ from torch import Tensor, nn
 
 import metricopt_ext as mo
 from helpers.networks import BatchNormNet as Net
-from helpers.refusals import assert_refused, assert_warned, having
+from helpers.refusals import assert_named, assert_refused, assert_warned
 from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.errors import AdapterError, BudgetError, DataError
-from metricopt_ext.methods.short_finetunes import Training
+from metricopt_ext.errors import AdapterError, BudgetError, DataError, FileFormatError
+from metricopt_ext.methods.short_finetunes import VARIANTS, Training, short_finetunes, variants_of
 from metricopt_ext.methods.soups import soup_starts
 from metricopt_ext.methods.starts import reestimate_batchnorm, with_start
-from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.files import read_tensors
 
 X = torch.randn(64, 3, generator=torch.Generator().manual_seed(5))
 Y = (X.sum(1) > 0).long()
@@ -131,14 +130,6 @@ def test_statistics_are_estimated_anew_on_inputs(files: list[Path], kinds: list[
 # --- Greedy ------------------------------------------------------------------------------------------------------
 
 
-class Lines(Callback):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
-
-
 def test_greedy_takes_in_what_is_no_worse_and_asks_once_a_file(files: list[Path]) -> None:
     """The bias says which files are in; the metric likes 1 and 2, of which 3 is left out."""
     values = {3: 8.0, 1: 1.0, 2: 2.0}
@@ -151,9 +142,9 @@ def test_greedy_takes_in_what_is_no_worse_and_asks_once_a_file(files: list[Path]
         asked.append(float(model.last.bias[0]))
         return -abs(asked[-1] - 1.6)
 
-    task, callback = task_of(metric, bounds=None), Lines()
+    task = task_of(metric, bounds=None)
     order = sorted(files, key=lambda path: _loss(task, path))  # all alike: a bias for both classes alike
-    start = soup_starts(task, files, kinds=["greedy"], callback=callback)["greedy_soup"]
+    start = soup_starts(task, files, kinds=["greedy"])["greedy_soup"]
     kept: list[float] = []
     expected, best = [], float("inf")
     for path in order:
@@ -164,31 +155,12 @@ def test_greedy_takes_in_what_is_no_worse_and_asks_once_a_file(files: list[Path]
     assert asked == pytest.approx(expected)
     assert float(start.parameters["last.bias"][0]) == pytest.approx(sum(kept) / len(kept))
     assert task.metric.ledger.spent_on == {"soups": 3}
-    assert callback.lines == ["greedy soup: 3 queries, of an average each"]
 
 
 def _loss(task: FinetuneTask, path: Path) -> float:
     model = Net().eval()
     model.load_state_dict(torch.load(path)["model"])
     return float(loss(model, task.batches(0, 0, 0)).detach())  # type: ignore[misc]
-
-
-def test_a_greedy_soup_is_at_least_as_good_as_its_first(files: list[Path]) -> None:
-    task = task_of()
-    both = soup_starts(task, files)
-    assert list(both) == ["uniform_soup", "greedy_soup"]
-    first = min(files, key=lambda path: _loss(task, path))
-    model = Net().eval()
-    model.load_state_dict(torch.load(first)["model"])
-    greedy = with_start(task, both["greedy_soup"])
-    assert task.metric.function(greedy.adapter.model) >= task.metric.function(model)
-
-
-def test_a_budget_that_is_too_small_is_refused_before_a_query(files: list[Path]) -> None:
-    task = task_of(ledger=Ledger(2))
-    assert_refused(lambda: soup_starts(task, files), BudgetError, "3", "kinds")
-    assert task.metric.ledger.spent == 0
-    assert "uniform_soup" in soup_starts(task, files, kinds=["uniform"])
 
 
 # --- What is refused, and warned of ------------------------------------------------------------------------------
@@ -218,76 +190,31 @@ def test_models_that_share_no_basin_are_warned_of(tmp_path: Path) -> None:
     assert_warned(lambda: soup_starts(task, [tmp_path / "a.pth", tmp_path / "b.pth"], kinds=["uniform"]), "2")
 
 
-def test_models_that_share_one_are_not(files: list[Path], recwarn: pytest.WarningsRecorder) -> None:
-    soup_starts(task_of(), files)
-    assert not [each for each in recwarn if "basin" in str(each.message)]
-
-
-def test_a_task_without_a_loss_has_soups_too(files: list[Path]) -> None:
-    task = task_of()
-    bare = FinetuneTask(task.adapter, metric=task.metric)
-    assert set(soup_starts(bare, files)) == {"uniform_soup", "greedy_soup"}
-
-
-def test_without_batchnorm_inputs_change_nothing(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)).eval()
-    for name in ("a.pth", "b.pth"):
-        torch.save(
-            {key: value + 0.01 * torch.randn_like(value) for key, value in model.state_dict().items()}, tmp_path / name
-        )
-    task = FinetuneTask(attach_film(model, ["1"], dim=3), metric=Metric(lambda model: 0.0, maximize=True))
-    paths = [tmp_path / "a.pth", tmp_path / "b.pth"]
-    plain = soup_starts(task, paths, kinds=["uniform"])["uniform_soup"]
-    with_inputs = assert_warned(
-        lambda: soup_starts(task, paths, kinds=["uniform"], recalibrate=X.split(32))["uniform_soup"],
-        "recalibrate",
-        "BatchNorm",
-    )
-    assert with_inputs.digest == plain.digest
-    assert not with_inputs.buffers
-    assert len(with_inputs.parameters) == 6
+FILES: dict[str, Any] = {"checkpoints": ["a.pth", "b.pth"]}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "names"),
+    ("arguments", "error", "names"),
     [
-        ({}, ("give",)),
-        ({"checkpoints": ["a.pth", "b.pth"], "finetunes": 3}, ("checkpoints",)),
-        ({"checkpoints": "a.pth"}, ("checkpoints", "a.pth")),
-        ({"checkpoints": ["a.pth"]}, ("checkpoints", "1")),
-        ({"checkpoints": ["a.pth", "b.pth", "a.pth"]}, ("checkpoints", "a.pth")),
-        ({"checkpoints": [{"weight": torch.ones(2)}] * 2}, ("checkpoints", "weight")),
-        ({"checkpoints": ["a.pth", "b.pth"], "kinds": ["best"]}, ("kinds", "best")),
-        ({"checkpoints": ["a.pth", "b.pth"], "kinds": "uniform"}, ("kinds", "uniform")),
-        ({"finetunes": 1, "training": Training(9, 0.1)}, ("finetunes", "2")),
-        ({"finetunes": 2}, ("finetunes", "lr")),
-        ({"finetunes": 2, "training": Training(9, 0.1), "share": 1.5}, ("share", "1.5", "0")),
+        ({}, ValueError, ()),
+        ({**FILES, "finetunes": 3}, ValueError, ("checkpoints",)),
+        ({"checkpoints": "a.pth"}, ValueError, ("checkpoints", "a.pth")),
+        ({"checkpoints": ["a.pth"]}, ValueError, ("checkpoints", "1")),
+        ({"checkpoints": ["a.pth", "b.pth", "a.pth"]}, ValueError, ("checkpoints", "a.pth")),
+        ({**FILES, "kinds": ["best"]}, ValueError, ("kinds", "best")),
+        ({"finetunes": 1, "training": Training(9, 0.1)}, ValueError, ("finetunes", "2")),
+        ({"finetunes": 2}, ValueError, ("finetunes", "lr")),
+        ({"finetunes": 2, "training": Training(9, 0.1), "share": 1.5}, ValueError, ("share", "1.5", "0")),
+        ({"checkpoints": ["a.pth", "b.pth", "c.pth"]}, BudgetError, ("3", "kinds")),
     ],
 )
-def test_what_can_not_be_asked_for_is_refused(arguments: dict[str, Any], names: tuple[str, ...]) -> None:
-    assert_refused(lambda: soup_starts(task_of(), **arguments), ValueError, *names)
-
-
-def test_one_file_by_two_names_is_refused_and_a_copy_of_it_told(files: list[Path], tmp_path: Path) -> None:
-    (link := tmp_path / "last.pth").symlink_to(files[1])
-    (tmp_path / "sub").mkdir()
-    for other in (link, tmp_path / "sub" / ".." / files[1].name):
-        with pytest.raises(ValueError, match=having("model_0000001.pth")):
-            soup_starts(task_of(), [*files, other], kinds=["uniform"])
-    copied = shutil.copy(files[1], tmp_path / "model_final.pth")
-    assert_warned(
-        lambda: soup_starts(task_of(), [*files, copied], kinds=["uniform"]), "model_final.pth", "model_0000001.pth"
-    )
-
-
-def test_a_metric_that_does_not_take_the_model_is_refused(files: list[Path]) -> None:
-    task = task_of()
-    blind = task.judged_by(Metric(lambda: 0.5, maximize=True, name="blind"))
-    assert_refused(lambda: soup_starts(blind, files), AdapterError, "blind")
+def test_what_can_not_be_asked_for_is_refused(arguments: Any, error: Any, names: tuple[str, ...]) -> None:
+    assert_refused(lambda: soup_starts(task_of(ledger=Ledger(2)), **arguments), error, *names)
 
 
 def test_a_file_that_does_not_fit_costs_no_query(files: list[Path]) -> None:
+    blind = task_of().judged_by(Metric(lambda: 0.5, maximize=True, name="blind"))
+    assert_refused(lambda: soup_starts(blind, files), AdapterError, "blind")
     torch.save({"model": {**near(2), "last.bias": torch.ones(3)}}, files[-1])
     task = task_of()
     assert_refused(lambda: soup_starts(task, files), DataError, files[-1].name, "last.bias")
@@ -372,3 +299,130 @@ def test_memory_does_not_grow_with_the_number_of_files(suffix: str, tmp_path: Pa
 
     two, eight = peak(2), peak(8)
     assert eight <= 1.1 * two, (two, eight)
+
+
+def trainable(frozen: bool = False) -> FinetuneTask:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.ReLU(), nn.Linear(5, 2)).eval()
+    model[0].requires_grad_(not frozen)
+    return FinetuneTask(
+        attach_film(model, ["1"], dim=3),
+        loss=loss,
+        batches=mo.TensorBatches(X, Y, 16),
+        metric=Metric(lambda model: 0.0, maximize=True),
+    )
+
+
+def made(
+    task: FinetuneTask, training: Training, folder: Path, count: int = 3, **options: Any
+) -> list[dict[str, Tensor]]:
+    given = {"share": 0.5, "seed": 0, "say": lambda line: None, **options}
+    files = short_finetunes(task, training, count, folder=folder, **given)
+    return [read_tensors(file, "metricopt_ext.finetune")[0] for file in files]
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
+
+
+# --- Which -------------------------------------------------------------------------------------------------------
+
+
+def nothing(batch: Any, rng: torch.Generator) -> Any:
+    return batch
+
+
+def test_a_training_without_classes_or_augmentation_varies_in_rate_and_seed() -> None:
+    other = mo.TensorBatches(X, Y, 16)
+    assert [each.rate for each in variants_of(Training(9, 0.1), 3)] == [0.3, 1.0, 0.3]
+    assert not any(each.rebalanced or each.augmented for each in variants_of(Training(9, 0.1), 3))
+    assert len(set(variants_of(Training(9, 0.1, rebalanced=other), 6))) == 4
+    assert variants_of(Training(9, 0.1, rebalanced=other, augment=nothing), 6) == list(VARIANTS[:6])
+
+
+def test_each_is_trained_as_it_says(tmp_path: Path) -> None:
+    calls: list[dict[str, Any]] = []
+    seen: list[Any] = []
+
+    def train(model: nn.Module, batches: Any, **options: Any) -> None:
+        assert all(parameter.requires_grad for parameter in model.parameters())
+        calls.append(options)
+        seen.append(batches(0, 0, 0)[0])
+
+    own, other = mo.TensorBatches(X, Y, 16), mo.TensorBatches(10 * X, Y, 16)
+
+    def augment(batch: Any, rng: torch.Generator) -> Any:
+        return batch[0] + 1000, batch[1]
+
+    training = Training(40, 0.2, batches=own, rebalanced=other, augment=augment, train=train)
+    made(trainable(), training, tmp_path, 6, share=0.25)
+    assert [each["steps"] for each in calls] == [10] * 6
+    assert [each["lr"] for each in calls] == pytest.approx([0.2 * variant.rate for variant in VARIANTS[:6]])
+    assert len({each["seed"] for each in calls}) == 6
+    plain, other_plain = own(0, 0, 0)[0], other(0, 0, 0)[0]
+    for found, variant in zip(seen, VARIANTS, strict=False):
+        assert torch.equal(found, (other_plain if variant.rebalanced else plain) + 1000 * variant.augmented)
+
+
+def test_the_whole_model_is_finetuned_and_the_tasks_stays(tmp_path: Path) -> None:
+    task = trainable()
+    before = {name: value.clone() for name, value in task.adapter.model.state_dict().items()}
+    states = made(task, Training(20, 0.05), tmp_path)
+    assert all(not torch.equal(state[name], before[name]) for state in states for name in state if name in before)
+    assert all(torch.equal(value, before[name]) for name, value in task.adapter.model.state_dict().items())
+    assert not same(states[0], states[2])  # alike but for the seed
+
+
+def test_what_was_frozen_stays_so(tmp_path: Path) -> None:
+    task = trainable(frozen=True)
+    state = made(task, Training(20, 0.05), tmp_path, 2)[0]
+    assert torch.equal(state["0.weight"], task.adapter.model[0].weight)
+    assert not torch.equal(state["4.weight"], task.adapter.model[4].weight)
+
+
+# --- Files -------------------------------------------------------------------------------------------------------
+
+
+def counting(calls: list[int]) -> Callable[..., None]:
+    def train(model: nn.Module, batches: Any, **options: Any) -> None:
+        calls.append(options["seed"])
+        with torch.no_grad():
+            model[4].bias.add_(float(len(calls)))
+
+    return train
+
+
+def test_what_is_on_file_is_not_done_again(tmp_path: Path) -> None:
+    calls: list[int] = []
+    training = Training(20, 0.05, train=counting(calls))
+    first = made(trainable(), training, tmp_path, 2)
+    again = made(trainable(), training, tmp_path, 3)
+    assert all(map(same, again, made(trainable(), training, tmp_path, 3)))
+    assert len(calls) == 3
+    assert all(map(same, first, again))
+
+
+def test_files_of_other_finetunes_are_refused(tmp_path: Path) -> None:
+    task, training = trainable(), Training(20, 0.05, train=counting([]))
+    made(task, training, tmp_path)
+    for change, names in (({"seed": 1}, ("seed", "0", "1")), ({"share": 0.1}, ("10", "2"))):
+        with pytest.raises(FileFormatError) as caught:
+            made(task, training, tmp_path, **change)
+        assert_named(caught, "finetune-0.safetensors", *names)
+    with torch.no_grad():
+        task.adapter.model[4].bias.add_(1)
+    assert_refused(lambda: made(task, training, tmp_path), FileFormatError)
+
+
+def test_a_soup_of_finetunes_is_their_mean_and_leaves_nothing_without_a_folder(tmp_path: Path) -> None:
+    task, training = trainable(), Training(20, 0.05)
+    kept = soup_starts(task, finetunes=3, training=training, share=0.5, kinds=["uniform"], output_dir=tmp_path)
+    states = made(task, training, tmp_path)
+    for name, value in kept["uniform_soup"].parameters.items():
+        expected = torch.stack([state[name].double() for state in states]).mean(0).float()
+        assert torch.equal(value, expected), name
+    assert set(kept["uniform_soup"].parameters) == {name for name, _ in task.adapter.base_state_dict().items()} & {
+        f"{layer}.{part}" for layer in "014" for part in ("weight", "bias")
+    }
+    alone = soup_starts(task, finetunes=3, training=training, share=0.5, kinds=["uniform"])
+    assert alone["uniform_soup"].replaces_the_same(kept["uniform_soup"])

@@ -2,36 +2,40 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from helpers.refusals import assert_named, assert_refused
-from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.adapters.start import Start, StartLine
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.attach import attach_film, attach_outputs
+from metricopt_ext.adapters.signature import Outputs
+from metricopt_ext.adapters.start import PlacesOnLine, Start, StartLine
 from metricopt_ext.errors import AdapterError, DataError
-from metricopt_ext.methods.starts import (
-    all_starts,
-    batchnorm_start,
-    best_start,
-    has_batchnorm,
-    reestimate_batchnorm,
-    with_start,
+from metricopt_ext.methods.batchnorm_starts import batchnorm_line
+from metricopt_ext.methods.prior_starts import (
+    em_prior_start,
+    em_priors,
+    line_offsets,
+    prior_line,
+    prior_offsets,
 )
+from metricopt_ext.methods.starts import all_starts, batchnorm_start, reestimate_batchnorm, with_start
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 
 
-def task_of(model: nn.Module, metric: Callable[[nn.Module], float] | None = None) -> FinetuneTask:
+def task_of(model: nn.Module) -> FinetuneTask:
     adapter = attach_film(model, dim=4)
     return FinetuneTask(
         adapter,
         loss=lambda model, batch: model(batch).square().mean(),
         batches=lambda seed, task, step: torch.ones(2, 3),
-        metric=Metric(metric or (lambda model: float(model(torch.ones(2, 3)).sum())), maximize=True, bounds=None),
+        metric=Metric(lambda model: float(model(torch.ones(2, 3)).sum()), maximize=True, bounds=None),
     )
 
 
@@ -45,23 +49,6 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 # --- Starts ------------------------------------------------------------------------------------------------------
-
-
-def test_a_start_without_buffers_has_the_same_task() -> None:
-    task = task_of(normed())
-    assert with_start(task, Start(torch.ones(4))) is task
-
-
-def test_a_start_of_other_buffers_has_a_copy_of_the_model() -> None:
-    task = task_of(normed())
-    before, mean = buffers_of(task.adapter.model), torch.arange(5.0)
-    other = with_start(task, Start(task.origin(), {"1.running_mean": mean}))
-    changed = buffers_of(other.adapter.model)
-    assert {name for name in before if not torch.equal(before[name], changed[name])} == {"1.running_mean"}
-    assert torch.equal(changed["1.running_mean"], mean)
-    assert all(torch.equal(value, before[name]) for name, value in task.adapter.model.named_buffers())
-    assert other.metric.ledger is task.metric.ledger
-    assert other.cost(task.origin(), "test") != task.cost(task.origin(), "test")
 
 
 def test_phi_0_comes_first_and_all_are_copies() -> None:
@@ -78,98 +65,36 @@ def test_phi_0_comes_first_and_all_are_copies() -> None:
     assert found["bn"].buffers["1.running_mean"].tolist() == [1.0] * 5
 
 
-@pytest.mark.parametrize("starts", [[Start(torch.zeros(4))], "a", {"a": torch.zeros(4)}, {1: None}, {"": None}])
-def test_what_names_no_starts_is_refused(starts: Any) -> None:
-    assert_refused(lambda: all_starts(task_of(normed()), starts), ValueError)
-
-
-@pytest.mark.parametrize("name", ["start", "search"])
-def test_a_name_that_is_taken_is_refused(name: str) -> None:
-    assert_refused(lambda: all_starts(task_of(normed()), {name: Start(torch.zeros(4))}), ValueError, name)
+MEAN = "1.running_mean"
+ZERO = torch.zeros(4)
 
 
 @pytest.mark.parametrize(
-    ("start", "names"),
+    ("start", "error", "names"),
     [
-        (None, ("mine",)),
-        (Start(torch.zeros(3)), ("mine", "(4,)")),
-        (Start(torch.zeros(1, 4)), ("mine", "phi", "(1, 4)")),
-        (Start(torch.tensor(0.0)), ("mine", "phi")),
-        (Start(torch.tensor([0.0, math.nan, 0.0, 0.0])), ("mine", "phi", "nan")),
-        (Start(torch.zeros(4), {"1.mean": torch.ones(5)}), ("1.mean",)),
-        (
-            Start(torch.zeros(4), {"1.running_mean": torch.ones(1)}),
-            ("1.running_mean", "(5,)"),
-        ),
-        (
-            Start(torch.zeros(4), {"1.running_mean": torch.full((5,), math.nan)}),
-            ("mine", "1.running_mean", "NaN"),
-        ),
-        (
-            Start(torch.zeros(4), {"1.running_var": torch.full((5,), -0.5)}),
-            ("1.running_var", "-0.5"),
-        ),
+        (None, AdapterError, ()),
+        (ZERO, ValueError, ()),
+        (Start(torch.zeros(3)), AdapterError, ("(4,)",)),
+        (Start(torch.tensor([0.0, math.nan, 0.0, 0.0])), AdapterError, ("phi", "nan")),
+        (Start(ZERO, {"1.mean": torch.ones(5)}), AdapterError, ("1.mean",)),
+        (Start(ZERO, {MEAN: torch.ones(1)}), AdapterError, (MEAN, "(5,)")),
+        (Start(ZERO, {MEAN: torch.full((5,), math.nan)}), AdapterError, (MEAN, "NaN")),
+        (Start(ZERO, {"1.running_var": torch.full((5,), -0.5)}), AdapterError, ("1.running_var", "-0.5")),
+        (StartLine(lambda t: None, 0.0, 1.0), AdapterError, ("at(0.0)", "None", "Start")),
+        (StartLine(lambda t: Start(torch.full((3,), t)), 0.0, 1.0), AdapterError, ("phi", "(3,)")),
     ],
 )
-def test_what_does_not_fit_is_refused(start: Any, names: tuple[str, ...]) -> None:
-    assert_refused(lambda: all_starts(task_of(normed()), {"mine": start}), AdapterError, *names)
-
-
-def test_a_line_that_does_not_fit_is_refused_by_its_name() -> None:
-    task = task_of(normed())
-    assert_refused(
-        lambda: all_starts(task, {"mine": StartLine(lambda t: None, 0.0, 1.0)}),
-        AdapterError,
-        "mine",
-        "at(0.0)",
-        "None",
-        "Start",
-    )
-    assert_refused(
-        lambda: all_starts(task, {"mine": StartLine(lambda t: Start(torch.full((3,), t)), 0.0, 1.0)}),
-        AdapterError,
-        "mine",
-        "phi",
-        "(3,)",
-    )
-    line = StartLine(lambda t: Start(torch.full((4,), t)), 0.0, 1.0)
-    assert all_starts(task, {"mine": line})["mine"] is line
-
-
-def test_a_model_has_batchnorm_or_not() -> None:
-    assert has_batchnorm(normed())
-    assert not has_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
+def test_what_does_not_fit_is_refused(start: Any, error: type[Exception], names: tuple[str, ...]) -> None:
+    assert_refused(lambda: all_starts(task_of(normed()), {"mine": start}), error, "mine", *names)
 
 
 def test_a_metric_that_knows_its_model_can_not_judge_a_copy() -> None:
     task = task_of(normed())
     blind = task.judged_by(Metric(lambda: 0.5, maximize=True, name="blind"))
-    assert_refused(
-        lambda: all_starts(blind, {"bn": Start(torch.zeros(4), {"1.running_mean": torch.ones(5)})}),
-        AdapterError,
-        "'bn'",
-        "blind",
-    )
+    replacing = {"bn": Start(ZERO, {MEAN: torch.ones(5)})}
+    assert_refused(lambda: all_starts(blind, replacing), AdapterError, "'bn'", "blind")
     assert len(all_starts(blind, {"other": Start(torch.ones(4))})) == 2
     assert blind.metric.ledger.spent == 0
-
-
-def test_a_start_of_other_parameters_has_a_copy_of_the_model() -> None:
-    task, weight = task_of(normed()), torch.ones(2, 5)
-    other = with_start(task, Start(task.origin(), {}, {"3.weight": weight}))
-    assert torch.equal(other.adapter.model[3].weight, weight)
-    assert not torch.equal(task.adapter.model[3].weight, weight)
-    assert other.cost(task.origin(), "test") != task.cost(task.origin(), "test")
-
-
-def test_a_start_is_of_the_base_whatever_the_model_holds() -> None:
-    task = task_of(normed())
-    start = Start(task.origin(), {"1.running_mean": torch.ones(5)})
-    task.adapter.apply(start)
-    assert with_start(task, start) is task
-    bare = with_start(task, Start(task.origin()))
-    assert torch.equal(bare.adapter.model[1].running_mean, torch.zeros(5))
-    assert torch.equal(task.adapter.model[1].running_mean, torch.ones(5))
 
 
 def test_a_batchnorm_start_is_the_model_with_other_statistics() -> None:
@@ -186,11 +111,6 @@ def test_a_batchnorm_start_is_the_model_with_other_statistics() -> None:
         found = with_start(task, start).adapter.model(x)
         torch.testing.assert_close(found, expected(x), rtol=0, atol=1e-6)
         assert (found - task.adapter.model(x)).abs().max() > 0.01
-
-
-def test_a_model_without_batchnorm_has_no_such_start() -> None:
-    task = task_of(nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2)))
-    assert batchnorm_start(task, [torch.randn(4, 3)]) is None
 
 
 # --- BatchNorm statistics ----------------------------------------------------------------------------------------
@@ -281,17 +201,206 @@ def test_statistics_of_nothing_or_of_examples_with_labels_are_refused() -> None:
         assert_named(caught, *names)
 
 
-def test_no_batchnorm_nothing_to_reestimate() -> None:
-    assert reestimate_batchnorm(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)), [torch.randn(4, 3)]) is None
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3))
+    with torch.no_grad():
+        model[1].running_mean.uniform_(-1, 1)
+        model[1].running_var.uniform_(0.5, 2)
+        model[1].weight.uniform_(0.5, 2)
+    return model.double().eval()
 
 
-def test_the_best_candidate_costs_one_query_each(quadratic: Callable[..., Any]) -> None:
-    task = quadratic(budget=3)
-    starts = {"pretrained": Start(task.origin()), "half": Start(task.goal / 2), "near": Start(task.goal * 0.9)}
-    name, evaluations = best_start(task, starts)
-    assert name == "near"
-    assert {key: each.cost for key, each in evaluations.items()} == {
-        key: task.true_cost(start.phi) for key, start in starts.items()
-    }
-    assert task.metric.ledger.spent_on == {"starts": 3}
-    assert_refused(lambda: best_start(task, {}), ValueError)
+def inputs(parts: int = 4) -> list[Tensor]:
+    x = torch.randn(80, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return list((2 * x + 1).chunk(parts))
+
+
+def test_statistics_are_mixed_linearly_and_no_variance_is_below_both() -> None:
+    task = task_of(network())
+    line, end = batchnorm_line(task, inputs()), batchnorm_start(task, inputs())
+    assert line is not None
+    assert end is not None
+    assert (line.low, line.high) == (0, 1)
+    own = task.adapter.base_state_dict()
+    for t in (0.0, 0.25, 0.75, 1.0):
+        start = line.at(t)
+        task.adapter.check(start)
+        assert start.buffers.keys() == {"1.running_mean", "1.running_var"}
+        assert not start.phi.any()
+        for name, found in start.buffers.items():
+            expected = (1 - t) * own[name] + t * end.buffers[name]
+            torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
+            assert bool((found >= torch.minimum(own[name], end.buffers[name])).all())
+        assert line.at(t).digest == start.digest
+    places = PlacesOnLine(line, own)
+    assert places.of(Start(task.origin())) == 0
+    assert places.of(end) == 1
+    assert places.of(line.at(0.3)) == pytest.approx(0.3, abs=1e-6)
+    assert places.of(Start(task.origin() + 1e-3, end.buffers)) is None
+
+
+def test_the_line_and_another_start_meet_on_one_model() -> None:
+    """What a line does not replace stays that of the start that it is looked along from."""
+    task = task_of(network())
+    line, end, norm = batchnorm_line(task, inputs()), batchnorm_start(task, inputs()), network()[1]
+    assert line is not None
+    assert end is not None
+    moved = Start(
+        task.origin(), end.buffers, {"1.weight": 1.1 * norm.weight.detach(), "1.bias": norm.bias.detach() - 0.1}
+    )
+    through = line.through(moved)
+    start = through.at(0.5)
+    assert start.parameters.keys() == moved.parameters.keys()
+    assert torch.equal(start.buffers["1.running_mean"], line.at(0.5).buffers["1.running_mean"])
+    with task.adapter.applied(start) as model:
+        hidden = F.batch_norm(
+            model[0](inputs()[0]),
+            start.buffers["1.running_mean"],
+            start.buffers["1.running_var"],
+            start.parameters["1.weight"],
+            start.parameters["1.bias"],
+        )
+        torch.testing.assert_close(model(inputs()[0]), model[4](torch.tanh(hidden)))
+    assert PlacesOnLine(through, task.adapter.base_state_dict()).of(moved) == pytest.approx(1, abs=1e-6)
+
+
+X = torch.randn(200, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def with_offsets(outputs: int) -> FinetuneTask:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, outputs)]
+    model = nn.Sequential(*layers, *([nn.Flatten(0)] if outputs == 1 else [])).double().eval()
+    adapter = attach_film(model, dim=3, outputs=Outputs())
+    return FinetuneTask(adapter, metric=Metric(lambda model: 0.0, maximize=True))
+
+
+def added(adapter: Adapter, start: Start) -> Tensor:
+    with torch.no_grad(), adapter.applied(Start(torch.zeros_like(start.phi))) as model:
+        plain = model(X)
+    with torch.no_grad(), adapter.applied(start) as model:
+        return model(X) - plain  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("scale", [1, 1 / 128])
+def test_the_strength_is_menons(scale: float) -> None:
+    task = with_offsets(3)
+    line = prior_line(task, scale * torch.tensor([100.0, 30.0, 10.0]))
+    assert isinstance(line, StartLine)
+    assert (line.low, line.high) == (-2.5, 2.5)
+    log = torch.tensor([100.0, 30.0, 10.0]).double().log()
+    for t in (-2.5, 0.0, 1.0, 1.7):
+        expected = -t * (log - log.mean())
+        torch.testing.assert_close(added(task.adapter, line.at(t)), expected.expand(200, 3), rtol=1e-9, atol=1e-9)
+        assert PlacesOnLine(line, task.adapter.base_state_dict()).of(line.at(t)) == pytest.approx(t, abs=1e-6)
+
+
+def test_a_single_logit_moves_by_the_log_odds_or_by_one() -> None:
+    task = with_offsets(1)
+    for counts, expected in (((90, 10), math.log(9)), ((50, 50), 1.0)):
+        line = prior_line(task, counts)
+        assert line is not None
+        torch.testing.assert_close(added(task.adapter, line.at(1.0)), torch.full((200,), expected).double())
+    assert prior_line(with_offsets(3), [100, 99, 98]) is None  # about as frequent
+
+
+def likelihood(priors: Tensor, probabilities: Tensor, trained: Tensor) -> float:
+    return float((probabilities * priors / trained).sum(1).log().sum())
+
+
+def test_em_finds_the_most_likely_priors() -> None:
+    """No other priors of a fine grid explain the predictions better (Saerens et al., section 2.3)."""
+    p = (3 * torch.randn(300, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)).softmax(1)
+    p = p[p[:, 0] < 0.7]
+    trained = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    found = em_priors(p, trained)
+    assert float(found.sum()) == pytest.approx(1)
+    steps = torch.linspace(0.01, 0.97, 97, dtype=torch.float64)
+    grid = [torch.stack([a, b, 1 - a - b]) for a in steps for b in steps if 1 - a - b > 0]
+    best = max(grid, key=lambda each: likelihood(each, p, trained))
+    assert likelihood(found, p, trained) >= likelihood(best, p, trained)
+    assert float((found - best).abs().max()) < 0.015
+    assert float((found - trained).abs().max()) > 0.05
+
+
+def test_em_recovers_the_shift_of_two_gaussians() -> None:
+    """Posteriors are exact here, so the priors are found within three standard errors of the share."""
+    rng = torch.Generator().manual_seed(3)
+    y = torch.rand(20000, generator=rng, dtype=torch.float64) < 0.8
+    x = torch.randn(20000, generator=rng, dtype=torch.float64) + 2 * y - 1
+    p = torch.sigmoid(2 * x)  # at equal priors
+    found = em_priors(torch.stack([1 - p, p], 1), torch.tensor([0.5, 0.5], dtype=torch.float64))
+    assert float(found[1]) == pytest.approx(0.8, abs=3 * 1.4 * math.sqrt(0.16 / 20000))
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_the_start_adds_the_logarithm_of_the_ratio(outputs: int) -> None:
+    task = with_offsets(outputs)
+    counts = torch.tensor([70, 30] if outputs == 1 else [60, 30, 10])
+    start = em_prior_start(task, X.split(50), counts)
+    with torch.no_grad():
+        logits = task.adapter.model(X)
+    joint = torch.stack([torch.zeros_like(logits), logits], 1) if outputs == 1 else logits
+    trained = counts.double() / counts.sum()
+    ratio = (em_priors(joint.softmax(1), trained) / trained).log()
+    moved = added(task.adapter, start)
+    if outputs == 1:
+        torch.testing.assert_close(moved, (ratio[1] - ratio[0]).expand(200))
+    else:
+        torch.testing.assert_close(moved, (ratio - ratio.mean()).expand(200, 3))
+    assert not start.replaced
+
+
+def test_a_class_that_is_not_there_keeps_half_an_example() -> None:
+    p = torch.tensor([[1 - 1e-12, 1e-12]] * 50, dtype=torch.float64)
+    found = em_priors(p, torch.tensor([0.5, 0.5], dtype=torch.float64))
+    assert float(found[1]) == pytest.approx(0.01 / 1.01)
+
+
+def test_what_has_no_priors_is_refused() -> None:
+    task = with_offsets(3)
+    assert_refused(lambda: prior_line(task, [1, 2]), ValueError, "priors", "(2,)", "3")
+    assert_refused(lambda: em_prior_start(with_offsets(1), [X], [1, 2, 3]), ValueError, "priors", "(3,)", "2")
+    assert_refused(lambda: prior_line(task, [3, 0, 1]), DataError, "0", "3", "1")
+    assert_refused(lambda: prior_line(task, Counter([0, 1, 1, 2])), ValueError, "priors", "Counter")
+    assert_refused(lambda: em_prior_start(task, [], [1, 1, 1]), DataError, "x.split(100)")
+    plain = FinetuneTask(
+        attach_film(nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)), dim=3),
+        metric=Metric(lambda model: 0.0, maximize=True),
+    )
+    assert_refused(lambda: prior_line(plain, [1, 1, 1]), AdapterError, "phi", "outputs=Outputs()")
+
+
+def test_offsets_are_the_priors_negative_logarithms() -> None:
+    counts = torch.tensor([8, 2, 1])
+    log = torch.tensor([8.0, 2.0, 1.0], dtype=torch.float64).log()
+    torch.testing.assert_close(prior_offsets(counts), log.mean() - log)
+    torch.testing.assert_close(prior_offsets(counts[:2], one_logit=True), log[:1] - log[1:2])
+
+
+@pytest.mark.parametrize(
+    ("offsets", "expected"),
+    [
+        ([0.9, -0.9], [0.9, -0.9]),  # 1.8 apart
+        ([0.2, -0.2], [0.5, -0.5]),
+        ([-0.1, 0.1], [-0.5, 0.5]),
+        ([0.0, 0.0], [-0.5, 0.5]),
+    ],
+)
+def test_two_logits_of_two_classes_are_one_apart_at_least(offsets: list[float], expected: list[float]) -> None:
+    found = line_offsets(torch.tensor(offsets), two_classes=True)
+    assert found is not None
+    assert found.tolist() == pytest.approx(expected)
+    labels = line_offsets(torch.tensor(offsets))
+    assert (labels is None) == (max(offsets) < 0.2)
+
+
+@pytest.mark.parametrize("last", [nn.Softmax(1), nn.Sigmoid()])
+def test_probabilities_are_no_logits(last: nn.Module) -> None:
+    """Taken for logits they would be adjusted to whatever."""
+    torch.manual_seed(0)
+    count = 3 if isinstance(last, nn.Softmax) else 1
+    adapter = attach_outputs(nn.Sequential(nn.Linear(4, count), last).double().eval())
+    task = FinetuneTask(adapter, metric=Metric(lambda model: 0.0, maximize=True))
+    assert_refused(lambda: em_prior_start(task, X.split(50), [1.0] * max(2, count)), AdapterError)

@@ -1,31 +1,26 @@
 """Settings of inference through a whole run: tuned first, then phi from there, counted, kept, resumed and told."""
 
-import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from helpers.inference import put_into
 from helpers.refusals import assert_refused
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
+from metricopt_ext.errors import MetricError
 from metricopt_ext.methods.algorithm1 import Algorithm1
 from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.search import Search
+from metricopt_ext.methods.setting_lines import VALUES, SettingLine, setting_lines
 from metricopt_ext.methods.tuned_settings import SETTINGS, TunedSettings
 from metricopt_ext.runtime.progress import Callback
-from metricopt_ext.search.direct import CMAES
-from metricopt_ext.search.random_search import RandomSearch
-from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Setting, Settings
 
@@ -86,25 +81,6 @@ def test_settings_are_tuned_first_and_then_phi(quadratic: Make) -> None:
     assert all(each == result.settings.after for each in toy.asked[len(tried) :])
     assert toy.now == {"size": 2.0, "kind": "hard"}  # as it was
     assert result.after < result.starts[SETTINGS] < result.before
-    assert f"settings: size 2 -> {BEST:g}, kind hard -> soft (5 tried); inference takes 4.00 times as long" in str(
-        result
-    )
-
-
-def test_every_query_is_counted_once(quadratic: Make) -> None:
-    toy = Toy(quadratic)
-    task = toy.judged()
-    result = run(task, 37, starts={"mine": Start(task.origin() + 0.1)})
-    assert result.queries == {"starts": 2, "settings": 5, "search": 30}
-    assert task.metric.ledger.spent_on == {"starts": 2, "settings": 5, "search": 30}
-    assert len(toy.asked) == 37
-
-
-def test_a_direct_search_has_them_too(quadratic: Make) -> None:
-    result = run(Toy(quadratic).judged(), 40, strategy=CMAES())
-    assert result.settings is not None
-    assert result.settings.after == {"size": BEST, "kind": "soft"}
-    assert sum(result.queries.values()) <= 40
 
 
 def test_nothing_that_takes_longer_is_chosen_unless_it_may(quadratic: Make) -> None:
@@ -112,7 +88,6 @@ def test_nothing_that_takes_longer_is_chosen_unless_it_may(quadratic: Make) -> N
     assert result.settings is not None
     assert result.settings.after == {"size": 2.0, "kind": "soft"}
     assert result.settings.factor == 1.0
-    assert "inference takes" not in str(result)
 
 
 def test_what_is_free_is_there_from_the_first_query_on(quadratic: Make) -> None:
@@ -123,7 +98,6 @@ def test_what_is_free_is_there_from_the_first_query_on(quadratic: Make) -> None:
     assert result.settings.before["size"] == 2.0
     assert result.settings.after == {"size": 4.0, "kind": "hard"}
     assert result.settings.changed == {}
-    assert "settings for the metric alone, free: size 2 -> 4; for deployment keep the model's own" in str(result)
 
 
 def test_luck_is_not_kept(quadratic: Make) -> None:
@@ -140,7 +114,6 @@ def test_luck_is_not_kept(quadratic: Make) -> None:
     assert result.settings.after == result.settings.before
     assert len(result.settings.tried) == 6
     assert SETTINGS not in result.candidates
-    assert "settings: as they were; none of 5 other choices surely gains" in str(result)
 
 
 def test_a_metric_may_take_them_as_its_argument(quadratic: Make) -> None:
@@ -153,23 +126,6 @@ def test_a_metric_may_take_them_as_its_argument(quadratic: Make) -> None:
 
     assert run(toy.judged(distance)).settings == run(Toy(quadratic).judged()).settings
     assert seen == toy.asked
-
-
-def test_a_metric_that_takes_them_needs_some(quadratic: Make) -> None:
-    task = replace(
-        quadratic(8), metric=Metric(lambda model, settings: 0.5, maximize=False, bounds=None, name="distance")
-    )
-    assert_refused(lambda: run(task), MetricError, "takes", "FinetuneTask")
-
-
-def test_a_default_of_its_own_stays_where_there_are_none(quadratic: Make) -> None:
-    task = quadratic(8)
-
-    def distance(model: Any, settings: str = "mine") -> float:
-        assert settings == "mine"
-        return float(task.distance(model))
-
-    assert run(replace(task, metric=Metric(distance, maximize=False, bounds=None, name="distance"))).settings is None
 
 
 def test_they_are_applied_to_the_model_that_is_judged(quadratic: Make) -> None:
@@ -195,57 +151,6 @@ def test_they_are_applied_to_the_model_that_is_judged(quadratic: Make) -> None:
     assert len({id(judged) for judged, _ in models}) == 2
 
 
-@pytest.mark.slow
-def test_a_killed_run_goes_on_in_each_stage(quadratic: Make, tmp_path: Path) -> None:
-    whole = run(Toy(quadratic).judged(), 30, output_dir=tmp_path / "whole")
-    for at in (1, 3, 6, 9, 20):
-        toy, folder = Toy(quadratic), tmp_path / f"killed-{at}"
-        toy.dies_at = at
-        with pytest.raises(KeyboardInterrupt):
-            run(toy.judged(), 30, output_dir=folder)
-        assert toy.now == {"size": 2.0, "kind": "hard"}
-        toy = Toy(quadratic)
-        result = run(toy.judged(), 30, output_dir=folder, resume=True)
-        assert len(toy.asked) == 30 - at
-        assert result.settings == whole.settings
-        assert torch.equal(result.ends[result.chosen], whole.ends[whole.chosen])
-        name = "evaluations.json"
-        assert (folder / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-
-
-def test_a_folder_of_other_settings_is_refused(quadratic: Make, tmp_path: Path) -> None:
-    run(Toy(quadratic).judged(), 30, output_dir=tmp_path)
-    assert_refused(
-        lambda: run(Toy(quadratic, inference=2.0).judged(), 30, output_dir=tmp_path, resume=True),
-        FileFormatError,
-        "inference",
-    )
-
-
-def test_settings_on_file_are_told_as_they_are(quadratic: Make, tmp_path: Path) -> None:
-    """Another processor would round an interval's points in another way."""
-    run(Toy(quadratic).judged(), 30, output_dir=tmp_path)
-    content = json.loads((tmp_path / "evaluations.json").read_text())
-    asked = [each.get("settings") for each in content["evaluations"]]
-    assert asked[0] is None
-    assert asked[1] == {"size": 1.0, "kind": "hard"}
-    assert asked[-1] == {"size": BEST, "kind": "soft"}
-
-
-def test_ask_and_tell_hands_them_out(quadratic: Make) -> None:
-    toy = Toy(quadratic)
-    search = Search(toy.judged(), queries=40)
-    while trials := search.ask(8):
-        for trial in trials:
-            with trial.applied() as model:
-                assert toy.now == trial.settings
-                value, halves = toy.distance(model)
-            search.tell(trial.id, value, halves)
-    result = search.result()
-    assert result.settings == run(Toy(quadratic).judged()).settings
-    assert toy.now == {"size": 2.0, "kind": "hard"}
-
-
 def test_a_start_may_have_its_own(quadratic: Make) -> None:
     toy = Toy(quadratic, queries=0)
     task = toy.judged()
@@ -253,17 +158,9 @@ def test_a_start_may_have_its_own(quadratic: Make) -> None:
     assert result.started_at == "large"
     assert result.settings is not None
     assert result.settings.after["size"] == 4.0
-    assert_refused(
-        lambda: run(task, starts={"wrong": Start(task.origin(), settings={"size": 5.0})}),
-        ValueError,
-        "size",
-        "5.0",
-        "1.0",
-        "2.0",
-    )
-    assert_refused(
-        lambda: run(toy.task, starts={"wrong": Start(task.origin(), settings={"size": 4.0})}), ValueError, "settings"
-    )
+    for other, names in ((task, ("size", "5.0", "1.0")), (toy.task, ("settings",))):
+        wrong = {"wrong": Start(task.origin(), settings={"size": 5.0})}
+        assert_refused(lambda other=other, wrong=wrong: run(other, starts=wrong), ValueError, *names)
 
 
 def test_settings_are_tuned_from_those_of_the_best_start(quadratic: Make) -> None:
@@ -285,15 +182,6 @@ def test_settings_are_tuned_from_those_of_the_best_start(quadratic: Make) -> Non
     assert result.starts[SETTINGS] == pytest.approx(result.starts["large"] - 0.2)
 
 
-@pytest.mark.parametrize("told", [0, 1, 2])
-def test_there_is_no_result_before_the_stage_is_over(quadratic: Make, told: int) -> None:
-    search = Search(Toy(quadratic).judged(), queries=40, strategy=RandomSearch())
-    search.tell(search.ask()[0].id, 3.0)
-    for trial in search.ask(3)[:told]:
-        search.tell(trial.id, 3.0)
-    assert_refused(search.result, BudgetError, 4 - told, 1 + told)
-
-
 def test_what_held_out_data_prefer_has_its_own_settings(quadratic: Make) -> None:
     toy = Toy(quadratic)
 
@@ -308,15 +196,6 @@ def test_what_held_out_data_prefer_has_its_own_settings(quadratic: Make) -> None
     assert result.settings is not None
     assert result.settings.after == result.settings.before
     assert result.settings.factor == 1.0
-    assert "settings: as they were; size 2 -> 8, kind hard -> soft gained (5 tried), but was not kept" in str(result)
-
-
-def test_what_held_out_data_confirm_keeps_its_settings(quadratic: Make) -> None:
-    toy = Toy(quadratic)
-    aside = Metric(lambda model: toy.distance(model)[0], maximize=False, bounds=None, name="aside")
-    result = run(toy.judged(), holdout=aside)
-    assert not result.overruled
-    assert result.settings == run(Toy(quadratic).judged()).settings
 
 
 def test_what_violates_a_constraint_is_neither_kept_nor_built_upon(quadratic: Make) -> None:
@@ -331,48 +210,21 @@ def test_what_violates_a_constraint_is_neither_kept_nor_built_upon(quadratic: Ma
     assert {each["size"] for each in toy.asked[6:]} == {4.0}
 
 
-def test_where_all_violates_a_constraint_nothing_is_kept(quadratic: Make) -> None:
-    toy = Toy(quadratic)
-
-    def distance(model: Any) -> dict[str, Any]:
-        return {"distance": toy.distance(model), "frames": 0.0}
-
-    result = run(toy.judged(distance, subject_to={"frames": ">= 2"}))
-    assert result.chosen == "start"
-    assert result.settings is not None
-    assert result.settings.after == result.settings.before
-    assert "settings: as they were; size 2 -> 8, kind hard -> soft gained (5 tried), but was not kept" in str(result)
-
-
-def test_it_is_said_why_none_was_tried(quadratic: Make) -> None:
-    least = GuidedTrustRegion().least_queries(8)
-    assert "settings: none was tried, as the search needs all queries; give it more" in str(
-        run(Toy(quadratic).judged(), least)
-    )
-    assert "none was tried" not in str(run(Toy(quadratic, queries=0).judged()))
-    toy = Toy(quadratic)
-    size = Setting("size", values=SIZES[1:], default=2.0, inference=lambda size: float(size) / 2)
-    toy.settings = Settings([size], lambda values: toy.apply({"kind": "hard", **values}))
-    result = run(toy.judged())
-    assert result.queries["settings"] == 0
-    assert (
-        "settings: none was tried, as what else there is takes more than 1 times as long; allow more by inference="
-        in str(result)
-    )
-
-
-@pytest.mark.parametrize("queries", [7, 8, 9, 12])
+@pytest.mark.parametrize("queries", [7, 9, 12])
 def test_no_budget_is_exceeded(quadratic: Make, queries: int) -> None:
     toy = Toy(quadratic)
     result = run(toy.judged(), queries)
     assert len(toy.asked) == sum(result.queries.values()) == queries
-    assert_refused(lambda: run(Toy(quadratic).judged(), 6), BudgetError, "6", "queries")
 
 
-@pytest.mark.parametrize("strategy", [Recipe(), Algorithm1(), AlgorithmS1()])
-def test_what_tunes_no_settings_refuses_them(quadratic: Make, strategy: Any) -> None:
+def test_what_tunes_no_settings_refuses_them(quadratic: Make) -> None:
     toy = Toy(quadratic, free={"kind": "soft"})
-    assert_refused(lambda: run(toy.judged(), 400, strategy=strategy), ValueError, "1", type(strategy).__name__)
+    for strategy in (Recipe(), Algorithm1(), AlgorithmS1()):
+        task = toy.judged()
+        refused = (ValueError, "1", type(strategy).__name__)
+        assert_refused(lambda task=task, strategy=strategy: run(task, 400, strategy=strategy), *refused)
+    task = replace(toy.task, metric=Metric(lambda model, settings: 0.5, maximize=False, bounds=None))
+    assert_refused(lambda: run(task), MetricError, "FinetuneTask")  # it takes settings, and there are none
     assert not toy.asked
 
 
@@ -387,51 +239,6 @@ def test_an_error_names_the_settings_in_force(quadratic: Make) -> None:
     names = ("RuntimeError", "4.0", "hard", "3", "40", "phi")
     assert_refused(lambda: run(toy.judged(distance)), MetricError, *names)
     assert toy.now == {"size": 2.0, "kind": "hard"}
-
-
-def test_settings_that_cannot_be_applied_end_the_run(quadratic: Make) -> None:
-    toy = Toy(quadratic)
-
-    @contextmanager
-    def apply(values: dict[str, Any]) -> Iterator[None]:
-        if values["size"] == 4.0:
-            raise RuntimeError("no such engine")
-        with toy.apply(values):
-            yield
-
-    toy.settings = Settings([toy.settings[name] for name in toy.settings.names], apply, inference=4.0)
-    names = ("4.0", "hard", "RuntimeError", "3", "40")
-    assert_refused(lambda: run(toy.judged()), MetricError, *names)
-
-
-def test_what_the_settings_suppress_is_an_error_all_the_same(quadratic: Make) -> None:
-    toy = Toy(quadratic)
-
-    @contextmanager
-    def apply(values: dict[str, Any]) -> Iterator[None]:
-        with suppress(Exception), toy.apply(values):
-            yield
-
-    toy.settings = Settings([toy.settings[name] for name in toy.settings.names], apply)
-    task = toy.judged()
-    task.metric.function = lambda: 1 / 0
-    assert_refused(lambda: run(task), MetricError, "ZeroDivisionError")
-
-
-def test_where_nobody_waits_for_a_setting_it_is_as_without(quadratic: Make) -> None:
-    toy = Toy(quadratic)
-    search = Search(toy.judged(), queries=30)
-    while trials := search.ask(8):
-        for trial in trials:
-            if search.stage_of(trial.id) == "settings":
-                search.give_up(trial.id)
-                continue
-            with trial.applied() as model:
-                search.tell(trial.id, *toy.distance(model))
-    result = search.result()
-    assert len(toy.asked) == search.spent == 30
-    assert result.queries == {"starts": 1, "settings": 0, "search": 29}
-    assert "settings: none was tried, as all were given up" in str(result)
 
 
 def test_what_fails_in_the_stage_counts_and_is_not_kept(quadratic: Make) -> None:
@@ -450,33 +257,38 @@ def test_what_fails_in_the_stage_counts_and_is_not_kept(quadratic: Make) -> None
     assert (search.spent, search.failed) == (30, 1)
 
 
-@pytest.mark.slow
-def test_a_search_goes_on_after_each_trial_in_any_order(quadratic: Make, tmp_path: Path) -> None:
-    whole, told = run(Toy(quadratic).judged(), 30), 0
-    while True:
-        toy = Toy(quadratic)
-        with Search(toy.judged(), queries=30, output_dir=tmp_path, resume=told > 0) as search:
-            search.ask(8)
-            if not (trials := search.open()):
-                break
-            trial, told = trials[told % len(trials)], told + 1
-            with trial.applied() as model:
-                search.tell(trial.id, *toy.distance(model))
-    result = search.result()
-    assert told == 30
-    assert result.settings == whole.settings
-    assert torch.equal(result.ends[result.chosen], whole.ends[whole.chosen])
+FOUR = Settings(
+    [
+        Setting("size", values=(2, 1, 4), default=2),
+        Setting("kind", values=("hard", "soft", "other"), default="hard"),
+        Setting("sigma", 0.01, 1.0, scale="log", default=0.1),
+        Setting("unused", values=(False, True), default=False),
+    ],
+    nullcontext,
+)
 
 
-def test_changes_are_counted_from_the_model_s_own_settings() -> None:
-    """What was free is no change by the metric, but one all the same."""
-    found = TunedSettings(
-        before={"size": 1.0, "flip": False, "kind": "hard"},
-        after={"size": 2.0, "flip": True, "kind": "hard"},
-        free={"flip": True},
-        factor=1.0,
-        tried=(),
-        started={"size": 2.0, "flip": True, "kind": "hard"},
+def of(*tried: tuple[dict[str, Any], float], **after: Any) -> list[SettingLine]:
+    complete = tuple((FOUR.complete(values), metric) for values, metric in tried)
+    kept = FOUR.complete(after)
+    return setting_lines(FOUR, TunedSettings(FOUR.defaults, kept, {}, 1.0, complete, kept))
+
+
+def test_each_setting_has_its_line_from_the_best_of_those_before() -> None:
+    best = {"size": 4, "kind": "soft"}
+    lines = of(
+        ({}, 0.1),
+        ({"size": 4}, 0.3),
+        ({"size": 1}, 0.2),
+        ({"size": 4, "kind": "other"}, 0.25),
+        (best, 0.4),
+        ({**best, "sigma": 0.5}, 0.35),
+        ({**best, "sigma": 0.02}, 0.45),
+        **best,
+        sigma=0.02,
     )
-    assert found.changed == {"size": (1.0, 2.0)}
-    assert found.changes == {"size": (1.0, 2.0), "flip": (False, True)}
+    assert lines == [
+        SettingLine("size", VALUES, 2, 4, [1, 2, 4], [0.2, 0.1, 0.3]),
+        SettingLine("kind", VALUES, "hard", "soft", ["hard", "soft", "other"], [0.3, 0.4, 0.25]),
+        SettingLine("sigma", "log", 0.1, 0.02, [0.02, 0.1, 0.5], [0.45, 0.4, 0.35]),
+    ]

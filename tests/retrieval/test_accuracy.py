@@ -1,5 +1,7 @@
 """The calculator in the place of pytorch-metric-learning's: beside that one, and beside definitions written out."""
 
+import doctest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,13 +14,15 @@ from helpers.refusals import assert_refused
 pytest.importorskip("faiss")
 pytest.importorskip("pytorch_metric_learning")
 
-from pytorch_metric_learning import testers
-from pytorch_metric_learning.distances import LpDistance
+from pytorch_metric_learning import losses, testers, trainers
+from pytorch_metric_learning.distances import CosineSimilarity, LpDistance
 from pytorch_metric_learning.utils import accuracy_calculator as theirs
 from pytorch_metric_learning.utils.inference import CustomKNN
+from pytorch_metric_learning.utils.logging_presets import HookContainer
 
-from metricopt_ext.errors import DataError
+from metricopt_ext.retrieval import accuracy
 from metricopt_ext.retrieval.accuracy import AccuracyCalculator, RecallCalculator
+from metricopt_ext.retrieval.recall import recall_at_k
 
 OWN = ("precision_at_1", "r_precision", "mean_average_precision", "mean_average_precision_at_r", "mean_reciprocal_rank")
 CPU = torch.device("cpu")
@@ -44,7 +48,7 @@ def found_in_order(x: Any, y: Any, items: Any, labels: Any, own: bool, match: An
     return found
 
 
-@pytest.mark.parametrize("k", [None, 6, "max_bin_count"])
+@pytest.mark.parametrize("k", [None, "max_bin_count"])
 @pytest.mark.parametrize("averages", [{}, {"avg_of_avgs": True}, {"return_per_class": True}])
 def test_its_metrics_are_theirs_and_recalls_their_definition(k: Any, averages: Any) -> None:
     x, y = drawn(90)
@@ -102,7 +106,7 @@ def test_labels_may_be_compared_by_ones_own_function(averages: Any) -> None:
     near = found_in_order(x, heights, x, heights, True, lambda a, b: (a.float() - b.float()).abs() < 0.05)
     assert values == {"recall_at_2": pytest.approx(np.mean([same[:2].any() for same in near.values()]))}
     assert_refused(
-        lambda: ours.get_accuracy(x, 2**24 + torch.arange(80).reshape(40, 2)), DataError, "labels", "float32", "0"
+        lambda: ours.get_accuracy(x, 2**24 + torch.arange(80).reshape(40, 2)), ValueError, "labels", "float32", "0"
     )
 
 
@@ -148,20 +152,19 @@ def test_the_reciprocal_rank_alone_has_neighbours() -> None:
     assert alone == {"mean_reciprocal_rank": both["mean_reciprocal_rank"]}
 
 
-def test_what_contradicts_itself_is_refused() -> None:
-    assert_refused(
-        lambda: AccuracyCalculator(knn_func=CustomKNN(LpDistance()), distance="ip"),
-        DataError,
-        "distance='ip'",
-        "knn_func",
-    )
-    assert_refused(
-        lambda: RecallCalculator(ks=(1,)).get_accuracy(*drawn(30), include=("recall_at_3",)),
-        DataError,
-        "include",
-        "recall_at_3",
-    )
-    assert_refused(lambda: AccuracyCalculator(avg_of_avgs=True, return_per_class=True), ValueError)
+@pytest.mark.parametrize(
+    ("call", "names"),
+    [
+        (lambda: AccuracyCalculator(knn_func=CustomKNN(LpDistance()), distance="ip"), ("distance='ip'", "knn_func")),
+        (lambda: RecallCalculator(ks=(0,)), ("1", "0")),
+        (lambda: RecallCalculator(("recall_at_5",), ks=(7,)), ("recall_at_7",)),
+        (lambda: RecallCalculator(ks=(1,)).get_accuracy(*drawn(30), include=("recall_at_3",)), ("recall_at_3",)),
+        (lambda: RecallCalculator().get_accuracy(*drawn(30), drawn(30)[0]), ("reference", "reference_labels")),
+        (lambda: RecallCalculator().get_accuracy(*drawn(30), *drawn(30, 1), True), ("queries",)),
+    ],
+)
+def test_what_contradicts_itself_is_refused(call: Any, names: tuple[str, ...]) -> None:
+    assert_refused(call, ValueError, *names)
 
 
 def test_embeddings_may_lie_anyhow_in_memory() -> None:
@@ -172,3 +175,67 @@ def test_embeddings_may_lie_anyhow_in_memory() -> None:
     assert calculator.get_accuracy(x[::2], y[::2], x[1::2], y[1::2]) == expected
     swapped = x.numpy().astype(">f4")
     assert calculator.get_accuracy(swapped[::2], y[::2], swapped[1::2], y[1::2]) == expected
+
+
+def test_cosine_is_pytorch_metric_learning_s() -> None:
+    x, y = drawn(300)
+    x *= torch.randn(300, 1, generator=torch.Generator().manual_seed(1)).exp()
+    own = ("precision_at_1", "mean_average_precision_at_r")
+    base = theirs.AccuracyCalculator(own, k=200, knn_func=CustomKNN(CosineSimilarity()), device=CPU)
+    expected = base.get_accuracy(x[:100], y[:100], x[100:], y[100:])
+    calculator = RecallCalculator(("recall_at_1", *own), ks=(1,), distance="cosine", k=200, device=CPU)
+    found = calculator.get_accuracy(x[:100], y[:100], x[100:], y[100:])
+    assert found.pop("recall_at_1") == pytest.approx(expected["precision_at_1"])
+    assert found == pytest.approx(expected)
+    assert expected["precision_at_1"] != recall_at_k(x[:100], y[:100], (1,), gallery=(x[100:], y[100:])).at[1]
+
+
+def test_large_labels_are_told_apart() -> None:
+    x, y = drawn(300)
+    calculator = RecallCalculator(("recall_at_1", "r_precision"), ks=(1,), k="max_bin_count", device=CPU)
+    for gallery in ((), (x[100:], y[100:])):
+        large = (gallery[0], gallery[1] + 2**24) if gallery else ()
+        expected = calculator.get_accuracy(x[:100], y[:100], *gallery)
+        assert calculator.get_accuracy(x[:100], y[:100] + 2**24, *large) == expected
+        assert calculator.get_accuracy(x[:100], y[:100, None], *gallery) == expected
+
+
+def test_primary_metric_of_testers_and_hooks(tmp_path: Path, records: Any) -> None:
+    """Each epoch's number is that of the trunk as it then is, and the best one's is kept."""
+    x, y = drawn(120)
+    data = list(zip(x, (y + 2**24).tolist(), strict=True))  # neighbouring labels are the same float32
+    trunk, seen = nn.Linear(4, 4), list[dict[int, float]]()
+    hooks = HookContainer(records, primary_metric="recall_at_10", validation_split_name="val", log_freq=10**9)
+    tester = testers.GlobalEmbeddingSpaceTester(
+        end_of_testing_hook=hooks.end_of_testing_hook,
+        accuracy_calculator=RecallCalculator(ks=(1, 10), device=CPU),
+        dataloader_num_workers=0,
+        data_device=CPU,
+    )
+    evaluate = hooks.end_of_epoch_hook(tester, {"val": data}, str(tmp_path))
+
+    def end_of_epoch(trainer: Any) -> Any:
+        go_on = evaluate(trainer)
+        seen.append(recall_at_k(nn.functional.normalize(trunk(x)), y, (1, 10)).at)
+        assert tester.all_accuracies["val"]["recall_at_1_level0"] == seen[-1][1]
+        assert hooks.get_curr_primary_metric(tester, "val") == seen[-1][10]
+        return go_on
+
+    trainers.MetricLossOnly(
+        models={"trunk": trunk},
+        optimizers={"trunk_optimizer": torch.optim.SGD(trunk.parameters(), lr=0.3)},
+        batch_size=60,
+        loss_funcs={"metric_loss": losses.ContrastiveLoss()},
+        dataset=data,
+        data_device=CPU,
+        dataloader_num_workers=0,
+        end_of_epoch_hook=end_of_epoch,
+    ).train(num_epochs=3)
+    best = max(range(3), key=lambda epoch: seen[epoch][10])
+    assert hooks.get_best_epoch_and_accuracy(tester, "val") == (best + 1, seen[best][10])
+    assert (tmp_path / f"trunk_best{best + 1}.pth").is_file()
+
+
+def test_examples() -> None:
+    failed, attempted = doctest.testmod(accuracy)
+    assert attempted > failed == 0

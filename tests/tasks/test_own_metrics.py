@@ -2,6 +2,7 @@
 
 import functools
 import statistics
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 
 from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.errors import ConfigError, MetricError
-from metricopt_ext.tasks.own_metric import OwnMetric, OwnMetricConfig, number_within, own_metric, why
+from metricopt_ext.tasks.besides import BesidesConfig, class_number, of_class, own_function
+from metricopt_ext.tasks.own_metric import OwnMetric, OwnMetricConfig, number_within, own_metric
 
 
 def test_a_function_comes_with_what_is_known_of_it() -> None:
@@ -27,11 +29,7 @@ def test_further_arguments_are_bound_and_objects_made_of_classes() -> None:
     assert made.function.label_smoothing == 0.5  # type: ignore[attr-defined]
 
 
-def test_another_name_has_none() -> None:
-    assert own_metric("accuracy", OwnMetricConfig()) is None
-
-
-@pytest.mark.parametrize("bounds", [[], [0.0], [1.0, 0.0], [1.0, 1.0], [0.0, float("inf")], [float("nan"), 1.0]])
+@pytest.mark.parametrize("bounds", [[], [1.0, 1.0], [0.0, float("inf")], [float("nan"), 1.0]])
 def test_bounds_are_two_finite_numbers(bounds: list[float]) -> None:
     config = OwnMetricConfig(bounds=bounds)
     assert_refused(config.check, ConfigError, "metric.bounds")
@@ -66,6 +64,49 @@ def test_values_are_numbers_within_the_bounds_but_for_rounding() -> None:
         assert_named(caught, *names)
 
 
-def test_why_a_metric_failed() -> None:
-    assert why(ValueError("no positives.")) == "no positives"
-    assert (why(SystemExit(0)), why(SystemExit())) == ("it calls sys.exit(0)", "it calls sys.exit()")
+def test_each_name_is_there_once_with_its_key() -> None:
+    config = BesidesConfig(also=["a", "b", "a"], subject_to={"c": ">= 0", "b": "<= 1"})
+    assert config.besides == {"a": "metric.also", "b": "metric.subject_to", "c": "metric.subject_to"}
+    assert list(config.besides) == ["a", "b", "c"]
+    config.check_besides("m")
+    assert_refused(lambda: config.check_besides("a"), ConfigError, "metric.also")
+    assert_refused(lambda: config.check_besides("c"), ConfigError, "metric.subject_to")
+    assert_refused(
+        lambda: BesidesConfig(subject_to={"c": "above 3"}).check_besides("m"), ConfigError, "metric.subject_to"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("recall[person]", ("recall", "person")),
+        ("ap50[a [b]: c]", ("ap50", "a [b]: c")),
+        ("recall", None),
+        ("recall[]", None),
+        ("[person]", None),
+        ("recall[person", None),
+        ("module:function[x]", None),
+    ],
+)
+def test_a_class_stands_in_brackets(name: str, found: tuple[str, str] | None) -> None:
+    assert of_class(name) == found
+
+
+def test_classes_are_found_by_name_in_any_case_unless_that_is_two() -> None:
+    assert class_number("cat", ("dog", "cat"), "key") == 1
+    assert class_number("CAT", ("dog", "cat"), "key") == 1
+    assert class_number("Cat", ("cat", "Cat"), "key") == 1
+    for label in ("CAT", "cow"):
+        with pytest.raises(ConfigError) as caught:
+            class_number(label, ("cat", "Cat"), "key")
+        assert_named(caught, "key", label)
+
+
+def test_functions_are_imported_from_the_folder_alone_that_is_named(tmp_path: Path) -> None:
+    (tmp_path / "besides_own_scores.py").write_text("def score(x):\n    return x + 1\n")
+    name = "besides_own_scores:score"
+    assert own_function("accuracy", BesidesConfig(), "metric.also") is None
+    assert_refused(lambda: own_function(name, BesidesConfig(), "metric.also"), ConfigError, "besides_own_scores")
+    own = own_function(name, OwnMetricConfig(folder=str(tmp_path)), "metric.also")
+    assert own is not None
+    assert own(1) == 2

@@ -1,0 +1,619 @@
+"""Trajectories and evaluations: rollouts in closed form, what is observed, and what is on file and comes back."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helpers.refusals import assert_named, assert_refused, having
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.attach import attach_input_bias
+from metricopt_ext.adapters.signature import Signature
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
+from metricopt_ext.search.optimizer import LossStep
+from metricopt_ext.tasks.cached_metric import CachedMetric
+from metricopt_ext.tasks.cost_scale import CostScale
+from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.kept_evaluations import (
+    KeptEvaluation,
+    KeptEvaluations,
+    KeptPoint,
+    _checksum,
+    _content,
+    same_point,
+)
+from metricopt_ext.tasks.ledger import Ledger
+from metricopt_ext.tasks.metric import Metric, Query
+from metricopt_ext.tasks.recording import Recording
+from metricopt_ext.tasks.rollout import collect, observation_steps, rollout
+from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore, load_trajectories
+from metricopt_ext.utils.files import to_json
+
+Make = Callable[..., Any]
+
+
+def same(a: Trajectory, b: Trajectory) -> bool:
+    """Whether two trajectories are equal bit for bit."""
+    tensors = ("phi", "loss", "observed", "cost")
+    return (a.round, a.index, a.signature) == (b.round, b.index, b.signature) and all(
+        getattr(a, name).dtype == getattr(b, name).dtype and torch.equal(getattr(a, name), getattr(b, name))
+        for name in tensors
+    )
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("population", [1, 2, 32])
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_rollout_is_the_closed_form(quadratic: Make, noise: float, population: int) -> None:
+    task = quadratic(noise=noise, population=population)
+    starts, lr, steps, indices = task.starts(1.0, 0, range(3)), 0.2, 8, [4, 9, 2]
+    ticks: list[int] = []
+    points, losses = rollout(
+        task, starts, LossStep(lr), steps=steps, seed=5, indices=indices, on_step=lambda: ticks.append(1)
+    )
+    assert points.shape == (3, 9, 4)
+    assert losses.shape == (3, 8)
+    assert len(ticks) == 8
+    for row, index in enumerate(indices):
+        # phi_t - c = (1 - lr h)^t (phi_0 - c) + lr h sum_s (1 - lr h)^(t - 1 - s) noise_s
+        shrink = 1 - lr * task.curvature
+        noises = [task.batch(5, index, step) for step in range(steps)]
+        for t in range(steps + 1):
+            expected = task.centre + shrink**t * (starts[row] - task.centre)
+            for s in range(t):
+                expected = expected + lr * task.curvature * shrink ** (t - 1 - s) * noises[s]
+            torch.testing.assert_close(points[row, t], expected, rtol=1e-12, atol=1e-12)
+            if t < steps:
+                loss = (task.curvature * (expected - task.centre - noises[t]) ** 2).sum() / 2
+                torch.testing.assert_close(losses[row, t], loss, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("history", [1, 3])
+def test_policy_sees_the_latest_gradients(quadratic: Make, history: int) -> None:
+    task = quadratic()
+    seen: list[tuple[Tensor, Tensor, int]] = []
+
+    def policy(phi: Tensor, gradients: Tensor, step: int) -> Tensor:
+        seen.append((phi, gradients, step))
+        return phi + 1
+
+    points, _ = rollout(task, task.starts(1.0, 0, range(2)), policy, steps=6, seed=5, indices=[4, 9], history=history)
+    assert [step for _, _, step in seen] == list(range(6))
+    for phi, gradients, step in seen:
+        assert torch.equal(phi, points[:, step])
+        steps = range(max(0, step + 1 - history), step + 1)
+        expected = [task.loss_and_gradient(points[:, s], 5, [4, 9], s)[1] for s in steps]
+        torch.testing.assert_close(gradients, torch.stack(expected, 1), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("steps", "evals", "ends"), [(1, 2, "observed"), (10, 5, "observed"), (10, 4, "random")])
+def test_observations_are_drawn_evenly(steps: int, evals: int, ends: Any) -> None:
+    """With both ends, or as the paper has it: anywhere but at the start."""
+    drawn = [observation_steps(steps, evals, 3, index, ends=ends).tolist() for index in range(2500)]
+    assert all(each == sorted(set(each)) and len(each) == evals for each in drawn)
+    assert drawn[7] == observation_steps(steps, evals, 3, 7, ends=ends).tolist()
+    counts = torch.tensor(drawn).flatten().bincount(minlength=steps + 1)
+    inner = counts[1:-1] if ends == "observed" else counts[1:]
+    assert ends == "random" or counts[0] == counts[-1] == 2500
+    assert (inner - 2500 * (evals - 2 * (ends == "observed")) / max(1, len(inner))).abs().le(150).all()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "names"),
+    [
+        ({"evals": 1}, ("evals", "1", "11")),
+        ({"evals": 12}, ("evals", "12")),
+        ({"evals": 11, "ends": "random"}, ("evals", "11", "random")),
+        ({"ends": "both"}, ("ends", "both")),
+        ({"steps": 10.0}, ("steps", "10.0")),
+        ({"seed": -1}, ("seed", "-1")),
+    ],
+)
+def test_impossible_observations_are_refused(wrong: dict[str, Any], names: tuple[str, ...]) -> None:
+    given = {"steps": 10, "evals": 3, "seed": 0, "index": 0, **wrong}
+    assert_refused(lambda: observation_steps(**given), ValueError, *names)
+
+
+def run(task: Any, store: TrajectoryStore, indices: Sequence[int] = range(5), **kwargs: Any) -> list[Trajectory]:
+    settings: dict[str, Any] = {"round": 0, "start_std": 0.5, "steps": 6, "evals": 3, "seed": 8, **kwargs}
+    return collect(task, store, lambda chunk: LossStep(0.2), indices=indices, **settings)
+
+
+@pytest.mark.parametrize("population", [1, 2, 32])
+def test_collected_trajectories(quadratic: Make, population: int) -> None:
+    task, store, costs = quadratic(population=population), TrajectoryStore(), []
+    indices = [3, 1, 4, 0, 5]
+    with task.metric.calling(lambda query: costs.append(query.evaluation.cost)):
+        found = run(task, store, indices, round=2)
+    assert [trajectory.index for trajectory in found] == indices
+    assert task.metric.ledger.spent_on == {"collect": 15}
+    assert task.queries == store.queries == 15
+    assert len(store) == 5
+    for trajectory in found:
+        assert trajectory.round == 2
+        assert trajectory.signature == task.adapter.signature
+        starts = task.starts(0.5, 8, [trajectory.index])
+        points, losses = rollout(task, starts, LossStep(0.2), steps=6, seed=8, indices=[trajectory.index])
+        torch.testing.assert_close(trajectory.phi, points[0], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(trajectory.loss, losses[0], rtol=1e-12, atol=1e-12)
+        assert torch.equal(trajectory.observed, observation_steps(6, 3, 8, trajectory.index))
+        assert trajectory.cost.dtype == torch.float64
+        assert trajectory.cost.tolist() == [task.true_cost(trajectory.phi[step]) for step in trajectory.observed]
+        assert torch.equal(trajectory.observed_phi, torch.stack([trajectory.phi[i] for i in trajectory.observed]))
+    assert costs == torch.cat([trajectory.cost for trajectory in found]).tolist()
+
+
+@pytest.mark.parametrize("failing", [1, 7])
+def test_a_failing_metric_is_located(quadratic: Make, failing: int) -> None:
+    task, store = quadratic(population=2), TrajectoryStore()
+    task.problem.fail_after = failing
+    index, query = divmod(failing, 3)
+    step = int(observation_steps(6, 3, 8, index)[query])
+    names = ("distance", "OSError", "round", "4", index, step)
+    assert_refused(lambda: run(task, store, round=4), MetricError, *names)
+    assert len(store) == index
+    assert task.metric.ledger.spent == failing + 1
+
+
+@pytest.mark.parametrize("population", [1, 2, 32])
+@pytest.mark.parametrize(
+    ("after", "stopped_by"), [(0, "budget"), (1, "metric"), (7, "budget"), (7, "metric"), (14, "metric")]
+)
+def test_resumed_run_is_the_uninterrupted_run(
+    quadratic: Make, tmp_path: Path, after: int, stopped_by: str, population: int
+) -> None:
+    identity = {"seed": 8, "layers": ("a", "b"), "lr": 0.1}
+    whole = run(quadratic(population=population), TrajectoryStore(tmp_path / "whole", identity))
+
+    folder = tmp_path / "resumed"
+    killed = quadratic(population=population, budget=after if stopped_by == "budget" else None)
+    killed.problem.fail_after = after if stopped_by == "metric" else None
+    with pytest.raises(MetricError if stopped_by == "metric" else BudgetError):
+        run(killed, TrajectoryStore(folder, identity))
+    finished = after // 3
+    kept = files(folder)
+    assert len(kept) == 1 + finished
+
+    task, store = quadratic(population=population), TrajectoryStore(folder, identity)
+    assert len(store) == finished
+    resumed = run(task, store)
+    assert task.queries == task.metric.ledger.spent == (5 - finished) * 3
+    assert all(same(a, b) for a, b in zip(resumed, whole, strict=True))
+    assert all(same(a, b) for a, b in zip(TrajectoryStore(folder, identity), whole, strict=True))
+    assert all(files(folder)[name] == data for name, data in kept.items())
+
+
+# --- The store -----------------------------------------------------------------------------------------------------
+
+
+def make_trajectory(round: int = 0, index: int = 0) -> Trajectory:
+    rng = torch.Generator().manual_seed(index)
+    phi, loss = torch.randn(4, 2, generator=rng), torch.randn(3, generator=rng)
+    cost = torch.rand(2, generator=rng, dtype=torch.float64)
+    signature = None if round else Signature("film", ("a", "b"), (3, 4), index, 2, "normal/1", None)
+    return Trajectory(round, index, phi, loss, torch.tensor([0, 3]), cost, signature=signature)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_store(on_disk: bool, tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path / "run" if on_disk else None, {"seed": 1})
+    keys = [(1, 12), (0, 100_000), (10, 3), (1, 5)]
+    for key in keys:
+        store.add(make_trajectory(*key))
+    stores = [store, TrajectoryStore(tmp_path / "run", {"seed": 1})] if on_disk else [store]
+    for each in stores:
+        assert len(each) == 4
+        assert each.queries == 8
+        assert [(t.round, t.index) for t in each] == sorted(keys)
+        assert all(same(each.get(*key), make_trajectory(*key)) for key in keys)  # type: ignore[arg-type]
+        assert each.get(0, 12) is None
+        with pytest.raises(ValueError, match=having("12", "1")):
+            each.add(make_trajectory(1, 12))
+    if on_disk:  # read without the identity
+        assert all(same(a, b) for a, b in zip(load_trajectories(tmp_path / "run"), store, strict=True))
+        assert_refused(lambda: load_trajectories(tmp_path), FileFormatError, tmp_path, "output_dir")
+
+
+@pytest.mark.parametrize(
+    ("other", "names"),
+    [
+        ({"seed": 2, "layers": ["a"]}, ("seed", "1", "2")),
+        ({"seed": 1, "layers": ["a", "b"]}, ("layers", "'b'")),
+        (None, ("seed",)),
+    ],
+)
+def test_another_identity_is_refused(other: dict[str, Any] | None, names: tuple[str, ...], tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path, {"seed": 1, "layers": ["a"]})
+    store.add(make_trajectory())
+    before = files(tmp_path)
+    assert_refused(lambda: TrajectoryStore(tmp_path, other), FileFormatError, tmp_path, *names)
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.3, 0.9])
+def test_a_cut_file_is_refused_by_name_and_what_a_kill_left_is_not_read(kept: float, tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path)
+    for index in range(3):
+        store.add(make_trajectory(index=index))
+    (tmp_path / ".round-0-task-00003.safetensors.x7").write_bytes(b"left by a kill")
+    path = tmp_path / "round-0-task-00001.safetensors"
+    path.write_bytes(path.read_bytes()[: int(kept * path.stat().st_size)])
+    assert_refused(lambda: TrajectoryStore(tmp_path), FileFormatError, path)
+    path.unlink()
+    assert len(TrajectoryStore(tmp_path)) == 2
+
+
+# --- Recording of somebody else's training -------------------------------------------------------------------------
+
+
+D = 3
+
+
+def adapter() -> Adapter:
+    torch.manual_seed(0)
+    return attach_input_bias(nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 2)).double(), dim=D)
+
+
+def walk(steps: int) -> Tensor:
+    return torch.randn(steps + 1, D, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+
+def length(model: Any) -> float:
+    return float(model.metricopt.phi.norm())
+
+
+def judged_by(judge: Callable[[Any], Any], budget: int | None = None) -> Metric:
+    return Metric(judge, maximize=False, bounds=None, name="length", ledger=Ledger(budget))
+
+
+def train(recording: Recording, points: Tensor, models: Any = None) -> None:
+    """Stand for a trainer whose phi goes through the points, with 0, 1, 2, ... for losses."""
+    models = [recording.adapter.model] if models is None else models
+    if not recording.points:
+        recording.adapter.set_phi(points[0])
+        recording.start()
+    for point in points[len(recording.points) :]:
+        recording.adapter.set_phi(point)
+        recording.record(float(len(recording.losses)), models)
+
+
+def test_the_first_steps_become_a_trajectory() -> None:
+    store, points = TrajectoryStore(), walk(9)
+    recording = Recording(adapter(), judged_by(length), store, steps=6, evals=4, seed=3, round=2, index=8)
+    train(recording, points[:6])
+    assert recording.trajectory is None
+    assert len(store) == 0
+    train(recording, points)
+    (trajectory,) = store
+    assert trajectory is recording.trajectory is store.get(2, 8)
+    assert torch.equal(trajectory.phi, points[:7])  # what comes after T steps is not recorded
+    assert trajectory.loss.tolist() == [0, 1, 2, 3, 4, 5]
+    assert torch.equal(trajectory.observed, observation_steps(6, 4, 3, 8))
+    assert trajectory.cost.tolist() == [float(points[step].norm()) for step in trajectory.observed]
+    assert trajectory.halves is None
+    assert trajectory.signature == recording.adapter.signature
+    assert recording.metric.ledger.spent_on == {"collect": 4}
+    assert torch.equal(recording.adapter.phi, points[9])
+
+
+def test_the_metric_disturbs_neither_modes_nor_phi_nor_random_streams() -> None:
+    mine, other = adapter(), nn.Dropout(0.5)
+    other.eval()
+    frozen = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.5)).train()
+    frozen[0].eval()
+    seen: list[tuple[bool, ...]] = []
+
+    def judge(model: Any) -> float:
+        torch.rand(7)
+        seen.append((model.training, model[1].training, other.training, frozen.training, frozen[1].training))
+        return length(model)
+
+    recording = Recording(mine, judged_by(judge), TrajectoryStore(), steps=3, evals=4)
+    mine.model.train()
+    torch.manual_seed(5)
+    train(recording, walk(3), [mine.model, other, frozen])
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(5)))
+    assert seen == [(False,) * 5] * 4
+    assert [module.training for module in mine.model] == [True] * 3 + [True]
+    assert not other.training
+    assert [frozen.training, frozen[0].training, frozen[1].training] == [True, False, True]
+    assert torch.equal(mine.phi, walk(3)[3])
+    assert mine.phi.requires_grad
+
+
+def test_a_point_that_was_due_is_judged_as_it_was() -> None:
+    """A trainer may tell of a step before anything could be evaluated; `observe` then goes back to phi_0."""
+    mine, seen = adapter(), []
+    points = walk(2)
+
+    def judge(model: Any) -> float:
+        seen.append(model.metricopt.phi.detach().clone())
+        return 0.5
+
+    recording = Recording(mine, judged_by(judge), TrajectoryStore(), steps=2, evals=3)
+    mine.set_phi(points[0])
+    recording.start()
+    mine.set_phi(points[1])  # the optimizer's step came first
+    recording.observe([mine.model])
+    assert torch.equal(torch.stack(seen), points[:1])
+    assert torch.equal(mine.phi, points[1])
+    recording.observe([mine.model])
+    assert len(seen) == 1  # nothing else is due
+
+
+def halved(model: Any) -> Any:
+    value = length(model)
+    return value, (value / 2, value / 3)
+
+
+@pytest.mark.parametrize("judge", [length, halved])
+@pytest.mark.parametrize("stop", [0, 2, 5])
+def test_it_goes_on_from_a_checkpoint_as_if_never_stopped(judge: Any, stop: int) -> None:
+    points = walk(5)
+    settings = {"steps": 5, "evals": 4, "seed": 1, "index": 2}
+    whole = Recording(adapter(), judged_by(judge), TrajectoryStore(), **settings)
+    train(whole, points)
+    first = Recording(adapter(), judged_by(judge), TrajectoryStore(), **settings)
+    train(first, points[: stop + 1])
+    second = Recording(adapter(), judged_by(judge), TrajectoryStore(), **settings)
+    second.load_state_dict(first.state_dict())
+    assert len(second.losses) == stop
+    second.adapter.set_phi(points[stop])
+    train(second, points)
+    assert same(second.trajectory, whole.trajectory)
+    assert (whole.trajectory.halves is None) == (judge is length)
+    assert judge is length or torch.equal(second.trajectory.halves, whole.trajectory.halves)
+    assert first.metric.ledger.spent + second.metric.ledger.spent == whole.metric.ledger.spent == 4
+
+
+def test_the_checkpoint_of_another_trajectory_is_refused() -> None:
+    one, other = (
+        Recording(adapter(), judged_by(length), TrajectoryStore(), steps=8, evals=4, seed=seed) for seed in (1, 2)
+    )
+    one.start()
+    assert_refused(lambda: other.load_state_dict(one.state_dict()), FileFormatError, "observed", "0")
+
+
+def test_a_failing_metric_is_located_and_the_trained_phi_is_back() -> None:
+    mine, points = adapter(), walk(2)
+
+    def failing(model: Any) -> float:
+        if not torch.equal(model.metricopt.phi, points[0]):
+            raise OSError("the evaluation server is down")
+        return 0.5
+
+    recording = Recording(mine, judged_by(failing), TrajectoryStore(), steps=2, evals=3, round=1, index=7)
+    assert_refused(lambda: train(recording, points), MetricError, "server", "1", "7")
+    assert torch.equal(mine.phi, points[1])
+    assert mine.model.training
+
+
+# --- A metric that remembers ---------------------------------------------------------------------------------------
+
+
+def counting(stop: int = 99, halves: bool = False, **settings: int) -> Metric:
+    """Return 0.0, 0.1, 0.2, ... and fail at the call of that number."""
+    calls: list[float] = []
+
+    def function() -> float | tuple[float, tuple[float, float]]:
+        calls.append(len(calls) / 10)
+        if len(calls) > stop:
+            raise OSError("down")
+        return (calls[-1], (calls[-1], calls[-1] + 0.05)) if halves else calls[-1]
+
+    return Metric(function, maximize=False, ledger=Ledger(10), **settings)
+
+
+def ask(metric: Metric, *points: float, purpose: str = "x") -> list[Evaluation]:
+    """Evaluate a metric at points of one dimension."""
+    items = [torch.tensor([point], dtype=torch.float64) for point in points]
+
+    def judged(item: Tensor) -> Evaluation:
+        return metric.judge(nn.Identity())
+
+    return list(metric.each(judged, items, purpose))
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_what_is_on_file_of_a_point_is_answered_and_booked_but_not_asked(tmp_path: Path, halves: bool) -> None:
+    path = tmp_path / "evaluations.json"
+    broken = CachedMetric(counting(3, halves), path)
+    seen: list[Query] = []
+    with broken.metric.calling(seen.append):
+        told = ask(broken, 5, 6, 7)
+    assert_refused(lambda: ask(broken, 8), MetricError, "down")
+    metric = counting(halves=halves)
+    again = CachedMetric(metric, path)
+    assert again.on_file == 3
+    metric.callbacks.append(seen.append)
+    assert ask(again, 7, 5, purpose="first") == [told[2], told[0]]  # by the point, whatever the order
+    assert ask(again, 8, 6, 9, purpose="second") == [
+        *ask(counting(halves=halves), 8),
+        told[1],
+        Evaluation(0.1, told[1].halves),
+    ]
+    assert metric.ledger.spent_on == {"first": 2, "second": 3}
+    assert [query.on_file for query in seen] == [False] * 3 + [True, True, False, True, False]
+    assert [query.spent for query in seen] == [1, 2, 3, 1, 2, 3, 4, 5]
+    kept = json.loads(path.read_text())["evaluations"]
+    assert [(each["phi"], each["cost"], each["asked"]) for each in kept] == [
+        ([5.0], 0.0, 1),
+        ([6.0], 0.1, 1),
+        ([7.0], 0.2, 1),
+        ([8.0], 0.0, 1),
+        ([9.0], 0.1, 1),
+    ]
+
+
+def test_a_point_that_has_moved_is_another(tmp_path: Path) -> None:
+    path = tmp_path / "evaluations.json"
+    ask(CachedMetric(counting(), path), 1.0)
+    for point in (1 + 1e-9, 1 + 1e-3):
+        ask(CachedMetric(counting(), path), point)
+        asked = point > 1 + 1e-6
+        assert len(json.loads(path.read_text())["evaluations"]) == 1 + asked
+
+
+def test_a_metric_with_an_ask_of_its_own_is_asked_by_it() -> None:
+    class Doubled(Metric):
+        def judge(self, model: nn.Module) -> Evaluation:
+            return Evaluation(2 * super().judge(model).cost)
+
+    metric = Doubled(lambda: 0.25, maximize=False)
+    assert (
+        CachedMetric(metric, None).evaluate(nn.Identity(), "x")
+        == metric.evaluate(nn.Identity(), "x")
+        == Evaluation(0.5)
+    )
+    assert metric.ledger.spent == 2
+
+
+def test_other_tensors_are_another_model_and_a_point_asked_twice_is_kept_twice(tmp_path: Path) -> None:
+    path = tmp_path / "evaluations.json"
+    ask(CachedMetric(counting(), path), 1.0)
+    start = Start(torch.zeros(1), {"mean": torch.ones(2)})
+    ask(CachedMetric(counting(), path).of(start), 1.0)
+    kept = json.loads(path.read_text())["evaluations"]
+    assert [bool(each["replaced"]) for each in kept] == [False, True]
+    told = ask(CachedMetric(counting(), tmp_path / "twice.json"), 1.0, 1.0)
+    assert [each.cost for each in told] == [0.0, 0.1]
+    assert ask(CachedMetric(counting(), tmp_path / "twice.json"), 1.0, 1.0, 1.0) == [*told, Evaluation(0.0)]
+    remembered = CachedMetric(counting(), None)  # without a file it is the metric
+    assert [remembered.cost(nn.Identity(), "x") for _ in range(3)] == [0.0, 0.1, 0.2]
+
+
+# --- The file of evaluations ---------------------------------------------------------------------------------------
+
+
+UNBOUNDED = CostScale(maximize=False, bounds=None, name="x")
+START = Start(torch.zeros(7))
+REPLACING = Start(torch.zeros(7), {"mean": torch.ones(2)}, settings={"size": 566, "soft": 0.1 + 0.2, "flip": True})
+
+
+def phi(dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(7, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_points_and_answers_come_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    path = tmp_path / "kept.json"
+    points = [KeptPoint.of(id, phi(dtype) * id, START if id else REPLACING) for id in range(5)]
+    kept = KeptEvaluations(path, UNBOUNDED)
+    kept.ask(points)
+    also = {"recall[person]": 0.1 + 0.2, "ece": 5e-324, "\u00e9 \n": 1 / 3}
+    one = Evaluation(0.1 + 0.2, (1 / 3, 2 / 3), 1e-17, also=also)
+    several = Evaluation.of(0.1, [(1 / 3, 2 / 3), (0.1 + 0.2, 1e-17)], 0.5)
+    kept.tell(KeptEvaluation.evaluated(points[2], one, 3))
+    kept.tell(KeptEvaluation.evaluated(points[4], several, 1))
+    kept.tell(KeptEvaluation.evaluated(points[0], Evaluation(9.0, failed=True, also=also), 3))
+    kept.tell(KeptEvaluation.without(points[1]))
+    again = KeptEvaluations(path, UNBOUNDED)
+    assert again.open == {3: points[3]}
+    assert again.evaluations == kept.evaluations
+    assert [again.evaluations[id].evaluation for id in (2, 4, 0, 1)] == [one, several, None, None]
+    found = [(each.failed, each.given_up, each.asked, each.also) for _, each in sorted(again.evaluations.items())]
+    # Of a stand-in for what failed nothing is kept: its values are another evaluation's.
+    assert found == [(True, False, 3, None), (False, True, 0, None), (False, False, 3, also), (False, False, 1, None)]
+    assert again.answered == 3
+    assert torch.equal(again.evaluations[2].at(phi(dtype)), phi(dtype) * 2)
+    assert_refused(lambda: points[2].at(torch.zeros(3)), ValueError, "7", "phi", "3")
+    before = path.read_bytes()
+    again.tell(again.evaluations[1])
+    assert path.read_bytes() == before
+
+
+def test_a_refused_write_changes_nothing(tmp_path: Path) -> None:
+    def refuse() -> None:
+        raise FileFormatError("gone")
+
+    kept = KeptEvaluations(tmp_path / "kept.json", UNBOUNDED, refuse)
+    point = KeptPoint.of(0, phi(torch.float32), START)
+    kept.ask([point], write=False)
+    assert_refused(lambda: kept.tell(KeptEvaluation.evaluated(point, Evaluation(0.5), 1)), FileFormatError, "gone")
+    assert (kept.evaluations, kept.open) == ({}, {0: point})
+    assert list(tmp_path.iterdir()) == []
+
+
+def written(path: Path, **changes: Any) -> None:
+    content = {"id": 0, "phi": [1.0], "replaced": "", "cost": 0.5, "halves": None, "noise": None}
+    content |= {"failed": False, "given_up": False, "asked": 1} | changes
+    text = to_json([content])
+    path.write_text(f'{{"checksum": "{_checksum(_content([], text))}", {_content([], text)}}}')
+
+
+@pytest.mark.parametrize(
+    ("changes", "bounds", "name"),
+    [
+        ({}, (0.0, 1.0), ""),
+        ({"cost": 1.0}, (0.1, 0.7), ""),  # 0.7 - 1.0 * (0.7 - 0.1) is below 0.1
+        ({"cost": -7.0}, (0.0, 1.0), "-7.0"),
+        ({"cost": 1.5}, (0.0, 9.0), "1.5"),
+        ({"cost": float("nan")}, (0.0, 1.0), "nan"),
+        ({"noise": -0.5}, None, "-0.5"),
+        ({"failed": True}, None, "cost"),
+        ({"phi": [0.5, float("nan")]}, None, "0"),
+        ({"cost": "x"}, None, "cost"),
+    ],
+)
+def test_an_answer_that_can_be_none_is_not_believed(
+    tmp_path: Path, changes: dict[str, Any], bounds: Any, name: str
+) -> None:
+    path, scale = tmp_path / "kept.json", CostScale(maximize=False, bounds=bounds, name="x")
+    written(path, **changes)
+    if not name:
+        assert KeptEvaluations(path, scale).evaluations[0].cost == changes.get("cost", 0.5)
+        return
+    with pytest.raises(FileFormatError) as caught:
+        KeptEvaluations(path, scale)
+    assert_named(caught, name)
+
+
+def test_points_are_the_same_but_for_rounding() -> None:
+    point = phi(torch.float64)
+    assert same_point(point, point)
+    assert same_point(point * (1 + 1e-8), point)
+    assert not same_point(point * (1 + 1e-4), point)
+    assert same_point(point * 0, point * 0)
+
+
+def test_a_point_is_of_a_model_and_its_settings(tmp_path: Path) -> None:
+    point = KeptPoint.of(0, phi(torch.float32), REPLACING)
+    assert point.is_of(REPLACING)
+    assert not point.is_of(START)
+    assert not point.is_of(Start(torch.zeros(7), REPLACING.buffers))
+    assert not KeptPoint.of(0, phi(torch.float32), START).is_of(REPLACING)
+    kept = KeptEvaluations(tmp_path / "kept.json", UNBOUNDED)
+    kept.ask([point])
+    assert KeptEvaluations(tmp_path / "kept.json", UNBOUNDED).open == {0: point}
+    kept.tell(KeptEvaluation.evaluated(point, Evaluation(0.5), 1))
+    assert KeptEvaluations(tmp_path / "kept.json", UNBOUNDED).evaluations[0].settings == REPLACING.settings
+
+
+def changed(content: dict[str, Any], field: str, value: Any) -> str:
+    content["evaluations"][0][field] = value
+    return json.dumps(content)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda content: "{",
+        lambda content: '{"evaluations": [1]}',
+        lambda content: changed(content, "phi", [2.0]),
+        lambda content: changed(content, "also", {"a": 0.5}),
+        lambda content: json.dumps({**content, "evaluations": content["evaluations"] * 2}),
+    ],
+)
+def test_a_foreign_or_changed_file_is_refused(tmp_path: Path, edit: Any) -> None:
+    path = tmp_path / "kept.json"
+    written(path)
+    path.write_text(edit(json.loads(path.read_text())))
+    assert_refused(lambda: KeptEvaluations(path, UNBOUNDED), FileFormatError, path)
