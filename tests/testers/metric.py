@@ -20,6 +20,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -244,6 +245,8 @@ def assert_same(one: Any, other: Any) -> None:
         assert one.keys() == other.keys()
         for name, value in one.items():
             assert_same(value, other[name])
+    elif is_dataclass(one):
+        assert_same(vars(one), vars(other))
     elif isinstance(one, list | tuple):
         assert len(one) == len(other)
         for value, its in zip(one, other, strict=True):
