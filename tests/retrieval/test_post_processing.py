@@ -1,5 +1,6 @@
-"""What is done to embeddings, beside scikit-learn's PCA and loops over their definitions."""
+"""What is done to embeddings: against scikit-learn and loops, each query new, merged into a model, and as a start."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -7,19 +8,32 @@ import pytest
 import torch
 from sklearn.decomposition import PCA
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import normalize
 
 from helpers.refusals import assert_refused
+from helpers.tensors import rand
 
 pytest.importorskip("faiss")
 
-from metricopt_ext.errors import DataError
+import metricopt_ext as mo
+from metricopt_ext.adapters.attach import attach_film, attach_outputs
+from metricopt_ext.data.halves import class_draws
+from metricopt_ext.errors import AdapterError, DataError
+from metricopt_ext.retrieval.left_out import LeftOut
+from metricopt_ext.retrieval.merge_whitening import merge_whitening, whitening_layer
+from metricopt_ext.retrieval.models import Conv4, Embedder
 from metricopt_ext.retrieval.post_processing import (
     PostProcessing,
     Whitening,
     augmented,
     post_processed,
 )
+from metricopt_ext.retrieval.recall import recalls_left_out
+from metricopt_ext.retrieval.whitening_start import lda_whitening_start, whitened, whitening_start
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.seeding import generator
 
 PLAIN = PostProcessing()
 
@@ -29,10 +43,6 @@ def drawn(n: int, d: int = 5, seed: int = 0) -> Tensor:
     rng = torch.Generator().manual_seed(seed)
     factors = torch.randn(d, d, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
     return 1 + torch.randn(n, d, generator=rng, dtype=torch.float64) @ factors
-
-
-def distances(x: Tensor) -> Tensor:
-    return (x[:, None] - x).square().sum(-1)
 
 
 def naive_augmented(items: Any, k: int) -> np.ndarray:
@@ -53,9 +63,13 @@ def naive_augmented(items: Any, k: int) -> np.ndarray:
 def test_power_1_is_scikit_learn_s_whitening() -> None:
     fitted, x = drawn(60), drawn(20, seed=1)
     theirs = PCA(whiten=True).fit(fitted.numpy()).transform(x.numpy())
-    ours = Whitening.of(fitted).applied(x, 1.0).numpy()
+    whitening = Whitening.of(fitted)
+    ours = whitening.applied(x, 1.0).numpy()
     assert ours.shape == (20, 5)
     np.testing.assert_allclose(ours * np.sign(ours[0]) * np.sign(theirs[0]), theirs, rtol=1e-10, atol=1e-10)
+    for power in (0.0, 0.25, 1.0):  # half the power goes half the way, and none is a rotation
+        variances = whitening.applied(fitted, power).var(0)
+        torch.testing.assert_close(variances, whitening.variances ** (1 - power), rtol=1e-10, atol=0)
 
 
 def test_within_classes_distances_are_those_of_scikit_learn_s_discriminant_analysis() -> None:
@@ -74,33 +88,19 @@ def test_within_classes_distances_are_those_of_scikit_learn_s_discriminant_analy
     assert_refused(lambda: Whitening.within(x[:11], torch.arange(11) % 7).applied(x, 1.0), DataError, "whitening", "4")
 
 
-def test_power_0_is_a_rotation_and_half_the_power_half_the_way() -> None:
-    fitted, x = drawn(60), drawn(20, seed=1)
-    whitening = Whitening.of(fitted)
-    torch.testing.assert_close(distances(whitening.applied(x, 0.0)), distances(x), rtol=1e-10, atol=1e-10)
-    for power in (0.25, 0.5, 1.0):
-        variances = whitening.applied(fitted, power).var(0)
-        torch.testing.assert_close(variances, whitening.variances ** (1 - power), rtol=1e-10, atol=0)
-    # The symmetric matrix C^(-p/2) gives the same distances as components scaled by their deviations.
-    values, vectors = np.linalg.eigh(np.cov(fitted.numpy().T))
-    symmetric = torch.from_numpy(vectors * values**-0.25 @ vectors.T)
-    torch.testing.assert_close(distances(whitening.applied(x, 0.5)), distances(x @ symmetric), rtol=1e-9, atol=1e-9)
-
-
-def test_directions_without_variance_are_left_out() -> None:
-    flat = torch.cat([drawn(60), 2 * drawn(60)[:, :1], torch.ones(60, 1, dtype=torch.float64)], 1)
-    whitening = Whitening.of(flat)
-    assert len(whitening.variances) == 5
-    x = torch.cat([drawn(9, seed=1), 2 * drawn(9, seed=1)[:, :1], torch.ones(9, 1, dtype=torch.float64)], 1)
-    # 1 + 4 times the variance along the doubled axis: the same as of the first five, scaled by sqrt(5) there.
-    scaled = torch.cat([5**0.5 * drawn(60)[:, :1], drawn(60)[:, 1:]], 1)
-    expected = Whitening.of(scaled).applied(
-        torch.cat([5**0.5 * drawn(9, seed=1)[:, :1], drawn(9, seed=1)[:, 1:]], 1), 1
+@pytest.mark.parametrize("rows", [60, 100_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_directions_without_variance_are_left_out(rows: int, dtype: torch.dtype) -> None:
+    """A hundredth of the largest spread is none of rounding; a sum of two others and a constant are."""
+    x = torch.randn(rows, 3, generator=torch.Generator().manual_seed(0)).to(dtype) * torch.tensor([1.0, 0.1, 0.01]).to(
+        dtype
     )
-    torch.testing.assert_close(distances(whitening.applied(x, 1.0)), distances(expected), rtol=1e-9, atol=1e-9)
-    single = Whitening.of(flat.float())
-    assert len(single.variances) == 5
-    assert single.applied(x.float(), 0.5).dtype == torch.float32
+    flat = torch.cat([x, x[:, :1] + x[:, 1:2], torch.ones(rows, 1, dtype=dtype)], 1) + 1
+    whitening = Whitening.of(flat)
+    assert len(whitening.variances) == 3
+    found = whitening.applied(flat, 1.0)
+    assert found.dtype == dtype
+    torch.testing.assert_close(torch.cov(found.double().T), torch.eye(3).double(), rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -109,18 +109,17 @@ def test_directions_without_variance_are_left_out() -> None:
         (lambda: Whitening.of(drawn(1)), ("2", "(1, 5)")),
         (lambda: Whitening.of(torch.ones(9, 5)), ("9",)),
         (lambda: Whitening.of(torch.full((9, 5), torch.nan)), ("NaN",)),
-        (
-            lambda: Whitening.of(drawn(5)).projection(0.5),
-            ("5",),
-        ),
-        (
-            lambda: Whitening.of(drawn(9)).applied(drawn(9, 4), 0.5),
-            ("5", "4"),
-        ),
+        (lambda: Whitening.of(drawn(5)).projection(0.5), ("5",)),
+        (lambda: Whitening.of(drawn(9)).applied(drawn(9, 4), 0.5), ("5", "4")),
+        (lambda: augmented(torch.eye(9)[:, :5], 2), ("0",)),  # a zero has no cosine
+        (lambda: post_processed(drawn(9), PostProcessing(whitening=0.5)), ()),
+        (lambda: post_processed(drawn(9), PostProcessing(augmentation=2)), ()),
+        (lambda: PostProcessing(whitening=1.5), ("whitening", "1.5", "0")),
+        (lambda: PostProcessing(augmentation=-1), ("augmentation", "-1", "0")),
     ],
 )
-def test_what_can_t_be_whitened_is_refused(call: Any, names: tuple[str, ...]) -> None:
-    assert_refused(call, DataError, *names)
+def test_what_can_t_be_done_is_refused(call: Any, names: tuple[str, ...]) -> None:
+    assert_refused(call, ValueError, *names)
 
 
 # --- Neighbours --------------------------------------------------------------------------------------------------
@@ -132,23 +131,12 @@ def test_augmentation_is_that_of_the_definition(k: int) -> None:
     np.testing.assert_allclose(augmented(x, k), naive_augmented(x, k), rtol=1e-12, atol=1e-13)
 
 
-def test_a_zero_has_no_cosine() -> None:
-    x = drawn(9)
-    x[3] = 0
-    assert_refused(lambda: augmented(x, 2), DataError, "0")
-
-
 # --- All of it ---------------------------------------------------------------------------------------------------
-
-
-def test_by_default_nothing_is_done() -> None:
-    x = drawn(9)
-    assert post_processed(x, PLAIN) is x
-    assert post_processed(x, PLAIN, queries=torch.arange(9) < 3) is x
 
 
 def test_what_is_done_comes_in_order() -> None:
     x, mask = drawn(40), torch.arange(40) % 4 == 0
+    assert post_processed(x, PLAIN, queries=mask) is x  # by default nothing is done
     before = x.clone()
     fitted = Whitening.of(drawn(60, seed=2))
     found = post_processed(x, PostProcessing(whitening=0.5, augmentation=3), fitted, mask)
@@ -161,27 +149,238 @@ def test_what_is_done_comes_in_order() -> None:
     assert torch.equal(x, before)
 
 
-def test_what_is_missing_is_said() -> None:
-    assert_refused(lambda: post_processed(drawn(9), PostProcessing(whitening=0.5)), ValueError)
-    assert_refused(lambda: post_processed(drawn(9), PostProcessing(augmentation=2)), ValueError)
+FEW_KS = (1, 2, 4)
+
+
+def nearby(n: int = 36, d: int = 6, classes: int = 9) -> tuple[Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(3)
+    y = torch.arange(n) % classes
+    x = torch.randn(classes, d, generator=rng, dtype=torch.float64)[y]
+    return x + 0.8 * torch.randn(n, d, generator=rng, dtype=torch.float64), y
+
+
+def one_by_one(x: Tensor, k: int, distance: str) -> list[tuple[Tensor, Tensor]]:
+    """For each query, the others from the nearest on, and their distances: of a gallery that never had the query."""
+    found = []
+    for i in range(len(x)):
+        others = torch.tensor([j for j in range(len(x)) if j != i])
+        gallery, query = normalize(augmented(x[others], k)), x[i : i + 1]
+        if distance == "cosine":
+            query = normalize(query)
+        far = -(gallery @ query[0]) if distance == "ip" else (gallery - query).square().sum(1)
+        order = far.argsort(stable=True)
+        found.append((others[order], far[order]))
+    return found
+
+
+@pytest.mark.parametrize("distance", ["l2", "ip", "cosine"])
+@pytest.mark.parametrize("k", [3, 35, 80])
+def test_each_query_is_new(k: int, distance: Any) -> None:
+    x, _ = nearby()
+    expected = one_by_one(x, k, distance)
+    rows = np.arange(3, 36)
+    parts = list(LeftOut(x, k, distance).keys(rows))
+    keys = np.concatenate([each for _, each in parts])
+    for i, key in zip(rows, keys, strict=True):
+        assert key[i] == math.inf
+        assert np.argsort(key, kind="stable")[:-1].tolist() == expected[i][0].tolist()
+
+
+@pytest.mark.parametrize("subset", [None, 20])
+def test_recalls_are_of_the_queries_and_halves_of_what_is_in_them(subset: int | None) -> None:
+    x, y = nearby()
+    y = torch.where(torch.arange(36) == 7, 77, y)  # without a match
+    draws = class_draws(y, 0)
+    assert not isinstance(draws, str)
+    told = recalls_left_out(x, y, FEW_KS, draws, 4, "l2", subset, 5)
+    rows = [i for i in range(36) if i != 7]
+    if subset:
+        # The same queries as those of the plain recall with the seed: those that it can be told by.
+        chosen = torch.randperm(35, generator=generator(5, "recall queries"))[:subset]
+        rows = sorted(rows[i] for i in chosen.tolist())
+    expected = one_by_one(x, 4, "l2")
+
+    def mean(members: set[int]) -> float:
+        own = [i for i in rows if i in members]
+        places = []
+        for i in own:
+            near = [j for j in expected[i][0].tolist() if j in members]
+            places.append([bool(y[j] == y[i]) for j in near].index(True))
+        return float(np.mean([np.mean([place < k for place in places]) for k in FEW_KS]))
+
+    assert told == pytest.approx(mean(set(range(36))), abs=1e-12)
+    assert told.halves is not None
+    assert len(told.halves) == len(draws)
+    for halves, pair in zip(draws, told.halves, strict=True):
+        assert pair == pytest.approx([mean(set(half.tolist())) for half in halves], abs=1e-12)
+    assert 0.2 < told < 0.98
+    with pytest.raises(DataError):
+        recalls_left_out(torch.zeros_like(x), y, FEW_KS, [], 4, "l2")
+
+
+HALF = PostProcessing(whitening=0.5)
+
+
+def linear_network(bias: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 9), nn.ReLU(), nn.Dropout(0.5), nn.Linear(9, 5, bias=bias), nn.Identity()
+    ).double()
+
+
+def embedded(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_model_alone_gives_whitened_embeddings(bias: bool) -> None:
+    model, x = linear_network(bias), rand(12, 6, seed=1)
+    whitening = Whitening.of(embedded(model, rand(60, 6, seed=0)))
+    expected = whitening.applied(embedded(model, x), 0.75)
+    modes = [module.training for module in model.train().modules()]
+    (left,) = merge_whitening(model, whitening, PostProcessing(whitening=0.75), x[:2])
+    assert "torch.nn.functional.normalize" in left  # a layer can't make lengths 1
+    assert [module.training for module in model.modules()] == modes
+    torch.testing.assert_close(embedded(model, x), expected, rtol=1e-12, atol=1e-12)
+    assert model[3].out_features == 5
+    assert model[3].weight.requires_grad
+    assert model(x).dtype == torch.float64
+    assert not model[3]._forward_hooks
+
+
+def test_appended_it_gives_the_same() -> None:
+    torch.manual_seed(0)
+    model, x = Embedder(Conv4(1, 8, 6, 4)).double().eval(), torch.rand(40, 1, 8, 8, dtype=torch.float64)
+    whitening = Whitening.of(embedded(model, x))
+    assert_refused(lambda: merge_whitening(model, whitening, HALF, x[:2]), AdapterError, "1", "nn.Sequential")
+    appended = nn.Sequential(model, whitening_layer(whitening, 0.5))
+    expected = whitening.applied(embedded(model, x), 0.5)
+    torch.testing.assert_close(embedded(appended, x), expected, rtol=1e-11, atol=1e-11)
+    # Once more, into what was appended.
+    post = PostProcessing(whitening=0.5, augmentation=8)
+    _, augmentation = merge_whitening(appended, Whitening.of(expected), post, x[:2])
+    assert "augmented(gallery, 8)" in augmentation
+
+
+def positive() -> nn.Module:
+    """Ends with a ReLU that does nothing, until a whitening is before it."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU()).double()
+    with torch.no_grad():
+        model[0].bias += 100
+    return model
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Linear(6, 6).double() for _ in range(2))
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).relu())  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "names"),
+    ("model", "names"),
     [
-        ({"whitening": 1.5}, ("whitening", "1.5", "0")),
-        ({"whitening": -0.5}, ("whitening", "-0.5")),
-        ({"augmentation": -1}, ("augmentation", "-1", "0")),
+        (Tied(), ("weights",)),
+        (positive(), ("whitening",)),
+        (nn.Sequential(linear_network(), nn.Tanh()), ()),
     ],
 )
-def test_what_can_t_be_done_is_refused(arguments: dict[str, Any], names: tuple[str, ...]) -> None:
-    assert_refused(lambda: PostProcessing(**arguments), ValueError, *names)
+def test_what_can_t_be_merged_is_refused(model: nn.Module, names: tuple[str, ...]) -> None:
+    x = rand(60, 6, seed=0)
+    before = embedded(model, x)
+    assert_refused(lambda: merge_whitening(model, Whitening.of(before), HALF, x[:4]), AdapterError, *names)
+    assert torch.equal(embedded(model, x), before)
 
 
-@pytest.mark.parametrize("rows", [1000, 100_000])
-def test_the_rank_does_not_hang_on_how_many_embeddings_there_are(rows: int) -> None:
-    """A direction of a hundredth of the largest spread is none of rounding, a sum of two others is."""
-    x = torch.randn(rows, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 0.1, 0.01])
-    x = torch.cat([x, x[:, :1] + x[:, 1:2]], 1) + 1  # the fourth column is the sum of two, but for rounding
-    whitening = Whitening.of(x)
-    assert len(whitening.variances) == 3
+def test_an_adapter_is_merged_first() -> None:
+    model, x = linear_network(), rand(60, 6, seed=0)
+    whitening = Whitening.of(embedded(model, x))
+    adapter: Any = mo.attach_film(model, ["3"], dim=3)
+    assert_refused(lambda: merge_whitening(model, whitening, HALF, x), AdapterError, "phi")
+    adapter.merge()
+    wrong = Whitening.of(rand(60, 6, seed=5))
+    assert_refused(lambda: merge_whitening(model, wrong, HALF, x), AdapterError, "whitening", "6", "outputs", "5")
+    assert model[3].out_features == 5
+
+
+def task_of(model: nn.Module) -> FinetuneTask:
+    return FinetuneTask(attach_film(model, dim=3), metric=Metric(lambda model: 0.0, maximize=True))
+
+
+def network(bias: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9), nn.ReLU(), nn.Linear(9, 5, bias=bias)).double().eval()
+
+
+@torch.no_grad()
+def test_it_is_the_setting_at_one() -> None:
+    task, x, others = task_of(network()), rand(12, 6, seed=1), rand(60, 6, seed=0)
+    before = {name: value.clone() for name, value in task.adapter.model.state_dict().items()}
+    plain, whitening = task.adapter.model(x), Whitening.of(task.adapter.model(others))
+    start = whitening_start(task, iter(others.split(20)))
+    assert start.parameters.keys() == {"3.weight", "3.bias"}
+    assert not start.phi.any()
+    with task.adapter.applied(start) as model:
+        found = model(x)
+        spread = torch.cov(model(others).T)
+    torch.testing.assert_close(found, whitening.applied(plain, 1.0), rtol=1e-10, atol=1e-10)
+    of_one = post_processed(plain, PostProcessing(whitening=1.0), whitening)
+    torch.testing.assert_close(nn.functional.normalize(found), of_one, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(spread, torch.eye(5).double(), rtol=0, atol=1e-10)
+    assert all(torch.equal(value, before[name]) for name, value in task.adapter.model.state_dict().items())
+
+
+def test_where_no_layer_can_take_it_the_reason_is_said() -> None:
+    assert_refused(lambda: whitening_start(task_of(network(bias=False)), [rand(60, 6, seed=0)]), AdapterError)
+    images = torch.rand(40, 1, 8, 8, dtype=torch.float64)
+    embedder = task_of(Embedder(Conv4(1, 8, 6, 4)).double().eval())
+    assert_refused(lambda: whitening_start(embedder, [images]), AdapterError, "1")
+    assert_refused(
+        lambda: whitening_start(
+            task_of(nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9)).double().eval()), [rand(60, 6, seed=0)]
+        ),
+        AdapterError,
+    )
+    assert_refused(lambda: whitening_start(task_of(network()), [rand(5, 6, seed=0)]), DataError)
+    assert_refused(lambda: whitening_start(task_of(network()), []), DataError)
+    assert_refused(
+        lambda: whitening_start(task_of(network()), [(rand(60, 6, seed=0), torch.zeros(60))]), DataError, "0"
+    )
+
+
+@torch.no_grad()
+def test_one_within_classes_is_merged_alike() -> None:
+    task, x = task_of(network()), rand(60, 6, seed=0)
+    labels = torch.arange(60) % 4
+    plain = task.adapter.model(x)
+    start = lda_whitening_start(task, x.split(20), labels)
+    with task.adapter.applied(start) as model:
+        found = model(x)
+    torch.testing.assert_close(found, Whitening.within(plain, labels).applied(plain, 1.0), rtol=1e-10, atol=1e-10)
+
+
+@torch.no_grad()
+def test_any_model_is_whitened_by_a_layer_behind_it() -> None:
+    task, x = task_of(nn.Sequential(network(), nn.Softmax(1)).eval()), rand(60, 6, seed=0)
+    plain, labels, post = task.adapter.model(x), torch.arange(60) % 4, PostProcessing(whitening=1.0)
+    for given, whitening in ((None, Whitening.of(plain)), (labels, Whitening.within(plain, labels))):
+        model = whitened(task, x.split(20), given)
+        torch.testing.assert_close(model(x), post_processed(plain, post, whitening), rtol=1e-8, atol=1e-8)
+    assert torch.equal(task.adapter.model(x), plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@torch.no_grad()
+def test_half_precision_keeps_all_directions(dtype: torch.dtype) -> None:
+    model = nn.Linear(4, 4).to(dtype).eval()
+    model.weight.copy_(torch.diag(torch.tensor([1.0, 0.9, 0.8, 0.7])))
+    adapter = attach_outputs(model)
+    task = FinetuneTask(adapter, metric=Metric(lambda model: 0.0, maximize=True))
+    x = rand(2000, 4, seed=0).to(dtype)
+    with adapter.applied(whitening_start(task, x.split(500))) as whitened_model:
+        spread = whitened_model(x).float().std(0)
+    torch.testing.assert_close(spread, torch.ones(4), rtol=0, atol=0.05)

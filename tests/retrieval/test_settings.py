@@ -19,7 +19,6 @@ from helpers.networks import Counted
 from helpers.refusals import assert_refused
 from metricopt_ext.data.halves import class_draws
 from metricopt_ext.data.labelled import Split
-from metricopt_ext.experiment.passes import Noticing
 from metricopt_ext.retrieval.accuracy import RecallCalculator
 from metricopt_ext.retrieval.config import MetricConfig
 from metricopt_ext.retrieval.merge_whitening import merge_whitening
@@ -75,16 +74,6 @@ def value(metric: Metric, model: nn.Module) -> float:
 # --- What is judged ----------------------------------------------------------------------------------------------
 
 
-def test_defaults_are_today_s_evaluation() -> None:
-    model, metric = Embedder(), task_metric()
-    plain = metric.evaluate(model, "test")
-    settings = retrieval_settings(metric, whiten_on=examples(1)[0])
-    with settings.applied({}) as values:
-        assert metric.evaluate(model, "test") == plain
-    assert values == {"whitening": 0.0, "augmentation": 0}
-    assert settings.factor({"whitening": 0.5, "augmentation": 8}) == 1
-
-
 @pytest.mark.parametrize("power", [0.25, 1.0])
 def test_a_whitening_is_fitted_on_what_it_is_given(power: float) -> None:
     model, metric = Embedder(), task_metric()
@@ -102,22 +91,6 @@ def test_a_whitening_is_fitted_on_what_it_is_given(power: float) -> None:
     np.testing.assert_allclose(1 - np.array(found.pairs), np.array(pairs), rtol=0, atol=1e-12)
     assert found.cost != before.cost
     assert metric.evaluate(model, "test") == before
-
-
-def test_every_way_to_name_the_inputs_is_the_same() -> None:
-    model, metric, test = Embedder(), task_metric(), recall_metric(batches(1), ks=KS)
-    values = {"whitening": 0.5}
-    found = []
-    for given in (batches(1), [each[0] for each in batches(1)], examples(1)[0], test):
-        with retrieval_settings(metric, whiten_on=given).applied(values):
-            found.append(metric.evaluate(model, "test"))
-    assert found[1:] == found[:1] * 3
-    with retrieval_settings(metric, test, whiten_on=metric).applied(values):
-        both = value(metric, model), value(test, model)
-    post, own = PostProcessing(whitening=0.5), Whitening.of(embeddings(model, 0))
-    expected = [recall_at_k(post_processed(embeddings(model, s), post, own), examples(s)[1], KS).mean for s in (0, 1)]
-    assert both == pytest.approx(expected, abs=1e-12)
-    assert 1 - found[0].cost != both[0]
 
 
 def test_augmentation_makes_every_query_new() -> None:
@@ -143,22 +116,6 @@ def test_of_a_gallery_alone() -> None:
     items = augmented(gallery, 4), examples(1)[1]
     assert found == pytest.approx(recall_at_k(queries, examples(0)[1], KS, gallery=items, distance="cosine").mean)
     assert metric.evaluate(model, "test") == plain
-
-
-def test_the_tools_metric() -> None:
-    model, (x, y) = Embedder(), examples(0)
-    draws = class_draws(y, 0)
-    part = Split(x, y)
-    metric = build_metric(MetricConfig(ks=[1, 2, 4]), part, draws, new_classes=True)
-    own = task_metric()
-    plain = metric.evaluate(model, "test")
-    values = [{"whitening": 0.5}, {"augmentation": 4}, {"whitening": 1.0, "augmentation": 8}]
-    for each in values:
-        with retrieval_settings(metric, own, whiten_on=examples(1)[0]).applied(each):
-            found = metric.evaluate(model, "test")
-            assert found == own.evaluate(model, "test")
-        assert len(found.pairs) == 8
-    assert metric.evaluate(model, "test") == plain == own.evaluate(model, "test")
 
 
 def test_what_counts_besides_is_judged_alike() -> None:
@@ -217,21 +174,6 @@ def test_settings_alone_run_no_model_and_give_the_same_to_the_last_digit() -> No
     assert model.runs == 15  # nothing is kept where no settings are tuned
 
 
-def test_metrics_that_embed_otherwise_have_whitenings_of_their_own() -> None:
-    model, values = Embedder(), {"whitening": 1.0}
-    loud = recall_metric(batches(0), ks=KS, embed=lambda model, x: model(x * torch.tensor([1.0, 1, 1, 1, 9, 9])))
-    plain, found = task_metric(), list[float]()
-    for metric in (plain, loud):
-        with retrieval_settings(metric, whiten_on=batches(1)).applied(values):
-            found.append(value(metric, model))
-    settings = retrieval_settings(plain, task_metric(), loud, whiten_on=batches(1))
-    for _ in range(2):
-        with settings.applied(values):
-            assert [value(plain, model), value(loud, model)] == found
-    assert found[0] != found[1]
-    assert settings.passes == 4
-
-
 def test_what_values_do_goes_to_an_index_and_into_the_model() -> None:
     model, metric = Embedder().double(), task_metric()
     x = examples(0)[0].double()
@@ -274,17 +216,6 @@ def test_phi_and_starts_are_told_apart() -> None:
     assert settings.passes == 3
     assert found[:2] == found[2:]
     assert found[0] != found[1]
-
-
-def test_one_that_counts_calls_has_the_same_embeddings() -> None:
-    model, metric = Embedder(), task_metric()
-    noticing = Noticing(metric.function)
-    counted = Metric(noticing, **metric.settings)
-    settings = retrieval_settings(counted, whiten_on=counted)
-    for _ in range(3):
-        with settings.applied({"whitening": 0.5}):
-            counted.cost(model, "test")
-    assert noticing.runs == settings.passes == 1
 
 
 # --- Under pytorch-metric-learning -------------------------------------------------------------------------------
