@@ -12,11 +12,11 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from PIL import Image
-from testers.loader import InFolders, Picture, Truth, class_names, paint, painted
 from torch import nn
 
 from helpers.modules import forgotten
 from helpers.refusals import assert_refused, assert_warned
+from testers.loader import InFolders, Picture, Truth, class_names, paint, painted
 
 pytest.importorskip("torchvision")
 pytest.importorskip("faiss")
