@@ -2,6 +2,8 @@
 
 from typing import Any, ClassVar
 
+import pytest
+
 from metricopt_ext.methods.algorithm1 import Algorithm1
 from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
 from metricopt_ext.methods.recipe import Recipe
@@ -12,27 +14,33 @@ from testers.strategy import StrategyTester
 
 
 class TestGuided(StrategyTester):
-    pass
+    refuses_noise = True
+    beats = "random"
 
 
+@pytest.mark.slow
 class TestGuidedFromStarts(StrategyTester):
     starts = True
 
 
+@pytest.mark.slow
 class TestGuidedFromLines(StrategyTester):
     lines = True
 
 
+@pytest.mark.slow
 class TestGuidedUnderAConstraint(StrategyTester):
     constraint = True
 
 
+@pytest.mark.slow
 class TestGuidedWithSettings(StrategyTester):
     settings = True
 
 
+@pytest.mark.slow
 class TestGuidedWithHoldout(StrategyTester):
-    holdout = True
+    holdout = refuses_noise = True
 
 
 class TestGuidedWithAll(StrategyTester):
@@ -40,37 +48,48 @@ class TestGuidedWithAll(StrategyTester):
     starts = lines = constraint = settings = holdout = True
 
 
+@pytest.mark.slow
 class TestGuidedRepeated(StrategyTester):
     queries = 36
+    refuses_noise = True
     metric_options: ClassVar = {"repeats": 2}
 
 
 class TestCMAES(StrategyTester):
+    refuses_noise, beats = True, "start"
+
     def strategy(self) -> Any:
         return CMAES()
 
 
 class TestCMAESWithAll(TestCMAES):
+    refuses_noise, beats = False, None
     starts = lines = constraint = settings = holdout = True
 
 
 class TestGuidedES(StrategyTester):
+    refuses_noise, beats = True, "start"
     queries = 30
 
     def strategy(self) -> Any:
         return GuidedES()
 
 
+@pytest.mark.slow
 class TestGuidedESWithAll(TestGuidedES):
+    refuses_noise, beats = False, None
     starts = lines = constraint = settings = True
 
 
 class TestRandomSearch(StrategyTester):
+    refuses_noise, beats = True, "start"
+
     def strategy(self) -> Any:
         return RandomSearch()
 
 
 class TestRecipe(StrategyTester):
+    refuses_noise, beats = True, "start"
     queries = 62
     asks_and_tells, collected_again = False, 9
 
@@ -78,11 +97,14 @@ class TestRecipe(StrategyTester):
         return Recipe(steps=6, evals=3, rounds=2, folds=2, trials=1, learners=(RidgeLearner(),))
 
 
+@pytest.mark.slow
 class TestRecipeWithHoldout(TestRecipe):
-    holdout = True
+    holdout, beats = True, None
 
 
+@pytest.mark.slow
 class TestAlgorithm1(StrategyTester):
+    refuses_noise = True
     queries = 30
     asks_and_tells, collected_again = False, 9
 
@@ -91,6 +113,7 @@ class TestAlgorithm1(StrategyTester):
 
 
 class TestAlgorithmS1(StrategyTester):
+    refuses_noise = True
     queries = 30
     asks_and_tells, collected_again = False, 9
 

@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.refusals import assert_refused
 from helpers.tensors import rand
 from metricopt_ext.search.guided_es import (
     analytic_direction,
@@ -51,11 +50,6 @@ def test_spectrum_of_sigma(k: int, d: int) -> None:
     assert float(sigma.trace()) == pytest.approx(1, abs=1e-12)
 
 
-def test_without_gradients_sigma_is_isotropic() -> None:
-    for history in (rand(0, 5), torch.zeros(3, 5).double()):
-        np.testing.assert_allclose(covariance(history), np.eye(5) / 5, rtol=1e-14)
-
-
 g, h = rand(2, 5, seed=3)
 zero = torch.zeros(5).double()
 
@@ -97,27 +91,6 @@ def test_rows_of_a_batch_have_their_own_rank() -> None:
     for row, span in enumerate([[g, h], [g], []]):
         sigma = dense_covariance(torch.stack(span).numpy() if span else np.zeros((0, 5)))
         np.testing.assert_allclose(direction[row], 2 * sigma @ gradient[row].numpy(), atol=1e-12)
-
-
-@pytest.mark.parametrize("scale", [1.0, 1e-15])
-def test_single_precision(scale: float) -> None:
-    history = rand(3, 100)
-    history[2] = history[0] + history[1]
-    single = (scale * history).float()
-    basis, rank = orthonormal_basis(single)
-    assert int(rank) == 2
-    span = history[:2].numpy()
-    np.testing.assert_allclose(basis @ basis.mT, np.linalg.pinv(span) @ span, atol=1e-5)
-    assert analytic_direction(single[0], single).dtype == torch.float32
-
-
-def test_direction_is_the_expected_search_step() -> None:
-    """Eq. 4 by brute force: for linear f the mean of eps (f(phi+eps) - f(phi-eps)) / s^2, eps ~ N(0, s^2 Sigma)."""
-    history, gradient = rand(2, 4), rand(4, seed=1)
-    rng = np.random.default_rng(0)
-    eps = rng.multivariate_normal(np.zeros(4), dense_covariance(history.numpy()), size=400_000)
-    estimate = (eps * (2 * eps @ gradient.numpy())[:, None]).mean(0)
-    np.testing.assert_allclose(analytic_direction(gradient, history), estimate, atol=0.015)
 
 
 # --- The sampled estimate ------------------------------------------------------------------------------------
@@ -168,13 +141,6 @@ def test_estimate_is_the_naive_loop(shape: tuple[int, ...], k: int, count: int, 
         torch.testing.assert_close(u[index], expected, rtol=1e-10, atol=1e-12)
 
 
-def test_expected_estimate_is_the_analytic_direction() -> None:
-    phi, history, gradient = rand(5), rand(2, 5, seed=1), rand(5, seed=2)
-    u = es_direction(lambda p: p @ gradient + 7, phi, history, generator=rng(), count=1_000_000, variance=0.04)
-    expected = analytic_direction(gradient, history)
-    assert float((u - expected).norm() / expected.norm()) < 0.01
-
-
 @pytest.mark.parametrize("history", [rand(1, 6, seed=1), rand(2, 6, seed=1), rand(3, 6, seed=1)])
 def test_k_as_printed_divides_by_itself_from_the_first_gradient_on(history: Tensor) -> None:
     """With k = 3: s (e1 / sqrt(2d) + U e2 / sqrt(6)), and with three gradients the same as without it."""
@@ -193,12 +159,6 @@ def test_k_as_printed_divides_by_itself_from_the_first_gradient_on(history: Tens
     assert torch.allclose(u, grown) == (len(history) == 3)
 
 
-def test_rows_draw_independently() -> None:
-    phi, history = torch.zeros(2, 6).double(), rand(3, 6).expand(2, 3, 6)
-    first, second = es_direction(lambda p: p.sum(-1), phi, history, generator=rng())
-    assert not torch.allclose(first, second)
-
-
 def test_black_box_without_gradient() -> None:
     """Counts in integers, double costs of single-precision points: all that a metric may be."""
 
@@ -212,27 +172,3 @@ def test_black_box_without_gradient() -> None:
     assert not u.requires_grad
     expected = analytic_direction(torch.full((6,), 10.0), history)
     assert float(torch.cosine_similarity(u, expected, dim=0)) > 0.95
-
-
-def test_draws_come_from_the_generator_alone() -> None:
-    phi, history = rand(6), rand(3, 6, seed=1)
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    first = es_direction(wavy, phi, history, generator=rng(3))
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(2)
-    assert torch.equal(es_direction(wavy, phi, history, generator=rng(3)), first)
-
-
-@pytest.mark.parametrize(("setting", "value"), [("count", 0), ("variance", 0.0), ("variance", -1.0), ("k", 0)])
-def test_impossible_sampling_is_refused(setting: str, value: float) -> None:
-    assert_refused(
-        lambda: es_direction(lambda p: p.sum(-1), rand(4), rand(2, 4), generator=rng(), **{setting: value}),
-        ValueError,
-        setting,
-        value,
-    )
-
-
-def test_impossible_scale_is_refused() -> None:
-    assert_refused(lambda: perturbations(*orthonormal_basis(rand(2, 4)), 3, 0, rng()), ValueError, "scale", "0")

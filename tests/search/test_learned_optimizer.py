@@ -57,38 +57,6 @@ def follow(optimizer: LearnedOptimizer, phi: Tensor, steps: range) -> None:
         optimizer.step()
 
 
-def test_a_closure_tells_the_loss() -> None:
-    one, two = (nn.Parameter(rand(D)) for _ in range(2))
-    optimizers = [LearnedOptimizer([phi], make_rule(sees_metric=False)) for phi in (one, two)]
-    for _ in range(3):
-
-        def closure() -> Tensor:
-            optimizers[0].zero_grad()
-            loss = one.square().sum()
-            loss.backward()
-            return loss
-
-        loss = optimizers[0].step(closure)
-        optimizers[1].zero_grad()
-        two.square().sum().backward()
-        optimizers[1].observe(loss=loss.item())
-        optimizers[1].step()
-        assert torch.equal(one, two)
-
-
-def test_a_schedule_scales_the_rule_s_steps() -> None:
-    phi, still = nn.Parameter(rand(D)), rand(D)
-    moves = []
-    for rate in (1.0, 0.25):
-        phi.data.copy_(still)
-        optimizer = LearnedOptimizer([phi], make_rule(**BLIND), lr=0.5)
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step, rate=rate: rate)
-        phi.grad = rand(D, seed=3)
-        optimizer.step()
-        moves.append(phi.detach() - still)
-    torch.testing.assert_close(0.25 * moves[0], moves[1], rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize("after", [0, 1, 4])
 def test_state_dict_continues_bit_for_bit(after: int) -> None:
     rule, phi = make_rule(), nn.Parameter(rand(D))
@@ -123,18 +91,6 @@ def test_a_copy_steps_as_its_original() -> None:
     assert torch.equal(own, phi)
 
 
-def test_several_parameters_are_one_vector() -> None:
-    whole = nn.Parameter(rand(D))
-    parts = [nn.Parameter(whole.detach()[:3].clone()), nn.Parameter(whole.detach()[3].clone())]
-    optimizers = [LearnedOptimizer([whole], make_rule(**BLIND)), LearnedOptimizer(parts, make_rule(**BLIND))]
-    for step in range(3):
-        whole.grad = rand(D, seed=step)
-        parts[0].grad, parts[1].grad = whole.grad[:3].clone(), whole.grad[3].clone()
-        for optimizer in optimizers:
-            optimizer.step()
-        assert torch.equal(torch.cat([parts[0], parts[1][None]]), whole)
-
-
 @pytest.mark.parametrize(
     ("options", "told", "named"),
     [
@@ -159,14 +115,6 @@ def test_a_rule_that_is_told_too_little_says_so_once(
     texts = [str(each.message) for each in caught if each.category is BlindWarning]
     assert len(texts) == (named is not None)
     assert all(f"trained to see the {named}, which" in text for text in texts)
-
-
-def test_parameters_without_gradients_stay() -> None:
-    phi = nn.Parameter(rand(D))
-    optimizer = LearnedOptimizer([phi], make_rule(**BLIND))
-    optimizer.step()
-    assert torch.equal(phi, rand(D))
-    assert not optimizer.state
 
 
 def test_what_does_not_fit_is_refused() -> None:

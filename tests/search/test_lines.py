@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.refusals import assert_refused
 from metricopt_ext.search.lines import (
     CANDIDATES,
     FIRST,
@@ -90,25 +89,6 @@ def test_the_optimum_of_a_bowl_is_found_within_six_queries(optimum: float) -> No
     assert line.end().queries == 7
 
 
-@pytest.mark.parametrize("optimum", [0.3, 1.2, 1.7])
-def test_what_is_known_saves_queries(optimum: float) -> None:
-    """Known are the starts of a usual run, at t = 0, 1 and 2: four queries more are enough."""
-    cost: Cost = lambda t: (t - optimum) ** 2  # noqa: E731
-    line = searched(cost, 4, 0.0, 1.0, 2.0)
-    assert [float(t) for t in line.points[:3]] == [0.0, 1.0, 2.0]
-    assert len(line.points) == 7
-    assert abs(float(line.end().phi) - optimum) < 0.1
-
-
-def test_it_is_told_in_any_interval() -> None:
-    """The same search in other units: of a setting, say, that begins at 1000 of 500 to 1500."""
-    plain = searched(lambda t: (t - 1.2) ** 2, 5)
-    scaled = searched(lambda s: ((s - 1000) / 200 - 1.2) ** 2, 5, 1000.0, interval=(500.0, 1500.0))
-    np.testing.assert_allclose(
-        [float(t) for t in scaled.points], [1000 + 200 * float(t) for t in plain.points], rtol=1e-9
-    )
-
-
 def test_both_sides_come_first_unless_they_are_known_or_outside() -> None:
     step = FIRST * 5
     assert first_times(INTERVAL, 0.0, known(wavy, 0.0)) == [step, -step]
@@ -146,28 +126,3 @@ def test_the_best_is_that_of_f() -> None:
     assert best_known(INTERVAL, told) == int(
         f.members(torch.tensor([[t] for t, _ in told], dtype=torch.float64)).argmin()
     )
-
-
-def test_points_that_are_given_up_cost_nothing() -> None:
-    line = LineState(INTERVAL, 3, known(wavy, 0.0))
-    assert len(line.ask()) == 2
-    line.give_up(0)
-    line.tell(1, Evaluation(wavy(-0.5)))
-    assert len(line.known) == 2
-    assert len(line.ask()) == 1
-    assert line.end().queries == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "names"),
-    [
-        (((1.0, 1.0), 4), ()),
-        (((-math.inf, 1.0), 4), ()),
-        (((1.0, 2.0), 4), ("0.0", "(1.0, 2.0)")),
-        (((-1.0, 1.0), 4, [(2.0, Evaluation(0.5))]), ("2.0",)),
-        (((-1.0, 1.0), -1), ("queries", "-1")),
-        (((-1.0, 1.0), 4, [(0.5, Evaluation(0.5))]), ("1",)),
-    ],
-)
-def test_what_makes_no_line_is_refused(arguments: tuple, names: tuple[str, ...]) -> None:  # type: ignore[type-arg]
-    assert_refused(lambda: LineState(*arguments), ValueError, *names)

@@ -48,13 +48,6 @@ def test_numbers_are_followed_outwards_while_they_gain() -> None:
     assert state.spent == 5
 
 
-def test_numbers_are_followed_downwards_too() -> None:
-    state = SettingsState(made(SIZE), Evaluation(0.5))
-    batches = run(state, lambda values: values["size"] / 1000)
-    assert asked("size", batches) == [[283, 400, 476], [238], [200]]
-    assert state.end().values == {"size": 200}
-
-
 def test_a_step_that_does_not_gain_ends_it() -> None:
     batches = run(SettingsState(made(SIZE), Evaluation(0.2)), lambda values: 0.5)
     assert asked("size", batches) == [[283, 400, 476]]
@@ -143,17 +136,6 @@ def test_what_takes_too_long_is_not_asked() -> None:
         assert any(values["flip"] for batch in batches for values in batch) == (inference == 2.0)
 
 
-def test_a_number_that_takes_too_long_ends_the_way() -> None:
-    sized = Setting("size", values=SIZES, default=336, inference=lambda size: (size / 336) ** 2)
-    batches = run(SettingsState(made(sized, inference=1.5), Evaluation(0.5)), lambda values: 1 / values["size"])
-    assert asked("size", batches) == [[283, 400]]
-
-
-def test_an_interval_that_takes_too_long_ends() -> None:
-    crops = Setting("crops", 1.0, 5.0, default=1.0, inference=lambda crops: float(crops))
-    assert run(SettingsState(made(crops), Evaluation(0.5)), lambda values: 0.1) == []
-
-
 @pytest.mark.parametrize("queries", [0, 1, 3, 4, 7, 10, 25])
 def test_queries_are_never_exceeded(queries: int) -> None:
     presets = {f"p{i}": {"soft": 0.1 * i + 0.05} for i in range(6)}
@@ -164,13 +146,6 @@ def test_queries_are_never_exceeded(queries: int) -> None:
     assert number >= min(queries, 10)
     fewer = SettingsState(settings, Evaluation(0.5), queries=2)
     assert sum(map(len, run(fewer, lambda values: 0.4))) == min(queries, 2)
-
-
-def test_presets_get_a_share_of_few_queries() -> None:
-    presets = {f"p{i}": {"soft": 0.1 * i + 0.05} for i in range(6)}
-    settings = made(SIZE, Setting("soft", 0.0, 1.0, default=0.0), presets=presets, queries=4)
-    batches = run(SettingsState(settings, Evaluation(0.0)), lambda values: 0.5)
-    assert batches[-1] == [{"size": 336, "soft": 0.05}, {"size": 336, "soft": pytest.approx(0.15)}]
 
 
 def test_free_values_are_where_it_begins() -> None:
@@ -194,19 +169,6 @@ def test_what_was_given_up_costs_no_query_and_is_not_asked_again() -> None:
     batches = run(state, lambda values: None if values["size"] == 400 else values["size"] / 1000)
     assert asked("size", batches) == [[283, 400, 476], [238], [200]]
     assert state.spent == 4
-
-
-def test_answers_of_an_earlier_sitting_are_taken_as_they_are() -> None:
-    state = SettingsState(made(SIZE), Evaluation(0.5))
-    for index, size in enumerate((238, 400, 476)):
-        state.tell(index, Evaluation(size / 1000), {"size": size}) if state.ask() else None
-    assert state.end().values == {"size": 238}
-
-
-def test_what_is_least_may_be_more_than_the_cost() -> None:
-    state = SettingsState(made(SIZE), Evaluation(0.5), rank=lambda each: (each.cost < 0.3, each.cost))
-    run(state, lambda values: values["size"] / 1000)
-    assert state.end().evaluation.cost == 0.4
 
 
 def test_of_an_interval_what_was_given_up_is_left_out_and_a_batch_without_an_answer_ends_it() -> None:

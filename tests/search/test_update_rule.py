@@ -11,7 +11,7 @@ from torch import Tensor
 from helpers.refusals import assert_refused
 from helpers.tensors import rand
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.search.update_rule import FLOOR, LARGEST, Memory, UpdateRule, load_update_rule
+from metricopt_ext.search.update_rule import FLOOR, LARGEST, UpdateRule, load_update_rule
 
 D = 5
 NAN = torch.tensor(math.nan, dtype=torch.float64)
@@ -138,18 +138,6 @@ def test_an_untrained_rule_goes_down_the_averaged_gradient() -> None:
     assert 0.3 < change.norm() / descent.norm() < 3
 
 
-def test_the_running_average_of_gradients() -> None:
-    memory: Memory | None = None
-    expected = rand(D, seed=0)
-    for step in range(4):
-        if step:
-            expected = 0.5 * expected + 0.5 * rand(D, seed=step)
-        _, memory = make_rule(momentum=0.5).propose(rand(D), rand(D, seed=step), NAN, NAN, memory)
-    assert memory is not None
-    torch.testing.assert_close(memory.gradient, expected, rtol=1e-14, atol=1e-15)
-    assert memory.first.isnan().all()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_file_holds_the_rule_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
     rule = UpdateRule(hidden=3, step=0.07, momentum=0.8, sees_loss=False, seed=5).to(dtype)
@@ -173,15 +161,3 @@ def test_foreign_and_broken_files_are_refused(tmp_path: Path) -> None:
     wrong.hidden = 4
     wrong.save(path)
     assert_refused(lambda: load_update_rule(path), FileFormatError, "weights", "(42,)")
-
-
-@pytest.mark.parametrize(
-    ("settings", "names"),
-    [
-        ({"hidden": 1}, ("hidden", "1", "2")),
-        ({"step": 0.0}, ("step", "0.0")),
-        ({"momentum": 1.0}, ("momentum", "1.0")),
-    ],
-)
-def test_bad_settings(settings: dict[str, float], names: tuple[str, ...]) -> None:
-    assert_refused(lambda: UpdateRule(**settings), ValueError, *names)

@@ -56,17 +56,6 @@ def test_on_a_quadratic_of_several_weights() -> None:
     torch.testing.assert_close(combine(samples.reparameterised, samples.score), gradient, rtol=1e-9, atol=1e-9)
 
 
-def test_the_score_alone_needs_no_derivative() -> None:
-    def objective(x: Tensor) -> Tensor:
-        assert not x.requires_grad
-        assert not torch.is_grad_enabled()
-        return x.sign().sum(-1)
-
-    samples = gradient_samples(objective, rand(3), rand(5, 3, seed=2), STD, differentiate=False)
-    assert samples.reparameterised is None
-    assert samples.score.shape == (5, 3)
-
-
 def test_weights_are_inverse_variances_of_each_number() -> None:
     first, second = rand(6, 3) * torch.tensor([1.0, 0.1, 5.0]), 2 + rand(6, 3, seed=2)
     combined = combine(first, second)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from helpers.tensors import rand
-from metricopt_ext.search import trust_region, visited
-from metricopt_ext.search.trust_region import GuidedTrustRegion, SearchResult
-from metricopt_ext.search.visited import MOST_JUDGED, MOST_POINTS, REFIT, Visited
+from metricopt_ext.search import visited
+from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.search.visited import MOST_JUDGED, MOST_POINTS, Visited
 from metricopt_ext.tasks.evaluation import Evaluation
-from metricopt_ext.value.gp import GPLearner, GPValueFunction, Hyperparameters, Spectrum
+from metricopt_ext.value.gp import GPLearner, GPValueFunction, Spectrum
 from metricopt_ext.value.loading import load_value_function
 
 SEARCH = GuidedTrustRegion()
@@ -45,16 +45,6 @@ def test_a_metric_of_few_values_reacts_by_its_share() -> None:
     assert visited.reacts()  # 2 of 8
 
 
-def test_more_points_are_those_of_a_copy_alone() -> None:
-    points = rand(4, 2)
-    found = filled(points[:3], bowl(points[:3]))
-    more = found.with_more([(points[3], Evaluation(7.0))])
-    assert torch.equal(more.phi, points)
-    assert more.cost.tolist() == [*found.cost.tolist(), 7.0]
-    assert len(found.points) == len(found.evaluations) == 3
-    assert more.learner is found.learner
-
-
 def test_chance_is_what_halves_tell_or_else_repeats_or_else_unknown() -> None:
     found = filled(rand(3, 2), torch.arange(3.0))
     repeated = [Evaluation(1.0, noise=0.3), Evaluation(2.0, noise=0.4)]
@@ -68,61 +58,9 @@ def test_chance_is_what_halves_tell_or_else_repeats_or_else_unknown() -> None:
 # --- Up to the limit ---------------------------------------------------------------------------------------------
 
 
-class Plain(Visited):
-    """The reference: f and its hyper-parameters are fitted to all points, and any may be the best by it."""
-
-    def fit(self, *, last: bool = False) -> GPValueFunction:
-        chosen = self.chosen
-        if chosen is None or len(self.cost) >= REFIT * chosen[0]:
-            chosen = len(self.cost), self.learner.most_likely(self.phi, self.cost)
-        if not last:
-            self.chosen = chosen
-        return self.learner(self.phi, self.cost, chosen[1])
-
-    def best(self, f: GPValueFunction) -> int:
-        return int(f.mean(self.phi).argmin())
-
-    def order(self, f: GPValueFunction) -> Tensor:
-        return f.mean(self.phi).argsort()
-
-    def complete(self, f: GPValueFunction, end: Tensor) -> None:
-        f.set_domain(self.phi, centre=end, reaching=self.start)
-        f.quality = self.quality()
-
-
 def limited(monkeypatch: pytest.MonkeyPatch, judged: int, points: int) -> None:
     monkeypatch.setattr(visited, "MOST_JUDGED", judged)
     monkeypatch.setattr(visited, "MOST_POINTS", points)
-
-
-def assert_same(a: SearchResult, b: SearchResult) -> None:
-    assert a.evaluations == b.evaluations
-    for name in ("points", "predicted", "phi"):
-        assert torch.equal(getattr(a, name), getattr(b, name)), name
-    assert a.f is not None
-    assert b.f is not None
-    assert a.f.quality == b.f.quality
-    assert a.f.state_dict().keys() == b.f.state_dict().keys()
-    for name, value in a.f.state_dict().items():
-        assert torch.equal(value, b.f.state_dict()[name]), name
-
-
-@pytest.mark.parametrize("noise", [0.0, 0.5])
-def test_up_to_the_limit_all_is_as_without_one_bit_for_bit(
-    quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, noise: float
-) -> None:
-    """120 queries leave 119 points for the last f."""
-
-    def ends() -> list[SearchResult]:
-        task = quadratic(8, noise=noise)
-        return list(SEARCH.ends(task, task.origin(), [60, 120]))
-
-    limited(monkeypatch, 119, 119)
-    found = ends()
-    monkeypatch.setattr(trust_region, "Visited", Plain)
-    for end, reference in zip(found, ends(), strict=True):
-        assert_same(end, reference)
-    assert len(found[1].points) == 119
 
 
 @pytest.mark.parametrize("n", [1, 2, 60, 500])
@@ -145,25 +83,6 @@ def test_beyond_it_they_are_the_first_the_best_and_the_latest(start: int) -> Non
     expected = {start, 0, 1, by_cost[-1], *by_cost[:20]}
     latest = [at for at in reversed(range(250)) if at not in expected]
     assert found == sorted(expected | set(latest[: 100 - len(expected)]))
-
-
-def test_one_point_more_than_the_limit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = rand(MOST_JUDGED + 1, 3)
-    seen: list[Tensor] = []
-
-    def choosing(self: GPLearner, phi: Tensor, *rest: Any) -> Hyperparameters:
-        seen.append(phi)
-        return Hyperparameters(0.0, 2.0, 0.1)
-
-    monkeypatch.setattr(GPLearner, "most_likely", choosing)
-    found = filled(points, bowl(points))
-    assert torch.equal(found.fit().points, points)
-    (judged,) = seen
-    left_out = int(next(at for at, point in enumerate(points) if not (judged == point).all(dim=1).any()))
-    assert len(judged) == MOST_JUDGED
-    assert 10 <= left_out <= 30  # what was asked early, but not first, and was not among the best
-    monkeypatch.setattr(visited, "MOST_POINTS", MOST_JUDGED)
-    assert torch.equal(filled(points, bowl(points)).fit().points, judged)
 
 
 def test_costs_vary_where_nearly_all_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,46 +110,6 @@ def test_a_point_that_f_was_not_fitted_to_is_no_best(monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(f.mean(points[order]), f.mean(points[known]).sort().values)  # but for rounding
 
 
-def test_hyperparameters_are_chosen_when_all_points_are_a_quarter_more(
-    quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fits: list[int] = []
-    judged: list[tuple[int, int]] = []
-    fit, most_likely = Visited.fit, GPLearner.most_likely
-
-    def fitting(self: Visited, **options: bool) -> GPValueFunction:
-        fits.append(len(self.points))
-        return fit(self, **options)
-
-    def choosing(self: GPLearner, phi: Tensor, *rest: Any) -> Hyperparameters:
-        judged.append((fits[-1], len(phi)))
-        return most_likely(self, phi, *rest)
-
-    limited(monkeypatch, 40, 60)
-    monkeypatch.setattr(Visited, "fit", fitting)
-    monkeypatch.setattr(GPLearner, "most_likely", choosing)
-    end = SEARCH(quadratic(), torch.zeros(4, dtype=torch.float64), 160)
-    assert end.f is not None
-    assert len(end.f.points) == 60
-    due = fits[:1]
-    for count in fits:
-        if count >= REFIT * due[-1]:
-            due.append(count)
-    assert judged == [(count, min(count, 40)) for count in due]
-    assert sum(count > 60 for count in due) >= 3
-
-
-@pytest.mark.slow
-def test_checkpoints_beyond_the_limit_are_the_ends_of_separate_runs(
-    quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limited(monkeypatch, 20, 30)
-    start = torch.zeros(4, dtype=torch.float64)
-    whole = list(SEARCH.ends(quadratic(), start, [40, 61, 90]))
-    for queries, end in zip((40, 61, 90), whole, strict=True):
-        assert_same(end, SEARCH(quadratic(), start, queries))
-
-
 def test_the_end_of_a_long_search(
     quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -256,13 +135,3 @@ def test_the_end_of_a_long_search(
     assert isinstance(loaded, GPValueFunction)
     assert loaded.settings() == {"dim": 4, "points": 50}
     assert torch.equal(loaded.points, end.f.points)
-
-
-@pytest.mark.outcome
-def test_a_long_search_goes_on_getting_better(quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With f fitted to 60 of 300 points, the end is nearer than that of 60 queries, on each of 3 seeds."""
-    limited(monkeypatch, 60, 60)
-    for seed in range(3):
-        task = quadratic(12)
-        early, late = SEARCH.ends(task, task.origin(), [60, 300], seed=seed)
-        assert late.cost < early.cost

@@ -4,10 +4,12 @@ import math
 import random
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from statistics import mean, stdev
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
@@ -23,14 +25,14 @@ from testers import FEW
 
 few = drawing(max_examples=FEW, phases=[Phase.generate])  # whole runs: a failure is told as it is drawn
 
-DIM = 4
+DIM = 8
 ROWS = 40
 SEEDS = st.integers(0, 10**6)
 SOME = torch.Generator().manual_seed(5)
 INPUTS = torch.randn(ROWS, 3, generator=SOME, dtype=torch.float64)
 NOISE = 0.1 * torch.randn(ROWS, 2, generator=SOME, dtype=torch.float64)
-OPTIMUM = torch.tensor([1.2, -1.0, 0.8, 1.4], dtype=torch.float64)
-OF_LOSS = torch.tensor([1.0, -0.2, 1.2, 0.6], dtype=torch.float64)
+OPTIMUM = torch.tensor([0.8, -0.7, 0.6, 1.0, -0.5, 0.9, -0.8, 0.4], dtype=torch.float64)
+OF_LOSS = torch.tensor([0.7, -0.2, 0.8, 0.5, -0.5, 0.3, -0.6, 0.6], dtype=torch.float64)
 
 
 class World:
@@ -75,6 +77,7 @@ class World:
             settings=mo.Settings([mo.Setting("shift", 0.0, 1.0, default=0.0)], self.shifted) if case.settings else None,
             population=3,
         )
+        self.judge_aside: Callable[[], float] | None = None
         self.options: dict[str, Any] = {}
         starts: dict[str, Any] = {}
         if case.starts:
@@ -122,6 +125,8 @@ class World:
     def score_aside(self, model: nn.Module) -> Any:
         """Judge a model on other data."""
         self.aside.append(model(INPUTS).detach())
+        if self.judge_aside is not None:
+            return self.judge_aside()
         return float(self.rows(model)[::3].mean())
 
     def true(self) -> float:
@@ -178,6 +183,11 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def noisy(rng: random.Random) -> float:
+    """Return a value that has nothing to do with the model."""
+    return min(1.0, max(0.0, rng.gauss(0.5, 0.07)))
+
+
 def raising(at: int, error: BaseException) -> Callable[[int], Any]:
     """Return a judge that raises an error at its n-th call."""
 
@@ -209,6 +219,8 @@ class StrategyTester:
         asks_and_tells: Whether it is a search, which can be asked and told.
         metric_options: Further arguments of the metric.
         collected_again: How many answers may be asked for again after a kill, those of unfinished trajectories.
+        refuses_noise: Whether it is run on noise, by night.
+        beats: What its outcome, by night, must be better than: the model as trained, or random search.
     """
 
     queries: ClassVar[int] = 24
@@ -220,6 +232,8 @@ class StrategyTester:
     asks_and_tells: ClassVar[bool] = True
     metric_options: ClassVar[dict[str, Any]] = {}
     collected_again: ClassVar[int] = 0
+    refuses_noise: ClassVar[bool] = False
+    beats: ClassVar[Literal["start", "random"] | None] = None
 
     @property
     def calls(self) -> int:
@@ -342,43 +356,65 @@ class StrategyTester:
         self, undisturbed: Any, tmp_path_factory: pytest.TempPathFactory, draw: int
     ) -> None:
         """Asked and told out of order, by drawn portions, across processes, a search ends as `mo.optimize_metric`."""
-        if not self.asks_and_tells or self.holdout:
-            pytest.skip("has no ask and tell")
+        self.needs_ask_and_tell()
         whole, folder, rng = undisturbed(1), tmp_path_factory.mktemp("asked"), random.Random(draw)
-        world, told_of, begun = World(self), dict[int, Tensor](), False
-        result = None
+        world, told_of, result = World(self), dict[int, Tensor](), None
         while result is None:
-            with mo.Search(
-                world.task,
-                self.queries,
-                strategy=self.strategy(),
-                seed=1,
-                output_dir=folder,
-                resume=begun,
-                **world.options,
-            ) as search:
-                begun, trials = True, search.open()
+            with self.search(world, output_dir=folder, resume=bool(told_of)) as search:
+                trials = search.open()
                 for _ in range(rng.randint(3, 12)):
                     trials += search.ask(rng.randint(1, 6))
                     if not trials:
                         result = search.result()
                         break
                     trial = trials.pop(rng.randrange(len(trials)))
-                    value, halves, also = self.judged(world, trial)
+                    search.tell(trial.id, **self.judged(world, trial))
                     told_of[trial.id] = world.asked[-1]
-                    noise = 0.0 if self.calls > 1 else None
-                    search.tell(trial.id, value, halves=halves, noise=noise, also=also)
         assert same([told_of[id] for id in sorted(told_of)], whole.world.asked[:: self.calls])
         assert told(result) == told(whole.result)
         assert torch.equal(world.adapter.phi, whole.phi)
 
-    def judged(self, world: World, trial: Any) -> tuple[float, Any, dict[str, float]]:
-        """Return what a scorer elsewhere tells of a trial: value, halves, and other quantities."""
+    @given(draw=SEEDS)
+    @few
+    def test_trials_may_fail_or_be_given_up(self, draw: int) -> None:
+        """One that failed costs a query, one that was given up none; the search goes on until its queries are spent."""
+        self.needs_ask_and_tell()
+        world, rng, counts, given_up = World(self), random.Random(draw), Counter[str](), 0
+        with self.search(world) as search:
+            while trials := search.ask(3):
+                for trial in trials:
+                    fate = rng.random() if trial.id > 2 else 1.0
+                    if fate < 0.15 and given_up < 5:
+                        search.give_up(trial.id)
+                        given_up += 1
+                        continue
+                    counts["queries"] += self.calls
+                    if fate < 0.3:
+                        search.fail(trial.id)
+                        counts["failed"] += 1
+                    else:
+                        search.tell(trial.id, **self.judged(world, trial))
+            assert (search.spent, search.failed) == (counts["queries"], counts["failed"])
+            result = search.result()
+        assert counts["queries"] <= self.queries < counts["queries"] + 2 * self.calls
+        assert result.after == pytest.approx(self.true_value(world, result), abs=1e-12)
+
+    def needs_ask_and_tell(self) -> None:
+        """Skip what only a search without held-out data can do."""
+        if not self.asks_and_tells or self.holdout:
+            pytest.skip("has no ask and tell")
+
+    def search(self, world: World, **more: Any) -> mo.Search:
+        """Return the search of seed 1 that is asked and told."""
+        return mo.Search(world.task, self.queries, strategy=self.strategy(), seed=1, **world.options, **more)
+
+    def judged(self, world: World, trial: Any) -> dict[str, Any]:
+        """Return what a scorer elsewhere tells of a trial."""
         with trial.applied() as model:
             found = world.score(model)
-        also = {"size": found["size"]} if self.constraint else {}
         value, halves = found["score"] if self.constraint else found
-        return value, halves, also
+        also = {"size": found["size"]} if self.constraint else {}
+        return {"value": value, "halves": halves, "noise": 0.0 if self.calls > 1 else None, "also": also}
 
     @given(draw=SEEDS)
     @few
@@ -413,6 +449,59 @@ class StrategyTester:
         assert_refused(lambda: self.run(world, None, queries=self.queries, seed=1), refuses, self.queries)
         assert_refused(lambda: self.run(World(self), None, queries=self.calls, seed=1), refuses, 1)
         assert not world.asked
+
+    @pytest.mark.parametrize("halves", [False, True])
+    def test_what_tells_no_chance_makes_no_guard(self, halves: bool) -> None:
+        """A number alone is unguarded, and so is one whose halves are equal; held-out data guard it all the same."""
+        rng = random.Random(0)
+
+        def judge(call: int) -> Any:
+            value = noisy(rng)
+            return (value, (value, value)) if halves else value
+
+        result = self.run(World(self, judge), None, queries=self.queries, seed=1)
+        held_out = self.holdout and result.best != result.before
+        assert result.guard == ("held-out" if held_out else "repeats" if self.calls > 1 else "none")
+        if result.guard == "none":
+            assert (result.chance, result.needed) == (None, None)
+            assert "unguarded" in str(result)
+
+    @pytest.mark.outcome
+    @pytest.mark.slow
+    def test_noise_changes_the_model_in_few_seeds(self) -> None:
+        """The guard lets 7% of 40 seeds pass (14% where held-out data alone tell), but for three standard errors."""
+        if not self.refuses_noise:
+            pytest.skip("other cases show it")
+        changed, share = 0, 0.14 if self.holdout else 0.07
+        for seed in range(40):
+            rng = random.Random(seed)
+
+            def judge(call: int, rng: random.Random = rng) -> Any:
+                halves = noisy(rng), noisy(rng)
+                return sum(halves) / 2 if self.holdout or self.calls > 1 else (sum(halves) / 2, halves)
+
+            world = World(self, judge)
+            world.judge_aside = lambda rng=rng: noisy(rng)
+            changed += self.run(world, None, queries=self.queries, seed=seed).chosen != "start"
+        assert changed <= 40 * share + 3 * math.sqrt(40 * share * (1 - share))
+
+    @pytest.mark.outcome
+    @pytest.mark.slow
+    def test_it_gets_closer_to_the_optimum(self) -> None:
+        """Than the model as trained, or than as many random phi at the optimum's own distance, which nobody knows."""
+        if self.beats is None:
+            pytest.skip("too few queries to learn from, or other cases show it")
+        leads, queries = [], max(60, self.queries)
+        for seed in range(12 if self.beats == "random" else 4):
+            world, other = World(self), World(self)
+            after, rival = self.run(world, None, queries=queries, seed=seed).after, other.true()
+            if self.beats == "random":
+                drawn = torch.randn(queries - 1, DIM, generator=torch.Generator().manual_seed(seed)).double()
+                for phi in drawn * OPTIMUM.norm() / math.sqrt(DIM):
+                    other.adapter.set_phi(phi)
+                    rival = max(rival, other.true())
+            leads.append(after - rival)
+        assert mean(leads) > 3 * stdev(leads) / math.sqrt(len(leads))
 
     def true_value(self, world: World, result: mo.Result) -> float:
         """Return the metric of the model as a run has left it."""
