@@ -9,10 +9,7 @@ from scipy.stats import kendalltau, spearmanr
 from torch import Tensor
 
 from correlation import CorrelationReport, correlation_report
-from helpers.refusals import assert_refused
-from metricopt_ext.errors import BudgetError, DataError, MetricError
 from metricopt_ext.tasks.batch_metric import BatchMetric
-from metricopt_ext.tasks.ledger import Ledger
 
 
 def accuracy(scores: Tensor, labels: Tensor) -> float:
@@ -58,27 +55,3 @@ def test_with_ties_they_are_scipys() -> None:
     assert found.correlations["ce"] == pytest.approx(expected, abs=1e-12)
     assert f"| ce | {expected[0]:.4f} | {expected[1]:.4f} |" in found.markdown().splitlines()
     assert found.to_json()["values"] == pytest.approx(values)
-
-
-def test_outputs_on_which_the_metric_fails_are_left_out_where_that_is_asked_for() -> None:
-    def of_positives(scores: Tensor, labels: Tensor) -> float:
-        if not labels.any():
-            raise ValueError("no positives")
-        return float(scores[0])
-
-    outputs = [(torch.tensor([first]), torch.tensor([label])) for first, label in ((0.1, 1), (0.5, 0), (0.4, 1))]
-    metric, losses = BatchMetric(of_positives, maximize=True), {"falls": lambda scores, labels: -scores[0]}
-    assert_refused(lambda: correlation_report(losses, metric, outputs), MetricError, "no positives")
-    found = correlation_report(losses, metric, outputs, where_defined=True)
-    assert (found.values, found.left_out) == (pytest.approx([0.1, 0.4]), 1)
-    assert found.correlations["falls"] == pytest.approx((1, 1))
-    assert_refused(lambda: correlation_report(losses, metric, outputs[:2], where_defined=True), DataError, "1")
-
-
-def test_what_can_not_be_ranked_is_refused() -> None:
-    metric = BatchMetric(lambda scores, labels: 0.5, maximize=True)
-    assert_refused(lambda: correlation_report({"a": lambda scores, labels: 1.0}, metric, given([1.0])), DataError, "1")
-    assert_refused(lambda: correlation_report({}, metric, given([1.0, 2.0])), DataError, "losses")
-    spent = BatchMetric(lambda scores, labels: 0.5, maximize=True, ledger=Ledger(1))
-    with pytest.raises(BudgetError):
-        correlation_report({"a": lambda scores, labels: 1.0}, spent, given([1.0, 2.0]))

@@ -5,11 +5,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 import summarise_comparisons as tool
 from helpers.comparisons import OURS, compared
-from metricopt_ext.errors import FileFormatError
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -42,11 +40,3 @@ def test_the_committed_page_is_that_of_the_committed_numbers(tmp_path: Path) -> 
     rows = [line for line in (tmp_path / "summary.md").read_text().splitlines() if line.startswith(("|", "- "))]
     assert len(rows) > 200
     assert [row for row in rows if row not in page] == []
-
-
-def test_what_is_no_comparison_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(FileFormatError):
-        tool.summarise([tmp_path])
-    monkeypatch.setattr(sys, "argv", ["summarise_comparisons.py", str(tmp_path)])
-    with pytest.raises(SystemExit, match=r"^error: .*run the comparison into"):
-        tool.main()
