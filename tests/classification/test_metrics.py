@@ -1,8 +1,6 @@
-"""Metrics of a classifier, against scikit-learn and torchmetrics."""
+"""Metrics of a classifier, against scikit-learn; functions of one's own as metrics."""
 
 import functools
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,177 +9,238 @@ import sklearn.metrics as skm
 import torch
 import torchmetrics
 import torchmetrics.functional as tmf
+from hypothesis import strategies as st
 from scipy.optimize import brentq
 from torch import Tensor
 
 from helpers.refusals import assert_named, assert_refused, having
 from metricopt_ext.classification.callable_metric import from_callable
+from metricopt_ext.classification.label_metrics import label_metric
 from metricopt_ext.classification.metrics import METRICS, check_split, expected_cost
-from metricopt_ext.errors import DataError, MetricError
+from metricopt_ext.errors import ConfigError, DataError, MetricError
+from testers.metric import MetricTester, Rows, labelled_rows
 
 
-def _f1(y: Any, p: Any, binary: bool) -> Any:
-    return skm.f1_score(y, p, average="binary" if binary else "macro", zero_division=0)
+class OfClasses(MetricTester):
+    """A metric by its name, of one logit, of two, and of four classes."""
+
+    name = ""
+    widths: tuple[int, ...] = (0, 2, 4)
+
+    def inputs(self, kind: str) -> st.SearchStrategy[Rows]:
+        return st.sampled_from(self.widths).flatmap(
+            lambda width: labelled_rows(kind, width=width, classes=max(2, width))
+        )
+
+    def ours(self, logits: Tensor, labels: Tensor) -> float:
+        return METRICS[self.name].function(logits, labels)
 
 
-def _jaccard(y: Any, p: Any, binary: bool) -> Any:
-    return skm.jaccard_score(y, p, average="binary" if binary else "macro", zero_division=0)
+class OfDecisions(OfClasses):
+    """A metric of the classes that are predicted."""
+
+    def of(self, labels: Any, predicted: Any, average: str) -> float:
+        """Return scikit-learn's value; ``average`` is what it calls binary or macro."""
+        raise NotImplementedError
+
+    def reference(self, logits: Tensor, labels: Tensor) -> float:
+        two = logits.ndim == 1 or logits.shape[1] == 2
+        predicted = logits.numpy() > 0 if logits.ndim == 1 else logits.numpy().argmax(1)
+        return float(self.of(labels.numpy(), predicted.astype(int), "binary" if two else "macro"))
 
 
-def _recalls(y: Any, p: Any) -> Any:
-    return skm.recall_score(y, p, average=None, labels=np.unique(y))
+class TestMisclassificationRate(OfDecisions):
+    name = "mcr"
+
+    def of(self, labels: Any, predicted: Any, average: str) -> float:
+        return skm.zero_one_loss(labels, predicted)
 
 
-REFERENCES: dict[str, Callable[[Any, Any, bool], Any]] = {
-    "mcr": lambda y, p, _: skm.zero_one_loss(y, p),
-    "accuracy": lambda y, p, _: skm.accuracy_score(y, p),
-    "f1": _f1,
-    "jaccard": _jaccard,
-    "balanced_accuracy": lambda y, p, _: skm.balanced_accuracy_score(y, p),
-    "mcc": lambda y, p, _: skm.matthews_corrcoef(y, p),
-    "macro_f1": lambda y, p, _: _f1(y, p, False),
-    "mean_iou": lambda y, p, _: _jaccard(y, p, False),
-    "worst_recall": lambda y, p, _: _recalls(y, p).min(),
-}
+class TestAccuracy(OfDecisions):
+    name = "accuracy"
+
+    def of(self, labels: Any, predicted: Any, average: str) -> float:
+        return skm.accuracy_score(labels, predicted)
 
 
-def _case(kind: str, seed: int) -> tuple[Tensor, Tensor]:
-    rng = torch.Generator().manual_seed(seed)
-    classes = 2 if kind.startswith("binary") else 5
-    shape = (300,) if "one logit" in kind else (300, classes)
-    logits = torch.randn(shape, generator=rng)
-    labels = torch.randint(classes, (300,), generator=rng)
-    if "ties" in kind:
-        logits = (logits * 2).round()
-    if "absent" in kind:
-        labels[labels == 2] = 3
-        logits[:, 1] -= 50  # class 1 never predicted, class 2 never true
-    if "unused" in kind:
-        labels[labels == 2] = 3
-        logits[:, 2] -= 50
-    if "single" in kind:
-        labels[:] = 1
-    if "all one" in kind:
-        logits[..., -1] = 50
-    if "rare" in kind:
-        labels = (torch.rand(300, generator=rng) < 0.02).long()
-    return logits, labels
+class TestF1(OfDecisions):
+    name = "f1"
+
+    def of(self, labels: Any, predicted: Any, average: str) -> float:
+        return skm.f1_score(labels, predicted, average=average, zero_division=0)
 
 
-KINDS = [
-    "binary",
-    "binary one logit",
-    "binary rare",
-    "binary ties",
-    "binary one logit ties",
-    "binary all one",
-    "multi",
-    "multi ties",
-    "multi absent",
-    "multi unused",
-    "multi all one",
-]
+class TestMacroF1(OfDecisions):
+    name = "macro_f1"
+
+    def of(self, labels: Any, predicted: Any, average: str) -> float:
+        return skm.f1_score(labels, predicted, average="macro", zero_division=0)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "binary single", "multi single"])
-@pytest.mark.parametrize("name", REFERENCES)
-def test_decisions_agree_with_scikit_learn(name: str, kind: str) -> None:
-    for seed in range(3):
-        logits, labels = _case(kind, seed)
-        decisions = (logits > 0).long() if logits.ndim == 1 else torch.from_numpy(logits.numpy().argmax(1))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # classes predicted but never true
-            expected = REFERENCES[name](labels.numpy(), decisions.numpy(), logits.ndim == 1 or logits.shape[1] == 2)
-        assert METRICS[name].function(logits, labels) == pytest.approx(expected, abs=1e-12)
+class TestJaccard(OfDecisions):
+    name = "jaccard"
+
+    def of(self, labels: Any, predicted: Any, average: str) -> float:
+        return skm.jaccard_score(labels, predicted, average=average, zero_division=0)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_top5_accuracy_agrees_with_scikit_learn(seed: int) -> None:
-    rng = torch.Generator().manual_seed(seed)
-    logits, labels = torch.randn(300, 9, generator=rng), torch.randint(9, (300,), generator=rng)
-    expected = skm.top_k_accuracy_score(labels, logits, k=5, labels=range(9))
-    assert METRICS["top5_accuracy"].function(logits, labels) == pytest.approx(expected, abs=1e-12)
+class TestMeanIou(OfDecisions):
+    name = "mean_iou"
+
+    def of(self, labels: Any, predicted: Any, average: str) -> float:
+        return skm.jaccard_score(labels, predicted, average="macro", zero_division=0)
 
 
-def test_of_equal_logits_the_first_five_are_at_the_top() -> None:
-    value = METRICS["top5_accuracy"].function(torch.zeros(8, 8), torch.arange(8))
-    assert value == 5 / 8
-    assert_refused(lambda: METRICS["top5_accuracy"].function(torch.zeros(8, 5), torch.arange(8) % 5), DataError, "5")
+class TestBalancedAccuracy(OfDecisions):
+    name = "balanced_accuracy"
+
+    def of(self, labels: Any, predicted: Any, average: str) -> float:
+        return skm.balanced_accuracy_score(labels, predicted)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_aucpr_agrees_with_scikit_learn(kind: str) -> None:
-    for seed in range(3):
-        logits, labels = _case(kind, seed)
-        if logits.ndim == 2 and logits.shape[1] > 2:
-            scores = logits.double().log_softmax(1).numpy()
-            present = np.unique(labels)
-            expected = np.mean([skm.average_precision_score(labels.numpy() == k, scores[:, k]) for k in present])
-        else:
-            margin = logits if logits.ndim == 1 else logits[:, 1] - logits[:, 0]
-            expected = skm.average_precision_score(labels.numpy(), margin.numpy())
-        assert METRICS["aucpr"].function(logits, labels) == pytest.approx(expected, abs=1e-6)
+class TestWorstRecall(OfDecisions):
+    name = "worst_recall"
+
+    def of(self, labels: Any, predicted: Any, average: str) -> float:
+        return skm.recall_score(labels, predicted, average=None, labels=np.unique(labels)).min()
 
 
-def _equal_error_rate(y: Any, scores: Any) -> float:
-    """Where the ROC curve of scikit-learn, joined by lines, crosses 1 - x."""
-    fpr, tpr, _ = skm.roc_curve(y, scores, drop_intermediate=False)
-    return float(brentq(lambda x: 1 - x - np.interp(x, fpr, tpr), 0, 1, xtol=1e-14))
+class TestMatthews(OfDecisions):
+    name, bounds = "mcc", (-1.0, 1.0)
+
+    def of(self, labels: Any, predicted: Any, average: str) -> float:
+        return skm.matthews_corrcoef(labels, predicted)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("name", "reference"), [("auc", skm.roc_auc_score), ("eer", _equal_error_rate)])
-def test_values_of_the_roc_curve_agree_with_scikit_learn(name: str, reference: Any, kind: str) -> None:
-    for seed in range(3):
-        logits, labels = _case(kind, seed)
-        if logits.ndim == 2 and logits.shape[1] > 2:
-            scores = logits.double().log_softmax(1).numpy()
-            expected = np.mean([reference(labels.numpy() == k, scores[:, k]) for k in np.unique(labels)])
-        else:
-            margin = logits.double() if logits.ndim == 1 else logits[:, 1].double() - logits[:, 0].double()
-            expected = reference(labels.numpy(), margin.numpy())
-        assert METRICS[name].function(logits, labels) == pytest.approx(expected, abs=1e-9)
+COSTS = np.array([[0.0, 5, 1, 2], [2, 0, 1, 3], [10, 4, -1, 1], [1, 1, 1, 0]])
 
 
-def test_the_equal_error_rate_by_hand() -> None:
-    eer = METRICS["eer"].function
-    labels = torch.tensor([1, 1, 0, 1, 0, 0])
-    assert eer(torch.tensor([6.0, 5, 4, 3, 2, 1]), labels) == pytest.approx(1 / 3, abs=1e-12)  # at a threshold
-    assert eer(torch.zeros(6), labels) == pytest.approx(0.5, abs=1e-12)  # all tied: the middle of the diagonal
-    assert eer(torch.tensor([3.0, 2, 1, 2, 1, 0]), labels) == 0
+class TestExpectedCost(OfDecisions):
+    bounds, widths = (-1.0, 10.0), (4,)
+
+    def ours(self, logits: Tensor, labels: Tensor) -> float:
+        return expected_cost(COSTS).function(logits, labels)
+
+    def of(self, labels: Any, predicted: Any, average: str) -> float:
+        return float(np.mean([COSTS[true, said] for true, said in zip(labels, predicted, strict=True)]))
 
 
-@pytest.mark.parametrize("name", ["auc", "eer"])
-def test_a_roc_curve_needs_two_classes(name: str) -> None:
-    assert_refused(lambda: METRICS[name].function(torch.randn(4, 3), torch.full((4,), 2)), DataError, name, "2")
+class TestTop5(OfClasses):
+    name, widths = "top5_accuracy", (6, 8)
+
+    def reference(self, logits: Tensor, labels: Tensor) -> float:
+        """Of equal logits the first are at the top."""
+        first = (-logits.numpy()).argsort(1, kind="stable")[:, :5]
+        return float((first == labels.numpy()[:, None]).any(1).mean())
 
 
-@pytest.mark.parametrize(
-    ("name", "reference"),
-    [
-        ("f1", functools.partial(tmf.f1_score, task="multiclass", num_classes=5, average="macro")),
-        ("jaccard", functools.partial(tmf.jaccard_index, task="multiclass", num_classes=5)),
-        ("aucpr", functools.partial(tmf.average_precision, task="multiclass", num_classes=5)),
-    ],
-)
-@pytest.mark.parametrize("kind", ["multi", "multi absent", "multi unused"])
-def test_agrees_with_torchmetrics(name: str, reference: Callable[..., Tensor], kind: str) -> None:
-    logits, labels = _case(kind, 0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # average precision of an absent class
-        expected = float(reference(logits.double(), labels))
-    assert METRICS[name].function(logits, labels) == pytest.approx(expected, abs=1e-5)
+class OfOrder(OfClasses):
+    """A metric of the order of the scores, of each class against the rest."""
+
+    def of(self, positive: Any, scores: Any) -> float:
+        raise NotImplementedError
+
+    def least(self, positive: Any) -> bool:
+        """Whether a value is defined."""
+        return bool(positive.any() and not positive.all())
+
+    def reference(self, logits: Tensor, labels: Tensor) -> float:
+        if logits.ndim == 1 or logits.shape[1] == 2:
+            odds = logits if logits.ndim == 1 else logits[:, 1].double() - logits[:, 0].double()
+            positive = labels.numpy() == 1
+            return self.of(positive, odds.numpy()) if self.least(positive) else np.nan
+        scores, y = logits.double().log_softmax(1).numpy(), labels.numpy()
+        values = [self.of(y == k, scores[:, k]) if self.least(y == k) else np.nan for k in np.unique(y)]
+        return float(np.mean(values))
 
 
-def test_aucpr_of_constant_scores_is_the_share_of_positives() -> None:
-    assert METRICS["aucpr"].function(torch.zeros(4), torch.tensor([1, 0, 0, 0])) == 0.25
+class TestAveragePrecision(OfOrder):
+    name = "aucpr"
+
+    def least(self, positive: Any) -> bool:
+        return bool(positive.any())
+
+    def of(self, positive: Any, scores: Any) -> float:
+        return float(skm.average_precision_score(positive, scores))
 
 
-@pytest.mark.parametrize("name", [name for name in METRICS if name != "top5_accuracy"])
-def test_one_logit_equals_two(name: str) -> None:
-    logit, labels = _case("binary one logit", 1)
-    pair = torch.stack([torch.full_like(logit, 3), logit + 3], 1).double()
-    assert METRICS[name].function(logit, labels) == pytest.approx(METRICS[name].function(pair, labels), abs=1e-6)
+class TestAreaUnderRoc(OfOrder):
+    name = "auc"
+
+    def of(self, positive: Any, scores: Any) -> float:
+        return float(skm.roc_auc_score(positive, scores))
+
+
+class TestEqualErrorRate(OfOrder):
+    name = "eer"
+
+    def of(self, positive: Any, scores: Any) -> float:
+        """Where the ROC curve, joined by lines, crosses 1 - x."""
+        fpr, tpr, _ = skm.roc_curve(positive, scores, drop_intermediate=False)
+        return float(brentq(lambda x: 1 - x - np.interp(x, fpr, tpr), 0, 1, xtol=1e-14))
+
+
+class OfLabels(MetricTester):
+    """A metric of four labels each."""
+
+    name = ""
+
+    def inputs(self, kind: str) -> st.SearchStrategy[Rows]:
+        return labelled_rows(kind, width=4, classes=16, of=lambda x, y, _: (x, y[:, None] >> torch.arange(4) & 1))
+
+    def ours(self, logits: Tensor, labels: Tensor) -> float:
+        return label_metric(self.name).function(logits, labels)
+
+    def of(self, labels: Any, predicted: Any) -> float:
+        raise NotImplementedError
+
+    def reference(self, logits: Tensor, labels: Tensor) -> float:
+        return float(self.of(labels.numpy(), (logits > 0).numpy().astype(int)))
+
+
+class TestMicroF2OfLabels(OfLabels):
+    name = "micro_f2"
+
+    def of(self, labels: Any, predicted: Any) -> float:
+        return skm.fbeta_score(labels, predicted, beta=2, average="micro", zero_division=0)
+
+
+class TestMacroFHalfOfLabels(OfLabels):
+    name = "macro_f0.5"
+
+    def of(self, labels: Any, predicted: Any) -> float:
+        return skm.fbeta_score(labels, predicted, beta=0.5, average="macro", zero_division=0)
+
+
+class TestSamplesF1OfLabels(OfLabels):
+    name = "samples_f1"
+
+    def of(self, labels: Any, predicted: Any) -> float:
+        return skm.f1_score(labels, predicted, average="samples", zero_division=0)
+
+
+class TestSubsetAccuracy(OfLabels):
+    name = "subset_accuracy"
+
+    def of(self, labels: Any, predicted: Any) -> float:
+        return skm.accuracy_score(labels, predicted)
+
+
+class TestHammingLoss(OfLabels):
+    name = "hamming_loss"
+
+    def of(self, labels: Any, predicted: Any) -> float:
+        return skm.hamming_loss(labels, predicted)
+
+
+class TestMeanAveragePrecisionOfLabels(OfLabels):
+    name = "map"
+
+    def reference(self, logits: Tensor, labels: Tensor) -> float:
+        """Of the labels that have an example."""
+        y = labels.numpy()
+        each = [skm.average_precision_score(y[:, k], logits.numpy()[:, k]) for k in range(4) if y[:, k].any()]
+        return float(np.mean(each)) if each else np.nan
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -198,93 +257,46 @@ def test_bounds_are_reached_by_the_perfect_and_the_worst(name: str) -> None:
         assert spec.function(wrong, labels) == worst
 
 
-def test_metrics_ignore_gradients_and_half_precision() -> None:
-    logits, labels = _case("multi", 0)
-    logits = torch.cat([logits, logits.roll(1, 0)], 1)
-    for spec in METRICS.values():
-        half = logits.bfloat16()
-        assert spec.function(half.requires_grad_(), labels) == spec.function(half.detach().float(), labels)
-
-
-@pytest.mark.parametrize("name", METRICS)
 @pytest.mark.parametrize(
     ("logits", "labels", "names"),
     [
-        (torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64), ()),
-        (torch.zeros(4, 3), torch.tensor([0, 1, 2]), ("4", "3")),
         (torch.zeros(3, 3), torch.tensor([0, 1, 3]), ("0..2", "3")),
-        (torch.zeros(3), torch.tensor([0, 1, 2]), ("0..1", "2")),
         (torch.zeros(3), torch.tensor([0, -1, 1]), ("-1",)),
         (torch.tensor([[0.0, 1], [float("nan"), 0]]), torch.tensor([0, 1]), ("NaN", "1", "2")),
         (torch.zeros(2, 1), torch.tensor([0, 1]), ("(2, 1)",)),
-        (torch.zeros(2, 2, 2), torch.tensor([0, 1]), ("(2, 2, 2)",)),
-        (torch.zeros(2, dtype=torch.int64), torch.tensor([0, 1]), ()),
-        (torch.zeros(2), torch.tensor([0.0, 1.0]), ()),
+        (torch.zeros(2, dtype=torch.int64), torch.tensor([0, 1]), ("int64",)),
+        (torch.zeros(2), torch.tensor([0.0, 1.0]), ("float32",)),
     ],
 )
-def test_bad_input_is_named(name: str, logits: Tensor, labels: Tensor, names: tuple[str, ...]) -> None:
-    assert_refused(lambda: METRICS[name].function(logits, labels), DataError, *names)
+def test_bad_input_is_named(logits: Tensor, labels: Tensor, names: tuple[str, ...]) -> None:
+    assert_refused(lambda: METRICS["f1"].function(logits, labels), DataError, *names)
 
 
 @pytest.mark.parametrize("name", ["aucpr", "auc", "eer"])
 def test_infinite_logits_have_an_order_or_are_refused(name: str) -> None:
     labels, inf = torch.tensor([1, 0, 1, 0]), torch.inf
-    logits = torch.tensor([3.0, -2.0, 0.5, -0.5])
-    finite = METRICS[name].function(logits, labels)
-    assert METRICS[name].function(torch.where(logits.abs() > 1, logits * inf, logits), labels) == finite
     masked = torch.tensor([[0.0, 1.0, -inf], [2.0, -inf, 0.0], [0.0, 1.0, 0.5], [1.0, 0.0, 0.5]])
     expected = METRICS[name].function(masked.clamp(min=-1e6), labels)
     assert METRICS[name].function(masked, labels) == pytest.approx(expected)
-    for wrong in ([[inf, 0.0, 1.0], [1.0, 0.0, 0.0]], [[inf, inf], [0.0, 1.0]]):
-        with pytest.raises(DataError) as caught:
-            METRICS[name].function(torch.tensor(wrong), torch.tensor([0, 1]))
-        assert_named(caught, name, "1", "2")
+    wrong = torch.tensor([[inf, inf], [0.0, 1.0]])
+    assert_refused(lambda: METRICS[name].function(wrong, torch.tensor([0, 1])), DataError, name, "1", "2")
 
 
-def test_aucpr_needs_a_positive() -> None:
-    assert_refused(lambda: METRICS["aucpr"].function(torch.zeros(3), torch.zeros(3, dtype=torch.int64)), DataError)
+def test_what_is_no_metric_of_these_data_is_refused() -> None:
+    assert_refused(lambda: METRICS["top5_accuracy"].function(torch.zeros(8, 5), torch.zeros(8).long()), DataError, "5")
+    assert_refused(lambda: expected_cost([[0, 1, 2], [1, 0, 2]]), ValueError, "(2, 3)")
+    assert_refused(lambda: expected_cost(COSTS).function(torch.zeros(2), torch.tensor([0, 1])), DataError, "4", "2")
+    assert_refused(lambda: label_metric("mean_iou"), ConfigError, "metric.name='mean_iou'", "data.kind=multilabel")
+    assert_refused(lambda: label_metric("map").function(torch.zeros(2, 3), 2 + torch.zeros(2, 3)), DataError, "0", "1")
 
 
-COSTS = [[0.0, 5.0, 1.0], [2.0, 0.0, 1.0], [10.0, 4.0, -1.0]]
-
-
-def test_expected_cost() -> None:
-    logits, labels = torch.eye(3)[[0, 1, 1, 0]], torch.tensor([0, 0, 1, 2])
-    spec = expected_cost(COSTS)
-    assert spec.bounds == (-1, 10)
-    assert not spec.maximize
-    assert spec.function(logits, labels) == (0 + 5 + 0 + 10) / 4
-    assert expected_cost(np.array(COSTS)).function(logits, labels) == spec.function(logits, labels)
-
-
-def test_expected_cost_of_zero_one_costs_is_the_error_rate() -> None:
-    logits, labels = _case("multi", 0)
-    assert expected_cost(1 - torch.eye(5)).function(logits, labels) == pytest.approx(
-        METRICS["mcr"].function(logits, labels)
-    )
-
-
-@pytest.mark.parametrize(
-    ("costs", "names"),
-    [
-        ([[0, 1, 2], [1, 0, 2]], ("(2, 3)",)),
-        ([[0, float("inf")], [1, 0]], ()),
-        ([[1, 1], [1, 1]], ()),
-        ([[0, "a"], [1, 0]], ()),
-        ([[0, 1], [1]], ()),
-    ],
-)
-def test_impossible_costs_are_named(costs: Any, names: tuple[str, ...]) -> None:
-    assert_refused(lambda: expected_cost(costs), ValueError, *names)
-
-
-def test_costs_must_fit_the_data() -> None:
-    labels = torch.tensor([0, 1])
-    assert_refused(lambda: expected_cost(COSTS).function(torch.zeros(2), labels), DataError, "3", "2")
+def case(classes: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randn(300, classes, generator=rng), torch.randint(classes, (300,), generator=rng)
 
 
 def test_from_callable_takes_scikit_learn() -> None:
-    logits, labels = _case("multi", 0)
+    logits, labels = case(5)
     spec = from_callable(skm.cohen_kappa_score, maximize=True, bounds=(-1, 1))
     assert (spec.name, spec.bounds) == ("cohen_kappa_score", (-1, 1))
     assert spec.function(logits, labels) == skm.cohen_kappa_score(labels, logits.argmax(1))
@@ -301,13 +313,13 @@ def test_from_callable_takes_functions_that_work_in_place(scores: Any) -> None:
         y[:], p[:] = 0, 0
         return value
 
-    logits, labels = _case("multi", 0)
+    logits, labels = case(5)
     function = from_callable(in_place, maximize=True, bounds=(0, 100), scores=scores).function
     assert function(logits, labels) == function(logits, labels) > 0
 
 
 def test_from_callable_gives_binary_functions_the_positive_class() -> None:
-    pair, labels = _case("binary", 0)
+    pair, labels = case(2)
     probability = pair.double().softmax(1)[:, 1]
     brier = from_callable(skm.brier_score_loss, maximize=False, scores="probabilities")
     assert brier.function(pair, labels) == pytest.approx(skm.brier_score_loss(labels, probability))
@@ -316,7 +328,7 @@ def test_from_callable_gives_binary_functions_the_positive_class() -> None:
 
 
 def test_from_callable_takes_torchmetrics_in_their_order() -> None:
-    logits, labels = _case("binary rare", 0)
+    logits, labels = case(2)
     logits[:, 1] += 1  # recall and precision differ, so that swapped arguments show
     expected = skm.recall_score(labels, logits.argmax(1))
     functional = functools.partial(tmf.recall, task="binary")
@@ -330,14 +342,14 @@ def test_from_callable_takes_torchmetrics_in_their_order() -> None:
     flipped = skm.recall_score(labels, (-logits).argmax(1))
     assert spec.function(-logits, labels) == pytest.approx(flipped)  # nothing kept from earlier calls
     auc = from_callable(torchmetrics.classification.MulticlassAUROC(5), maximize=True, scores="logits")
-    many, classes = _case("multi", 0)
+    many, classes = case(5)
     assert auc.function(many, classes) == pytest.approx(
         skm.roc_auc_score(classes, many.double().softmax(1), multi_class="ovr"), abs=1e-5
     )
 
 
 def test_from_callable_gives_columns_by_place_or_by_name() -> None:
-    logits, labels = _case("binary", 0)
+    logits, labels = case(2)
     weight = np.random.default_rng(0).random(len(labels))
     expected = skm.f1_score(labels, logits.argmax(1), sample_weight=weight)
     by_name = from_callable(skm.f1_score, maximize=True, columns=["importance"])  # scikit-learn's sample_weight
@@ -356,7 +368,7 @@ def test_from_callable_gives_columns_by_place_or_by_name() -> None:
 
 
 def test_from_callable_gives_torchmetrics_columns_as_tensors() -> None:
-    logits, labels = _case("binary", 0)
+    logits, labels = case(2)
     queries = np.arange(len(labels)) % 3
     spec = from_callable(torchmetrics.retrieval.RetrievalMAP(), maximize=True, scores="probabilities", columns=["qid"])
     scores = logits.double().softmax(1)[:, 1]
@@ -366,7 +378,7 @@ def test_from_callable_gives_torchmetrics_columns_as_tensors() -> None:
 
 
 def test_from_callable_forgives_rounding_but_nothing_else() -> None:
-    logits, labels = _case("binary", 0)
+    logits, labels = case(2)
     assert from_callable(lambda y, p: 1 + 1e-7, maximize=True).function(logits, labels) == 1
     for result, names in ((1.5, ("bounds",)), (float("nan"), ("nan",)), ([1, 2], ())):
         spec = from_callable(lambda y, p, result=result: result, maximize=True, name="mine")
