@@ -20,6 +20,7 @@ An edit is a function of the folder and the truth; what it returns, if anything,
 """
 
 import contextlib
+import csv
 import hashlib
 import os
 import random
@@ -44,6 +45,9 @@ from testers import FEW
 PARTS = ("train", "validation", "test")
 DRAWN = settings(phases=[Phase.generate])
 """What is drawn is small as it is; to find something smaller would take minutes."""
+
+RANDOM = st.integers(0, 2**32 - 1).map(random.Random)
+"""A draw for all that is not shown by itself, such as an order."""
 
 LETTERS = st.characters(codec="utf-8", categories=["Ll", "Lo"])
 # what looks like a number or a missing value has rules of its own
@@ -106,7 +110,7 @@ def labels_of_parts(draw: st.DrawFn, names: Sequence[str], *, given: bool = True
         if part == "test" and given and len(names) > 2 and draw(st.booleans()):
             there.remove(draw(st.sampled_from(names)))
         labels[part] = there * (draw(st.integers(2, 4)) if given else 10)
-        draw(st.randoms(use_true_random=False)).shuffle(labels[part])
+        draw(RANDOM).shuffle(labels[part])
     return labels
 
 
@@ -116,7 +120,7 @@ def tables(draw: st.DrawFn, *, given: bool = True, words: bool = True, classes: 
     names, width = draw(class_names(classes)), draw(st.integers(1, 3))
     said = draw(st.lists(WORDS, min_size=2, max_size=3, unique_by=str.casefold)) if words else [""]
     extremes = draw(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=2, max_size=9))
-    rng, parts, count = draw(st.randoms(use_true_random=False)), dict[str, list[Row]](), 0
+    rng, parts, count = draw(RANDOM), dict[str, list[Row]](), 0
     for part, labels in draw(labels_of_parts(names, given=given)).items():
         parts[part] = []
         for label in labels:
@@ -130,7 +134,7 @@ def tables(draw: st.DrawFn, *, given: bool = True, words: bool = True, classes: 
 def pictures(draw: st.DrawFn, *, given: bool = True) -> Truth:
     """Draw pictures by their numbers, of classes whose names can be those of folders."""
     names = draw(class_names("words"))
-    numbers = draw(st.randoms(use_true_random=False)).sample(range(256), 256)
+    numbers = draw(RANDOM).sample(range(256), 256)
     drawn = draw(labels_of_parts(names, given=given))
     parts = {part: [Picture(numbers.pop(), label) for label in labels] for part, labels in drawn.items()}
     return Truth(tuple(names), parts)
@@ -162,9 +166,31 @@ def line_changed(file: str, row: int, change: Callable[[str], str]) -> Edit:
     def edit(folder: Path, _: Truth) -> None:
         lines = (folder / file).read_text(encoding="utf-8").splitlines(keepends=True)
         lines[row - 1] = change(lines[row - 1])
-        (folder / file).write_text("".join(lines), encoding="utf-8")
+        (folder / file).write_text("".join(lines), encoding="utf-8", errors="surrogateescape")
 
     return edit
+
+
+def cells_changed(file: str, change: Callable[[list[list[str]]], Any]) -> Edit:
+    """Change the cells of a CSV file, of which the first row is the header, in place."""
+
+    def edit(folder: Path, _: Truth) -> None:
+        with (folder / file).open(encoding="utf-8", newline="") as opened:
+            rows = list(csv.reader(opened))
+        change(rows)
+        with (folder / file).open("w", encoding="utf-8", newline="") as opened:
+            csv.writer(opened).writerows(rows)
+
+    return edit
+
+
+def cell_changed(file: str, row: int, column: str, cell: str) -> Edit:
+    """Write something else into a cell of a CSV file; the header's row is 1."""
+
+    def change(rows: list[list[str]]) -> None:
+        rows[row - 1][rows[0].index(column)] = cell
+
+    return cells_changed(file, change)
 
 
 @contextlib.contextmanager
@@ -282,6 +308,10 @@ class InFolders(LoaderTester):
 class Divided(LoaderTester):
     """The same where parts that are not given are held out of those that are."""
 
+    def classes_of(self, row: Any) -> set[str]:
+        """Return the classes that a row has."""
+        return {row.label}
+
     @DRAWN
     @given(data=st.data())
     def test_what_is_not_given_is_held_out(self, data: st.DataObject) -> None:
@@ -289,7 +319,7 @@ class Divided(LoaderTester):
         with self.written(data, given=False) as (folder, truth):
             read = self.read(folder)
             assert (read.classes, read.joined()) == (truth.classes, truth.joined())
-            assert all({row.label for row in rows} == {*truth.classes} for rows in read.parts.values())
+            assert all(set().union(*map(self.classes_of, rows)) == {*truth.classes} for rows in read.parts.values())
             for name, lends in (("test", "test"), ("train", "validation")):
                 assert lends not in truth.parts or Counter(read.parts[name]) == Counter(truth.parts[name])
             assert self.read(folder) == read
