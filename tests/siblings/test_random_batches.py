@@ -1,7 +1,6 @@
 """Random batches that lack a class which the metric needs are drawn again, and the others stay as they were."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -11,12 +10,9 @@ from torch import Tensor
 from helpers.refusals import assert_refused
 from metricopt_ext.errors import BudgetError, MetricError
 from metricopt_ext.siblings.random_batches import TRIES, first_defined
-from metricopt_ext.siblings.reloss.ranked_batches import BatchSource, RandomOutputs, true_class_log_probability
 from metricopt_ext.siblings.sl.set_loss import SetLoss, UniversalTraining
-from metricopt_ext.siblings.training import TrainingTask
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.ledger import Ledger
-from metricopt_ext.utils.seeding import generator
 
 
 def of_both_classes(scores: Tensor, labels: Tensor) -> float:
@@ -69,25 +65,6 @@ def test_tries_end_with_the_remedy_and_other_failures_at_once() -> None:
     assert broken.ledger.spent == 1
     with pytest.raises(BudgetError):
         first(metric(budget=0), batches([0, 0], [0, 1]))
-
-
-def test_reloss_draws_again_what_lacks_a_class_alone(training_task: Callable[..., TrainingTask]) -> None:
-    small = replace(training_task(), batches=lambda *address: (torch.zeros(4, 3).double(), torch.tensor([0, 1, 0, 1])))
-    source = BatchSource(40, 20, random=1.0, outputs=RandomOutputs())
-    strict, lenient = (
-        torch.cat([part.probabilities for part in source.draw(replace(small, batch_metric=each), 3)])
-        for each in (metric(), metric(lambda scores, labels: 0.5))
-    )
-    lacking = torch.zeros(60, dtype=torch.bool)
-    for row in range(60):
-        rng = generator(3, "random outputs", row)
-        scores, labels = source.outputs.draw(4, 1, rng)
-        lacking[row] = len(labels.unique()) < 2
-        while len(labels.unique()) < 2:
-            scores, labels = source.outputs.draw(4, 1, rng)
-        assert torch.allclose(strict[row], true_class_log_probability(scores, labels).exp().double())
-    assert 0 < lacking.sum() < 60
-    assert torch.equal((strict != lenient).any(1), lacking)
 
 
 @pytest.mark.parametrize("thresholds", [0, 3])

@@ -42,7 +42,6 @@ class Case:
         settings: Settings under which it takes a moment.
         queries: What it then spends of the model's metric, by purpose.
         batch_queries: What it then spends of the batch's metric, by purpose.
-        refused: Settings that it refuses for the last of them.
         trains: What it can train.
         outputs: Numbers that the model it trains returns of an example.
     """
@@ -50,21 +49,10 @@ class Case:
     settings: dict[str, Any]
     queries: dict[str, int]
     batch_queries: dict[str, int]
-    refused: list[dict[str, Any]]
     trains: tuple[str, ...] = field(default=TRAINS)
     outputs: int = 1
 
 
-SL_REFUSED = [
-    {"surrogate": "refind"},
-    {"iterations": 0},
-    {"model_steps": 0},
-    {"surrogate_steps": 0.5},
-    {"model_lr": 0.0},
-    {"surrogate_lr": -1.0},
-    {"clip": 0.0},
-    {"iterations": 3, "evals": 4},
-]
 RELOSS = {
     "steps": 4,
     "lr": 0.01,
@@ -72,43 +60,15 @@ RELOSS = {
     "source": BatchSource(8, 4, checkpoints=Checkpoints(3, count=2)),
     "training": RelationalTraining(2, batches=4),
 }
-RELOSS_REFUSED = [
-    {"steps": 0},
-    {"records": 0},
-    {"lr": 0.0},
-    {"steps": 3, "evals": 4},
-]
-ALA_REFUSED = [
-    {"loss": "triplet"},
-    {"optimizer": "rmsprop"},
-    {"lowest": 0.1},
-    {"lowest": -1.1},
-    {"link": "log"},
-    {"iterations": 300},
-    {"reward_evals": 201},
-    {"reward_evals": 0},
-    {"children": 0},
-    {"gamma": 1.1},
-    {"gamma": 0},
-    {"beta": -0.1},
-    {"decay": 1.0},
-    {"momentum": 1.0},
-    {"memory": 0},
-    {"validation_batches": 0},
-    {"policy_lr": -1.0},
-    {"model_lr": 0.0},
-    {"offset": 0.0},
-    {"learn": False},
-]
 CASES = {
-    "sl_u": Case(SL, {"history": 2}, {"universal": 5}, SL_REFUSED),
-    "sl_s": Case(SL, {"history": 2}, {"surrogate": 40}, SL_REFUSED),
-    "sl_r": Case(SL, {"history": 2}, {"universal": 5, "surrogate": 40}, SL_REFUSED),
-    "reloss": Case(RELOSS, {"history": 2}, {"reloss": 12}, RELOSS_REFUSED),
-    "reloss_only": Case(RELOSS, {"history": 2}, {"reloss": 12}, RELOSS_REFUSED),
-    "ala": Case(ALA, {"reward": 27}, {}, ALA_REFUSED),
-    "ala_mixture": Case(ALA, {"reward": 27}, {}, ALA_REFUSED, outputs=3),
-    "ala_focal": Case(ALA, {"reward": 27}, {}, ALA_REFUSED, outputs=3),
+    "sl_u": Case(SL, {"history": 2}, {"universal": 5}),
+    "sl_s": Case(SL, {"history": 2}, {"surrogate": 40}),
+    "sl_r": Case(SL, {"history": 2}, {"universal": 5, "surrogate": 40}),
+    "reloss": Case(RELOSS, {"history": 2}, {"reloss": 12}),
+    "reloss_only": Case(RELOSS, {"history": 2}, {"reloss": 12}),
+    "ala": Case(ALA, {"reward": 27}, {}),
+    "ala_mixture": Case(ALA, {"reward": 27}, {}, outputs=3),
+    "ala_focal": Case(ALA, {"reward": 27}, {}, outputs=3),
 }
 
 runs = [(name, trains) for name, case in CASES.items() for trains in case.trains]
@@ -121,6 +81,14 @@ def made(name: str, make: Callable[..., TrainingTask], trains: Any = "model") ->
 
 def small(name: str) -> Sibling:
     return replace(SIBLINGS[name], **CASES[name].settings)  # type: ignore[type-var]
+
+
+REFUSED: dict[str, list[dict[str, Any]]] = {
+    "sl_u": [{"surrogate": "refind"}, {"iterations": 0}, {"model_lr": 0.0}, {"iterations": 3, "evals": 4}],
+    "reloss": [{"steps": 0}, {"lr": 0.0}, {"steps": 3, "evals": 4}],
+    "ala": [{"loss": "triplet"}, {"lowest": 0.1}, {"iterations": 300}, {"reward_evals": 201}, {"gamma": 1.1}],
+}
+"""Settings that a method refuses for the last of them."""
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
@@ -137,40 +105,43 @@ def same(a: Trained, b: Trained) -> bool:
     return not changed(state(a.model), b.model) and a.history == b.history
 
 
+class Listening(Callback):
+    """Hears how far a method is."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def stage(self, description: str) -> None:
+        self.told.append(description)
+
+
 def test_every_registered_method_is_under_contract() -> None:
     assert list(CASES) == list(SIBLINGS)
 
 
 @every_run
-def test_it_counts_every_query_of_both_kinds_by_purpose(
-    name: str, trains: Any, training_task: Callable[..., TrainingTask], calls: Any
+def test_it_trains_a_copy_and_counts_every_query(
+    name: str, trains: Any, training_task: Callable[..., TrainingTask], calls: Any, tmp_path: Path
 ) -> None:
-    task, case = made(name, training_task, trains), CASES[name]
+    task, case, listening = made(name, training_task, trains), CASES[name], Listening()
     task.metric.ledger.spend("earlier", 7)
     task.batch_metric.ledger.spend("surrogate", 3)
-    result = small(name).train(task)
+    task.model.train()
+    modes = [module.training for module in task.model.modules()]
+    flags = [parameter.requires_grad for parameter in task.model.parameters()]
+    before = state(task.model)
+    result = small(name).train(task, callback=listening)
     assert (result.queries, result.batch_queries) == (case.queries, case.batch_queries)
     assert (calls.metric, calls.batch_metric) == (sum(case.queries.values()), sum(case.batch_queries.values()))
     assert task.metric.ledger.spent == calls.metric + 7
     assert task.batch_metric.ledger.spent == calls.batch_metric + 3
     assert result.seconds > 0
+    assert listening.told
 
-
-@every_run
-def test_it_trains_a_copy_and_what_it_says_alone(
-    name: str, trains: Any, training_task: Callable[..., TrainingTask]
-) -> None:
-    task = made(name, training_task, trains)
-    task.model.train()
-    modes = [module.training for module in task.model.modules()]
-    flags = [parameter.requires_grad for parameter in task.model.parameters()]
-    before = state(task.model)
-    result = small(name).train(task)
     assert not changed(before, task.model)
     assert [module.training for module in task.model.modules()] == modes
     assert [parameter.requires_grad for parameter in task.model.parameters()] == flags
     assert all(parameter.grad is None for parameter in task.model.parameters())
-
     differs = changed(before, result.model)
     assert result.trained == trains
     assert not any(module.training for module in result.model.modules())
@@ -184,75 +155,36 @@ def test_it_trains_a_copy_and_what_it_says_alone(
     assert len({p.untyped_storage().data_ptr() for p in result.model.parameters()}) == len(flags)
     copy.deepcopy(result.model)
 
-
-@every_run
-def test_it_repeats_itself_for_a_seed_and_no_other(
-    name: str, trains: Any, training_task: Callable[..., TrainingTask]
-) -> None:
-    first, again, other = (small(name).train(made(name, training_task, trains), seed=seed) for seed in (3, 3, 4))
-    assert same(first, again)
-    assert not same(first, other)
-
-
-@every_run
-def test_it_neither_touches_the_global_streams_nor_depends_on_them(
-    name: str, trains: Any, training_task: Callable[..., TrainingTask]
-) -> None:
-    task, results = made(name, training_task, trains), []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        np.random.seed(seed)
-        random.seed(seed)
-        before = torch.get_rng_state(), str(np.random.get_state()), random.getstate()
-        results.append(small(name).train(task))
-        assert torch.equal(torch.get_rng_state(), before[0])
-        assert (str(np.random.get_state()), random.getstate()) == before[1:]
-    assert same(*results)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_its_history_can_be_plotted(name: str, training_task: Callable[..., TrainingTask]) -> None:
-    history = small(name).train(made(name, training_task)).history
-    assert history
-    for points in history.values():
+    assert result.history
+    for points in result.history.values():
         steps = [step for step, _ in points]
         assert steps == sorted(set(steps))
         assert all(isinstance(step, int) and np.isfinite(value) for step, value in points)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_it_tells_how_far_it_is(name: str, training_task: Callable[..., TrainingTask]) -> None:
-    told = []
-
-    class Listening(Callback):
-        def stage(self, description: str) -> None:
-            told.append(description)
-
-    small(name).train(made(name, training_task), callback=Listening())
-    assert told
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_what_it_learned_besides_can_be_saved(
-    name: str, training_task: Callable[..., TrainingTask], tmp_path: Path
-) -> None:
-    product = small(name).train(made(name, training_task)).product
-    if product is not None:
-        product.save(tmp_path / "product.safetensors")
+    if result.product is not None:
+        result.product.save(tmp_path / "product.safetensors")
         assert (tmp_path / "product.safetensors").stat().st_size > 0
 
 
-@pytest.mark.parametrize(("name", "settings"), [(n, each) for n, c in CASES.items() for each in c.refused])
-def test_bad_settings_are_refused(name: str, settings: dict[str, Any]) -> None:
-    assert_refused(lambda: replace(SIBLINGS[name], **settings), ValueError, *list(settings.items())[-1])
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_bad_seed_is_refused_before_any_work(
-    name: str, training_task: Callable[..., TrainingTask], calls: Any
+@every_run
+def test_its_seed_alone_decides_and_the_global_streams_stay(
+    name: str, trains: Any, training_task: Callable[..., TrainingTask]
 ) -> None:
-    assert_refused(lambda: small(name).train(made(name, training_task), seed=-1), ValueError, "seed", "-1", "0")
-    assert (calls.metric, calls.batch_metric) == (0, 0)
+    task, results = made(name, training_task, trains), []
+    for seed, stream in ((3, 1), (3, 2), (4, 2)):
+        torch.manual_seed(stream)
+        np.random.seed(stream)
+        random.seed(stream)
+        before = torch.get_rng_state(), str(np.random.get_state()), random.getstate()
+        results.append(small(name).train(task, seed=seed))
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert (str(np.random.get_state()), random.getstate()) == before[1:]
+    assert same(results[0], results[1])
+    assert not same(results[1], results[2])
+
+
+@pytest.mark.parametrize(("name", "settings"), [(name, each) for name, all in REFUSED.items() for each in all])
+def test_settings_that_a_user_can_not_mean_are_refused(name: str, settings: dict[str, Any]) -> None:
+    assert_refused(lambda: replace(SIBLINGS[name], **settings), ValueError, *list(settings.items())[-1])
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from helpers.refusals import assert_refused
-from metricopt_ext.errors import DataError
 from metricopt_ext.siblings.ala.adaptive_losses import (
     AdaptiveLoss,
     ClassCorrelation,
@@ -122,26 +120,6 @@ def test_the_mixture_is_equation_9_over_all_triplets_of_classes_of_one_size() ->
     assert DistanceMixture().loss(phi, scores, labels).item() == pytest.approx(sum(found) / len(found), abs=1e-10)
 
 
-def test_the_mixture_begins_with_the_functions_that_the_paper_names() -> None:
-    scores, labels = embeddings([2, 3, 4])
-    d, y = naive_distances(scores), labels.tolist()
-    positives = [d[a][b] ** 2 for a, b in product(range(9), repeat=2) if a != b and y[a] == y[b]]
-    negatives = [0.5 / d[a][b] for a, b in product(range(9), repeat=2) if y[a] != y[b]]
-    expected = sum(positives) / len(positives) + sum(negatives) / len(negatives)
-    loss = DistanceMixture()
-    assert loss.loss(loss.initial(), scores, labels).item() == pytest.approx(expected, abs=1e-10)
-
-
-def test_its_functions_grow_with_positive_and_fall_with_negative_distances() -> None:
-    for i in range(10):
-        weights = torch.eye(10, dtype=torch.float64)[i]
-        d = torch.linspace(0.2, 2, 10, dtype=torch.float64).reshape(1, 10).requires_grad_()
-        told = torch.ones(1, 10, dtype=torch.bool)
-        value = DistanceMixture().of_distances(weights, d, told if i < 5 else ~told, ~told if i < 5 else told)
-        (slope,) = torch.autograd.grad(value, d)
-        assert bool((slope > 0).all() if i < 5 else (slope < 0).all())
-
-
 @pytest.mark.parametrize("phi", [(1.0, 1.0), (0.1, 2.5), (30.0, 4.0)])
 def test_focal_weighting_is_equation_10(phi: tuple[float, float]) -> None:
     scores, labels = embeddings([2, 3, 1])
@@ -203,16 +181,3 @@ def test_equal_embeddings_and_missing_pairs_leave_everything_finite() -> None:
             assert bool(value.isfinite())
             assert bool(slope.isfinite().all())
             assert bool(loss.statistics(same.detach(), y).isfinite().all())
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    assert_refused(lambda: ClassCorrelation(3, "log"), ValueError, "link", "log")
-    assert_refused(lambda: ClassCorrelation(1), ValueError, "classes", "1", "2")
-    assert_refused(lambda: FocalWeighting(0), ValueError, "offset", "0")
-    assert_refused(
-        lambda: DistanceMixture().loss(torch.ones(10), torch.ones(3), torch.arange(3)),
-        DataError,
-        "embeddings",
-        "torch.float32",
-        "(3,)",
-    )

@@ -13,8 +13,7 @@ from torch import Tensor
 from helpers.refusals import assert_refused
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.runtime.progress import Callback
-from metricopt_ext.siblings.ala import ala
-from metricopt_ext.siblings.ala.ala import AdaptiveLossAlignment, Child, discounted_sum
+from metricopt_ext.siblings.ala.ala import AdaptiveLossAlignment, discounted_sum
 from metricopt_ext.siblings.ala.loss_policy import LossPolicy, load_loss_policy
 from metricopt_ext.siblings.training import TrainingTask
 from metricopt_ext.tasks.metric import Metric
@@ -179,25 +178,6 @@ def test_the_child_with_the_best_metric_is_returned(training_task: Make) -> None
     assert torch.equal(alone.model.state_dict()["head.weight"], first.model.state_dict()["head.weight"])
 
 
-def test_without_steps_of_the_loss_it_stays_the_initial_one(training_task: Make) -> None:
-    history = AdaptiveLossAlignment(**SHORT, beta=0.0).train(training_task("model", 3)).history
-    assert {value for _, value in history["change"]} == {0.0}
-    assert max(value for _, value in AdaptiveLossAlignment(**SHORT).train(training_task("model", 3)).history["change"])
-
-
-def test_fresh_children_have_weights_of_their_own(training_task: Make) -> None:
-    task = training_task("model", 3)
-    method = AdaptiveLossAlignment(**{**SHORT, "children": 3}, fresh_children=True)
-    first, *others = method._models(task, 1)
-    assert first is task
-    weights = [each.model.state_dict()["head.weight"] for each in (first, *others)]
-    assert not any(torch.equal(a, b) for i, a in enumerate(weights) for b in weights[:i])
-    assert all(each.model.training for each in others)
-    assert method.train(task).trained == "model"
-    shared = replace(method, fresh_children=False)._models(task, 1)
-    assert all(torch.equal(each.model.state_dict()["head.weight"], weights[0]) for each in shared)
-
-
 def test_a_learned_policy_serves_another_number_of_classes_without_any_query(
     training_task: Make, tmp_path: Path, calls: Any
 ) -> None:
@@ -230,79 +210,6 @@ def test_a_policy_that_learns_on_leaves_the_one_it_began_with(training_task: Mak
     assert isinstance(product, LossPolicy)
     assert all(torch.equal(kept[name], each) for name, each in started.state_dict().items())
     assert any(not torch.equal(kept[name], each) for name, each in product.state_dict().items())
-
-
-@pytest.mark.parametrize(("reward", "name"), [("train_metric", "metric"), ("train_loss", "rewarded loss")])
-def test_the_reward_and_the_best_child_are_of_what_was_chosen(
-    reward: Any, name: str, training_task: Make, monkeypatch: pytest.MonkeyPatch, calls: Any
-) -> None:
-    left = iter([0.25, *(0.25, 0.5), *(0.25, 0.5), *(0.75, 0.125), *(0.5, 0.375)])
-    seen: list[Any] = []
-
-    def told(task: TrainingTask, *asked: Any) -> float:
-        seen.append(asked)
-        return next(left)
-
-    monkeypatch.setattr(ala, "reward_cost", told)
-    method = AdaptiveLossAlignment(**{**SHORT, "children": 1}, gamma=0.5, reward=reward, reward_batches=4)
-    trained = method.train(training_task(), seed=6)
-    assert set(seen) == {(reward, 4, 6)}
-    assert [r for _, r in trained.history["reward"]] == [-1.0, 0.0, 1.0, -1.0]
-    assert [v for _, v in trained.history[name]] == pytest.approx([0.5, 0.5, 0.125, 0.375])
-    assert calls.metric == 0
-
-
-@pytest.mark.parametrize("outputs", [1, 3])
-def test_the_confusion_matrix_takes_the_place_of_phi(outputs: int, training_task: Make, calls: Any) -> None:
-    task = training_task("model", outputs, dropout=0.0)
-    method = AdaptiveLossAlignment(**{**SHORT, "children": 1}, controller="confusion", learn=False)
-    plain = task.copied()
-    trained = method.train(task, seed=5)
-    assert (calls.metric, calls.batch_metric, trained.product, trained.queries) == (0, 0, None, {})
-    assert set(trained.history) == {"change", "loss"}
-
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
-    for t in range(4):
-        with evaluating(plain.model), torch.no_grad():
-            seen = [plain.predict(plain.model, plain.validation(5, 0, 5 * t + v)) for v in range(5)]  # type: ignore[misc]
-        y = torch.cat([labels for _, labels in seen])
-        logs = logs_of(torch.cat([scores for scores, _ in seen]))
-        confusions = torch.stack([-logs[y == k].mean(0) for k in range(logs.shape[1])])  # Eq. 7
-        phi = confusions / confusions.max()
-        plain.model.train()
-        for j in range(3):
-            scores, labels = plain.predict(plain.model, plain.batches(5, 0, 3 * t + j))
-            loss = -(phi[labels] * logs_of(scores)).sum(1).sigmoid().mean()  # Eq. 6
-            sgd.zero_grad()
-            loss.backward()
-            sgd.step()
-        change = (phi - torch.eye(len(phi))).abs().mean()
-        for name, value in (("loss", loss), ("change", change)):
-            assert trained.history[name][t][0] == 3 * t + 3
-            assert trained.history[name][t][1] == pytest.approx(value.item(), abs=1e-12)
-
-
-def logs_of(scores: Tensor) -> Tensor:
-    """Log-probabilities of all classes, of one logit too."""
-    return (scores if scores.dim() == 2 else torch.stack([torch.zeros_like(scores), scores], 1)).log_softmax(1)
-
-
-@pytest.mark.parametrize("settings", [{}, {"learn": False}, {"learn": False, "children": 1, "loss": "focal"}])
-def test_a_confusion_matrix_learns_nothing_of_one_classifier(settings: dict[str, Any]) -> None:
-    assert_refused(lambda: AdaptiveLossAlignment(controller="confusion", **settings), ValueError, "classes", "1")
-
-
-@pytest.mark.parametrize("loss", ["mixture", "focal"])
-def test_statistics_of_embeddings_are_means_over_batches(loss: str, training_task: Make) -> None:
-    task = training_task("model", 3)
-    method = AdaptiveLossAlignment(loss, **{**SHORT, "children": 1}, validation_batches=3, learn=True)
-    family = method.adaptive_loss(task)
-    child = Child(method, family, task, 2, 0)
-    state = child.observe(1)
-    assert task.validation is not None
-    with evaluating(task.model), torch.no_grad():
-        seen = [family.statistics(*task.predict(task.model, task.validation(2, 0, 3 + i))) for i in range(3)]
-    assert torch.allclose(state[:, 0], (sum(seen) / 3)[:, 0].float(), atol=1e-6)  # type: ignore[index, operator]
 
 
 @pytest.mark.outcome

@@ -6,12 +6,9 @@ from statistics import mean
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from helpers.refusals import assert_refused
-from metricopt_ext.errors import FileFormatError
-from metricopt_ext.siblings.ala.adaptive_losses import AdaptiveLoss, ClassCorrelation, DistanceMixture
+from metricopt_ext.siblings.ala.adaptive_losses import AdaptiveLoss, ClassCorrelation
 from metricopt_ext.siblings.ala.loss_policy import (
     Episode,
     LossPolicy,
@@ -20,7 +17,6 @@ from metricopt_ext.siblings.ala.loss_policy import (
     load_loss_policy,
     reinforce_loss,
 )
-from metricopt_ext.utils.files import write_tensors
 from metricopt_ext.utils.seeding import generator
 
 
@@ -35,15 +31,6 @@ def states(made: LossPolicy, u: int, seed: int = 1) -> Tensor:
 
 def gradients(value: Tensor, made: LossPolicy) -> list[Tensor]:
     return list(torch.autograd.grad(value, list(made.parameters())))
-
-
-def test_the_network_is_that_of_section_5() -> None:
-    made = LossPolicy.of(DistanceMixture())
-    layers = [(each.in_features, each.out_features) for each in made.net if isinstance(each, torch.nn.Linear)]
-    assert layers == [(10 + 1 + 2 + 10, 32), (32, 32), (32, 3)]
-    assert made.inputs == 23
-    assert LossPolicy.of(ClassCorrelation(3)).inputs == LossPolicy.of(ClassCorrelation(100)).inputs == 24
-    assert torch.allclose(made(torch.zeros(4, 23)).exp().sum(-1), torch.ones(4))
 
 
 def test_the_gradient_is_that_of_a_hand_computation() -> None:
@@ -115,14 +102,6 @@ def test_an_update_is_a_step_of_adam_on_as_many_remembered_episodes_as_children(
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=0, atol=1e-10)
     assert not torch.equal(ours.net[0].weight, policy().net[0].weight)
-
-
-def test_a_rate_of_0_leaves_the_policy() -> None:
-    made = policy()
-    learner = Reinforce(made, 0.0, memory=1, decay=0.9)
-    learner.remember([states(made, 2)], [torch.tensor([0, 1])], [1.0])
-    learner.update(generator(0, "replay"))
-    assert all(torch.equal(a, b) for a, b in zip(made.parameters(), policy().parameters(), strict=True))
 
 
 @pytest.mark.outcome
@@ -201,19 +180,3 @@ def test_a_file_gives_back_the_same_policy_bit_for_bit_for_any_number_of_classes
     assert torch.equal(again(s), made(s))
     # All pairs share the policy: what it does with a pair does not depend on the others.
     assert torch.allclose(again(s[5:6]), again(s)[5:6], atol=1e-6)
-
-
-def test_other_files_are_refused(tmp_path: Path) -> None:
-    save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
-    assert_refused(
-        lambda: load_loss_policy(tmp_path / "other.safetensors"), FileFormatError, "other.safetensors", "None"
-    )
-    described = {"family": "classes", "observed": 2, "kinds": 0, "history": 9}
-    write_tensors(tmp_path / "wrong.safetensors", policy().state_dict(), "metricopt_ext/loss_policy/1", described)
-    assert_refused(lambda: load_loss_policy(tmp_path / "wrong.safetensors"), FileFormatError, "wrong.safetensors")
-
-
-def test_bad_sizes_are_refused() -> None:
-    assert_refused(lambda: LossPolicy("classes", 0), ValueError, "observed", "0", "1")
-    assert_refused(lambda: LossPolicy("classes", 1, history=0), ValueError, "history", "0", "1")
-    assert_refused(lambda: LossPolicy("classes", 1, -1), ValueError, "kinds", "-1", "0")

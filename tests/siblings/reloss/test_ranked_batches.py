@@ -9,8 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from helpers.refusals import assert_refused
-from metricopt_ext.errors import DataError
 from metricopt_ext.siblings.checkpoints import Checkpoints
 from metricopt_ext.siblings.reloss.ranked_batches import (
     STREAM,
@@ -43,31 +41,6 @@ def test_slopes_are_the_lengths_of_autograds_gradients(outputs: int) -> None:
     (gradient,) = torch.autograd.grad(true_class_log_probability(scores, labels).exp().sum(), scores)
     expected = gradient.reshape(7, -1).norm(dim=1)
     assert torch.allclose(slope_in_logits(scores, labels), expected, rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize(("scores", "labels"), [((3, 2, 2), 3), ((4,), 3), ((), 3)])
-def test_other_shapes_are_refused(scores: tuple[int, ...], labels: int) -> None:
-    assert_refused(
-        lambda: true_class_log_probability(torch.zeros(scores), torch.zeros(labels, dtype=torch.long)),
-        DataError,
-        "shape",
-    )
-
-
-@pytest.mark.parametrize("outputs", [1, 5])
-def test_random_logits_and_labels_are_uniform(outputs: int) -> None:
-    n, scale, classes = 40_000, 3.0, max(2, outputs)
-    scores, labels = RandomOutputs(scale, matched=False).draw(n, outputs, generator(0, "test"))
-    assert scores.shape == ((n,) if outputs == 1 else (n, outputs))
-    assert scores.abs().max() <= scale
-    # The mean of a uniform variable on [-s, s] has standard error s / sqrt(3 n); of its square, s^2 sqrt(4 / 45 n).
-    assert abs(float(scores.mean())) < 4 * scale / math.sqrt(3 * scores.numel())
-    assert abs(float(scores.square().mean()) - scale**2 / 3) < 4 * scale**2 * math.sqrt(4 / 45 / scores.numel())
-    shares = labels.bincount(minlength=classes) / n
-    assert float((shares - 1 / classes).abs().max()) < 4 * math.sqrt(1 / classes * (1 - 1 / classes) / n)
-    best = (scores > 0).long() if outputs == 1 else scores.argmax(1)
-    agree = float((best == labels).double().mean())
-    assert abs(agree - 1 / classes) < 4 * math.sqrt(1 / classes * (1 - 1 / classes) / n)
 
 
 @pytest.mark.parametrize("outputs", [1, 5])
@@ -132,16 +105,6 @@ def test_each_batch_is_of_its_generator_and_has_its_cost(
         assert float(costs[row]) == pytest.approx(float((decided != labels).double().mean()))
 
 
-def test_without_random_batches_none_is_and_without_others_nothing_is_trained(
-    training_task: Callable[..., TrainingTask],
-) -> None:
-    task = training_task("phi")
-    assert not BatchSource(5, 5, random=0.0).are_random(0).any()
-    endless = Checkpoints(10**9)  # it would never end
-    training, _ = BatchSource(5, 5, random=1.0, checkpoints=endless).draw(task, 0)
-    assert len(training.costs) == 5
-
-
 def test_a_split_keeps_the_order() -> None:
     batches = RankedBatches(torch.arange(6.0).reshape(3, 2), -torch.arange(6.0).reshape(3, 2), torch.arange(3.0))
     first, rest = batches.split(2)
@@ -150,16 +113,3 @@ def test_a_split_keeps_the_order() -> None:
     assert torch.equal(first.slopes, -first.probabilities)
     assert batches.take(torch.tensor([2, 0])).costs.tolist() == [2, 0]
     assert len(batches.split(9)[0].costs) == 3
-
-
-@pytest.mark.parametrize(
-    ("settings", "names"),
-    [
-        ({"training": 1}, ("training", "1", "2")),
-        ({"heldout": 1}, ("heldout", "1", "2")),
-        ({"random": 1.5}, ("random", "1.5", "0")),
-    ],
-)
-def test_bad_settings_are_refused(settings: dict[str, Any], names: tuple[str, ...]) -> None:
-    assert_refused(lambda: BatchSource(**settings), ValueError, *names)
-    assert_refused(lambda: RandomOutputs(0), ValueError, "scale", "0")

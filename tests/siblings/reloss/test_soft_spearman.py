@@ -37,18 +37,6 @@ def test_equal_targets_share_their_ranks() -> None:
     assert spearman(values, target) == pytest.approx(expected, abs=1e-12)
 
 
-def test_a_single_value_correlates_with_nothing() -> None:
-    values, one = spaced(5, 5), torch.ones(5, dtype=torch.float64)
-    assert float(soft_spearman(values, one)) == spearman(values, one) == spearman(one, values) == 0
-
-
-@pytest.mark.parametrize("spread", [1e-6, 0.01, 1.0, 1e6])
-def test_the_spread_and_the_level_of_values_do_not_matter(spread: float) -> None:
-    values, target = spaced(16, 2), spaced(16, 3)
-    expected = soft_spearman(values, target)
-    assert float(soft_spearman(values * spread + 7 * spread, target)) == pytest.approx(float(expected), abs=1e-9)
-
-
 def test_losses_of_a_small_spread_are_ranked_as_scipy_ranks_them() -> None:
     # Without the common scale this relaxation was from -0.13 to 0.42 in 60 such draws, below 0 in a fifth of them.
     rng = torch.Generator().manual_seed(0)
@@ -64,21 +52,3 @@ def test_the_gradient_is_that_of_the_soft_correlation() -> None:
     target = spaced(6, 6)
     values = spaced(6, 7).requires_grad_(True)
     assert torch.autograd.gradcheck(lambda v: soft_spearman(v, target), values)
-
-
-def test_ascending_it_sorts_the_values() -> None:
-    target = spaced(8, 8)
-    values = spaced(8, 9).requires_grad_(True)
-    before = spearman(values, target)
-    for _ in range(100):
-        (gradient,) = torch.autograd.grad(soft_spearman(values, target), values)
-        with torch.no_grad():
-            values += gradient
-    assert before < 0.7
-    assert spearman(values, target) > 0.95
-
-
-def test_half_precision_is_ranked_in_single() -> None:
-    values = torch.randn(300, generator=torch.Generator().manual_seed(0)).bfloat16()
-    assert spearman(values, -values) == pytest.approx(-1)
-    assert torch.equal(soft_spearman(values, values), soft_spearman(values.float(), values.float()))
