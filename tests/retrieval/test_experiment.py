@@ -3,28 +3,29 @@
 import math
 import statistics
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
-from typing import Any
+from statistics import NormalDist
 
 import pytest
 import torch
-
-from helpers.refusals import assert_refused
+from torch import nn
 
 pytest.importorskip("faiss")
 pytest.importorskip("pytorch_metric_learning")
 
-from metricopt_ext.data.halves import class_draws
 from metricopt_ext.data.labelled import Split
-from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.experiment import State
 from metricopt_ext.experiment.method import Started
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.experiment import RetrievalExperiment
+from metricopt_ext.retrieval.few_classes import FewClasses, error_over_classes
 from metricopt_ext.retrieval.named_metric import embed_with
-from metricopt_ext.retrieval.recall import hits_at_k, recall_at_k
+from metricopt_ext.retrieval.recall import hits_at_k
 from metricopt_ext.retrieval.whitening_start import whitened
 from metricopt_ext.runtime.progress import Callback
+from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.utils.config import load_config
 
 DIGITS = Path(__file__).parents[2] / "configs" / "retrieval" / "digits.yaml"
@@ -51,42 +52,6 @@ def test_the_error_of_a_recalls_difference_is_that_of_whole_classes(tmp_path: Pa
     assert experiment.test_error(before, after) is None
 
 
-def test_a_population_is_chosen_where_none_is_given(tmp_path: Path) -> None:
-    def population(*overrides: str) -> Any:
-        config = load_config(RetrievalConfig, DIGITS, [*TINY, *overrides])
-        config.check()
-        return RetrievalExperiment(config, tmp_path, 3).task.population
-
-    assert population() == 1
-    assert population("population=null") == 32
-
-
-def test_it_says_how_many_classes_there_are_before_the_first_query_and_what_they_can_tell_at_it(tmp_path: Path) -> None:
-    lines: list[str] = []
-
-    class Saying(Callback):
-        def say(self, line: str) -> None:
-            lines.append(line)
-
-    config = load_config(RetrievalConfig, DIGITS, [*TINY, "data.fractions=[0.3,0.4,0.3]", "seed=3"])
-    experiment = RetrievalExperiment(config, tmp_path, 3, Saying())
-    task = experiment.task
-    assert task.metric.new_classes
-    assert not experiment.test_metric.new_classes
-    assert "validation has 4 classes; test has other classes" in lines
-    assert task.metric.ledger.spent == 0
-    said = len(lines)
-    start = task.evaluate(task.origin(), "test")
-    assert len(start.pairs) == 3  # of four classes there are no more
-    part, z = experiment.splits.validation, embed_with(task.adapter, task.origin(), experiment.splits.validation.x)
-    for costs, halves in zip(start.pairs, class_draws(part.y, 3), strict=True):
-        assert costs == tuple(1 - recall_at_k(z[half], part.y[half], (1,)).mean for half in halves)  # type: ignore[index]
-    task.evaluate(task.origin(), "test")
-    (line,) = lines[said:]
-    assert line.startswith(f"Recall@1 is {1 - start.cost:.4f} at first, with a standard error of ")
-    assert " over 4 classes; " in line
-
-
 def test_the_error_of_another_metric_is_that_of_classes_left_out(tmp_path: Path) -> None:
     """Each of five classes is a group; the metric is the mean of the first coordinate, weighed by nothing."""
     (tmp_path / "own_first_coordinate.py").write_text(
@@ -106,27 +71,6 @@ def test_the_error_of_another_metric_is_that_of_classes_left_out(tmp_path: Path)
     assert experiment.test_error(before, before) == 0
     experiment.splits = replace(experiment.splits, test=Split(part.x[:4], torch.tensor([0, 0, 1, 1])))
     assert experiment.test_error(before, after) is None
-
-
-def test_a_k_beyond_the_images_is_refused_before_training(tmp_path: Path) -> None:
-    config = load_config(RetrievalConfig, DIGITS, [*TINY, "metric.ks=[1,5000]"])
-    assert_refused(lambda: RetrievalExperiment(config, tmp_path, 3).task, ConfigError, "metric.ks=[1, 5000]")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_soup_is_a_start_where_it_is_asked_for(tmp_path: Path) -> None:
-    config = load_config(RetrievalConfig, DIGITS, [*TINY, "starts=[soup,soup_batchnorm]"])
-    config.check()
-    experiment = RetrievalExperiment(config, tmp_path, 3)
-    starts = experiment.starts()
-    assert list(starts) == ["soup", "soup_batchnorm"]
-    assert len(list((tmp_path / "soup").glob("finetune-?.safetensors"))) == 6
-    assert all(parameters for parameters in (each.parameters for each in starts.values()))
-    training, part = experiment.training(), experiment.splits.train
-    assert training.rebalanced is None
-    assert training.augment is not None
-    batches = experiment.task.batches
-    assert training.steps == max(1, len(part) // (batches.classes * batches.samples))
 
 
 def test_a_whitening_is_left_out_where_validation_images_are_too_few(tmp_path: Path) -> None:
@@ -167,3 +111,37 @@ def test_labels_are_held_out_by_class_or_within_few_and_whitenings_end_a_compari
         expected = whitened(experiment.task, experiment.validation()[0], labels)
         assert torch.equal(reached.end(part.x), expected(part.x))
         assert reached.queries == 0
+
+
+def divided(values: torch.Tensor) -> list[tuple[float, float]]:
+    """A mean over classes on each division of them into halves."""
+    count = len(values)
+    halves = [set(first) for first in combinations(range(count), count // 2) if 0 in first]
+    return [(float(values[list(a)].mean()), float(values[list(set(range(count)) - a)].mean())) for a in halves]
+
+
+def test_over_all_divisions_it_is_the_standard_error_of_the_mean_over_classes() -> None:
+    values = torch.randn(8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    start = Evaluation.of(float(values.mean()), divided(values))
+    assert error_over_classes(start) == pytest.approx(float(values.std()) / 8**0.5, rel=1e-12)
+    assert error_over_classes(start, 100.0) == pytest.approx(100 * float(values.std()) / 8**0.5, rel=1e-12)
+    assert error_over_classes(Evaluation(0.5, (0.4, 0.6))) == pytest.approx(0.1)
+    assert error_over_classes(Evaluation(0.5)) is None
+
+
+@pytest.mark.parametrize("known", [8, 0])
+def test_it_is_said_at_the_first_query_in_the_metrics_units(known: int) -> None:
+    values = 50 + torch.randn(8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    lines: list[str] = []
+    metric = Metric(
+        lambda: (float(values.mean()), divided(values)), maximize=True, bounds=(0, 100), name="recall", new_classes=True
+    )
+    metric.callbacks.append(FewClasses(metric, lambda: known, lines.append, confidence=0.9))
+    for _ in range(2):
+        metric.evaluate(nn.Identity(), "x")
+    error, needed = float(values.std()) / 8**0.5, NormalDist().inv_cdf(0.9)
+    assert lines == [
+        f"recall is {float(values.mean()):.4f} at first, with a standard error of {error:.4f} over"
+        f" {'8 classes' if known else 'its classes'}; a gain that varies as much between classes must exceed"
+        f" {needed * error:.4f} to be told from chance"
+    ]

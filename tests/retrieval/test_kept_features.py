@@ -1,6 +1,5 @@
 """Embeddings from kept features are those of whole passes, to the last bit, and what is kept is within bounds."""
 
-import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -128,17 +127,15 @@ def test_nothing_is_kept_where_it_is_not_worth_it(made: Callable[..., Any], laye
     assert kept.nbytes == 0
 
 
-@pytest.mark.parametrize("reason", ["torch.fx", "hooks", "forward"])
+@pytest.mark.parametrize("reason", ["torch.fx", "hooks"])
 def test_a_model_that_can_t_be_cut_is_told_of_once(reason: str, made: Callable[..., Any]) -> None:
     adapter, kept = made("trunk.norm2"), KeptFeatures(IMAGES[:8], 1.0)
     trunk = adapter.model.trunk
     if reason == "torch.fx":
         trunk.__class__ = type("Branched", (Trunk,), {"forward": branched})
-    elif reason == "hooks":
-        trunk.norm1.register_forward_hook(lambda module, inputs, output: output + 1)
     else:
-        adapter.model.forward = lambda x: trunk((x / 255 - 0.4) / 0.3)
-    names = {"torch.fx": ("trunk.norm2", "torch.fx"), "hooks": ("BatchNorm2d", "hooks"), "forward": ("Embedder",)}
+        trunk.norm1.register_forward_hook(lambda module, inputs, output: output + 1)
+    names = {"torch.fx": ("trunk.norm2", "torch.fx"), "hooks": ("BatchNorm2d", "hooks")}
     with pytest.warns(UserWarning, match=having(*names[reason], "adapter.keep_gib=0")) as told:
         assert_same(adapter, kept)
     assert len(told) == 1
@@ -148,15 +145,6 @@ def test_a_model_that_can_t_be_cut_is_told_of_once(reason: str, made: Callable[.
 def branched(trunk: Any, x: Tensor) -> Tensor:
     """The trunk's forward pass, whose way depends on its input."""
     return Trunk.forward(trunk, x if x.sum() > 0 else -x)
-
-
-def test_nothing_is_said_where_phi_acts_early_or_nothing_is_to_be_kept(made: Callable[..., Any]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for layers, gib in ((["trunk.conv1"], 1.0), (["trunk.norm2"], 0.0)):
-            adapter, kept = made(*layers), KeptFeatures(IMAGES[:8], gib)
-            adapter.model.trunk.__class__ = type("Branched", (Trunk,), {"forward": branched})
-            assert_same(adapter, kept)
 
 
 def test_features_that_are_changed_in_place_are_not_kept(made: Callable[..., Any]) -> None:
@@ -181,13 +169,6 @@ class InPlace(nn.BatchNorm2d):
         return super().forward(x.mul_(0.5))
 
 
-class InPlaceConvolution(nn.Conv2d):
-    """Changes its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.mul_(0.5))
-
-
 @torch.no_grad()
 def assert_same_passes(adapter: Any, passes: KeptPasses, queries: int = 3) -> None:
     """Check a model's embeddings of batches at several phi against whole passes."""
@@ -201,11 +182,10 @@ def assert_same_passes(adapter: Any, passes: KeptPasses, queries: int = 3) -> No
     assert not torch.equal(seen[0], seen[1])
 
 
-@pytest.mark.parametrize("after", [nn.Conv2d, InPlaceConvolution])
-def test_passes_over_the_same_batches_are_those_of_the_model(after: type[nn.Conv2d], made: Callable[..., Any]) -> None:
+def test_passes_over_the_same_batches_are_those_of_the_model(made: Callable[..., Any]) -> None:
     adapter, passes = made("trunk.norm2"), KeptPasses(1.0)
     trunk = adapter.model.trunk
-    trunk.middle, trunk.conv2 = nn.Identity(), after(4, 4, 3, padding=1).requires_grad_(False)
+    trunk.middle, trunk.conv2 = nn.Identity(), nn.Conv2d(4, 4, 3, padding=1).requires_grad_(False)
     CALLS.clear()
     assert_same_passes(adapter, passes)
     trunk.norm1.running_mean.add_(0.1)
@@ -217,35 +197,6 @@ def test_passes_over_the_same_batches_are_those_of_the_model(after: type[nn.Conv
     assert adapter.phi.grad.abs().max() > 0
     CALLS.clear()
     assert KeptPasses(0.0).of(adapter.model) is adapter.model
-
-
-@torch.no_grad()
-def test_a_model_before_phi_is_run_once_on_each_batch(made: Callable[..., Any]) -> None:
-    model, passes = copy.deepcopy(made("trunk.norm2").model), KeptPasses(1.0)
-    CALLS.clear()
-    for _ in range(3):
-        kept = passes.of(model, before_phi=True)
-        for batch in IMAGES[:96].split(40):
-            found = kept(batch)
-            assert torch.equal(found, model(batch))
-            found.zero_()  # as what follows may
-    assert sum(CALLS) == 96 * (1 + 3)
-
-
-def test_passes_that_can_t_be_cut_are_told_of(made: Callable[..., Any]) -> None:
-    adapter = made("trunk.norm2")
-    adapter.model.trunk.__class__ = type("Branched", (Trunk,), {"forward": branched})
-    with pytest.warns(UserWarning, match=having("torch.fx", "keep_gib=0")) as told:
-        assert_same_passes(adapter, KeptPasses(1.0))
-    assert len(told) == 1
-
-
-def test_training_and_gradients_go_through_the_whole_model(made: Callable[..., Any]) -> None:
-    adapter, kept = made("trunk.norm2"), KeptFeatures(IMAGES[:8], 1.0)
-    assert kept.embed(adapter.model).requires_grad
-    with torch.no_grad():
-        kept.embed(adapter.model.train())
-    assert kept.nbytes == 0
 
 
 def test_a_metric_has_the_same_values(made: Callable[..., Any]) -> None:

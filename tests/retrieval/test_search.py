@@ -2,7 +2,7 @@
 
 import copy
 import random
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,6 @@ from testers.metric import assert_same
 
 CPU = torch.device("cpu")
 D, CLASSES, BATCH, QUERIES = 6, 8, 16, 24
-ENDING = QUERIES - 1, QUERIES  # the last is for a part of the way; start and end are known
 
 
 def examples(seed: int, distracted: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -345,38 +344,6 @@ def test_several_label_levels_have_their_mean_and_two_classes_each_in_a_half() -
         assert all(len(labels[half, i].unique()) >= 2 for half in halves for i in (0, 1))
 
 
-def test_a_start_with_other_statistics() -> None:
-    """It is judged on a copy of the trunk, and its statistics come with it if it is kept."""
-    trunk = make_trunk()
-    adapter = mo.attach_film(trunk, dim=D)
-    trainer, tester = make_trainer(trunk), make_tester()
-    sets = {"val": pairs(7, 4.0)}
-    task = trainer_task(trainer, tester, adapter, sets, metric="recall_at_1")
-    start = mo.batchnorm_start(task, [torch.stack([x for x, _ in sets["val"]])])
-    assert start is not None
-    run = search(trainer, tester, adapter, starts={"batchnorm": start}, guard_confidence=0.5, seed=1)
-    assert run.starts["batchnorm"] > run.starts["start"]
-    assert run.started_at == "batchnorm"
-    assert run.chosen != "start"  # at this confidence any gain of a start counts
-    assert torch.equal(trunk[0].running_var, start.buffers["0.running_var"])
-    found = tester.test(sets, 1, trunk, trainer.models["embedder"])
-    assert found["val"]["recall_at_1_level0"] == pytest.approx(run.after, abs=1e-12)
-
-
-def test_a_run_is_resumed(tmp_path: Path) -> None:
-    runs = []
-    for resume in (False, True):
-        trunk = make_trunk()
-        adapter = mo.attach_film(trunk, dim=D)
-        Counting.calls = 0
-        runs.append(search(make_trainer(trunk), make_tester(), adapter, output_dir=tmp_path, resume=resume))
-        assert Counting.calls in ((0,) if resume else ENDING)
-    assert str(runs[0]) == str(runs[1])
-    assert torch.equal(runs[0].ends["search"], runs[1].ends["search"])
-    f = mo.load_value_function(tmp_path / "value_function.safetensors")
-    assert f.signature == adapter.signature
-
-
 @pytest.mark.parametrize(
     ("changes", "options", "error", "names"),
     [
@@ -397,55 +364,9 @@ def test_what_can_t_be_searched_costs_no_query(
     assert_refused(lambda: search(make_trainer(trunk), tester, other), AdapterError)
     tester.accuracy_calculator.return_per_class = True
     assert_refused(lambda: search(make_trainer(trunk), tester, adapter), ConfigError, "calculator", "recall_at_1")
+    for more, named in (({"part": "head"}, "part='head'"), ({"metric": "f1"}, "f1")):
+        sets, trainer = {"val": pairs(7)}, make_trainer(make_trunk())
+        call = partial(tune_with_trainer, trainer, make_tester(), sets, queries=QUERIES, **more)
+        assert_refused(call, ConfigError, named)
+        assert not any("metricopt" in name for name in trainer.models["trunk"].state_dict())
     assert Counting.calls == 0
-
-
-def test_held_out_classes_have_the_last_word() -> None:
-    trunk, tester = make_trunk(), make_tester()
-    trainer, adapter = make_trainer(trunk), mo.attach_film(trunk, dim=D)
-    aside = {"aside": pairs(8, 4.0)}
-    other = trainer_task(trainer, tester, adapter, aside, split="aside", metric="recall_at_1")
-    run = search(trainer, tester, adapter, guard_confidence=0.5, holdout=other.metric)
-    assert run.holdout == {name: other.metric.to_value(other.cost(run.ends[name], "check")) for name in run.holdout}
-    assert set(run.holdout) in ({"start", "search"}, {"start", "part"})
-    assert run.chosen == max(run.holdout, key=lambda name: run.holdout[name])
-    assert other.metric.ledger.spent_on == {"holdout": 2, "check": 2}
-
-
-@pytest.mark.parametrize("part", ["trunk", pytest.param("embedder", marks=pytest.mark.slow)])
-def test_one_call_attaches_searches_and_merges(part: str) -> None:
-    ours, parts = make_trainer(make_trunk()), make_trainer(make_trunk())
-    attach = lambda model: mo.attach_film(model, dim=D)  # noqa: E731
-    options: dict[str, Any] = {"metric": "recall_at_1", "callback": Callback(), "queries": QUERIES}
-    names = set(ours.models[part].state_dict())
-    run = tune_with_trainer(ours, make_tester(), {"val": pairs(7, 4.0)}, part=part, attach=attach, **options)
-    adapter = attach(parts.models[part])
-    assert search_with_trainer(parts, make_tester(), adapter, {"val": pairs(7, 4.0)}, **options).after == run.after
-    adapter.merge()
-    assert set(ours.models[part].state_dict()) == names
-    for name, model in ours.models.items():
-        others = parts.models[name].state_dict()
-        assert all(torch.equal(each, others[key]) for key, each in model.state_dict().items())
-    assert all(parameter.requires_grad for parameter in ours.models[part].parameters())
-
-
-def shared(model: nn.Module) -> mo.Adapter:
-    model.scale = model[0].weight
-    return mo.attach_film(model)
-
-
-def test_one_call_leaves_no_adapter_after_an_error() -> None:
-    trainer = make_trainer(make_trunk())
-    names = set(trainer.models["trunk"].state_dict())
-    assert_refused(lambda: tune_with_trainer(trainer, None, {}, queries=QUERIES, attach=shared), AdapterError)
-    assert not any("metricopt" in name for name in trainer.models["trunk"].state_dict())
-    trainer = make_trainer(make_trunk())
-    assert_refused(
-        lambda: tune_with_trainer(trainer, make_tester(), {"val": pairs(7)}, queries=QUERIES, metric="f1"), ConfigError
-    )
-    assert set(trainer.models["trunk"].state_dict()) == names
-    assert_refused(
-        lambda: tune_with_trainer(trainer, make_tester(), {"val": pairs(7)}, queries=QUERIES, part="head"),
-        ConfigError,
-        "part='head'",
-    )
