@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -180,16 +179,6 @@ def test_batches_balanced_by_several_labels_have_each_of_them() -> None:
     assert not y[drawn[3]].any()
     assert_refused(lambda: IndexSampler(400, 3, y), DataError, "4")
     assert len(IndexSampler(200, 4, y[:200]).groups) == 2  # nothing has the third, or none
-
-
-def test_labels_are_a_list_an_array_or_a_tensor() -> None:
-    labels = [0, 1, 2] * 10
-    dataset = TensorDataset(torch.arange(30.0))
-    drawn = [
-        DatasetBatches(dataset, 9, labels=each)(0, 0, 0)[0] for each in (labels, np.array(labels), torch.tensor(labels))
-    ]
-    assert torch.equal(drawn[0], drawn[1])
-    assert torch.equal(drawn[0], drawn[2])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from helpers.refusals import assert_refused, having
+from helpers.refusals import assert_refused
 from metricopt_ext.errors import MetricError
 from metricopt_ext.tasks.constraints import Constraint, Limits, parse_constraints
 from metricopt_ext.tasks.evaluation import Evaluation
@@ -55,16 +55,6 @@ def test_anything_else_is_refused_with_the_remedy(text: Any) -> None:
     assert_refused(lambda: Constraint.parse("accuracy", text), ValueError, "subject_to", ">= 0.9", "0.1", ">= start")
 
 
-def test_names_are_texts_and_not_the_metrics_own() -> None:
-    assert parse_constraints(None, "f1") == ()
-    assert [each.name for each in parse_constraints({"b": ">= 1", "a": "<= 2"}, "f1")] == ["b", "a"]
-    assert_refused(lambda: parse_constraints({"f1": ">= 0.5"}, "f1"), ValueError, "bounds", "'f1'")
-    assert_refused(lambda: parse_constraints([">= 0.5"], "f1"), ValueError, "constraints")
-    for name in ("", 3):
-        with pytest.raises(ValueError, match=having("subject_to")):
-            parse_constraints({name: ">= 0.5"}, "f1")  # type: ignore[dict-item]
-
-
 def test_several_hold_if_each_does() -> None:
     limits = Limits.of(parse_constraints({"a": ">= start", "b": "<= start + 1"}, "m"), told(a=1.0, b=2.0, c=math.pi))
     assert limits is not None
@@ -76,6 +66,8 @@ def test_several_hold_if_each_does() -> None:
     assert_refused(lambda: limits.hold(told(a=1.0)), MetricError, "'b'", "subject_to")
     assert_refused(lambda: limits.hold(Evaluation(0.5)), MetricError, "'a'")
     assert Limits.of((), told()) is None
+    assert_refused(lambda: parse_constraints({"f1": ">= 0.5"}, "f1"), ValueError, "'f1'")  # the metric's own name
+    assert_refused(lambda: parse_constraints([">= 0.5"], "f1"), ValueError, "constraints")  # type: ignore[arg-type]
 
 
 def test_a_difference_of_decimals_is_no_violation() -> None:

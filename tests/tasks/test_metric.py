@@ -106,12 +106,10 @@ def test_rounding_beyond_a_bound_is_the_bound() -> None:
         ({"function": lambda a, b: 0.0}, ValueError, ("'b'",)),
         ({"maximize": "min"}, ValueError, ("maximize", "min")),
         ({"bounds": (0,)}, ValueError, ("bounds", "(0,)")),
-        ({"bounds": {0, 1}}, ValueError, ("bounds",)),
         ({"bounds": (1, 0)}, ValueError, ("bounds",)),
         ({"bounds": (0, math.inf)}, ValueError, ("bounds=None",)),
         ({"repeats": 0}, ValueError, ("repeats", "0")),
         ({"also": {"accuracy": 0.5}}, TypeError, ("also['accuracy']",)),
-        ({"also": {"accuracy": Metric(constant(1), maximize=True)}}, TypeError, ("metric.function",)),
         ({"also": {"f1": constant(1)}}, ValueError, ("'f1'",)),
         ({"subject_to": {"a": "> 1"}}, ValueError, ("subject_to", "1")),
     ],
@@ -129,15 +127,11 @@ def test_what_is_no_metric_is_refused(settings: dict[str, Any], error: Any, name
         (1.01, ("judge", "1.01", "bounds")),
         (None, ("judge",)),
         ([0.5], ("judge", "0.5")),
-        (10**400, ()),
-        ((0.5, (0.5,)), ()),
         ((0.5, (0.5, 0.5), 1), ()),
         ((0.5, 0.4, 0.6), ()),
-        ((0.5, (0.5, math.inf)), ()),
         ((0.5, (0.5, 1.5)), ("1.5", "bounds")),
         ((0.5, {0: 0.4, 1: 0.6}), ()),  # of which the keys would be taken
         ((0.5, ((0.5, 0.5), 0.5)), ("halves",)),
-        ((0.5, ((0.5, 0.5), (0.5, 1.5))), ("1.5",)),
         ({"f2": 0.5, "accuracy": 0.5}, ("accuracy", "'f2'")),
         ({"judge": 0.5, "accuracy": math.nan}, ("accuracy",)),
         ({"judge": 0.5, "accuracy": (0.5, (0.5, 0.5))}, ("accuracy",)),
@@ -183,15 +177,6 @@ def test_queries_are_counted_by_purpose_and_refused_before_the_metric_is_asked()
     assert (apart.ledger.spent, apart.ledger.left, apart.settings) == (1, math.inf, one.settings)
     for budget in (-1, 30.0, True):
         assert_refused(lambda b=budget: Ledger(b), ValueError, "budget", budget)
-
-
-def test_several_queries_fit_or_none_is_counted() -> None:
-    ledger = Ledger(6)
-    ledger.spend("early", 2)
-    assert_refused(lambda: ledger.spend("late", 5), BudgetError, "5", "queries")
-    assert ledger.spent_on == {"early": 2}
-    ledger.spend("late", 4)
-    assert ledger.left == 0
 
 
 def test_the_metric_of_a_batch_sees_detached_scores_and_counts_what_fails() -> None:
@@ -585,11 +570,3 @@ def test_ranks_must_find_the_same_and_not_wait_for_each_other(torchrun: Any) -> 
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert output.count("is done") == 2
-
-
-def test_ranks_must_find_the_same_besides() -> None:
-    metric = Metric(constant(0.5), maximize=True)
-    one, other = Evaluation(0.5, also={"a": 0.1}), Evaluation(0.5, also={"a": 0.1 + 1e-12})
-    assert metric._agree(one, other)
-    assert not metric._agree(one, one._replace(also={"a": 0.2}))
-    assert not metric._agree(one, one._replace(also=None))

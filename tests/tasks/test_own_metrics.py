@@ -1,7 +1,6 @@
 """A metric named as MODULE:FUNCTION: what is imported, which settings are its own, and what values it may have."""
 
 import functools
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,7 @@ import torch
 from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.errors import ConfigError, MetricError
 from metricopt_ext.tasks.besides import BesidesConfig, class_number, of_class, own_function
-from metricopt_ext.tasks.own_metric import OwnMetric, OwnMetricConfig, number_within, own_metric
-
-
-def test_a_function_comes_with_what_is_known_of_it() -> None:
-    found = own_metric("statistics:mean", OwnMetricConfig(maximize=False, bounds=[-1.0, 3.0]))
-    assert found == OwnMetric(statistics.mean, "mean", False, (-1.0, 3.0))
+from metricopt_ext.tasks.own_metric import OwnMetricConfig, number_within, own_metric
 
 
 def test_further_arguments_are_bound_and_objects_made_of_classes() -> None:
@@ -29,18 +23,12 @@ def test_further_arguments_are_bound_and_objects_made_of_classes() -> None:
     assert made.function.label_smoothing == 0.5  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("bounds", [[], [1.0, 1.0], [0.0, float("inf")], [float("nan"), 1.0]])
-def test_bounds_are_two_finite_numbers(bounds: list[float]) -> None:
-    config = OwnMetricConfig(bounds=bounds)
-    assert_refused(config.check, ConfigError, "metric.bounds")
-    assert_refused(lambda: own_metric("statistics:mean", config), ConfigError, "metric.bounds")
-
-
 @pytest.mark.parametrize(
     ("name", "change", "names"),
     [
         ("statistics:nothing", {}, ("statistics", "nothing")),
         ("no_such_module:f", {}, ("no_such_module",)),
+        ("statistics:mean", {"bounds": [1.0, 1.0]}, ("metric.bounds",)),
         ("statistics.nothing:f", {}, ("modules", "metric.folder")),
         ("fractions:Fraction", {"kwargs": {"half": 1}}, ("metric.name=fractions:Fraction",)),
     ],
@@ -76,32 +64,6 @@ def test_each_name_is_there_once_with_its_key() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "found"),
-    [
-        ("recall[person]", ("recall", "person")),
-        ("ap50[a [b]: c]", ("ap50", "a [b]: c")),
-        ("recall", None),
-        ("recall[]", None),
-        ("[person]", None),
-        ("recall[person", None),
-        ("module:function[x]", None),
-    ],
-)
-def test_a_class_stands_in_brackets(name: str, found: tuple[str, str] | None) -> None:
-    assert of_class(name) == found
-
-
-def test_classes_are_found_by_name_in_any_case_unless_that_is_two() -> None:
-    assert class_number("cat", ("dog", "cat"), "key") == 1
-    assert class_number("CAT", ("dog", "cat"), "key") == 1
-    assert class_number("Cat", ("cat", "Cat"), "key") == 1
-    for label in ("CAT", "cow"):
-        with pytest.raises(ConfigError) as caught:
-            class_number(label, ("cat", "Cat"), "key")
-        assert_named(caught, "key", label)
-
-
 def test_functions_are_imported_from_the_folder_alone_that_is_named(tmp_path: Path) -> None:
     (tmp_path / "besides_own_scores.py").write_text("def score(x):\n    return x + 1\n")
     name = "besides_own_scores:score"
@@ -110,3 +72,11 @@ def test_functions_are_imported_from_the_folder_alone_that_is_named(tmp_path: Pa
     own = own_function(name, OwnMetricConfig(folder=str(tmp_path)), "metric.also")
     assert own is not None
     assert own(1) == 2
+
+
+def test_a_class_stands_in_brackets_and_is_found_in_any_case_unless_that_is_two() -> None:
+    assert of_class("ap50[a [b]: c]") == ("ap50", "a [b]: c")
+    assert [of_class(name) for name in ("recall", "recall[]", "recall[person", "module:function[x]")] == [None] * 4
+    assert class_number("CAT", ("dog", "cat"), "key") == class_number("Cat", ("cat", "Cat"), "key") == 1
+    for label in ("CAT", "cow"):
+        assert_refused(lambda name=label: class_number(name, ("cat", "Cat"), "key"), ConfigError, "key", label)

@@ -36,7 +36,6 @@ AP = Printed(r"AP = ([-\w.]+)", "--parse")
         ("AP = 0.1\nAP = 0.25\n", "AP = 0.9", 0.25),  # the last one, of the standard output first
         ("loss 3", "AP = -1e-3 done", -0.001),
         ("AP = 7", "", 7.0),
-        ("", "", "--parse"),
         ("AP = 0.5\nAP = nan", "", "no finite number"),
         ("AP = n.a.", "", "no number"),
     ],
@@ -86,8 +85,6 @@ WRITE = "import json, sys; json.dump({}, open(f'{{sys.argv[2]}}.json', 'w'))"
         ("{'bbox.AP50': 2}", 2.0),
         ("{'bbox': {'AP50': float('nan')}}", "no finite number"),
         ("{'bbox': {'AP50': True}}", "no finite number"),
-        ("{'bbox': {'AP50': [1]}}", "which is no number"),
-        ("{'bbox': {'AP50': 10**400}}", "which is no number"),
         ("{'bbox': {}}", "has no 'bbox.AP50'"),
     ],
 )
@@ -177,25 +174,19 @@ def test_a_failure_says_in_which_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (r"loss: ([0-9.]+)", "loss: 7.311e-05", "'7.311e-05'"),
         (r"loss: ([0-9.]+)", "loss: 1,234.5", "'1,234.5'"),
         (r"loss: (\d+)", "loss: 0.73", "'0.73'"),
-        (r"loss: (\d)", "loss: 73", "'73'"),
         (r"loss: ([0-9.]+).* time", "loss: 7.3e-05 time: 3 s", "'7.3e-05'"),  # whatever the pattern matches there
         (r"copypaste: [0-9.]+,([0-9.]+)", "copypaste: 45.1,52.25,48.0", 52.25),  # a list
         (r"epoch (\d+),", "epoch 3,85", 3.0),  # a comma that the pattern names
-        (r"AP ([0-9]\.[0-9]+)", "AP 0.5.", 0.5),
         (r"AP ([0-9.]+)", "AP 85.3% eager", 85.3),
         # It begins before the group.
         (r"R2\D+([0-9.]+)", "R2: -0.95", "'-0.95'"),
-        (r"R2=-([0-9.]+)", "R2=-0.95", "'-0.95'"),  # a sign counts even where the pattern names it
         (r"R2\D+([0-9.]+)", "R2: \u22120.95", "'\u22120.95'"),
         (r"accuracy.*([0-9.]+)", "accuracy: 0.8731", "'0.8731'"),
         (r"([0-9.]+)", "loss 0,7311", "'0,7311'"),
-        (r"\.(\d+)", "loss .7311", "'.7311'"),
         (r"e([-\d]+)", "7.3e-05", "'7.3e-05'"),
         (r"([0-9.]+)", "0.5,0.6", 0.6),  # a list
         (r"val-([0-9.]+)", "val-0.93", 0.93),  # a hyphen
         (r"accuracy\.+([0-9.]+)", "accuracy....0.93", 0.93),
-        (r"accuracy -+([0-9.]+)", "accuracy ---0.93", 0.93),
-        (r"R2 \+?([0-9.]+)", "R2 +0.95", 0.95),
     ],
 )
 def test_a_number_is_not_cut(pattern: str, output: str, found: str | float) -> None:
@@ -223,13 +214,10 @@ def test_an_interval_and_values_as_they_are_written() -> None:
 @pytest.mark.parametrize(
     ("spec", "default", "whole"),
     [
-        ("t=0.3:0.9", 0.6, False),
         ("t=0.001:0.1:log", 0.01, False),
         ("t=0.1:0.9:logit", 0.5, False),
         ("t=0.2:0.5:logit", 1 / 3, False),  # odds of 1/4 and 1: the middle has 1/2
-        ("t=10:20", 15, True),
         ("t=1:100:log", 10, True),
-        ("t=1:4.0", 2.5, False),
     ],
 )
 def test_without_a_default_it_is_the_middle_on_the_scale(spec: str, default: float, whole: bool) -> None:
@@ -252,17 +240,12 @@ def test_the_text_is_what_was_written_or_a_number_of_ten_digits() -> None:
     ("specs", "defaults", "names"),
     [
         (["nms"], [], ("--setting", "LOW:HIGH:SCALE")),
-        (["n m=1:2"], [], ()),
         (["checkpoint=a,b"], [], ("{checkpoint}",)),
         (["nms=0.5"], [], ("--setting", "LOW", "HIGH")),
         (["nms=low:high"], [], ("LOW", "HIGH")),
         (["nms=0:1e999"], [], ("nms", "inf")),
-        (["nms=0.1:0.2:log:3"], [], ("LOW:HIGH",)),
         (["nms=0.3:0.9:ln"], [], ("scale", "'ln'")),
         (["nms=0.0:0.9:log"], [], ("log", "0")),
-        (["nms=0:1"], [], ("nms=0.0:1.0",)),
-        (["nms=a,,b"], [], ("''",)),
-        (["nms=1,1.0"], [], ()),
         (["nms=0.3:0.9,0.5"], [], ("nms=0.3:0.9",)),
         (["nms=a,{b}"], [], ()),
         (["nms=1,2", "nms=3,4"], [], ()),

@@ -1,9 +1,7 @@
 """Finetuning tasks: populations and gradients against hand-written references."""
 
 import math
-import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,15 +17,11 @@ from helpers.tensors import rand
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias
 from metricopt_ext.adapters.signature import Outputs
-from metricopt_ext.errors import AdapterError, DataError, MetricError
-from metricopt_ext.tasks.batch_metric import BatchMetric
+from metricopt_ext.errors import AdapterError, MetricError
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.entropy import entropy, logits_of, refuse_probabilities
-from metricopt_ext.tasks.inputs import each_batch
-from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask, OutputLoss
-from metricopt_ext.tasks.undone import undone_if_cut_short
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -114,28 +108,6 @@ def test_population_equals_one_by_one(make: Callable[[], tuple[Adapter, Tensor]]
     assert all(parameter.grad is None for parameter in task.adapter.model.parameters())
 
 
-@pytest.mark.parametrize("population", [1, 3])
-def test_a_batch_is_held_once_and_no_longer_than_its_population(population: int, quadratic: Callable[..., Any]) -> None:
-    """Batches that are stacked are gone as they were made; so a population takes as much memory as is counted."""
-    task, alive, seen = quadratic(3, population=population), weakref.WeakSet[Tensor](), list[tuple[str, int]]()
-
-    def batches(*place: int) -> Tensor:
-        seen.append(("batch", len(alive)))
-        alive.add(made := task.problem.batch(*place).clone())
-        return made
-
-    def loss(model: Any, batch: Tensor) -> Tensor:
-        seen.append(("loss", len(alive)))
-        return task.problem.loss(model, batch)
-
-    watched = replace(task, batches=batches, loss=loss)
-    seen.clear()
-    phi = rand(6, 3)
-    found = watched.loss_and_gradient(phi, 0, range(6), 0)
-    assert seen == ([("batch", 0)] * population + [("loss", int(population == 1))]) * (6 // population)
-    torch.testing.assert_close(found, task.loss_and_gradient(phi, 0, range(6), 0), rtol=0, atol=0)
-
-
 def mlp_by_hand(task: FinetuneTask, phi: Tensor, x: Tensor) -> Tensor:
     first, second = task.adapter.model[0], task.adapter.model[2]
     C = task.adapter.modulations()[0][1].C
@@ -206,31 +178,6 @@ def test_what_fails_for_several_phi_at_once_names_population_1(loss: Any, batche
     assert task.adapter.context.override is None
     replace(task, population=1).check_loss(0, 3)
     task.check_loss(0, 1)
-
-
-def test_an_error_of_one_phi_alone_is_its_own() -> None:
-    def batches(seed: int, index: int, step: int) -> tuple[Tensor, Tensor]:
-        return rand(6, 4), classes(6) + index  # the third class of the second task is none
-
-    task = replace(make_task(mlp), batches=batches)
-    assert_refused(lambda: task.check_loss(0, 3), IndexError, "Target", "3", "bounds")
-
-
-class NoBackward(torch.autograd.Function):
-    """Passes what it is given."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-
-@pytest.mark.parametrize("population", [1, 4])
-def test_an_operation_without_a_backward_pass_names_a_search_that_needs_none(population: int) -> None:
-    task = replace(
-        make_task(mlp, population=population),
-        loss=lambda model, batch: F.cross_entropy(NoBackward.apply(model(batch[0])), batch[1]),
-    )
-    assert_refused(lambda: task.check_loss(0, 3), AdapterError, "strategy=CMAES()")
 
 
 # --- Starts --------------------------------------------------------------------------------------------------
@@ -329,11 +276,9 @@ class Boxes(nn.Module):
     [
         ({"adapter": nn.LayerNorm(3)}, TypeError, ("adapter", "LayerNorm", "attach_film(model)")),
         ({"metric": lambda model: 0.5}, TypeError, ("metric", "Metric", "maximize=True")),
-        ({"metric": BatchMetric(lambda scores, labels: 0.5, maximize=True)}, TypeError, ("metric", "Metric")),
         ({"loss": nn.CrossEntropyLoss()}, TypeError, ("CrossEntropyLoss()", "outputs", "loss=lambda")),
         ({"batches": torch.utils.data.DataLoader(range(3))}, TypeError, ("batches", "batch_size")),
         ({"population": 0}, ValueError, ("population", "0")),
-        ({"population": True}, ValueError, ("population", "True")),
         ({"loss": None, "batches": None, "inputs": []}, ValueError, ("inputs",)),
         ({"inputs": [torch.zeros(2, 3)]}, ValueError, ("inputs", "loss")),
         ({"loss": None, "batches": None, "inputs": [torch.zeros(2, 3)], "adapter": Boxes}, AdapterError, ()),
@@ -466,45 +411,6 @@ def test_the_entropy_of_inputs_stands_in_for_a_loss_where_directions_are_looked_
 
 
 # --- Undone, inputs and the entropy of predictions -----------------------------------------------------------
-
-
-@pytest.mark.parametrize("error", [None, ValueError("own"), KeyboardInterrupt(), GeneratorExit()])
-def test_what_a_function_did_to_a_task_is_undone_after_an_error(
-    quadratic: Callable[..., Any], error: BaseException | None
-) -> None:
-    task = quadratic(dim=4)
-    model, ledger = task.adapter.model, task.metric.ledger
-    task.adapter.set_phi(torch.full((4,), 0.5))
-
-    @undone_if_cut_short
-    def work(task: FinetuneTask) -> int:
-        task.adapter.set_phi(torch.ones(4))
-        task.metric.ledger = Ledger()
-        model.eval()
-        if error is not None:
-            raise error
-        return 3
-
-    with suppress(ValueError, KeyboardInterrupt, GeneratorExit):
-        assert work(task) == 3
-    kept = error is None
-    assert task.adapter.phi.tolist() == [1.0 if kept else 0.5] * 4
-    assert (task.metric.ledger is ledger, model.training) == (not kept, not kept)
-
-
-@pytest.mark.parametrize(
-    ("inputs", "names"),
-    [
-        (None, ("inputs", "None")),
-        ("abc", ("inputs", "abc")),
-        ([], ("x.split(100)",)),
-        ([torch.ones(2), torch.ones(0)], ("1",)),
-        ([torch.tensor(1.0)], ("0",)),
-    ],
-)
-def test_what_are_no_batches_of_inputs_is_refused(inputs: Any, names: tuple[str, ...]) -> None:
-    assert_refused(lambda: list(each_batch(inputs, len)), DataError, *names)
-    assert list(each_batch(torch.arange(6).split(2), lambda batch: int(batch.sum()))) == [1, 5, 9]
 
 
 @pytest.mark.parametrize(
