@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from metricopt_ext.tasks.metric import Metric
+from metricopt_ext import Metric
 from metricopt_ext.value.learners import RidgeLearner
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.value_function import RidgeValueFunction

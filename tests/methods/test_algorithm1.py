@@ -71,24 +71,6 @@ def test_meta_test_is_lines_9_to_16(quadratic: Callable[..., Any], grows: bool) 
 
 
 @pytest.mark.outcome
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_learns_f_from_loss_only_trajectories_and_lowers_the_metric_with_it(
-    quadratic: Callable[..., Any], optimizer: Any
-) -> None:
-    settings = Algorithm1(
-        steps=20, evals=5, lr=0.05, metric_rate=0.05, start_std=1.5, optimizer=optimizer, learner=RidgeLearner()
-    )
-    left, start = [], torch.zeros(3)
-    for seed in range(3):
-        task = quadratic(dim=3, dtype=torch.float32)
-        f = settings.meta_train(task, tasks=30, seed=seed)
-        assert task.queries == 30 * 5
-        end = settings.meta_test(task, f, start, seed=seed)[-1]
-        left.append(task.true_cost(end) / task.true_cost(start))
-    assert mean(left) < 0.7  # at worst 0.11 ± 0.04
-
-
-@pytest.mark.outcome
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("learner", "seeds"),

@@ -13,25 +13,27 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from helpers.refusals import assert_refused
-from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext import (
+    Callback,
+    FinetuneTask,
+    Metric,
+    TensorBatches,
+    attach_film,
+    load_value_function,
+    optimize_metric,
+)
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.methods.algorithm_s1 import UNROLLED, AlgorithmS1, LearnedDetails
-from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.tuning import FRESH
-from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.learned_objective import LearnedObjective
 from metricopt_ext.search.learned_optimizer import LearnedOptimizer
 from metricopt_ext.search.unrolled import unroll
 from metricopt_ext.search.update_rule import load_update_rule
 from metricopt_ext.search.variational import combine
-from metricopt_ext.tasks.batches import TensorBatches
-from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.rollout import observation_steps
-from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import TrajectoryStore
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.learners import RidgeLearner
-from metricopt_ext.value.loading import load_value_function
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.online import OnlineReptile
 

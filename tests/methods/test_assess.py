@@ -15,18 +15,12 @@ from torch import nn
 
 import metricopt_ext as mo
 from helpers.refusals import assert_refused
+from metricopt_ext import Callback, FinetuneTask, Metric, Setting, Settings, assess, batchnorm_start, optimize_metric
 from metricopt_ext.errors import BudgetError, FileFormatError
-from metricopt_ext.methods.assess import assess
 from metricopt_ext.methods.assessment import QUERIES
-from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.starts import batchnorm_start
-from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.tasks.ledger import Ledger
-from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.settings import Setting, Settings
-from metricopt_ext.tasks.task import FinetuneTask
 
 
 class Heard(Callback):

@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from metricopt_ext.adapters.attach import attach_film, attach_outputs
-from metricopt_ext.adapters.start import Start
+from metricopt_ext import Metric, Start, attach_film
 from metricopt_ext.methods.assessment import (
     ORDERS,
     Evaluated,
@@ -31,7 +30,6 @@ from metricopt_ext.methods.assessment import (
 from metricopt_ext.methods.guard import Verdict, judge
 from metricopt_ext.tasks.constraints import Constraint, Limits
 from metricopt_ext.tasks.evaluation import Evaluation
-from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.split_half import TELLING
 
 DIM, Z = 24, NormalDist().inv_cdf(0.93)
@@ -282,11 +280,3 @@ def test_a_point_is_of_what_it_changes() -> None:
     assert kinds == ["trained", "phi", "batchnorm", "phi", "phi"]
     sized = [replace(state, settings={"size": 2}) for state in states]
     assert [kind_of(adapter, state) for state in sized] == ["settings", "phi", "settings", "phi", "phi"]
-
-
-def test_offsets_alone_are_offsets_unless_there_is_nothing_else_to_search() -> None:
-    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).eval()
-    adapter = attach_outputs(model)
-    point = Start(torch.ones(adapter.dim))
-    assert kind_of(adapter, point) == "offsets"
-    assert kind_of(adapter, point, Start(torch.zeros(adapter.dim))) == "phi"

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -12,24 +11,19 @@ import torch
 from torch import Tensor
 
 from helpers.refusals import assert_refused, assert_warned
+from metricopt_ext import Callback, Metric, Result, Search, Start, optimize_metric
 from metricopt_ext.adapters.attach import attach_input_bias
-from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import MetricError
 from metricopt_ext.methods.algorithm1 import Algorithm1
 from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
 from metricopt_ext.methods.constrained import best_of, decide_within
 from metricopt_ext.methods.guard import CONFIDENCE, Decision, decide
-from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.search import Search
-from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.constraints import Limits, parse_constraints
 from metricopt_ext.tasks.evaluation import Evaluation
-from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.value.learners import RidgeLearner
 
 Make = Callable[..., Any]
@@ -101,21 +95,13 @@ def test_the_end_is_feasible_and_near_the_constrained_optimum(quadratic: Make) -
 
 def test_a_constraint_that_binds_nowhere_changes_nothing(quadratic: Make) -> None:
     """The same points are asked, to the last digit but those that a probability of 1 takes."""
-    plain, bound = (go(Toy(quadratic).judged(subject_to=each), 24) for each in ({}, {"along": "<= 1e9"}))
-    assert torch.allclose(plain.points, bound.points, atol=1e-9)
+    toy = Toy(quadratic)
+    alone = go(toy.judged(toy.task.distance, {}), 24)
+    several, bound = (go(Toy(quadratic).judged(subject_to=each), 24) for each in ({}, {"along": "<= 1e9"}))
+    assert torch.equal(several.points, alone.points)
+    assert torch.allclose(bound.points, alone.points, atol=1e-9)
     assert bound.constrained is not None
     assert bound.constrained.holding == bound.constrained.evaluated == 24
-
-
-def test_without_any_a_run_asks_the_very_points_of_a_number_alone(quadratic: Make, tmp_path: Path) -> None:
-    alone = Toy(quadratic)
-    expected = go(alone.judged(alone.task.distance, {}), 24, output_dir=tmp_path / "alone")
-    run = go(Toy(quadratic).judged(subject_to={}), 24, output_dir=tmp_path / "several")
-    assert torch.equal(run.points, expected.points)
-    assert run.also
-    assert not expected.also
-    assert "also" not in (tmp_path / "alone" / "evaluations.json").read_text()
-    assert "subject to" not in (tmp_path / "several" / "identity.json").read_text()
 
 
 @pytest.mark.parametrize("strategy", [CMAES(), GuidedES(), RandomSearch()], ids=["cma", "guided_es", "random"])
@@ -189,22 +175,6 @@ def test_the_guard_decides_among_what_is_allowed() -> None:
     assert kept(start=at(0.9, 0.6), search=at(0.1, 0.6)._replace(failed=True)) == "start"
     candidates = {"start": at(0.9, 0.6), "prior": at(0.5, 0.4), "search": at(0.1, 0.4)}
     assert decide_within(None, candidates, decided, decided) == decided(candidates)
-
-
-def test_halves_tell_chance_as_without_constraints(toy: Toy) -> None:
-    """The dict's metric has halves; with halves that differ by chance alone, the guard keeps what gains more."""
-
-    def halved(model: Any) -> dict[str, Any]:
-        phi = model.metricopt.phi.detach()
-        value = toy.task.distance(model)
-        off = 0.05 * math.sin(1e3 * float(phi.sum()))
-        return {"along": toy.along(phi), "distance": (value, (value + off, value - off))}
-
-    run = go(toy.judged(halved), 40)
-    assert run.guard == "halves"
-    assert run.chosen == "search"
-    assert run.also["along"][1] <= toy.limit
-    assert toy.share_left(run.after) < 0.3
 
 
 @pytest.mark.slow

@@ -10,21 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from helpers.refusals import assert_named, assert_refused
-from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.adapters.start import Start
+from metricopt_ext import Callback, FinetuneTask, Metric, Result, Start, attach_film, batchnorm_start, optimize_metric
 from metricopt_ext.errors import AdapterError, BudgetError
 from metricopt_ext.methods.holdout import best_on_holdout
-from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.starts import batchnorm_start
-from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.kept_evaluations import digest_of
 from metricopt_ext.tasks.ledger import Ledger
-from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.value.learners import RidgeLearner
 
 RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners=(RidgeLearner(),))

@@ -1,6 +1,5 @@
 """The whole job under one budget, on tasks whose loss and metric are known in closed form."""
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,29 +11,25 @@ import torch
 from torch import Tensor, nn
 
 from helpers.refusals import assert_named, assert_refused
-from metricopt_ext.adapters.attach import attach_input_bias, load_adapter
-from metricopt_ext.adapters.start import Start
-from metricopt_ext.errors import (
-    AdapterError,
-    BudgetError,
-    FileFormatError,
-    MetricError,
-    WeightsError,
+from metricopt_ext import (
+    Callback,
+    FinetuneTask,
+    Metric,
+    Result,
+    Start,
+    load_value_function,
+    optimize_metric,
 )
+from metricopt_ext.adapters.attach import attach_input_bias
+from metricopt_ext.errors import AdapterError, BudgetError, FileFormatError, MetricError, WeightsError
 from metricopt_ext.methods.algorithm1 import Algorithm1
 from metricopt_ext.methods.guard import CONFIDENCE
-from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.result import RecipeDetails, Result
-from metricopt_ext.runtime.progress import Callback
+from metricopt_ext.methods.result import RecipeDetails
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.strategy import SearchStrategy as Search
-from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.ledger import Ledger
-from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
-from metricopt_ext.value.loading import load_value_function
+from metricopt_ext.value.learners import RidgeLearner
 from metricopt_ext.value.observations import Observations
 
 # Two rounds of six tasks with three observations, six queries to choose and three for the guard; two more are planned
@@ -45,21 +40,6 @@ COLLECTED, CHOOSING, SPENT, QUERIES = 36, 6, 45, 47
 
 def go(task: Any, *, queries: int = QUERIES, recipe: Recipe = RECIPE, **arguments: Any) -> Result[RecipeDetails]:
     return optimize_metric(task, queries=queries, strategy=recipe, **{"callback": Callback(), **arguments})
-
-
-def assert_same(a: Result[RecipeDetails], b: Result[RecipeDetails]) -> None:
-    for name in ("metric", "before", "after", "chosen", "queries", "queries_per_start"):
-        assert getattr(a, name) == getattr(b, name), name
-    assert (a.details.loss_finetune, a.details.setting) == (b.details.loss_finetune, b.details.setting)
-    assert str(a) == str(b)
-    assert a.fit.f.quality == b.fit.f.quality
-    assert a.fit.candidates == b.fit.candidates
-    for x, y in ((a.ends, b.ends), (a.fit.f.state_dict(), b.fit.f.state_dict()), (vars(a.fit), vars(b.fit))):
-        assert x.keys() == y.keys()
-        assert all(torch.equal(x[key], y[key]) for key in x if isinstance(x[key], Tensor))
-
-
-# --- What it achieves ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", [RECIPE, CMAES()], ids=["recipe", "search"])
@@ -166,12 +146,8 @@ def test_a_loss_that_changes_the_weights_is_refused(
             (model.weight if trace else model.weight.data).clamp_(-0.1, 0.1)
         return task.problem.loss(model, batch)
 
-    folder = {"output_dir": tmp_path} if kept else {}
-    assert_refused(
-        lambda: optimize_metric(replace(task, loss=loss), queries=30, callback=Callback(), **folder),
-        WeightsError,
-        "loss",
-    )
+    options = {"queries": 30, "callback": Callback(), "output_dir": tmp_path if kept else None}
+    assert_refused(lambda: optimize_metric(replace(task, loss=loss), **options), WeightsError, "loss")
     assert torch.equal(task.problem.layer.weight, before)
 
 
@@ -179,58 +155,34 @@ def test_a_loss_that_changes_the_weights_is_refused(
 
 
 class Numbers(Callback):
-    """Keeps the values of queries, how many of them are on file, and f's qualities."""
+    """Keeps the values of queries, and how many of them are on file."""
 
     def __init__(self) -> None:
-        self.spent: list[int] = []
-        self.values: list[float] = []
-        self.qualities: list[tuple[int, float]] = []
+        self.values: dict[int, float] = {}
         self.kept = 0
 
     def on_file(self, queries: int) -> None:
-        assert not self.spent
         self.kept = queries
 
     def query(self, spent: int, value: float) -> None:
-        self.spent.append(spent)
-        self.values.append(value)
-
-    def quality(self, queries: int, spearman: float) -> None:
-        self.qualities.append((queries, spearman))
+        self.values[spent] = value
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy", [RECIPE, GuidedTrustRegion(), Algorithm1(steps=10, evals=3, learner=RidgeLearner()), CMAES()]
-)
+@pytest.mark.parametrize(("strategy", "kept"), [(RECIPE, 30), (CMAES(), 31)], ids=["recipe", "search"])
 def test_a_resumed_run_tells_of_all_queries_and_which_were_on_file(
-    quadratic: Callable[..., Any], tmp_path: Path, strategy: Any
+    quadratic: Callable[..., Any], tmp_path: Path, strategy: Any, kept: int
 ) -> None:
+    """Trajectories of three queries are kept whole."""
     whole, started, resumed = Numbers(), Numbers(), Numbers()
-    result = go(quadratic(), recipe=strategy, callback=whole)
-    task, calls = quadratic(), 0
-    function = task.metric.function
-
-    def failing(model: nn.Module) -> float:
-        nonlocal calls
-        calls += 1
-        return math.nan if calls == 32 else function(model)  # the 32nd query fails the first time
-
-    broken = task.judged_by(Metric(failing, **task.metric.settings))
+    optimize_metric(quadratic(), queries=QUERIES, strategy=strategy, callback=whole)
+    task, options = quadratic(), {"queries": QUERIES, "strategy": strategy, "output_dir": tmp_path}
+    task.problem.fail_after = 31
     with pytest.raises(MetricError):
-        go(broken, recipe=strategy, callback=started, output_dir=tmp_path)
-    go(broken, recipe=strategy, callback=resumed, output_dir=tmp_path, resume=True)
-    assert started.kept == whole.kept == 0
-    assert started.values == whole.values[:31]
-    assert resumed.kept == (30 if hasattr(strategy, "evals") else 31)  # trajectories of 3 queries are kept whole
-    assert resumed.spent == whole.spent == list(range(1, len(whole.spent) + 1))
-    assert resumed.values == whole.values
-    assert resumed.qualities == whole.qualities
-    if result.fit is not None:
-        assert whole.qualities[-1][1] == result.fit.f.quality.spearman
-
-
-# --- The steps of the algorithm --------------------------------------------------------------------------------
+        optimize_metric(task, callback=started, **options)
+    task.problem.fail_after = None
+    optimize_metric(task, callback=resumed, resume=True, **options)
+    assert started.values == {spent: whole.values[spent] for spent in range(1, 32)}
+    assert (resumed.values, resumed.kept) == (whole.values, kept)
 
 
 # --- Interrupted runs ------------------------------------------------------------------------------------------
@@ -250,7 +202,7 @@ def test_a_function_of_the_users_own_resumes_in_another_process(quadratic: Calla
 
     first, second = with_functions(), with_functions()
     expected, task = go(quadratic(), recipe=first, output_dir=tmp_path), quadratic()
-    assert_same(go(task, recipe=second, output_dir=tmp_path, resume=True), expected)
+    assert str(go(task, recipe=second, output_dir=tmp_path, resume=True)) == str(expected)
     assert task.queries == 0
 
 
@@ -265,34 +217,20 @@ def test_damaged_files_are_named(quadratic: Callable[..., Any], tmp_path: Path) 
     task = quadratic()
     go(task, output_dir=tmp_path, resume=True)
     assert task.queries == 3  # that task alone
-    for rubbish in ("{", "[]"):
-        (tmp_path / "evaluations.json").write_text(rubbish)
-        assert_refused(
-            lambda: go(quadratic(), output_dir=tmp_path, resume=True), FileFormatError, tmp_path / "evaluations.json"
-        )
+    (tmp_path / "evaluations.json").write_text("[]")
+    assert_refused(lambda: go(quadratic(), output_dir=tmp_path, resume=True), FileFormatError, "evaluations.json")
 
 
 # --- What is left behind ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("learner", [RidgeLearner(), NeuralLearner(iterations=60)])
-def test_files(quadratic: Callable[..., Any], tmp_path: Path, learner: Any) -> None:
-    task = quadratic(dtype=torch.float32)
-    result = go(task, recipe=replace(RECIPE, learners=(learner,)), output_dir=tmp_path)
+def test_f_comes_back_from_its_file(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    result = go(quadratic(dtype=torch.float32), output_dir=tmp_path)
     f = load_value_function(tmp_path / "value_function.safetensors", dim=4)
     phi = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
     assert torch.equal(f(phi), result.fit.f(phi))
     assert torch.equal(f.gradient(phi), result.fit.f.gradient(phi))
     assert f.quality == result.fit.f.quality
-
-    model = nn.Linear(2, 3)
-    model.load_state_dict(task.adapter.base_state_dict())
-    x = torch.randn(5, 2, generator=torch.Generator().manual_seed(1))
-    untuned = model(x)
-    adapter = load_adapter(model, tmp_path / "adapter.safetensors")
-    assert torch.equal(adapter.phi, task.adapter.phi)
-    assert torch.equal(model(x), task.adapter.model(x))
-    assert not torch.allclose(model(x), untuned)
 
 
 def test_nothing_is_kept_without_a_folder(
@@ -377,23 +315,6 @@ def test_a_gain_that_may_be_chance_leaves_the_model_as_it_was(
     assert 0 < kept.chance < 0.02  # at worst 0.005 ± 0.001
     assert left.needed + left.optimism > left.before - left.best  # 280 and more, against 3.47 at most
     assert left.needed == pytest.approx(NormalDist().inv_cdf(CONFIDENCE) * left.chance, rel=1e-12)
-
-
-def test_quantities_besides_are_asked_once_where_the_model_stays(
-    halved: Callable[..., Any], quadratic: Callable[..., Any]
-) -> None:
-    asked: list[float] = []
-
-    def size(model: Any) -> float:
-        asked.append(float(model.metricopt.phi.detach().norm()))
-        return 2.5
-
-    task = halved(quadratic(), 1e4)
-    metric = Metric(task.metric.function, maximize=False, bounds=None, name="distance", also={"size": size})
-    result = optimize_metric(replace(task, metric=metric), queries=60, strategy=CMAES(), callback=Callback())
-    assert result.chosen == "start"
-    assert asked == [0.0]
-    assert result.also == {"size": (2.5, 2.5)}
 
 
 @pytest.mark.parametrize(

@@ -14,17 +14,15 @@ import torch
 from torch import Tensor
 
 from helpers.refusals import assert_refused
+from metricopt_ext import Callback, Metric, Result, optimize_metric
 from metricopt_ext.errors import BudgetError, ValueFunctionError
 from metricopt_ext.methods.guard import judge
-from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.recipe_settings import LEAST_TASKS, START_QUERIES
-from metricopt_ext.methods.result import RecipeDetails, Result
+from metricopt_ext.methods.result import RecipeDetails
 from metricopt_ext.methods.rounds import meta_train
 from metricopt_ext.methods.tuning import FRESH, finetune, metric_policy, tune_start
-from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.optimizer import LossStep
-from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.rollout import rollout
 from metricopt_ext.tasks.trajectory import TrajectoryStore
 from metricopt_ext.value.fitting import Fit
@@ -74,13 +72,6 @@ def test_explored_settings_are_uniform_weights_and_log_uniform_steps() -> None:
         assert high - 0.01 < float(drawn.max()) <= high
         assert scipy.stats.kstest(drawn.numpy(), scipy.stats.uniform(low, high - low).cdf).pvalue > 0.001
     assert abs(np.corrcoef(weight, logs)[0, 1]) < 4 / n**0.5
-
-
-def test_explored_settings_belong_to_seed_and_index() -> None:
-    drawn = RECIPE.explored_settings(3, range(20))
-    assert torch.equal(RECIPE.explored_settings(3, [17, 2]), drawn[[17, 2]])
-    assert not torch.isclose(RECIPE.explored_settings(4, range(20)), drawn).any()
-    assert len(drawn.unique(dim=0)) == 20
 
 
 @pytest.mark.parametrize(
@@ -164,26 +155,6 @@ def test_every_query_is_booked_and_none_is_beyond_the_budget(
     assert result.queries_per_start == 3
 
 
-@pytest.mark.outcome
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_f_has_the_precision_of_its_data_whatever_the_default(
-    quadratic: Callable[..., Any], dtype: torch.dtype
-) -> None:
-    task = quadratic(dtype=torch.float32)
-    recipe = replace(RECIPE, learners=(NeuralLearner(iterations=60), RidgeLearner()))
-    torch.set_default_dtype(dtype)
-    try:
-        result = go(task, queries=60, recipe=recipe)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    f = result.fit.f
-    for name, tensor in f.state_dict().items():
-        if tensor.is_floating_point():
-            assert tensor.dtype == (torch.float64 if name in f.costs else torch.float32)
-    assert result.fit.f.trusted
-    assert result.after < 0.5 * result.before  # over 8 seeds 0.11 of it (0.05), with and without vector instructions
-
-
 def test_choice_and_finetuning_meet_batches_that_collection_did_not(quadratic: Callable[..., Any]) -> None:
     task, met = quadratic(), []
 
@@ -245,13 +216,10 @@ def test_an_f_without_skill_is_followed_in_collection_to_be_corrected(
     task, store = quadratic(), TrajectoryStore()
     recipe = replace(RECIPE, learners=(backwards,))
     assert not meta_train(task, tasks=6, recipe=recipe, seed=2, store=store).f.trusted
-    off_loss = []
     for trajectory in store:
-        phi = trajectory.phi[0]
-        gradient = task.curvature * (phi - task.centre - task.batch(2, trajectory.index, 0))
-        off_loss.append(float((trajectory.phi[1] - (phi - 0.1 * gradient)).norm()))
-    assert max(off_loss[:6]) < 1e-12
-    assert min(off_loss[6:]) > 1e-3
+        gradient = task.curvature * (trajectory.phi[0] - task.centre - task.batch(2, trajectory.index, 0))
+        off_loss = float((trajectory.phi[1] - (trajectory.phi[0] - 0.1 * gradient)).norm())
+        assert off_loss < 1e-12 if trajectory.round == 0 else off_loss > 1e-3
 
 
 def test_each_half_of_the_metrics_data_gets_an_f_of_its_own(quadratic: Callable[..., Any]) -> None:

@@ -12,20 +12,24 @@ import torch
 from torch import nn
 
 from helpers.refusals import assert_refused
-from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.adapters.start import Start, StartLine
+from metricopt_ext import (
+    Adapter,
+    Callback,
+    FinetuneTask,
+    Metric,
+    Result,
+    Setting,
+    Settings,
+    Start,
+    StartLine,
+    attach_film,
+    batchnorm_start,
+    load_run,
+    optimize_metric,
+)
 from metricopt_ext.errors import FileFormatError, MetricError
-from metricopt_ext.methods.finished_run import load_run
-from metricopt_ext.methods.pipeline import optimize_metric
-from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.start_lines import line_between
-from metricopt_ext.methods.starts import batchnorm_start
-from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.random_search import RandomSearch
-from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.settings import Setting, Settings
-from metricopt_ext.tasks.task import FinetuneTask
 
 NEAR = {"near": 0.8, "far": -3.0}  # starts at so much of the goal
 
@@ -87,18 +91,6 @@ def test_starts_are_judged_first_and_the_search_begins_from_the_best(quadratic: 
     around = result.points[3:7]
     torch.testing.assert_close(around.mean(0), points[1], rtol=0, atol=1e-12)  # pairs around where it began
     assert result.after <= result.starts["near"] < result.before
-
-
-@pytest.mark.slow
-def test_the_guard_refuses_an_end_and_a_start_alike(halved: Callable[..., Any], quadratic: Callable[..., Any]) -> None:
-    sure, unsure = halved(quadratic(), 1e-4), halved(quadratic(), 1e4)
-    kept, left = (guided(task, starts=starts_of(quadratic())) for task in (sure, unsure))
-    assert (kept.chosen, left.chosen) == ("search", "start")
-    assert kept.after == kept.best < left.after == left.before
-    assert not unsure.adapter.phi.any()
-    assert not left.verdict.accepted
-    assert left.verdict.gain > 3
-    assert f"up to {left.needed + left.optimism:.4f} of a gain may be chance and optimism" in str(left)
 
 
 def test_a_search_that_finds_nothing_keeps_the_start_that_gained(quadratic: Callable[..., Any]) -> None:

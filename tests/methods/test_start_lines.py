@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from helpers.refusals import assert_refused
-from metricopt_ext.adapters.start import Start, StartLine
+from metricopt_ext import Callback, Start, StartLine, optimize_metric
 from metricopt_ext.errors import AdapterError
-from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.start_lines import (
     PlannedLine,
     Point,
@@ -20,9 +19,7 @@ from metricopt_ext.methods.start_lines import (
     line_queries,
     planned_lines,
 )
-from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.evaluation import Evaluation
-from metricopt_ext.tasks.metric import Metric
 
 E = torch.eye(4, dtype=torch.float64)
 
@@ -226,20 +223,6 @@ def test_a_line_to_a_start_that_loses_costs_nothing(way: float, starts: int, qua
     if starts == 2:
         assert torch.equal(found[0].points, found[1].points)
         assert found[0].starts == found[1].starts
-
-
-def test_a_line_is_looked_along_though_it_gains_by_chance_alone(quadratic: Callable[..., Any]) -> None:
-    """The guard must be surer of the best of six than of a start: here both halves disagree on all of it."""
-    task = quadratic()
-    rng = torch.Generator().manual_seed(0)
-
-    def noise(model: Any) -> tuple[float, tuple[float, float]]:
-        halves = torch.randn(2, generator=rng, dtype=torch.float64)
-        return float(halves.mean()), tuple(halves.tolist())  # type: ignore[return-value]
-
-    task = task.judged_by(Metric(noise, maximize=False, bounds=None))
-    result = optimize_metric(task, queries=30, starts={"a": along()}, callback=Callback())
-    assert result.chosen == "start"
 
 
 def test_a_line_keeps_what_its_starts_and_the_model_were() -> None:

@@ -1,8 +1,7 @@
 """Settings of inference through a whole run: tuned first, then phi from there, counted, kept, resumed and told."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,19 +9,12 @@ import pytest
 
 from helpers.inference import put_into
 from helpers.refusals import assert_refused
-from metricopt_ext.adapters.start import Start
+from metricopt_ext import Callback, Metric, Result, Search, Setting, Settings, Start, optimize_metric
 from metricopt_ext.errors import MetricError
 from metricopt_ext.methods.algorithm1 import Algorithm1
 from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
-from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.search import Search
-from metricopt_ext.methods.setting_lines import VALUES, SettingLine, setting_lines
-from metricopt_ext.methods.tuned_settings import SETTINGS, TunedSettings
-from metricopt_ext.runtime.progress import Callback
-from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.settings import Setting, Settings
+from metricopt_ext.methods.tuned_settings import SETTINGS
 
 Make = Callable[..., Any]
 BEST, WORTH = 8.0, 0.5  # of the setting "size", and what each doubling away from it costs
@@ -126,29 +118,6 @@ def test_a_metric_may_take_them_as_its_argument(quadratic: Make) -> None:
 
     assert run(toy.judged(distance)).settings == run(Toy(quadratic).judged()).settings
     assert seen == toy.asked
-
-
-def test_they_are_applied_to_the_model_that_is_judged(quadratic: Make) -> None:
-    """A start that replaces tensors is judged on a copy."""
-    toy, models = Toy(quadratic), list[tuple[Any, Any]]()
-
-    @contextmanager
-    def apply(values: dict[str, Any], model: Any) -> Iterator[None]:
-        with toy.apply(values):
-            toy.model = model
-            yield
-
-    def distance(model: Any) -> Any:
-        models.append((model, toy.model))
-        return toy.distance(model)
-
-    toy.settings = Settings([toy.settings[name] for name in toy.settings.names], apply, inference=4.0)
-    task = toy.judged(distance)
-    name, own = next(iter(task.adapter.base_state_dict().items()))
-    start = Start(task.origin() + 0.3, parameters={name: own.detach() * 1.001})
-    run(task, starts={"mine": start})
-    assert all(judged is applied for judged, applied in models)
-    assert len({id(judged) for judged, _ in models}) == 2
 
 
 def test_a_start_may_have_its_own(quadratic: Make) -> None:
@@ -255,40 +224,3 @@ def test_what_fails_in_the_stage_counts_and_is_not_kept(quadratic: Make) -> None
     assert result.settings is not None
     assert result.settings.after == {"size": 4.0, "kind": "soft"}
     assert (search.spent, search.failed) == (30, 1)
-
-
-FOUR = Settings(
-    [
-        Setting("size", values=(2, 1, 4), default=2),
-        Setting("kind", values=("hard", "soft", "other"), default="hard"),
-        Setting("sigma", 0.01, 1.0, scale="log", default=0.1),
-        Setting("unused", values=(False, True), default=False),
-    ],
-    nullcontext,
-)
-
-
-def of(*tried: tuple[dict[str, Any], float], **after: Any) -> list[SettingLine]:
-    complete = tuple((FOUR.complete(values), metric) for values, metric in tried)
-    kept = FOUR.complete(after)
-    return setting_lines(FOUR, TunedSettings(FOUR.defaults, kept, {}, 1.0, complete, kept))
-
-
-def test_each_setting_has_its_line_from_the_best_of_those_before() -> None:
-    best = {"size": 4, "kind": "soft"}
-    lines = of(
-        ({}, 0.1),
-        ({"size": 4}, 0.3),
-        ({"size": 1}, 0.2),
-        ({"size": 4, "kind": "other"}, 0.25),
-        (best, 0.4),
-        ({**best, "sigma": 0.5}, 0.35),
-        ({**best, "sigma": 0.02}, 0.45),
-        **best,
-        sigma=0.02,
-    )
-    assert lines == [
-        SettingLine("size", VALUES, 2, 4, [1, 2, 4], [0.2, 0.1, 0.3]),
-        SettingLine("kind", VALUES, "hard", "soft", ["hard", "soft", "other"], [0.3, 0.4, 0.25]),
-        SettingLine("sigma", "log", 0.1, 0.02, [0.02, 0.1, 0.5], [0.45, 0.4, 0.35]),
-    ]
