@@ -14,29 +14,26 @@ from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.value_function import RidgeValueFunction
 
 
-def _halved(task: Any, apart: float) -> Any:
-    """Let the metric tell halves that differ by up to ``apart``, whose mean is the metric."""
-
-    def metric(model: Any) -> Any:
-        value = task.distance(model)
-        luck = apart * math.sin(float(model.metricopt.phi.sum()))
-        return value, (value + luck, value - luck)
-
-    task = replace(task, metric=Metric(metric, maximize=False, bounds=None, name="distance"))
-    return task
-
-
 @pytest.fixture
 def halved() -> Callable[..., Any]:
     """Let a task's metric tell halves that differ by up to so much, whose mean is the metric."""
-    return _halved
 
+    def make(task: Any, apart: float) -> Any:
+        def metric(model: Any) -> Any:
+            value = task.distance(model)
+            luck = apart * math.sin(float(model.metricopt.phi.sum()))
+            return value, (value + luck, value - luck)
 
-def _backwards(data: Observations, fold: Tensor, folds: int, seed: int) -> RidgeValueFunction:
-    return RidgeLearner()(replace(data, cost=-data.cost), fold, folds, seed)
+        return task.judged_by(Metric(metric, maximize=False, bounds=None, name="distance"))
+
+    return make
 
 
 @pytest.fixture
 def backwards() -> Callable[..., RidgeValueFunction]:
     """A learner whose f is never trusted on a `Quadratic`, without luck: it predicts the negative of its metric."""
-    return _backwards
+
+    def learner(data: Observations, fold: Tensor, folds: int, seed: int) -> RidgeValueFunction:
+        return RidgeLearner()(replace(data, cost=-data.cost), fold, folds, seed)
+
+    return learner

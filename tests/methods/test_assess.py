@@ -3,7 +3,6 @@
 import math
 import random
 import shutil
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import metricopt_ext as mo
+from helpers.inference import put_into
 from helpers.refusals import assert_refused
 from metricopt_ext import Callback, FinetuneTask, Metric, Setting, Settings, assess, batchnorm_start, optimize_metric
 from metricopt_ext.errors import BudgetError, FileFormatError
@@ -222,25 +222,17 @@ class Sized:
     """A quadratic task whose metric has a setting, too: its gain is known, and where phi is best."""
 
     def __init__(self, quadratic: Any, gain: float, goal: float = 0.3) -> None:
-        self.task, self.now, self.calls = quadratic(4), "small", 0
+        self.task, self.now, self.calls = quadratic(4), {"size": "small"}, 0
         self.gain, self.goal = gain, goal
         size = Setting("size", values=("small", "large", "huge"), default="small")
         metric = Metric(self.metric, maximize=False, bounds=None, name="distance")
-        self.task = replace(self.task, metric=metric, settings=Settings([size], self.apply))
-
-    @contextmanager
-    def apply(self, values: Any) -> Any:
-        before, self.now = self.now, values["size"]
-        try:
-            yield
-        finally:
-            self.now = before
+        self.task = replace(self.task, metric=metric, settings=Settings([size], put_into(self.now)))
 
     def metric(self, model: Any) -> Any:
         self.calls += 1
         phi = model.metricopt.phi.detach()
-        value = float((phi - self.goal).square().sum()) - self.gain * (self.now == "large")
-        luck = 1e-3 * math.sin(50 * float(phi.sum()) + len(self.now))
+        value = float((phi - self.goal).square().sum()) - self.gain * (self.now["size"] == "large")
+        luck = 1e-3 * math.sin(50 * float(phi.sum()) + len(self.now["size"]))
         return value, (value + luck, value - luck)
 
 

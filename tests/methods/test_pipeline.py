@@ -1,6 +1,7 @@
 """The whole job under one budget, on tasks whose loss and metric are known in closed form."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
@@ -16,6 +17,8 @@ from metricopt_ext import (
     FinetuneTask,
     Metric,
     Result,
+    Setting,
+    Settings,
     Start,
     load_value_function,
     optimize_metric,
@@ -23,12 +26,12 @@ from metricopt_ext import (
 from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.errors import AdapterError, BudgetError, FileFormatError, MetricError, WeightsError
 from metricopt_ext.methods.algorithm1 import Algorithm1
+from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import RecipeDetails
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.strategy import SearchStrategy as Search
-from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.value.learners import RidgeLearner
 from metricopt_ext.value.observations import Observations
 
@@ -192,13 +195,10 @@ def test_a_function_of_the_users_own_resumes_in_another_process(quadratic: Calla
     def with_functions() -> Recipe:
         """Make them anew, at other addresses, as another process would."""
 
-        def labels(trajectories: Any) -> Observations:
-            return Observations.of(trajectories)
-
         def learner(data: Any, fold: Tensor, folds: int, seed: int) -> Any:
             return RidgeLearner()(data, fold, folds, seed)
 
-        return replace(RECIPE, labels=labels, learners=(learner,))
+        return replace(RECIPE, labels=lambda trajectories: Observations.of(trajectories), learners=(learner,))
 
     first, second = with_functions(), with_functions()
     expected, task = go(quadratic(), recipe=first, output_dir=tmp_path), quadratic()
@@ -317,22 +317,30 @@ def test_a_gain_that_may_be_chance_leaves_the_model_as_it_was(
     assert left.needed == pytest.approx(NormalDist().inv_cdf(CONFIDENCE) * left.chance, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "queries", "spent"),
-    [(None, 41, 40), (RECIPE, 2 * QUERIES, None), (CMAES(), 41, 40)],
-)
-def test_repeats_share_the_budget(quadratic: Callable[..., Any], strategy: Any, queries: int, spent: Any) -> None:
+@pytest.mark.parametrize("strategy", [None, RECIPE], ids=["guided", "recipe"])
+def test_repeats_share_the_budget_and_tell_chance(quadratic: Callable[..., Any], strategy: Any) -> None:
     task = quadratic()
     rng = torch.Generator().manual_seed(0)
 
     def noisy(model: Any) -> float:
         return task.distance(model) + 0.3 * float(torch.randn((), generator=rng))
 
-    metric = Metric(noisy, maximize=False, bounds=None, repeats=2, ledger=Ledger(queries))
-    result = optimize_metric(task.judged_by(metric), queries=queries, strategy=strategy, callback=Callback())
-    assert task.problem.queries == metric.ledger.spent == sum(result.queries.values())
-    assert metric.ledger.spent == spent or (spent is None and 2 * COLLECTED < metric.ledger.spent <= 2 * SPENT)
+    metric = Metric(noisy, maximize=False, bounds=None, repeats=2)
+    result = optimize_metric(task.judged_by(metric), queries=2 * QUERIES, strategy=strategy, callback=Callback())
+    assert task.problem.queries == metric.ledger.spent == sum(result.queries.values()) <= 2 * QUERIES
     if strategy is None:  # f and the guard know of the noise
         assert result.fit is not None
         assert result.fit.f.noise_std > 0.1
         assert result.chance > 0.1
+
+
+def test_learners_refuse_what_they_do_not_heed(quadratic: Callable[..., Any]) -> None:
+    """Constraints, and settings of inference to tune."""
+    task = quadratic()
+    bounded = task.judged_by(Metric(task.distance, maximize=False, bounds=None, subject_to={"b": ">= 0"}))
+    settings = Settings([Setting("size", values=(1, 2), default=1)], lambda values: nullcontext())
+    for strategy in (RECIPE, Algorithm1(), AlgorithmS1()):
+        for each in (bounded, replace(task, settings=settings)):
+            options = {"queries": 500, "strategy": strategy}
+            assert_refused(lambda: optimize_metric(each, **options), ValueError, type(strategy).__name__)  # noqa: B023
+    assert task.queries == 0

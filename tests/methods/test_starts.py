@@ -199,24 +199,13 @@ def test_statistics_of_nothing_or_of_examples_with_labels_are_refused() -> None:
         assert_refused(lambda given=given: batchnorm_start(task, given), DataError, *names)
 
 
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3))
-    with torch.no_grad():
-        model[1].running_mean.uniform_(-1, 1)
-        model[1].running_var.uniform_(0.5, 2)
-        model[1].weight.uniform_(0.5, 2)
-    return model.double().eval()
-
-
-def inputs(parts: int = 4) -> list[Tensor]:
-    x = torch.randn(80, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return list((2 * x + 1).chunk(parts))
-
-
 def test_statistics_are_mixed_linearly_and_no_variance_is_below_both() -> None:
-    task = task_of(network())
-    line, end = batchnorm_line(task, inputs()), batchnorm_start(task, inputs())
+    task = task_of(normed().double())
+    with torch.no_grad():
+        task.adapter.model[1].running_mean.uniform_(-1, 1)
+        task.adapter.model[1].running_var.uniform_(0.5, 2)
+    x = torch.randn(80, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    line, end = (make(task, (2 * x + 1).split(20)) for make in (batchnorm_line, batchnorm_start))
     assert line is not None
     assert end is not None
     assert (line.low, line.high) == (0, 1)

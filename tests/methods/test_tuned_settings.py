@@ -11,9 +11,6 @@ from helpers.inference import put_into
 from helpers.refusals import assert_refused
 from metricopt_ext import Callback, Metric, Result, Search, Setting, Settings, Start, optimize_metric
 from metricopt_ext.errors import MetricError
-from metricopt_ext.methods.algorithm1 import Algorithm1
-from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
-from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.tuned_settings import SETTINGS
 
 Make = Callable[..., Any]
@@ -186,15 +183,9 @@ def test_no_budget_is_exceeded(quadratic: Make, queries: int) -> None:
     assert len(toy.asked) == sum(result.queries.values()) == queries
 
 
-def test_what_tunes_no_settings_refuses_them(quadratic: Make) -> None:
-    toy = Toy(quadratic, free={"kind": "soft"})
-    for strategy in (Recipe(), Algorithm1(), AlgorithmS1()):
-        task = toy.judged()
-        refused = (ValueError, "1", type(strategy).__name__)
-        assert_refused(lambda task=task, strategy=strategy: run(task, 400, strategy=strategy), *refused)
-    task = replace(toy.task, metric=Metric(lambda model, settings: 0.5, maximize=False, bounds=None))
-    assert_refused(lambda: run(task), MetricError, "FinetuneTask")  # it takes settings, and there are none
-    assert not toy.asked
+def test_a_metric_that_takes_settings_needs_some(quadratic: Make) -> None:
+    task = quadratic(8).judged_by(Metric(lambda model, settings: 0.5, maximize=False, bounds=None))
+    assert_refused(lambda: run(task), MetricError, "FinetuneTask")
 
 
 def test_an_error_names_the_settings_in_force(quadratic: Make) -> None:
