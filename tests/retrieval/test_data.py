@@ -24,12 +24,11 @@ pytest.importorskip("pytorch_metric_learning")
 
 from pytorch_metric_learning.losses import ContrastiveLoss
 
-from metricopt_ext.data.labelled import Labelled, Split
+from metricopt_ext.data.labelled import Labelled
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.errors import ConfigError, DataError
-from metricopt_ext.retrieval.config import LossConfig, MetricConfig, OwnEmbedderMetricConfig, RetrievalConfig
+from metricopt_ext.retrieval.config import LossConfig, MetricConfig, RetrievalConfig
 from metricopt_ext.retrieval.data import (
-    hold_out_classes,
     load_digits,
     load_omniglot,
     load_stanford_online_products,
@@ -189,34 +188,6 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path: Path, more: str,
     assert_refused(lambda: read_folders(*parts, more), ConfigError, *names)
 
 
-class Pixels(nn.Module):
-    """Embeds an image by two of its pixels."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.flatten(1)[:, :2].float()
-
-
-def test_the_metric_is_of_queries_against_the_gallery() -> None:
-    rng = torch.Generator().manual_seed(3)
-    x = torch.randint(0, 256, (60, 1, 2, 2), generator=rng, dtype=torch.uint8)
-    y = torch.randint(0, 6, (60,), generator=rng)
-    queries = torch.rand(60, generator=rng) < 0.4
-    points = x.flatten(1)[:, :2].double()
-    distances = torch.cdist(points[queries], points[~queries])
-    hits = [int(y[~queries][row.argmin()]) == int(label) for row, label in zip(distances, y[queries], strict=True)]
-    metric = build_metric(MetricConfig(ks=[1]), Split(x, y), queries=queries)
-    assert 1 - metric.cost(Pixels(), "test") == pytest.approx(sum(hits) / len(hits))
-    assert 0.05 < sum(hits) / len(hits) < 0.95
-    precision = build_metric(MetricConfig("r_precision"), Split(x, y), queries=queries)
-    expected = []
-    for row, label in zip(distances, y[queries], strict=True):
-        same = y[~queries] == label
-        expected.append(float(same[row.argsort()[: int(same.sum())]].double().mean()))
-    assert 1 - precision.cost(Pixels(), "test") == pytest.approx(np.mean(expected), abs=1e-6)
-    own = OwnEmbedderMetricConfig("sklearn.metrics:silhouette_score", bounds=[-1.0, 1.0])
-    assert_refused(lambda: build_metric(own, Split(x, y), queries=queries), ConfigError, "queries", "gallery")
-
-
 def test_the_metric_and_the_batches_are_the_same_from_disk(tmp_path: Path) -> None:
     for part, own in (("train", range(6)), ("query", range(6, 9)), ("gallery", range(6, 10))):
         for number in own:
@@ -277,13 +248,6 @@ def test_parts_share_no_class_and_hold_everything() -> None:
     assert {*other.train.y.tolist()} != classes[0] or {*other.test.y.tolist()} != classes[2]
 
 
-def test_the_last_classes_may_be_the_test_part() -> None:
-    for seed in range(3):
-        splits = split_classes(labelled([2] * 9), [0.45, 0.22, 0.33], seed, last_test=True)
-        assert splits.test.y.unique().tolist() == [6, 7, 8]
-        assert len(splits.validation.y.unique()) == 2
-
-
 def test_the_test_classes_may_be_named() -> None:
     whole, seen = labelled([2] * 9, prefix="c"), set()
     for seed in range(5):
@@ -301,17 +265,6 @@ def test_the_test_classes_may_be_named() -> None:
         "1",
         "6",
     )
-
-
-def test_validation_classes_are_held_out_of_a_given_train_part() -> None:
-    train, test = labelled([2] * 10, prefix="a"), labelled([3] * 4, prefix="b")
-    splits = hold_out_classes(train, test, 0.3, seed=1)
-    assert len(splits.validation.y.unique()) == 3
-    assert len(splits.train) + len(splits.validation) == len(train)
-    assert [splits.class_names[label] for label in splits.test.y.unique().tolist()] == ["b0", "b1", "b2", "b3"]
-    assert_refused(lambda: hold_out_classes(train, labelled([2, 2], prefix="a"), 0.3), DataError, "'a0'")
-    assert_refused(lambda: hold_out_classes(train, test, 1.0), ValueError, "validation_share", "(0, 1)")
-    assert_refused(lambda: hold_out_classes(train, test, 0.1), DataError, "1")
 
 
 # --- Known sets ----------------------------------------------------------------------------------------------------
@@ -464,17 +417,6 @@ def config_of(folder: str, *overrides: str) -> RetrievalConfig:
     return config
 
 
-def test_parts_are_what_the_function_gives(folder: str) -> None:
-    splits = load_splits(config_of(folder, "data.name=of_a_searcher:parts"), seed=0)
-    for number, name in enumerate(("train", "validation", "test")):
-        part = getattr(splits, name)
-        assert {*splits.classes_of(name)} == {str(4 * number + i) for i in range(4)}
-        assert (len(part), part.x.shape[1:]) == (24, (1, 8, 8))
-        assert (part.x.amin((1, 2, 3)) // 10 >= torch.tensor([int(splits.class_names[y]) for y in part.y])).all()
-    assert splits.reading is not None
-    assert "of_a_searcher:parts" in splits.reading.found
-
-
 @pytest.mark.parametrize(
     ("name", "counts"), [("alone", (6, 3, 3)), ("words", (6, 3, 3)), ("parts", (4, 2, 2)), ("searched", (4, 4, 4))]
 )
@@ -569,13 +511,3 @@ def test_a_known_loss_is_tried_before_anything_is_trained(
     name: str, params: dict[str, Any], names: tuple[str, ...]
 ) -> None:
     assert_refused(lambda: build_loss(LossConfig(name, params)), ConfigError, *names)
-
-
-@pytest.mark.parametrize("name", ["fast_ap", "triplet_margin", "dynamic_soft_margin"])
-def test_what_is_tried_is_a_copy_and_the_global_stream_stays(name: str) -> None:
-    before = torch.get_rng_state()
-    loss = build_loss(LossConfig(name))
-    assert torch.equal(torch.get_rng_state(), before)
-    batch = torch.eye(4)[[0, 0, 1, 1, 2, 2]], torch.tensor([0, 0, 1, 1, 2, 2])
-    again = build_loss(LossConfig(name))
-    assert float(loss(torch.nn.Identity(), batch)) == float(again(torch.nn.Identity(), batch))

@@ -16,13 +16,11 @@ pytest.importorskip("pytorch_metric_learning")
 
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.experiment.experiment import State
-from metricopt_ext.experiment.method import Started
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.experiment import RetrievalExperiment
 from metricopt_ext.retrieval.few_classes import FewClasses, error_over_classes
 from metricopt_ext.retrieval.named_metric import embed_with
 from metricopt_ext.retrieval.recall import hits_at_k
-from metricopt_ext.retrieval.whitening_start import whitened
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
@@ -91,28 +89,6 @@ def test_a_whitening_is_left_out_where_validation_images_are_too_few(tmp_path: P
     assert [line for line in lines if "whitening" in line and "too few for 400 dimensions" in line]
 
 
-def test_labels_are_held_out_by_class_or_within_few_and_whitenings_end_a_comparisons_rows(tmp_path: Path) -> None:
-    config = load_config(RetrievalConfig, DIGITS, [*TINY, "data.fractions=[0.2,0.3,0.5]"])
-    experiment = RetrievalExperiment(config, tmp_path, 3)
-    few = experiment.label_parts()
-    own = experiment.splits.validation.y.unique().tolist()
-    assert few.fit(3, 0, 0)[1].unique().tolist() == own
-    y = torch.arange(9).repeat_interleave(10)
-    part = Split(torch.rand(90, *experiment.splits.validation.x.shape[1:]), y)
-    experiment.splits = replace(experiment.splits, validation=part)
-    many = experiment.label_parts()
-    fitted, whole = (
-        torch.cat([batches(3, 0, step)[1] for step in range(20)]).unique() for batches in (many.fit, many.whole)
-    )
-    assert (len(fitted), len(whole)) == (6, 9)
-    baselines = experiment.baselines(config, experiment)
-    for name, labels in (("whitening", None), ("lda_whitening", y)):
-        (reached, _) = baselines[name].run(experiment.task, Started.at(experiment.task.origin()), [5, 9], 3)
-        expected = whitened(experiment.task, experiment.validation()[0], labels)
-        assert torch.equal(reached.end(part.x), expected(part.x))
-        assert reached.queries == 0
-
-
 def divided(values: torch.Tensor) -> list[tuple[float, float]]:
     """A mean over classes on each division of them into halves."""
     count = len(values)
@@ -129,19 +105,14 @@ def test_over_all_divisions_it_is_the_standard_error_of_the_mean_over_classes() 
     assert error_over_classes(Evaluation(0.5)) is None
 
 
-@pytest.mark.parametrize("known", [8, 0])
-def test_it_is_said_at_the_first_query_in_the_metrics_units(known: int) -> None:
+def test_it_is_said_at_the_first_query_alone_in_the_metrics_units() -> None:
     values = 50 + torch.randn(8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     lines: list[str] = []
-    metric = Metric(
-        lambda: (float(values.mean()), divided(values)), maximize=True, bounds=(0, 100), name="recall", new_classes=True
-    )
-    metric.callbacks.append(FewClasses(metric, lambda: known, lines.append, confidence=0.9))
+    answers = lambda: (float(values.mean()), divided(values))  # noqa: E731
+    metric = Metric(answers, maximize=True, bounds=(0, 100), name="recall", new_classes=True)
+    metric.callbacks.append(FewClasses(metric, lambda: 8, lines.append, confidence=0.9))
     for _ in range(2):
         metric.evaluate(nn.Identity(), "x")
     error, needed = float(values.std()) / 8**0.5, NormalDist().inv_cdf(0.9)
-    assert lines == [
-        f"recall is {float(values.mean()):.4f} at first, with a standard error of {error:.4f} over"
-        f" {'8 classes' if known else 'its classes'}; a gain that varies as much between classes must exceed"
-        f" {needed * error:.4f} to be told from chance"
-    ]
+    (line,) = lines
+    assert all(each in line for each in (f"{float(values.mean()):.4f}", f"{error:.4f}", "8", f"{needed * error:.4f}"))

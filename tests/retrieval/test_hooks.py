@@ -119,26 +119,6 @@ def make_trainer(
     )
 
 
-def test_the_trunk_trains_as_it_evaluates() -> None:
-    """The library calls .train(); the metric sees what the loss saw."""
-    trunk, (x, _) = make_trunk(), images()
-    plain = copy.deepcopy(trunk).eval()
-    adapter = mo.attach_film(trunk, dim=D)
-    seen: list[Tensor] = []
-
-    class Spy(losses.TripletMarginLoss):
-        def compute_loss(self, embeddings: Tensor, *others: Any) -> Any:
-            seen.append(embeddings.detach().clone())
-            return super().compute_loss(embeddings, *others)
-
-    trainer = make_trainer(trunk, torch.optim.SGD(adapter.parameters(), lr=0.0), loss_fn=Spy())
-    trainer.train(num_epochs=2)
-    assert trunk[1].training
-    with torch.no_grad():
-        expected = plain(x[trainer.sampler])
-    torch.testing.assert_close(torch.cat(seen), expected.repeat(2, 1))
-
-
 def test_resume_through_hook_container(tmp_path: Path, records: Any) -> None:
     """Phi, MetricOpt's history and what was recorded come back, and the run goes on as if never stopped."""
 

@@ -13,7 +13,7 @@ from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.parts import part_size
 from metricopt_ext.retrieval.config import MetricConfig
-from metricopt_ext.retrieval.kept_features import KeptFeatures, KeptPasses, embed
+from metricopt_ext.retrieval.kept_features import KeptFeatures, embed
 from metricopt_ext.retrieval.models import Embedder
 from metricopt_ext.retrieval.named_metric import build_metric
 
@@ -167,36 +167,6 @@ class InPlace(nn.BatchNorm2d):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.mul_(0.5))
-
-
-@torch.no_grad()
-def assert_same_passes(adapter: Any, passes: KeptPasses, queries: int = 3) -> None:
-    """Check a model's embeddings of batches at several phi against whole passes."""
-    rng, seen, batches = torch.Generator().manual_seed(0), list[Tensor](), IMAGES[:96].split(40)
-    for _ in range(queries):
-        with adapter.using(torch.randn(2, generator=rng)) as model:
-            kept = passes.of(model)
-            found = [kept(batch) for batch in batches]
-            assert all(map(torch.equal, found, map(model, batches)))
-            seen.append(found[0])
-    assert not torch.equal(seen[0], seen[1])
-
-
-def test_passes_over_the_same_batches_are_those_of_the_model(made: Callable[..., Any]) -> None:
-    adapter, passes = made("trunk.norm2"), KeptPasses(1.0)
-    trunk = adapter.model.trunk
-    trunk.middle, trunk.conv2 = nn.Identity(), nn.Conv2d(4, 4, 3, padding=1).requires_grad_(False)
-    CALLS.clear()
-    assert_same_passes(adapter, passes)
-    trunk.norm1.running_mean.add_(0.1)
-    assert_same_passes(adapter, passes)
-    assert sum(each for each in CALLS if each > 1) == 96 * (1 + 3 + 1 + 3)
-    kept = passes.of(adapter.model)
-    assert kept.trunk is trunk  # a tester may ask for it
-    kept(IMAGES[:8]).sum().backward()  # with gradients it is run whole
-    assert adapter.phi.grad.abs().max() > 0
-    CALLS.clear()
-    assert KeptPasses(0.0).of(adapter.model) is adapter.model
 
 
 def test_a_metric_has_the_same_values(made: Callable[..., Any]) -> None:

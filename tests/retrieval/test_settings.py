@@ -118,22 +118,6 @@ def test_of_a_gallery_alone() -> None:
     assert metric.evaluate(model, "test") == plain
 
 
-def test_what_counts_besides_is_judged_alike() -> None:
-    model, (x, y) = Embedder(), examples(0)
-    config = MetricConfig(ks=[1, 2, 4], also=["r_precision"])
-    metric = build_metric(config, Split(x, y))
-    settings = retrieval_settings(metric, whiten_on=examples(1)[0])
-    assert settings.names == ("whitening",)  # r_precision can't leave a query out
-    assert settings.presets == ()
-    plain = metric.look(model)
-    with settings.applied({"whitening": 0.5}):
-        found = metric.look(model)
-    alone = build_metric(MetricConfig("r_precision"), Split(x, y))
-    with retrieval_settings(alone, whiten_on=examples(1)[0]).applied({"whitening": 0.5}):
-        assert found == pytest.approx({"r_precision": value(alone, model)}, abs=1e-12)
-    assert found != plain == metric.look(model)
-
-
 def test_what_a_metric_can_t_be_judged_by_is_refused() -> None:
     x, y = examples(0)
     metric = build_metric(MetricConfig("r_precision"), Split(x, y))
