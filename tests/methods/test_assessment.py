@@ -41,7 +41,6 @@ STARTS: list[tuple[str, Kind]] = [
     ("prior_twice", "offsets"),
 ]
 WITH_STARTS: list[tuple[str, Kind]] = [*STARTS, *[("", "phi")] * 7]  # type: ignore[list-item]
-WITH_LINE: list[tuple[str, Kind]] = [*STARTS, *[("", "offsets")] * 4, *[("", "phi")] * 3]  # type: ignore[list-item]
 ALONE: list[tuple[str, Kind]] = [("start", "trained"), *[("", "phi")] * 11]  # type: ignore[list-item]
 
 
@@ -75,7 +74,7 @@ def noisy(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kinds", [WITH_STARTS, WITH_LINE, ALONE], ids=["starts", "line", "alone"])
+@pytest.mark.parametrize("kinds", [WITH_STARTS, ALONE], ids=["starts", "alone"])
 @pytest.mark.parametrize(
     "draw",
     [lambda rng: 0.5 + 0.07 * rng.gauss(0, 1), lambda rng: sum(rng.random() < 0.5 for _ in range(40)) / 40],

@@ -188,9 +188,6 @@ def test_a_part_of_the_way_is_kept_only_if_it_is_known_to_satisfy_them(toy: Toy)
         return {"along": toy.along(phi), "distance": (value, (value + off, value - off))}
 
     run = go(toy.judged(halved, new_classes=True), 40)
-    assert run.kept_share is not None
-    assert 0 < run.kept_share.share < 1
-    assert run.kept_share.evaluated
     assert run.chosen == "part"
     assert run.also["along"][1] == pytest.approx(toy.along(run.ends["part"]))
     assert run.also["along"][1] <= toy.limit

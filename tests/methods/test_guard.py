@@ -97,6 +97,15 @@ def test_the_verdict_by_hand(n: int, signal: float) -> None:
     assert found.candidates == n
 
 
+def test_optimism_is_at_most_the_largest_of_so_many_draws() -> None:
+    """The halves agree on no order, but differ little: what sets the end apart can't all be chance."""
+    visited = evaluations([(0.0, 0.0), *((10 + 0.01 * (-1) ** i, 10 - 0.01 * (-1) ** i) for i in range(7))])
+    found = judge(Evaluation(10.0, (10.0, 10.0)), visited[0], [*visited[1:], Evaluation(9.0, (8.0, 10.0))])
+    assert found.reliability == 0
+    assert found.optimism == pytest.approx(found.chance * math.sqrt(2 * math.log(8)), rel=1e-12)
+    assert 0 < found.optimism < 8
+
+
 def test_a_plain_number_tells_nothing_and_every_gain_is_believed() -> None:
     told, plain = evaluations(rand(9, 2, seed=3)), [Evaluation(float(i)) for i in range(9)]
     for start, visited in ((Evaluation(1.0), told), (told[0], plain), (Evaluation(1.0), [])):

@@ -1,22 +1,20 @@
 """What held-out data change about a run, on tasks known in closed form."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from helpers.refusals import assert_named
-from metricopt_ext import Callback, FinetuneTask, Metric, Result, Start, attach_film, batchnorm_start, optimize_metric
+from metricopt_ext import Callback, Metric, Result, Start, optimize_metric
 from metricopt_ext.errors import AdapterError, BudgetError
 from metricopt_ext.methods.holdout import best_on_holdout
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.tasks.cost_scale import CostScale
-from metricopt_ext.tasks.kept_evaluations import digest_of
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.value.learners import RidgeLearner
 
@@ -73,38 +71,6 @@ def test_the_start_that_a_search_began_from_is_a_candidate(quadratic: Callable[.
     assert list(result.holdout) == ["start", "near", "search"]
     assert (result.chosen, result.after) == ("near", result.starts["near"])
     assert torch.equal(task.adapter.phi, near)
-
-
-@pytest.mark.parametrize("agrees", [True, False])
-def test_each_candidate_has_the_buffers_of_its_start(agrees: bool, tmp_path: Path) -> None:
-    """The metric prefers BatchNorm statistics of the inputs; so do the held-out data, or those of the training."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).eval()
-    x, trained = 3 * torch.randn(64, 3) + 1, model[1].running_mean.clone()
-    inputs = model[0](x).mean(0).detach()
-
-    def gap(mean: Tensor) -> Callable[[nn.Module], float]:
-        return lambda model: float(
-            (model[1].running_mean - mean).abs().mean() + 0.1 * (model.metricopt.phi - 1).square().mean()  # type: ignore[index, union-attr, operator]
-        )
-
-    task = FinetuneTask(
-        attach_film(model, dim=3),
-        loss=lambda model, batch: model(batch).square().mean(),
-        batches=lambda seed, task, step: x[(task + step) % 8 :: 8],
-        metric=Metric(gap(inputs), maximize=False, bounds=None, name="gap"),
-    )
-    start = batchnorm_start(task, x.split(16))
-    assert start is not None
-    metric = Metric(gap(inputs if agrees else trained), maximize=False, bounds=None, name="aside")
-    result = run(task, starts={"batchnorm": start}, holdout=metric, output_dir=tmp_path)
-    assert list(result.holdout) == ["start", "batchnorm", "search"]
-    kept = json.loads((tmp_path / "holdout.json").read_text())["evaluations"]
-    assert [each["replaced"] == digest_of(start) for each in kept] == [False, True, True]
-    assert result.chosen == ("search" if agrees else "start")
-    assert torch.allclose(model[1].running_mean, inputs if agrees else trained, rtol=0, atol=1e-5)
-    if agrees:
-        assert result.holdout["search"] == result.after
 
 
 def test_what_can_not_judge_a_run_is_refused_before_any_query(quadratic: Callable[..., Any], tmp_path: Path) -> None:

@@ -144,17 +144,6 @@ def test_an_f_without_skill_is_not_followed(quadratic: Callable[..., Any], backw
     assert task.queries == COLLECTED + 2
 
 
-@pytest.mark.parametrize(("queries", "tasks"), [(47, 6), (52, 6), (53, 7)])
-def test_every_query_is_booked_and_none_is_beyond_the_budget(
-    quadratic: Callable[..., Any], queries: int, tasks: int
-) -> None:
-    task = quadratic()
-    result = go(task, queries=queries)
-    assert result.queries == {"collect": 2 * tasks * 3, "choose": 6, "guard": 3} == task.metric.ledger.spent_on
-    assert task.queries == sum(result.queries.values()) == 6 * tasks + 9 <= queries
-    assert result.queries_per_start == 3
-
-
 def test_choice_and_finetuning_meet_batches_that_collection_did_not(quadratic: Callable[..., Any]) -> None:
     task, met = quadratic(), []
 

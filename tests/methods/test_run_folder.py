@@ -1,7 +1,6 @@
 """What a run keeps in its folder, what tells it from others, and what is loaded of it."""
 
 import importlib
-import json
 import os
 import shutil
 import sys
@@ -33,11 +32,10 @@ from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.errors import FileFormatError, MetricError
 from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.run_folder import IDENTITY, open_run
-from metricopt_ext.methods.run_identity import FORMAT, identity_of
+from metricopt_ext.methods.run_folder import open_run
+from metricopt_ext.methods.run_identity import FORMAT
 from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.search.direct import CMAES
-from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.value.learners import RidgeLearner
 
 
@@ -123,20 +121,6 @@ def test_two_runs_do_not_write_to_one_folder(quadratic: Callable[..., Any], tmp_
     assert task.metric.ledger.spent == 0
 
 
-def test_a_chosen_population_is_kept_and_taken_up_again(quadratic: Callable[..., Any], tmp_path: Path) -> None:
-    def go(resume: bool = False, **task: Any) -> None:
-        options = {"queries": 20, "strategy": CMAES(), "output_dir": tmp_path, "callback": Callback()}
-        optimize_metric(quadratic(**task), resume=resume, **options)
-
-    go(population=None)
-    kept = json.loads((tmp_path / IDENTITY).read_text())
-    assert kept["population"] == 32
-    (tmp_path / IDENTITY).write_text(json.dumps({**kept, "population": 4}))
-    go(resume=True, population=None)
-    assert_refused(lambda: go(resume=True, population=32), FileFormatError, "population", "4", "32")
-    go(resume=True, population=4)
-
-
 RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners=(RidgeLearner(),))
 S1 = AlgorithmS1(steps=5, evals=3, tasks=2, pairs=3, hidden=4)
 ONE = torch.ones(4, dtype=torch.float64)
@@ -181,7 +165,10 @@ CHANGES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     ("starts", None, RANGE, {}),
     ("starts", None, RANGE, {"starts": {"near": Start(0.8 * ONE)}}),
     ("starts", None, RANGE, {"starts": {**RANGE["starts"], "far": Start(-2 * ONE)}}),
-    ("starts.along", None, {"starts": {"along": along()}}, {"starts": {"along": along(power=2)}}),
+    *(
+        ("starts.along", None, {"starts": {"along": along()}}, {"starts": {"along": along(**other)}})
+        for other in ({"power": 2}, {"scale": 2.0}, {"high": 2.0})  # in its middle, at its end, and where it ends
+    ),
     ("holdout", None, {"holdout": ASIDE}, {}),
     ("population", lambda task: replace(task, population=5), {}, {}),
     ("metric", measured(name="length"), {}, {}),
@@ -215,20 +202,6 @@ def test_a_run_is_not_resumed_under_other_settings(
     assert_named(caught, *([key] if key else []))
     assert str(tmp_path) in str(caught.value)
     assert task.queries == 0
-
-
-def test_a_line_is_told_by_its_ends_and_its_middle(quadratic: Callable[..., Any]) -> None:
-    lines = [along(), along(), along(power=2), along(scale=2.0), along(high=2.0)]
-    found = [str(identity_of(GuidedTrustRegion(), quadratic(), {"along": each}, seed=0, size={})) for each in lines]
-    assert found[0] == found[1]
-    assert len(set(found)) == 4
-
-
-def test_identity_does_not_depend_on_where_code_is(quadratic: Callable[..., Any]) -> None:
-    for strategy in (CMAES(), RECIPE, GuidedTrustRegion()):
-        text = str(identity_of(strategy, quadratic(), {}, seed=0, size={}))
-        assert "metricopt_ext." not in text
-        assert "0x" not in text
 
 
 def test_a_finished_run_is_loaded_and_an_unfinished_one_says_what_it_lacks(

@@ -106,6 +106,24 @@ def test_batchnorm_statistics_stay_only_if_they_gain(gain: bool, tmp_path: Path)
     assert len(result.points) == 28  # without the start of the other buffers, and the end
 
 
+@pytest.mark.parametrize("agrees", [True, False])
+def test_held_out_data_judge_each_candidate_with_its_buffers(agrees: bool) -> None:
+    """The metric prefers BatchNorm statistics of the inputs; so do the held-out data, or those of the training."""
+    host = Normed()
+    task, trained = host.task(), host.model[1].running_mean.clone()
+
+    def aside(model: Any) -> float:
+        off = (model[1].running_mean - trained).abs().mean()
+        return host.metric(model) if agrees else float(off + 0.1 * (model.metricopt.phi - 1).square().mean())
+
+    holdout = Metric(aside, maximize=False, bounds=None, name="aside")
+    result = guided(task, starts={"batchnorm": host.start}, holdout=holdout)
+    assert list(result.holdout) == ["start", "batchnorm", "search"]
+    assert result.chosen == ("search" if agrees else "start")
+    assert torch.equal(host.model[1].running_mean, trained) != agrees
+    assert not agrees or result.holdout["search"] == result.after
+
+
 @pytest.mark.parametrize("kind", ["buffers", "parameters"])
 def test_what_a_start_replaced_is_loaded_removed_and_resumed_with(kind: str, tmp_path: Path) -> None:
     host, fresh = Normed(), Normed()
