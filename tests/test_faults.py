@@ -1,4 +1,4 @@
-"""Runs that are killed, find no room, a folder they may not write to, a second writer, or clocks that jump.
+"""Runs that are killed, find no room, a folder they may not write to, or a second writer.
 
 Each is resumed until it ends, and must end with the result, the files and the ledger of a run that nothing disturbed,
 byte for byte. METRICOPT_KILLS=200 kills that often; METRICOPT_SEED draws other moments.
@@ -371,49 +371,6 @@ def test_a_second_writer_is_refused_and_disturbs_nothing(
         end = nursery.run("search", folder, True)
     assert end["result"] == whole.result
     assert kept(folder) == whole.files
-
-
-# Each look at a clock finds it hours before or after the last one; what is imported later takes these clocks.
-JUMPING = """
-import random, sys, time
-from pathlib import Path
-
-jumps = random.Random(int(sys.argv[2]))
-
-def jumping(clock, unit):
-    return lambda: clock() + int(jumps.uniform(-6, 6) * 3600) * unit
-
-for name in ("time", "monotonic", "perf_counter"):
-    setattr(time, name, jumping(getattr(time, name), 1))
-    setattr(time, name + "_ns", jumping(getattr(time, name + "_ns"), 10**9))
-
-from rich.console import Console
-from metricopt_ext.runtime.progress import Bars
-from tests.test_faults import STRATEGIES, make_task, work
-
-folder = Path(sys.argv[1])
-for name in STRATEGIES:  # shown in lines, then in bars
-    end = work(make_task(), name, folder / name, False)
-    (folder / f"{name}.json").write_text(end)
-with Bars(Console(force_terminal=True, force_interactive=True)) as bars:
-    end = work(make_task(), "search", folder / "bars", False, bars.watch("score", 24))
-    assert end == (folder / "search.json").read_text()
-"""
-
-
-@pytest.mark.slow
-def test_clocks_that_jump_change_nothing(undisturbed: dict[str, Undisturbed], tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", JUMPING, str(tmp_path), str(SEED)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    for name, whole in undisturbed.items():
-        assert (tmp_path / f"{name}.json").read_text() == whole.result
-        assert kept(tmp_path / name) == whole.files
 
 
 def work_on_ranks() -> None:

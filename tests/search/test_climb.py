@@ -51,15 +51,6 @@ def test_a_bowl_of_truth_holds_chance_back(dim: int) -> None:
     assert climb_of_chance(f, halves, f.points[0], end) == pytest.approx(expected, rel=0.25)
 
 
-def test_it_begins_anywhere_and_scales_with_chance() -> None:
-    f, halves = fitted(3, 40)
-    started, end = f.points[7], f.points[7] + torch.tensor([0.3, 0.0, 0.4], dtype=torch.float64)
-    found = climb_of_chance(f, halves, started, end)
-    assert found == pytest.approx(0.5 * float(slope(3).norm()), rel=0.02)
-    assert climb_of_chance(f, 10 * halves, started, end) == pytest.approx(10 * found, rel=1e-6)
-    assert climb_of_chance(f, halves.flip(1), started, end) == pytest.approx(found, rel=0.02)
-
-
 def test_without_chance_or_distance_nothing_is_climbed() -> None:
     f, halves = fitted(3, 40, torch.full((40,), 0.25, dtype=torch.float64))
     assert climb_of_chance(f, halves, f.points[0], f.points[1]) == 0

@@ -22,14 +22,6 @@ from metricopt_ext.utils.seeding import generator
 
 Make = Callable[..., Any]
 
-SEARCHES = {
-    "guided": GuidedES(),
-    "one pair": GuidedES(pairs=1),
-    "all directions": GuidedES(history=0, loss_weight=0.0),
-    "cma": CMAES(),
-}
-each_search = pytest.mark.parametrize("search", SEARCHES.values(), ids=SEARCHES)
-
 
 # --- Optima --------------------------------------------------------------------------------------------------
 
@@ -48,19 +40,6 @@ def test_quadratic_is_solved(quadratic: Make, search: Search, queries: int) -> N
         assert result.cost == task.true_cost(result.phi)
         farthest.append(float((result.phi - task.goal).abs().max()))
     assert mean(farthest) < 0.05  # at worst 0.005 ± 0.001
-
-
-def test_loss_alone_leads_to_its_own_optimum(quadratic: Make) -> None:
-    """With the metric step off and its weight at 1, Guided ES is gradient descent on the loss."""
-    task = quadratic(noise=0.0)
-    asked: list[float] = []
-    search = GuidedES(pairs=1, step=0.0, loss_weight=1.0, lr=0.2)
-    with task.metric.calling(lambda query: asked.append(query.evaluation.cost)):
-        search(task, task.origin(), 1 + 3 * 20)
-    phi = task.origin()
-    for step in range(20):
-        phi = phi - 0.2 * (1 - step / 20) * task.curvature * (phi - task.centre)
-        assert asked[3 * step + 3] == pytest.approx(task.true_cost(phi), rel=1e-12)
 
 
 def test_steps_follow_the_pseudocode(quadratic: Make) -> None:
@@ -84,17 +63,6 @@ def test_steps_follow_the_pseudocode(quadratic: Make) -> None:
 
 
 # --- Budgets -------------------------------------------------------------------------------------------------
-
-
-@each_search
-def test_no_query_asks_twice(quadratic: Make, search: Search) -> None:
-    """Whatever a budget leaves over after whole steps is spent on points not seen before."""
-    for queries in range(search.least_queries(4), search.least_queries(4) + 30):
-        task = quadratic()
-        seen: list[float] = []
-        with task.metric.calling(lambda query, seen=seen: seen.append(query.evaluation.cost)):
-            search(task, task.origin(), queries)
-        assert len(set(seen)) == queries
 
 
 def test_a_task_without_a_loss_is_refused_at_once_by_what_needs_one(quadratic: Make) -> None:

@@ -1,6 +1,5 @@
 """The probability that constraints hold, against a Gaussian process's definition, and what a search makes of it."""
 
-import math
 from statistics import NormalDist
 
 import pytest
@@ -92,22 +91,6 @@ def test_an_end_that_violates_is_preferred_to_none_that_holds() -> None:
     for first in (0.4, 0.6):
         assert aim.prefers(at(0.2, first), at(0.1, first), 0.1)
         assert not aim.prefers(at(0.2, first), at(0.1, first), 0.05)
-
-
-def test_hyper_parameters_are_chosen_when_fs_are() -> None:
-    """Anew after a quarter of further points, and a last fit leaves no trace."""
-    visited, limits = visited_with("<= 0.5")
-    feasibility = Feasibility()
-    feasibility.aim(visited.fit(last=True), visited, limits, last=True)
-    assert feasibility.chosen == {0: None}
-    feasibility.aim(visited.fit(), visited, limits)
-    first = feasibility.chosen[0]
-    assert first is not None
-    assert first[0] == 20
-    visited.add(points(1, seed=5)[0], Evaluation(3.0, also={"first": 9.0, "flat": 2.0}))
-    feasibility.aim(visited.fit(), visited, limits)
-    assert feasibility.chosen[0] == first
-    assert math.isfinite(float(visited.fit().noise))
 
 
 def test_of_what_was_seen_the_least_that_the_constraints_allow_is_the_best() -> None:

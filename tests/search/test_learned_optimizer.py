@@ -2,7 +2,6 @@
 
 import io
 import math
-import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -77,26 +76,10 @@ def test_state_dict_continues_bit_for_bit(after: int) -> None:
     assert torch.equal(phi, resumed)
 
 
-def test_a_copy_steps_as_its_original() -> None:
-    """With what was observed since the last step, too."""
-    rule, phi = make_rule(), nn.Parameter(rand(D))
-    optimizer = LearnedOptimizer([phi], rule)
-    optimizer.observe(cost=0.9)
-    follow(optimizer, phi, range(2))
-    optimizer.observe(cost=0.4)
-    copied = pickle.loads(pickle.dumps(optimizer))
-    (own,) = copied.param_groups[0]["params"]
-    for each, parameter in ((optimizer, phi), (copied, own)):
-        follow(each, parameter, range(2, 4))
-    assert torch.equal(own, phi)
-
-
 @pytest.mark.parametrize(
     ("options", "told", "named"),
     [
         ({}, {}, "loss and cost"),
-        ({}, {"loss": 1.0}, "cost"),
-        ({"sees_metric": False}, {}, "loss"),
         (BLIND, {}, None),
         ({}, {"loss": 1.0, "cost": 0.5}, None),
     ],

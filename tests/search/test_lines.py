@@ -13,7 +13,6 @@ from metricopt_ext.search.lines import (
     FIRST,
     NEAR,
     LineState,
-    best_known,
     first_times,
     fit,
     next_time,
@@ -117,12 +116,3 @@ def test_noise_that_repeats_show_is_the_least_of_f() -> None:
     assert f is not None
     assert f.noise_std >= 1.5
     assert f.noise_std > 2 * fit(INTERVAL, known(lambda t: (t - 0.5) ** 2, *times)).noise_std  # type: ignore[union-attr]
-
-
-def test_the_best_is_that_of_f() -> None:
-    told = known(wavy, *np.linspace(-2.5, 2.5, 9).tolist())
-    f = fit(INTERVAL, told)
-    assert f is not None
-    assert best_known(INTERVAL, told) == int(
-        f.members(torch.tensor([[t] for t, _ in told], dtype=torch.float64)).argmin()
-    )

@@ -10,9 +10,8 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from helpers.refusals import assert_named, assert_refused
+from helpers.refusals import assert_refused
 from helpers.tensors import rand
-from metricopt_ext.errors import BudgetError
 from metricopt_ext.search import trust_region
 from metricopt_ext.search.descent import FIRST_STEP, STEPS, descend
 from metricopt_ext.search.feasibility import Aim
@@ -95,17 +94,6 @@ def test_the_quality_so_far_is_the_rank_correlation_of_what_was_predicted(quadra
     predicted = state.end().predicted
     assert len(predicted) > 4
     assert state.quality() == pytest.approx(spearmanr(*predicted.T).statistic)
-
-
-def test_a_ledger_with_less_is_refused(quadratic: Callable[..., Any]) -> None:
-    task = quadratic(budget=30)
-    for checkpoints, asked in (([31], 31), ([20, 30], 31), ([10, 20, 29], 31)):
-        with pytest.raises(BudgetError) as caught:
-            list(SEARCH.ends(task, task.origin(), checkpoints))
-        assert_named(caught, asked, "30", "budget")
-    assert task.queries == 0
-    list(SEARCH.ends(task, task.origin(), [20, 29]))
-    assert task.queries == 30
 
 
 # --- One search has the ends of all ------------------------------------------------------------------------------
@@ -208,6 +196,13 @@ def test_a_scale_that_is_too_wide_is_mended(quadratic: Callable[..., Any], times
     torch.testing.assert_close(end.f.transform, learner.transform(end.f.hyperparameters), rtol=1e-12, atol=0)
 
 
+def test_the_mean_loss_of_the_smallest_pair_narrows_the_design(quadratic: Callable[..., Any]) -> None:
+    """One side loses less than is far, the other more: it is the curvature that counts, not the slope."""
+    task, side = quadratic(16), rand(16, seed=6)
+    lost = bounded(task, lambda phi: 0.5 + (0.2 * float(phi @ side > 0) + 0.005 if phi.any() else 0))
+    assert SEARCH(lost, task.origin(), 20).widened < 1
+
+
 def test_a_right_scale_is_left_alone(quadratic: Callable[..., Any]) -> None:
     """The smallest pair loses less than FAR: the metric falls off within four times the typical distance."""
     task = quadratic(16)
@@ -246,15 +241,6 @@ def test_the_first_radius_is_that_of_the_pair_that_holds_the_best(
     typical = 4 * probe(quadratic(16), task.origin(), 0).scale
     moved = (end.points[7:11] - goal).norm(dim=1)
     assert float(moved.max()) <= min(1.0, max(0.2, FIRST_RADIUS * scale)) * typical * (1 + 1e-9)
-
-
-def test_a_metric_that_reacts_far_away_is_found(quadratic: Callable[..., Any]) -> None:
-    task = quadratic()
-    scale = probe(task, task.origin(), 0).scale
-    end = SEARCH(judged(task, lambda phi: max(0.0, float(phi.norm()) - 16 * scale)), task.origin(), 60)
-    assert 4 <= end.widened <= 32
-    assert end.f is not None
-    assert end.cost == 0
 
 
 def test_the_first_of_a_batch_minimises_f_itself(
@@ -335,23 +321,6 @@ def test_f_comes_with_its_domain_quality_and_adapter(quadratic: Callable[..., An
 
 
 # --- Descent in a ball ---------------------------------------------------------------------------------------------
-
-
-def test_descent_stays_in_the_ball_and_never_gets_worse() -> None:
-    centre, goal = rand(3, seed=2), rand(3, seed=3) + 4
-    starts = centre + 0.3 * torch.nn.functional.normalize(rand(6, 3, seed=4), dim=1)
-
-    def value(phi: Tensor) -> Tensor:
-        return (phi - goal).square().sum(1) + torch.sin(9 * phi).sum(1)
-
-    ends, values = descend(value, starts, centre, 0.5)
-    assert float((ends - centre).norm(dim=1).max()) <= 0.5 * (1 + 1e-12)
-    torch.testing.assert_close(values, value(ends), rtol=1e-12, atol=1e-12)
-    assert (values < value(starts)).all()
-    top = starts[:1]
-    end, least = descend(lambda phi: -torch.ones_like(phi[:, 0]) + 0 * phi.sum(1), top, centre, 0.5)
-    assert torch.equal(end, top)  # nowhere to go
-    assert float(least) == -1
 
 
 @pytest.mark.parametrize("inside", [True, False])

@@ -93,17 +93,6 @@ def test_a_population_may_have_weights_of_its_own() -> None:
         torch.testing.assert_close(two, again[row], rtol=1e-12, atol=1e-14)
 
 
-def test_scales_of_loss_metric_and_gradient_do_not_matter() -> None:
-    changes = []
-    for scale in (1.0, 40.0):
-        rule, memory, phi = make_rule(), None, 0.2 * rand(D)
-        for step in range(3):
-            scalars = (scale * torch.tensor(value, dtype=torch.float64) for value in (2.0 - 0.3 * step, 0.6))
-            change, memory = rule.propose(phi, scale * rand(D, seed=step), *scalars, memory)
-        changes.append(change)
-    torch.testing.assert_close(*changes, rtol=1e-12, atol=1e-14)
-
-
 def test_what_divides_by_zero_is_held_back() -> None:
     rule, zero = make_rule(), torch.zeros((), dtype=torch.float64)
     weights = rule.weights.detach().clone().requires_grad_(True)

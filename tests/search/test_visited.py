@@ -12,7 +12,7 @@ from torch import Tensor
 from helpers.tensors import rand
 from metricopt_ext.search import visited
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.search.visited import MOST_JUDGED, MOST_POINTS, Visited
+from metricopt_ext.search.visited import Visited
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.value.gp import GPLearner, GPValueFunction, Spectrum
 from metricopt_ext.value.loading import load_value_function
@@ -63,14 +63,6 @@ def limited(monkeypatch: pytest.MonkeyPatch, judged: int, points: int) -> None:
     monkeypatch.setattr(visited, "MOST_POINTS", points)
 
 
-@pytest.mark.parametrize("n", [1, 2, 60, 500])
-def test_up_to_the_limit_all_points_count_in_their_order(n: int) -> None:
-    points = rand(n, 3)
-    assert MOST_JUDGED == 500 < MOST_POINTS
-    for most in (MOST_JUDGED, MOST_POINTS):
-        assert filled(points, bowl(points)).selected(most).tolist() == list(range(n))
-
-
 # --- Beyond it ---------------------------------------------------------------------------------------------------
 
 
@@ -83,15 +75,6 @@ def test_beyond_it_they_are_the_first_the_best_and_the_latest(start: int) -> Non
     expected = {start, 0, 1, by_cost[-1], *by_cost[:20]}
     latest = [at for at in reversed(range(250)) if at not in expected]
     assert found == sorted(expected | set(latest[: 100 - len(expected)]))
-
-
-def test_costs_vary_where_nearly_all_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    limited(monkeypatch, 20, 20)
-    points, cost = rand(100, 3), torch.zeros(100)
-    cost[33] = 1
-    f = filled(points, cost).fit()
-    assert float(f.cost_std) > 0
-    assert torch.equal(f.points[f(f.points).argmax()], points[33])
 
 
 def test_a_point_that_f_was_not_fitted_to_is_no_best(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,3 +118,13 @@ def test_the_end_of_a_long_search(
     assert isinstance(loaded, GPValueFunction)
     assert loaded.settings() == {"dim": 4, "points": 50}
     assert torch.equal(loaded.points, end.f.points)
+
+
+def test_hyper_parameters_are_chosen_anew_after_a_quarter_more_points_and_a_last_fit_leaves_no_trace() -> None:
+    points = rand(30, 3)
+    found = filled(points[:20], bowl(points[:20]))
+    for count, last, chosen_at in ((20, True, None), (20, False, 20), (24, False, 20), (25, True, 20), (25, False, 25)):
+        for point in points[len(found.points) : count]:
+            found.add(point, Evaluation(float(bowl(point[None]))))
+        found.fit(last=last)
+        assert (found.chosen and found.chosen[0]) == chosen_at

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from helpers.refusals import assert_refused
-from helpers.tensors import rand, rand32
+from helpers.tensors import rand32
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.value.fitting import fit_value_function, measure, measure_ahead
@@ -38,15 +38,6 @@ def test_measure_is_what_scipy_and_sklearn_say() -> None:
     assert (quality.points, quality.trajectories) == (101, 21)
 
 
-@pytest.mark.parametrize("constant", ["predicted", "true"])
-def test_measure_of_constants(constant: str) -> None:
-    varied, same = rand32(10), torch.full((10,), 0.3)
-    args = (same, varied) if constant == "predicted" else (varied, same)
-    quality = measure(*args, torch.arange(10))
-    assert quality.spearman == 0
-    assert not quality.trusted
-
-
 def test_measure_of_a_diverged_fit() -> None:
     predicted = rand32(10)
     predicted[3] = math.nan
@@ -68,22 +59,6 @@ def test_what_was_predicted_ahead_is_measured_against_what_was_found() -> None:
     assert quality.near_mae == pytest.approx((0.5 + 1) / 2)
     assert quality.headroom == pytest.approx(9 - (1.5 + 3) / 2)
     assert (quality.points, quality.trajectories) == (8, 8)
-
-
-def test_random_predictions_are_rarely_trusted() -> None:
-    trusted = [measure(rand32(40, seed=i), rand32(40, seed=1000 + i), torch.arange(40)).trusted for i in range(300)]
-    assert sum(trusted) <= 0.05 * 300  # 0.3 ± 0.8
-    shrunk = [
-        measure(0.1 * rand32(40, seed=i), rand32(40, seed=1000 + i), torch.arange(40)).trusted for i in range(300)
-    ]
-    assert sum(shrunk) <= 0.08 * 300  # 12 ± 3.3
-    skilled = [
-        measure((true := rand32(40, seed=i)) + 0.5 * rand32(40, seed=1000 + i), true, torch.arange(40))
-        for i in range(50)
-    ]
-    assert all(quality.trusted for quality in skilled)
-    few = [replace(quality, trajectories=3) for quality in skilled]
-    assert not any(quality.trusted for quality in few)
 
 
 QUICK = NeuralLearner(iterations=15)
@@ -202,28 +177,6 @@ def test_the_better_kind_is_kept(
     assert fit.f.trusted is trusted
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-def test_of_two_useful_ones_the_better_ranking_is_kept(
-    diagonal: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]], reverse: bool
-) -> None:
-    exact, near = known(RidgeValueFunction, 0.0), known(RidgeValueFunction, 0.1)
-    exact.f.intercept += 0.3  # type: ignore[operator]
-    data = Observations.of(trajectories(diagonal))
-    alone = [fit_value_function(data, [spy]).f.quality for spy in (exact, near)]
-    assert alone[0].spearman > alone[1].spearman
-    assert alone[1].mae < alone[0].mae < alone[0].constant_mae
-    assert fit_value_function(data, [near, exact][:: -1 if reverse else 1]).f is exact.f
-
-
-def test_both_kinds_are_fitted_by_default(
-    diagonal: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(NeuralLearner.__init__, "__defaults__", (5, *NeuralLearner.__init__.__defaults__[1:]))  # type: ignore[index]
-    fit = fit_value_function(Observations.of(trajectories(diagonal)))
-    assert set(fit.candidates) == {"neural", "ridge"}
-    assert fit.f.members_count == 4
-
-
 @pytest.mark.outcome
 @pytest.mark.parametrize("per_trajectory", [False, True])
 def test_noise_is_rarely_trusted(
@@ -249,29 +202,3 @@ def test_too_few_trajectories(
     assert_refused(
         lambda: fit_value_function(data, [RidgeLearner()], folds=folds), ValueFunctionError, name, folds, "folds"
     )
-
-
-@pytest.mark.parametrize("folds", [0, 1])
-def test_too_few_folds(
-    smooth: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]], folds: int
-) -> None:
-    assert_refused(
-        lambda: fit_value_function(Observations.of(trajectories(smooth)), [RidgeLearner()], folds=folds),
-        ValueFunctionError,
-        "folds",
-        folds,
-        "2",
-    )
-
-
-def test_constant_costs(trajectories: Callable[..., list[Trajectory]]) -> None:
-    data = Observations.of(trajectories(lambda phi: torch.full((len(phi),), 0.125)))
-    assert_refused(lambda: fit_value_function(data, [RidgeLearner()]), ValueFunctionError, "120", "phi")
-
-
-def test_fitted_in_double_precision_models(
-    diagonal: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]]
-) -> None:
-    data = Observations.of(trajectories(diagonal, dtype=torch.float64))
-    fit = fit_value_function(data, [QUICK, RidgeLearner()])
-    assert fit.f.gradient(rand(3, 6, dtype=torch.float64)).dtype == torch.float64

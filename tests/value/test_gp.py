@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,9 +10,7 @@ import torch
 from scipy.stats import multivariate_normal
 from torch import Tensor
 
-from helpers.refusals import assert_refused
 from helpers.tensors import rand
-from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.value.gp import (
     EXPONENTS,
     LEAST_WEIGHT,
@@ -25,10 +22,8 @@ from metricopt_ext.value.gp import (
     GPValueFunction,
     Hyperparameters,
     Spectrum,
-    log_likelihood,
     rbf,
 )
-from metricopt_ext.value.loading import load_value_function
 
 
 def data(n: int = 20, d: int = 4, seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -102,21 +97,6 @@ def test_the_posterior_is_that_of_a_joint_normal(noise: float) -> None:
     np.testing.assert_allclose(predicted.numpy(), float(cost.mean()) + unit * mean, rtol=1e-5)
 
 
-def test_the_units_of_the_cost_do_not_matter() -> None:
-    phi, cost = data()
-    f, other = (GPValueFunction.conditioned(phi, c, TRANSFORM, 0.1) for c in (cost, 1e-4 * cost - 7))
-    at = rand(5, 4, seed=5)
-    torch.testing.assert_close(other.mean(at), f.mean(at), rtol=0, atol=1e-9)
-    torch.testing.assert_close(other.std(at), 1e-4 * f.std(at), rtol=1e-9, atol=0)
-
-
-def test_any_shape_of_phi_is_predicted() -> None:
-    f, at = conditioned()[0], rand(2, 3, 4, seed=6)
-    assert f.members(at).shape == (2, 3, 1)
-    torch.testing.assert_close(f(at).flatten(), f(at.view(6, 4)), rtol=0, atol=0)
-    assert_refused(lambda: f(at[..., :3]), ValueFunctionError, "phi", "3", "4")
-
-
 def test_gradients_are_finite_differences() -> None:
     f, at = conditioned()[0], rand(3, 4, seed=7)
     sample = f.deviations(2, torch.Generator().manual_seed(0))
@@ -177,19 +157,6 @@ def reference_score(phi: Tensor, cost: Tensor, learner: GPLearner, chosen: Hyper
     return score
 
 
-@pytest.mark.parametrize("noise", [1e-3, 0.1, 3.2])
-def test_the_likelihood_is_scipys_up_to_a_constant(noise: float) -> None:
-    phi, cost = data()
-    y = standardised(cost)
-    target = torch.tensor(y)
-    values, vectors = torch.linalg.eigh(rbf(phi @ TRANSFORM, phi @ TRANSFORM))
-    found, _ = log_likelihood(values + noise, vectors.T @ torch.stack([torch.ones_like(target), target], 1))
-    f = GPValueFunction.conditioned(phi, cost, TRANSFORM, noise)
-    k = float(f.variance) * (correlation(phi, phi) + noise * np.eye(20))
-    expected = multivariate_normal.logpdf(y, np.full(20, float(f.constant)), k)
-    assert found == pytest.approx(expected + 10 * (1 + math.log(2 * math.pi)), rel=1e-9, abs=1e-8)
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("n", [5, 20])
 def test_the_grids_choice_is_that_of_brute_force(n: int, seed: int) -> None:
@@ -205,16 +172,6 @@ def test_the_grids_choice_is_that_of_brute_force(n: int, seed: int) -> None:
     f = learner(phi, cost)
     assert f.hyperparameters == first
     assert torch.equal(f.transform, learner.transform(first))
-
-
-def test_chosen_hyperparameters_may_be_kept() -> None:
-    phi, cost = data()
-    learner, kept = GPLearner(0.7, spectrum()), Hyperparameters(0.5, 1.0, 0.4)
-    f = learner(phi, cost, kept)
-    assert f.hyperparameters == kept != learner.most_likely(phi, cost)
-    expected = GPValueFunction.conditioned(phi, cost, learner.transform(kept), 0.4)
-    for key, value in f.state_dict().items():
-        torch.testing.assert_close(value, expected.state_dict()[key], rtol=1e-9, atol=1e-12)  # on another thread count
 
 
 @pytest.mark.parametrize("exponent", EXPONENTS)
@@ -254,27 +211,6 @@ def test_the_exponent_is_that_of_the_process(exponent: float) -> None:
 # --- What is refused ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("wrong", "names"),
-    [
-        ([0.25] * 6, ("6", "0.25")),
-        ([0.1, 0.2, math.nan, 0.3, 0.1, 0.0], ("nan",)),
-        ([0.1, 0.2, math.inf, 0.3, 0.1, -math.inf], ("inf",)),
-    ],
-)
-def test_costs_that_can_not_be_fitted(wrong: list[float], names: tuple[str, ...]) -> None:
-    assert_refused(
-        lambda: GPLearner(1.0, Spectrum.flat(4))(rand(6, 4), torch.tensor(wrong)), ValueFunctionError, *names
-    )
-
-
-def test_the_same_point_twice_is_fitted() -> None:
-    phi, cost = data()
-    f = GPLearner(1.0, Spectrum.flat(4))(torch.cat([phi, phi]), torch.cat([cost, cost + 1]))
-    assert f.mean(phi).isfinite().all()
-    assert f.std(phi).isfinite().all()
-
-
 # --- Domain, files, precision ------------------------------------------------------------------------------------
 
 
@@ -289,43 +225,6 @@ def test_the_domain_is_around_the_centre_and_reaches_the_start() -> None:
     assert float(f.gradient_floor) == pytest.approx(np.quantile(slopes, 0.1), rel=1e-5)
     f.set_domain(phi, centre=centre, reaching=start + 100)
     assert float(f.radius) == pytest.approx(float((centre - 100).norm()), rel=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_file_holds_f_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Matrices have another layout in memory, so what is computed of them may differ in the last bits."""
-    phi, cost = data(dtype=dtype)
-    f = GPLearner(0.7, spectrum())(phi, cost)
-    f.set_domain(phi, centre=phi[0])
-    f.save(tmp_path / "f.safetensors")
-    loaded, at = load_value_function(tmp_path / "f.safetensors", dim=4), rand(6, 4, seed=11).to(dtype)
-    assert isinstance(loaded, GPValueFunction)
-    assert loaded.hyperparameters is None
-    for name, value in f.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], value), name
-        assert loaded.state_dict()[name].dtype == value.dtype
-    samples = [each.deviations(3, torch.Generator().manual_seed(1))(at) for each in (f, loaded)]
-    for found, expected in ((loaded.mean(at), f.mean(at)), (loaded.std(at), f.std(at)), samples):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    for found, expected in ((loaded(at), f(at)), (loaded.gradient(at), f.gradient(at))):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_single_precision_points_are_fitted_in_double() -> None:
-    phi, cost = data(dtype=torch.float32)
-    learner = GPLearner(0.7, spectrum())
-    single, double = learner(phi, cost), learner(phi.double(), cost)
-    assert single.hyperparameters == double.hyperparameters
-    assert all(torch.equal(value, double.state_dict()[key]) for key, value in single.state_dict().items())
-    at = rand(5, 4, seed=5).float()
-    assert single.gradient(at).dtype == torch.float32
-    assert single.mean(at).dtype == torch.float64
-
-
-def test_all_that_f_holds_is_on_the_device_of_its_points() -> None:
-    phi, cost, transform = (torch.empty(*shape, device="meta") for shape in ((5, 3), (5,), (3, 3)))
-    f = GPValueFunction.conditioned(phi, cost, transform, 0.1)
-    assert {value.device.type for value in f.state_dict().values()} == {"meta"}
 
 
 def test_noise_that_is_known_is_the_least() -> None:

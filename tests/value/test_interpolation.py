@@ -1,8 +1,6 @@
 """Interpolation in time: against scikit-learn, against naive loops, and on data whose answer is known."""
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,15 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import minimize
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel
 
-from helpers.refusals import assert_named, assert_refused
+from helpers.refusals import assert_named
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.tasks.rollout import observation_steps
 from metricopt_ext.tasks.trajectory import Trajectory
-from metricopt_ext.value.interpolation import BOUNDS, GaussianProcess, Skill
+from metricopt_ext.value.interpolation import GaussianProcess, Skill
 from metricopt_ext.value.labels import GaussianProcessLabels
 
 PLAIN = GaussianProcess(length_scale=0.3, output_scale=1.7, noise=0.02, mean=0.4, std=0.1)
@@ -80,14 +77,6 @@ def test_left_out_predictions_are_those_of_a_refit(
             np.testing.assert_allclose(predicted[k], expected[0], rtol=1e-6, atol=1e-6 * process.std)
 
 
-def test_neighbours_in_a_batch_change_nothing(mixed: Callable[..., list[Trajectory]]) -> None:
-    together = PLAIN.posterior(mixed())
-    for trajectory, (mean, std) in zip(mixed(), together, strict=True):
-        ((mean_alone, std_alone),) = PLAIN.posterior([trajectory])
-        torch.testing.assert_close(mean, mean_alone, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(std, std_alone, rtol=1e-12, atol=1e-12)
-
-
 # --- Fitting -----------------------------------------------------------------------------------------------------
 
 
@@ -130,72 +119,6 @@ def test_no_grid_point_is_more_likely(
                     assert other.log_likelihood(data) <= best + 1e-5
 
 
-@pytest.mark.parametrize("length_scale", [0.03, 0.8])
-def test_no_other_search_climbs_higher(noise_only: Callable[..., list[Trajectory]], length_scale: float) -> None:
-    data = noise_only(1, 0.5)  # two maxima: a search from 0.8 ends at the lower one
-    fitted = GaussianProcess.fit(data)
-    names = ["length_scale", "output_scale", "noise", "level_scale"]
-
-    def loss(logs: Any) -> float:
-        return -replace(fitted, **dict(zip(names, np.exp(logs).tolist(), strict=True))).log_likelihood(data)
-
-    found = minimize(
-        loss,
-        np.log([length_scale, 1, 0.1, 1]),
-        method="Nelder-Mead",
-        bounds=np.log([BOUNDS[name] for name in names]),
-        options={"maxfev": 300},
-    )
-    assert fitted.log_likelihood(data) >= -found.fun - 1e-4
-    for name, (low, high) in BOUNDS.items():
-        assert low <= getattr(fitted, name) <= high
-
-
-def test_without_levels_the_kernel_is_rbf_alone(sampled: Callable[..., list[Trajectory]]) -> None:
-    """The likelihood and the posterior written out in numpy; no neighbour of the fit is more likely."""
-    data = sampled(8, 5, length_scale=0.3, noise=0.05, level=1.0)
-    fitted = GaussianProcess.fit(data, levels=False)
-    assert fitted.level_scale == 0
-    assert GaussianProcess.fit(data).level_scale > 0.1
-
-    def kernel(p: GaussianProcess, a: Any, b: Any) -> Any:
-        return p.output_scale * np.exp(-((a[:, None] - b) ** 2) / (2 * p.length_scale**2))
-
-    def covariance(p: GaussianProcess, t: Trajectory) -> Any:
-        times = t.observed.numpy() / 40
-        return kernel(p, times, times) + p.noise * np.eye(len(times))
-
-    def log_likelihood(p: GaussianProcess) -> float:
-        total = 0.0
-        for t in data:
-            y, k = (t.cost.numpy() - p.mean) / p.std, covariance(p, t)
-            total -= 0.5 * (y @ np.linalg.solve(k, y) + np.linalg.slogdet(2 * np.pi * k)[1])
-        return total
-
-    best = log_likelihood(fitted)
-    for name in ("length_scale", "output_scale", "noise"):
-        for factor in (0.9, 1.1):
-            other = replace(fitted, **{name: factor * getattr(fitted, name)})
-            assert log_likelihood(other) <= best + 1e-5 or not BOUNDS[name][0] < getattr(other, name) < BOUNDS[name][1]
-    for t, (mean, std) in zip(data, fitted.posterior(data), strict=True):
-        times, grid = t.observed.numpy() / 40, np.arange(41) / 40
-        cross, y = kernel(fitted, grid, times), (t.cost.numpy() - fitted.mean) / fitted.std
-        expected = cross @ np.linalg.solve(covariance(fitted, t), y)
-        variance = fitted.output_scale - (cross * np.linalg.solve(covariance(fitted, t), cross.T).T).sum(1)
-        np.testing.assert_allclose(mean, fitted.mean + fitted.std * expected, rtol=1e-7, atol=1e-9)
-        np.testing.assert_allclose(std, fitted.std * np.sqrt(variance), rtol=1e-5, atol=1e-7)
-
-
-def test_fit_is_deterministic_and_draws_nothing(mixed: Callable[..., list[Trajectory]]) -> None:
-    data, state = mixed(), torch.get_rng_state()
-    first, second = GaussianProcess.fit(data), GaussianProcess.fit(data)
-    assert first == second
-    assert torch.equal(torch.get_rng_state(), state)
-    for (mean, std), (mean2, std2) in zip(first.posterior(data), second.posterior(data), strict=True):
-        assert torch.equal(mean, mean2)
-        assert torch.equal(std, std2)
-
-
 @pytest.mark.parametrize(("scale", "shift"), [(1e-7, 0.3), (1e5, -1e6), (-2.0, 0.0)])
 def test_units_of_the_cost_do_not_matter(sampled: Callable[..., list[Trajectory]], scale: float, shift: float) -> None:
     data = sampled(10, 6, length_scale=0.3, noise=0.1, level=1)
@@ -220,27 +143,6 @@ def test_constant_trajectories_only(along: Callable[..., Trajectory], others: li
     labels = GaussianProcessLabels(always=True)(data)
     assert (labels.sigma > 0).all()
     assert not process.leave_one_out(data).skilful
-
-
-def test_a_constant_trajectory_among_others(
-    along: Callable[..., Trajectory], sampled: Callable[..., list[Trajectory]]
-) -> None:
-    varying = sampled(10, 6, length_scale=0.3, noise=0.1, level=1)
-    data = [*varying[:4], along(40, [0, 10, 40], [5.0] * 3, index=77), *varying[4:]]
-    process = GaussianProcess.fit(data)
-    assert process == GaussianProcess.fit(varying)
-    assert process.leave_one_out(data) == process.leave_one_out(varying)
-    labels = GaussianProcessLabels(always=True)(data)
-    mine = labels.trajectory == 4
-    assert (labels.cost[mine] == 5).all()
-    torch.testing.assert_close(labels.sigma[mine], torch.full((41,), process.noise_std))
-
-
-def test_two_equal_points_are_no_constant(along: Callable[..., Trajectory]) -> None:
-    process = GaussianProcess(length_scale=0.2, output_scale=1.0, noise=0.0025, level_scale=1.0)
-    ((mean, std),) = process.posterior([along(40, [0, 40], [0.5, 0.5])])
-    assert std[20] > 10 * process.noise_std
-    assert mean.isfinite().all()
 
 
 @pytest.mark.parametrize("gap", [1e-15, 1e-12, 1e-6])
@@ -275,36 +177,7 @@ def test_costs_that_are_not_finite_name_the_trajectory(
         assert_named(caught, "8", "2")
 
 
-def test_nothing_to_fit() -> None:
-    assert_refused(lambda: GaussianProcess.fit([]), ValueFunctionError)
-
-
-@pytest.mark.parametrize("wrong", [{"noise": 0.0}, {"length_scale": -1.0}, {"std": math.inf}, {"level_scale": -0.1}])
-def test_impossible_hyper_parameters(wrong: dict[str, float]) -> None:
-    assert_refused(lambda: replace(PLAIN, **wrong), ValueError, *wrong)
-
-
 # --- Uncertainty and size ----------------------------------------------------------------------------------------
-
-
-def test_uncertainty_grows_away_from_observations(along: Callable[..., Trajectory]) -> None:
-    ((_, std),) = replace(PLAIN, level_scale=1.0).posterior([along(100, [0, 20, 100], [0.1, 0.5, 0.3])])
-    assert (std[20:60].diff() > 0).all()
-    assert (std[65:].diff() < 0).all()
-    assert (std[20] < std[10]) & (std[10] < std[60])
-    assert std[20] < PLAIN.noise_std < std[60] < PLAIN.std * math.sqrt(2.7)
-
-
-def test_rounding_leaves_no_negative_variance(along: Callable[..., Trajectory]) -> None:
-    level = GaussianProcess(length_scale=3.0, output_scale=1e-3, noise=1e-9, level_scale=1e7)
-    ((_, std),) = level.posterior([along(1200, [0, 400, 800, 1200], [0.1, 0.2, 0.3, 0.4])])
-    assert std.isfinite().all()
-
-
-def test_no_covariance_between_all_steps(along: Callable[..., Trajectory]) -> None:
-    steps = 200_000  # steps x steps float64 would take 320 GB
-    ((mean, std),) = PLAIN.posterior([along(steps, [0, 60_000, steps], [0.1, 0.5, 0.3])])
-    assert mean.shape == std.shape == (steps + 1,)
 
 
 # --- Skill ---------------------------------------------------------------------------------------------------------
@@ -362,17 +235,4 @@ def test_skill_needs_size_and_certainty(gp: float, error: float, skilful: bool) 
     assert Skill(gp, 1.0, 1.0, error, 30, 10).skilful is skilful
 
 
-def test_one_trajectory_or_two_points_show_no_skill(
-    along: Callable[..., Trajectory], sampled: Callable[..., list[Trajectory]]
-) -> None:
-    assert not PLAIN.leave_one_out(sampled(1, 10, length_scale=0.3, noise=0.01, level=0)).skilful
-    ends = PLAIN.leave_one_out([along(10, [0, 10], [0.1, 0.2], index=i) for i in range(20)])
-    assert (ends.points, ends.skill, ends.skilful) == (0, 0.0, False)
-
-
 # --- Cost ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_package_does_without_gpytorch() -> None:
-    code = "import sys, metricopt_ext; sys.exit('gpytorch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,28 +1,14 @@
 """Labels at all steps: where they come from, how sure they are, and whether they are worth it."""
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
-import pytest
 import torch
 
-from metricopt_ext.tasks.rollout import observation_steps
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.value.interpolation import GaussianProcess
 from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels, WithoutSigma
 from metricopt_ext.value.observations import Observations
-
-
-def test_a_single_two_point_trajectory(along: Callable[..., Trajectory]) -> None:
-    data = [along(10, [0, 10], [0.2, 0.8])]
-    labels = GaussianProcessLabels(always=True)(data)
-    assert len(labels.cost) == 11
-    assert labels.cost.isfinite().all()
-    assert (labels.sigma > 0).all()
-    assert GaussianProcessLabels()(data).kind == "observed"
 
 
 def assert_dense(labels: Observations, data: list[Trajectory]) -> None:
@@ -112,30 +98,6 @@ def test_linear_labels(along: Callable[..., Trajectory], mixed: Callable[..., li
     torch.testing.assert_close(
         labels.cost[labels.trajectory == len(data) - 1], torch.tensor(expected, dtype=torch.float64)
     )
-
-
-@pytest.mark.slow
-def test_500_trajectories_in_5_seconds_of_a_processor(along: Callable[..., Trajectory]) -> None:
-    rng = np.random.default_rng(0)
-    times = np.arange(201) / 200
-    data = []
-    for i in range(500):
-        observed = observation_steps(200, 10, 0, i).tolist()
-        curve: Any = rng.normal() + np.sin(6 * times + 6 * rng.random())
-        data.append(along(200, observed, curve[observed] + 0.05 * rng.normal(size=10), index=i))
-    seconds = []
-    for _ in range(2):
-        start = time.process_time()  # what else the machine does counts less
-        labels = GaussianProcessLabels()(data)
-        seconds.append(time.process_time() - start)
-    assert labels.kind == "gp"
-    assert labels.cost.shape == (500 * 201,)
-    assert min(seconds) < 5
-
-
-def test_labels_say_where_they_come_from(mixed: Callable[..., list[Trajectory]]) -> None:
-    assert str(LinearLabels()(mixed())) == "linear labels at 117 points"
-    assert str(GaussianProcessLabels(always=True)(mixed())).startswith("gp labels at 117 points; Gaussian process: ")
 
 
 def test_labels_without_sigma(mixed: Callable[..., list[Trajectory]]) -> None:

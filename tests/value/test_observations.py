@@ -62,14 +62,3 @@ def test_trajectories_of_different_adapters_are_not_mixed(
         with pytest.raises(ValueFunctionError) as caught:
             label(items)
         assert_named(caught, "trajectories", "2")
-
-
-def test_labelled_points_are_put_together(trajectories: Callable[..., list[Trajectory]]) -> None:
-    def smooth(phi: torch.Tensor) -> torch.Tensor:
-        return phi.sum(-1)
-
-    several = trajectories(smooth, n=6, rounds=2)
-    whole = Observations.of(several)
-    joined = Observations.joined([Observations.of(part) for part in (several[:1], several[1:4], several[4:])])
-    for name in ("phi", "cost", "sigma", "trajectory", "round", "progress", "observed"):
-        assert torch.equal(getattr(joined, name), getattr(whole, name)), name

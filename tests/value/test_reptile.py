@@ -19,7 +19,7 @@ from metricopt_ext.value.fitting import fit_value_function
 from metricopt_ext.value.objective import CollapseWarning, Objective, hardest_triplets
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.reptile import ADAMW as INNER_ADAMW
-from metricopt_ext.value.reptile import SGD, ReptileLearner, Tasks, interpolate, set_statistics
+from metricopt_ext.value.reptile import SGD, ReptileLearner, Tasks, interpolate
 from metricopt_ext.value.value_function import NeuralValueFunction
 
 DIM = 4
@@ -171,12 +171,6 @@ def test_eta_falls_linearly(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_allclose(etas(monkeypatch, replace(QUICK, iterations=10)), np.linspace(1, 0, 11)[:-1])
 
 
-@pytest.mark.parametrize(("eta", "expected"), [(0.0, [1.0, 2.0]), (1.0, [3.0, -2.0]), (0.25, [1.5, 1.0])])
-def test_interpolate(eta: float, expected: list[float]) -> None:
-    (result,) = interpolate([torch.tensor([1.0, 2.0])], [torch.tensor([3.0, -2.0])], eta)
-    assert result.tolist() == expected
-
-
 @pytest.mark.usefixtures("double")
 @pytest.mark.filterwarnings("ignore:f gets only 6 updates")
 def test_paper_preset_is_algorithm_1_as_printed() -> None:
@@ -230,20 +224,6 @@ def test_passes_take_every_task_that_a_member_sees_and_as_many_times(tasks: int,
             assert len({str(order) for order in orders}) == passes  # each pass in an order of its own
 
 
-def test_eta_falls_over_all_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert etas(monkeypatch, replace(QUICK, passes=6, tasks=1)) == pytest.approx(np.linspace(1, 0, 61)[:-1])
-
-
-def test_so_few_updates_that_f_is_not_trained_are_said_with_the_passes_that_train_it() -> None:
-    data = observations(tasks=20)
-    learner, all_seen = ReptileLearner.paper(), torch.full_like(data.trajectory, -1)
-    assert_warned(lambda: replace(learner, passes=2)(data, all_seen, 1, seed=0), "40", "300", "15", "2")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        warnings.simplefilter("ignore", CollapseWarning)
-        replace(learner, passes=15)(data, all_seen, 1, seed=0)
-
-
 # --- Meta-batches and folds ----------------------------------------------------------------------------------
 
 
@@ -269,34 +249,6 @@ def test_meta_batches() -> None:
         assert (drawn[member][~seen] == 0).all()
         share = 4 / seen.sum()
         assert np.abs(drawn[member][seen] / 300 - share).max() < 5 * math.sqrt(share * (1 - share) / 300)
-
-
-def test_points_of_a_task_are_drawn_uniformly() -> None:
-    data = observations(tasks=4, uneven=True)
-    tasks, generator = Tasks.of(data.trajectory, torch.ones(len(data.phi), 1, dtype=torch.bool)), rng()
-    counts = np.zeros(len(data.phi))
-    for _ in range(2000):
-        np.add.at(counts, tasks.points_of(tasks.draw(4, generator), 2, generator)[:, 0].numpy(), 1)
-    expected = np.array([2 / (5 if t % 2 == 0 else 3) for t in data.trajectory.tolist()])
-    assert np.abs(counts / 2000 - expected).max() < 5 * math.sqrt(0.25 / 2000)
-
-
-@pytest.mark.parametrize(("tasks", "points", "size"), [(50, 2, 7 * 2), (3, None, 3 * 5), (3, 9, 3 * 9)])
-def test_size_of_meta_batches(tasks: int, points: int | None, size: int) -> None:
-    data = observations(tasks=10, uneven=True)
-    seen = folded(data, 3)[:, None] != torch.arange(3)  # the members see 6, 7 and 7 tasks
-    size = size if tasks == 3 else 6 * 2
-    of = Tasks.of(data.trajectory, seen)
-    assert of.points_of(of.draw(tasks, rng()), points, rng()).shape == (size, 3)
-
-
-def test_tasks_need_not_be_in_order() -> None:
-    shuffle = torch.randperm(20, generator=rng())
-    trajectory = torch.arange(4).repeat_interleave(5)[shuffle] * 10
-    tasks = Tasks.of(trajectory, torch.ones(20, 2, dtype=torch.bool))
-    batch = tasks.points_of(tasks.draw(4, rng()), 5, rng())
-    for member in range(2):
-        assert sorted(batch[:, member].tolist()) == list(range(20))
 
 
 @pytest.mark.parametrize("member", range(3))
@@ -347,26 +299,7 @@ def test_statistics_are_those_of_all_that_a_member_sees() -> None:
             np.testing.assert_allclose(mine[1], seen.var(0), rtol=1e-4, atol=1e-6)
 
 
-def test_evaluation_mode_computes_what_training_mode_does_on_all_data() -> None:
-    data = observations()
-    f = NeuralValueFunction(DIM, 2)
-    set_statistics(f, data.phi, torch.ones(len(data.phi), 2, dtype=torch.bool))
-    evaluated = f.members(data.phi)
-    torch.testing.assert_close(evaluated, f.train().members(data.phi), rtol=1e-4, atol=1e-5)
-
-
 # --- The learner ---------------------------------------------------------------------------------------------
-
-
-def test_same_seed_same_f_and_global_random_numbers_untouched() -> None:
-    data, fold = observations(), folded(observations(), 2)
-    state = torch.get_rng_state()
-    first = QUICK(data, fold, 2, seed=3)
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.rand(3)
-    again, other = QUICK(data, fold, 2, seed=3), QUICK(data, fold, 2, seed=4)
-    assert_same(list(first.state_dict().values()), list(again.state_dict().values()))
-    assert not torch.equal(first.head.weight, other.head.weight)
 
 
 @pytest.mark.outcome
@@ -379,16 +312,6 @@ def test_it_learns_and_says_nothing_of_collapse() -> None:
     assert np.mean([quality.spearman for quality in qualities]) > 0.9  # at worst 0.97 ± 0.01
     # at worst 0.22 ± 0.03
     assert np.mean([quality.mae / quality.constant_mae for quality in qualities]) < 0.4
-
-
-def test_equal_uncertainties_do() -> None:
-    data, spies = observations(), [recorder(), recorder()]
-    for spy, sigma in zip(spies, (1.0, 0.5), strict=True):
-        replace(QUICK, objective=spy, resolution=0.2)(
-            replace(data, sigma=torch.full_like(data.sigma, sigma)), folded(data, 2), 2, seed=0
-        )
-    for spy in spies:
-        torch.testing.assert_close(spy.calls[0][2], torch.full((15, 2), 0.2 * float(data.cost.std())))
 
 
 def test_collapse_is_said() -> None:
@@ -421,14 +344,3 @@ def test_repr_is_the_same_in_every_process() -> None:
 
 
 # --- Adaptation ----------------------------------------------------------------------------------------------
-
-
-def fitted() -> NeuralValueFunction:
-    data = observations(tasks=40)
-    f = ReptileLearner(iterations=30)(data, folded(data, 2), 2, seed=0)
-    f.set_domain(data.phi)
-    return f
-
-
-def error(f: NeuralValueFunction, data: Observations) -> float:
-    return float((f(data.phi) - data.cost).abs().mean())
