@@ -158,7 +158,7 @@ def test_resume_through_hook_container(tmp_path: Path, records: Any) -> None:
     assert torch.equal(phi, resumed_phi)
     assert state["state"][0]["step"] == resumed_state["state"][0]["step"] == 3 * ITERATIONS
     assert torch.equal(state["state"][0]["history"], resumed_state["state"][0]["history"])
-    for name in ("phi", "loss", "observed", "cost"):
+    for name in ("phi", "loss", "observed", "cost", "halves"):
         assert torch.equal(getattr(trajectory, name), getattr(resumed_trajectory, name))
 
 

@@ -535,12 +535,9 @@ def failing(model):
 METRICS = {
     "a shard": (lambda model: 0.6 - 0.1 * own, {}, "0.6 on rank 0, but 0.5 on rank 1"),
     "halves of a shard": (lambda model: (0.6, (0.5, 0.7 - 0.1 * own)), {}, "all the data"),
-    "halves on one": (lambda model: (0.6, (0.5, 0.7)) if own else 0.6, {}, "0.6 on rank 0"),
     "other draws": (lambda model: float(torch.rand(1, generator=draw)), {}, "draw the same"),
-    "unbounded": (lambda model: 1000.0 + own, {"bounds": None}, "1000 on rank 0, but 1001"),
     "a failure": (failing, {}, "no such file"),
     "a sum": (summed, {}, "(allreduce)"),
-    "rounding": (lambda model: 0.6 + 1e-8 * own, {}, 3),
     "rounding close to 1": (lambda model: 1 - 1e-6 + 1e-7 * own, {}, 3),
     "noise": (lambda model: 0.5 + 0.1 * float(torch.rand(1, generator=draw)), {"repeats": 3}, 3),
     "data beyond noise": (

@@ -270,50 +270,6 @@ def train(recording: Recording, points: Tensor, models: Any = None) -> None:
         recording.record(float(len(recording.losses)), models)
 
 
-def test_the_first_steps_become_a_trajectory() -> None:
-    store, points = TrajectoryStore(), walk(9)
-    recording = Recording(adapter(), judged_by(length), store, steps=6, evals=4, seed=3, round=2, index=8)
-    train(recording, points[:6])
-    assert recording.trajectory is None
-    assert len(store) == 0
-    train(recording, points)
-    (trajectory,) = store
-    assert trajectory is recording.trajectory is store.get(2, 8)
-    assert torch.equal(trajectory.phi, points[:7])  # what comes after T steps is not recorded
-    assert trajectory.loss.tolist() == [0, 1, 2, 3, 4, 5]
-    assert torch.equal(trajectory.observed, observation_steps(6, 4, 3, 8))
-    assert trajectory.cost.tolist() == [float(points[step].norm()) for step in trajectory.observed]
-    assert trajectory.halves is None
-    assert trajectory.signature == recording.adapter.signature
-    assert recording.metric.ledger.spent_on == {"collect": 4}
-    assert torch.equal(recording.adapter.phi, points[9])
-
-
-def test_the_metric_disturbs_neither_modes_nor_phi_nor_random_streams() -> None:
-    mine, other = adapter(), nn.Dropout(0.5)
-    other.eval()
-    frozen = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.5)).train()
-    frozen[0].eval()
-    seen: list[tuple[bool, ...]] = []
-
-    def judge(model: Any) -> float:
-        torch.rand(7)
-        seen.append((model.training, model[1].training, other.training, frozen.training, frozen[1].training))
-        return length(model)
-
-    recording = Recording(mine, judged_by(judge), TrajectoryStore(), steps=3, evals=4)
-    mine.model.train()
-    torch.manual_seed(5)
-    train(recording, walk(3), [mine.model, other, frozen])
-    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(5)))
-    assert seen == [(False,) * 5] * 4
-    assert [module.training for module in mine.model] == [True] * 3 + [True]
-    assert not other.training
-    assert [frozen.training, frozen[0].training, frozen[1].training] == [True, False, True]
-    assert torch.equal(mine.phi, walk(3)[3])
-    assert mine.phi.requires_grad
-
-
 def test_a_point_that_was_due_is_judged_as_it_was() -> None:
     """A trainer may tell of a step before anything could be evaluated; `observe` then goes back to phi_0."""
     mine, seen = adapter(), []
@@ -332,31 +288,6 @@ def test_a_point_that_was_due_is_judged_as_it_was() -> None:
     assert torch.equal(mine.phi, points[1])
     recording.observe([mine.model])
     assert len(seen) == 1  # nothing else is due
-
-
-def halved(model: Any) -> Any:
-    value = length(model)
-    return value, (value / 2, value / 3)
-
-
-@pytest.mark.parametrize("judge", [length, halved])
-@pytest.mark.parametrize("stop", [0, 2, 5])
-def test_it_goes_on_from_a_checkpoint_as_if_never_stopped(judge: Any, stop: int) -> None:
-    points = walk(5)
-    settings = {"steps": 5, "evals": 4, "seed": 1, "index": 2}
-    whole = Recording(adapter(), judged_by(judge), TrajectoryStore(), **settings)
-    train(whole, points)
-    first = Recording(adapter(), judged_by(judge), TrajectoryStore(), **settings)
-    train(first, points[: stop + 1])
-    second = Recording(adapter(), judged_by(judge), TrajectoryStore(), **settings)
-    second.load_state_dict(first.state_dict())
-    assert len(second.losses) == stop
-    second.adapter.set_phi(points[stop])
-    train(second, points)
-    assert same(second.trajectory, whole.trajectory)
-    assert (whole.trajectory.halves is None) == (judge is length)
-    assert judge is length or torch.equal(second.trajectory.halves, whole.trajectory.halves)
-    assert first.metric.ledger.spent + second.metric.ledger.spent == whole.metric.ledger.spent == 4
 
 
 def test_the_checkpoint_of_another_trajectory_is_refused() -> None:
