@@ -78,6 +78,12 @@ def test_examples_are_drawn_evenly_within_a_class() -> None:
         assert (mine - 10_000 / size).abs().max() < 5 * (10_000 / size) ** 0.5
 
 
+def test_augmentation_differs_between_examples_and_batches() -> None:
+    batches = dataset_batches(50, balanced=False)
+    noise = torch.cat([batches(0, 0, step)[0].frac().flatten() for step in range(3)])
+    assert len(noise.mul(1e4).round().unique()) > 270  # 300 of so many digits, of which few are the same by chance
+
+
 @each_batches
 def test_the_global_stream_is_untouched(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     reseeded: list[int] = []
